@@ -1,0 +1,241 @@
+"""Make the golden checkpoints and reference logits beside this file.
+
+The oracle is Hugging Face transformers, which the project itself never depends on, so this is run
+by hand in an environment of its own (Python 3.11):
+
+    pip install torch==2.13.0 transformers==5.23.0 numpy safetensors
+    OMP_NUM_THREADS=1 python tests/golden/make_golden.py [case ...]
+
+Every case becomes ``tests/golden/<case>/``: ``config.json``, the safetensors weights, and
+``golden.npz`` with ``tokens`` int32 [2, L], ``logits`` float32 [2, L, V] and ``greedy`` int32
+[2, 12]. Each saved directory is loaded back and must give the same logits. The table printed at
+the end is the one in README.md.
+"""
+
+import json
+import shutil
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, logging
+
+ROOT = Path(__file__).resolve().parent
+LENGTH, NEW_TOKENS = 19, 12
+MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0.05
+EAGER = dict(attn_implementation="eager", experts_implementation="eager")
+
+
+def case(model_type, sizes, experts, *, rope=None, hub=True, bf16=False, shard=None, **config):
+    """Describe one case.
+
+    ``sizes`` is layers, hidden size, heads, key-value heads and vocabulary; ``experts`` is count,
+    top-k, expert width and, but for Mixtral, dense width and (Qwen2) shared width. ``hub`` picks
+    the spelling of the checkpoints on the hub over the newest one; ``shard`` is a shard size.
+    """
+    layers, hidden, heads, kv_heads, vocab = sizes
+    count, top_k, width, *others = experts
+    config |= dict(num_hidden_layers=layers, hidden_size=hidden, vocab_size=vocab)
+    config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    if model_type == "mixtral":
+        config |= dict(num_local_experts=count, intermediate_size=width)
+    else:
+        config |= dict(num_experts=count, moe_intermediate_size=width, max_window_layers=layers)
+        names = ("intermediate_size", "shared_expert_intermediate_size")
+        config |= dict(zip(names, others, strict=False))
+    rope = dict(rope_type="default", rope_theta=1e6) | (rope or {})
+    trained, factor = rope.get("original_max_position_embeddings", 128), rope.get("factor", 1)
+    config |= dict(
+        num_experts_per_tok=top_k,
+        max_position_embeddings=int(trained * factor),
+        rope_parameters=rope,
+    )
+    return dict(model_type=model_type, config=config, hub=hub, bf16=bf16, shard=shard)
+
+
+TEN_THOUSAND, FIVE_HUNDRED = dict(rope_theta=1e4), dict(rope_theta=500.0)
+LINEAR = dict(type="linear", rope_type="linear", factor=2.5, rope_theta=1e4)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, rope_theta=500.0, low_freq_factor=1.0)
+LLAMA3 |= dict(high_freq_factor=4.0, original_max_position_embeddings=32)
+YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=32)
+# So small a theta makes the ramp cross several dimensions.
+YARN_BETAS = dict(type="yarn", rope_type="yarn", factor=3.0, rope_theta=50.0, beta_fast=4.0)
+YARN_BETAS |= dict(beta_slow=0.5, attention_factor=1.4, original_max_position_embeddings=64)
+YARN_MSCALE = dict(rope_type="yarn", factor=6.0, rope_theta=100.0, beta_fast=5.0, mscale=1.3)
+YARN_MSCALE |= dict(mscale_all_dim=0.6, truncate=False, original_max_position_embeddings=48)
+TIED, NORM = dict(tie_word_embeddings=True), dict(norm_topk_prob=True)
+SPARSE_STEP, MLP_ONLY = dict(decoder_sparse_step=2), dict(mlp_only_layers=[0])
+
+qwen2, qwen3, mixtral = (partial(case, name) for name in ("qwen2_moe", "qwen3_moe", "mixtral"))
+CASES = {
+    "qwen2_moe": qwen2([2, 32, 4, 4, 97], [7, 3, 19, 41, 29]),
+    "qwen2_moe_norm_topk": qwen2(
+        [2, 40, 4, 2, 83], [11, 3, 13, 41, 23], rope=TEN_THOUSAND, bf16=True, **NORM
+    ),
+    "qwen2_moe_sparse_step_linear": qwen2(
+        [3, 36, 6, 3, 71], [7, 2, 17, 37, 15], rope=LINEAR, **SPARSE_STEP
+    ),
+    "qwen2_moe_mlp_only_tied": qwen2(
+        [2, 42, 7, 1, 89], [7, 3, 15, 33, 21], rope=FIVE_HUNDRED, hub=False, **MLP_ONLY, **TIED
+    ),
+    "qwen2_moe_yarn": qwen2([2, 32, 2, 1, 67], [5, 2, 21, 31, 27], rope=YARN_BETAS),
+    "qwen3_moe": qwen3([2, 36, 6, 3, 79], [9, 3, 11, 35], shard="60KB", head_dim=10, **NORM),
+    "qwen3_moe_mixed_yarn": qwen3(
+        [4, 24, 4, 2, 61], [7, 3, 13, 29], rope=YARN_MSCALE, hub=False, head_dim=16, **SPARSE_STEP
+    ),
+    "qwen3_moe_yarn": qwen3([2, 28, 4, 1, 73], [6, 2, 17, 31], rope=YARN, head_dim=12, **NORM),
+    "qwen3_moe_tied_no_head_dim": qwen3(
+        [2, 42, 7, 1, 95], [7, 3, 13, 31], rope=FIVE_HUNDRED, **NORM, **TIED
+    ),
+    "mixtral": mixtral([2, 32, 4, 2, 91], [5, 2, 25]),
+    "mixtral_tied_llama3": mixtral([2, 48, 4, 4, 77], [5, 2, 15], rope=LLAMA3, **TIED),
+    "mixtral_top1_head_dim": mixtral(
+        [3, 30, 5, 5, 69], [3, 1, 23], rope=TEN_THOUSAND, hub=False, bf16=True, head_dim=8
+    ),
+}
+
+
+@torch.no_grad()
+def build(spec, seed):
+    """Return the case's model in float32, every parameter drawn afresh.
+
+    transformers would leave norms at one and biases at zero, where a mistake in them cannot show,
+    and its 0.02 makes routers and logits near ties.
+    """
+    config = AutoConfig.for_model(spec["model_type"], **json.loads(json.dumps(spec["config"])))
+    model = AutoModelForCausalLM.from_config(config, **EAGER).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            value = 1 + 0.2 * noise
+        elif name.endswith("bias"):
+            value = 0.3 * noise
+        elif "embed_tokens" in name:
+            value = 0.4 * noise
+        else:
+            gain = 2.5 if name.endswith(".gate.weight") or "lm_head" in name else 1.5
+            value = gain / parameter.shape[-1] ** 0.5 * noise
+        parameter.copy_(value.bfloat16().float() if spec["bf16"] else value)
+    return model
+
+
+@torch.no_grad()
+def forward(model, tokens, **options):
+    """Return the output of one full forward pass, without a cache."""
+    return model(input_ids=torch.as_tensor(tokens).long(), use_cache=False, **options)
+
+
+def gap(values, k):
+    """Return the smallest distance between the k-th and the next largest value of any row."""
+    top = torch.topk(values.flatten(0, -2), k + 1).values
+    return float((top[:, k - 1] - top[:, k]).min())
+
+
+def make_golden(model, seed):
+    """Return the arrays to store, and how far routing and greedy choices are from a tie."""
+    vocab = model.config.vocab_size
+    tokens = np.random.default_rng(seed).integers(0, vocab, (2, LENGTH), dtype=np.int32)
+    sequence = tokens
+    for _ in range(NEW_TOKENS):
+        last = forward(model, sequence).logits[:, -1]
+        sequence = np.concatenate([sequence, last.argmax(-1, keepdim=True).int().numpy()], axis=1)
+    final = forward(model, sequence, output_router_logits=True)
+    gaps = (
+        min(gap(x, model.config.num_experts_per_tok) for x in final.router_logits),
+        gap(final.logits[:, LENGTH - 1 : -1], 1),
+    )
+    logits = forward(model, tokens).logits.numpy()
+    return dict(tokens=tokens, logits=logits, greedy=sequence[:, LENGTH:]), gaps
+
+
+def rope_effect(spec, model, golden):
+    """Return how much the logits change when the case's RoPE scaling is taken out."""
+    rope = {"rope_type": "default", "rope_theta": spec["config"]["rope_parameters"]["rope_theta"]}
+    plain = build(spec | {"config": spec["config"] | {"rope_parameters": rope}}, 0)
+    plain.load_state_dict(model.state_dict())
+    return float(np.abs(forward(plain, golden["tokens"]).logits.numpy() - golden["logits"]).max())
+
+
+def spell_like_hub(path):
+    """Rewrite a config.json from the newest spelling to that of the checkpoints on the hub."""
+    config = json.loads(path.read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"] = rope.pop("rope_theta")
+    if "type" in rope:  # the oldest spelling names the kind of scaling `type`
+        rope.pop("rope_type")
+    config["rope_scaling"] = None if rope.get("rope_type") == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    for name in ("layer_types", "qkv_bias"):
+        config.pop(name, None)
+    if config.get("head_dim", 0) is None:
+        del config["head_dim"]
+    if config["model_type"] != "mixtral" and "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+    if config.get("sliding_window") == 0:  # the hub keeps a size there, switched off
+        config["sliding_window"] = config["max_position_embeddings"]
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def save(spec, model, golden, directory):
+    """Write the checkpoint and its golden arrays."""
+    shutil.rmtree(directory, ignore_errors=True)
+    model.to(torch.bfloat16 if spec["bf16"] else torch.float32)
+    model.save_pretrained(directory, max_shard_size=spec["shard"] or "1GB")
+    (directory / "generation_config.json").unlink()
+    if spec["hub"]:
+        spell_like_hub(directory / "config.json")
+    np.savez(directory / "golden.npz", **golden)
+
+
+def check(directory):
+    """Load a saved case and assert that it gives the logits and the tokens stored beside it."""
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True, **EAGER
+    )
+    assert not any(info.values()), info
+    golden = np.load(directory / "golden.npz")
+    logits = forward(model.eval(), golden["tokens"]).logits.numpy()
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=1e-6)
+    full = np.concatenate([golden["tokens"], golden["greedy"]], axis=1)
+    best = forward(model, full).logits.argmax(-1).numpy()
+    np.testing.assert_array_equal(best[:, LENGTH - 1 : -1], golden["greedy"])
+
+
+def make(name):
+    """Make one case with the first seed far from ties; return its row of the table."""
+    spec, directory = CASES[name], ROOT / name
+    for seed in range(1000):
+        model = build(spec, seed)
+        golden, (router_gap, logit_gap) = make_golden(model, seed)
+        varied = min(len(set(row)) for row in golden["greedy"].tolist()) >= MIN_DISTINCT
+        if varied and router_gap >= MIN_ROUTER_GAP and logit_gap >= MIN_LOGIT_GAP:
+            break
+    else:
+        raise RuntimeError(f"no seed gives {name} varied tokens away from ties")
+    scaled = spec["config"]["rope_parameters"]["rope_type"] != "default"
+    effect = rope_effect(spec, model, golden) if scaled else None
+    assert effect is None or effect > MIN_ROPE_EFFECT, (name, effect)
+    parameters = sum(x.numel() for x in model.parameters())
+    save(spec, model, golden, directory)
+    check(directory)
+    size = sum(x.stat().st_size for x in directory.iterdir()) / 1000
+    spelling, dtype = "hub" if spec["hub"] else "newest", "bf16" if spec["bf16"] else "f32"
+    changed = f"{effect:.2f}" if scaled else "-"
+    row = (name, spelling, dtype, seed, parameters, f"{size:.0f}", f"{router_gap:.4f}")
+    return (*row, f"{logit_gap:.3f}", changed)
+
+
+def main():
+    """Make the cases named on the command line, or all of them, and print the table."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or CASES:
+        print("|", " | ".join(map(str, make(name))), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()
