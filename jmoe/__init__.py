@@ -1,0 +1,27 @@
+"""jmoe: a functional Mixture-of-Experts model with paged experts and brownout.
+
+The notebook API: `load`, `forward`, `generate`, `save`, `brownout.plan`.
+"""
+
+from jmoe import brownout
+from jmoe.api import Model, forward, load, save
+from jmoe.brownout import Brownout
+from jmoe.checkpoint import CheckpointError
+from jmoe.config import ConfigError, ModelConfig
+from jmoe.generate import Generation, generate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Brownout",
+    "CheckpointError",
+    "ConfigError",
+    "Generation",
+    "Model",
+    "ModelConfig",
+    "brownout",
+    "forward",
+    "generate",
+    "load",
+    "save",
+]

@@ -1,0 +1,245 @@
+"""Notebook API: load a model, run it on whole sequences, generate through the paged cache."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from jmoe import checkpoint
+from jmoe.brownout import Brownout, Control
+from jmoe.config import ModelConfig, read_config
+from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, load_layer
+from jmoe.model import LayerStats, Params, Rows, causal_mix, embed, head, run_layers
+from jmoe.tokenizer import Tokenizer
+
+BUNDLED = "bundled"
+"""Stands for the model that comes with jmoe wherever a path is taken."""
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass
+class Model:
+    """A loaded model. `pool` and `table` change when another way of united experts is loaded."""
+
+    name: str
+    path: Path
+    config: ModelConfig
+    dtype: jnp.dtype
+    params: Params
+    pool: ExpertPool
+    table: ExpertTable
+    united: dict[int, UnitedExperts] = field(default_factory=dict)
+    way: int | None = None  # whose united experts are in the pool
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the model itself; united experts are not counted."""
+        cfg = self.config
+        routed = cfg.num_moe_layers * cfg.num_experts * 3 * cfg.d_model * cfg.d_ff_expert
+        return routed + sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+    @property
+    def united_places(self) -> int:
+        """United experts a layer has places for."""
+        return self.table.slots.shape[1] - self.config.num_experts
+
+    def use_way(self, way: int) -> None:
+        """Loads the united experts of `way`. Raises ValueError for one the model does not have."""
+        if way == self.way:
+            return
+        united = self.united_of(way)
+        for layer in range(self.config.num_moe_layers):
+            self.pool, self.table = load_layer(self.pool, self.table, united, layer)
+        self.way = way
+
+    def united_of(self, way: int) -> UnitedExperts:
+        """United experts of a way in host memory. Raises ValueError where there are none."""
+        if way not in self.united:
+            have = ", ".join(map(str, self.united)) or "none"
+            raise ValueError(f"way is {way}; {self.name} has united experts for: {have}")
+        return self.united[way]
+
+    def prepare(self, brownout: Brownout | None) -> Control:
+        """Loads what a setting needs and returns it as a program takes it. Raises ValueError."""
+        if brownout is not None and brownout.strategy == "partial":
+            if brownout.way is not None:
+                self.use_way(brownout.way)
+            elif self.way is None:
+                if not self.united:
+                    raise ValueError(f"partial brownout needs united experts; {self.name} has none")
+                self.use_way(max(self.united))
+        return Control.of(brownout)
+
+
+def resolve(path: str | Path) -> Path:
+    """The directory a path means; `bundled` is the model that comes with jmoe."""
+    if str(path) == BUNDLED:
+        return Path(str(files("jmoe") / BUNDLED))
+    return Path(path)
+
+
+def load(
+    path: str | Path = BUNDLED,
+    dtype: str = "bfloat16",
+    *,
+    ways: Sequence[int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Loads a Hugging Face directory as it stands, or one written by `save`.
+
+    Args:
+        path: the directory, or `bundled`.
+        dtype: `bfloat16`, `float16` or `float32`; weights are converted on the way.
+        ways: united experts to keep at hand; None keeps all that lie beside the model. The pool
+            gets places for the largest of them.
+        progress: called with (layers done, layers in all).
+
+    Raises ConfigError, CheckpointError or TokenizerError, each naming what is wrong.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    directory, kind = resolve(path), jnp.dtype(dtype)
+    name = BUNDLED if str(path) == BUNDLED else directory.absolute().name
+    tokenizer = Tokenizer.load(directory)
+    if checkpoint.is_native(directory):
+        cfg, params, pool, table = checkpoint.load_native(directory, kind)
+        united = _ways(checkpoint.load_united(directory, cfg), ways, name)
+        missing = max((u.gate_up.shape[1] for u in united.values()), default=0)
+        if missing > table.slots.shape[1] - cfg.num_experts:
+            raise ValueError(f"{name} was saved without places for ways {sorted(united)}")
+    else:
+        cfg = read_config(directory)
+        united = _ways(checkpoint.load_united(directory, cfg), ways, name)
+        params, pool, table = checkpoint.load_hf(directory, cfg, kind, united, progress)
+    return Model(name, directory, cfg, kind, params, pool, table, united, None, tokenizer)
+
+
+def _ways(
+    found: dict[int, UnitedExperts], wanted: Sequence[int] | None, name: str
+) -> dict[int, UnitedExperts]:
+    if wanted is None:
+        return found
+    lacking = [way for way in wanted if way not in found]
+    if lacking:
+        have = ", ".join(map(str, found)) or "none"
+        raise ValueError(f"ways are {list(wanted)}; {name} has united experts for: {have}")
+    return {way: found[way] for way in wanted}
+
+
+def save(model: Model, path: str | Path) -> None:
+    """Writes a model in jmoe's own format (Orbax), united experts and tokenizer included.
+
+    `load` reads it back; places that hold united experts are saved as they are and reset on load.
+    Raises FileExistsError where the directory already holds a model.
+    """
+    import shutil
+
+    directory = Path(path)
+    table = model.table._replace(groups=jnp.full_like(model.table.groups, -1))
+    checkpoint.save_native(directory, model.config, model.params, model.pool, table)
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        checkpoint.UNITED_FILE,
+    ):
+        if (model.path / name).exists():
+            shutil.copyfile(model.path / name, directory / name)
+
+
+def forward(
+    model: Model,
+    tokens: ArrayLike | Sequence[Sequence[int]],
+    brownout: Brownout | None = None,
+    *,
+    exempt: ArrayLike | None = None,
+) -> Float[Array, "batch length vocab"]:
+    """Logits of whole sequences, without a cache.
+
+    Args:
+        model: as `load` returns it.
+        tokens: int [batch, length]; all rows are one step, as a served batch is.
+        brownout: what may be degraded; None is nothing.
+        exempt: bool [batch]; sequences that refuse brownout.
+
+    Returns float32 [batch, length, vocab]. Raises ValueError for tokens that are no such array or
+    outside the vocabulary.
+    """
+    return forward_with_stats(model, tokens, brownout, exempt=exempt)[0]
+
+
+def forward_with_stats(
+    model: Model,
+    tokens: ArrayLike | Sequence[Sequence[int]],
+    brownout: Brownout | None = None,
+    *,
+    exempt: ArrayLike | None = None,
+) -> tuple[Float[Array, "batch length vocab"], LayerStats]:
+    """`forward`, and the counts of every MoE layer (leading axis: MoE layers)."""
+    array = np.asarray(tokens)
+    if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer) or array.size == 0:
+        raise ValueError(
+            f"tokens must be integers [batch, length]; got {array.dtype} {array.shape}"
+        )
+    check_tokens(array, model.config.vocab_size)
+    refuses = np.zeros(array.shape[0], bool) if exempt is None else np.asarray(exempt, bool)
+    if refuses.shape != array.shape[:1]:
+        raise ValueError(f"exempt must be bool [{array.shape[0]}]; got {refuses.shape}")
+    control = model.prepare(brownout)
+    return _forward(
+        model.config,
+        model.params,
+        model.pool,
+        model.table,
+        jnp.asarray(array, jnp.int32),
+        jnp.asarray(refuses),
+        control,
+    )
+
+
+def check_tokens(tokens: ArrayLike | Sequence[int], vocab_size: int) -> None:
+    """Raises ValueError for a token outside the vocabulary."""
+    array = np.asarray(tokens)
+    if array.size and (array.min() < 0 or array.max() >= vocab_size):
+        bad = array[(array < 0) | (array >= vocab_size)].flat[0]
+        raise ValueError(f"token {bad} is outside the vocabulary of {vocab_size}")
+
+
+@partial(jax.jit, static_argnums=0)
+def _forward(
+    cfg: ModelConfig,
+    params: Params,
+    pool: ExpertPool,
+    table: ExpertTable,
+    tokens: Int[Array, "batch length"],
+    exempt: Array,
+    control: Control,
+) -> tuple[Array, LayerStats]:
+    batch, length = tokens.shape
+    rows = Rows(
+        jnp.tile(jnp.arange(length, dtype=jnp.int32), batch),
+        jnp.ones(batch * length, bool),
+        jnp.repeat(exempt, length),
+    )
+    x, _, stats = run_layers(
+        cfg,
+        params,
+        pool,
+        table,
+        embed(params, tokens.reshape(-1)),
+        rows,
+        control,
+        causal_mix(batch, length, cfg.head_dim**-0.5),
+        None,
+        max_active=cfg.num_experts,
+    )
+    return head(cfg, params, x).reshape(batch, length, cfg.vocab_size), stats

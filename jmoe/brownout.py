@@ -1,0 +1,146 @@
+"""Brownout: what a step may degrade, and the plan that says which expert serves which visit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int
+
+from jmoe.experts import groups_by_index
+from pallas_kernels import routing
+from pallas_kernels.routing import Plan
+
+Strategy = Literal["zero", "partial", "full"]
+
+
+def strategy_code(strategy: str) -> int:
+    """The traced code of a strategy's name. Raises ValueError for an unknown one."""
+    if strategy not in routing.STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}; it must be one of zero, partial, full")
+    return routing.STRATEGIES[strategy]
+
+
+def check_threshold(threshold_percent: int | float) -> None:
+    """Raises ValueError unless 0 <= threshold_percent <= 100."""
+    if not 0 <= threshold_percent <= 100:
+        raise ValueError(f"threshold is {threshold_percent} %; it must be between 0 and 100")
+
+
+@dataclass(frozen=True)
+class Brownout:
+    """A brownout setting: strategy, threshold in percent of visits, way of united experts.
+
+    At 100 % nothing is degraded; at 0 % everything that may be is. `way` None keeps the way that
+    is loaded.
+    """
+
+    strategy: Strategy = "partial"
+    threshold_percent: int = 100
+    way: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an unknown strategy or a threshold out of range."""
+        strategy_code(self.strategy)
+        check_threshold(self.threshold_percent)
+        if self.threshold_percent != int(self.threshold_percent):
+            raise ValueError(f"threshold is {self.threshold_percent} %; it must be whole percent")
+
+
+class Control(NamedTuple):
+    """A brownout setting as a program takes it: traced, so that a change compiles nothing."""
+
+    threshold_percent: Int[Array, ""]
+    strategy: Int[Array, ""]
+
+    @classmethod
+    def of(cls, brownout: Brownout | None) -> "Control":
+        """No setting is zero brownout."""
+        setting = brownout or Brownout("zero")
+        return cls(
+            jnp.int32(int(setting.threshold_percent)), jnp.int32(strategy_code(setting.strategy))
+        )
+
+
+def plan(
+    ids: ArrayLike | Sequence[Sequence[int]],
+    *,
+    num_experts: int,
+    threshold_percent: int,
+    way: int | None = None,
+    groups: ArrayLike | Sequence[int] | None = None,
+    strategy: Strategy = "partial",
+    valid: ArrayLike | Sequence[bool] | None = None,
+    exempt: ArrayLike | Sequence[bool] | None = None,
+) -> Plan:
+    """BrownoutServe's Algorithm 1 on router choices `ids` int [T, K] of one layer.
+
+    Args:
+        ids: router choices, each in `[0, num_experts)`.
+        num_experts: routed experts m of the layer.
+        threshold_percent: whole percent of visits that the originals keep at least.
+        way: experts a group, consecutive by id; give either this or `groups`.
+        groups: int [m], the united expert of each routed one.
+        strategy: `zero`, `partial` or `full`.
+        valid: bool [T]; rows that are not are padding: never counted, planned as -1.
+        exempt: bool [T]; rows that refuse brownout. The experts they visit are in S1.
+
+    Returns a Plan; in `.expert_ids` (int32 [T, K]) united expert j is `num_experts + j` and a
+    dropped visit is -1.
+
+    Raises ValueError for a value out of range, or shapes that do not agree.
+    """
+    choices = np.asarray(ids)
+    if choices.ndim != 2 or not np.issubdtype(choices.dtype, np.integer):
+        raise ValueError(f"ids must be integers [T, K]; got {choices.dtype} {choices.shape}")
+    num_rows = choices.shape[0]
+    keep = _rows("valid", valid, num_rows, default=True)
+    seen = choices[keep]
+    if seen.size and (seen.min() < 0 or seen.max() >= num_experts):
+        raise ValueError(
+            f"ids span {seen.min()} to {seen.max()}; experts are 0 to {num_experts - 1}"
+        )
+    Brownout(strategy, threshold_percent)
+    return routing.brownout_plan(
+        jnp.asarray(np.where(keep[:, None], choices, 0), jnp.int32),
+        groups=jnp.asarray(_groups(num_experts, way, groups, strategy), jnp.int32),
+        threshold_percent=jnp.int32(int(threshold_percent)),
+        strategy=jnp.int32(strategy_code(strategy)),
+        valid=jnp.asarray(keep),
+        exempt=jnp.asarray(_rows("exempt", exempt, num_rows, default=False)),
+    )
+
+
+def _groups(
+    num_experts: int, way: int | None, groups: ArrayLike | Sequence[int] | None, strategy: str
+) -> np.ndarray:
+    if way is not None and groups is not None:
+        raise ValueError("give either way or groups, not both")
+    if groups is None and way is None:
+        if strategy == "partial":
+            raise ValueError("partial brownout needs way or groups")
+        return np.full(num_experts, -1, np.int32)
+    if groups is None:
+        assert way is not None
+        return groups_by_index(num_experts, way)
+    array = np.asarray(groups)
+    if array.shape != (num_experts,) or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"groups must be {num_experts} integers; got {array.dtype} {array.shape}")
+    if array.min() < -1 or array.max() >= num_experts:
+        raise ValueError(
+            f"groups span {array.min()} to {array.max()}; expected -1 to {num_experts - 1}"
+        )
+    return array.astype(np.int32)
+
+
+def _rows(
+    name: str, mask: ArrayLike | Sequence[bool] | None, num_rows: int, *, default: bool
+) -> np.ndarray:
+    if mask is None:
+        return np.full(num_rows, default)
+    array = np.asarray(mask)
+    if array.shape != (num_rows,) or array.dtype != np.bool_:
+        raise ValueError(f"{name} must be bool [{num_rows}]; got {array.dtype} {array.shape}")
+    return array

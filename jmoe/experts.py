@@ -1,0 +1,123 @@
+"""Paged experts: the pool of slots, the table from logical expert to slot, and united experts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+class ExpertPool(NamedTuple):
+    """Weights of every routed and united expert; a slot holds one expert.
+
+    Programs only read a pool. `write_slots` is the one writer, and it donates.
+    """
+
+    gate_up: Float[Array, "slots d f2"]  # columns [:f] gate, [f:] up
+    down: Float[Array, "slots f d"]
+
+
+class ExpertTable(NamedTuple):
+    """Where logical experts live. Logical ids: m routed experts, then U places for united ones."""
+
+    slots: Int[Array, "layers E"]  # pool slot of (MoE layer, logical expert); E = m + U
+    groups: Int[Array, "layers m"]  # united expert of each routed one; -1: none is loaded
+
+
+@dataclass(frozen=True)
+class UnitedExperts:
+    """United experts of one way, in host memory: L MoE layers of U experts each."""
+
+    way: int
+    gate_up: np.ndarray  # [L, U, d, 2 f]
+    down: np.ndarray  # [L, U, f, d]
+    groups: np.ndarray  # int32 [L, m]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where groups name a united expert that is not there."""
+        if self.groups.min() < 0 or self.groups.max() >= self.gate_up.shape[1]:
+            raise ValueError(
+                f"groups of way {self.way} name united experts {self.groups.min()} to "
+                f"{self.groups.max()}, but there are {self.gate_up.shape[1]}"
+            )
+
+
+def groups_by_index(num_experts: int, way: int) -> np.ndarray:
+    """int32 [m]: consecutive experts, `way` a group; the last may be short. Raises ValueError."""
+    if not 2 <= way <= num_experts:
+        raise ValueError(
+            f"way is {way}; it must be between 2 and the {num_experts} experts there are"
+        )
+    return np.arange(num_experts, dtype=np.int32) // way
+
+
+def make_table(num_layers: int, num_experts: int, united_places: int) -> ExpertTable:
+    """Table of a pool that holds each layer's routed experts first, then its united places.
+
+    Layer l owns slots `[l * E, (l + 1) * E)` with E = num_experts + united_places.
+    """
+    logical = num_experts + united_places
+    slots = np.arange(num_layers * logical, dtype=np.int32).reshape(num_layers, logical)
+    groups = np.full((num_layers, num_experts), -1, np.int32)
+    return ExpertTable(jnp.asarray(slots), jnp.asarray(groups))
+
+
+@partial(jax.jit, donate_argnums=0)
+def write_slots(
+    pool: ExpertPool,
+    slots: Int[Array, "n"],
+    gate_up: Float[Array, "n d f2"],
+    down: Float[Array, "n f d"],
+) -> ExpertPool:
+    """Overwrites `slots` in place. The pool passed in is gone afterwards (donated)."""
+    return ExpertPool(
+        pool.gate_up.at[slots].set(gate_up.astype(pool.gate_up.dtype)),
+        pool.down.at[slots].set(down.astype(pool.down.dtype)),
+    )
+
+
+@jax.jit
+def _set_groups(
+    groups: Int[Array, "layers m"], layer: Int[Array, ""], row: Int[Array, "m"]
+) -> Int[Array, "layers m"]:
+    return groups.at[layer].set(row)
+
+
+def load_layer(
+    pool: ExpertPool, table: ExpertTable, united: UnitedExperts, layer: int
+) -> tuple[ExpertPool, ExpertTable]:
+    """Puts one layer's united experts into its united places: detach, write, attach.
+
+    No program may be in flight that reads the places with the old groups; between two programs is
+    the time for it. The layer serves originals from the detach to the attach.
+    """
+    num_experts = table.groups.shape[1]
+    at = jnp.int32(layer)
+    detached = table._replace(
+        groups=_set_groups(table.groups, at, jnp.full(num_experts, -1, jnp.int32))
+    )
+    count = united.gate_up.shape[1]
+    places = np.asarray(table.slots)[layer, num_experts : num_experts + count]
+    if len(places) < count:
+        raise ValueError(
+            f"way {united.way} has {count} united experts a layer, but the pool has "
+            f"{len(places)} places; load the model with that way among its ways"
+        )
+    pool = write_slots(
+        pool,
+        jnp.asarray(places),
+        jnp.asarray(united.gate_up[layer], pool.gate_up.dtype),
+        jnp.asarray(united.down[layer], pool.down.dtype),
+    )
+    return pool, detached._replace(
+        groups=_set_groups(detached.groups, at, jnp.asarray(united.groups[layer], jnp.int32))
+    )
+
+
+def united_places(ways: Mapping[int, UnitedExperts]) -> int:
+    """Places a layer needs so that any one of the ways fits."""
+    return max((united.gate_up.shape[1] for united in ways.values()), default=0)

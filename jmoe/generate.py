@@ -1,0 +1,212 @@
+"""Generation through the paged cache, in one thread: the notebook's `generate`."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmoe.api import Model, check_tokens
+from jmoe.brownout import Brownout
+from jmoe.steps import (
+    Q_LEN,
+    decode_step,
+    empty_deltas,
+    empty_rows,
+    make_state,
+    pack_row,
+    prefill_step,
+)
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What `generate` returns, one entry a prompt."""
+
+    tokens: list[list[int]]  # generated tokens, an end token included
+    degraded_visits: list[int]  # expert visits that went to a united expert or were dropped
+    expert_visits: list[int]  # all expert visits: tokens * MoE layers * picks
+    logprobs: list[list[float]]
+    texts: list[str] | None  # None where the model has no tokenizer
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    brownout: Brownout | None = None,
+    *,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_token_ids: Sequence[int] | None = None,
+    chunk_size: int = 256,
+    page_size: int = 16,
+    progress: Callable[[int, int], None] | None = None,
+) -> Generation:
+    """Continues prompts together: prefill in chunks of at most `chunk_size` tokens, then decode.
+
+    Args:
+        model: as `load` returns it.
+        prompts: token lists or strings.
+        max_new_tokens: tokens to add at most.
+        brownout: what may be degraded in prefill and decode; None is nothing.
+        temperature: 0 is greedy; `top_k` 0 and `top_p` 1 are off. Prompt i draws from `seed + i`.
+        seed: of the first prompt.
+        top_k: see temperature.
+        top_p: see temperature.
+        stop_token_ids: tokens that end a sequence; None takes the model's own end tokens.
+        chunk_size: prompt tokens a step.
+        page_size: positions a KV page.
+        progress: called with (decode steps done, steps at most).
+
+    Raises ValueError for an empty prompt, one outside the vocabulary or too long, or bad limits.
+    """
+    token_lists = [as_tokens(model, prompt) for prompt in prompts]
+    cfg = model.config
+    if not token_lists:
+        raise ValueError("prompts is empty; give at least one")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    longest = max(map(len, token_lists)) + max_new_tokens
+    if longest > cfg.max_position:
+        raise ValueError(
+            f"the longest prompt and max_new_tokens make {longest} positions; "
+            f"{model.name} has {cfg.max_position}"
+        )
+    stops = set(cfg.eos_token_ids if stop_token_ids is None else stop_token_ids)
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    run = _Run(model, token_lists, longest, brownout, page_size, sampling, seed)
+    run.prefill(chunk_size)
+    for step in range(max_new_tokens):
+        if progress is not None:
+            progress(step, max_new_tokens)
+        live = [i for i, out in enumerate(run.tokens) if not out or out[-1] not in stops]
+        if not live:
+            break
+        if step:
+            run.decode(live)
+        run.accept(live)
+    tokenizer = model.tokenizer
+    texts = None if tokenizer is None else [tokenizer.decode(out) for out in run.tokens]
+    per_token = cfg.num_moe_layers * cfg.experts_per_token
+    visits = [
+        per_token * (len(prompt) + len(out) - 1)
+        for prompt, out in zip(token_lists, run.tokens, strict=True)
+    ]
+    return Generation(run.tokens, run.degraded.tolist(), visits, run.logprobs, texts)
+
+
+def as_tokens(model: Model, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt. Raises ValueError for an empty one or a token out of range."""
+    if isinstance(prompt, str):
+        if model.tokenizer is None:
+            raise ValueError(f"{model.name} has no tokenizer; give token lists")
+        tokens = model.tokenizer.encode(prompt)
+    else:
+        tokens = [int(token) for token in prompt]
+    if not tokens:
+        raise ValueError("a prompt is empty; give at least one token")
+    check_tokens(tokens, model.config.vocab_size)
+    return tokens
+
+
+class _Run:
+    """Device state and outputs of one call; sequence i owns slot i and a run of pages."""
+
+    def __init__(self, model, prompts, longest, brownout, page_size, sampling, seed) -> None:
+        cfg, count = model.config, len(prompts)
+        blocks = -(-longest // page_size)
+        control = model.prepare(brownout)
+        self.control = np.array([int(control.threshold_percent), int(control.strategy)], np.int32)
+        self.model, self.prompts, self.sampling, self.seed = model, prompts, sampling, seed
+        self.state = make_state(
+            cfg,
+            num_slots=count,
+            num_pages=count * blocks,
+            page_size=page_size,
+            max_blocks=blocks,
+            dtype=model.dtype,
+        )
+        pages = np.arange(count * blocks, dtype=np.int32).reshape(count, blocks)
+        self.state = self.state._replace(block_table=jnp.asarray(pages))
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.logprobs: list[list[float]] = [[] for _ in prompts]
+        self.degraded = np.zeros(count, np.int64)
+        self.newest = np.zeros(count, np.int32)
+        self.newest_logprob = np.zeros(count, np.float32)
+
+    def _row(self, i: int, kv_len: int, q_len: int = 1) -> np.ndarray:
+        return pack_row(i, kv_len=kv_len, q_len=q_len, seed=self.seed + i, **self.sampling)
+
+    def _call(self, step, who: list[int], *args: np.ndarray) -> None:
+        model = self.model
+        self.state, out = step(
+            model.config,
+            model.params,
+            model.pool,
+            model.table,
+            self.state,
+            *map(jnp.asarray, args),
+            jnp.asarray(empty_deltas(1)),
+            jnp.asarray(self.control),
+            max_active=model.config.num_experts,
+        )
+        count = len(who)
+        self.newest[who] = np.asarray(out.tokens)[:count]
+        self.newest_logprob[who] = np.asarray(out.logprobs)[:count]
+        self.degraded[who] += np.asarray(out.degraded)[:count]
+
+    def prefill(self, chunk_size: int) -> None:
+        """Feeds every prompt, chunks of several prompts together while they fit."""
+        if chunk_size < 1:
+            raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
+        done = [0] * len(self.prompts)
+        while any(d < len(p) for d, p in zip(done, self.prompts, strict=True)):
+            room, tokens, who, rows = chunk_size, [], [], []
+            for i, prompt in enumerate(self.prompts):
+                part = prompt[done[i] : done[i] + room]
+                if not part:
+                    continue
+                done[i] += len(part)
+                room -= len(part)
+                tokens += part
+                who.append(i)
+                rows.append(self._row(i, done[i], len(part)))
+            packed = empty_rows(_bucket(len(rows)))
+            packed[: len(rows)] = rows
+            flat = np.zeros(_bucket(len(tokens)), np.int32)
+            flat[: len(tokens)] = tokens
+            assert packed[:, Q_LEN].sum() == len(tokens)
+            self._call(_prefill, who, flat, packed)
+
+    def decode(self, live: list[int]) -> None:
+        """One token for each sequence of `live`."""
+        packed = empty_rows(_bucket(len(live)))
+        for at, i in enumerate(live):
+            packed[at] = self._row(i, len(self.prompts[i]) + len(self.tokens[i]))
+        self._call(_decode, live, packed)
+
+    def accept(self, live: list[int]) -> None:
+        """Takes the newest token of each sequence of `live`."""
+        for i in live:
+            self.tokens[i].append(int(self.newest[i]))
+            self.logprobs[i].append(float(self.newest_logprob[i]))
+
+
+def _bucket(count: int) -> int:
+    """The next power of two: few shapes, few compilations."""
+    return 1 << (count - 1).bit_length()
+
+
+_decode = partial(jax.jit, static_argnums=0, static_argnames="max_active", donate_argnums=4)(
+    decode_step
+)
+_prefill = partial(jax.jit, static_argnums=0, static_argnames="max_active", donate_argnums=4)(
+    prefill_step
+)

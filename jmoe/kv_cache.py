@@ -1,0 +1,86 @@
+"""Paged KV cache: device pages, and the host's account of who owns which."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jmoe.config import ModelConfig
+
+
+class KVPages(NamedTuple):
+    """Keys and values of all layers; position p of a sequence is row p % S of its page p // S."""
+
+    k: Float[Array, "L P S G D"]
+    v: Float[Array, "L P S G D"]
+
+
+def make_pages(cfg: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> KVPages:
+    """Zeroed pages for `num_pages * page_size` positions of every layer."""
+    shape = (cfg.num_layers, num_pages, page_size, cfg.num_kv_heads, cfg.head_dim)
+    return KVPages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def page_bytes(cfg: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
+    """Bytes of one page, keys and values of all layers."""
+    rows = cfg.num_layers * page_size * cfg.num_kv_heads * cfg.head_dim
+    return 2 * rows * jnp.dtype(dtype).itemsize
+
+
+def write_rows(
+    pages: KVPages,
+    layer: Int[Array, ""],
+    page: Int[Array, "T"],
+    offset: Int[Array, "T"],
+    k: Float[Array, "T G D"],
+    v: Float[Array, "T G D"],
+) -> KVPages:
+    """Writes one row a token in place; a page number out of range drops the row (padding)."""
+    return KVPages(
+        pages.k.at[layer, page, offset].set(k.astype(pages.k.dtype), mode="drop"),
+        pages.v.at[layer, page, offset].set(v.astype(pages.v.dtype), mode="drop"),
+    )
+
+
+class OutOfPages(Exception):
+    """The pool has fewer free pages than were asked for."""
+
+
+class PageAllocator:
+    """Free list of pages `[0, num_pages)`. Every page is free or owned by exactly one caller."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages is {num_pages}; it must be at least 1")
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._owned = [False] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody owns."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` pages, all or none. Raises OutOfPages."""
+        if count > len(self._free):
+            raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.num_pages} free")
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._owned[page] = True
+        return pages
+
+    def free(self, pages: Iterable[int]) -> None:
+        """Gives pages back. Raises ValueError for one that is not owned."""
+        for page in pages:
+            if not self._owned[page]:
+                raise ValueError(f"page {page} is freed twice")
+            self._owned[page] = False
+            self._free.append(page)
+
+    def check_idle(self) -> None:
+        """Raises AssertionError unless every page is back: the conservation check when idle."""
+        if len(self._free) != self.num_pages or any(self._owned):
+            lost = [page for page, owned in enumerate(self._owned) if owned]
+            raise AssertionError(f"{len(lost)} pages leaked: {lost[:10]}")

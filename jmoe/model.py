@@ -1,0 +1,227 @@
+"""The functional model: one pure function a stage, and the scan over layers that joins them.
+
+Letters: T rows, d model width, H query heads, G kv heads, D head size, m experts, K picks a row.
+Every stage works alone on flat rows `x [T, d]`; what attention reads is the caller's (`mix`).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jmoe.brownout import Control
+from jmoe.config import ModelConfig
+from jmoe.experts import ExpertPool, ExpertTable
+from jmoe.rope import rotate
+from pallas_kernels import grouped_gemm, routing
+
+Params = Mapping[str, Any]
+"""`embed`, `final_norm`, `lm_head` (untied) and `segments`; docs/architecture.md has the table."""
+
+Mix = Callable[[Array, Array, Array, Int[Array, ""], Any], tuple[Array, Any]]
+"""`(q [T, H, D], k [T, G, D], v [T, G, D], layer, carry) -> (out [T, H, D], carry)`."""
+
+
+class Rows(NamedTuple):
+    """What the stages have to know of a step's rows."""
+
+    positions: Int[Array, "T"]
+    valid: Bool[Array, "T"]  # False: padding
+    exempt: Bool[Array, "T"]  # True: refuses brownout
+
+
+class LayerStats(NamedTuple):
+    """Counts of one MoE layer's step."""
+
+    degraded: Int[Array, "T"]  # degraded visits of each row
+    active: Int[Array, ""]  # experts that were touched
+    visits: Int[Array, "E"]  # rows each logical expert was chosen for
+
+
+def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, "d"], eps: float) -> Array:
+    """Root-mean-square norm in float32; weight applied in x's dtype."""
+    h = x.astype(jnp.float32)
+    h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
+    return h.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def embed(params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
+    """Rows of the embedding matrix."""
+    return params["embed"][tokens]
+
+
+def qkv(
+    cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], positions: Int[Array, "T"]
+) -> tuple[Float[Array, "T H D"], Float[Array, "T G D"], Float[Array, "T G D"]]:
+    """Projections of the normed rows, with QK norm where the architecture has it, and RoPE."""
+    out = h @ layer["wqkv"]
+    if cfg.qkv_bias:
+        # Unfused on purpose: with the bias inside, XLA copies each layer's weights out of the scan.
+        out = lax.optimization_barrier(out) + layer["bqkv"][None, :]
+    heads, kv_heads = cfg.num_heads, cfg.num_kv_heads
+    out = out.reshape(-1, heads + 2 * kv_heads, cfg.head_dim)
+    q, k, v = jnp.split(out, [heads, heads + kv_heads], axis=1)
+    if cfg.qk_norm:
+        q = rms_norm(q, layer["q_norm"], cfg.rms_norm_eps)
+        k = rms_norm(k, layer["k_norm"], cfg.rms_norm_eps)
+    return rotate(q, positions, cfg.rope), rotate(k, positions, cfg.rope), v
+
+
+def attend(
+    cfg: ModelConfig,
+    layer: Params,
+    x: Float[Array, "T d"],
+    positions: Int[Array, "T"],
+    mix: Callable[[Array, Array, Array], tuple[Array, Any]],
+) -> tuple[Float[Array, "T d"], Any]:
+    """Attention with its residual. `mix(q, k, v)` returns what the heads read, and its carry."""
+    h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
+    out, carry = mix(*qkv(cfg, layer, h, positions))
+    return x + out.reshape(x.shape[0], -1) @ layer["wo"], carry
+
+
+def route(
+    cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]
+) -> tuple[Float[Array, "T d"], Float[Array, "T K"], Int[Array, "T K"]]:
+    """Normed rows, their gate weights (float32) and the experts their router chose (int32)."""
+    h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
+    logits = jnp.dot(h, layer["router"], preferred_element_type=jnp.float32)
+    weights, ids = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
+    return h, weights, ids
+
+
+def swiglu(h: Float[Array, "T d"], gate_up: Array, down: Array) -> Float[Array, "T d"]:
+    """`(silu(h Wg) * (h Wu)) Wd` with the two first matrices side by side."""
+    gate, up = jnp.split(h @ gate_up, 2, axis=-1)
+    return (jax.nn.silu(gate) * up) @ down
+
+
+def shared_expert(layer: Params, h: Float[Array, "T d"]) -> Float[Array, "T d"]:
+    """The expert every row visits, behind its sigmoid gate (Qwen2-MoE)."""
+    opening = jax.nn.sigmoid((h @ layer["shared_gate"][:, None]).astype(jnp.float32))
+    return opening.astype(h.dtype) * swiglu(h, layer["shared_gate_up"], layer["shared_down"])
+
+
+def experts(
+    cfg: ModelConfig,
+    pool: ExpertPool,
+    h: Float[Array, "T d"],
+    weights: Float[Array, "T K"],
+    expert_ids: Int[Array, "T K"],
+    slots: Int[Array, "E"],
+    *,
+    max_active: int,
+) -> tuple[Float[Array, "T d"], Int[Array, ""]]:
+    """Routed experts of planned visits, through one layer's table row; and how many were active."""
+    num_visits = expert_ids.shape[0] * expert_ids.shape[1]
+    block_m = grouped_gemm.block_m_for(num_visits, cfg.num_experts)
+    work = routing.dispatch(expert_ids, weights, slots, block_m=block_m, max_active=max_active)
+    out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work)
+    return out.astype(h.dtype), work.num_active
+
+
+def moe(
+    cfg: ModelConfig,
+    layer: Params,
+    pool: ExpertPool,
+    slots: Int[Array, "E"],
+    groups: Int[Array, "m"],
+    x: Float[Array, "T d"],
+    rows: Rows,
+    control: Control,
+    *,
+    max_active: int,
+) -> tuple[Float[Array, "T d"], LayerStats]:
+    """Router, brownout plan, routed and shared experts, with the residual (the paper's eq. 5)."""
+    h, weights, ids = route(cfg, layer, x)
+    plan = routing.brownout_plan(
+        ids,
+        groups=groups,
+        threshold_percent=control.threshold_percent,
+        strategy=control.strategy,
+        valid=rows.valid,
+        exempt=rows.exempt,
+    )
+    out, active = experts(cfg, pool, h, weights, plan.expert_ids, slots, max_active=max_active)
+    if cfg.d_ff_shared:
+        out = out + shared_expert(layer, h)
+    used = jnp.where(plan.expert_ids < 0, slots.shape[0], plan.expert_ids)
+    visits = jnp.zeros(slots.shape[0], jnp.int32).at[used].add(1, mode="drop")
+    return x + out, LayerStats(jnp.sum(plan.degraded, axis=-1, dtype=jnp.int32), active, visits)
+
+
+def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:
+    """Final norm and output projection; float32 logits."""
+    h = rms_norm(x, params["final_norm"], cfg.rms_norm_eps)
+    if cfg.tie_embeddings:
+        return jnp.einsum("td,vd->tv", h, params["embed"], preferred_element_type=jnp.float32)
+    return jnp.dot(h, params["lm_head"], preferred_element_type=jnp.float32)
+
+
+def run_layers(
+    cfg: ModelConfig,
+    params: Params,
+    pool: ExpertPool,
+    table: ExpertTable,
+    x: Float[Array, "T d"],
+    rows: Rows,
+    control: Control,
+    mix: Mix,
+    carry: Any,
+    *,
+    max_active: int,
+) -> tuple[Float[Array, "T d"], Any, LayerStats]:
+    """All layers: one scan for each run of layers of one kind.
+
+    The carry of `mix` (the KV pages) travels in the scan's carry: as scanned inputs and outputs XLA
+    would copy the whole cache. Returns rows, carry, and stats stacked over MoE layers.
+    """
+    stats = []
+    moe_start = 0
+    for (is_moe, start, count), segment in zip(cfg.segments(), params["segments"], strict=True):
+        layers = start + jnp.arange(count, dtype=jnp.int32)
+        if is_moe:
+            own = slice(moe_start, moe_start + count)
+            moe_start += count
+            xs = (segment, layers, table.slots[own], table.groups[own])
+        else:
+            xs = (segment, layers, None, None)
+
+        def body(state: Any, xs: Any, is_moe: bool = is_moe) -> Any:
+            x, carry = state
+            layer, index, slots, groups = xs
+            x, carry = attend(
+                cfg, layer, x, rows.positions, lambda q, k, v: mix(q, k, v, index, carry)
+            )
+            if is_moe:
+                x, out = moe(
+                    cfg, layer, pool, slots, groups, x, rows, control, max_active=max_active
+                )
+            else:
+                h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
+                x, out = x + swiglu(h, layer["gate_up"], layer["down"]), None
+            return (x, carry), out
+
+        (x, carry), out = lax.scan(body, (x, carry), xs)
+        if is_moe:
+            stats.append(out)
+    return x, carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
+
+
+def causal_mix(batch: int, length: int, scale: float) -> Mix:
+    """Attention without a cache: `batch` rows of `length` tokens, each its own sequence."""
+
+    def mix(q: Array, k: Array, v: Array, layer: Array, carry: Any) -> tuple[Array, Any]:
+        heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
+        qg = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+        kb, vb = (a.reshape(batch, length, kv_heads, head_dim) for a in (k, v))
+        s = jnp.einsum("bqghd,bkgd->bghqk", qg, kb, preferred_element_type=jnp.float32) * scale
+        seen = jnp.tril(jnp.ones((length, length), bool))
+        p = jax.nn.softmax(jnp.where(seen[None, None, None], s, -jnp.inf), axis=-1)
+        out = jnp.einsum("bghqk,bkgd->bqghd", p.astype(v.dtype), vb)
+        return out.reshape(q.shape), carry
+
+    return mix

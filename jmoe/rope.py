@@ -1,0 +1,65 @@
+"""Rotary position embedding (arXiv 2104.09864), halves rotated as Hugging Face checkpoints expect."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jmoe.config import RopeConfig
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """float32 [head_dim / 2]: radians a position, scaled as the rope kind says."""
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+    freq = 1.0 / (rope.theta**exponent)
+    if rope.kind == "linear":
+        freq = freq / rope.factor
+    elif rope.kind == "llama3":
+        freq = _llama3(rope, freq)
+    elif rope.kind == "yarn":
+        freq = _yarn(rope, freq, head_dim)
+    return freq.astype(np.float32)
+
+
+def _llama3(rope: RopeConfig, freq: np.ndarray) -> np.ndarray:
+    """Long wavelengths are divided by the factor, short ones kept, the band between blended."""
+    wavelength = 2 * math.pi / freq
+    longest = rope.original_max_position / rope.low_freq_factor
+    shortest = rope.original_max_position / rope.high_freq_factor
+    blend = (rope.original_max_position / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - blend) * freq / rope.factor + blend * freq
+    scaled = np.where(wavelength > longest, freq / rope.factor, freq)
+    return np.where((wavelength <= longest) & (wavelength >= shortest), blended, scaled)
+
+
+def _yarn(rope: RopeConfig, freq: np.ndarray, head_dim: int) -> np.ndarray:
+    """YaRN (arXiv 2309.00071): interpolate slow dimensions, keep fast ones, a ramp between."""
+
+    def dimension(rotations: float) -> float:
+        turns = rope.original_max_position / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    ramp = np.clip((np.arange(head_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    return freq / rope.factor * ramp + freq * (1 - ramp)
+
+
+def rotate(
+    x: Float[Array, "T N D"], positions: Int[Array, "T"], rope: RopeConfig
+) -> Float[Array, "T N D"]:
+    """Rotates each head of each row by its position; computed in float32, returned in x's dtype."""
+    half = x.shape[-1] // 2
+    freq = jnp.asarray(inverse_frequencies(rope, x.shape[-1]))
+    angle = positions.astype(jnp.float32)[:, None] * freq[None, :]
+    cos = (jnp.cos(angle) * rope.attention_factor)[:, None, :]
+    sin = (jnp.sin(angle) * rope.attention_factor)[:, None, :]
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

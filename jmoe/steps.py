@@ -1,0 +1,258 @@
+"""Step programs as pure functions: one prefill or one decode step over the paged cache.
+
+A step reads parameters, pool and table, and updates a `State` that its caller donates. Everything a
+step needs from the host travels in two or three small int32 arrays, so that a call has few
+arguments; floats ride in them as bits. Letters as in `jmoe.model`; S sequence slots, M pages a
+sequence.
+"""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jmoe.brownout import Control
+from jmoe.config import ModelConfig
+from jmoe.experts import ExpertPool, ExpertTable
+from jmoe.kv_cache import KVPages, make_pages, write_rows
+from jmoe.model import LayerStats, Params, Rows, embed, head, run_layers
+from jmoe.sampling import Sampling, sample, token_logprobs
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.prefill_attention import prefill_attention
+
+
+class State(NamedTuple):
+    """What lives on the device between steps. Donated to each step, returned by it."""
+
+    pages: KVPages
+    block_table: Int[Array, "S M"]  # page of each block of each sequence slot
+    last_token: Int[Array, "S"]  # newest sampled token of each slot: the next decode step's input
+
+
+class Output(NamedTuple):
+    """What the host reads of a step. B is decode rows, or sequences of a prefill step."""
+
+    tokens: Int[Array, "B"]
+    logprobs: Float[Array, "B"]
+    degraded: Int[Array, "B"]  # degraded expert visits of the row or chunk
+    active: Int[Array, "layers"]  # experts touched, by MoE layer
+    visits: Int[Array, "layers E"]  # visits by MoE layer and logical expert
+    prompt_logprobs: Float[Array, "T"] | None = None  # of the row's next prompt token
+
+
+def make_state(
+    cfg: ModelConfig, *, num_slots: int, num_pages: int, page_size: int, max_blocks: int, dtype: Any
+) -> State:
+    """Empty state: zeroed pages, block tables and tokens."""
+    return State(
+        make_pages(cfg, num_pages, page_size, dtype),
+        jnp.zeros((num_slots, max_blocks), jnp.int32),
+        jnp.zeros(num_slots, jnp.int32),
+    )
+
+
+# Columns of a packed row: one row a decode sequence, one a prefill chunk.
+SLOT, KV_LEN, Q_LEN, EXEMPT, SEED, TOP_K, TEMPERATURE, TOP_P = range(8)
+# A delta of the block table: where, and which page. A slot of -1 is no delta.
+DELTA_SLOT, DELTA_BLOCK, DELTA_PAGE = range(3)
+NUM_COLUMNS, NUM_DELTA_COLUMNS = 8, 3
+
+
+def empty_rows(count: int) -> np.ndarray:
+    """int32 [count, NUM_COLUMNS] of padding: slot -1, nothing to do."""
+    rows = np.zeros((count, NUM_COLUMNS), np.int32)
+    rows[:, SLOT] = -1
+    rows[:, TOP_P] = np.float32(1.0).view(np.int32)
+    return rows
+
+
+def empty_deltas(count: int) -> np.ndarray:
+    """int32 [count, NUM_DELTA_COLUMNS] without a delta in it."""
+    deltas = np.zeros((count, NUM_DELTA_COLUMNS), np.int32)
+    deltas[:, DELTA_SLOT] = -1
+    return deltas
+
+
+def pack_row(
+    slot: int,
+    *,
+    kv_len: int,
+    q_len: int = 1,
+    exempt: bool = False,
+    seed: int = 0,
+    top_k: int = 0,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> np.ndarray:
+    """One packed row. `kv_len` counts the positions after the step, its own `q_len` included."""
+    row = np.array([slot, kv_len, q_len, exempt, 0, top_k, 0, 0], np.int32)
+    row[SEED] = np.uint32(seed & 0xFFFFFFFF).view(np.int32)
+    row[TEMPERATURE] = np.float32(temperature).view(np.int32)
+    row[TOP_P] = np.float32(top_p).view(np.int32)
+    return row
+
+
+def _sampling(rows: Int[Array, "B C"]) -> Sampling:
+    return Sampling(
+        lax.bitcast_convert_type(rows[:, TEMPERATURE], jnp.float32),
+        rows[:, TOP_K],
+        lax.bitcast_convert_type(rows[:, TOP_P], jnp.float32),
+        lax.bitcast_convert_type(rows[:, SEED], jnp.uint32),
+    )
+
+
+def _apply_deltas(table: Int[Array, "S M"], deltas: Int[Array, "N 3"]) -> Int[Array, "S M"]:
+    slot = deltas[:, DELTA_SLOT]
+    slot = jnp.where(slot < 0, table.shape[0], slot)  # out of range: dropped
+    return table.at[slot, deltas[:, DELTA_BLOCK]].set(deltas[:, DELTA_PAGE], mode="drop")
+
+
+def _pages_of(
+    state: State, slot: Int[Array, "T"], position: Int[Array, "T"], valid: Array
+) -> tuple[Int[Array, "T"], Int[Array, "T"]]:
+    """Page and offset that a row's key goes to; padding gets a page out of range."""
+    num_pages, page_size = state.pages.k.shape[1:3]
+    page = state.block_table[slot, position // page_size]
+    return jnp.where(valid, page, num_pages), position % page_size
+
+
+def decode_step(
+    cfg: ModelConfig,
+    params: Params,
+    pool: ExpertPool,
+    table: ExpertTable,
+    state: State,
+    rows: Int[Array, "B C"],
+    deltas: Int[Array, "N 3"],
+    control: Int[Array, "2"],
+    *,
+    max_active: int,
+) -> tuple[State, Output]:
+    """One token for each row: the newest token of its slot goes in, the next one comes out.
+
+    `rows` are packed by `pack_row`, `control` is (threshold percent, strategy code). `max_active`
+    (static) is the bucket's capacity in experts a layer; the caller guarantees it.
+    """
+    state = state._replace(block_table=_apply_deltas(state.block_table, deltas))
+    valid = rows[:, SLOT] >= 0
+    slot = jnp.where(valid, rows[:, SLOT], 0)
+    kv_len = jnp.where(valid, rows[:, KV_LEN], 0)
+    position = jnp.maximum(kv_len - 1, 0)
+    page, offset = _pages_of(state, slot, position, valid)
+    block_table = state.block_table[slot]
+    scale = cfg.head_dim**-0.5
+
+    def mix(q: Array, k: Array, v: Array, layer: Array, pages: KVPages) -> tuple[Array, KVPages]:
+        pages = write_rows(pages, layer, page, offset, k, v)
+        out = paged_attention(
+            q, pages.k, pages.v, layer=layer, block_table=block_table, kv_len=kv_len, scale=scale
+        )
+        return out, pages
+
+    x = embed(params, state.last_token[slot])
+    who = Rows(position, valid, rows[:, EXEMPT] > 0)
+    x, pages, stats = run_layers(
+        cfg,
+        params,
+        pool,
+        table,
+        x,
+        who,
+        Control(control[0], control[1]),
+        mix,
+        state.pages,
+        max_active=max_active,
+    )
+    tokens, logprobs = sample(head(cfg, params, x), _sampling(rows), position + 1)
+    state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], tokens))
+    degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
+    return state, Output(tokens, logprobs, degraded, stats.active, stats.visits)
+
+
+def _remember(
+    last: Int[Array, "S"], slot: Int[Array, "B"], tokens: Int[Array, "B"]
+) -> Int[Array, "S"]:
+    return last.at[jnp.where(slot < 0, last.shape[0], slot)].set(tokens, mode="drop")
+
+
+def prefill_step(
+    cfg: ModelConfig,
+    params: Params,
+    pool: ExpertPool,
+    table: ExpertTable,
+    state: State,
+    tokens: Int[Array, "T"],
+    rows: Int[Array, "B C"],
+    deltas: Int[Array, "N 3"],
+    control: Int[Array, "2"],
+    *,
+    max_active: int,
+    prompt_logprobs: bool = False,
+) -> tuple[State, Output]:
+    """Chunks of prompts, packed one after another into `tokens`; row b owns its `q_len` next ones.
+
+    A token is sampled from the last row of every chunk; the host uses it where the chunk ends its
+    prompt. With `prompt_logprobs` (static), `Output.prompt_logprobs[t]` is the log-probability of
+    token t + 1 of the same chunk; across chunks the host overlaps them by one token.
+    """
+    state = state._replace(block_table=_apply_deltas(state.block_table, deltas))
+    num_tokens, num_chunks = tokens.shape[0], rows.shape[0]
+    q_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows[:, Q_LEN])])
+    index = jnp.arange(num_tokens, dtype=jnp.int32)
+    owner = jnp.searchsorted(q_start[1:], index, side="right").astype(jnp.int32)
+    valid = owner < num_chunks
+    owner = jnp.minimum(owner, num_chunks - 1)
+    slots = jnp.maximum(rows[:, SLOT], 0)
+    first_position = rows[:, KV_LEN] - rows[:, Q_LEN]
+    position = jnp.where(valid, first_position[owner] + index - q_start[owner], 0)
+    page, offset = _pages_of(state, slots[owner], position, valid)
+    block_table = state.block_table[slots]
+    scale = cfg.head_dim**-0.5
+
+    def mix(q: Array, k: Array, v: Array, layer: Array, pages: KVPages) -> tuple[Array, KVPages]:
+        pages = write_rows(pages, layer, page, offset, k, v)
+        out = prefill_attention(
+            q,
+            pages.k,
+            pages.v,
+            layer=layer,
+            block_table=block_table,
+            q_start=q_start,
+            kv_len=rows[:, KV_LEN],
+            scale=scale,
+        )
+        return out, pages
+
+    who = Rows(position, valid, rows[owner, EXEMPT] > 0)
+    x, pages, stats = run_layers(
+        cfg,
+        params,
+        pool,
+        table,
+        embed(params, tokens),
+        who,
+        Control(control[0], control[1]),
+        mix,
+        state.pages,
+        max_active=max_active,
+    )
+    last = jnp.maximum(q_start[1:] - 1, 0)
+    sampled, logprobs = sample(head(cfg, params, x[last]), _sampling(rows), rows[:, KV_LEN])
+    state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], sampled))
+    out = Output(
+        sampled, logprobs, _by_chunk(stats, owner, valid, num_chunks), stats.active, stats.visits
+    )
+    if prompt_logprobs:
+        following = jnp.roll(tokens, -1)
+        out = out._replace(prompt_logprobs=token_logprobs(head(cfg, params, x), following))
+    return state, out
+
+
+def _by_chunk(
+    stats: LayerStats, owner: Int[Array, "T"], valid: Array, num_chunks: int
+) -> Int[Array, "B"]:
+    degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
+    at = jnp.where(valid, owner, num_chunks)
+    return jnp.zeros(num_chunks, jnp.int32).at[at].add(degraded, mode="drop")

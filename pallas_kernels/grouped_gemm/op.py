@@ -1,0 +1,27 @@
+"""Public grouped-GEMM op."""
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped_gemm import reference
+from pallas_kernels.grouped_gemm.tiles import REFERENCE_BLOCK_M
+from pallas_kernels.routing.op import Dispatch
+
+
+def block_m_for(num_visits: int, num_experts: int) -> int:
+    """Block height for a step of `num_visits` visits over `num_experts` routed experts."""
+    rows = num_visits / num_experts
+    return next(block_m for most, block_m in REFERENCE_BLOCK_M if rows <= most)
+
+
+def moe_mlp(
+    x: Float[Array, "T d"],
+    gate_up: Float[Array, "slots d f2"],
+    down: Float[Array, "slots f d"],
+    plan: Dispatch,
+) -> Float[Array, "T d"]:
+    """Routed experts of one layer: `sum_k weight * (silu(x Wg) * (x Wu)) Wd` in float32.
+
+    The whole pool is passed and only the slots in `plan` are read, so no slice of it is made per
+    layer. Products accumulate in float32. Returns float32 rows; a row without visits is zero.
+    """
+    return reference.moe_mlp(x, gate_up, down, plan)

@@ -1,0 +1,26 @@
+"""Public paged decode attention."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention import reference
+
+
+def paged_attention(
+    q: Float[Array, "B H D"],
+    k_pages: Float[Array, "L P S G D"],
+    v_pages: Float[Array, "L P S G D"],
+    *,
+    layer: Int[Array, ""],
+    block_table: Int[Array, "B M"],
+    kv_len: Int[Array, "B"],
+    scale: float,
+) -> Float[Array, "B H D"]:
+    """Attention of one new row a sequence over its pages of `layer`.
+
+    Position p of sequence b lives in page `block_table[b, p // S]` at offset `p % S`; positions
+    `[0, kv_len[b])` are attended to. H is a multiple of the G kv heads. A row with kv_len 0
+    (padding) yields zeros. Softmax and accumulation are float32; the result has q's dtype.
+    """
+    return reference.paged_attention(
+        q, k_pages, v_pages, layer=layer, block_table=block_table, kv_len=kv_len, scale=scale
+    )

@@ -1,0 +1,42 @@
+"""XLA reference of paged decode attention: online softmax over a few pages at a time."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import online_softmax
+from pallas_kernels.backend import trip_count
+
+TOKENS_PER_STEP = 64
+"""KV rows gathered an iteration: enough to amortise the loop, few enough to skip empty pages."""
+
+
+def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
+    """See `op.paged_attention`."""
+    batch, heads, head_dim = q.shape
+    page_size, kv_heads = k_pages.shape[2], k_pages.shape[3]
+    max_pages = block_table.shape[1]
+    pages = min(max_pages, max(1, TOKENS_PER_STEP // page_size))
+    chunk = pages * page_size
+    num_chunks = -(-max_pages // pages)
+    table = jnp.pad(block_table, ((0, 0), (0, num_chunks * pages - max_pages)))
+    qg = q.reshape(batch, kv_heads, heads // kv_heads, head_dim)
+
+    def one_chunk(i, state):
+        ids = lax.dynamic_slice_in_dim(table, i * pages, pages, 1)
+        k = k_pages[layer, ids].reshape(batch, chunk, kv_heads, head_dim)
+        v = v_pages[layer, ids].reshape(batch, chunk, kv_heads, head_dim)
+        s = jnp.einsum("bghd,bcgd->bghc", qg, k, preferred_element_type=jnp.float32) * scale
+        position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
+        live = (position[None, :] < kv_len[:, None])[:, None, None, :]
+
+        def weigh(p):
+            return jnp.einsum(
+                "bghc,bcgd->bghd", p.astype(v.dtype), v, preferred_element_type=jnp.float32
+            )
+
+        return online_softmax.update(state, jnp.where(live, s, -jnp.inf), weigh)
+
+    state = online_softmax.start((batch, kv_heads, heads // kv_heads), head_dim)
+    longest = -(-jnp.max(kv_len) // chunk)
+    state = lax.fori_loop(0, trip_count(longest, num_chunks), one_chunk, state)
+    return online_softmax.finish(state).reshape(batch, heads, head_dim).astype(q.dtype)

@@ -1,0 +1,69 @@
+"""XLA reference of prefill attention: chunks in turn, a tile of query rows at a time."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import online_softmax
+from pallas_kernels.backend import trip_count
+
+TILE = 32
+"""Query rows an iteration."""
+TOKENS_PER_STEP = 128
+"""KV rows gathered an iteration."""
+
+
+def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale):
+    """See `op.prefill_attention`."""
+    num_rows, heads, head_dim = q.shape
+    page_size, kv_heads = k_pages.shape[2], k_pages.shape[3]
+    num_chunks, max_pages = block_table.shape
+    pages = min(max_pages, max(1, TOKENS_PER_STEP // page_size))
+    step = pages * page_size
+    num_steps = -(-max_pages // pages)
+    table = jnp.pad(block_table, ((0, 0), (0, num_steps * pages - max_pages)))
+    padded = jnp.pad(q, ((0, TILE), (0, 0), (0, 0)))
+    group = heads // kv_heads
+
+    def attend(qt, n, seen):
+        """Tile of rows [TILE, G, group, D] of chunk n; row t sees positions [0, seen[t])."""
+
+        def one_step(i, state):
+            ids = lax.dynamic_slice(table, (n, i * pages), (1, pages))[0]
+            k = k_pages[layer, ids].reshape(step, kv_heads, head_dim)
+            v = v_pages[layer, ids].reshape(step, kv_heads, head_dim)
+            s = jnp.einsum("tghd,cgd->tghc", qt, k, preferred_element_type=jnp.float32) * scale
+            position = i * step + jnp.arange(step, dtype=jnp.int32)
+            live = (position[None, :] < seen[:, None])[:, None, None, :]
+
+            def weigh(p):
+                return jnp.einsum(
+                    "tghc,cgd->tghd", p.astype(v.dtype), v, preferred_element_type=jnp.float32
+                )
+
+            return online_softmax.update(state, jnp.where(live, s, -jnp.inf), weigh)
+
+        steps = trip_count(-(-jnp.max(seen) // step), num_steps)
+        state = online_softmax.start((TILE, kv_heads, group), head_dim)
+        return online_softmax.finish(lax.fori_loop(0, steps, one_step, state))
+
+    def one_chunk(n, out):
+        first, last = q_start[n], q_start[n + 1]
+        offset = kv_len[n] - last  # row r sits at position r + offset
+
+        def one_tile(j, out):
+            start = first + j * TILE
+            row = start + jnp.arange(TILE, dtype=jnp.int32)
+            mine = row < last
+            qt = lax.dynamic_slice_in_dim(padded, start, TILE)
+            qt = qt.reshape(TILE, kv_heads, group, head_dim)
+            new = attend(qt, n, jnp.where(mine, row + offset + 1, 0))
+            new = new.reshape(TILE, heads, head_dim).astype(q.dtype)
+            old = lax.dynamic_slice_in_dim(out, start, TILE)
+            # The tile's tail belongs to the next chunk: leave it as it was.
+            new = jnp.where(mine[:, None, None], new, old)
+            return lax.dynamic_update_slice_in_dim(out, new, start, 0)
+
+        tiles = trip_count(-(-(last - first) // TILE), -(-num_rows // TILE))
+        return lax.fori_loop(0, tiles, one_tile, out)
+
+    return lax.fori_loop(0, num_chunks, one_chunk, jnp.zeros_like(padded))[:num_rows]

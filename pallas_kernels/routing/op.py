@@ -1,0 +1,102 @@
+"""Public routing ops. Letters: T rows, K picks a row, m routed experts, E logical experts."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.routing import reference
+
+ZERO, FULL, PARTIAL = 0, 1, 2
+STRATEGIES = {"zero": ZERO, "full": FULL, "partial": PARTIAL}
+
+
+class Plan(NamedTuple):
+    """What a brownout plan decided for one layer of one step."""
+
+    expert_ids: Int[Array, "T K"]  # logical expert of each visit; -1: dropped, or a padding row
+    degraded: Bool[Array, "T K"]  # visits that went elsewhere than the router said
+    s1: Bool[Array, "m"]  # experts whose visits stay with the original
+
+
+class Dispatch(NamedTuple):
+    """Rows sorted by expert, each expert's rows padded to whole blocks of `block_m` rows."""
+
+    row_token: Int[Array, "R"]  # source row of each sorted row; T marks a gap row
+    block_slot: Int[Array, "N"]  # pool slot of each block; blocks past num_blocks repeat the last
+    num_blocks: Int[Array, ""]
+    visit_row: Int[Array, "T K"]  # sorted row that computes the visit; R where there is none
+    visit_weight: Float[Array, "T K"]  # gate weight of the visit; 0 where there is none
+    num_active: Int[Array, ""]  # experts with at least one row
+
+
+def gate(
+    logits: Float[Array, "T m"], *, top_k: int, normalize: bool
+) -> tuple[Float[Array, "T {top_k}"], Int[Array, "T {top_k}"]]:
+    """Softmax over all m experts in float32, then the `top_k` largest; ties go to the lower id.
+
+    Returns gate weights (float32, divided by their sum where `normalize`) and expert ids (int32).
+    """
+    return reference.gate(logits, top_k=top_k, normalize=normalize)
+
+
+def brownout_plan(
+    ids: Int[Array, "T K"],
+    *,
+    groups: Int[Array, "m"],
+    threshold_percent: Int[Array, ""],
+    strategy: Int[Array, ""],
+    valid: Bool[Array, "T"],
+    exempt: Bool[Array, "T"],
+) -> Plan:
+    """BrownoutServe's Algorithm 1 for one layer, made exact (docs/architecture.md, Brownout).
+
+    `groups[e]` is the united expert of e's group, or -1 where none is loaded (the original then
+    serves). Threshold and strategy are traced: another setting is not another program. All
+    arithmetic is int32, so T * K must stay below 2**31 / 100.
+    """
+    return Plan(
+        *reference.brownout_plan(
+            ids,
+            groups=groups,
+            threshold_percent=threshold_percent,
+            strategy=strategy,
+            valid=valid,
+            exempt=exempt,
+        )
+    )
+
+
+def max_active_experts(
+    threshold_percent: int, num_experts: int, num_united: int, num_visits: int
+) -> int:
+    """Experts one layer can touch under any strategy at or below a threshold.
+
+    The bound of full and partial brownout without exempt rows, `min(m, ceil(t m) + ceil(m/k),
+    visits)` with ceil(m/k) = `num_united`; it is attained.
+    """
+    originals = -(-threshold_percent * num_experts // 100)
+    return min(num_experts, originals + num_united, num_visits)
+
+
+def max_blocks(num_visits: int, max_active: int, block_m: int) -> int:
+    """Blocks of `block_m` rows that `num_visits` rows over `max_active` experts can fill."""
+    active = min(max_active, num_visits)
+    return max(1, (num_visits + active * (block_m - 1)) // block_m)
+
+
+def dispatch(
+    expert_ids: Int[Array, "T K"],
+    weights: Float[Array, "T K"],
+    slots: Int[Array, "E"],
+    *,
+    block_m: int,
+    max_active: int,
+) -> Dispatch:
+    """Sorts visits by logical expert and cuts them into blocks of one expert each.
+
+    A row whose picks meet in one expert is computed once with the summed weight. `max_active`
+    (static) sizes the arrays; the caller guarantees that no more experts are touched.
+    """
+    return Dispatch(
+        *reference.dispatch(expert_ids, weights, slots, block_m=block_m, max_active=max_active)
+    )
