@@ -1,0 +1,64 @@
+"""Serving configuration: dataclasses, filled from a YAML preset and overridden key by key."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class BrownoutConfig:
+    """Brownout at start. Latencies in seconds."""
+
+    strategy: str = "partial"
+    way: int = 0  # 0: the largest the model has; without united experts, zero brownout
+    ways: tuple[int, ...] = ()  # ways that may be switched to while serving; empty: all
+    prefill_threshold_percent: int = 100
+    decode_threshold_percent: int = 100
+    salc: bool = True  # Algorithm 2 moves the thresholds; False keeps them
+    ttft_slo_s: float = 1.0
+    itl_slo_s: float = 0.1
+
+
+@dataclass(frozen=True)
+class SalcConfig:
+    """SLO-aware latency control (the paper's Algorithm 2). The paper's values: 0.8, 10, 0.8."""
+
+    warning_factor: float = 0.8
+    increment_percent: float = 10.0
+    shrink_ratio: float = 0.8
+    interval_s: float = 2.0  # between two updates
+    window_s: float = 4.0  # samples older than this do not count
+    min_samples: int = 10  # fewer: no change
+    floor_percent: float = 0.0
+    ceiling_percent: float = 100.0
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything `jmoe serve` can be told. Sizes are counts; times are seconds."""
+
+    model: str = "bundled"
+    dtype: str = "bfloat16"
+    max_num_seqs: int = 64  # sequences decoded together
+    max_model_len: int = 2048  # positions a sequence: prompt and output
+    max_queue_len: int = 512  # waiting requests; more are refused
+    page_size: int = 64
+    num_pages: int = 0  # 0: enough for max_num_seqs sequences of max_model_len
+    max_prefill_tokens: int = 512  # prompt tokens a step: chunk size and largest token bucket
+    max_prefill_seqs: int = 16  # chunks a prefill step
+    decode_buckets: tuple[int, ...] = ()  # batch sizes compiled for; empty: powers of two
+    prefill_buckets: tuple[int, ...] = ()  # token counts compiled for; empty: powers of two
+    threshold_buckets_percent: tuple[int, ...] = (20, 40, 70, 100)
+    policy: str = "fcfs"
+    compilation_cache: str = "~/.cache/jmoe/xla"  # empty: off
+    brownout: BrownoutConfig = field(default_factory=BrownoutConfig)
+    salc: SalcConfig = field(default_factory=SalcConfig)
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """Where the server listens."""
+
+    host: str = "127.0.0.1"
+    port: int = 50051  # 0: any free one; it is printed
+    metrics_port: int = 0  # Prometheus over HTTP; 0: off
+    drain_timeout_s: float = 30.0
+    engine: EngineConfig = field(default_factory=EngineConfig)

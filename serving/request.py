@@ -1,0 +1,146 @@
+"""Requests as the engine takes them, and the outputs it streams back."""
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from serving.errors import InvalidRequest
+
+
+class Priority(enum.Enum):
+    """Service class of a request (QLLM). By name, since engines disagree on what a number means."""
+
+    LATENCY_SENSITIVE = "latency_sensitive"
+    BEST_EFFORT = "best_effort"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn and when to stop. Raises InvalidRequest for a value out of range."""
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    seed: int | None = None  # None: drawn by the engine
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # the text ends before the first of these
+    ignore_eos: bool = False
+    logprobs: bool = False  # of each output token
+    prompt_logprobs: bool = False  # of each prompt token after the first
+
+    def __post_init__(self) -> None:
+        """Checks ranges."""
+        _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        _check(
+            math.isfinite(self.temperature) and 0 <= self.temperature <= 100,
+            "temperature",
+            self.temperature,
+            "between 0 and 100",
+        )
+        _check(0 <= self.top_k < 2**31, "top_k", self.top_k, "0 (off) or more")
+        _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
+        _check(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "a 64-bit number")
+        _check(all(self.stop), "stop", self.stop, "strings that are not empty")
+
+
+def _check(holds: bool, name: str, value: object, wanted: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"{name} is {value!r}; it must be {wanted}")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation request."""
+
+    request_id: str
+    prompt: str | Sequence[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    allow_brownout: bool = True  # False: its rows are exempt
+    priority: Priority = Priority.LATENCY_SENSITIVE
+    timeout_s: float | None = None  # from admission
+
+
+@dataclass(frozen=True)
+class ThresholdSpan:
+    """Smallest and largest threshold, in percent, that a request's steps of one phase ran under."""
+
+    min_percent: int
+    max_percent: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request took so far. Visits are (token, MoE layer, pick) triples."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    expert_visits: int
+    degraded_visits: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """Tokens released since the last output of a request."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]  # one a token, where asked for; else empty
+    usage: Usage
+    finish_reason: str | None = None  # "stop" or "length" on the last output
+    prompt_logprobs: tuple[float, ...] = ()  # on the first output, where asked for
+    prefill_threshold: ThresholdSpan | None = None
+    decode_threshold: ThresholdSpan | None = None
+
+
+@dataclass(frozen=True)
+class BrownoutChange:
+    """A change of brownout settings; None leaves a field as it is.
+
+    Setting either threshold turns the controllers off; `salc_enabled` turns both on or off.
+    """
+
+    strategy: str | None = None
+    way: int | None = None
+    prefill_threshold_percent: int | None = None
+    decode_threshold_percent: int | None = None
+    salc_enabled: bool | None = None
+    ttft_slo_s: float | None = None
+    itl_slo_s: float | None = None
+
+
+@dataclass(frozen=True)
+class BrownoutState:
+    """Brownout settings in force, and the P90 latencies the controllers last saw (NaN: none)."""
+
+    strategy: str
+    way: int  # 0: no united experts are loaded
+    prefill_threshold_percent: float
+    decode_threshold_percent: float
+    salc_enabled: bool
+    ttft_slo_s: float
+    itl_slo_s: float
+    warning_factor: float
+    ttft_p90_s: float
+    itl_p90_s: float
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters and gauges of an engine at one moment."""
+
+    num_running: int
+    num_waiting: int
+    kv_pages_used: int
+    kv_pages_total: int
+    compilations_since_ready: int
+    requests_finished: int
+    requests_aborted: int
+    requests_rejected: int
+    steps_prefill: int
+    steps_decode: int
+    expert_visits: int
+    degraded_visits: int
+    uptime_s: float
