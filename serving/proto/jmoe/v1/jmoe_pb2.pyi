@@ -1,0 +1,245 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_UNSPECIFIED: _ClassVar[Priority]
+    LATENCY_SENSITIVE: _ClassVar[Priority]
+    BEST_EFFORT: _ClassVar[Priority]
+PRIORITY_UNSPECIFIED: Priority
+LATENCY_SENSITIVE: Priority
+BEST_EFFORT: Priority
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SamplingParams(_message.Message):
+    __slots__ = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "stop", "ignore_eos", "logprobs", "prompt_logprobs")
+    MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    ignore_eos: bool
+    logprobs: bool
+    prompt_logprobs: bool
+    def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("request_id", "text", "tokens", "sampling", "allow_brownout", "priority", "model")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    ALLOW_BROWNOUT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    text: str
+    tokens: TokenIds
+    sampling: SamplingParams
+    allow_brownout: bool
+    priority: Priority
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., allow_brownout: _Optional[bool] = ..., priority: _Optional[_Union[Priority, str]] = ..., model: _Optional[str] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("prompt_tokens", "completion_tokens", "expert_visits", "degraded_visits")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_VISITS_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_VISITS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    completion_tokens: int
+    expert_visits: int
+    degraded_visits: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ...) -> None: ...
+
+class ThresholdSpan(_message.Message):
+    __slots__ = ("min_percent", "max_percent")
+    MIN_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    MAX_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    min_percent: int
+    max_percent: int
+    def __init__(self, min_percent: _Optional[int] = ..., max_percent: _Optional[int] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("request_id", "text", "token_ids", "logprobs", "finish_reason", "usage", "prompt_logprobs", "prefill_threshold", "decode_threshold")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    DECODE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    finish_reason: str
+    usage: Usage
+    prompt_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    prefill_threshold: ThresholdSpan
+    decode_threshold: ThresholdSpan
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prefill_threshold: _Optional[_Union[ThresholdSpan, _Mapping]] = ..., decode_threshold: _Optional[_Union[ThresholdSpan, _Mapping]] = ...) -> None: ...
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ServerInfo(_message.Message):
+    __slots__ = ("version", "status", "model", "platform", "max_num_seqs", "max_model_len", "max_queue_len", "num_kv_pages", "kv_page_size", "threshold_buckets_percent")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PLATFORM_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_SEQS_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    MAX_QUEUE_LEN_FIELD_NUMBER: _ClassVar[int]
+    NUM_KV_PAGES_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_BUCKETS_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    status: str
+    model: str
+    platform: str
+    max_num_seqs: int
+    max_model_len: int
+    max_queue_len: int
+    num_kv_pages: int
+    kv_page_size: int
+    threshold_buckets_percent: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, version: _Optional[str] = ..., status: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., num_kv_pages: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., threshold_buckets_percent: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetModelInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ModelInfo(_message.Message):
+    __slots__ = ("name", "architecture", "num_layers", "d_model", "vocab_size", "num_experts", "experts_per_token", "united_ways", "num_parameters", "dtype", "max_position")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    D_MODEL_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    UNITED_WAYS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    architecture: str
+    num_layers: int
+    d_model: int
+    vocab_size: int
+    num_experts: int
+    experts_per_token: int
+    united_ways: _containers.RepeatedScalarFieldContainer[int]
+    num_parameters: int
+    dtype: str
+    max_position: int
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., num_layers: _Optional[int] = ..., d_model: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_experts: _Optional[int] = ..., experts_per_token: _Optional[int] = ..., united_ways: _Optional[_Iterable[int]] = ..., num_parameters: _Optional[int] = ..., dtype: _Optional[str] = ..., max_position: _Optional[int] = ...) -> None: ...
+
+class GetBrownoutRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetBrownoutRequest(_message.Message):
+    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s")
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    WAY_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_THRESHOLD_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    DECODE_THRESHOLD_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    SALC_ENABLED_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SLO_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_SLO_S_FIELD_NUMBER: _ClassVar[int]
+    strategy: str
+    way: int
+    prefill_threshold_percent: int
+    decode_threshold_percent: int
+    salc_enabled: bool
+    ttft_slo_s: float
+    itl_slo_s: float
+    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[int] = ..., decode_threshold_percent: _Optional[int] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ...) -> None: ...
+
+class BrownoutState(_message.Message):
+    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "warning_factor", "ttft_p90_s", "itl_p90_s")
+    STRATEGY_FIELD_NUMBER: _ClassVar[int]
+    WAY_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_THRESHOLD_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    DECODE_THRESHOLD_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    SALC_ENABLED_FIELD_NUMBER: _ClassVar[int]
+    TTFT_SLO_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_SLO_S_FIELD_NUMBER: _ClassVar[int]
+    WARNING_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P90_S_FIELD_NUMBER: _ClassVar[int]
+    ITL_P90_S_FIELD_NUMBER: _ClassVar[int]
+    strategy: str
+    way: int
+    prefill_threshold_percent: float
+    decode_threshold_percent: float
+    salc_enabled: bool
+    ttft_slo_s: float
+    itl_slo_s: float
+    warning_factor: float
+    ttft_p90_s: float
+    itl_p90_s: float
+    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[float] = ..., decode_threshold_percent: _Optional[float] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., warning_factor: _Optional[float] = ..., ttft_p90_s: _Optional[float] = ..., itl_p90_s: _Optional[float] = ...) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Stats(_message.Message):
+    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    COMPILATIONS_SINCE_READY_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_ABORTED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    STEPS_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    STEPS_DECODE_FIELD_NUMBER: _ClassVar[int]
+    EXPERT_VISITS_FIELD_NUMBER: _ClassVar[int]
+    DEGRADED_VISITS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    kv_pages_used: int
+    kv_pages_total: int
+    compilations_since_ready: int
+    requests_finished: int
+    requests_aborted: int
+    requests_rejected: int
+    steps_prefill: int
+    steps_decode: int
+    expert_visits: int
+    degraded_visits: int
+    uptime_s: float
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
