@@ -54,10 +54,10 @@ def make_state(
 
 
 # Columns of a packed row: one row a decode sequence, one a prefill chunk.
-SLOT, KV_LEN, Q_LEN, EXEMPT, SEED, TOP_K, TEMPERATURE, TOP_P = range(8)
+SLOT, KV_LEN, Q_LEN, EXEMPT, SEED, TOP_K, TEMPERATURE, TOP_P, NEXT_TOKEN = range(9)
 # A delta of the block table: where, and which page. A slot of -1 is no delta.
 DELTA_SLOT, DELTA_BLOCK, DELTA_PAGE = range(3)
-NUM_COLUMNS, NUM_DELTA_COLUMNS = 8, 3
+NUM_COLUMNS, NUM_DELTA_COLUMNS = 9, 3
 
 
 def empty_rows(count: int) -> np.ndarray:
@@ -85,9 +85,13 @@ def pack_row(
     top_k: int = 0,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    next_token: int = 0,
 ) -> np.ndarray:
-    """One packed row. `kv_len` counts the positions after the step, its own `q_len` included."""
-    row = np.array([slot, kv_len, q_len, exempt, 0, top_k, 0, 0], np.int32)
+    """One packed row. `kv_len` counts the positions after the step, its own `q_len` included.
+
+    `next_token` is what follows a chunk in its prompt, for the prompt's log-probabilities.
+    """
+    row = np.array([slot, kv_len, q_len, exempt, 0, top_k, 0, 0, next_token], np.int32)
     row[SEED] = np.uint32(seed & 0xFFFFFFFF).view(np.int32)
     row[TEMPERATURE] = np.float32(temperature).view(np.int32)
     row[TOP_P] = np.float32(top_p).view(np.int32)
@@ -195,7 +199,7 @@ def prefill_step(
 
     A token is sampled from the last row of every chunk; the host uses it where the chunk ends its
     prompt. With `prompt_logprobs` (static), `Output.prompt_logprobs[t]` is the log-probability of
-    token t + 1 of the same chunk; across chunks the host overlaps them by one token.
+    the token that follows token t in its prompt, at a chunk's end the row's NEXT_TOKEN.
     """
     state = state._replace(block_table=_apply_deltas(state.block_table, deltas))
     num_tokens, num_chunks = tokens.shape[0], rows.shape[0]
@@ -245,7 +249,8 @@ def prefill_step(
         sampled, logprobs, _by_chunk(stats, owner, valid, num_chunks), stats.active, stats.visits
     )
     if prompt_logprobs:
-        following = jnp.roll(tokens, -1)
+        end = jnp.where(rows[:, Q_LEN] > 0, last, num_tokens)  # padding rows: dropped
+        following = jnp.roll(tokens, -1).at[end].set(rows[:, NEXT_TOKEN], mode="drop")
         out = out._replace(prompt_logprobs=token_logprobs(head(cfg, params, x), following))
     return state, out
 

@@ -1,0 +1,445 @@
+"""The engine: admission, the tick, and what callers hold on to.
+
+The tick is the system on one screen (`Engine._tick`): let the controllers act, plan a step, launch
+it, and only then read the step before it, so that the device never waits for the host.
+"""
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jmoe.api import Model, check_tokens, load
+from serving.config import EngineConfig
+from serving.errors import (
+    Aborted,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    ServingError,
+    Unavailable,
+)
+from serving.loader import ExpertsLoader, allowed_ways
+from serving.observer import Observer
+from serving.policy import POLICIES
+from serving.programs import Progress, use_compilation_cache
+from serving.request import (
+    BrownoutChange,
+    BrownoutState,
+    EngineStats,
+    Output,
+    Priority,
+    Request,
+    SamplingParams,
+)
+from serving.runner import DeviceRunner, Runner, StepResult
+from serving.scheduler import Scheduler, StepPlan
+from serving.sequence import SequenceState
+from serving.slo import SloAnalyser
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 0.5
+"""What an overloaded engine tells a caller before it knows its own speed."""
+
+
+@dataclass
+class Launched:
+    """A step on the device."""
+
+    plan: StepPlan
+    handle: Any
+    launched_at: float
+
+
+@dataclass
+class Counters:
+    """Events since start."""
+
+    finished: int = 0
+    aborted: int = 0
+    rejected: int = 0
+    steps_prefill: int = 0
+    steps_decode: int = 0
+    expert_visits: int = 0
+    degraded_visits: int = 0
+
+
+class Engine:
+    """Serves one model in one event loop. Make it with `await Engine.start(config)`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        model: Model | None,
+        observer: Observer | None = None,
+    ) -> None:
+        """An engine over a runner that is ready; `model` None (tests) takes token prompts only."""
+        self.config, self.model, self.runner = config, model, runner
+        self.status = "starting"
+        self.observer = observer or Observer()
+        ways = allowed_ways(config.brownout, model)
+        self.loader = ExpertsLoader(runner, model, ways)
+        self.slo = SloAnalyser(config.brownout, config.salc, way=ways[0] if ways else 0)
+        self.scheduler = Scheduler(runner.limits, POLICIES[config.policy]())
+        self.counters = Counters()
+        self._visits_per_token = (
+            model.config.num_moe_layers * model.config.experts_per_token if model else 1
+        )
+        self._in_flight: Launched | None = None
+        self._work = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="jmoe-read")
+        self._started_at = time.monotonic()
+        self._loop_task: asyncio.Task[None] | None = None
+
+    # ---- life -------------------------------------------------------------------------------
+
+    @classmethod
+    async def start(
+        cls,
+        config: EngineConfig,
+        *,
+        model: Model | None = None,
+        observer: Observer | None = None,
+        progress: Progress | None = None,
+    ) -> "Engine":
+        """Loads (unless a model is given), compiles and warms every program, and starts the tick."""
+
+        def prepare() -> tuple[Model, DeviceRunner]:
+            use_compilation_cache(config.compilation_cache)
+            loaded = model or _load(config, progress)
+            runner = DeviceRunner(loaded, config)
+            ways = allowed_ways(config.brownout, loaded)
+            runner.start(ways[0] if ways else 0, ways, progress)
+            return loaded, runner
+
+        loaded, runner = await asyncio.to_thread(prepare)
+        engine = cls(config, runner, loaded, observer)
+        engine.run()
+        return engine
+
+    def run(self) -> None:
+        """Starts the tick; the engine is ready."""
+        self.status = "ready"
+        self._loop_task = asyncio.create_task(self._run(), name="jmoe-tick")
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Admits nothing more and lets what is there finish. True if all did in time."""
+        self.status = "draining"
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.scheduler.waiting or self.scheduler.running:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self) -> None:
+        """Aborts what is left and ends the tick. Safe to call again."""
+        self.status = "stopped"
+        self._fail_all(Aborted("the engine stopped"))
+        if self._loop_task is not None:
+            self._loop_task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._loop_task
+            self._loop_task = None
+            self._reader.shutdown(wait=True)
+            self.runner.close()
+
+    # ---- callers ----------------------------------------------------------------------------
+
+    def check_admission(self) -> None:
+        """Raises Unavailable or Overloaded; cheap, and before anything is tokenized."""
+        if self.status != "ready":
+            raise Unavailable(f"the engine is {self.status}; try another replica or come back")
+        if len(self.scheduler.waiting) >= self.config.max_queue_len:
+            self.counters.rejected += 1
+            raise Overloaded(
+                f"{len(self.scheduler.waiting)} requests wait already; try again later",
+                self.observer.queue_drain_s(len(self.scheduler.waiting)) or RETRY_AFTER_S,
+            )
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        allow_brownout: bool = True,
+        priority: Priority = Priority.LATENCY_SENSITIVE,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[Output]:
+        """Streams a request's outputs; the last one has a `finish_reason`.
+
+        Closing the iterator aborts the request and frees its pages.
+
+        Raises InvalidRequest, Overloaded, Unavailable, DeadlineExceeded, or Aborted.
+        """
+        self.check_admission()
+        request = Request(
+            request_id or uuid.uuid4().hex,
+            prompt,
+            sampling or SamplingParams(),
+            allow_brownout,
+            priority,
+            timeout_s,
+        )
+        sequence = self._admit(request)
+        try:
+            while True:
+                output = await sequence.outputs.get()
+                if isinstance(output, Exception):
+                    raise output
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self._abandon(sequence)
+
+    def _admit(self, request: Request) -> SequenceState:
+        arrived_at = time.monotonic()
+        prompt, sampling, config = self._tokens(request.prompt), request.sampling, self.config
+        total = len(prompt) + sampling.max_new_tokens
+        if total > config.max_model_len:
+            raise InvalidRequest(
+                f"prompt ({len(prompt)} tokens) and max_new_tokens ({sampling.max_new_tokens}) make "
+                f"{total} positions; this server has {config.max_model_len}"
+            )
+        limits = self.runner.limits
+        if limits.pages_for(total) > limits.num_pages:
+            raise InvalidRequest(
+                f"{total} positions need {limits.pages_for(total)} KV pages; "
+                f"this server has {limits.num_pages}"
+            )
+        if sampling.stop and (self.model is None or self.model.tokenizer is None):
+            raise InvalidRequest("stop strings need a tokenizer; this model has none")
+        stops = set(sampling.stop_token_ids)
+        if self.model is not None and not sampling.ignore_eos:
+            stops |= set(self.model.config.eos_token_ids)
+        sequence = SequenceState(
+            request,
+            prompt,
+            seed=random.getrandbits(64) if sampling.seed is None else sampling.seed,
+            arrived_at=arrived_at,
+            stop_token_ids=frozenset(stops),
+            tokenizer=None if self.model is None else self.model.tokenizer,
+        )
+        if request.timeout_s is not None:
+            sequence.deadline = asyncio.get_running_loop().call_later(
+                request.timeout_s, self._expire, sequence
+            )
+        self.scheduler.add(sequence)
+        self._work.set()
+        return sequence
+
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        tokenizer = None if self.model is None else self.model.tokenizer
+        if isinstance(prompt, str):
+            if tokenizer is None:
+                raise InvalidRequest("this model has no tokenizer; send token ids")
+            tokens = tokenizer.encode(prompt)
+        else:
+            tokens = list(prompt)
+        if not tokens:
+            raise InvalidRequest("the prompt is empty; send at least one token")
+        if self.model is not None:
+            try:
+                check_tokens(tokens, self.model.config.vocab_size)
+            except ValueError as error:
+                raise InvalidRequest(str(error)) from None
+        return tokens
+
+    def _expire(self, sequence: SequenceState) -> None:
+        self._end(sequence, DeadlineExceeded(f"not finished after {sequence.request.timeout_s} s"))
+
+    def _abandon(self, sequence: SequenceState) -> None:
+        """The caller is gone: an unfinished request is aborted."""
+        if sequence.deadline is not None:
+            sequence.deadline.cancel()
+        if not sequence.done:
+            self.counters.aborted += 1
+            self._retire(sequence)
+
+    def _end(self, sequence: SequenceState, error: ServingError) -> None:
+        """Ends a request with an error its caller sees."""
+        if not sequence.done:
+            self.counters.aborted += 1
+            self._retire(sequence)
+            sequence.outputs.put_nowait(error)
+
+    def _retire(self, sequence: SequenceState) -> None:
+        self.scheduler.finish(sequence)
+        if not (self.scheduler.waiting or self.scheduler.running):
+            self._idle.set()
+
+    def _fail_all(self, error: ServingError) -> None:
+        for sequence in [*self.scheduler.waiting, *self.scheduler.running]:
+            self._end(sequence, error)
+
+    # ---- operators --------------------------------------------------------------------------
+
+    def get_brownout(self) -> BrownoutState:
+        """Brownout settings in force."""
+        return self.slo.state()
+
+    async def set_brownout(self, change: BrownoutChange) -> BrownoutState:
+        """Changes settings, another way layer by layer while serving. Raises InvalidRequest."""
+        self.slo.check(change)
+        strategy = change.strategy or self.slo.strategy
+        if strategy == "partial" and not (change.way or self.slo.way):
+            raise InvalidRequest(
+                "partial brownout needs united experts; this model has none loaded"
+            )
+        if change.way is not None and change.way != self.slo.way:
+            loaded = self.loader.request(change.way)
+            self._work.set()
+            await loaded
+            self.slo.way = change.way
+        self.slo.apply(change, time.monotonic())
+        return self.slo.state()
+
+    def stats(self) -> EngineStats:
+        """Counters and gauges now."""
+        counters, pages = self.counters, self.scheduler.pages
+        return EngineStats(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            kv_pages_used=pages.num_pages - pages.num_free,
+            kv_pages_total=pages.num_pages,
+            compilations_since_ready=self.runner.compilations_since_ready,
+            requests_finished=counters.finished,
+            requests_aborted=counters.aborted,
+            requests_rejected=counters.rejected,
+            steps_prefill=counters.steps_prefill,
+            steps_decode=counters.steps_decode,
+            expert_visits=counters.expert_visits,
+            degraded_visits=counters.degraded_visits,
+            uptime_s=time.monotonic() - self._started_at,
+        )
+
+    # ---- the tick ---------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Ticks while there is work. A failing step fails its requests, never the process."""
+        while True:
+            try:
+                if not await self._tick():
+                    self._work.clear()
+                    self.scheduler.check_idle()
+                    await self._work.wait()
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:
+                log.exception("a step failed")
+                self.status = "failed"
+                self._in_flight = None
+                self._fail_all(Unavailable(f"the engine failed: {error}"))
+                return
+
+    async def _tick(self) -> bool:
+        """Launches step N + 1, then reads step N. False when there is nothing to do."""
+        now = time.monotonic()
+        oldest = self.scheduler.oldest_arrival()
+        self.slo.maybe_update(now, 0.0 if oldest is None else now - oldest)
+        self.loader.advance()
+        plan = self.scheduler.next_step()
+        previous, self._in_flight = self._in_flight, self._launch(plan)
+        if previous is not None:
+            loop = asyncio.get_running_loop()
+            result = await loop.run_in_executor(self._reader, self.runner.read, previous.handle)
+            self._accept(previous, result, time.monotonic())
+        elif plan is not None:
+            await asyncio.sleep(0)  # let callers in between two launches
+        return plan is not None or previous is not None or self.loader.busy
+
+    def _launch(self, plan: StepPlan | None) -> Launched | None:
+        if plan is None:
+            return None
+        control = self.slo.control(plan.phase)
+        for sequence in plan.sequences:
+            sequence.note_threshold(plan.phase, control[0])
+        launched_at = time.monotonic()
+        return Launched(plan, self.runner.launch(plan, control), launched_at)
+
+    def _accept(self, step: Launched, result: StepResult, now: float) -> None:
+        """Gives a step's tokens to their requests, and its latencies to the analyser."""
+        plan, first, further = step.plan, [], []
+        self._account(step, result, now)
+        if plan.prompt_logprobs:
+            _share_prompt_logprobs(plan, result)
+        for at, sequence in enumerate(plan.sequences):
+            if sequence.done:
+                continue  # it ended while this step was under way
+            sequence.degraded_visits += result.degraded[at]
+            sequence.visited_tokens += int(plan.q_lens[at])
+            if not plan.sampled[at]:
+                continue
+            if sequence.tokens:
+                further.append(sequence.previous_at)
+            else:
+                first.append(sequence.arrived_at)
+            sequence.previous_at = now
+            output = sequence.accept(result.tokens[at], result.logprobs[at], self._visits_per_token)
+            sequence.outputs.put_nowait(output)
+            if output.finish_reason is not None:
+                self.counters.finished += 1
+                self.observer.request_finished(sequence, output, now)
+                self._retire(sequence)
+        self._observe(step, first, further, now)
+
+    def _account(self, step: Launched, result: StepResult, now: float) -> None:
+        plan, counters = step.plan, self.counters
+        if plan.phase == "prefill":
+            counters.steps_prefill += 1
+        else:
+            counters.steps_decode += 1
+        counters.expert_visits += int(plan.q_lens.sum()) * self._visits_per_token
+        counters.degraded_visits += sum(result.degraded)
+        self.observer.step_read(plan, result, step.launched_at, now)
+
+    def _observe(
+        self, step: Launched, first: list[float], further: list[float], now: float
+    ) -> None:
+        if first:
+            arrived_at = np.array(first)
+            self.slo.observe_first_tokens(arrived_at, now)
+            self.observer.first_tokens(now - arrived_at, self.slo.ttft_slo_s)
+        if further:
+            previous_at = np.array(further)
+            self.slo.observe_tokens(previous_at, step.launched_at, now)
+            self.observer.further_tokens(now - previous_at, self.slo.itl_slo_s)
+
+
+def _share_prompt_logprobs(plan: StepPlan, result: StepResult) -> None:
+    assert result.prompt_logprobs is not None
+    at = 0
+    for row, sequence in enumerate(plan.sequences):
+        q_len = int(plan.q_lens[row])
+        wanted = len(sequence.prompt) - 1 - len(sequence.prompt_logprobs)
+        if sequence.request.sampling.prompt_logprobs and not sequence.tokens:
+            part = result.prompt_logprobs[at : at + min(q_len, wanted)]
+            sequence.prompt_logprobs += part.tolist()
+        at += q_len
+
+
+def _load(config: EngineConfig, progress: Progress | None) -> Model:
+    layers: Callable[[int, int], None] | None = None
+    if progress is not None:
+        report = progress
+
+        def layers(done: int, total: int) -> None:
+            report("loading", done, total)
+
+    ways = config.brownout.ways or None
+    return load(config.model, config.dtype, ways=ways, progress=layers)

@@ -1,0 +1,161 @@
+"""Prometheus metrics under the names vLLM's users know, with the prefix `jmoe:`.
+
+The engine reports latencies as it goes; everything else is read from the engine at a scrape.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import inf
+from threading import Thread
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIServer
+
+import numpy as np
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from serving.observer import Observer
+from serving.request import Output
+from serving.sequence import SequenceState
+
+if TYPE_CHECKING:
+    from serving.engine import Engine
+
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
+
+
+class Histogram:
+    """Counts by bucket. Fed once a step with the samples of all its tokens."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = np.array([*bounds, inf])
+        self.counts = np.zeros(len(self.bounds), np.int64)
+        self.sum = 0.0
+
+    def observe(self, samples: np.ndarray) -> None:
+        """Counts every sample in the first bucket whose bound it does not exceed."""
+        at = np.searchsorted(self.bounds, samples)
+        self.counts = self.counts + np.bincount(at, minlength=len(self.bounds))
+        self.sum += float(samples.sum())
+
+    def collect(self, name: str, about: str) -> HistogramMetricFamily:
+        """The family Prometheus reads, with cumulative counts."""
+        labels = ["+Inf" if bound == inf else str(bound) for bound in self.bounds.tolist()]
+        family = HistogramMetricFamily(name, about)
+        counts = self.counts.cumsum().tolist()
+        family.add_metric([], list(zip(labels, counts, strict=True)), self.sum)
+        return family
+
+
+class Metrics(Observer):
+    """Metrics of one server, with a registry of its own. Times are seconds.
+
+    The engine calls in from its loop; a scrape reads from another thread and may see a histogram's
+    counts before its sum.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = CollectorRegistry()
+        self.ttft, self.itl, self.e2e = Histogram(_TTFT), Histogram(_ITL), Histogram(_E2E)
+        self.violations = {"prefill": 0, "decode": 0}
+        self.finished: Counter[str] = Counter(stop=0, length=0)
+        self.prompt_tokens = self.generation_tokens = 0
+        self.engine: Engine | None = None  # set it when the engine is ready
+        self.registry.register(self)
+
+    def first_tokens(self, ttft_s: np.ndarray, slo_s: float) -> None:
+        """See Observer."""
+        super().first_tokens(ttft_s, slo_s)
+        self._tokens("prefill", self.ttft, ttft_s, slo_s)
+
+    def further_tokens(self, itl_s: np.ndarray, slo_s: float) -> None:
+        """See Observer."""
+        super().further_tokens(itl_s, slo_s)
+        self._tokens("decode", self.itl, itl_s, slo_s)
+
+    def _tokens(self, phase: str, into: Histogram, samples: np.ndarray, slo_s: float) -> None:
+        into.observe(samples)
+        self.generation_tokens += len(samples)
+        self.violations[phase] += int(np.count_nonzero(samples > slo_s))
+
+    def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
+        """See Observer."""
+        super().request_finished(sequence, output, now)
+        self.prompt_tokens += output.usage.prompt_tokens
+        self.finished[output.finish_reason or "stop"] += 1
+        self.e2e.observe(np.array([now - sequence.arrived_at]))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every family; the registry calls it at a scrape."""
+        yield self.ttft.collect("jmoe:time_to_first_token_seconds", "Arrival to first token")
+        yield self.itl.collect("jmoe:inter_token_latency_seconds", "Between tokens of a request")
+        yield self.e2e.collect("jmoe:e2e_request_latency_seconds", "Arrival to last token")
+        yield _counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
+        yield _counter("generation_tokens", "Tokens generated", self.generation_tokens)
+        yield _family(
+            CounterMetricFamily,
+            "slo_violations",
+            "Tokens later than the goal of their phase",
+            "phase",
+            self.violations,
+        )
+        aborted = 0
+        if self.engine is not None:
+            yield from _engine_families(self.engine)
+            aborted = self.engine.stats().requests_aborted
+        yield _family(
+            CounterMetricFamily,
+            "request_success",
+            "Ended requests by reason",
+            "finished_reason",
+            {**self.finished, "abort": aborted},
+        )
+
+    def serve(self, host: str, port: int) -> tuple[WSGIServer, Thread]:
+        """Answers scrapes over HTTP from a thread. Raises OSError where the port is taken."""
+        return start_http_server(port, host, self.registry)
+
+
+def _engine_families(engine: "Engine") -> Iterator[Metric]:
+    stats, brownout = engine.stats(), engine.get_brownout()
+    yield _gauge("num_requests_running", "Requests that hold pages", stats.num_running)
+    yield _gauge("num_requests_waiting", "Requests in the queue", stats.num_waiting)
+    usage = stats.kv_pages_used / max(stats.kv_pages_total, 1)
+    yield _gauge("kv_cache_usage_perc", "KV pages in use; 1 is all", usage)
+    yield _counter("expert_visits", "(token, layer, pick) visits", stats.expert_visits)
+    yield _counter("degraded_visits", "Visits rerouted or dropped", stats.degraded_visits)
+    yield _counter("recompilations", "Programs compiled when ready", stats.compilations_since_ready)
+    yield _counter("requests_rejected", "Requests refused for load", stats.requests_rejected)
+    yield _family(
+        GaugeMetricFamily,
+        "brownout_threshold_percent",
+        "Visits kept exact, at least",
+        "phase",
+        {
+            "prefill": brownout.prefill_threshold_percent,
+            "decode": brownout.decode_threshold_percent,
+        },
+    )
+
+
+def _gauge(name: str, about: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"jmoe:{name}", about, value)
+
+
+def _counter(name: str, about: str, value: float) -> Metric:
+    return CounterMetricFamily(f"jmoe:{name}", about, value)
+
+
+def _family(kind: type, name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = kind(f"jmoe:{name}", about, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

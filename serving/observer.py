@@ -1,0 +1,37 @@
+"""What an engine tells the world about its steps; `serving.metrics` turns it into metrics."""
+
+from collections import deque
+
+import numpy as np
+
+from serving.request import Output
+from serving.runner import StepResult
+from serving.scheduler import StepPlan
+from serving.sequence import SequenceState
+
+
+class Observer:
+    """Keeps the little an engine itself needs. Subclass it to see more; calls must be cheap."""
+
+    def __init__(self) -> None:
+        self._finished_at: deque[float] = deque(maxlen=64)
+
+    def step_read(self, plan: StepPlan, result: StepResult, launched_at: float, now: float) -> None:
+        """A step's results are on the host. Times are seconds of `time.monotonic`."""
+
+    def first_tokens(self, ttft_s: np.ndarray, slo_s: float) -> None:
+        """Times to first token of one step, queueing included."""
+
+    def further_tokens(self, itl_s: np.ndarray, slo_s: float) -> None:
+        """Inter-token latencies of one step."""
+
+    def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
+        """A request got its last token."""
+        self._finished_at.append(now)
+
+    def queue_drain_s(self, num_waiting: int) -> float | None:
+        """Seconds until a queue of this length is served at the recent rate; None if unknown."""
+        if len(self._finished_at) < 2:
+            return None
+        span = self._finished_at[-1] - self._finished_at[0]
+        return span / (len(self._finished_at) - 1) * num_waiting

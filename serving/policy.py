@@ -1,0 +1,49 @@
+"""Scheduling policies: who waits in front, which phase runs next, who gives way.
+
+A policy only chooses. The scheduler holds the queues and the pages, and a policy cannot lose a
+request. Write your own by implementing `Policy` and adding it to `POLICIES`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from serving.sequence import SequenceState
+
+
+class Policy(Protocol):
+    """What a scheduler asks. All methods are pure: they get states and change nothing."""
+
+    def rank(self, sequence: SequenceState) -> Any:
+        """Sort key of a waiting sequence; the smallest is served first."""
+        ...
+
+    def prefill_next(self, *, ready: bool, running: int, last_phase: str) -> bool:
+        """Whether a prefill step is next. `ready`: a prompt could run now; `running`: decoding."""
+        ...
+
+    def victim(self, running: Sequence[SequenceState]) -> SequenceState:
+        """Who is recomputed later when pages run out; `running` is not empty."""
+        ...
+
+
+class Fcfs:
+    """First come, first served (the paper's scheduler).
+
+    Prefill goes first, since a first token is what a new caller waits for; but between two prefill
+    steps the running sequences get a decode step, so that a burst cannot stall them.
+    """
+
+    def rank(self, sequence: SequenceState) -> Any:
+        """By arrival; a sequence that gave way keeps its place."""
+        return sequence.arrived_at
+
+    def prefill_next(self, *, ready: bool, running: int, last_phase: str) -> bool:
+        """Prefill and decode take turns when there is both."""
+        return ready and (running == 0 or last_phase == "decode")
+
+    def victim(self, running: Sequence[SequenceState]) -> SequenceState:
+        """The one that came last."""
+        return max(running, key=lambda sequence: sequence.arrived_at)
+
+
+POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs}

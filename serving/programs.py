@@ -1,0 +1,167 @@
+"""Step programs: compiled ahead of time, keyed by (phase, token bucket, threshold bucket).
+
+A threshold bucket b is a capacity that serves every threshold up to b: it sizes the dispatch for as
+many experts as a step at t <= b can touch. The threshold itself is traced and never rounded.
+"""
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jmoe.api import Model
+from jmoe.steps import (
+    NUM_COLUMNS,
+    NUM_DELTA_COLUMNS,
+    State,
+    decode_step,
+    prefill_step,
+)
+from pallas_kernels.routing import max_active_experts
+from serving.config import EngineConfig
+from serving.scheduler import Limits
+
+FULL_CAPACITY = 100
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+Progress = Callable[[str, int, int], None]
+"""`(what, done, total)`."""
+
+
+class Key(NamedTuple):
+    """Which program. `size` is rows of a decode step, tokens of a prefill step."""
+
+    phase: str
+    size: int
+    bucket_percent: int
+    prompt_logprobs: bool = False
+
+
+def powers_of_two(largest: int, smallest: int) -> tuple[int, ...]:
+    """`smallest`, its doubles below `largest`, and `largest`."""
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= 2
+    return (*sizes, largest)
+
+
+class Buckets:
+    """Sizes that programs are compiled for, and the choice among them."""
+
+    def __init__(self, config: EngineConfig, limits: Limits) -> None:
+        self.decode = config.decode_buckets or powers_of_two(limits.num_slots, 4)
+        self.prefill = config.prefill_buckets or powers_of_two(limits.max_prefill_tokens, 32)
+        self.thresholds = config.threshold_buckets_percent
+        self.chunks = limits.max_prefill_seqs
+        self._page_size = limits.page_size
+
+    def keys(self) -> list[Key]:
+        """Every program that serving may need, the ones most needed first."""
+        thresholds = sorted(self.thresholds, reverse=True)
+        keys = [Key("decode", n, t) for t in thresholds for n in reversed(self.decode)]
+        keys += [Key("prefill", n, t) for t in thresholds for n in reversed(self.prefill)]
+        return keys + [Key("prefill", n, FULL_CAPACITY, True) for n in self.prefill]
+
+    def choose(
+        self, phase: str, size: int, threshold_percent: int, *, full: bool, prompt_logprobs: bool
+    ) -> Key:
+        """The smallest program that serves a step; `full` asks for one without a capacity."""
+        sizes = self.decode if phase == "decode" else self.prefill
+        fits = sizes[bisect_left(sizes, size)]
+        if full or prompt_logprobs:
+            return Key(phase, fits, FULL_CAPACITY, prompt_logprobs)
+        return Key(phase, fits, self.thresholds[bisect_left(self.thresholds, threshold_percent)])
+
+    def rows(self, key: Key) -> int:
+        """Packed rows of a program."""
+        return key.size if key.phase == "decode" else self.chunks
+
+    def deltas(self, key: Key) -> int:
+        """Block-table deltas a step can have: a page a row, and those its tokens fill."""
+        return key.size if key.phase == "decode" else key.size // self._page_size + self.chunks
+
+
+class Programs:
+    """Compiled programs of one model, and the count of compilations since they were ready."""
+
+    def __init__(self, model: Model, buckets: Buckets, state: State) -> None:
+        self._model, self._buckets, self._state = model, buckets, state
+        self._compiled: dict[Key, Any] = {}
+        self._ready = False
+        self.compilations_since_ready = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_s: float, **_: Any) -> None:
+        if self._ready and event == COMPILE_EVENT:
+            self.compilations_since_ready += 1
+
+    def compile_all(self, progress: Progress | None = None) -> None:
+        """Compiles every program; with a warm persistent cache this reads it from disk."""
+        keys = self._buckets.keys()
+        for done, key in enumerate(keys):
+            if progress is not None:
+                progress("compiling", done, len(keys))
+            self._compiled[key] = self._compile(key)
+        if progress is not None:
+            progress("compiling", len(keys), len(keys))
+
+    def mark_ready(self) -> None:
+        """From here on every compilation counts as one too many."""
+        self._ready = True
+
+    def close(self) -> None:
+        """Stops counting."""
+        self._ready = False
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def keys(self) -> list[Key]:
+        """Programs that are compiled."""
+        return list(self._compiled)
+
+    def run(self, key: Key, state: State, *arrays: Any) -> Any:
+        """Launches a program; `state` is donated. Returns (state, output)."""
+        model = self._model
+        return self._compiled[key](model.params, model.pool, model.table, state, *arrays)
+
+    def _compile(self, key: Key) -> Any:
+        cfg, buckets = self._model.config, self._buckets
+        max_active = max_active_experts(
+            key.bucket_percent, cfg.num_experts, self._model.united_places, cfg.num_experts
+        )
+        if key.phase == "decode":
+            step = partial(decode_step, cfg, max_active=max_active)
+        else:
+            step = partial(
+                prefill_step, cfg, max_active=max_active, prompt_logprobs=key.prompt_logprobs
+            )
+        step.__name__ = f"{key.phase}_{key.size}_{key.bucket_percent}"  # type: ignore[attr-defined]
+        shapes = [
+            (buckets.rows(key), NUM_COLUMNS),
+            (buckets.deltas(key), NUM_DELTA_COLUMNS),
+            (2,),
+        ]
+        if key.phase == "prefill":
+            shapes.insert(0, (key.size,))
+        model = self._model
+        abstract = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
+            (model.params, model.pool, model.table, self._state),
+        )
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
+        return jax.jit(step, donate_argnums=3).lower(*abstract, *arrays).compile()
+
+
+def use_compilation_cache(directory: str) -> None:
+    """Keeps compiled programs on disk between runs; an empty name turns it off."""
+    if not directory:
+        return
+    path = Path(os.path.expanduser(directory))
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -1,0 +1,165 @@
+"""The runner: device state, launches, and reads. The only one that touches the device."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jmoe.api import Model
+from jmoe.experts import load_layer
+from jmoe.kv_cache import page_bytes
+from jmoe.steps import Output, empty_deltas, empty_rows, make_state
+from serving.config import EngineConfig
+from serving.programs import Buckets, Programs, Progress
+from serving.scheduler import Limits, StepPlan
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the host learns of a step; arrays are cut to the step's real rows."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    degraded: Sequence[int]
+    active: np.ndarray  # experts touched, by MoE layer
+    visits: np.ndarray  # visits by MoE layer and logical expert
+    prompt_logprobs: np.ndarray | None
+
+
+class Runner(Protocol):
+    """What an engine asks of a device; `serving.fake.FakeRunner` answers without one."""
+
+    limits: Limits
+    compilations_since_ready: int
+
+    def launch(self, plan: StepPlan, control: tuple[int, int]) -> Any:
+        """Starts a step at (threshold percent, strategy code) and returns at once."""
+        ...
+
+    def read(self, handle: Any) -> StepResult:
+        """Waits for a launched step. Runs in a thread of its own."""
+        ...
+
+    def load_way(self, way: int, layer: int) -> None:
+        """Puts one layer's united experts of `way` into the pool, between two steps."""
+        ...
+
+    def close(self) -> None:
+        """Releases what the runner holds outside the device."""
+        ...
+
+
+def limits_of(config: EngineConfig) -> Limits:
+    """Sizes of a configuration; `num_pages` 0 means enough for every slot at full length."""
+    blocks = -(-config.max_model_len // config.page_size)
+    return Limits(
+        num_slots=config.max_num_seqs,
+        num_pages=config.num_pages or blocks * config.max_num_seqs,
+        page_size=config.page_size,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_prefill_seqs=min(config.max_prefill_seqs, config.max_num_seqs),
+    )
+
+
+class DeviceRunner:
+    """A model's step programs over one device state. `start` compiles and warms them."""
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        self.model = model
+        self.limits = limits_of(config)
+        self.buckets = Buckets(config, self.limits)
+        self._state = make_state(
+            model.config,
+            num_slots=self.limits.num_slots,
+            num_pages=self.limits.num_pages,
+            page_size=self.limits.page_size,
+            max_blocks=self.limits.pages_for(config.max_model_len),
+            dtype=model.dtype,
+        )
+        self.programs = Programs(model, self.buckets, self._state)
+        self._full_capacity = False  # while a way is being loaded, layers may serve all originals
+
+    @property
+    def compilations_since_ready(self) -> int:
+        """Compilations after `start`; each one is a fault."""
+        return self.programs.compilations_since_ready
+
+    @property
+    def kv_bytes(self) -> int:
+        """Device memory of the KV pages."""
+        size = page_bytes(self.model.config, self.limits.page_size, self.model.dtype)
+        return size * self.limits.num_pages
+
+    def start(self, way: int, ways: Sequence[int], progress: Progress | None = None) -> None:
+        """Compiles every program, runs each once on padding, and loads `way` (0: none)."""
+        self.programs.compile_all(progress)
+        keys = self.programs.keys()
+        for done, key in enumerate(keys):
+            if progress is not None:
+                progress("warming", done, len(keys))
+            arrays = [
+                empty_rows(self.buckets.rows(key)),
+                empty_deltas(self.buckets.deltas(key)),
+                np.array([key.bucket_percent, 0], np.int32),
+            ]
+            if key.phase == "prefill":
+                arrays.insert(0, np.zeros(key.size, np.int32))
+            self._state, out = self.programs.run(key, self._state, *arrays)
+            _cut(jax.device_get(out), 1)
+        for other in [w for w in ways if w != way] + [way] * bool(way):
+            self.model.use_way(other)  # every way once: switching compiles nothing later
+        jax.block_until_ready((self._state, self.model.pool))
+        self.programs.mark_ready()
+
+    def launch(self, plan: StepPlan, control: tuple[int, int]) -> tuple[Output, int]:
+        """See Runner."""
+        size = len(plan.rows) if plan.phase == "decode" else len(plan.tokens)
+        key = self.buckets.choose(
+            plan.phase,
+            size,
+            control[0],
+            full=control[1] == 0 or plan.any_exempt or self._full_capacity,
+            prompt_logprobs=plan.prompt_logprobs,
+        )
+        rows = empty_rows(self.buckets.rows(key))
+        rows[: len(plan.rows)] = plan.rows
+        deltas = empty_deltas(self.buckets.deltas(key))
+        deltas[: len(plan.deltas)] = plan.deltas
+        arrays = [rows, deltas, np.array(control, np.int32)]
+        if plan.phase == "prefill":
+            tokens = np.zeros(key.size, np.int32)
+            tokens[:size] = plan.tokens
+            arrays.insert(0, tokens)
+        self._state, out = self.programs.run(key, self._state, *arrays)
+        for leaf in jax.tree.leaves(out):
+            leaf.copy_to_host_async()
+        return out, len(plan.rows)
+
+    def read(self, handle: tuple[Output, int]) -> StepResult:
+        """See Runner."""
+        out, count = handle
+        return _cut(jax.device_get(out), count)
+
+    def load_way(self, way: int, layer: int) -> None:
+        """See Runner. The last layer ends the detour over the full-capacity programs."""
+        model = self.model
+        self._full_capacity = layer < model.config.num_moe_layers - 1
+        model.pool, model.table = load_layer(model.pool, model.table, model.united_of(way), layer)
+        model.way = way
+
+    def close(self) -> None:
+        """Stops counting compilations."""
+        self.programs.close()
+
+
+def _cut(out: Output, count: int) -> StepResult:
+    return StepResult(
+        out.tokens[:count].tolist(),
+        out.logprobs[:count].tolist(),
+        out.degraded[:count].tolist(),
+        out.active,
+        out.visits,
+        out.prompt_logprobs,
+    )

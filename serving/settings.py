@@ -1,0 +1,221 @@
+"""Server settings: a YAML preset, then overrides key by key. Nothing wrong passes silently."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import is_dataclass, replace
+from difflib import get_close_matches
+from functools import cache
+from math import inf
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from serving.config import ServerConfig
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+"""Presets: beside the packages in a checkout and when installed."""
+
+_TYPES = {
+    str: "a string",
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    tuple[int, ...]: "a list of integers",
+}
+_POSITIVE = (
+    "engine.max_num_seqs",
+    "engine.max_model_len",
+    "engine.max_queue_len",
+    "engine.page_size",
+    "engine.max_prefill_tokens",
+    "engine.max_prefill_seqs",
+    "engine.brownout.ttft_slo_s",
+    "engine.brownout.itl_slo_s",
+    "engine.salc.increment_percent",
+    "engine.salc.interval_s",
+    "engine.salc.window_s",
+    "engine.salc.min_samples",
+)
+_NOT_NEGATIVE = ("drain_timeout_s", "engine.num_pages", "engine.brownout.way")
+_PORTS = ("port", "metrics_port")
+_PERCENT = (
+    "engine.brownout.prefill_threshold_percent",
+    "engine.brownout.decode_threshold_percent",
+    "engine.salc.floor_percent",
+    "engine.salc.ceiling_percent",
+)
+_SHARES = ("engine.salc.warning_factor", "engine.salc.shrink_ratio")
+_ASCENDING = (
+    "engine.decode_buckets",
+    "engine.prefill_buckets",
+    "engine.threshold_buckets_percent",
+    "engine.brownout.ways",
+)
+_CHOICES = {
+    "engine.dtype": ("bfloat16", "float16", "float32"),
+    "engine.brownout.strategy": ("zero", "partial", "full"),
+}
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used; names the key, the value and what would do."""
+
+
+def load(
+    source: str | Path | None = None, overrides: Mapping[str, object] | None = None
+) -> ServerConfig:
+    """Reads settings.
+
+    Args:
+        source: a YAML file, or the name of a preset in `configs/serving`; None takes the defaults.
+        overrides: values by dotted key, such as `engine.brownout.way`. Text is read as the key's
+            type; a list is text with commas.
+
+    Raises SettingsError for an unknown key, a value of the wrong type, or one out of range.
+    """
+    config = ServerConfig() if source is None else _read(find("serving", source))
+    for key, value in (overrides or {}).items():
+        config = _put(config, key.split("."), _parse(key, value))
+    check(config)
+    return config
+
+
+def find(kind: str, name: str | Path) -> Path:
+    """Path of a YAML file, or of the preset `name` in `configs/<kind>`. Raises SettingsError."""
+    preset = CONFIGS / kind / f"{name}.yaml"
+    for path in (Path(name), preset):
+        if path.is_file():
+            return path
+    have = ", ".join(sorted(path.stem for path in preset.parent.glob("*.yaml")))
+    raise SettingsError(f"{name} is neither a file nor one of the presets {have}")
+
+
+def read_yaml(path: Path) -> dict[Any, Any]:
+    """The mapping in a YAML file; an empty file is an empty one. Raises SettingsError."""
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"{path} cannot be read as YAML: {error}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise SettingsError(f"{path} holds a {type(loaded).__name__}; it must hold a mapping")
+    return loaded
+
+
+@cache
+def keys(kind: type = ServerConfig) -> dict[str, Any]:
+    """Every dotted key below a dataclass, with its type."""
+    found = {}
+    for name, hint in get_type_hints(kind).items():
+        below = keys(hint) if is_dataclass(hint) else None
+        found |= {name: hint} if below is None else {f"{name}.{k}": t for k, t in below.items()}
+    return found
+
+
+def _read(path: Path) -> ServerConfig:
+    # As JSON, since only there does strict validation take lists for tuples.
+    text = json.dumps(read_yaml(path), default=str)
+    try:
+        return TypeAdapter(ServerConfig).validate_json(text, strict=True, extra="forbid")
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _explain(".".join(map(str, first["loc"])), first["input"], str(path)) from None
+
+
+def _parse(key: str, value: object) -> object:
+    hint = keys().get(key)
+    if hint is None:
+        raise _explain(key, value, "override")
+    text = isinstance(value, str)
+    parts = [p for p in value.strip("[] ").split(",") if p] if isinstance(value, str) else value
+    try:
+        # Text is read leniently: "8" is an integer, "off" is false.
+        return TypeAdapter(hint).validate_python(
+            parts if hint == tuple[int, ...] else value, strict=not text
+        )
+    except ValidationError:
+        raise _explain(key, value, "override") from None
+
+
+def _explain(key: str, value: object, where: str) -> SettingsError:
+    known = keys()
+    name = key.rpartition(".")[0] if key[-1:].isdigit() else key  # inside a list: an index
+    if name in known:
+        return SettingsError(f"{where}: {name} is {value!r}; it must be {_TYPES[known[name]]}")
+    if any(name.startswith(f"{key}.") for name in known):
+        return SettingsError(f"{where}: {key} is {value!r}; it must be a mapping of settings")
+    leaves = {name.split(".")[-1]: name for name in known}
+    near = get_close_matches(key, known, n=1)
+    near = near or [leaves[m] for m in get_close_matches(key.split(".")[-1], leaves, n=1)]
+    advice = f"did you mean {near[0]}?" if near else f"keys are {', '.join(known)}"
+    return SettingsError(f"{where}: unknown key {key}; {advice}")
+
+
+def _put(node: Any, path: list[str], value: object) -> Any:
+    name, *rest = path
+    return replace(node, **{name: _put(getattr(node, name), rest, value) if rest else value})
+
+
+def check(config: ServerConfig) -> None:
+    """Raises SettingsError for a value out of range, or values that contradict each other."""
+
+    def require(holds: bool, key: str, wanted: str) -> None:
+        if not holds:
+            raise SettingsError(f"{key} is {attrgetter(key)(config)!r}; it must be {wanted}")
+
+    # Written so that NaN and infinity fail.
+    for names, holds, wanted in (
+        (_POSITIVE, lambda v: 0 < v < inf, "above 0"),
+        (_NOT_NEGATIVE, lambda v: 0 <= v < inf, "0 or more"),
+        (_PORTS, lambda v: 0 <= v <= 65535, "between 0 and 65535"),
+        (_PERCENT, lambda v: 0 <= v <= 100, "between 0 and 100"),
+        (_SHARES, lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    ):
+        for name in names:
+            require(holds(attrgetter(name)(config)), name, wanted)
+    for name, choices in _CHOICES.items():
+        require(attrgetter(name)(config) in choices, name, f"one of {', '.join(choices)}")
+    for name in _ASCENDING:
+        values = attrgetter(name)(config)
+        require(
+            list(values) == sorted({v for v in values if v > 0}), name, "positive and ascending"
+        )
+    _check_together(config, require)
+
+
+def _check_together(config: ServerConfig, require: Any) -> None:
+    engine, brownout, salc = config.engine, config.engine.brownout, config.engine.salc
+    require(
+        not config.port or config.port != config.metrics_port, "metrics_port", "other than port"
+    )
+    require(bool(config.host), "host", "an address or a name")
+    require(bool(engine.model), "engine.model", "a directory, or bundled")
+    require(
+        not engine.num_pages or engine.num_pages * engine.page_size >= engine.max_model_len,
+        "engine.num_pages",
+        f"0, or enough for one sequence of max_model_len {engine.max_model_len}",
+    )
+    for name, buckets, most in (
+        ("engine.decode_buckets", engine.decode_buckets, engine.max_num_seqs),
+        ("engine.prefill_buckets", engine.prefill_buckets, engine.max_prefill_tokens),
+    ):
+        require(not buckets or buckets[-1] >= most, name, f"empty, or reach {most}")
+    require(
+        engine.threshold_buckets_percent[-1:] == (100,),
+        "engine.threshold_buckets_percent",
+        "a list that ends with 100, which serves requests that refuse brownout",
+    )
+    require(
+        not brownout.ways or not brownout.way or brownout.way in brownout.ways,
+        "engine.brownout.way",
+        f"0 or one of ways {list(brownout.ways)}",
+    )
+    require(
+        salc.floor_percent <= salc.ceiling_percent,
+        "engine.salc.floor_percent",
+        f"at most ceiling_percent {salc.ceiling_percent}",
+    )
