@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -85,9 +86,8 @@ class Client:
     async def wait_ready(self, timeout_s: float) -> None:
         """Returns once the health service says SERVING. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
-            watch = health_pb2_grpc.HealthStub(self.channel).Watch(
-                health_pb2.HealthCheckRequest(), wait_for_ready=True
-            )
+            health: Any = health_pb2_grpc.HealthStub(self.channel)  # its types leave out Watch
+            watch = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
             try:
                 async for reply in watch:
                     if reply.status == health_pb2.HealthCheckResponse.SERVING:

@@ -6,107 +6,36 @@ first token counts from when the request was due. A slow client or server never 
 
 import asyncio
 import itertools
+import json
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
-from serving.workload import Arrival
-
-METRICS = ("ttft", "tpot", "itl", "e2el")
-
-
-@dataclass(slots=True)
-class Record:
-    """What became of one request. Times are seconds after the start of the run."""
-
-    family: str
-    at_s: float  # when it was due; TTFT and E2EL count from here
-    sent_s: float = math.nan
-    end_s: float = math.nan
-    token_s: list[float] = field(default_factory=list)  # arrival of each token
-    text: str = ""
-    finish_reason: str = ""
-    code: str = "OK"  # gRPC status
-    error: str = ""
-    correct: bool | None = None  # None: no right answer is known
-    prompt_tokens: int = 0
-    expert_visits: int = 0
-    degraded_visits: int = 0
-    prefill_threshold: tuple[int, int] | None = None  # smallest and largest percent seen
-    decode_threshold: tuple[int, int] | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Answered to the end."""
-        return self.code == "OK"
-
-    @property
-    def ttft_s(self) -> float:
-        """Time to first token; to the end where the answer is empty; infinite without either."""
-        first_s = self.token_s[0] if self.token_s else self.end_s if self.ok else math.inf
-        return first_s - self.at_s
-
-    @property
-    def itls_s(self) -> list[float]:
-        """Gaps between tokens. Tokens of one message arrive together, so their gaps are 0."""
-        return [b - a for a, b in itertools.pairwise(self.token_s)]
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean gap; None with fewer than two tokens."""
-        gaps = len(self.token_s) - 1
-        return (self.token_s[-1] - self.token_s[0]) / gaps if gaps > 0 else None
-
-    @property
-    def e2el_s(self) -> float:
-        """From when the request was due to the end of its answer."""
-        return self.end_s - self.at_s
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Server state at one moment. Thresholds in percent; P90s are the controllers' own."""
-
-    at_s: float
-    prefill_threshold_percent: float
-    decode_threshold_percent: float
-    ttft_p90_s: float | None
-    itl_p90_s: float | None
-    num_running: int
-    num_waiting: int
-    expert_visits: int
-    degraded_visits: int
-
-
-@dataclass
-class Run:
-    """Everything measured while a workload was played."""
-
-    records: list[Record]
-    samples: list[Sample]
-    duration_s: float
-    client_cpu_s: float  # processor time of this process: the generator's own cost
-
-    def due(self, start_s: float, end_s: float = math.inf) -> list[Record]:
-        """Requests that were due in [start_s, end_s)."""
-        return [r for r in self.records if start_s <= r.at_s < end_s]
-
-
-@dataclass(frozen=True)
-class Slo:
-    """Latency objectives in seconds: the first token, and every gap after it."""
-
-    ttft_s: float
-    itl_s: float
-
+from serving.results import METRICS, Record, Run, Sample, summarize
+from serving.workload import (
+    ALPACA_LENGTHS,
+    BUNDLED_TASKS,
+    SHAREGPT_LENGTHS,
+    Arrival,
+    Lengths,
+    WorkloadError,
+    approximate_tokens,
+    load_alpaca,
+    load_sharegpt,
+    load_tasks,
+    poisson_times,
+    schedule,
+    shuffled,
+    synthetic,
+)
 
 # -- playing -------------------------------------------------------------------------------------
 
@@ -144,7 +73,7 @@ class _Player:
             async for last in call:  # the hot loop: thousands of messages a second
                 at = clock() - start
                 for _ in last.token_ids:
-                    token_s.append(at)  # noqa: PERF401  (mostly one token)
+                    token_s.append(at)
                 texts.append(last.text)
         except grpc.aio.AioRpcError as error:
             record.code, record.error = error.code().name, error.details() or ""
@@ -259,120 +188,147 @@ async def saturate(
     return player.result()
 
 
-# -- summaries -----------------------------------------------------------------------------------
+# -- jmoe bench serve ----------------------------------------------------------------------------
 
 
-def latencies_s(records: Iterable[Record]) -> dict[str, list[float]]:
-    """Every measured TTFT, TPOT, ITL and E2EL of requests that were answered to the end."""
-    done = [r for r in records if r.ok]
-    return {
-        "ttft": [r.ttft_s for r in done],
-        "tpot": [r.tpot_s for r in done if r.tpot_s is not None],
-        "itl": [gap for r in done for gap in r.itls_s],
-        "e2el": [r.e2el_s for r in done],
+@dataclass(frozen=True)
+class BenchConfig:
+    """Flags of `jmoe bench serve`, named as `vllm bench serve` names them."""
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    dataset_name: str = "random"  # "sharegpt" | "alpaca" | "tasks" | "random"
+    dataset_path: Path | None = None  # none: the bundled tasks; lengths like ShareGPT's or Alpaca's
+    tokenizer: Path | None = None  # tokenizer.json that counts a dataset's tokens; none: estimated
+    num_prompts: int = 1000
+    request_rate: float = math.inf  # per second; infinite: all at once
+    burstiness: float = 1.0  # 1, a Poisson process, is all there is
+    max_concurrency: int | None = None
+    random_input_len: int = 1024
+    random_output_len: int = 128
+    seed: int = 0
+    percentile_metrics: str = "ttft,tpot,itl"
+    metric_percentiles: str = "99"
+    goodput: tuple[str, ...] = ()  # "METRIC:MILLISECONDS" of ttft, tpot, e2el
+    save_result: bool = False
+    save_detailed: bool = False  # every request's lengths, latencies and text too
+    result_dir: Path = Path()
+    result_filename: str | None = None
+    time_limit_s: float = 3600.0  # requests not answered by then have failed
+
+
+def run_bench(config: BenchConfig) -> dict[str, Any]:
+    """Runs the benchmark and returns (with `save_result`, also writes) its JSON result.
+
+    Raises WorkloadError for settings or datasets that cannot be used, TimeoutError when no server
+    answers.
+    """
+    metrics = tuple(config.percentile_metrics.split(","))
+    if unknown := set(metrics) - set(METRICS):
+        raise WorkloadError(f"unknown metrics: {', '.join(sorted(unknown))}; known: {METRICS}")
+    if config.burstiness != 1:
+        raise WorkloadError("burstiness other than 1 is not offered; arrivals are Poisson")
+    percentiles = [float(percent) for percent in config.metric_percentiles.split(",")]
+    goodput = _parse_goodput(config.goodput)
+    run, model = asyncio.run(_bench(config))
+    rate = config.request_rate if math.isfinite(config.request_rate) else "inf"
+    now = datetime.now()
+    result = {
+        "date": now.strftime("%Y%m%d-%H%M%S"),
+        "backend": "jmoe",
+        "model_id": model,
+        "num_prompts": config.num_prompts,
+        "request_rate": rate,
+        "burstiness": config.burstiness,
+        "max_concurrency": config.max_concurrency,
+        **summarize(run, metrics=metrics, percentiles=percentiles, goodput=goodput),
     }
+    if config.save_detailed:
+        result |= _details(run.records)
+    if config.save_result or config.save_detailed:
+        name = config.result_filename or f"jmoe-{rate}qps-{model}-{now:%Y%m%d-%H%M%S}.json"
+        path = config.result_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return result
 
 
-def latency_summary(
-    records: Iterable[Record],
-    metrics: Sequence[str] = METRICS,
-    percentiles: Sequence[float] = (50, 90, 99),
-) -> dict[str, float]:
-    """`mean_ttft_ms`, `median_ttft_ms`, `std_ttft_ms`, `p99_ttft_ms` and so on; 0 without samples.
-
-    Percentiles interpolate linearly between samples.
-    """
-    measured = latencies_s(records)
-    summary: dict[str, float] = {}
-    for metric in metrics:
-        values_ms = np.array(measured[metric] or [0.0]) * 1e3
-        summary[f"mean_{metric}_ms"] = float(values_ms.mean())
-        summary[f"median_{metric}_ms"] = float(np.median(values_ms))
-        summary[f"std_{metric}_ms"] = float(values_ms.std())
-        for percent in percentiles:
-            summary[f"p{percent:g}_{metric}_ms"] = float(np.percentile(values_ms, percent))
-    return summary
+async def _bench(config: BenchConfig) -> tuple[Run, str]:
+    async with Client(f"{config.host}:{config.port}") as client:
+        await client.wait_ready(timeout_s=60)
+        server, model = await asyncio.gather(client.server_info(), client.model_info())
+        samples = _bench_samples(config, model.vocab_size, server.max_model_len)
+        times_s = poisson_times(len(samples), config.request_rate, config.seed)
+        run = await play(
+            client,
+            schedule(samples, times_s),
+            time_limit_s=config.time_limit_s,
+            max_concurrency=config.max_concurrency,
+        )
+    return run, model.name
 
 
-def violations(records: Iterable[Record], slo: Slo) -> dict[str, float | int | None]:
-    """Late tokens over tokens: first tokens against the TTFT SLO, the others against the ITL SLO.
+def _bench_samples(config: BenchConfig, vocab_size: int, max_model_len: int) -> list[Arrival]:
+    if config.num_prompts < 1:
+        raise WorkloadError(f"num_prompts is {config.num_prompts}; it must be at least 1")
+    name, path = config.dataset_name, config.dataset_path
+    if name == "tasks":
+        return shuffled(load_tasks(path or BUNDLED_TASKS), config.seed, config.num_prompts)
+    if path is not None and name in ("sharegpt", "alpaca"):
+        load = load_sharegpt if name == "sharegpt" else load_alpaca
+        samples = load(
+            path, max_total_tokens=max_model_len, count_tokens=_token_counter(config.tokenizer)
+        )
+        return shuffled(samples, config.seed, config.num_prompts)
+    lengths = {
+        "sharegpt": SHAREGPT_LENGTHS,
+        "alpaca": ALPACA_LENGTHS,
+        "random": Lengths(config.random_input_len, config.random_output_len, sigma=0),
+    }
+    if name not in lengths:
+        raise WorkloadError(f"unknown dataset {name!r}: sharegpt, alpaca, tasks or random")
+    return synthetic(
+        lengths[name],
+        config.num_prompts,
+        seed=config.seed,
+        vocab_size=vocab_size,
+        max_total_tokens=max_model_len,
+    )
 
-    A request that failed or was refused is a late first token. A rate is None without tokens.
-    """
+
+def _token_counter(tokenizer: Path | None) -> Callable[[str], int]:
+    if tokenizer is None:
+        return approximate_tokens
+    from tokenizers import Tokenizer
+
+    path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    try:
+        backend = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise WorkloadError(f"{path} is not a readable tokenizer: {error}") from None
+    return lambda text: len(backend.encode(text).ids)
+
+
+def _parse_goodput(limits: Iterable[str]) -> dict[str, float]:
+    parsed = {}
+    for limit in limits:
+        metric, _, milliseconds = limit.partition(":")
+        try:
+            parsed[metric] = float(milliseconds)
+        except ValueError:
+            raise WorkloadError(f"goodput {limit!r} is not METRIC:MILLISECONDS") from None
+        if metric not in ("ttft", "tpot", "e2el"):
+            raise WorkloadError(f"goodput knows ttft, tpot and e2el, not {metric!r}")
+    return parsed
+
+
+def _details(records: Iterable[Record]) -> dict[str, Any]:
     records = list(records)
-    late_first = sum(not r.ok or r.ttft_s > slo.ttft_s for r in records)
-    gaps = [gap for r in records for gap in r.itls_s]
-    late = sum(gap > slo.itl_s for gap in gaps)
     return {
-        "first_tokens": len(records),
-        "late_first_tokens": late_first,
-        "ttft_violation_rate": late_first / len(records) if records else None,
-        "other_tokens": len(gaps),
-        "late_other_tokens": late,
-        "itl_violation_rate": late / len(gaps) if gaps else None,
+        "input_lens": [r.prompt_tokens for r in records],
+        "output_lens": [len(r.token_s) for r in records],
+        "ttfts": [r.ttft_s if math.isfinite(r.ttft_s) else None for r in records],
+        "itls": [r.itls_s for r in records],
+        "generated_texts": [r.text for r in records],
+        "errors": [r.error for r in records],
     }
-
-
-def quality(records: Iterable[Record]) -> dict[str, Any]:
-    """Share of degraded expert visits, and of right answers, in all and by family."""
-    records = list(records)
-    visits = sum(r.expert_visits for r in records)
-    judged = [r for r in records if r.correct is not None and r.ok]
-    by_family = {
-        family: _share_correct([r for r in judged if r.family == family])
-        for family in sorted({r.family for r in judged})
-    }
-    return {
-        "degraded_share": sum(r.degraded_visits for r in records) / visits if visits else None,
-        "accuracy": _share_correct(judged),
-        "accuracy_by_family": by_family,
-    }
-
-
-def _share_correct(records: Sequence[Record]) -> float | None:
-    return sum(bool(r.correct) for r in records) / len(records) if records else None
-
-
-def summarize(
-    run: Run,
-    *,
-    metrics: Sequence[str] = METRICS,
-    percentiles: Sequence[float] = (50, 90, 99),
-    goodput: dict[str, float] | None = None,
-) -> dict[str, Any]:
-    """The fields of `vllm bench serve`, then `quality` and the generator's own cost.
-
-    `goodput` maps metrics to limits in milliseconds; a request is good when it keeps them all.
-    """
-    done = [r for r in run.records if r.ok]
-    num_input = sum(r.prompt_tokens for r in done)
-    num_output = sum(len(r.token_s) for r in done)
-    good = sum(_is_good(r, goodput) for r in done) if goodput else 0
-    num_tokens = sum(len(r.token_s) for r in run.records)
-    return {
-        "duration": run.duration_s,
-        "completed": len(done),
-        "failed": len(run.records) - len(done),
-        "total_input_tokens": num_input,
-        "total_output_tokens": num_output,
-        "request_throughput": len(done) / run.duration_s,
-        "request_goodput": good / run.duration_s if goodput else None,
-        "output_throughput": num_output / run.duration_s,
-        "total_token_throughput": (num_input + num_output) / run.duration_s,
-        **latency_summary(done, metrics, percentiles),
-        **quality(run.records),
-        "failures": dict(Counter(r.code for r in run.records if not r.ok)),
-        "latest_send_ms": 1e3 * max((r.sent_s - r.at_s for r in run.records), default=0.0),
-        "client_cpu_share": run.client_cpu_s / run.duration_s,
-        "client_cpu_us_per_token": 1e6 * run.client_cpu_s / num_tokens if num_tokens else None,
-    }
-
-
-def _is_good(record: Record, limits_ms: dict[str, float]) -> bool:
-    measured_s = {"ttft": record.ttft_s, "tpot": record.tpot_s or 0.0, "e2el": record.e2el_s}
-    return all(measured_s[metric] * 1e3 <= limit for metric, limit in limits_ms.items())
-
-
-def samples_as_json(samples: Iterable[Sample]) -> list[dict[str, Any]]:
-    """Samples as plain dicts."""
-    return [asdict(sample) for sample in samples]

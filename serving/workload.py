@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+BUNDLED_TASKS = Path(__file__).parents[1] / "jmoe" / "bundled" / "tasks.jsonl"
+
 
 class WorkloadError(ValueError):
     """A dataset file that cannot be used, or lengths and rates that make no sense."""
