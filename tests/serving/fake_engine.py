@@ -1,0 +1,99 @@
+"""An engine that counts up: after a prompt that ends in n come n + 1, n + 2, ..."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+from serving.config import EngineConfig
+from serving.errors import Aborted, ServingError, Unavailable
+from serving.request import BrownoutState, EngineStats, Output, SamplingParams, ThresholdSpan, Usage
+
+
+class FakeEngine:
+    """A test sets `refusal` and `failure`, to be raised, and `gate`, which holds later tokens."""
+
+    def __init__(self, config: EngineConfig | None = None) -> None:
+        self.config = config or EngineConfig()
+        self.status = "ready"
+        self.model = SimpleNamespace(
+            name="counter",
+            united={2: None, 8: None},
+            num_parameters=2**40,
+            dtype="float32",
+            config=SimpleNamespace(
+                architecture="qwen2_moe",
+                num_layers=2,
+                d_model=8,
+                vocab_size=100,
+                num_experts=16,
+                experts_per_token=4,
+                max_position=64,
+            ),
+        )
+        self.refusal: ServingError | None = None
+        self.failure: Exception | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.calls: list[dict] = []
+        self.running = self.closed = 0
+        self.brownout = BrownoutState(
+            "partial", 8, 100.0, 62.5, True, 1.0, 0.1, 0.8, float("nan"), 0.05
+        )
+
+    def check_admission(self) -> None:
+        if self.status != "ready":
+            raise Unavailable(f"the engine is {self.status}")
+        if self.refusal is not None:
+            raise self.refusal
+
+    async def generate(self, prompt, sampling: SamplingParams, **options):
+        self.check_admission()
+        if self.failure is not None:
+            raise self.failure
+        self.calls.append({"prompt": prompt, "sampling": sampling, **options})
+        self.running += 1
+        try:
+            tokens = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
+            for i in range(sampling.max_new_tokens):
+                if i:
+                    await self.gate.wait()
+                if self.status == "stopped":
+                    raise Aborted("the engine stopped")
+                last = i + 1 == sampling.max_new_tokens
+                token = tokens[-1] + 1 + i
+                yield Output(
+                    options["request_id"] or "drawn",
+                    chr(token),
+                    (token,),
+                    (-0.5,) if sampling.logprobs else (),
+                    Usage(len(tokens), i + 1, 8 * (len(tokens) + i), 2 * i),
+                    finish_reason="length" if last else None,
+                    decode_threshold=ThresholdSpan(40, 70) if i else None,
+                )
+        finally:
+            self.running -= 1
+            self.closed += 1
+
+    def get_brownout(self) -> BrownoutState:
+        return self.brownout
+
+    async def set_brownout(self, change) -> BrownoutState:
+        self.changes = change
+        if change.way is not None and change.way not in self.model.united:
+            raise ValueError(f"way is {change.way}; counter has united experts for: 2, 8")
+        return self.brownout
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self.running, 3, 25, 100, 0, self.closed, 1, 2, 5, 6, 800, 200, 1.5)
+
+    async def drain(self, timeout_s: float) -> bool:
+        self.status = "draining"
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.running:
+                    await asyncio.sleep(0.01)
+        return not self.running
+
+    async def stop(self) -> None:
+        self.status = "stopped"
+        self.gate.set()

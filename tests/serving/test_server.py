@@ -1,0 +1,372 @@
+"""The server over a real socket, with an engine that counts up."""
+
+import asyncio
+import contextlib
+import filecmp
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from fake_engine import FakeEngine
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from serving import errors
+from serving.config import ServerConfig
+from serving.proto import build
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
+from serving.request import BrownoutChange, Priority, SamplingParams
+from serving.server import SERVICES, Server
+
+CODE = grpc.StatusCode
+
+
+class Setup:
+    """A listening server and a channel to it."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.engine = FakeEngine()
+        self.server = Server(config)
+
+    async def __aenter__(self) -> "Setup":
+        await self.server.start()
+        self.channel = grpc.aio.insecure_channel(self.server.address)
+        self.stub = rpc.GenerationStub(self.channel)
+        self.admin = rpc.AdminStub(self.channel)
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.channel.close()
+        await self.server.stop()
+
+    async def ready(self) -> "Setup":
+        await self.server.attach(self.engine)
+        return self
+
+    async def health(self, name: str = "") -> str:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+    def counting(self, count: int, **fields):
+        """A stream of the tokens 4, 5, ..."""
+        return self.stub.Generate(
+            request([1, 2, 3], sampling=pb.SamplingParams(max_new_tokens=count), **fields)
+        )
+
+
+@contextlib.asynccontextmanager
+async def serving(**fields):
+    async with Setup(ServerConfig(port=0, **fields)) as setup:
+        yield await setup.ready()
+
+
+def request(tokens: list[int], **fields) -> pb.GenerateRequest:
+    return pb.GenerateRequest(tokens=pb.TokenIds(ids=tokens), **fields)
+
+
+async def collect(call) -> list[pb.GenerateResponse]:
+    return [message async for message in call]
+
+
+async def failure(call) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await (collect(call) if hasattr(call, "__aiter__") else call)
+    return caught.value
+
+
+async def until(holds, timeout_s: float = 3.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+def test_stubs_are_those_of_the_proto(tmp_path: Path) -> None:
+    build.build(tmp_path)
+    below = Path("serving/proto/jmoe/v1")
+    names = ["jmoe_pb2.py", "jmoe_pb2.pyi", "jmoe_pb2_grpc.py"]
+    same, *_ = filecmp.cmpfiles(build.ROOT / below, tmp_path / below, names, shallow=False)
+    assert same == names, "run python -m serving.proto.build"
+
+
+async def test_streams_tokens_and_usage() -> None:
+    async with serving() as s:
+        got = await collect(s.counting(4, request_id="mine", model="counter"))
+    assert [list(m.token_ids) for m in got] == [[4], [5], [6], [7]]
+    assert [m.finish_reason for m in got] == ["", "", "", "length"]
+    assert {m.request_id for m in got} == {"mine"}
+    assert got[-1].usage == pb.Usage(
+        prompt_tokens=3, completion_tokens=4, expert_visits=48, degraded_visits=6
+    )
+    assert not got[0].HasField("decode_threshold")
+    assert got[1].decode_threshold == pb.ThresholdSpan(min_percent=40, max_percent=70)
+
+
+async def test_text_prompt_and_logprobs() -> None:
+    sampling = pb.SamplingParams(max_new_tokens=2, logprobs=True)
+    async with serving() as s:
+        got = await collect(s.stub.Generate(pb.GenerateRequest(text="ab", sampling=sampling)))
+    assert "".join(m.text for m in got) == "cd"
+    assert [list(m.logprobs) for m in got] == [[-0.5], [-0.5]]
+
+
+async def test_absent_fields_take_defaults_and_zeros_are_kept() -> None:
+    sampling = pb.SamplingParams(
+        max_new_tokens=1, seed=0, temperature=0.5, stop_token_ids=[7], stop=["x", "y"]
+    )
+    async with serving() as s:
+        call = s.stub.Generate(request([1]))
+        await anext(aiter(call))
+        call.cancel()
+        await collect(
+            s.stub.Generate(
+                request([1], sampling=sampling, allow_brownout=False, priority=pb.BEST_EFFORT)
+            )
+        )
+    first, second = s.engine.calls
+    assert first["sampling"] == SamplingParams()
+    assert (first["allow_brownout"], first["priority"]) == (True, Priority.LATENCY_SENSITIVE)
+    assert (first["request_id"], first["timeout_s"]) == (None, None)
+    assert second["sampling"] == SamplingParams(
+        max_new_tokens=1, seed=0, temperature=0.5, stop_token_ids=(7,), stop=("x", "y")
+    )
+    assert (second["allow_brownout"], second["priority"]) == (False, Priority.BEST_EFFORT)
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        (pb.GenerateRequest(), "missing"),
+        (pb.GenerateRequest(text=""), "empty"),
+        (request([]), "empty"),
+        (request([1], sampling=pb.SamplingParams(max_new_tokens=0)), "max_new_tokens is 0"),
+        (request([1], sampling=pb.SamplingParams(temperature=-1)), "temperature"),
+        (request([1], sampling=pb.SamplingParams(top_p=math.nan)), "top_p"),
+        (request([1], sampling=pb.SamplingParams(top_k=-1)), "top_k"),
+        (request([1], sampling=pb.SamplingParams(stop=[""])), "stop"),
+        (request([1], priority=7), "priority 7"),
+    ],
+)
+async def test_bad_requests_are_invalid_arguments(bad, named) -> None:
+    async with serving() as s:
+        error = await failure(s.stub.Generate(bad))
+    assert error.code() == CODE.INVALID_ARGUMENT
+    assert named in error.details()
+    assert s.engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        (errors.InvalidRequest("no"), CODE.INVALID_ARGUMENT),
+        (ValueError("no"), CODE.INVALID_ARGUMENT),
+        (errors.NotFound("no"), CODE.NOT_FOUND),
+        (errors.Unavailable("no"), CODE.UNAVAILABLE),
+        (errors.DeadlineExceeded("no"), CODE.DEADLINE_EXCEEDED),
+        (errors.Aborted("no"), CODE.CANCELLED),
+        (RuntimeError("no"), CODE.INTERNAL),
+    ],
+)
+async def test_each_error_has_its_status_and_the_server_lives_on(raised, code) -> None:
+    async with serving() as s:
+        s.engine.failure = raised
+        error = await failure(s.counting(2))
+        s.engine.failure = None
+        assert len(await collect(s.counting(2))) == 2
+    assert error.code() == code
+    assert "no" in error.details()
+
+
+async def test_unknown_model_is_not_found() -> None:
+    async with serving() as s:
+        error = await failure(s.counting(2, model="other"))
+    assert (error.code(), s.engine.calls) == (CODE.NOT_FOUND, [])
+    assert "'counter'" in error.details()
+
+
+async def test_overload_is_told_before_the_prompt_is_looked_at() -> None:
+    async with serving() as s:
+        s.engine.refusal = errors.Overloaded("512 requests wait", retry_after_s=0.25)
+        error = await failure(s.stub.Generate(pb.GenerateRequest()))
+    assert error.code() == CODE.RESOURCE_EXHAUSTED
+    assert dict(error.trailing_metadata())["grpc-retry-pushback-ms"] == "250"
+
+
+@pytest.mark.parametrize("way", ["cancel", "close"])
+async def test_a_caller_that_goes_away_aborts_its_request(way: str) -> None:
+    async with serving() as s:
+        s.engine.gate.clear()
+        call = s.counting(5)
+        await anext(aiter(call))
+        assert s.engine.running == 1
+        if way == "cancel":
+            call.cancel()
+        else:
+            await s.channel.close()
+        await until(lambda: s.engine.closed == 1)
+        assert s.engine.running == 0
+
+
+async def test_a_caller_that_does_not_read_is_aborted_in_the_middle_of_a_write() -> None:
+    async with serving() as s:
+        call = s.counting(10**7)  # flow control blocks the writer long before the end
+        await anext(aiter(call))
+        await asyncio.sleep(0.3)
+        call.cancel()
+        await until(lambda: s.engine.closed == 1)
+
+
+async def test_deadline_reaches_the_engine_and_aborts() -> None:
+    async with serving() as s:
+        s.engine.gate.clear()
+        sampling = pb.SamplingParams(max_new_tokens=2)
+        error = await failure(s.stub.Generate(request([1], sampling=sampling), timeout=0.3))
+        await until(lambda: s.engine.closed == 1)
+    assert error.code() == CODE.DEADLINE_EXCEEDED
+    assert 0 < s.engine.calls[0]["timeout_s"] <= 0.3
+
+
+async def test_health_follows_loading_serving_and_failing() -> None:
+    async with Setup(ServerConfig(port=0)) as s:
+        assert await s.health() == "NOT_SERVING"
+        assert (await failure(s.counting(1))).code() == CODE.UNAVAILABLE
+        assert (await failure(s.admin.GetStats(pb.GetStatsRequest()))).code() == CODE.UNAVAILABLE
+        info = await s.stub.GetServerInfo(pb.GetServerInfoRequest())
+        assert (info.status, info.model) == ("starting", "bundled")
+        await s.ready()
+        assert [await s.health(name) for name in ("", *SERVICES)] == ["SERVING"] * 3
+        s.engine.status = "failed"
+        assert (await failure(s.counting(1))).code() == CODE.UNAVAILABLE
+        assert [await s.health(name) for name in ("", *SERVICES)] == ["NOT_SERVING"] * 3
+
+
+async def test_reflection_lists_services() -> None:
+    async with serving() as s:
+        stub = reflection_pb2_grpc.ServerReflectionStub(s.channel)
+        ask = reflection_pb2.ServerReflectionRequest(list_services="")
+        answer = await anext(aiter(stub.ServerReflectionInfo(iter([ask]))))
+    names = {service.name for service in answer.list_services_response.service}
+    assert names == {
+        *("jmoe.v1.Generation", "jmoe.v1.Admin", "grpc.health.v1.Health"),
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
+
+
+async def test_server_and_model_info() -> None:
+    async with serving() as s:
+        info = await s.stub.GetServerInfo(pb.GetServerInfoRequest())
+        model = await s.stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert (info.status, info.model, info.num_kv_pages) == ("ready", "counter", 100)
+    assert list(info.threshold_buckets_percent) == [20, 40, 70, 100]
+    assert info.platform.startswith("cpu")
+    assert (model.name, list(model.united_ways), model.num_parameters) == ("counter", [2, 8], 2**40)
+
+
+async def test_admin_reads_and_sets() -> None:
+    async with serving() as s:
+        state = await s.admin.GetBrownout(pb.GetBrownoutRequest())
+        assert (state.strategy, state.way, state.decode_threshold_percent) == ("partial", 8, 62.5)
+        assert math.isnan(state.ttft_p90_s)
+        await s.admin.SetBrownout(pb.SetBrownoutRequest(way=2, decode_threshold_percent=0))
+        assert s.engine.changes == BrownoutChange(way=2, decode_threshold_percent=0)
+        error = await failure(s.admin.SetBrownout(pb.SetBrownoutRequest(way=3)))
+        assert (error.code(), "2, 8" in error.details()) == (CODE.INVALID_ARGUMENT, True)
+        stats = await s.admin.GetStats(pb.GetStatsRequest())
+        assert (stats.kv_pages_total, stats.expert_visits) == (100, 800)
+
+
+async def test_drain_finishes_streams_and_refuses_new_ones() -> None:
+    async with serving() as s:
+        s.engine.gate.clear()
+        call = s.counting(3)
+        await anext(aiter(call))
+        draining = asyncio.create_task(s.server.drain())
+        await until(lambda: s.engine.status == "draining")
+        assert await s.health() == "NOT_SERVING"
+        assert (await failure(s.counting(1))).code() == CODE.UNAVAILABLE
+        s.engine.gate.set()
+        assert [list(m.token_ids) for m in await collect(call)] == [[5], [6]]
+        assert await draining
+
+
+async def test_drain_cancels_what_takes_too_long() -> None:
+    async with serving(drain_timeout_s=0.1) as s:
+        s.engine.gate.clear()
+        call = s.counting(3)
+        await anext(aiter(call))
+        finished, error = await asyncio.gather(s.server.drain(), failure(call))
+    assert (finished, error.code()) == (False, CODE.CANCELLED)
+
+
+async def test_a_taken_port_is_an_error() -> None:
+    async with serving() as s:
+        other = Server(ServerConfig(port=s.server.port))
+        with pytest.raises(OSError, match=str(s.server.port)):
+            await other.start()
+
+
+PROCESS = """
+import asyncio, sys
+from fake_engine import FakeEngine
+from serving.config import ServerConfig
+from serving.server import serve
+
+async def start_engine():
+    await asyncio.sleep(float(sys.argv[1]))
+    engine = FakeEngine()
+    engine.gate.clear()
+    asyncio.get_running_loop().call_later(float(sys.argv[2]), engine.gate.set)
+    return engine
+
+print("loading", flush=True)
+finished = asyncio.run(serve(ServerConfig(port=0), start_engine))
+assert "jax" not in sys.modules
+sys.exit(0 if finished else 3)
+"""
+
+
+@contextlib.asynccontextmanager
+async def process(load_s: float, hold_s: float):
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROCESS, str(load_s), str(hold_s)),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )
+    try:
+        yield child, child.stdout
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()
+
+
+@pytest.mark.parametrize(("signals", "hold_s", "code"), [(1, 0.5, 0), (2, 60.0, 1)])
+async def test_signals_drain_then_kill(signals: int, hold_s: float, code: int) -> None:
+    async with process(0.0, hold_s) as (child, stdout):
+        assert await stdout.readline() == b"loading\n"
+        ready = (await stdout.readline()).decode()
+        assert ready.startswith("jmoe ready on 127.0.0.1:")
+        async with grpc.aio.insecure_channel(ready.split()[-1]) as channel:
+            sampling = pb.SamplingParams(max_new_tokens=3)
+            call = rpc.GenerationStub(channel).Generate(request([1], sampling=sampling))
+            await anext(aiter(call))
+            child.send_signal(signal.SIGTERM)
+            if signals == 2:
+                await asyncio.sleep(0.2)
+                child.send_signal(signal.SIGINT)
+            else:
+                assert len(await collect(call)) == 2
+            assert await asyncio.wait_for(child.wait(), 5) == code
+
+
+async def test_a_signal_while_loading_ends_the_process() -> None:
+    async with process(60.0, 0.0) as (child, stdout):
+        await stdout.readline()
+        await asyncio.sleep(0.5)
+        child.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(child.wait(), 5) == 0
