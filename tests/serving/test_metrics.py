@@ -1,0 +1,82 @@
+"""Metrics as Prometheus reads them."""
+
+from types import SimpleNamespace
+from urllib.request import urlopen
+
+import numpy as np
+from fake_engine import FakeEngine
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from serving.metrics import Histogram, Metrics
+from serving.request import Output, Usage
+
+
+def samples(text: str) -> dict[tuple, float]:
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_scrape_over_http() -> None:
+    metrics = Metrics()
+    metrics.first_tokens(np.array([0.5, 3.0]), slo_s=1.0)
+    metrics.further_tokens(np.array([0.01, 0.2, 0.1]), slo_s=0.1)
+    last = Output("a", "", (1,), (), Usage(7, 3, 0, 0), "length")
+    metrics.request_finished(SimpleNamespace(arrived_at=10.0), last, now=14.0)
+    metrics.engine = FakeEngine()
+    server, thread = metrics.serve("127.0.0.1", 0)
+    try:
+        with urlopen(f"http://127.0.0.1:{server.server_port}/metrics") as answer:
+            got = samples(answer.read().decode())
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    expected = {
+        ("jmoe:time_to_first_token_seconds_count",): 2,
+        ("jmoe:time_to_first_token_seconds_sum",): 3.5,
+        ("jmoe:time_to_first_token_seconds_bucket", "0.25"): 0,
+        ("jmoe:time_to_first_token_seconds_bucket", "0.5"): 1,
+        ("jmoe:time_to_first_token_seconds_bucket", "+Inf"): 2,
+        ("jmoe:inter_token_latency_seconds_count",): 3,
+        ("jmoe:e2e_request_latency_seconds_sum",): 4,
+        ("jmoe:prompt_tokens_total",): 7,
+        ("jmoe:generation_tokens_total",): 5,
+        ("jmoe:request_success_total", "length"): 1,
+        ("jmoe:request_success_total", "stop"): 0,
+        ("jmoe:request_success_total", "abort"): 1,
+        ("jmoe:slo_violations_total", "prefill"): 1,
+        ("jmoe:slo_violations_total", "decode"): 1,
+        ("jmoe:num_requests_running",): 0,
+        ("jmoe:num_requests_waiting",): 3,
+        ("jmoe:kv_cache_usage_perc",): 0.25,
+        ("jmoe:brownout_threshold_percent", "decode"): 62.5,
+        ("jmoe:expert_visits_total",): 800,
+        ("jmoe:degraded_visits_total",): 200,
+        ("jmoe:recompilations_total",): 0,
+        ("jmoe:requests_rejected_total",): 2,
+    }
+    assert {key: got[key] for key in expected} == expected
+
+
+def test_two_servers_do_not_share_metrics() -> None:
+    one, other = Metrics(), Metrics()
+    one.first_tokens(np.array([1.0]), slo_s=1.0)
+    assert (one.generation_tokens, other.generation_tokens) == (1, 0)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 9.0]), max_size=20))
+def test_buckets_count_what_does_not_exceed_them(values: list[float]) -> None:
+    histogram = Histogram((1.0, 2.0))
+    histogram.observe(np.array(values))
+    family = histogram.collect("jmoe:x", "about")
+    buckets = {s.labels["le"]: s.value for s in family.samples if s.name.endswith("bucket")}
+    assert buckets == {
+        "1.0": sum(v <= 1 for v in values),
+        "2.0": sum(v <= 2 for v in values),
+        "+Inf": len(values),
+    }

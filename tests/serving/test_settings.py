@@ -1,0 +1,168 @@
+"""Settings: what goes in comes out, and what is wrong is named."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.config import BrownoutConfig, EngineConfig, SalcConfig, ServerConfig
+from serving.settings import CONFIGS, SettingsError, check, keys, load, read_yaml
+
+sizes = st.integers(1, 10**6)
+seconds = st.floats(1e-3, 1e6)
+percents = st.integers(0, 100)
+ascending = st.lists(sizes, max_size=3, unique=True).map(lambda v: tuple(sorted(v)))
+configs = st.builds(
+    ServerConfig,
+    host=st.text(min_size=1),
+    port=st.integers(0, 65535),
+    drain_timeout_s=seconds,
+    engine=st.builds(
+        EngineConfig,
+        model=st.text(min_size=1),
+        dtype=st.sampled_from(["bfloat16", "float32"]),
+        max_num_seqs=sizes,
+        max_model_len=sizes,
+        decode_buckets=ascending.map(lambda v: (*v, 10**6 + 1)),
+        brownout=st.builds(
+            BrownoutConfig,
+            strategy=st.sampled_from(["zero", "partial", "full"]),
+            ways=ascending,
+            prefill_threshold_percent=percents,
+            salc=st.booleans(),
+            ttft_slo_s=seconds,
+        ),
+        salc=st.builds(SalcConfig, shrink_ratio=st.floats(0.01, 1), min_samples=sizes),
+    ),
+)
+
+
+def flat(config: object, prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in asdict(config).items() if not isinstance(config, dict) else config.items():
+        key = f"{prefix}{name}"
+        found |= flat(value, f"{key}.") if isinstance(value, dict) else {key: value}
+    return found
+
+
+@given(config=configs)
+@settings(max_examples=50, deadline=None)
+def test_yaml_round_trip(config: ServerConfig, tmp_path_factory) -> None:
+    path = tmp_path_factory.getbasetemp() / "settings.yaml"
+    path.write_text(yaml.safe_dump(asdict(config)), encoding="utf-8")
+    assert load(path) == config
+
+
+@given(config=configs)
+@settings(max_examples=50, deadline=None)
+def test_every_key_can_be_overridden_as_text_or_as_a_value(config: ServerConfig) -> None:
+    values = flat(config)
+    assert load(None, values) == config
+    texts = {
+        key: ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        for key, value in values.items()
+    }
+    assert load(None, texts) == config
+    assert set(values) == set(keys())
+
+
+def test_presets_load_and_default_is_the_default() -> None:
+    assert load("default") == load() == ServerConfig()
+    assert flat(read_yaml(CONFIGS / "serving" / "default.yaml")).keys() == keys().keys()
+    for path in (CONFIGS / "serving").glob("*.yaml"):
+        assert load(path.stem) == load(path)
+
+
+def test_overrides_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("port: 1\nengine: {page_size: 16, brownout: {way: 4}}\n")
+    config = load(path, {"engine.brownout.way": "8", "engine.compilation_cache": ""})
+    assert (config.port, config.engine.page_size, config.engine.brownout.way) == (1, 16, 8)
+    assert config.engine.compilation_cache == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("engine: {pge_size: 16}", "unknown key engine.pge_size; did you mean engine.page_size"),
+        ("brownout: {way: 8}", "unknown key brownout"),
+        ("engine: {page_size: '16'}", "engine.page_size is '16'; it must be an integer"),
+        ("engine: {page_size: true}", "engine.page_size is True; it must be an integer"),
+        ("engine: {page_size: 1.5}", "engine.page_size is 1.5; it must be an integer"),
+        ("engine: {brownout: {salc: 1}}", "engine.brownout.salc is 1; it must be true or false"),
+        ("engine: {salc: {window_s: soon}}", "window_s is 'soon'; it must be a number"),
+        ("engine: {decode_buckets: [1, x]}", "decode_buckets is 'x'; it must be a list of integer"),
+        ("engine: {decode_buckets: 64}", "decode_buckets is 64; it must be a list of integers"),
+        ("engine: 3", "engine is 3; it must be a mapping"),
+        ("host: null", "host is None; it must be a string"),
+        ("[1]", "holds a list"),
+        ("a: [", "cannot be read as YAML"),
+    ],
+)
+def test_wrong_files_are_named(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError) as caught:
+        load(path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "engine.brownout.wy",
+            "8",
+            "unknown key engine.brownout.wy; did you mean engine.brownout.w",
+        ),
+        ("page_size", "8", "did you mean engine.page_size?"),
+        ("engine.page_size", "x", "engine.page_size is 'x'; it must be an integer"),
+        ("engine.page_size", True, "engine.page_size is True; it must be an integer"),
+        ("engine.decode_buckets", "1,x", "it must be a list of integers"),
+        ("engine.brownout", "8", "it must be a mapping"),
+        ("port", "65536", "port is 65536; it must be between 0 and 65535"),
+        ("port", "-1", "between 0 and 65535"),
+        ("drain_timeout_s", "-1", "0 or more"),
+        ("drain_timeout_s", "inf", "0 or more"),
+        ("engine.page_size", "0", "above 0"),
+        ("engine.brownout.itl_slo_s", "nan", "above 0"),
+        ("engine.brownout.decode_threshold_percent", "101", "between 0 and 100"),
+        ("engine.salc.shrink_ratio", "0", "above 0 and at most 1"),
+        ("engine.salc.floor_percent", "50.5", None),
+        ("engine.threshold_buckets_percent", "20,40", "ends with 100"),
+        ("engine.threshold_buckets_percent", "40,20,100", "ascending"),
+        ("engine.threshold_buckets_percent", "", "ends with 100"),
+        ("engine.decode_buckets", "1,2", "empty, or reach 64"),
+        ("engine.num_pages", "8", "max_model_len 2048"),
+        ("engine.dtype", "int8", "one of bfloat16, float16, float32"),
+        ("engine.brownout.strategy", "most", "one of zero, partial, full"),
+        ("metrics_port", "50051", "other than port"),
+        ("engine.model", "", "a directory, or bundled"),
+    ],
+)
+def test_wrong_overrides_are_named(key: str, value: object, message: str | None) -> None:
+    if message is None:
+        load(None, {key: value})
+        return
+    with pytest.raises(SettingsError) as caught:
+        load(None, {key: value})
+    assert message in str(caught.value)
+    assert key in str(caught.value)
+
+
+def test_values_that_contradict_each_other() -> None:
+    with pytest.raises(SettingsError, match="one of ways"):
+        load(None, {"engine.brownout.ways": "2,4", "engine.brownout.way": "8"})
+    with pytest.raises(SettingsError, match="at most ceiling_percent 40"):
+        load(None, {"engine.salc.floor_percent": "50", "engine.salc.ceiling_percent": "40"})
+    with pytest.raises(SettingsError, match="max_num_seqs is 0"):
+        check(ServerConfig(engine=replace(EngineConfig(), max_num_seqs=0)))
+
+
+def test_unknown_preset_lists_those_there_are() -> None:
+    with pytest.raises(SettingsError, match=r"dmo is neither .* default, demo"):
+        load("dmo")
