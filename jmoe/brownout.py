@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -103,7 +104,7 @@ def plan(
             f"ids span {seen.min()} to {seen.max()}; experts are 0 to {num_experts - 1}"
         )
     Brownout(strategy, threshold_percent)
-    return routing.brownout_plan(
+    return _plan(
         jnp.asarray(np.where(keep[:, None], choices, 0), jnp.int32),
         groups=jnp.asarray(_groups(num_experts, way, groups, strategy), jnp.int32),
         threshold_percent=jnp.int32(int(threshold_percent)),
@@ -111,6 +112,9 @@ def plan(
         valid=jnp.asarray(keep),
         exempt=jnp.asarray(_rows("exempt", exempt, num_rows, default=False)),
     )
+
+
+_plan = jax.jit(routing.brownout_plan)
 
 
 def _groups(
