@@ -80,7 +80,7 @@ def dispatch(expert_ids, weights, slots, *, block_m, max_active):
     row_token = jnp.full(no_row, num_rows, jnp.int32).at[row].set(token, mode="drop")
     visit_row = jnp.zeros(num_visits, jnp.int32).at[order].set(row).reshape(num_rows, top_k)
 
-    block = jnp.arange(num_block_rows, dtype=jnp.int32)
+    block = jnp.minimum(jnp.arange(num_block_rows, dtype=jnp.int32), last_block[-1] - 1)
     owner = jnp.searchsorted(last_block, block, side="right").astype(jnp.int32)
     block_slot = slots[jnp.minimum(owner, num_logical - 1)]
     num_active = jnp.sum(count > 0, dtype=jnp.int32)
