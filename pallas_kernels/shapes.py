@@ -1,0 +1,38 @@
+"""Shapes of an MoE step that tests and benchmarks share."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one model's MoE layer and attention, in elements."""
+
+    name: str
+    d_model: int
+    d_ff: int  # of one routed expert
+    num_experts: int
+    top_k: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def expert_elements(self) -> int:
+        """Elements of one expert: gate, up and down."""
+        return 3 * self.d_model * self.d_ff
+
+
+QWEN15_MOE_A27B = Shape("Qwen1.5-MoE-A2.7B", 2048, 1408, 60, 4, 16, 16, 128)
+QWEN3_30B_A3B = Shape("Qwen3-30B-A3B", 2048, 768, 128, 8, 32, 4, 128)
+MIXTRAL_8X7B = Shape("Mixtral-8x7B", 4096, 14336, 8, 2, 32, 8, 128)
+MODELS = (QWEN15_MOE_A27B, QWEN3_30B_A3B, MIXTRAL_8X7B)
+
+BUNDLED = Shape("bundled", 128, 96, 60, 4, 4, 2, 32)
+
+# Small and odd: no size here is a multiple of a tile.
+TINY = (
+    Shape("one head", 12, 7, 3, 1, 1, 1, 4),
+    Shape("multi-head", 20, 13, 5, 2, 4, 4, 8),
+    Shape("grouped 7:1", 28, 17, 11, 3, 7, 1, 12),
+    Shape("grouped 6:2", 36, 9, 8, 8, 6, 2, 10),
+)

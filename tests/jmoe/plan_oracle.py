@@ -1,0 +1,43 @@
+"""The brownout plan in plain loops, written from the rules and not from the code it judges."""
+
+
+def plan(ids, groups, threshold, strategy, valid, exempt):
+    """Expert id of each visit (-1: dropped or padding), whether it is degraded, and the set S1."""
+    num_experts = len(groups)
+    count, pinned = [0] * num_experts, set()
+    for row, is_valid, is_exempt in zip(ids, valid, exempt, strict=True):
+        for expert in row if is_valid else ():
+            if is_exempt:
+                pinned.add(expert)
+            else:
+                count[expert] += 1
+    total = sum(count)
+    s1 = set(pinned)
+    for expert in sorted(set(range(num_experts)) - pinned, key=lambda e: (-count[e], e)):
+        if 100 * sum(count[e] for e in s1) >= threshold * total:
+            break
+        s1.add(expert)
+    visited_s2 = [e for e in range(num_experts) if e not in s1 and count[e] > 0]
+
+    def served_by(expert):
+        if expert in s1 or strategy == "zero":
+            return expert
+        if strategy == "full":
+            return -1
+        group = groups[expert]
+        if group == -1 or sum(groups[e] == group for e in visited_s2) == 1:
+            return expert
+        return num_experts + group
+
+    moved = {e: served_by(e) for e in visited_s2}
+    planned, degraded = [], []
+    for row, is_valid, is_exempt in zip(ids, valid, exempt, strict=True):
+        if not is_valid:
+            new = [-1] * len(row)
+        elif is_exempt:
+            new = list(row)
+        else:
+            new = [moved.get(e, e) for e in row]
+        planned.append(new)
+        degraded.append([is_valid and n != e for n, e in zip(new, row, strict=True)])
+    return planned, degraded, s1
