@@ -1,0 +1,88 @@
+"""`jmoe bench serve`, `jmoe demo` and `jmoe distill`: flags for functions that live elsewhere."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from serving.cli_options import progress_bar
+
+bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+
+
+@bench.callback()
+def _bench() -> None:
+    """Keeps `serve` a subcommand of its own."""
+
+
+@bench.command()
+def serve(
+    host: str = "127.0.0.1",
+    port: int = 50051,
+    dataset_name: Annotated[
+        str, typer.Option(help="sharegpt, alpaca, tasks or random.")
+    ] = "random",
+    dataset_path: Annotated[Path | None, typer.Option(help="JSON file of the dataset.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(help="Counts a dataset's tokens.")] = None,
+    num_prompts: int = 1000,
+    request_rate: Annotated[float, typer.Option(help="Per second; inf: all at once.")] = math.inf,
+    burstiness: float = 1.0,
+    max_concurrency: int | None = None,
+    random_input_len: int = 1024,
+    random_output_len: int = 128,
+    seed: int = 0,
+    percentile_metrics: str = "ttft,tpot,itl",
+    metric_percentiles: str = "99",
+    goodput: Annotated[list[str] | None, typer.Option(help="METRIC:MILLISECONDS")] = None,
+    save_result: Annotated[bool, typer.Option("--save-result")] = False,
+    save_detailed: Annotated[bool, typer.Option("--save-detailed")] = False,
+    result_dir: Path = Path(),
+    result_filename: str | None = None,
+    time_limit_s: float = 3600.0,
+) -> None:
+    """Plays a workload against a running server. Flags are those of `vllm bench serve`."""
+    flags: dict[str, Any] = {**locals(), "goodput": tuple(goodput or ())}
+    from serving.loadgen import BenchConfig, run_bench
+
+    result = run_bench(BenchConfig(**flags))
+    for name, value in result.items():
+        if not isinstance(value, list | dict):
+            print(f"{name}: {value}")
+
+
+def demo(context: typer.Context) -> None:
+    """Plays a burst against the bundled model, without and with brownout, and draws both."""
+    from serving.demo import DemoConfig, run_demo
+
+    run_demo(DemoConfig(**context.params))
+
+
+def distill(
+    model: Annotated[Path, typer.Option(help="Model directory.")],
+    data: Annotated[Path, typer.Option(help="JSON lines of tasks, or plain text.")],
+    out: Annotated[Path, typer.Option(help="Directory for united.safetensors.")],
+    ways: Annotated[str, typer.Option(help="With commas.")] = "2,4,8",
+    rows: Annotated[int, typer.Option(help="Captured rows a layer.")] = 16_384,
+    steps: Annotated[int, typer.Option(help="Optimizer steps a layer.")] = 400,
+    batch: Annotated[int, typer.Option(help="Rows a step.")] = 1024,
+    learning_rate: float = 3e-3,
+    seed: int = 0,
+) -> None:
+    """Distils united experts, which stand in for groups of routed ones under brownout."""
+    from jmoe.api import resolve
+    from training.distill import DistillConfig
+    from training.distill import distill as run
+
+    try:
+        numbers = [int(way) for way in ways.split(",")]
+    except ValueError:
+        raise ValueError(f"--ways is {ways!r}; it must be integers with commas") from None
+    config = DistillConfig(rows, steps, batch, learning_rate, seed)
+    with progress_bar() as progress:
+        results = run(resolve(model), numbers, data, out, config, progress)
+    for way in numbers:
+        of_way = [result for result in results if result.way == way]
+        before = sum(result.error_before for result in of_way) / len(of_way)
+        after = sum(result.error_after for result in of_way) / len(of_way)
+        print(f"way {way}: relative error {before:.3f}, after training {after:.3f}")
