@@ -1,0 +1,410 @@
+"""`jmoe demo`: one server, one burst, played without and with brownout; a table and a picture."""
+
+import argparse
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from rich.console import Console
+
+from serving.calibrate import Calibration, CalibrationError, calibrate
+from serving.client import Client
+from serving.loadgen import play
+from serving.report import LABELS, draw, latency_series, table, verdict
+from serving.results import (
+    Record,
+    Run,
+    Sample,
+    Slo,
+    latency_summary,
+    quality,
+    summarize,
+    violations,
+)
+from serving.workload import (
+    BUNDLED_TASKS,
+    Arrival,
+    burst_pieces,
+    load_tasks,
+    piecewise_poisson_times,
+    schedule,
+    shuffled,
+)
+
+_READY = re.compile(rb"jmoe ready on (\S+:\d+)")
+
+
+class DemoError(RuntimeError):
+    """The demo could not run. The message has the end of the server's log where there is one."""
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """What the demo does. Rates are shares of the measured capacity without brownout."""
+
+    duration_s: float = 75.0  # of arrivals, for each of the two runs
+    burst_at: float = 0.3  # share of the time
+    steady_load: float = 0.55
+    burst_load: float = 1.1
+    strategy: str = "partial"  # or "full"
+    calibration_s: float = 10.0  # for each of its two full-batch measurements
+    pause_s: float = 2.0  # before each run, once the server is idle
+    repeat: int = 1  # more: calibrate and play the pair this often, and store medians
+    seed: int = 0
+    tasks: Path = BUNDLED_TASKS
+    out: Path = Path("out")  # picture, JSON, server log
+    benchmarks: Path = Path("benchmarks")  # where repeated results go
+    server: tuple[str, ...] = ("-m", "serving.cli", "serve", "--config", "demo", "--port", "0")
+    server_args: tuple[str, ...] = ()  # more flags for the server
+    startup_timeout_s: float = 900.0
+
+
+def run_demo(config: DemoConfig, console: Console | None = None) -> dict[str, Any]:
+    """Runs the demo, prints and stores its results, and returns them.
+
+    Raises DemoError, or WorkloadError when the task file cannot be used.
+    """
+    return asyncio.run(_demo(config, console or Console()))
+
+
+async def _demo(config: DemoConfig, console: Console) -> dict[str, Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    # A demo that is told to stop takes its server with it.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    tasks = shuffled(load_tasks(config.tasks), config.seed)
+    config.out.mkdir(parents=True, exist_ok=True)
+    results = []
+    async with _server(config, console) as address, Client(address) as client:
+        await client.wait_ready(config.startup_timeout_s)
+        facts = await _facts(client)
+        for number in range(config.repeat):
+            suffix = f"-{number + 1}" if config.repeat > 1 else ""
+            results.append(facts | await _pair(client, config, tasks, console))
+            _show(results[-1], config.out / f"demo{suffix}.png", console)
+    if config.repeat == 1:
+        _store(results[0], config.out / "demo.json", console)
+        return results[0]
+    medians = {"runs": {name: _medians([r["runs"][name] for r in results]) for name in LABELS}}
+    repeated = facts | {"repeat": config.repeat, "medians": medians, "results": results}
+    _store(repeated, config.benchmarks / "demo.json", console)
+    return repeated
+
+
+# -- the server ----------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def _server(config: DemoConfig, console: Console) -> AsyncIterator[str]:
+    """A server as a child process; yields its address. It is gone when the block is left."""
+    log_path = config.out / "server.log"
+    with log_path.open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *config.server,
+            *config.server_args,
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        reader = asyncio.create_task(_read_stdout(process, log, address))
+        try:
+            yield await _wait_for_address(address, config, log_path, console)
+        except (grpc.aio.AioRpcError, CalibrationError, TimeoutError) as error:
+            raise DemoError(f"{error}; the end of {log_path}:\n{_tail(log_path, 25)}") from error
+        finally:
+            reader.cancel()
+            await _stop(process)
+
+
+async def _read_stdout(
+    process: asyncio.subprocess.Process, log: Any, address: "asyncio.Future[str]"
+) -> None:
+    assert process.stdout is not None
+    async for line in process.stdout:  # to its end, or the child would block on a full pipe
+        log.write(line)
+        log.flush()
+        if (ready := _READY.search(line)) and not address.done():
+            address.set_result(ready[1].decode())
+    if not address.done():
+        address.set_exception(DemoError(f"the server ended with status {await process.wait()}"))
+
+
+async def _wait_for_address(
+    address: "asyncio.Future[str]", config: DemoConfig, log_path: Path, console: Console
+) -> str:
+    try:
+        async with asyncio.timeout(config.startup_timeout_s):
+            with console.status("starting the server", refresh_per_second=4) as status:
+                while not address.done():
+                    await asyncio.wait([address], timeout=0.5)
+                    last = _tail(log_path, 1).strip()[: max(20, console.width - 25)]
+                    status.update(f"starting the server: {last}", spinner_style="green")
+        return address.result()
+    except TimeoutError:
+        reason = f"the server was not ready after {config.startup_timeout_s:g} s"
+    except DemoError as error:
+        reason = str(error)
+    raise DemoError(f"{reason}; the end of {log_path}:\n{_tail(log_path, 25)}")
+
+
+def _tail(path: Path, num_lines: int) -> str:
+    return "\n".join(path.read_text(errors="replace").rstrip().splitlines()[-num_lines:])
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), timeout=15)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+# -- one pair of runs ----------------------------------------------------------------------------
+
+
+async def _pair(
+    client: Client, config: DemoConfig, tasks: Sequence[Arrival], console: Console
+) -> dict[str, Any]:
+    with console.status("calibrating", refresh_per_second=4) as status:
+        calibration = await calibrate(
+            client,
+            tasks,
+            strategy=config.strategy,
+            window_s=config.calibration_s,
+            say=status.update,
+        )
+    slo = calibration.slo
+    steady_per_s, burst_per_s = (
+        load * calibration.zero.capacity_per_s for load in (config.steady_load, config.burst_load)
+    )
+    console.print(_calibration_text(calibration, steady_per_s, burst_per_s))
+    burst_at_s = config.duration_s * config.burst_at
+    pieces = burst_pieces(config.duration_s, steady_per_s, burst_per_s, config.burst_at)
+    arrivals = schedule(tasks, piecewise_poisson_times(pieces, config.seed))
+    runs = {}
+    for name, words in LABELS.items():
+        await _wait_idle(client, config.pause_s)
+        state = await _set_brownout(client, config, slo, with_brownout=name == "brownout")
+        with console.status(words, refresh_per_second=4) as status:
+            run = await play(
+                client,
+                arrivals,
+                time_limit_s=config.duration_s + 30,
+                on_sample=_progress(words, config.duration_s, status.update),
+            )
+        runs[name] = _run_result(run, slo, burst_at_s, config.duration_s)
+    return {
+        "date": datetime.now().isoformat(timespec="seconds"),
+        "config": {key: value for key, value in asdict(config).items() if key in _KEPT},
+        "calibration": asdict(calibration),
+        "slo": {**asdict(slo), "warning_factor": state.warning_factor},
+        "duration_s": config.duration_s,
+        "burst_at_s": burst_at_s,
+        "steady_rate_per_s": steady_per_s,
+        "burst_rate_per_s": burst_per_s,
+        "num_requests": len(arrivals),
+        "runs": runs,
+    }
+
+
+# Settings that shape the result; paths of the machine stay out of stored files.
+_KEPT = (
+    "duration_s",
+    "burst_at",
+    "steady_load",
+    "burst_load",
+    "strategy",
+    "calibration_s",
+    "seed",
+)
+
+
+async def _set_brownout(
+    client: Client, config: DemoConfig, slo: Slo, *, with_brownout: bool
+) -> Any:
+    """Everything back at 100 %, then the controllers on for the run with brownout."""
+    state = await client.set_brownout(
+        strategy=config.strategy if with_brownout else "zero",
+        prefill_threshold_percent=100,
+        decode_threshold_percent=100,
+        ttft_slo_s=slo.ttft_s,
+        itl_slo_s=slo.itl_s,
+    )
+    return await client.set_brownout(salc_enabled=True) if with_brownout else state
+
+
+async def _wait_idle(client: Client, pause_s: float, timeout_s: float = 60.0) -> None:
+    """Until nothing runs or waits, and a pause more."""
+    async with asyncio.timeout(timeout_s):
+        while (stats := await client.stats()).num_running or stats.num_waiting:
+            await asyncio.sleep(0.2)
+    await asyncio.sleep(pause_s)
+
+
+def _progress(
+    words: str, duration_s: float, update: Callable[[str], None]
+) -> Callable[[Sample], None]:
+    def show(sample: Sample) -> None:
+        update(
+            f"{words}: {min(sample.at_s, duration_s):.0f} of {duration_s:.0f} s, "
+            f"{sample.num_running} running, {sample.num_waiting} waiting, thresholds "
+            f"{sample.prefill_threshold_percent:.0f} / {sample.decode_threshold_percent:.0f} %"
+        )
+
+    return show
+
+
+def _run_result(run: Run, slo: Slo, burst_at_s: float, duration_s: float) -> dict[str, Any]:
+    samples = [asdict(sample) for sample in run.samples]
+    return {
+        **summarize(run),
+        **violations(run.records, slo),
+        "steady": _phase(run, run.due(0, burst_at_s), slo, 0, burst_at_s),
+        "burst": _phase(run, run.due(burst_at_s), slo, burst_at_s, duration_s),
+        "series": latency_series(run.records, duration_s),
+        "samples": {key: [sample[key] for sample in samples] for key in samples[0]},
+    }
+
+
+def _phase(
+    run: Run, records: Sequence[Record], slo: Slo, start_s: float, end_s: float
+) -> dict[str, Any]:
+    samples = [s for s in run.samples if start_s <= s.at_s < end_s]
+    return {
+        **latency_summary(records),
+        **violations(records, slo),
+        **quality(records),
+        "mean_thresholds_percent": {
+            phase: float(np.mean([getattr(s, f"{phase}_threshold_percent") for s in samples]))
+            if samples
+            else None
+            for phase in ("prefill", "decode")
+        },
+    }
+
+
+# -- what is shown and stored --------------------------------------------------------------------
+
+
+def _calibration_text(calibration: Calibration, steady_per_s: float, burst_per_s: float) -> str:
+    zero, full, slo = calibration.zero, calibration.full, calibration.slo
+    lines = [
+        f"calibrated: a full batch has a P90 gap of {zero.itl_p90_s * 1e3:.1f} ms between tokens "
+        f"without brownout, {full.itl_p90_s * 1e3:.1f} ms with all of it; "
+        f"an unloaded first token takes {calibration.unloaded_ttft_s * 1e3:.0f} ms",
+        f"SLO: first token {slo.ttft_s * 1e3:.0f} ms, other tokens {slo.itl_s * 1e3:.1f} ms (P90)",
+        f"load: {steady_per_s:.1f} requests/s, then {burst_per_s:.1f}; "
+        f"capacity {zero.capacity_per_s:.1f} without brownout, {full.capacity_per_s:.1f} with all",
+    ]
+    if full.itl_p90_s > 0.95 * zero.itl_p90_s:
+        lines.append("note: brownout hardly speeds decoding up here, so it cannot help much")
+    return "\n".join(lines)
+
+
+def _show(result: dict[str, Any], picture: Path, console: Console) -> None:
+    result["verdict"] = verdict(result)
+    console.print(table(result))
+    draw(result, picture)
+    console.print(f"picture: {picture}")
+    console.print(result["verdict"], style="bold")
+
+
+async def _facts(client: Client) -> dict[str, Any]:
+    """Where and with what a result was measured."""
+    info, model = await asyncio.gather(client.server_info(), client.model_info())
+    return {
+        "machine": {"cpu": _cpu_model(), "cpu_count": os.cpu_count(), "platform": info.platform},
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in ("jmoe", "jax", "grpcio", "numpy")},
+        "commit": _commit(),
+        "server": {"max_num_seqs": info.max_num_seqs, "max_queue_len": info.max_queue_len},
+        "model": {
+            "name": model.name,
+            "num_parameters": model.num_parameters,
+            "num_experts": model.num_experts,
+            "experts_per_token": model.experts_per_token,
+            "united_ways": list(model.united_ways),
+            "dtype": model.dtype,
+        },
+    }
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with "+" where files differ from it; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or None
+    return None
+
+
+def _medians(values: Sequence[Any]) -> Any:
+    """Medians of equal structures, number by number; what is not a number or a dict is left out."""
+    if isinstance(values[0], dict):
+        keys = [key for key in values[0] if key not in ("series", "samples")]
+        medians = {k: _medians([value[k] for value in values if k in value]) for k in keys}
+        return {key: median for key, median in medians.items() if median is not None}
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return float(np.median(numbers)) if numbers else None
+
+
+def _rounded(value: Any) -> Any:
+    """Five digits are more than the clock is good for; JSON has no NaN."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _store(result: dict[str, Any], path: Path, console: Console) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_rounded(result)) + "\n", encoding="utf-8")
+    console.print(f"results: {path}")
+
+
+def main() -> None:
+    """Command line: `python -m serving.demo`."""
+    parser = argparse.ArgumentParser(prog="python -m serving.demo", description=__doc__)
+    parser.add_argument("--repeat", type=int, default=1, help="pairs of runs; more: store medians")
+    parser.add_argument("--duration-s", type=float, default=75.0, help="of arrivals, for each run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
+    parser.add_argument("server_args", nargs="*", help="after --: more flags for the server")
+    args = parser.parse_args()
+    try:
+        run_demo(DemoConfig(**{**vars(args), "server_args": tuple(args.server_args)}))
+    except (DemoError, ValueError) as error:
+        sys.exit(f"demo failed: {error}")
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        sys.exit("demo stopped")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""A gRPC server on a real socket whose answers follow a script, which is the prompt itself.
+
+"30,10,10" waits these milliseconds before each of three tokens "x"; "refuse" is turned away;
+"10,die" breaks off after a token; "10,cancel" is cancelled by the server; "hang" never answers; ""
+answers nothing at once. `slots` limits how many are answered at a time, first come first served.
+Below a threshold of 100 waits shrink towards half, and half of the visits are degraded.
+"""
+
+import asyncio
+import os
+import sys
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
+
+
+class Scripted(rpc.GenerationServicer, rpc.AdminServicer):
+    def __init__(self, slots: int = 1000) -> None:
+        self.num_slots = slots
+        self.slots = asyncio.Semaphore(slots)
+        self.running = self.waiting = 0
+        self.state = pb.BrownoutState(
+            strategy="partial",
+            way=8,
+            prefill_threshold_percent=100,
+            decode_threshold_percent=100,
+            warning_factor=0.8,
+            ttft_p90_s=float("nan"),
+            itl_p90_s=float("nan"),
+        )
+        self.requests: list[pb.GenerateRequest] = []
+
+    async def Generate(self, request, context):
+        self.requests.append(request)
+        self.waiting += 1
+        try:
+            await self.slots.acquire()
+        finally:
+            self.waiting -= 1
+        self.running += 1
+        try:
+            await self._answer(request, context)
+        finally:
+            self.running -= 1
+            self.slots.release()
+
+    async def _answer(self, request, context):
+        threshold = self.state.decode_threshold_percent
+        browned = threshold < 100 and self.state.strategy != "zero"
+        steps = request.text.split(",") if request.text else []
+        num = 0
+        for step in steps:
+            if step == "refuse":
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue is full")
+            if step == "die":
+                await context.abort(grpc.StatusCode.INTERNAL, "broke off")
+            if step == "cancel":
+                await context.abort(grpc.StatusCode.CANCELLED, "stopped")
+            if step == "hang":
+                await asyncio.sleep(3600)
+            shrink = 0.5 + threshold / 200 if browned else 1
+            await asyncio.sleep(float(step) / 1e3 * shrink)
+            num += 1
+            await context.write(pb.GenerateResponse(text="x", token_ids=[7]))
+        span = pb.ThresholdSpan(min_percent=int(threshold), max_percent=int(threshold))
+        usage = pb.Usage(
+            prompt_tokens=5,
+            completion_tokens=num,
+            expert_visits=10 * num,
+            degraded_visits=5 * num if browned else 0,
+        )
+        await context.write(
+            pb.GenerateResponse(
+                finish_reason="stop", usage=usage, prefill_threshold=span, decode_threshold=span
+            )
+        )
+
+    async def GetServerInfo(self, request, context):
+        return pb.ServerInfo(
+            status="ready", max_num_seqs=min(self.num_slots, 4), max_model_len=64, platform="fake"
+        )
+
+    async def GetModelInfo(self, request, context):
+        return pb.ModelInfo(name="scripted", vocab_size=50)
+
+    async def GetBrownout(self, request, context):
+        return self.state
+
+    async def SetBrownout(self, request, context):
+        for field, value in request.ListFields():
+            setattr(self.state, field.name, value)
+        if request.HasField("prefill_threshold_percent"):
+            self.state.salc_enabled = False
+        if request.salc_enabled:
+            self.state.prefill_threshold_percent = self.state.decode_threshold_percent = 20
+        return self.state
+
+    async def GetStats(self, request, context):
+        return pb.Stats(num_running=self.running, num_waiting=self.waiting)
+
+
+async def start(slots: int = 1000) -> tuple[grpc.aio.Server, Scripted, str]:
+    """A started server, its servicer, and its address."""
+    servicer, server = Scripted(slots), grpc.aio.server()
+    rpc.add_GenerationServicer_to_server(servicer, server)
+    rpc.add_AdminServicer_to_server(servicer, server)
+    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    return server, servicer, f"127.0.0.1:{port}"
+
+
+async def _main() -> None:
+    server, _, address = await start(slots=4)
+    print("pid", os.getpid(), file=sys.stderr, flush=True)
+    print(f"jmoe ready on {address}", flush=True)
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main())
