@@ -1,0 +1,61 @@
+"""Small models and data shared by the training tests."""
+
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from training.export import export_hf
+from training.geometry import smaller
+from training.network import init_params
+from training.tasks import write_jsonl
+from training.tokenizer import save_tokenizer
+from training.train import make_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion():
+    """Optax mixes dtypes and ranks; the repository's strict setting cannot hold here."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return make_tokenizer(seed=1, num_tasks=1500, num_prose=500)
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """`config.json` contents and ModelConfig of a model of two layers and eight experts."""
+    config, cfg = smaller(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+    )
+    return SimpleNamespace(config=config, cfg=cfg)
+
+
+@pytest.fixture(scope="session")
+def tiny_dir(tiny, tokenizer, tmp_path_factory):
+    """An exported tiny model with random weights, and `tasks.jsonl` beside it."""
+    out = tmp_path_factory.mktemp("tiny")
+    params = init_params(tiny.cfg, seed=3)
+    # Biases and gates that start at zero would hide a swapped or dropped tensor.
+    keys = iter(jax.random.split(jax.random.key(9), 8))
+    segment = params["segments"][0]
+    for name in ("bqkv", "shared_gate", "attn_norm", "mlp_norm"):
+        segment[name] = segment[name] + 0.3 * jax.random.normal(next(keys), segment[name].shape)
+    segment["router"] = 4.0 * segment["router"]
+    rounded = jax.tree.map(lambda leaf: leaf.astype("bfloat16").astype("float32"), params)
+    save_tokenizer(tokenizer, out, tiny.cfg.max_position)
+    other = tmp_path_factory.mktemp("exported")
+    export_hf(tiny.config, rounded, out, other)
+    write_jsonl(other / "tasks.jsonl", "train", 150, seed=4)
+    return SimpleNamespace(path=other, params=rounded)

@@ -1,0 +1,93 @@
+"""The trainer's expert computation against a dense one that runs every expert on every row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from training.dispatch import expert_layer, gated, plan_dispatch
+from training.matmul import matmul
+
+M, D, F, K = 6, 8, 5, 2
+
+
+def dense(h, weights, ids, gate_up, down):
+    hidden = jnp.einsum("td,mdf->mtf", h, gate_up)
+    act = jax.nn.silu(hidden[..., :F]) * hidden[..., F:]
+    out = jnp.einsum("mtf,mfd->mtd", act, down)
+    weight = jnp.einsum("tk,tkm->mt", weights, jax.nn.one_hot(ids, M))
+    return jnp.einsum("mt,mtd->td", weight, out)
+
+
+def make(rows, seed):
+    keys = jax.random.split(jax.random.key(seed), 5)
+    ids = jnp.stack([jax.random.permutation(k, M)[:K] for k in jax.random.split(keys[0], rows)])
+    return (
+        jax.random.normal(keys[1], (rows, D)),
+        jax.random.uniform(keys[2], (rows, K)),
+        ids,
+        jax.random.normal(keys[3], (M, D, 2 * F)),
+        jax.random.normal(keys[4], (M, F, D)),
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_equals_dense_with_gradients(rows):
+    h, weights, ids, gate_up, down = make(rows, seed=rows)
+    probe = jax.random.normal(jax.random.key(99), (rows, D))
+
+    def run(layer):
+        def scalar(h, weights, gate_up, down):
+            return jnp.sum(layer(h, weights, ids, gate_up, down) * probe)
+
+        return jax.value_and_grad(scalar, argnums=(0, 1, 2, 3))(h, weights, gate_up, down)
+
+    got = run(lambda *args: expert_layer(*args, capacity=rows)[0])
+    want = run(dense)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4), got, want)
+
+
+def test_visits_past_capacity_drop_in_row_order():
+    ids = jnp.array([[0, 1], [0, 2], [0, 1]], jnp.int32)
+    plan = plan_dispatch(ids, num_experts=3, capacity=2)
+    assert int(plan.dropped) == 1
+    np.testing.assert_array_equal(plan.source, [[0, 1], [0, 2], [1, 3]])
+    np.testing.assert_array_equal(plan.cell, [[0, 2], [1, 4], [6, 3]])
+
+
+def test_dropped_visits_add_nothing_and_take_no_gradient():
+    h, weights, _, gate_up, down = make(3, seed=0)
+    ids = jnp.zeros((3, K), jnp.int32).at[:, 1].set(jnp.array([1, 2, 3], jnp.int32))
+
+    def out(weights):
+        return expert_layer(h, weights, ids, gate_up, down, capacity=1)[0]
+
+    kept = weights.at[1:, 0].set(0.0)
+    np.testing.assert_allclose(out(weights), dense(h, kept, ids, gate_up, down), atol=1e-4)
+    grad = jax.grad(lambda w: jnp.sum(out(w)))(weights)
+    np.testing.assert_array_equal(grad[1:, 0], [0.0, 0.0])
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 5), (2, 4, 3, 5)])
+def test_matmul_has_the_gradients_of_matmul(shape):
+    *lead, m, k, n = shape
+    x = jax.random.normal(jax.random.key(0), (*lead, m, k))
+    w = jax.random.normal(jax.random.key(1), (*lead, k, n))
+
+    def grads(product):
+        return jax.grad(lambda x, w: jnp.sum(jnp.sin(product(x, w))), argnums=(0, 1))(x, w)
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads(matmul), grads(jnp.matmul)
+    )
+
+
+def test_gated_has_the_gradient_of_its_formula():
+    x = jax.random.normal(jax.random.key(0), (6, 2 * F))
+
+    def formula(x):
+        return jax.nn.silu(x[:, :F]) * x[:, F:]
+
+    np.testing.assert_allclose(gated(x), formula(x), atol=1e-6)
+    grads = (jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x))))(x) for f in (gated, formula))
+    np.testing.assert_allclose(*grads, atol=1e-5)

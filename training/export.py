@@ -1,0 +1,121 @@
+"""Export: the trained parameters as a Hugging Face Qwen2-MoE directory.
+
+`python -m training.export --run DIR --out DIR` exports the newest checkpoint of a training run.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+from safetensors.flax import save_file
+
+from jmoe.config import ModelConfig, from_hf
+from training.geometry import BUNDLED, EOS_ID, HF_CONFIG
+from training.network import Params, init_params
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def to_tensors(cfg: ModelConfig, params: Params) -> dict[str, Array]:
+    """Hugging Face tensor names to arrays (`[out, in]`), in the parameters' dtype."""
+    (segment,) = params["segments"]
+    width = cfg.num_heads * cfg.head_dim
+    cuts = (width, width + cfg.num_kv_heads * cfg.head_dim)
+    tensors = {
+        "model.embed_tokens.weight": params["embed"],
+        "model.norm.weight": params["final_norm"],
+    }
+    for i in range(cfg.num_layers):
+        at = f"model.layers.{i}."
+        tensors[at + "input_layernorm.weight"] = segment["attn_norm"][i]
+        tensors[at + "post_attention_layernorm.weight"] = segment["mlp_norm"][i]
+        weights = jnp.split(segment["wqkv"][i], cuts, axis=-1)
+        biases = jnp.split(segment["bqkv"][i], cuts)
+        for name, weight, bias in zip("qkv", weights, biases, strict=True):
+            tensors[f"{at}self_attn.{name}_proj.weight"] = weight.T
+            tensors[f"{at}self_attn.{name}_proj.bias"] = bias
+        tensors[at + "self_attn.o_proj.weight"] = segment["wo"][i].T
+        tensors[at + "mlp.gate.weight"] = segment["router"][i].T
+        tensors[at + "mlp.shared_expert_gate.weight"] = segment["shared_gate"][i][None]
+        _put_ffn(
+            tensors,
+            at + "mlp.shared_expert.",
+            segment["shared_gate_up"][i],
+            segment["shared_down"][i],
+        )
+        for e in range(cfg.num_experts):
+            _put_ffn(
+                tensors,
+                f"{at}mlp.experts.{e}.",
+                params["experts"]["gate_up"][i, e],
+                params["experts"]["down"][i, e],
+            )
+    return tensors
+
+
+def _put_ffn(tensors: dict[str, Array], at: str, gate_up: Array, down: Array) -> None:
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    tensors[at + "gate_proj.weight"] = gate.T
+    tensors[at + "up_proj.weight"] = up.T
+    tensors[at + "down_proj.weight"] = down.T
+
+
+def export_hf(config: dict[str, Any], params: Params, tokenizer_dir: Path, out: Path) -> None:
+    """Write config files, bfloat16 `model.safetensors` and the tokenizer of `tokenizer_dir`.
+
+    Args:
+        config: contents of `config.json`.
+        params: trained parameters; every layer MoE, embeddings tied.
+        tokenizer_dir: holds `tokenizer.json` and `tokenizer_config.json`.
+        out: directory, made if absent.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = to_tensors(from_hf(config), params)
+    low = {name: tensor.astype(jnp.bfloat16) for name, tensor in tensors.items()}
+    save_file(low, out / "model.safetensors", metadata={"format": "pt"})
+    generation = {
+        "bos_token_id": EOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": EOS_ID,
+        "do_sample": False,
+        "max_new_tokens": 64,
+    }
+    for name, content in (("config", config), ("generation_config", generation)):
+        (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(tokenizer_dir / name, out / name)
+
+
+def newest_params(run: Path, cfg: ModelConfig) -> tuple[int, Params]:
+    """Step and parameters of a run's newest checkpoint. Raises ValueError where there is none."""
+    import orbax.checkpoint as ocp
+
+    shapes = {"params": jax.eval_shape(lambda: init_params(cfg, 0))}
+    with ocp.CheckpointManager((run / "checkpoints").absolute()) as manager:
+        step = manager.latest_step()
+        if step is None:
+            raise ValueError(f"{run} holds no checkpoint")
+        restored = manager.restore(
+            step, args=ocp.args.PyTreeRestore(item=shapes, partial_restore=True)
+        )
+    return step, restored["params"]
+
+
+def main() -> None:
+    """Command line: export the newest checkpoint."""
+    parser = argparse.ArgumentParser(prog="python -m training.export", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    step, params = newest_params(args.run, BUNDLED)
+    export_hf(HF_CONFIG, params, args.run, args.out)
+    print(f"step {step} exported to {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The bundled model's architecture, as the `config.json` it is exported with."""
+
+from typing import Any
+
+from jmoe.config import ModelConfig, from_hf
+
+EOS_ID = 0
+
+HF_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "model_type": "qwen2_moe",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 192,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": False,
+    "qkv_bias": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "use_sliding_window": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": EOS_ID,
+    "eos_token_id": EOS_ID,
+    "torch_dtype": "bfloat16",
+}
+
+BUNDLED: ModelConfig = from_hf(HF_CONFIG)
+
+
+def smaller(**changes: Any) -> tuple[dict[str, Any], ModelConfig]:
+    """`config.json` with keys replaced, and the architecture it means; for quick experiments."""
+    config = {**HF_CONFIG, **changes}
+    return config, from_hf(config)

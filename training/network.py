@@ -1,0 +1,170 @@
+"""The trained forward pass: jmoe's architecture on packed rows, differentiable, fast on a CPU.
+
+Same parameters and same maths as `jmoe.model` (a test holds their logits together), written apart
+for speed: products with fast gradients (`training.matmul`), experts in one batched product, master
+weights in float32 and products in `dtype` (bfloat16 runs several times faster where the CPU has
+matrix units). Norms, routing, residuals and the loss stay float32.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jmoe.config import ModelConfig
+from jmoe.model import rms_norm
+from jmoe.rope import rotate
+from pallas_kernels import routing
+from training.dispatch import expert_layer, swiglu
+from training.matmul import linear, matmul
+
+Params = dict[str, Any]
+"""`docs/architecture.md`'s pytree, plus `experts`: `gate_up [L, m, d, 2f]`, `down [L, m, f, d]`."""
+
+
+def init_params(cfg: ModelConfig, seed: int) -> Params:
+    """Random float32 parameters of a model whose layers are all MoE, with tied embeddings."""
+    n, d, f, fs = cfg.num_layers, cfg.d_model, cfg.d_ff_expert, cfg.d_ff_shared
+    width = cfg.num_heads * cfg.head_dim
+    qkv = width + 2 * cfg.num_kv_heads * cfg.head_dim
+    keys = iter(jax.random.split(jax.random.key(seed), 16))
+
+    def normal(*shape: int, fan_in: int, scale: float = 1.0) -> Array:
+        return jax.random.normal(next(keys), shape) * (scale * fan_in**-0.5)
+
+    out_scale = (2 * n) ** -0.5
+    segment = {
+        "attn_norm": jnp.ones((n, d)),
+        "mlp_norm": jnp.ones((n, d)),
+        "wqkv": normal(n, d, qkv, fan_in=d),
+        "bqkv": jnp.zeros((n, qkv)),
+        "wo": normal(n, width, d, fan_in=d, scale=out_scale),
+        "router": normal(n, d, cfg.num_experts, fan_in=d, scale=0.5),
+        "shared_gate_up": normal(n, d, 2 * fs, fan_in=d),
+        "shared_down": normal(n, fs, d, fan_in=fs, scale=out_scale),
+        "shared_gate": jnp.zeros((n, d)),
+    }
+    # Unnormalised top-4 weights of 60 sum to about 0.1 at first, so routed outputs start larger.
+    routed_scale = out_scale if cfg.norm_topk_prob else 3.0 * out_scale
+    return {
+        "embed": normal(cfg.vocab_size, d, fan_in=d),
+        "final_norm": jnp.ones(d),
+        "segments": (segment,),
+        "experts": {
+            "gate_up": normal(n, cfg.num_experts, d, 2 * f, fan_in=d),
+            "down": normal(n, cfg.num_experts, f, d, fan_in=f, scale=routed_scale),
+        },
+    }
+
+
+def packed_attention(
+    cfg: ModelConfig,
+    layer: Params,
+    h: Float[Array, "B S d"],
+    positions: Int[Array, "B S"],
+    mask: Float[Array, "B 1 S S"],
+) -> Float[Array, "B S o"]:
+    """Causal grouped-query attention inside each packed item; `mask` is added to the scores."""
+    batch, length, _ = h.shape
+    heads, kv_heads, head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+    qkv = linear(h.reshape(batch * length, -1), layer["wqkv"].astype(h.dtype))
+    qkv = (qkv + layer["bqkv"].astype(h.dtype)[None]).reshape(batch * length, -1, head_dim)
+    rotated = rotate(qkv[:, : heads + kv_heads], positions.reshape(-1), cfg.rope)
+
+    def per_head(x: Array) -> Array:
+        return x.reshape(batch, length, -1, head_dim)
+
+    q, k = per_head(rotated[:, :heads]), per_head(rotated[:, heads:])
+    k = jnp.repeat(k, heads // kv_heads, axis=2)
+    v = jnp.repeat(per_head(qkv[:, heads + kv_heads :]), heads // kv_heads, axis=2)
+    q, k, v = jax.lax.optimization_barrier(
+        ((q * head_dim**-0.5).swapaxes(1, 2), k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
+    )
+    probs = jax.nn.softmax(matmul(q, k) + mask.astype(h.dtype), axis=-1)
+    return matmul(probs, v).swapaxes(1, 2).reshape(batch, length, -1)
+
+
+def routing_losses(
+    logits: Float[Array, "T m"], ids: Int[Array, "T K"], valid: Float[Array, "T"]
+) -> dict[str, Array]:
+    """Load-balance loss (1 when even), router z-loss, and each expert's share of the visits."""
+    num_experts, top_k = logits.shape[1], ids.shape[1]
+    total = jnp.sum(valid)
+    hits = jnp.sum(jax.nn.one_hot(ids, num_experts), axis=1) * valid[:, None]
+    load = jnp.sum(hits, axis=0) / (total * top_k)
+    mean_prob = jnp.sum(jax.nn.softmax(logits, axis=-1) * valid[:, None], axis=0) / total
+    log_z = jax.scipy.special.logsumexp(logits, axis=-1)
+    return {
+        "balance": num_experts * jnp.sum(load * mean_prob),
+        "z": jnp.sum(valid * log_z**2) / total,
+        "load": load,
+    }
+
+
+def layer_forward(
+    cfg: ModelConfig,
+    layer: Params,
+    experts: Params,
+    x: Float[Array, "B S d"],
+    positions: Int[Array, "B S"],
+    mask: Float[Array, "B 1 S S"],
+    valid: Float[Array, "T"],
+    *,
+    capacity: int,
+    dtype: Any,
+) -> tuple[Float[Array, "B S d"], dict[str, Array]]:
+    """One layer, and `routing_losses` of it with the number of dropped visits."""
+    h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps).astype(dtype)
+    mixed = packed_attention(cfg, layer, h, positions, mask)
+    x = x + linear(mixed, layer["wo"].astype(dtype)).astype(jnp.float32)
+    h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps).reshape(-1, cfg.d_model)
+    logits = matmul(h, layer["router"])
+    weights, ids = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
+    low = h.astype(dtype)
+    routed, dropped = expert_layer(
+        low, weights, ids, experts["gate_up"].astype(dtype), experts["down"].astype(dtype), capacity
+    )
+    gate = jax.nn.sigmoid(h @ layer["shared_gate"])[:, None]
+    shared = swiglu(low, layer["shared_gate_up"].astype(dtype), layer["shared_down"].astype(dtype))
+    out = routed.astype(jnp.float32) + gate * shared.astype(jnp.float32)
+    return x + out.reshape(x.shape), {**routing_losses(logits, ids, valid), "dropped": dropped}
+
+
+def forward(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "B S"],
+    positions: Int[Array, "B S"],
+    items: Int[Array, "B S"],
+    *,
+    capacity: int,
+    dtype: Any = jnp.bfloat16,
+) -> tuple[Float[Array, "B S V"], dict[str, Array]]:
+    """Float32 logits of packed rows, and `layer_forward`'s statistics stacked over layers.
+
+    Args:
+        cfg: the architecture; all layers MoE, tied embeddings.
+        params: as `init_params` makes them.
+        tokens: packed rows.
+        positions: of each token in its item.
+        items: number of each token's item in its row; 0 is padding. Items do not see each other.
+        capacity: visits an expert takes a batch; see `training.dispatch`.
+        dtype: of the products.
+    """
+    causal = jnp.tril(jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool))
+    seen = (items[:, :, None] == items[:, None, :]) & causal
+    mask = jnp.where(seen, 0.0, -1e9)[:, None]
+    valid = (items > 0).reshape(-1).astype(jnp.float32)
+    x, stats = params["embed"][tokens], []
+    for i in range(cfg.num_layers):
+        layer, experts = jax.tree.map(
+            lambda leaf, i=i: leaf[i], (params["segments"][0], params["experts"])
+        )
+        x, layer_stats = layer_forward(
+            cfg, layer, experts, x, positions, mask, valid, capacity=capacity, dtype=dtype
+        )
+        stats.append(layer_stats)
+    h = rms_norm(x, params["final_norm"], cfg.rms_norm_eps).astype(dtype)
+    logits = linear(h, params["embed"].T.astype(dtype)).astype(jnp.float32)
+    return logits, jax.tree.map(lambda *parts: jnp.stack(parts), *stats)

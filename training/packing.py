@@ -1,0 +1,135 @@
+"""Rows of fixed length packed with task items and prose, a batch a step, by seed and step alone."""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from jaxtyping import Float, Int
+from tokenizers import Tokenizer
+
+from training import world
+from training.tasks import Task, tasks
+from training.tokenizer import EOS, IM_END, IM_START
+
+PROSE_SHARE = 0.08
+CHAT_SHARE = 0.08
+PROMPT_WEIGHT = 0.1  # prompts are mostly random letters: little to learn, but not nothing
+
+
+@dataclasses.dataclass
+class Batch:
+    """Packed rows `[B, S]`. `items` numbers a row's items from 1; 0 is padding.
+
+    `targets[b, s]` is the token after `tokens[b, s]` in its item; `weights` is its share of the
+    loss, 0 for padding; `answer` marks targets that belong to an answer (end of text included).
+    `families[b][i]` names item i + 1 of row b.
+    """
+
+    tokens: Int[np.ndarray, "B S"]
+    targets: Int[np.ndarray, "B S"]
+    positions: Int[np.ndarray, "B S"]
+    items: Int[np.ndarray, "B S"]
+    weights: Float[np.ndarray, "B S"]
+    answer: Int[np.ndarray, "B S"]
+    families: list[list[str]]
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What the train step reads: tokens, targets, positions, items, weights."""
+        return self.tokens, self.targets, self.positions, self.items, self.weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """Token ids of one item; the first `num_prompt` are the prompt."""
+
+    ids: list[int]
+    num_prompt: int
+    family: str
+
+
+def encode_task(tokenizer: Tokenizer, task: Task, chat: bool = False) -> Encoded:
+    """Prompt, answer and end of text; in the chat template's form if `chat`."""
+    prompt = f"{IM_START}{task.prompt}{IM_END}" if chat else task.prompt
+    prompt_ids = tokenizer.encode(prompt).ids
+    answer_ids = tokenizer.encode(task.answer).ids
+    return Encoded(
+        [*prompt_ids, *answer_ids, tokenizer.token_to_id(EOS)], len(prompt_ids), task.family
+    )
+
+
+def _training_items(tokenizer: Tokenizer, seed: int, step: int) -> Iterator[Encoded]:
+    rng = random.Random(f"items/{seed}/{step}")
+    stream = tasks("train", rng.getrandbits(60))
+    eos = tokenizer.token_to_id(EOS)
+    while True:
+        if rng.random() < PROSE_SHARE:
+            yield Encoded([*tokenizer.encode(world.prose(rng)).ids, eos], 1, "prose")
+        else:
+            yield encode_task(tokenizer, next(stream), chat=rng.random() < CHAT_SHARE)
+
+
+def pack(items: Iterable[Encoded], num_rows: int | None, length: int) -> Batch:
+    """First-fit packing into rows of `length`; stops at the first item that fits in no row.
+
+    With `num_rows` None rows are added as needed. Items longer than a row are skipped.
+    """
+    rows: list[list[Encoded]] = [[] for _ in range(num_rows or 0)]
+    room = [length] * len(rows)
+    for item in items:
+        need = len(item.ids) - 1
+        if need > length:
+            continue
+        at = next((i for i, free in enumerate(room) if free >= need), None)
+        if at is None:
+            if num_rows is not None:
+                break
+            at = len(rows)
+            rows.append([])
+            room.append(length)
+        rows[at].append(item)
+        room[at] -= need
+    return _to_arrays(rows, length)
+
+
+def _to_arrays(rows: list[list[Encoded]], length: int) -> Batch:
+    tokens, targets, positions, items, answer = (
+        np.zeros((len(rows), length), np.int32) for _ in range(5)
+    )
+    weights = np.zeros((len(rows), length), np.float32)
+    for r, row in enumerate(rows):
+        start = 0
+        for number, item in enumerate(row, start=1):
+            n = len(item.ids) - 1
+            span = slice(start, start + n)
+            tokens[r, span], targets[r, span] = item.ids[:-1], item.ids[1:]
+            positions[r, span], items[r, span] = np.arange(n), number
+            in_answer = np.arange(n) >= item.num_prompt - 1
+            answer[r, span] = in_answer
+            weights[r, span] = np.where(in_answer, 1.0, PROMPT_WEIGHT)
+            start += n
+    return Batch(
+        tokens,
+        targets,
+        positions,
+        items,
+        weights,
+        answer,
+        [[item.family for item in row] for row in rows],
+    )
+
+
+def training_batch(tokenizer: Tokenizer, seed: int, step: int, num_rows: int, length: int) -> Batch:
+    """The batch of a step, the same in every run with this seed."""
+    return pack(_training_items(tokenizer, seed, step), num_rows, length)
+
+
+def task_batch(tokenizer: Tokenizer, items: Iterable[Task], length: int) -> Batch:
+    """All `items`, in as many rows as they need."""
+    return pack((encode_task(tokenizer, item) for item in items), None, length)
+
+
+def eval_tasks(num: int, seed: int) -> list[Task]:
+    """The first `num` held-out items of a seed."""
+    return list(itertools.islice(tasks("eval", seed), num))
