@@ -6,7 +6,7 @@ Commands import what they need when they run, so that `jmoe --help` is quick.
 import logging
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -29,7 +29,9 @@ app.command()(demo)
 app.command()(distill)
 app.command()(info)
 
-Strategy = Annotated[str | None, typer.Option(help="Brownout: zero, partial or full.")]
+Strategy = Annotated[
+    Literal["zero", "partial", "full"] | None, typer.Option(help="What happens to degraded visits.")
+]
 Way = Annotated[int | None, typer.Option(help="Experts a united expert stands for.")]
 
 
@@ -202,3 +204,7 @@ def _token_ids(prompt: str) -> list[int]:
         return [int(token) for token in prompt.split(",")]
     except ValueError:
         raise ValueError(f"{prompt!r} is not a list of token ids such as 1,2,3") from None
+
+
+if __name__ == "__main__":
+    main()

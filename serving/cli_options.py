@@ -1,5 +1,7 @@
 """What commands share: overrides and progress bars."""
 
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -22,12 +24,27 @@ def overrides(flags: Mapping[str, object], pairs: Sequence[str]) -> dict[str, ob
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Bars on stderr, one for each kind of work; yields what takes `(what, done, total)`."""
+    """Bars on stderr, one for each kind of work; yields what takes `(what, done, total)`.
+
+    Where stderr is no terminal, a line at most every second and at each end.
+    """
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
+    console = Console(stderr=True)
+    tasks: dict[str, TaskID] = {}
+    next_line_at = 0.0
+
+    def line(what: str, done: int, total: int) -> None:
+        nonlocal next_line_at
+        if time.monotonic() >= next_line_at or done == total:
+            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+            next_line_at = time.monotonic() + 1
+
+    if not console.is_terminal:
+        yield line
+        return
+    with Progress(console=console, transient=True) as bar:
 
         def report(what: str, done: int, total: int) -> None:
             if what not in tasks:

@@ -1,6 +1,7 @@
 """`jmoe bench serve`, `jmoe demo` and `jmoe distill`: flags for functions that live elsewhere."""
 
 import math
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,11 +52,29 @@ def serve(
             print(f"{name}: {value}")
 
 
-def demo(context: typer.Context) -> None:
+def demo(
+    server_args: Annotated[
+        list[str] | None, typer.Argument(help="After --: flags of `jmoe serve`.")
+    ] = None,
+    duration_s: Annotated[float, typer.Option(help="Of arrivals, for each of two runs.")] = 75.0,
+    repeat: Annotated[int, typer.Option(help="Pairs of runs; more: medians are stored.")] = 1,
+    strategy: Annotated[str, typer.Option(help="Brownout: partial or full.")] = "partial",
+    seed: int = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out"),
+) -> None:
     """Plays a burst against the bundled model, without and with brownout, and draws both."""
-    from serving.demo import DemoConfig, run_demo
+    flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
+    from asyncio import CancelledError
 
-    run_demo(DemoConfig(**context.params))
+    from serving.demo import DemoConfig, DemoError, run_demo
+
+    try:
+        run_demo(DemoConfig(**flags))
+    except DemoError as error:
+        print(f"jmoe: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except (KeyboardInterrupt, CancelledError):
+        raise typer.Exit(130) from None
 
 
 def distill(

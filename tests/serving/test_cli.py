@@ -1,0 +1,205 @@
+"""The command line: wiring, errors and numbers. Commands run in this process where they can."""
+
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from jmoe.api import load
+from jmoe.config import read_config
+from serving import cli, server
+from serving.cli_info import kv_bytes_per_token, load_model_config, num_parameters
+from serving.cli_options import overrides
+from serving.settings import CONFIGS, SettingsError, keys
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODELS = ("qwen2_moe_mlp_only_tied", "qwen3_moe_tied_no_head_dim", "mixtral")
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["jmoe", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return caught.value.code or 0
+
+
+def flags_of(*names: str) -> set[str]:
+    command = get_command(cli.app)
+    for name in names:
+        command = command.commands[name]
+    return {parameter.name for parameter in command.params}
+
+
+def test_start_is_quick_and_imports_no_jax() -> None:
+    heavy = {"jax", "grpc", "pydantic", "numpy", "matplotlib"}
+    code = f"import sys, serving.cli; sys.exit(bool({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+    code = "import sys, serving.server; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+
+
+@pytest.mark.parametrize("command", [[], ["serve"], ["bench", "serve"], ["distill"], ["demo"]])
+def test_help(command: list[str], monkeypatch, capsys) -> None:
+    assert run(monkeypatch, *command, "--help") == 0
+    assert "Usage: jmoe" in capsys.readouterr().out
+
+
+def test_version(monkeypatch, capsys) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert re.fullmatch(r"jmoe \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["serve", "--set", "engine.pge_size=1"], "did you mean engine.page_size?"),
+        (["serve", "--set", "engine.page_size"], "--set engine.page_size=VALUE"),
+        (["serve", "--page-size", "16", "--set", "engine.page_size=16"], "is set twice"),
+        (["serve", "--port", "70000"], "port is 70000"),
+        (["serve", "--config", "dmo"], "default, demo"),
+        (["serve", "--port", "0", "--policy", "lifo"], "one of fcfs"),
+        (["serve", "--port", "0", "--model", "nowhere"], "nowhere/config.json does not exist"),
+        (["generate", "--model", "nowhere", "hello"], "nowhere/config.json does not exist"),
+        (["generate", "--tokens", "1,x"], "'1,x' is not a list of token ids"),
+        (["generate", "--brownout-threshold", "101", "hello"], "threshold is 101 %"),
+        (["info", "bundled", "--address", "127.0.0.1:1"], "give one of"),
+        (["info", "--model-config", "qwen"], "qwen3-30b-a3b"),
+        (["info", "--address", "127.0.0.1:1"], "127.0.0.1:1 does not answer"),
+        (["distill", "--model", "m", "--data", "d", "--out", "o", "--ways", "2;4"], "--ways is"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str, monkeypatch, capsys) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert len([line for line in error.splitlines() if line.startswith("jmoe: ")]) == 1
+
+
+def test_flags_and_pairs_reach_the_server(monkeypatch) -> None:
+    seen = []
+
+    async def serve(config, start_engine) -> bool:
+        seen.append(config)
+        return True
+
+    monkeypatch.setattr(server, "serve", serve)
+    pairs = ["--set", "engine.brownout.ways=2,8", "--set", "engine.salc.window_s=3"]
+    flags = ["--config", "demo", "--way", "8", "--no-salc", "--ttft-slo-s", "2", "--port", "1"]
+    assert run(monkeypatch, "serve", *flags, *pairs) == 0
+    engine = seen[0].engine
+    assert (seen[0].port, engine.dtype, engine.salc.window_s) == (1, "float32", 3.0)
+    assert (engine.brownout.ways, engine.brownout.way) == ((2, 8), 8)
+    assert (engine.brownout.salc, engine.brownout.ttft_slo_s) == (False, 2.0)
+
+
+def test_flags_are_the_keys_of_what_they_set() -> None:
+    assert set(cli._FLAGS.values()) <= set(keys())
+    assert set(cli._FLAGS) <= flags_of("serve")
+
+
+def test_tool_flags_follow_the_configurations() -> None:
+    from serving.demo import DemoConfig
+    from serving.loadgen import BenchConfig
+    from training.distill import DistillConfig
+
+    def names(config: type) -> set[str]:
+        return {field.name for field in dataclasses.fields(config)}
+
+    assert flags_of("bench", "serve") == names(BenchConfig)
+    assert flags_of("demo") <= names(DemoConfig)
+    assert flags_of("distill") == names(DistillConfig) | {"model", "data", "out", "ways"}
+    for command, config in ((["bench", "serve"], BenchConfig), (["distill"], DistillConfig)):
+        found = get_command(cli.app)
+        for name in command:
+            found = found.commands[name]
+        defaults = {p.name: p.default for p in found.params if p.default is not None}
+        for field in dataclasses.fields(config):
+            if field.name in defaults and field.default != ():
+                assert type(field.default)(defaults[field.name]) == field.default, field.name
+
+
+def test_overrides() -> None:
+    assert overrides({"a": None, "b": 1}, ["c=x=y", "d="]) == {"b": 1, "c": "x=y", "d": ""}
+
+
+def test_generate_in_process(monkeypatch, capsys) -> None:
+    flags = ["--model", str(GOLDEN / "qwen2_moe"), "--dtype", "float32", "--max-new-tokens", "3"]
+    brownout = ["--strategy", "full", "--brownout-threshold", "0"]
+    assert run(monkeypatch, "generate", *flags, *brownout, "--tokens", "1,2,3") == 0
+    text, share = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"1,2,3(,\d+){3}", text)
+    assert share == "  3 new tokens, 100.0% of expert visits degraded"
+
+
+def test_unknown_strategy_lists_those_there_are(monkeypatch, capsys) -> None:
+    assert run(monkeypatch, "serve", "--strategy", "most") == 2
+    assert "'partial'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_loaded_model(name: str) -> None:
+    assert num_parameters(read_config(GOLDEN / name)) == load(GOLDEN / name).num_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active", "kv_bytes"),
+    [
+        ("qwen1.5-moe-a2.7b", 14.3, 2.7, 2 * 24 * 16 * 128 * 2),
+        ("qwen3-30b-a3b", 30.5, 3.3, 2 * 48 * 4 * 128 * 2),
+        ("mixtral-8x7b", 46.7, 12.9, 2 * 32 * 8 * 128 * 2),
+    ],
+)
+def test_presets_have_their_published_sizes(
+    name: str, billions: float, active: float, kv_bytes: int, monkeypatch, capsys
+) -> None:
+    cfg = load_model_config(name)
+    assert num_parameters(cfg) / 1e9 == pytest.approx(billions, abs=0.05)
+    assert num_parameters(cfg, cfg.experts_per_token) / 1e9 == pytest.approx(active, abs=0.06)
+    assert kv_bytes_per_token(cfg, "bfloat16") == kv_bytes
+    assert run(monkeypatch, "info", "--model-config", str(CONFIGS / "models" / f"{name}.yaml")) == 0
+    assert f"{billions} B" in capsys.readouterr().out
+
+
+def test_model_config_that_is_not_there() -> None:
+    with pytest.raises(SettingsError):
+        load_model_config("gpt")
+
+
+def test_serve_for_real(monkeypatch, capsys) -> None:
+    small = {
+        "engine.max_model_len": 32,
+        "engine.max_num_seqs": 4,
+        "engine.max_prefill_tokens": 32,
+        "engine.max_prefill_seqs": 2,
+        "engine.threshold_buckets_percent": 100,
+        "engine.compilation_cache": "",
+        "engine.brownout.way": 0,
+    }
+    pairs = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
+    flags = ["--config", "demo", "--model", str(GOLDEN / "qwen2_moe"), *pairs]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "serving.cli", "serve", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    try:
+        ready = child.stdout.readline()
+        assert ready.startswith("jmoe ready on "), child.stderr.read()
+        assert run(monkeypatch, "info", "--address", ready.split()[-1]) == 0
+        assert "qwen2_moe" in capsys.readouterr().out
+        child.send_signal(signal.SIGTERM)
+        _, log = child.communicate(timeout=20)
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == 0
+    assert "compiling: " in log
