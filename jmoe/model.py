@@ -37,8 +37,7 @@ class LayerStats(NamedTuple):
     """Counts of one MoE layer's step."""
 
     degraded: Int[Array, "T"]  # degraded visits of each row
-    active: Int[Array, ""]  # experts that were touched
-    visits: Int[Array, "E"]  # rows each logical expert was chosen for
+    expert_rows: Int[Array, "E"]  # rows that each logical expert computed
 
 
 def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, "d"], eps: float) -> Array:
@@ -106,7 +105,6 @@ def shared_expert(layer: Params, h: Float[Array, "T d"]) -> Float[Array, "T d"]:
 
 
 def experts(
-    cfg: ModelConfig,
     pool: ExpertPool,
     h: Float[Array, "T d"],
     weights: Float[Array, "T K"],
@@ -114,13 +112,13 @@ def experts(
     slots: Int[Array, "E"],
     *,
     max_active: int,
-) -> tuple[Float[Array, "T d"], Int[Array, ""]]:
-    """Routed experts of planned visits, through one layer's table row; and how many were active."""
-    num_visits = expert_ids.shape[0] * expert_ids.shape[1]
-    block_m = grouped_gemm.block_m_for(num_visits, cfg.num_experts)
-    work = routing.dispatch(expert_ids, weights, slots, block_m=block_m, max_active=max_active)
+) -> tuple[Float[Array, "T d"], Int[Array, "E"]]:
+    """Routed experts of planned visits, through one layer's table row; and each expert's rows."""
+    work = routing.dispatch(
+        expert_ids, weights, slots, block_m=grouped_gemm.BLOCK_M, max_active=max_active
+    )
     out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work)
-    return out.astype(h.dtype), work.num_active
+    return out.astype(h.dtype), work.expert_rows
 
 
 def moe(
@@ -145,12 +143,10 @@ def moe(
         valid=rows.valid,
         exempt=rows.exempt,
     )
-    out, active = experts(cfg, pool, h, weights, plan.expert_ids, slots, max_active=max_active)
+    out, expert_rows = experts(pool, h, weights, plan.expert_ids, slots, max_active=max_active)
     if cfg.d_ff_shared:
         out = out + shared_expert(layer, h)
-    used = jnp.where(plan.expert_ids < 0, slots.shape[0], plan.expert_ids)
-    visits = jnp.zeros(slots.shape[0], jnp.int32).at[used].add(1, mode="drop")
-    return x + out, LayerStats(jnp.sum(plan.degraded, axis=-1, dtype=jnp.int32), active, visits)
+    return x + out, LayerStats(jnp.sum(plan.degraded, axis=-1, dtype=jnp.int32), expert_rows)
 
 
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:

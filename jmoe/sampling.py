@@ -44,9 +44,22 @@ def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Floa
 def _draw(
     logits: Float[Array, "B V"], sampling: Sampling, positions: Int[Array, "B"]
 ) -> Int[Array, "B"]:
-    """Temperature, then top-k, then top-p on what is left, then the Gumbel maximum."""
-    vocab = logits.shape[-1]
+    """The Gumbel maximum of what temperature, top-k and top-p leave of each row."""
     scaled = logits / jnp.maximum(sampling.temperature, 1e-6)[:, None]
+    cut = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1))
+    scaled = lax.cond(cut, lambda: _cut(scaled, sampling), lambda: scaled)
+
+    def noise(seed: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jax.random.gumbel(key, (logits.shape[-1],), jnp.float32)
+
+    drawn = scaled + jax.vmap(noise)(sampling.seed, positions)
+    return jnp.argmax(drawn, axis=-1).astype(jnp.int32)
+
+
+def _cut(scaled: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+    """-inf outside top-k, and outside top-p of what top-k leaves; ties go to the lower id."""
+    vocab = scaled.shape[-1]
     order = jnp.argsort(-scaled, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
     rank = jnp.arange(vocab, dtype=jnp.int32)[None, :]
@@ -54,11 +67,7 @@ def _draw(
     ranked = jnp.where(rank < top_k, ranked, -jnp.inf)
     probs = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
-    ranked = jnp.where((before < sampling.top_p[:, None]) | (rank == 0), ranked, -jnp.inf)
-
-    def noise(seed: Array, position: Array) -> Array:
-        key = jax.random.fold_in(jax.random.key(seed), position)
-        return jax.random.gumbel(key, (vocab,), jnp.float32)
-
-    best = jnp.argmax(ranked + jax.vmap(noise)(sampling.seed, positions), axis=-1)
-    return jnp.take_along_axis(order, best[:, None], axis=-1)[:, 0].astype(jnp.int32)
+    kept = (rank < top_k) & ((before < sampling.top_p[:, None]) | (rank == 0))
+    row = jnp.arange(scaled.shape[0], dtype=jnp.int32)[:, None]
+    keep = jnp.zeros(scaled.shape, bool).at[row, order].set(kept)
+    return jnp.where(keep, scaled, -jnp.inf)

@@ -37,8 +37,7 @@ class Output(NamedTuple):
     tokens: Int[Array, "B"]
     logprobs: Float[Array, "B"]
     degraded: Int[Array, "B"]  # degraded expert visits of the row or chunk
-    active: Int[Array, "layers"]  # experts touched, by MoE layer
-    visits: Int[Array, "layers E"]  # visits by MoE layer and logical expert
+    expert_rows: Int[Array, "layers E"]  # rows computed by MoE layer and logical expert
     prompt_logprobs: Float[Array, "T"] | None = None  # of the row's next prompt token
 
 
@@ -116,10 +115,10 @@ def _apply_deltas(table: Int[Array, "S M"], deltas: Int[Array, "N 3"]) -> Int[Ar
 def _pages_of(
     state: State, slot: Int[Array, "T"], position: Int[Array, "T"], valid: Array
 ) -> tuple[Int[Array, "T"], Int[Array, "T"]]:
-    """Page and offset that a row's key goes to; padding gets a page out of range."""
-    num_pages, page_size = state.pages.k.shape[1:3]
+    """Page and offset that a row's key goes to; padding goes to nobody's page."""
+    page_size = state.pages.page_size
     page = state.block_table[slot, position // page_size]
-    return jnp.where(valid, page, num_pages), position % page_size
+    return jnp.where(valid, page, state.pages.nobodys), position % page_size
 
 
 def decode_step(
@@ -172,7 +171,7 @@ def decode_step(
     tokens, logprobs = sample(head(cfg, params, x), _sampling(rows), position + 1)
     state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], tokens))
     degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
-    return state, Output(tokens, logprobs, degraded, stats.active, stats.visits)
+    return state, Output(tokens, logprobs, degraded, stats.expert_rows)
 
 
 def _remember(
@@ -245,9 +244,7 @@ def prefill_step(
     last = jnp.maximum(q_start[1:] - 1, 0)
     sampled, logprobs = sample(head(cfg, params, x[last]), _sampling(rows), rows[:, KV_LEN])
     state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], sampled))
-    out = Output(
-        sampled, logprobs, _by_chunk(stats, owner, valid, num_chunks), stats.active, stats.visits
-    )
+    out = Output(sampled, logprobs, _by_chunk(stats, owner, valid, num_chunks), stats.expert_rows)
     if prompt_logprobs:
         end = jnp.where(rows[:, Q_LEN] > 0, last, num_tokens)  # padding rows: dropped
         following = jnp.roll(tokens, -1).at[end].set(rows[:, NEXT_TOKEN], mode="drop")

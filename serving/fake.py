@@ -46,7 +46,7 @@ class FakeRunner:
             tokens.append(self._last[slot])
         count = len(tokens)
         zeros = np.zeros((1, 1), np.int32)
-        result = StepResult(tokens, [-0.5] * count, [0] * count, zeros[0], zeros, None)
+        result = StepResult(tokens, [-0.5] * count, [0] * count, zeros, None)
         return time.monotonic() + self.step_s, result
 
     def _write(self, slot: int, start: int, tokens: list[int]) -> None:

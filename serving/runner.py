@@ -23,8 +23,7 @@ class StepResult:
     tokens: Sequence[int]
     logprobs: Sequence[float]
     degraded: Sequence[int]
-    active: np.ndarray  # experts touched, by MoE layer
-    visits: np.ndarray  # visits by MoE layer and logical expert
+    expert_rows: np.ndarray  # int32 [MoE layers, E]: rows that each logical expert computed
     prompt_logprobs: np.ndarray | None
 
 
@@ -159,7 +158,6 @@ def _cut(out: Output, count: int) -> StepResult:
         out.tokens[:count].tolist(),
         out.logprobs[:count].tolist(),
         out.degraded[:count].tolist(),
-        out.active,
-        out.visits,
+        out.expert_rows,
         out.prompt_logprobs,
     )

@@ -3,14 +3,10 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels.grouped_gemm import reference
-from pallas_kernels.grouped_gemm.tiles import REFERENCE_BLOCK_M
+from pallas_kernels.grouped_gemm.tiles import BLOCK_M
 from pallas_kernels.routing.op import Dispatch
 
-
-def block_m_for(num_visits: int, num_experts: int) -> int:
-    """Block height for a step of `num_visits` visits over `num_experts` routed experts."""
-    rows = num_visits / num_experts
-    return next(block_m for most, block_m in REFERENCE_BLOCK_M if rows <= most)
+__all__ = ["BLOCK_M", "moe_mlp"]
 
 
 def moe_mlp(

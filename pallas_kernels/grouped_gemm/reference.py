@@ -1,33 +1,57 @@
 """XLA reference of the grouped GEMM: a loop over the blocks that have rows.
 
-Its cost follows the number of active blocks, so brownout pays on a CPU too;
-`lax.ragged_dot` expands densely there.
+On a CPU it goes expert by expert and reads the weights of an active expert once, so its cost
+follows the number of active experts and brownout pays there too; `lax.ragged_dot` expands densely.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.backend import trip_count
+from pallas_kernels.backend import backend
 
 
 def moe_mlp(x, gate_up, down, plan):
     """See `op.moe_mlp`."""
     num_rows, num_blocks = plan.row_token.shape[0], plan.block_slot.shape[0]
     block_m = num_rows // num_blocks
-    d_ff = down.shape[1]
     rows = jnp.take(x, plan.row_token, axis=0, mode="fill", fill_value=0)
 
-    def one_block(block, out):
+    def one_block(block, out, up_weights, down_weights):
         start = block * block_m
-        slot = plan.block_slot[block]
         h = lax.dynamic_slice_in_dim(rows, start, block_m)
-        h = jnp.dot(h, gate_up[slot], preferred_element_type=jnp.float32)
-        h = (jax.nn.silu(h[:, :d_ff]) * h[:, d_ff:]).astype(x.dtype)
-        h = jnp.dot(h, down[slot], preferred_element_type=jnp.float32)
+        h = jnp.dot(h, up_weights, preferred_element_type=jnp.float32)
+        gate, up = jnp.split(h, 2, axis=1)
+        h = (jax.nn.silu(gate) * up).astype(x.dtype)
+        h = jnp.dot(h, down_weights, preferred_element_type=jnp.float32)
         return lax.dynamic_update_slice_in_dim(out, h, start, 0)
 
+    def one_expert(state):
+        block, out = state
+        slot = plan.block_slot[block]
+        up_weights, down_weights = gate_up[slot], down[slot]
+
+        def same_expert(state):
+            block, _ = state
+            here = plan.block_slot[jnp.minimum(block, num_blocks - 1)]
+            return (block < plan.num_blocks) & (here == slot)
+
+        def step(state):
+            block, out = state
+            return block + 1, one_block(block, out, up_weights, down_weights)
+
+        return lax.while_loop(same_expert, step, (block, out))
+
     out = jnp.zeros((num_rows, x.shape[1]), jnp.float32)
-    out = lax.fori_loop(0, trip_count(plan.num_blocks, num_blocks), one_block, out)
+    if backend() == "cpu":
+        start = (jnp.int32(0), out)
+        _, out = lax.while_loop(lambda state: state[0] < plan.num_blocks, one_expert, start)
+    else:  # a traced trip count would make the host wait for a GPU in every iteration
+
+        def any_block(block, out):
+            slot = plan.block_slot[block]
+            return one_block(block, out, gate_up[slot], down[slot])
+
+        out = lax.fori_loop(0, num_blocks, any_block, out)
     visits = jnp.take(out, plan.visit_row, axis=0, mode="fill", fill_value=0)
     return jnp.einsum("tk,tkd->td", plan.visit_weight, visits)

@@ -1,8 +1,5 @@
-"""Tile choices of the grouped GEMM. Block heights of the XLA reference, by rows an expert.
+"""Tile choices of the grouped GEMM."""
 
-Measured on a CPU with benchmarks/expert_op.py: short blocks waste less when experts have few rows,
-tall ones reuse a weight matrix more often.
-"""
-
-REFERENCE_BLOCK_M = ((8, 8), (24, 16), (float("inf"), 32))
-"""(rows an expert at most, block height), first match wins."""
+BLOCK_M = 8
+"""Rows a block of the XLA reference. Measured on a CPU with benchmarks/expert_op.py: since an
+expert's blocks share one read of its weights, taller blocks only add padding."""

@@ -7,8 +7,8 @@ from pallas_kernels.paged_attention import reference
 
 def paged_attention(
     q: Float[Array, "B H D"],
-    k_pages: Float[Array, "L P S G D"],
-    v_pages: Float[Array, "L P S G D"],
+    k_pages: Float[Array, "L P G S D"],
+    v_pages: Float[Array, "L P G S D"],
     *,
     layer: Int[Array, ""],
     block_table: Int[Array, "B M"],

@@ -13,7 +13,7 @@ TOKENS_PER_STEP = 64
 def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
     """See `op.paged_attention`."""
     batch, heads, head_dim = q.shape
-    page_size, kv_heads = k_pages.shape[2], k_pages.shape[3]
+    kv_heads, page_size = k_pages.shape[2:4]
     max_pages = block_table.shape[1]
     pages = min(max_pages, max(1, TOKENS_PER_STEP // page_size))
     chunk = pages * page_size
@@ -23,15 +23,15 @@ def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
 
     def one_chunk(i, state):
         ids = lax.dynamic_slice_in_dim(table, i * pages, pages, 1)
-        k = k_pages[layer, ids].reshape(batch, chunk, kv_heads, head_dim)
-        v = v_pages[layer, ids].reshape(batch, chunk, kv_heads, head_dim)
-        s = jnp.einsum("bghd,bcgd->bghc", qg, k, preferred_element_type=jnp.float32) * scale
+        k = k_pages[layer, ids].swapaxes(1, 2).reshape(batch, kv_heads, chunk, head_dim)
+        v = v_pages[layer, ids].swapaxes(1, 2).reshape(batch, kv_heads, chunk, head_dim)
+        s = jnp.einsum("bghd,bgcd->bghc", qg, k, preferred_element_type=jnp.float32) * scale
         position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
         live = (position[None, :] < kv_len[:, None])[:, None, None, :]
 
         def weigh(p):
             return jnp.einsum(
-                "bghc,bcgd->bghd", p.astype(v.dtype), v, preferred_element_type=jnp.float32
+                "bghc,bgcd->bghd", p.astype(v.dtype), v, preferred_element_type=jnp.float32
             )
 
         return online_softmax.update(state, jnp.where(live, s, -jnp.inf), weigh)

@@ -7,8 +7,8 @@ from pallas_kernels.prefill_attention import reference
 
 def prefill_attention(
     q: Float[Array, "T H D"],
-    k_pages: Float[Array, "L P S G D"],
-    v_pages: Float[Array, "L P S G D"],
+    k_pages: Float[Array, "L P G S D"],
+    v_pages: Float[Array, "L P G S D"],
     *,
     layer: Int[Array, ""],
     block_table: Int[Array, "N M"],

@@ -15,7 +15,7 @@ TOKENS_PER_STEP = 128
 def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale):
     """See `op.prefill_attention`."""
     num_rows, heads, head_dim = q.shape
-    page_size, kv_heads = k_pages.shape[2], k_pages.shape[3]
+    kv_heads, page_size = k_pages.shape[2:4]
     num_chunks, max_pages = block_table.shape
     pages = min(max_pages, max(1, TOKENS_PER_STEP // page_size))
     step = pages * page_size
@@ -25,25 +25,25 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
     group = heads // kv_heads
 
     def attend(qt, n, seen):
-        """Tile of rows [TILE, G, group, D] of chunk n; row t sees positions [0, seen[t])."""
+        """Tile of rows [G, group, TILE, D] of chunk n; row t sees positions [0, seen[t])."""
 
         def one_step(i, state):
             ids = lax.dynamic_slice(table, (n, i * pages), (1, pages))[0]
-            k = k_pages[layer, ids].reshape(step, kv_heads, head_dim)
-            v = v_pages[layer, ids].reshape(step, kv_heads, head_dim)
-            s = jnp.einsum("tghd,cgd->tghc", qt, k, preferred_element_type=jnp.float32) * scale
+            k = k_pages[layer, ids].swapaxes(0, 1).reshape(kv_heads, step, head_dim)
+            v = v_pages[layer, ids].swapaxes(0, 1).reshape(kv_heads, step, head_dim)
+            s = jnp.einsum("ghtd,gcd->ghtc", qt, k, preferred_element_type=jnp.float32) * scale
             position = i * step + jnp.arange(step, dtype=jnp.int32)
-            live = (position[None, :] < seen[:, None])[:, None, None, :]
+            live = (position[None, :] < seen[:, None])[None, None]
 
             def weigh(p):
                 return jnp.einsum(
-                    "tghc,cgd->tghd", p.astype(v.dtype), v, preferred_element_type=jnp.float32
+                    "ghtc,gcd->ghtd", p.astype(v.dtype), v, preferred_element_type=jnp.float32
                 )
 
             return online_softmax.update(state, jnp.where(live, s, -jnp.inf), weigh)
 
         steps = trip_count(-(-jnp.max(seen) // step), num_steps)
-        state = online_softmax.start((TILE, kv_heads, group), head_dim)
+        state = online_softmax.start((kv_heads, group, TILE), head_dim)
         return online_softmax.finish(lax.fori_loop(0, steps, one_step, state))
 
     def one_chunk(n, out):
@@ -55,9 +55,9 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
             row = start + jnp.arange(TILE, dtype=jnp.int32)
             mine = row < last
             qt = lax.dynamic_slice_in_dim(padded, start, TILE)
-            qt = qt.reshape(TILE, kv_heads, group, head_dim)
+            qt = qt.reshape(TILE, kv_heads, group, head_dim).transpose(1, 2, 0, 3)
             new = attend(qt, n, jnp.where(mine, row + offset + 1, 0))
-            new = new.reshape(TILE, heads, head_dim).astype(q.dtype)
+            new = new.transpose(2, 0, 1, 3).reshape(TILE, heads, head_dim).astype(q.dtype)
             old = lax.dynamic_slice_in_dim(out, start, TILE)
             # The tile's tail belongs to the next chunk: leave it as it was.
             new = jnp.where(mine[:, None, None], new, old)

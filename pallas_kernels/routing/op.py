@@ -22,11 +22,11 @@ class Dispatch(NamedTuple):
     """Rows sorted by expert, each expert's rows padded to whole blocks of `block_m` rows."""
 
     row_token: Int[Array, "R"]  # source row of each sorted row; T marks a gap row
-    block_slot: Int[Array, "N"]  # pool slot of each block; blocks past num_blocks repeat the last
+    block_slot: Int[Array, "N"]  # pool slot of each block; past num_blocks: any slot
     num_blocks: Int[Array, ""]
     visit_row: Int[Array, "T K"]  # sorted row that computes the visit; R where there is none
     visit_weight: Float[Array, "T K"]  # gate weight of the visit; 0 where there is none
-    num_active: Int[Array, ""]  # experts with at least one row
+    expert_rows: Int[Array, "E"]  # rows of each logical expert, repeats counted once
 
 
 def gate(
@@ -97,6 +97,8 @@ def dispatch(
     A row whose picks meet in one expert is computed once with the summed weight. `max_active`
     (static) sizes the arrays; the caller guarantees that no more experts are touched.
     """
+    num_visits = expert_ids.shape[0] * expert_ids.shape[1]
+    num_blocks = max_blocks(num_visits, max_active, block_m)
     return Dispatch(
-        *reference.dispatch(expert_ids, weights, slots, block_m=block_m, max_active=max_active)
+        *reference.dispatch(expert_ids, weights, slots, block_m=block_m, num_blocks=num_blocks)
     )

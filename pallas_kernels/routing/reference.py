@@ -1,4 +1,8 @@
-"""XLA reference of the routing ops."""
+"""XLA reference of the routing ops.
+
+Counts are sums over comparisons rather than scatters: XLA runs a scatter on a CPU one index at a
+time, and these tables are small.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +22,16 @@ def brownout_plan(ids, *, groups, threshold_percent, strategy, valid, exempt):
     """See `op.brownout_plan`. Returns (expert_ids, degraded, s1)."""
     num_experts = groups.shape[0]
     degradable = valid & ~exempt
-    count = _visits(ids, degradable, num_experts)
-    pinned = _visits(ids, valid & exempt, num_experts) > 0
+    chosen = ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None, :]
+    count = _count(chosen & degradable[:, None, None])
+    pinned = jnp.any(chosen & (valid & exempt)[:, None, None], axis=(0, 1))
     s1 = pinned | _covering(count, pinned, threshold_percent)
     s2_visited = ~s1 & (count > 0)
-    grouped = groups >= 0
-    united = jnp.where(grouped, groups, 0)
-    members = (
-        jnp.zeros(num_experts, jnp.int32).at[united].add((s2_visited & grouped).astype(jnp.int32))
-    )
-    stand_in = grouped & (members[united] > 1)
+    together = groups[:, None] == groups[None, :]
+    members = _count((together & s2_visited[None, :])[:, None].swapaxes(0, 2))
     own = jnp.arange(num_experts, dtype=jnp.int32)
-    partial = jnp.where(~s1 & stand_in, num_experts + united, own)
+    stand_in = ~s1 & (groups >= 0) & (members > 1)
+    partial = jnp.where(stand_in, num_experts + groups, own)
     full = jnp.where(s1, own, -1)
     target = jnp.select([strategy == 0, strategy == 1], [own, full], partial)
     expert_ids = jnp.where(degradable[:, None], target[ids], ids)
@@ -37,54 +39,59 @@ def brownout_plan(ids, *, groups, threshold_percent, strategy, valid, exempt):
     return expert_ids, valid[:, None] & (expert_ids != ids), s1
 
 
-def _visits(ids, rows, num_experts):
-    """Visits to each expert by the rows that are set."""
-    ones = jnp.broadcast_to(rows[:, None], ids.shape).astype(jnp.int32)
-    return jnp.zeros(num_experts, jnp.int32).at[ids].add(ones)
+def _count(mask):
+    """True entries over the two leading axes, int32."""
+    return jnp.sum(mask, axis=(0, 1), dtype=jnp.int32)
 
 
 def _covering(count, pinned, threshold_percent):
-    """Experts that join S1: most visited first, until t percent of all visits are covered."""
-    total = jnp.sum(count)
-    free = jnp.where(pinned, 0, count)
-    order = jnp.argsort(jnp.where(pinned, 1, -count), stable=True)
-    before = jnp.cumsum(free[order]) - free[order] + jnp.sum(jnp.where(pinned, count, 0))
-    joins = 100 * before < threshold_percent * total
-    return jnp.zeros_like(pinned).at[order].set(joins)
+    """Experts that join S1: most visited first, ties by lower id, until t percent are covered.
+
+    An expert joins while the visits of those before it, the pinned ones included, fall short.
+    """
+    index = jnp.arange(count.shape[0], dtype=jnp.int32)
+    more = count[None, :] > count[:, None]
+    tie = (count[None, :] == count[:, None]) & (index[None, :] < index[:, None])
+    ahead = pinned[None, :] | more | tie
+    before = jnp.sum(jnp.where(ahead, count[None, :], 0), axis=1, dtype=jnp.int32)
+    return 100 * before < threshold_percent * jnp.sum(count, dtype=jnp.int32)
 
 
-def dispatch(expert_ids, weights, slots, *, block_m, max_active):
-    """See `op.dispatch`. Returns the fields of `op.Dispatch`."""
-    from pallas_kernels.routing.op import max_blocks
-
+def dispatch(expert_ids, weights, slots, *, block_m, num_blocks):
+    """See `op.dispatch`; `num_blocks` is the bound. Returns the fields of `op.Dispatch`."""
     num_rows, top_k = expert_ids.shape
     num_logical = slots.shape[0]
     num_visits = num_rows * top_k
-    num_block_rows = max_blocks(num_visits, max_active, block_m)
     weights, kept = _merge_repeats(expert_ids, weights)
 
     key = jnp.where(kept, expert_ids, num_logical).reshape(num_visits)
-    order = jnp.argsort(key, stable=True)
-    count = jnp.zeros(num_logical + 1, jnp.int32).at[key].add(1)[:num_logical]
+    order = jnp.argsort(key, stable=True).astype(jnp.int32)
+    count = _count((key[:, None] == jnp.arange(num_logical, dtype=jnp.int32)[None, :])[:, None])
     first_visit = jnp.cumsum(count) - count
     blocks = -(-count // block_m)
     last_block = jnp.cumsum(blocks)
     first_row = (last_block - blocks) * block_m
 
+    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    owner = _count((last_block[:, None] <= block[None, :])[:, None])
+    owner = jnp.minimum(owner, num_logical - 1)
+    row_owner = jnp.repeat(owner, block_m)
+    row = jnp.arange(num_blocks * block_m, dtype=jnp.int32)
+    rank = row - first_row[row_owner]
+    visit = jnp.minimum(first_visit[row_owner] + rank, num_visits - 1)
+    row_token = jnp.where(rank < count[row_owner], order[visit] // top_k, num_rows)
+
     sorted_key = key[order]
     expert = jnp.minimum(sorted_key, num_logical - 1)
-    rank = jnp.arange(num_visits, dtype=jnp.int32) - first_visit[expert]
-    no_row = num_block_rows * block_m
-    row = jnp.where(sorted_key < num_logical, first_row[expert] + rank, no_row)
-    token = (order // top_k).astype(jnp.int32)
-    row_token = jnp.full(no_row, num_rows, jnp.int32).at[row].set(token, mode="drop")
-    visit_row = jnp.zeros(num_visits, jnp.int32).at[order].set(row).reshape(num_rows, top_k)
-
-    block = jnp.minimum(jnp.arange(num_block_rows, dtype=jnp.int32), last_block[-1] - 1)
-    owner = jnp.searchsorted(last_block, block, side="right").astype(jnp.int32)
-    block_slot = slots[jnp.minimum(owner, num_logical - 1)]
-    num_active = jnp.sum(count > 0, dtype=jnp.int32)
-    return row_token, block_slot, last_block[-1], visit_row, weights, num_active
+    place = first_row[expert] + jnp.arange(num_visits, dtype=jnp.int32) - first_visit[expert]
+    place = jnp.where(sorted_key < num_logical, place, num_blocks * block_m)
+    visit_row = (
+        jnp.zeros(num_visits, jnp.int32)
+        .at[order]
+        .set(place, mode="promise_in_bounds", unique_indices=True)
+    )
+    visit_row = visit_row.reshape(num_rows, top_k)
+    return row_token, slots[owner], last_block[-1], visit_row, weights, count
 
 
 def _merge_repeats(expert_ids, weights):
