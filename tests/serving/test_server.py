@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from serving import errors
-from serving.config import ServerConfig
+from serving.config import EngineConfig, ServerConfig
 from serving.proto import build
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
@@ -313,7 +313,7 @@ async def test_a_taken_port_is_an_error() -> None:
 PROCESS = """
 import asyncio, sys
 from fake_engine import FakeEngine
-from serving.config import ServerConfig
+from serving.config import EngineConfig, ServerConfig
 from serving.server import serve
 
 async def start_engine():
@@ -370,3 +370,28 @@ async def test_a_signal_while_loading_ends_the_process() -> None:
         await asyncio.sleep(0.5)
         child.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(child.wait(), 5) == 0
+
+
+async def test_with_the_engine_a_dropped_stream_frees_its_pages() -> None:
+    from serving.engine import Engine
+    from serving.fake import FakeRunner
+    from serving.scheduler import Limits
+
+    runner = FakeRunner(Limits(4, 64, 4, 64, 4), step_s=0.002)
+    config = EngineConfig(max_num_seqs=4, max_model_len=128, page_size=4, max_prefill_tokens=64)
+    engine = Engine(config, runner, None)
+    engine.run()
+    async with Setup(ServerConfig(port=0, engine=config)) as s:
+        await s.server.attach(engine)
+        call = s.counting(100)
+        await anext(aiter(call))
+        assert engine.stats().kv_pages_used > 0
+        call.cancel()
+        await until(lambda: engine.stats().kv_pages_used == 0)
+        assert engine.stats().requests_aborted == 1
+        got = await collect(s.counting(5))
+        assert [token for m in got for token in m.token_ids] == [4, 5, 6, 7, 8]
+        last = s.counting(50)
+        await anext(aiter(last))
+        finished, rest = await asyncio.gather(s.server.drain(), collect(last))
+    assert (finished, rest[-1].finish_reason) == (True, "length")
