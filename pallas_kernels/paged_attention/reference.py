@@ -27,7 +27,10 @@ def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
         v = v_pages[layer, ids].swapaxes(1, 2).reshape(batch, kv_heads, chunk, head_dim)
         s = jnp.einsum("bghd,bgcd->bghc", qg, k, preferred_element_type=jnp.float32) * scale
         position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
-        live = (position[None, :] < kv_len[:, None])[:, None, None, :]
+        live = position[None, :] < kv_len[:, None]
+        # A weight of zero would not do: what another sequence left there may be infinite.
+        v = jnp.where(live[:, None, :, None], v, 0)
+        live = live[:, None, None, :]
 
         def weigh(p):
             return jnp.einsum(

@@ -34,6 +34,8 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
             s = jnp.einsum("ghtd,gcd->ghtc", qt, k, preferred_element_type=jnp.float32) * scale
             position = i * step + jnp.arange(step, dtype=jnp.int32)
             live = (position[None, :] < seen[:, None])[None, None]
+            # A weight of zero would not do: what another sequence left there may be infinite.
+            v = jnp.where((position < jnp.max(seen))[None, :, None], v, 0)
 
             def weigh(p):
                 return jnp.einsum(
