@@ -10,7 +10,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -179,7 +179,7 @@ class Engine:
         allow_brownout: bool = True,
         priority: Priority = Priority.LATENCY_SENSITIVE,
         timeout_s: float | None = None,
-    ) -> AsyncIterator[Output]:
+    ) -> AsyncGenerator[Output]:
         """Streams a request's outputs; the last one has a `finish_reason`.
 
         Closing the iterator aborts the request and frees its pages.

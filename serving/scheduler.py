@@ -2,8 +2,8 @@
 
 Who owns which pages: a sequence in PREFILL or DECODE owns `pages`, which cover positions
 `[0, len(pages) * page_size)`; every other page is free. A finished sequence's pages are free at
-once: steps run in order on the device, so a step in flight that still writes to them runs before any
-step of a new owner.
+once: steps run in order on the device, so a step in flight that still writes to them runs before
+any step of a new owner.
 """
 
 from bisect import insort
@@ -121,16 +121,9 @@ class Scheduler:
         head = next((s for s in self.waiting if not s.in_flight), None)
         if head is None or not self._free_slots:
             return None
+        # One position more than it needs now: admitted only to give way at once would be a waste.
         wanted = self.limits.pages_for(len(head.context) + 1)
-        return head if wanted <= self.pages.num_free - self._promised() else None
-
-    def _promised(self) -> int:
-        """Pages that prompts in PREFILL will still take."""
-        return sum(
-            self.limits.pages_for(len(s.context) + 1) - len(s.pages)
-            for s in self.running
-            if s.stage is Stage.PREFILL
-        )
+        return head if wanted <= self.pages.num_free else None
 
     def _plan_prefill(self) -> StepPlan | None:
         limits, room = self.limits, self.limits.max_prefill_tokens
@@ -145,6 +138,8 @@ class Scheduler:
             self.waiting.remove(sequence)
             sequence.stage = Stage.PREFILL
             sequence.slot = self._free_slots.pop()
+            # All at once, so that no decoding sequence can take what a later chunk will need.
+            sequence.pages = self.pages.allocate(self.limits.pages_for(len(sequence.context)))
             self.running.append(sequence)
             room -= self._take_chunk(sequence, room, chunks)
         return self._pack_prefill(chunks) if chunks else None
@@ -163,8 +158,10 @@ class Scheduler:
     def _pack_prefill(self, chunks: list[tuple[SequenceState, list[int]]]) -> StepPlan:
         rows, deltas, sampled = [], [], []
         for sequence, part in chunks:
+            mapped = self.limits.pages_for(sequence.num_computed)
             sequence.num_computed += len(part)
-            self._extend(sequence, sequence.num_computed, deltas)
+            for block in range(mapped, self.limits.pages_for(sequence.num_computed)):
+                deltas.append((sequence.slot, block, sequence.pages[block]))
             rows.append(sequence.packed(len(part)).copy())
             last = sequence.num_computed == len(sequence.context)
             sampled.append(last)
@@ -216,21 +213,14 @@ class Scheduler:
         )
 
     def _extend_if_free(self, sequence: SequenceState, deltas: list[tuple[int, int, int]]) -> bool:
-        wanted = self.limits.pages_for(sequence.num_computed + 1) - len(sequence.pages)
-        if wanted > self.pages.num_free:
-            return False
-        self._extend(sequence, sequence.num_computed + 1, deltas)
+        """Gives a sequence the page its next position needs, if it needs one; False: none free."""
+        if self.limits.pages_for(sequence.num_computed + 1) > len(sequence.pages):
+            if not self.pages.num_free:
+                return False
+            page = self.pages.allocate(1)[0]
+            deltas.append((sequence.slot, len(sequence.pages), page))
+            sequence.pages.append(page)
         return True
-
-    def _extend(
-        self, sequence: SequenceState, positions: int, deltas: list[tuple[int, int, int]]
-    ) -> None:
-        """Gives a sequence the pages for `positions`, and notes them for the block table."""
-        wanted = self.limits.pages_for(positions) - len(sequence.pages)
-        if wanted > 0:
-            for page in self.pages.allocate(wanted):
-                deltas.append((sequence.slot, len(sequence.pages), page))
-                sequence.pages.append(page)
 
     def _give_way(self, victim: SequenceState) -> None:
         """Takes a sequence's pages; it waits in its old place and is recomputed later."""

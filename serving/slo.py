@@ -64,7 +64,7 @@ class Phase:
 
 
 class SloAnalyser:
-    """Settings of brownout, samples of TTFT and ITL, and the controllers that turn one on the other."""
+    """Settings of brownout, samples of TTFT and ITL, and the controllers between them."""
 
     def __init__(self, brownout: BrownoutConfig, salc: SalcConfig, *, way: int) -> None:
         self.strategy = brownout.strategy if way or brownout.strategy != "partial" else "zero"
@@ -86,7 +86,7 @@ class SloAnalyser:
         self.prefill.window.add(float(arrived_at.min()), now, now - arrived_at)
 
     def observe_tokens(self, previous_at: np.ndarray, launched_at: float, now: float) -> None:
-        """Further tokens at `now`: when each sequence's token before came, and the step's launch."""
+        """Further tokens at `now`, by when the token before came, of a step launched then."""
         began_at = min(float(previous_at.min()), launched_at)
         self.decode.window.add(began_at, now, now - previous_at)
 

@@ -22,7 +22,7 @@ class Dispatch(NamedTuple):
     """Rows sorted by expert, each expert's rows padded to whole blocks of `block_m` rows."""
 
     row_token: Int[Array, "R"]  # source row of each sorted row; T marks a gap row
-    block_slot: Int[Array, "N"]  # pool slot of each block; past num_blocks: any slot
+    block_slot: Int[Array, "N"]  # pool slot of each block; blocks past num_blocks repeat the last
     num_blocks: Int[Array, ""]
     visit_row: Int[Array, "T K"]  # sorted row that computes the visit; R where there is none
     visit_weight: Float[Array, "T K"]  # gate weight of the visit; 0 where there is none

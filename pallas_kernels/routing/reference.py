@@ -72,11 +72,11 @@ def dispatch(expert_ids, weights, slots, *, block_m, num_blocks):
     last_block = jnp.cumsum(blocks)
     first_row = (last_block - blocks) * block_m
 
-    block = jnp.arange(num_blocks, dtype=jnp.int32)
+    block = jnp.minimum(jnp.arange(num_blocks, dtype=jnp.int32), jnp.maximum(last_block[-1] - 1, 0))
     owner = _count((last_block[:, None] <= block[None, :])[:, None])
     owner = jnp.minimum(owner, num_logical - 1)
-    row_owner = jnp.repeat(owner, block_m)
     row = jnp.arange(num_blocks * block_m, dtype=jnp.int32)
+    row_owner = owner[row // block_m]
     rank = row - first_row[row_owner]
     visit = jnp.minimum(first_visit[row_owner] + rank, num_visits - 1)
     row_token = jnp.where(rank < count[row_owner], order[visit] // top_k, num_rows)

@@ -1,0 +1,185 @@
+"""The scheduler against a runner that counts up and remembers what every page holds."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serving.fake import FakeRunner
+from serving.policy import Fcfs
+from serving.request import Request, SamplingParams
+from serving.scheduler import Limits, Scheduler
+from serving.sequence import SequenceState, Stage
+
+
+def make_sequence(name, prompt, max_new, arrived_at=0.0, **sampling):
+    return SequenceState(
+        Request(name, prompt, SamplingParams(max_new_tokens=max_new, **sampling)),
+        list(prompt),
+        seed=0,
+        arrived_at=arrived_at,
+        stop_token_ids=frozenset(),
+        tokenizer=None,
+    )
+
+
+def accept(plan, result):
+    for at, sequence in enumerate(plan.sequences):
+        if plan.sampled[at] and not sequence.done:
+            yield sequence, sequence.accept(result.tokens[at], 0.0, 1)
+
+
+def play(scheduler, runner, arrivals, cancel_at=(), max_steps=5000):
+    """Ticks as the engine does: launch a step, then read the one before. Returns outputs."""
+    outputs = {sequence.request.request_id: [] for _, sequence in arrivals}
+    pending, previous = sorted(arrivals, key=lambda a: a[0]), None
+    for step in range(max_steps):
+        while pending and pending[0][0] <= step:
+            scheduler.add(pending.pop(0)[1])
+        for when, sequence in cancel_at:
+            if when == step and not sequence.done:
+                if sequence.stage is not Stage.WAITING or sequence in scheduler.waiting:
+                    scheduler.finish(sequence)
+                else:
+                    sequence.stage = Stage.DONE
+                    pending = [p for p in pending if p[1] is not sequence]
+        plan = scheduler.next_step()
+        launched = None if plan is None else (plan, runner.launch(plan, (100, 0)))
+        if previous is not None:
+            result = runner.read(previous[1])
+            for sequence, output in accept(previous[0], result):
+                outputs[sequence.request.request_id] += output.token_ids
+                if output.finish_reason:
+                    scheduler.finish(sequence)
+        if plan is None and previous is None and not pending:
+            return outputs
+        previous = launched
+    raise AssertionError(f"not done after {max_steps} steps")
+
+
+LIMITS = Limits(num_slots=4, num_pages=24, page_size=4, max_prefill_tokens=8, max_prefill_seqs=3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 30),  # arrival step
+            st.integers(1, 30),  # prompt length
+            st.integers(1, 20),  # new tokens
+            st.integers(-1, 60),  # step at which it is cancelled
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(13, 40),
+)
+def test_everyone_gets_exactly_their_tokens_and_no_page_leaks(requests, num_pages):
+    limits = Limits(4, num_pages, 4, 8, 3)
+    scheduler, runner = Scheduler(limits, Fcfs()), FakeRunner(limits)
+    arrivals, cancels = [], []
+    for i, (arrival, length, new, cancel) in enumerate(requests):
+        prompt = [(100 * i + p) % 1000 for p in range(length)]
+        sequence = make_sequence(str(i), prompt, new, arrived_at=arrival + i / 100)
+        arrivals.append((arrival, sequence))
+        if cancel >= 0:
+            cancels.append((arrival + cancel, sequence))
+    outputs = play(scheduler, runner, arrivals, cancels)
+    cancelled = {sequence.request.request_id for _, sequence in cancels}
+    for i, (_, length, new, _) in enumerate(requests):
+        want = [(100 * i + length + n) % 1000 for n in range(new)]
+        got = outputs[str(i)]
+        assert got == want[: len(got)]
+        assert str(i) in cancelled or got == want
+    scheduler.check_idle()
+
+
+def test_pages_hold_the_context_that_attention_reads():
+    scheduler, runner = Scheduler(LIMITS, Fcfs()), FakeRunner(LIMITS)
+    sequence = make_sequence("a", [5, 6, 7, 8, 9, 10], 7)
+    scheduler.add(sequence)
+    slot = None
+    while not sequence.exhausted or sequence.in_flight:
+        plan = scheduler.next_step()
+        if plan is None:
+            break
+        result = runner.read(runner.launch(plan, (100, 0)))
+        list(accept(plan, result))
+        slot = sequence.slot
+        assert len(sequence.pages) * LIMITS.page_size >= sequence.num_computed
+    assert runner.history(slot, 12) == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+
+
+def test_first_come_first_served_and_nobody_overtakes_a_long_prompt():
+    limits = Limits(2, 16, 4, 8, 4)
+    scheduler = Scheduler(limits, Fcfs())
+    runner = FakeRunner(limits)
+    for i, length in enumerate([20, 30, 1]):  # the second needs more pages than are left
+        scheduler.add(make_sequence(str(i), [7] * length, 20, arrived_at=i))
+    order = []
+    while scheduler.waiting:
+        plan = scheduler.next_step()
+        order += [s.request.request_id for s in plan.sequences if s.request.request_id not in order]
+        result = runner.read(runner.launch(plan, (100, 0)))
+        for sequence, output in accept(plan, result):
+            if output.finish_reason:
+                scheduler.finish(sequence)
+    assert order == ["0", "1", "2"]
+
+
+def test_prefill_and_decode_take_turns_under_load():
+    scheduler, runner = Scheduler(LIMITS, Fcfs()), FakeRunner(LIMITS)
+    for i in range(4):
+        scheduler.add(make_sequence(str(i), [1] * 8, 6, arrived_at=i))
+    phases = []
+    for _ in range(8):
+        plan = scheduler.next_step()
+        phases.append(plan.phase)
+        list(accept(plan, runner.read(runner.launch(plan, (100, 0)))))
+    assert phases == ["prefill", "decode"] * 4
+
+
+def test_a_long_prompt_is_cut_into_chunks():
+    scheduler, runner = Scheduler(LIMITS, Fcfs()), FakeRunner(LIMITS)
+    sequence = make_sequence("a", list(range(19)), 1)
+    scheduler.add(sequence)
+    sizes = []
+    while sequence.stage in (Stage.WAITING, Stage.PREFILL):
+        plan = scheduler.next_step()
+        sizes.append(len(plan.tokens))
+        runner.launch(plan, (100, 0))
+    assert sizes == [8, 8, 3]
+
+
+def test_the_last_to_come_gives_way_and_still_gets_every_token():
+    limits = Limits(3, 8, 4, 16, 3)  # 8 pages: two sequences of 5 cannot both finish
+    scheduler, runner = Scheduler(limits, Fcfs()), FakeRunner(limits)
+    arrivals = [(0, make_sequence(str(i), [100 * i] * 8, 12, arrived_at=i)) for i in range(2)]
+    outputs = play(scheduler, runner, arrivals)
+    assert outputs["0"] == list(range(1, 13))
+    assert outputs["1"] == list(range(101, 113))
+    prefills = [rows for phase, rows, _ in runner.launches if phase == "prefill"]
+    assert len(prefills) > 1  # the second one was computed again
+    scheduler.check_idle()
+
+
+def test_the_integrity_check_notices_a_leak():
+    scheduler = Scheduler(LIMITS, Fcfs())
+    scheduler.check_idle()
+    scheduler.pages.allocate(1)
+    with pytest.raises(AssertionError, match="1 pages leaked"):
+        scheduler.check_idle()
+
+
+def test_scheduling_a_full_batch_is_cheap():
+    """Not a timed test: a bound so loose that only a quadratic slip can break it."""
+    limits = Limits(64, 64 * 8, 16, 256, 16)
+    scheduler, runner = Scheduler(limits, Fcfs()), FakeRunner(limits)
+    for i in range(64):
+        scheduler.add(make_sequence(str(i), [i] * 10, 100, arrived_at=i))
+    start = time.perf_counter()
+    for _ in range(100):
+        plan = scheduler.next_step()
+        list(accept(plan, runner.read(runner.launch(plan, (100, 0)))))
+    assert time.perf_counter() - start < 5

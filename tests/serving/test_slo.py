@@ -1,0 +1,140 @@
+"""Algorithm 2 and the latency windows, by hand-computed examples and invariants."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.config import BrownoutConfig, SalcConfig
+from serving.errors import InvalidRequest
+from serving.request import BrownoutChange
+from serving.salc import Salc
+from serving.slo import LatencyWindow, SloAnalyser
+
+
+def test_algorithm_2_shrinks_above_the_slo_and_grows_below_the_warning_line():
+    salc = Salc(SalcConfig(), 100.0)
+    seen = []
+    for p90 in (1.1, 1.2, 1.01, 0.9, 0.81, 0.79, 0.5, None):
+        salc.update(p90, slo_s=1.0)
+        seen.append(round(salc.threshold_percent, 6))
+    assert seen == [80.0, 64.0, 51.2, 51.2, 51.2, 61.2, 71.2, 71.2]
+
+
+def test_the_threshold_is_never_rounded_but_a_step_rounds_up():
+    salc = Salc(SalcConfig(), 51.2)
+    assert (salc.threshold_percent, salc.percent) == (51.2, 52)
+    assert Salc(SalcConfig(), 0.0).percent == 0
+    assert Salc(SalcConfig(), 100.0).percent == 100
+
+
+@given(
+    st.lists(st.one_of(st.none(), st.floats(0, 10)), max_size=60),
+    st.floats(0, 100),
+    st.floats(0, 50),
+    st.floats(50, 100),
+)
+def test_it_stays_between_floor_and_ceiling(latencies, start, floor, ceiling):
+    salc = Salc(SalcConfig(floor_percent=floor, ceiling_percent=ceiling), start)
+    for p90 in latencies:
+        changed = salc.update(p90, 1.0)
+        if p90 is None:
+            assert not changed
+        else:
+            assert floor <= salc.threshold_percent <= ceiling
+
+
+def test_p90_counts_only_samples_of_the_window_and_the_current_threshold():
+    window = LatencyWindow(window_s=4.0)
+    window.add(0.0, 1.0, np.full(10, 9.0))  # falls out of the window
+    window.add(5.0, 6.0, np.full(10, 5.0))  # began before the threshold changed
+    window.add(7.0, 8.0, np.arange(1.0, 12.0))
+    assert window.p90(now=8.0, since=6.5, min_samples=10) == pytest.approx(10.0)
+    assert window.p90(now=8.0, since=6.5, min_samples=12) is None
+    assert window.p90(now=8.0, since=-math.inf, min_samples=1) == pytest.approx(
+        np.percentile([*[5.0] * 10, *np.arange(1.0, 12.0)], 90)
+    )
+
+
+def analyser(**brownout):
+    config = BrownoutConfig(ttft_slo_s=1.0, itl_slo_s=0.1, **brownout)
+    return SloAnalyser(config, SalcConfig(interval_s=1.0, min_samples=5), way=8)
+
+
+def test_each_phase_has_its_own_controller():
+    slo = analyser()
+    now = 10.0
+    slo.maybe_update(now, 0.0)
+    slo.observe_first_tokens(np.full(8, now + 0.1), now + 0.9)  # 0.8 s: in the buffer zone
+    slo.observe_tokens(np.full(8, now + 0.1), now + 0.1, now + 0.4)  # 0.3 s: far too late
+    slo.maybe_update(now + 0.5, 0.0)  # too early
+    assert slo.decode.salc.threshold_percent == 100
+    slo.maybe_update(now + 1.0, 0.0)
+    assert slo.decode.salc.threshold_percent == 80
+    assert slo.prefill.salc.threshold_percent == 100
+    assert slo.control("decode") == (80, 2)
+    assert slo.state().itl_p90_s == pytest.approx(0.3)
+
+
+def test_samples_of_steps_launched_under_the_old_threshold_do_not_count():
+    slo = analyser()
+    slo.maybe_update(0.0, 0.0)
+    slo.observe_tokens(np.full(8, 0.1), 0.1, 0.9)
+    slo.maybe_update(1.0, 0.0)
+    assert slo.decode.salc.threshold_percent == 80
+    slo.observe_tokens(np.full(8, 1.1), 0.95, 1.9)  # launched before the change
+    slo.maybe_update(2.0, 0.0)
+    assert slo.decode.salc.threshold_percent == 80
+    slo.observe_tokens(np.full(8, 2.0), 2.0, 2.9)
+    slo.maybe_update(3.0, 0.0)
+    assert slo.decode.salc.threshold_percent == 64
+
+
+def test_the_age_of_the_oldest_waiting_request_enters_the_prefill_p90():
+    slo = analyser()
+    slo.maybe_update(0.0, 0.0)
+    slo.maybe_update(1.0, 1.5)  # nobody got a first token, but somebody waits too long
+    assert slo.prefill.salc.threshold_percent == 80
+    assert slo.decode.salc.threshold_percent == 100
+
+
+def test_without_data_nothing_changes():
+    slo = analyser(decode_threshold_percent=40)
+    for now in range(10):
+        slo.maybe_update(float(now), 0.0)
+    assert slo.decode.salc.threshold_percent == 40
+
+
+def test_a_fixed_threshold_turns_the_controllers_off():
+    slo = analyser()
+    slo.apply(BrownoutChange(decode_threshold_percent=30), now=0.0)
+    slo.observe_tokens(np.full(8, 1.0), 1.0, 1.5)
+    slo.maybe_update(5.0, 9.0)
+    assert slo.control("decode") == (30, 2)
+    assert slo.control("prefill") == (100, 2)
+    slo.apply(BrownoutChange(salc_enabled=True), now=5.0)
+    slo.observe_tokens(np.full(8, 5.5), 5.5, 6.0)
+    slo.maybe_update(6.5, 0.0)
+    assert slo.control("decode")[0] == 24
+
+
+def test_zero_brownout_and_models_without_united_experts_never_degrade():
+    slo = SloAnalyser(BrownoutConfig(), SalcConfig(), way=0)
+    assert slo.control("decode") == (100, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"strategy": "half"}, "half"),
+        ({"decode_threshold_percent": 101}, "101"),
+        ({"prefill_threshold_percent": -1}, "-1"),
+        ({"ttft_slo_s": 0.0}, "ttft_slo_s"),
+        ({"itl_slo_s": math.nan}, "itl_slo_s"),
+    ],
+)
+def test_a_bad_change_names_the_value(change, words):
+    with pytest.raises(InvalidRequest, match=words):
+        analyser().check(BrownoutChange(**change))
