@@ -161,7 +161,7 @@ def forward(
     tokens: ArrayLike | Sequence[Sequence[int]],
     brownout: Brownout | None = None,
     *,
-    exempt: ArrayLike | None = None,
+    exempt: ArrayLike | Sequence[bool] | None = None,
 ) -> Float[Array, "batch length vocab"]:
     """Logits of whole sequences, without a cache.
 
@@ -182,7 +182,7 @@ def forward_with_stats(
     tokens: ArrayLike | Sequence[Sequence[int]],
     brownout: Brownout | None = None,
     *,
-    exempt: ArrayLike | None = None,
+    exempt: ArrayLike | Sequence[bool] | None = None,
 ) -> tuple[Float[Array, "batch length vocab"], LayerStats]:
     """`forward`, and the counts of every MoE layer (leading axis: MoE layers)."""
     array = np.asarray(tokens)

@@ -93,6 +93,8 @@ class PageAllocator:
     def free(self, pages: Iterable[int]) -> None:
         """Gives pages back. Raises ValueError for one that is not owned."""
         for page in pages:
+            if not 0 <= page < self.num_pages:
+                raise ValueError(f"page {page} is not one of 0 to {self.num_pages - 1}")
             if not self._owned[page]:
                 raise ValueError(f"page {page} is freed twice")
             self._owned[page] = False

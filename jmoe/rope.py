@@ -1,4 +1,4 @@
-"""Rotary position embedding (arXiv 2104.09864), halves rotated as Hugging Face checkpoints expect."""
+"""Rotary position embedding (arXiv 2104.09864), halves rotated as in Hugging Face checkpoints."""
 
 import math
 

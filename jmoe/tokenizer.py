@@ -23,7 +23,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer | None":
-        """None where the directory has no `tokenizer.json`. Raises TokenizerError for a broken one."""
+        """None where there is no `tokenizer.json`. Raises TokenizerError for a broken one."""
         path = directory / "tokenizer.json"
         if not path.exists():
             return None

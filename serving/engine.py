@@ -113,7 +113,7 @@ class Engine:
         observer: Observer | None = None,
         progress: Progress | None = None,
     ) -> "Engine":
-        """Loads (unless a model is given), compiles and warms every program, and starts the tick."""
+        """Loads a model unless one is given, compiles and warms every program, starts the tick."""
 
         def prepare() -> tuple[Model, DeviceRunner]:
             use_compilation_cache(config.compilation_cache)
@@ -213,8 +213,8 @@ class Engine:
         total = len(prompt) + sampling.max_new_tokens
         if total > config.max_model_len:
             raise InvalidRequest(
-                f"prompt ({len(prompt)} tokens) and max_new_tokens ({sampling.max_new_tokens}) make "
-                f"{total} positions; this server has {config.max_model_len}"
+                f"prompt ({len(prompt)} tokens) and max_new_tokens ({sampling.max_new_tokens}) "
+                f"make {total} positions; this server has {config.max_model_len}"
             )
         limits = self.runner.limits
         if limits.pages_for(total) > limits.num_pages:

@@ -1,13 +1,17 @@
 """What an engine tells the world about its steps; `serving.metrics` turns it into metrics."""
 
+from __future__ import annotations
+
 from collections import deque
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from serving.request import Output
-from serving.runner import StepResult
-from serving.scheduler import StepPlan
-from serving.sequence import SequenceState
+if TYPE_CHECKING:
+    from serving.request import Output
+    from serving.runner import StepResult
+    from serving.scheduler import StepPlan
+    from serving.sequence import SequenceState
 
 
 class Observer:

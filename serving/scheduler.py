@@ -160,8 +160,8 @@ class Scheduler:
         for sequence, part in chunks:
             mapped = self.limits.pages_for(sequence.num_computed)
             sequence.num_computed += len(part)
-            for block in range(mapped, self.limits.pages_for(sequence.num_computed)):
-                deltas.append((sequence.slot, block, sequence.pages[block]))
+            reached = self.limits.pages_for(sequence.num_computed)
+            deltas += [(sequence.slot, b, sequence.pages[b]) for b in range(mapped, reached)]
             rows.append(sequence.packed(len(part)).copy())
             last = sequence.num_computed == len(sequence.context)
             sampled.append(last)

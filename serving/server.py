@@ -191,7 +191,7 @@ class GenerationService(rpc.GenerationServicer):
                 timeout_s=context.time_remaining(),
             )
             # Closed here and now: a generator left to the collector would keep its pages.
-            async with contextlib.aclosing(outputs):  # pyright: ignore[reportArgumentType]
+            async with contextlib.aclosing(outputs):
                 async for out in outputs:
                     await context.write(convert.response(out))
 

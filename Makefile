@@ -1,0 +1,47 @@
+# Two commands on a fresh machine with Python 3.12 and make: `make demo`, `make test`.
+PYTHON ?= python3.12
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check format bench bundled clean
+
+demo: $(VENV)/.base
+	$(BIN)/jmoe demo
+
+test: $(VENV)/.dev
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+
+check: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The demo's pair three times, and what a step costs; CPU figures are about this CPU.
+bench: $(VENV)/.base
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.expert_op
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.step_time
+	$(BIN)/jmoe demo --repeat 3
+
+# Tasks, tokenizer, weights and united experts of the bundled model, from nothing.
+bundled: $(VENV)/.base
+	$(BIN)/python -m training.remake --out jmoe/bundled
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e .
+	@touch $@
+
+# `aot` compiles for an H200 where there is none; the tests use it.
+$(VENV)/.dev: $(VENV)/.base
+	$(PIP) -e '.[dev,aot]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) out build *.egg-info
