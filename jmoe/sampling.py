@@ -67,7 +67,9 @@ def _cut(scaled: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]
     ranked = jnp.where(rank < top_k, ranked, -jnp.inf)
     probs = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probs, axis=-1) - probs
-    kept = (rank < top_k) & ((before < sampling.top_p[:, None]) | (rank == 0))
+    # Rounding may bring `before` to 1, so that a top_p of 1 would cut beside a row that is cut.
+    inside = (before < sampling.top_p[:, None]) | (sampling.top_p >= 1)[:, None] | (rank == 0)
+    kept = (rank < top_k) & inside
     row = jnp.arange(scaled.shape[0], dtype=jnp.int32)[:, None]
     keep = jnp.zeros(scaled.shape, bool).at[row, order].set(kept)
     return jnp.where(keep, scaled, -jnp.inf)
