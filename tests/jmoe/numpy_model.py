@@ -1,0 +1,125 @@
+"""A whole MoE model in float64 loops, brownout included, read straight from a checkpoint's tensors.
+
+Slow and plain on purpose: it shares no code with jmoe, and takes its plans from `plan_oracle`.
+"""
+
+import json
+
+import numpy as np
+import plan_oracle
+from safetensors.numpy import load_file
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def softmax(x):
+    e = np.exp(x - x.max())
+    return e / e.sum()
+
+
+class NumpyModel:
+    """Default RoPE only. `gap` is the closest call any router made, `degraded` counts by row."""
+
+    def __init__(self, directory):
+        self.config = json.loads((directory / "config.json").read_text())
+        self.tensors, self.united = {}, {}
+        for path in sorted(directory.glob("model*.safetensors")):
+            self.tensors |= {k: v.astype(np.float64) for k, v in load_file(path).items()}
+        if (directory / "united.safetensors").exists():
+            self.united = load_file(directory / "united.safetensors")
+        self.cache, self.gap = {}, np.inf
+
+    def step(self, rows, strategy="zero", threshold=100, way=None):
+        """One step of rows (sequence, token, exempt). Returns logits and degraded visits a row."""
+        cfg = self.config
+        x = self.tensors["model.embed_tokens.weight"][[token for _, token, _ in rows]]
+        degraded, moe_layer = np.zeros(len(rows), int), 0
+        for layer in range(cfg["num_hidden_layers"]):
+            at = f"model.layers.{layer}."
+            x = x + self.attention(layer, self.norm(x, at + "input_layernorm.weight"), rows)
+            h = self.norm(x, at + "post_attention_layernorm.weight")
+            if f"{at}mlp.gate.weight" in self.tensors:
+                out, moved = self.moe(layer, moe_layer, h, rows, strategy, threshold, way)
+                degraded, moe_layer = degraded + moved, moe_layer + 1
+            else:
+                out = self.mlp(at + "mlp.", h)
+            x = x + out
+        tied = "lm_head.weight" not in self.tensors
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        return self.norm(x, "model.norm.weight") @ self.tensors[name].T, degraded
+
+    def norm(self, x, name):
+        eps = self.config["rms_norm_eps"]
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * self.tensors[name]
+
+    def linear(self, name, x):
+        return x @ self.tensors[name + ".weight"].T + self.tensors.get(name + ".bias", 0.0)
+
+    def mlp(self, at, x):
+        return self.linear(
+            at + "down_proj",
+            silu(self.linear(at + "gate_proj", x)) * self.linear(at + "up_proj", x),
+        )
+
+    def attention(self, layer, h, rows):
+        cfg, at = self.config, f"model.layers.{layer}.self_attn."
+        heads, kv_heads = cfg["num_attention_heads"], cfg["num_key_value_heads"]
+        head_dim = cfg.get("head_dim") or cfg["hidden_size"] // heads
+        out = np.zeros((len(rows), heads, head_dim))
+        for i, (sequence, _, _) in enumerate(rows):
+            keys, values = self.cache.setdefault((sequence, layer), ([], []))
+            q, k, v = (
+                self.linear(f"{at}{p}_proj", h[i]).reshape(-1, head_dim) for p in ("q", "k", "v")
+            )
+            if at + "q_norm.weight" in self.tensors:
+                q, k = self.norm(q, at + "q_norm.weight"), self.norm(k, at + "k_norm.weight")
+            position = len(keys)
+            keys.append(self.rotate(k, position))
+            values.append(v)
+            q = self.rotate(q, position)
+            for head in range(heads):
+                g = head // (heads // kv_heads)
+                p = softmax(np.array([q[head] @ key[g] for key in keys]) * head_dim**-0.5)
+                out[i, head] = sum(w * value[g] for w, value in zip(p, values, strict=True))
+        return self.linear(at + "o_proj", out.reshape(len(rows), -1))
+
+    def rotate(self, x, position):
+        half = x.shape[1] // 2
+        theta = self.config.get("rope_theta") or self.config["rope_parameters"]["rope_theta"]
+        out = np.empty_like(x)
+        for i in range(half):
+            angle = position * theta ** (-2 * i / x.shape[1])
+            a, b, cos, sin = x[:, i], x[:, i + half], np.cos(angle), np.sin(angle)
+            out[:, i], out[:, i + half] = a * cos - b * sin, b * cos + a * sin
+        return out
+
+    def moe(self, layer, moe_layer, h, rows, strategy, threshold, way):
+        cfg, at = self.config, f"model.layers.{layer}.mlp."
+        m, top_k = cfg["num_experts"], cfg["num_experts_per_tok"]
+        ids, weights = [], []
+        for logits in self.linear(at + "gate", h):
+            order = sorted(range(m), key=lambda e: (-logits[e], e))
+            self.gap = min(self.gap, logits[order[top_k - 1]] - logits[order[top_k]])
+            chosen = softmax(logits)[order[:top_k]]
+            ids.append(order[:top_k])
+            weights.append(chosen / chosen.sum() if cfg.get("norm_topk_prob") else chosen)
+        key = f"way{way}.layers.{moe_layer}."
+        groups = self.united[key + "groups"].tolist() if way else [-1] * m
+        exempt = [refuses for _, _, refuses in rows]
+        planned, degraded, _ = plan_oracle.plan(
+            ids, groups, threshold, strategy, [True] * len(rows), exempt
+        )
+        out = np.zeros_like(h)
+        for i, visits in enumerate(planned):
+            for weight, e in zip(weights[i], visits, strict=True):
+                if e >= m:
+                    gate, up = np.split(h[i] @ self.united[key + "gate_up"][e - m], 2)
+                    out[i] += weight * ((silu(gate) * up) @ self.united[key + "down"][e - m])
+                elif e >= 0:
+                    out[i] += weight * self.mlp(f"{at}experts.{e}.", h[i])
+        if at + "shared_expert_gate.weight" in self.tensors:
+            opening = 1 / (1 + np.exp(-self.linear(at + "shared_expert_gate", h)))
+            out += opening * self.mlp(at + "shared_expert.", h)
+        return out, np.array(degraded).sum(-1)

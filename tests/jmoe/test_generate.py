@@ -1,0 +1,125 @@
+"""`jmoe.generate` under brownout, step by step against the model in float64 loops."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from numpy_model import NumpyModel
+
+import jmoe
+from jmoe.brownout import Brownout
+
+CASE = "qwen2_moe"
+PROMPTS = [[5, 61, 17, 33, 8, 90, 2, 44], [71, 12, 3], [29]]
+NEW = 6
+
+
+def greedy_by_hand(directory, brownout):
+    """One prefill step of all prompts, then decode steps of one row a sequence."""
+    model = NumpyModel(directory)
+    setting = brownout.strategy, brownout.threshold_percent, brownout.way
+    rows = [(n, token, False) for n, prompt in enumerate(PROMPTS) for token in prompt]
+    logits, moved = model.step(rows, *setting)
+    who = np.array([n for n, _, _ in rows])
+    last = np.cumsum([len(prompt) for prompt in PROMPTS]) - 1
+    degraded = np.array([moved[who == n].sum() for n in range(len(PROMPTS))])
+    tokens = [logits[last].argmax(-1)]
+    for _ in range(NEW - 1):
+        logits, moved = model.step([(n, t, False) for n, t in enumerate(tokens[-1])], *setting)
+        degraded += moved
+        tokens.append(logits.argmax(-1))
+        top = np.sort(logits, axis=-1)
+        assert (top[:, -1] - top[:, -2]).min() > 1e-3, "too close to call: take other prompts"
+    assert model.gap > 1e-4, "too close to call: take other prompts"
+    return np.stack(tokens, axis=1).tolist(), degraded.tolist()
+
+
+def run(model, prompts=PROMPTS, brownout=None, **kwargs):
+    return jmoe.generate(model, prompts, NEW, brownout, stop_token_ids=(), page_size=4, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "brownout",
+    [Brownout("zero"), Brownout("full", 40), Brownout("partial", 0, 2), Brownout("partial", 50, 3)],
+    ids=lambda b: f"{b.strategy}{b.threshold_percent}",
+)
+def test_tokens_and_degraded_visits_equal_loops(brownout, united_models, united_dirs):
+    out = run(united_models(CASE), brownout=brownout)
+    tokens, degraded = greedy_by_hand(united_dirs(CASE), brownout)
+    assert out.tokens == tokens
+    assert out.degraded_visits == degraded
+    cfg = united_models(CASE).config
+    per_token = cfg.num_moe_layers * cfg.experts_per_token
+    assert out.expert_visits == [per_token * (len(p) + NEW - 1) for p in PROMPTS]
+
+
+def test_100_percent_equals_zero_brownout_exactly(united_models):
+    model = united_models(CASE)
+    plain = run(model)
+    for strategy in ("full", "partial"):
+        out = run(model, brownout=Brownout(strategy, 100, 2))
+        assert (out.tokens, out.logprobs) == (plain.tokens, plain.logprobs)
+        assert out.degraded_visits == [0, 0, 0]
+
+
+def test_batched_equals_one_at_a_time(united_models):
+    model = united_models(CASE)
+    together = run(model)
+    for n, prompt in enumerate(PROMPTS[:2]):  # both of the same number of pages
+        alone = run(model, [prompt] + [prompt[:1]] * 2)
+        assert alone.tokens[0] == together.tokens[n]
+        np.testing.assert_allclose(alone.logprobs[0], together.logprobs[n], rtol=0, atol=1e-5)
+
+
+def test_logprobs_are_those_of_forward(united_models):
+    model = united_models(CASE)
+    out = run(model)
+    whole = PROMPTS[0] + out.tokens[0]
+    padded = whole + [0] * (19 - len(whole))  # the shape that the golden tests compile
+    logits = np.asarray(jmoe.forward(model, [padded, padded]))[0].astype(np.float64)
+    at = range(len(PROMPTS[0]) - 1, len(whole) - 1)
+    want = [logits[i, whole[i + 1]] - np.log(np.exp(logits[i]).sum()) for i in at]
+    np.testing.assert_allclose(out.logprobs[0], want, rtol=0, atol=1e-4)
+
+
+def test_sampling_is_reproducible_and_prompt_i_draws_from_seed_plus_i(united_models):
+    model = united_models(CASE)
+    one = run(model, [PROMPTS[0]] * 3, temperature=1.5, seed=7)
+    again = run(model, [PROMPTS[0]] * 3, temperature=1.5, seed=7)
+    shifted = run(model, [PROMPTS[0]] * 3, temperature=1.5, seed=8)
+    assert one.tokens == again.tokens
+    assert one.tokens[1:] == shifted.tokens[:2]
+    assert all(a != b for a, b in pairwise(one.tokens))
+
+
+def test_stop_tokens_end_a_sequence_alone(united_models):
+    model = united_models(CASE)
+    plain = run(model)
+    stop = plain.tokens[0][1]
+    out = jmoe.generate(model, PROMPTS, NEW, stop_token_ids=[stop], page_size=4)
+    for short, long in zip(out.tokens, plain.tokens, strict=True):
+        end = long.index(stop) + 1 if stop in long else NEW
+        assert short == long[:end]
+    steps = []
+    jmoe.generate(
+        model, PROMPTS, NEW, stop_token_ids=(), page_size=4, progress=lambda *at: steps.append(at)
+    )
+    assert steps == [(i, NEW) for i in range(NEW)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "kwargs", "words"),
+    [
+        ([], {}, "prompts is empty"),
+        ([[1], []], {}, "a prompt is empty"),
+        ([[97]], {}, "token 97 is outside the vocabulary of 97"),
+        (["text"], {}, "qwen2_moe has no tokenizer; give token lists"),
+        ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+        ([[1] * 100], {"max_new_tokens": 29}, "make 129 positions; qwen2_moe has 128"),
+        ([[1]], {"chunk_size": 0}, "chunk_size is 0; it must be at least 1"),
+        ([[1]], {"brownout": Brownout("partial", 10, 9)}, "way is 9; qwen2_moe has"),
+    ],
+)
+def test_bad_input_names_the_value(prompts, kwargs, words, united_models):
+    with pytest.raises(ValueError, match=words):
+        jmoe.generate(united_models(CASE), prompts, **{"max_new_tokens": 2, **kwargs})

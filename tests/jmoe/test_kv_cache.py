@@ -1,0 +1,96 @@
+"""Paged KV cache: who owns which page, and where a row goes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from jmoe.config import read_config
+from jmoe.kv_cache import OutOfPages, PageAllocator, make_pages, page_bytes, write_rows
+
+
+class Owners(RuleBasedStateMachine):
+    """Requests that take pages and give them back, in any order."""
+
+    NUM_PAGES = 9
+
+    def __init__(self):
+        super().__init__()
+        self.pages = PageAllocator(self.NUM_PAGES)
+        self.owned = []
+
+    @rule(count=st.integers(0, NUM_PAGES + 2))
+    def allocate(self, count):
+        free = self.pages.num_free
+        if count > free:
+            with pytest.raises(OutOfPages, match=f"{count} pages wanted, {free} of 9 free"):
+                self.pages.allocate(count)
+        else:
+            got = self.pages.allocate(count)
+            assert len(got) == count
+            self.owned.append(got)
+
+    @precondition(lambda self: self.owned)
+    @rule(data=st.data())
+    def free(self, data):
+        gone = self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1)))
+        self.pages.free(gone)
+        for page in gone[:1]:
+            with pytest.raises(ValueError, match=f"page {page} is freed twice"):
+                self.pages.free([page])
+
+    @invariant()
+    def every_page_is_free_or_owned_once(self):
+        held = [page for pages in self.owned for page in pages]
+        assert len(set(held)) == len(held)
+        assert set(held) <= set(range(self.NUM_PAGES))
+        assert self.pages.num_free == self.NUM_PAGES - len(held)
+        if held:
+            with pytest.raises(AssertionError, match=f"{len(held)} pages leaked"):
+                self.pages.check_idle()
+        else:
+            self.pages.check_idle()
+
+
+TestOwners = Owners.TestCase
+TestOwners.settings = settings(max_examples=60, deadline=None, database=None, derandomize=True)
+
+
+def test_pages_that_are_no_pages():
+    with pytest.raises(ValueError, match="num_pages is 0; it must be at least 1"):
+        PageAllocator(0)
+    pages = PageAllocator(4)
+    pages.allocate(4)
+    for page in (-1, 4):
+        with pytest.raises(ValueError, match=f"page {page} is not one of 0 to 3"):
+            pages.free([page])
+    assert pages.num_free == 0
+
+
+@pytest.fixture(scope="module")
+def cfg(request):
+    return read_config(request.config.rootpath / "tests/golden/qwen3_moe")
+
+
+def test_page_bytes_are_those_of_the_arrays(cfg):
+    one, two = (make_pages(cfg, n, 16, jnp.dtype(jnp.bfloat16)) for n in (1, 2))
+    more = sum(a.nbytes for a in two) - sum(a.nbytes for a in one)
+    assert page_bytes(cfg, 16, jnp.dtype(jnp.bfloat16)) == more
+
+
+def test_rows_are_written_where_the_table_says_and_nowhere_else(cfg):
+    pages = make_pages(cfg, 5, 4, jnp.dtype(np.float32))
+    rng = np.random.default_rng(0)
+    k, v = rng.normal(size=(2, 3, cfg.num_kv_heads, cfg.head_dim)).astype(np.float32)
+    page, offset = np.array([4, 0, 4], np.int32), np.array([3, 0, 1], np.int32)
+    written = jax.jit(write_rows)(
+        pages, jnp.int32(1), *(jnp.asarray(a) for a in (page, offset, k, v))
+    )
+    for cache, rows in zip(written, (k, v), strict=True):
+        cache, want = np.asarray(cache), np.zeros(cache.shape, np.float32)
+        for t in range(3):
+            want[1, page[t], :, offset[t]] = rows[t]
+        np.testing.assert_array_equal(cache, want)

@@ -1,0 +1,167 @@
+"""Sampling: the sets that top-k and top-p leave, the distribution within them, and its seeds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jmoe.sampling import Sampling, sample
+
+VOCAB = 50
+_sample = jax.jit(sample)
+
+
+def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0):
+    """Tokens of rows `logits`; the other arguments are one value, or one a row."""
+    logits = np.atleast_2d(np.asarray(logits, np.float32))
+    rows = len(logits)
+
+    def spread(value, dtype):
+        return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (rows,)))
+
+    sampling = Sampling(
+        spread(temperature, np.float32),
+        spread(top_k, np.int32),
+        spread(top_p, np.float32),
+        spread(seed, np.uint32),
+    )
+    tokens, logprobs = _sample(jnp.asarray(logits), sampling, spread(position, np.int32))
+    return np.asarray(tokens), np.asarray(logprobs)
+
+
+def many(logits, n=20_000, **kwargs):
+    """Tokens of n draws from one distribution, each with a seed of its own."""
+    return draw(np.tile(np.float32(logits), (n, 1)), seed=np.arange(n), **kwargs)[0]
+
+
+@pytest.fixture(scope="module")
+def logits():
+    return np.random.default_rng(0).normal(size=(64, VOCAB)) * 2
+
+
+def test_temperature_zero_is_greedy_and_ties_go_to_the_lower_id(logits):
+    tokens, logprobs = draw(logits, temperature=0, top_k=3, top_p=0.5)
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    norm = np.log(np.exp(logits).sum(-1))
+    np.testing.assert_allclose(logprobs, logits.max(-1) - norm, rtol=0, atol=1e-5)
+    assert draw([[1.0, 3.0, 3.0]], temperature=0)[0] == [1]
+
+
+def test_logprobs_are_of_the_unmodified_distribution(logits):
+    tokens, logprobs = draw(logits, temperature=0.7, top_k=5, seed=np.arange(64))
+    p = np.exp(logits - logits.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    np.testing.assert_allclose(logprobs, np.log(p[np.arange(64), tokens]), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kwargs", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1e-9}])
+def test_the_narrowest_cut_is_greedy(logits, kwargs):
+    tokens, _ = draw(logits, temperature=5.0, seed=np.arange(64), **kwargs)
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+
+
+def kept_by_hand(logits, temperature, top_k, top_p):
+    """Token ids that may be drawn: by probability, ties by id; the crossing token included."""
+    scaled = np.asarray(logits, np.float64) / temperature
+    order = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
+    if top_k:
+        order = order[:top_k]
+    p = np.exp(scaled[order] - max(scaled[order]))
+    p /= p.sum()
+    kept, mass = [], 0.0
+    for token, probability in zip(order, p, strict=True):
+        if kept and mass >= top_p:
+            break
+        kept.append(token)
+        mass += probability
+    return kept
+
+
+SMALL = np.random.default_rng(3).normal(size=8) * 1.5
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.6), (5, 0.8), (100, 0.9), (2, 0.1)]
+)
+def test_distribution(temperature, top_k, top_p):
+    """Chi-square against the distribution by hand, and nothing outside the set it leaves."""
+    n = 20_000
+    tokens = many(SMALL, n, temperature=temperature, top_k=top_k, top_p=top_p)
+    kept = kept_by_hand(SMALL, temperature, top_k, top_p)
+    p = np.zeros(len(SMALL))
+    p[kept] = np.exp(SMALL[kept] / temperature - max(SMALL / temperature))
+    p /= p.sum()
+    count = np.bincount(tokens, minlength=len(SMALL))
+    assert set(np.flatnonzero(count)) <= set(kept)
+    expected = n * p[kept]
+    common = expected > 5
+    chi2 = ((count[kept] - expected)[common] ** 2 / expected[common]).sum()
+    # The 99.99 % point for up to 7 degrees of freedom is 29.9; seeds are fixed, so no flakes.
+    assert chi2 < 29.9
+
+
+def test_ties_at_the_cut_go_to_lower_ids():
+    tokens = many([1.0, 2.0, 2.0, 2.0, 2.0], 2_000, top_k=3)
+    assert set(tokens.tolist()) == {1, 2, 3}
+    tokens = many([0.0] * 10, 2_000, top_p=0.35)
+    assert set(tokens.tolist()) == {0, 1, 2, 3}
+
+
+def test_top_p_of_one_cuts_nothing():
+    """Not even what rounding of the cumulated probabilities would: a long tail of rare tokens."""
+    n = 4_000
+    logits = np.full(2_000, -12.0, np.float32)
+    logits[7] = 0.0
+    cut = many(logits, n, temperature=1.0, top_k=2_000)  # goes through the sort, cuts nothing
+    whole = many(logits, n, temperature=1.0)
+    np.testing.assert_array_equal(cut, whole)
+    assert len(set(whole.tolist())) > 5
+
+
+def test_a_row_draws_the_same_in_any_batch(logits):
+    kwargs = {"temperature": 1.3, "top_k": 20, "top_p": 0.9}
+    alone = [int(draw(row, seed=i, position=9, **kwargs)[0][0]) for i, row in enumerate(logits[:8])]
+    order = np.random.default_rng(1).permutation(64)
+    tokens, _ = draw(logits[order], seed=order, position=9, **kwargs)
+    assert [int(tokens[np.flatnonzero(order == i)[0]]) for i in range(8)] == alone
+    # Nor do neighbours' settings matter: half the rows greedy, half of them uncut.
+    mixed = {
+        "temperature": np.where(np.arange(64) < 8, 1.3, 0.0),
+        "top_k": np.where(np.arange(64) < 8, 20, 0),
+        "top_p": np.where(np.arange(64) < 8, 0.9, 1.0),
+    }
+    tokens, _ = draw(logits, seed=np.arange(64), position=9, **mixed)
+    assert tokens[:8].tolist() == alone
+    np.testing.assert_array_equal(tokens[8:], logits[8:].argmax(-1))
+
+
+def test_an_uncut_row_draws_the_same_beside_a_row_that_is_cut(logits):
+    alone = draw(logits, temperature=1.0, seed=np.arange(64))[0]
+    beside = draw(
+        logits, temperature=1.0, seed=np.arange(64), top_k=np.where(np.arange(64) == 0, 2, 0)
+    )[0]
+    np.testing.assert_array_equal(alone[1:], beside[1:])
+
+
+def test_seed_and_position_decide(logits):
+    first = draw(logits, seed=5, position=3)[0]
+    np.testing.assert_array_equal(first, draw(logits, seed=5, position=3)[0])
+    assert (first != draw(logits, seed=6, position=3)[0]).any()
+    assert (first != draw(logits, seed=5, position=4)[0]).any()
+    assert draw(logits, seed=2**32 - 1)[0].shape == (64,)
+
+
+def test_extreme_temperatures(logits):
+    cold, logprobs = draw(logits, temperature=1e-9, seed=np.arange(64))
+    np.testing.assert_array_equal(cold, logits.argmax(-1))
+    assert np.isfinite(logprobs).all()
+    hot = many(SMALL, temperature=1e9)
+    count = np.bincount(hot, minlength=8)
+    assert abs(count / len(hot) - 1 / 8).max() < 0.01
+
+
+def test_masked_logits_are_never_drawn():
+    logits = np.array([-np.inf, 0.0, -np.inf, 0.5])
+    for kwargs in ({}, {"top_k": 3}, {"top_p": 0.99}, {"temperature": 1e6}):
+        assert set(many(logits, 2_000, **kwargs).tolist()) <= {1, 3}
