@@ -35,9 +35,11 @@ class TensorFiles:
         """Raises CheckpointError where there are no readable safetensors files."""
         index = directory / "model.safetensors.index.json"
         if index.exists():
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            try:
+                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                names = sorted(set(weight_map.values()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{index} is not readable: {error!r}") from None
         else:
             names = ["model.safetensors"]
         missing = [name for name in names if not (directory / name).exists()]
@@ -233,8 +235,11 @@ def load_united(directory: Path, cfg: ModelConfig) -> dict[int, UnitedExperts]:
             tensors = {name: np.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not readable: {error}") from None
-    ways = sorted({int(name.split(".")[0].removeprefix("way")) for name in tensors})
-    return {way: _united(tensors, way, cfg, path) for way in ways}
+    prefixes = {name.split(".")[0].removeprefix("way"): name for name in tensors}
+    for prefix, name in prefixes.items():
+        if not (prefix.isascii() and prefix.isdigit() and int(prefix) >= 2):
+            raise CheckpointError(f"{path}: {name} is not named way<2 or more>.layers.<layer>.*")
+    return {way: _united(tensors, way, cfg, path) for way in sorted(map(int, prefixes))}
 
 
 def _united(
@@ -249,7 +254,12 @@ def _united(
         if wrong:
             raise CheckpointError(f"{path}: {', '.join(wrong)} missing or not of shape {shape}")
         stacked[key] = np.stack([tensors[name] for name in names])
-    return UnitedExperts(way, stacked["gate_up"], stacked["down"], stacked["groups"])
+    if not np.issubdtype(stacked["groups"].dtype, np.integer):
+        raise CheckpointError(f"{path}: way{way}.layers.0.groups and the others must be integers")
+    try:
+        return UnitedExperts(way, stacked["gate_up"], stacked["down"], stacked["groups"])
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def save_native(
