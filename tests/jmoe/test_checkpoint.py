@@ -1,0 +1,217 @@
+"""Checkpoints: what is refused and how it is named, and jmoe's own format there and back."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jmoe
+from jmoe import CheckpointError, ConfigError
+from jmoe.brownout import Brownout
+
+CASE, SHARDED = "qwen2_moe", "qwen3_moe"
+TOKENS = np.random.default_rng(0).integers(0, 70, (3, 8))
+
+
+def change_tensors(directory, change):
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def refused(directory, error=CheckpointError):
+    with pytest.raises(error) as caught:
+        jmoe.load(directory, dtype="float32")
+    return str(caught.value)
+
+
+def test_every_missing_and_misshapen_tensor_is_named_in_one_error(copy):
+    directory = copy(CASE)
+    at = "model.layers.1."
+
+    def damage(tensors):
+        del tensors[at + "self_attn.q_proj.bias"], tensors[at + "mlp.experts.3.up_proj.weight"]
+        tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1]
+
+    change_tensors(directory, damage)
+    words = refused(directory)
+    assert str(directory) in words
+    assert f"{at}self_attn.q_proj.bias is missing" in words
+    assert f"{at}mlp.experts.3.up_proj.weight is missing" in words
+    assert "model.norm.weight is [31], expected [32]" in words
+
+
+def test_a_wrong_config_names_some_tensors_and_counts_the_rest(copy, edit_config):
+    directory = copy(CASE)
+    edit_config(directory, num_experts=60)
+    words = refused(directory)
+    assert "experts.7.gate_proj.weight is missing" in words
+    assert "mlp.gate.weight is [7, 32], expected [60, 32]" in words
+    assert "more" in words.splitlines()[-1]
+
+
+def test_a_missing_shard_is_named(copy):
+    directory = copy(SHARDED)
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    assert "lacks model-00002-of-00003.safetensors" in refused(directory)
+
+
+def test_no_weights_at_all(copy):
+    directory = copy(CASE)
+    (directory / "model.safetensors").unlink()
+    assert "lacks model.safetensors" in refused(directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"not safetensors at all, but long enough", None])
+def test_an_unreadable_file_is_named(copy, content):
+    directory = copy(CASE)
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100] if content is None else content)
+    assert f"{path} is not readable" in refused(directory)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_an_unreadable_index_is_named(copy, content):
+    directory = copy(SHARDED)
+    path = directory / "model.safetensors.index.json"
+    path.write_text(content)
+    assert f"{path} is not readable" in refused(directory)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'; jmoe serves mixtral, qwen2_moe, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"num_hidden_layers": None}, "config.json lacks num_hidden_layers"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be between 1 and"),
+        ({"num_key_value_heads": 3}, "num_attention_heads is 4; it must be a multiple of"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope type is 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "config.json lacks factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"use_sliding_window": True, "sliding_window": 16}, "sliding_window is 16"),
+        ({"decoder_sparse_step": 5}, "at least one MoE layer"),
+    ],
+)
+def test_a_config_that_is_not_served_names_key_and_value(copy, edit_config, change, words):
+    directory = copy(CASE)
+    edit_config(directory, **change)
+    assert words in refused(directory, ConfigError)
+
+
+def test_a_directory_that_is_none(tmp_path):
+    assert "config.json does not exist" in refused(tmp_path / "nowhere", ConfigError)
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json is not valid JSON" in refused(tmp_path, ConfigError)
+    (tmp_path / "config.json").write_text("[]")
+    assert "holds a list, not an object" in refused(tmp_path, ConfigError)
+    with pytest.raises(ValueError, match="dtype is 'int8'; it must be one of bfloat16, float16"):
+        jmoe.load(tmp_path, dtype="int8")
+
+
+def change_united(directory, change):
+    tensors = load_file(directory / "united.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "united.safetensors")
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+def put(name, value):
+    return lambda tensors: tensors.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (drop("way2.layers.1.down"), "way2.layers.1.down missing"),
+        (put("way3.layers.0.down", np.zeros((3, 19, 31), np.float32)), "way3.layers.0.down"),
+        (put("way2.layers.0.groups", np.arange(7, dtype=np.int32)), "groups of way 2"),
+        (put("way2.layers.0.groups", np.zeros(7, np.float32)), "way2.layers.0.groups"),
+        (put("something", np.zeros(1, np.float32)), "something"),
+        (put("way0.layers.0.groups", np.zeros(7, np.int32)), "way0.layers.0.groups"),
+    ],
+)
+def test_united_experts_that_do_not_fit_are_named(united_dirs, tmp_path, change, words):
+    directory = tmp_path / CASE
+    shutil.copytree(united_dirs(CASE), directory)
+    change_united(directory, change)
+    message = refused(directory)
+    assert words in message
+    assert "united.safetensors" in message
+
+
+def test_unreadable_united_experts(united_dirs, tmp_path):
+    directory = tmp_path / CASE
+    shutil.copytree(united_dirs(CASE), directory)
+    (directory / "united.safetensors").write_bytes(b"")
+    assert "united.safetensors is not readable" in refused(directory)
+
+
+@pytest.fixture(scope="module")
+def saved(united_dirs, tmp_path_factory):
+    """A model with united experts in its pool, saved in jmoe's own format."""
+    model = jmoe.load(united_dirs(CASE), dtype="float32")
+    model.use_way(2)
+    directory = tmp_path_factory.mktemp("native") / CASE
+    jmoe.save(model, directory)
+    return model, directory
+
+
+def test_save_and_load_give_equal_logits(saved):
+    model, directory = saved
+    back = jmoe.load(directory, dtype="float32")
+    assert back.config == model.config
+    assert back.num_parameters == model.num_parameters
+    assert jax.tree.structure(back.params) == jax.tree.structure(model.params)
+    # United experts came along; which way is in the pool is not remembered.
+    assert back.way is None
+    for brownout in (None, Brownout("partial", 20, 2), Brownout("partial", 20, 3)):
+        want = np.asarray(jmoe.forward(model, TOKENS, brownout))
+        np.testing.assert_array_equal(np.asarray(jmoe.forward(back, TOKENS, brownout)), want)
+
+
+def test_a_saved_model_loads_in_another_precision(saved):
+    _, directory = saved
+    back = jmoe.load(directory, dtype="bfloat16")
+    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves((back.params, back.pool))}
+    assert kinds == {"bfloat16"}
+    assert back.table.slots.dtype == np.int32
+
+
+def test_save_does_not_overwrite(saved):
+    model, directory = saved
+    with pytest.raises(FileExistsError, match="already holds a model"):
+        jmoe.save(model, directory)
+
+
+def test_a_saved_model_that_was_damaged(saved, tmp_path):
+    directory = tmp_path / CASE
+    shutil.copytree(saved[1], directory)
+    path = directory / "jmoe.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in config.items() if k != "d_model"}))
+    assert "is not readable" in refused(directory)
+    path.write_text(json.dumps(config))
+    shutil.rmtree(directory / "state")
+    assert "is not readable" in refused(directory)
+
+
+def test_a_model_saved_without_places_says_so(united_dirs, tmp_path):
+    model = jmoe.load(united_dirs(CASE), dtype="float32", ways=[3])
+    jmoe.save(model, tmp_path / "few")
+    with pytest.raises(ValueError, match=r"saved without places for ways \[2, 3\]"):
+        jmoe.load(tmp_path / "few", dtype="float32")
+    assert jmoe.load(tmp_path / "few", dtype="float32", ways=[3]).united_places == 3
+
+
+def test_progress_counts_layers(copy):
+    seen = []
+    jmoe.load(copy(CASE), dtype="float32", progress=lambda *at: seen.append(at))
+    assert seen == [(1, 2), (2, 2)]
