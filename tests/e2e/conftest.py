@@ -1,0 +1,59 @@
+"""The real server as a process of its own, talked to over a real socket."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+FEW_PROGRAMS = (
+    "engine.decode_buckets=8,32",
+    "engine.prefill_buckets=64,256",
+    "engine.max_num_seqs=32",
+    "engine.max_queue_len=64",
+)
+
+
+@contextmanager
+def serving(*settings, start_timeout_s=240):
+    """Yields (process, address) of `jmoe serve --config demo` once it is ready."""
+    command = [sys.executable, "-m", "serving.cli", "serve", "--config", "demo", "--port", "0"]
+    command += [part for value in settings for part in ("--set", value)]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )
+        try:
+            yield process, _address(process, log, start_timeout_s)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+def _address(process, log, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    for line in process.stdout:
+        if found := re.search(r"jmoe ready on (\S+)", line):
+            return found.group(1)
+        if time.monotonic() > deadline:
+            break
+    log.seek(0)
+    raise AssertionError(f"the server did not get ready: {log.read()[-2000:]}")
+
+
+@pytest.fixture(scope="module")
+def server():
+    """One server for a module's tests."""
+    with serving(*FEW_PROGRAMS) as found:
+        yield found
