@@ -19,8 +19,9 @@ class CalibrationError(RuntimeError):
 
 @dataclass(frozen=True)
 class FullBatch:
-    """A server kept full: P90 gap between tokens, and requests answered a second."""
+    """A server kept full: P90 latencies without queueing, and requests answered a second."""
 
+    ttft_p90_s: float
     itl_p90_s: float
     capacity_per_s: float
 
@@ -99,7 +100,9 @@ def full_batch(run: Run, start_s: float, end_s: float) -> FullBatch:
         raise CalibrationError(f"a full batch gave no latencies: {reason}")
     num_tokens = sum(start_s <= at < end_s for r in done for at in r.token_s)
     tokens_per_request = sum(len(r.token_s) for r in done) / len(done)
+    ttfts_s = [r.ttft_s for r in done if start_s <= r.at_s < end_s]
     return FullBatch(
+        ttft_p90_s=float(np.percentile(ttfts_s, 90)) if ttfts_s else math.nan,
         itl_p90_s=float(np.percentile(gaps_s, 90)),
         capacity_per_s=num_tokens / (end_s - start_s) / tokens_per_request,
     )

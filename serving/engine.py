@@ -1,7 +1,8 @@
 """The engine: admission, the tick, and what callers hold on to.
 
-The tick is the system on one screen (`Engine._tick`): let the controllers act, plan a step, launch
-it, and only then read the step before it, so that the device never waits for the host.
+The tick is the system on one screen (`Engine._tick`): shortly before a step ends, let the
+controllers act, plan the next step and launch it; then take the results of the one that ended. The
+device never waits for the host, and a request waits for as few steps as can be.
 """
 
 import asyncio
@@ -13,7 +14,6 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from serving.errors import (
 )
 from serving.loader import ExpertsLoader, allowed_ways
 from serving.observer import Observer
+from serving.pace import Pace
 from serving.policy import POLICIES
 from serving.programs import Progress, use_compilation_cache
 from serving.request import (
@@ -53,11 +54,12 @@ RETRY_AFTER_S = 0.5
 
 @dataclass
 class Launched:
-    """A step on the device."""
+    """A step on the device, and its result once that is read."""
 
     plan: StepPlan
-    handle: Any
+    result: asyncio.Future[StepResult]
     launched_at: float
+    started_at: float  # when the device could begin: at its launch, or after the step before it
 
 
 @dataclass
@@ -92,6 +94,7 @@ class Engine:
         self.slo = SloAnalyser(config.brownout, config.salc, way=ways[0] if ways else 0)
         self.scheduler = Scheduler(runner.limits, POLICIES[config.policy]())
         self.counters = Counters()
+        self.pace = Pace()
         self._visits_per_token = (
             model.config.num_moe_layers * model.config.experts_per_token if model else 1
         )
@@ -348,20 +351,32 @@ class Engine:
                 return
 
     async def _tick(self) -> bool:
-        """Launches step N + 1, then reads step N. False when there is nothing to do."""
+        """Launches step N + 1, then takes step N's results. False when there is nothing to do."""
+        step = self._in_flight
+        if step is not None:
+            await self._nearly_done(step)
         now = time.monotonic()
         oldest = self.scheduler.oldest_arrival()
         self.slo.maybe_update(now, 0.0 if oldest is None else now - oldest)
         self.loader.advance()
-        plan = self.scheduler.next_step()
-        previous, self._in_flight = self._in_flight, self._launch(plan)
-        if previous is not None:
-            loop = asyncio.get_running_loop()
-            result = await loop.run_in_executor(self._reader, self.runner.read, previous.handle)
-            self._accept(previous, result, time.monotonic())
-        elif plan is not None:
-            await asyncio.sleep(0)  # let callers in between two launches
-        return plan is not None or previous is not None or self.loader.busy
+        self._in_flight = self._launch(self.scheduler.next_step())
+        if step is not None:
+            result = await step.result
+            now = time.monotonic()
+            self.pace.observe(step.plan, now - step.started_at)
+            if self._in_flight is not None:
+                self._in_flight.started_at = max(now, self._in_flight.launched_at)
+            self._accept(step, result, now)
+        return not (step is None and self._in_flight is None) or self.loader.busy
+
+    async def _nearly_done(self, step: Launched) -> None:
+        """Waits until the next step has to be planned, or this one is done already."""
+        until = step.started_at + self.pace.idle_s(step.plan)
+        timeout_s = until - time.monotonic()
+        if timeout_s > 0:
+            await asyncio.wait([step.result], timeout=timeout_s)
+        else:
+            await asyncio.sleep(0)  # callers get their turn between any two launches
 
     def _launch(self, plan: StepPlan | None) -> Launched | None:
         if plan is None:
@@ -370,7 +385,10 @@ class Engine:
         for sequence in plan.sequences:
             sequence.note_threshold(plan.phase, control[0])
         launched_at = time.monotonic()
-        return Launched(plan, self.runner.launch(plan, control), launched_at)
+        handle = self.runner.launch(plan, control)
+        loop = asyncio.get_running_loop()
+        result = loop.run_in_executor(self._reader, self.runner.read, handle)
+        return Launched(plan, result, launched_at, launched_at)
 
     def _accept(self, step: Launched, result: StepResult, now: float) -> None:
         """Gives a step's tokens to their requests, and its latencies to the analyser."""

@@ -25,6 +25,7 @@ class FakeRunner:
     launches: list[tuple[str, int, tuple[int, int]]] = field(default_factory=list)
     _last: dict[int, int] = field(default_factory=dict)
     _table: dict[tuple[int, int], int] = field(default_factory=dict)
+    _busy_until: float = 0.0
     _written: dict[int, list[int]] = field(default_factory=dict)  # page -> tokens, by offset
 
     def launch(self, plan: StepPlan, control: tuple[int, int]) -> tuple[float, StepResult]:
@@ -47,7 +48,8 @@ class FakeRunner:
         count = len(tokens)
         zeros = np.zeros((1, 1), np.int32)
         result = StepResult(tokens, [-0.5] * count, [0] * count, zeros, None)
-        return time.monotonic() + self.step_s, result
+        self._busy_until = max(self._busy_until, time.monotonic()) + self.step_s  # one at a time
+        return self._busy_until, result
 
     def _write(self, slot: int, start: int, tokens: list[int]) -> None:
         size = self.limits.page_size

@@ -5,7 +5,6 @@ first token counts from when the request was due. A slow client or server never 
 """
 
 import asyncio
-import itertools
 import json
 import math
 import time
@@ -81,7 +80,9 @@ class _Player:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            record.code = "CANCELLED"  # by the server, which grpc.aio reports as ours
+            # The server's cancel, which grpc.aio reports as ours; at the deadline both sides hang up.
+            over = self.now_s() >= self.time_limit_s
+            record.code = "DEADLINE_EXCEEDED" if over else "CANCELLED"
         record.end_s = self.now_s()
         record.text = "".join(texts)
         if last is not None:
@@ -91,7 +92,7 @@ class _Player:
 
     async def watch(self, every_s: float, on_sample: Callable[[Sample], None] | None) -> None:
         """Samples the admin service until cancelled, or until the server has none."""
-        for tick in itertools.count(1):
+        while True:
             try:
                 state, stats = await asyncio.gather(self.client.get_brownout(), self.client.stats())
             except grpc.aio.AioRpcError:
@@ -99,7 +100,7 @@ class _Player:
             self.samples.append(_sample(self.now_s(), state, stats))
             if on_sample:
                 on_sample(self.samples[-1])
-            await asyncio.sleep(max(0.0, tick * every_s - self.now_s()))
+            await asyncio.sleep(every_s - self.now_s() % every_s)  # a missed tick is skipped
 
     def result(self) -> Run:
         cpu_s = time.process_time() - self._cpu

@@ -72,7 +72,7 @@ async def test_many_streams_share_few_slots(start):
     await settle(engine)
 
 
-async def test_step_n_plus_1_is_launched_before_step_n_is_read(start):
+async def test_step_n_plus_1_is_launched_before_step_n_is_done(start):
     events = []
 
     class Watched(FakeRunner):
@@ -81,11 +81,22 @@ async def test_step_n_plus_1_is_launched_before_step_n_is_read(start):
             return super().launch(plan, control)
 
         def read(self, handle):
-            events.append("read")
-            return super().read(handle)
+            result = super().read(handle)
+            events.append("done")
+            return result
 
-    await collect(start(runner=Watched), [1], 5)
-    assert events == ["launch", *["launch", "read"] * 4, "read"]
+    await collect(start(runner=Watched, step_s=0.06), [1], 5)
+    assert events == ["launch", *["launch", "done"] * 4, "done"]
+
+
+async def test_a_late_arrival_joins_the_very_next_step(start):
+    engine = start(step_s=0.08)
+    first = asyncio.create_task(collect(engine, [1], 6))
+    await asyncio.sleep(0.08 * 3 + 0.02)  # the pace is known; a step has just begun
+    before = len(engine.runner.launches)
+    second = asyncio.create_task(collect(engine, [5], 1))
+    await asyncio.gather(first, second)
+    assert engine.runner.launches[before][0] == "prefill"
 
 
 async def test_a_closed_iterator_frees_its_pages(start):

@@ -30,6 +30,7 @@ def result(zero=(0.9, 0.8), brownout=(0.02, 0.05), ttft_s=40.0):
             "request_throughput": 2.0,
             "output_throughput": 20.0,
             "accuracy": 0.95,
+            "latest_send_ms": 3.0,
             "steady": burst(0.0, None),
             "burst": burst(*rates),
             "series": {
@@ -83,7 +84,14 @@ def test_table_shows_both_runs():
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(table(result()))
     text = console.export_text()
-    for part in ("without brownout", "with brownout", "90.0 %", "2.0 %", "60 % / 50 %", "100 ms"):
+    for part in (
+        "without brownout",
+        "with brownout",
+        "90.0 %",
+        "2.0 %",
+        "60 % / 50 %",
+        "12 / 12 / 12",
+    ):
         assert part in text
 
 
@@ -99,3 +107,10 @@ def test_table_shows_both_runs():
 )
 def test_verdict_is_honest(zero, brownout, opening):
     assert verdict(result(zero, brownout)).startswith(opening)
+
+
+def test_a_starved_client_is_told():
+    spoiled = result()
+    spoiled["runs"]["zero"]["latest_send_ms"] = 2100.0
+    assert "left up to 2.1 s late" in verdict(spoiled)
+    assert "Caution" not in verdict(result())
