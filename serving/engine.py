@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jmoe.api import Model, check_tokens, load
-from serving.config import EngineConfig
+from serving.config import EngineConfig, ServerConfig
 from serving.errors import (
     Aborted,
     DeadlineExceeded,
@@ -44,6 +44,7 @@ from serving.request import (
 from serving.runner import DeviceRunner, Runner, StepResult
 from serving.scheduler import Scheduler, StepPlan
 from serving.sequence import SequenceState
+from serving.settings import check
 from serving.slo import SloAnalyser
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,13 @@ class Engine:
         observer: Observer | None = None,
         progress: Progress | None = None,
     ) -> "Engine":
-        """Loads a model unless one is given, compiles and warms every program, starts the tick."""
+        """Loads a model unless one is given, compiles and warms every program, starts the tick.
+
+        Raises SettingsError for a configuration that cannot be used, and what `jmoe.load` raises.
+        """
+        check(ServerConfig(engine=config))
+        if config.policy not in POLICIES:
+            raise ValueError(f"policy is {config.policy!r}; it must be one of {', '.join(POLICIES)}")
 
         def prepare() -> tuple[Model, DeviceRunner]:
             use_compilation_cache(config.compilation_cache)

@@ -191,6 +191,7 @@ def distill(
                 progress("distill", len(results), len(ways) * len(inputs))
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / UNITED_FILE)
+    (out / UNITED_FILE).chmod(0o644)  # written as private by the library
     return results
 
 

@@ -78,6 +78,7 @@ def export_hf(config: dict[str, Any], params: Params, tokenizer_dir: Path, out: 
     tensors = to_tensors(from_hf(config), params)
     low = {name: tensor.astype(jnp.bfloat16) for name, tensor in tensors.items()}
     save_file(low, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # written as private by the library
     generation = {
         "bos_token_id": EOS_ID,
         "eos_token_id": EOS_ID,

@@ -31,7 +31,7 @@ def make(rows, seed):
     )
 
 
-@pytest.mark.parametrize("rows", [1, 7, 64])
+@pytest.mark.parametrize("rows", [1, 33])
 def test_equals_dense_with_gradients(rows):
     h, weights, ids, gate_up, down = make(rows, seed=rows)
     probe = jax.random.normal(jax.random.key(99), (rows, D))
@@ -40,7 +40,8 @@ def test_equals_dense_with_gradients(rows):
         def scalar(h, weights, gate_up, down):
             return jnp.sum(layer(h, weights, ids, gate_up, down) * probe)
 
-        return jax.value_and_grad(scalar, argnums=(0, 1, 2, 3))(h, weights, gate_up, down)
+        grad = jax.jit(jax.value_and_grad(scalar, argnums=(0, 1, 2, 3)))
+        return grad(h, weights, gate_up, down)
 
     got = run(lambda *args: expert_layer(*args, capacity=rows)[0])
     want = run(dense)
@@ -75,7 +76,8 @@ def test_matmul_has_the_gradients_of_matmul(shape):
     w = jax.random.normal(jax.random.key(1), (*lead, k, n))
 
     def grads(product):
-        return jax.grad(lambda x, w: jnp.sum(jnp.sin(product(x, w))), argnums=(0, 1))(x, w)
+        loss = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(product(x, w))), argnums=(0, 1)))
+        return loss(x, w)
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), grads(matmul), grads(jnp.matmul)

@@ -18,9 +18,9 @@ from training.train import TrainConfig, family_accuracy, make_optimizer, train, 
 def config(tiny):
     return TrainConfig(
         model=tiny.cfg,
-        steps=30,
+        steps=20,
         rows=8,
-        warmup=5,
+        warmup=3,
         peak_lr=1e-2,
         eval_every=1000,
         save_every=15,
@@ -36,7 +36,7 @@ def test_loss_falls(config, tokenizer):
         batch = training_batch(tokenizer, 1, step, config.rows, config.length)
         params, state, metrics = train_step(params, state, batch.arrays(), config)
         losses.append(float(metrics["loss"]))
-    assert np.mean(losses[-3:]) < 0.75 * losses[0]
+    assert np.mean(losses[-3:]) < 0.8 * losses[0]
     scores = family_accuracy(params, task_batch(tokenizer, eval_tasks(8, 1), 128), config)
     assert all(0 <= score <= 1 for score in scores.values())
 
