@@ -123,7 +123,8 @@ class Engine:
         """
         check(ServerConfig(engine=config))
         if config.policy not in POLICIES:
-            raise ValueError(f"policy is {config.policy!r}; it must be one of {', '.join(POLICIES)}")
+            have = ", ".join(POLICIES)
+            raise ValueError(f"policy is {config.policy!r}; it must be one of {have}")
 
         def prepare() -> tuple[Model, DeviceRunner]:
             use_compilation_cache(config.compilation_cache)

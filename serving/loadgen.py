@@ -80,7 +80,7 @@ class _Player:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # The server's cancel, which grpc.aio reports as ours; at the deadline both sides hang up.
+            # The server's cancel, which grpc.aio reports as ours; at the deadline both hang up.
             over = self.now_s() >= self.time_limit_s
             record.code = "DEADLINE_EXCEEDED" if over else "CANCELLED"
         record.end_s = self.now_s()
