@@ -90,12 +90,12 @@ async def _demo(config: DemoConfig, console: Console) -> dict[str, Any]:
     tasks = shuffled(load_tasks(config.tasks), config.seed)
     config.out.mkdir(parents=True, exist_ok=True)
     results = []
-    async with _server(config, console) as address, Client(address) as client:
+    async with _server(config, console) as (address, pid), Client(address) as client:
         await client.wait_ready(config.startup_timeout_s)
         facts = await _facts(client)
         for number in range(config.repeat):
             suffix = f"-{number + 1}" if config.repeat > 1 else ""
-            results.append(facts | await _pair(client, config, tasks, console))
+            results.append(facts | await _pair(client, config, tasks, pid, console))
             _show(results[-1], config.out / f"demo{suffix}.png", console)
     if config.repeat == 1:
         _store(results[0], config.out / "demo.json", console)
@@ -110,8 +110,8 @@ async def _demo(config: DemoConfig, console: Console) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def _server(config: DemoConfig, console: Console) -> AsyncIterator[str]:
-    """A server as a child process; yields its address. It is gone when the block is left."""
+async def _server(config: DemoConfig, console: Console) -> AsyncIterator[tuple[str, int]]:
+    """A server as a child process; yields address and pid. It is gone when the block is left."""
     log_path = config.out / "server.log"
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
@@ -124,7 +124,7 @@ async def _server(config: DemoConfig, console: Console) -> AsyncIterator[str]:
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         reader = asyncio.create_task(_read_stdout(process, log, address))
         try:
-            yield await _wait_for_address(address, config, log_path, console)
+            yield await _wait_for_address(address, config, log_path, console), process.pid
         except (grpc.aio.AioRpcError, CalibrationError, TimeoutError) as error:
             raise DemoError(f"{error}; the end of {log_path}:\n{_tail(log_path, 25)}") from error
         finally:
@@ -181,8 +181,9 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 async def _pair(
-    client: Client, config: DemoConfig, tasks: Sequence[Arrival], console: Console
+    client: Client, config: DemoConfig, tasks: Sequence[Arrival], pid: int, console: Console
 ) -> dict[str, Any]:
+    others = _OtherPrograms(pid)
     with console.status("calibrating", refresh_per_second=4) as status:
         calibration = await calibrate(
             client,
@@ -191,6 +192,7 @@ async def _pair(
             window_s=config.calibration_s,
             say=status.update,
         )
+    other_cpu = {"calibration": others.share()}
     slo = calibration.slo
     steady_per_s, burst_per_s = (
         load * calibration.zero.capacity_per_s for load in (config.steady_load, config.burst_load)
@@ -202,6 +204,7 @@ async def _pair(
     runs = {}
     for name, words in LABELS.items():
         await _wait_idle(client, config.pause_s)
+        others = _OtherPrograms(pid)
         state = await _set_brownout(client, config, slo, with_brownout=name == "brownout")
         with console.status(words, refresh_per_second=4) as status:
             run = await play(
@@ -210,6 +213,7 @@ async def _pair(
                 time_limit_s=config.duration_s + 30,
                 on_sample=_progress(words, config.duration_s, status.update),
             )
+        other_cpu[name] = others.share()
         runs[name] = _run_result(run, slo, burst_at_s, config.duration_s)
     return {
         "date": datetime.now().isoformat(timespec="seconds"),
@@ -221,6 +225,7 @@ async def _pair(
         "steady_rate_per_s": steady_per_s,
         "burst_rate_per_s": burst_per_s,
         "num_requests": len(arrivals),
+        "other_cpu_share": other_cpu,
         "runs": runs,
     }
 
@@ -299,6 +304,32 @@ def _phase(
             for phase in ("prefill", "decode")
         },
     }
+
+
+class _OtherPrograms:
+    """Share of the machine's processor time that neither this process nor the server took."""
+
+    def __init__(self, server_pid: int) -> None:
+        self._pids = (os.getpid(), server_pid)
+        self._start = self._ticks()
+
+    def share(self) -> float | None:
+        """Since this object was made; None where there is no /proc."""
+        now = self._ticks()
+        if self._start is None or now is None or now[1] <= self._start[1]:
+            return None
+        return max(0.0, (now[0] - self._start[0]) / (now[1] - self._start[1]))
+
+    def _ticks(self) -> tuple[int, int] | None:
+        """Busy with others, and all there were."""
+        try:
+            total = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
+            ours = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2] for pid in self._pids]
+        except OSError:
+            return None
+        idle = total[3] + total[4]  # and waiting for a disk
+        mine = sum(int(ticks) for stat in ours for ticks in stat.split()[11:13])
+        return sum(total) - idle - mine, sum(total)
 
 
 # -- what is shown and stored --------------------------------------------------------------------

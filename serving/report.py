@@ -146,14 +146,19 @@ def verdict(result: Mapping[str, Any]) -> str:
         opening = f"Brownout did not hold the SLO: {missed} missed" + (
             ", though by less than without it." if improved else ", no better than without it."
         )
+    return f"{opening} {late} {price}{_caution(result)}"
+
+
+def _caution(result: Mapping[str, Any]) -> str:
+    """Whatever else the machine did while the two runs were compared."""
+    share = max(filter(None, result["other_cpu_share"].values()), default=0.0)
     held_up_s = max(run["latest_send_ms"] for run in result["runs"].values()) / 1e3
-    caveat = (
-        f" Caution: requests left up to {held_up_s:.1f} s late, so other work on this machine "
-        "spoils the comparison."
-        if held_up_s > 0.25
-        else ""
+    if share <= 0.15 and held_up_s <= 0.25:
+        return ""
+    return (
+        f" Caution: other programs took up to {_share(share, 0)} of this machine's processors, and "
+        f"requests left up to {held_up_s:.2f} s late; the runs may not have met the same machine."
     )
-    return f"{opening} {late} {price}{caveat}"
 
 
 def _kept(burst: Mapping[str, Any]) -> dict[str, bool]:
@@ -286,11 +291,12 @@ def _draw_thresholds(axis: Any, result: Mapping[str, Any], phase: str) -> None:
     at_s, thresholds = run["samples"]["at_s"], run["samples"][f"{phase}_threshold_percent"]
     axis.step(at_s, thresholds, where="post", color=_COLORS["brownout"], lw=2.6)
     mean = run["burst"]["mean_thresholds_percent"][phase]
+    title = f"{phase.capitalize()} threshold (100 %: nothing degraded)"
     if mean is not None:
         burst = (result["burst_at_s"], result["duration_s"])
         axis.plot(burst, (mean, mean), color="#666666", ls=":", lw=1.6)
-        axis.text(burst[1], mean + 2, f"mean {mean:.0f} % ", ha="right", color="#444444")
+        title += f"; burst mean {mean:.0f} %"
     axis.set_ylim(-3, 108)
     axis.set_ylabel("threshold, %")
-    axis.set_title(f"{phase.capitalize()} threshold (100 %: nothing is degraded)", loc="left")
+    axis.set_title(title, loc="left", fontsize=13)
     axis.grid(axis="y", color="#dddddd", lw=0.7)

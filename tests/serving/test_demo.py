@@ -75,6 +75,14 @@ def test_repeats_store_medians(tmp_path):
     assert (tmp_path / "out" / "demo-2.png").exists()
 
 
+def test_share_of_other_programs(monkeypatch):
+    real = demo._OtherPrograms(os.getpid()).share()
+    assert real is None or 0 <= real <= 1
+    ticks = iter([(10, 100), (40, 200), (40, 200)])
+    monkeypatch.setattr(demo._OtherPrograms, "_ticks", lambda _: next(ticks))
+    assert demo._OtherPrograms(1).share() == pytest.approx(0.3)
+
+
 def test_medians_go_number_by_number():
     values = [
         {"a": n, "b": {"c": n * 2.0, "d": None}, "series": [n], "word": "x"} for n in (1, 5, 3)

@@ -51,6 +51,7 @@ def result(zero=(0.9, 0.8), brownout=(0.02, 0.05), ttft_s=40.0):
         "burst_at_s": 1.5,
         "steady_rate_per_s": 5.0,
         "burst_rate_per_s": 10.0,
+        "other_cpu_share": {"calibration": None, "zero": 0.01, "brownout": 0.02},
         "runs": {"zero": run(zero), "brownout": run(brownout)},
     }
 
@@ -109,8 +110,11 @@ def test_verdict_is_honest(zero, brownout, opening):
     assert verdict(result(zero, brownout)).startswith(opening)
 
 
-def test_a_starved_client_is_told():
-    spoiled = result()
-    spoiled["runs"]["zero"]["latest_send_ms"] = 2100.0
-    assert "left up to 2.1 s late" in verdict(spoiled)
+def test_a_busy_machine_is_told():
     assert "Caution" not in verdict(result())
+    starved = result()
+    starved["runs"]["zero"]["latest_send_ms"] = 2100.0
+    assert "left up to 2.10 s late" in verdict(starved)
+    busy = result()
+    busy["other_cpu_share"]["brownout"] = 0.4
+    assert "up to 40 % of this machine" in verdict(busy)
