@@ -69,10 +69,10 @@ def brownout_plan(
 def max_active_experts(
     threshold_percent: int, num_experts: int, num_united: int, num_visits: int
 ) -> int:
-    """Experts one layer can touch under any strategy at or below a threshold.
+    """Experts one layer can touch under full or partial brownout at or below a threshold.
 
-    The bound of full and partial brownout without exempt rows, `min(m, ceil(t m) + ceil(m/k),
-    visits)` with ceil(m/k) = `num_united`; it is attained.
+    `min(m, ceil(t m) + ceil(m/k), visits)` with ceil(m/k) = `num_united`; it is attained. It needs
+    every expert in a group (none -1) and no exempt row; zero brownout may touch all m.
     """
     originals = -(-threshold_percent * num_experts // 100)
     return min(num_experts, originals + num_united, num_visits)
