@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -69,7 +69,7 @@ Stacked = dict[str, Array]
 def apply_all(params: Stacked, h: Float[Array, "n d"]) -> Float[Array, "U n d"]:
     """Outputs of U experts on the same rows."""
     module = UnitedExpert(params["down"].shape[1])
-    return jax.vmap(lambda p: module.apply({"params": p}, h))(params)
+    return cast(Array, jax.vmap(lambda p: module.apply({"params": p}, h))(params))
 
 
 def membership(groups: Int[np.ndarray, " m"]) -> Float[np.ndarray, "U m"]:

@@ -45,13 +45,17 @@ def accuracy(
         batch: prompts generated together. Brownout chooses experts over the rows of a step, so
             the batch is part of the setting.
         progress: called with (items done, items in all).
+
+    Raises ValueError for a model without tokenizer.
     """
+    if model.tokenizer is None:
+        raise ValueError(f"{model.name} has no tokenizer; its answers cannot be read")
     right: dict[str, list[bool]] = {}
     for start in range(0, len(items), batch):
         part = items[start : start + batch]
         longest = max(len(model.tokenizer.encode(item.answer)) for item in part) + 1
         texts = generate(model, [item.prompt for item in part], longest, brownout).texts
-        for item, text in zip(part, texts, strict=True):
+        for item, text in zip(part, texts or [], strict=True):
             right.setdefault(item.family, []).append(text.strip() == item.answer.strip())
         if progress is not None:
             progress(start + len(part), len(items))

@@ -49,20 +49,26 @@ class Encoded:
     family: str
 
 
+def eos_id(tokenizer: Tokenizer) -> int:
+    """Id of the end-of-text token. Raises ValueError where the tokenizer has none."""
+    token = tokenizer.token_to_id(EOS)
+    if token is None:
+        raise ValueError(f"the tokenizer has no {EOS}")
+    return token
+
+
 def encode_task(tokenizer: Tokenizer, task: Task, chat: bool = False) -> Encoded:
     """Prompt, answer and end of text; in the chat template's form if `chat`."""
     prompt = f"{IM_START}{task.prompt}{IM_END}" if chat else task.prompt
     prompt_ids = tokenizer.encode(prompt).ids
     answer_ids = tokenizer.encode(task.answer).ids
-    return Encoded(
-        [*prompt_ids, *answer_ids, tokenizer.token_to_id(EOS)], len(prompt_ids), task.family
-    )
+    return Encoded([*prompt_ids, *answer_ids, eos_id(tokenizer)], len(prompt_ids), task.family)
 
 
 def _training_items(tokenizer: Tokenizer, seed: int, step: int) -> Iterator[Encoded]:
     rng = random.Random(f"items/{seed}/{step}")
     stream = tasks("train", rng.getrandbits(60))
-    eos = tokenizer.token_to_id(EOS)
+    eos = eos_id(tokenizer)
     while True:
         if rng.random() < PROSE_SHARE:
             yield Encoded([*tokenizer.encode(world.prose(rng)).ids, eos], 1, "prose")

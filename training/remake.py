@@ -58,7 +58,7 @@ def remake(out: Path, run: Path, seed: int, steps: int | None) -> None:
         def progress(what: str, done: int, total: int) -> None:
             bar.update(jobs[what], completed=done, total=total)
 
-        results = distill(out, WAYS, data, out, DistillConfig(seed=seed), progress)
+        results = distill(out, WAYS, data, out, DistillConfig(), progress)
     for r in results:
         print(f"way {r.way} layer {r.layer}: error {r.error_before:.3f} -> {r.error_after:.3f}")
     print(f"training {trained - began:.0f} s, the rest {time.monotonic() - trained:.0f} s")

@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class TrainConfig:
 
     model: ModelConfig = BUNDLED
     seed: int = 1
-    steps: int = 2500
+    steps: int = 2400
     rows: int = 64
     length: int = 128
     peak_lr: float = 2.5e-3
@@ -112,7 +112,8 @@ def train_step(
     capacity = config.capacity(arrays[0].shape[0], config.capacity_factor)
     grads, metrics = jax.grad(loss_fn, has_aux=True)(params, arrays, config, capacity)
     updates, state = make_optimizer(config).update(grads, state, params)
-    return optax.apply_updates(params, updates), state, metrics
+    params = cast(Params, optax.apply_updates(params, updates))
+    return params, state, metrics
 
 
 @functools.partial(jax.jit, static_argnames="config")

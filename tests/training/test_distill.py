@@ -125,7 +125,7 @@ def test_distill_writes_what_jmoe_loads(tiny_dir, tmp_path):
     seen = []
     results = distill(
         tiny_dir.path,
-        [2, 3],
+        [3],
         tiny_dir.path / "tasks.jsonl",
         tmp_path,
         QUICK,
