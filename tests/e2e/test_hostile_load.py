@@ -34,7 +34,9 @@ def draw(rng, texts):
     """One request: what is sent, and the outcomes that are right."""
     kind = rng.choices(["fine", "cancel", "malformed", "late"], [0.62, 0.2, 0.1, 0.08])[0]
     length = rng.randrange(1, 120)
-    prompt = rng.choice(texts) if rng.random() < 0.5 else [rng.randrange(512) for _ in range(length)]
+    prompt = (
+        rng.choice(texts) if rng.random() < 0.5 else [rng.randrange(512) for _ in range(length)]
+    )
     sampling = pb.SamplingParams(
         max_new_tokens=rng.randrange(1, 60),
         temperature=rng.choice([0.0, 0.0, 0.8]),
@@ -66,9 +68,7 @@ def draw(rng, texts):
 async def send(client, rng, request):
     """The request's status, and its message count."""
     kind, prompt, sampling, timeout_s, _ = request
-    call = client.generate(
-        prompt, sampling, timeout_s=timeout_s, allow_brownout=rng.random() < 0.8
-    )
+    call = client.generate(prompt, sampling, timeout_s=timeout_s, allow_brownout=rng.random() < 0.8)
     messages, stop_after = [], rng.randrange(1, 8)
     try:
         async for message in call:

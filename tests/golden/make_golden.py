@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, logging
 ROOT = Path(__file__).resolve().parent
 LENGTH, NEW_TOKENS = 19, 12
 MIN_ROUTER_GAP, MIN_LOGIT_GAP, MIN_DISTINCT, MIN_ROPE_EFFECT = 0.005, 0.02, 5, 0.05
-EAGER = dict(attn_implementation="eager", experts_implementation="eager")
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def case(model_type, sizes, experts, *, rope=None, hub=True, bf16=False, shard=None, **config):
@@ -37,36 +37,36 @@ def case(model_type, sizes, experts, *, rope=None, hub=True, bf16=False, shard=N
     """
     layers, hidden, heads, kv_heads, vocab = sizes
     count, top_k, width, *others = experts
-    config |= dict(num_hidden_layers=layers, hidden_size=hidden, vocab_size=vocab)
-    config |= dict(num_attention_heads=heads, num_key_value_heads=kv_heads)
+    config |= {"num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": vocab}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     if model_type == "mixtral":
-        config |= dict(num_local_experts=count, intermediate_size=width)
+        config |= {"num_local_experts": count, "intermediate_size": width}
     else:
-        config |= dict(num_experts=count, moe_intermediate_size=width, max_window_layers=layers)
+        config |= {"num_experts": count, "moe_intermediate_size": width, "max_window_layers": layers}
         names = ("intermediate_size", "shared_expert_intermediate_size")
         config |= dict(zip(names, others, strict=False))
-    rope = dict(rope_type="default", rope_theta=1e6) | (rope or {})
+    rope = {"rope_type": "default", "rope_theta": 1e6} | (rope or {})
     trained, factor = rope.get("original_max_position_embeddings", 128), rope.get("factor", 1)
-    config |= dict(
-        num_experts_per_tok=top_k,
-        max_position_embeddings=int(trained * factor),
-        rope_parameters=rope,
-    )
-    return dict(model_type=model_type, config=config, hub=hub, bf16=bf16, shard=shard)
+    config |= {
+        "num_experts_per_tok": top_k,
+        "max_position_embeddings": int(trained * factor),
+        "rope_parameters": rope,
+    }
+    return {"model_type": model_type, "config": config, "hub": hub, "bf16": bf16, "shard": shard}
 
 
-TEN_THOUSAND, FIVE_HUNDRED = dict(rope_theta=1e4), dict(rope_theta=500.0)
-LINEAR = dict(type="linear", rope_type="linear", factor=2.5, rope_theta=1e4)
-LLAMA3 = dict(rope_type="llama3", factor=8.0, rope_theta=500.0, low_freq_factor=1.0)
-LLAMA3 |= dict(high_freq_factor=4.0, original_max_position_embeddings=32)
-YARN = dict(rope_type="yarn", factor=4.0, rope_theta=1e4, original_max_position_embeddings=32)
+TEN_THOUSAND, FIVE_HUNDRED = {"rope_theta": 1e4}, {"rope_theta": 500.0}
+LINEAR = {"type": "linear", "rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
 # So small a theta makes the ramp cross several dimensions.
-YARN_BETAS = dict(type="yarn", rope_type="yarn", factor=3.0, rope_theta=50.0, beta_fast=4.0)
-YARN_BETAS |= dict(beta_slow=0.5, attention_factor=1.4, original_max_position_embeddings=64)
-YARN_MSCALE = dict(rope_type="yarn", factor=6.0, rope_theta=100.0, beta_fast=5.0, mscale=1.3)
-YARN_MSCALE |= dict(mscale_all_dim=0.6, truncate=False, original_max_position_embeddings=48)
-TIED, NORM = dict(tie_word_embeddings=True), dict(norm_topk_prob=True)
-SPARSE_STEP, MLP_ONLY = dict(decoder_sparse_step=2), dict(mlp_only_layers=[0])
+YARN_BETAS = {"type": "yarn", "rope_type": "yarn", "factor": 3.0, "rope_theta": 50.0, "beta_fast": 4.0}
+YARN_BETAS |= {"beta_slow": 0.5, "attention_factor": 1.4, "original_max_position_embeddings": 64}
+YARN_MSCALE = {"rope_type": "yarn", "factor": 6.0, "rope_theta": 100.0, "beta_fast": 5.0, "mscale": 1.3}
+YARN_MSCALE |= {"mscale_all_dim": 0.6, "truncate": False, "original_max_position_embeddings": 48}
+TIED, NORM = {"tie_word_embeddings": True}, {"norm_topk_prob": True}
+SPARSE_STEP, MLP_ONLY = {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}
 
 qwen2, qwen3, mixtral = (partial(case, name) for name in ("qwen2_moe", "qwen3_moe", "mixtral"))
 CASES = {
@@ -148,7 +148,7 @@ def make_golden(model, seed):
         gap(final.logits[:, LENGTH - 1 : -1], 1),
     )
     logits = forward(model, tokens).logits.numpy()
-    return dict(tokens=tokens, logits=logits, greedy=sequence[:, LENGTH:]), gaps
+    return {"tokens": tokens, "logits": logits, "greedy": sequence[:, LENGTH:]}, gaps
 
 
 def rope_effect(spec, model, golden):
