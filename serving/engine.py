@@ -8,6 +8,7 @@ device never waits for the host, and a request waits for as few steps as can be.
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 import uuid
@@ -31,7 +32,7 @@ from serving.loader import ExpertsLoader, allowed_ways
 from serving.observer import Observer
 from serving.pace import Pace
 from serving.policy import POLICIES
-from serving.programs import Progress, use_compilation_cache
+from serving.programs import Progress, limit_cpu_threads, use_compilation_cache
 from serving.request import (
     BrownoutChange,
     BrownoutState,
@@ -127,6 +128,7 @@ class Engine:
             raise ValueError(f"policy is {config.policy!r}; it must be one of {have}")
 
         def prepare() -> tuple[Model, DeviceRunner]:
+            limit_cpu_threads(config.cpu_threads)
             use_compilation_cache(config.compilation_cache)
             loaded = model or _load(config, progress)
             runner = DeviceRunner(loaded, config)
@@ -367,15 +369,26 @@ class Engine:
         oldest = self.scheduler.oldest_arrival()
         self.slo.maybe_update(now, 0.0 if oldest is None else now - oldest)
         self.loader.advance()
-        self._in_flight = self._launch(self.scheduler.next_step())
+        self._in_flight = self._launch(self.scheduler.next_step(self._spare_s(step)))
         if step is not None:
             result = await step.result
             now = time.monotonic()
-            self.pace.observe(step.plan, now - step.started_at)
+            self.pace.observe(step.plan, step.started_at, now)
             if self._in_flight is not None:
                 self._in_flight.started_at = max(now, self._in_flight.launched_at)
             self._accept(step, result, now)
         return not (step is None and self._in_flight is None) or self.loader.busy
+
+    def _spare_s(self, step: Launched | None) -> float:
+        """ITL that running sequences have to spare for a prefill step after the one under way."""
+        if step is None or step.plan.phase == "decode":
+            return -math.inf  # a prefill step's turn anyway
+        return self.pace.spare_s(
+            self.slo.itl_slo_s,
+            self.pace.ends_at(step.plan, step.started_at),
+            num_decoding=len(self.scheduler.running),
+            num_prefill_tokens=self.scheduler.next_prefill_tokens(),
+        )
 
     async def _nearly_done(self, step: Launched) -> None:
         """Waits until the next step has to be planned, or this one is done already."""

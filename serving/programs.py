@@ -165,3 +165,13 @@ def use_compilation_cache(directory: str) -> None:
     path.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def limit_cpu_threads(count: int) -> None:
+    """Lets XLA use `count` threads on a CPU (0: all). Works until jax makes its first array.
+
+    A decode step is many small operations; where the host needs a core as well, a second thread
+    costs more in waiting than it brings.
+    """
+    if count:
+        os.environ["NPROC"] = str(count)  # what XLA reads when it makes its CPU client

@@ -6,6 +6,7 @@ once: steps run in order on the device, so a step in flight that still writes to
 any step of a new owner.
 """
 
+import math
 from bisect import insort
 from dataclasses import dataclass
 
@@ -93,12 +94,20 @@ class Scheduler:
         if len(self._free_slots) != self.limits.num_slots:
             raise AssertionError(f"{self.limits.num_slots - len(self._free_slots)} slots leaked")
 
-    def next_step(self) -> StepPlan | None:
-        """The next step, with its pages taken and its sequences advanced; None: nothing to run."""
+    def next_prefill_tokens(self) -> int:
+        """Tokens that a prefill step planned now would have, at most."""
+        heads = self.waiting[: self.limits.max_prefill_seqs]
+        return min(self.limits.max_prefill_tokens, sum(len(s.context) for s in heads))
+
+    def next_step(self, spare_s: float = -math.inf) -> StepPlan | None:
+        """The next step, with its pages taken and its sequences advanced; None: nothing to run.
+
+        `spare_s` is what the policy may spend on a prefill step out of turn (see Policy).
+        """
         decoding = [s for s in self.running if s.stage is Stage.DECODE and not s.exhausted]
         ready = self._prefill_ready()
         if self.policy.prefill_next(
-            ready=ready, running=len(decoding), last_phase=self._last_phase
+            ready=ready, running=len(decoding), last_phase=self._last_phase, spare_s=spare_s
         ):
             plan = self._plan_prefill() or self._plan_decode(decoding)
         else:

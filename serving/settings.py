@@ -39,7 +39,12 @@ _POSITIVE = (
     "engine.salc.window_s",
     "engine.salc.min_samples",
 )
-_NOT_NEGATIVE = ("drain_timeout_s", "engine.num_pages", "engine.brownout.way")
+_NOT_NEGATIVE = (
+    "drain_timeout_s",
+    "engine.num_pages",
+    "engine.cpu_threads",
+    "engine.brownout.way",
+)
 _PORTS = ("port", "metrics_port")
 _PERCENT = (
     "engine.brownout.prefill_threshold_percent",
