@@ -118,6 +118,8 @@ def serve(
     given = locals()
     import asyncio
 
+    import uvloop
+
     from serving import server, settings
 
     flags = {key: given[name] for name, key in _FLAGS.items()}
@@ -133,7 +135,7 @@ def serve(
         metrics.engine = engine
         return engine
 
-    if not asyncio.run(server.serve(loaded, start_engine)):
+    if not uvloop.run(server.serve(loaded, start_engine)):
         log.warning("streams were cut off after %g s", loaded.drain_timeout_s)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+import uvloop
 from rich.console import Console
 
 from serving.calibrate import Calibration, CalibrationError, calibrate
@@ -79,7 +80,7 @@ def run_demo(config: DemoConfig, console: Console | None = None) -> dict[str, An
 
     Raises DemoError, or WorkloadError when the task file cannot be used.
     """
-    return asyncio.run(_demo(config, console or Console()))
+    return uvloop.run(_demo(config, console or Console()))
 
 
 async def _demo(config: DemoConfig, console: Console) -> dict[str, Any]:

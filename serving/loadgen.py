@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from serving import heap
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.results import METRICS, Record, Run, Sample, summarize
@@ -145,6 +146,7 @@ async def play(
 
     With `max_concurrency`, a request is due when it is scheduled and a place is free.
     """
+    heap.freeze()  # or a collection would make requests leave late
     player = _Player(client, time_limit_s)
     places = asyncio.Semaphore(max_concurrency or len(arrivals) + 1)
 
@@ -176,6 +178,7 @@ async def saturate(
     client: Client, samples: Iterable[Arrival], *, concurrency: int, duration_s: float
 ) -> Run:
     """Keeps `concurrency` requests in flight for `duration_s`, then lets them finish."""
+    heap.freeze()
     player = _Player(client, time_limit_s=duration_s + 30)
     waiting = iter(samples)
 

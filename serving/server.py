@@ -16,7 +16,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from serving import convert
+from serving import convert, heap
 from serving.config import ServerConfig
 from serving.errors import (
     Aborted,
@@ -276,6 +276,7 @@ async def serve(config: ServerConfig, start_engine: Callable[[], Awaitable["Engi
     except Exception:
         await server.stop()
         raise
+    heap.freeze()
     print(f"jmoe ready on {server.address}", flush=True)
     await stopping.wait()
     log.info("draining for up to %g s", config.drain_timeout_s)
