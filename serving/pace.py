@@ -34,15 +34,15 @@ class Pace:
         return max(0.0, SHARE * self._typical_s.get(_key(plan.phase, _size(plan)), 0.0) - MARGIN_S)
 
     def spare_s(
-        self, itl_slo_s: float, ends_at: float, *, num_decoding: int, num_prefill_tokens: int
+        self, budget_s: float, ends_at: float, *, num_decoding: int, num_prefill_tokens: int
     ) -> float:
-        """What is left of the ITL SLO if a prefill step, then a decode step follow `ends_at`.
+        """What is left of an ITL of `budget_s` if a prefill, then a decode step follow `ends_at`.
 
         `ends_at` is when the prefill step under way ends. -inf where a duration is not known yet.
         """
         prefill_s = self._typical_s.get(_key("prefill", num_prefill_tokens), math.inf)
         decode_s = self._typical_s.get(_key("decode", num_decoding), math.inf)
-        return itl_slo_s - (ends_at - self._decoded_at) - prefill_s - decode_s
+        return budget_s - (ends_at - self._decoded_at) - prefill_s - decode_s
 
     def ends_at(self, plan: StepPlan, started_at: float) -> float:
         """When a step that began at `started_at` is likely to end."""

@@ -80,6 +80,11 @@ class Scheduler:
             self._release(sequence)
         sequence.stage = Stage.DONE
 
+    @property
+    def num_free_slots(self) -> int:
+        """Sequences that could still be admitted, pages aside."""
+        return len(self._free_slots)
+
     def oldest_arrival(self) -> float | None:
         """Arrival of the oldest sequence that waits for its first token."""
         ages = [s.arrived_at for s in self.waiting if not s.tokens]

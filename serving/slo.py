@@ -55,10 +55,11 @@ class Phase:
         """
         config = self.salc.config
         p90_s = self.window.p90(now, self.changed_at, config.min_samples)
-        if waiting_age_s > slo_s or (p90_s is not None and waiting_age_s > p90_s):
-            p90_s = waiting_age_s
         if p90_s is not None:
             self.p90_s = p90_s
+        if waiting_age_s > slo_s or (p90_s is not None and waiting_age_s > p90_s):
+            p90_s = waiting_age_s
+            self.p90_s = p90_s if math.isfinite(p90_s) else self.p90_s
         if control and self.salc.update(p90_s, slo_s):
             self.changed_at = now
 
@@ -81,6 +82,11 @@ class SloAnalyser:
         controller = self.prefill if phase == "prefill" else self.decode
         return controller.salc.percent, strategy_code(self.strategy)
 
+    @property
+    def itl_warning_s(self) -> float:
+        """The decode phase's warning line."""
+        return self.itl_slo_s * self.config.warning_factor
+
     def observe_first_tokens(self, arrived_at: np.ndarray, now: float) -> None:
         """First tokens at `now` of requests that arrived then."""
         self.prefill.window.add(float(arrived_at.min()), now, now - arrived_at)
@@ -90,14 +96,21 @@ class SloAnalyser:
         began_at = min(float(previous_at.min()), launched_at)
         self.decode.window.add(began_at, now, now - previous_at)
 
-    def maybe_update(self, now: float, oldest_waiting_s: float) -> None:
-        """Once an interval: both controllers take a step."""
+    def maybe_update(
+        self, now: float, oldest_waiting_s: float, *, slots_taken: bool = False
+    ) -> None:
+        """Once an interval: both controllers take a step.
+
+        A request that waits for a first token because all slots are taken (`slots_taken`) waits for
+        decode steps: once it has waited longer than the TTFT SLO, decode is too slow as well.
+        """
         if now < self._next_update:
             return
         self._next_update = now + self.config.interval_s
         control = self.salc_enabled and self.strategy != "zero"
         self.prefill.update(now, self.ttft_slo_s, oldest_waiting_s, control=control)
-        self.decode.update(now, self.itl_slo_s, 0.0, control=control)
+        starved = slots_taken and oldest_waiting_s > self.ttft_slo_s
+        self.decode.update(now, self.itl_slo_s, math.inf if starved else 0.0, control=control)
 
     def check(self, change: BrownoutChange) -> None:
         """Raises InvalidRequest for a value out of range; nothing is changed."""

@@ -100,6 +100,16 @@ def test_the_age_of_the_oldest_waiting_request_enters_the_prefill_p90():
     assert slo.decode.salc.threshold_percent == 100
 
 
+def test_waiting_for_a_slot_is_waiting_for_decode():
+    slo = analyser()
+    slo.maybe_update(0.0, 0.0)
+    slo.maybe_update(1.0, 1.5, slots_taken=True)
+    assert slo.decode.salc.threshold_percent == 80
+    slo.maybe_update(2.0, 0.5, slots_taken=True)  # not late yet
+    assert slo.decode.salc.threshold_percent == 80
+    assert math.isnan(slo.state().itl_p90_s)  # no latency was seen
+
+
 def test_without_data_nothing_changes():
     slo = analyser(decode_threshold_percent=40)
     for now in range(10):
