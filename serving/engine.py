@@ -370,7 +370,7 @@ class Engine:
         self.slo.maybe_update(
             now,
             0.0 if oldest is None else now - oldest,
-            slots_taken=self.scheduler.num_free_slots == 0,
+            slots_taken=len(self.scheduler.waiting) > self.scheduler.num_free_slots,
         )
         self.loader.advance()
         self._in_flight = self._launch(self.scheduler.next_step(self._spare_s(step)))
@@ -388,7 +388,7 @@ class Engine:
         if step is None or step.plan.phase == "decode":
             return -math.inf  # a prefill step's turn anyway
         return self.pace.spare_s(
-            self.slo.itl_warning_s,
+            self.slo.itl_slo_s,
             self.pace.ends_at(step.plan, step.started_at),
             num_decoding=len(self.scheduler.running),
             num_prefill_tokens=self.scheduler.next_prefill_tokens(),

@@ -24,8 +24,8 @@ class Policy(Protocol):
             ready: a prompt could run now.
             running: sequences that could decode.
             last_phase: of the step before, "prefill" or "decode".
-            spare_s: what would be left to the running sequences until the ITL warning line if a
-                prefill step went first; negative: their next token would come after it.
+            spare_s: what would be left of the running sequences' ITL SLO if a prefill step went
+                first; negative: their next token would come late.
         """
         ...
 
@@ -38,8 +38,8 @@ class Fcfs:
     """First come, first served (the paper's scheduler).
 
     Prefill goes first, since a first token is what a new caller waits for; but between two prefill
-    steps the running sequences get a decode step, so that a burst cannot stall them, unless one
-    prefill step more leaves their ITL below its warning line.
+    steps the running sequences get a decode step, so that a burst cannot stall them, unless their
+    ITL SLO has room for one prefill step more.
     """
 
     def rank(self, sequence: SequenceState) -> Any:

@@ -82,11 +82,6 @@ class SloAnalyser:
         controller = self.prefill if phase == "prefill" else self.decode
         return controller.salc.percent, strategy_code(self.strategy)
 
-    @property
-    def itl_warning_s(self) -> float:
-        """The decode phase's warning line."""
-        return self.itl_slo_s * self.config.warning_factor
-
     def observe_first_tokens(self, arrived_at: np.ndarray, now: float) -> None:
         """First tokens at `now` of requests that arrived then."""
         self.prefill.window.add(float(arrived_at.min()), now, now - arrived_at)
@@ -101,8 +96,8 @@ class SloAnalyser:
     ) -> None:
         """Once an interval: both controllers take a step.
 
-        A request that waits for a first token because all slots are taken (`slots_taken`) waits for
-        decode steps: once it has waited longer than the TTFT SLO, decode is too slow as well.
+        Where more requests wait than slots are free (`slots_taken`), a first token waits for decode
+        steps: once it has waited longer than the TTFT SLO, decode is too slow as well.
         """
         if now < self._next_update:
             return
