@@ -1,6 +1,6 @@
 """Cost of the routed-expert op by the number of experts that have visits, and by block height.
 
-`python benchmarks/expert_op.py [--repeats 30]` on a CPU, at the bundled model's layer: 60 experts
+`python -m benchmarks.expert_op [--repeats 30]` on a CPU, in float32, at the bundled model's layer: 60 experts
 of 128 x 96, 64 rows of four picks. The 256 visits stay; what changes is over how many experts they
 are spread, as under brownout. Variants take turns, so that a disturbance meets all of them; a
 figure is a median. `--cpu-time` counts the process's own time, for a machine that is not idle.
@@ -36,7 +36,7 @@ def make_run(ids: np.ndarray, block_m: int, clock: Callable[[], float]) -> Calla
     rng = np.random.default_rng(0)
     d, f, m = SHAPE.d_model, SHAPE.d_ff, SHAPE.num_experts
     x, gate_up, down = (
-        jnp.asarray(rng.normal(size=size), jnp.bfloat16)
+        jnp.asarray(rng.normal(size=size), jnp.float32)
         for size in ((len(ids), d), (m, d, 2 * f), (m, f, d))
     )
     weights = jnp.ones(ids.shape, jnp.float32)
@@ -71,7 +71,7 @@ def main() -> None:
     repeats, clock = args.repeats, time.process_time if args.cpu_time else time.perf_counter
     device = jax.devices()[0]
     print(f"{SHAPE.name}: d {SHAPE.d_model}, f {SHAPE.d_ff}, {SHAPE.num_experts} experts, ", end="")
-    print(f"{NUM_ROWS * SHAPE.top_k} visits, bfloat16, {device.platform}, ", end="")
+    print(f"{NUM_ROWS * SHAPE.top_k} visits, float32, {device.platform}, ", end="")
     print(f"medians of {repeats}{', CPU time' if args.cpu_time else ''}\n")
 
     block_m = grouped_gemm.BLOCK_M

@@ -14,7 +14,7 @@ import pytest
 
 FEW_PROGRAMS = (
     "engine.decode_buckets=8,32",
-    "engine.prefill_buckets=64,256",
+    "engine.prefill_buckets=32,128",
     "engine.max_num_seqs=32",
     "engine.max_queue_len=64",
 )
