@@ -1,8 +1,8 @@
 """Decode step of the bundled model on this CPU: zero brownout against brownout, and host overhead.
 
-Run: `JAX_PLATFORMS=cpu python -m benchmarks.step_time`. The settings are timed in turn, step by step,
-so that a machine whose speed drifts does not favour one; ratios are medians of paired steps. Nothing
-here speaks of a GPU.
+Run: `JAX_PLATFORMS=cpu python -m benchmarks.step_time`. The settings are timed in turn, step by
+step, so that a machine whose speed drifts does not favour one; ratios are medians of paired steps.
+Nothing here speaks of a GPU.
 """
 
 import argparse

@@ -179,7 +179,9 @@ def load_hf(
     """
     files = TensorFiles(directory)
     _check(files, cfg, directory)
-    params = {key: _assemble(files, s, dtype) for key, s in _top_sources(cfg).items()}
+    params: dict[str, Any] = {
+        key: _assemble(files, s, dtype) for key, s in _top_sources(cfg).items()
+    }
     table = make_table(cfg.num_moe_layers, cfg.num_experts, united_places(ways))
     slots = np.asarray(table.slots)
     pool = empty_pool(cfg, slots.size, dtype)

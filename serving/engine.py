@@ -12,7 +12,7 @@ import math
 import random
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -477,12 +477,8 @@ def _share_prompt_logprobs(plan: StepPlan, result: StepResult) -> None:
 
 
 def _load(config: EngineConfig, progress: Progress | None) -> Model:
-    layers: Callable[[int, int], None] | None = None
-    if progress is not None:
-        report = progress
+    def layers(done: int, total: int) -> None:
+        if progress is not None:
+            progress("loading", done, total)
 
-        def layers(done: int, total: int) -> None:
-            report("loading", done, total)
-
-    ways = config.brownout.ways or None
-    return load(config.model, config.dtype, ways=ways, progress=layers)
+    return load(config.model, config.dtype, ways=config.brownout.ways or None, progress=layers)

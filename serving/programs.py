@@ -97,7 +97,7 @@ class Programs:
         self.compilations_since_ready = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration_s: float, **_: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
         if self._ready and event == COMPILE_EVENT:
             self.compilations_since_ready += 1
 

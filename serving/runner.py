@@ -31,7 +31,11 @@ class Runner(Protocol):
     """What an engine asks of a device; `serving.fake.FakeRunner` answers without one."""
 
     limits: Limits
-    compilations_since_ready: int
+
+    @property
+    def compilations_since_ready(self) -> int:
+        """Compilations since the runner was ready; each one is a fault."""
+        ...
 
     def launch(self, plan: StepPlan, control: tuple[int, int]) -> Any:
         """Starts a step at (threshold percent, strategy code) and returns at once."""
@@ -158,6 +162,6 @@ def _cut(out: Output, count: int) -> StepResult:
         out.tokens[:count].tolist(),
         out.logprobs[:count].tolist(),
         out.degraded[:count].tolist(),
-        out.expert_rows,
-        out.prompt_logprobs,
+        np.asarray(out.expert_rows),
+        None if out.prompt_logprobs is None else np.asarray(out.prompt_logprobs),
     )

@@ -42,7 +42,11 @@ def case(model_type, sizes, experts, *, rope=None, hub=True, bf16=False, shard=N
     if model_type == "mixtral":
         config |= {"num_local_experts": count, "intermediate_size": width}
     else:
-        config |= {"num_experts": count, "moe_intermediate_size": width, "max_window_layers": layers}
+        config |= {
+            "num_experts": count,
+            "moe_intermediate_size": width,
+            "max_window_layers": layers,
+        }
         names = ("intermediate_size", "shared_expert_intermediate_size")
         config |= dict(zip(names, others, strict=False))
     rope = {"rope_type": "default", "rope_theta": 1e6} | (rope or {})
@@ -59,11 +63,28 @@ TEN_THOUSAND, FIVE_HUNDRED = {"rope_theta": 1e4}, {"rope_theta": 500.0}
 LINEAR = {"type": "linear", "rope_type": "linear", "factor": 2.5, "rope_theta": 1e4}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 500.0, "low_freq_factor": 1.0}
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 32,
+}
 # So small a theta makes the ramp cross several dimensions.
-YARN_BETAS = {"type": "yarn", "rope_type": "yarn", "factor": 3.0, "rope_theta": 50.0, "beta_fast": 4.0}
+YARN_BETAS = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "factor": 3.0,
+    "rope_theta": 50.0,
+    "beta_fast": 4.0,
+}
 YARN_BETAS |= {"beta_slow": 0.5, "attention_factor": 1.4, "original_max_position_embeddings": 64}
-YARN_MSCALE = {"rope_type": "yarn", "factor": 6.0, "rope_theta": 100.0, "beta_fast": 5.0, "mscale": 1.3}
+YARN_MSCALE = {
+    "rope_type": "yarn",
+    "factor": 6.0,
+    "rope_theta": 100.0,
+    "beta_fast": 5.0,
+    "mscale": 1.3,
+}
 YARN_MSCALE |= {"mscale_all_dim": 0.6, "truncate": False, "original_max_position_embeddings": 48}
 TIED, NORM = {"tie_word_embeddings": True}, {"norm_topk_prob": True}
 SPARSE_STEP, MLP_ONLY = {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}
