@@ -1,9 +1,10 @@
 """Cost of the routed-expert op by the number of experts that have visits, and by block height.
 
 `python -m benchmarks.expert_op [--repeats 30]` on a CPU, in float32, at the bundled model's layer:
-60 experts of 128 x 96, 64 rows of four picks. The 256 visits stay; what changes is over how many experts they
-are spread, as under brownout. Variants take turns, so that a disturbance meets all of them; a
-figure is a median. `--cpu-time` counts the process's own time, for a machine that is not idle.
+60 experts of 128 x 96, 64 rows of four picks. The 256 visits stay; what changes is over how many
+experts they are spread, as under brownout. Variants take turns, so that a disturbance meets all of
+them; a figure is a median. `--cpu-time` counts the process's own time, for a machine that is not
+idle.
 """
 
 import argparse
