@@ -38,7 +38,7 @@ Way = Annotated[int | None, typer.Option(help="Experts a united expert stands fo
 def main() -> None:
     """Runs a command. Bad input is one line on stderr and exit code 2."""
     try:
-        app()
+        app(prog_name="jmoe")
     except (ServingError, ValueError, OSError) as error:
         log.debug("where it came from", exc_info=True)
         print(f"jmoe: {error}", file=sys.stderr)
