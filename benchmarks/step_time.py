@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jmoe
-from jmoe.steps import empty_deltas, pack_row
+from jmoe.steps import empty_deltas, empty_rows, pack_row
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.observer import Observer
@@ -84,8 +84,7 @@ def _prefill(runner: DeviceRunner, state, slot: int, prompt: list[int]):
     key = Key("prefill", 256, 100)
     tokens = np.zeros(256, np.int32)
     tokens[: len(prompt)] = prompt
-    rows = np.zeros((runner.buckets.rows(key), 9), np.int32)
-    rows[:, 0] = -1
+    rows = empty_rows(runner.buckets.rows(key))
     rows[0] = pack_row(slot, kv_len=len(prompt), q_len=len(prompt))
     deltas = empty_deltas(runner.buckets.deltas(key))
     control = np.array([100, 0], np.int32)

@@ -90,16 +90,12 @@ def _set_groups(
 def load_layer(
     pool: ExpertPool, table: ExpertTable, united: UnitedExperts, layer: int
 ) -> tuple[ExpertPool, ExpertTable]:
-    """Puts one layer's united experts into its united places: detach, write, attach.
+    """Puts one layer's united experts into its united places and points its groups at them.
 
-    No program may be in flight that reads the places with the old groups; between two programs is
-    the time for it. The layer serves originals from the detach to the attach.
+    Both happen between two programs, so none sees new weights behind old groups. Raises ValueError
+    where the pool has too few places.
     """
     num_experts = table.groups.shape[1]
-    at = jnp.int32(layer)
-    detached = table._replace(
-        groups=_set_groups(table.groups, at, jnp.full(num_experts, -1, jnp.int32))
-    )
     count = united.gate_up.shape[1]
     places = np.asarray(table.slots)[layer, num_experts : num_experts + count]
     if len(places) < count:
@@ -113,9 +109,8 @@ def load_layer(
         jnp.asarray(united.gate_up[layer], pool.gate_up.dtype),
         jnp.asarray(united.down[layer], pool.down.dtype),
     )
-    return pool, detached._replace(
-        groups=_set_groups(detached.groups, at, jnp.asarray(united.groups[layer], jnp.int32))
-    )
+    row = jnp.asarray(united.groups[layer], jnp.int32)
+    return pool, table._replace(groups=_set_groups(table.groups, jnp.int32(layer), row))
 
 
 def united_places(ways: Mapping[int, UnitedExperts]) -> int:

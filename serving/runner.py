@@ -82,7 +82,6 @@ class DeviceRunner:
             dtype=model.dtype,
         )
         self.programs = Programs(model, self.buckets, self._state)
-        self._full_capacity = False  # while a way is being loaded, layers may serve all originals
 
     @property
     def compilations_since_ready(self) -> int:
@@ -123,7 +122,7 @@ class DeviceRunner:
             plan.phase,
             size,
             control[0],
-            full=control[1] == 0 or plan.any_exempt or self._full_capacity,
+            full=control[1] == 0 or plan.any_exempt,
             prompt_logprobs=plan.prompt_logprobs,
         )
         rows = empty_rows(self.buckets.rows(key))
@@ -146,9 +145,8 @@ class DeviceRunner:
         return _cut(jax.device_get(out), count)
 
     def load_way(self, way: int, layer: int) -> None:
-        """See Runner. The last layer ends the detour over the full-capacity programs."""
+        """See Runner. Every way fits the places that capacities are reckoned with."""
         model = self.model
-        self._full_capacity = layer < model.config.num_moe_layers - 1
         model.pool, model.table = load_layer(model.pool, model.table, model.united_of(way), layer)
         model.way = way
 
