@@ -98,7 +98,7 @@ class _StepClock(Observer):
         super().__init__()
         self.reads: list[float] = []
 
-    def step_read(self, plan, result, launched_at, now) -> None:
+    def step_read(self, plan, result, started_at, now) -> None:
         """See Observer."""
         if plan.phase == "decode" and len(plan.rows) == BATCH:
             self.reads.append(now)

@@ -449,7 +449,7 @@ class Engine:
             counters.steps_decode += 1
         counters.expert_visits += int(plan.q_lens.sum()) * self._visits_per_token
         counters.degraded_visits += sum(result.degraded)
-        self.observer.step_read(plan, result, step.launched_at, now)
+        self.observer.step_read(plan, result, step.started_at, now)
 
     def _observe(
         self, step: Launched, first: list[float], further: list[float], now: float

@@ -25,6 +25,8 @@ from serving.sequence import SequenceState
 
 if TYPE_CHECKING:
     from serving.engine import Engine
+    from serving.runner import StepResult
+    from serving.scheduler import StepPlan
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -65,11 +67,32 @@ class Metrics(Observer):
         super().__init__()
         self.registry = CollectorRegistry()
         self.ttft, self.itl, self.e2e = Histogram(_TTFT), Histogram(_ITL), Histogram(_E2E)
+        self.prefill_in_itl = Histogram(_ITL)
+        self._prefills: list[tuple[float, float]] = []  # [start, end) since the last decode step
+        self.expert_rows: np.ndarray | None = None  # int64 [MoE layers, E], once a step was read
         self.violations = {"prefill": 0, "decode": 0}
         self.finished: Counter[str] = Counter(stop=0, length=0)
         self.prompt_tokens = self.generation_tokens = 0
         self.engine: Engine | None = None  # set it when the engine is ready
         self.registry.register(self)
+
+    def step_read(
+        self, plan: "StepPlan", result: "StepResult", started_at: float, now: float
+    ) -> None:
+        """See Observer."""
+        super().step_read(plan, result, started_at, now)
+        rows = result.expert_rows.astype(np.int64)
+        self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
+        if plan.phase == "prefill":
+            self._prefills.append((started_at, now))
+        elif self._prefills:
+            starts, ends = np.array(self._prefills).T
+            previous_at = np.array([sequence.previous_at for sequence in plan.sequences])
+            inside = np.clip(
+                ends[None, :] - np.maximum(starts[None, :], previous_at[:, None]), 0, None
+            )
+            self.prefill_in_itl.observe(inside.sum(axis=1))
+            self._prefills = []
 
     def first_tokens(self, ttft_s: np.ndarray, slo_s: float) -> None:
         """See Observer."""
@@ -97,6 +120,11 @@ class Metrics(Observer):
         """Yields every family; the registry calls it at a scrape."""
         yield self.ttft.collect("jmoe:time_to_first_token_seconds", "Arrival to first token")
         yield self.itl.collect("jmoe:inter_token_latency_seconds", "Between tokens of a request")
+        yield self.prefill_in_itl.collect(
+            "jmoe:inter_token_prefill_seconds", "Prefill steps inside an inter-token latency"
+        )
+        if self.expert_rows is not None:
+            yield _expert_load(self.expert_rows)
         yield self.e2e.collect("jmoe:e2e_request_latency_seconds", "Arrival to last token")
         yield _counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
         yield _counter("generation_tokens", "Tokens generated", self.generation_tokens)
@@ -144,6 +172,15 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
             "decode": brownout.decode_threshold_percent,
         },
     )
+
+
+def _expert_load(rows: np.ndarray) -> Metric:
+    family = CounterMetricFamily(
+        "jmoe:expert_rows", "Rows an expert computed, united ones last", labels=["layer", "expert"]
+    )
+    for (layer, expert), count in np.ndenumerate(rows):
+        family.add_metric([str(layer), str(expert)], int(count))
+    return family
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:

@@ -20,8 +20,11 @@ class Observer:
     def __init__(self) -> None:
         self._finished_at: deque[float] = deque(maxlen=64)
 
-    def step_read(self, plan: StepPlan, result: StepResult, launched_at: float, now: float) -> None:
-        """A step's results are on the host. Times are seconds of `time.monotonic`."""
+    def step_read(self, plan: StepPlan, result: StepResult, started_at: float, now: float) -> None:
+        """A step's results are on the host; the device began it at `started_at`, at the earliest.
+
+        Times are seconds of `time.monotonic`.
+        """
 
     def first_tokens(self, ttft_s: np.ndarray, slo_s: float) -> None:
         """Times to first token of one step, queueing included."""

@@ -63,6 +63,40 @@ def test_scrape_over_http() -> None:
     assert {key: got[key] for key in expected} == expected
 
 
+def step(phase: str, *previous_at: float) -> SimpleNamespace:
+    return SimpleNamespace(
+        phase=phase, sequences=[SimpleNamespace(previous_at=at) for at in previous_at]
+    )
+
+
+def read(expert_rows: list[list[int]]) -> SimpleNamespace:
+    return SimpleNamespace(expert_rows=np.array(expert_rows, np.int32))
+
+
+def test_prefill_inside_an_inter_token_latency_is_metered_apart() -> None:
+    """A sequence waits for the prefill steps since its own token, not for those before it."""
+    metrics, rows = Metrics(), read([[0]])
+    metrics.step_read(step("decode", 0.5), rows, 0.5, 1.0)
+    assert metrics.prefill_in_itl.counts.sum() == 0
+    metrics.step_read(step("prefill", np.nan), rows, 1.0, 1.25)  # its token comes at 1.25
+    metrics.step_read(step("prefill", np.nan), rows, 1.25, 1.75)
+    metrics.step_read(step("decode", 1.0, 1.25, 1.75), rows, 1.75, 2.0)
+    assert metrics.prefill_in_itl.counts.sum() == 3
+    assert metrics.prefill_in_itl.sum == 0.75 + 0.5 + 0.0
+    metrics.step_read(step("decode", 2.0), rows, 2.0, 2.5)
+    assert metrics.prefill_in_itl.counts.sum() == 3
+
+
+def test_expert_load_adds_up_over_steps() -> None:
+    metrics = Metrics()
+    metrics.step_read(step("prefill"), read([[1, 2, 0], [0, 0, 4]]), 0.0, 1.0)
+    metrics.step_read(step("decode"), read([[5, 0, 0], [1, 0, 0]]), 1.0, 2.0)
+    (family,) = (f for f in metrics.collect() if f.name == "jmoe:expert_rows")
+    got = {(s.labels["layer"], s.labels["expert"]): s.value for s in family.samples}
+    rows = {("0", "0"): 6, ("0", "1"): 2, ("0", "2"): 0}
+    assert got == rows | {("1", "0"): 1, ("1", "1"): 0, ("1", "2"): 4}
+
+
 def test_two_servers_do_not_share_metrics() -> None:
     one, other = Metrics(), Metrics()
     one.first_tokens(np.array([1.0]), slo_s=1.0)
