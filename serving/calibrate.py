@@ -49,7 +49,9 @@ async def calibrate(
     window_s: float = 10.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
-    """Takes 2 * `window_s` and some 5 s. Leaves thresholds fixed at 0: set them before serving.
+    """Takes 2 * `window_s` and some 5 s.
+
+    Leaves thresholds fixed at 0 and an ITL SLO that no step can meet: set both before serving.
 
     Raises CalibrationError, grpc.aio.AioRpcError.
     """
@@ -70,7 +72,10 @@ async def calibrate(
 
 async def _fix_threshold(client: Client, strategy: str, percent: int) -> None:
     await client.set_brownout(
-        strategy=strategy, prefill_threshold_percent=percent, decode_threshold_percent=percent
+        strategy=strategy,
+        prefill_threshold_percent=percent,
+        decode_threshold_percent=percent,
+        itl_slo_s=0.001,  # no room for a prefill step out of turn: what is measured sets the SLO
     )
 
 

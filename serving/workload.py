@@ -214,7 +214,10 @@ def lognormal_lengths(
 ) -> np.ndarray:
     """Integer lengths in [1, max_tokens], lognormal, whose mean after clipping is `mean`."""
     if not 1 <= mean <= max_tokens or (sigma > 0 and mean > 0.8 * max_tokens):
-        raise WorkloadError(f"a mean of {mean:g} tokens does not fit a limit of {max_tokens}")
+        raise WorkloadError(
+            f"a mean of {mean:g} tokens does not fit a limit of {max_tokens}: ask for shorter "
+            "prompts and outputs, or serve with a larger max_model_len, which they share"
+        )
     if sigma == 0:
         return np.full(num, round(mean))
     quantiles = np.array([NormalDist().inv_cdf((i + 0.5) / 2000) for i in range(2000)])
