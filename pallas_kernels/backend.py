@@ -1,4 +1,4 @@
-"""Which loops an XLA reference may use on the backend it is traced for."""
+"""What the ops may use on the backend they are traced for: Mosaic kernels, and which loops."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +10,7 @@ from jax import lax
 from jaxtyping import Array, Int
 
 _named: ContextVar[str | None] = ContextVar("backend that is traced for", default=None)
+_references_only: ContextVar[bool] = ContextVar("ops run their XLA references", default=False)
 
 
 def backend() -> str:
@@ -29,6 +30,31 @@ def traced_for(platform: str) -> Iterator[None]:
         yield
     finally:
         _named.reset(token)
+
+
+def hopper() -> bool:
+    """Whether Mosaic kernels may run: on a Hopper GPU, or compiled for one (`traced_for`).
+
+    The kernels use sm_90a instructions, which no other generation has; there, as on CPUs, every op
+    is its XLA reference.
+    """
+    if _references_only.get():
+        return False
+    if _named.get() is not None:
+        return _named.get() == "cuda"
+    if jax.default_backend() != "gpu":
+        return False
+    return getattr(jax.devices()[0], "compute_capability", "") == "9.0"
+
+
+@contextmanager
+def references_only() -> Iterator[None]:
+    """Within it, what is traced runs XLA references on every backend: to compare kernels with."""
+    token = _references_only.set(True)
+    try:
+        yield
+    finally:
+        _references_only.reset(token)
 
 
 def trip_count(dynamic: Int[Array, ""], static: int) -> Int[Array, ""] | int:

@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.backend import hopper
 from pallas_kernels.paged_attention import reference
 
 
@@ -21,6 +22,12 @@ def paged_attention(
     `[0, kv_len[b])` are attended to. H is a multiple of the G kv heads. A row with kv_len 0
     (padding) yields zeros. Softmax and accumulation are float32; the result has q's dtype.
     """
-    return reference.paged_attention(
+    attend = reference.paged_attention
+    if hopper():
+        from pallas_kernels.paged_attention import mosaic  # Pallas is not imported where unused
+
+        if mosaic.supports(q, k_pages, v_pages):
+            attend = mosaic.paged_attention
+    return attend(
         q, k_pages, v_pages, layer=layer, block_table=block_table, kv_len=kv_len, scale=scale
     )

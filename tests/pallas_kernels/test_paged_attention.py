@@ -1,20 +1,76 @@
 """Contract of paged decode attention, against dense float64."""
 
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
 import jax
 import jax.numpy as jnp
+import mosaic
 import numpy as np
 import paged
 import pytest
 
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.shapes import TINY
+from pallas_kernels.paged_attention import mosaic as kernel
+from pallas_kernels.paged_attention import paged_attention, tiles
+from pallas_kernels.shapes import TINY, Shape
 
-IMPLEMENTATIONS = {"public": paged_attention}
+
+def interpreted_kernel(q, k_pages, v_pages, **kwargs):
+    """Three blocks, which cut sequences wherever they may."""
+    tile = tiles.choose(q.shape[2], k_pages.shape[3])
+    assert tile is not None
+    assert kernel.supports(q, k_pages, v_pages)
+    tile = replace(tile, tokens=64, min_tiles=1, merge_width=2)
+    return kernel.paged_attention(q, k_pages, v_pages, tile=tile, num_blocks=3, **kwargs)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An implementation, and what of the contract it can be held to."""
+
+    op: Callable
+    shapes: tuple[Shape, ...]
+    page_sizes: tuple[int, ...]
+    dtype: type = np.float32
+    atol: float = 1e-5
+    context: Callable[[], AbstractContextManager] = nullcontext
+
+    @property
+    def grouped(self) -> Shape:
+        return self.shapes[-1]
+
+
+IMPLEMENTATIONS = {
+    "public": Implementation(paged_attention, TINY, (1, 2, 7, 16, 64)),
+    "mosaic": Implementation(
+        interpreted_kernel,
+        (
+            Shape("one head", 1, 1, 1, 1, 1, 1, 64),
+            Shape("grouped 7:1", 1, 1, 1, 1, 7, 1, 128),
+            Shape("grouped 6:2", 1, 1, 1, 1, 6, 2, 64),
+        ),
+        (16, 64),
+        jnp.bfloat16,
+        0.015,
+        mosaic.interpreted,
+    ),
+}
 implementations = pytest.mark.parametrize("op", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-GROUPED = TINY[3]  # 6 query heads over 2
 
 
-def check(op, lengths, shape, page_size, *, dtype=np.float32, atol=1e-5, unused=0.0, extra_pages=2):
+def each(of):
+    """Each implementation with each of what `of` gives for it."""
+    return [
+        pytest.param(op, x, id=f"{name}-{getattr(x, 'name', x)}")
+        for name, op in IMPLEMENTATIONS.items()
+        for x in of(op)
+    ]
+
+
+def check(op, lengths, page_size, *, shape=None, unused=0.0, extra_pages=2, dtype=None, atol=None):
+    shape, dtype, atol = shape or op.grouped, dtype or op.dtype, atol or op.atol
     rng = np.random.default_rng(page_size)
     keys, values = paged.make(rng, lengths, shape, dtype)
     max_pages = extra_pages + -(-max(lengths) // page_size)
@@ -23,75 +79,72 @@ def check(op, lengths, shape, page_size, *, dtype=np.float32, atol=1e-5, unused=
     scale = shape.head_dim**-0.5
     k_pages, v_pages, table = pages
 
-    @jax.jit
     def run(q, k_pages, v_pages, layer, table, kv_len):
-        return op(q, k_pages, v_pages, layer=layer, block_table=table, kv_len=kv_len, scale=scale)
+        attend = functools.partial(op.op, layer=layer, block_table=table, kv_len=kv_len)
+        return attend(q, k_pages, v_pages, scale=scale)
 
     kv_len = jnp.asarray(lengths, jnp.int32)
-    got = run(q, k_pages, v_pages, jnp.int32(paged.LAYER), table, kv_len)
+    with op.context():
+        got = jax.jit(run)(q, k_pages, v_pages, jnp.int32(paged.LAYER), table, kv_len)
+        jax.block_until_ready(got)
     assert got.dtype == q.dtype
     want = [paged.attend(*row, scale) for row in zip(q, keys, values, strict=True)]
     np.testing.assert_allclose(got.astype(jnp.float32), np.stack(want), rtol=0, atol=atol)
     return np.asarray(got)
 
 
-@implementations
-@pytest.mark.parametrize("shape", TINY, ids=lambda shape: shape.name)
+@pytest.mark.parametrize(("op", "shape"), each(lambda op: op.shapes))
 def test_query_heads_share_kv_heads(op, shape):
-    check(op, [5, 1, 17, 9], shape, 4)
+    check(op, [5, 1, 17, 9], min(16, 4 * op.page_sizes[0]), shape=shape)
 
 
-@implementations
-@pytest.mark.parametrize("page_size", [1, 2, 7, 16, 64])
+@pytest.mark.parametrize(("op", "page_size"), each(lambda op: op.page_sizes))
 def test_lengths_at_page_borders(op, page_size):
     lengths = [1, page_size, page_size + 1, max(2 * page_size - 1, 1), 2 * page_size, 130]
-    check(op, lengths, GROUPED, page_size)
+    check(op, lengths, page_size)
 
 
 @implementations
 def test_padding_rows_are_zero(op):
-    got = check(op, [0, 6, 0, 0], GROUPED, 4)
+    got = check(op, [0, 6, 0, 0], 16)
     assert not got[[0, 2, 3]].any()
 
 
 @implementations
 def test_only_padding_rows(op):
-    assert not check(op, [0, 0], GROUPED, 4).any()
+    assert not check(op, [0, 0], 16).any()
 
 
 @implementations
 def test_a_table_no_longer_than_its_pages(op):
-    check(op, [16, 3], GROUPED, 4, extra_pages=0)
+    check(op, [64, 3], 16, extra_pages=0)
 
 
 @implementations
 @pytest.mark.parametrize("unused", [1e30, np.inf, np.nan])
 def test_what_unused_rows_hold_does_not_matter(op, unused):
     """They hold what another sequence left there, and that one may have overflowed."""
-    check(op, [5, 0, 64, 67, 1], GROUPED, 8, unused=unused)
+    check(op, [5, 0, 64, 67, 1], 16, unused=unused)
 
 
 @implementations
 def test_bfloat16_cache(op):
-    check(op, [5, 33, 70], GROUPED, 16, dtype=jnp.bfloat16, atol=0.03)
+    check(op, [5, 33, 70], 16, dtype=jnp.bfloat16, atol=0.03)
 
 
 @implementations
 def test_scores_far_apart_keep_their_precision(op):
     """The running maximum moves by hundreds between one step over the keys and the next."""
     rng = np.random.default_rng(0)
-    keys, values = paged.make(rng, [200], GROUPED)
-    keys[0] *= np.linspace(1, 60, 200)[:, None, None].astype(np.float32)
-    k_pages, v_pages, table = paged.scatter(rng, keys, values, 16, 13)
-    q = rng.normal(size=(1, GROUPED.heads, GROUPED.head_dim)).astype(np.float32)
-    got = op(
-        jnp.asarray(q),
-        k_pages,
-        v_pages,
-        layer=jnp.int32(paged.LAYER),
-        block_table=table,
-        kv_len=jnp.asarray([200]),
-        scale=1.0,
-    )
+    shape = op.grouped
+    keys, values = paged.make(rng, [200], shape, op.dtype)
+    growth = np.linspace(1, 480 / shape.head_dim, 200)[:, None, None]
+    keys[0] = (keys[0] * growth.astype(np.float32)).astype(op.dtype)
+    k_pages, v_pages, table = paged.scatter(rng, keys, values, 16, 13, dtype=op.dtype)
+    q = rng.normal(size=(1, shape.heads, shape.head_dim)).astype(op.dtype)
+    common = {"layer": jnp.int32(paged.LAYER), "block_table": table, "scale": 1.0}
+    with op.context():
+        got = op.op(jnp.asarray(q), k_pages, v_pages, kv_len=jnp.asarray([200]), **common)
+        jax.block_until_ready(got)
     want = paged.attend(q[0], keys[0], values[0], 1.0)
-    np.testing.assert_allclose(got[0], want, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(got[0].astype(jnp.float32), want, rtol=0, atol=10 * op.atol)

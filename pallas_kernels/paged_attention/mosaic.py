@@ -1,0 +1,352 @@
+"""Mosaic GPU kernels of paged decode attention, for Hopper (sm_90a).
+
+Two kernels: `attend` streams keys and values once and leaves pieces of results, `merge` joins the
+pieces by their log-sum-exps and casts. The floor is reading every key and value once from memory.
+
+- Keys and values are on wgmma's M side (64 keys; 64 elements of a head) and the query rows of one
+  kv head on its N side, padded to eight: scores are `K q^T`, results `V^T p^T`. Groups of one to
+  eight query heads waste a fraction of the tensor cores' time and few registers, where 64 padded
+  query rows would cost 64 rows of softmax and of accumulators.
+- Work is shared out as in `schedule`: persistent blocks, three a multiprocessor, take equal runs of
+  tiles, which cut sequences where they must. The number of splits follows from the lengths, no
+  block idles while another streams a long sequence, and none is started for nothing, as most of a
+  grid over (sequence, kv head, split) would be that has room for the longest sequence. The price:
+  when a piece is written it is not known to be whole, so all go through the merge, one float32 row
+  a query head; beside the keys and values of a few tiles that is little.
+- A block is one warpgroup. It asks for a tile as soon as it is done with the one in whose place the
+  tile goes, keys and values apart. Three blocks hide one another's latencies (of softmax, of the
+  end of a sequence) and nothing has to be handed from warp to warp: memory at its peak delivers a
+  tile to each of them every 4,700 cycles, which is several times what the chain of latencies from
+  one tile to the next adds up to. What a tile needs, page ids too, is asked for whole tiles ahead
+  and on across sequences, queries while the last tile before them is at work.
+- Pages come by TMA, one copy each (or a part of one, if pages are larger than tiles), to where
+  wgmma takes them from.
+- What lies past the end of a sequence in its last tile may be infinite or NaN. Scores of such keys
+  are masked; such values are overwritten by zeros in shared memory.
+- Nothing is computed outside the two kernels: what would take a small kernel a layer (the running
+  sum of tiles over the batch, padding of queries) is done inside.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.paged_attention import schedule
+from pallas_kernels.paged_attention.common import NONE, PARAMS, TINY, Sizes, sizes_of, splat
+from pallas_kernels.paged_attention.merge import merge
+from pallas_kernels.paged_attention.schedule import At, Run
+from pallas_kernels.paged_attention.tiles import Tile, choose
+
+
+def supports(q: Any, k_pages: Any, v_pages: Any) -> bool:
+    """Whether the kernels take these: bfloat16, heads of 64, 128 or 256, pages of 16 or more."""
+    batch, heads, head_dim = q.shape
+    kv_heads, page_size = k_pages.shape[2:4]
+    bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
+    tiled = choose(head_dim, page_size) is not None
+    return bf16 and tiled and batch > 0 and heads <= 64 * kv_heads and page_size >= 16
+
+
+def paged_attention(
+    q: Float[Array, "B H D"],
+    k_pages: Float[Array, "L P G S D"],
+    v_pages: Float[Array, "L P G S D"],
+    *,
+    layer: Int[Array, ""],
+    block_table: Int[Array, "B M"],
+    kv_len: Int[Array, "B"],
+    scale: float,
+    tile: Tile | None = None,
+    num_blocks: int | None = None,
+) -> Float[Array, "B H D"]:
+    """See `op.paged_attention`; `supports` says for what. `num_blocks` persistent blocks."""
+    batch, heads, head_dim = q.shape
+    sizes = sizes_of(q, k_pages, tile, num_blocks)
+    grouped = q.reshape(batch, sizes.kv_heads, sizes.group, head_dim)
+    if sizes.group > 8:  # up to eight rows, TMA adds the zeros; of more it takes whole eights
+        grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, sizes.columns - sizes.group), (0, 0)))
+    pieces, log_sums, before = attend(sizes, scale)(
+        kv_len.astype(jnp.int32),
+        block_table.astype(jnp.int32),
+        layer.astype(jnp.int32).reshape(1),
+        grouped,
+        k_pages,
+        v_pages,
+    )
+    lines = pieces.reshape(sizes.slots, -1, sizes.line)
+    out = merge(sizes, q.dtype)(before, lines, log_sums)
+    out = out.reshape(batch, sizes.kv_heads, sizes.rows, head_dim)[:, :, : sizes.group]
+    return out.reshape(batch, heads, head_dim)
+
+
+class _Refs(NamedTuple):
+    """What `attend` is called with, what it returns, and its scratch memory."""
+
+    kv_len: Any
+    table: Any
+    layer: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    log_sums: Any
+    before: Any  # as `before_smem`, for the merge
+    q_smem: Any
+    k_smem: Any
+    v_smem: Any
+    p_smem: Any
+    out_smem: Any
+    before_smem: Any  # see `_count_tiles`
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    lengths_full: Any
+
+
+def attend(sizes: Sizes, scale: float):
+    """Kernel: pieces [slots, rows, D] of results, their base-2 log-sum-exps [slots, columns], and
+    the running sum of tiles that `merge` needs."""
+    tile, columns, head_dim = sizes.tile, sizes.columns, sizes.head_dim
+
+    def attend_pieces(*refs):
+        refs = _Refs(*refs)
+        refs = refs._replace(layer=refs.layer[0])
+        block = lax.axis_index("block")
+        _count_tiles(sizes, refs, block)
+        before = sizes.tiles_before(refs.before_smem)
+        share = sizes.share(before)
+        bounds = share.start(block), share.start(block + 1)
+        run = schedule.Run(before, sizes.batch, sizes.kv_heads, *bounds)
+        _attend_run(sizes, refs, scale * math.log2(math.e), run, block)
+        plgpu.wait_smem_to_gmem(0)
+
+    smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)  # tiled and swizzled for wgmma
+    copies = tile.tokens // min(tile.tokens, sizes.page_size)
+    full = plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages)
+    return plgpu.kernel(
+        attend_pieces,
+        out_type=[
+            jax.ShapeDtypeStruct((sizes.slots, sizes.rows, head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((sizes.slots, columns), jnp.float32),
+            jax.ShapeDtypeStruct((sizes.zeros + sizes.scan,), jnp.int32),
+        ],
+        grid=(sizes.num_blocks,),
+        grid_names=("block",),
+        scratch_types=[
+            smem((columns, head_dim)),
+            smem((tile.stages, tile.tokens, head_dim)),
+            smem((tile.stages, tile.tokens, head_dim)),
+            smem((columns, tile.tokens)),
+            plgpu.SMEM((columns, head_dim), jnp.float32),
+            plgpu.SMEM((sizes.zeros + sizes.scan,), jnp.int32),
+            plgpu.Barrier(),
+            full,
+            full,
+            plgpu.Barrier(num_arrivals=sizes.scan // 128),
+        ],
+        compiler_params=dataclasses.replace(PARAMS, reduction_scratch_bytes=128 * columns),
+    )
+
+
+def _count_tiles(sizes: Sizes, refs: _Refs, block):
+    """Running sum of tiles over the batch, after zeros: [zeros + scan] in shared memory.
+
+    A program outside would have to be started for it in every layer.
+    """
+    size, zeros = sizes.scan, sizes.zeros
+    layout = plgpu.Layout.WG_STRIDED((size,), 1)
+    nothing = plgpu.layout_cast(
+        jnp.zeros((zeros,), jnp.int32), plgpu.Layout.WG_STRIDED((zeros,), 1)
+    )
+    sums = refs.before_smem.at[zeros:]
+    for start in range(0, size, 128):
+        # From a place that is not static, or a batch that does not fill it would be refused. What
+        # is past its end arrives as zeros.
+        lengths = refs.kv_len.at[pl.ds(block * 0 + start, 128)]
+        plgpu.copy_gmem_to_smem(lengths, sums.at[start : start + 128], refs.lengths_full)
+    refs.before_smem[:zeros] = nothing
+    plgpu.barrier_wait(refs.lengths_full)
+    lengths = plgpu.layout_cast(sums[...], layout)
+    tiles = lax.div(lengths + (sizes.tile.tokens - 1), sizes.tile.tokens)
+    sums[...] = tiles
+    distance = 1
+    while distance < sizes.batch:
+        shifted = refs.before_smem[zeros - distance : zeros - distance + size]
+        tiles = tiles + plgpu.layout_cast(shifted, layout)
+        sums[...] = tiles
+        distance *= 2
+
+    @pl.when(block == 0)
+    def _():
+        refs.before[:zeros] = nothing
+        refs.before[zeros:] = tiles
+
+
+def _attend_run(sizes: Sizes, refs: _Refs, scale: float, run: Run, block):
+    """Attention of all pieces of a run. `ahead` is the tile to ask for next, `stages` on."""
+    first = ahead = run.first()
+
+    @pl.when(run.start < run.stop)
+    def _():
+        _copy_queries(sizes, refs, run, first)
+
+    for stage in range(sizes.tile.stages):
+        parts = _locate(sizes, refs, run, ahead)
+
+        @pl.when(ahead.tile < run.stop)
+        def _(stage=stage, parts=parts):
+            _copy_parts(refs.k, parts, refs.k_smem.at[stage], refs.k_full.at[stage])
+            _copy_parts(refs.v, parts, refs.v_smem.at[stage], refs.v_full.at[stage])
+
+        ahead = run.step(ahead, 1)
+
+    def one_piece(state):
+        at, ahead = state
+        after, ahead, sums = _attend_piece(sizes, refs, scale, run, at, ahead)
+        kv_head, *_ = run.segment(at)
+        _store_piece(sizes, refs, at.row * sizes.kv_heads + kv_head + block, *sums)
+        return after, ahead
+
+    lax.while_loop(lambda state: state[0].tile < run.stop, one_piece, (first, ahead))
+
+
+def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahead: At):
+    """Attention to the keys of the piece that starts at `at`, whose queries are on their way.
+
+    Exponentials are of base 2, of scores times `scale`. Returns where the next piece starts, the
+    tile to ask for next, and the softmax: maximum [columns], sums key by key [tokens, columns],
+    weighted sum of values [D, columns].
+    """
+    tile, columns = sizes.tile, sizes.columns
+    length = refs.kv_len[at.row]
+    _, offset, tiles = run.segment(at)
+    count = lax.min(tiles - offset, run.stop - at.tile)
+    after = run.step(at, count)
+    plgpu.barrier_wait(refs.q_full)
+
+    def one_tile(i, state):
+        ahead, top, norm, acc = state
+        stage = lax.rem(at.tile - run.start + i, tile.stages)
+        k_smem, k_full = refs.k_smem.at[stage], refs.k_full.at[stage]
+        v_smem, v_full = refs.v_smem.at[stage], refs.v_full.at[stage]
+        valid = length - (offset + i) * tile.tokens
+        more = ahead.tile < run.stop
+        parts = _locate(sizes, refs, run, ahead)  # early: to read their ids takes some time
+
+        plgpu.barrier_wait(k_full)
+        s = _product(k_smem, refs.q_smem.T)
+        pl.when(more)(lambda: _copy_parts(refs.k, parts, k_smem, k_full))
+        more_pieces = (i == count - 1) & (after.tile < run.stop)
+        pl.when(more_pieces)(lambda: _copy_queries(sizes, refs, run, after))
+        s = jnp.where(_iota(s.shape) < valid, s * scale, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(s, axis=0))
+        keep = jnp.exp2(top - new_top)
+        p = jnp.exp2(s - _to_rows(new_top, s.shape))
+        norm = norm * _to_rows(keep, norm.shape) + p
+        refs.p_smem.T[...] = p.astype(jnp.bfloat16)
+
+        plgpu.barrier_wait(v_full)
+        pl.when(valid < tile.tokens)(lambda: _clear_rows(v_smem, valid))
+        plgpu.commit_smem()
+        acc = acc * _to_rows(keep, acc.shape) + _product(v_smem.T, refs.p_smem.T)
+        pl.when(more)(lambda: _copy_parts(refs.v, parts, v_smem, v_full))
+        return run.step(ahead, 1), new_top, norm, acc
+
+    start = (
+        splat(NONE, (columns,), plgpu.Layout.WGMMA.reduce(0)),
+        splat(0.0, (tile.tokens, columns), plgpu.Layout.WGMMA),
+        splat(0.0, (sizes.head_dim, columns), plgpu.Layout.WGMMA),
+    )
+    ahead, *sums = lax.fori_loop(0, count, one_tile, (ahead, *start))
+    return after, ahead, sums
+
+
+def _store_piece(sizes: Sizes, refs: _Refs, slot, top, norm, acc):
+    """Divides by the sum of weights and sends the piece to its slot."""
+    norm = jnp.maximum(jnp.sum(norm, axis=0), TINY)
+    refs.log_sums[slot] = top + jnp.log2(norm)
+    acc = acc * _to_rows(1.0 / norm, acc.shape)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the piece before
+    refs.out_smem.T[...] = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(refs.out_smem.at[: sizes.rows], refs.out.at[slot])
+
+
+def _copy_queries(sizes: Sizes, refs: _Refs, run: Run, at: At):
+    """Starts the copy of the query rows of a tile's kv head."""
+    kv_head, *_ = run.segment(at)
+    queries = refs.q.at[at.row, kv_head]
+    if sizes.group < 8:  # see `_count_tiles`
+        queries = queries.at[pl.ds(pl.multiple_of(at.row * 0, 8), 8)]
+    plgpu.copy_gmem_to_smem(queries, refs.q_smem, refs.q_full)
+
+
+class _Part(NamedTuple):
+    """Where keys of a tile lie: the whole or a part of one page."""
+
+    index: tuple  # of the paged arrays
+    rows: slice  # of the tile
+
+
+def _locate(sizes: Sizes, refs: _Refs, run: Run, at: At) -> list[_Part]:
+    """The pages of a tile; of no tile, if `at` is past the run.
+
+    The table's ids past the end of the sequence are nobody's: in their place the tile's first page
+    is taken again. They are read all the same, so as not to wait for the length before the ids.
+    """
+    page_size, tokens = sizes.page_size, sizes.tile.tokens
+    size = min(tokens, page_size)
+    kv_head, offset, _ = run.segment(at)
+    length = refs.kv_len[at.row]
+    starts = [offset * tokens + row for row in range(0, tokens, size)]
+    last_column = refs.table.shape[1] - 1
+    columns = [lax.min(lax.div(start, page_size), last_column) for start in starts]
+    pages = [refs.table[at.row, column] for column in columns]
+    parts = []
+    for start, page in zip(starts, pages, strict=True):
+        index = refs.layer, jnp.where(start < length, page, pages[0]), kv_head
+        if size < page_size:
+            index = *index, pl.ds(pl.multiple_of(lax.rem(start, page_size), size), size)
+        parts.append(_Part(index, slice(len(parts) * size, (len(parts) + 1) * size)))
+    return parts
+
+
+def _copy_parts(paged, parts: list[_Part], smem, full):
+    """Starts the copies of one tile; `full` counts them."""
+    for part in parts:
+        plgpu.copy_gmem_to_smem(paged.at[part.index], smem.at[part.rows], full)
+
+
+def _product(a, b):
+    """`a @ b` in float32, of bfloat16 in shared memory."""
+
+    def multiply(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def _clear_rows(smem, start):
+    """Zeros in rows from `start` on. A few columns at a time: a tile would not fit registers."""
+    for column in range(0, smem.shape[1], 64):
+        part = smem.at[:, column : column + 64]
+        values = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)
+        part[...] = jnp.where(_iota(values.shape) < start, values, jnp.zeros_like(values))
+
+
+def _iota(shape):
+    """Row numbers."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+
+
+def _to_rows(row, shape):
+    return lax.broadcast_in_dim(row, shape, (1,))

@@ -1,0 +1,82 @@
+"""Runs Mosaic kernels without a GPU: interpreted with race detection, or compiled for an H200."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.compile_for import compile_for, h200_mesh
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Kernels run on the CPU inside it; a data race fails the test (it does not raise by itself).
+
+    Block what you compute inside it: races are only known once a kernel has run. Every kernel
+    begins with a new record of races and drops the one before, so all of them are kept here.
+    """
+    records = []
+
+    class Record(gpu_callbacks.GPURaceDetectionState):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            records.append(self)
+
+    interpreter.reset_gpu_interpret_mode_state()
+    try:
+        with (
+            mock.patch.object(gpu_callbacks, "GPURaceDetectionState", Record),
+            plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
+        ):
+            yield
+        assert records, "no kernel ran"
+        assert not any(record.races_found for record in records)
+    finally:
+        interpreter.reset_gpu_interpret_mode_state()
+
+
+def run(fn, *args):
+    """`jit(fn)(*args)`, interpreted and blocked on."""
+    with interpreted():
+        return jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*args))
+
+
+class Kernel(NamedTuple):
+    """What ptxas says of one compiled kernel."""
+
+    name: str
+    registers: int
+    spill_bytes: int
+
+
+def compile_kernels(capfd, monkeypatch, fn, *args) -> tuple[jax.stages.Compiled, list[Kernel]]:
+    """Compiles for one H200; the executable, and every Mosaic kernel in it. Skips without `aot`."""
+    pytest.importorskip(
+        "jax_plugins.xla_cuda13", reason="compiling for an H200 needs the extra: jmoe[aot]"
+    )
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    capfd.readouterr()
+    compiled = compile_for(h200_mesh(), fn, *args)
+    out, err = capfd.readouterr()
+    return compiled, parse_ptxas(out + err)
+
+
+def parse_ptxas(text: str) -> list[Kernel]:
+    """Kernels in ptxas's report, in order."""
+    found = re.findall(
+        r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers",
+        text,
+        re.DOTALL,
+    )
+    return [
+        Kernel(name, int(registers), int(stores) + int(loads))
+        for name, stores, loads, registers in found
+    ]
