@@ -164,6 +164,34 @@ def _assemble(files: TensorFiles, source: Source, dtype: jnp.dtype) -> jax.Array
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
 
 
+class HFLayers:
+    """A Hugging Face directory read a layer at a time."""
+
+    def __init__(self, directory: Path, cfg: ModelConfig, dtype: jnp.dtype) -> None:
+        """Checks every tensor's name and shape. Raises CheckpointError."""
+        self._files, self._cfg, self._dtype = TensorFiles(directory), cfg, dtype
+        _check(self._files, cfg, directory)
+
+    def top(self) -> dict[str, Any]:
+        """Parameters outside the layers."""
+        return self._read(_top_sources(self._cfg))
+
+    def layer(self, index: int) -> tuple[dict[str, Any], ExpertPool | None]:
+        """One layer's parameters, and its routed experts in order; None for a dense layer."""
+        is_moe = self._cfg.moe_layers[index]
+        params = self._read(_layer_sources(self._cfg, index, is_moe))
+        if not is_moe:
+            return params, None
+        parts = [
+            self._read(_expert_sources(self._cfg, index, expert))
+            for expert in range(self._cfg.num_experts)
+        ]
+        return params, ExpertPool(*(jnp.stack([p[key] for p in parts]) for key in parts[0]))
+
+    def _read(self, sources: Mapping[str, Source]) -> dict[str, Any]:
+        return {key: _assemble(self._files, s, self._dtype) for key, s in sources.items()}
+
+
 def load_hf(
     directory: Path,
     cfg: ModelConfig,
@@ -177,22 +205,20 @@ def load_hf(
     place; host memory never holds a second copy of the model. `progress(done, total)` counts
     layers. Raises CheckpointError.
     """
-    files = TensorFiles(directory)
-    _check(files, cfg, directory)
-    params: dict[str, Any] = {
-        key: _assemble(files, s, dtype) for key, s in _top_sources(cfg).items()
-    }
+    files = HFLayers(directory, cfg, dtype)
+    params = files.top()
     table = make_table(cfg.num_moe_layers, cfg.num_experts, united_places(ways))
     slots = np.asarray(table.slots)
     pool = empty_pool(cfg, slots.size, dtype)
     segments, moe_layer = [], 0
-    for is_moe, start, count in cfg.segments():
+    for _, start, count in cfg.segments():
         layers = []
         for layer in range(start, start + count):
-            sources = _layer_sources(cfg, layer, is_moe)
-            layers.append({key: _assemble(files, s, dtype) for key, s in sources.items()})
-            if is_moe:
-                pool = _load_experts(files, cfg, pool, slots[moe_layer], layer, dtype)
+            own, experts = files.layer(layer)
+            layers.append(own)
+            if experts is not None:
+                places = jnp.asarray(slots[moe_layer, : cfg.num_experts])
+                pool = write_slots(pool, places, *experts)
                 moe_layer += 1
             if progress is not None:
                 progress(layer + 1, cfg.num_layers)
@@ -205,26 +231,6 @@ def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype) -> ExpertPool
     """A zeroed pool of `num_slots` experts of the model's shape."""
     d, f = cfg.d_model, cfg.d_ff_expert
     return ExpertPool(jnp.zeros((num_slots, d, 2 * f), dtype), jnp.zeros((num_slots, f, d), dtype))
-
-
-def _load_experts(
-    files: TensorFiles,
-    cfg: ModelConfig,
-    pool: ExpertPool,
-    slots: np.ndarray,
-    layer: int,
-    dtype: jnp.dtype,
-) -> ExpertPool:
-    parts = [
-        {k: _assemble(files, s, dtype) for k, s in _expert_sources(cfg, layer, expert).items()}
-        for expert in range(cfg.num_experts)
-    ]
-    return write_slots(
-        pool,
-        jnp.asarray(slots[: cfg.num_experts]),
-        jnp.stack([part["gate_up"] for part in parts]),
-        jnp.stack([part["down"] for part in parts]),
-    )
 
 
 def load_united(directory: Path, cfg: ModelConfig) -> dict[int, UnitedExperts]:

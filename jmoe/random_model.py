@@ -1,6 +1,7 @@
 """Models with random weights of any geometry, made on the device: for benchmarks and tests."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,10 @@ def random_model(
     the hardest case for brownout.
     """
     kind = jnp.dtype(dtype)
-    keys = iter(jax.random.split(jax.random.key(seed), 64 + 16 * cfg.num_layers))
-
-    def dense(*shape: int) -> jax.Array:
-        return (jax.random.normal(next(keys), shape) * shape[-2] ** -0.5).astype(kind)
-
-    params: dict[str, Any] = {
-        "embed": dense(cfg.vocab_size, cfg.d_model),
-        "final_norm": jnp.ones(cfg.d_model, kind),
-        "segments": tuple(_segment(cfg, moe, n, dense, kind) for moe, _, n in cfg.segments()),
-    }
-    if not cfg.tie_embeddings:
-        params["lm_head"] = dense(cfg.d_model, cfg.vocab_size)
+    params_key, experts_key = jax.random.split(jax.random.key(seed))
+    params = random_params(cfg, params_key, kind)
+    keys = iter(jax.random.split(experts_key, 2))
+    dense = partial(_dense, keys, kind)
     layers, m, d, f = cfg.num_moe_layers, cfg.num_experts, cfg.d_model, cfg.d_ff_expert
     gate_up, down = dense(layers, m, d, 2 * f), dense(layers, m, f, d)
     united = {way: _means(gate_up, down, way) for way in ways}
@@ -44,6 +37,23 @@ def random_model(
     for layer in range(layers):
         pool = write_slots(pool, jnp.asarray(slots[layer, :m]), gate_up[layer], down[layer])
     return Model(f"random-{cfg.architecture}", Path(), cfg, kind, params, pool, table, united)
+
+
+def random_params(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> dict[str, Any]:
+    """Everything but the routed experts. `jax.eval_shape` of it gives a model's abstract weights."""
+    dense = partial(_dense, iter(jax.random.split(key, 2 + 8 * len(cfg.segments()))), dtype)
+    params: dict[str, Any] = {
+        "embed": dense(cfg.vocab_size, cfg.d_model),
+        "final_norm": jnp.ones(cfg.d_model, dtype),
+        "segments": tuple(_segment(cfg, moe, n, dense, dtype) for moe, _, n in cfg.segments()),
+    }
+    if not cfg.tie_embeddings:
+        params["lm_head"] = dense(cfg.d_model, cfg.vocab_size)
+    return params
+
+
+def _dense(keys: Iterator[jax.Array], dtype: jnp.dtype, *shape: int) -> jax.Array:
+    return (jax.random.normal(next(keys), shape) * shape[-2] ** -0.5).astype(dtype)
 
 
 def _segment(cfg: ModelConfig, is_moe: bool, n: int, dense: Any, kind: Any) -> dict[str, jax.Array]:

@@ -1,4 +1,4 @@
-"""The command line: `jmoe serve, generate, bench, demo, distill, info`.
+"""The command line: `jmoe serve, generate, bench, demo, distill, evaluate, info`.
 
 Commands import what they need when they run, so that `jmoe --help` is quick.
 """
@@ -10,9 +10,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from serving.cli_distill import distill
+from serving.cli_evaluate import evaluate
 from serving.cli_info import info
 from serving.cli_options import overrides, progress_bar
-from serving.cli_tools import bench, demo, distill
+from serving.cli_tools import bench, demo
 from serving.errors import ServingError
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.command()(demo)
 app.command()(distill)
+app.command()(evaluate)
 app.command()(info)
 
 Strategy = Annotated[

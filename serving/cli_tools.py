@@ -1,4 +1,4 @@
-"""`jmoe bench serve`, `jmoe demo` and `jmoe distill`: flags for functions that live elsewhere."""
+"""`jmoe bench serve` and `jmoe demo`: flags for functions that live elsewhere."""
 
 import math
 import sys
@@ -75,33 +75,3 @@ def demo(
         raise typer.Exit(1) from None
     except (KeyboardInterrupt, CancelledError):
         raise typer.Exit(130) from None
-
-
-def distill(
-    model: Annotated[Path, typer.Option(help="Model directory.")],
-    data: Annotated[Path, typer.Option(help="JSON lines of tasks, or plain text.")],
-    out: Annotated[Path, typer.Option(help="Directory for united.safetensors.")],
-    ways: Annotated[str, typer.Option(help="With commas.")] = "2,4,8",
-    rows: Annotated[int, typer.Option(help="Captured rows a layer.")] = 16_384,
-    steps: Annotated[int, typer.Option(help="Optimizer steps a layer.")] = 400,
-    batch: Annotated[int, typer.Option(help="Rows a step.")] = 1024,
-    learning_rate: float = 3e-3,
-    seed: int = 0,
-) -> None:
-    """Distils united experts, which stand in for groups of routed ones under brownout."""
-    from jmoe.api import resolve
-    from training.distill import DistillConfig
-    from training.distill import distill as run
-
-    try:
-        numbers = [int(way) for way in ways.split(",")]
-    except ValueError:
-        raise ValueError(f"--ways is {ways!r}; it must be integers with commas") from None
-    config = DistillConfig(rows, steps, batch, learning_rate, seed)
-    with progress_bar() as progress:
-        results = run(resolve(model), numbers, data, out, config, progress)
-    for way in numbers:
-        of_way = [result for result in results if result.way == way]
-        before = sum(result.error_before for result in of_way) / len(of_way)
-        after = sum(result.error_after for result in of_way) / len(of_way)
-        print(f"way {way}: relative error {before:.3f}, after training {after:.3f}")

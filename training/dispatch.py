@@ -27,9 +27,12 @@ class Plan(NamedTuple):
 
 
 def plan_dispatch(ids: Int[Array, "T K"], num_experts: int, capacity: int) -> Plan:
-    """Give every visit a cell in its expert's buffer, in row order; visits past capacity drop."""
+    """Give every visit a cell in its expert's buffer, in row order; visits past capacity drop.
+
+    An id of -1 is no visit; it gets no cell and does not count as dropped.
+    """
     num_rows, k = ids.shape
-    flat = ids.reshape(-1)
+    flat = jnp.where(ids < 0, num_experts, ids).reshape(-1)
     order = jnp.argsort(flat, stable=True)
     counts = jnp.sum(flat[:, None] == jnp.arange(num_experts)[None], axis=0, dtype=jnp.int32)
     starts = jnp.cumsum(counts) - counts
@@ -37,9 +40,11 @@ def plan_dispatch(ids: Int[Array, "T K"], num_experts: int, capacity: int) -> Pl
     visit = order.at[starts[:, None] + at].get(mode="clip")
     source = jnp.where(at < counts[:, None], visit // k, num_rows)
     place = jnp.arange(num_rows * k, dtype=jnp.int32)
-    rank = jnp.zeros_like(flat).at[order].set(place, unique_indices=True) - starts[flat]
-    cell = jnp.where(rank < capacity, flat * capacity + rank, num_experts * capacity)
-    dropped = jnp.sum(rank >= capacity, dtype=jnp.int32)
+    start = starts.at[flat].get(mode="fill", fill_value=0)
+    rank = jnp.zeros_like(flat).at[order].set(place, unique_indices=True) - start
+    visits = flat < num_experts
+    cell = jnp.where(visits & (rank < capacity), flat * capacity + rank, num_experts * capacity)
+    dropped = jnp.sum(visits & (rank >= capacity), dtype=jnp.int32)
     return Plan(source.astype(jnp.int32), cell.reshape(num_rows, k).astype(jnp.int32), dropped)
 
 

@@ -6,7 +6,8 @@ weights in float32 and products in `dtype` (bfloat16 runs several times faster w
 matrix units). Norms, routing, residuals and the loss stay float32.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,8 +70,14 @@ def packed_attention(
     batch, length, _ = h.shape
     heads, kv_heads, head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     qkv = linear(h.reshape(batch * length, -1), layer["wqkv"].astype(h.dtype))
-    qkv = (qkv + layer["bqkv"].astype(h.dtype)[None]).reshape(batch * length, -1, head_dim)
-    rotated = rotate(qkv[:, : heads + kv_heads], positions.reshape(-1), cfg.rope)
+    if cfg.qkv_bias:
+        qkv = qkv + layer["bqkv"].astype(h.dtype)[None]
+    qkv = qkv.reshape(batch * length, -1, head_dim)
+    q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+    if cfg.qk_norm:
+        q = rms_norm(q, layer["q_norm"].astype(h.dtype), cfg.rms_norm_eps)
+        k = rms_norm(k, layer["k_norm"].astype(h.dtype), cfg.rms_norm_eps)
+    rotated = rotate(jnp.concatenate([q, k], axis=1), positions.reshape(-1), cfg.rope)
 
     def per_head(x: Array) -> Array:
         return x.reshape(batch, length, -1, head_dim)
@@ -102,33 +109,61 @@ def routing_losses(
     }
 
 
+class Routing(NamedTuple):
+    """What a layer's router said, and what its experts had to say besides their output."""
+
+    logits: Float[Array, "T m"]
+    ids: Int[Array, "T K"]
+    aux: Any
+
+
+Routed = Callable[[Array, Array, Array], tuple[Array, Any]]
+"""`(rows [T, d] in the products' dtype, gate weights [T, K], ids [T, K]) -> (output, aux)`."""
+
+
+def causal_mask(items: Int[Array, "B S"]) -> Float[Array, "B 1 S S"]:
+    """0 where a row may look, -1e9 elsewhere: back, and inside its own packed item."""
+    causal = jnp.tril(jnp.ones((1, items.shape[1], items.shape[1]), bool))
+    seen = (items[:, :, None] == items[:, None, :]) & causal
+    return jnp.where(seen, 0.0, -1e9)[:, None]
+
+
 def layer_forward(
     cfg: ModelConfig,
     layer: Params,
-    experts: Params,
     x: Float[Array, "B S d"],
     positions: Int[Array, "B S"],
     mask: Float[Array, "B 1 S S"],
-    valid: Float[Array, "T"],
+    routed: Routed,
     *,
-    capacity: int,
     dtype: Any,
-) -> tuple[Float[Array, "B S d"], dict[str, Array]]:
-    """One layer, and `routing_losses` of it with the number of dropped visits."""
-    h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps).astype(dtype)
+) -> tuple[Float[Array, "B S d"], Routing | None]:
+    """One layer of any architecture; `routed` computes its routed experts. None: a dense layer."""
+    h = rms_norm(x, layer["attn_norm"].astype(jnp.float32), cfg.rms_norm_eps).astype(dtype)
     mixed = packed_attention(cfg, layer, h, positions, mask)
     x = x + linear(mixed, layer["wo"].astype(dtype)).astype(jnp.float32)
-    h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps).reshape(-1, cfg.d_model)
-    logits = matmul(h, layer["router"])
-    weights, ids = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
-    low = h.astype(dtype)
-    routed, dropped = expert_layer(
-        low, weights, ids, experts["gate_up"].astype(dtype), experts["down"].astype(dtype), capacity
-    )
-    gate = jax.nn.sigmoid(h @ layer["shared_gate"])[:, None]
-    shared = swiglu(low, layer["shared_gate_up"].astype(dtype), layer["shared_down"].astype(dtype))
-    out = routed.astype(jnp.float32) + gate * shared.astype(jnp.float32)
-    return x + out.reshape(x.shape), {**routing_losses(logits, ids, valid), "dropped": dropped}
+    h = rms_norm(x, layer["mlp_norm"].astype(jnp.float32), cfg.rms_norm_eps)
+    h = h.reshape(-1, cfg.d_model)
+    low, routing_of = h.astype(dtype), None
+    if "router" in layer:
+        logits = matmul(h, layer["router"].astype(jnp.float32))
+        weights, ids = routing.gate(
+            logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob
+        )
+        out, aux = routed(low, weights, ids)
+        routing_of = Routing(logits, ids, aux)
+        out = out.astype(jnp.float32)
+        if cfg.d_ff_shared:
+            gate = jax.nn.sigmoid(h @ layer["shared_gate"].astype(jnp.float32))[:, None]
+            out = out + gate * _swiglu(low, layer, "shared_")
+    else:
+        out = _swiglu(low, layer, "")
+    return x + out.reshape(x.shape), routing_of
+
+
+def _swiglu(low: Float[Array, "T d"], layer: Params, key: str) -> Float[Array, "T d"]:
+    gate_up, down = (layer[key + name].astype(low.dtype) for name in ("gate_up", "down"))
+    return swiglu(low, gate_up, down).astype(jnp.float32)
 
 
 def forward(
@@ -141,7 +176,7 @@ def forward(
     capacity: int,
     dtype: Any = jnp.bfloat16,
 ) -> tuple[Float[Array, "B S V"], dict[str, Array]]:
-    """Float32 logits of packed rows, and `layer_forward`'s statistics stacked over layers.
+    """Float32 logits of packed rows, and `routing_losses` with dropped visits, stacked over layers.
 
     Args:
         cfg: the architecture; all layers MoE, tied embeddings.
@@ -152,19 +187,21 @@ def forward(
         capacity: visits an expert takes a batch; see `training.dispatch`.
         dtype: of the products.
     """
-    causal = jnp.tril(jnp.ones((1, tokens.shape[1], tokens.shape[1]), bool))
-    seen = (items[:, :, None] == items[:, None, :]) & causal
-    mask = jnp.where(seen, 0.0, -1e9)[:, None]
+    mask = causal_mask(items)
     valid = (items > 0).reshape(-1).astype(jnp.float32)
     x, stats = params["embed"][tokens], []
     for i in range(cfg.num_layers):
         layer, experts = jax.tree.map(
             lambda leaf, i=i: leaf[i], (params["segments"][0], params["experts"])
         )
-        x, layer_stats = layer_forward(
-            cfg, layer, experts, x, positions, mask, valid, capacity=capacity, dtype=dtype
-        )
-        stats.append(layer_stats)
+        low = jax.tree.map(lambda leaf: leaf.astype(dtype), experts)
+
+        def routed(h: Array, weights: Array, ids: Array, low: Params = low) -> tuple[Array, Array]:
+            return expert_layer(h, weights, ids, low["gate_up"], low["down"], capacity)
+
+        x, out = layer_forward(cfg, layer, x, positions, mask, routed, dtype=dtype)
+        assert out is not None
+        stats.append({**routing_losses(out.logits, out.ids, valid), "dropped": out.aux})
     h = rms_norm(x, params["final_norm"], cfg.rms_norm_eps).astype(dtype)
     logits = linear(h, params["embed"].T.astype(dtype)).astype(jnp.float32)
     return logits, jax.tree.map(lambda *parts: jnp.stack(parts), *stats)

@@ -35,6 +35,11 @@ class Batch:
     answer: Int[np.ndarray, "B S"]
     families: list[list[str]]
 
+    def rows(self, own: slice) -> "Batch":
+        """Some of the rows."""
+        arrays = (self.tokens, self.targets, self.positions, self.items, self.weights, self.answer)
+        return Batch(*(a[own] for a in arrays), self.families[own])
+
     def arrays(self) -> tuple[np.ndarray, ...]:
         """What the train step reads: tokens, targets, positions, items, weights."""
         return self.tokens, self.targets, self.positions, self.items, self.weights
@@ -96,10 +101,11 @@ def pack(items: Iterable[Encoded], num_rows: int | None, length: int) -> Batch:
             room.append(length)
         rows[at].append(item)
         room[at] -= need
-    return _to_arrays(rows, length)
+    return to_arrays(rows, length)
 
 
-def _to_arrays(rows: list[list[Encoded]], length: int) -> Batch:
+def to_arrays(rows: list[list[Encoded]], length: int) -> Batch:
+    """Arrays of packed rows; the last token of an item is a target only."""
     tokens, targets, positions, items, answer = (
         np.zeros((len(rows), length), np.int32) for _ in range(5)
     )

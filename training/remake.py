@@ -8,14 +8,14 @@ differently, so it gives a model as good but not the same bytes.
 
 import argparse
 import os
+import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 WAYS = (2, 4, 8)
 EVAL_ITEMS = 2000
-DISTILL_ITEMS = 4000
+DISTILL_ITEMS = 20_000
 
 # glibc gives freed buffers back to the system and asks for them again every step; keeping them, in
 # huge pages, makes a training step a third faster. Read at process start only.
@@ -32,12 +32,13 @@ def remake(out: Path, run: Path, seed: int, steps: int | None) -> None:
 
     Args:
         out: model directory to write.
-        run: directory for checkpoints.
+        run: directory for checkpoints, of training and of distillation.
         seed: of everything.
         steps: training steps; None for the bundled model's.
     """
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
+    from jmoe.checkpoint import UNITED_FILE
     from training.distill import DistillConfig, distill
     from training.export import export_hf
     from training.geometry import HF_CONFIG
@@ -50,17 +51,22 @@ def remake(out: Path, run: Path, seed: int, steps: int | None) -> None:
     export_hf(HF_CONFIG, params, run, out)
     trained = time.monotonic()
     write_jsonl(out / "tasks.jsonl", "eval", EVAL_ITEMS, seed)
-    with tempfile.TemporaryDirectory() as scratch, Progress() as bar:
-        data = Path(scratch) / "distill.jsonl"
-        write_jsonl(data, "train", DISTILL_ITEMS, seed + 1)
-        jobs = {name: bar.add_task(name, total=None) for name in ("capture", "distill")}
+    data, united = run / "distill.jsonl", run / "united"
+    write_jsonl(data, "train", DISTILL_ITEMS, seed + 1)
+    with Progress() as bar:
+        jobs: dict[str, TaskID] = {}
 
-        def progress(what: str, done: int, total: int) -> None:
-            bar.update(jobs[what], completed=done, total=total)
+        def progress(what: str, done: int, total: int, text: str) -> None:
+            if what not in jobs:
+                jobs[what] = bar.add_task(what)
+            bar.update(jobs[what], completed=done, total=total, description=f"{what} {text}")
 
-        results = distill(out, WAYS, data, out, DistillConfig(), progress)
-    for r in results:
+        layers, refined = distill(out, WAYS, [data], united, DistillConfig(), progress)
+    shutil.copyfile(united / UNITED_FILE, out / UNITED_FILE)
+    for r in layers:
         print(f"way {r.way} layer {r.layer}: error {r.error_before:.3f} -> {r.error_after:.3f}")
+    for r in refined:
+        print(f"way {r.way}: divergence {r.before:.4f} -> {r.after:.4f} nats a token")
     print(f"training {trained - began:.0f} s, the rest {time.monotonic() - trained:.0f} s")
 
 

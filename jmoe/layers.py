@@ -1,0 +1,57 @@
+"""A checkpoint one layer at a time, for work that must not hold the whole model on the device."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmoe.api import resolve
+from jmoe.checkpoint import HFLayers, is_native, load_native
+from jmoe.config import ModelConfig, read_config
+from jmoe.experts import ExpertPool
+
+
+class Layers:
+    """Parameters of a model directory, read when asked for.
+
+    A Hugging Face directory is read tensor by tensor. jmoe's own format is one Orbax tree: it is
+    read whole into host memory, and only what is asked for goes to the device.
+    """
+
+    def __init__(self, path: str | Path, dtype: str = "float32") -> None:
+        """Raises CheckpointError and ConfigError for a directory that cannot be loaded."""
+        self.directory = resolve(path)
+        kind = jnp.dtype(dtype)
+        if is_native(self.directory):
+            with jax.default_device(jax.devices("cpu")[0]):
+                self.cfg, self._params, self._pool, table = load_native(self.directory, kind)
+            self._slots = np.asarray(table.slots)
+            self._files = None
+        else:
+            self.cfg: ModelConfig = read_config(self.directory)
+            self._files = HFLayers(self.directory, self.cfg, kind)
+
+    def top(self) -> dict[str, Any]:
+        """`embed`, `final_norm` and, untied, `lm_head`."""
+        if self._files is not None:
+            return self._files.top()
+        return {key: leaf for key, leaf in self._params.items() if key != "segments"}
+
+    def layer(self, index: int) -> tuple[dict[str, Any], ExpertPool | None]:
+        """One layer's parameters, and its routed experts in order; None for a dense layer."""
+        if self._files is not None:
+            return self._files.layer(index)
+        for (is_moe, start, count), segment in zip(
+            self.cfg.segments(), self._params["segments"], strict=True
+        ):
+            if start <= index < start + count:
+                own = jax.tree.map(lambda leaf: leaf[index - start], segment)
+                return own, self._experts(index) if is_moe else None
+        raise IndexError(f"layer {index} of {self.cfg.num_layers}")
+
+    def _experts(self, index: int) -> ExpertPool:
+        moe_layer = sum(self.cfg.moe_layers[:index])
+        slots = self._slots[moe_layer, : self.cfg.num_experts]
+        return ExpertPool(self._pool.gate_up[slots], self._pool.down[slots])

@@ -1,0 +1,87 @@
+"""`jmoe evaluate`: flags reach the run, and bad input is one line."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from jmoe.brownout import Brownout
+from serving import cli
+from training.evaluation import run as run_module
+from training.evaluation.items import STRATEGIES, THRESHOLDS, WAYS, grid
+from training.evaluation.run import EvaluateConfig
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["jmoe", "evaluate", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return caught.value.code or 0
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What `evaluate` is called with; it scores nothing."""
+    seen = []
+
+    def evaluate(config, settings, progress):
+        seen.append((config, settings))
+        progress("evaluate", 1, 1)
+        result = run_module.Result("zero", None, 100, [True], 0.0, [0.0])
+        return run_module.scores([], {Brownout("zero"): result}, ["f"])
+
+    monkeypatch.setattr(run_module, "evaluate", evaluate)
+    return seen
+
+
+def test_defaults_are_the_papers_grid(calls, monkeypatch, capsys) -> None:
+    assert run(monkeypatch, "--generate-tasks", "5000") == 0
+    ((config, settings),) = calls
+    assert settings == grid(WAYS, THRESHOLDS, STRATEGIES)
+    assert config == EvaluateConfig(generate_tasks=5000)
+    assert "zero brownout: 100.00 % right" in capsys.readouterr().out
+
+
+def test_flags_are_the_fields_of_the_configuration() -> None:
+    flags = {parameter.name for parameter in get_command(cli.app).commands["evaluate"].params}
+    fields = {field.name for field in dataclasses.fields(EvaluateConfig)}
+    assert flags == fields | {"ways", "thresholds", "strategies", "only"}
+
+
+def test_flags_reach_the_run(calls, monkeypatch) -> None:
+    flags = "--data d.jsonl --num 7 --ways 4 --thresholds 30,0 --strategies partial --batch 8"
+    more = "--text a.txt --text b.txt --chunk 32 --seed 3 --out o --dtype float32 --model m"
+    assert run(monkeypatch, *flags.split(), *more.split()) == 0
+    assert run(monkeypatch, "--data", "d.jsonl", "--only", "2:0,full:40") == 0
+    (config, settings), (_, single) = calls
+    assert settings == [Brownout("partial", 30, 4), Brownout("partial", 0, 4)]
+    assert (config.data, config.num, config.batch, config.chunk) == (Path("d.jsonl"), 7, 8, 32)
+    assert (config.text, config.out) == ((Path("a.txt"), Path("b.txt")), Path("o"))
+    assert (config.seed, config.dtype, config.model) == (3, "float32", "m")
+    assert single == [Brownout("partial", 0, 2), Brownout("full", 40)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give either --data FILE or --generate-tasks N"),
+        (["--data", "nowhere.jsonl"], "cannot read nowhere.jsonl"),
+        (["--generate-tasks", "9", "--ways", "2;4"], "--ways is '2;4'"),
+        (["--generate-tasks", "9", "--thresholds", "110"], "threshold is 110 %"),
+        (["--generate-tasks", "9", "--strategies", "most"], "strategy is 'most'"),
+        (["--generate-tasks", "9", "--only", "2:x"], "'2:x' of '2:x' is not WAY:PERCENT"),
+        (["--generate-tasks", "9", "--batch", "0"], "batch is 0; it must be at least 1"),
+        (["--generate-tasks", "9", "--ways", "3"], "bundled has united experts for: 2, 4, 8"),
+        (["--generate-tasks", "9", "--text", "no.txt"], "cannot read no.txt"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], message: str, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert len([line for line in error.splitlines() if line.startswith("jmoe: ")]) == 1
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,65 @@
+"""Settings of a distillation."""
+
+import dataclasses
+import math
+
+OBJECTIVES = ("combined", "routed", "equation4")
+STARTS = ("mean", "most_used", "aligned")
+GROUPINGS = ("index", "similarity", "coactivation")
+
+
+@dataclasses.dataclass(frozen=True)
+class DistillConfig:
+    """What decides the united experts that come out; docs/distillation.md says what each does."""
+
+    objective: str = "combined"
+    start: str = "mean"
+    grouping: str = "index"
+    rows: int = 65_536  # captured rows (token positions) a layer
+    steps: int = 600  # optimizer steps a layer and way, at most
+    batch: int = 4096  # rows a step
+    decode_batch: int = 64  # rows among which brownout chooses, as a decode step would
+    learning_rate: float = 0.0  # 0: 0.034 / sqrt(d_model)
+    held_out: float = 0.05  # share of the rows that only measure
+    patience: int = 4  # evaluations without gain before a layer stops; 0: never early
+    eval_every: int = 100  # steps
+    refine_steps: int = 600  # end-to-end steps a way after all layers; 0: none
+    refine_rows: int = 32  # packed rows of `length` tokens a step
+    refine_learning_rate: float = 0.0  # 0: two thirds of the layers'
+    length: int = 128  # tokens a packed row; longer texts are cut
+    dtype: str = "bfloat16"  # of the products; master weights are float32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, naming the setting, for a value that cannot be used."""
+        for name, known in (
+            ("objective", OBJECTIVES),
+            ("start", STARTS),
+            ("grouping", GROUPINGS),
+            ("dtype", ("bfloat16", "float32")),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
+        for name in ("rows", "steps", "batch", "decode_batch", "eval_every", "refine_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("learning_rate", "refine_learning_rate", "patience", "refine_steps"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.batch % self.decode_batch:
+            raise ValueError(
+                f"batch is {self.batch}; it must be a multiple of decode_batch, {self.decode_batch}"
+            )
+        if not 0 < self.held_out <= 0.5:
+            raise ValueError(f"held_out is {self.held_out}; it must be above 0 and at most 0.5")
+        if self.length < 2:
+            raise ValueError(f"length is {self.length}; it must be at least 2")
+
+    def rate(self, d_model: int) -> float:
+        """Peak learning rate of the layers: large models have small weights."""
+        return self.learning_rate or 0.034 / math.sqrt(d_model)
+
+    def refine_rate(self, d_model: int) -> float:
+        """Peak learning rate of the end-to-end stage."""
+        return self.refine_learning_rate or 2 / 3 * self.rate(d_model)

@@ -1,0 +1,263 @@
+"""Training of one layer's united experts: all groups at once, over all devices."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from training.distill.config import DistillConfig
+from training.distill.objectives import (
+    Rows,
+    Stacked,
+    brownout_error,
+    equation_4_error,
+    mean_answers,
+)
+from training.distill.stream import LayerRows
+
+HELD_OUT = 2**31 - 1
+"""Number of a step that is never taken: the key of what is measured."""
+
+Note = Callable[[int, int, str], None]
+"""`(steps done, steps in all, what to show beside)`."""
+
+
+class DistillError(RuntimeError):
+    """A distillation that cannot go on; what was finished is kept."""
+
+
+class UnitedExpert(nn.Module):
+    """A SiLU-gated feed-forward network in the experts' architecture."""
+
+    d_ff: int
+
+    @nn.compact
+    def __call__(self, h: Float[Array, "n d"]) -> Float[Array, "n d"]:
+        """Expert output of every row, `[n, d]` in h's dtype."""
+        init = nn.initializers.lecun_normal()
+        gate_up = self.param("gate_up", init, (h.shape[-1], 2 * self.d_ff))
+        down = self.param("down", init, (self.d_ff, h.shape[-1]))
+        gate, up = jnp.split(h @ gate_up, 2, axis=-1)
+        return (jax.nn.silu(gate) * up) @ down
+
+
+def apply_all(params: Stacked, h: Float[Array, "n d"]) -> Float[Array, "U n d"]:
+    """Outputs of U experts on the same rows."""
+    module = UnitedExpert(params["down"].shape[1])
+    return cast(Array, jax.vmap(lambda p: module.apply({"params": p}, h))(params))
+
+
+def membership(groups: Int[np.ndarray, " m"]) -> Float[np.ndarray, "U m"]:
+    """Averaging matrix: row j holds 1/|group j| at its members."""
+    one_hot = (groups[None] == np.arange(groups.max() + 1)[:, None]).astype(np.float32)
+    return one_hot / one_hot.sum(axis=1, keepdims=True)
+
+
+class Problem(NamedTuple):
+    """One layer and way: what every step reads and none changes."""
+
+    rows: Rows  # all training rows
+    groups: Int[Array, "m"]
+    members: Stacked  # routed experts; only equation 4 asks them
+    average: Float[Array, "U m"]
+
+
+def data_mesh() -> Mesh:
+    """All devices, on an axis named `data`."""
+    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def _local_error(
+    params: Stacked, problem: Problem, index: Int[Array, "r"], key: Array, config: DistillConfig
+) -> tuple[Array, Array]:
+    """Error and scale sums of one device's rows; equation 4 has one of each a group."""
+    rows = jax.tree.map(lambda leaf: leaf[index], problem.rows)
+    if config.objective != "equation4":
+        rows = rows._replace(h=rows.h.astype(config.dtype))
+        error, scale = brownout_error(
+            params,
+            rows,
+            problem.groups,
+            key,
+            objective=config.objective,
+            decode_batch=config.decode_batch,
+        )
+        return error[None], scale[None]
+    target = mean_answers(problem.members, problem.average, rows.h, config.dtype)
+    return equation_4_error(params, rows.h.astype(config.dtype), target)
+
+
+def _loss_and_grads(
+    params: Stacked,
+    problem: Problem,
+    index: Int[Array, "R"],
+    key: Array,
+    config: DistillConfig,
+    mesh: Mesh,
+) -> tuple[Array, Stacked]:
+    """Relative error, mean over groups, of a batch whose rows lie spread over the devices."""
+
+    def local(params: Stacked, problem: Problem, index: Array, key: Array) -> tuple[Array, Stacked]:
+        own_key = jax.random.fold_in(key, jax.lax.axis_index("data"))
+        # Counted over all devices first: each group's share of the loss is divided by it.
+        scale = jax.lax.psum(_local_error(params, problem, index, own_key, config)[1], "data")
+
+        def share(params: Stacked) -> Array:
+            error, _ = _local_error(params, problem, index, own_key, config)
+            return jnp.mean(error / jnp.maximum(scale, 1e-12))
+
+        loss, grads = jax.value_and_grad(share)(params)
+        return jax.lax.psum(loss, "data"), jax.lax.psum(grads, "data")
+
+    whole, split = PartitionSpec(), PartitionSpec("data")
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(whole, whole, split, whole),
+        out_specs=(whole, whole),
+        check_vma=False,
+    )(params, problem, index, key)
+
+
+def _optimizer(config: DistillConfig, d_model: int) -> optax.GradientTransformation:
+    peak = config.rate(d_model)
+    warmup = min(20, config.steps // 4)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0 if warmup else peak, peak, warmup, max(config.steps, warmup + 1), 0.03 * peak
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.98))
+
+
+@partial(jax.jit, static_argnames=("config", "mesh", "count"), donate_argnums=(0, 1))
+def _steps(
+    params: Stacked,
+    state: Any,
+    problem: Problem,
+    first: Int[Array, ""],
+    key: Array,
+    config: DistillConfig,
+    mesh: Mesh,
+    count: int,
+) -> tuple[Stacked, Any, Array]:
+    """`count` optimizer steps from step `first`; randomness depends on the step alone."""
+    num_rows, d_model = problem.rows.h.shape
+    optimizer = _optimizer(config, d_model)
+
+    def step(carry: Any, number: Array) -> tuple[Any, Array]:
+        params, state = carry
+        pick, plan = jax.random.split(jax.random.fold_in(key, number))
+        index = jax.random.randint(pick, (config.batch,), 0, num_rows)
+        loss, grads = _loss_and_grads(params, problem, index, plan, config, mesh)
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    numbers = first + jnp.arange(count, dtype=jnp.int32)
+    (params, state), losses = jax.lax.scan(step, (params, state), numbers)
+    return params, state, jnp.mean(losses)
+
+
+@partial(jax.jit, static_argnames=("config", "mesh"))
+def _measure(
+    params: Stacked, held_out: Problem, key: Array, config: DistillConfig, mesh: Mesh
+) -> Float[Array, ""]:
+    """Relative error on the held-out rows, always under the same S2 sets."""
+    num_rows = held_out.rows.h.shape[0]
+    block = config.decode_batch * mesh.devices.size
+    size = -(-num_rows // block) * block
+    index = jnp.arange(size, dtype=jnp.int32) % num_rows
+    loss, _ = _loss_and_grads(params, held_out, index, key, config, mesh)
+    return loss
+
+
+class Fit(NamedTuple):
+    """United experts of one layer and way, and their relative error on held-out rows."""
+
+    params: Stacked
+    error_before: float
+    error_after: float
+    steps: int
+
+
+def fit_layer(
+    start: dict[str, np.ndarray],
+    members: Stacked,
+    groups: Int[np.ndarray, " m"],
+    rows: LayerRows,
+    key: Array,
+    config: DistillConfig,
+    note: Note = lambda done, total, text: None,
+) -> Fit:
+    """Trains one layer's united experts from `start`; keeps the best on held-out rows.
+
+    Raises DistillError where the loss is not finite.
+    """
+    mesh = data_mesh()
+    if config.batch % (config.decode_batch * mesh.devices.size):
+        raise ValueError(
+            f"batch is {config.batch}; with {mesh.devices.size} devices it must be a multiple of "
+            f"{config.decode_batch * mesh.devices.size}"
+        )
+    training, held_out = _split(rows, members, groups, config, mesh)
+    whole = NamedSharding(mesh, PartitionSpec())
+    params = jax.device_put({k: jnp.asarray(v, jnp.float32) for k, v in start.items()}, whole)
+    state = jax.device_put(_optimizer(config, rows.h.shape[1]).init(params), whole)
+    measure = partial(
+        _measure, held_out=held_out, key=jax.random.fold_in(key, HELD_OUT), config=config, mesh=mesh
+    )
+    before = best_error = _finite(float(measure(params)), 0, config)
+    best, since, done = jax.tree.map(np.array, params), 0, 0  # a copy: the steps donate
+    while done < config.steps:
+        count = min(config.eval_every, config.steps - done)
+        params, state, loss = _steps(
+            params, state, training, jnp.int32(done), key, config, mesh, count
+        )
+        done += count
+        _finite(float(loss), done, config)
+        error = _finite(float(measure(params)), done, config)
+        note(done, config.steps, f"loss {float(loss):.4f} held-out {error:.4f}")
+        since = 0 if error < 0.999 * best_error else since + 1
+        if error < best_error:
+            best, best_error = jax.tree.map(np.array, params), error
+        if config.patience and since >= config.patience:
+            note(config.steps, config.steps, f"held-out {best_error:.4f}")
+            break
+    return Fit(best, before, best_error, done)
+
+
+def _split(
+    rows: LayerRows,
+    members: Stacked,
+    groups: Int[np.ndarray, " m"],
+    config: DistillConfig,
+    mesh: Mesh,
+) -> tuple[Problem, Problem]:
+    """Rows to train on and rows to measure on; which is which depends on the seed."""
+    num_rows = len(rows.h)
+    order = np.random.default_rng(config.seed).permutation(num_rows)
+    cut = max(1, round(config.held_out * num_rows))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def problem(own: np.ndarray) -> Problem:
+        taken = Rows(*jax.device_put([np.asarray(a)[own] for a in rows], whole))
+        used = members if config.objective == "equation4" else {}
+        rest = (np.asarray(groups, np.int32), used, membership(groups))
+        return Problem(taken, *jax.device_put(rest, whole))
+
+    return problem(order[cut:]), problem(order[:cut])
+
+
+def _finite(loss: float, step: int, config: DistillConfig) -> float:
+    if not np.isfinite(loss):
+        rate = config.learning_rate or "its default"
+        raise DistillError(
+            f"the loss is {loss} after step {step}: lower the learning rate ({rate} now) or look "
+            "for overflow in the model's activations"
+        )
+    return loss

@@ -1,0 +1,228 @@
+"""The end-to-end stage: all layers' united experts of one way against the whole model's logits.
+
+What a layer's united experts get wrong reaches the layers after it, and those can make up for it
+only if they are trained together. The student is the model under partial brownout, with S1 and S2
+picked as serving picks them; the teacher is the model itself; the loss is the Kullback-Leibler
+divergence of their next-token distributions. Only united experts move. It needs the whole model on
+the device, once, with activations of a batch: 30 GB for Qwen1.5-MoE-A2.7B.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jmoe.api import Model
+from jmoe.config import ModelConfig
+from jmoe.model import rms_norm
+from training.dispatch import combine_rows, expert_layer
+from training.distill.config import DistillConfig
+from training.distill.fit import HELD_OUT, DistillError, Note, data_mesh
+from training.distill.objectives import Stacked, degraded_to, united_dispatch, united_rows
+from training.matmul import linear
+from training.network import causal_mask, layer_forward
+from training.packing import Batch
+
+_CAPACITY = 4.0  # rows of a routed expert's buffer over the even share, teacher and student alike
+
+Arrays = tuple[Array, Array, Array, Array]
+"""tokens, positions, items, weights; `[B, S]` each."""
+
+
+class Frozen(NamedTuple):
+    """The model, and which united expert stands in for which routed one, by MoE layer."""
+
+    params: Any
+    gate_up: Float[Array, "slots d f2"]
+    down: Float[Array, "slots f d"]
+    slots: Int[Array, "L m"]
+    groups: Int[Array, "L m"]
+
+
+def _logits(
+    cfg: ModelConfig,
+    frozen: Frozen,
+    united: Stacked | None,
+    arrays: Arrays,
+    key: Array,
+    config: DistillConfig,
+) -> Float[Array, "B S V"]:
+    """The model's logits; with `united [L, U, ...]` those of the model under brownout."""
+    tokens, positions, items, _ = arrays
+    dtype = jnp.dtype(config.dtype)
+    num_experts, top_k = cfg.num_experts, cfg.experts_per_token
+    share = tokens.size * top_k / num_experts
+    capacity = min(tokens.size, max(8, int(_CAPACITY * share) // 8 * 8))
+    order = jax.random.permutation(key, tokens.size)  # a decode step holds rows of many sequences
+    back = jnp.argsort(order)
+    mask = causal_mask(items)
+    x = frozen.params["embed"][tokens].astype(jnp.float32)
+    moe_layer = 0
+    for (is_moe, _, count), segment in zip(cfg.segments(), frozen.params["segments"], strict=True):
+        for i in range(count):
+            layer = jax.tree.map(lambda leaf, i=i: leaf[i], segment)
+
+            def routed(
+                h: Array, weights: Array, ids: Array, moe_layer: int = moe_layer
+            ) -> tuple[Array, None]:
+                own = frozen.slots[moe_layer]
+                gate_up, down = (w[own].astype(dtype) for w in (frozen.gate_up, frozen.down))
+                if united is None:
+                    return expert_layer(h, weights, ids, gate_up, down, capacity)[0], None
+                layer_key = jax.random.fold_in(key, moe_layer)
+                groups = frozen.groups[moe_layer]
+                stand_in = degraded_to(ids[order], groups, layer_key, config.decode_batch)[back]
+                exact = jnp.where(stand_in < 0, ids, -1)
+                out = expert_layer(h, weights, exact, gate_up, down, capacity)[0]
+                mine = jax.tree.map(lambda leaf: leaf[moe_layer], united)
+                plan = united_dispatch(stand_in, mine["down"].shape[0])
+                weights = jnp.where(stand_in < 0, 0.0, weights)
+                return out + combine_rows(united_rows(mine, h, plan), weights, plan), None
+
+            x, _ = layer_forward(cfg, layer, x, positions, mask, routed, dtype=dtype)
+            moe_layer += is_moe
+    norm = frozen.params["final_norm"].astype(jnp.float32)
+    h = rms_norm(x, norm, cfg.rms_norm_eps).astype(dtype)
+    head = frozen.params["embed"].T if cfg.tie_embeddings else frozen.params["lm_head"]
+    return linear(h, head.astype(dtype)).astype(jnp.float32)
+
+
+@partial(jax.jit, static_argnames=("cfg", "config", "mesh"))
+def _loss_and_grads(
+    cfg: ModelConfig,
+    frozen: Frozen,
+    united: Stacked,
+    arrays: Arrays,
+    key: Array,
+    config: DistillConfig,
+    mesh: Mesh,
+) -> tuple[Float[Array, ""], Stacked]:
+    """Mean divergence from the exact model, in nats a token, over rows spread over the devices."""
+
+    def local(frozen: Frozen, united: Stacked, arrays: Arrays, key: Array) -> tuple[Array, Stacked]:
+        key = jax.random.fold_in(key, jax.lax.axis_index("data"))
+        weights = arrays[3]
+        total = jnp.maximum(jax.lax.psum(jnp.sum(weights), "data"), 1e-6)
+        wanted = jax.nn.log_softmax(_logits(cfg, frozen, None, arrays, key, config))
+
+        def divergence(united: Stacked) -> Array:
+            got = jax.nn.log_softmax(_logits(cfg, frozen, united, arrays, key, config))
+            return jnp.sum(weights * jnp.sum(jnp.exp(wanted) * (wanted - got), axis=-1)) / total
+
+        loss, grads = jax.value_and_grad(divergence)(united)
+        return jax.lax.psum(loss, "data"), jax.lax.psum(grads, "data")
+
+    whole, split = PartitionSpec(), PartitionSpec("data")
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(whole, whole, split, whole),
+        out_specs=(whole, whole),
+        check_vma=False,
+    )(frozen, united, arrays, key)
+
+
+def _optimizer(config: DistillConfig, d_model: int) -> optax.GradientTransformation:
+    peak = config.refine_rate(d_model)
+    warmup = min(20, config.refine_steps // 4)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0 if warmup else peak, peak, warmup, max(config.refine_steps, warmup + 1), 0.03 * peak
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.98))
+
+
+@partial(jax.jit, static_argnames=("config", "d_model"), donate_argnums=(0, 1))
+def _update(
+    united: Stacked, state: Any, grads: Stacked, config: DistillConfig, d_model: int
+) -> tuple[Stacked, Any]:
+    updates, state = _optimizer(config, d_model).update(grads, state, united)
+    return cast(Stacked, optax.apply_updates(united, updates)), state
+
+
+class Progressing(NamedTuple):
+    """Where a refinement stands; what a checkpoint holds."""
+
+    united: Stacked
+    state: Any
+    step: int
+    before: float  # divergence before the first step
+
+
+def begin(united: dict[str, np.ndarray], config: DistillConfig, d_model: int) -> Progressing:
+    """Before the first step."""
+    params = {key: jnp.asarray(leaf, jnp.float32) for key, leaf in united.items()}
+    return Progressing(params, _optimizer(config, d_model).init(params), 0, math.nan)
+
+
+def refine(
+    model: Model,
+    groups: Int[np.ndarray, "L m"],
+    at: Progressing,
+    data: Batch,
+    key: Array,
+    config: DistillConfig,
+    *,
+    save: Callable[[Progressing], None],
+    save_every: int = 100,
+    note: Note = lambda done, total, text: None,
+) -> tuple[dict[str, np.ndarray], float, float]:
+    """United experts `[L, U, ...]` after `config.refine_steps`, and the divergence at both ends.
+
+    Goes on from `at`; `save` is called every `save_every` steps. The batch and the randomness of a
+    step depend on the step alone, so that a run that was interrupted ends like one that was not.
+
+    Raises DistillError where the loss is not finite, ValueError for a batch that does not divide.
+    """
+    mesh, cfg = data_mesh(), model.config
+    own_tokens = config.refine_rows * data.tokens.shape[1] // mesh.devices.size
+    if config.refine_rows % mesh.devices.size or own_tokens % config.decode_batch:
+        raise ValueError(
+            f"refine_rows is {config.refine_rows}: over {mesh.devices.size} devices each must get "
+            f"whole rows and a multiple of decode_batch, {config.decode_batch}, tokens"
+        )
+    whole = NamedSharding(mesh, PartitionSpec())
+    slots = np.asarray(model.table.slots)[:, : cfg.num_experts]
+    tables = (slots, np.asarray(groups, np.int32))
+    frozen = Frozen(*jax.device_put((model.params, *model.pool, *tables), whole))
+    united, state = jax.device_put((at.united, at.state), whole)
+
+    def loss_and_grads(united: Stacked, step: int) -> tuple[float, Stacked]:
+        arrays = _batch(data, step, config, mesh)
+        loss, grads = _loss_and_grads(
+            cfg, frozen, united, arrays, jax.random.fold_in(key, step), config, mesh
+        )
+        if not np.isfinite(float(loss)):
+            raise DistillError(
+                f"the end-to-end loss is {float(loss)} at step {step}: lower refine_learning_rate "
+                f"({config.refine_rate(cfg.d_model):.2g} now)"
+            )
+        return float(loss), grads
+
+    before = at.before if at.step else loss_and_grads(united, HELD_OUT)[0]
+    for step in range(at.step, config.refine_steps):
+        loss, grads = loss_and_grads(united, step)
+        united, state = _update(united, state, grads, config, cfg.d_model)
+        note(step + 1, config.refine_steps, f"divergence {loss:.4f}")
+        if (step + 1) % save_every == 0 and step + 1 < config.refine_steps:
+            save(Progressing(united, state, step + 1, before))
+    after = loss_and_grads(united, HELD_OUT)[0]
+    return jax.tree.map(np.array, united), before, after
+
+
+def _batch(data: Batch, step: int, config: DistillConfig, mesh: Mesh) -> Arrays:
+    """Rows of a step, spread over the devices; the last tenth of the data only measures."""
+    num_rows = len(data.tokens)
+    cut = max(1, num_rows - num_rows // 10)
+    rng = np.random.default_rng([config.seed, step])
+    low, high = (cut, num_rows) if step == HELD_OUT and cut < num_rows else (0, cut)
+    rows = rng.integers(low, high, config.refine_rows)
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    arrays = (data.tokens, data.positions, data.items, data.weights)
+    return jax.device_put(tuple(a[rows] for a in arrays), split)

@@ -1,0 +1,243 @@
+"""`distill`: united experts of a model, layer by layer, then end to end."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+from safetensors.flax import save_file
+
+from jmoe.api import load
+from jmoe.checkpoint import UNITED_FILE
+from jmoe.experts import ExpertPool, groups_by_index
+from jmoe.layers import Layers
+from jmoe.tokenizer import Tokenizer
+from training.distill.config import DistillConfig
+from training.distill.data import digest, pack_files
+from training.distill.fit import Fit, fit_layer
+from training.distill.grouping import make_groups
+from training.distill.refine import Progressing, begin, refine
+from training.distill.report import LayerResult, RefineResult, write_report
+from training.distill.start import make_start
+from training.distill.store import Store
+from training.distill.stream import LayerRows, first_rows, run_layer
+from training.packing import Batch
+
+Progress = Callable[[str, int, int, str], None]
+"""`(what is being done, units done, units in all, what to show beside)`."""
+
+_PROBE = 512  # rows that experts are compared on, for grouping by similarity
+
+
+def _silent(what: str, done: int, total: int, text: str) -> None:
+    pass
+
+
+def distill(
+    model_dir: Path,
+    ways: Sequence[int],
+    data: Sequence[Path],
+    out: Path,
+    config: DistillConfig | None = None,
+    progress: Progress = _silent,
+) -> tuple[list[LayerResult], list[RefineResult]]:
+    """Distils united experts of every way and writes `out/united.safetensors` (bfloat16).
+
+    The device holds one layer's weights and captured rows at a time. What is finished is kept in
+    `out`: a run that was killed goes on where it was and ends in the same bits.
+
+    Args:
+        model_dir: model directory, as `jmoe.load` takes it.
+        ways: experts a group, one set of united experts each.
+        data: files of texts (see `training.distill.data.read_texts`); united experts imitate the
+            model on them.
+        out: directory, made if absent; may be `model_dir`. Also gets a report and its picture.
+        config: settings; None for the defaults.
+        progress: called with what is done, how much of it, and the loss.
+
+    Raises ValueError for ways, data and settings that cannot be used and for an `out` with another
+    run in it, DistillError where training cannot go on, and what `jmoe.load` raises.
+    """
+    config = config or DistillConfig()
+    # A CPU's reference of the grouped GEMM is fast in float32, a GPU's kernel in bfloat16.
+    layers = Layers(model_dir, "float32" if jax.default_backend() == "cpu" else config.dtype)
+    cfg = layers.cfg
+    if not ways or len(set(ways)) != len(ways):
+        raise ValueError(f"ways are {list(ways)}; give at least one, each once")
+    for way in ways:
+        groups_by_index(cfg.num_experts, way)  # raises for a way that cannot be
+    tokenizer = Tokenizer.load(layers.directory)
+    packed = pack_files(data, cfg, tokenizer, config.length, config.seed)
+    out.mkdir(parents=True, exist_ok=True)
+    fingerprint = {
+        "settings": dataclasses.asdict(config),
+        "ways": list(ways),
+        "data": digest(data),
+        "model": _model_digest(layers.directory),
+    }
+    store = Store(out, fingerprint)
+    found = _all_layers(layers, ways, packed, store, config, progress)
+    results = [
+        LayerResult(way, at, fit.error_before, fit.error_after, fit.steps)
+        for (way, at), (fit, _) in sorted(found.items())
+    ]
+    united = {way: _stack(found, way) for way in ways}
+    refined = []
+    if config.refine_steps:
+        for way in ways:
+            united[way], result = _refine(
+                model_dir, way, united[way], packed, store, config, progress
+            )
+            refined.append(result)
+    _write(out, united)
+    store.close()
+    write_report(out, results, refined, f"Settings: {config}")
+    return results, refined
+
+
+United = dict[str, np.ndarray]
+"""`gate_up [L, U, d, 2f]`, `down [L, U, f, d]` and `groups [L, m]` of one way."""
+
+
+def _all_layers(
+    layers: Layers,
+    ways: Sequence[int],
+    data: Batch,
+    store: Store,
+    config: DistillConfig,
+    progress: Progress,
+) -> dict[tuple[int, int], tuple[Fit, np.ndarray]]:
+    cfg = layers.cfg
+    data = first_rows(data, config.rows)
+    first, x = store.load_stream() or (0, _embedded(layers, data))
+    found = {
+        (way, at): kept
+        for way in ways
+        for at in range(cfg.num_moe_layers)
+        if (kept := store.layer(way, at)) is not None
+    }
+    for index in range(first, cfg.num_layers):
+        at = sum(cfg.moe_layers[:index])
+        left = range(at, cfg.num_moe_layers)
+        if all((way, later) in found for way in ways for later in left):
+            break
+        params, experts = layers.layer(index)
+        name = f"layer {index}"
+        rows = run_layer(
+            cfg,
+            params,
+            experts,
+            x,
+            data,
+            progress=lambda done, total, name=name: progress(f"{name}: capture", done, total, ""),
+        )
+        if rows is not None:
+            assert experts is not None
+            for way in ways:
+                if (way, at) not in found:
+                    found[way, at] = _fit(way, at, rows, experts, config, progress)
+                    store.save_layer(way, at, *found[way, at])
+        store.save_stream(index + 1, x)
+    return found
+
+
+def _embedded(layers: Layers, data: Batch) -> np.ndarray:
+    embed = np.asarray(layers.top()["embed"], np.float32)
+    return embed[data.tokens]
+
+
+def _fit(
+    way: int,
+    at: int,
+    rows: LayerRows,
+    experts: ExpertPool,
+    config: DistillConfig,
+    progress: Progress,
+) -> tuple[Fit, np.ndarray]:
+    members = {key: np.asarray(leaf) for key, leaf in experts._asdict().items()}
+    visits = np.bincount(rows.ids.reshape(-1), minlength=len(members["down"]))
+    answers = np.zeros((len(visits), 0, 0), np.float32)
+    if config.grouping == "similarity":
+        from training.distill.fit import apply_all
+
+        probe = jnp.asarray(rows.h[:: max(1, len(rows.h) // _PROBE)], jnp.float32)
+        answers = np.asarray(apply_all({k: jnp.asarray(v) for k, v in members.items()}, probe))
+    groups = make_groups(config.grouping, way, rows, answers)
+    fit = fit_layer(
+        make_start(config.start, members, groups, visits),
+        {key: jnp.asarray(leaf) for key, leaf in members.items()},
+        groups,
+        rows,
+        _key(config, way, at),
+        config,
+        lambda done, total, text: progress(f"way {way}, layer {at}", done, total, text),
+    )
+    return fit, groups
+
+
+def _key(config: DistillConfig, way: int, at: int) -> Array:
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), way), at)
+
+
+def _stack(found: dict[tuple[int, int], tuple[Fit, np.ndarray]], way: int) -> United:
+    own = [kept for (of, _), kept in sorted(found.items()) if of == way]
+    united = {key: np.stack([fit.params[key] for fit, _ in own]) for key in ("gate_up", "down")}
+    return united | {"groups": np.stack([groups for _, groups in own])}
+
+
+def _refine(
+    model_dir: Path,
+    way: int,
+    united: United,
+    data: Batch,
+    store: Store,
+    config: DistillConfig,
+    progress: Progress,
+) -> tuple[United, RefineResult]:
+    weights = {key: united[key] for key in ("gate_up", "down")}
+    model = load(model_dir, config.dtype, ways=())
+    at = begin(weights, config, model.config.d_model)
+    kept = store.refinement(way, at._asdict())
+    if kept is not None:
+        at = Progressing(**{**kept, "step": int(kept["step"]), "before": float(kept["before"])})
+    trained, before, after = refine(
+        model,
+        united["groups"],
+        at,
+        data,
+        _key(config, way, 1_000_000),
+        config,
+        save=lambda state: store.save_refinement(way, state.step, state._asdict()),
+        note=partial(progress, f"way {way}, end to end"),
+    )
+    if after >= before:  # united experts that were that good already are left as they were
+        return united, RefineResult(way, before, before)
+    return united | trained, RefineResult(way, before, after)
+
+
+def _write(out: Path, united: dict[int, United]) -> None:
+    tensors: dict[str, Array] = {}
+    for way, leaves in united.items():
+        for key, stacked in leaves.items():
+            kind = jnp.int32 if key == "groups" else jnp.bfloat16
+            for at, leaf in enumerate(stacked):
+                tensors[f"way{way}.layers.{at}.{key}"] = jnp.asarray(leaf, kind)
+    part = out / f"{UNITED_FILE}.part"
+    save_file(tensors, part)
+    part.chmod(0o644)  # written as private by the library
+    part.rename(out / UNITED_FILE)
+
+
+def _model_digest(directory: Path) -> str:
+    """Of the configuration and of the names and sizes of the weight files."""
+    out = hashlib.sha256()
+    for path in sorted([*directory.glob("*.json"), *directory.glob("model*.safetensors")]):
+        out.update(f"{path.name} {path.stat().st_size}".encode())
+        if path.suffix == ".json":
+            out.update(path.read_bytes())
+    return out.hexdigest()

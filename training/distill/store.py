@@ -1,0 +1,141 @@
+"""What a distillation has finished, on disk, so that a killed run goes on where it was.
+
+Everything appears by a rename, so that a file that is there is whole. A run goes on only with the
+model, data and settings it began with.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jax
+import numpy as np
+
+from training.distill.fit import DistillError, Fit
+
+WORK = "distill-work"
+
+
+class Store:
+    """Finished layers, the residual stream, and the newest state of each end-to-end stage."""
+
+    def __init__(self, out: Path, fingerprint: dict[str, Any]) -> None:
+        """Opens or begins the work of `out`. Raises ValueError where it is another run's."""
+        self.folder = (out / WORK).absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "run.json"
+        if path.exists():
+            began = json.loads(path.read_text(encoding="utf-8"))
+            if differing := sorted(k for k in fingerprint if began.get(k) != fingerprint[k]):
+                raise ValueError(
+                    f"{self.folder} holds a run with another {', '.join(differing)}; "
+                    "finish it as it began, name another --out, or remove that folder"
+                )
+        else:
+            content = json.dumps(fingerprint, indent=1).encode()
+            self._write(path, lambda file: file.write(content))
+
+    def _write(self, path: Path, write: Callable[[BinaryIO], object]) -> None:
+        """Writes beside the place and renames."""
+        part = path.with_name(path.name + ".part")
+
+        def whole() -> None:
+            with part.open("wb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(path)
+
+        _with_room(whole, path)
+
+    # -- the residual stream ----------------------------------------------------------------------
+
+    def save_stream(self, layer: int, x: np.ndarray) -> None:
+        """Rows as they enter `layer`; those of the layer before are removed."""
+        self._write(self.folder / f"stream-{layer}.npy", lambda file: np.save(file, x))
+        (self.folder / f"stream-{layer - 1}.npy").unlink(missing_ok=True)
+
+    def load_stream(self) -> tuple[int, np.ndarray] | None:
+        """The layer to go on with and its rows; None before the first."""
+        found = sorted(int(p.stem.split("-")[1]) for p in self.folder.glob("stream-*.npy"))
+        return (found[-1], np.load(self.folder / f"stream-{found[-1]}.npy")) if found else None
+
+    def close(self) -> None:
+        """The run is over: what no rerun needs is removed."""
+        for path in self.folder.glob("stream-*.npy"):
+            path.unlink()
+
+    # -- finished layers --------------------------------------------------------------------------
+
+    def layer(self, way: int, moe_layer: int) -> tuple[Fit, np.ndarray] | None:
+        """United experts of a finished layer and their groups."""
+        tree = self._restore(self.folder / f"way-{way}-layer-{moe_layer}")
+        if tree is None:
+            return None
+        before, after = map(float, tree["errors"])
+        fit = Fit(tree["params"], before, after, int(tree["steps"]))
+        return fit, tree["groups"]
+
+    def save_layer(self, way: int, moe_layer: int, fit: Fit, groups: np.ndarray) -> None:
+        """Keeps a finished layer."""
+        tree = {
+            "params": fit.params,
+            "groups": np.asarray(groups),
+            "errors": np.array([fit.error_before, fit.error_after]),
+            "steps": np.array(fit.steps),
+        }
+        self._save(self.folder / f"way-{way}-layer-{moe_layer}", tree)
+
+    # -- end-to-end stages ------------------------------------------------------------------------
+
+    def refinement(self, way: int, like: Any) -> Any:
+        """The newest state of a way's end-to-end stage, shaped `like`; None before the first."""
+        found = sorted(
+            (int(p.name.split("-")[-1]), p)
+            for p in self.folder.glob(f"refine-{way}-*")
+            if p.name.split("-")[-1].isdigit()
+        )
+        return self._restore(found[-1][1], like) if found else None
+
+    def save_refinement(self, way: int, step: int, tree: Any) -> None:
+        """Keeps a state and removes the ones before it."""
+        self._save(self.folder / f"refine-{way}-{step}", tree)
+        for path in self.folder.glob(f"refine-{way}-*"):
+            if path.name.split("-")[-1].isdigit() and int(path.name.split("-")[-1]) < step:
+                shutil.rmtree(path)
+
+    # -- Orbax ------------------------------------------------------------------------------------
+
+    def _save(self, path: Path, tree: Any) -> None:
+        import orbax.checkpoint as ocp
+
+        def write() -> None:
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(path, jax.tree.map(np.asarray, tree), force=True)
+                checkpointer.wait_until_finished()
+
+        _with_room(write, path)
+
+    def _restore(self, path: Path, like: Any = None) -> Any:
+        import orbax.checkpoint as ocp
+
+        if not path.exists():
+            return None
+        with ocp.StandardCheckpointer() as checkpointer:
+            if like is None:
+                return jax.tree.map(np.asarray, checkpointer.restore(path))
+            return checkpointer.restore(path, jax.tree.map(np.asarray, like))
+
+
+def _with_room(write: Callable[[], None], path: Path) -> None:
+    """Says what a full disk means here: nothing finished is lost."""
+    try:
+        write()
+    except OSError as error:
+        raise DistillError(
+            f"cannot write {path}: {error}. What was finished is kept: free some space and run the "
+            "same command again"
+        ) from error

@@ -1,0 +1,100 @@
+"""A model's layers in turn over packed rows: what enters each layer's experts and what comes out.
+
+Only one layer's weights are on the device. Between layers the residual stream of all rows lies in
+host memory, and in a file, so that an interrupted run goes on from the layer it was in.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jmoe.config import ModelConfig
+from jmoe.experts import ExpertPool
+from pallas_kernels import grouped_gemm, routing
+from training.network import causal_mask, layer_forward
+from training.packing import Batch
+
+
+class LayerRows(NamedTuple):
+    """N rows of one MoE layer: its experts' inputs, the router's choice, each expert's answer."""
+
+    h: Float[np.ndarray, "N d"]
+    ids: Int[np.ndarray, "N K"]
+    weights: Float[np.ndarray, "N K"]
+    outputs: Float[np.ndarray, "N K d"]
+
+
+def each_visit(
+    h: Float[Array, "T d"], ids: Int[Array, "T K"], experts: ExpertPool
+) -> Float[Array, "T K d"]:
+    """What the expert of each visit says, float32: the grouped GEMM with a row for each visit."""
+    (num_rows, top_k), num_experts = ids.shape, experts.gate_up.shape[0]
+    work = routing.dispatch(
+        ids.reshape(-1, 1),
+        jnp.ones((num_rows * top_k, 1), jnp.float32),
+        jnp.arange(num_experts, dtype=jnp.int32),
+        block_m=grouped_gemm.BLOCK_M,
+        max_active=num_experts,
+    )
+    rows = jnp.repeat(h, top_k, axis=0)
+    out = grouped_gemm.moe_mlp(rows, experts.gate_up, experts.down, work)
+    return out.reshape(num_rows, top_k, -1)
+
+
+@partial(jax.jit, static_argnums=0)
+def _advance(
+    cfg: ModelConfig,
+    layer: Any,
+    experts: ExpertPool | None,
+    x: Float[Array, "B S d"],
+    positions: Int[Array, "B S"],
+    items: Int[Array, "B S"],
+) -> tuple[Float[Array, "B S d"], tuple[Array, ...]]:
+    def routed(h: Array, weights: Array, ids: Array) -> tuple[Array, tuple[Array, ...]]:
+        assert experts is not None
+        outputs = each_visit(h, ids, experts)
+        return jnp.einsum("tk,tkd->td", weights, outputs), (h, ids, weights, outputs)
+
+    dtype = layer["wo"].dtype
+    x, routing_of = layer_forward(cfg, layer, x, positions, causal_mask(items), routed, dtype=dtype)
+    return x, () if routing_of is None else routing_of.aux
+
+
+def first_rows(data: Batch, num_tokens: int) -> Batch:
+    """The first packed rows, as many as hold `num_tokens` tokens; all where there are fewer."""
+    filled = np.cumsum((data.items > 0).sum(axis=1))
+    return data.rows(slice(0, int(np.searchsorted(filled, num_tokens)) + 1))
+
+
+def run_layer(
+    cfg: ModelConfig,
+    layer: Any,
+    experts: ExpertPool | None,
+    x: Float[np.ndarray, "R S d"],
+    data: Batch,
+    *,
+    batch: int = 16,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> LayerRows | None:
+    """Takes the residual stream `x` through one layer, in place; returns an MoE layer's rows.
+
+    `batch` packed rows go at a time; the last batch is filled up, so that one program serves all.
+    """
+    num_rows = len(x)
+    parts: list[tuple[np.ndarray, ...]] = []
+    for start in range(0, num_rows, batch):
+        stop = min(start + batch, num_rows)
+        rows = np.minimum(np.arange(start, start + batch), num_rows - 1)
+        arrays = (x[rows], data.positions[rows], data.items[rows])
+        new, captured = _advance(cfg, layer, experts, *map(jnp.asarray, arrays))
+        x[start:stop] = np.asarray(new)[: stop - start]
+        if captured:
+            tokens = np.flatnonzero(data.items[start:stop])  # the filling comes last
+            parts.append(tuple(np.asarray(a)[tokens] for a in captured))
+        progress(stop, num_rows)
+    return LayerRows(*map(np.concatenate, zip(*parts, strict=True))) if parts else None

@@ -1,0 +1,201 @@
+"""Greedy answers to many prompts, as a server under full load gives them.
+
+`batch` slots decode together. A sequence that ends frees its slot, and the prompts next in line go
+in as soon as they fill a prefill step or a quarter of the slots is free. So nearly every decode
+step has nearly `batch` rows: brownout plans over the rows of a step, which makes the batch a part
+of the setting, and a batch that is left to run dry would measure many settings at once.
+
+There are two shapes and so two compiled programs, whatever the prompts and the setting.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jmoe.api import Model
+from jmoe.brownout import Brownout
+from jmoe.steps import (
+    KV_LEN,
+    Q_LEN,
+    SLOT,
+    Output,
+    decode_step,
+    empty_deltas,
+    empty_rows,
+    make_state,
+    prefill_step,
+)
+
+MAX_PREFILL_SEQS = 16
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What `answer` returns: new tokens of each prompt, an end token included; and visits."""
+
+    tokens: list[list[int]]
+    degraded_visits: int
+    expert_visits: int
+
+
+def answer(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    limits: Sequence[int],
+    brownout: Brownout | None = None,
+    *,
+    batch: int = 64,
+    chunk: int = 256,
+    progress: Callable[[int], None] | None = None,
+) -> Answers:
+    """Continues every prompt greedily, up to an end token or its limit.
+
+    Args:
+        model: as `jmoe.load` returns it.
+        prompts: token lists, none empty.
+        limits: most new tokens of each prompt, at least 1.
+        brownout: of prefill and decode; None is none.
+        batch: slots that decode together.
+        chunk: tokens of a prefill step; at least the longest prompt.
+        progress: called with the number of prompts that ended since the last call.
+
+    Raises ValueError for a way the model does not have.
+    """
+    run = _Run(model, prompts, limits, brownout, batch, chunk)
+    ended = 0
+    while run.busy:
+        run.step()
+        if progress is not None and run.ended > ended:
+            progress(run.ended - ended)
+            ended = run.ended
+    visits = sum(len(p) + len(out) - 1 for p, out in zip(prompts, run.out, strict=True))
+    per_token = model.config.num_moe_layers * model.config.experts_per_token
+    return Answers(run.out, run.degraded, visits * per_token)
+
+
+class _Run:
+    """Slots and their device state. Slot s always owns the same pages; -1 in `owner` is free."""
+
+    def __init__(
+        self,
+        model: Model,
+        prompts: Sequence[Sequence[int]],
+        limits: Sequence[int],
+        brownout: Brownout | None,
+        batch: int,
+        chunk: int,
+    ) -> None:
+        longest = max(len(p) + limit for p, limit in zip(prompts, limits, strict=True))
+        blocks = -(-longest // PAGE_SIZE)
+        control = model.prepare(brownout)
+        self.control = jnp.stack([control.threshold_percent, control.strategy])
+        self.model, self.prompts, self.limits = model, prompts, limits
+        self.state = make_state(
+            model.config,
+            num_slots=batch,
+            num_pages=batch * blocks,
+            page_size=PAGE_SIZE,
+            max_blocks=blocks,
+            dtype=model.dtype,
+        )
+        pages = np.arange(batch * blocks, dtype=np.int32).reshape(batch, blocks)
+        self.state = self.state._replace(block_table=jnp.asarray(pages))
+        self.no_deltas = jnp.asarray(empty_deltas(1))
+        self.stops = set(model.config.eos_token_ids)
+        self.chunk = max(chunk, max(map(len, prompts)))
+        self.waiting = deque(range(len(prompts)))
+        self.owner = np.full(batch, -1, np.int32)
+        self.kv_len = np.zeros(batch, np.int32)
+        self.out: list[list[int]] = [[] for _ in prompts]
+        self.degraded = self.ended = 0
+
+    @property
+    def busy(self) -> bool:
+        return self.ended < len(self.prompts)
+
+    def step(self) -> None:
+        """One prefill step where it is time for one, else one decode step."""
+        entering = self._entering()
+        if entering:
+            self._prefill(entering)
+        else:
+            self._decode()
+
+    def _entering(self) -> list[int]:
+        """Prompts of the next prefill step; none where it had better wait for more of them."""
+        free = int((self.owner < 0).sum())
+        most = min(free, MAX_PREFILL_SEQS)
+        chosen, tokens, full = [], 0, False
+        for prompt in self.waiting:
+            tokens += len(self.prompts[prompt])
+            if tokens > self.chunk or len(chosen) == MAX_PREFILL_SEQS:
+                full = True
+                break
+            if len(chosen) == most:
+                break
+            chosen.append(prompt)
+        return chosen if full or 4 * free >= len(self.owner) else []
+
+    def _prefill(self, entering: list[int]) -> None:
+        slots = np.flatnonzero(self.owner < 0)[: len(entering)]
+        rows = empty_rows(min(len(self.owner), MAX_PREFILL_SEQS))
+        tokens = np.zeros(self.chunk, np.int32)
+        at = 0
+        for row, (slot, index) in enumerate(zip(slots, entering, strict=True)):
+            prompt = self.prompts[self.waiting.popleft()]
+            tokens[at : at + len(prompt)] = prompt
+            at += len(prompt)
+            rows[row, [SLOT, KV_LEN, Q_LEN]] = slot, len(prompt), len(prompt)
+            self.owner[slot], self.kv_len[slot] = index, len(prompt)
+        out = self._call(_prefill, tokens, rows)
+        self._accept(slots, out)
+
+    def _decode(self) -> None:
+        rows = empty_rows(len(self.owner))
+        live = np.flatnonzero(self.owner >= 0)
+        self.kv_len[live] += 1
+        rows[: len(live), SLOT] = live
+        rows[: len(live), KV_LEN] = self.kv_len[live]
+        rows[: len(live), Q_LEN] = 1
+        self._accept(live, self._call(_decode, rows))
+
+    def _call(self, step: Callable[..., tuple], *arrays: np.ndarray) -> Output:
+        model = self.model
+        self.state, out = step(
+            model.config,
+            model.params,
+            model.pool,
+            model.table,
+            self.state,
+            *map(jnp.asarray, arrays),
+            self.no_deltas,
+            self.control,
+            max_active=model.config.num_experts,
+        )
+        return out
+
+    def _accept(self, slots: np.ndarray, output: Output) -> None:
+        """Takes a new token for each slot; row r of the step was that of `slots[r]`."""
+        tokens = np.asarray(output.tokens).tolist()
+        self.degraded += int(np.asarray(output.degraded)[: len(slots)].sum())
+        for slot, token in zip(slots, tokens[: len(slots)], strict=True):
+            index = int(self.owner[slot])
+            out = self.out[index]
+            out.append(token)
+            if token in self.stops or len(out) == self.limits[index]:
+                self.owner[slot] = -1
+                self.ended += 1
+
+
+_decode = partial(jax.jit, static_argnums=0, static_argnames="max_active", donate_argnums=4)(
+    decode_step
+)
+_prefill = partial(jax.jit, static_argnums=0, static_argnames="max_active", donate_argnums=4)(
+    prefill_step
+)

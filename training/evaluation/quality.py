@@ -1,0 +1,224 @@
+"""Perplexity of text, and the output error of MoE layers, under a brownout setting."""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jmoe.api import Model, forward
+from jmoe.brownout import Brownout, Control
+from jmoe.config import ModelConfig
+from jmoe.experts import ExpertPool, ExpertTable
+from jmoe.model import (
+    Params,
+    Rows,
+    attend,
+    causal_mix,
+    embed,
+    experts,
+    moe,
+    rms_norm,
+    route,
+    swiglu,
+)
+from jmoe.sampling import token_logprobs
+from pallas_kernels import routing
+
+CAPTURE_BATCH = 32  # sequences of a forward pass that captures inputs
+
+
+def windows(
+    tokens: Sequence[int], length: int, per_step: int
+) -> list[tuple[Int[np.ndarray, "B S"], Int[np.ndarray, " B"]]]:
+    """A text cut for `perplexity`: (token rows, how many of a row's last targets count) a step.
+
+    Every step has `per_step` rows of `length` tokens (or of the whole text, where it is shorter).
+    The last window overlaps the one before it, and the last step is filled up with the text's first
+    windows; what is seen twice counts once.
+    """
+    length = min(length, len(tokens))
+    starts = list(range(0, len(tokens) - length, length))
+    counts = [length - 1] * len(starts)
+    left = len(tokens) - length * len(starts)  # tokens of the last window that are new
+    starts.append(len(tokens) - length)
+    # Its first token is new to the text but has no context only where the window starts there.
+    counts.append(left - (left == length))
+    for i in range(-len(starts) % per_step):
+        starts.append(starts[i])
+        counts.append(0)
+    rows = np.stack([np.asarray(tokens[start : start + length], np.int32) for start in starts])
+    steps = range(0, len(starts), per_step)
+    return [(rows[i : i + per_step], np.array(counts[i : i + per_step], np.int32)) for i in steps]
+
+
+def perplexity(
+    model: Model,
+    steps: Sequence[tuple[Int[np.ndarray, "B S"], Int[np.ndarray, " B"]]],
+    brownout: Brownout | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> float:
+    """`exp` of the mean negative log-likelihood of the tokens that `windows` counts.
+
+    Each step is one `jmoe.forward`: brownout plans over all its rows, as in a prefill step.
+    """
+    total, count = 0.0, 0
+    for rows, counts in steps:
+        logprobs = np.asarray(_target_logprobs(forward(model, rows, brownout), jnp.asarray(rows)))
+        taken = np.arange(rows.shape[1] - 1) >= rows.shape[1] - 1 - counts[:, None]
+        total += float(logprobs[taken].sum(dtype=np.float64))
+        count += int(taken.sum())
+        if progress is not None:
+            progress(len(rows))
+    return math.exp(-total / count)
+
+
+@jax.jit
+def _target_logprobs(
+    logits: Float[Array, "B S V"], tokens: Int[Array, "B S"]
+) -> Float[Array, "B S1"]:
+    vocab = logits.shape[-1]
+    flat = token_logprobs(logits[:, :-1].reshape(-1, vocab), tokens[:, 1:].reshape(-1))
+    return flat.reshape(tokens.shape[0], -1)
+
+
+def sample_inputs(
+    model: Model, sequences: Sequence[Sequence[int]], num_steps: int, batch: int, seed: int
+) -> list[Float[Array, "N B d"]]:
+    """Rows that enter each MoE layer (before its norm) in an exact run, grouped as decode steps.
+
+    A step's `batch` rows are positions drawn at random from all sequences; every layer has the
+    same ones. Fewer steps come back where there are fewer positions, but at least one.
+    """
+    total = sum(map(len, sequences))
+    num_steps = max(1, min(num_steps, total // batch))
+    wanted = np.random.default_rng(seed).permutation(total)[: num_steps * batch]
+    wanted = np.resize(wanted, num_steps * batch)  # fewer positions than one step: repeated
+    length = max(map(len, sequences))
+    parts: list[list[np.ndarray]] = [[] for _ in range(model.config.num_moe_layers)]
+    for start in range(0, len(sequences), CAPTURE_BATCH):
+        tokens = np.zeros((CAPTURE_BATCH, length), np.int32)
+        lengths = np.zeros(CAPTURE_BATCH, np.int32)
+        for i, ids in enumerate(sequences[start : start + CAPTURE_BATCH]):
+            tokens[i, : len(ids)], lengths[i] = ids, len(ids)
+        inputs = _moe_inputs(
+            model.config,
+            model.params,
+            model.pool,
+            model.table,
+            jnp.asarray(tokens),
+            jnp.asarray(lengths),
+        )
+        real = (np.arange(length) < lengths[:, None]).reshape(-1)
+        for part, x in zip(parts, inputs, strict=True):
+            part.append(np.asarray(x)[real])
+    shape = num_steps, batch, model.config.d_model
+    return [jnp.asarray(np.concatenate(part)[wanted].reshape(shape)) for part in parts]
+
+
+@partial(jax.jit, static_argnums=0)
+def _moe_inputs(
+    cfg: ModelConfig,
+    params: Params,
+    pool: ExpertPool,
+    table: ExpertTable,
+    tokens: Int[Array, "B S"],
+    lengths: Int[Array, " B"],
+) -> list[Float[Array, "T d"]]:
+    """Rows that enter each MoE layer before its norm, `T = B * S`, padding included."""
+    batch, length = tokens.shape
+    position = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
+    valid = position < jnp.repeat(lengths, length)
+    rows = Rows(position, valid, jnp.zeros(batch * length, bool))
+    mix = causal_mix(batch, length, cfg.head_dim**-0.5)
+    x, found = embed(params, tokens.reshape(-1)), []
+    for layer, is_moe in _layers(cfg, params):
+        x, _ = attend(cfg, layer, x, position, lambda q, k, v: mix(q, k, v, jnp.int32(0), None))
+        if not is_moe:
+            h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
+            x = x + swiglu(h, layer["gate_up"], layer["down"])
+            continue
+        slots, groups = table.slots[len(found)], table.groups[len(found)]
+        found.append(x)
+        x, _ = moe(
+            cfg,
+            layer,
+            pool,
+            slots,
+            groups,
+            x,
+            rows,
+            Control.of(None),
+            max_active=cfg.num_experts,
+        )
+    return found
+
+
+def _layers(cfg: ModelConfig, params: Params) -> list[tuple[Params, bool]]:
+    """(parameters, is MoE) of each layer in turn."""
+    return [
+        (jax.tree.map(lambda leaf, i=i: leaf[i], segment), is_moe)
+        for (is_moe, _, count), segment in zip(cfg.segments(), params["segments"], strict=True)
+        for i in range(count)
+    ]
+
+
+class OutputError:
+    """Output error of each MoE layer on fixed inputs; exact outputs are computed once."""
+
+    def __init__(self, model: Model, inputs: Sequence[Float[Array, "N B d"]]) -> None:
+        self.model, self.inputs = model, inputs
+        layers = _layers(model.config, model.params)
+        self.layers = [layer for layer, is_moe in layers if is_moe]
+        self.exact = self._outputs(None)
+
+    def _outputs(self, brownout: Brownout | None) -> list[Float[Array, "N B d"]]:
+        model, control = self.model, self.model.prepare(brownout)
+        slots, groups = model.table
+        return [
+            _routed(model.config, layer, model.pool, slots[i], groups[i], x, control)
+            for i, (layer, x) in enumerate(zip(self.layers, self.inputs, strict=True))
+        ]
+
+    def of(self, brownout: Brownout | None) -> list[float]:
+        """`||browned - exact|| / ||exact||` (Frobenius) of the routed experts' output, by layer."""
+        return [
+            float(_relative(out, exact))
+            for out, exact in zip(self._outputs(brownout), self.exact, strict=True)
+        ]
+
+
+@jax.jit
+def _relative(out: Float[Array, "N B d"], exact: Float[Array, "N B d"]) -> Float[Array, ""]:
+    out, exact = out.astype(jnp.float32), exact.astype(jnp.float32)
+    return jnp.sqrt(jnp.sum((out - exact) ** 2) / jnp.sum(exact**2))
+
+
+@partial(jax.jit, static_argnums=0)
+def _routed(
+    cfg: ModelConfig,
+    layer: Params,
+    pool: ExpertPool,
+    slots: Int[Array, "E"],
+    groups: Int[Array, "m"],
+    x: Float[Array, "N B d"],
+    control: Control,
+) -> Float[Array, "N B d"]:
+    """What a layer's routed experts add to each row; each of the N steps has a plan of its own."""
+
+    def step(x: Float[Array, "B d"]) -> Float[Array, "B d"]:
+        h, weights, ids = route(cfg, layer, x)
+        plan = routing.brownout_plan(
+            ids,
+            groups=groups,
+            threshold_percent=control.threshold_percent,
+            strategy=control.strategy,
+            valid=jnp.ones(x.shape[0], bool),
+            exempt=jnp.zeros(x.shape[0], bool),
+        )
+        return experts(pool, h, weights, plan.expert_ids, slots, max_active=cfg.num_experts)[0]
+
+    return jax.lax.map(step, x)

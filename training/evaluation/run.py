@@ -1,0 +1,199 @@
+"""`jmoe evaluate`: every setting on the same items, kept setting by setting in a folder."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jmoe.api import Model, load, resolve
+from jmoe.brownout import Brownout
+from training.evaluation import items as sources
+from training.evaluation.answers import answer
+from training.evaluation.items import ZERO, kind_of
+from training.evaluation.picture import draw
+from training.evaluation.quality import OutputError, perplexity, sample_inputs, windows
+from training.evaluation.store import Result, Store, digest, model_digest
+from training.evaluation.tables import Score, scores, write_csv, write_markdown
+from training.tasks import Task
+
+Progress = Callable[[str, int, int], None]
+"""`(what is being done, units done, units in all)`."""
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """What `evaluate` runs on. Counts are of items, tokens, sequences and steps."""
+
+    model: str = "bundled"
+    dtype: str = "bfloat16"
+    data: Path | None = None  # task file; or
+    generate_tasks: int | None = None  # so many fresh held-out items
+    num: int | None = None  # items of `data`; None: all
+    text: tuple[Path, ...] = ()
+    text_window: int = 128
+    batch: int = 64
+    chunk: int = 256
+    error_steps: int = 32
+    seed: int = 0
+    out: Path = Path("out/evaluate")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a number out of range."""
+        least = {"text_window": 2, "batch": 1, "chunk": 1, "error_steps": 1, "seed": 0}
+        for name, low in least.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
+
+
+def evaluate(
+    config: EvaluateConfig, settings: Sequence[Brownout], progress: Progress | None = None
+) -> list[Score]:
+    """Runs zero brownout and every setting that the folder has no result of, then writes tables.
+
+    `config.out` gets `inputs.json`, `results.jsonl` (a line a setting, as it is done),
+    `evaluate.csv`, `evaluate.md` and `evaluate.png`. Returns zero brownout's score, then one for
+    each setting.
+
+    Raises ValueError for inputs that do not fit the model or each other, and for a folder that
+    belongs to other inputs.
+    """
+    items = sources.choose(config.data, config.num, config.generate_tasks, config.seed)
+    model = load(config.model, config.dtype)
+    _check_ways(model, settings)
+    work = _Work(model, items, config)
+    inputs = work.inputs()
+    store = Store(config.out, inputs)
+    todo = [s for s in dict.fromkeys([ZERO, *settings]) if s == ZERO or s.threshold_percent < 100]
+    todo = [setting for setting in todo if setting not in store.results]
+    done, total = 0, len(todo) * work.units
+
+    def advance(units: int) -> None:
+        nonlocal done
+        done += units
+        if progress is not None:
+            progress("evaluate", done, total)
+
+    for setting in todo:
+        store.add(work.run(setting, advance))
+    found = scores(settings, store.results, [item.family for item in items])
+    (config.out / "evaluate.csv").write_text(write_csv(found), encoding="utf-8")
+    (config.out / "evaluate.md").write_text(write_markdown(found, inputs), encoding="utf-8")
+    title = f"{model.name}: accuracy under brownout, {len(items):,} items, batch {config.batch}"
+    draw(found, config.out / "evaluate.png", title)
+    return found
+
+
+def _check_ways(model: Model, settings: Sequence[Brownout]) -> None:
+    wanted = {setting.way for setting in settings if setting.way is not None}
+    lacking = sorted(wanted - set(model.united))
+    if lacking:
+        have = ", ".join(map(str, sorted(model.united))) or "none"
+        raise ValueError(
+            f"way is {lacking[0]}; {model.name} has united experts for: {have}. Choose among them, "
+            f"or make others with `jmoe distill --ways {lacking[0]}`"
+        )
+
+
+class _Work:
+    """What every setting is run on, tokenized once."""
+
+    def __init__(self, model: Model, items: Sequence[Task], config: EvaluateConfig) -> None:
+        """Raises ValueError for items or texts the model has no room for, or no tokenizer."""
+        if model.tokenizer is None:
+            raise ValueError(
+                f"{model.name} has no tokenizer.json; its answers cannot be read. Add the file to "
+                "the model's directory"
+            )
+        encode = model.tokenizer.encode
+        self.model, self.items, self.config = model, items, config
+        self.prompts = [encode(item.prompt) for item in items]
+        answers = [encode(item.answer) for item in items]
+        self.limits = [len(tokens) + 1 for tokens in answers]  # and its end token
+        whole = [p + a for p, a in zip(self.prompts, answers, strict=True)]
+        longest = max(whole, key=len)
+        room = model.config.max_position
+        if len(longest) + 1 > room:
+            prompt = items[whole.index(longest)].prompt
+            raise ValueError(
+                f"the item {prompt[:40]!r}... has {len(longest) + 1} positions; {model.name} has "
+                f"{room}. Leave it out"
+            )
+        if config.text and config.text_window > room:
+            raise ValueError(
+                f"text_window is {config.text_window}; {model.name} has {room} positions"
+            )
+        per_step = max(1, config.chunk // config.text_window)
+        self.texts = {}
+        for path in config.text:
+            tokens = encode(sources.read_text(path))
+            if len(tokens) < 2:
+                raise ValueError(f"{path} has {len(tokens)} tokens; perplexity needs at least 2")
+            if path.name in self.texts:
+                raise ValueError(f"two --text files are named {path.name}; rename one")
+            self.texts[path.name] = windows(tokens, config.text_window, per_step)
+        self.whole = whole
+        self.units = len(items) + sum(len(r) for steps in self.texts.values() for r, _ in steps)
+
+    @cached_property
+    def error(self) -> OutputError:
+        """Inputs of the MoE layers, captured where there is something to run."""
+        config = self.config
+        # Enough sequences for the steps, as an item has a few dozen positions.
+        sequences = self.whole[: max(64, config.error_steps * config.batch // 8)]
+        inputs = sample_inputs(self.model, sequences, config.error_steps, config.batch, config.seed)
+        return OutputError(self.model, inputs)
+
+    def inputs(self) -> dict[str, Any]:
+        """What a folder's results belong to, by content and not by path."""
+        config = self.config
+        source = "fresh held-out tasks" if config.data is None else config.data.name
+        return {
+            "model": self.model.name,
+            "model_digest": model_digest(resolve(config.model)),
+            "dtype": config.dtype,
+            "items": source,
+            "num": len(self.items),
+            "items_digest": digest(part for item in self.items for part in item),
+            "text_digest": {
+                name: digest(str(rows.tolist()) for rows, _ in steps)
+                for name, steps in self.texts.items()
+            },
+            "batch": config.batch,
+            "chunk": config.chunk,
+            "error_steps": config.error_steps,
+        }
+
+    def run(self, setting: Brownout, advance: Callable[[int], None]) -> Result:
+        """Scores one setting."""
+        began, config, tokenizer = time.monotonic(), self.config, self.model.tokenizer
+        assert tokenizer is not None
+        answers = answer(
+            self.model,
+            self.prompts,
+            self.limits,
+            setting,
+            batch=config.batch,
+            chunk=config.chunk,
+            progress=advance,
+        )
+        right = [
+            tokenizer.decode(tokens).strip() == item.answer.strip()
+            for tokens, item in zip(answers.tokens, self.items, strict=True)
+        ]
+        return Result(
+            setting.strategy,
+            setting.way,
+            setting.threshold_percent,
+            right,
+            answers.degraded_visits / answers.expert_visits,
+            self.error.of(setting),
+            {name: perplexity(self.model, t, setting, advance) for name, t in self.texts.items()},
+            round(time.monotonic() - began, 2),
+        )
+
+
+def label(setting: Brownout) -> str:
+    """A setting in a few words, as `way 4, t 20 %`."""
+    return f"{kind_of(setting)}, t {setting.threshold_percent} %"

@@ -1,0 +1,130 @@
+"""The folder of an evaluation: its inputs, and one line of results a setting, appended."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jmoe.brownout import Brownout
+
+INPUTS, RESULTS = "inputs.json", "results.jsonl"
+_WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 64 << 20, 256, 64 << 10
+
+
+@dataclass
+class Result:
+    """What one setting scored."""
+
+    strategy: str
+    way: int | None
+    threshold_percent: int
+    right: list[bool]  # by item
+    degraded_share: float  # of expert visits, prefill and decode of the tasks
+    output_error: list[float]  # by MoE layer
+    perplexity: dict[str, float] = field(default_factory=dict)  # by text file
+    seconds: float = 0.0
+
+    @property
+    def setting(self) -> Brownout:
+        """The setting that was run."""
+        strategy: Any = self.strategy
+        return Brownout(strategy, self.threshold_percent, self.way)
+
+
+class Store:
+    """Results by setting, in a folder that belongs to one set of inputs."""
+
+    def __init__(self, folder: Path, inputs: dict[str, Any]) -> None:
+        """Opens or makes the folder. Raises ValueError where it belongs to other inputs."""
+        self.folder = folder
+        self.results: dict[Brownout, Result] = {}
+        wanted = json.loads(json.dumps(inputs))
+        known = folder / INPUTS
+        if not known.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            known.write_text(json.dumps(wanted, indent=1) + "\n", encoding="utf-8")
+        else:
+            self._check(_read_json(known), wanted)
+        self._read(folder / RESULTS)
+
+    def _check(self, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+        keys = sorted(key for key in {*found, *wanted} if found.get(key) != wanted.get(key))
+        if keys:
+            told = ", ".join(f"{k} {found.get(k)!r} (now {wanted.get(k)!r})" for k in keys)
+            raise ValueError(
+                f"{self.folder} belongs to other inputs: {told}; name another folder with --out, "
+                "or remove this one"
+            )
+
+    def _read(self, path: Path) -> None:
+        """Takes whole lines; a last one that was cut off is dropped, and its setting runs again."""
+        if not path.exists():
+            return
+        content = path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                row = json.loads(line)
+                bits = np.unpackbits(np.frombuffer(bytes.fromhex(row["right"]), np.uint8))
+                row["right"] = bits[: row.pop("num")].astype(bool).tolist()
+                result = Result(**row)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{path}, line {number} is not a result ({error!r}); remove the line"
+                ) from None
+            self.results[result.setting] = result
+        if len(whole) < len(content):
+            path.write_bytes(whole)
+
+    def add(self, result: Result) -> None:
+        """Keeps a result, on the disk before this returns."""
+        packed = np.packbits(np.array(result.right, bool)).tobytes().hex()
+        row = {**asdict(result), "right": packed, "num": len(result.right)}
+        with (self.folder / RESULTS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.results[result.setting] = result
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not readable ({error}); remove the folder or name another"
+        ) from None
+
+
+def digest(parts: Iterable[str]) -> str:
+    """Short hash of strings, in order."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(f"{len(part)}:".encode() + part.encode())
+    return found.hexdigest()[:16]
+
+
+def model_digest(directory: Path) -> str:
+    """Short hash of a model directory's weights and settings.
+
+    Files beyond 64 MiB count by their size and 256 blocks spread over them: another training or
+    distillation changes every block.
+    """
+    found = hashlib.sha256()
+    names = ("*.json", "*.safetensors")
+    for path in sorted(p for name in names for p in directory.glob(name)):
+        size = path.stat().st_size
+        found.update(f"{path.name}:{size};".encode())
+        with path.open("rb") as file:
+            if size <= _WHOLE_BYTES:
+                found.update(file.read())
+                continue
+            for start in np.linspace(0, size - _BLOCK_BYTES, _BLOCKS).astype(np.int64):
+                file.seek(int(start))
+                found.update(file.read(_BLOCK_BYTES))
+    return found.hexdigest()[:16]
