@@ -86,10 +86,17 @@ def route(
     cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]
 ) -> tuple[Float[Array, "T d"], Float[Array, "T K"], Int[Array, "T K"]]:
     """Normed rows, their gate weights (float32) and the experts their router chose (int32)."""
-    h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
-    logits = jnp.dot(h, layer["router"], preferred_element_type=jnp.float32)
+    h, logits = router(cfg, layer, x)
     weights, ids = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
     return h, weights, ids
+
+
+def router(
+    cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]
+) -> tuple[Float[Array, "T d"], Float[Array, "T m"]]:
+    """Normed rows and their router's logits (float32)."""
+    h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
+    return h, jnp.dot(h, layer["router"], preferred_element_type=jnp.float32)
 
 
 def swiglu(h: Float[Array, "T d"], gate_up: Array, down: Array) -> Float[Array, "T d"]:
@@ -134,19 +141,24 @@ def moe(
     max_active: int,
 ) -> tuple[Float[Array, "T d"], LayerStats]:
     """Router, brownout plan, routed and shared experts, with the residual (the paper's eq. 5)."""
-    h, weights, ids = route(cfg, layer, x)
-    plan = routing.brownout_plan(
-        ids,
+    h, logits = router(cfg, layer, x)
+    _, plan, work = routing.route(
+        logits,
+        top_k=cfg.experts_per_token,
+        normalize=cfg.norm_topk_prob,
         groups=groups,
+        slots=slots,
         threshold_percent=control.threshold_percent,
         strategy=control.strategy,
         valid=rows.valid,
         exempt=rows.exempt,
+        block_m=grouped_gemm.BLOCK_M,
+        max_active=max_active,
     )
-    out, expert_rows = experts(pool, h, weights, plan.expert_ids, slots, max_active=max_active)
+    out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work).astype(h.dtype)
     if cfg.d_ff_shared:
         out = out + shared_expert(layer, h)
-    return x + out, LayerStats(jnp.sum(plan.degraded, axis=-1, dtype=jnp.int32), expert_rows)
+    return x + out, LayerStats(jnp.sum(plan.degraded, axis=-1, dtype=jnp.int32), work.expert_rows)
 
 
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:

@@ -1,5 +1,5 @@
-"""Kernels of a paged-expert MoE step, one folder an op: the public op and its XLA reference.
+"""Kernels of a paged-expert MoE step, one folder an op: public op, XLA reference, Mosaic kernel.
 
-A caller imports the public op only. Today every op runs its XLA reference; a Mosaic GPU kernel
-takes its place behind the same function.
+A caller imports the public op only. It runs the Mosaic kernel on Hopper GPUs where sizes and dtypes
+allow (`backend.hopper`), and the XLA reference everywhere else. docs/kernels.md has the designs.
 """

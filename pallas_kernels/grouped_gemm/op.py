@@ -2,7 +2,9 @@
 
 from jaxtyping import Array, Float
 
+from pallas_kernels.backend import hopper
 from pallas_kernels.grouped_gemm import reference
+from pallas_kernels.grouped_gemm.quantized import QuantizedWeights
 from pallas_kernels.grouped_gemm.tiles import BLOCK_M
 from pallas_kernels.routing.op import Dispatch
 
@@ -11,13 +13,20 @@ __all__ = ["BLOCK_M", "moe_mlp"]
 
 def moe_mlp(
     x: Float[Array, "T d"],
-    gate_up: Float[Array, "slots d f2"],
-    down: Float[Array, "slots f d"],
+    gate_up: Float[Array, "slots d f2"] | QuantizedWeights,
+    down: Float[Array, "slots f d"] | QuantizedWeights,
     plan: Dispatch,
 ) -> Float[Array, "T d"]:
     """Routed experts of one layer: `sum_k weight * (silu(x Wg) * (x Wu)) Wd` in float32.
 
-    The whole pool is passed and only the slots in `plan` are read, so no slice of it is made per
-    layer. Products accumulate in float32. Returns float32 rows; a row without visits is zero.
+    `gate_up` is [slots, d, 2f], gate columns first, and `down` [slots, f, d]; or both are
+    `QuantizedWeights` of these. The whole pool is passed and only the slots in `plan` are read, so
+    no slice of it is made per layer. Products accumulate in float32. Returns float32 rows; a row
+    without visits is zero.
     """
+    if hopper():
+        from pallas_kernels.grouped_gemm import mosaic  # Pallas is not imported where it is unused
+
+        if mosaic.supports(x, gate_up, down, plan):
+            return mosaic.moe_mlp(x, gate_up, down, plan)
     return reference.moe_mlp(x, gate_up, down, plan)

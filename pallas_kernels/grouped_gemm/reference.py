@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.backend import backend
+from pallas_kernels.grouped_gemm.quantized import slot_weights
 
 
 def moe_mlp(x, gate_up, down, plan):
@@ -29,7 +30,7 @@ def moe_mlp(x, gate_up, down, plan):
     def one_expert(state):
         block, out = state
         slot = plan.block_slot[block]
-        up_weights, down_weights = gate_up[slot], down[slot]
+        up_weights, down_weights = (slot_weights(w, slot, x.dtype) for w in (gate_up, down))
 
         def same_expert(state):
             block, _ = state
@@ -50,7 +51,7 @@ def moe_mlp(x, gate_up, down, plan):
 
         def any_block(block, out):
             slot = plan.block_slot[block]
-            return one_block(block, out, gate_up[slot], down[slot])
+            return one_block(block, out, *(slot_weights(w, slot, x.dtype) for w in (gate_up, down)))
 
         out = lax.fori_loop(0, num_blocks, any_block, out)
     visits = jnp.take(out, plan.visit_row, axis=0, mode="fill", fill_value=0)

@@ -7,11 +7,13 @@ from pallas_kernels.routing.op import (
     ZERO,
     Dispatch,
     Plan,
+    Scoring,
     brownout_plan,
     dispatch,
     gate,
     max_active_experts,
     max_blocks,
+    route,
 )
 
 __all__ = [
@@ -21,9 +23,11 @@ __all__ = [
     "ZERO",
     "Dispatch",
     "Plan",
+    "Scoring",
     "brownout_plan",
     "dispatch",
     "gate",
     "max_active_experts",
     "max_blocks",
+    "route",
 ]

@@ -1,11 +1,13 @@
 """Public routing ops. Letters: T rows, K picks a row, m routed experts, E logical experts."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.backend import hopper
 from pallas_kernels.routing import reference
 
+Scoring = Literal["softmax", "sigmoid"]
 ZERO, FULL, PARTIAL = 0, 1, 2
 STRATEGIES = {"zero": ZERO, "full": FULL, "partial": PARTIAL}
 
@@ -27,16 +29,20 @@ class Dispatch(NamedTuple):
     visit_row: Int[Array, "T K"]  # sorted row that computes the visit; R where there is none
     visit_weight: Float[Array, "T K"]  # gate weight of the visit; 0 where there is none
     expert_rows: Int[Array, "E"]  # rows of each logical expert, repeats counted once
+    expert_start: Int[Array, "E"]  # its first sorted row, a multiple of block_m
+    expert_slot: Int[Array, "E"]  # its pool slot
 
 
 def gate(
-    logits: Float[Array, "T m"], *, top_k: int, normalize: bool
+    logits: Float[Array, "T m"], *, top_k: int, normalize: bool, scoring: Scoring = "softmax"
 ) -> tuple[Float[Array, "T {top_k}"], Int[Array, "T {top_k}"]]:
-    """Softmax over all m experts in float32, then the `top_k` largest; ties go to the lower id.
+    """The `top_k` largest logits of each row, and their scores; ties go to the lower id.
 
-    Returns gate weights (float32, divided by their sum where `normalize`) and expert ids (int32).
+    Scores are softmax over all m experts or each logit's sigmoid, in float32. Returns gate weights
+    (the scores, divided by their sum where `normalize`) and expert ids (int32), by falling score.
+    A logit that is NaN counts as the lowest there is.
     """
-    return reference.gate(logits, top_k=top_k, normalize=normalize)
+    return reference.gate(logits, top_k=top_k, normalize=normalize, scoring=scoring)
 
 
 def brownout_plan(
@@ -102,3 +108,55 @@ def dispatch(
     return Dispatch(
         *reference.dispatch(expert_ids, weights, slots, block_m=block_m, num_blocks=num_blocks)
     )
+
+
+def route(
+    logits: Float[Array, "T m"],
+    *,
+    top_k: int,
+    normalize: bool,
+    scoring: Scoring = "softmax",
+    groups: Int[Array, "m"],
+    slots: Int[Array, "E"],
+    threshold_percent: Int[Array, ""],
+    strategy: Int[Array, ""],
+    valid: Bool[Array, "T"],
+    exempt: Bool[Array, "T"],
+    block_m: int,
+    max_active: int,
+) -> tuple[Int[Array, "T {top_k}"], Plan, Dispatch]:
+    """A layer's whole routing: `gate`, `brownout_plan` of its picks, and `dispatch` of the plan.
+
+    Returns the experts that the router chose, the plan and the dispatch. On Hopper, steps of up to
+    512 rows take one kernel.
+    """
+    if hopper():
+        from pallas_kernels.routing import mosaic  # Pallas is not imported where it is unused
+
+        if mosaic.supports(logits, slots, top_k):
+            num_visits = logits.shape[0] * top_k
+            return mosaic.route(
+                logits,
+                top_k=top_k,
+                normalize=normalize,
+                scoring=scoring,
+                groups=groups,
+                slots=slots,
+                threshold_percent=threshold_percent,
+                strategy=strategy,
+                valid=valid,
+                exempt=exempt,
+                block_m=block_m,
+                num_blocks=max_blocks(num_visits, max_active, block_m),
+            )
+    weights, ids = gate(logits, top_k=top_k, normalize=normalize, scoring=scoring)
+    plan = brownout_plan(
+        ids,
+        groups=groups,
+        threshold_percent=threshold_percent,
+        strategy=strategy,
+        valid=valid,
+        exempt=exempt,
+    )
+    work = dispatch(plan.expert_ids, weights, slots, block_m=block_m, max_active=max_active)
+    return ids, plan, work

@@ -8,13 +8,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+LOWEST = float(jnp.finfo(jnp.float32).min)
+"""What a logit that is NaN or -inf counts as when experts are chosen."""
 
-def gate(logits, *, top_k, normalize):
+TINY = float(jnp.finfo(jnp.float32).tiny)
+"""Least sum that weights are divided by: sigmoids underflow."""
+
+
+def gate(logits, *, top_k, normalize, scoring):
     """See `op.gate`."""
-    probs = jax.nn.softmax(logits.astype(jnp.float32), axis=-1)
-    weights, ids = lax.top_k(probs, top_k)
-    if normalize:
-        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    logits = logits.astype(jnp.float32)
+    keys = jnp.where(logits >= LOWEST, logits, LOWEST)
+    # top_k would put 0.0 above -0.0. Added, so that a logit of zero has its gradient.
+    keys = keys + lax.stop_gradient(jnp.where(keys == 0, 0.0, keys) - keys)
+    top, ids = lax.top_k(keys, top_k)
+    # Not `top[:, :1]`: a slice of its results keeps XLA from seeing top_k in them, and it sorts.
+    highest = lax.stop_gradient(jnp.max(keys, axis=-1, keepdims=True))
+    weights = jax.nn.sigmoid(top) if scoring == "sigmoid" else jnp.exp(top - highest)
+    if normalize:  # what softmax divides by cancels
+        weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), TINY)
+    elif scoring == "softmax":
+        weights = weights / jnp.sum(jnp.exp(logits - highest), axis=-1, keepdims=True)
     return weights, ids.astype(jnp.int32)
 
 
@@ -25,7 +39,8 @@ def brownout_plan(ids, *, groups, threshold_percent, strategy, valid, exempt):
     chosen = ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[None, None, :]
     count = _count(chosen & degradable[:, None, None])
     pinned = jnp.any(chosen & (valid & exempt)[:, None, None], axis=(0, 1))
-    s1 = pinned | _covering(count, pinned, threshold_percent)
+    total = ids.shape[1] * jnp.sum(degradable, dtype=jnp.int32)
+    s1 = pinned | _covering(count, total, pinned, threshold_percent)
     s2_visited = ~s1 & (count > 0)
     together = groups[:, None] == groups[None, :]
     members = _count((together & s2_visited[None, :])[:, None].swapaxes(0, 2))
@@ -33,7 +48,7 @@ def brownout_plan(ids, *, groups, threshold_percent, strategy, valid, exempt):
     stand_in = ~s1 & (groups >= 0) & (members > 1)
     partial = jnp.where(stand_in, num_experts + groups, own)
     full = jnp.where(s1, own, -1)
-    target = jnp.select([strategy == 0, strategy == 1], [own, full], partial)
+    target = jnp.where(strategy == 0, own, jnp.where(strategy == 1, full, partial))
     expert_ids = jnp.where(degradable[:, None], target[ids], ids)
     expert_ids = jnp.where(valid[:, None], expert_ids, -1)
     return expert_ids, valid[:, None] & (expert_ids != ids), s1
@@ -44,8 +59,8 @@ def _count(mask):
     return jnp.sum(mask, axis=(0, 1), dtype=jnp.int32)
 
 
-def _covering(count, pinned, threshold_percent):
-    """Experts that join S1: most visited first, ties by lower id, until t percent are covered.
+def _covering(count, total, pinned, threshold_percent):
+    """Experts that join S1: most visited first, ties by lower id, until t % of `total` are covered.
 
     An expert joins while the visits of those before it, the pinned ones included, fall short.
     """
@@ -54,7 +69,7 @@ def _covering(count, pinned, threshold_percent):
     tie = (count[None, :] == count[:, None]) & (index[None, :] < index[:, None])
     ahead = pinned[None, :] | more | tie
     before = jnp.sum(jnp.where(ahead, count[None, :], 0), axis=1, dtype=jnp.int32)
-    return 100 * before < threshold_percent * jnp.sum(count, dtype=jnp.int32)
+    return 100 * before < threshold_percent * total
 
 
 def dispatch(expert_ids, weights, slots, *, block_m, num_blocks):
@@ -67,10 +82,10 @@ def dispatch(expert_ids, weights, slots, *, block_m, num_blocks):
     key = jnp.where(kept, expert_ids, num_logical).reshape(num_visits)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     count = _count((key[:, None] == jnp.arange(num_logical, dtype=jnp.int32)[None, :])[:, None])
-    first_visit = jnp.cumsum(count) - count
     blocks = -(-count // block_m)
-    last_block = jnp.cumsum(blocks)
-    first_row = (last_block - blocks) * block_m
+    first_visit, first_block = _before(count), _before(blocks)
+    last_block = first_block + blocks
+    first_row = first_block * block_m
 
     block = jnp.minimum(jnp.arange(num_blocks, dtype=jnp.int32), jnp.maximum(last_block[-1] - 1, 0))
     owner = _count((last_block[:, None] <= block[None, :])[:, None])
@@ -91,7 +106,14 @@ def dispatch(expert_ids, weights, slots, *, block_m, num_blocks):
         .set(place, mode="promise_in_bounds", unique_indices=True)
     )
     visit_row = visit_row.reshape(num_rows, top_k)
-    return row_token, slots[owner], last_block[-1], visit_row, weights, count
+    return row_token, slots[owner], last_block[-1], visit_row, weights, count, first_row, slots
+
+
+def _before(values):
+    """Sum of the values before each one. Comparisons fuse where a scan would be a kernel."""
+    index = jnp.arange(values.shape[0], dtype=jnp.int32)
+    earlier = index[None, :] < index[:, None]
+    return jnp.sum(jnp.where(earlier, values[None, :], 0), axis=1, dtype=jnp.int32)
 
 
 def _merge_repeats(expert_ids, weights):

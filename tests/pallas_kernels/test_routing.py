@@ -1,19 +1,23 @@
-"""Contract of the routing ops: gate, and the dispatch of visits to blocks of one expert each.
+"""Contract of the routing ops: gate, dispatch of visits to blocks of one expert each, and route.
 
-The brownout plan, the third of them, is judged in tests/jmoe/test_plan.py.
+The brownout plan, the third of what route does at once, is judged in tests/jmoe/test_plan.py.
 """
 
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
 from itertools import pairwise
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import mosaic as interpreter
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import routing
+from pallas_kernels.backend import references_only
 from pallas_kernels.shapes import MODELS, TINY
 
 GATES = {"public": routing.gate}
@@ -22,27 +26,58 @@ gates = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
 dispatches = pytest.mark.parametrize("dispatch", DISPATCHES.values(), ids=DISPATCHES)
 
 
+def gate_by_hand(logits, top_k, normalize, scoring):
+    x = np.asarray(logits, np.float64)
+    if scoring == "sigmoid":
+        scores = 1 / (1 + np.exp(-x))
+    else:
+        scores = np.exp(x - x.max(-1, keepdims=True))
+        scores = scores / scores.sum(-1, keepdims=True)
+    ids = np.argsort(-x, axis=-1, kind="stable")[:, :top_k]
+    chosen = np.take_along_axis(scores, ids, -1)
+    return chosen / chosen.sum(-1, keepdims=True) if normalize else chosen, ids
+
+
 @gates
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("shape", [*TINY, *MODELS], ids=lambda shape: shape.name)
-def test_gate_equals_softmax_then_sort(gate, shape, normalize):
+def test_gate_equals_scores_then_sort(gate, shape, normalize, scoring):
     m, k = shape.num_experts, shape.top_k
     logits = np.random.default_rng(m).normal(size=(9, m)).astype(np.float32) * 3
-    weights, ids = gate(jnp.asarray(logits), top_k=k, normalize=normalize)
-    exp = np.exp(logits.astype(np.float64) - logits.max(-1, keepdims=True))
-    probs = exp / exp.sum(-1, keepdims=True)
-    want = np.argsort(-probs, axis=-1, kind="stable")[:, :k]
-    chosen = np.take_along_axis(probs, want, -1)
-    if normalize:
-        chosen = chosen / chosen.sum(-1, keepdims=True)
-    np.testing.assert_array_equal(ids, want)
-    np.testing.assert_allclose(weights, chosen, rtol=2e-6)
+    weights, ids = gate(jnp.asarray(logits), top_k=k, normalize=normalize, scoring=scoring)
+    want_weights, want_ids = gate_by_hand(logits, k, normalize, scoring)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_allclose(weights, want_weights, rtol=2e-6)
     assert (weights.dtype, ids.dtype) == (jnp.float32, jnp.int32)
 
 
 @gates
+def test_gate_chooses_by_logits_where_scores_are_equal(gate):
+    """In float32 the sigmoids of 30 and 40 are both one, and softmax gives all but 40 nothing."""
+    logits = jnp.asarray([[30.0, -200.0, 40.0, -190.0]])
+    for scoring in ("softmax", "sigmoid"):
+        _, ids = gate(logits, top_k=4, normalize=False, scoring=scoring)
+        assert ids.tolist() == [[2, 0, 3, 1]]
+
+
+@gates
+def test_gate_takes_nan_and_infinity_for_the_lowest(gate):
+    inf, nan = np.inf, np.nan
+    logits = jnp.asarray([[nan, 1.0, -inf, 2.0], [-inf, -inf, -inf, 0.0], [nan, nan, nan, nan]])
+    _, ids = gate(logits, top_k=3, normalize=True)
+    assert ids.tolist() == [[3, 1, 0], [3, 0, 1], [0, 1, 2]]
+
+
+@gates
+def test_gate_of_sigmoids_that_underflow_is_finite(gate):
+    weights, _ = gate(jnp.full((1, 4), -200.0), top_k=2, normalize=True, scoring="sigmoid")
+    assert np.isfinite(weights).all()
+
+
+@gates
 def test_gate_gives_ties_to_the_lower_id(gate):
-    logits = jnp.asarray([[1.0, 2.0, 2.0, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    logits = jnp.asarray([[1.0, 2.0, 2.0, 1.0, 2.0], [-0.0, 0.0, -0.0, 0.0, 0.0]])
     _, ids = gate(logits, top_k=4, normalize=False)
     assert ids.tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
 
@@ -54,6 +89,22 @@ def test_gate_computes_in_float32_and_survives_large_logits(gate):
     assert ids.tolist() == [[0, 1]]
     gap = float(logits[0, 0]) - float(logits[0, 1])  # as bfloat16 rounded it
     np.testing.assert_allclose(weights[0, 1] / weights[0, 0], np.exp(-gap), rtol=1e-5)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [False, True])
+def test_gate_has_the_gradient_of_its_scores(normalize, scoring):
+    """Logits of zero among them, as a router has that starts from zeros."""
+
+    def weights(logits):
+        return routing.gate(logits, top_k=2, normalize=normalize, scoring=scoring)[0][0, 1]
+
+    def by_hand(x):
+        scores = jax.nn.softmax(x) if scoring == "softmax" else jax.nn.sigmoid(x)
+        return scores[0, 1] / (scores[0, 1] + scores[0, 2]) if normalize else scores[0, 1]
+
+    logits = jnp.asarray([[-1.0, 0.0, 0.5, -0.25]])
+    np.testing.assert_allclose(jax.grad(weights)(logits), jax.grad(by_hand)(logits), atol=1e-7)
 
 
 T, K, E = 10, 3, 7  # one shape for all generated cases: one compilation a block height
@@ -166,3 +217,138 @@ def test_max_blocks_is_enough_and_attained():
             for block_m in (1, 2, 4, 8):
                 most = max(sum(-(-c // block_m) for c in share) for share in counts(n, a))
                 assert routing.max_blocks(n, a, block_m) == most, (n, a, block_m)
+
+
+class Case(NamedTuple):
+    """Arguments of `route` that are arrays."""
+
+    logits: np.ndarray
+    groups: np.ndarray
+    slots: np.ndarray
+    threshold_percent: np.ndarray
+    strategy: np.ndarray
+    valid: np.ndarray
+    exempt: np.ndarray
+
+
+class Static(NamedTuple):
+    """Arguments of `route` that are not; `united` experts beside those in the logits."""
+
+    rows: int = 20
+    experts: int = 12
+    united: int = 6
+    top_k: int = 4
+    normalize: bool = True
+    scoring: str = "softmax"
+    block_m: int = 8
+
+    def options(self):
+        keys = ("top_k", "normalize", "scoring", "block_m")
+        return {key: getattr(self, key) for key in keys} | {"max_active": self.experts}
+
+
+def draw(seed, static, strategy):
+    """Flat and skewed logits, ties of every kind, padding, exempt rows, groups with and without."""
+    rng = np.random.default_rng(seed)
+    m, rows = static.experts, static.rows
+    logits = rng.normal(size=(rows, m)) + rng.choice([0, 1, 4]) * rng.normal(size=m)
+    if seed % 3 == 0:
+        logits = np.round(logits * rng.choice([0.0, 0.5, 2.0]))  # -0.0 among them
+    if seed % 4 == 3:
+        logits[rng.random(logits.shape) < 0.1] = rng.choice([np.nan, -np.inf])
+        logits[rng.integers(rows)] = np.nan
+    groups = rng.integers(0, max(static.united, 1), m)
+    groups = np.where(rng.random(m) < rng.choice([0, 0, 0.3, 1]), -1, groups)
+    groups = groups if static.united else np.full(m, -1)
+    return Case(
+        logits.astype(np.float32),
+        groups.astype(np.int32),
+        rng.permutation(2 * (m + static.united))[: m + static.united].astype(np.int32),
+        np.int32(rng.choice([0, 100, rng.integers(0, 101)])),
+        np.int32(strategy),
+        rng.random(rows) >= rng.choice([0, 0, 0.2, 0.9, 1], p=[0.3, 0.3, 0.2, 0.15, 0.05]),
+        rng.random(rows) < rng.choice([0, 0, 0.3]),
+    )
+
+
+@cache
+def compiled(name, static):
+    """The route of one shape, public or of the kernel under the interpreter."""
+    arrays = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), draw(0, static, 0))
+
+    def run(case):
+        logits, *rest = case
+        names = Case._fields[1:]
+        options = static.options()
+        if name == "mosaic":
+            from pallas_kernels.routing import mosaic
+
+            assert mosaic.supports(logits, case.slots, static.top_k)
+            blocks = routing.max_blocks(
+                static.rows * static.top_k, options.pop("max_active"), static.block_m
+            )
+            op = partial(mosaic.route, num_blocks=blocks)
+        else:
+            op = routing.route
+        return op(logits, **dict(zip(names, rest, strict=True)), **options)
+
+    return jax.jit(run).lower(arrays).compile()
+
+
+def route_by_parts(case, static):
+    """What the three public ops make of it."""
+    with references_only():
+        weights, ids = routing.gate(
+            case.logits, top_k=static.top_k, normalize=static.normalize, scoring=static.scoring
+        )
+        plan = routing.brownout_plan(
+            ids,
+            groups=case.groups,
+            threshold_percent=case.threshold_percent,
+            strategy=case.strategy,
+            valid=case.valid,
+            exempt=case.exempt,
+        )
+        work = routing.dispatch(
+            plan.expert_ids,
+            weights,
+            case.slots,
+            block_m=static.block_m,
+            max_active=static.experts,
+        )
+    return ids, plan, work
+
+
+by_parts = jax.jit(route_by_parts, static_argnums=1)
+
+
+def check_route(name, static, cases):
+    """Bit for bit what the parts make of it, and a dispatch of each piece of work once."""
+    for case in cases:
+        want = jax.tree.map(np.asarray, by_parts(jax.tree.map(jnp.asarray, case), static))
+        with interpreter.interpreted() if name == "mosaic" else nullcontext():
+            got = compiled(name, static)(jax.tree.map(jnp.asarray, case))
+            got = jax.tree.map(np.asarray, jax.block_until_ready(got))
+        weights = [out[2].visit_weight for out in (got, want)]
+        np.testing.assert_allclose(*weights, rtol=1e-6, atol=1e-12)
+        got = (*got[:2], got[2]._replace(visit_weight=weights[1]))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+        types = [[leaf.dtype for leaf in jax.tree.leaves(out)] for out in (got, want)]
+        assert types[0] == types[1]
+
+
+ROUTES = ("public", "mosaic")
+STATICS = (
+    Static(),
+    Static(normalize=False, top_k=1, united=0, block_m=16),
+    Static(scoring="sigmoid", rows=64, experts=8, top_k=2, united=5, block_m=1),
+    Static(scoring="sigmoid", normalize=False, rows=3, top_k=8),
+)
+
+
+@pytest.mark.parametrize("static", STATICS, ids=lambda static: f"{static.scoring}-{static.rows}")
+@pytest.mark.parametrize("strategy", routing.STRATEGIES.values(), ids=routing.STRATEGIES)
+@pytest.mark.parametrize("name", ROUTES)
+def test_route_is_its_parts(name, strategy, static):
+    seeds = range(40) if name == "public" else range(strategy, 12, 4)
+    check_route(name, static, [draw(seed, static, strategy) for seed in seeds])

@@ -1,0 +1,364 @@
+"""The kernel of the grouped GEMM: `rows @ weights[slot]`, tile by tile.
+
+Weights are on wgmma's M side and rows on its N side. A warpgroup multiplies 64 weight columns, or
+twice that, by 8 to 128 rows: an expert of five rows is not padded to 64, and NaN in a row stays in
+its column of the accumulator. Rows come from shared memory; weights too, as they lie in the pool,
+`[k, columns]`, transposed by wgmma. Quantized ones, `[columns, k]`, go through registers, where
+they become bfloat16 on the way.
+
+- Persistent blocks walk over (row tile, column) pairs, neighbours on neighbouring columns of one
+  expert. Row tiles of one expert in one group go through a column together, so that L2 holds its
+  weights. An expert of one tile reads its weights from memory exactly once.
+- A warpgroup loads, the others multiply. The pipeline runs on from one pair into the next: while
+  results are stored, the next pair's weights are already in flight.
+- Each pair takes the narrowest wgmma that holds its rows, so that a ragged tail costs little.
+- In decode the floor is one read of the active experts' weights. A block has 90 to 190 KB of them
+  in flight, over twice what the latency of memory asks for; tensor cores idle.
+- In prefill the floor is the tensor cores. 128 rows by 256 columns a block would ask L2 for 48
+  bytes a clock and multiprocessor where it gives about 40, so two blocks of a cluster work on the
+  same columns and load half of the weights each, for both.
+
+Results are staged in shared memory and stored by TMA: the whole width, or eight rows at a time
+where an expert ends inside it, as its segment ends at a multiple of eight.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.grouped_gemm import tile_map
+from pallas_kernels.grouped_gemm.quantized import BLOCK, QuantizedWeights, Weights, weight_sizes
+from pallas_kernels.grouped_gemm.tiles import LANES, GemmTile, Tile
+
+CHUNK = 8
+"""Rows an expert's segment starts and ends at multiples of."""
+
+_LOADER_REGISTERS, _CONSUMER_REGISTERS = 24, 240  # with two consumers; 168 each before
+
+
+class Gemm(NamedTuple):
+    """One grouped product; `join` makes one result of the parts of an item.
+
+    With `join`, part p of a column is that column of the p-th half of the pool's columns.
+    """
+
+    tile: Tile
+    gemm: GemmTile
+    join: Callable | None
+    num_blocks: int
+
+    def __call__(
+        self,
+        rows: Float[Array, "rows k"],
+        weights: Weights,
+        work: Int[Array, "M 6"],
+        out_dtype: Any,
+    ) -> Float[Array, "rows n"]:
+        """Rows are bfloat16. Rows of `out_dtype` that no tile of `work` holds are anything."""
+        tile, gemm = self.tile, self.gemm
+        width, stages = tile.widths[-1], gemm.stages
+        columns = weight_sizes(weights)[1]
+        block = (gemm.block_k, gemm.columns)
+        operands = [rows, weights]
+        if isinstance(weights, QuantizedWeights):
+            block = block[::-1]
+            operands = [rows, weights.values, weights.scales]
+        num_operands = len(operands)
+
+        def body(tiles, *refs):
+            scales = refs[2:num_operands] or (None,)
+            fields = (tiles, *refs[:2], *scales, *refs[num_operands:])
+            _Block(self, columns, *fields).run()
+
+        return plgpu.kernel(
+            body,
+            out_type=jax.ShapeDtypeStruct((rows.shape[0], self.out_columns(columns)), out_dtype),
+            grid=(max(1, self.num_blocks // tile.cluster),),
+            grid_names=("block",),
+            cluster=(tile.cluster,),
+            cluster_names=("rank",),
+            num_threads=gemm.consumers + 1,
+            thread_name="wg",
+            scratch_types=[
+                plgpu.SMEM((stages, width, gemm.block_k), rows.dtype),
+                plgpu.SMEM((stages, gemm.parts, *block), operands[1].dtype),
+                plgpu.SMEM((gemm.consumers, width, LANES), out_dtype),
+                plgpu.Barrier(num_arrivals=gemm.parts + 1, num_barriers=stages),
+                self.empty_barrier(),
+                plgpu.Barrier(num_arrivals=1),
+            ],
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+            ),
+            kernel_name="grouped_gemm_down" if self.join is None else "grouped_gemm_gate_up",
+        )(work, *operands)
+
+    def out_columns(self, columns: int) -> int:
+        """Columns of the result for `columns` of the pool."""
+        return columns if self.join is None else columns // self.gemm.parts
+
+    def empty_barrier(self) -> Any:
+        """A stage is free when every consumer of both blocks of a cluster has done with it."""
+        sizes: Any = {"num_arrivals": self.gemm.consumers, "num_barriers": self.gemm.stages}
+        if self.tile.cluster > 1:
+            return plgpu.ClusterBarrier(collective_axes=("rank",), **sizes)
+        return plgpu.Barrier(**sizes)
+
+
+class _Item(NamedTuple):
+    """A block's part of one (row tile, column) pair; int32 scalars of the kernel."""
+
+    slot: Any
+    row: Any  # first of the block's rows, a multiple of eight
+    rows: Any  # of the expert from there: 0 where the other block of a cluster has them all
+    column: Any
+
+
+class _Block(NamedTuple):
+    """One persistent block. Steps count its pipeline's stages from its first item to its last."""
+
+    call: Gemm
+    columns: int  # of the pool
+    tiles: Any  # the tile map, in global memory, as are the next four
+    rows: Any
+    weights: Any  # [slots, k, columns], of quantized values [slots, columns, k]
+    scales: Any  # of quantized weights, else None
+    out: Any
+    x_smem: Any  # [stages, width, block_k]
+    w_smem: Any  # [stages, parts, block_k, columns], of quantized values [.., columns, block_k]
+    out_smem: Any  # [consumers, width, LANES]
+    full: Any  # barrier a stage: what it holds has arrived
+    empty: Any  # barrier a stage: see `Gemm.empty_barrier`
+    ahead: Any  # barrier: the first consumer has its lead
+
+    def run(self) -> None:
+        gemm = self.call.gemm
+        load: Callable = self.load
+        multiply: Callable = self.multiply
+        if gemm.consumers > 1:
+            load = _with_registers(load, _LOADER_REGISTERS, "decrease")
+            multiply = _with_registers(multiply, _CONSUMER_REGISTERS, "increase")
+        lax.cond(lax.axis_index("wg") == gemm.consumers, load, multiply)
+
+    @property
+    def num_columns(self) -> int:
+        return self.columns // (self.call.gemm.parts * self.call.gemm.columns)
+
+    @property
+    def num_k(self) -> int:
+        return self.rows.shape[1] // self.call.gemm.block_k
+
+    @property
+    def num_items(self):
+        """Items of this block: every `grid`-th pair is its."""
+        grid = lax.axis_size("block")
+        pairs = self.tiles[0, tile_map.COUNT] * self.num_columns
+        return lax.div(pairs + (grid - 1) - lax.axis_index("block"), grid)
+
+    def item(self, i) -> _Item:
+        tile, tiles = self.call.tile, self.tiles
+        pair = lax.axis_index("block") + i * lax.axis_size("block")
+        near = lax.div(pair, self.num_columns)  # a tile of the same group
+        place = pair - tiles[near, tile_map.HEAD] * self.num_columns
+        size = tiles[near, tile_map.SIZE]
+        row = tiles[near, tile_map.ROW] + lax.rem(place, size) * tile.block_t
+        rows = lax.min(tiles[near, tile_map.END] - row, tile.block_t)
+        if tile.cluster > 1:  # halves, so that neither block waits for the other
+            half = _round_up(lax.div(rows + (tile.cluster - 1), tile.cluster))
+            first = half * lax.axis_index("rank")
+            row, rows = row + first, lax.max(lax.min(rows - first, half), 0)
+        return _Item(
+            tiles[near, tile_map.SLOT], pl.multiple_of(row, CHUNK), rows, lax.div(place, size)
+        )
+
+    def first_column(self, item: _Item, part: int):
+        """In the pool: gate and up lie side by side, the parts of `down` next to one another."""
+        gemm = self.call.gemm
+        if self.call.join is None:
+            return (item.column * gemm.parts + part) * gemm.columns
+        return item.column * gemm.columns + part * (self.columns // gemm.parts)
+
+    def load(self) -> None:
+        """The loading warpgroup: keeps every free stage on its way."""
+        stages, num_k = self.call.gemm.stages, self.num_k
+
+        @pl.loop(0, self.num_items)
+        def _(i):
+            item = self.item(i)
+
+            @pl.loop(0, num_k)
+            def _(k):
+                step = i * num_k + k
+                stage = lax.rem(step, stages)
+
+                @pl.when(step >= stages)
+                def _():
+                    plgpu.barrier_wait(self.empty.at[stage])
+
+                self.load_stage(item, k, stage)
+
+        total = self.num_items * num_k
+
+        @pl.loop(lax.max(total - stages, 0), total)  # every phase is to be seen by a waiter
+        def _(step):
+            plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
+
+    def load_stage(self, item: _Item, k, stage) -> None:
+        gemm, tile = self.call.gemm, self.call.tile
+        ks = pl.ds(k * gemm.block_k, gemm.block_k)
+        for part in range(gemm.parts):
+            columns = pl.ds(self.first_column(item, part), gemm.columns)
+            at = (ks, columns) if self.scales is None else (columns, ks)
+            plgpu.copy_gmem_to_smem(
+                self.weights.at[item.slot, *at],
+                self.w_smem.at[stage, part],
+                self.full.at[stage],
+                collective_axes=("rank",) if tile.cluster > 1 else None,
+            )
+
+        def load_rows(width: int) -> None:
+            plgpu.copy_gmem_to_smem(
+                self.rows.at[pl.ds(item.row, width), ks],
+                self.x_smem.at[stage, pl.ds(0, width)],
+                self.full.at[stage],
+            )
+
+        _by_width(tile.widths, item.rows, load_rows)
+
+    def multiply(self) -> None:
+        """A consumer warpgroup: its 64 columns of each part, for every item."""
+        if self.call.gemm.lead:
+            later = (lax.axis_index("wg") > 0) & (self.num_items > 0)
+            pl.when(later)(lambda: plgpu.barrier_wait(self.ahead))
+
+        @pl.loop(0, self.num_items)
+        def _(i):
+            item = self.item(i)
+
+            def compute(width: int) -> None:
+                results = self.products(i, item, width)
+                join = self.call.join
+                for part, result in enumerate(results if join is None else [join(*results)]):
+                    self.store(item, part, result)
+
+            _by_width(self.call.tile.widths, item.rows, compute)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def products(self, i, item: _Item, width: int) -> Sequence[Float[Array, "LANES width"]]:
+        gemm, num_k = self.call.gemm, self.num_k
+        product = self.product if self.scales is None else self.quantized_product
+
+        def accumulate(*accs):
+            def one_step(k, scales):
+                step = i * num_k + k
+                stage = lax.rem(step, gemm.stages)
+                next_scales = self.block_scales(item, lax.min(k + 1, num_k - 1))
+                plgpu.barrier_wait(self.full.at[stage])
+                product(accs, stage, width, scales)
+                plgpu.wgmma_wait(self.in_flight)
+                self.free(step - self.in_flight // gemm.parts, k >= self.in_flight // gemm.parts)
+                if gemm.lead:
+                    leads = (lax.axis_index("wg") == 0) & (step == min(gemm.lead, num_k) - 1)
+                    pl.when(leads)(lambda: plgpu.barrier_arrive(self.ahead))
+                return next_scales
+
+            lax.fori_loop(0, num_k, one_step, self.block_scales(item, 0))
+            results = [acc[...] for acc in accs]
+            if self.in_flight:
+                self.free((i + 1) * num_k - 1, True)
+            return results
+
+        acc = plgpu.WGMMAAccumulatorRef((LANES, width), jnp.float32)
+        return pl.run_scoped(accumulate, *[acc] * gemm.parts)
+
+    @property
+    def in_flight(self) -> int:
+        """Products that go on while the next stage is waited for: those of one stage.
+
+        0 where weights come from registers, which the next stage's are about to take.
+        """
+        return self.call.gemm.parts if self.scales is None else 0
+
+    def free(self, step, condition) -> None:
+        stage = lax.rem(step, self.call.gemm.stages)
+        pl.when(condition)(lambda: plgpu.barrier_arrive(self.empty.at[stage]))
+
+    def product(self, accs, stage, width: int, scales: tuple) -> None:
+        own = pl.ds(lax.axis_index("wg") * LANES, LANES)
+        x = self.x_smem.at[stage, pl.ds(0, width)].T
+        for part, acc in enumerate(accs):
+            plgpu.wgmma(acc, self.w_smem.at[stage, part, :, own].T, x)
+
+    def quantized_product(self, accs, stage, width: int, scales: tuple) -> None:
+        own = pl.ds(lax.axis_index("wg") * LANES, LANES)
+        x = self.x_smem.at[stage, pl.ds(0, width)].T
+        for part, acc in enumerate(accs):
+            values = self.w_smem[stage, part, own].astype(jnp.float32)
+            plgpu.wgmma(acc, (values * scales[part]).astype(jnp.bfloat16), x)
+        plgpu.commit_smem()  # TMA overwrites what was read here by other means than its own
+
+    def block_scales(self, item: _Item, k) -> tuple:
+        """Scales of this warpgroup's weights in the k-th step: read a step before they are used."""
+        if self.scales is None:
+            return ()
+        gemm = self.call.gemm
+        k_block = lax.div(k * gemm.block_k, BLOCK)
+        own = lax.axis_index("wg") * LANES
+        columns = [self.first_column(item, part) + own for part in range(gemm.parts)]
+        return tuple(self.scales[item.slot, lax.div(c, BLOCK), k_block] for c in columns)
+
+    def store(self, item: _Item, part: int, result: Float[Array, "LANES width"]) -> None:
+        width = result.shape[1]
+        warpgroup = lax.axis_index("wg")
+        staged = self.out_smem.at[warpgroup, pl.ds(0, width)]
+        first = self.first_column(item, part) + warpgroup * LANES
+        columns = pl.ds(pl.multiple_of(first, LANES), LANES)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged.T[...] = plgpu.layout_cast(
+            result.astype(self.out.dtype), plgpu.Layout.WGMMA_TRANSPOSED
+        )
+        plgpu.commit_smem()
+
+        def whole() -> None:
+            plgpu.copy_smem_to_gmem(staged, self.out.at[pl.ds(item.row, width), columns])
+
+        def ragged() -> None:
+            @pl.loop(0, lax.div(_round_up(item.rows), CHUNK))
+            def _(chunk):
+                start = pl.multiple_of(chunk * CHUNK, CHUNK)
+                plgpu.copy_smem_to_gmem(
+                    self.out_smem.at[warpgroup, pl.ds(start, CHUNK)],
+                    self.out.at[pl.ds(pl.multiple_of(item.row + start, CHUNK), CHUNK), columns],
+                )
+
+        lax.cond(item.rows > width - CHUNK, whole, ragged)
+
+
+def _round_up(rows):
+    """To a multiple of eight."""
+    return lax.div(rows + (CHUNK - 1), CHUNK) * CHUNK
+
+
+def _by_width(widths: Sequence[int], rows, run: Callable[[int], None]) -> None:
+    """Runs `run` with the first width that holds `rows`."""
+    width, *wider = widths
+    if wider:
+        lax.cond(rows <= width, lambda: run(width), lambda: _by_width(wider, rows, run))
+    else:
+        run(width)
+
+
+def _with_registers(role: Callable[[], None], count: int, action: Any) -> Callable[[], None]:
+    def run() -> None:
+        plgpu.set_max_registers(count, action=action)
+        role()
+
+    return run

@@ -1,0 +1,79 @@
+"""Mosaic GPU kernels of the grouped GEMM, for Hopper (sm_90a).
+
+Two calls of one kernel (`kernel.py`): `gate_up` with SwiGLU in its epilogue, then `down`. Rows are
+gathered before the first and combined after the second by XLA: Hopper's TMA gathers nothing.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.grouped_gemm.kernel import CHUNK, Gemm
+from pallas_kernels.grouped_gemm.quantized import BLOCK, QuantizedWeights, Weights, weight_sizes
+from pallas_kernels.grouped_gemm.tile_map import tile_map
+from pallas_kernels.grouped_gemm.tiles import LANES, Tile, choose
+from pallas_kernels.routing.op import Dispatch
+
+NUM_BLOCKS = 132
+"""Multiprocessors of an H100 or H200: one persistent block each."""
+
+
+def supports(x: Array, gate_up: Weights, down: Weights, plan: Dispatch) -> bool:
+    """Whether the kernels take these shapes and dtypes.
+
+    Rows are bfloat16; d and f multiples of 64 in a pool of bfloat16, of 128 in a quantized one.
+    """
+    f, d = weight_sizes(down)
+    block_m = plan.row_token.shape[0] // plan.block_slot.shape[0]
+    unit = BLOCK if isinstance(down, QuantizedWeights) else LANES
+    bf16 = x.dtype == jnp.bfloat16 and all(
+        isinstance(w, QuantizedWeights) or w.dtype == jnp.bfloat16 for w in (gate_up, down)
+    )
+    alike = isinstance(gate_up, QuantizedWeights) == isinstance(down, QuantizedWeights)
+    return bf16 and alike and d % unit == 0 and f % unit == 0 and block_m % CHUNK == 0
+
+
+def moe_mlp(
+    x: Float[Array, "T d"],
+    gate_up: Float[Array, "slots d f2"] | QuantizedWeights,
+    down: Float[Array, "slots f d"] | QuantizedWeights,
+    plan: Dispatch,
+    *,
+    tile: Tile | None = None,
+    num_blocks: int = NUM_BLOCKS,
+) -> Float[Array, "T d"]:
+    """See `op.moe_mlp`; `supports` says for what. `num_blocks` persistent blocks a kernel."""
+    tile = tile or _tile_of(plan, down)
+    work = tile_map(plan, tile.block_t, tile.group)
+    # A tile may start in the last rows: the rows it has past the end are there to be read. They and
+    # gap rows hold a copy of the last token: what comes of it goes nowhere.
+    row_token = jnp.pad(plan.row_token, (0, tile.block_t), constant_values=x.shape[0])
+    rows = jnp.take(x, row_token, axis=0, mode="clip")
+    h = Gemm(tile, tile.gate_up, swiglu, num_blocks)(rows, gate_up, work, x.dtype)
+    y = Gemm(tile, tile.down, None, num_blocks)(h, down, work, tile.visit_dtype)
+    return combine(y, plan)
+
+
+def _tile_of(plan: Dispatch, down: Weights) -> Tile:
+    f, d = weight_sizes(down)
+    num_rows, top_k = plan.visit_row.shape
+    is_quantized = isinstance(down, QuantizedWeights)
+    return choose(num_rows, top_k, plan.expert_rows.shape[0], d, f, is_quantized)
+
+
+def combine(y: Float[Array, "rows d"], plan: Dispatch) -> Float[Array, "T d"]:
+    """Weighted sum of a row's visits, in order, in float32."""
+    num_rows, top_k = plan.visit_row.shape
+    computed = plan.visit_row < plan.row_token.shape[0]
+    out = jnp.zeros((num_rows, y.shape[1]), jnp.float32)
+    for k in range(top_k):  # not an einsum: gathered visits would be written first
+        visit = jnp.take(y, plan.visit_row[:, k], axis=0, mode="clip").astype(jnp.float32)
+        # Rows of no expert hold anything: a dropped visit must not even multiply one by 0.
+        out += jnp.where(computed[:, k, None], plan.visit_weight[:, k, None] * visit, 0.0)
+    return out
+
+
+def swiglu(gate: Float[Array, "m n"], up: Float[Array, "m n"]) -> Float[Array, "m n"]:
+    """`silu(gate) * up`. The square of rsqrt is a reciprocal at a fraction of a division's cost."""
+    root = lax.rsqrt(1.0 + jnp.exp(-gate))
+    return gate * (root * root) * up

@@ -1,0 +1,62 @@
+"""Weights of an expert pool in eight bits: float8_e4m3fn values and a float32 scale a block."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+BLOCK = 128
+"""Rows and columns of the blocks that share a scale."""
+
+_LARGEST = 448.0  # of float8_e4m3fn
+
+
+class QuantizedWeights(NamedTuple):
+    """A pool's `gate_up` or `down`: `weight[k, column] = value[column, k] * scale of its block`.
+
+    Values lie with the summed-over axis last, unlike a pool of bfloat16: tensor cores take
+    eight-bit operands in no other order, and checkpoints store them so. Both axes are multiples of
+    `BLOCK`.
+    """
+
+    values: Float[Array, "slots columns k"]  # float8_e4m3fn
+    scales: Float[Array, "slots column_blocks k_blocks"]  # float32
+
+
+Weights = Float[Array, "slots _ _"] | QuantizedWeights
+"""A pool's `gate_up` or `down`, [slots, k, columns], in either number format."""
+
+
+def weight_sizes(weights: Weights) -> tuple[int, int]:
+    """(k, columns) of a pool's weights."""
+    if isinstance(weights, QuantizedWeights):
+        _, columns, k = weights.values.shape
+    else:
+        _, k, columns = weights.shape
+    return k, columns
+
+
+def quantize(weights: Float[Array, "slots k columns"]) -> QuantizedWeights:
+    """Rounds each block to the nearest of what its largest element, at 448, leaves.
+
+    Raises ValueError where a size is no multiple of `BLOCK`.
+    """
+    slots, k, columns = weights.shape
+    if k % BLOCK or columns % BLOCK:
+        raise ValueError(f"[{k}, {columns}] is not whole blocks of {BLOCK} by {BLOCK}")
+    blocks = weights.astype(jnp.float32).swapaxes(1, 2)
+    blocks = blocks.reshape(slots, columns // BLOCK, BLOCK, k // BLOCK, BLOCK)
+    largest = jnp.max(jnp.abs(blocks), axis=(2, 4))
+    scales = jnp.where(largest > 0, largest / _LARGEST, 1.0)
+    values = (blocks / scales[:, :, None, :, None]).astype(jnp.float8_e4m3fn)
+    return QuantizedWeights(values.reshape(slots, columns, k), scales)
+
+
+def slot_weights(weights: Weights, slot: Int[Array, ""], dtype: Any) -> Float[Array, "k columns"]:
+    """One slot's weights; quantized ones rounded to `dtype` from float32, as the kernels do."""
+    if not isinstance(weights, QuantizedWeights):
+        return weights[slot]
+    values, scales = weights.values[slot], weights.scales[slot]
+    columns, k = values.shape
+    blocks = values.astype(jnp.float32).reshape(columns // BLOCK, BLOCK, k // BLOCK, BLOCK)
+    return (blocks * scales[:, None, :, None]).reshape(columns, k).astype(dtype).T

@@ -1,0 +1,223 @@
+"""What the parts of the routing kernel share: sizes, buffers, layouts and small helpers."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+ROWS = 64
+"""Rows of a block: wgmma's M."""
+
+MAX_BLOCKS = 8
+"""Blocks of a cluster, the most that every GPU can place."""
+
+MAX_EXPERTS = 256
+"""Logical experts, and elements of a TMA box."""
+
+MAX_PICKS = 8
+"""A row's picks are compared with each other in registers."""
+
+I32 = jnp.int32
+WGMMA = plgpu.Layout.WGMMA
+# As WGMMA, but of columns one by one: experts need be multiples of four only.
+EXPERTS = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))),
+    warp_dims=(-7,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+BY_ROW = EXPERTS.reduce(1)  # which is also WGMMA's
+BY_EXPERT = EXPERTS.reduce(0)
+BY_COLUMN = WGMMA.reduce(0)
+
+PADDING, DEGRADABLE, EXEMPT = range(3)  # kinds of rows
+EXEMPT_VISIT = 1 << 16  # beside which visits that may be degraded are counted
+PINNED = 1 << 30
+GAP = 256  # sorted rows that are marked as gaps by one copy
+
+
+class Sizes(NamedTuple):
+    """Static sizes of one call."""
+
+    rows: int
+    picks: int
+    experts: int  # routed
+    logical: int
+    block_m: int
+    sorted_rows: int
+    normalize: bool
+    scoring: str
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the cluster."""
+        return -(-self.rows // ROWS)
+
+    @property
+    def width(self) -> int:
+        """Columns of what holds a value for each pick: TMA takes rows of whole 16 bytes."""
+        return -(-self.picks // 4) * 4
+
+    @property
+    def padded(self) -> int:
+        """Room for a vector over routed experts, of which 64 are handled at once."""
+        return -(-self.experts // ROWS) * ROWS
+
+    @property
+    def places(self) -> int:
+        """The same over logical experts."""
+        return -(-self.logical // ROWS) * ROWS
+
+
+class Given(NamedTuple):
+    """Arguments of the kernel."""
+
+    logits: Any
+    groups: Any
+    valid: Any
+    exempt: Any
+    threshold: Any
+    strategy: Any
+
+
+class Out(NamedTuple):
+    """What the kernel writes."""
+
+    ids: Any  # [T, width], as the next three
+    expert_ids: Any
+    visit_row: Any
+    visit_weight: Any
+    s1: Any  # [m]
+    expert_rows: Any  # [E]
+    expert_start: Any  # [E]
+    num_blocks: Any  # [1]
+    row_token: Any  # [R]
+
+
+class Smem(NamedTuple):
+    """Shared memory and barriers of a block."""
+
+    logits: Any
+    groups: Any
+    kind: Any
+    ids: Any  # [row, pick], as the next three
+    expert_ids: Any
+    visit_row: Any
+    weights: Any
+    visits: Any  # of each expert by the block's rows
+    key: Any  # its place in the order, larger first
+    s1: Any
+    target: Any
+    rows: Any  # of each logical expert
+    start: Any
+    gap: Any
+    visited: Any  # one-hot, [64 experts at once, row, expert]
+    earlier: Any  # 1 where the column is before the row
+    ones: Any
+    full: Any
+    all_visits: Any = None  # of every block, as the next
+    all_rows: Any = None
+    first: Any = None  # sorted row of the block's first visit to each logical expert
+    met: Any = None
+    read: Any = None
+
+
+class Block(NamedTuple):
+    """A block of 64 rows, and all it works with."""
+
+    sizes: Sizes
+    index: Any
+    given: Given
+    out: Out
+    shared: Any  # in memory: what blocks exchange
+    smem: Smem
+
+    @property
+    def own(self):
+        """Its rows of the arrays. They may pass the end, where TMA stops."""
+        return pl.ds(self.index * ROWS, ROWS)
+
+    def whole(self, size: int):
+        """The first `size` elements of an array that may be shorter: what is not constant may."""
+        return pl.ds(self.index - self.index, size)
+
+
+def scratch(sizes: Sizes) -> dict[str, Any]:
+    """Shared memory of a block, by the names in `Smem`."""
+    swizzled = (
+        plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
+        plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
+    )
+    bf16 = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=swizzled)
+    i32 = functools.partial(plgpu.SMEM, dtype=I32)
+    visits, vector, places = (ROWS, sizes.width), (sizes.padded,), (sizes.places,)
+    scratch = {
+        "logits": plgpu.SMEM((ROWS, sizes.experts), jnp.float32),
+        "kind": i32((ROWS,)),
+        "weights": plgpu.SMEM(visits, jnp.float32),
+        "gap": i32((GAP,)),
+        "visited": bf16((sizes.places // ROWS, ROWS, ROWS)),
+        "earlier": bf16((ROWS, ROWS)),
+        "ones": bf16((8, ROWS)),
+        "full": plgpu.Barrier(num_arrivals=2),
+        **{name: i32(visits) for name in ("ids", "expert_ids", "visit_row")},
+        **{name: i32(vector) for name in ("groups", "visits", "key", "s1", "target")},
+        **{name: i32(places) for name in ("rows", "start")},
+    }
+    if sizes.blocks > 1:
+        scratch |= {
+            "all_visits": i32((sizes.blocks, *vector)),
+            "all_rows": i32((sizes.blocks, *places)),
+            "first": i32(places),
+            "met": plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=2),
+            "read": plgpu.Barrier(num_barriers=2),
+        }
+    return scratch
+
+
+def own(chunk):
+    """The 64 experts of a chunk."""
+    return pl.ds(pl.multiple_of(chunk * ROWS, ROWS), ROWS)
+
+
+def iota(shape, axis, layout):
+    """Numbers along an axis."""
+    return plgpu.broadcasted_iota(I32, shape, axis, layout=layout)
+
+
+def across(vector, shape, layout: Any = EXPERTS):
+    """A value for each row, in all columns."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (0,)), layout)
+
+
+def down(vector, shape, layout: Any = EXPERTS):
+    """A value for each column, in all rows."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (1,)), layout)
+
+
+def by_row(ref):
+    """A vector that has a value for each row."""
+    return plgpu.load(ref, layout=BY_ROW, optimized=False)
+
+
+def by_expert(ref):
+    """A vector that has a value for each routed expert, for use with `EXPERTS`."""
+    return plgpu.load(ref, layout=BY_EXPERT, optimized=False)
+
+
+def by_column(ref):
+    """A vector that has a value for each column, for use with `WGMMA`."""
+    return plgpu.load(ref, layout=BY_COLUMN, optimized=False)
+
+
+def product(a, b):
+    """`a @ b` in float32, of bfloat16 in shared memory."""
+
+    def multiply(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
