@@ -40,7 +40,7 @@ def random_model(
 
 
 def random_params(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> dict[str, Any]:
-    """Everything but the routed experts. `jax.eval_shape` of it gives a model's abstract weights."""
+    """Everything but routed experts. `jax.eval_shape` of it gives a model's abstract weights."""
     dense = partial(_dense, iter(jax.random.split(key, 2 + 8 * len(cfg.segments()))), dtype)
     params: dict[str, Any] = {
         "embed": dense(cfg.vocab_size, cfg.d_model),

@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.backend import hopper
 from pallas_kernels.prefill_attention import reference
 
 
@@ -23,7 +24,13 @@ def prefill_attention(
     `kv_len[n] - chunk_len + i` and sees positions up to its own. Chunks may be empty. Rows past
     `q_start[N]` yield zeros. Softmax and accumulation are float32; the result has q's dtype.
     """
-    return reference.prefill_attention(
+    implementation = reference.prefill_attention
+    if hopper():
+        from pallas_kernels.prefill_attention import mosaic  # Pallas is not imported where unused
+
+        if mosaic.supports(q, k_pages, v_pages, scale):
+            implementation = mosaic.prefill_attention
+    return implementation(
         q,
         k_pages,
         v_pages,

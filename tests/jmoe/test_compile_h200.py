@@ -8,27 +8,61 @@ slices a layer's experts out of the pool shows that both would tell.
 import math
 import re
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import pytest
+import yaml
 from jax import lax
 
-from jmoe.config import ModelConfig, RopeConfig
-from jmoe.experts import ExpertPool, make_table
+from jmoe.checkpoint import empty_pool
+from jmoe.config import ModelConfig, from_hf
+from jmoe.experts import make_table
+from jmoe.random_model import random_params
 from jmoe.steps import decode_step, make_state, prefill_step
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.compile_for import compile_for, h200_mesh
-from pallas_kernels.shapes import QWEN15_MOE_A27B as SHAPE
 
-LAYERS, UNITED, BATCH, PAGES, PAGE_SIZE, VOCAB = 24, 30, 64, 1024, 64, 151936
+BATCH, PAGES, PAGE_SIZE, MAX_BLOCKS = 64, 2048, 64, 64
 MIB = 2**20
-EXPERT_BYTES = 2 * SHAPE.expert_elements
-LARGE = 6 * EXPERT_BYTES  # a tenth of a layer's experts; above all a decode step computes
 # Sampling sorts 64 rows of logits, 37 MiB each time they are written; cuBLAS takes 32. One layer's
-# keys are 256, its experts 1,031.
+# experts are 1,031 MiB at the least.
 TEMPORARY = 256 * MIB
-NUM_EXPERTS = SHAPE.num_experts + UNITED
+LARGE = 100 * MIB  # above all that a step computes, below one layer's experts or pages
+BF16 = jnp.dtype(jnp.bfloat16)
+
+
+class Case(NamedTuple):
+    """A published model, and how many united experts a layer has beside its own."""
+
+    name: str
+    united: int
+
+    @property
+    def config(self) -> ModelConfig:
+        """Its geometry, as Hugging Face has it."""
+        path = Path(__file__).parents[2] / "configs" / "models" / f"{self.name}.yaml"
+        return from_hf(yaml.safe_load(path.read_text()))
+
+    @property
+    def num_slots(self) -> int:
+        """Slots a layer."""
+        return self.config.num_experts + self.united
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert."""
+        return 2 * 3 * self.config.d_model * self.config.d_ff_expert
+
+
+QWEN15, QWEN3, MIXTRAL = (
+    Case("qwen1.5-moe-a2.7b", 30),
+    Case("qwen3-30b-a3b", 32),
+    Case("mixtral-8x7b", 2),
+)
+models = pytest.mark.parametrize("case", [QWEN15, QWEN3, MIXTRAL], ids=lambda case: case.name)
 
 
 @pytest.fixture(scope="module")
@@ -39,30 +73,6 @@ def mesh():
     return h200_mesh()
 
 
-CFG = ModelConfig(
-    architecture="qwen2_moe",
-    vocab_size=VOCAB,
-    d_model=SHAPE.d_model,
-    num_layers=LAYERS,
-    num_heads=SHAPE.heads,
-    num_kv_heads=SHAPE.kv_heads,
-    head_dim=SHAPE.head_dim,
-    num_experts=SHAPE.num_experts,
-    experts_per_token=SHAPE.top_k,
-    d_ff_expert=SHAPE.d_ff,
-    d_ff_shared=5632,
-    d_ff_dense=0,
-    moe_layers=(True,) * LAYERS,
-    norm_topk_prob=False,
-    qkv_bias=True,
-    qk_norm=False,
-    tie_embeddings=False,
-    rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e6),
-    max_position=8192,
-)
-
-
 def bf16(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
@@ -71,33 +81,19 @@ def int32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def abstract_pool():
-    slots, d, f = LAYERS * NUM_EXPERTS, SHAPE.d_model, SHAPE.d_ff
-    return ExpertPool(bf16(slots, d, 2 * f), bf16(slots, f, d))
+def abstract_model(case):
+    cfg = case.config
+    params = jax.eval_shape(lambda: random_params(cfg, jax.random.key(0), BF16))
+    pool = jax.eval_shape(lambda: empty_pool(cfg, cfg.num_layers * case.num_slots, BF16))
+    table = jax.eval_shape(lambda: make_table(cfg.num_layers, cfg.num_experts, case.united))
+    return params, pool, table
 
 
-def abstract_model():
-    n, d, m, fs = LAYERS, SHAPE.d_model, SHAPE.num_experts, CFG.d_ff_shared
-    width = SHAPE.heads * SHAPE.head_dim
-    segment = {
-        "attn_norm": bf16(n, d),
-        "mlp_norm": bf16(n, d),
-        "wqkv": bf16(n, d, 3 * width),
-        "bqkv": bf16(n, 3 * width),
-        "wo": bf16(n, width, d),
-        "router": bf16(n, d, m),
-        "shared_gate_up": bf16(n, d, 2 * fs),
-        "shared_down": bf16(n, fs, d),
-        "shared_gate": bf16(n, d),
-    }
-    top = {"embed": bf16(VOCAB, d), "final_norm": bf16(d), "lm_head": bf16(d, VOCAB)}
-    table = jax.eval_shape(lambda: make_table(LAYERS, SHAPE.num_experts, UNITED))
-    return {**top, "segments": (segment,)}, abstract_pool(), table
-
-
-def abstract_state():
-    sizes = {"num_slots": BATCH, "num_pages": PAGES, "page_size": PAGE_SIZE, "max_blocks": 64}
-    return jax.eval_shape(lambda: make_state(CFG, dtype=jnp.dtype(jnp.bfloat16), **sizes))
+def abstract_state(case):
+    sizes = {"num_slots": BATCH, "num_pages": PAGES, "page_size": PAGE_SIZE}
+    return jax.eval_shape(
+        lambda: make_state(case.config, max_blocks=MAX_BLOCKS, dtype=BF16, **sizes)
+    )
 
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8}
@@ -107,8 +103,8 @@ HANDED_ON = {"parameter", "get-tuple-element", "tuple", "while", "bitcast", "con
 IN_PLACE = {"scatter", "dynamic-update-slice"}
 
 
-def large_results(hlo):
-    """Instructions that write an array of LARGE bytes or more, computations of fusions left out.
+def large_results(hlo, large):
+    """Instructions that write an array of `large` bytes or more, computations of fusions left out.
 
     A fusion that ends in a scatter or an update of its operand writes in place: how much memory
     that takes is for the other half of the test to say.
@@ -130,7 +126,7 @@ def large_results(hlo):
     return [
         f"{opcode} {result}"
         for opcode, called, result in found
-        if max(map(size, re.findall(r"(\w+)\[([\d,]*)\]", result)), default=0) >= LARGE
+        if max(map(size, re.findall(r"(\w+)\[([\d,]*)\]", result)), default=0) >= large
         and opcode not in IN_PLACE
         and roots.get(called) not in IN_PLACE
     ]
@@ -141,56 +137,73 @@ def size(array):
     return BYTES.get(kind, 8) * math.prod(int(n) for n in dims.split(",") if n)
 
 
-@pytest.fixture(scope="module")
-def decode(mesh):
-    step = partial(decode_step, CFG, max_active=SHAPE.num_experts)
-    rows = int32(BATCH, 8), int32(8, 3), int32(2)
-    return compile_for(mesh, step, *abstract_model(), abstract_state(), *rows, donate_argnums=3)
+def mosaic_kernels(exe):
+    """Launches of Mosaic kernels in the program; those of a scan's body are counted once."""
+    return exe.as_text().count('custom_call_target="mosaic_gpu')
 
 
-def test_a_decode_step_copies_neither_experts_nor_pages(decode):
-    memory = decode.memory_analysis()
-    assert memory.argument_size_in_bytes > 40 * 1024 * MIB  # the whole model, cache and all
+def compile_decode(mesh, case):
+    step = partial(decode_step, case.config, max_active=case.config.num_experts)
+    rows = int32(BATCH, 9), int32(8, 3), int32(2)
+    return compile_for(
+        mesh, step, *abstract_model(case), abstract_state(case), *rows, donate_argnums=3
+    )
+
+
+@models
+def test_a_decode_step_copies_neither_experts_nor_pages(mesh, case):
+    exe = compile_decode(mesh, case)
+    memory = exe.memory_analysis()
+    cfg = case.config
+    experts = cfg.num_layers * case.num_slots * case.expert_bytes
+    assert memory.argument_size_in_bytes > experts  # the whole model, cache and all
     assert memory.temp_size_in_bytes < TEMPORARY
-    assert large_results(decode.as_text()) == []
-
-
-def test_a_decode_step_has_no_loop_that_waits_for_the_host(decode):
-    loops = [line for line in decode.as_text().splitlines() if " while(" in line]
+    assert large_results(exe.as_text(), LARGE) == []
+    assert mosaic_kernels(exe) == 5  # routing, two products, attention and its merge
+    loops = [line for line in exe.as_text().splitlines() if " while(" in line]
     assert loops
+    # A loop with a traced trip count makes the host wait for the device in every iteration.
     assert all("known_trip_count" in line for line in loops)
 
 
-def test_a_prefill_step_copies_neither_experts_nor_pages(mesh):
-    step = partial(prefill_step, CFG, max_active=SHAPE.num_experts)
-    rows = int32(512), int32(8, 8), int32(8, 3), int32(2)
-    exe = compile_for(mesh, step, *abstract_model(), abstract_state(), *rows, donate_argnums=3)
+@models
+def test_a_prefill_step_copies_neither_experts_nor_pages(mesh, case):
+    step = partial(prefill_step, case.config, max_active=case.config.num_experts)
+    rows = int32(512), int32(8, 9), int32(8, 3), int32(2)
+    exe = compile_for(
+        mesh, step, *abstract_model(case), abstract_state(case), *rows, donate_argnums=3
+    )
     assert exe.memory_analysis().temp_size_in_bytes < TEMPORARY
-    assert large_results(exe.as_text()) == []
+    assert large_results(exe.as_text(), LARGE) == []
+    assert mosaic_kernels(exe) == 4  # routing, two products, attention
 
 
 @pytest.mark.parametrize("sliced", [False, True])
 def test_the_control_that_slices_its_layer_from_the_pool_is_caught(mesh, sliced):
+    case = QWEN15
+    cfg, num_slots = case.config, case.num_slots
+
     def layers(pool, x, ids):
         def one_layer(x, layer):
-            slots = jnp.arange(NUM_EXPERTS, dtype=jnp.int32)
-            first = layer * NUM_EXPERTS
+            slots = jnp.arange(num_slots, dtype=jnp.int32)
+            first = layer * num_slots
             if sliced:
-                own = [lax.dynamic_slice_in_dim(w, first, NUM_EXPERTS) for w in pool]
+                own = [lax.dynamic_slice_in_dim(w, first, num_slots) for w in pool]
             else:
                 own, slots = pool, first + slots
             weights = jnp.ones(ids.shape, jnp.float32)
-            work = routing.dispatch(ids, weights, slots, block_m=8, max_active=SHAPE.num_experts)
+            work = routing.dispatch(ids, weights, slots, block_m=8, max_active=cfg.num_experts)
             return x + grouped_gemm.moe_mlp(x, *own, work).astype(x.dtype), None
 
-        return lax.scan(one_layer, x, jnp.arange(LAYERS, dtype=jnp.int32))[0]
+        return lax.scan(one_layer, x, jnp.arange(cfg.num_layers, dtype=jnp.int32))[0]
 
-    ids = int32(BATCH, SHAPE.top_k)
-    exe = compile_for(mesh, layers, abstract_pool(), bf16(BATCH, SHAPE.d_model), ids)
+    ids = int32(BATCH, cfg.experts_per_token)
+    _, pool, _ = abstract_model(case)
+    exe = compile_for(mesh, layers, pool, bf16(BATCH, cfg.d_model), ids)
     temporary = exe.memory_analysis().temp_size_in_bytes
     if sliced:
-        assert temporary > NUM_EXPERTS * EXPERT_BYTES
-        assert any(f"[{NUM_EXPERTS}," in result for result in large_results(exe.as_text()))
+        assert temporary > num_slots * case.expert_bytes // 2  # gate_up, then down in its place
+        assert any(f"[{num_slots}," in result for result in large_results(exe.as_text(), LARGE))
     else:
         assert temporary < 100 * MIB
-        assert large_results(exe.as_text()) == []
+        assert large_results(exe.as_text(), LARGE) == []

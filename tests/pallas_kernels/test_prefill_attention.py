@@ -1,21 +1,80 @@
 """Contract of prefill attention on ragged chunks with cached prefixes, against dense float64."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+import mosaic as interpreter
 import numpy as np
 import paged
 import pytest
 
-from pallas_kernels.prefill_attention import prefill_attention
-from pallas_kernels.shapes import TINY
-
-IMPLEMENTATIONS = {"public": prefill_attention}
-implementations = pytest.mark.parametrize("op", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
-GROUPED = TINY[3]  # 6 query heads over 2
+from pallas_kernels.prefill_attention import mosaic, prefill_attention
+from pallas_kernels.shapes import TINY, Shape
 
 
-def check(op, chunks, shape=GROUPED, page_size=4, *, padding=3, unused=0.0, dtype=np.float32):
-    """`chunks`: (cached positions, new rows) of each sequence. Returns the padding rows."""
+class Implementation(NamedTuple):
+    """An implementation, and what it is to be tried on."""
+
+    op: Callable
+    run: Callable  # of a function and its arguments
+    shapes: tuple[Shape, ...]
+    grouped: Shape
+    page_sizes: tuple[int, ...]
+    lengths: tuple[int, ...]  # of chunks, around those of a tile
+    unused: tuple[float, ...]
+    dtype: Any
+
+
+def compiled(fn, *args):
+    return jax.jit(fn)(*args)
+
+
+def wide(heads, kv_heads, head_dim=64):
+    """A shape of the kernel's."""
+    return Shape(f"{heads}:{kv_heads}", 0, 0, 0, 0, heads, kv_heads, head_dim)
+
+
+IMPLEMENTATIONS = {
+    "public": Implementation(
+        prefill_attention,
+        compiled,
+        TINY,
+        TINY[3],  # 6 query heads over 2
+        (1, 3, 16, 64),
+        (31, 32, 33, 64, 70),
+        (1e30, np.inf, np.nan),
+        np.float32,
+    ),
+    "mosaic": Implementation(
+        partial(mosaic.prefill_attention, num_blocks=2, interpreted=True),
+        interpreter.run,
+        (wide(3, 1), wide(2, 2)),
+        wide(4, 2),
+        (16, 64),
+        (64, 70),
+        (np.inf, np.nan),
+        jnp.bfloat16,
+    ),
+}
+implementations = pytest.mark.parametrize("impl", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
+
+
+def cases(field):
+    """Every implementation with each of its own values of `field`."""
+    return [
+        pytest.param(impl, value, id=f"{name}-{getattr(value, 'name', value)}")
+        for name, impl in IMPLEMENTATIONS.items()
+        for value in getattr(impl, field)
+    ]
+
+
+def check(impl, chunks, shape=None, page_size=None, *, padding=3, unused=0.0, dtype=None):
+    """`chunks`: (cached positions, new rows) of each sequence."""
+    shape, page_size = shape or impl.grouped, page_size or impl.page_sizes[-2]
+    dtype = dtype or impl.dtype
     rng = np.random.default_rng(page_size)
     lengths = [cached + new for cached, new in chunks]
     keys, values = paged.make(rng, lengths, shape, dtype)
@@ -28,9 +87,8 @@ def check(op, chunks, shape=GROUPED, page_size=4, *, padding=3, unused=0.0, dtyp
     q = rng.normal(size=(num_rows + padding, shape.heads, shape.head_dim)).astype(dtype)
     scale = shape.head_dim**-0.5
 
-    @jax.jit
     def run(q, k_pages, v_pages, layer, table, q_start, kv_len):
-        return op(
+        return impl.op(
             q,
             k_pages,
             v_pages,
@@ -42,7 +100,8 @@ def check(op, chunks, shape=GROUPED, page_size=4, *, padding=3, unused=0.0, dtyp
         )
 
     layer, kv_len = jnp.int32(paged.LAYER), jnp.asarray(lengths, jnp.int32)
-    got = run(jnp.asarray(q), k_pages, v_pages, layer, table, jnp.asarray(q_start), kv_len)
+    args = jnp.asarray(q), k_pages, v_pages, layer, table, jnp.asarray(q_start), kv_len
+    got = impl.run(run, *args)
     assert got.dtype == q.dtype
     want = [np.zeros((0, shape.heads, shape.head_dim))]
     for n, (cached, new) in enumerate(chunks):
@@ -56,56 +115,51 @@ def check(op, chunks, shape=GROUPED, page_size=4, *, padding=3, unused=0.0, dtyp
     assert not np.asarray(got[num_rows:]).any()
 
 
-@implementations
-@pytest.mark.parametrize("shape", TINY, ids=lambda shape: shape.name)
-def test_query_heads_share_kv_heads(op, shape):
-    check(op, [(0, 5), (3, 2), (0, 1)], shape)
+@pytest.mark.parametrize(("impl", "shape"), cases("shapes"))
+def test_query_heads_share_kv_heads(impl, shape):
+    check(impl, [(0, 5), (3, 2), (0, 1)], shape)
 
 
-@implementations
-@pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-def test_ragged_chunks_with_cached_prefixes(op, page_size):
-    check(
-        op, [(0, page_size), (page_size, 3), (2 * page_size - 1, 2), (130, 1)], page_size=page_size
-    )
+@pytest.mark.parametrize(("impl", "page_size"), cases("page_sizes"))
+def test_ragged_chunks_with_cached_prefixes(impl, page_size):
+    chunks = [(0, page_size), (page_size, 3), (2 * page_size - 1, 2), (130, 1)]
+    check(impl, chunks, page_size=page_size)
 
 
-@implementations
-@pytest.mark.parametrize("new", [31, 32, 33, 64, 70])
-def test_chunks_longer_than_a_tile_of_rows(op, new):
+@pytest.mark.parametrize(("impl", "new"), cases("lengths"))
+def test_chunks_longer_than_a_tile_of_rows(impl, new):
     """The last tile of a chunk reaches into the next chunk's rows and must leave them alone."""
-    check(op, [(0, new), (5, new), (0, 3)])
+    check(impl, [(0, new), (5, new), (0, 3)])
 
 
 @implementations
-def test_empty_chunks(op):
-    check(op, [(0, 0), (0, 4), (9, 0), (0, 0), (2, 3), (0, 0)])
+def test_empty_chunks(impl):
+    check(impl, [(0, 0), (0, 4), (9, 0), (0, 0), (2, 3), (0, 0)])
 
 
 @implementations
-def test_no_rows_but_padding(op):
-    check(op, [(0, 0), (4, 0)], padding=8)
+def test_no_rows_but_padding(impl):
+    check(impl, [(0, 0), (4, 0)], padding=8)
 
 
 @implementations
-def test_no_padding(op):
-    check(op, [(0, 33), (1, 30)], padding=0)
+def test_no_padding(impl):
+    check(impl, [(0, 33), (1, 30)], padding=0)
 
 
-@implementations
-@pytest.mark.parametrize("unused", [1e30, np.inf, np.nan])
-def test_what_unused_rows_hold_does_not_matter(op, unused):
+@pytest.mark.parametrize(("impl", "unused"), cases("unused"))
+def test_what_unused_rows_hold_does_not_matter(impl, unused):
     """They hold what another sequence left there, and that one may have overflowed."""
-    check(op, [(0, 5), (6, 0), (60, 4), (63, 2)], page_size=8, unused=unused)
+    check(impl, [(0, 5), (6, 0), (60, 4), (63, 2)], unused=unused)
 
 
 @implementations
-def test_bfloat16_cache(op):
-    check(op, [(0, 33), (17, 5)], page_size=16, dtype=jnp.bfloat16)
+def test_bfloat16_cache(impl):
+    check(impl, [(0, 33), (17, 5)], page_size=16, dtype=jnp.bfloat16)
 
 
 @implementations
-def test_chunked_equals_whole(op):
+def test_chunked_equals_whole(impl):
     """Rows of a prompt fed in one piece, and those of the same prompt fed in three."""
-    check(op, [(0, 40), (0, 40), (0, 40)], padding=0)
-    check(op, [(0, 13), (13, 14), (27, 13)], padding=0)
+    check(impl, [(0, 40), (0, 40), (0, 40)], padding=0)
+    check(impl, [(0, 13), (13, 14), (27, 13)], padding=0)

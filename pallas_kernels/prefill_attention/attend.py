@@ -1,0 +1,258 @@
+"""The warpgroups of the prefill attention kernel that multiply."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from pallas_kernels.prefill_attention import work
+from pallas_kernels.prefill_attention.parts import Item, Refs, Shape, for_each_item, zero
+from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS
+
+
+def attend(shape: Shape, refs: Refs, warpgroup) -> None:
+    """A warpgroup that multiplies."""
+    plgpu.barrier_arrive(refs.q_empty)
+    for stage in range(2 * shape.tile.stages):
+        plgpu.barrier_arrive(refs.empty.at[stage])
+
+    @pl.when(warpgroup == 1)
+    def _():
+        plgpu.barrier_arrive(refs.turn.at[0])
+
+    def item(at: Item, steps) -> None:
+        def nothing():
+            zeros = jnp.zeros((LANES, shape.head_dim), refs.out.dtype)
+            return plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+        out = lax.cond(at.blocks > 0, _Attention(shape, refs, warpgroup, at, steps), nothing)
+        _store(shape, refs, warpgroup, at, out)
+
+    for_each_item(shape, refs, item)
+    plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(warpgroup == 0)
+    def _():
+        plgpu.barrier_wait(refs.turn.at[0])
+
+
+class _Attention:
+    """Attention of a warpgroup's rows over one item's keys."""
+
+    def __init__(self, shape: Shape, refs: Refs, warpgroup, at: Item, steps) -> None:
+        self.shape, self.refs, self.at = shape, refs, at
+        self.tile = shape.tile
+        self.warpgroup, self.steps = warpgroup, steps
+        self.row = at.row + warpgroup * self.tile.rows
+        self.factor = shape.scale * math.log2(math.e)  # powers of two are what the hardware has
+
+    def stage(self, step):
+        """Of the ring buffers."""
+        return lax.rem(self.steps + step, self.tile.stages)
+
+    def __call__(self) -> Array:
+        at, refs = self.at, self.refs
+        plgpu.barrier_wait(refs.q_full)
+        state = self.first()
+
+        def rest(acc):
+            # Steps below `whole` hold no key that a row of this warpgroup may not see.
+            first_row = lax.max(self.row, at.lo)
+            whole = lax.div(first_row + at.offset + 1, self.tile.block_kv)
+            whole = lax.min(lax.max(whole, 1), at.blocks)
+            now = lax.fori_loop(1, whole, lambda i, s: self.next(acc, i, s, masked=False), state)
+            now = lax.fori_loop(
+                whole, at.blocks, lambda i, s: self.next(acc, i, s, masked=True), now
+            )
+            plgpu.barrier_arrive(refs.q_empty)
+            _, norm, p = now
+            return self.last(acc, p), norm
+
+        out, norm = self.accumulator(rest)
+        out = out * _across(1.0 / norm, out.shape)
+        return out.astype(refs.out.dtype)
+
+    def scores(self, step, queue_more: Callable[[], int], masked: bool) -> Array:
+        """Scores of the step's keys, unscaled.
+
+        `queue_more` may queue other products behind theirs, and says how many: those go on.
+        """
+        refs, stage = self.refs, self.stage(step)
+
+        def product(scores):
+            plgpu.barrier_wait(refs.full.at[stage])
+            plgpu.barrier_wait(refs.turn.at[self.warpgroup])
+            plgpu.wgmma(scores, self.queries(step), refs.k_smem.at[stage].T)
+            more = queue_more()
+            plgpu.barrier_arrive(refs.turn.at[1 - self.warpgroup])
+            return plgpu.wgmma_accumulator_load(scores, wait_n=more)
+
+        shape = (LANES, self.tile.block_kv)
+        s = pl.run_scoped(product, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+        plgpu.barrier_arrive(refs.empty.at[stage])
+        return self.mask(s, step) if masked else s
+
+    def queries(self, step):
+        """The warpgroup's rows."""
+        mine = self.warpgroup
+        if self.shape.head_dim > 128:
+            # Plus zero, but see `zero`: their many descriptors are not to be held in registers.
+            mine = mine + lax.min(self.steps + step, 0)
+        return self.refs.q_smem.at[mine]
+
+    def mask(self, s, step):
+        row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=plgpu.Layout.WGMMA)
+        column = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=plgpu.Layout.WGMMA)
+        last = (row & (self.tile.rows - 1)) + (
+            self.row + self.at.offset - step * self.tile.block_kv
+        )
+        # `column <= last`, written so that a thread's columns differ by constants alone. As sums
+        # with the lane they would be computed once and held in 32 registers through every loop.
+        return jnp.where((column & -8) <= last - (column & 7), s, -jnp.inf)
+
+    def first(self):
+        """State (largest score, sum of weights, weights of the step) after the first step."""
+        s = self.scores(0, lambda: 0, masked=True)
+        top = jnp.max(s, axis=1) * self.factor
+        p = jnp.exp2(s * self.factor - _across(top, s.shape))
+        return top, jnp.sum(p, axis=1), self.narrow(p)
+
+    def next(self, acc, step, state, *, masked: bool):
+        """Weighs the values of the step before, and meanwhile finds the weights of this one."""
+        top, norm, p = state
+        before = self.stage(step - 1)
+
+        def values():
+            self.weigh(acc, p, before)
+            return 1
+
+        plgpu.barrier_wait(self.refs.full.at[self.tile.stages + before])
+        s = self.scores(step, values, masked)
+        new_top = jnp.maximum(top, jnp.max(s, axis=1) * self.factor)
+        keep = jnp.exp2(top - new_top)
+        p = jnp.exp2(s * self.factor - _across(new_top, s.shape))
+        norm = norm * keep + jnp.sum(p, axis=1)
+        acc[...] = acc[...] * _across(keep, acc.shape)
+        plgpu.barrier_arrive(self.refs.empty.at[self.tile.stages + before])
+        return new_top, norm, self.narrow(p)
+
+    def narrow(self, p):
+        """Rounds weights in this step: the next would be handed twice the registers."""
+        return lax.optimization_barrier(p.astype(self.refs.q.dtype))
+
+    def last(self, acc, p) -> Array:
+        """Weighs the last values; returns the sum over all."""
+        at, refs = self.at, self.refs
+        stage = self.stage(at.blocks - 1)
+        plgpu.barrier_wait(refs.full.at[self.tile.stages + stage])
+        live = at.kv_len - (at.blocks - 1) * self.tile.block_kv
+
+        @pl.when(live < self.tile.block_kv)
+        def _():
+            self.clean(stage, live)
+
+        self.weigh(acc, p, stage)
+        out = acc[...]
+        plgpu.barrier_arrive(refs.empty.at[self.tile.stages + stage])
+        return out
+
+    def clean(self, stage, live) -> None:
+        """Zeroes the values from row `live` on: their weight is 0, but they may be infinite."""
+        wide = self.shape.head_dim // LANES
+        parts = self.tile.block_kv // LANES * wide
+
+        def clean_part(part):
+            row = pl.multiple_of(lax.div(part, wide) * LANES, LANES)
+            column = pl.multiple_of(lax.rem(part, wide) * LANES, LANES)
+            v = self.refs.v_smem.at[stage, pl.ds(row, LANES), pl.ds(column, LANES)]
+            at = plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+            v[...] = jnp.where(at + row < live, v[...], jnp.zeros(v.shape, v.dtype))
+
+        @pl.loop(0, -(-parts // WARPGROUPS) + zero(self.at))
+        def _(i):
+            part = i * WARPGROUPS + self.warpgroup
+            pl.when(part < parts)(partial(clean_part, part))
+
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.refs.clean)
+        plgpu.barrier_wait(self.refs.clean)
+
+    def accumulator(self, run: Callable[[Any], Any]) -> Any:
+        """`run` with an accumulator of zeros."""
+        size = (LANES, self.shape.head_dim)
+        if not self.shape.interpreted:
+            return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(size, jnp.float32))
+        acc = self.refs.acc_smem.at[self.warpgroup]
+        acc[...] = jnp.zeros(size, jnp.float32)
+        return run(acc)
+
+    def weigh(self, acc, p, stage) -> None:
+        """Adds `p @ values`."""
+        v = self.refs.v_smem.at[stage]
+        if not self.shape.interpreted:
+            plgpu.wgmma(acc, p, v)
+            return
+        p_smem = self.refs.p_smem.at[self.warpgroup]
+        p_smem[...] = p
+        plgpu.commit_smem()
+
+        def product(part):
+            plgpu.wgmma(part, p_smem, v)
+            return part[...]
+
+        acc[...] = acc[...] + pl.run_scoped(
+            product, plgpu.WGMMAAccumulatorRef(acc.shape, jnp.float32)
+        )
+
+
+def _across(rows, shape):
+    """A value a row, for each of the row's columns."""
+    return lax.broadcast_in_dim(rows, shape, [0])
+
+
+def _store(shape: Shape, refs: Refs, warpgroup, at: Item, out) -> None:
+    """Stores the rows [lo, hi) of a warpgroup's results."""
+    rows, pack = shape.tile.rows, shape.tile.pack
+    mine = warpgroup + zero(at)
+    tiled, linear = refs.out_tiled.at[mine], refs.out_rows.at[mine]
+    row = pl.multiple_of(at.row + warpgroup * rows, work.ALIGN)
+    first = lax.max(at.lo - row, 0)
+    count = lax.min(at.hi - row, rows) - first  # may be negative: nothing to store
+
+    def copy(form, start, size, columns):
+        for i in range(pack):
+            plgpu.copy_smem_to_gmem(
+                form.at[pl.ds(i * rows + start, size)],
+                refs.out.at[pl.ds(row + start, size), at.head + i, columns],
+            )
+
+    def stage(form, part, width):
+        # Columns 64 at a time: the addresses then differ by constants, which takes few registers.
+        for start in range(0, shape.staged, width):
+            form.at[:, pl.ds(start, width)][...] = part[:, start : start + width]
+        plgpu.commit_smem()
+
+    for column in range(0, shape.head_dim, shape.staged):
+        columns = pl.ds(column, shape.staged)
+        part = out[:, column : column + shape.staged]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(count == rows)
+        def _(part=part, columns=columns):
+            stage(tiled, part, LANES)
+            copy(tiled, 0, rows, columns)
+
+        @pl.when(count < rows)
+        def _(part=part, columns=columns):
+            stage(linear, part, 32)
+            start, size = first, rows // 2
+            while size:  # as many rows as `count` says, in powers of two
+                has = lax.max(count, 0) & size
+                pl.when(has > 0)(partial(copy, linear, start, size, columns))
+                start, size = start + has, size // 2

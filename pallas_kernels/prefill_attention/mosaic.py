@@ -1,0 +1,194 @@
+"""Mosaic GPU kernel of prefill attention, for Hopper (sm_90a).
+
+Attention of long prompts is bound by the tensor cores, and on their way stands the softmax: of a
+step of 128 rows by 128 keys (head size 128) the two products take 2,048 cycles of a multiprocessor
+at full rate, its exponentials alone 1,024. The floor is 790 TFLOP/s, what a bf16 product reaches
+on an H200, if none of that shows; the kernel aims at 620 on one prompt of 16k tokens.
+
+- Two warpgroups of 64 rows multiply, one loads. A warpgroup puts the scores of step j and then the
+  values of step j - 1 into the tensor cores' queue, and finds the weights of step j while the
+  values are being weighed. The warpgroups queue in turns, so that one's softmax is under the
+  other's products. Accumulator (64 registers), scores (64) and the weights of the step before (32)
+  are held at once; weights go from registers into wgmma.
+- Pages come by TMA, one copy each, into rings of two steps of keys and two of values. The pipeline
+  runs on from one tile into the next, whose rows are loaded once the last scores are there.
+- Query heads that share a kv head are packed beside their rows (`tiles.Tile`), so that keys are
+  read once for them and a chunk of a few rows fills a warpgroup.
+- Chunks start at any row, TMA reads tiles of 8: a tile starts at the multiple of 8 below and does
+  not own its first rows (`work.plan`). So rows need not be copied to aligned places and back, whose
+  bytes would take 15 % of the floor of 4k tokens. What a tile owns is stored whole, or from
+  unswizzled shared memory in powers of two rows where a chunk begins or ends inside it.
+- Steps past the diagonal are left out, steps below it have no mask: that is another loop.
+- Persistent blocks, tiles dealt out longest first, back and forth: no counter, no atomics.
+
+What lies behind the last position may be infinite or NaN. Scores of such keys are replaced. Their
+values are zeroed in shared memory before the last product, for 0 * inf is NaN. A page that a
+sequence does not own is never read.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.prefill_attention import work
+from pallas_kernels.prefill_attention.attend import attend
+from pallas_kernels.prefill_attention.parts import Item, Refs, Shape, for_each_item, scratch, zero
+from pallas_kernels.prefill_attention.tiles import WARPGROUPS, Tile, choose
+
+NUM_BLOCKS = 132
+"""Multiprocessors of an H100 or H200: one persistent block each."""
+
+_LOADER = WARPGROUPS  # index of the warpgroup that loads
+_REGISTERS = {"load": 24, "multiply": 240}
+"""A thread. Together no more than a launch gives: 3 x 168."""
+
+
+def supports(q: Array, k_pages: Array, v_pages: Array, scale: float) -> bool:
+    """Whether the kernel takes these shapes and dtypes."""
+    bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
+    kv_heads, page_size, head_dim = k_pages.shape[2:]
+    sizes = head_dim in (64, 128, 256) and page_size in (16, 32, 64, 128)
+    # The largest score is found before scaling.
+    return bf16 and sizes and q.shape[1] % kv_heads == 0 and scale > 0
+
+
+def prefill_attention(
+    q: Float[Array, "T H D"],
+    k_pages: Float[Array, "L P G S D"],
+    v_pages: Float[Array, "L P G S D"],
+    *,
+    layer: Int[Array, ""],
+    block_table: Int[Array, "N M"],
+    q_start: Int[Array, "N1"],
+    kv_len: Int[Array, "N"],
+    scale: float,
+    tile: Tile | None = None,
+    num_blocks: int = NUM_BLOCKS,
+    interpreted: bool = False,
+) -> Float[Array, "T H D"]:
+    """See `op.prefill_attention`; `supports` says for what. `num_blocks` persistent blocks.
+
+    `interpreted`: the product of probabilities and values is written for the interpreter, which
+    has no wgmma with an operand in registers.
+    """
+    num_rows, heads, head_dim = q.shape
+    kv_heads, page_size = k_pages.shape[2:4]
+    tile = tile or choose(heads // kv_heads, head_dim)
+    shape = Shape(heads, kv_heads, head_dim, page_size, tile, num_blocks, scale, interpreted)
+    q = jnp.pad(q, ((0, -num_rows % work.ALIGN), (0, 0), (0, 0)))
+    todo = work.plan(
+        q_start, kv_len, q.shape[0], block_rows=tile.block_rows, block_kv=tile.block_kv
+    )
+    out = _call(shape, q)(
+        todo.tiles,
+        todo.count,
+        layer.astype(jnp.int32)[None],
+        block_table.astype(jnp.int32),
+        q,
+        k_pages,
+        v_pages,
+    )
+    return out[:num_rows]
+
+
+def _call(shape: Shape, q: Array) -> Callable[..., Array]:
+    def body(*arrays, **buffers):
+        refs = Refs(*arrays, **buffers)
+        warpgroup = lax.axis_index("wg")
+
+        def load():
+            plgpu.set_max_registers(_REGISTERS["load"], action="decrease")
+            _load(shape, refs)
+
+        def multiply():
+            plgpu.set_max_registers(_REGISTERS["multiply"], action="increase")
+            attend(shape, refs, warpgroup)
+
+        lax.cond(warpgroup == _LOADER, load, multiply)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        grid=(shape.num_blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="wg",
+        scratch_types=scratch(shape, q.dtype),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+        ),
+    )
+
+
+def _load(shape: Shape, refs: Refs) -> None:
+    """The warpgroup that loads: query rows of an item, then keys and values in turn."""
+    tile, rows, layer = shape.tile, shape.copy_rows, refs.layer[0]
+    group = shape.heads // shape.kv_heads
+
+    def item(at: Item, steps) -> None:
+        kv_head = lax.div(at.head, group)
+        last = lax.div(at.kv_len - 1, rows) * rows
+
+        def fetch(pages, smem, first, step):
+            stage = lax.rem(steps + step, tile.stages)
+            plgpu.barrier_wait(refs.empty.at[first + stage])
+
+            @pl.loop(0, shape.copies if shape.copies <= 2 else shape.copies + zero(at))
+            def _(i):
+                start = pl.multiple_of(i * rows, work.ALIGN)
+                # Past the last position any page of the sequence's own will do.
+                position = lax.min(step * tile.block_kv + start, last)
+                page = refs.table[at.chunk, lax.div(position, shape.page_size)]
+                offset = 0
+                if rows < shape.page_size:
+                    offset = pl.multiple_of(lax.rem(position, shape.page_size), rows)
+                plgpu.copy_gmem_to_smem(
+                    pages.at[layer, page, kv_head, pl.ds(offset, rows)],
+                    smem.at[stage, pl.ds(start, rows)],
+                    refs.full.at[first + stage],
+                )
+
+        def keys(step):
+            fetch(refs.k, refs.k_smem, 0, step)
+
+        def values(step):
+            fetch(refs.v, refs.v_smem, tile.stages, step)
+
+        @pl.when(at.blocks > 0)
+        def _():
+            _load_queries(shape, refs, at)
+            keys(0)
+
+            @pl.loop(1, at.blocks)
+            def _(step):
+                keys(step)
+                values(step - 1)
+
+            values(at.blocks - 1)
+
+    for_each_item(shape, refs, item)
+    # Every phase of a barrier is to be seen by someone.
+    plgpu.barrier_wait(refs.q_empty)
+    for stage in range(2 * tile.stages):
+        plgpu.barrier_wait(refs.empty.at[stage])
+
+
+def _load_queries(shape: Shape, refs: Refs, at: Item) -> None:
+    rows = shape.tile.rows
+    plgpu.barrier_wait(refs.q_empty)
+    for warpgroup in range(WARPGROUPS):
+        row = pl.multiple_of(at.row + warpgroup * rows, work.ALIGN)
+
+        @pl.loop(0, shape.tile.pack + zero(at))
+        def _(i, warpgroup=warpgroup, row=row):
+            start = pl.multiple_of(i * rows, work.ALIGN)
+            plgpu.copy_gmem_to_smem(
+                refs.q.at[pl.ds(row, rows), at.head + i],
+                refs.q_smem.at[warpgroup, pl.ds(start, rows)],
+                refs.q_full,
+            )

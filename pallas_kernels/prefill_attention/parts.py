@@ -1,0 +1,145 @@
+"""What the parts of the prefill attention kernel share: sizes, buffers, the walk over items."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.prefill_attention import work
+from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS, Tile
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernel is compiled for."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    tile: Tile
+    num_blocks: int
+    scale: float
+    interpreted: bool
+
+    @property
+    def packs(self) -> int:
+        """Sets of heads that are packed together."""
+        return self.heads // self.tile.pack
+
+    @property
+    def copy_rows(self) -> int:
+        """Keys a TMA copy brings: a page, or as much of it as a step takes."""
+        return min(self.page_size, self.tile.block_kv)
+
+    @property
+    def copies(self) -> int:
+        """TMA copies of keys a step."""
+        return self.tile.block_kv // self.copy_rows
+
+    @property
+    def staged(self) -> int:
+        """Columns of results staged at a time: what shared memory has left."""
+        return 64 if self.head_dim > 128 else self.head_dim
+
+
+class Refs(NamedTuple):
+    """Arguments, result, buffers and barriers of the kernel."""
+
+    tiles: Any
+    count: Any
+    layer: Any
+    table: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    q_smem: Any  # [warpgroup, 64, D]
+    k_smem: Any  # [stage, block_kv, D]
+    v_smem: Any
+    out_tiled: Any  # [warpgroup, 64, staged]: results to be stored 8 rows at a time
+    out_rows: Any  # the same, to be stored from any row on
+    q_full: Any
+    q_empty: Any
+    full: Any  # [2 * stage]: of keys, then of values
+    empty: Any
+    turn: Any  # one a warpgroup: the tensor cores are its own
+    clean: Any  # both warpgroups have cleaned their part of the last values
+    p_smem: Any = None  # weights and results of a warpgroup, while interpreted
+    acc_smem: Any = None
+
+
+def scratch(shape: Shape, dtype) -> dict[str, Any]:
+    """Buffers and barriers by the names they have in `Refs`."""
+    tile = shape.tile
+    steps = plgpu.SMEM((tile.stages, tile.block_kv, shape.head_dim), dtype)
+    staging = plgpu.SMEM((WARPGROUPS, LANES, shape.staged), dtype)
+    scratch = {
+        "q_smem": plgpu.SMEM((WARPGROUPS, LANES, shape.head_dim), dtype),
+        "k_smem": steps,
+        "v_smem": steps,
+        "out_tiled": staging,
+        "out_rows": staging,
+        "q_full": plgpu.Barrier(num_arrivals=WARPGROUPS * tile.pack),
+        "q_empty": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "full": plgpu.Barrier(num_arrivals=shape.copies, num_barriers=2 * tile.stages),
+        "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2 * tile.stages),
+        "turn": plgpu.Barrier(num_barriers=WARPGROUPS),
+        "clean": plgpu.Barrier(num_arrivals=WARPGROUPS),
+    }
+    if shape.interpreted:
+        scratch["p_smem"] = plgpu.SMEM((WARPGROUPS, LANES, tile.block_kv), dtype)
+        scratch["acc_smem"] = plgpu.SMEM((WARPGROUPS, LANES, shape.head_dim), jnp.float32)
+    return scratch
+
+
+class Item(NamedTuple):
+    """A tile of rows for one set of packed heads."""
+
+    row: Any
+    lo: Any
+    hi: Any
+    offset: Any
+    blocks: Any
+    chunk: Any
+    kv_len: Any
+    head: Any  # first query head
+
+
+def for_each_item(shape: Shape, refs: Refs, run: Callable[[Item, Any], None]) -> None:
+    """`run(item, steps)` for the block's items; `steps` over keys were done before it.
+
+    Items are dealt out back and forth, so that who got the longest of one round gets the shortest
+    of the next.
+    """
+    block, blocks = lax.axis_index("block"), shape.num_blocks
+    total = refs.count[0] * shape.packs
+    rounds = lax.div(total, blocks)
+
+    def place(i):
+        return jnp.where(lax.rem(i, 2) == 0, block, blocks - 1 - block)
+
+    items = rounds + jnp.where(place(rounds) < total - rounds * blocks, 1, 0)
+
+    def one(i, steps):
+        at = i * blocks + place(i)
+        tile = lax.div(at, shape.packs)
+        fields = [refs.tiles[tile, field] for field in range(work.KV_LEN + 1)]
+        item = Item(*fields, head=lax.rem(at, shape.packs) * shape.tile.pack)
+        run(item._replace(row=pl.multiple_of(item.row, work.ALIGN)), steps)
+        return steps + item.blocks
+
+    lax.fori_loop(0, items, one, jnp.int32(0))
+
+
+def zero(at: Item):
+    """Zero, but the compiler cannot know: it saves registers where there are none to spare.
+
+    Addresses that depend on nothing but the thread are computed once, before all items, and held
+    through the loops over keys; short loops are unrolled.
+    """
+    return lax.min(at.lo, 0)

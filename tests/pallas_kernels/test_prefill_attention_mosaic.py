@@ -1,0 +1,168 @@
+"""The prefill attention kernel's own edge cases, interpreted, and its programs for an H200."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import mosaic as interpreter
+import numpy as np
+import pytest
+from test_prefill_attention import IMPLEMENTATIONS, check, wide
+
+from pallas_kernels.prefill_attention import mosaic, tiles, work
+from pallas_kernels.prefill_attention.tiles import Tile
+from pallas_kernels.shapes import MODELS, QWEN3_30B_A3B
+
+I32 = jnp.int32
+
+
+def kernel(**options):
+    """The contract's implementation of the kernel, with other options."""
+    op = partial(mosaic.prefill_attention, interpreted=True, **{"num_blocks": 2, **options})
+    return IMPLEMENTATIONS["mosaic"]._replace(op=op)
+
+
+def test_chunks_that_end_anywhere_in_a_tile():
+    """Tiles of 8 rows a warpgroup: stored whole, from an inner row on, or up to one."""
+    chunks = [(0, 3), (5, 1), (2, 7), (0, 0), (1, 8), (0, 9), (3, 15), (0, 16), (2, 17), (4, 31)]
+    check(kernel(num_blocks=4), chunks, wide(8, 1), 16, padding=1)
+
+
+@pytest.mark.parametrize(("heads", "pack"), [(4, 4), (6, 2)])
+def test_heads_packed_beside_their_rows(heads, pack):
+    assert tiles.choose(heads, 64).pack == pack
+    check(kernel(), [(3, 21), (0, 0), (0, 13)], wide(heads, 1), 16)
+
+
+def test_steps_before_on_and_past_the_diagonal():
+    """A warpgroup has none to four steps without a mask; NaN lies behind the last position."""
+    chunks = [(0, 90), (300, 70), (58, 70), (127, 1), (128, 2), (0, 1)]
+    check(kernel(num_blocks=4), chunks, wide(1, 1), 32, unused=np.nan)
+
+
+@pytest.mark.parametrize(("head_dim", "page_size"), [(128, 64), (256, 16), (256, 128)])
+def test_head_sizes(head_dim, page_size):
+    """A page of 128 is more than a step of head size 256 takes."""
+    check(kernel(), [(90, 50), (0, 3)], wide(2, 1, head_dim), page_size, unused=np.inf)
+
+
+@pytest.mark.parametrize(
+    ("tile", "num_blocks"), [(Tile(64, 2, 1), 1), (Tile(128, 3, 4), 8)], ids=str
+)
+def test_tiles_and_more_and_fewer_blocks_than_items(tile, num_blocks):
+    check(
+        kernel(tile=tile, num_blocks=num_blocks),
+        [(100, 40), (7, 30)],
+        wide(4, 1),
+        16,
+        unused=np.nan,
+    )
+
+
+def plan(lengths, cached, num_rows, block_rows=16, block_kv=64):
+    q_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    kv_len = np.add(lengths, cached).astype(np.int32)
+    planned = jax.jit(partial(work.plan, num_rows=num_rows, block_rows=block_rows, block_kv=64))(
+        jnp.asarray(q_start), jnp.asarray(kv_len)
+    )
+    count = int(planned.count[0])
+    assert count <= planned.tiles.shape[0]
+    return q_start, kv_len, np.asarray(planned.tiles)[:count]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_row_is_one_tiles_own(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, rng.choice([3, 20, 200]), size=rng.integers(1, 9))
+    cached = rng.integers(0, 500, size=len(lengths))
+    num_rows = -(-(int(lengths.sum()) + int(rng.integers(0, 40))) // 8) * 8
+    q_start, kv_len, planned = plan(lengths, cached, num_rows)
+    owner = np.full(num_rows, -1)
+    for t in planned:
+        row, lo, hi, chunk = t[work.ROW], t[work.LO], t[work.HI], t[work.CHUNK]
+        assert row % work.ALIGN == 0
+        assert row <= lo < hi <= row + 16
+        assert (owner[lo:hi] == -1).all()
+        owner[lo:hi] = chunk
+        if chunk < len(lengths):
+            assert t[work.KV_LEN] == kv_len[chunk]
+            assert hi - 1 + t[work.OFFSET] == kv_len[chunk] - (q_start[chunk + 1] - hi) - 1
+            assert t[work.BLOCKS] == (hi - 1 + t[work.OFFSET]) // 64 + 1
+        else:
+            assert t[work.BLOCKS] == 0
+    want = np.repeat(np.arange(len(lengths) + 1), [*lengths, num_rows - lengths.sum()])
+    np.testing.assert_array_equal(owner, want)
+    assert (np.diff(planned[:, work.BLOCKS]) <= 0).all()
+
+
+def test_the_bound_on_tiles_is_attained():
+    """A chunk of two rows from row 7 on, in tiles of 8 rows, takes two."""
+    lengths = [7] + [2, 6] * 3 + [2]
+    *_, planned = plan(lengths, [0] * len(lengths), 40, block_rows=8)
+    assert len(planned) > 8
+
+
+def arguments(shape, num_tokens, page_size=64, num_chunks=32, layers=24, pages=8192):
+    sds = jax.ShapeDtypeStruct
+    cache = sds((layers, pages, shape.kv_heads, page_size, shape.head_dim), jnp.bfloat16)
+    return (
+        sds((num_tokens, shape.heads, shape.head_dim), jnp.bfloat16),
+        cache,
+        cache,
+        sds((), I32),
+        sds((num_chunks, 512), I32),
+        sds((num_chunks + 1,), I32),
+        sds((num_chunks,), I32),
+    )
+
+
+def attention(q, k_pages, v_pages, layer, block_table, q_start, kv_len):
+    assert mosaic.supports(q, k_pages, v_pages, 0.1)
+    return mosaic.prefill_attention(
+        q,
+        k_pages,
+        v_pages,
+        layer=layer,
+        block_table=block_table,
+        q_start=q_start,
+        kv_len=kv_len,
+        scale=q.shape[2] ** -0.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_tokens"),
+    [
+        *((shape, 16384) for shape in MODELS),
+        (wide(16, 4, 256), 1024),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_compiled_for_an_h200(capfd, monkeypatch, shape, num_tokens):
+    compiled, kernels = interpreter.compile_kernels(
+        capfd, monkeypatch, attention, *arguments(shape, num_tokens)
+    )
+    assert [kernel.spill_bytes for kernel in kernels] == [0]
+    # Nothing but the plan: neither rows nor pages are copied.
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+def test_a_scan_over_layers_plans_once(capfd, monkeypatch):
+    """The plan is the same in every layer: its sort must stay outside the loop."""
+    q, k_pages, v_pages, _, *rest = arguments(QWEN3_30B_A3B, 1024)
+
+    def layers(q, k_pages, v_pages, *rest):
+        def layer(x, i):
+            return attention(x, k_pages, v_pages, i, *rest), None
+
+        return jax.lax.scan(layer, q, jnp.arange(24, dtype=I32))[0]
+
+    compiled, kernels = interpreter.compile_kernels(
+        capfd, monkeypatch, layers, q, k_pages, v_pages, *rest
+    )
+    assert [kernel.spill_bytes for kernel in kernels] == [0]
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * q.size * 2 + 2**20
+    assert " sort(" in compiled.as_text()
+    bodies = [c for c in compiled.as_text().split("\n\n") if "mosaic_gpu" in c and "ENTRY" not in c]
+    assert bodies
+    assert not any(" sort(" in body for body in bodies)
