@@ -1,0 +1,136 @@
+"""What is measured: every op at every size, what it has to move and compute, and its target."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pallas_kernels.shapes import MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
+
+OPS = ("grouped_gemm", "paged_attention", "prefill_attention", "routing", "kv_write")
+SKEWS = ("uniform", "exponential")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The grid of one run. The defaults are the full one."""
+
+    models: tuple[Shape, ...] = MODELS
+    decode_tokens: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
+    prefill_tokens: tuple[int, ...] = (1024, 4096, 16384)
+    contexts: tuple[int, ...] = (1024, 8192, 32768)
+    page_size: int = 64
+    rotated_bytes: int = 160 << 20  # input sets are rotated over this much: L2 is 60 MB
+    kv_bytes: int = 8 << 30  # pages beyond this are shared between sequences
+
+
+DRY = Sizes((Shape("tiny", 16, 8, 4, 2, 4, 2, 8),), (4,), (8,), (8, 16), 4, 0, 1 << 20)
+"""For a machine without a GPU: what is checked there is the harness."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one size. `tokens` is the decode batch or the rows of a prefill step."""
+
+    op: str
+    shape: Shape
+    phase: str
+    tokens: int
+    context: int = 0  # KV positions a sequence, for the attention ops
+    skew: str = ""  # of the router, for the grouped GEMM
+
+    @property
+    def name(self) -> str:
+        """Key of the case in what is stored."""
+        parts = [self.op, self.shape.name, self.phase, f"t{self.tokens}"]
+        parts += [f"c{self.context}"] * (self.context > 0) + [self.skew] * bool(self.skew)
+        return "/".join(parts)
+
+    def chunks(self) -> list[tuple[int, int]]:
+        """(rows, KV positions) of each sequence of an attention op.
+
+        Decode: one row a sequence. Prefill: one chunk that ends a context at least as long, or as
+        many whole prompts of `context` positions as the rows make.
+        """
+        if self.phase == "decode":
+            return [(1, self.context)] * self.tokens
+        rows = min(self.tokens, self.context)
+        return [(rows, self.context)] * (self.tokens // rows)
+
+
+class Count(NamedTuple):
+    """What no version of the op can do without."""
+
+    bytes: int  # moved through device memory: each input read once, each output written once
+    flops: int
+
+
+def count_moe_mlp(shape: Shape, active_experts: int, rows: int, itemsize: int = 2) -> Count:
+    """Weights of the experts that have rows, and three products a row.
+
+    Activations are left out, which makes the share of the bandwidth a lower bound.
+    """
+    elements = shape.expert_elements
+    return Count(active_experts * elements * itemsize, 2 * rows * elements)
+
+
+def count_attention(shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: int = 2) -> Count:
+    """Causal attention: every key and value once, queries in, rows out; only what a row may see.
+
+    The i-th of n rows at the end of c positions sees c - n + i + 1 of them.
+    """
+    pairs = sum(n * (c - n) + n * (n + 1) // 2 for n, c in chunks)
+    kv = 2 * sum(c for _, c in chunks) * shape.kv_heads
+    rows = 2 * sum(n for n, _ in chunks) * shape.heads
+    return Count((kv + rows) * shape.head_dim * itemsize, 4 * pairs * shape.heads * shape.head_dim)
+
+
+def count_kv_write(shape: Shape, tokens: int, itemsize: int = 2) -> Count:
+    """A key and a value a token, read and written."""
+    return Count(2 * 2 * tokens * shape.kv_heads * shape.head_dim * itemsize, 0)
+
+
+class Target(NamedTuple):
+    """The least a figure should be; `figure` names a field of a record's figures."""
+
+    figure: str
+    at_least: float
+
+
+def target(case: Case) -> Target | None:
+    """What the project has set itself for this case on an H200."""
+    if case.op == "grouped_gemm" and case.phase == "decode" and 32 <= case.tokens <= 256:
+        return Target("share_of_copy", 0.95)
+    if case.op == "grouped_gemm" and case.tokens == 16384:
+        small = case.shape in (QWEN15_MOE_A27B, QWEN3_30B_A3B)
+        return Target("tflop_s", 500.0 if small else 650.0)
+    if case.op == "paged_attention" and case.tokens * case.context >= 128 * 1024:
+        return Target("tb_s", 4.0)
+    prefill = case.op == "prefill_attention" and case.shape.head_dim == 128
+    if prefill and case.tokens == 16384 and case.context >= 16384:
+        return Target("tflop_s", 620.0)
+    return None
+
+
+def all_cases(sizes: Sizes) -> list[Case]:
+    """Every case, those with a target first; a model's cases of an op lie together.
+
+    Time on a GPU may end before the list does, and weights should be drawn once.
+    """
+    cases = [case for op in OPS for shape in sizes.models for case in _cases_of(op, shape, sizes)]
+    return sorted(cases, key=lambda case: target(case) is None)
+
+
+def _cases_of(op: str, shape: Shape, sizes: Sizes) -> Iterator[Case]:
+    decode, prefill = sizes.decode_tokens, sizes.prefill_tokens
+    if op == "paged_attention":
+        for tokens in decode:
+            yield from (Case(op, shape, "decode", tokens, c) for c in sizes.contexts)
+    elif op == "prefill_attention":
+        for tokens in prefill:
+            contexts = sorted({*sizes.contexts, tokens})
+            yield from (Case(op, shape, "prefill", tokens, c) for c in contexts)
+    else:
+        steps = [("decode", t) for t in decode] + [("prefill", t) for t in prefill]
+        for phase, tokens in steps:
+            for skew in SKEWS if op == "grouped_gemm" else [""]:
+                yield Case(op, shape, phase, tokens, 0, skew)

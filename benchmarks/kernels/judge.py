@@ -1,0 +1,216 @@
+"""Whether an op computed what it should: float32 references, poisoned memory, and bit equality.
+
+The references here are written for clearness and share no code with the ops. Products are float32
+throughout ("highest": XLA would otherwise round operands to tf32).
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import grouped_gemm
+from pallas_kernels import routing as ops
+from pallas_kernels.backend import references_only
+
+ROWS = 256  # query rows of the attention reference at a time
+
+# Searching for the fastest algorithm would take longer than the reference runs.
+_slow = functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
+
+
+def relative_error(out: jax.Array, want: jax.Array) -> float:
+    """Frobenius norm of the difference over that of `want`; NaN if there is one in `out`."""
+    return float(_relative_error(out, want))
+
+
+@_slow
+def _relative_error(out, want):
+    gap = out.astype(jnp.float32) - want
+    return jnp.sqrt(jnp.sum(gap * gap) / jnp.sum(want * want))
+
+
+def moe_mlp(out, x, gate_up, down, gates) -> float:
+    """Error of `sum_e gates[t, e] * mlp_e(x[t])`: every expert on every row, most with weight 0."""
+    return relative_error(out, _moe_mlp(x, gate_up, down, gates))
+
+
+@_slow
+def _moe_mlp(x, gate_up, down, gates):
+    x = x.astype(jnp.float32)
+
+    def one_expert(total, expert):
+        up_weights, down_weights, weight = expert
+        with jax.default_matmul_precision("highest"):
+            gate, up = jnp.split(x @ up_weights.astype(jnp.float32), 2, axis=1)
+            out = (jax.nn.silu(gate) * up) @ down_weights.astype(jnp.float32)
+        return total + weight[:, None] * out, None
+
+    return lax.scan(one_expert, jnp.zeros_like(x), (gate_up, down, gates.T))[0]
+
+
+def attention(out, q, k_pages, v_pages, table) -> float:
+    """Error of causal attention of q [T, H, D], its sequences equally long, over one layer's pages.
+
+    The rows of a sequence are the last of its context, which fills its pages.
+    """
+    return relative_error(out, _attention(q, k_pages, v_pages, table))
+
+
+@_slow
+def _attention(q, k_pages, v_pages, table):
+    num_sequences, heads, head_dim = table.shape[0], *q.shape[1:]
+    kv_heads = k_pages.shape[1]
+    rows = q.shape[0] // num_sequences
+    tile = min(rows, ROWS)
+    tiles = q.reshape(num_sequences, rows // tile, tile, kv_heads, heads // kv_heads, head_dim)
+
+    def one_sequence(args):
+        tiles, pages = args
+        k, v = (
+            cache[pages].astype(jnp.float32).swapaxes(1, 2).reshape(-1, kv_heads, head_dim)
+            for cache in (k_pages, v_pages)
+        )
+
+        def one_tile(args):
+            tile_index, qt = args
+            with jax.default_matmul_precision("highest"):
+                scores = jnp.einsum("tgnd,cgd->gntc", qt.astype(jnp.float32), k) * head_dim**-0.5
+                position = k.shape[0] - rows + tile_index * tile + jnp.arange(tile)
+                seen = jnp.arange(k.shape[0])[None, :] <= position[:, None]
+                p = jax.nn.softmax(jnp.where(seen[None, None], scores, -jnp.inf), axis=-1)
+                return jnp.einsum("gntc,cgd->tgnd", p, v)
+
+        return lax.map(one_tile, (jnp.arange(rows // tile), tiles))
+
+    return lax.map(one_sequence, (tiles, table)).reshape(q.shape)
+
+
+def routing(args: tuple[Any, ...], top_k: int) -> Callable[[Any], float]:
+    """Judge of a layer's routing: the share of rows or entries that are wrong.
+
+    Picks must have the largest logits. Plan and dispatch must equal, weights to rounding and all
+    else exactly, what the XLA reference makes of these picks and of their softmax.
+    """
+    logits, slots, groups, threshold, strategy, valid, exempt = args
+
+    @jax.jit
+    def wanted(ids):
+        weights = jax.nn.softmax(jnp.take_along_axis(logits, ids, axis=1), axis=1)  # normalised
+        plan = ops.brownout_plan(
+            ids,
+            groups=groups,
+            threshold_percent=threshold,
+            strategy=strategy,
+            valid=valid,
+            exempt=exempt,
+        )
+        block_m, m = grouped_gemm.BLOCK_M, groups.shape[0]
+        work = ops.dispatch(plan.expert_ids, weights, slots, block_m=block_m, max_active=m)
+        return plan, work
+
+    def error(out: Any) -> float:
+        ids, plan, work = out
+        best, _ = lax.top_k(logits, top_k)
+        apart = jnp.abs(best - jnp.take_along_axis(logits, ids, axis=1))
+        with references_only():
+            want = wanted(ids)
+        wrong = jax.tree.leaves(jax.tree.map(_wrong_share, (plan, work), want))
+        return float(max(map(float, [jnp.mean(apart > 1e-5), *wrong])))
+
+    return error
+
+
+def _wrong_share(got, want):
+    if jnp.issubdtype(want.dtype, jnp.floating):
+        return jnp.mean(~(jnp.abs(got - want) <= 1e-5 * jnp.abs(want)))
+    return jnp.mean(got != want)
+
+
+def kv_write(before: Any, args: tuple[Any, ...]) -> Callable[[Any], float]:
+    """Judge of a KV page write: the share of rows that are wrong, or of others that moved."""
+    layer, page, offset, *new = args
+
+    def error(after: Any) -> float:
+        bad = []
+        for old, now, rows in zip(before, after, new, strict=True):
+            written = now[layer, page, :, offset]
+            bad.append(jnp.mean(written != rows))
+            untouched = now.at[layer, page, :, offset].set(old[layer, page, :, offset])
+            bad.append(jnp.mean(untouched != old))
+        return float(max(map(float, bad)))
+
+    return error
+
+
+class Check(NamedTuple):
+    """What was seen of one op's results before it was timed."""
+
+    error: float
+    tolerance: float
+    unwritten: int  # elements that still held the poison
+    poisoned: bool | None  # whether the results lay in poisoned memory; None: made in place
+    deterministic: bool  # a second run gave the same bits
+
+    @property
+    def passed(self) -> bool:
+        """NaN, which never passes, is not smaller than anything."""
+        return self.error <= self.tolerance and not self.unwritten and self.deterministic
+
+
+def poison(sizes_bytes: Sequence[int]) -> list[range]:
+    """Fills free device memory with bits that are NaN in every float type; the addresses.
+
+    Results of a jitted function cannot be poisoned in place, for they are allocated by the run. So
+    blocks of the sizes the run will ask for are filled and freed, several of each, and the
+    allocator, which gives out the tightest block that is free, hands them to the run. Whether it
+    did can be told of results, by their address; of a program's temporary memory it can not.
+    """
+    blocks = []
+    for size in sizes_bytes:
+        words = max(1, size // 4)
+        copies = 3 if size < 4 << 30 else 1
+        blocks += [jnp.full(words, np.uint32(0xFFFFFFFF)) for _ in range(copies)]
+    jax.block_until_ready(blocks)
+    spans = [
+        range(block.unsafe_buffer_pointer(), block.unsafe_buffer_pointer() + block.nbytes + 256)
+        for block in blocks
+    ]
+    for block in blocks:
+        block.delete()
+    return spans
+
+
+def check(program: Any, error: Callable[[Any], float], tolerance: float) -> Check:
+    """Runs set 0 twice, into poisoned memory, and judges what came out.
+
+    A program with a carry updates memory in place; nothing is poisoned there, and `error` looks at
+    all of the carry.
+    """
+    in_place = program.carry is not None
+    spans = [] if in_place else poison(program.result_bytes)
+    out = jax.block_until_ready(program(0))
+    leaves = jax.tree.leaves(out)
+    where = [leaf.unsafe_buffer_pointer() for leaf in leaves]
+    poisoned = None if in_place else all(any(at in span for span in spans) for at in where)
+    unwritten = sum(int(jnp.sum(jnp.isnan(x))) for x in leaves if _is_float(x))
+    first = jax.tree.map(jnp.copy, out) if in_place else out
+    value = error(first)
+    again = jax.block_until_ready(program(0))
+    same = all(map(_same_bits, jax.tree.leaves(first), jax.tree.leaves(again)))
+    return Check(value, tolerance, unwritten, poisoned, same)
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _same_bits(a: jax.Array, b: jax.Array) -> bool:
+    if _is_float(a):
+        bits = np.dtype(f"uint{8 * a.dtype.itemsize}")
+        a, b = lax.bitcast_convert_type(a, bits), lax.bitcast_convert_type(b, bits)
+    return bool(jnp.all(a == b))

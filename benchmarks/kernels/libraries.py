@@ -1,0 +1,270 @@
+"""The same work by libraries, on the same inputs: JAX's own, tokamax, and PyTorch's.
+
+A library that cannot take a case is skipped, and the reason is kept. Its results are judged like
+the op's before it is timed. Sorting rows by expert and making pages contiguous are left out of a
+library's time, as the op's plan is left out of the op's.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.kernels.cases import Case
+from benchmarks.kernels.inputs import LAYER
+from benchmarks.kernels.problems import Problem
+from benchmarks.kernels.timing import JaxProgram, Program
+from pallas_kernels.backend import references_only
+
+MAX_TEMP_BYTES = 72 << 30  # lax.ragged_dot widens rows by the number of experts
+MAX_KV_BYTES = 40 << 30
+
+
+class Skip(Exception):
+    """Why a library does not take part in a case."""
+
+
+Maker = Callable[[Case, Problem], Program]
+
+
+def of(case: Case) -> Iterator[tuple[str, Maker]]:
+    """Names and makers of the programs to compare a case with. A maker may raise Skip."""
+    yield from _MAKERS[case.op].items()
+
+
+def need(module: str) -> Any:
+    """The module, or Skip."""
+    if importlib.util.find_spec(module) is None:
+        raise Skip(f"{module} is not installed")
+    return importlib.import_module(module)
+
+
+def on_gpu() -> None:
+    """Skips where there is no GPU."""
+    if jax.default_backend() != "gpu":
+        raise Skip("needs a GPU")
+
+
+def _bounded(call: Callable[..., Any], sets: list[tuple[Any, ...]], **options: Any) -> JaxProgram:
+    program = JaxProgram(call, sets, **options)
+    if program.temp_bytes > MAX_TEMP_BYTES:
+        raise Skip(f"needs {program.temp_bytes / 2**30:.0f} GiB of temporary memory")
+    return program
+
+
+# ---- Grouped GEMM ----
+
+
+def sorted_rows(ids: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows sorted by expert, without gaps: token of each row, rows an expert, row of each visit."""
+    order = np.argsort(ids.ravel(), kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    sizes = np.bincount(ids.ravel(), minlength=num_experts)
+    token, place = order // ids.shape[1], place.reshape(ids.shape)
+    return token.astype(np.int32), sizes.astype(np.int32), place.astype(np.int32)
+
+
+def moe_sets(problem: Problem) -> list[tuple[jax.Array, ...]]:
+    """(x, gate_up, down, token, sizes, place, weights) of each input set."""
+    inputs, pool = problem.data
+    return [
+        (
+            one.x,
+            *pool.layer(one.layer),
+            *map(jnp.asarray, sorted_rows(one.ids, pool.shape.num_experts)),
+            jnp.asarray(one.weights),
+        )
+        for one in inputs
+    ]
+
+
+def _swiglu(h):
+    gate, up = jnp.split(h.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(gate) * up).astype(jnp.bfloat16)
+
+
+def _combine(y, place, weights):
+    return jnp.einsum("tk,tkd->td", weights, y[place].astype(jnp.float32))
+
+
+def _ragged(dot: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def call(x, gate_up, down, token, sizes, place, weights):
+        y = dot(_swiglu(dot(x[token], gate_up, sizes)), down, sizes)
+        return _combine(y, place, weights)
+
+    return call
+
+
+def _ragged_dot(case: Case, problem: Problem) -> Program:
+    return _bounded(_ragged(jax.lax.ragged_dot), moe_sets(problem))
+
+
+def _tokamax(case: Case, problem: Problem) -> Program:
+    on_gpu()
+    tokamax = need("tokamax")
+
+    def dot(rows, weights, sizes):
+        return tokamax.ragged_dot(rows, weights, sizes, implementation="mosaic")
+
+    return _bounded(_ragged(dot), moe_sets(problem))
+
+
+def _jax_kernel(case: Case, problem: Problem) -> Program:
+    """The grouped product among the Hopper examples that come with JAX, one tile for all."""
+    on_gpu()
+    if case.phase == "decode":
+        raise Skip("its tiles are for prefill")
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    def dot(rows, weights, sizes):
+        return ragged_dot(
+            rows,
+            weights,
+            group_sizes=sizes,
+            block_m=128,
+            block_n=128,
+            block_k=64,
+            max_concurrent_steps=4,
+            grid_block_n=2,
+        )
+
+    return _bounded(_ragged(dot), moe_sets(problem))
+
+
+def _batched_dot(case: Case, problem: Problem) -> Program:
+    """cuBLAS through `jnp.einsum`: a batch of all experts, as high as the busiest has rows."""
+    inputs, pool = problem.data
+    m = pool.shape.num_experts
+    if any(len(np.unique(one.ids)) < m for one in inputs):
+        raise Skip("a batch over all experts reads weights that nobody visits")
+    height = max(int(np.bincount(one.ids.ravel()).max()) for one in inputs)
+    height += -height % 8
+    sets = []
+    for one in inputs:
+        token, sizes, place = sorted_rows(one.ids, m)
+        starts = np.cumsum(sizes) - sizes
+        rank = np.arange(height)
+        live = rank < sizes[:, None]
+        nobody = case.tokens  # past the end: a row of zeros
+        padded = np.append(token, nobody)[np.where(live, starts[:, None] + rank, len(token))]
+        where = one.ids * height + place - starts[one.ids]
+        plan = (jnp.asarray(a, jnp.int32) for a in (padded, where))
+        sets.append((one.x, *pool.layer(one.layer), *plan, jnp.asarray(one.weights)))
+
+    def call(x, gate_up, down, padded, where, weights):
+        rows = jnp.take(x, padded, axis=0, mode="fill", fill_value=0)
+        h = _swiglu(jnp.einsum("erd,edf->erf", rows, gate_up))
+        y = jnp.einsum("erf,efd->erd", h, down)
+        return _combine(y.reshape(-1, y.shape[-1]), where, weights)
+
+    return _bounded(call, sets, xla_gpu_enable_triton_gemm=False)
+
+
+# ---- Attention ----
+
+
+def kv_sets(case: Case, problem: Problem) -> list[tuple[jax.Array, ...]]:
+    """q [N, T, H, D] and contiguous k, v [N, S, G, D]: as many sets as rotate, or one large."""
+    inputs, k_pages, v_pages = problem.data
+    shape, chunks = case.shape, case.chunks()
+    one_set = 4 * len(chunks) * case.context * shape.kv_heads * shape.head_dim
+    if one_set > MAX_KV_BYTES:
+        raise Skip(f"a contiguous cache would take {one_set / 2**30:.0f} GiB")
+    count = 1 if one_set > 1 << 30 else len(inputs)
+    sets = []
+    for one in inputs[:count]:
+        q = one.q.reshape(len(chunks), -1, shape.heads, shape.head_dim)
+        sets.append((q, _contiguous(k_pages, one.table), _contiguous(v_pages, one.table)))
+    return sets
+
+
+@jax.jit
+def _contiguous(pages, table):
+    own = pages[LAYER, table].swapaxes(2, 3)  # [N, M, S, G, D]
+    return own.reshape(own.shape[0], -1, *own.shape[3:])
+
+
+def square(case: Case) -> bool:
+    """Whether queries and keys are equally many: there all meanings of "causal" agree."""
+    return all(n == c for n, c in case.chunks())
+
+
+def _cudnn(case: Case, problem: Problem) -> Program:
+    on_gpu()
+    causal = case.phase == "prefill"
+    if causal and not square(case):
+        raise Skip("its causal mask starts at the first key")
+
+    def call(q, k, v):
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+        return out.reshape(-1, *q.shape[2:])
+
+    return _bounded(call, kv_sets(case, problem))
+
+
+def _tokamax_attention(case: Case, problem: Problem) -> Program:
+    on_gpu()
+    tokamax = need("tokamax")
+    if not square(case):
+        raise Skip("its causal mask starts at the first key")
+
+    def call(q, k, v):
+        out = tokamax.dot_product_attention(q, k, v, is_causal=True, implementation="mosaic")
+        return out.reshape(-1, *q.shape[2:])
+
+    return _bounded(call, kv_sets(case, problem))
+
+
+# ---- Routing and KV write: XLA's version of the op itself ----
+
+
+def _xla(case: Case, problem: Problem) -> Program:
+    with references_only():
+        return JaxProgram(lambda *args: problem.call(*args), problem.sets)
+
+
+def _torch(name: str) -> Maker:
+    """A maker in `torch_libraries`, imported only where PyTorch and a GPU are."""
+
+    def make(case: Case, problem: Problem) -> Program:
+        on_gpu()
+        need("torch")
+        from benchmarks.kernels import torch_libraries
+
+        return getattr(torch_libraries, name)(case, problem)
+
+    return make
+
+
+_MAKERS: dict[str, dict[str, Maker]] = {
+    "grouped_gemm": {
+        "lax.ragged_dot": _ragged_dot,
+        "cuBLAS batched dot": _batched_dot,
+        "tokamax.ragged_dot": _tokamax,
+        "jax ragged_dot_mgpu": _jax_kernel,
+        "torch._grouped_mm": _torch("grouped_mm"),
+        "torch._grouped_mm, products alone": _torch("grouped_mm_products"),
+        "vLLM fused_experts": _torch("vllm_fused_experts"),
+        "SGLang fused_moe": _torch("sglang_fused_moe"),
+    },
+    "paged_attention": {
+        "cuDNN": _cudnn,
+        "torch SDPA flash": _torch("sdpa_flash"),
+        "torch SDPA cuDNN": _torch("sdpa_cudnn"),
+        "FlashAttention": _torch("flash_attention"),
+    },
+    "prefill_attention": {
+        "cuDNN": _cudnn,
+        "tokamax attention": _tokamax_attention,
+        "torch SDPA flash": _torch("sdpa_flash"),
+        "torch SDPA cuDNN": _torch("sdpa_cudnn"),
+        "FlashAttention": _torch("flash_attention"),
+    },
+    "routing": {"XLA reference": _xla},
+    "kv_write": {"torch index_put_": _torch("index_put")},
+}

@@ -1,0 +1,135 @@
+"""One case, from inputs to a record: correct first, then timed, then the libraries."""
+
+import gc
+import math
+from dataclasses import asdict
+from typing import Any
+
+import jax
+
+from benchmarks.kernels import inputs, judge, libraries, problems, store, sweep
+from benchmarks.kernels.cases import Case, Sizes, target
+from benchmarks.kernels.timing import Ceilings, JaxProgram, Program, Ruler, Timing
+
+
+class Bench:
+    """What the cases of one run share."""
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        ruler: Ruler,
+        ceilings: Ceilings,
+        about: dict[str, Any],
+        only_libraries: str | None = None,
+    ) -> None:
+        """`about` goes into every record. `only_libraries`: those whose name holds it."""
+        self.sizes, self.ruler, self.ceilings, self.about = sizes, ruler, ceilings, about
+        self.only_libraries = only_libraries
+        self.pools = inputs.Pools()
+
+    def run(self, case: Case, seed: int) -> dict[str, Any]:
+        """The record of a case. What goes wrong in it is kept in `failed`, not raised."""
+        record: dict[str, Any] = {
+            "case": {"name": case.name, **asdict(case)},
+            **self.about,
+            "date": store.now(),
+            "seed": seed,
+            "ceilings": self.ceilings._asdict(),
+        }
+        try:
+            self._fill(record, case, seed)
+        except Exception as error:  # one case must not cost the others
+            self.pools.drop()
+            record["failed"] = _reason(error)
+        gc.collect()  # gigabytes of inputs
+        return record
+
+    def _fill(self, record: dict[str, Any], case: Case, seed: int) -> None:
+        problem = problems.build(case, self.sizes, seed, self.pools)
+        program = JaxProgram(problem.call, problem.sets, problem.carry)
+        record["implementation"] = "mosaic" if program.has_mosaic else "xla"
+        record["tile"] = sweep.stored(sweep.chosen(case)) if program.has_mosaic else None
+        record["facts"] = problem.facts
+        seen = judge.check(program, problem.error, problem.tolerance)
+        record["check"] = {**_finite(seen._asdict()), "passed": seen.passed}
+        if not seen.passed:
+            record["failed"] = "wrong results: see check"
+            return
+        timing = self.ruler.measure(program)
+        record["timing"] = timing._asdict()
+        if problem.count is not None:
+            record["count"] = problem.count._asdict()
+            record["figures"] = figures(*problem.count, timing.us, self.ceilings)
+        record["target"] = judged_target(case, record.get("figures", {}))
+        del program
+        record["libraries"] = self._libraries(case, problem, timing)
+
+    def _libraries(
+        self, case: Case, problem: problems.Problem, ours: Timing
+    ) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        for name, make in libraries.of(case):
+            if self.only_libraries is not None and self.only_libraries not in name:
+                continue
+            try:
+                found[name] = self._library(make(case, problem), problem, ours)
+            except Exception as error:  # most are not there, or cannot take the case
+                found[name] = {"skipped": _reason(error)}
+        return found
+
+    def _library(self, program: Program, problem: problems.Problem, ours: Timing) -> dict[str, Any]:
+        error = None
+        out = program(0)
+        program.wait(out)
+        if program.judged:
+            error = problem.error(out if isinstance(out, jax.Array | tuple) else _lent(out))
+            if not error <= problem.tolerance:
+                return {"skipped": f"wrong results: error {error:.2g}"}
+        del out
+        timing = self.ruler.measure(program)
+        return {"error": error, "ratio": timing.us / ours.us, "timing": timing._asdict()}
+
+
+def _lent(out: Any) -> jax.Array:
+    from benchmarks.kernels.torch_libraries import to_jax
+
+    return to_jax(out)
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().splitlines()[0][:300] if str(error).strip() else ""
+    if isinstance(error, libraries.Skip):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN; it is kept as a word."""
+    return {
+        k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()
+    }
+
+
+def figures(num_bytes: int, flops: int, us: float, ceilings: Ceilings) -> dict[str, float]:
+    """Rates, and shares of what the machine was seen to do.
+
+    `share_of_floor` is that of the larger of the two least times, by bytes and by products.
+    """
+    tb_s, tflop_s = num_bytes / us / 1e6, flops / us / 1e6
+    by_bytes, by_products = tb_s / ceilings.copy_tb_s, tflop_s / ceilings.product_tflop_s
+    return {
+        "tb_s": tb_s,
+        "tflop_s": tflop_s,
+        "share_of_copy": by_bytes,
+        "share_of_product": by_products,
+        "share_of_floor": max(by_bytes, by_products),
+    }
+
+
+def judged_target(case: Case, values: dict[str, float]) -> dict[str, Any] | None:
+    """The case's target, and whether it was met; None where it has none."""
+    goal = target(case)
+    if goal is None:
+        return None
+    return {**goal._asdict(), "met": values[goal.figure] >= goal.at_least}

@@ -1,0 +1,231 @@
+"""Random inputs of a case on the device, and how to judge what an op makes of them."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.kernels import judge
+from benchmarks.kernels.cases import (
+    Case,
+    Count,
+    Sizes,
+    count_attention,
+    count_kv_write,
+    count_moe_mlp,
+)
+from benchmarks.kernels.inputs import LAYER, NUM_LAYERS, Pools, choices, normal, pages
+from jmoe import kv_cache
+from pallas_kernels import grouped_gemm, routing
+from pallas_kernels.backend import references_only
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.prefill_attention import prefill_attention
+
+TOLERANCE = 1e-2
+"""Relative Frobenius error against float32. bfloat16 operands and results cost about 3e-3."""
+
+WAY, THRESHOLD_PERCENT = 8, 50  # of the brownout plan in the routing case
+
+
+@dataclass
+class Problem:
+    """A case with its inputs. `call(*sets[i])` is the op; the sets are all of one shape."""
+
+    with_op: Callable[[Callable[..., Any]], Callable[..., Any]]  # `call`, of another version
+    op: Callable[..., Any]  # the public one
+    sets: list[tuple[Any, ...]]
+    error: Callable[[Any], float]  # of what the op returned for set 0
+    tolerance: float
+    count: Count | None = None  # of a set, on average; None: microseconds are all there is to say
+    carry: Any = None  # first argument of `call`, donated and returned
+    facts: dict[str, Any] = field(default_factory=dict)  # kept with the figures
+    data: Any = None  # the inputs, for the libraries
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """The public op as a function of a set's arrays."""
+        return self.with_op(self.op)
+
+
+def _itself(op: Callable[..., Any]) -> Callable[..., Any]:
+    return op
+
+
+def build(case: Case, sizes: Sizes, seed: int, pools: Pools) -> Problem:
+    """Draws the inputs of a case. `pools` keeps a model's weights from one case to the next."""
+    rng = np.random.default_rng(seed)
+    if case.op == "grouped_gemm":
+        return _grouped_gemm(case, sizes, rng, pools)
+    pools.drop()
+    makers = {"routing": _routing, "kv_write": _kv_write}
+    return makers.get(case.op, _attention)(case, sizes, rng)
+
+
+def num_sets(bytes_of_one: float, sizes: Sizes) -> int:
+    """Input sets that together are well beyond the L2 cache, and at least two."""
+    return max(2, min(128, math.ceil(sizes.rotated_bytes / bytes_of_one)))
+
+
+@dataclass
+class MoeSet:
+    """One input set of the grouped GEMM; `ids` index the experts of its `layer`."""
+
+    x: jax.Array
+    ids: np.ndarray
+    weights: np.ndarray
+    layer: int
+
+
+def _grouped_gemm(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pools) -> Problem:
+    shape, m = case.shape, case.shape.num_experts
+    pool = pools.of(shape, rng)
+    likely = min(m, case.tokens * shape.top_k)
+    sets, inputs, active = [], [], []
+
+    @jax.jit
+    def dispatch(*args):
+        return routing.dispatch(*args, block_m=grouped_gemm.BLOCK_M, max_active=m)
+
+    for i in range(num_sets(count_moe_mlp(shape, likely, 0).bytes, sizes)):
+        layer = i % pool.num_layers
+        ids = choices(rng, shape, case.tokens, case.skew)
+        weights = rng.dirichlet(np.ones(shape.top_k), case.tokens).astype(np.float32)
+        x = normal(rng, (case.tokens, shape.d_model))
+        slots = layer * m + np.arange(m, dtype=np.int32)
+        with references_only():  # the op is judged by itself
+            plan = dispatch(*map(jnp.asarray, (ids, weights, slots)))
+        sets.append((x, pool.gate_up, pool.down, plan))
+        inputs.append(MoeSet(x, ids, weights, layer))
+        active.append(len(np.unique(ids)))
+    rows = case.tokens * shape.top_k
+    first = inputs[0]
+    gates = np.zeros((case.tokens, m), np.float32)
+    np.put_along_axis(gates, first.ids, first.weights, axis=1)
+    busiest = int(np.bincount(first.ids.ravel()).max())
+    return Problem(
+        _itself,
+        grouped_gemm.moe_mlp,
+        sets,
+        lambda out: judge.moe_mlp(out, first.x, *pool.layer(0), jnp.asarray(gates)),
+        TOLERANCE,
+        count_moe_mlp(shape, round(float(np.mean(active))), rows),
+        facts={"rows": rows, "active_experts": active, "busiest_expert_rows": busiest},
+        data=(inputs, pool),
+    )
+
+
+@dataclass
+class AttentionSet:
+    """One input set of an attention op; the sequences' pages are those of `table`."""
+
+    q: jax.Array
+    table: jax.Array
+
+
+def _attention(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
+    shape, chunks, size = case.shape, case.chunks(), sizes.page_size
+    pages_each = -(-case.context // size)
+    count = count_attention(shape, chunks)
+    sets_wanted = num_sets(count.bytes, sizes)
+    page_bytes = 2 * shape.kv_heads * size * shape.head_dim * 2
+    wanted = sets_wanted * len(chunks) * pages_each
+    num_pages = min(wanted, max(pages_each, sizes.kv_bytes // page_bytes))
+    cache = (NUM_LAYERS, num_pages, shape.kv_heads, size, shape.head_dim)
+    k_pages, v_pages = pages(rng, cache), pages(rng, cache)
+    rounds = -(-wanted // num_pages)
+    picks = np.concatenate([rng.permutation(num_pages) for _ in range(rounds)])[:wanted]
+    tables = jnp.asarray(picks.reshape(sets_wanted, len(chunks), pages_each), jnp.int32)
+    rows = sum(n for n, _ in chunks)
+    inputs = [
+        AttentionSet(normal(rng, (rows, shape.heads, shape.head_dim)), table) for table in tables
+    ]
+    kv_len = jnp.asarray([c for _, c in chunks], jnp.int32)
+    layer, scale = jnp.int32(LAYER), shape.head_dim**-0.5
+    rest = {"layer": layer, "kv_len": kv_len}
+    if case.phase == "prefill":
+        rest["q_start"] = jnp.asarray(np.cumsum([0, *(n for n, _ in chunks)]), jnp.int32)
+
+    def with_op(op):
+        def call(q, k_pages, v_pages, table, rest):
+            return op(q, k_pages, v_pages, block_table=table, scale=scale, **rest)
+
+        return call
+
+    first = inputs[0]
+    return Problem(
+        with_op,
+        paged_attention if case.phase == "decode" else prefill_attention,
+        [(s.q, k_pages, v_pages, s.table, rest) for s in inputs],
+        lambda out: judge.attention(out, first.q, k_pages[LAYER], v_pages[LAYER], first.table),
+        TOLERANCE,
+        count,
+        facts={"sequences": len(chunks), "pages": num_pages, "page_reads": wanted},
+        data=(inputs, k_pages, v_pages),
+    )
+
+
+def _routing(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
+    m, top_k = case.shape.num_experts, case.shape.top_k
+    united = -(-m // WAY)
+    valid = np.arange(case.tokens) < max(1, case.tokens - case.tokens // 16)  # padding at the end
+    shared = (
+        jnp.asarray(rng.permutation(m + united), jnp.int32),
+        jnp.arange(m, dtype=jnp.int32) // WAY,
+        jnp.int32(THRESHOLD_PERCENT),
+        jnp.int32(routing.PARTIAL),
+        jnp.asarray(valid),
+        jnp.zeros(case.tokens, bool),
+    )
+    popularity = np.exp(-4 * rng.permutation(m) / m)
+    logits = [
+        jnp.asarray(rng.normal(size=(case.tokens, m)) + np.log(popularity), jnp.float32)
+        for _ in range(4)
+    ]
+
+    def with_op(op):
+        def call(logits, slots, groups, threshold_percent, strategy, valid, exempt):
+            return op(
+                logits,
+                top_k=top_k,
+                normalize=True,
+                groups=groups,
+                slots=slots,
+                threshold_percent=threshold_percent,
+                strategy=strategy,
+                valid=valid,
+                exempt=exempt,
+                block_m=grouped_gemm.BLOCK_M,
+                max_active=m,
+            )
+
+        return call
+
+    sets = [(one, *shared) for one in logits]
+    error = judge.routing(sets[0], top_k)
+    facts = {"strategy": "partial", "way": WAY, "threshold_percent": THRESHOLD_PERCENT}
+    return Problem(with_op, routing.route, sets, error, 0.0, facts=facts)
+
+
+def _kv_write(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
+    shape, size, tokens = case.shape, sizes.page_size, case.tokens
+    count = count_kv_write(shape, tokens)
+    wanted = num_sets(count.bytes, sizes)
+    # Decode writes one row into each of many pages, prefill fills whole ones.
+    in_page = 1 if case.phase == "decode" else size
+    pages_each = -(-tokens // in_page)
+    num_pages = pages_each * min(wanted, 16)
+    cache = (NUM_LAYERS, num_pages, shape.kv_heads, size, shape.head_dim)
+    kv = kv_cache.KVPages(normal(rng, cache), normal(rng, cache))
+    sets = []
+    for _ in range(wanted):
+        page = np.repeat(rng.permutation(num_pages)[:pages_each], in_page)[:tokens]
+        offset = np.arange(tokens) % size if in_page > 1 else rng.integers(size, size=tokens)
+        k, v = (normal(rng, (tokens, shape.kv_heads, shape.head_dim)) for _ in range(2))
+        sets.append((jnp.int32(LAYER), *(jnp.asarray(a, jnp.int32) for a in (page, offset)), k, v))
+    error = judge.kv_write(jax.tree.map(jnp.copy, kv), sets[0])
+    write, facts = kv_cache.write_rows, {"pages": num_pages}
+    return Problem(_itself, write, sets, error, 0.0, count, kv, facts)

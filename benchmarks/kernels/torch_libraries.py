@@ -1,0 +1,194 @@
+"""What PyTorch, and kernels that come with PyTorch libraries, make of a case. Needs a GPU.
+
+Inputs are the op's own arrays, lent by DLPack. A call runs as PyTorch launches it, operation by
+operation; `span_us` is of a CUDA graph, where no launch is waited for.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from benchmarks.kernels.cases import Case
+from benchmarks.kernels.inputs import LAYER
+from benchmarks.kernels.libraries import Skip, kv_sets, moe_sets, need, square
+from benchmarks.kernels.problems import Problem
+from benchmarks.kernels.timing import difference
+
+
+class TorchProgram:
+    """A PyTorch function over input sets of JAX arrays."""
+
+    judged = True  # whether a call returns what the op returns
+
+    def __init__(self, call: Callable[..., torch.Tensor], sets: list[tuple[Any, ...]]) -> None:
+        jax.block_until_ready(sets)
+        self._arrays = sets  # PyTorch's views live as long as these
+        self.sets = [tuple(torch.from_dlpack(a) for a in args) for args in sets]
+        self.num_sets, self._call = len(sets), call
+        self._graph: tuple[int, Any] | None = None
+
+    @torch.no_grad()
+    def __call__(self, i: int) -> torch.Tensor:
+        """See timing.Program."""
+        return self._call(*self.sets[i % self.num_sets])
+
+    def wait(self, out: Any) -> None:
+        """See timing.Program."""
+        torch.cuda.synchronize()
+
+    def span_us(self, calls: int) -> float:
+        """See timing.Program: CUDA events around replays of a graph of some calls."""
+        calls = max(min(calls, 32), self.num_sets)
+        if self._graph is None or self._graph[0] != calls:
+            self._graph = calls, self._capture(calls)
+        times = []
+        for replays in (1, 3):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(replays):
+                self._graph[1].replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return difference(times[0] / 1e3, times[1] / 1e3, calls)
+
+    def _capture(self, calls: int) -> Any:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):  # a graph may only hold what has run once on its stream
+            self(0)
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            for i in range(calls):
+                self(i)
+        torch.cuda.synchronize()
+        return graph
+
+
+def to_jax(out: torch.Tensor) -> jax.Array:
+    """A result, lent to JAX."""
+    torch.cuda.synchronize()
+    return jax.dlpack.from_dlpack(out.contiguous())
+
+
+# ---- Grouped GEMM ----
+
+
+def grouped_mm(case: Case, problem: Problem) -> TorchProgram:
+    """Gather, two grouped products with SwiGLU between them, weighted sum."""
+
+    def call(x, gate_up, down, token, sizes, place, weights):
+        ends = sizes.cumsum(0, dtype=torch.int32)
+        h = torch._grouped_mm(x[token], gate_up, offs=ends)
+        gate, up = h.chunk(2, dim=1)
+        y = torch._grouped_mm(F.silu(gate) * up, down, offs=ends)
+        picks = y[place].transpose(1, 2)
+        return torch.bmm(picks, weights[:, :, None].to(y.dtype))[:, :, 0].float()
+
+    return TorchProgram(call, moe_sets(problem))
+
+
+def grouped_mm_products(case: Case, problem: Problem) -> TorchProgram:
+    """Only the two grouped products, on rows that were gathered before: its best case."""
+    sets = []
+    for x, gate_up, down, token, sizes, _, _ in moe_sets(problem):
+        rows, f = x[token], down.shape[1]
+        h = jnp.tile(rows, (1, -(-f // rows.shape[1])))[:, :f]
+        sets.append((rows, h, gate_up, down, jnp.cumsum(sizes, dtype=sizes.dtype)))
+
+    def call(rows, h, gate_up, down, ends):
+        torch._grouped_mm(rows, gate_up, offs=ends)
+        return torch._grouped_mm(h, down, offs=ends)
+
+    program = TorchProgram(call, sets)
+    program.judged = False
+    return program
+
+
+def vllm_fused_experts(case: Case, problem: Problem) -> TorchProgram:
+    """vLLM's Triton kernel, with its own sorting; it wants weights transposed."""
+    need("vllm")
+    from vllm.model_executor.layers.fused_moe import fused_experts
+
+    return _fused(problem, lambda x, w1, w2, gates, ids: fused_experts(x, w1, w2, gates, ids))
+
+
+def sglang_fused_moe(case: Case, problem: Problem) -> TorchProgram:
+    """Its interface changes from one version to the next: none is written for."""
+    need("sglang")
+    raise Skip("no adapter for this version")
+
+
+def _fused(problem: Problem, fused: Callable[..., torch.Tensor]) -> TorchProgram:
+    inputs, pool = problem.data
+    swap = jax.jit(lambda w: w.swapaxes(1, 2))
+    layers = [tuple(swap(w) for w in pool.layer(i)) for i in range(pool.num_layers)]
+    sets = [
+        (one.x, *layers[one.layer], *(jnp.asarray(a) for a in (one.weights, one.ids)))
+        for one in inputs
+    ]
+    return TorchProgram(lambda *args: fused(*args).float(), sets)
+
+
+# ---- Attention ----
+
+
+def sdpa_flash(case: Case, problem: Problem) -> TorchProgram:
+    """PyTorch's own FlashAttention."""
+    return _sdpa(case, problem, SDPBackend.FLASH_ATTENTION)
+
+
+def sdpa_cudnn(case: Case, problem: Problem) -> TorchProgram:
+    """cuDNN's attention, as PyTorch calls it."""
+    return _sdpa(case, problem, SDPBackend.CUDNN_ATTENTION)
+
+
+def _sdpa(case: Case, problem: Problem, backend: SDPBackend) -> TorchProgram:
+    prefill = case.phase == "prefill"
+    ragged = prefill and not square(case)
+
+    def call(q, k, v):
+        q, k, v = (a.transpose(1, 2) for a in (q, k, v))
+        mask = causal_lower_right(q.shape[2], k.shape[2]) if ragged else None
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=prefill and not ragged, enable_gqa=True
+            )
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return TorchProgram(call, kv_sets(case, problem))
+
+
+def flash_attention(case: Case, problem: Problem) -> TorchProgram:
+    """The flash-attn package; its causal mask ends at the last key, as ours."""
+    flash_attn_func = need("flash_attn").flash_attn_func
+
+    def call(q, k, v):
+        return flash_attn_func(q, k, v, causal=case.phase == "prefill").flatten(0, 1)
+
+    return TorchProgram(call, kv_sets(case, problem))
+
+
+# ---- KV write ----
+
+
+def index_put(case: Case, problem: Problem) -> TorchProgram:
+    """Advanced indexing into pages of its own."""
+    caches = [
+        torch.randn(cache.shape, dtype=torch.bfloat16, device="cuda") for cache in problem.carry
+    ]
+
+    def call(layer, page, offset, k, v):
+        for cache, new in zip(caches, (k, v), strict=True):
+            cache[LAYER][page, :, offset] = new
+        return caches[0]
+
+    program = TorchProgram(call, problem.sets)
+    program.judged = False
+    return program

@@ -1,0 +1,277 @@
+"""The kernel benchmark as a command, on a CPU: what it stores, skips and says."""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from benchmarks.kernels import judge, measure, run, store, sweep, table, timing
+from benchmarks.kernels.cases import DRY, Case, all_cases
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.shapes import MODELS
+
+REVISION = store.revision  # which the tests of the command replace
+
+
+def record(name, **more):
+    return {"case": {"name": name}, "commit": "a", "sources": "1", **more}
+
+
+def test_what_is_stored_is_found_for_the_same_revision_only(tmp_path):
+    kept = store.Store(tmp_path / "h200", {"commit": "a", "sources": "1"})
+    assert not kept.has("op", "x")
+    kept.put("op", record("x", us=1))
+    kept.put("op", record("y", failed="why"))
+    kept.put("op", record("x", us=2))
+    assert kept.has("op", "x")
+    assert not kept.has("op", "y")
+    assert kept.has("op", "y", failed=True)
+    assert not kept.has("other", "x")
+    assert [r["case"]["name"] for r in json.loads((tmp_path / "h200/op.json").read_text())] == [
+        "x",
+        "y",
+    ]
+    assert kept.records("op")["x"]["us"] == 2
+    for other in ({"commit": "b", "sources": "1"}, {"commit": "a", "sources": "2"}):
+        assert not store.Store(tmp_path / "h200", other).has("op", "x")
+
+
+def test_a_figure_that_is_no_number_is_refused_and_harms_nothing(tmp_path):
+    kept = store.Store(tmp_path, {"commit": "a", "sources": "1"})
+    kept.put("op", record("x"))
+    with pytest.raises(ValueError, match="JSON"):
+        kept.put("op", record("y", us=math.nan))
+    assert list(kept.records("op")) == ["x"]
+
+
+def test_revision_tells_sources_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "ROOT", tmp_path)
+    (tmp_path / "pallas_kernels" / "op").mkdir(parents=True)
+    file = tmp_path / "pallas_kernels" / "op" / "tiles.py"
+    seen = []
+    for text in ("a = 1", "a = 2", "a = 1"):
+        file.write_text(text)
+        seen.append(REVISION("abc"))
+    assert seen[0] == seen[2] != seen[1]
+    assert all(revision["commit"] == "abc" for revision in seen)
+    assert REVISION()["commit"] == "unknown"  # there is no git to ask
+
+
+def test_folder_of_a_device():
+    assert store.device_folder("NVIDIA H200") == store.ROOT / "benchmarks" / "h200"
+    assert store.device_folder("NVIDIA H100 80GB HBM3").name == "h100-80gb-hbm3"
+
+
+def test_clock_stops_while_the_longest_piece_would_still_fit(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(run.time, "monotonic", lambda: now)
+    clock = run.Clock(20)
+    assert clock.has_time()
+    now = 108.0
+    assert clock.has_time()
+    now = 111.0
+    assert clock.has_time()
+    now = 112.5
+    assert not clock.has_time()
+
+
+# ---- The whole command, on a CPU ----
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _same_sources():
+    """Whoever runs these tests may be writing a kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "revision", lambda commit: {"commit": commit, "sources": "same"})
+        yield
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("figures")
+    assert run.main(["--dry-run", "--out", str(folder), "--commit", "abc"]) == 0
+    return folder
+
+
+def records_of(folder):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    texts = [path.read_text() for path in sorted(folder.glob("*.json"))]
+    return [r for text in texts for r in json.loads(text, parse_constant=refuse)]
+
+
+KEYS = {
+    "case": dict,
+    "commit": str,
+    "sources": str,
+    "date": str,
+    "seed": int,
+    "machine": dict,
+    "implementation": str,
+    "tile": (dict, type(None)),
+    "check": dict,
+    "facts": dict,
+    "ceilings": dict,
+    "timing": dict,
+    "target": (dict, type(None)),
+    "libraries": dict,
+}
+
+
+def test_every_case_leaves_a_whole_record(dry):
+    records = records_of(dry)
+    by_file = sorted(all_cases(DRY), key=lambda case: case.op)
+    assert [r["case"]["name"] for r in records] == [case.name for case in by_file]
+    for got in records:
+        for key, kind in KEYS.items():
+            assert isinstance(got[key], kind), key
+        assert got["commit"] == "abc"
+        assert {"device", "python", "jax"} <= got["machine"].keys()
+        assert got["check"]["passed"]
+        assert got["timing"]["us_min"] <= got["timing"]["us"] <= got["timing"]["us_max"]
+        has_rates = got["case"]["op"] != "routing"
+        assert ("figures" in got, "count" in got) == (has_rates, has_rates)
+        assert got["implementation"] == "xla"
+        for name, library in got["libraries"].items():
+            assert ("skipped" in library) != ("ratio" in library), name
+
+
+def test_libraries_that_a_cpu_has_agree_with_the_ops(dry):
+    took_part = {
+        name for r in records_of(dry) for name, lib in r["libraries"].items() if "ratio" in lib
+    }
+    assert took_part == {"lax.ragged_dot", "cuBLAS batched dot", "XLA reference"}
+
+
+def test_what_is_stored_is_not_measured_again(dry, monkeypatch, capsys):
+    monkeypatch.setattr(measure.Bench, "run", lambda *_: pytest.fail("measured again"))
+    args = ["--dry-run", "--out", str(dry), "--commit", "abc"]
+    assert run.main(args) == 0
+    assert f"{len(all_cases(DRY))} cases are stored" in capsys.readouterr().out
+
+
+def test_only_what_is_asked_for_and_not_yet_stored_is_measured(dry, monkeypatch):
+    asked = []
+
+    def fake(self, case, seed):
+        asked.append(case)
+        return {"case": {"name": case.name}, **self.about, "failed": "faked"}
+
+    monkeypatch.setattr(measure.Bench, "run", fake)
+    monkeypatch.setattr(store.Store, "put", lambda *_: None)
+    args = ["--dry-run", "--out", str(dry), "--commit", "abc"]
+    only = ["--only", "kv_write,routing", "--phase", "decode"]
+    assert run.main([*args, *only, "--again"]) == 1  # a failure is not success
+    assert [(case.op, case.phase) for case in asked] == [
+        ("routing", "decode"),
+        ("kv_write", "decode"),
+    ]
+    asked.clear()
+    assert run.main([*args[:-1], "another", "--limit-s", "0"]) == 0
+    assert asked == []
+    assert run.main([*args[:-1], "another"]) == 1
+    assert len(asked) == len(all_cases(DRY))
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    assert run.main([]) == 2
+    assert "needs a GPU" in capsys.readouterr().err
+
+
+def test_list_needs_no_gpu(capsys):
+    assert run.main(["--list", "--only", "prefill_attention", "--model", "mixtral"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "prefill_attention/Mixtral-8x7B/prefill/t16384/c16384 tflop_s 620.0"
+    assert len(lines) == 11
+
+
+def test_summary():
+    records = [
+        {"case": {"name": "a"}, "target": {"met": True}, "check": {"poisoned": True}},
+        {"case": {"name": "b"}, "target": {"met": False}, "check": {"poisoned": False}},
+        {"case": {"name": "c"}, "failed": "why"},
+        {"case": {"name": "d"}, "target": None, "libraries": {"x": {"skipped": "no GPU"}}},
+    ]
+    assert table.summary(records).splitlines() == [
+        "4 cases; 1 of 2 targets met; 1 failed",
+        "  failed: c",
+        "  1 cases got memory that was not poisoned",
+        "  skipped 1 times: x: no GPU",
+    ]
+
+
+def test_a_line_of_the_table():
+    case = Case("paged_attention", MODELS[2], "decode", 256, 8192)
+    got = table.line(
+        {
+            "case": {"name": case.name},
+            "timing": {"us": 2000.0, "launches": 2},
+            "figures": measure.figures(8_600_000_000, 10**12, 2000.0, timing.Ceilings(4.3, 790.0)),
+            "target": {"figure": "tb_s", "at_least": 4.0, "met": True},
+            "libraries": {"cuDNN": {"ratio": 1.25}, "torch": {"skipped": "not installed"}},
+            "implementation": "mosaic",
+        }
+    )
+    assert got.split() == [
+        *(case.name, "2000.00", "4.30", "500.0", "100.0%", "63.3%"),
+        *(">=", "4", "TB/s", "met;", "cuDNN", "1.25"),
+    ]
+
+
+# ---- Sweeps ----
+
+
+@dataclass(frozen=True)
+class Tile:
+    m: int
+
+
+@pytest.fixture(name="sweep_tiles")
+def _sweep_tiles(tmp_path, monkeypatch):
+    """Runs a sweep of tiles 16, 128 and 32; returns the tiles that were compiled."""
+    compiled = []
+
+    def kernel(case):
+        def op(*args, tile, **kwargs):
+            compiled.append(tile.m)
+            if tile.m == 128:
+                raise ValueError("too large")
+            return paged_attention(*args, **kwargs)
+
+        return op
+
+    monkeypatch.setattr(sweep, "kernel", kernel)
+    monkeypatch.setattr(sweep, "chosen", lambda case: Tile(16))
+    monkeypatch.setattr(sweep, "AXES", {"paged_attention": {"m": (16, 128, 32)}})
+
+    def go():
+        compiled.clear()
+        args = ["--dry-run", "--sweep", "--match", "paged_attention/tiny/decode/t4/c8"]
+        assert run.main([*args, "--out", str(tmp_path), "--commit", "abc"]) == 0
+        return list(compiled)
+
+    go.folder = tmp_path
+    return go
+
+
+def test_a_sweep_stores_every_tile_and_tries_none_again(sweep_tiles, capsys):
+    assert sweep_tiles() == [16, 128, 32]
+    records = records_of(sweep_tiles.folder)
+    assert [r["tile"] for r in records] == [{"m": 16}, {"m": 128}, {"m": 32}]
+    assert [r.get("failed") for r in records] == [None, "ValueError: too large", None]
+    assert all(("timing" in r) != ("failed" in r) for r in records)
+    assert "best of 2" in capsys.readouterr().out
+    assert sweep_tiles() == []
+
+
+def test_a_tile_that_ends_the_program_is_not_tried_again(sweep_tiles, monkeypatch):
+    monkeypatch.setattr(judge, "check", lambda *_: sys.exit("hung"))
+    with pytest.raises(SystemExit):
+        sweep_tiles()
+    monkeypatch.undo()
+    assert [r["failed"] for r in records_of(sweep_tiles.folder)] == [
+        "it was started, and no more is known"
+    ]
