@@ -47,7 +47,8 @@ class Layers:
             self.cfg.segments(), self._params["segments"], strict=True
         ):
             if start <= index < start + count:
-                own = jax.tree.map(lambda leaf: leaf[index - start], segment)
+                at = index - start
+                own = jax.tree.map(lambda leaf, at=at: leaf[at], segment)
                 return own, self._experts(index) if is_moe else None
         raise IndexError(f"layer {index} of {self.cfg.num_layers}")
 

@@ -7,8 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from serving.cli_options import progress_bar
-
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 
 

@@ -37,8 +37,9 @@ class Batch:
 
     def rows(self, own: slice) -> "Batch":
         """Some of the rows."""
-        arrays = (self.tokens, self.targets, self.positions, self.items, self.weights, self.answer)
-        return Batch(*(a[own] for a in arrays), self.families[own])
+        return Batch(
+            **{field.name: getattr(self, field.name)[own] for field in dataclasses.fields(self)}
+        )
 
     def arrays(self) -> tuple[np.ndarray, ...]:
         """What the train step reads: tokens, targets, positions, items, weights."""

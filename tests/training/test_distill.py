@@ -94,6 +94,14 @@ def test_layers_in_turn_are_the_model(tiny_dir):
         np.testing.assert_allclose(got[row][own], want, atol=1e-4)
 
 
+def test_both_formats_give_the_same_layers(tiny_dir, tmp_path):
+    jmoe.save(jmoe.load(tiny_dir.path, "float32"), tmp_path / "native")
+    one, other = Layers(tiny_dir.path), Layers(tmp_path / "native")
+    assert one.cfg == other.cfg
+    for got, want in [(other.top(), one.top()), (other.layer(1), one.layer(1))]:
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def test_each_visit_is_its_expert_alone():
     members = random_experts(5, 12, 6, 0)
     rows = random_rows(members, 40, 2)
