@@ -87,7 +87,8 @@ class Metrics(Observer):
             self._prefills.append((started_at, now))
         elif self._prefills:
             starts, ends = np.array(self._prefills).T
-            previous_at = np.array([sequence.previous_at for sequence in plan.sequences])
+            # A sequence that ended meanwhile gets no token, and may never have had one.
+            previous_at = np.array([s.previous_at for s in plan.sequences if not s.done])
             inside = np.clip(
                 ends[None, :] - np.maximum(starts[None, :], previous_at[:, None]), 0, None
             )

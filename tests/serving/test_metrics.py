@@ -65,7 +65,8 @@ def test_scrape_over_http() -> None:
 
 def step(phase: str, *previous_at: float) -> SimpleNamespace:
     return SimpleNamespace(
-        phase=phase, sequences=[SimpleNamespace(previous_at=at) for at in previous_at]
+        phase=phase,
+        sequences=[SimpleNamespace(previous_at=at, done=np.isnan(at)) for at in previous_at],
     )
 
 
@@ -80,10 +81,14 @@ def test_prefill_inside_an_inter_token_latency_is_metered_apart() -> None:
     assert metrics.prefill_in_itl.counts.sum() == 0
     metrics.step_read(step("prefill", np.nan), rows, 1.0, 1.25)  # its token comes at 1.25
     metrics.step_read(step("prefill", np.nan), rows, 1.25, 1.75)
-    metrics.step_read(step("decode", 1.0, 1.25, 1.75), rows, 1.75, 2.0)
+    # The last one was cancelled before its first token.
+    metrics.step_read(step("decode", 1.0, 1.25, 1.75, np.nan), rows, 1.75, 2.0)
     assert metrics.prefill_in_itl.counts.sum() == 3
     assert metrics.prefill_in_itl.sum == 0.75 + 0.5 + 0.0
     metrics.step_read(step("decode", 2.0), rows, 2.0, 2.5)
+    assert metrics.prefill_in_itl.counts.sum() == 3
+    metrics.step_read(step("prefill", np.nan), rows, 2.5, 3.0)
+    metrics.step_read(step("decode", np.nan), rows, 3.0, 3.5)  # nobody is left
     assert metrics.prefill_in_itl.counts.sum() == 3
 
 
