@@ -10,7 +10,7 @@ demo: $(VENV)/.base
 	$(BIN)/jmoe demo
 
 test: $(VENV)/.dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
