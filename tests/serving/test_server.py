@@ -228,7 +228,7 @@ async def test_deadline_reaches_the_engine_and_aborts() -> None:
         error = await failure(s.stub.Generate(request([1], sampling=sampling), timeout=0.3))
         await until(lambda: s.engine.closed == 1)
     assert error.code() == CODE.DEADLINE_EXCEEDED
-    assert 0 < s.engine.calls[0]["timeout_s"] <= 0.3
+    assert 0 < s.engine.calls[0]["timeout_s"] < 0.31  # clocks of two libraries
 
 
 async def test_health_follows_loading_serving_and_failing() -> None:

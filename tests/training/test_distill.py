@@ -390,7 +390,7 @@ def test_killed_processes_leave_work_that_goes_on(tiny_dir, finished, tmp_path):
     )
     arguments = [os.path.dirname(__file__), str(tiny_dir.path), str(tmp_path)]
     env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    for lines in (6, 9):
+    for lines in (4, 3):
         process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments], env=env, stdout=subprocess.PIPE, text=True
         )
