@@ -126,13 +126,17 @@ def _loss_and_grads(
     )(params, problem, index, key)
 
 
-def _optimizer(config: DistillConfig, d_model: int) -> optax.GradientTransformation:
-    peak = config.rate(d_model)
-    warmup = min(20, config.steps // 4)
+def adam(peak: float, steps: int) -> optax.GradientTransformation:
+    """Adam with clipping, a short warmup and a cosine down to 3 % of the peak."""
+    warmup = min(20, steps // 4)
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0 if warmup else peak, peak, warmup, max(config.steps, warmup + 1), 0.03 * peak
+        0.0 if warmup else peak, peak, warmup, max(steps, warmup + 1), 0.03 * peak
     )
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.98))
+
+
+def _optimizer(config: DistillConfig, d_model: int) -> optax.GradientTransformation:
+    return adam(config.rate(d_model), config.steps)
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "count"), donate_argnums=(0, 1))

@@ -24,7 +24,7 @@ from jmoe.config import ModelConfig
 from jmoe.model import rms_norm
 from training.dispatch import combine_rows, expert_layer
 from training.distill.config import DistillConfig
-from training.distill.fit import HELD_OUT, DistillError, Note, data_mesh
+from training.distill.fit import HELD_OUT, DistillError, Note, adam, data_mesh
 from training.distill.objectives import Stacked, degraded_to, united_dispatch, united_rows
 from training.matmul import linear
 from training.network import causal_mask, layer_forward
@@ -130,12 +130,7 @@ def _loss_and_grads(
 
 
 def _optimizer(config: DistillConfig, d_model: int) -> optax.GradientTransformation:
-    peak = config.refine_rate(d_model)
-    warmup = min(20, config.refine_steps // 4)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0 if warmup else peak, peak, warmup, max(config.refine_steps, warmup + 1), 0.03 * peak
-    )
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule, b2=0.98))
+    return adam(config.refine_rate(d_model), config.refine_steps)
 
 
 @partial(jax.jit, static_argnames=("config", "d_model"), donate_argnums=(0, 1))
