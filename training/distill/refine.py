@@ -4,7 +4,7 @@ What a layer's united experts get wrong reaches the layers after it, and those c
 only if they are trained together. The student is the model under partial brownout, with S1 and S2
 picked as serving picks them; the teacher is the model itself; the loss is the Kullback-Leibler
 divergence of their next-token distributions. Only united experts move. It needs the whole model on
-the device, once, with activations of a batch: 30 GB for Qwen1.5-MoE-A2.7B.
+the device, once, with activations of a batch.
 """
 
 import math
