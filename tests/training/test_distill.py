@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from jmoe.layers import Layers
 from jmoe.tokenizer import Tokenizer
 from training.distill import DistillConfig, DistillError, distill
 from training.distill.data import pack_files, read_texts
-from training.distill.fit import apply_all, fit_layer, membership
+from training.distill.expert import outputs_on_all
+from training.distill.fit import fit_layer, membership
 from training.distill.grouping import make_groups
 from training.distill.objectives import (
     THRESHOLDS,
@@ -62,7 +64,7 @@ def random_rows(members, num_rows, top_k, seed=0):
     h = rng.normal(size=(num_rows, d)).astype(np.float32)
     ids = np.argsort(rng.random((num_rows, count)), axis=1)[:, :top_k].astype(np.int32)
     weights = rng.random((num_rows, top_k)).astype(np.float32)
-    answers = np.asarray(apply_all(members, jnp.asarray(h)))
+    answers = np.asarray(outputs_on_all(members, jnp.asarray(h)))
     return LayerRows(h, ids, weights, answers[ids, np.arange(num_rows)[:, None]])
 
 
@@ -158,7 +160,7 @@ def test_brownout_errors_are_sums_over_degraded_visits(objective):
     stand_in = np.asarray(
         degraded_to(jnp.asarray(rows.ids), jnp.asarray(groups, jnp.int32), key, 16)
     )
-    answers = np.asarray(apply_all(united, jnp.asarray(rows.h)))
+    answers = np.asarray(outputs_on_all(united, jnp.asarray(rows.h)))
     error = scale = 0.0
     for r in range(64):
         got, wanted = [], []
@@ -187,7 +189,7 @@ def test_equation_4_is_the_printed_one_up_to_a_constant():
     one, other = random_experts(3, 8, 4, 1), random_experts(3, 8, 4, 2)
 
     def printed(united):
-        ours, theirs = apply_all(united, h), apply_all(members, h)
+        ours, theirs = outputs_on_all(united, h), outputs_on_all(members, h)
         return [
             np.mean([np.sum((ours[j] - theirs[i]) ** 2) for i in np.flatnonzero(groups == j)])
             for j in range(3)
@@ -214,9 +216,9 @@ def test_an_aligned_mean_of_shuffled_copies_is_the_expert_itself():
     }
     visits, groups = np.array([1, 5, 2]), np.zeros(3, np.int32)
     h = jax.random.normal(jax.random.key(1), (20, 8))
-    want = apply_all({k: jnp.asarray(v)[None] for k, v in one.items()}, h)
+    want = outputs_on_all({k: jnp.asarray(v)[None] for k, v in one.items()}, h)
     got = {
-        kind: apply_all(make_start(kind, members, groups, visits), h)
+        kind: outputs_on_all(make_start(kind, members, groups, visits), h)
         for kind in ("aligned", "most_used", "mean")
     }
     np.testing.assert_allclose(got["aligned"], want, atol=1e-5)
@@ -427,6 +429,33 @@ def test_a_full_disk_keeps_what_was_finished(tiny_dir, finished, tmp_path, monke
     assert (tmp_path / "united.safetensors").read_bytes() == (
         finished[0] / "united.safetensors"
     ).read_bytes()
+
+
+def test_finished_layers_serve_other_ways_and_another_end_to_end_stage(
+    tiny_dir, finished, tmp_path
+):
+    """Bit for bit what a fresh run gives, also where a first run stopped between two layers."""
+    out = finished[0]
+    data = [tiny_dir.path / "tasks.jsonl"]
+    other = dataclasses.replace(QUICK, refine_steps=2, refine_learning_rate=1e-3)
+    distill(tiny_dir.path, [2, 3], data, tmp_path / "fresh", other)
+
+    shutil.copytree(out, tmp_path / "done")
+    again = []
+    distill(tiny_dir.path, [2, 3], data, tmp_path / "done", other, lambda *args: again.append(args))
+    assert not any(what.startswith("way 3, layer") for what, *_ in again)
+    assert any(what.startswith("way 2, layer") for what, *_ in again)
+
+    def stop(what, *rest):
+        if what == "layer 1: capture":
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(tiny_dir, tmp_path / "killed", stop)
+    distill(tiny_dir.path, [2, 3], data, tmp_path / "killed", other)
+    fresh = (tmp_path / "fresh" / "united.safetensors").read_bytes()
+    for name in ("done", "killed"):
+        assert (tmp_path / name / "united.safetensors").read_bytes() == fresh
 
 
 def test_another_run_does_not_mix_with_what_is_there(tiny_dir, finished, tmp_path):

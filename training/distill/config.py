@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 OBJECTIVES = ("combined", "routed", "equation4")
 STARTS = ("mean", "most_used", "aligned")
@@ -55,6 +56,12 @@ class DistillConfig:
             raise ValueError(f"held_out is {self.held_out}; it must be above 0 and at most 0.5")
         if self.length < 2:
             raise ValueError(f"length is {self.length}; it must be at least 2")
+
+    def stages(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Settings that the layers depend on, and those that only the end-to-end stage does."""
+        settings = dataclasses.asdict(self)
+        own = {name: settings.pop(name) for name in tuple(settings) if name.startswith("refine_")}
+        return settings, own
 
     def rate(self, d_model: int) -> float:
         """Peak learning rate of the layers: large models have small weights."""

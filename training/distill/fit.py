@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from training.distill.config import DistillConfig
-from training.distill.objectives import (
-    Rows,
-    Stacked,
-    brownout_error,
-    equation_4_error,
-    mean_answers,
-)
+from training.distill.expert import Stacked
+from training.distill.objectives import Rows, brownout_error, equation_4_error, mean_answers
+from training.distill.parallel import data_mesh, loss_and_grads, over_devices
 from training.distill.stream import LayerRows
 
 HELD_OUT = 2**31 - 1
@@ -31,27 +26,6 @@ Note = Callable[[int, int, str], None]
 
 class DistillError(RuntimeError):
     """A distillation that cannot go on; what was finished is kept."""
-
-
-class UnitedExpert(nn.Module):
-    """A SiLU-gated feed-forward network in the experts' architecture."""
-
-    d_ff: int
-
-    @nn.compact
-    def __call__(self, h: Float[Array, "n d"]) -> Float[Array, "n d"]:
-        """Expert output of every row, `[n, d]` in h's dtype."""
-        init = nn.initializers.lecun_normal()
-        gate_up = self.param("gate_up", init, (h.shape[-1], 2 * self.d_ff))
-        down = self.param("down", init, (self.d_ff, h.shape[-1]))
-        gate, up = jnp.split(h @ gate_up, 2, axis=-1)
-        return (jax.nn.silu(gate) * up) @ down
-
-
-def apply_all(params: Stacked, h: Float[Array, "n d"]) -> Float[Array, "U n d"]:
-    """Outputs of U experts on the same rows."""
-    module = UnitedExpert(params["down"].shape[1])
-    return cast(Array, jax.vmap(lambda p: module.apply({"params": p}, h))(params))
 
 
 def membership(groups: Int[np.ndarray, " m"]) -> Float[np.ndarray, "U m"]:
@@ -67,11 +41,6 @@ class Problem(NamedTuple):
     groups: Int[Array, "m"]
     members: Stacked  # routed experts; only equation 4 asks them
     average: Float[Array, "U m"]
-
-
-def data_mesh() -> Mesh:
-    """All devices, on an axis named `data`."""
-    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def _local_error(
@@ -94,36 +63,13 @@ def _local_error(
     return equation_4_error(params, rows.h.astype(config.dtype), target)
 
 
-def _loss_and_grads(
-    params: Stacked,
-    problem: Problem,
-    index: Int[Array, "R"],
-    key: Array,
-    config: DistillConfig,
-    mesh: Mesh,
-) -> tuple[Array, Stacked]:
-    """Relative error, mean over groups, of a batch whose rows lie spread over the devices."""
-
-    def local(params: Stacked, problem: Problem, index: Array, key: Array) -> tuple[Array, Stacked]:
-        own_key = jax.random.fold_in(key, jax.lax.axis_index("data"))
-        # Counted over all devices first: each group's share of the loss is divided by it.
-        scale = jax.lax.psum(_local_error(params, problem, index, own_key, config)[1], "data")
-
-        def share(params: Stacked) -> Array:
-            error, _ = _local_error(params, problem, index, own_key, config)
-            return jnp.mean(error / jnp.maximum(scale, 1e-12))
-
-        loss, grads = jax.value_and_grad(share)(params)
-        return jax.lax.psum(loss, "data"), jax.lax.psum(grads, "data")
-
-    whole, split = PartitionSpec(), PartitionSpec("data")
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(whole, whole, split, whole),
-        out_specs=(whole, whole),
-        check_vma=False,
-    )(params, problem, index, key)
+def _share(
+    params: Stacked, problem: Problem, index: Int[Array, "r"], key: Array, config: DistillConfig
+) -> Array:
+    """One device's part of the relative error, mean over groups."""
+    error, scale = _local_error(params, problem, index, key, config)
+    # Over all devices, so that the parts add up; it says nothing of the parameters.
+    return jnp.mean(error / jnp.maximum(over_devices(scale), 1e-12))
 
 
 def adam(peak: float, steps: int) -> optax.GradientTransformation:
@@ -158,7 +104,8 @@ def _steps(
         params, state = carry
         pick, plan = jax.random.split(jax.random.fold_in(key, number))
         index = jax.random.randint(pick, (config.batch,), 0, num_rows)
-        loss, grads = _loss_and_grads(params, problem, index, plan, config, mesh)
+        share = partial(_share, config=config)
+        loss, grads = loss_and_grads(share, mesh, params, problem, index, plan)
         updates, state = optimizer.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), loss
 
@@ -176,8 +123,7 @@ def _measure(
     block = config.decode_batch * mesh.devices.size
     size = -(-num_rows // block) * block
     index = jnp.arange(size, dtype=jnp.int32) % num_rows
-    loss, _ = _loss_and_grads(params, held_out, index, key, config, mesh)
-    return loss
+    return loss_and_grads(partial(_share, config=config), mesh, params, held_out, index, key)[0]
 
 
 class Fit(NamedTuple):

@@ -15,10 +15,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import routing
-from training.dispatch import Plan, combine_rows, plan_dispatch, scatter_rows, swiglu
-
-Stacked = dict[str, Array]
-"""`gate_up [n, d, 2f]` and `down [n, f, d]` of n experts."""
+from training.dispatch import Plan, combine_rows, plan_dispatch, scatter_rows
+from training.distill.expert import Stacked, outputs, outputs_on_all
 
 THRESHOLDS = (0, 0, 10, 20, 30, 40, 50, 60, 70, 80, 90)
 """Thresholds in percent that are drawn from; 0, where nothing is left exact, twice as often."""
@@ -70,9 +68,8 @@ def united_dispatch(united_ids: Int[Array, "R K"], num_united: int) -> Plan:
 
 
 def united_rows(params: Stacked, h: Float[Array, "R d"], plan: Plan) -> Float[Array, "U C d"]:
-    """All united experts on the rows in their buffers, as one batched product, in h's dtype."""
-    low = jax.tree.map(lambda leaf: leaf.astype(h.dtype), params)
-    return swiglu(scatter_rows(h, plan), low["gate_up"], low["down"])
+    """All united experts on the rows in their buffers, in h's dtype."""
+    return outputs(params, scatter_rows(h, plan))
 
 
 def _brownout_error(
@@ -113,9 +110,7 @@ def mean_answers(
     members: Stacked, average: Float[Array, "U m"], h: Float[Array, "R d"], dtype: str
 ) -> Float[Array, "U R d"]:
     """Mean output of each group's members on all rows, float32: equation 4's target."""
-    low = jax.tree.map(lambda leaf: leaf.astype(dtype), members)
-    shape = (members["down"].shape[0], *h.shape)
-    answers = swiglu(jnp.broadcast_to(h.astype(dtype)[None], shape), low["gate_up"], low["down"])
+    answers = outputs_on_all(members, h.astype(dtype))
     return jnp.einsum("um,mrd->urd", average, answers.astype(jnp.float32))
 
 
@@ -126,7 +121,5 @@ def equation_4_error(
 
     The printed `1/k sum_i ||H_u - H_o,i||^2` is this plus a constant.
     """
-    low = jax.tree.map(lambda leaf: leaf.astype(h.dtype), params)
-    out = swiglu(jnp.broadcast_to(h[None], target.shape), low["gate_up"], low["down"])
-    error = (out.astype(jnp.float32) - target) ** 2
+    error = (outputs_on_all(params, h).astype(jnp.float32) - target) ** 2
     return jnp.sum(error, axis=(1, 2)), jnp.sum(target**2, axis=(1, 2))

@@ -8,6 +8,7 @@ the device, once, with activations of a batch.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -24,8 +25,10 @@ from jmoe.config import ModelConfig
 from jmoe.model import rms_norm
 from training.dispatch import combine_rows, expert_layer
 from training.distill.config import DistillConfig
-from training.distill.fit import HELD_OUT, DistillError, Note, adam, data_mesh
-from training.distill.objectives import Stacked, degraded_to, united_dispatch, united_rows
+from training.distill.expert import Stacked
+from training.distill.fit import HELD_OUT, DistillError, Note, adam
+from training.distill.objectives import degraded_to, united_dispatch, united_rows
+from training.distill.parallel import data_mesh, loss_and_grads, over_devices
 from training.matmul import linear
 from training.network import causal_mask, layer_forward
 from training.packing import Batch
@@ -106,27 +109,14 @@ def _loss_and_grads(
 ) -> tuple[Float[Array, ""], Stacked]:
     """Mean divergence from the exact model, in nats a token, over rows spread over the devices."""
 
-    def local(frozen: Frozen, united: Stacked, arrays: Arrays, key: Array) -> tuple[Array, Stacked]:
-        key = jax.random.fold_in(key, jax.lax.axis_index("data"))
+    def share(united: Stacked, frozen: Frozen, arrays: Arrays, key: Array) -> Array:
         weights = arrays[3]
-        total = jnp.maximum(jax.lax.psum(jnp.sum(weights), "data"), 1e-6)
+        total = jnp.maximum(over_devices(jnp.sum(weights)), 1e-6)
         wanted = jax.nn.log_softmax(_logits(cfg, frozen, None, arrays, key, config))
+        got = jax.nn.log_softmax(_logits(cfg, frozen, united, arrays, key, config))
+        return jnp.sum(weights * jnp.sum(jnp.exp(wanted) * (wanted - got), axis=-1)) / total
 
-        def divergence(united: Stacked) -> Array:
-            got = jax.nn.log_softmax(_logits(cfg, frozen, united, arrays, key, config))
-            return jnp.sum(weights * jnp.sum(jnp.exp(wanted) * (wanted - got), axis=-1)) / total
-
-        loss, grads = jax.value_and_grad(divergence)(united)
-        return jax.lax.psum(loss, "data"), jax.lax.psum(grads, "data")
-
-    whole, split = PartitionSpec(), PartitionSpec("data")
-    return jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(whole, whole, split, whole),
-        out_specs=(whole, whole),
-        check_vma=False,
-    )(frozen, united, arrays, key)
+    return loss_and_grads(share, mesh, united, frozen, arrays, key)
 
 
 def _optimizer(config: DistillConfig, d_model: int) -> optax.GradientTransformation:
@@ -188,26 +178,35 @@ def refine(
     frozen = Frozen(*jax.device_put((model.params, *model.pool, *tables), whole))
     united, state = jax.device_put((at.united, at.state), whole)
 
-    def loss_and_grads(united: Stacked, step: int) -> tuple[float, Stacked]:
+    def at_step(united: Stacked, step: int) -> tuple[Array, Stacked]:
         arrays = _batch(data, step, config, mesh)
-        loss, grads = _loss_and_grads(
-            cfg, frozen, united, arrays, jax.random.fold_in(key, step), config, mesh
-        )
-        if not np.isfinite(float(loss)):
+        step_key = jax.random.fold_in(key, step)
+        return _loss_and_grads(cfg, frozen, united, arrays, step_key, config, mesh)
+
+    def checked(loss: Array, step: int) -> float:
+        if not np.isfinite(value := float(loss)):
             raise DistillError(
-                f"the end-to-end loss is {float(loss)} at step {step}: lower refine_learning_rate "
+                f"the end-to-end loss is {value} at step {step}: lower refine_learning_rate "
                 f"({config.refine_rate(cfg.d_model):.2g} now)"
             )
-        return float(loss), grads
+        return value
 
-    before = at.before if at.step else loss_and_grads(united, HELD_OUT)[0]
+    def tell(loss: Array, step: int) -> None:
+        note(step + 1, config.refine_steps, f"divergence {checked(loss, step):.4f}")
+
+    before = at.before if at.step else checked(at_step(united, HELD_OUT)[0], HELD_OUT)
+    losses = deque[Array]()  # of steps that were not told yet
     for step in range(at.step, config.refine_steps):
-        loss, grads = loss_and_grads(united, step)
+        loss, grads = at_step(united, step)
         united, state = _update(united, state, grads, config, cfg.d_model)
-        note(step + 1, config.refine_steps, f"divergence {loss:.4f}")
-        if (step + 1) % save_every == 0 and step + 1 < config.refine_steps:
+        losses.append(loss)
+        saving = (step + 1) % save_every == 0 and step + 1 < config.refine_steps
+        # A loss is read when the step after it is on its way: the device does not wait for that.
+        while len(losses) > (not saving and step + 1 < config.refine_steps):
+            tell(losses.popleft(), step - len(losses))
+        if saving:
             save(Progressing(united, state, step + 1, before))
-    after = loss_and_grads(united, HELD_OUT)[0]
+    after = checked(at_step(united, HELD_OUT)[0], HELD_OUT)
     return jax.tree.map(np.array, united), before, after
 
 

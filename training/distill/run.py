@@ -1,6 +1,5 @@
 """`distill`: united experts of a model, layer by layer, then end to end."""
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from jmoe.layers import Layers
 from jmoe.tokenizer import Tokenizer
 from training.distill.config import DistillConfig
 from training.distill.data import digest, pack_files
+from training.distill.expert import outputs_on_all
 from training.distill.fit import Fit, fit_layer
 from training.distill.grouping import make_groups
 from training.distill.refine import Progressing, begin, refine
@@ -49,7 +49,8 @@ def distill(
     """Distils united experts of every way and writes `out/united.safetensors` (bfloat16).
 
     The device holds one layer's weights and captured rows at a time. What is finished is kept in
-    `out`: a run that was killed goes on where it was and ends in the same bits.
+    `out`: a run that was killed goes on where it was and ends in the same bits, and one with other
+    ways or another end-to-end stage takes the layers that are there.
 
     Args:
         model_dir: model directory, as `jmoe.load` takes it.
@@ -74,13 +75,13 @@ def distill(
     tokenizer = Tokenizer.load(layers.directory)
     packed = pack_files(data, cfg, tokenizer, config.length, config.seed)
     out.mkdir(parents=True, exist_ok=True)
+    settings, end_to_end = config.stages()
     fingerprint = {
-        "settings": dataclasses.asdict(config),
-        "ways": list(ways),
+        "settings": settings,
         "data": digest(data),
         "model": _model_digest(layers.directory),
     }
-    store = Store(out, fingerprint)
+    store = Store(out, fingerprint, end_to_end)
     found = _all_layers(layers, ways, packed, store, config, progress)
     results = [
         LayerResult(way, at, fit.error_before, fit.error_after, fit.steps)
@@ -114,18 +115,21 @@ def _all_layers(
 ) -> dict[tuple[int, int], tuple[Fit, np.ndarray]]:
     cfg = layers.cfg
     data = first_rows(data, config.rows)
-    first, x = store.load_stream() or (0, _embedded(layers, data))
     found = {
         (way, at): kept
         for way in ways
         for at in range(cfg.num_moe_layers)
         if (kept := store.layer(way, at)) is not None
     }
-    for index in range(first, cfg.num_layers):
+    moe_layers = [index for index, is_moe in enumerate(cfg.moe_layers) if is_moe]
+    needed = [
+        index for at, index in enumerate(moe_layers) if not all((way, at) in found for way in ways)
+    ]
+    if not needed:
+        return found
+    first, x = store.load_stream(needed[0]) or (0, _embedded(layers, data))
+    for index in range(first, needed[-1] + 1):
         at = sum(cfg.moe_layers[:index])
-        left = range(at, cfg.num_moe_layers)
-        if all((way, later) in found for way in ways for later in left):
-            break
         params, experts = layers.layer(index)
         name = f"layer {index}"
         rows = run_layer(
@@ -163,10 +167,8 @@ def _fit(
     visits = np.bincount(rows.ids.reshape(-1), minlength=len(members["down"]))
     answers = np.zeros((len(visits), 0, 0), np.float32)
     if config.grouping == "similarity":
-        from training.distill.fit import apply_all
-
         probe = jnp.asarray(rows.h[:: max(1, len(rows.h) // _PROBE)], jnp.float32)
-        answers = np.asarray(apply_all({k: jnp.asarray(v) for k, v in members.items()}, probe))
+        answers = np.asarray(outputs_on_all({k: jnp.asarray(v) for k, v in members.items()}, probe))
     groups = make_groups(config.grouping, way, rows, answers)
     fit = fit_layer(
         make_start(config.start, members, groups, visits),

@@ -1,9 +1,10 @@
 """What a distillation has finished, on disk, so that a killed run goes on where it was.
 
 Everything appears by a rename, so that a file that is there is whole. A run goes on only with the
-model, data and settings it began with.
+model, data and settings it began with; but finished layers serve any ways and any end-to-end stage.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -20,11 +21,21 @@ WORK = "distill-work"
 
 
 class Store:
-    """Finished layers, the residual stream, and the newest state of each end-to-end stage."""
+    """Finished layers, the residual stream, and the newest state of each end-to-end stage.
 
-    def __init__(self, out: Path, fingerprint: dict[str, Any]) -> None:
-        """Opens or begins the work of `out`. Raises ValueError where it is another run's."""
+    Args:
+        out: directory of the run; the work is in a folder of it, made if absent.
+        fingerprint: what the layers depend on.
+        end_to_end: what the end-to-end stage depends on beside them; states of another are passed
+            over.
+
+    Raises ValueError for a folder whose layers have another fingerprint.
+    """
+
+    def __init__(self, out: Path, fingerprint: dict[str, Any], end_to_end: dict[str, Any]) -> None:
         self.folder = (out / WORK).absolute()
+        canonical = json.dumps(end_to_end, sort_keys=True).encode()
+        self.stage = f"refine-{hashlib.sha256(canonical).hexdigest()[:12]}"
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "run.json"
         if path.exists():
@@ -58,10 +69,13 @@ class Store:
         self._write(self.folder / f"stream-{layer}.npy", lambda file: np.save(file, x))
         (self.folder / f"stream-{layer - 1}.npy").unlink(missing_ok=True)
 
-    def load_stream(self) -> tuple[int, np.ndarray] | None:
-        """The layer to go on with and its rows; None before the first."""
-        found = sorted(int(p.stem.split("-")[1]) for p in self.folder.glob("stream-*.npy"))
-        return (found[-1], np.load(self.folder / f"stream-{found[-1]}.npy")) if found else None
+    def load_stream(self, layer: int) -> tuple[int, np.ndarray] | None:
+        """The newest rows that enter `layer` or one before it, and which; None where none do."""
+        found = [int(p.stem.split("-")[1]) for p in self.folder.glob("stream-*.npy")]
+        newest = max((at for at in found if at <= layer), default=None)
+        if newest is None:
+            return None
+        return newest, np.load(self.folder / f"stream-{newest}.npy")
 
     def close(self) -> None:
         """The run is over: what no rerun needs is removed."""
@@ -93,19 +107,21 @@ class Store:
 
     def refinement(self, way: int, like: Any) -> Any:
         """The newest state of a way's end-to-end stage, shaped `like`; None before the first."""
-        found = sorted(
-            (int(p.name.split("-")[-1]), p)
-            for p in self.folder.glob(f"refine-{way}-*")
-            if p.name.split("-")[-1].isdigit()
-        )
-        return self._restore(found[-1][1], like) if found else None
+        found = self._states(way)
+        return self._restore(found[max(found)], like) if found else None
 
     def save_refinement(self, way: int, step: int, tree: Any) -> None:
         """Keeps a state and removes the ones before it."""
-        self._save(self.folder / f"refine-{way}-{step}", tree)
-        for path in self.folder.glob(f"refine-{way}-*"):
-            if path.name.split("-")[-1].isdigit() and int(path.name.split("-")[-1]) < step:
+        self._save(self.folder / f"{self.stage}-{way}-{step}", tree)
+        for earlier, path in self._states(way).items():
+            if earlier < step:
                 shutil.rmtree(path)
+
+    def _states(self, way: int) -> dict[int, Path]:
+        """Whole states of this end-to-end stage, by step."""
+        found = self.folder.glob(f"{self.stage}-{way}-*")
+        steps = {path.name.rpartition("-")[2]: path for path in found}
+        return {int(step): path for step, path in steps.items() if step.isdigit()}
 
     # -- Orbax ------------------------------------------------------------------------------------
 
