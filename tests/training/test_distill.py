@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 import jmoe
 from jmoe.brownout import plan
@@ -316,6 +317,51 @@ def test_two_devices_train_as_one_does():
     np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
 
 
+TWO_DEVICES_END_TO_END = """
+import sys, jax, numpy as np
+from pathlib import Path
+from types import SimpleNamespace
+from test_distill import QUICK
+from training.distill import distill
+import training.distill.refine as stage, dataclasses
+# What is drawn depends on the device, so every visit of every row is degraded here.
+stage.degraded_to = lambda ids, groups, key, decode_batch: groups[ids]
+stage._CAPACITY = 100.0
+assert jax.device_count() == {count}
+tiny, out = Path(sys.argv[1]), Path(sys.argv[2])
+config = dataclasses.replace(QUICK, steps=10, objective="equation4", refine_steps=5)
+_, (refined,) = distill(tiny, [3], [tiny / "tasks.jsonl"], out, config)
+print(repr(refined.before), repr(refined.after))
+"""
+
+
+def test_the_end_to_end_stage_is_the_same_on_two_devices(tiny_dir, tmp_path):
+    """Experts and moments in parts, rows apart: the same divergences and united experts."""
+    found, united = [], []
+    for count in (1, 2):
+        flags = f"--xla_force_host_platform_device_count={count}"
+        env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        env["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+        code, out = TWO_DEVICES_END_TO_END.format(count=count), tmp_path / str(count)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tiny_dir.path), str(out)],
+            env=env,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        found.append([float(part) for part in done.stdout.split()])
+        with safe_open(out / "united.safetensors", framework="flax") as file:
+            united.append({name: np.asarray(file.get_tensor(name)) for name in file})
+    assert found[0][1] < found[0][0]
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-3)
+    for name, leaf in united[0].items():
+        np.testing.assert_allclose(
+            united[1][name].astype(np.float32), leaf.astype(np.float32), atol=2e-3
+        )
+
+
 # -- the whole -------------------------------------------------------------------------------------
 
 
@@ -429,6 +475,20 @@ def test_a_full_disk_keeps_what_was_finished(tiny_dir, finished, tmp_path, monke
     assert (tmp_path / "united.safetensors").read_bytes() == (
         finished[0] / "united.safetensors"
     ).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"), [("fit_layer", "lower rows"), ("refine", "refine_steps 0")]
+)
+def test_a_device_that_is_too_small_is_told_what_helps(
+    tiny_dir, tmp_path, monkeypatch, function, advice
+):
+    def exhausted(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes")
+
+    monkeypatch.setattr(f"training.distill.run.{function}", exhausted)
+    with pytest.raises(DistillError, match=rf"Out of memory.*{advice}"):
+        run(tiny_dir, tmp_path)
 
 
 def test_finished_layers_serve_other_ways_and_another_end_to_end_stage(

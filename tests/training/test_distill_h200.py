@@ -8,12 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jmoe.config import from_hf
+from jmoe.random_model import random_params
 from pallas_kernels.compile_for import compile_for, h200_mesh
 from training.distill import DistillConfig
 from training.distill.fit import Problem, _optimizer, _steps
 from training.distill.objectives import Rows
+from training.distill.refine import FROZEN_SPECS, UNITED_SPECS, Frozen, _loss_and_grads
 
 GIB = 2**30
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
@@ -66,3 +69,58 @@ def test_a_layer_fits_one_gpu_many_times_over(name, way, limit_gib):
     assert total < limit_gib * GIB
     weights = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(args[0])) * 4
     assert memory.argument_size_in_bytes > 3 * weights  # parameters and both moments
+
+
+def abstract_refinement(cfg, way, mesh):
+    """What the end-to-end stage's `_loss_and_grads` takes, spread over the mesh as there."""
+    m, layers, d, f = cfg.num_experts, cfg.num_moe_layers, cfg.d_model, cfg.d_ff_expert
+    united, rows = -(-m // way), (CONFIG.refine_rows, CONFIG.length)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def spread(spec, dtype, *sizes):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, spec))
+
+    frozen = Frozen(
+        jax.eval_shape(partial(random_params, cfg, dtype=jnp.dtype("bfloat16")), key),
+        spread(FROZEN_SPECS.gate_up, jnp.bfloat16, layers * m, d, 2 * f),
+        spread(FROZEN_SPECS.down, jnp.bfloat16, layers * m, f, d),
+        shape(jnp.int32, layers, m),
+        shape(jnp.int32, layers, m),
+    )
+    experts = {
+        "gate_up": spread(UNITED_SPECS["gate_up"], jnp.float32, layers, united, d, 2 * f),
+        "down": spread(UNITED_SPECS["down"], jnp.float32, layers, united, f, d),
+    }
+    split = PartitionSpec("data")
+    arrays = (
+        *(spread(split, jnp.int32, *rows) for _ in range(3)),
+        spread(split, jnp.float32, *rows),
+    )
+    return frozen, experts, arrays, key
+
+
+@pytest.mark.parametrize(
+    ("name", "way", "num_gpus", "limit_gib"),
+    [
+        ("qwen1.5-moe-a2.7b", 2, 1, 130),
+        ("mixtral-8x7b", 4, 4, 100),
+    ],
+)
+def test_the_end_to_end_stage_fits(name, way, num_gpus, limit_gib):
+    pytest.importorskip(
+        "jax_plugins.xla_cuda13", reason="compiling for an H200 needs the extra: jmoe[aot]"
+    )
+    cfg = from_hf(yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()))
+    mesh = h200_mesh(num_gpus, "data")
+    step = partial(_loss_and_grads, cfg, config=CONFIG, mesh=mesh)
+    args = abstract_refinement(cfg, way, mesh)
+    memory = compile_for(mesh, step, *args).memory_analysis()
+    united = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(args[1])) * 4 / num_gpus
+    moments = 2 * united  # of Adam, beside the step
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + moments
+    total = held + memory.temp_size_in_bytes
+    print(
+        f"{name} way {way}, end to end on {num_gpus}: {total / GIB:.1f} GiB each, "
+        f"{memory.temp_size_in_bytes / GIB:.1f} temporary"
+    )
+    assert total < limit_gib * GIB

@@ -7,6 +7,9 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
+WHOLE = PartitionSpec()
+"""On every device, all of it."""
+
 
 def data_mesh() -> Mesh:
     """All devices, on an axis named `data`."""
@@ -18,6 +21,14 @@ def over_devices(value: Array) -> Array:
     return jax.lax.psum(value, "data")
 
 
+def gathered(part: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """An array of which every device holds a part along `axis`, whole, inside a `share`.
+
+    Its gradient goes back summed over the devices and in parts.
+    """
+    return jax.lax.all_gather(part, "data", axis=axis, tiled=True)
+
+
 def loss_and_grads(
     share: Callable[[Any, Any, Any, Array], Float[Array, ""]],
     mesh: Mesh,
@@ -25,23 +36,32 @@ def loss_and_grads(
     fixed: Any,
     rows: Any,
     key: Array,
+    *,
+    params_specs: Any = WHOLE,
+    fixed_specs: Any = WHOLE,
 ) -> tuple[Float[Array, ""], Any]:
     """Sum over devices of `share(params, fixed, rows, key)`, and its gradient by `params`.
 
-    Every device holds all of `params` and `fixed`, its part of `rows` (split along the first axis
-    of every leaf) and a key of its own.
+    Every device gets its part of `rows` (split along the first axis of every leaf), a key of its
+    own, and of `params` and `fixed` what their specs say, all of them where those are WHOLE. Of a
+    leaf in parts, `share` sees the device's own: see `gathered`.
     """
+
+    def summed(spec: PartitionSpec, grads: Any) -> Any:
+        return grads if any(spec) else jax.lax.psum(grads, "data")
 
     def local(params: Any, fixed: Any, rows: Any, key: Array) -> tuple[Array, Any]:
         own_key = jax.random.fold_in(key, jax.lax.axis_index("data"))
         loss, grads = jax.value_and_grad(share)(params, fixed, rows, own_key)
-        return jax.lax.psum(loss, "data"), jax.lax.psum(grads, "data")
+        is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
+        return jax.lax.psum(loss, "data"), jax.tree.map(
+            summed, params_specs, grads, is_leaf=is_spec
+        )
 
-    whole, split = PartitionSpec(), PartitionSpec("data")
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(whole, whole, split, whole),
-        out_specs=(whole, whole),
+        in_specs=(params_specs, fixed_specs, PartitionSpec("data"), WHOLE),
+        out_specs=(WHOLE, params_specs),
         check_vma=False,
     )(params, fixed, rows, key)

@@ -3,8 +3,8 @@
 What a layer's united experts get wrong reaches the layers after it, and those can make up for it
 only if they are trained together. The student is the model under partial brownout, with S1 and S2
 picked as serving picks them; the teacher is the model itself; the loss is the Kullback-Leibler
-divergence of their next-token distributions. Only united experts move. It needs the whole model on
-the device, once, with activations of a batch.
+divergence of their next-token distributions. Only united experts move. The devices share out all
+experts and what Adam keeps; the rest of the model is on each.
 """
 
 import math
@@ -28,7 +28,7 @@ from training.distill.config import DistillConfig
 from training.distill.expert import Stacked
 from training.distill.fit import HELD_OUT, DistillError, Note, adam
 from training.distill.objectives import degraded_to, united_dispatch, united_rows
-from training.distill.parallel import data_mesh, loss_and_grads, over_devices
+from training.distill.parallel import WHOLE, data_mesh, gathered, loss_and_grads, over_devices
 from training.matmul import linear
 from training.network import causal_mask, layer_forward
 from training.packing import Batch
@@ -49,6 +49,29 @@ class Frozen(NamedTuple):
     groups: Int[Array, "L m"]
 
 
+_AXIS = {"gate_up": 2, "down": 3}
+"""The model's width in `[L, n, d, 2f]` and `[L, n, f, d]`: the axis that devices share out.
+
+Experts and what Adam keeps of the united ones are by far the most of the memory; a layer's are put
+together when it is its turn.
+"""
+
+UNITED_SPECS = {
+    name: PartitionSpec(*(None,) * axis, "data", *(None,) * (3 - axis))
+    for name, axis in _AXIS.items()
+}
+_POOL_SPECS = PartitionSpec(None, "data", None), PartitionSpec(None, None, "data")
+FROZEN_SPECS = Frozen(*cast(Any, (WHOLE, *_POOL_SPECS, WHOLE, WHOLE)))
+
+
+class _MoELayer(NamedTuple):
+    """Which experts a layer has, or every layer of a segment; no `united`: the exact model."""
+
+    slots: Int[Array, "*l m"]
+    groups: Int[Array, "*l m"]
+    united: Stacked | None
+
+
 def _logits(
     cfg: ModelConfig,
     frozen: Frozen,
@@ -66,31 +89,40 @@ def _logits(
     order = jax.random.permutation(key, tokens.size)  # a decode step holds rows of many sequences
     back = jnp.argsort(order)
     mask = causal_mask(items)
+
+    def one_layer(x: Array, scanned: tuple[Any, Array, _MoELayer]) -> tuple[Array, None]:
+        layer, number, own = scanned
+
+        def routed(h: Array, weights: Array, ids: Array) -> tuple[Array, None]:
+            gate_up = gathered(frozen.gate_up[own.slots].astype(dtype), _AXIS["gate_up"] - 1)
+            down = gathered(frozen.down[own.slots].astype(dtype), _AXIS["down"] - 1)
+            if own.united is None:
+                return expert_layer(h, weights, ids, gate_up, down, capacity)[0], None
+            layer_key = jax.random.fold_in(key, number)
+            stand_in = degraded_to(ids[order], own.groups, layer_key, config.decode_batch)[back]
+            exact = jnp.where(stand_in < 0, ids, -1)
+            out = expert_layer(h, weights, exact, gate_up, down, capacity)[0]
+            united = {
+                name: gathered(leaf.astype(dtype), _AXIS[name] - 1)
+                for name, leaf in own.united.items()
+            }
+            plan = united_dispatch(stand_in, united["down"].shape[0])
+            weights = jnp.where(stand_in < 0, 0.0, weights)
+            return out + combine_rows(united_rows(united, h, plan), weights, plan), None
+
+        return layer_forward(cfg, layer, x, positions, mask, routed, dtype=dtype)[0], None
+
     x = frozen.params["embed"][tokens].astype(jnp.float32)
-    moe_layer = 0
+    # Gradients keep what enters a layer, and compute the rest of it again: the copy of a layer's
+    # experts alone would be the whole model once more.
+    body, moe_layer = jax.checkpoint(one_layer), 0
     for (is_moe, _, count), segment in zip(cfg.segments(), frozen.params["segments"], strict=True):
-        for i in range(count):
-            layer = jax.tree.map(lambda leaf, i=i: leaf[i], segment)
-
-            def routed(
-                h: Array, weights: Array, ids: Array, moe_layer: int = moe_layer
-            ) -> tuple[Array, None]:
-                own = frozen.slots[moe_layer]
-                gate_up, down = (w[own].astype(dtype) for w in (frozen.gate_up, frozen.down))
-                if united is None:
-                    return expert_layer(h, weights, ids, gate_up, down, capacity)[0], None
-                layer_key = jax.random.fold_in(key, moe_layer)
-                groups = frozen.groups[moe_layer]
-                stand_in = degraded_to(ids[order], groups, layer_key, config.decode_batch)[back]
-                exact = jnp.where(stand_in < 0, ids, -1)
-                out = expert_layer(h, weights, exact, gate_up, down, capacity)[0]
-                mine = jax.tree.map(lambda leaf: leaf[moe_layer], united)
-                plan = united_dispatch(stand_in, mine["down"].shape[0])
-                weights = jnp.where(stand_in < 0, 0.0, weights)
-                return out + combine_rows(united_rows(mine, h, plan), weights, plan), None
-
-            x, _ = layer_forward(cfg, layer, x, positions, mask, routed, dtype=dtype)
-            moe_layer += is_moe
+        own = slice(moe_layer, moe_layer + (count if is_moe else 0))
+        experts = _MoELayer(frozen.slots, frozen.groups, united)
+        experts = jax.tree.map(lambda leaf, own=own: leaf[own], experts) if is_moe else None
+        numbers = jnp.arange(own.start, own.start + count, dtype=jnp.int32)
+        x, _ = jax.lax.scan(body, x, (segment, numbers, experts))
+        moe_layer = own.stop
     norm = frozen.params["final_norm"].astype(jnp.float32)
     h = rms_norm(x, norm, cfg.rms_norm_eps).astype(dtype)
     head = frozen.params["embed"].T if cfg.tie_embeddings else frozen.params["lm_head"]
@@ -116,7 +148,16 @@ def _loss_and_grads(
         got = jax.nn.log_softmax(_logits(cfg, frozen, united, arrays, key, config))
         return jnp.sum(weights * jnp.sum(jnp.exp(wanted) * (wanted - got), axis=-1)) / total
 
-    return loss_and_grads(share, mesh, united, frozen, arrays, key)
+    return loss_and_grads(
+        share,
+        mesh,
+        united,
+        frozen,
+        arrays,
+        key,
+        params_specs=UNITED_SPECS,
+        fixed_specs=FROZEN_SPECS,
+    )
 
 
 def _optimizer(config: DistillConfig, d_model: int) -> optax.GradientTransformation:
@@ -141,9 +182,25 @@ class Progressing(NamedTuple):
 
 
 def begin(united: dict[str, np.ndarray], config: DistillConfig, d_model: int) -> Progressing:
-    """Before the first step."""
-    params = {key: jnp.asarray(leaf, jnp.float32) for key, leaf in united.items()}
-    return Progressing(params, _optimizer(config, d_model).init(params), 0, math.nan)
+    """Before the first step, spread over the devices."""
+    mesh = data_mesh()
+    params = jax.device_put(
+        {name: np.asarray(leaf, np.float32) for name, leaf in united.items()},
+        {name: NamedSharding(mesh, spec) for name, spec in UNITED_SPECS.items()},
+    )
+    init = _optimizer(config, d_model).init
+    places = _placed(jax.eval_shape(init, params), mesh)
+    return Progressing(params, jax.jit(init, out_shardings=places)(params), 0, math.nan)
+
+
+def _placed(tree: Any, mesh: Mesh) -> Any:
+    """Where each leaf lies: what is kept of a parameter as the parameter does."""
+
+    def place(path: Any, _: Any) -> NamedSharding:
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        return NamedSharding(mesh, UNITED_SPECS[names[-1]] if names else WHOLE)
+
+    return jax.tree_util.tree_map_with_path(place, tree)
 
 
 def refine(
@@ -172,11 +229,18 @@ def refine(
             f"refine_rows is {config.refine_rows}: over {mesh.devices.size} devices each must get "
             f"whole rows and a multiple of decode_batch, {config.decode_batch}, tokens"
         )
-    whole = NamedSharding(mesh, PartitionSpec())
+    if cfg.d_model % mesh.devices.size:
+        raise ValueError(
+            f"d_model is {cfg.d_model} and does not divide by {mesh.devices.size} devices; use "
+            "fewer, or refine_steps 0"
+        )
     slots = np.asarray(model.table.slots)[:, : cfg.num_experts]
     tables = (slots, np.asarray(groups, np.int32))
-    frozen = Frozen(*jax.device_put((model.params, *model.pool, *tables), whole))
-    united, state = jax.device_put((at.united, at.state), whole)
+    specs = jax.tree.map(partial(NamedSharding, mesh), FROZEN_SPECS)
+    frozen = jax.device_put(Frozen(model.params, *model.pool, *map(jnp.asarray, tables)), specs)
+    united, state = jax.device_put(
+        (at.united, at.state), (_placed(at.united, mesh), _placed(at.state, mesh))
+    )
 
     def at_step(united: Stacked, step: int) -> tuple[Array, Stacked]:
         arrays = _batch(data, step, config, mesh)

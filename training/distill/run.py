@@ -1,7 +1,8 @@
 """`distill`: united experts of a model, layer by layer, then end to end."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from jmoe.tokenizer import Tokenizer
 from training.distill.config import DistillConfig
 from training.distill.data import digest, pack_files
 from training.distill.expert import outputs_on_all
-from training.distill.fit import Fit, fit_layer
+from training.distill.fit import DistillError, Fit, fit_layer
 from training.distill.grouping import make_groups
 from training.distill.refine import Progressing, begin, refine
 from training.distill.report import LayerResult, RefineResult, write_report
@@ -170,16 +171,31 @@ def _fit(
         probe = jnp.asarray(rows.h[:: max(1, len(rows.h) // _PROBE)], jnp.float32)
         answers = np.asarray(outputs_on_all({k: jnp.asarray(v) for k, v in members.items()}, probe))
     groups = make_groups(config.grouping, way, rows, answers)
-    fit = fit_layer(
-        make_start(config.start, members, groups, visits),
-        {key: jnp.asarray(leaf) for key, leaf in members.items()},
-        groups,
-        rows,
-        _key(config, way, at),
-        config,
-        lambda done, total, text: progress(f"way {way}, layer {at}", done, total, text),
-    )
+    with _room_for(f"way {way}, layer {at}", f"lower rows ({config.rows} now)"):
+        fit = fit_layer(
+            make_start(config.start, members, groups, visits),
+            {key: jnp.asarray(leaf) for key, leaf in members.items()},
+            groups,
+            rows,
+            _key(config, way, at),
+            config,
+            lambda done, total, text: progress(f"way {way}, layer {at}", done, total, text),
+        )
     return fit, groups
+
+
+@contextmanager
+def _room_for(what: str, advice: str) -> Iterator[None]:
+    """Says what helps where the devices have no room."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise DistillError(
+            f"{what} does not fit the devices ({error}): {advice}, or use more devices. Finished "
+            "layers are kept"
+        ) from error
 
 
 def _key(config: DistillConfig, way: int, at: int) -> Array:
@@ -202,21 +218,23 @@ def _refine(
     progress: Progress,
 ) -> tuple[United, RefineResult]:
     weights = {key: united[key] for key in ("gate_up", "down")}
-    model = load(model_dir, config.dtype, ways=())
-    at = begin(weights, config, model.config.d_model)
-    kept = store.refinement(way, at._asdict())
-    if kept is not None:
-        at = Progressing(**{**kept, "step": int(kept["step"]), "before": float(kept["before"])})
-    trained, before, after = refine(
-        model,
-        united["groups"],
-        at,
-        data,
-        _key(config, way, 1_000_000),
-        config,
-        save=lambda state: store.save_refinement(way, state.step, state._asdict()),
-        note=partial(progress, f"way {way}, end to end"),
-    )
+    advice = f"lower refine_rows ({config.refine_rows} now), leave this stage out (refine_steps 0)"
+    with _room_for(f"way {way}, end to end,", advice):
+        model = load(model_dir, config.dtype, ways=())
+        at = begin(weights, config, model.config.d_model)
+        kept = store.refinement(way, at._asdict())
+        if kept is not None:
+            at = Progressing(**{**kept, "step": int(kept["step"]), "before": float(kept["before"])})
+        trained, before, after = refine(
+            model,
+            united["groups"],
+            at,
+            data,
+            _key(config, way, 1_000_000),
+            config,
+            save=lambda state: store.save_refinement(way, state.step, state._asdict()),
+            note=partial(progress, f"way {way}, end to end"),
+        )
     if after >= before:  # united experts that were that good already are left as they were
         return united, RefineResult(way, before, before)
     return united | trained, RefineResult(way, before, after)

@@ -25,6 +25,7 @@ from jmoe.model import (
     route,
     swiglu,
 )
+from jmoe.rope import rotation
 from jmoe.sampling import token_logprobs
 from pallas_kernels import routing
 
@@ -134,9 +135,10 @@ def _moe_inputs(
     valid = position < jnp.repeat(lengths, length)
     rows = Rows(position, valid, jnp.zeros(batch * length, bool))
     mix = causal_mix(batch, length, cfg.head_dim**-0.5)
+    turns = rotation(position, cfg.rope, cfg.head_dim)
     x, found = embed(params, tokens.reshape(-1)), []
     for layer, is_moe in _layers(cfg, params):
-        x, _ = attend(cfg, layer, x, position, lambda q, k, v: mix(q, k, v, jnp.int32(0), None))
+        x, _ = attend(cfg, layer, x, turns, lambda heads: mix(heads, jnp.int32(0), None))
         if not is_moe:
             h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
             x = x + swiglu(h, layer["gate_up"], layer["down"])
