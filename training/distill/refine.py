@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from jmoe.api import Model
 from jmoe.config import ModelConfig
 from jmoe.model import rms_norm
+from pallas_kernels.backend import backend
 from training.dispatch import combine_rows, expert_layer
 from training.distill.config import DistillConfig
 from training.distill.expert import Stacked
@@ -90,8 +91,8 @@ def _logits(
     back = jnp.argsort(order)
     mask = causal_mask(items)
 
-    def one_layer(x: Array, scanned: tuple[Any, Array, _MoELayer]) -> tuple[Array, None]:
-        layer, number, own = scanned
+    def one_layer(x: Array, scanned: Any) -> tuple[Array, None]:
+        layer, number, own = scanned  # own: a _MoELayer, or None
 
         def routed(h: Array, weights: Array, ids: Array) -> tuple[Array, None]:
             gate_up = gathered(frozen.gate_up[own.slots].astype(dtype), _AXIS["gate_up"] - 1)
@@ -113,9 +114,9 @@ def _logits(
         return layer_forward(cfg, layer, x, positions, mask, routed, dtype=dtype)[0], None
 
     x = frozen.params["embed"][tokens].astype(jnp.float32)
-    # Gradients keep what enters a layer, and compute the rest of it again: the copy of a layer's
-    # experts alone would be the whole model once more.
-    body, moe_layer = jax.checkpoint(one_layer), 0
+    # On a GPU gradients keep what enters a layer, and compute the rest of it again: the copy of a
+    # layer's experts alone would be the whole model once more. A CPU has room, and is slow.
+    body, moe_layer = one_layer if backend() == "cpu" else jax.checkpoint(one_layer), 0
     for (is_moe, _, count), segment in zip(cfg.segments(), frozen.params["segments"], strict=True):
         own = slice(moe_layer, moe_layer + (count if is_moe else 0))
         experts = _MoELayer(frozen.slots, frozen.groups, united)
