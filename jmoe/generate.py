@@ -2,23 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jmoe.api import Model, check_tokens
 from jmoe.brownout import Brownout
-from jmoe.steps import (
-    Q_LEN,
-    decode_step,
-    empty_deltas,
-    empty_rows,
-    make_state,
-    pack_row,
-    prefill_step,
-)
+from jmoe.stepper import Stepper
+from jmoe.steps import Q_LEN, Output, empty_rows, pack_row
 
 Prompt = str | Sequence[int]
 
@@ -117,24 +107,14 @@ def as_tokens(model: Model, prompt: Prompt) -> list[int]:
 
 
 class _Run:
-    """Device state and outputs of one call; sequence i owns slot i and a run of pages."""
+    """Steps and outputs of one call; sequence i owns slot i."""
 
     def __init__(self, model, prompts, longest, brownout, page_size, sampling, seed) -> None:
-        cfg, count = model.config, len(prompts)
-        blocks = -(-longest // page_size)
-        control = model.prepare(brownout)
-        self.control = np.array([int(control.threshold_percent), int(control.strategy)], np.int32)
-        self.model, self.prompts, self.sampling, self.seed = model, prompts, sampling, seed
-        self.state = make_state(
-            cfg,
-            num_slots=count,
-            num_pages=count * blocks,
-            page_size=page_size,
-            max_blocks=blocks,
-            dtype=model.dtype,
+        count = len(prompts)
+        self.prompts, self.sampling, self.seed = prompts, sampling, seed
+        self.stepper = Stepper(
+            model, brownout, num_slots=count, max_len=longest, page_size=page_size
         )
-        pages = np.arange(count * blocks, dtype=np.int32).reshape(count, blocks)
-        self.state = self.state._replace(block_table=jnp.asarray(pages))
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.logprobs: list[list[float]] = [[] for _ in prompts]
         self.degraded = np.zeros(count, np.int64)
@@ -144,19 +124,7 @@ class _Run:
     def _row(self, i: int, kv_len: int, q_len: int = 1) -> np.ndarray:
         return pack_row(i, kv_len=kv_len, q_len=q_len, seed=self.seed + i, **self.sampling)
 
-    def _call(self, step, who: list[int], *args: np.ndarray) -> None:
-        model = self.model
-        self.state, out = step(
-            model.config,
-            model.params,
-            model.pool,
-            model.table,
-            self.state,
-            *map(jnp.asarray, args),
-            jnp.asarray(empty_deltas(1)),
-            jnp.asarray(self.control),
-            max_active=model.config.num_experts,
-        )
+    def _keep(self, who: list[int], out: Output) -> None:
         count = len(who)
         self.newest[who] = np.asarray(out.tokens)[:count]
         self.newest_logprob[who] = np.asarray(out.logprobs)[:count]
@@ -183,14 +151,14 @@ class _Run:
             flat = np.zeros(_bucket(len(tokens)), np.int32)
             flat[: len(tokens)] = tokens
             assert packed[:, Q_LEN].sum() == len(tokens)
-            self._call(_prefill, who, flat, packed)
+            self._keep(who, self.stepper.prefill(flat, packed))
 
     def decode(self, live: list[int]) -> None:
         """One token for each sequence of `live`."""
         packed = empty_rows(_bucket(len(live)))
         for at, i in enumerate(live):
             packed[at] = self._row(i, len(self.prompts[i]) + len(self.tokens[i]))
-        self._call(_decode, live, packed)
+        self._keep(live, self.stepper.decode(packed))
 
     def accept(self, live: list[int]) -> None:
         """Takes the newest token of each sequence of `live`."""
@@ -202,11 +170,3 @@ class _Run:
 def _bucket(count: int) -> int:
     """The next power of two: few shapes, few compilations."""
     return 1 << (count - 1).bit_length()
-
-
-_decode = partial(jax.jit, static_argnums=0, static_argnames="max_active", donate_argnums=4)(
-    decode_step
-)
-_prefill = partial(jax.jit, static_argnums=0, static_argnames="max_active", donate_argnums=4)(
-    prefill_step
-)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jmoe.config import ModelConfig
 
@@ -40,26 +40,6 @@ def page_bytes(cfg: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
     """Bytes of one page, keys and values of all layers."""
     rows = cfg.num_layers * page_size * cfg.num_kv_heads * cfg.head_dim
     return 2 * rows * jnp.dtype(dtype).itemsize
-
-
-def write_rows(
-    pages: KVPages,
-    layer: Int[Array, ""],
-    page: Int[Array, "T"],
-    offset: Int[Array, "T"],
-    k: Float[Array, "T G D"],
-    v: Float[Array, "T G D"],
-) -> KVPages:
-    """Writes one row a token in place. Pages must be in range: XLA is promised so.
-
-    Bounds checks would more than double the time of the scatter on a CPU.
-    """
-
-    def write(cache: Array, new: Array) -> Array:
-        at = cache.at[layer, page, :, offset]
-        return at.set(new.astype(cache.dtype), mode="promise_in_bounds")
-
-    return KVPages(write(pages.k, k), write(pages.v, v))
 
 
 class OutOfPages(Exception):

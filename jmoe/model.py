@@ -15,14 +15,19 @@ from jaxtyping import Array, Bool, Float, Int
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool, ExpertTable
-from jmoe.rope import rotate
+from jmoe.rope import rotation
 from pallas_kernels import grouped_gemm, routing
+from pallas_kernels.backend import backend
+from pallas_kernels.kv_write import Projection, rms_norm, split_heads
 
 Params = Mapping[str, Any]
 """`embed`, `final_norm`, `lm_head` (untied) and `segments`; docs/architecture.md has the table."""
 
-Mix = Callable[[Array, Array, Array, Int[Array, ""], Any], tuple[Array, Any]]
-"""`(q [T, H, D], k [T, G, D], v [T, G, D], layer, carry) -> (out [T, H, D], carry)`."""
+Mix = Callable[[Projection, Int[Array, ""], Any], tuple[Array, Any]]
+"""`(projection, layer, carry) -> (out [T, H, D], carry)`."""
+
+Rotation = tuple[Float[Array, "T half"], Float[Array, "T half"]]
+"""Cosines and sines of a step's rows, by `rope.rotation`."""
 
 
 class Rows(NamedTuple):
@@ -40,45 +45,35 @@ class LayerStats(NamedTuple):
     expert_rows: Int[Array, "E"]  # rows that each logical expert computed
 
 
-def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, "d"], eps: float) -> Array:
-    """Root-mean-square norm in float32; weight applied in x's dtype."""
-    h = x.astype(jnp.float32)
-    h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
-    return h.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
-
-
 def embed(params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
     """Rows of the embedding matrix."""
     return params["embed"][tokens]
 
 
-def qkv(
-    cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], positions: Int[Array, "T"]
-) -> tuple[Float[Array, "T H D"], Float[Array, "T G D"], Float[Array, "T G D"]]:
-    """Projections of the normed rows, with QK norm where the architecture has it, and RoPE."""
-    out = h @ layer["wqkv"]
-    if cfg.qkv_bias:
-        # Unfused on purpose: with the bias inside, XLA copies each layer's weights out of the scan.
-        out = lax.optimization_barrier(out) + layer["bqkv"][None, :]
-    heads, kv_heads = cfg.num_heads, cfg.num_kv_heads
-    out = out.reshape(-1, heads + 2 * kv_heads, cfg.head_dim)
-    q, k, v = jnp.split(out, [heads, heads + kv_heads], axis=1)
-    if cfg.qk_norm:
-        q = rms_norm(q, layer["q_norm"], cfg.rms_norm_eps)
-        k = rms_norm(k, layer["k_norm"], cfg.rms_norm_eps)
-    return rotate(q, positions, cfg.rope), rotate(k, positions, cfg.rope), v
+def project(cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], turns: Rotation) -> Projection:
+    """Query, key and value heads of the normed rows, but for bias, QK norm and RoPE."""
+    shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
+    return Projection(
+        (h @ layer["wqkv"]).reshape(shape),
+        cfg.num_kv_heads,
+        *turns,
+        bias=layer["bqkv"].reshape(shape[1:]) if cfg.qkv_bias else None,
+        q_norm=layer["q_norm"] if cfg.qk_norm else None,
+        k_norm=layer["k_norm"] if cfg.qk_norm else None,
+        eps=cfg.rms_norm_eps,
+    )
 
 
 def attend(
     cfg: ModelConfig,
     layer: Params,
     x: Float[Array, "T d"],
-    positions: Int[Array, "T"],
-    mix: Callable[[Array, Array, Array], tuple[Array, Any]],
+    turns: Rotation,
+    mix: Callable[[Projection], tuple[Array, Any]],
 ) -> tuple[Float[Array, "T d"], Any]:
-    """Attention with its residual. `mix(q, k, v)` returns what the heads read, and its carry."""
+    """Attention with its residual. `mix(projection)` returns what the heads read, and its carry."""
     h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
-    out, carry = mix(*qkv(cfg, layer, h, positions))
+    out, carry = mix(project(cfg, layer, h, turns))
     return x + out.reshape(x.shape[0], -1) @ layer["wo"], carry
 
 
@@ -185,25 +180,25 @@ def run_layers(
     """All layers: one scan for each run of layers of one kind.
 
     The carry of `mix` (the KV pages) travels in the scan's carry: as scanned inputs and outputs XLA
-    would copy the whole cache. Returns rows, carry, and stats stacked over MoE layers.
+    would copy the whole cache. So does the layer's number: of a scanned one every layer would copy
+    its four bytes. Returns rows, carry, and stats stacked over MoE layers.
     """
+    turns = rotation(rows.positions, cfg.rope, cfg.head_dim)
     stats = []
     moe_start = 0
     for (is_moe, start, count), segment in zip(cfg.segments(), params["segments"], strict=True):
-        layers = start + jnp.arange(count, dtype=jnp.int32)
         if is_moe:
+            segment = _with_wide_router(segment)
             own = slice(moe_start, moe_start + count)
             moe_start += count
-            xs = (segment, layers, table.slots[own], table.groups[own])
+            xs = (segment, table.slots[own], table.groups[own])
         else:
-            xs = (segment, layers, None, None)
+            xs = (segment, None, None)
 
         def body(state: Any, xs: Any, is_moe: bool = is_moe) -> Any:
-            x, carry = state
-            layer, index, slots, groups = xs
-            x, carry = attend(
-                cfg, layer, x, rows.positions, lambda q, k, v: mix(q, k, v, index, carry)
-            )
+            x, carry, index = state
+            layer, slots, groups = xs
+            x, carry = attend(cfg, layer, x, turns, lambda heads: mix(heads, index, carry))
             if is_moe:
                 x, out = moe(
                     cfg, layer, pool, slots, groups, x, rows, control, max_active=max_active
@@ -211,18 +206,32 @@ def run_layers(
             else:
                 h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
                 x, out = x + swiglu(h, layer["gate_up"], layer["down"]), None
-            return (x, carry), out
+            return (x, carry, index + 1), out
 
-        (x, carry), out = lax.scan(body, (x, carry), xs)
+        (x, carry, _), out = lax.scan(body, (x, carry, jnp.int32(start)), xs)
         if is_moe:
             stats.append(out)
     return x, carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
 
 
+def _with_wide_router(segment: Params) -> Params:
+    """The same layers, their router's columns a multiple of eight: `routing.route` drops the rest.
+
+    cuBLAS takes no other number of columns. XLA would pad the weights and cut the logits, to the
+    same bits, in every layer of every step; so they are padded once a step.
+    """
+    router = segment["router"]
+    missing = -router.shape[-1] % 8
+    if not missing or backend() == "cpu":
+        return segment
+    return {**segment, "router": jnp.pad(router, ((0, 0), (0, 0), (0, missing)))}
+
+
 def causal_mix(batch: int, length: int, scale: float) -> Mix:
     """Attention without a cache: `batch` rows of `length` tokens, each its own sequence."""
 
-    def mix(q: Array, k: Array, v: Array, layer: Array, carry: Any) -> tuple[Array, Any]:
+    def mix(projection: Projection, layer: Array, carry: Any) -> tuple[Array, Any]:
+        q, k, v = split_heads(projection)
         heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
         qg = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
         kb, vb = (a.reshape(batch, length, kv_heads, head_dim) for a in (k, v))

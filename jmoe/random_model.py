@@ -1,62 +1,133 @@
 """Models with random weights of any geometry, made on the device: for benchmarks and tests."""
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from jmoe.api import Model
 from jmoe.checkpoint import empty_pool
 from jmoe.config import ModelConfig
-from jmoe.experts import UnitedExperts, groups_by_index, make_table, united_places, write_slots
+from jmoe.experts import ExpertPool, UnitedExperts, groups_by_index, make_table, write_slots
+
+NEVER_PICKED = 1e-4  # the least popular expert is never less likely than this
 
 
 def random_model(
-    cfg: ModelConfig, seed: int = 0, dtype: str = "float32", ways: Sequence[int] = ()
+    cfg: ModelConfig,
+    seed: int = 0,
+    dtype: str = "float32",
+    ways: Sequence[int] = (),
+    skew: float = 0.0,
 ) -> Model:
     """A model whose projections are normal with variance 1 / fan-in and whose norms are one.
 
-    United experts of `ways` are the means of their members. Its routing is nearly uniform, which is
-    the hardest case for brownout.
+    Drawn layer by layer, so that a device holds one copy of the experts and one layer more. United
+    experts of `ways` are the means of their members, in host memory.
+
+    Args:
+        cfg: the geometry.
+        seed: the same seed, geometry and dtype give the same weights on the same backend.
+        dtype: of all weights.
+        ways: united experts to make; the pool has places for the largest.
+        skew: of the router, see `popularity`; 0 is nearly uniform, the hardest case for brownout.
+
+    Raises ValueError for a skew or a way that cannot be had.
     """
     kind = jnp.dtype(dtype)
-    params_key, experts_key = jax.random.split(jax.random.key(seed))
-    params = random_params(cfg, params_key, kind)
-    keys = iter(jax.random.split(experts_key, 2))
-    dense = partial(_dense, keys, kind)
-    layers, m, d, f = cfg.num_moe_layers, cfg.num_experts, cfg.d_model, cfg.d_ff_expert
-    gate_up, down = dense(layers, m, d, 2 * f), dense(layers, m, f, d)
-    united = {way: _means(gate_up, down, way) for way in ways}
-    table = make_table(layers, m, united_places(united))
+    key = jax.random.key(seed, impl="rbg")  # a model is billions of draws; threefry is slower
+    params_key, experts_key = jax.random.split(key)
+    params = jax.jit(partial(random_params, cfg, dtype=kind, skew=skew))(params_key)
+    layers, m = cfg.num_moe_layers, cfg.num_experts
+    groups = {way: groups_by_index(m, way) for way in ways}
+    united = {way: _host_arrays(cfg, int(groups[way].max()) + 1, kind) for way in ways}
+    places = max((len(gate_up[0]) for gate_up, _ in united.values()), default=0)
+    table = make_table(layers, m, places)
     slots = np.asarray(table.slots)
     pool = empty_pool(cfg, slots.size, kind)
-    for layer in range(layers):
-        pool = write_slots(pool, jnp.asarray(slots[layer, :m]), gate_up[layer], down[layer])
-    return Model(f"random-{cfg.architecture}", Path(), cfg, kind, params, pool, table, united)
+    for layer, layer_key in enumerate(jax.random.split(experts_key, layers)):
+        experts = _layer_experts(cfg, layer_key, kind)
+        pool = write_slots(pool, jnp.asarray(slots[layer, :m]), *experts)
+        for way, host in united.items():
+            for into, weights in zip(host, experts, strict=True):
+                into[layer] = np.asarray(
+                    _means(weights, jnp.asarray(groups[way]), len(into[layer]))
+                )
+    ways_made = {
+        way: UnitedExperts(way, *host, np.tile(groups[way], (layers, 1)))
+        for way, host in united.items()
+    }
+    return Model(f"random-{cfg.architecture}", Path(), cfg, kind, params, pool, table, ways_made)
 
 
-def random_params(cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype) -> dict[str, Any]:
+def random_params(
+    cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype, skew: float = 0.0
+) -> dict[str, Any]:
     """Everything but routed experts. `jax.eval_shape` of it gives a model's abstract weights."""
     dense = partial(_dense, iter(jax.random.split(key, 2 + 8 * len(cfg.segments()))), dtype)
     params: dict[str, Any] = {
         "embed": dense(cfg.vocab_size, cfg.d_model),
         "final_norm": jnp.ones(cfg.d_model, dtype),
-        "segments": tuple(_segment(cfg, moe, n, dense, dtype) for moe, _, n in cfg.segments()),
+        "segments": tuple(
+            _segment(cfg, moe, n, dense, dtype, skew) for moe, _, n in cfg.segments()
+        ),
     }
     if not cfg.tie_embeddings:
         params["lm_head"] = dense(cfg.d_model, cfg.vocab_size)
     return params
 
 
+def popularity(num_experts: int, picks: int, skew: float) -> np.ndarray:
+    """float64 [m]: how likely a row is to pick the expert of each rank, `picks` in all.
+
+    It falls as exp(-skew rank / m): the most popular expert is picked exp(skew) times as often as
+    the least. Raises ValueError for a skew at which the first would be picked by half the rows:
+    the logits of random rows are symmetric around 0, which no expert can do without a bias.
+    """
+    share = np.exp(-skew * np.arange(num_experts) / num_experts)
+    likely = np.maximum(picks * share / share.sum(), NEVER_PICKED)
+    if skew < 0 or (skew > 0 and likely[0] >= 0.5):
+        raise ValueError(
+            f"skew is {skew:g}; it must be 0 or more, and with {picks} of {num_experts} experts "
+            f"so small that none is picked by half of the rows (now {likely[0]:.2f})"
+        )
+    return likely
+
+
+def logit_scales(num_experts: int, picks: int, skew: float) -> np.ndarray:
+    """float64 [m]: standard deviation of each rank's router logits that gives `popularity`.
+
+    An expert is among the picks of a row where its logit passes the row's k-th largest. With many
+    experts that is nearly the same for every row, here 1: P(scale z > 1) = popularity.
+    """
+    if skew == 0:
+        return np.ones(num_experts)
+    normal = NormalDist()
+    return np.array([-1 / normal.inv_cdf(p) for p in popularity(num_experts, picks, skew)])
+
+
 def _dense(keys: Iterator[jax.Array], dtype: jnp.dtype, *shape: int) -> jax.Array:
-    return (jax.random.normal(next(keys), shape) * shape[-2] ** -0.5).astype(dtype)
+    return (jax.random.normal(next(keys), shape, dtype) * shape[-2] ** -0.5).astype(dtype)
 
 
-def _segment(cfg: ModelConfig, is_moe: bool, n: int, dense: Any, kind: Any) -> dict[str, jax.Array]:
+def _router(cfg: ModelConfig, n: int, dense: Any, skew: float) -> jax.Array:
+    """[n, d, m]; which expert has which rank is drawn for every layer."""
+    weights = dense(n, cfg.d_model, cfg.num_experts)
+    scales = jnp.asarray(logit_scales(cfg.num_experts, cfg.experts_per_token, skew), weights.dtype)
+    order = np.random.default_rng(0).permuted(np.tile(np.arange(cfg.num_experts), (n, 1)), axis=1)
+    return weights * scales[jnp.asarray(order)][:, None, :]
+
+
+def _segment(
+    cfg: ModelConfig, is_moe: bool, n: int, dense: Any, kind: Any, skew: float
+) -> dict[str, jax.Array]:
     d, heads, kv_heads, size = cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     out = {
         "attn_norm": jnp.ones((n, d), kind),
@@ -73,7 +144,7 @@ def _segment(cfg: ModelConfig, is_moe: bool, n: int, dense: Any, kind: Any) -> d
             "gate_up": dense(n, d, 2 * cfg.d_ff_dense),
             "down": dense(n, cfg.d_ff_dense, d),
         }
-    out["router"] = dense(n, d, cfg.num_experts)
+    out["router"] = _router(cfg, n, dense, skew)
     if cfg.d_ff_shared:
         out["shared_gate_up"] = dense(n, d, 2 * cfg.d_ff_shared)
         out["shared_down"] = dense(n, cfg.d_ff_shared, d)
@@ -81,12 +152,35 @@ def _segment(cfg: ModelConfig, is_moe: bool, n: int, dense: Any, kind: Any) -> d
     return out
 
 
-def _means(gate_up: jax.Array, down: jax.Array, way: int) -> UnitedExperts:
-    layers, m = gate_up.shape[:2]
-    groups = groups_by_index(m, way)
+@partial(jax.jit, static_argnums=(0, 2))
+def _layer_experts(cfg: ModelConfig, key: jax.Array, kind: Any) -> ExpertPool:
+    dense = partial(_dense, iter(jax.random.split(key, 2)), kind)
+    m, d, f = cfg.num_experts, cfg.d_model, cfg.d_ff_expert
+    return ExpertPool(dense(m, d, 2 * f), dense(m, f, d))
 
-    def mean(weights: jax.Array) -> np.ndarray:
-        host = np.asarray(weights)
-        return np.stack([host[:, groups == g].mean(1) for g in range(groups.max() + 1)], axis=1)
 
-    return UnitedExperts(way, mean(gate_up), mean(down), np.tile(groups, (layers, 1)))
+@partial(jax.jit, static_argnums=2)
+def _means(
+    weights: Float[Array, "m a b"], groups: Int[Array, "m"], count: int
+) -> Float[Array, "count a b"]:
+    share = jax.nn.one_hot(groups, count, axis=0, dtype=jnp.float32)
+    share = share / jnp.sum(share, axis=1, keepdims=True)
+    return jnp.einsum("gm,mab->gab", share.astype(weights.dtype), weights)
+
+
+def _host_arrays(cfg: ModelConfig, count: int, kind: Any) -> tuple[np.ndarray, np.ndarray]:
+    shape, d, f = (cfg.num_moe_layers, count), cfg.d_model, cfg.d_ff_expert
+    return np.empty((*shape, d, 2 * f), kind), np.empty((*shape, f, d), kind)
+
+
+def weight_bytes(cfg: ModelConfig, dtype: Any) -> tuple[int, int]:
+    """Bytes of one routed expert, and of all that a decode step reads beside experts and KV.
+
+    The latter is every layer's attention, router, norms and shared expert, the last norm and the
+    output projection; of the embedding a step reads a few rows.
+    """
+    size = jnp.dtype(dtype).itemsize
+    shapes = jax.eval_shape(lambda: random_params(cfg, jax.random.key(0), jnp.dtype(dtype)))
+    read = dict(shapes) if cfg.tie_embeddings else {k: v for k, v in shapes.items() if k != "embed"}
+    others = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(read)) * size
+    return 3 * cfg.d_model * cfg.d_ff_expert * size, others

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jmoe.config import RopeConfig
+from pallas_kernels.kv_write import turn
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -52,14 +53,17 @@ def _yarn(rope: RopeConfig, freq: np.ndarray, head_dim: int) -> np.ndarray:
     return freq / rope.factor * ramp + freq * (1 - ramp)
 
 
+def rotation(
+    positions: Int[Array, "T"], rope: RopeConfig, head_dim: int
+) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
+    """Cosines and sines of each row's angles, float32; the same in every layer."""
+    freq = jnp.asarray(inverse_frequencies(rope, head_dim))
+    angle = positions.astype(jnp.float32)[:, None] * freq[None, :]
+    return jnp.cos(angle) * rope.attention_factor, jnp.sin(angle) * rope.attention_factor
+
+
 def rotate(
     x: Float[Array, "T N D"], positions: Int[Array, "T"], rope: RopeConfig
 ) -> Float[Array, "T N D"]:
     """Rotates each head of each row by its position; computed in float32, returned in x's dtype."""
-    half = x.shape[-1] // 2
-    freq = jnp.asarray(inverse_frequencies(rope, x.shape[-1]))
-    angle = positions.astype(jnp.float32)[:, None] * freq[None, :]
-    cos = (jnp.cos(angle) * rope.attention_factor)[:, None, :]
-    sin = (jnp.sin(angle) * rope.attention_factor)[:, None, :]
-    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    return turn(x, *rotation(positions, rope, x.shape[-1]))

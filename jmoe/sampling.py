@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
 
@@ -17,21 +16,32 @@ class Sampling(NamedTuple):
     seed: UInt32[Array, "B"]
 
 
+def greedy(logits: Float[Array, "B V"]) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """The likeliest token of each row, the lowest among equals, and its log-probability."""
+    ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return ids, token_logprobs(logits, ids)
+
+
 def sample(
-    logits: Float[Array, "B V"], sampling: Sampling, positions: Int[Array, "B"]
+    logits: Float[Array, "B V"],
+    sampling: Sampling,
+    positions: Int[Array, "B"],
+    *,
+    cut: bool = True,
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """Next token of each row and its log-probability under the unmodified distribution.
 
     The randomness of a row depends on its seed and the position that is being filled alone, so a
-    request draws the same tokens in any batch, and again after a preemption. A batch without a
-    sampled row skips the sort.
+    request draws the same tokens in any batch, and again after a preemption.
+
+    Args:
+        logits: float32.
+        sampling: rows of temperature 0 are greedy.
+        positions: that the tokens will have.
+        cut: whether any row uses top-k or top-p; without them there is nothing to sort.
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    ids = lax.cond(
-        jnp.any(sampling.temperature > 0),
-        lambda: jnp.where(sampling.temperature > 0, _draw(logits, sampling, positions), greedy),
-        lambda: greedy,
-    )
+    drawn = _draw(logits, sampling, positions, cut)
+    ids = jnp.where(sampling.temperature > 0, drawn, greedy(logits)[0])
     return ids, token_logprobs(logits, ids)
 
 
@@ -42,12 +52,12 @@ def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Floa
 
 
 def _draw(
-    logits: Float[Array, "B V"], sampling: Sampling, positions: Int[Array, "B"]
+    logits: Float[Array, "B V"], sampling: Sampling, positions: Int[Array, "B"], cut: bool
 ) -> Int[Array, "B"]:
     """The Gumbel maximum of what temperature, top-k and top-p leave of each row."""
     scaled = logits / jnp.maximum(sampling.temperature, 1e-6)[:, None]
-    cut = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1))
-    scaled = lax.cond(cut, lambda: _cut(scaled, sampling), lambda: scaled)
+    if cut:
+        scaled = _cut(scaled, sampling)
 
     def noise(seed: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed), position)

@@ -16,11 +16,24 @@ from jaxtyping import Array, Float, Int
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool, ExpertTable
-from jmoe.kv_cache import KVPages, make_pages, write_rows
+from jmoe.kv_cache import KVPages, make_pages
 from jmoe.model import LayerStats, Params, Rows, embed, head, run_layers
-from jmoe.sampling import Sampling, sample, token_logprobs
+from jmoe.sampling import Sampling, greedy, sample, token_logprobs
+from pallas_kernels.backend import backend
+from pallas_kernels.kv_write import Projection, write_kv
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.prefill_attention import plan as plan_prefill
 from pallas_kernels.prefill_attention import prefill_attention
+
+
+def compiler_options() -> dict[str, str]:
+    """XLA's options for step programs: none on a CPU.
+
+    Weights and pages are meant to fill a GPU. Where arguments take more than 80 % of its memory,
+    XLA computes things again in every layer so as to save some, whole products among them, though
+    all that a step needs beside its arguments is some 200 MiB, and none of that is saved.
+    """
+    return {} if backend() == "cpu" else {"xla_disable_hlo_passes": "rematerialization"}
 
 
 class State(NamedTuple):
@@ -32,13 +45,18 @@ class State(NamedTuple):
 
 
 class Output(NamedTuple):
-    """What the host reads of a step. B is decode rows, or sequences of a prefill step."""
+    """What comes of a step. B is decode rows, or sequences of a prefill step.
+
+    Tokens are greedy: `draw_step` takes their place where a row wants others. The host reads all
+    but the logits, which stay on the device for it.
+    """
 
     tokens: Int[Array, "B"]
     logprobs: Float[Array, "B"]
     degraded: Int[Array, "B"]  # degraded expert visits of the row or chunk
     expert_rows: Int[Array, "layers E"]  # rows computed by MoE layer and logical expert
     prompt_logprobs: Float[Array, "T"] | None = None  # of the row's next prompt token
+    logits: Float[Array, "B V"] | None = None
 
 
 def make_state(
@@ -147,8 +165,9 @@ def decode_step(
     block_table = state.block_table[slot]
     scale = cfg.head_dim**-0.5
 
-    def mix(q: Array, k: Array, v: Array, layer: Array, pages: KVPages) -> tuple[Array, KVPages]:
-        pages = write_rows(pages, layer, page, offset, k, v)
+    def mix(heads: Projection, layer: Array, pages: KVPages) -> tuple[Array, KVPages]:
+        q, *new = write_kv(heads, *pages, layer=layer, page=page, offset=offset)
+        pages = KVPages(*new)
         out = paged_attention(
             q, pages.k, pages.v, layer=layer, block_table=block_table, kv_len=kv_len, scale=scale
         )
@@ -168,10 +187,45 @@ def decode_step(
         state.pages,
         max_active=max_active,
     )
-    tokens, logprobs = sample(head(cfg, params, x), _sampling(rows), position + 1)
+    logits = head(cfg, params, x)
+    tokens, logprobs = greedy(logits)
     state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], tokens))
     degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
-    return state, Output(tokens, logprobs, degraded, stats.expert_rows)
+    return state, Output(tokens, logprobs, degraded, stats.expert_rows, logits=logits)
+
+
+def drawing(rows: Int[np.ndarray, "B C"]) -> bool | None:
+    """Whether packed rows want tokens that are drawn: None if none does, else whether one cuts.
+
+    The host chooses the program. A condition on the device would have to be read by the host, which
+    would wait for the step in the middle of launching it.
+    """
+    draws = rows[rows[:, TEMPERATURE].view(np.float32) > 0]
+    if not len(draws):
+        return None
+    return bool(((draws[:, TOP_K] > 0) | (draws[:, TOP_P].view(np.float32) < 1)).any())
+
+
+def draw_step(
+    last_token: Int[Array, "S"],
+    logits: Float[Array, "B V"],
+    rows: Int[Array, "B C"],
+    *,
+    cut: bool,
+) -> tuple[Int[Array, "S"], Int[Array, "B"], Float[Array, "B"]]:
+    """Draws tokens after a step whose rows want them; greedy rows keep theirs.
+
+    Args:
+        last_token: of the state after the step. Donate it.
+        logits: of the step's output.
+        rows: of the step.
+        cut: see `drawing`.
+
+    Returns the state's newest tokens, and what takes the place of the output's tokens and
+    log-probabilities.
+    """
+    tokens, logprobs = sample(logits, _sampling(rows), rows[:, KV_LEN], cut=cut)
+    return _remember(last_token, rows[:, SLOT], tokens), tokens, logprobs
 
 
 def _remember(
@@ -204,7 +258,8 @@ def prefill_step(
     num_tokens, num_chunks = tokens.shape[0], rows.shape[0]
     q_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows[:, Q_LEN])])
     index = jnp.arange(num_tokens, dtype=jnp.int32)
-    owner = jnp.searchsorted(q_start[1:], index, side="right").astype(jnp.int32)
+    # Chunks that end at or before a row; a binary search would be a loop of small kernels.
+    owner = jnp.sum(q_start[None, 1:] <= index[:, None], axis=1, dtype=jnp.int32)
     valid = owner < num_chunks
     owner = jnp.minimum(owner, num_chunks - 1)
     slots = jnp.maximum(rows[:, SLOT], 0)
@@ -213,18 +268,21 @@ def prefill_step(
     page, offset = _pages_of(state, slots[owner], position, valid)
     block_table = state.block_table[slots]
     scale = cfg.head_dim**-0.5
+    chunks = {"q_start": q_start, "kv_len": rows[:, KV_LEN]}
+    todo = plan_prefill(num_tokens, cfg.num_heads, state.pages.k, **chunks)
 
-    def mix(q: Array, k: Array, v: Array, layer: Array, pages: KVPages) -> tuple[Array, KVPages]:
-        pages = write_rows(pages, layer, page, offset, k, v)
+    def mix(heads: Projection, layer: Array, pages: KVPages) -> tuple[Array, KVPages]:
+        q, *new = write_kv(heads, *pages, layer=layer, page=page, offset=offset)
+        pages = KVPages(*new)
         out = prefill_attention(
             q,
             pages.k,
             pages.v,
             layer=layer,
             block_table=block_table,
-            q_start=q_start,
-            kv_len=rows[:, KV_LEN],
             scale=scale,
+            todo=todo,
+            **chunks,
         )
         return out, pages
 
@@ -242,9 +300,11 @@ def prefill_step(
         max_active=max_active,
     )
     last = jnp.maximum(q_start[1:] - 1, 0)
-    sampled, logprobs = sample(head(cfg, params, x[last]), _sampling(rows), rows[:, KV_LEN])
+    logits = head(cfg, params, x[last])
+    sampled, logprobs = greedy(logits)
     state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], sampled))
-    out = Output(sampled, logprobs, _by_chunk(stats, owner, valid, num_chunks), stats.expert_rows)
+    degraded = _by_chunk(stats, owner, valid, num_chunks)
+    out = Output(sampled, logprobs, degraded, stats.expert_rows, logits=logits)
     if prompt_logprobs:
         end = jnp.where(rows[:, Q_LEN] > 0, last, num_tokens)  # padding rows: dropped
         following = jnp.roll(tokens, -1).at[end].set(rows[:, NEXT_TOKEN], mode="drop")

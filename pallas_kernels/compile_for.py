@@ -8,7 +8,7 @@ Needs the `aot` extra (the CUDA plugin of jax, no CUDA libraries) and `JAX_PLATF
 there is no GPU. What comes out is never run.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,12 +68,16 @@ def h200_mesh(num_gpus: int = 1, axis: str = "ep") -> Mesh:
 
 
 def compile_for(
-    mesh: Mesh, fn: Callable[..., Any], *args: Any, donate_argnums: int | Sequence[int] = ()
+    mesh: Mesh,
+    fn: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    options: Mapping[str, Any] | None = None,
 ) -> jax.stages.Compiled:
     """Compiles `fn(*args)` for the mesh's devices and returns the executable, to be read not run.
 
     `args` are pytrees of `jax.ShapeDtypeStruct` (or arrays); a leaf without a named sharding on
-    the mesh is replicated. References are traced as on a GPU.
+    the mesh is replicated. References are traced as on a GPU. `options` are XLA's.
     """
     whole = NamedSharding(mesh, PartitionSpec())
 
@@ -87,7 +91,7 @@ def compile_for(
 
     with traced_for("cuda"), _no_persistent_cache():
         lowered = jax.jit(fresh, donate_argnums=donate_argnums).lower(*jax.tree.map(place, args))
-        return lowered.compile(compiler_options=_COMPILER_OPTIONS)
+        return lowered.compile(compiler_options={**_COMPILER_OPTIONS, **(options or {})})
 
 
 @contextmanager

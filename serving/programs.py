@@ -7,26 +7,36 @@ many experts as a step at t <= b can touch. The threshold itself is traced and n
 import os
 from bisect import bisect_left
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
 
 from jmoe.api import Model
 from jmoe.steps import (
     NUM_COLUMNS,
     NUM_DELTA_COLUMNS,
+    Output,
     State,
+    compiler_options,
     decode_step,
+    draw_step,
+    drawing,
     prefill_step,
 )
 from pallas_kernels.routing import max_active_experts
 from serving.config import EngineConfig
+from serving.executables import Executables
 from serving.scheduler import Limits
 
 FULL_CAPACITY = 100
+DRAWS = ("draw", "cut")
+MAX_COMPILERS = 8  # at a time; each takes up to a gigabyte of host memory
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 Progress = Callable[[str, int, int], None]
@@ -34,12 +44,20 @@ Progress = Callable[[str, int, int], None]
 
 
 class Key(NamedTuple):
-    """Which program. `size` is rows of a decode step, tokens of a prefill step."""
+    """Which program. `size` is rows of a decode step or a draw, tokens of a prefill step.
+
+    Phases `draw` and `cut` are `draw_step` without and with top-k and top-p.
+    """
 
     phase: str
     size: int
     bucket_percent: int
     prompt_logprobs: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of its entry on disk."""
+        return f"{self.phase}-{self.size}-{self.bucket_percent}-{int(self.prompt_logprobs)}"
 
 
 def powers_of_two(largest: int, smallest: int) -> tuple[int, ...]:
@@ -66,7 +84,9 @@ class Buckets:
         thresholds = sorted(self.thresholds, reverse=True)
         keys = [Key("decode", n, t) for t in thresholds for n in reversed(self.decode)]
         keys += [Key("prefill", n, t) for t in thresholds for n in reversed(self.prefill)]
-        return keys + [Key("prefill", n, FULL_CAPACITY, True) for n in self.prefill]
+        keys += [Key("prefill", n, FULL_CAPACITY, True) for n in self.prefill]
+        rows = sorted({*self.decode, self.chunks})
+        return keys + [Key(phase, n, FULL_CAPACITY) for phase in DRAWS for n in rows]
 
     def choose(
         self, phase: str, size: int, threshold_percent: int, *, full: bool, prompt_logprobs: bool
@@ -80,7 +100,7 @@ class Buckets:
 
     def rows(self, key: Key) -> int:
         """Packed rows of a program."""
-        return key.size if key.phase == "decode" else self.chunks
+        return self.chunks if key.phase == "prefill" else key.size
 
     def deltas(self, key: Key) -> int:
         """Block-table deltas a step can have: a page a row, and those its tokens fill."""
@@ -102,14 +122,31 @@ class Programs:
             self.compilations_since_ready += 1
 
     def compile_all(self, progress: Progress | None = None) -> None:
-        """Compiles every program; with a warm persistent cache this reads it from disk."""
-        keys = self._buckets.keys()
-        for done, key in enumerate(keys):
-            if progress is not None:
-                progress("compiling", done, len(keys))
-            self._compiled[key] = self._compile(key)
-        if progress is not None:
-            progress("compiling", len(keys), len(keys))
+        """Compiles every program, several at a time; what the disk has is read from there."""
+        keys, executables = self._buckets.keys(), Executables.beside_xla_cache()
+        # XLA's compiler lets other threads run; tracing and lowering do not, and stay in this one.
+        with ThreadPoolExecutor(min(MAX_COMPILERS, os.cpu_count() or 1)) as pool:
+            jobs: dict[Future[jax.stages.Compiled], tuple[Key, str]] = {}
+            try:
+                for key in keys:
+                    _tell(progress, len(self._compiled) + sum(j.done() for j in jobs), len(keys))
+                    made_from = self._made_from(key)
+                    kept = executables.load(key.name, made_from)
+                    if kept is not None:
+                        self._compiled[key] = kept
+                    else:
+                        options = compiler_options() or None
+                        compiling = partial(self._lower(key).compile, compiler_options=options)
+                        jobs[pool.submit(compiling)] = key, made_from
+                for job in as_completed(jobs):
+                    key, made_from = jobs[job]
+                    self._compiled[key] = job.result()
+                    executables.save(key.name, made_from, self._compiled[key])
+                    _tell(progress, len(self._compiled), len(keys))
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        _tell(progress, len(keys), len(keys))
 
     def mark_ready(self) -> None:
         """From here on every compilation counts as one too many."""
@@ -129,11 +166,19 @@ class Programs:
         model = self._model
         return self._compiled[key](model.params, model.pool, model.table, state, *arrays)
 
-    def _compile(self, key: Key) -> Any:
-        cfg, buckets = self._model.config, self._buckets
-        max_active = max_active_experts(
-            key.bucket_percent, cfg.num_experts, self._model.united_places, cfg.num_experts
-        )
+    def draw(self, state: State, out: Output, rows: Int[np.ndarray, "B C"]) -> tuple[State, Output]:
+        """After a step: launches what draws tokens where its rows want that."""
+        if (cut := drawing(rows)) is None:
+            return state, out
+        draw = self._compiled[Key(DRAWS[cut], len(rows), FULL_CAPACITY)]
+        last, tokens, logprobs = draw(state.last_token, out.logits, rows)
+        return state._replace(last_token=last), out._replace(tokens=tokens, logprobs=logprobs)
+
+    def _lower(self, key: Key) -> jax.stages.Lowered:
+        if key.phase in DRAWS:
+            step = partial(draw_step, cut=key.phase == "cut")
+            return jax.jit(step, donate_argnums=0).lower(*self._abstract(key))
+        cfg, max_active = self._model.config, self._max_active(key)
         if key.phase == "decode":
             step = partial(decode_step, cfg, max_active=max_active)
         else:
@@ -141,6 +186,22 @@ class Programs:
                 prefill_step, cfg, max_active=max_active, prompt_logprobs=key.prompt_logprobs
             )
         step.__name__ = f"{key.phase}_{key.size}_{key.bucket_percent}"  # type: ignore[attr-defined]
+        return jax.jit(step, donate_argnums=3).lower(*self._abstract(key))
+
+    def _max_active(self, key: Key) -> int:
+        num_experts = self._model.config.num_experts
+        return max_active_experts(
+            key.bucket_percent, num_experts, self._model.united_places, num_experts
+        )
+
+    def _abstract(self, key: Key) -> tuple[Any, ...]:
+        """Shapes and dtypes of a program's arguments."""
+        buckets, model = self._buckets, self._model
+        if key.phase in DRAWS:
+            logits = jax.ShapeDtypeStruct((key.size, model.config.vocab_size), jnp.float32)
+            rows = jax.ShapeDtypeStruct((key.size, NUM_COLUMNS), jnp.int32)
+            last = self._state.last_token
+            return jax.ShapeDtypeStruct(last.shape, last.dtype), logits, rows
         shapes = [
             (buckets.rows(key), NUM_COLUMNS),
             (buckets.deltas(key), NUM_DELTA_COLUMNS),
@@ -148,13 +209,28 @@ class Programs:
         ]
         if key.phase == "prefill":
             shapes.insert(0, (key.size,))
-        model = self._model
-        abstract = jax.tree.map(
+        held = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
             (model.params, model.pool, model.table, self._state),
         )
-        arrays = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
-        return jax.jit(step, donate_argnums=3).lower(*abstract, *arrays).compile()
+        return *held, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+
+    def _made_from(self, key: Key) -> str:
+        """All that tells this program from any other made from the same sources."""
+        return repr(
+            (
+                self._model.config,
+                key,
+                self._max_active(key),
+                self._abstract(key),
+                compiler_options(),
+            )
+        )
+
+
+def _tell(progress: Progress | None, done: int, total: int) -> None:
+    if progress is not None:
+        progress("compiling", done, total)
 
 
 def use_compilation_cache(directory: str) -> None:

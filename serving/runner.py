@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jmoe.api import Model
 from jmoe.experts import load_layer
 from jmoe.kv_cache import page_bytes
-from jmoe.steps import Output, empty_deltas, empty_rows, make_state
+from jmoe.steps import Output, empty_deltas, empty_rows, make_state, pack_row
 from serving.config import EngineConfig
-from serving.programs import Buckets, Programs, Progress
+from serving.programs import DRAWS, Buckets, Key, Programs, Progress
 from serving.scheduler import Limits, StepPlan
 
 
@@ -101,19 +102,30 @@ class DeviceRunner:
         for done, key in enumerate(keys):
             if progress is not None:
                 progress("warming", done, len(keys))
+            self._warm(key)
+        for other in [w for w in ways if w != way] + [way] * bool(way):
+            self.model.use_way(other)  # every way once: switching compiles nothing later
+        jax.block_until_ready((self._state, self.model.pool))
+        self.programs.mark_ready()
+
+    def _warm(self, key: Key) -> None:
+        """Runs a program on padding."""
+        rows = empty_rows(self.buckets.rows(key))
+        if key.phase in DRAWS:
+            logits = jnp.zeros((len(rows), self.model.config.vocab_size), jnp.float32)
+            nothing = Output(*jnp.zeros((4, 1), jnp.int32), logits=logits)
+            rows[:] = pack_row(-1, kv_len=0, temperature=1.0, top_k=int(key.phase == "cut"))
+            self._state, out = self.programs.draw(self._state, nothing, rows)
+        else:
             arrays = [
-                empty_rows(self.buckets.rows(key)),
+                rows,
                 empty_deltas(self.buckets.deltas(key)),
                 np.array([key.bucket_percent, 0], np.int32),
             ]
             if key.phase == "prefill":
                 arrays.insert(0, np.zeros(key.size, np.int32))
             self._state, out = self.programs.run(key, self._state, *arrays)
-            _cut(jax.device_get(out), 1)
-        for other in [w for w in ways if w != way] + [way] * bool(way):
-            self.model.use_way(other)  # every way once: switching compiles nothing later
-        jax.block_until_ready((self._state, self.model.pool))
-        self.programs.mark_ready()
+        _cut(jax.device_get(out._replace(logits=None)), 1)
 
     def launch(self, plan: StepPlan, control: tuple[int, int]) -> tuple[Output, int]:
         """See Runner."""
@@ -135,6 +147,8 @@ class DeviceRunner:
             tokens[:size] = plan.tokens
             arrays.insert(0, tokens)
         self._state, out = self.programs.run(key, self._state, *arrays)
+        self._state, out = self.programs.draw(self._state, out, rows)
+        out = out._replace(logits=None)
         for leaf in jax.tree.leaves(out):
             leaf.copy_to_host_async()
         return out, len(plan.rows)

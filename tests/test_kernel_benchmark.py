@@ -54,8 +54,8 @@ def test_prefill_attention_counts_what_a_row_may_see(chunks):
 
 
 def test_kv_write_counts_reads_and_writes():
-    # 3 tokens x 2 kv heads x 8 x 2 bytes = 96 bytes of keys, as many of values, each moved twice.
-    assert cases.count_kv_write(SMALL, 3) == (384, 0)
+    # 3 tokens x (4 + 2 x 2) heads x 8 x 2 bytes = 384 bytes in and out; 3 x 8 angles of 4 bytes.
+    assert cases.count_kv_write(SMALL, 3) == (864, 0)
 
 
 def test_figures():
@@ -77,13 +77,16 @@ def test_every_case_is_there_once():
     every = all_cases(Sizes())
     assert len({case.name for case in every}) == len(every)
     count = {op: sum(case.op == op for case in every) for op in cases.OPS}
-    # 3 models x 9 token counts x 2 skews; x 6 x 3; x (3 + 4 + 4 contexts); x 9; x 9.
+    # 3 models x 9 token counts x 2 skews; x 6 x 3; x (3 + 4 + 4 contexts); x 9 (four times); x 6.
     assert count == {
         "grouped_gemm": 54,
         "paged_attention": 54,
         "prefill_attention": 33,
         "routing": 27,
         "kv_write": 27,
+        "grouped_gemm_fp8": 27,
+        "moe_layer": 27,
+        "decode_layer": 18,
     }
     for case in every:
         if case.context:
@@ -199,7 +202,10 @@ BREAKS = {
     "paged_attention": lambda op, q, *args, kv_len, **kw: op(q, *args, kv_len=kv_len - 1, **kw),
     "prefill_attention": lambda op, q, *args, **kw: op(q, *args, **kw).at[0].set(0),
     "routing": lambda op, *a, **kw: (*op(*a, **kw)[:2], _one_row_off(op(*a, **kw)[2])),
-    "kv_write": lambda op, pages, layer, page, *args: op(pages, layer, page[::-1], *args),
+    "kv_write": lambda op, *args, page, **kw: op(*args, page=page[::-1], **kw),
+    "grouped_gemm_fp8": lambda op, *args: op(*args).at[-1].multiply(1.05),
+    "moe_layer": lambda op, *args: op(*args).at[-1].multiply(1.05),
+    "decode_layer": lambda op, carry, table, *args: op(carry, table[:, ::-1], *args),
 }
 
 

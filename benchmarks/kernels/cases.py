@@ -6,8 +6,19 @@ from typing import NamedTuple
 
 from pallas_kernels.shapes import MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
 
-OPS = ("grouped_gemm", "paged_attention", "prefill_attention", "routing", "kv_write")
+OPS = (
+    "grouped_gemm",
+    "paged_attention",
+    "prefill_attention",
+    "routing",
+    "kv_write",
+    "grouped_gemm_fp8",
+    "moe_layer",
+    "decode_layer",
+)
+"""The ops, and layers made of them."""
 SKEWS = ("uniform", "exponential")
+_SKEWS = {"grouped_gemm": SKEWS, "grouped_gemm_fp8": SKEWS[:1]}
 
 
 @dataclass(frozen=True)
@@ -15,6 +26,7 @@ class Sizes:
     """The grid of one run. The defaults are the full one."""
 
     models: tuple[Shape, ...] = MODELS
+    quantized_models: tuple[Shape, ...] = MODELS  # whole blocks of 128 by 128
     decode_tokens: tuple[int, ...] = (1, 8, 32, 64, 128, 256)
     prefill_tokens: tuple[int, ...] = (1024, 4096, 16384)
     contexts: tuple[int, ...] = (1024, 8192, 32768)
@@ -23,7 +35,16 @@ class Sizes:
     kv_bytes: int = 8 << 30  # pages beyond this are shared between sequences
 
 
-DRY = Sizes((Shape("tiny", 16, 8, 4, 2, 4, 2, 8),), (4,), (8,), (8, 16), 4, 0, 1 << 20)
+DRY = Sizes(
+    models=(Shape("tiny", 16, 8, 4, 2, 4, 2, 8),),
+    quantized_models=(Shape("tiny blocks", 128, 128, 4, 2, 4, 2, 8),),
+    decode_tokens=(4,),
+    prefill_tokens=(8,),
+    contexts=(8, 16),
+    page_size=4,
+    rotated_bytes=0,
+    kv_bytes=1 << 20,
+)
 """For a machine without a GPU: what is checked there is the harness."""
 
 
@@ -36,7 +57,7 @@ class Case:
     phase: str
     tokens: int
     context: int = 0  # KV positions a sequence, for the attention ops
-    skew: str = ""  # of the router, for the grouped GEMM
+    skew: str = ""  # of the router, for the grouped GEMMs
 
     @property
     def name(self) -> str:
@@ -85,8 +106,9 @@ def count_attention(shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: i
 
 
 def count_kv_write(shape: Shape, tokens: int, itemsize: int = 2) -> Count:
-    """A key and a value a token, read and written."""
-    return Count(2 * 2 * tokens * shape.kv_heads * shape.head_dim * itemsize, 0)
+    """Query, key and value heads of each token, read and written, and its angles in float32."""
+    heads = shape.heads + 2 * shape.kv_heads
+    return Count(tokens * shape.head_dim * (2 * heads * itemsize + 4), 0)
 
 
 class Target(NamedTuple):
@@ -116,7 +138,10 @@ def all_cases(sizes: Sizes) -> list[Case]:
 
     Time on a GPU may end before the list does, and weights should be drawn once.
     """
-    cases = [case for op in OPS for shape in sizes.models for case in _cases_of(op, shape, sizes)]
+    cases = []
+    for op in OPS:
+        shapes = sizes.quantized_models if op == "grouped_gemm_fp8" else sizes.models
+        cases += [case for shape in shapes for case in _cases_of(op, shape, sizes)]
     return sorted(cases, key=lambda case: target(case) is None)
 
 
@@ -129,8 +154,10 @@ def _cases_of(op: str, shape: Shape, sizes: Sizes) -> Iterator[Case]:
         for tokens in prefill:
             contexts = sorted({*sizes.contexts, tokens})
             yield from (Case(op, shape, "prefill", tokens, c) for c in contexts)
+    elif op == "decode_layer":
+        yield from (Case(op, shape, "decode", tokens, sizes.contexts[0]) for tokens in decode)
     else:
         steps = [("decode", t) for t in decode] + [("prefill", t) for t in prefill]
         for phase, tokens in steps:
-            for skew in SKEWS if op == "grouped_gemm" else [""]:
+            for skew in _SKEWS.get(op, ("",)):
                 yield Case(op, shape, phase, tokens, 0, skew)

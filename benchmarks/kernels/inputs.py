@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.grouped_gemm import QuantizedWeights, quantize
 from pallas_kernels.shapes import Shape
 
 DTYPE = jnp.bfloat16
@@ -45,6 +46,13 @@ class Pool:
         self.gate_up = normal(rng, (self.num_layers * m, d, 2 * f), d**-0.5)
         self.down = normal(rng, (self.num_layers * m, f, d), f**-0.5)
         self._layers: list[tuple[jax.Array, jax.Array]] = []
+        self._quantized: tuple[QuantizedWeights, QuantizedWeights] | None = None
+
+    def quantized(self) -> tuple[QuantizedWeights, QuantizedWeights]:
+        """The same experts in eight bits; made a few at a time, as float32 takes much room."""
+        if self._quantized is None:
+            self._quantized = _in_eight_bits(self.gate_up), _in_eight_bits(self.down)
+        return self._quantized
 
     def layer(self, index: int) -> tuple[jax.Array, jax.Array]:
         """One layer's experts in order of slot, as libraries without a pool need them: copies."""
@@ -53,6 +61,12 @@ class Pool:
             own = [slice(i * m, (i + 1) * m) for i in range(self.num_layers)]
             self._layers = [(self.gate_up[i], self.down[i]) for i in own]
         return self._layers[index]
+
+
+@jax.jit
+def _in_eight_bits(weights):
+    one = jax.lax.map(lambda w: quantize(w[None]), weights)
+    return jax.tree.map(lambda leaf: leaf[:, 0], one)
 
 
 class Pools:

@@ -36,11 +36,12 @@ def _relative_error(out, want):
 
 def moe_mlp(out, x, gate_up, down, gates) -> float:
     """Error of `sum_e gates[t, e] * mlp_e(x[t])`: every expert on every row, most with weight 0."""
-    return relative_error(out, _moe_mlp(x, gate_up, down, gates))
+    return relative_error(out, all_experts(x, gate_up, down, gates))
 
 
 @_slow
-def _moe_mlp(x, gate_up, down, gates):
+def all_experts(x, gate_up, down, gates):
+    """What `moe_mlp` holds the op against, in float32."""
     x = x.astype(jnp.float32)
 
     def one_expert(total, expert):
@@ -53,16 +54,24 @@ def _moe_mlp(x, gate_up, down, gates):
     return lax.scan(one_expert, jnp.zeros_like(x), (gate_up, down, gates.T))[0]
 
 
+def widened(weights: Any, count: int) -> jax.Array:
+    """The first `count` experts of quantized weights in float32, [count, k, columns]."""
+    values, scales = (leaf[:count].astype(jnp.float32) for leaf in weights)
+    block = values.shape[1] // scales.shape[1]
+    return (values * jnp.repeat(jnp.repeat(scales, block, axis=1), block, axis=2)).swapaxes(1, 2)
+
+
 def attention(out, q, k_pages, v_pages, table) -> float:
     """Error of causal attention of q [T, H, D], its sequences equally long, over one layer's pages.
 
     The rows of a sequence are the last of its context, which fills its pages.
     """
-    return relative_error(out, _attention(q, k_pages, v_pages, table))
+    return relative_error(out, attended(q, k_pages, v_pages, table))
 
 
 @_slow
-def _attention(q, k_pages, v_pages, table):
+def attended(q, k_pages, v_pages, table):
+    """What `attention` holds the op against, in float32."""
     num_sequences, heads, head_dim = table.shape[0], *q.shape[1:]
     kv_heads = k_pages.shape[1]
     rows = q.shape[0] // num_sequences
@@ -131,18 +140,34 @@ def _wrong_share(got, want):
     return jnp.mean(got != want)
 
 
-def kv_write(before: Any, args: tuple[Any, ...]) -> Callable[[Any], float]:
-    """Judge of a KV page write: the share of rows that are wrong, or of others that moved."""
-    layer, page, offset, *new = args
+def finished_heads(rows, kv_heads, cos, sin, norms, eps):
+    """Queries, keys and values of biased rows [T, N, D] in float32: norms and rotation."""
+    heads = rows.shape[1] - 2 * kv_heads
+    *turned, values = jnp.split(rows.astype(jnp.float32), [heads, heads + kv_heads], axis=1)
+    if norms is not None:
+        roots = [jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) for x in turned]
+        weights = [norm.astype(jnp.float32)[None, None] for norm in norms]
+        turned = [x / root * w for x, root, w in zip(turned, roots, weights, strict=True)]
+    angle = lax.complex(cos, sin)[:, None]
+    turned = [lax.complex(*jnp.split(x, 2, axis=-1)) * angle for x in turned]
+    return *(jnp.concatenate([z.real, z.imag], axis=-1) for z in turned), values
+
+
+def kv_write(before: Any, heads: tuple[Any, ...], places: Any) -> Callable[[Any], float]:
+    """Judge of a KV page write: the largest error of queries, keys and values.
+
+    `heads` are those of `finished_heads`. One where anything but the named rows of pages moved.
+    """
+    layer, page, offset = places
 
     def error(after: Any) -> float:
-        bad = []
-        for old, now, rows in zip(before, after, new, strict=True):
-            written = now[layer, page, :, offset]
-            bad.append(jnp.mean(written != rows))
-            untouched = now.at[layer, page, :, offset].set(old[layer, page, :, offset])
-            bad.append(jnp.mean(untouched != old))
-        return float(max(map(float, bad)))
+        *caches, queries = after
+        errors = [relative_error(queries, heads[0])]
+        for old, now, rows in zip(before, caches, heads[1:], strict=True):
+            errors.append(relative_error(now[layer, page, :, offset], rows))
+            put_back = now.at[layer, page, :, offset].set(old[layer, page, :, offset])
+            errors.append(0.0 if _same_bits(put_back, old) else 1.0)
+        return max(errors)
 
     return error
 

@@ -220,12 +220,21 @@ def _tokamax_attention(case: Case, problem: Problem) -> Program:
     return _bounded(call, kv_sets(case, problem))
 
 
-# ---- Routing and KV write: XLA's version of the op itself ----
+# ---- The op or layer itself: as XLA makes it, and on weights of bfloat16 ----
 
 
 def _xla(case: Case, problem: Problem) -> Program:
+    carry = None if problem.carry is None else jax.tree.map(jnp.copy, problem.data)
     with references_only():
-        return JaxProgram(lambda *args: problem.call(*args), problem.sets)
+        return JaxProgram(lambda *args: problem.call(*args), problem.sets, carry)
+
+
+def _bfloat16(case: Case, problem: Problem) -> Program:
+    _, pool = problem.data
+    sets = [(x, pool.gate_up, pool.down, plan) for x, _, _, plan in problem.sets]
+    program = JaxProgram(problem.call, sets)
+    program.judged = False  # its weights were not rounded
+    return program
 
 
 def _torch(name: str) -> Maker:
@@ -266,5 +275,8 @@ _MAKERS: dict[str, dict[str, Maker]] = {
         "FlashAttention": _torch("flash_attention"),
     },
     "routing": {"XLA reference": _xla},
-    "kv_write": {"torch index_put_": _torch("index_put")},
+    "kv_write": {"XLA reference": _xla},
+    "grouped_gemm_fp8": {"ours in bfloat16": _bfloat16},
+    "moe_layer": {"XLA reference": _xla},
+    "decode_layer": {"XLA reference": _xla},
 }

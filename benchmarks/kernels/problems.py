@@ -18,16 +18,18 @@ from benchmarks.kernels.cases import (
     count_kv_write,
     count_moe_mlp,
 )
-from benchmarks.kernels.inputs import LAYER, NUM_LAYERS, Pools, choices, normal, pages
-from jmoe import kv_cache
+from benchmarks.kernels.inputs import DTYPE, LAYER, NUM_LAYERS, Pools, choices, normal, pages
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import references_only
+from pallas_kernels.kv_write import Projection, write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.shapes import QWEN3_30B_A3B, QWEN15_MOE_A27B
 
 TOLERANCE = 1e-2
 """Relative Frobenius error against float32. bfloat16 operands and results cost about 3e-3."""
 
+EPS = 1e-6  # of norms
 WAY, THRESHOLD_PERCENT = 8, 50  # of the brownout plan in the routing case
 
 
@@ -43,7 +45,7 @@ class Problem:
     count: Count | None = None  # of a set, on average; None: microseconds are all there is to say
     carry: Any = None  # first argument of `call`, donated and returned
     facts: dict[str, Any] = field(default_factory=dict)  # kept with the figures
-    data: Any = None  # the inputs, for the libraries
+    data: Any = None  # for the libraries: the inputs, or the carry as it was
 
     @property
     def call(self) -> Callable[..., Any]:
@@ -51,15 +53,20 @@ class Problem:
         return self.with_op(self.op)
 
 
-def _itself(op: Callable[..., Any]) -> Callable[..., Any]:
+def itself(op: Callable[..., Any]) -> Callable[..., Any]:
+    """For `with_op`, where a set's arrays are the op's arguments."""
     return op
 
 
 def build(case: Case, sizes: Sizes, seed: int, pools: Pools) -> Problem:
     """Draws the inputs of a case. `pools` keeps a model's weights from one case to the next."""
     rng = np.random.default_rng(seed)
-    if case.op == "grouped_gemm":
+    if case.op.startswith("grouped_gemm"):
         return _grouped_gemm(case, sizes, rng, pools)
+    if case.op.endswith("_layer"):
+        from benchmarks.kernels.layers import MAKERS  # which takes what is here
+
+        return MAKERS[case.op](case, sizes, rng, pools)
     pools.drop()
     makers = {"routing": _routing, "kv_write": _kv_write}
     return makers.get(case.op, _attention)(case, sizes, rng)
@@ -82,7 +89,9 @@ class MoeSet:
 
 def _grouped_gemm(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pools) -> Problem:
     shape, m = case.shape, case.shape.num_experts
-    pool = pools.of(shape, rng)
+    pool, is_fp8 = pools.of(shape, rng), case.op == "grouped_gemm_fp8"
+    weights_of_all = pool.quantized() if is_fp8 else (pool.gate_up, pool.down)
+    itemsize = 1 if is_fp8 else 2
     likely = min(m, case.tokens * shape.top_k)
     sets, inputs, active = [], [], []
 
@@ -90,7 +99,7 @@ def _grouped_gemm(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Poo
     def dispatch(*args):
         return routing.dispatch(*args, block_m=grouped_gemm.BLOCK_M, max_active=m)
 
-    for i in range(num_sets(count_moe_mlp(shape, likely, 0).bytes, sizes)):
+    for i in range(num_sets(count_moe_mlp(shape, likely, 0, itemsize).bytes, sizes)):
         layer = i % pool.num_layers
         ids = choices(rng, shape, case.tokens, case.skew)
         weights = rng.dirichlet(np.ones(shape.top_k), case.tokens).astype(np.float32)
@@ -98,7 +107,7 @@ def _grouped_gemm(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Poo
         slots = layer * m + np.arange(m, dtype=np.int32)
         with references_only():  # the op is judged by itself
             plan = dispatch(*map(jnp.asarray, (ids, weights, slots)))
-        sets.append((x, pool.gate_up, pool.down, plan))
+        sets.append((x, *weights_of_all, plan))
         inputs.append(MoeSet(x, ids, weights, layer))
         active.append(len(np.unique(ids)))
     rows = case.tokens * shape.top_k
@@ -106,13 +115,14 @@ def _grouped_gemm(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Poo
     gates = np.zeros((case.tokens, m), np.float32)
     np.put_along_axis(gates, first.ids, first.weights, axis=1)
     busiest = int(np.bincount(first.ids.ravel()).max())
+    gate_up, down = (judge.widened(w, m) for w in weights_of_all) if is_fp8 else pool.layer(0)
     return Problem(
-        _itself,
+        itself,
         grouped_gemm.moe_mlp,
         sets,
-        lambda out: judge.moe_mlp(out, first.x, *pool.layer(0), jnp.asarray(gates)),
+        lambda out: judge.moe_mlp(out, first.x, gate_up, down, jnp.asarray(gates)),
         TOLERANCE,
-        count_moe_mlp(shape, round(float(np.mean(active))), rows),
+        count_moe_mlp(shape, round(float(np.mean(active))), rows, itemsize),
         facts={"rows": rows, "active_experts": active, "busiest_expert_rows": busiest},
         data=(inputs, pool),
     )
@@ -211,21 +221,55 @@ def _routing(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
 
 
 def _kv_write(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
+    """Rows as the model's product leaves them: with its bias and norms still to come."""
     shape, size, tokens = case.shape, sizes.page_size, case.tokens
+    heads, dim = shape.heads + 2 * shape.kv_heads, shape.head_dim
+    has_bias, has_norms = shape is QWEN15_MOE_A27B, shape is QWEN3_30B_A3B
     count = count_kv_write(shape, tokens)
     wanted = num_sets(count.bytes, sizes)
     # Decode writes one row into each of many pages, prefill fills whole ones.
     in_page = 1 if case.phase == "decode" else size
     pages_each = -(-tokens // in_page)
-    num_pages = pages_each * min(wanted, 16)
-    cache = (NUM_LAYERS, num_pages, shape.kv_heads, size, shape.head_dim)
-    kv = kv_cache.KVPages(normal(rng, cache), normal(rng, cache))
+    num_pages = 1 + pages_each * min(wanted, 16)  # the last is nobody's
+    cache = (NUM_LAYERS, num_pages, shape.kv_heads, size, dim)
+    before = normal(rng, cache), normal(rng, cache)
+    more = {
+        "bias": normal(rng, (heads, dim)) if has_bias else None,
+        "norms": (normal(rng, (dim,)), normal(rng, (dim,))) if has_norms else None,
+    }
     sets = []
     for _ in range(wanted):
-        page = np.repeat(rng.permutation(num_pages)[:pages_each], in_page)[:tokens]
+        page = np.repeat(rng.permutation(num_pages - 1)[:pages_each], in_page)[:tokens]
         offset = np.arange(tokens) % size if in_page > 1 else rng.integers(size, size=tokens)
-        k, v = (normal(rng, (tokens, shape.kv_heads, shape.head_dim)) for _ in range(2))
-        sets.append((jnp.int32(LAYER), *(jnp.asarray(a, jnp.int32) for a in (page, offset)), k, v))
-    error = judge.kv_write(jax.tree.map(jnp.copy, kv), sets[0])
-    write, facts = kv_cache.write_rows, {"pages": num_pages}
-    return Problem(_itself, write, sets, error, 0.0, count, kv, facts)
+        angle = rng.uniform(0, 2 * np.pi, (tokens, dim // 2))
+        turns = [jnp.asarray(turn(angle), jnp.float32) for turn in (np.cos, np.sin)]
+        places = jnp.int32(LAYER), *(jnp.asarray(a, jnp.int32) for a in (page, offset))
+        sets.append((normal(rng, (tokens, heads, dim)), turns, more, places))
+
+    def with_op(op):
+        def call(carry, rows, turns, more, places):
+            norms = more["norms"] or (None, None)
+            projection = Projection(rows, shape.kv_heads, *turns, more["bias"], *norms, eps=EPS)
+            layer, page, offset = places
+            queries, *new = op(projection, *carry[:2], layer=layer, page=page, offset=offset)
+            return *new, queries
+
+        return call
+
+    rows, turns, _, places = sets[0]
+    rows = rows.astype(jnp.float32)
+    if has_bias:
+        rows = rows + more["bias"].astype(jnp.float32)[None]
+    heads_wanted = judge.finished_heads(rows, shape.kv_heads, *turns, more["norms"], EPS)
+    carry = (*before, jnp.zeros((tokens, shape.heads, dim), DTYPE))
+    return Problem(
+        with_op,
+        write_kv,
+        sets,
+        judge.kv_write(jax.tree.map(jnp.copy, before), heads_wanted, places),
+        TOLERANCE,
+        count,
+        carry,
+        facts={"pages": num_pages, "bias": has_bias, "norms": has_norms},
+        data=jax.tree.map(jnp.copy, carry),
+    )

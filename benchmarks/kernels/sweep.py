@@ -47,9 +47,10 @@ AXES: dict[str, dict[str, Sequence[Any]]] = {
 def chosen(case: Case) -> Any:
     """The tile that the op's kernel takes by itself; None for an op without tiles."""
     shape = case.shape
-    if case.op == "grouped_gemm":
+    if case.op.startswith("grouped_gemm"):
         sizes = shape.num_experts, shape.d_model, shape.d_ff
-        return tiles.choose(case.tokens, shape.top_k, *sizes)
+        is_quantized = case.op == "grouped_gemm_fp8"
+        return tiles.choose(case.tokens, shape.top_k, *sizes, is_quantized)
     if case.op == "paged_attention":
         return paged_tiles.choose(shape.head_dim, Sizes().page_size)
     if case.op == "prefill_attention":

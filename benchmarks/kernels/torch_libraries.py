@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.kernels.cases import Case
-from benchmarks.kernels.inputs import LAYER
 from benchmarks.kernels.libraries import Skip, kv_sets, moe_sets, need, square
 from benchmarks.kernels.problems import Problem
 from benchmarks.kernels.timing import difference
@@ -173,22 +172,3 @@ def flash_attention(case: Case, problem: Problem) -> TorchProgram:
         return flash_attn_func(q, k, v, causal=case.phase == "prefill").flatten(0, 1)
 
     return TorchProgram(call, kv_sets(case, problem))
-
-
-# ---- KV write ----
-
-
-def index_put(case: Case, problem: Problem) -> TorchProgram:
-    """Advanced indexing into pages of its own."""
-    caches = [
-        torch.randn(cache.shape, dtype=torch.bfloat16, device="cuda") for cache in problem.carry
-    ]
-
-    def call(layer, page, offset, k, v):
-        for cache, new in zip(caches, (k, v), strict=True):
-            cache[LAYER][page, :, offset] = new
-        return caches[0]
-
-    program = TorchProgram(call, problem.sets)
-    program.judged = False
-    return program

@@ -67,11 +67,14 @@ def prefill_attention(
     q_start: Int[Array, "N1"],
     kv_len: Int[Array, "N"],
     scale: float,
+    todo: work.Work | None = None,
     tile: Tile | None = None,
     num_blocks: int = NUM_BLOCKS,
     interpreted: bool = False,
 ) -> Float[Array, "T H D"]:
     """See `op.prefill_attention`; `supports` says for what. `num_blocks` persistent blocks.
+
+    `todo` is for the tile that is chosen: give no other with it.
 
     `interpreted`: the product of probabilities and values is written for the interpreter, which
     has no wgmma with an operand in registers.
@@ -80,10 +83,10 @@ def prefill_attention(
     kv_heads, page_size = k_pages.shape[2:4]
     tile = tile or choose(heads // kv_heads, head_dim)
     shape = Shape(heads, kv_heads, head_dim, page_size, tile, num_blocks, scale, interpreted)
-    q = jnp.pad(q, ((0, -num_rows % work.ALIGN), (0, 0), (0, 0)))
-    todo = work.plan(
-        q_start, kv_len, q.shape[0], block_rows=tile.block_rows, block_kv=tile.block_kv
-    )
+    q = jnp.pad(q, ((0, work.aligned(num_rows) - num_rows), (0, 0), (0, 0)))
+    if todo is None:
+        sizes = {"block_rows": tile.block_rows, "block_kv": tile.block_kv}
+        todo = work.plan(q_start, kv_len, q.shape[0], **sizes)
     out = _call(shape, q)(
         todo.tiles,
         todo.count,

@@ -1,9 +1,32 @@
 """Public prefill attention."""
 
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import hopper
-from pallas_kernels.prefill_attention import reference
+from pallas_kernels.prefill_attention import reference, work
+from pallas_kernels.prefill_attention.tiles import choose
+
+
+def plan(
+    num_rows: int,
+    heads: int,
+    pages: Any,
+    *,
+    q_start: Int[Array, "N1"],
+    kv_len: Int[Array, "N"],
+) -> work.Work | None:
+    """What the kernel has to know of a step's chunks; None where it does not run.
+
+    `heads` query heads; of `pages` [L, P, G, S, D] only the sizes count. It depends on no layer,
+    and XLA does not take it out of a scan over layers by itself: a caller makes it before the scan.
+    """
+    if not hopper():
+        return None
+    tile = choose(heads // pages.shape[2], pages.shape[4])
+    sizes = {"block_rows": tile.block_rows, "block_kv": tile.block_kv}
+    return work.plan(q_start, kv_len, work.aligned(num_rows), **sizes)
 
 
 def prefill_attention(
@@ -16,6 +39,7 @@ def prefill_attention(
     q_start: Int[Array, "N1"],
     kv_len: Int[Array, "N"],
     scale: float,
+    todo: work.Work | None = None,
 ) -> Float[Array, "T H D"]:
     """Causal attention of N chunks of rows, packed one after another, over their pages.
 
@@ -23,20 +47,19 @@ def prefill_attention(
     positions, these rows' own keys included: row i of the chunk sits at position
     `kv_len[n] - chunk_len + i` and sees positions up to its own. Chunks may be empty. Rows past
     `q_start[N]` yield zeros. Softmax and accumulation are float32; the result has q's dtype.
+
+    `todo` is `plan` of the same chunks, made here where it is not given.
     """
-    implementation = reference.prefill_attention
+    chunks = {
+        "layer": layer,
+        "block_table": block_table,
+        "q_start": q_start,
+        "kv_len": kv_len,
+        "scale": scale,
+    }
     if hopper():
         from pallas_kernels.prefill_attention import mosaic  # Pallas is not imported where unused
 
         if mosaic.supports(q, k_pages, v_pages, scale):
-            implementation = mosaic.prefill_attention
-    return implementation(
-        q,
-        k_pages,
-        v_pages,
-        layer=layer,
-        block_table=block_table,
-        q_start=q_start,
-        kv_len=kv_len,
-        scale=scale,
-    )
+            return mosaic.prefill_attention(q, k_pages, v_pages, todo=todo, **chunks)
+    return reference.prefill_attention(q, k_pages, v_pages, **chunks)

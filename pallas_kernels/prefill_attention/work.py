@@ -1,7 +1,7 @@
 """Which rows a thread block works on: chunks cut into tiles, longest first.
 
-Small arrays that XLA makes once a step: nothing here depends on the layer, so a scan over layers
-leaves it outside its loop.
+Small arrays, made by half a dozen small kernels. Nothing here depends on the layer, but what is
+written in a scan over layers XLA leaves in its loop: step programs make it before (`op.plan`).
 """
 
 from typing import NamedTuple
@@ -15,6 +15,11 @@ ALIGN = 8
 ROW, LO, HI, OFFSET, BLOCKS, CHUNK, KV_LEN = range(7)
 """Fields of a tile: its first row; the rows [LO, HI) it owns; a row's position is row + OFFSET;
 steps over keys; the sequence, and how many positions its pages hold."""
+
+
+def aligned(num_rows: int) -> int:
+    """Rows of the padded query array."""
+    return -(-num_rows // ALIGN) * ALIGN
 
 
 class Work(NamedTuple):

@@ -57,12 +57,13 @@ from pallas_kernels.routing.parts import (
 )
 
 
-def supports(logits: Array, slots: Array, top_k: int) -> bool:
+def supports(logits: Array, groups: Array, slots: Array, top_k: int) -> bool:
     """Whether the kernel takes these: float32 logits, up to 512 rows, experts in fours."""
-    num_rows, num_experts = logits.shape
+    (num_rows, columns), num_experts = logits.shape, groups.shape[0]
     return (
         logits.dtype == jnp.float32
         and 0 < num_rows <= ROWS * MAX_BLOCKS
+        and columns % 4 == 0
         and num_experts % 4 == 0
         and num_experts <= slots.shape[0] <= MAX_EXPERTS
         and top_k <= MAX_PICKS
@@ -70,7 +71,7 @@ def supports(logits: Array, slots: Array, top_k: int) -> bool:
 
 
 def route(
-    logits: Float[Array, "T m"],
+    logits: Float[Array, "T columns"],
     *,
     top_k: int,
     normalize: bool,
@@ -85,11 +86,11 @@ def route(
     num_blocks: int,
 ) -> tuple[Int[Array, "T K"], Plan, Dispatch]:
     """See `op.route`; `supports` says for what. `num_blocks` is the bound on blocks of rows."""
-    num_rows, num_experts = logits.shape
+    num_rows = logits.shape[0]
     sizes = Sizes(
         num_rows,
         top_k,
-        num_experts,
+        groups.shape[0],
         slots.shape[0],
         block_m,
         num_blocks * block_m,
@@ -189,7 +190,8 @@ def _route(at: Block) -> None:
 def _load(at: Block) -> None:
     """Starts the copies of what the block reads."""
     given, smem = at.given, at.smem
-    plgpu.copy_gmem_to_smem(given.logits.at[at.own], smem.logits, smem.full)
+    logits = given.logits.at[at.own, pl.ds(0, at.sizes.experts)]
+    plgpu.copy_gmem_to_smem(logits, smem.logits, smem.full)
     plgpu.copy_gmem_to_smem(given.groups.at[at.whole(at.sizes.padded)], smem.groups, smem.full)
 
 

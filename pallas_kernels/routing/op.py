@@ -111,7 +111,7 @@ def dispatch(
 
 
 def route(
-    logits: Float[Array, "T m"],
+    logits: Float[Array, "T columns"],
     *,
     top_k: int,
     normalize: bool,
@@ -127,13 +127,14 @@ def route(
 ) -> tuple[Int[Array, "T {top_k}"], Plan, Dispatch]:
     """A layer's whole routing: `gate`, `brownout_plan` of its picks, and `dispatch` of the plan.
 
-    Returns the experts that the router chose, the plan and the dispatch. On Hopper, steps of up to
-    512 rows take one kernel.
+    Logits past the m experts that `groups` has are padding, and are not looked at. Returns the
+    experts that the router chose, the plan and the dispatch. On Hopper, steps of up to 512 rows
+    take one kernel.
     """
     if hopper():
         from pallas_kernels.routing import mosaic  # Pallas is not imported where it is unused
 
-        if mosaic.supports(logits, slots, top_k):
+        if mosaic.supports(logits, groups, slots, top_k):
             num_visits = logits.shape[0] * top_k
             return mosaic.route(
                 logits,
@@ -149,6 +150,7 @@ def route(
                 block_m=block_m,
                 num_blocks=max_blocks(num_visits, max_active, block_m),
             )
+    logits = logits[:, : groups.shape[0]]
     weights, ids = gate(logits, top_k=top_k, normalize=normalize, scoring=scoring)
     plan = brownout_plan(
         ids,

@@ -1,15 +1,13 @@
-"""Paged KV cache: who owns which page, and where a row goes."""
+"""Paged KV cache: who owns which page."""
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from jmoe.config import read_config
-from jmoe.kv_cache import OutOfPages, PageAllocator, make_pages, page_bytes, write_rows
+from jmoe.kv_cache import OutOfPages, PageAllocator, make_pages, page_bytes
 
 
 class Owners(RuleBasedStateMachine):
@@ -79,18 +77,3 @@ def test_page_bytes_are_those_of_the_arrays(cfg):
     one, two = (make_pages(cfg, n, 16, jnp.dtype(jnp.bfloat16)) for n in (1, 2))
     more = sum(a.nbytes for a in two) - sum(a.nbytes for a in one)
     assert page_bytes(cfg, 16, jnp.dtype(jnp.bfloat16)) == more
-
-
-def test_rows_are_written_where_the_table_says_and_nowhere_else(cfg):
-    pages = make_pages(cfg, 5, 4, jnp.dtype(np.float32))
-    rng = np.random.default_rng(0)
-    k, v = rng.normal(size=(2, 3, cfg.num_kv_heads, cfg.head_dim)).astype(np.float32)
-    page, offset = np.array([4, 0, 4], np.int32), np.array([3, 0, 1], np.int32)
-    written = jax.jit(write_rows)(
-        pages, jnp.int32(1), *(jnp.asarray(a) for a in (page, offset, k, v))
-    )
-    for cache, rows in zip(written, (k, v), strict=True):
-        cache, want = np.asarray(cache), np.zeros(cache.shape, np.float32)
-        for t in range(3):
-            want[1, page[t], :, offset[t]] = rows[t]
-        np.testing.assert_array_equal(cache, want)

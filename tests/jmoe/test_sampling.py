@@ -1,14 +1,18 @@
 """Sampling: the sets that top-k and top-p leave, the distribution within them, and its seeds."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jmoe.sampling import Sampling, sample
+from jmoe.steps import draw_step, drawing, empty_rows, pack_row
 
 VOCAB = 50
 _sample = jax.jit(sample)
+_sample_uncut = jax.jit(partial(sample, cut=False))
 
 
 def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0):
@@ -25,7 +29,11 @@ def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0):
         spread(top_p, np.float32),
         spread(seed, np.uint32),
     )
-    tokens, logprobs = _sample(jnp.asarray(logits), sampling, spread(position, np.int32))
+    arrays = jnp.asarray(logits), sampling, spread(position, np.int32)
+    tokens, logprobs = _sample(*arrays)
+    if np.all(np.asarray(top_k) == 0) and np.all(np.asarray(top_p) == 1):
+        for got, want in zip(_sample_uncut(*arrays), (tokens, logprobs), strict=True):
+            np.testing.assert_array_equal(got, want)
     return np.asarray(tokens), np.asarray(logprobs)
 
 
@@ -165,3 +173,33 @@ def test_masked_logits_are_never_drawn():
     logits = np.array([-np.inf, 0.0, -np.inf, 0.5])
     for kwargs in ({}, {"top_k": 3}, {"top_p": 0.99}, {"temperature": 1e6}):
         assert set(many(logits, 2_000, **kwargs).tolist()) <= {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "want"),
+    [
+        ([{}, {"top_k": 3, "top_p": 0.5}], None),  # greedy: cuts change nothing
+        ([{}, {"temperature": 0.5}], False),
+        ([{"top_k": 3}, {"temperature": 0.5}], False),
+        ([{}, {"temperature": 0.5, "top_k": 2}], True),
+        ([{"temperature": 0.5}, {"temperature": 1e-3, "top_p": 0.99}], True),
+    ],
+)
+def test_the_host_knows_what_rows_want(settings, want):
+    rows = np.stack([pack_row(i, kv_len=3, **own) for i, own in enumerate(settings)])
+    packed = empty_rows(4)
+    packed[:2] = rows
+    assert drawing(packed) is want
+
+
+def test_a_draw_leaves_greedy_rows_and_other_slots_alone(logits):
+    rows = empty_rows(4)
+    rows[0] = pack_row(2, kv_len=5, temperature=1.0, seed=7)
+    rows[1] = pack_row(0, kv_len=9)
+    last = jnp.array([11, 12, 13], jnp.int32)
+    four = jnp.asarray(logits[:4], jnp.float32)
+    newest, tokens, logprobs = draw_step(last, four, jnp.asarray(rows), cut=False)
+    (want,), (want_logprob,) = draw(logits[0], seed=7, position=5)
+    assert tokens[:2].tolist() == [want, logits[1].argmax()]
+    assert newest.tolist() == [logits[1].argmax(), 12, want]
+    np.testing.assert_allclose(logprobs[0], want_logprob, rtol=1e-6)

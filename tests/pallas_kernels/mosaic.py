@@ -56,14 +56,16 @@ class Kernel(NamedTuple):
     spill_bytes: int
 
 
-def compile_kernels(capfd, monkeypatch, fn, *args) -> tuple[jax.stages.Compiled, list[Kernel]]:
+def compile_kernels(
+    capfd, monkeypatch, fn, *args, **options
+) -> tuple[jax.stages.Compiled, list[Kernel]]:
     """Compiles for one H200; the executable, and every Mosaic kernel in it. Skips without `aot`."""
     pytest.importorskip(
         "jax_plugins.xla_cuda13", reason="compiling for an H200 needs the extra: jmoe[aot]"
     )
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     capfd.readouterr()
-    compiled = compile_for(h200_mesh(), fn, *args)
+    compiled = compile_for(h200_mesh(), fn, *args, **options)
     out, err = capfd.readouterr()
     return compiled, parse_ptxas(out + err)
 

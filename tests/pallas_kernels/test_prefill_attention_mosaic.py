@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 from test_prefill_attention import IMPLEMENTATIONS, check, wide
 
-from pallas_kernels.prefill_attention import mosaic, tiles, work
+from pallas_kernels.backend import traced_for
+from pallas_kernels.compile_for import compile_for, h200_mesh
+from pallas_kernels.launches import count_loop_launches
+from pallas_kernels.prefill_attention import mosaic, prefill_attention, tiles, work
+from pallas_kernels.prefill_attention import plan as plan_step
 from pallas_kernels.prefill_attention.tiles import Tile
 from pallas_kernels.shapes import MODELS, QWEN3_30B_A3B
 
@@ -116,9 +120,9 @@ def arguments(shape, num_tokens, page_size=64, num_chunks=32, layers=24, pages=8
     )
 
 
-def attention(q, k_pages, v_pages, layer, block_table, q_start, kv_len):
+def attention(q, k_pages, v_pages, layer, block_table, q_start, kv_len, todo=None):
     assert mosaic.supports(q, k_pages, v_pages, 0.1)
-    return mosaic.prefill_attention(
+    return prefill_attention(
         q,
         k_pages,
         v_pages,
@@ -127,6 +131,7 @@ def attention(q, k_pages, v_pages, layer, block_table, q_start, kv_len):
         q_start=q_start,
         kv_len=kv_len,
         scale=q.shape[2] ** -0.5,
+        todo=todo,
     )
 
 
@@ -147,22 +152,44 @@ def test_compiled_for_an_h200(capfd, monkeypatch, shape, num_tokens):
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
 
 
-def test_a_scan_over_layers_plans_once(capfd, monkeypatch):
-    """The plan is the same in every layer: its sort must stay outside the loop."""
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_layer_is_one_launch_where_the_step_was_planned_before(planned):
+    pytest.importorskip("jax_plugins.xla_cuda13")
     q, k_pages, v_pages, _, *rest = arguments(QWEN3_30B_A3B, 1024)
 
-    def layers(q, k_pages, v_pages, *rest):
+    def layers(q, k_pages, v_pages, block_table, q_start, kv_len):
+        chunks = {"q_start": q_start, "kv_len": kv_len}
+        todo = plan_step(q.shape[0], q.shape[1], k_pages, **chunks) if planned else None
+
         def layer(x, i):
-            return attention(x, k_pages, v_pages, i, *rest), None
+            return attention(x, k_pages, v_pages, i, block_table, todo=todo, **chunks), None
 
         return jax.lax.scan(layer, q, jnp.arange(24, dtype=I32))[0]
 
-    compiled, kernels = interpreter.compile_kernels(
-        capfd, monkeypatch, layers, q, k_pages, v_pages, *rest
-    )
-    assert [kernel.spill_bytes for kernel in kernels] == [0]
+    compiled = compile_for(h200_mesh(), layers, q, k_pages, v_pages, *rest)
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * q.size * 2 + 2**20
-    assert " sort(" in compiled.as_text()
-    bodies = [c for c in compiled.as_text().split("\n\n") if "mosaic_gpu" in c and "ENTRY" not in c]
-    assert bodies
-    assert not any(" sort(" in body for body in bodies)
+    launches = count_loop_launches(compiled)
+    others = sum(launches.values()) - launches["custom-call"]
+    assert launches["custom-call"] == 1
+    # The layer's number is counted and, as an array, sliced; rows that are the carry are copied.
+    assert others <= 3 if planned else others >= 7  # a plan's own kernels
+
+
+def test_a_plan_made_before_is_the_one_made_inside():
+    chunks = [(3, 21), (0, 0), (0, 13)]
+    made = []
+
+    def planned(q, k_pages, v_pages, **kwargs):
+        with traced_for("cuda"):
+            rows = {name: kwargs[name] for name in ("q_start", "kv_len")}
+            todo = plan_step(q.shape[0], q.shape[1], k_pages, **rows)
+        made.append(todo)
+        return mosaic.prefill_attention(
+            q, k_pages, v_pages, todo=todo, interpreted=True, num_blocks=2, **kwargs
+        )
+
+    check(IMPLEMENTATIONS["mosaic"]._replace(op=planned), chunks, wide(4, 1), 16)
+    assert isinstance(made[0], work.Work)
+    cache = jnp.zeros((1, 1, 1, 16, 64), jnp.bfloat16)
+    starts = jnp.zeros(2, I32)
+    assert plan_step(8, 4, cache, q_start=starts, kv_len=starts[1:]) is None  # on a CPU

@@ -241,6 +241,7 @@ class Static(NamedTuple):
     normalize: bool = True
     scoring: str = "softmax"
     block_m: int = 8
+    padding: int = 0  # columns of logits that are no experts
 
     def options(self):
         keys = ("top_k", "normalize", "scoring", "block_m")
@@ -257,6 +258,8 @@ def draw(seed, static, strategy):
     if seed % 4 == 3:
         logits[rng.random(logits.shape) < 0.1] = rng.choice([np.nan, -np.inf])
         logits[rng.integers(rows)] = np.nan
+    more = np.where(rng.random((rows, static.padding)) < 0.5, np.inf, np.nan)
+    logits = np.concatenate([logits, more], axis=1)
     groups = rng.integers(0, max(static.united, 1), m)
     groups = np.where(rng.random(m) < rng.choice([0, 0, 0.3, 1]), -1, groups)
     groups = groups if static.united else np.full(m, -1)
@@ -283,7 +286,7 @@ def compiled(name, static):
         if name == "mosaic":
             from pallas_kernels.routing import mosaic
 
-            assert mosaic.supports(logits, case.slots, static.top_k)
+            assert mosaic.supports(logits, case.groups, case.slots, static.top_k)
             blocks = routing.max_blocks(
                 static.rows * static.top_k, options.pop("max_active"), static.block_m
             )
@@ -299,7 +302,10 @@ def route_by_parts(case, static):
     """What the three public ops make of it."""
     with references_only():
         weights, ids = routing.gate(
-            case.logits, top_k=static.top_k, normalize=static.normalize, scoring=static.scoring
+            case.logits[:, : static.experts],
+            top_k=static.top_k,
+            normalize=static.normalize,
+            scoring=static.scoring,
         )
         plan = routing.brownout_plan(
             ids,
@@ -343,6 +349,7 @@ STATICS = (
     Static(normalize=False, top_k=1, united=0, block_m=16),
     Static(scoring="sigmoid", rows=64, experts=8, top_k=2, united=5, block_m=1),
     Static(scoring="sigmoid", normalize=False, rows=3, top_k=8),
+    Static(normalize=False, rows=5, padding=4),
 )
 
 

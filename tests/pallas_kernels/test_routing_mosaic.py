@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import mosaic as interpreter
 import numpy as np
 import pytest
-from launches import count_launches
 from test_routing import Case, Static, check_route, draw
 
 from pallas_kernels import routing
 from pallas_kernels.backend import references_only
 from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.grouped_gemm import BLOCK_M
+from pallas_kernels.launches import count_launches
 from pallas_kernels.routing import mosaic
 from pallas_kernels.shapes import MODELS, QWEN15_MOE_A27B
 
@@ -96,7 +96,8 @@ def test_steps_of_several_blocks():
 )
 def test_what_the_kernel_does_not_take(changes):
     case, static = draw(0, Static(**changes), 0), Static(**changes)
-    assert not mosaic.supports(jnp.asarray(case.logits), jnp.asarray(case.slots), static.top_k)
+    arrays = (jnp.asarray(a) for a in (case.logits, case.groups, case.slots))
+    assert not mosaic.supports(*arrays, static.top_k)
 
 
 def arguments(shape, num_rows):

@@ -9,9 +9,10 @@ import pytest
 from safetensors.numpy import save_file
 
 import jmoe
+from jmoe import stepper
 from jmoe.brownout import Brownout, Control, plan
 from jmoe.model import Rows, head, moe, route
-from training.evaluation import answers as answers_module
+from jmoe.steps import Output
 from training.evaluation import run as run_module
 from training.evaluation.answers import answer
 from training.evaluation.items import ZERO
@@ -64,7 +65,7 @@ def test_prompts_that_wait_for_a_slot_are_answered_as_all_others(model):
     want = jmoe.generate(model, PROMPTS, 7, ZERO, chunk_size=32).tokens
     assert out.tokens == [tokens[:limit] for tokens, limit in zip(want, limits, strict=True)]
     assert sum(ended) == 6
-    programs = answers_module._prefill, answers_module._decode
+    programs = stepper.programs()
     compiled = [program._cache_size() for program in programs]
     answer(model, PROMPTS, limits, PARTIAL, batch=2, chunk=5)
     answer(model, PROMPTS[::-1], [2] * 6, Brownout("full", 10), batch=2, chunk=5)
@@ -80,9 +81,9 @@ def test_decode_steps_are_full_and_prefill_steps_fit(model, monkeypatch):
         live = rows[rows[:, 0] >= 0]
         steps.append((len(arrays), live))
         zeros = np.zeros(len(rows), np.int32)
-        return answers_module.Output(zeros + 1, zeros, zeros, zeros)
+        return Output(zeros + 1, zeros, zeros, zeros)
 
-    monkeypatch.setattr(answers_module._Run, "_call", call)
+    monkeypatch.setattr(stepper.Stepper, "_call", call)
     prompts = [[2] * (3 + i % 5) for i in range(200)]
     limits = [5 + 7 * i % 11 for i in range(200)]
     out = answer(model, prompts, limits, batch=16, chunk=16)

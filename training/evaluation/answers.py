@@ -11,28 +11,15 @@ There are two shapes and so two compiled programs, whatever the prompts and the 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jmoe.api import Model
 from jmoe.brownout import Brownout
-from jmoe.steps import (
-    KV_LEN,
-    Q_LEN,
-    SLOT,
-    Output,
-    decode_step,
-    empty_deltas,
-    empty_rows,
-    make_state,
-    prefill_step,
-)
+from jmoe.stepper import Stepper
+from jmoe.steps import KV_LEN, Q_LEN, SLOT, Output, empty_rows
 
 MAX_PREFILL_SEQS = 16
-PAGE_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -80,7 +67,7 @@ def answer(
 
 
 class _Run:
-    """Slots and their device state. Slot s always owns the same pages; -1 in `owner` is free."""
+    """Slots and who is in them; -1 in `owner` is free."""
 
     def __init__(
         self,
@@ -92,21 +79,8 @@ class _Run:
         chunk: int,
     ) -> None:
         longest = max(len(p) + limit for p, limit in zip(prompts, limits, strict=True))
-        blocks = -(-longest // PAGE_SIZE)
-        control = model.prepare(brownout)
-        self.control = jnp.stack([control.threshold_percent, control.strategy])
-        self.model, self.prompts, self.limits = model, prompts, limits
-        self.state = make_state(
-            model.config,
-            num_slots=batch,
-            num_pages=batch * blocks,
-            page_size=PAGE_SIZE,
-            max_blocks=blocks,
-            dtype=model.dtype,
-        )
-        pages = np.arange(batch * blocks, dtype=np.int32).reshape(batch, blocks)
-        self.state = self.state._replace(block_table=jnp.asarray(pages))
-        self.no_deltas = jnp.asarray(empty_deltas(1))
+        self.stepper = Stepper(model, brownout, num_slots=batch, max_len=longest)
+        self.prompts, self.limits = prompts, limits
         self.stops = set(model.config.eos_token_ids)
         self.chunk = max(chunk, max(map(len, prompts)))
         self.waiting = deque(range(len(prompts)))
@@ -153,8 +127,7 @@ class _Run:
             at += len(prompt)
             rows[row, [SLOT, KV_LEN, Q_LEN]] = slot, len(prompt), len(prompt)
             self.owner[slot], self.kv_len[slot] = index, len(prompt)
-        out = self._call(_prefill, tokens, rows)
-        self._accept(slots, out)
+        self._accept(slots, self.stepper.prefill(tokens, rows))
 
     def _decode(self) -> None:
         rows = empty_rows(len(self.owner))
@@ -163,22 +136,7 @@ class _Run:
         rows[: len(live), SLOT] = live
         rows[: len(live), KV_LEN] = self.kv_len[live]
         rows[: len(live), Q_LEN] = 1
-        self._accept(live, self._call(_decode, rows))
-
-    def _call(self, step: Callable[..., tuple], *arrays: np.ndarray) -> Output:
-        model = self.model
-        self.state, out = step(
-            model.config,
-            model.params,
-            model.pool,
-            model.table,
-            self.state,
-            *map(jnp.asarray, arrays),
-            self.no_deltas,
-            self.control,
-            max_active=model.config.num_experts,
-        )
-        return out
+        self._accept(live, self.stepper.decode(rows))
 
     def _accept(self, slots: np.ndarray, output: Output) -> None:
         """Takes a new token for each slot; row r of the step was that of `slots[r]`."""
@@ -191,11 +149,3 @@ class _Run:
             if token in self.stops or len(out) == self.limits[index]:
                 self.owner[slot] = -1
                 self.ended += 1
-
-
-_decode = partial(jax.jit, static_argnums=0, static_argnames="max_active", donate_argnums=4)(
-    decode_step
-)
-_prefill = partial(jax.jit, static_argnums=0, static_argnames="max_active", donate_argnums=4)(
-    prefill_step
-)

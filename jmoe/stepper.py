@@ -1,0 +1,109 @@
+"""Step programs over slots that own fixed pages: what runs a model without a server's scheduler."""
+
+from collections.abc import Callable
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from jmoe.api import Model
+from jmoe.brownout import Brownout
+from jmoe.steps import (
+    Output,
+    compiler_options,
+    decode_step,
+    draw_step,
+    drawing,
+    empty_deltas,
+    make_state,
+    prefill_step,
+)
+
+
+class Stepper:
+    """The device state of one run. Slot s always owns the same pages, enough for `max_len`.
+
+    Args:
+        model: as `jmoe.load` returns it.
+        brownout: of every step; None is none.
+        num_slots: sequences there can be.
+        max_len: positions of the longest.
+        page_size: positions a KV page.
+
+    Raises ValueError for a way the model does not have.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        brownout: Brownout | None,
+        *,
+        num_slots: int,
+        max_len: int,
+        page_size: int = 16,
+    ) -> None:
+        blocks = -(-max_len // page_size)
+        control = model.prepare(brownout)
+        self.model = model
+        self._control = jnp.stack([control.threshold_percent, control.strategy])
+        self._no_deltas = jnp.asarray(empty_deltas(1))
+        state = make_state(
+            model.config,
+            num_slots=num_slots,
+            num_pages=num_slots * blocks,
+            page_size=page_size,
+            max_blocks=blocks,
+            dtype=model.dtype,
+        )
+        pages = np.arange(num_slots * blocks, dtype=np.int32).reshape(num_slots, blocks)
+        self._state = state._replace(block_table=jnp.asarray(pages))
+
+    def prefill(self, tokens: Int[np.ndarray, " T"], rows: Int[np.ndarray, "R c"]) -> Output:
+        """One `prefill_step`: a row a chunk, as `jmoe.steps.pack_row` packs it."""
+        return self._drawn(self._call(programs()[0], tokens, rows), rows)
+
+    def decode(self, rows: Int[np.ndarray, "R c"]) -> Output:
+        """One `decode_step`: a row a sequence."""
+        return self._drawn(self._call(programs()[1], rows), rows)
+
+    def _drawn(self, out: Output, rows: Int[np.ndarray, "R c"]) -> Output:
+        if (cut := drawing(rows)) is None:
+            return out
+        last, tokens, logprobs = _draw(
+            self._state.last_token, out.logits, jnp.asarray(rows), cut=cut
+        )
+        self._state = self._state._replace(last_token=last)
+        return out._replace(tokens=tokens, logprobs=logprobs)
+
+    def _call(self, step: Callable[..., tuple], *arrays: np.ndarray) -> Output:
+        model = self.model
+        self._state, out = step(
+            model.config,
+            model.params,
+            model.pool,
+            model.table,
+            self._state,
+            *map(jnp.asarray, arrays),
+            self._no_deltas,
+            self._control,
+            max_active=model.config.num_experts,
+        )
+        return out
+
+
+@cache
+def programs() -> tuple[Callable[..., tuple], Callable[..., tuple]]:
+    """`prefill_step` and `decode_step`, jitted; the options depend on the backend there is."""
+    jit = partial(
+        jax.jit,
+        static_argnums=0,
+        static_argnames="max_active",
+        donate_argnums=4,
+        compiler_options=compiler_options() or None,
+    )
+    return jit(prefill_step), jit(decode_step)
+
+
+_draw = jax.jit(draw_step, static_argnames="cut", donate_argnums=0)

@@ -1,0 +1,231 @@
+"""Mosaic GPU kernel of the KV page write, for Hopper (sm_90a): one launch.
+
+XLA makes four kernels of it, six with QK norm, and the rows of a decode step give none of them much
+to do. The floor of a decode step is latency: page and row from memory, some hundred instructions,
+and the way back. In prefill it is moving every row once in and once out.
+
+- A block is one warpgroup and has one row. Its 12 KB of shared memory (48 heads of 128) and 32
+  registers a thread (40 with norms) let sixteen blocks live on a multiprocessor (twelve), so that
+  about 190 KB are in flight.
+- Rows come and go by TMA: one copy each for the query, key and value heads, and a page takes a
+  row's heads, a page's length apart, as one box. TMA takes a coordinate for each dimension, so that
+  no flat index is computed, however large the cache.
+- A thread has the same elements of both halves of a head, so nothing is exchanged to rotate, and
+  changes them where they lie. A head of 128 elements is a warp's: its norm is a sum over lanes.
+- Values without a bias are never looked at: they go from one copy into the next.
+- Rows whose page is the last, nobody's, write no page.
+
+Lane semantics: the layout is named here, and rows of a page start anywhere.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.kv_write.op import Projection
+
+_SMEM = 200 * 1024  # bytes that a row's heads may take: less than a block may have
+_CHUNK = 16  # heads that are in registers at a time
+F32, BF16 = jnp.float32, jnp.bfloat16
+
+
+def supports(projection: Projection, k_pages: Array, v_pages: Array) -> bool:
+    """Whether the kernel takes these: bfloat16, heads of 64, 128 or 256, angles in float32."""
+    num_rows, _, head_dim = projection.rows.shape
+    heads, kv_heads = projection.heads, projection.kv_heads
+    vectors = (projection.bias, projection.q_norm, projection.k_norm)
+    narrow = [projection.rows, k_pages, v_pages, *(v for v in vectors if v is not None)]
+    if any(a.dtype != BF16 for a in narrow) or projection.cos.dtype != F32:
+        return False
+    if head_dim not in (64, 128, 256) or num_rows == 0 or max(heads, kv_heads) > 256:
+        return False
+    room = Layout(head_dim)
+    return 2 * head_dim * (room.padded(heads) + 2 * room.padded(kv_heads)) <= _SMEM
+
+
+def write_kv(
+    projection: Projection,
+    k_pages: Float[Array, "L P G S D"],
+    v_pages: Float[Array, "L P G S D"],
+    *,
+    layer: Int[Array, ""],
+    page: Int[Array, "T"],
+    offset: Int[Array, "T"],
+) -> tuple[Float[Array, "T H D"], Float[Array, "L P G S D"], Float[Array, "L P G S D"]]:
+    """See `op.write_kv`; `supports` says for what."""
+    rows, heads, kv_heads = projection.rows, projection.heads, projection.kv_heads
+    num_rows, _, head_dim = rows.shape
+    room = Layout(head_dim)
+    operands = {
+        "layer": layer.astype(jnp.int32).reshape(1),
+        "page": page.astype(jnp.int32),
+        "offset": offset.astype(jnp.int32),
+        "rows": rows,
+        "cos": projection.cos,
+        "sin": projection.sin,
+        "k_pages": jax.new_ref(k_pages),
+        "v_pages": jax.new_ref(v_pages),
+    }
+    if projection.bias is not None:
+        ragged = heads % room.unit or kv_heads % room.unit  # then heads past the last are read
+        operands["bias"] = jnp.pad(projection.bias, ((0, room.unit if ragged else 0), (0, 0)))
+    if projection.q_norm is not None:
+        operands |= {"q_norm": projection.q_norm, "k_norm": projection.k_norm}
+
+    def body(*refs, **scratch):
+        *given, queries = refs
+        named = dict(zip(operands, given, strict=True))
+        _Row(projection, room, lax.axis_index("row"), queries, **named, **scratch).run()
+
+    smem = [plgpu.SMEM((room.padded(n), head_dim), BF16) for n in (heads, kv_heads, kv_heads)]
+    queries = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((num_rows, heads, head_dim), BF16),
+        grid=(num_rows,),
+        grid_names=("row",),
+        scratch_types={
+            **dict(zip(("q_smem", "k_smem", "v_smem"), smem, strict=True)),
+            "full": plgpu.Barrier(num_arrivals=3),
+        },
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,  # a thread alone reads and writes its elements
+        ),
+        kernel_name="kv_write",
+    )(*operands.values())
+    return queries, jax.freeze(operands["k_pages"]), jax.freeze(operands["v_pages"])
+
+
+class Layout:
+    """How a half of some heads, [heads, D/2], lies in a warpgroup's registers.
+
+    A thread has two neighbouring elements, or four of 256; a warp's lanes one head, or two of 64.
+    """
+
+    def __init__(self, head_dim: int) -> None:
+        self.half = half = head_dim // 2
+        vector = max(2, half // 32)
+        in_warp = 32 * vector // half
+        self.unit = 4 * in_warp  # heads come in multiples of it
+        of_warps = ((self.unit, half),) if in_warp == 1 else ((self.unit, half), (in_warp, half))
+        self.of_heads = plgpu.Layout.TILED(
+            plgpu.Tiling((*of_warps, (vector,))),
+            warp_dims=(-3,) if in_warp == 1 else (-5,),
+            lane_dims=(-2,) if in_warp == 1 else (-3, -2),
+            vector_dim=-1,
+        )
+
+    def padded(self, heads: int) -> int:
+        """Heads rounded up to whole units."""
+        return -(-heads // self.unit) * self.unit
+
+    def spread(self, vector, heads: int, axis: int):
+        """A vector over heads (axis 0) or over elements (1) as an array [heads, D/2]."""
+        spread = lax.broadcast_in_dim(vector, (heads, self.half), (axis,))
+        return plgpu.layout_cast(spread, self.of_heads)
+
+    def load(self, ref, first: int, heads: int) -> list:
+        """Both halves of some heads of `ref` [.., D], as float32."""
+        at = pl.ds(first, heads)
+        parts = [ref.at[at, half] for half in self.halves]
+        return [plgpu.load(p, layout=self.of_heads, optimized=False).astype(F32) for p in parts]
+
+    def load_vector(self, ref):
+        """A vector [D/2] in device memory."""
+        return plgpu.load(ref, layout=self.of_heads.reduce(0), optimized=False)
+
+    @property
+    def halves(self) -> tuple:
+        """Where the halves of a head are."""
+        return pl.ds(0, self.half), pl.ds(self.half, self.half)
+
+
+class _Row(NamedTuple):
+    """The work of one block: a row."""
+
+    projection: Projection
+    room: Layout
+    index: Any
+    queries: Any  # [T, H, D]
+    layer: Any
+    page: Any
+    offset: Any
+    rows: Any
+    cos: Any
+    sin: Any
+    k_pages: Any
+    v_pages: Any
+    q_smem: Any  # [H, D], padded to the layout's units, as the next two
+    k_smem: Any
+    v_smem: Any
+    full: Any
+    bias: Any = None
+    q_norm: Any = None
+    k_norm: Any = None
+
+    def run(self) -> None:
+        heads, kv_heads = self.projection.heads, self.projection.kv_heads
+        own = pl.ds(0, kv_heads)
+        parts = [
+            (self.q_smem, 0, heads, self.q_norm),
+            (self.k_smem, heads, kv_heads, self.k_norm),
+            (self.v_smem, heads + kv_heads, kv_heads, None),
+        ]
+        for smem, first, count, _ in parts:
+            heads_of_row = self.rows.at[self.index, pl.ds(first, count)]
+            plgpu.copy_gmem_to_smem(heads_of_row, smem.at[pl.ds(0, count)], self.full)
+        layer, page, offset = self.layer[0], self.page[self.index], self.offset[self.index]
+        angles = [self.room.load_vector(ref.at[self.index]) for ref in (self.cos, self.sin)]
+        plgpu.barrier_wait(self.full)
+        for smem, first, count, norm in parts:
+            is_value = smem is self.v_smem
+            if not is_value or self.bias is not None:
+                self.finish(smem, first, count, norm, None if is_value else angles)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(self.q_smem.at[pl.ds(0, heads)], self.queries.at[self.index])
+
+        @pl.when(page < self.k_pages.shape[1] - 1)
+        def _():
+            for smem, pages in ((self.k_smem, self.k_pages), (self.v_smem, self.v_pages)):
+                plgpu.copy_smem_to_gmem(smem.at[own], pages.at[layer, page, :, offset])
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def finish(self, smem, first: int, count: int, norm, angles) -> None:
+        """Bias, norm and rotation of some heads, where they lie."""
+        room = self.room
+        for start in range(0, room.padded(count), _CHUNK):
+            heads = min(_CHUNK, room.padded(count) - start)
+            x = room.load(smem, start, heads)
+            if self.bias is not None:
+                bias = room.load(self.bias, first + start, heads)
+                x = [_rounded(a + b) for a, b in zip(x, bias, strict=True)]
+            if norm is not None:
+                x = self.normed(x, norm, heads)
+            if angles is not None:
+                (a, b), (cos, sin) = x, (room.spread(angle, heads, 1) for angle in angles)
+                x = [a * cos - b * sin, b * cos + a * sin]
+            for half, values in zip(room.halves, x, strict=True):
+                smem[pl.ds(start, heads), half] = values.astype(BF16)
+
+    def normed(self, x: list, norm, heads: int) -> list:
+        """RMS norm of heads whose halves are `x`."""
+        room = self.room
+        squares = jnp.sum(x[0] * x[0] + x[1] * x[1], axis=1)
+        root = lax.rsqrt(squares / (2 * room.half) + self.projection.eps)
+        scale = room.spread(root, heads, 0)
+        weights = [room.load_vector(norm.at[half]).astype(F32) for half in room.halves]
+        return [
+            _rounded(_rounded(part * scale) * room.spread(weight, heads, 1))
+            for part, weight in zip(x, weights, strict=True)
+        ]
+
+
+def _rounded(x):
+    """To bfloat16, where the reference has a result of that dtype."""
+    return x.astype(BF16).astype(F32)

@@ -1,0 +1,65 @@
+"""Public KV page write. Letters: T rows, H query heads, G kv heads, D head size, N = H + 2 G."""
+
+from dataclasses import dataclass
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.backend import hopper
+from pallas_kernels.kv_write import reference
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A layer's product with its QKV weights, and what is still to be done to it.
+
+    In this order, each result rounded to the rows' dtype: the bias, where there is one; RMS norm of
+    each query and key head, where there are norm weights; rotation of query and key heads, halves
+    against each other, computed in float32.
+    """
+
+    rows: Float[Array, "T N D"]  # H query heads, then G key heads, then G value heads
+    kv_heads: int
+    cos: Float[Array, "T half"]  # float32, of each row's angles; half = D / 2
+    sin: Float[Array, "T half"]
+    bias: Float[Array, "N D"] | None = None
+    q_norm: Float[Array, "D"] | None = None
+    k_norm: Float[Array, "D"] | None = None  # there are both or none
+    eps: float = 0.0  # of the norms
+
+    @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.rows.shape[1] - 2 * self.kv_heads
+
+
+def split_heads(
+    projection: Projection,
+) -> tuple[Float[Array, "T H D"], Float[Array, "T G D"], Float[Array, "T G D"]]:
+    """Queries, keys and values as attention takes them."""
+    return reference.split_heads(projection)
+
+
+def write_kv(
+    projection: Projection,
+    k_pages: Float[Array, "L P G S D"],
+    v_pages: Float[Array, "L P G S D"],
+    *,
+    layer: Int[Array, ""],
+    page: Int[Array, "T"],
+    offset: Int[Array, "T"],
+) -> tuple[Float[Array, "T H D"], Float[Array, "L P G S D"], Float[Array, "L P G S D"]]:
+    """Queries, and the pages with key and value of row t at `[layer, page[t], :, offset[t]]`.
+
+    Pages are updated in place where the caller donates them. Places must be in range (XLA is
+    promised so: bounds checks would more than double a scatter's time on a CPU), and no two rows
+    may have the same one but in the last page, P - 1: it belongs to nobody, padding rows are sent
+    there, and what it holds afterwards is not defined.
+    """
+    if hopper():
+        from pallas_kernels.kv_write import mosaic  # Pallas is not imported where it is unused
+
+        if mosaic.supports(projection, k_pages, v_pages):
+            return mosaic.write_kv(
+                projection, k_pages, v_pages, layer=layer, page=page, offset=offset
+            )
+    return reference.write_kv(projection, k_pages, v_pages, layer=layer, page=page, offset=offset)

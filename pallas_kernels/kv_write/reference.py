@@ -1,0 +1,48 @@
+"""XLA reference of the KV page write."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, "d"], eps: float) -> Array:
+    """Root-mean-square norm in float32; weight applied in x's dtype."""
+    h = x.astype(jnp.float32)
+    h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
+    return h.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+def turn(
+    x: Float[Array, "T N D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
+) -> Float[Array, "T N D"]:
+    """Turns elements (i, i + D/2) of each head by the row's angle i, in float32; x's dtype."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def split_heads(projection):
+    """See `op.split_heads`."""
+    rows, heads = projection.rows, projection.heads
+    if projection.bias is not None:
+        # Unfused on purpose: with the bias inside the product, XLA copies each layer's weights out
+        # of a scan over layers.
+        rows = lax.optimization_barrier(rows) + projection.bias[None]
+    q, k, v = jnp.split(rows, [heads, heads + projection.kv_heads], axis=1)
+    if projection.q_norm is not None:
+        q = rms_norm(q, projection.q_norm, projection.eps)
+        k = rms_norm(k, projection.k_norm, projection.eps)
+    q, k = (turn(x, projection.cos, projection.sin) for x in (q, k))
+    return q, k, v
+
+
+def write_kv(projection, k_pages, v_pages, *, layer, page, offset):
+    """See `op.write_kv`."""
+    q, k, v = split_heads(projection)
+
+    def write(pages, rows):
+        at = pages.at[layer, page, :, offset]
+        return at.set(rows.astype(pages.dtype), mode="promise_in_bounds")
+
+    return q, write(k_pages, k), write(v_pages, v)

@@ -1,0 +1,151 @@
+"""The kernel of the KV page write compiled for an H200, and what it does not take."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import mosaic
+import numpy as np
+import pytest
+
+from pallas_kernels.backend import references_only
+from pallas_kernels.compile_for import compile_for, h200_mesh
+from pallas_kernels.kv_write import Projection, split_heads, write_kv
+from pallas_kernels.kv_write import mosaic as kernel
+from pallas_kernels.launches import count_launches
+from pallas_kernels.shapes import MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
+
+BF16, F32 = jnp.bfloat16, jnp.float32
+LAYERS = 48
+
+
+def sds(*size, dtype=BF16):
+    return jax.ShapeDtypeStruct(size, dtype)
+
+
+def shape(heads, kv_heads, head_dim):
+    return Shape(f"{heads}:{kv_heads} of {head_dim}", 1, 1, 1, 1, heads, kv_heads, head_dim)
+
+
+def abstract(of, num_rows, *, bias=False, norms=False, num_pages=6000):
+    """Pages of more than 2**31 elements, and arrays of a projection."""
+    heads, half = of.heads + 2 * of.kv_heads, of.head_dim // 2
+    pages = sds(LAYERS, num_pages, of.kv_heads, 64, of.head_dim)
+    arrays = {
+        "rows": sds(num_rows, heads, of.head_dim),
+        "cos": sds(num_rows, half, dtype=F32),
+        "sin": sds(num_rows, half, dtype=F32),
+    }
+    if bias:
+        arrays["bias"] = sds(heads, of.head_dim)
+    if norms:
+        arrays |= {"q_norm": sds(of.head_dim), "k_norm": sds(of.head_dim)}
+    ints = [sds(num_rows, dtype=jnp.int32)] * 2
+    return arrays, pages, pages, sds(dtype=jnp.int32), *ints
+
+
+def once(of, arrays, k_pages, v_pages, layer, page, offset):
+    projection = Projection(**arrays, kv_heads=of.kv_heads, eps=1e-6)
+    return write_kv(projection, k_pages, v_pages, layer=layer, page=page, offset=offset)
+
+
+def over_layers(of, arrays, k_pages, v_pages, first, page, offset):
+    def one(pages, layer):
+        queries, *pages = once(of, arrays, *pages, layer, page, offset)
+        return tuple(pages), jnp.sum(queries.astype(F32))
+
+    layers = first + jnp.arange(LAYERS, dtype=jnp.int32)
+    return jax.lax.scan(one, (k_pages, v_pages), layers)
+
+
+@pytest.mark.parametrize("num_rows", [64, 16384])
+@pytest.mark.parametrize("of", MODELS, ids=lambda of: of.name)
+def test_compiles_without_spills_and_copies_no_page(capfd, monkeypatch, of, num_rows):
+    is_qwen3 = of is QWEN3_30B_A3B
+    args = abstract(of, num_rows, bias=of is QWEN15_MOE_A27B, norms=is_qwen3)
+    compiled, kernels = mosaic.compile_kernels(
+        capfd, monkeypatch, partial(over_layers, of), *args, donate_argnums=(1, 2)
+    )
+    assert [k.spill_bytes for k in kernels] == [0]
+    assert kernels[0].registers <= 48  # so that ten blocks live on a multiprocessor
+    memory = compiled.memory_analysis()
+    queries = 2 * num_rows * of.heads * of.head_dim
+    assert memory.temp_size_in_bytes < 2**20 + 2 * queries
+    # The pages that come back are those that went in: a copy would be an output of its own.
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 2**20
+
+
+@pytest.mark.parametrize("of", [shape(14, 2, 64), shape(16, 2, 256), shape(71, 1, 64)], ids=str)
+def test_other_shapes_compile_without_spills(capfd, monkeypatch, of):
+    args = abstract(of, 8, bias=True, norms=True)
+    compiled, kernels = mosaic.compile_kernels(
+        capfd, monkeypatch, partial(once, of), *args, donate_argnums=(1, 2)
+    )
+    assert [k.spill_bytes for k in kernels] == [0]
+    assert "mosaic_gpu" in compiled.as_text()
+
+
+@pytest.mark.parametrize(("of", "least"), [(QWEN15_MOE_A27B, 3), (QWEN3_30B_A3B, 4)])
+def test_one_launch_in_place_of_several(of, least):
+    pytest.importorskip("jax_plugins.xla_cuda13")
+    norms = of is QWEN3_30B_A3B
+
+    def launches():
+        args = abstract(of, 64, bias=not norms, norms=norms)
+        exe = compile_for(h200_mesh(), partial(once, of), *args, donate_argnums=(1, 2))
+        return sum(count_launches(exe).values())
+
+    assert launches() == 1
+    with references_only():
+        assert launches() >= least
+
+
+def taken(of, num_rows=2, pages_dtype=BF16, **changes):
+    """Whether the kernel takes it, with other arrays in place of some of a projection."""
+    arrays, pages, *_ = abstract(of, num_rows)
+    found = []
+
+    def ask(arrays, k_pages, v_pages):
+        projection = Projection(**arrays, kv_heads=of.kv_heads)
+        found.append(kernel.supports(projection, k_pages, v_pages))
+
+    jax.eval_shape(ask, arrays | changes, pages, sds(*pages.shape, dtype=pages_dtype))
+    return found[0]
+
+
+def test_what_the_kernel_does_not_take():
+    of = QWEN3_30B_A3B
+    assert taken(of)
+    assert not taken(of, num_rows=0)
+    assert not taken(of, cos=sds(2, 64))
+    assert not taken(of, rows=sds(2, 40, 128, dtype=F32))
+    assert not taken(of, bias=sds(40, 128, dtype=F32))
+    assert not taken(of, pages_dtype=jnp.float16)
+    assert not taken(shape(4, 2, 96))  # a head of 96
+    assert not taken(shape(512, 2, 64))  # more heads than a TMA box is high
+    assert not taken(shape(256, 128, 256))  # more than fits shared memory
+
+
+def test_interpreted_bits_are_those_of_the_reference():
+    """But for norms, whose sums have another order. XLA for a GPU may contract products and sums:
+    there the two may be an ulp apart."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "rows": jnp.asarray(rng.normal(size=(3, 12, 128)), BF16),
+        "bias": jnp.asarray(rng.normal(size=(12, 128)), BF16),
+        "cos": jnp.asarray(np.cos(rng.normal(size=(3, 64))), F32),
+        "sin": jnp.asarray(np.sin(rng.normal(size=(3, 64))), F32),
+    }
+    pages = jnp.zeros((1, 4, 2, 16, 128), BF16)
+    place = jnp.arange(3, dtype=jnp.int32)
+
+    def run(op, arrays):
+        projection = Projection(**arrays, kv_heads=2)
+        return op(projection, pages, pages, layer=jnp.int32(0), page=place, offset=place)
+
+    got = mosaic.run(partial(run, kernel.write_kv), arrays)
+    want = jax.jit(partial(run, write_kv))(arrays)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    queries, *_ = split_heads(Projection(**arrays, kv_heads=2))
+    np.testing.assert_array_equal(got[0], queries)

@@ -1,0 +1,134 @@
+"""Compiled programs on disk: what is found again, what is not, and that warm starts are alike."""
+
+import os
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jmoe
+from jmoe.brownout import Brownout
+from serving import executables as module
+from serving.config import BrownoutConfig, EngineConfig
+from serving.engine import Engine
+from serving.executables import KEPT_S, Executables
+from serving.programs import use_compilation_cache
+from serving.request import SamplingParams
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
+
+
+@pytest.fixture
+def compiled():
+    return jax.jit(lambda x, y: {"sum": x + y}).lower(jnp.ones(3), jnp.ones(3)).compile()
+
+
+def test_a_program_is_found_again_by_what_it_is_made_from(tmp_path, compiled):
+    kept = Executables(tmp_path)
+    assert kept.load("a", "shape 3") is None
+    kept.save("a", "shape 3", compiled)
+    again = Executables(tmp_path).load("a", "shape 3")
+    assert again is not None
+    assert again(jnp.arange(3.0), jnp.ones(3))["sum"].tolist() == [1.0, 2.0, 3.0]
+    assert kept.load("a", "shape 4") is None
+    assert kept.load("b", "shape 3") is None
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_other_sources_or_switches_are_other_programs(tmp_path, compiled, monkeypatch):
+    kept = Executables(tmp_path)
+    kept.save("a", "", compiled)
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+        assert kept.load("a", "") is None
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_sources", lambda: "edited")
+        assert kept.load("a", "") is None
+    with jax.default_matmul_precision("highest"):
+        assert kept.load("a", "") is None
+    assert kept.load("a", "") is not None
+
+
+def test_a_torn_entry_is_removed_and_an_old_one_too(tmp_path, compiled, caplog):
+    kept = Executables(tmp_path)
+    kept.save("a", "", compiled)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    assert kept.load("a", "") is None
+    assert "cannot be read" in caplog.text
+    assert not path.exists()
+    kept.save("a", "", compiled)
+    os.utime(path, (time.time() - KEPT_S - 60,) * 2)
+    assert Executables(tmp_path).load("a", "") is None
+
+
+def test_a_full_disk_is_told_and_passed_over(tmp_path, compiled, caplog, monkeypatch):
+    def full(self, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.Path, "write_bytes", full)
+    Executables(tmp_path).save("a", "", compiled)
+    assert "No space left" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_folder_nothing_is_kept(compiled):
+    Executables(None).save("a", "", compiled)
+    assert Executables(None).load("a", "") is None
+
+
+async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypatch):
+    """The second engine's programs are the first's, sampled rows and brownout included."""
+    before = jax.config.jax_compilation_cache_dir
+    config = EngineConfig(
+        model=str(GOLDEN),
+        dtype="float32",
+        max_num_seqs=4,
+        max_model_len=64,
+        page_size=8,
+        max_prefill_tokens=16,
+        max_prefill_seqs=2,
+        decode_buckets=(4,),
+        prefill_buckets=(16,),
+        threshold_buckets_percent=(100,),
+        compilation_cache=str(tmp_path),
+        brownout=BrownoutConfig(salc=False),
+    )
+
+    async def answers():
+        engine = await Engine.start(config)
+        try:
+            found = []
+            for sampling in (
+                SamplingParams(max_new_tokens=6),
+                SamplingParams(max_new_tokens=6, temperature=1.0, seed=3),
+                SamplingParams(max_new_tokens=6, temperature=1.0, top_k=5, seed=4),
+            ):
+                tokens = []
+                async for out in engine.generate([5, 6, 7], sampling):
+                    tokens += out.token_ids
+                found.append(tokens)
+            assert engine.stats().compilations_since_ready == 0
+            return found
+        finally:
+            await engine.stop()
+
+    try:
+        first = await answers()
+        monkeypatch.setattr(
+            "serving.programs.Programs._lower", lambda self, key: pytest.fail(f"{key} was lowered")
+        )
+        assert await answers() == first
+    finally:
+        use_compilation_cache(before or "")
+        jax.config.update("jax_compilation_cache_dir", before)
+    model = jmoe.load(GOLDEN, "float32")
+    for own, tokens in zip(
+        [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "top_k": 5, "seed": 4}],
+        first,
+        strict=True,
+    ):
+        want = jmoe.generate(model, [[5, 6, 7]], 6, Brownout("zero"), **own).tokens[0]
+        assert tokens == want
