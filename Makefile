@@ -2,9 +2,10 @@
 PYTHON ?= python3.12
 VENV ?= .venv
 BIN := $(VENV)/bin
+GPU_PYTHON ?= python3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check format bench bundled clean
+.PHONY: demo test check format bench gpu bundled clean
 
 demo: $(VENV)/.base
 	$(BIN)/jmoe demo
@@ -26,6 +27,11 @@ bench: $(VENV)/.base
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.expert_op
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.step_time
 	$(BIN)/jmoe demo --repeat 3
+
+# On an H200, with whatever Python has jax for CUDA there: a piece of at most nine minutes; call again
+# until nothing is left (docs/gpu.md). `make gpu ARGS='--parts step'` chooses.
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu --limit-s 540 $(ARGS)
 
 # Tasks, tokenizer, weights and united experts of the bundled model, from nothing.
 bundled: $(VENV)/.base

@@ -50,9 +50,9 @@ def main() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from serving.version import jmoe_version
 
-        print(f"jmoe {version('jmoe')}")
+        print(f"jmoe {jmoe_version()}")
         raise typer.Exit
 
 

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import platform
-import re
 import signal
 import subprocess
 import sys
@@ -25,6 +24,7 @@ from rich.console import Console
 
 from serving.calibrate import Calibration, CalibrationError, calibrate
 from serving.client import Client
+from serving.launch import LaunchError, running_server
 from serving.loadgen import play
 from serving.report import LABELS, draw, latency_series, table, verdict
 from serving.results import (
@@ -37,6 +37,7 @@ from serving.results import (
     summarize,
     violations,
 )
+from serving.version import jmoe_version
 from serving.workload import (
     BUNDLED_TASKS,
     Arrival,
@@ -47,11 +48,8 @@ from serving.workload import (
     shuffled,
 )
 
-_READY = re.compile(rb"jmoe ready on (\S+:\d+)")
-
-
-class DemoError(RuntimeError):
-    """The demo could not run. The message has the end of the server's log where there is one."""
+DemoError = LaunchError
+"""The demo could not run. The message has the end of the server's log where there is one."""
 
 
 @dataclass(frozen=True)
@@ -107,75 +105,24 @@ async def _demo(config: DemoConfig, console: Console) -> dict[str, Any]:
     return repeated
 
 
-# -- the server ----------------------------------------------------------------------------------
-
-
 @contextlib.asynccontextmanager
 async def _server(config: DemoConfig, console: Console) -> AsyncIterator[tuple[str, int]]:
     """A server as a child process; yields address and pid. It is gone when the block is left."""
-    log_path = config.out / "server.log"
-    with log_path.open("wb") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *config.server,
-            *config.server_args,
-            stdout=subprocess.PIPE,
-            stderr=log,
-        )
-        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        reader = asyncio.create_task(_read_stdout(process, log, address))
-        try:
-            yield await _wait_for_address(address, config, log_path, console), process.pid
-        except (grpc.aio.AioRpcError, CalibrationError, TimeoutError) as error:
-            raise DemoError(f"{error}; the end of {log_path}:\n{_tail(log_path, 25)}") from error
-        finally:
-            reader.cancel()
-            await _stop(process)
+    with console.status("starting the server", refresh_per_second=4) as status:
 
+        def say(text: str) -> None:
+            shown = text[: max(20, console.width - 25)]
+            status.update(f"starting the server: {shown}", spinner_style="green")
 
-async def _read_stdout(
-    process: asyncio.subprocess.Process, log: Any, address: "asyncio.Future[str]"
-) -> None:
-    assert process.stdout is not None
-    async for line in process.stdout:  # to its end, or the child would block on a full pipe
-        log.write(line)
-        log.flush()
-        if (ready := _READY.search(line)) and not address.done():
-            address.set_result(ready[1].decode())
-    if not address.done():
-        address.set_exception(DemoError(f"the server ended with status {await process.wait()}"))
-
-
-async def _wait_for_address(
-    address: "asyncio.Future[str]", config: DemoConfig, log_path: Path, console: Console
-) -> str:
-    try:
-        async with asyncio.timeout(config.startup_timeout_s):
-            with console.status("starting the server", refresh_per_second=4) as status:
-                while not address.done():
-                    await asyncio.wait([address], timeout=0.5)
-                    last = _tail(log_path, 1).strip()[: max(20, console.width - 25)]
-                    status.update(f"starting the server: {last}", spinner_style="green")
-        return address.result()
-    except TimeoutError:
-        reason = f"the server was not ready after {config.startup_timeout_s:g} s"
-    except DemoError as error:
-        reason = str(error)
-    raise DemoError(f"{reason}; the end of {log_path}:\n{_tail(log_path, 25)}")
-
-
-def _tail(path: Path, num_lines: int) -> str:
-    return "\n".join(path.read_text(errors="replace").rstrip().splitlines()[-num_lines:])
-
-
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.terminate()
-        try:
-            await asyncio.wait_for(process.wait(), timeout=15)
-        except TimeoutError:
-            process.kill()
-            await process.wait()
+        async with running_server(
+            [*config.server, *config.server_args],
+            config.out / "server.log",
+            config.startup_timeout_s,
+            say,
+            (grpc.aio.AioRpcError, CalibrationError, TimeoutError),
+        ) as found:
+            status.stop()
+            yield found
 
 
 # -- one pair of runs ----------------------------------------------------------------------------
@@ -204,9 +151,9 @@ async def _pair(
     arrivals = schedule(tasks, piecewise_poisson_times(pieces, config.seed))
     runs = {}
     for name, words in LABELS.items():
-        await _wait_idle(client, config.pause_s)
+        await wait_idle(client, config.pause_s)
         others = _OtherPrograms(pid)
-        state = await _set_brownout(client, config, slo, with_brownout=name == "brownout")
+        state = await set_brownout(client, config.strategy, slo, with_brownout=name == "brownout")
         with console.status(words, refresh_per_second=4) as status:
             run = await play(
                 client,
@@ -215,7 +162,7 @@ async def _pair(
                 on_sample=_progress(words, config.duration_s, status.update),
             )
         other_cpu[name] = others.share()
-        runs[name] = _run_result(run, slo, burst_at_s, config.duration_s)
+        runs[name] = run_result(run, slo, burst_at_s, config.duration_s)
     return {
         "date": datetime.now().isoformat(timespec="seconds"),
         "config": {key: value for key, value in asdict(config).items() if key in _KEPT},
@@ -243,12 +190,10 @@ _KEPT = (
 )
 
 
-async def _set_brownout(
-    client: Client, config: DemoConfig, slo: Slo, *, with_brownout: bool
-) -> Any:
+async def set_brownout(client: Client, strategy: str, slo: Slo, *, with_brownout: bool) -> Any:
     """Everything back at 100 %, then the controllers on for the run with brownout."""
     state = await client.set_brownout(
-        strategy=config.strategy if with_brownout else "zero",
+        strategy=strategy if with_brownout else "zero",
         prefill_threshold_percent=100,
         decode_threshold_percent=100,
         ttft_slo_s=slo.ttft_s,
@@ -257,7 +202,7 @@ async def _set_brownout(
     return await client.set_brownout(salc_enabled=True) if with_brownout else state
 
 
-async def _wait_idle(client: Client, pause_s: float, timeout_s: float = 60.0) -> None:
+async def wait_idle(client: Client, pause_s: float, timeout_s: float = 60.0) -> None:
     """Until nothing runs or waits, and a pause more."""
     async with asyncio.timeout(timeout_s):
         while (stats := await client.stats()).num_running or stats.num_waiting:
@@ -278,7 +223,8 @@ def _progress(
     return show
 
 
-def _run_result(run: Run, slo: Slo, burst_at_s: float, duration_s: float) -> dict[str, Any]:
+def run_result(run: Run, slo: Slo, burst_at_s: float, duration_s: float) -> dict[str, Any]:
+    """What is stored of a run: summaries whole and by phase, the P90 series, server samples."""
     samples = [asdict(sample) for sample in run.samples]
     return {
         **summarize(run),
@@ -369,7 +315,8 @@ async def _facts(client: Client) -> dict[str, Any]:
     return {
         "machine": {"cpu": _cpu_model(), "cpu_count": os.cpu_count(), "platform": info.platform},
         "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in ("jmoe", "jax", "grpcio", "numpy")},
+        | {"jmoe": jmoe_version()}
+        | {name: importlib.metadata.version(name) for name in ("jax", "grpcio", "numpy")},
         "commit": _commit(),
         "server": {"max_num_seqs": info.max_num_seqs, "max_queue_len": info.max_queue_len},
         "model": {

@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -29,6 +28,7 @@ from serving.errors import (
 )
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
+from serving.version import jmoe_version
 
 if TYPE_CHECKING:
     from serving.engine import Engine
@@ -200,7 +200,7 @@ class GenerationService(rpc.GenerationServicer):
         server, engine = self._server, self._server.engine
         settings = server.config.engine
         return pb.ServerInfo(
-            version=version("jmoe"),
+            version=jmoe_version(),
             status=server.status,
             model=server.model_name,
             platform="" if engine is None else _platform(),

@@ -1,0 +1,20 @@
+"""Checks and measures jmoe on this GPU, part by part, each figure a record in a JSON file.
+
+`python -m benchmarks.gpu`: all parts, in order of worth, to `benchmarks/<device>/<part>.json`. What
+is stored there for the same sources is not measured again, so `--limit-s 540` and further calls do
+it piece by piece. `--parts tests,layers` chooses parts, `--match` cases; `--list` shows them.
+`--retry` takes up again what failed. `--report` prints tables and draws the figures from what is
+stored, and needs no GPU. `--dry-run` needs none either: every part with tiny models on the CPU,
+which tests this program and measures nothing. Exit status: 0; 1 if something failed or was wrong; 2
+without a GPU.
+"""
+
+import os
+import sys
+
+if __name__ == "__main__":
+    # JAX would take three quarters of the memory for itself, and PyTorch wants some.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from benchmarks.gpu.run import main
+
+    sys.exit(main(sys.argv[1:], __doc__ or ""))

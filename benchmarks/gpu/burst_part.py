@@ -1,0 +1,114 @@
+"""The paper's figures 11 to 13: a burst of 250 s without and with brownout.
+
+Objectives and load are calibrated as the demo does it (`serving.calibrate`, `serving.demo`); every
+leg is a case of its own, so that a burst of four legs can be played in several calls. The SLOs of
+both legs are those of the stored calibration.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks.gpu.live import ENGINE, Live, between, live, requests
+from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.sizes import Mix, Sizes
+from serving.calibrate import calibrate
+from serving.demo import DemoConfig, run_result, set_brownout, wait_idle
+from serving.loadgen import play
+from serving.results import Slo
+from serving.workload import burst_pieces, piecewise_poisson_times, schedule
+
+DEPENDS = (*ENGINE, "benchmarks/gpu/burst_part.py")
+START_S = 150.0
+DRAIN_S = 12.0  # after the last arrival; what is not answered by then has failed
+SHAPE = DemoConfig()  # shares of capacity, and when the burst begins
+TARGET = 0.05  # late tokens, each phase, in the burst
+LEGS = ("brownout", "zero")
+
+
+def cases(sizes: Sizes) -> list[Case]:
+    """A mix's calibration, then its legs, the one with brownout first."""
+    leg_s = sizes.burst_s + DRAIN_S + 5
+    found = []
+    for mix in sizes.mixes:
+        about = {"mix": mix._asdict()}
+        found.append(Case(f"calibration/{mix.name}", 4 * sizes.calibration_s + 25, about))
+        found += [Case(f"{leg}/{mix.name}", leg_s, {**about, "leg": leg}) for leg in LEGS]
+    return found
+
+
+@contextmanager
+def session(context: Context) -> Iterator[RunCase]:
+    """One server for all cases of a call."""
+    with live(context, "burst") as server:
+
+        def run(case: Case) -> dict[str, Any]:
+            measure = _leg if "leg" in case.about else _calibration
+            return server.run(measure(context, server, case))
+
+        yield run
+
+
+async def _calibration(context: Context, server: Live, case: Case) -> dict[str, Any]:
+    """Unloaded and full-batch latencies, and capacity, as the demo measures them."""
+    sizes, mix = context.sizes, Mix(**case.about["mix"])
+    found = await calibrate(server.client, requests(sizes, mix, 2048), window_s=sizes.calibration_s)
+    return {
+        "calibration": asdict(found),
+        "slo": asdict(found.slo),
+        "figures": {
+            "ttft_slo_ms": 1e3 * found.slo.ttft_s,
+            "itl_slo_ms": 1e3 * found.slo.itl_s,
+            "capacity_per_s": found.zero.capacity_per_s,
+            "itl_p90_full_over_zero": found.full.itl_p90_s / found.zero.itl_p90_s,
+        },
+    }
+
+
+async def _leg(context: Context, server: Live, case: Case) -> dict[str, Any]:
+    """The same arrivals in both legs."""
+    sizes, mix = context.sizes, Mix(**case.about["mix"])
+    calibration = context.record("burst", f"calibration/{mix.name}")
+    if calibration is None:
+        raise RuntimeError(f"{mix.name} is not calibrated; run its calibration first")
+    slo, capacity = Slo(**calibration["slo"]), calibration["figures"]["capacity_per_s"]
+    steady, burst = SHAPE.steady_load * capacity, SHAPE.burst_load * capacity
+    pieces = burst_pieces(sizes.burst_s, steady, burst, SHAPE.burst_at)
+    times = piecewise_poisson_times(pieces, sizes.seed)
+    arrivals = schedule(requests(sizes, mix, min(len(times), 8192)), times)
+    await wait_idle(server.client, 0.5)
+    brownout = case.about["leg"] == "brownout"
+    state = await set_brownout(server.client, SHAPE.strategy, slo, with_brownout=brownout)
+    before = await server.probe()
+    run = await play(server.client, arrivals, time_limit_s=sizes.burst_s + DRAIN_S)
+    burst_at_s = sizes.burst_s * SHAPE.burst_at
+    result = run_result(run, slo, burst_at_s, sizes.burst_s)
+    rates = {m: result["burst"][f"{m}_violation_rate"] for m in ("ttft", "itl")}
+    return {
+        "duration_s": sizes.burst_s,
+        "burst_at_s": burst_at_s,
+        "steady_rate_per_s": steady,
+        "burst_rate_per_s": burst,
+        "slo": {**asdict(slo), "warning_factor": state.warning_factor},
+        "run": result,
+        "server_steps": between(before, await server.probe()),
+        "figures": {
+            **{f"burst_{m}_violation_rate": rate for m, rate in rates.items()},
+            **{
+                f"steady_{m}_violation_rate": result["steady"][f"{m}_violation_rate"] for m in rates
+            },
+            **{
+                f"burst_{phase}_threshold_percent": mean
+                for phase, mean in result["burst"]["mean_thresholds_percent"].items()
+            },
+            "output_tokens_s": result["output_throughput"],
+            "degraded_share": result["degraded_share"],
+        },
+        "target": {
+            "violation_rate": TARGET,
+            "met": all(rate is not None and rate <= TARGET for rate in rates.values()),
+        }
+        if brownout
+        else None,
+    }

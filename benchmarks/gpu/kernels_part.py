@@ -1,0 +1,59 @@
+"""The kernel benchmark (`python -m benchmarks.kernels`), one case an op; it keeps its own files."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.kernels import store
+from benchmarks.kernels.cases import OPS
+
+DEPENDS = ("pallas_kernels", "benchmarks/kernels", "benchmarks/gpu/kernels_part.py")
+START_S = 0.0
+SECONDS = {"grouped_gemm": 240.0, "paged_attention": 150.0, "prefill_attention": 150.0}
+"""Given to an op, others 90; what it does not finish is left for the next call."""
+
+
+def cases(sizes: Sizes) -> list[Case]:
+    """A case an op."""
+    return [Case(op, 30.0 if sizes.dry else SECONDS.get(op, 90.0)) for op in OPS]
+
+
+@contextmanager
+def session(context: Context) -> Iterator[RunCase]:
+    """Nothing is shared."""
+
+    def run(case: Case) -> dict[str, Any]:
+        return run_op(context, case)
+
+    yield run
+
+
+def run_op(context: Context, case: Case) -> dict[str, Any]:
+    """How many of the op's cases are stored, and how many of their targets were met."""
+    command = [sys.executable, "-m", "benchmarks.kernels", "--only", case.name]
+    command += ["--out", str(context.kept.folder), "--limit-s", str(case.estimate_s)]
+    command += ["--commit", context.commit]
+    command += ["--dry-run"] if context.sizes.dry else []
+    done = subprocess.run(command, cwd=store.ROOT, capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines()
+    left = next((line for line in lines if line.startswith("out of time")), None)
+    records = context.kept.records(case.name).values()
+    targets = [r["target"] for r in records if r.get("target")]
+    record: dict[str, Any] = {
+        "figures": {
+            "stored": len(records),
+            "failed_cases": sum("failed" in r for r in records),
+            "targets": len(targets),
+            "targets_met": sum(t["met"] for t in targets),
+        },
+        "summary": lines[-12:],
+    }
+    if done.returncode:
+        record["failed"] = f"status {done.returncode}: {(done.stderr or done.stdout)[-400:]}"
+    elif left:
+        record["unfinished"] = left
+    return record

@@ -1,0 +1,56 @@
+"""Random models of a size, and what their steps cannot do without."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from benchmarks.gpu.sizes import Sizes, hf_config, skew_of
+from jmoe.api import Model
+from jmoe.config import ModelConfig, from_hf
+from jmoe.kv_cache import page_bytes
+from jmoe.random_model import random_model, weight_bytes
+
+
+def make(sizes: Sizes, *, ways: tuple[int, ...] = (), depth: int | None = None) -> Model:
+    """The model that is served, with random weights; `depth` cuts its layers."""
+    cfg = from_hf(hf_config(sizes.model, depth))
+    return random_model(cfg, sizes.seed, sizes.dtype, ways, skew_of(sizes, sizes.model))
+
+
+def decode_bytes(
+    cfg: ModelConfig, dtype: Any, *, batch: int, context: int, active_experts: float
+) -> dict[str, float]:
+    """Bytes a decode step must read: experts that have rows, other weights, and KV.
+
+    `active_experts` is the mean over MoE layers; every sequence has `context` positions.
+    """
+    expert, others = weight_bytes(cfg, dtype)
+    read = {
+        "experts": active_experts * cfg.num_moe_layers * expert,
+        "other_weights": float(others),
+        "kv": float(batch * context * page_bytes(cfg, 1, jnp.dtype(dtype))),
+    }
+    return {**read, "total": sum(read.values())}
+
+
+def prefill_flops(cfg: ModelConfig, chunks: list[tuple[int, int]]) -> int:
+    """Floating-point operations of a prefill step without brownout; chunks are (rows, positions).
+
+    Products of every row with the weights it visits, causal attention, and the output projection of
+    each chunk's last row.
+    """
+    d, width = cfg.d_model, cfg.num_heads * cfg.head_dim
+    attention = d * (width + 2 * cfg.num_kv_heads * cfg.head_dim) + width * d
+    moe = d * cfg.num_experts + 3 * d * (cfg.experts_per_token * cfg.d_ff_expert + cfg.d_ff_shared)
+    dense = 3 * d * cfg.d_ff_dense
+    layers = sum(attention + (moe if is_moe else dense) for is_moe in cfg.moe_layers)
+    rows = sum(n for n, _ in chunks)
+    pairs = sum(n * (c - n) + n * (n + 1) // 2 for n, c in chunks)
+    head = len(chunks) * d * cfg.vocab_size
+    return 2 * (rows * layers + head) + 4 * pairs * width * cfg.num_layers
+
+
+def floor_us(num_bytes: float, copy_tb_s: float) -> float:
+    """Microseconds to move bytes at the copy's rate; NaN where no rate was measured."""
+    return num_bytes / copy_tb_s / 1e6 if copy_tb_s else math.nan

@@ -1,0 +1,212 @@
+"""The paper's figures 8 and 9: throughput over request rate, by brownout setting and length mix.
+
+The real server in one process, the open-loop load generator in this one. Rates are shares of the
+capacity without brownout, which the first cases measure; every point has a ramp and a window, and
+what came in the window counts. Settings are switched while the server runs.
+"""
+
+import asyncio
+import itertools
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.live import ENGINE, Live, between, live, requests
+from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.sizes import SETTINGS, ZERO, Mix, Setting, Sizes
+from serving.calibrate import full_batch
+from serving.loadgen import play, saturate
+from serving.results import Run
+from serving.workload import poisson_times, schedule
+
+DEPENDS = (*ENGINE, "benchmarks/gpu/serve_part.py")
+START_S = 150.0  # cold; a third of it with compiled programs at hand
+PERCENTILES = (50, 90, 99)
+
+
+def cases(sizes: Sizes) -> list[Case]:
+    """Capacities, points from the highest load down, the offline run, and the kernels' share."""
+    point_s = sizes.ramp_s + sizes.window_s + 4
+    found = [
+        Case(f"capacity/{m.name}", sizes.capacity_s + 15, _about(m, ZERO)) for m in sizes.mixes
+    ]
+    found += [
+        Case(
+            f"point/{mix.name}/{setting.name}/load{load:g}",
+            point_s,
+            {**_about(mix, setting), "load": load},
+        )
+        for load in sizes.loads
+        for mix in sizes.mixes
+        for setting in SETTINGS
+    ]
+    found += [
+        Case(f"offline/{mix.name}/{setting.name}", 30.0, _about(mix, setting))
+        for mix in sizes.mixes
+        for setting in (ZERO, SETTINGS[-1])
+    ]
+    # Last: to read kernel times in a serving process is the least tried of all of this.
+    return [*found, Case("kernels", sizes.capacity_s + 15, _about(sizes.mixes[0], ZERO))]
+
+
+def _about(mix: Mix, setting: Setting) -> dict[str, Any]:
+    way = {"way": setting.way, "threshold_percent": setting.threshold_percent}
+    return {"mix": mix._asdict(), "setting": setting.label, **way}
+
+
+@contextmanager
+def session(context: Context) -> Iterator[RunCase]:
+    """One server for all cases of a call."""
+    kinds = {"capacity": _capacity, "point": _point, "offline": _offline, "kernels": _kernels}
+    with live(context, "serve") as server:
+
+        def run(case: Case) -> dict[str, Any]:
+            measure = kinds[case.name.partition("/")[0]]
+            return server.run(measure(context, server, case))
+
+        yield run
+
+
+def _mix(case: Case) -> Mix:
+    return Mix(**case.about["mix"])
+
+
+def _setting(case: Case) -> Setting:
+    return Setting(case.about["way"], case.about["threshold_percent"])
+
+
+async def _capacity(context: Context, server: Live, case: Case) -> dict[str, Any]:
+    """A full batch without brownout: requests and tokens a second."""
+    sizes = context.sizes
+    await server.use(ZERO)
+    samples = itertools.cycle(requests(sizes, _mix(case), 2048))
+    before = await server.probe()
+    run = await saturate(
+        server.client, samples, concurrency=sizes.batch, duration_s=sizes.capacity_s
+    )
+    seen = between(before, await server.probe())
+    batch = full_batch(run, 0.3 * sizes.capacity_s, sizes.capacity_s)
+    tokens_s = window(run, 0.3 * sizes.capacity_s, sizes.capacity_s)["output_tokens_s"]
+    return {
+        "figures": {
+            "requests_s": batch.capacity_per_s,
+            "output_tokens_s": tokens_s,
+            "itl_p90_ms": 1e3 * batch.itl_p90_s,
+        },
+        "server_steps": seen,
+    }
+
+
+async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
+    """One rate under one setting."""
+    sizes, mix = context.sizes, _mix(case)
+    capacity = context.record("serve", f"capacity/{mix.name}")
+    if capacity is None:
+        raise RuntimeError(f"the capacity of {mix.name} is not measured; run its case first")
+    rate = case.about["load"] * capacity["figures"]["requests_s"]
+    duration_s = sizes.ramp_s + sizes.window_s
+    await server.use(_setting(case))
+    times = poisson_times(int(rate * duration_s * 1.2) + 20, rate, sizes.seed)
+    times = [at for at in times if at < duration_s]
+    arrivals = schedule(requests(sizes, mix, len(times)), times)
+    probes: list[dict[str, Any]] = []
+
+    async def probe_at(at_s: float) -> None:
+        await asyncio.sleep(at_s)
+        probes.append(await server.probe())
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(probe_at(sizes.ramp_s))
+        group.create_task(probe_at(duration_s - 0.1))
+        playing = group.create_task(play(server.client, arrivals, time_limit_s=duration_s))
+    run = playing.result()
+    samples = [s for s in run.samples if s.at_s >= sizes.ramp_s]
+    return {
+        "figures": {"rate_s": rate, **window(run, sizes.ramp_s, duration_s)},
+        "server_steps": between(*probes),
+        "waiting_mean": statistics.fmean(s.num_waiting for s in samples) if samples else None,
+        "running_mean": statistics.fmean(s.num_running for s in samples) if samples else None,
+        "latest_send_ms": 1e3 * max((r.sent_s - r.at_s for r in run.records), default=0.0),
+        "client_cpu_share": run.client_cpu_s / run.duration_s,
+    }
+
+
+async def _offline(context: Context, server: Live, case: Case) -> dict[str, Any]:
+    """All requests at once, at most a batch in flight: what the `transformers` part does, too."""
+    sizes, mix = context.sizes, _mix(case)
+    samples = requests(sizes, mix, sizes.transformers_requests)
+    await server.use(_setting(case))
+    run = await play(server.client, samples, time_limit_s=300, max_concurrency=sizes.batch)
+    failed = [r for r in run.records if not r.ok]
+    if failed:
+        raise RuntimeError(f"{len(failed)} requests failed: {failed[0].code} {failed[0].error}")
+    tokens = sum(len(r.token_s) for r in run.records)
+    return {
+        "figures": {
+            "requests": len(samples),
+            "output_tokens": tokens,
+            "duration_s": run.duration_s,
+            "output_tokens_s": tokens / run.duration_s,
+        }
+    }
+
+
+async def _kernels(context: Context, server: Live, case: Case) -> dict[str, Any]:
+    """A full batch without brownout while the server times its kernels for two seconds."""
+    sizes = context.sizes
+    await server.use(ZERO)
+    samples = itertools.cycle(requests(sizes, _mix(case), 2048))
+    before = await server.probe()
+
+    async def profile() -> None:
+        await asyncio.sleep(0.4 * sizes.capacity_s)
+        server.profile()
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(profile())
+        group.create_task(
+            saturate(server.client, samples, concurrency=sizes.batch, duration_s=sizes.capacity_s)
+        )
+    await asyncio.sleep(0 if sizes.dry else 3)
+    after = await server.probe()
+    kernels = after["kernels"] or {"error": "the server did not answer with kernel times"}
+    record = {"server_steps": between(before, after), "kernels": kernels}
+    if "error" in kernels and not sizes.dry:
+        return {**record, "failed": kernels["error"]}
+    return {**record, "figures": {"kernel_busy_share": kernels.get("busy_share")}}
+
+
+def window(run: Run, start_s: float, end_s: float) -> dict[str, Any]:
+    """What came in [start_s, end_s): tokens a second, and latencies of what was due or came then.
+
+    A request that had no first token when the run ended counts in `unanswered`, and its waiting
+    time so far as its time to first token: above capacity, leaving it out would flatter.
+    """
+    tokens = [at for r in run.records for at in r.token_s if start_s <= at < end_s]
+    due = [r for r in run.records if start_s <= r.at_s < end_s]
+    ttft_ms = [1e3 * ((r.token_s[0] if r.token_s else end_s) - r.at_s) for r in due]
+    gaps_ms = [
+        1e3 * gap
+        for r in run.records
+        for at, gap in zip(r.token_s[1:], r.itls_s, strict=True)
+        if start_s <= at < end_s
+    ]
+    done = [r for r in run.records if r.ok and start_s <= r.end_s < end_s]
+    tpot_ms = [1e3 * r.tpot_s for r in done if r.tpot_s is not None]
+    visits = sum(r.expert_visits for r in run.records)
+    degraded = sum(r.degraded_visits for r in run.records)
+    found: dict[str, Any] = {
+        "output_tokens_s": len(tokens) / (end_s - start_s),
+        "requests_done_s": len(done) / (end_s - start_s),
+        "requests_due": len(due),
+        "unanswered": sum(not r.token_s for r in due),
+        "degraded_share": degraded / visits if visits else None,
+    }
+    for name, values in (("ttft", ttft_ms), ("itl", gaps_ms), ("tpot", tpot_ms)):
+        for percent in PERCENTILES:
+            key = f"{name}_p{percent}_ms"
+            found[key] = float(np.percentile(values, percent)) if values else None
+    return found

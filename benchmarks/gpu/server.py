@@ -1,0 +1,142 @@
+"""jmoe's server with random weights made on the device, and a probe in it.
+
+`python -m benchmarks.gpu.server --stats FILE [--dry-run] [--set KEY=VALUE ...]`. All else is the
+server that `jmoe serve` starts. SIGUSR1 makes it write its probe's counters to FILE; SIGUSR2 makes
+it time the device's kernels for `PROFILE_S` seconds and add them to the next answer.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvloop
+
+from benchmarks.gpu.sizes import DRY, Sizes
+from serving import server, settings
+from serving.cli_options import overrides
+from serving.observer import Observer
+
+PROFILE_S = 2.0
+
+
+class Probe(Observer):
+    """Counts of steps by phase since the start, for a client to take differences of."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.asked = path, 0
+        self.engine: Any = None
+        self.phases: dict[str, Counter[str]] = {"prefill": Counter(), "decode": Counter()}
+        self.kernels: dict[str, Any] | None = None
+
+    def step_read(self, plan: Any, result: Any, started_at: float, now: float) -> None:
+        """See Observer. A step is taken to have begun when the device could begin it."""
+        counts, rows = self.phases[plan.phase], len(plan.rows)
+        counts["steps"] += 1
+        counts["rows"] += rows
+        counts["tokens"] += int(plan.q_lens.sum())
+        counts["busy_s"] += now - started_at  # type: ignore[assignment]
+        counts["active_experts"] += np.count_nonzero(result.expert_rows) / len(result.expert_rows)  # type: ignore[assignment]
+        if plan.phase == "decode" and rows == self.engine.config.max_num_seqs:
+            counts["full_steps"] += 1
+            counts["full_s"] += now - started_at  # type: ignore[assignment]
+
+    def answer(self) -> None:
+        """Writes the counters; the number of the answer tells it from the one before."""
+        self.asked += 1
+        stats = self.engine.stats()
+        found = {
+            "answer": self.asked,
+            "at_s": time.monotonic(),
+            "phases": {phase: dict(counts) for phase, counts in self.phases.items()},
+            "compilations_since_ready": stats.compilations_since_ready,
+            "kernels": self.kernels,
+        }
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(found), encoding="utf-8")
+        os.replace(part, self.path)
+
+    def profile(self) -> None:
+        """Times kernels in a thread of its own; what goes wrong is what is answered."""
+        threading.Thread(target=self._profile, daemon=True).start()
+
+    def _profile(self) -> None:
+        try:
+            from benchmarks.kernels.timing import _cupti
+
+            cupti = _cupti()
+            if cupti is None:
+                raise RuntimeError("jax's CUDA plugin has no CUPTI reader")
+            cupti._cupti_init()
+            start = time.monotonic()
+            time.sleep(PROFILE_S)
+            seen = cupti._cupti_get_timings(False)  # kept attached: the server goes on
+            wall_s = time.monotonic() - start
+            sums: Counter[str] = Counter()
+            for name, ms in seen:
+                sums[name[:80]] += ms
+            busy_s = sum(sums.values()) / 1e3
+            top = [{"name": n, "ms": ms} for n, ms in sums.most_common(20)]
+            self.kernels = {
+                "wall_s": wall_s,
+                "launches": len(seen),
+                "busy_s": busy_s,
+                "busy_share": busy_s / wall_s,
+                "top": top,
+            }
+        except Exception as error:
+            self.kernels = {"error": f"{type(error).__name__}: {error}"}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stats", type=Path, required=True)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--set", action="append", default=[], dest="pairs")
+    args = parser.parse_args()
+    sizes = DRY if args.dry_run else Sizes()
+    config = settings.load("default", {"port": 0, **overrides({}, args.pairs)})
+
+    def progress(what: str, done: int, total: int) -> None:
+        print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+
+    async def start_engine() -> Any:
+        # In a thread, so that health is answered while jax is imported.
+        return await _engine(config, sizes, await asyncio.to_thread(_make, config, sizes), progress)
+
+    async def _engine(config: Any, sizes: Sizes, model: Any, progress: Any) -> Any:
+        from serving.engine import Engine
+
+        probe = Probe(args.stats)
+        engine = await Engine.start(config.engine, model=model, observer=probe, progress=progress)
+        probe.engine = engine
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, probe.answer)
+        loop.add_signal_handler(signal.SIGUSR2, probe.profile)
+        return engine
+
+    uvloop.run(server.serve(config, start_engine))
+
+
+def _make(config: Any, sizes: Sizes) -> Any:
+    print("importing: jax", file=sys.stderr, flush=True)
+    from benchmarks.gpu import models
+    from serving.programs import use_compilation_cache
+
+    use_compilation_cache(config.engine.compilation_cache)
+    print("drawing: weights", file=sys.stderr, flush=True)
+    return models.make(sizes, ways=sizes.ways)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Decode and prefill steps by themselves, on the device: time over the floor of their bytes.
+
+A step is the engine's own (`jmoe.steps`), compiled as the engine compiles it, chained through its
+donated state with no host in between. Two times go into a record: `span_us`, from one step to the
+next, gaps between kernels included, which is what an engine can reach and what ratios are made of;
+and `us`, the sum of the kernels' own durations. Experts that had rows are counted on the device in
+the very steps that are timed.
+"""
+
+import gc
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.gpu import models
+from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.sizes import SETTINGS, ZERO, Setting, Sizes
+from benchmarks.kernels.timing import Ceilings, JaxProgram, Ruler, measure_ceilings
+from jmoe.api import Model
+from jmoe.kv_cache import KVPages
+from jmoe.steps import (
+    State,
+    compiler_options,
+    decode_step,
+    empty_deltas,
+    make_state,
+    pack_row,
+    prefill_step,
+)
+from pallas_kernels.routing import STRATEGIES, max_active_experts
+from serving.programs import use_compilation_cache
+
+DEPENDS = (
+    "pallas_kernels",
+    "jmoe",
+    "benchmarks/gpu/models.py",
+    "benchmarks/gpu/sizes.py",
+    "benchmarks/gpu/step_part.py",
+    "benchmarks/kernels/timing.py",
+)
+START_S = 60.0
+TARGET, TARGET_BATCH = 1.15, 64  # span over floor, at this batch and more
+BUCKET_PERCENT = 40  # the threshold bucket that serves the three settings
+
+
+def cases(sizes: Sizes) -> list[Case]:
+    """Exact decode first, then every setting, then prefill; a way's cases lie together."""
+    found = [
+        Case(
+            f"decode/{setting.name}/b{batch}",
+            12.0,
+            {"phase": "decode", "batch": batch, "context": sizes.context, **_about(setting)},
+        )
+        for setting in SETTINGS
+        for batch in sizes.batches
+    ]
+    prefill = [
+        Case(
+            f"prefill/{setting.name}/t{t}",
+            12.0,
+            {"phase": "prefill", "tokens": t, **_about(setting)},
+        )
+        for setting in (ZERO, SETTINGS[-1])
+        for t in sizes.prefill_tokens
+    ]
+    exact, others = found[: len(sizes.batches)], found[len(sizes.batches) :]
+    return (
+        exact + prefill[: len(sizes.prefill_tokens)] + others + prefill[len(sizes.prefill_tokens) :]
+    )
+
+
+def _about(setting: Setting) -> dict[str, Any]:
+    return {"way": setting.way, "threshold_percent": setting.threshold_percent}
+
+
+@contextmanager
+def session(context: Context) -> Iterator[RunCase]:
+    """One model and one cache for all cases."""
+    sizes = context.sizes
+    use_compilation_cache(str(context.cache))
+    ruler = Ruler(0.0, 0.0) if sizes.dry else Ruler(warm_s=0.3, timed_s=0.4)
+    ceilings = measure_ceilings(ruler, sizes.copy_bytes, 32 if sizes.dry else 8192)
+    gc.collect()
+    context.facts["ceilings"] = ceilings._asdict()
+    steps = _Steps(sizes, ruler, ceilings)
+    yield steps.run
+
+
+class _Steps:
+    """The model, its state, and the programs compiled so far."""
+
+    def __init__(self, sizes: Sizes, ruler: Ruler, ceilings: Ceilings) -> None:
+        self.sizes, self.ruler, self.ceilings = sizes, ruler, ceilings
+        self.model = models.make(sizes, ways=sizes.ways)
+        self.state = _random_state(sizes, self.model)
+        self._tables = _tables(sizes)
+        self._compiled: dict[tuple[str, int, int], Any] = {}
+
+    def run(self, case: Case) -> dict[str, Any]:
+        """The record of a case."""
+        setting = Setting(case.about["way"], case.about["threshold_percent"])
+        if setting.way:
+            self.model.use_way(setting.way)
+        try:
+            return self._measure(case, setting)
+        except Exception:
+            self.state = _random_state(self.sizes, self.model)  # the other was donated
+            raise
+
+    def _measure(self, case: Case, setting: Setting) -> dict[str, Any]:
+        decode = case.about["phase"] == "decode"
+        program = self._decode(case, setting) if decode else self._prefill(case, setting)
+        timing = self.ruler.measure(program)
+        active, calls = np.asarray(program.carry[1]), program.calls
+        self.state = program.carry[0]
+        per_layer = active / calls
+        record = {
+            "timing": {**timing._asdict(), "kernels": _by_name(timing.kernels)},
+            "active_experts": {
+                "mean": float(per_layer.mean()),
+                "least_layer": float(per_layer.min()),
+                "fullest_layer": float(per_layer.max()),
+            },
+            "temporary_bytes": program.temp_bytes,
+        }
+        figures = self._decode_figures if decode else self._prefill_figures
+        return {**record, **figures(case, timing.span_us, timing.us, float(per_layer.mean()))}
+
+    def _decode_figures(
+        self, case: Case, span_us: float, us: float, active: float
+    ) -> dict[str, Any]:
+        cfg, dtype = self.model.config, self.model.dtype
+        batch, context = case.about["batch"], case.about["context"]
+        read = models.decode_bytes(cfg, dtype, batch=batch, context=context, active_experts=active)
+        floor = models.floor_us(read["total"], self.ceilings.copy_tb_s)
+        ratio = span_us / floor
+        due = batch >= TARGET_BATCH and case.about["way"] == 0
+        return {
+            "bytes": read,
+            "figures": {
+                "span_us": span_us,
+                "kernels_us": us,
+                "floor_us": floor,
+                "over_floor": ratio,
+                "active_experts": active,
+                "tokens_s": batch / span_us * 1e6,
+            },
+            "target": {"over_floor": TARGET, "met": ratio <= TARGET} if due else None,
+        }
+
+    def _prefill_figures(
+        self, case: Case, span_us: float, us: float, active: float
+    ) -> dict[str, Any]:
+        chunks = _chunks(self.sizes, case.about["tokens"])
+        flops = models.prefill_flops(self.model.config, chunks)
+        tflop_s = flops / span_us / 1e6
+        return {
+            "figures": {
+                "span_us": span_us,
+                "kernels_us": us,
+                "tokens_s": case.about["tokens"] / span_us * 1e6,
+                "tflop_s": tflop_s,
+                "share_of_product": tflop_s / self.ceilings.product_tflop_s,
+                "active_experts": active,
+            }
+        }
+
+    # -- programs -----------------------------------------------------------------------------
+
+    def _decode(self, case: Case, setting: Setting) -> "StepProgram":
+        batch, context = case.about["batch"], case.about["context"]
+        rows = np.stack([pack_row(slot, kv_len=context) for slot in range(batch)])
+        arrays = [jnp.asarray(rows), jnp.asarray(empty_deltas(batch))]
+        return self._program("decode", batch, setting, arrays)
+
+    def _prefill(self, case: Case, setting: Setting) -> "StepProgram":
+        tokens, chunks = case.about["tokens"], _chunks(self.sizes, case.about["tokens"])
+        drawn = np.random.default_rng(tokens).integers(self.model.config.vocab_size, size=tokens)
+        rows = np.stack([pack_row(i, kv_len=c, q_len=n) for i, (n, c) in enumerate(chunks)])
+        arrays = [jnp.asarray(drawn, jnp.int32), jnp.asarray(rows), jnp.asarray(empty_deltas(1))]
+        return self._program("prefill", tokens, setting, arrays)
+
+    def _program(
+        self, phase: str, size: int, setting: Setting, arrays: list[jax.Array]
+    ) -> "StepProgram":
+        model, cfg = self.model, self.model.config
+        bucket = BUCKET_PERCENT if setting.way else 100
+        m = cfg.num_experts
+        max_active = max_active_experts(bucket, m, model.united_places, m)
+        step: Any = decode_step if phase == "decode" else prefill_step
+
+        def call(carry: tuple[State, jax.Array], *args: Any) -> tuple[State, jax.Array]:
+            state, active = carry
+            state, out = step(cfg, *args[:3], state, *args[3:], max_active=max_active)
+            return state, active + jnp.sum(out.expert_rows > 0, axis=1, dtype=jnp.int32)
+
+        strategy = STRATEGIES["partial" if setting.way else "zero"]
+        control = jnp.asarray([setting.threshold_percent, strategy], jnp.int32)
+        args = (model.params, model.pool, model.table, *arrays, control)
+        state = self.state._replace(block_table=jnp.asarray(self._tables[phase]))
+        carry = (state, jnp.zeros(cfg.num_moe_layers, jnp.int32))
+        key = phase, size, bucket
+        if key not in self._compiled:
+            call.__name__ = f"{phase}_{size}_{bucket}"
+            lowered = jax.jit(call, donate_argnums=0).lower(carry, *args)
+            self._compiled[key] = lowered.compile(compiler_options=compiler_options() or None)
+        return StepProgram(self._compiled[key], carry, args)
+
+
+class StepProgram:
+    """A compiled step over its donated carry (see benchmarks.kernels.timing.Program)."""
+
+    num_sets, judged = 1, False
+    span_us = JaxProgram.span_us
+    wait = JaxProgram.wait
+
+    def __init__(self, compiled: Any, carry: Any, args: tuple[Any, ...]) -> None:
+        self._compiled, self.carry, self._args, self.calls = compiled, carry, args, 0
+        memory = compiled.memory_analysis()
+        self.temp_bytes = memory.temp_size_in_bytes if memory else 0
+
+    def __call__(self, i: int) -> Any:
+        """See timing.Program."""
+        self.carry = self._compiled(self.carry, *self._args)
+        self.calls += 1
+        return self.carry
+
+
+def _chunks(sizes: Sizes, tokens: int) -> list[tuple[int, int]]:
+    """Whole prompts of at most `prefill_context` positions: (rows, positions)."""
+    each = min(tokens, sizes.prefill_context)
+    return [(each, each)] * (tokens // each)
+
+
+def _by_name(kernels: list[tuple[str, float]] | None) -> list[dict[str, Any]] | None:
+    """Launches and microseconds a step by kernel, the dearest first."""
+    if kernels is None:
+        return None
+    names = {name for name, _ in kernels}
+    sums = {n: [us for name, us in kernels if name == n] for n in names}
+    ordered = sorted(sums.items(), key=lambda item: -sum(item[1]))
+    return [
+        {"name": n, "launches": len(us), "us": sum(us), "median_us": statistics.median(us)}
+        for n, us in ordered[:25]
+    ]
+
+
+def _blocks(sizes: Sizes) -> dict[str, tuple[int, int]]:
+    """Sequences of the largest step of each phase, and pages each of them has."""
+    context = min(max(sizes.prefill_tokens), sizes.prefill_context)
+    return {
+        "decode": (max(sizes.batches), -(-sizes.context // sizes.page_size)),
+        "prefill": (max(sizes.prefill_tokens) // context, -(-context // sizes.page_size)),
+    }
+
+
+def _num_pages(sizes: Sizes) -> int:
+    return max(count * each for count, each in _blocks(sizes).values())
+
+
+def _tables(sizes: Sizes) -> dict[str, np.ndarray]:
+    """int32 block tables by phase: every sequence has scattered pages of its own."""
+    shape = max(count for count, _ in _blocks(sizes).values()), _max_blocks(sizes)
+    order = np.random.default_rng(sizes.seed).permutation(_num_pages(sizes)).astype(np.int32)
+    tables = {}
+    for phase, (count, each) in _blocks(sizes).items():
+        table = np.zeros(shape, np.int32)
+        table[:count, :each] = order[: count * each].reshape(count, each)
+        tables[phase] = table
+    return tables
+
+
+def _max_blocks(sizes: Sizes) -> int:
+    return max(each for _, each in _blocks(sizes).values())
+
+
+def _random_state(sizes: Sizes, model: Model) -> State:
+    """Pages full of random keys and values, and random newest tokens."""
+    cfg, slots = model.config, max(count for count, _ in _blocks(sizes).values())
+    state = make_state(
+        cfg,
+        num_slots=slots,
+        num_pages=_num_pages(sizes),
+        page_size=sizes.page_size,
+        max_blocks=_max_blocks(sizes),
+        dtype=model.dtype,
+    )
+    key = jax.random.key(sizes.seed + 1, impl="rbg")
+    pages = state.pages
+    for layer in range(cfg.num_layers):
+        pages = _fill(pages, jnp.int32(layer), jax.random.fold_in(key, layer))
+    newest = np.random.default_rng(1).integers(cfg.vocab_size, size=slots).astype(np.int32)
+    return State(pages, state.block_table, jnp.asarray(newest))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _fill(pages: KVPages, layer: jax.Array, key: jax.Array) -> KVPages:
+    k, v = (
+        cache.at[layer].set(jax.random.normal(key, cache.shape[1:], cache.dtype))
+        for cache, key in zip(pages, jax.random.split(key), strict=True)
+    )
+    return KVPages(k, v)

@@ -1,0 +1,90 @@
+"""A server as a child process: started, waited for, and gone when its block is left. No jax."""
+
+import asyncio
+import contextlib
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+_READY = re.compile(rb"jmoe ready on (\S+:\d+)")
+
+
+class LaunchError(RuntimeError):
+    """A server did not come up, or failed its caller; the message has the end of its log."""
+
+
+@contextlib.asynccontextmanager
+async def running_server(
+    command: Sequence[str],
+    log_path: Path,
+    timeout_s: float,
+    say: Callable[[str], None] = lambda text: None,
+    failures: tuple[type[Exception], ...] = (),
+) -> AsyncIterator[tuple[str, int]]:
+    """Starts Python with `command`; yields the address it prints as ready, and its pid.
+
+    `log_path` takes all its output; `say` is told the newest line while it starts. An exception of
+    the kinds `failures` that leaves the block is raised as LaunchError.
+
+    Raises LaunchError where the server ends or is not ready in time.
+    """
+    with log_path.open("wb") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *command, stdout=subprocess.PIPE, stderr=log
+        )
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        reader = asyncio.create_task(_read_stdout(process, log, address))
+        try:
+            yield await _wait_for_address(address, timeout_s, log_path, say), process.pid
+        except failures as error:
+            raise LaunchError(f"{error}; the end of {log_path}:\n{tail(log_path, 25)}") from error
+        finally:
+            reader.cancel()
+            await _stop(process)
+
+
+async def _read_stdout(
+    process: asyncio.subprocess.Process, log: Any, address: "asyncio.Future[str]"
+) -> None:
+    assert process.stdout is not None
+    async for line in process.stdout:  # to its end, or the child would block on a full pipe
+        log.write(line)
+        log.flush()
+        if (ready := _READY.search(line)) and not address.done():
+            address.set_result(ready[1].decode())
+    if not address.done():
+        address.set_exception(LaunchError(f"the server ended with status {await process.wait()}"))
+
+
+async def _wait_for_address(
+    address: "asyncio.Future[str]", timeout_s: float, log_path: Path, say: Callable[[str], None]
+) -> str:
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not address.done():
+                await asyncio.wait([address], timeout=0.5)
+                say(tail(log_path, 1).strip())
+        return address.result()
+    except TimeoutError:
+        reason = f"the server was not ready after {timeout_s:g} s"
+    except LaunchError as error:
+        reason = str(error)
+    raise LaunchError(f"{reason}; the end of {log_path}:\n{tail(log_path, 25)}")
+
+
+def tail(path: Path, num_lines: int) -> str:
+    """The last lines of a log."""
+    return "\n".join(path.read_text(errors="replace").rstrip().splitlines()[-num_lines:])
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), timeout=15)
+        except TimeoutError:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,295 @@
+"""The GPU benchmark as a command, on a CPU: what it runs, stores, takes up again and reports."""
+
+import json
+import math
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.gpu import live, part, report, run, serve_part, sizes, tests_part
+from benchmarks.gpu.part import Case
+from benchmarks.gpu.sizes import DRY, SETTINGS, Sizes
+from benchmarks.kernels import store
+from serving.results import Record, Run
+
+FULL = Sizes()
+
+
+class FakePart:
+    """Three cases; `ran` says which were run, `outcome` what they give."""
+
+    DEPENDS = ("benchmarks/gpu/sizes.py",)
+    START_S = 0.0
+
+    def __init__(self, **outcome):
+        self.ran, self.outcome = [], outcome
+
+    def cases(self, sizes):
+        return [Case(name, 10.0, {"of": name}) for name in ("a", "b", "c")]
+
+    @contextmanager
+    def session(self, context):
+        context.facts["session"] = len(self.ran)
+
+        def run_case(case):
+            self.ran.append(case.name)
+            found = self.outcome.get(case.name, {"figures": {"us": 1.5, "worst": math.nan}})
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        yield run_case
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path):
+    """`command(fake, *flags)`: the exit status of a dry run of one part."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # both are what a dry run sets itself
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+    def call(fake, *flags):
+        if fake is not None:
+            monkeypatch.setattr(run, "module", lambda name: fake)
+        return run.main(["--dry-run", "--out", str(tmp_path), "--commit", "abc", *flags])
+
+    return call
+
+
+def stored(tmp_path, name="step"):
+    return {r["case"]["name"]: r for r in json.loads((tmp_path / f"{name}.json").read_text())}
+
+
+# ---- the command ----
+
+
+def test_what_is_stored_is_not_run_again_and_says_where_it_is_from(command, tmp_path):
+    fake = FakePart()
+    assert command(fake, "--parts", "step") == 0
+    assert fake.ran == ["a", "b", "c"]
+    record = stored(tmp_path)["b"]
+    assert record["figures"] == {"us": 1.5, "worst": None}
+    assert (record["commit"], record["session"], record["case"]["of"]) == ("abc", 0, "b")
+    assert record["machine"]["device"] == "dry-run"
+    assert "random" in record["weights"]
+    assert command(fake, "--parts", "step") == 0
+    assert fake.ran == ["a", "b", "c"]
+    assert command(fake, "--parts", "step", "--again", "--match", "b") == 0
+    assert fake.ran == ["a", "b", "c", "b"]
+
+
+def test_other_sources_are_measured_again(command, monkeypatch):
+    fake = FakePart()
+    command(fake, "--parts", "step")
+    monkeypatch.setattr(run, "sources", lambda paths: "other")
+    command(fake, "--parts", "step")
+    assert fake.ran == ["a", "b", "c"] * 2
+
+
+def test_sources_are_what_a_part_depends_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "ROOT", tmp_path)
+    for path, content in {"op/a.py": "1", "op/notes.md": "1", "one.py": "1"}.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(content)
+    first = part.sources(["op", "one.py"])
+    (tmp_path / "op" / "notes.md").write_text("2")
+    assert part.sources(["op", "one.py"]) == first
+    (tmp_path / "one.py").write_text("2")
+    assert part.sources(["op"]) != part.sources(["op", "one.py"]) != first
+
+
+def test_a_failed_case_harms_no_other_and_is_only_tried_again_if_asked(command, tmp_path):
+    fake = FakePart(a=RuntimeError("no memory"), b={"failed": "wrong results", "figures": {}})
+    assert command(fake, "--parts", "step") == 1
+    assert fake.ran == ["a", "b", "c"]
+    assert stored(tmp_path)["a"]["failed"] == "RuntimeError: no memory"
+    assert stored(tmp_path)["b"]["failed"] == "wrong results"
+    assert command(fake, "--parts", "step") == 0
+    assert fake.ran == ["a", "b", "c"]
+    fake.outcome.clear()
+    assert command(fake, "--parts", "step", "--retry") == 0
+    assert fake.ran[3:] == ["a", "b"]
+    assert "failed" not in stored(tmp_path)["a"]
+
+
+def test_a_case_that_ends_the_process_is_known_to_have_been_started(command, tmp_path):
+    class Gone(BaseException):
+        pass
+
+    class Hangs(FakePart):
+        @contextmanager
+        def session(self, context):
+            def run_case(case):
+                raise Gone
+
+            yield run_case
+
+    with pytest.raises(Gone):
+        command(Hangs(), "--parts", "step")
+    assert stored(tmp_path)["a"]["failed"] == run.UNKNOWN
+
+
+def test_an_unfinished_case_is_taken_up_again(command):
+    fake = FakePart(b={"unfinished": "out of time"})
+    command(fake, "--parts", "step")
+    command(fake, "--parts", "step")
+    assert fake.ran == ["a", "b", "c", "b"]
+
+
+def test_no_case_is_begun_that_the_time_does_not_hold(command, monkeypatch, capsys):
+    fake = FakePart()
+    left = iter([100.0, 9.0])
+    monkeypatch.setattr(run.Clock, "left_s", property(lambda self: next(left)))
+    assert command(fake, "--parts", "step") == 0
+    assert fake.ran == ["a"]
+    assert "2 cases left; call again" in capsys.readouterr().out
+
+
+def test_several_parts_have_a_process_each_with_what_time_is_left(command, monkeypatch, tmp_path):
+    commands = []
+    monkeypatch.setattr(run, "_child", lambda command, limit_s: commands.append(command) or 0)
+    assert command(FakePart(), "--limit-s", "500", "--match", "a") == 0
+    assert [c[c.index("--parts") + 1] for c in commands] == list(run.PARTS)
+    for c in commands:
+        assert c[c.index("--out") + 1] == str(tmp_path)
+        assert 490 < float(c[c.index("--limit-s") + 1]) <= 500
+        assert {"--dry-run", "--commit", "abc"} <= set(c)
+        assert c[c.index("--match") + 1] == "a"
+    commands.clear()
+    assert command(FakePart(), "--limit-s", "5") == 0
+    assert commands == []
+
+
+def test_a_part_that_outruns_its_time_is_killed(capfd):
+    assert run._child(["python3", "-c", "import time; time.sleep(60)"], 0.3) == 1
+    assert "killed" in capfd.readouterr().out
+    assert run._child(["python3", "-c", "raise SystemExit(3)"], 60) == 1
+    assert run._child(["python3", "-c", ""], 60) == 0
+
+
+def test_without_a_gpu_it_says_what_can_be_done(monkeypatch, capsys):
+    monkeypatch.setattr(run, "device_name", lambda: None)
+    assert run.main(["--parts", "step"]) == 2
+    assert "--dry-run" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run.main(["--parts", "speed"])
+
+
+@pytest.mark.parametrize("of", [FULL, DRY], ids=["full", "dry"])
+def test_every_part_names_its_cases_and_what_they_depend_on(of):
+    for name in run.PARTS:
+        module = run.module(name)
+        names = [case.name for case in module.cases(of)]
+        assert names
+        assert len(set(names)) == len(names)
+        assert all(case.estimate_s > 0 for case in module.cases(of))
+        for path in module.DEPENDS:
+            assert (store.ROOT / path).exists(), path
+        assert f"benchmarks/gpu/{name}_part.py" in module.DEPENDS
+        # The longest piece of work and its start fit a call of nine minutes.
+        assert module.START_S + max(case.estimate_s for case in module.cases(of)) < 540
+
+
+def test_the_grid_is_the_papers():
+    assert [s.label for s in SETTINGS] == ["zero", "(2, 0)", "(4, 20)", "(8, 40)"]
+    assert sorted(FULL.batches) == [1, 8, 32, 64, 128, 256]
+    assert (FULL.batch, FULL.max_model_len, FULL.burst_s) == (64, 2048, 250.0)
+    step = [case.name for case in run.module("step").cases(FULL)]
+    assert step[0] == "decode/zero/b64"  # what has a target comes first
+    assert len(step) == 4 * 6 + 2 * 3
+
+
+# ---- what is made of a run ----
+
+
+def test_window_counts_what_came_in_it_and_keeps_the_unanswered():
+    def record(at_s, token_s, code="OK", **more):
+        return Record("", at_s, at_s, end_s=token_s[-1] if token_s else 9.0, code=code,
+                      token_s=token_s, **more)  # fmt: skip
+
+    records = [
+        record(1.0, [1.5, 2.5, 3.5], expert_visits=30, degraded_visits=10),  # came before
+        record(2.0, [3.0, 3.25], expert_visits=10),
+        record(3.0, [], code="DEADLINE_EXCEEDED"),  # still waits when the run ends
+    ]
+    found = serve_part.window(Run(records, [], 4.0, 0.0), 2.0, 4.0)
+    assert found["output_tokens_s"] == 4 / 2.0
+    assert found["requests_done_s"] == 2 / 2.0
+    assert (found["requests_due"], found["unanswered"]) == (2, 1)
+    assert found["ttft_p50_ms"] == 1000.0
+    assert found["itl_p50_ms"] == 1000.0  # gaps of 1, 1 and 0.25 s end in the window
+    assert found["tpot_p99_ms"] == pytest.approx(992.5)
+    assert found["degraded_share"] == 0.25
+
+
+def test_between_two_probes():
+    def probe(at_s, **decode):
+        return {
+            "at_s": at_s,
+            "compilations_since_ready": 0,
+            "phases": {"prefill": {}, "decode": decode},
+        }
+
+    counts = {"steps": 10, "rows": 40, "tokens": 40, "busy_s": 1.0, "active_experts": 300.0}
+    more = {k: 3 * v for k, v in counts.items()} | {"full_steps": 4, "full_s": 0.8}
+    found = live.between(probe(5.0, **counts), probe(9.0, **more))
+    assert found["decode"]["steps"] == 20
+    assert found["decode"]["rows_a_step"] == 4
+    assert found["decode"]["ms_a_step"] == pytest.approx(100)
+    assert found["decode"]["full_batch_ms"] == pytest.approx(200)
+    assert found["decode"]["active_experts"] == 30
+    assert found["host_idle_share"] == pytest.approx(0.5)
+    assert found["prefill"]["ms_a_step"] is None
+
+
+def test_junit_reports_are_counted():
+    text = """<testsuites><testsuite>
+      <testcase name="fine"/><testcase name="off"><failure message="error 0.2"/></testcase>
+      <testcase name="late"><error message="no memory"/></testcase>
+      <testcase name="not"><skipped/></testcase></testsuite></testsuites>"""
+    counts, faults = tests_part.read_junit(text)
+    assert counts == {"passed": 1, "failed": 2, "skipped": 1}
+    assert faults == {"off": "error 0.2", "late": "no memory"}
+
+
+# ---- the report ----
+
+
+def step_record(setting, batch, span_us, floor_us, **more):
+    figures = {"span_us": span_us, "kernels_us": span_us, "floor_us": floor_us}
+    figures |= {"over_floor": span_us / floor_us, "active_experts": 50.0}
+    about = {"machine": {"device": "NVIDIA H200", "driver": "1"}, "commit": "abc", "skew": 4.0}
+    about |= {"date": "2026-01-02", "weights": "random"}
+    case = {"name": f"decode/{setting.name}/b{batch}"}
+    return {"case": case, **about, "figures": figures, **more}
+
+
+def test_the_report_holds_brownout_to_its_own_zero_brownout(tmp_path):
+    records = [
+        step_record(SETTINGS[0], 64, 8000, 7500, target={"met": True}),
+        step_record(SETTINGS[1], 64, 7000, 6000),
+        step_record(SETTINGS[2], 64, 6300, 6000),
+        {**step_record(SETTINGS[3], 64, 1, 1), "failed": "no memory"},
+    ]
+    (tmp_path / "step.json").write_text(json.dumps(records))
+    out = SimpleNamespace(text="")
+    out.write = lambda text: setattr(out, "text", out.text + text)
+    assert report.main(tmp_path, FULL, out) == 0
+    assert "| zero | 64 | 50.0 | 8,000 | 8,000 | 7,500 | 1.07 | met |" in out.text
+    # 8000/7000 over 7500/6000 is 91 %; 8000/6300 of it more than all.
+    assert "| (2, 0) | 64 | 1.143 | 1.250 | 91.4 % | met |" in out.text
+    assert "| (4, 20) | 64 | 1.270 | 1.250 | 101.6 % | met |" in out.text
+    assert "FAILED decode/way8-t40/b64: no memory" in out.text
+    assert "decode/zero/b128" in out.text.split("not measured:")[1]
+    assert "- device: NVIDIA H200" in out.text
+    assert out.text.count("Nothing is stored.") == len(run.PARTS) - 1
+
+
+def test_a_report_of_nothing_says_so(tmp_path, capsys):
+    assert run.main(["--report", "--out", str(tmp_path)]) == 1
+    assert "nothing has been run" in capsys.readouterr().out
+
+
+def test_a_steeper_skew_than_mixtral_can_have_is_not_asked_of_it():
+    assert sizes.skew_of(FULL, "mixtral-8x7b") == 1.0
+    assert sizes.skew_of(FULL, "qwen3-30b-a3b") == 4.0

@@ -1,0 +1,221 @@
+"""Parts of the GPU benchmark with tiny models on a CPU: the code that a GPU will run."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks.gpu import (
+    burst_part,
+    distill_part,
+    hf_dir,
+    layers_part,
+    live,
+    models,
+    part,
+    report,
+    run,
+    serve_part,
+    startup_part,
+    step_part,
+)
+from benchmarks.gpu.sizes import DRY, hf_config
+from benchmarks.kernels import store
+from jmoe import api
+from jmoe.config import from_hf
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _in_a_hurry():
+    """To compile is most of the time; servers that tests start inherit it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ordinary_promotion():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("gpu")
+
+
+@pytest.fixture(scope="module")
+def context(folder):
+    kept = store.Store(folder, {"sources": "1"})
+    return part.Context(DRY, kept, folder, folder / "cache")
+
+
+def run_all(name, context):
+    """Every case of a part, stored as the command stores it; the records."""
+    about = {**context.kept.revision, "commit": "abc", "machine": {"device": "x"}, "skew": 1.0}
+    about |= {"weights": "random"}
+    with run.module(name).session(context) as run_case:
+        for case in run.module(name).cases(context.sizes):
+            run._run_case(name, case, run_case, context, about)
+    return context.kept.records(name)
+
+
+# ---- models, their files and their bytes ----
+
+
+def test_a_written_directory_is_the_model_it_was_written_from(folder):
+    config = hf_config("tiny")
+    model = models.make(DRY, ways=(8,))
+    hf_dir.write(folder / "hf", config, model)
+    read = api.load(folder / "hf", "float32")
+    assert jax.tree.structure(read.params) == jax.tree.structure(model.params)
+    for ours, theirs in zip(*map(jax.tree.leaves, (model.params, read.params)), strict=True):
+        assert jnp.array_equal(ours, theirs)
+    slots = np.asarray(model.table.slots)[:, :16]
+    for name in ("gate_up", "down"):
+        ours, theirs = getattr(model.pool, name), getattr(read.pool, name)
+        assert jnp.array_equal(ours[slots], theirs[np.asarray(read.table.slots)[:, :16]])
+    np.testing.assert_array_equal(read.united[8].gate_up, model.united[8].gate_up)
+    assert json.loads((folder / "hf" / "config.json").read_text())["architectures"] == [
+        "Qwen2MoeForCausalLM"
+    ]
+
+
+def test_bytes_and_operations_by_hand():
+    cfg = from_hf(hf_config("qwen1.5-moe-a2.7b"))
+    read = models.decode_bytes(cfg, "bfloat16", batch=64, context=512, active_experts=56.0)
+    assert read["experts"] == 56 * 24 * 3 * 2048 * 1408 * 2
+    assert read["kv"] == 64 * 512 * 24 * 2 * 16 * 128 * 2
+    attention, shared = 4 * 2048 * 2048 + 3 * 2048, 3 * 2048 * 5632 + 2048
+    layer = attention + shared + 2048 * 60 + 2 * 2048  # router, two norms
+    assert read["other_weights"] == 2 * (24 * layer + 2048 * 151936 + 2048)
+    assert read["total"] == sum(read[k] for k in ("experts", "other_weights", "kv"))
+    tiny = from_hf(hf_config("tiny"))
+    # One row of one position: every product once, one pair of attention a head.
+    macs = 2 * (4 * 32 * 32 + 32 * 16 + 3 * 32 * (2 * 16 + 16)) + 32 * 96
+    assert models.prefill_flops(tiny, [(1, 1)]) == 2 * macs + 4 * 32 * 2
+    whole, halves = models.prefill_flops(tiny, [(8, 8)]), [(4, 4), (4, 8)]
+    assert models.prefill_flops(tiny, halves) - whole == 2 * 32 * 96  # the head runs twice
+
+
+# ---- parts ----
+
+
+def test_steps_count_the_experts_that_have_rows(context):
+    case = next(c for c in step_part.cases(DRY) if c.name == "decode/way2-t0/b4")
+    with step_part.session(context) as run_case:
+        record = run_case(case)
+        exact = run_case(step_part.cases(DRY)[0])
+    figures = record["figures"]
+    # Four rows of two picks reach 2 to 8 experts; united pairs can only be fewer.
+    assert 2 <= figures["active_experts"] < exact["figures"]["active_experts"] <= 8
+    assert figures["over_floor"] == pytest.approx(figures["span_us"] / figures["floor_us"])
+    seen = record["bytes"]["experts"] / (2 * 3 * 32 * 16 * 4)
+    assert seen == pytest.approx(figures["active_experts"])
+    assert record["temporary_bytes"] >= 0
+
+
+def test_layers_are_compared_row_by_row(context):
+    (case,) = layers_part.cases(DRY)
+    record = layers_part.compare(context, case)
+    assert "failed" not in record
+    (check,) = record["checks"]
+    assert check["errors"]["decode_logprobs"]["rows"] == 8 * 6
+    assert check["errors"]["prefill_logprobs"]["rows"] == 8 * 10
+
+
+def test_a_layer_is_distilled(context):
+    with distill_part.session(context) as run_case:
+        record = run_case(*distill_part.cases(DRY))
+    assert "failed" not in record
+    figures = record["figures"]
+    assert figures["rows"] == 1024
+    assert figures["error_after"] < figures["error_before"] < 2
+    assert figures["layer_s"] == pytest.approx(
+        figures["capture_s"] + 600 * figures["step_ms"] / 1000
+    )
+
+
+def test_a_layer_that_is_off_is_found():
+    rng = np.random.default_rng(0)
+    theirs = abs(rng.normal(size=400))
+    assert layers_part.judge(theirs * 1.2, theirs)["passed"]
+    assert not layers_part.judge(theirs * 1.7, theirs)["passed"]
+    for share, passed in ((0.03, True), (0.2, False)):  # rows at the edge of a tile, say
+        ours = np.where(rng.random(400) < share, 50.0, theirs)
+        assert layers_part.judge(ours, theirs)["passed"] == passed
+    assert not layers_part.judge(np.where(theirs > 1, np.nan, theirs), theirs)["passed"]
+
+
+@pytest.fixture(scope="module")
+def server(context):
+    """One server for the parts that want one."""
+    with live.live(context, "shared") as found:
+        yield found
+
+
+@pytest.fixture
+def shared(monkeypatch, server):
+    class Shared:
+        def __enter__(self):
+            return server
+
+        def __exit__(self, *error):
+            return None
+
+    for module in (serve_part, burst_part):
+        monkeypatch.setattr(module, "live", lambda context, name: Shared())
+
+
+def test_serving_points_are_measured_under_every_setting(context, shared, folder):
+    records = run_all("serve", context)
+    assert not [r["failed"] for r in records.values() if "failed" in r]
+    capacity = records["capacity/tiny"]["figures"]
+    zero, way8 = (records[f"point/tiny/{n}/load1.5"] for n in ("zero", "way8-t40"))
+    assert zero["figures"]["rate_s"] == pytest.approx(1.5 * capacity["requests_s"], rel=1e-3)
+    assert zero["figures"]["output_tokens_s"] > 0
+    assert zero["figures"]["degraded_share"] in (0, None)
+    assert way8["figures"]["degraded_share"] > 0.1
+    assert way8["server_steps"]["decode"]["active_experts"] > 0
+    assert all(
+        r["server_steps"]["compilations_since_ready"] == 0
+        for name, r in records.items()
+        if name.startswith("point/")
+    )
+    offline = records["offline/tiny/zero"]["figures"]
+    asked = live.requests(DRY, DRY.mixes[0], DRY.transformers_requests)
+    assert offline["output_tokens"] == sum(one.max_new_tokens for one in asked)
+
+
+def test_both_legs_of_a_burst_have_the_same_arrivals_and_objectives(context, shared, folder):
+    records = run_all("burst", context)
+    assert not [r["failed"] for r in records.values() if "failed" in r]
+    zero, brownout = records["zero/tiny"], records["brownout/tiny"]
+    assert zero["slo"]["ttft_s"] == brownout["slo"]["ttft_s"]
+    assert zero["run"]["first_tokens"] == brownout["run"]["first_tokens"] > 0
+    assert zero["figures"]["degraded_share"] == 0
+    assert zero["figures"]["burst_decode_threshold_percent"] == 100
+    assert brownout["burst_rate_per_s"] == pytest.approx(
+        2 * brownout["steady_rate_per_s"], rel=1e-3
+    )
+    assert report.main(folder, DRY) == 0
+    for name in ("figure-throughput.png", "figure-burst-tiny.png"):
+        assert (folder / name).stat().st_size > 10_000
+
+
+def test_a_leg_without_its_calibration_says_so(context, server, tmp_path):
+    bare = dataclasses.replace(context, kept=store.Store(tmp_path, {"sources": "2"}))
+    leg = burst_part.cases(DRY)[1]
+    with pytest.raises(RuntimeError, match="tiny is not calibrated"):
+        server.run(burst_part._leg(bare, server, leg))
+
+
+def test_requests_of_every_kind_compile_nothing(server):
+    assert set(server.started) >= {"drawing", "compiling", "ready"}
+    assert server.run(startup_part._exercise(DRY, server)) == 0
