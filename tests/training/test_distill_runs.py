@@ -1,0 +1,233 @@
+"""Distillation as a whole: what it writes, interrupted and other runs in its folder, bad input."""
+
+import dataclasses
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_distill import QUICK
+
+import jmoe
+from jmoe.layers import Layers
+from jmoe.tokenizer import Tokenizer
+from training.distill import DistillConfig, DistillError, distill
+from training.distill.data import pack_files
+
+# -- the whole -------------------------------------------------------------------------------------
+
+
+def run(tiny_dir, out, progress=lambda *args: None, config=QUICK):
+    return distill(tiny_dir.path, [4, 3], [tiny_dir.path / "tasks.jsonl"], out, config, progress)
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_dir, tmp_path_factory):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        out = tmp_path_factory.mktemp("finished")
+        seen = []
+        return out, run(tiny_dir, out, lambda *args: seen.append(args)), seen
+
+
+def test_it_writes_what_jmoe_loads(tiny_dir, finished, tmp_path):
+    out, (layers, refined), seen = finished
+    assert [(r.way, r.layer) for r in layers] == [(3, 0), (3, 1), (4, 0), (4, 1)]
+    assert all(r.error_after <= r.error_before for r in layers)  # the best is kept
+    assert any(r.error_after < r.error_before for r in layers)
+    assert all(r.after <= r.before for r in refined)
+    assert any(r.after < r.before for r in refined)
+    assert seen[-1][:3] == ("way 3, end to end", 4, 4)
+    assert "divergence" in seen[-1][3]
+    assert (out / "distill.png").stat().st_size > 1000
+    assert "| 4 | 1 |" in (out / "distill.md").read_text()
+    for file in tiny_dir.path.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "united.safetensors").symlink_to(out / "united.safetensors")
+    model = jmoe.load(tmp_path, "float32")
+    assert sorted(model.united) == [3, 4]
+    assert model.united[3].gate_up.shape == (2, 3, 32, 32)
+    assert model.united[3].groups.tolist() == [[0, 0, 0, 1, 1, 1, 2, 2]] * 2
+    tokens = np.arange(1, 20)[None]
+    exact, browned = (
+        jmoe.forward(model, tokens, setting) for setting in (None, jmoe.Brownout("partial", 0, 4))
+    )
+    assert np.isfinite(browned).all()
+    assert float(jnp.max(jnp.abs(exact - browned))) > 0
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_interrupted_at_ten_moments_it_ends_in_the_same_bits(tiny_dir, finished, tmp_path):
+    out, results, seen = finished
+    rng = random.Random(1)
+    for moment in sorted(rng.sample(range(1, len(seen)), 10)):
+        at = 0
+
+        def stop(*args, moment=moment):
+            nonlocal at
+            at += 1
+            if at == moment:
+                raise Killed
+
+        with pytest.raises(Killed):
+            run(tiny_dir, tmp_path / str(moment), stop)
+        again = run(tiny_dir, tmp_path / str(moment))
+        assert again == results
+        got, want = (p / "united.safetensors" for p in (tmp_path / str(moment), out))
+        assert got.read_bytes() == want.read_bytes()
+
+
+def test_killed_processes_leave_work_that_goes_on(tiny_dir, finished, tmp_path):
+    """SIGKILL, not an exception: nothing gets to clean up."""
+    code = (
+        "import sys, jax; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path; from types import SimpleNamespace\n"
+        "from test_distill_runs import run\n"
+        "run(SimpleNamespace(path=Path(sys.argv[2])), Path(sys.argv[3]),"
+        " lambda *a: print(*a, flush=True))"
+    )
+    arguments = [os.path.dirname(__file__), str(tiny_dir.path), str(tmp_path)]
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    for lines in (4, 3):
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments], env=env, stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        for _ in range(lines):
+            assert process.stdout.readline()
+        time.sleep(0.05 * lines)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+    run(tiny_dir, tmp_path)
+    assert (tmp_path / "united.safetensors").read_bytes() == (
+        finished[0] / "united.safetensors"
+    ).read_bytes()
+
+
+def test_a_full_disk_keeps_what_was_finished(tiny_dir, finished, tmp_path, monkeypatch):
+    calls = []
+    save = np.save
+
+    def full(file, x):
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return save(file, x)
+
+    monkeypatch.setattr("training.distill.store.np.save", full)
+    with pytest.raises(DistillError, match=r"No space left.*free some space"):
+        run(tiny_dir, tmp_path)
+    monkeypatch.undo()
+    kept = sorted(p.name for p in (tmp_path / "distill-work").glob("way-*"))
+    assert "way-3-layer-0" in kept
+    run(tiny_dir, tmp_path)
+    assert (tmp_path / "united.safetensors").read_bytes() == (
+        finished[0] / "united.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("function", "advice"), [("fit_layer", "lower rows"), ("refine", "refine_steps 0")]
+)
+def test_a_device_that_is_too_small_is_told_what_helps(
+    tiny_dir, tmp_path, monkeypatch, function, advice
+):
+    def exhausted(*args, **kwargs):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes")
+
+    monkeypatch.setattr(f"training.distill.run.{function}", exhausted)
+    with pytest.raises(DistillError, match=rf"Out of memory.*{advice}"):
+        run(tiny_dir, tmp_path)
+
+
+def test_finished_layers_serve_other_ways_and_another_end_to_end_stage(
+    tiny_dir, finished, tmp_path
+):
+    """Bit for bit what a fresh run gives, also where a first run stopped between two layers."""
+    out = finished[0]
+    data = [tiny_dir.path / "tasks.jsonl"]
+    other = dataclasses.replace(QUICK, refine_steps=2, refine_learning_rate=1e-3)
+    distill(tiny_dir.path, [2, 3], data, tmp_path / "fresh", other)
+
+    shutil.copytree(out, tmp_path / "done")
+    again = []
+    distill(tiny_dir.path, [2, 3], data, tmp_path / "done", other, lambda *args: again.append(args))
+    assert not any(what.startswith("way 3, layer") for what, *_ in again)
+    assert any(what.startswith("way 2, layer") for what, *_ in again)
+
+    def stop(what, *rest):
+        if what == "layer 1: capture":
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(tiny_dir, tmp_path / "killed", stop)
+    distill(tiny_dir.path, [2, 3], data, tmp_path / "killed", other)
+    fresh = (tmp_path / "fresh" / "united.safetensors").read_bytes()
+    for name in ("done", "killed"):
+        assert (tmp_path / name / "united.safetensors").read_bytes() == fresh
+
+
+def test_another_run_does_not_mix_with_what_is_there(tiny_dir, finished, tmp_path):
+    with pytest.raises(ValueError, match="another settings"):
+        run(tiny_dir, finished[0], config=dataclasses.replace(QUICK, seed=1))
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ways", [[1], [9], [2, 2], []])
+def test_bad_ways_are_refused(tiny_dir, tmp_path, ways):
+    with pytest.raises(ValueError, match="way"):
+        distill(tiny_dir.path, ways, [tiny_dir.path / "tasks.jsonl"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": 3}\n', "line 2"),
+        ("a.jsonl", b"nonsense\n", "line 1"),
+        ("a.txt", b"\xff\xfe\x00", "cannot read"),
+        ("a.txt", b"\n\n", "holds no text"),
+        ("a.txt", None, "cannot read"),
+    ],
+)
+def test_bad_data_is_named(tiny_dir, tmp_path, name, content, message):
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        distill(tiny_dir.path, [2], [path], tmp_path)
+
+
+def test_another_models_tokenizer_is_refused(tiny_dir):
+    cfg = dataclasses.replace(Layers(tiny_dir.path).cfg, vocab_size=40)
+    tokenizer = Tokenizer.load(tiny_dir.path)
+    with pytest.raises(ValueError, match="another model's tokenizer"):
+        pack_files([tiny_dir.path / "tasks.jsonl"], cfg, tokenizer, 64, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"objective": "best"},
+        {"rows": 0},
+        {"batch": 100},
+        {"held_out": 0.0},
+        {"learning_rate": -1.0},
+        {"dtype": "int8"},
+    ],
+)
+def test_settings_that_cannot_be_used_are_named(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        DistillConfig(**change)
