@@ -68,7 +68,7 @@ class TensorFiles:
 Source = tuple[tuple[str, ...], tuple[tuple[int, ...], ...], bool]
 
 
-def _layer_sources(cfg: ModelConfig, layer: int, is_moe: bool) -> dict[str, Source]:
+def layer_sources(cfg: ModelConfig, layer: int, is_moe: bool) -> dict[str, Source]:
     """Hugging Face names and shapes ([out, in]) of one layer's parameters, experts left out."""
     at = f"model.layers.{layer}."
     d, q, kv = cfg.d_model, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
@@ -110,7 +110,8 @@ def _swiglu_sources(
     }
 
 
-def _expert_sources(cfg: ModelConfig, layer: int, expert: int) -> dict[str, Source]:
+def expert_sources(cfg: ModelConfig, layer: int, expert: int) -> dict[str, Source]:
+    """Hugging Face names and shapes of one routed expert."""
     mixtral = cfg.architecture == "mixtral"
     block = "block_sparse_moe" if mixtral else "mlp"
     names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
@@ -118,7 +119,8 @@ def _expert_sources(cfg: ModelConfig, layer: int, expert: int) -> dict[str, Sour
     return _swiglu_sources("", at, cfg.d_model, cfg.d_ff_expert, names)
 
 
-def _top_sources(cfg: ModelConfig) -> dict[str, Source]:
+def top_sources(cfg: ModelConfig) -> dict[str, Source]:
+    """Hugging Face names and shapes of what is outside the layers."""
     d, vocab = cfg.d_model, cfg.vocab_size
     out: dict[str, Source] = {
         "embed": (("model.embed_tokens.weight",), ((vocab, d),), False),
@@ -130,12 +132,12 @@ def _top_sources(cfg: ModelConfig) -> dict[str, Source]:
 
 
 def _all_sources(cfg: ModelConfig) -> Iterator[Source]:
-    yield from _top_sources(cfg).values()
+    yield from top_sources(cfg).values()
     for layer, is_moe in enumerate(cfg.moe_layers):
-        yield from _layer_sources(cfg, layer, is_moe).values()
+        yield from layer_sources(cfg, layer, is_moe).values()
         if is_moe:
             for expert in range(cfg.num_experts):
-                yield from _expert_sources(cfg, layer, expert).values()
+                yield from expert_sources(cfg, layer, expert).values()
 
 
 def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
@@ -174,16 +176,16 @@ class HFLayers:
 
     def top(self) -> dict[str, Any]:
         """Parameters outside the layers."""
-        return self._read(_top_sources(self._cfg))
+        return self._read(top_sources(self._cfg))
 
     def layer(self, index: int) -> tuple[dict[str, Any], ExpertPool | None]:
         """One layer's parameters, and its routed experts in order; None for a dense layer."""
         is_moe = self._cfg.moe_layers[index]
-        params = self._read(_layer_sources(self._cfg, index, is_moe))
+        params = self._read(layer_sources(self._cfg, index, is_moe))
         if not is_moe:
             return params, None
         parts = [
-            self._read(_expert_sources(self._cfg, index, expert))
+            self._read(expert_sources(self._cfg, index, expert))
             for expert in range(self._cfg.num_experts)
         ]
         return params, ExpertPool(*(jnp.stack([p[key] for p in parts]) for key in parts[0]))

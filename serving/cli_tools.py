@@ -64,11 +64,12 @@ def demo(
     flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
     from asyncio import CancelledError
 
-    from serving.demo import DemoConfig, DemoError, run_demo
+    from serving.demo import DemoConfig, run_demo
+    from serving.launch import LaunchError
 
     try:
         run_demo(DemoConfig(**flags))
-    except DemoError as error:
+    except LaunchError as error:
         print(f"jmoe: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
     except (KeyboardInterrupt, CancelledError):

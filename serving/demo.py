@@ -48,9 +48,6 @@ from serving.workload import (
     shuffled,
 )
 
-DemoError = LaunchError
-"""The demo could not run. The message has the end of the server's log where there is one."""
-
 
 @dataclass(frozen=True)
 class DemoConfig:
@@ -76,7 +73,7 @@ class DemoConfig:
 def run_demo(config: DemoConfig, console: Console | None = None) -> dict[str, Any]:
     """Runs the demo, prints and stores its results, and returns them.
 
-    Raises DemoError, or WorkloadError when the task file cannot be used.
+    Raises LaunchError, or WorkloadError when the task file cannot be used.
     """
     return uvloop.run(_demo(config, console or Console()))
 
@@ -383,7 +380,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         run_demo(DemoConfig(**{**vars(args), "server_args": tuple(args.server_args)}))
-    except (DemoError, ValueError) as error:
+    except (LaunchError, ValueError) as error:
         sys.exit(f"demo failed: {error}")
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit("demo stopped")

@@ -13,6 +13,7 @@ import logging
 import os
 import pickle
 import time
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +27,13 @@ import pallas_kernels
 KEPT_S = 30 * 24 * 3600
 """An entry that nothing has read for so long is removed."""
 
-_CONFIG = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl")
+_CONFIG = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_disable_most_optimizations",
+)
 _ENVIRONMENT = ("XLA_FLAGS", "NPROC")
 
 log = logging.getLogger(__name__)
@@ -37,9 +44,14 @@ class Executables:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        if folder is not None:
+        if folder is None:
+            return
+        try:
             folder.mkdir(parents=True, exist_ok=True)
             _remove_old(folder)
+        except OSError as error:
+            log.warning("%s cannot be used (%s); no compiled program is kept", folder, error)
+            self._folder = None
 
     @classmethod
     def beside_xla_cache(cls) -> "Executables":
@@ -58,11 +70,13 @@ class Executables:
             compiled = deserialize_and_load(
                 *pickle.loads(path.read_bytes()), execution_devices=jax.devices()[:1]
             )
-            os.utime(path)
         except Exception as error:  # whatever another version or a torn file may raise
             log.warning("%s cannot be read (%s) and is removed; it is compiled anew", path, error)
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
             return None
+        with suppress(OSError):  # another user's, perhaps
+            os.utime(path)
         return compiled
 
     def save(self, name: str, made_from: object, compiled: jax.stages.Compiled) -> None:
@@ -76,7 +90,8 @@ class Executables:
             part.rename(path)
         except Exception as error:  # a full disk, a backend that cannot
             log.warning("%s cannot be kept (%s); the next start compiles it again", path, error)
-            part.unlink(missing_ok=True)
+            with suppress(OSError):
+                part.unlink()
 
     def _path(self, name: str, made_from: object) -> Path:
         assert self._folder is not None
@@ -85,12 +100,10 @@ class Executables:
 
 
 def _remove_old(folder: Path) -> None:
-    for path in folder.iterdir():
-        try:
+    for path in folder.glob("*.bin"):
+        with suppress(OSError):  # another server was quicker, or it is another user's
             if time.time() - path.stat().st_mtime > KEPT_S:
                 path.unlink()
-        except FileNotFoundError:  # another server was quicker
-            continue
 
 
 def _surroundings() -> str:
@@ -100,7 +113,7 @@ def _surroundings() -> str:
         {
             "jax": (jax.__version__, version("jaxlib"), device.client.platform_version),
             "device": (device.device_kind, _processor() if device.platform == "cpu" else ""),
-            "config": [str(getattr(jax.config, name)) for name in _CONFIG],
+            "config": [str(jax.config.values[name]) for name in _CONFIG],
             "environment": [os.environ.get(name, "") for name in _ENVIRONMENT],
             "sources": _sources(),
         }
@@ -109,8 +122,8 @@ def _surroundings() -> str:
 
 @cache
 def _sources() -> str:
-    """Digest of the packages that programs are traced from."""
-    digest = hashlib.sha256()
+    """Digest of what programs are traced from, and of what traces them."""
+    digest = hashlib.sha256(Path(__file__).with_name("programs.py").read_bytes())
     for package in (jmoe, pallas_kernels):
         top = Path(package.__path__[0])
         for path in sorted(top.rglob("*")):

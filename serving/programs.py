@@ -7,7 +7,7 @@ many experts as a step at t <= b can touch. The threshold itself is traced and n
 import os
 from bisect import bisect_left
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,29 +124,35 @@ class Programs:
     def compile_all(self, progress: Progress | None = None) -> None:
         """Compiles every program, several at a time; what the disk has is read from there."""
         keys, executables = self._buckets.keys(), Executables.beside_xla_cache()
+
+        def tell() -> None:
+            if progress is not None:
+                progress("compiling", len(self._compiled), len(keys))
+
+        def compiled(key: Key, made_from: str, lowered: jax.stages.Lowered) -> None:
+            found = lowered.compile(compiler_options=compiler_options() or None)
+            executables.save(key.name, made_from, found)
+            self._compiled[key] = found
+
+        tell()
         # XLA's compiler lets other threads run; tracing and lowering do not, and stay in this one.
         with ThreadPoolExecutor(min(MAX_COMPILERS, os.cpu_count() or 1)) as pool:
-            jobs: dict[Future[jax.stages.Compiled], tuple[Key, str]] = {}
+            jobs = []
             try:
                 for key in keys:
-                    _tell(progress, len(self._compiled) + sum(j.done() for j in jobs), len(keys))
                     made_from = self._made_from(key)
                     kept = executables.load(key.name, made_from)
                     if kept is not None:
                         self._compiled[key] = kept
                     else:
-                        options = compiler_options() or None
-                        compiling = partial(self._lower(key).compile, compiler_options=options)
-                        jobs[pool.submit(compiling)] = key, made_from
+                        jobs.append(pool.submit(compiled, key, made_from, self._lower(key)))
+                    tell()
                 for job in as_completed(jobs):
-                    key, made_from = jobs[job]
-                    self._compiled[key] = job.result()
-                    executables.save(key.name, made_from, self._compiled[key])
-                    _tell(progress, len(self._compiled), len(keys))
+                    job.result()
+                    tell()
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-        _tell(progress, len(keys), len(keys))
 
     def mark_ready(self) -> None:
         """From here on every compilation counts as one too many."""
@@ -226,11 +232,6 @@ class Programs:
                 compiler_options(),
             )
         )
-
-
-def _tell(progress: Progress | None, done: int, total: int) -> None:
-    if progress is not None:
-        progress("compiling", done, total)
 
 
 def use_compilation_cache(directory: str) -> None:

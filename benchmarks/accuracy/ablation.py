@@ -71,7 +71,9 @@ def run(
     for seed in seeds:
         data = out / f"texts-{seed}.jsonl"
         if not data.exists():
-            write_jsonl(data, "train", TEXTS, 1000 + seed)
+            part = data.with_suffix(".part")
+            write_jsonl(part, "train", TEXTS, 1000 + seed)
+            part.rename(data)
         for variant in variants:
             own = dataclasses.replace(config, seed=seed, refine_steps=0, **VARIANTS[variant])
             work = out / f"{seed}-{variant.replace(' ', '_').replace(':', '')}"

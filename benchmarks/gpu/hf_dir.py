@@ -19,7 +19,7 @@ from safetensors.flax import save_file
 from benchmarks.gpu import models
 from benchmarks.gpu.sizes import DRY, Sizes, hf_config
 from jmoe.api import Model
-from jmoe.checkpoint import UNITED_FILE, Source, _expert_sources, _layer_sources, _top_sources
+from jmoe.checkpoint import UNITED_FILE, Source, expert_sources, layer_sources, top_sources
 from jmoe.experts import UnitedExperts
 
 ARCHITECTURES = {
@@ -54,7 +54,7 @@ def write(directory: Path, config: Mapping[str, Any], model: Model) -> None:
 def _files(model: Model) -> Iterator[Tensors]:
     """Tensors outside the layers, then those of each layer; one file's at a time on the host."""
     cfg = model.config
-    yield _split(_top_sources(cfg), model.params)
+    yield _split(top_sources(cfg), model.params)
     moe_layer = 0
     slots = np.asarray(model.table.slots)
     for (is_moe, start, count), segment in zip(
@@ -62,7 +62,7 @@ def _files(model: Model) -> Iterator[Tensors]:
     ):
         for i in range(count):
             own = {key: weights[i] for key, weights in segment.items()}
-            tensors = _split(_layer_sources(cfg, start + i, is_moe), own)
+            tensors = _split(layer_sources(cfg, start + i, is_moe), own)
             if is_moe:
                 tensors |= _experts(model, start + i, slots[moe_layer, : cfg.num_experts])
                 moe_layer += 1
@@ -92,7 +92,7 @@ def _experts(model: Model, layer: int, slots: np.ndarray) -> Tensors:
     gate_up, down = map(np.asarray, _layer(model.pool, jnp.asarray(slots)))
     tensors, f = {}, model.config.d_ff_expert
     for expert in range(model.config.num_experts):
-        sources = _expert_sources(model.config, layer, expert)
+        sources = expert_sources(model.config, layer, expert)
         (gate_name, up_name), _, _ = sources["gate_up"]
         ((down_name,), _, _) = sources["down"]
         tensors[gate_name], tensors[up_name] = gate_up[expert, :f], gate_up[expert, f:]

@@ -41,7 +41,9 @@ def run_op(context: Context, case: Case) -> dict[str, Any]:
     done = subprocess.run(command, cwd=store.ROOT, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines()
     left = next((line for line in lines if line.startswith("out of time")), None)
-    records = context.kept.records(case.name).values()
+    now = store.revision(context.commit)
+    found = context.kept.records(case.name).values()
+    records = [r for r in found if all(r[key] == value for key, value in now.items())]
     targets = [r["target"] for r in records if r.get("target")]
     record: dict[str, Any] = {
         "figures": {

@@ -71,9 +71,9 @@ class Probe(Observer):
 
     def _profile(self) -> None:
         try:
-            from benchmarks.kernels.timing import _cupti
+            from benchmarks.kernels.timing import cupti_extension
 
-            cupti = _cupti()
+            cupti = cupti_extension()
             if cupti is None:
                 raise RuntimeError("jax's CUDA plugin has no CUPTI reader")
             cupti._cupti_init()

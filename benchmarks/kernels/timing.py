@@ -136,7 +136,7 @@ class Ruler:
 
         Clocks that fall under load between one and the other account for less.
         """
-        self.cupti = _cupti()
+        self.cupti = cupti_extension()
         if self.cupti is None:
             self.why_not = "jax's CUDA plugin has no CUPTI reader"
             return
@@ -212,7 +212,7 @@ def split(seen: Sequence[tuple[str, float]], calls: int) -> list[list[tuple[str,
     return cut if all(call == names[0] for call in names) else None
 
 
-def _cupti() -> Any:
+def cupti_extension() -> Any:
     """JAX's CUPTI reader. Not public, like everything that reads it; jax's version is pinned."""
     try:
         from jax._src.lib import mosaic_gpu

@@ -25,7 +25,7 @@ from jmoe.checkpoint import empty_pool
 from jmoe.config import ModelConfig, from_hf
 from jmoe.experts import make_table
 from jmoe.random_model import random_params
-from jmoe.steps import compiler_options, decode_step, make_state, prefill_step
+from jmoe.steps import compiler_options, decode_step, draw_step, make_state, prefill_step
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for, h200_mesh
@@ -210,6 +210,16 @@ def test_a_prefill_step_copies_neither_experts_nor_pages(mesh, case):
     check_copies(exe)
     assert mosaic_kernels(exe) == 5  # KV write, attention, routing, two products
     assert sum(count_loop_launches(exe).values()) == case.launches[1]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_drawing_tokens_waits_for_nothing(mesh, cut):
+    logits = jax.ShapeDtypeStruct((BATCH, QWEN15.config.vocab_size), jnp.float32)
+    draw = partial(draw_step, cut=cut)
+    exe = compile_for(mesh, draw, int32(BATCH), logits, int32(BATCH, 9), donate_argnums=0)
+    assert " while(" not in exe.as_text()
+    assert " conditional(" not in exe.as_text()
+    assert exe.memory_analysis().temp_size_in_bytes < TEMPORARY
 
 
 def test_the_control_without_our_options_computes_things_twice(mesh):

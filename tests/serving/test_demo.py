@@ -12,7 +12,8 @@ import scripted_server
 from rich.console import Console
 
 from serving import demo
-from serving.demo import DemoConfig, DemoError, run_demo
+from serving.demo import DemoConfig, run_demo
+from serving.launch import LaunchError
 
 SCRIPTED = (scripted_server.__file__,)
 
@@ -102,7 +103,7 @@ def test_medians_go_number_by_number():
 )
 def test_a_server_that_does_not_come_up_is_explained(tmp_path, program, message):
     settings = config(tmp_path, server=("-c", program), startup_timeout_s=1.0)
-    with pytest.raises(DemoError, match=message) as error:
+    with pytest.raises(LaunchError, match=message) as error:
         run_demo(settings, quiet())
     assert ("no weights" in str(error.value)) or ("loading" in str(error.value))
 
@@ -110,7 +111,7 @@ def test_a_server_that_does_not_come_up_is_explained(tmp_path, program, message)
 def test_a_server_that_refuses_everything_is_explained(tmp_path):
     tasks = tmp_path / "refused.jsonl"
     tasks.write_text(json.dumps({"family": "f", "prompt": "refuse", "answer": "x"}) + "\n")
-    with pytest.raises(DemoError, match="queue is full"):
+    with pytest.raises(LaunchError, match="queue is full"):
         run_demo(config(tmp_path, tasks=tasks), quiet())
 
 

@@ -15,7 +15,7 @@ from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.executables import KEPT_S, Executables
 from serving.programs import use_compilation_cache
-from serving.request import SamplingParams
+from serving.request import BrownoutChange, SamplingParams
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
 
@@ -48,6 +48,9 @@ def test_other_sources_or_switches_are_other_programs(tmp_path, compiled, monkey
         assert kept.load("a", "") is None
     with jax.default_matmul_precision("highest"):
         assert kept.load("a", "") is None
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_CONFIG", (*module._CONFIG, "jax_debug_nans"))
+        assert kept.load("a", "") is None
     assert kept.load("a", "") is not None
 
 
@@ -74,13 +77,43 @@ def test_a_full_disk_is_told_and_passed_over(tmp_path, compiled, caplog, monkeyp
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_of_another_user_stops_nothing(tmp_path, compiled, caplog, monkeypatch):
+    kept = Executables(tmp_path)
+    kept.save("a", "", compiled)
+    (tmp_path / "notes").mkdir()
+    (path,) = tmp_path.glob("*.bin")
+
+    def refused(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.os, "utime", refused)
+        assert kept.load("a", "") is not None
+        path.write_bytes(b"torn")
+        patch.setattr(module.Path, "unlink", refused)
+        assert kept.load("a", "") is None
+        patch.setattr(module.Path, "mkdir", refused)
+        nowhere = Executables(tmp_path / "new")
+    assert "no compiled program is kept" in caplog.text
+    nowhere.save("a", "", compiled)
+    assert nowhere.load("a", "") is None
+
+
 def test_without_a_folder_nothing_is_kept(compiled):
     Executables(None).save("a", "", compiled)
     assert Executables(None).load("a", "") is None
 
 
+REQUESTS = (
+    ({}, Brownout("zero")),
+    ({"temperature": 1.0, "seed": 3}, Brownout("zero")),
+    ({"temperature": 1.0, "top_k": 5, "seed": 4}, Brownout("zero")),
+    ({}, Brownout("full", 20)),
+)
+
+
 async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypatch):
-    """The second engine's programs are the first's, sampled rows and brownout included."""
+    """The second engine's programs are the first's: greedy, drawn, cut, and under brownout."""
     before = jax.config.jax_compilation_cache_dir
     config = EngineConfig(
         model=str(GOLDEN),
@@ -92,7 +125,7 @@ async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypat
         max_prefill_seqs=2,
         decode_buckets=(4,),
         prefill_buckets=(16,),
-        threshold_buckets_percent=(100,),
+        threshold_buckets_percent=(40, 100),
         compilation_cache=str(tmp_path),
         brownout=BrownoutConfig(salc=False),
     )
@@ -101,12 +134,16 @@ async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypat
         engine = await Engine.start(config)
         try:
             found = []
-            for sampling in (
-                SamplingParams(max_new_tokens=6),
-                SamplingParams(max_new_tokens=6, temperature=1.0, seed=3),
-                SamplingParams(max_new_tokens=6, temperature=1.0, top_k=5, seed=4),
-            ):
+            for own, brownout in REQUESTS:
+                await engine.set_brownout(
+                    BrownoutChange(
+                        strategy=brownout.strategy,
+                        prefill_threshold_percent=brownout.threshold_percent,
+                        decode_threshold_percent=brownout.threshold_percent,
+                    )
+                )
                 tokens = []
+                sampling = SamplingParams(max_new_tokens=6, **own)
                 async for out in engine.generate([5, 6, 7], sampling):
                     tokens += out.token_ids
                 found.append(tokens)
@@ -125,10 +162,6 @@ async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypat
         use_compilation_cache(before or "")
         jax.config.update("jax_compilation_cache_dir", before)
     model = jmoe.load(GOLDEN, "float32")
-    for own, tokens in zip(
-        [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 1.0, "top_k": 5, "seed": 4}],
-        first,
-        strict=True,
-    ):
-        want = jmoe.generate(model, [[5, 6, 7]], 6, Brownout("zero"), **own).tokens[0]
-        assert tokens == want
+    for (own, brownout), tokens in zip(REQUESTS, first, strict=True):
+        assert tokens == jmoe.generate(model, [[5, 6, 7]], 6, brownout, **own).tokens[0]
+    assert first[3] != first[0]  # the brownout was one

@@ -4,7 +4,8 @@ What a layer's united experts get wrong reaches the layers after it, and those c
 only if they are trained together. The student is the model under partial brownout, with S1 and S2
 picked as serving picks them; the teacher is the model itself; the loss is the Kullback-Leibler
 divergence of their next-token distributions. Only united experts move. The devices share out all
-experts and what Adam keeps; the rest of the model is on each.
+experts and what Adam keeps; the rest of the model is on each. Loading puts the model on the first
+of them for a while.
 """
 
 import math
@@ -130,7 +131,6 @@ def _logits(
     return linear(h, head.astype(dtype)).astype(jnp.float32)
 
 
-@partial(jax.jit, static_argnames=("cfg", "config", "mesh"))
 def _loss_and_grads(
     cfg: ModelConfig,
     frozen: Frozen,
@@ -165,12 +165,34 @@ def _optimizer(config: DistillConfig, d_model: int) -> optax.GradientTransformat
     return adam(config.refine_rate(d_model), config.refine_steps)
 
 
-@partial(jax.jit, static_argnames=("config", "d_model"), donate_argnums=(0, 1))
-def _update(
-    united: Stacked, state: Any, grads: Stacked, config: DistillConfig, d_model: int
-) -> tuple[Stacked, Any]:
-    updates, state = _optimizer(config, d_model).update(grads, state, united)
-    return cast(Stacked, optax.apply_updates(united, updates)), state
+@partial(jax.jit, static_argnames=("cfg", "config", "mesh"), donate_argnums=(1, 2))
+def _step(
+    cfg: ModelConfig,
+    united: Stacked,
+    state: Any,
+    frozen: Frozen,
+    arrays: Arrays,
+    key: Array,
+    config: DistillConfig,
+    mesh: Mesh,
+) -> tuple[Stacked, Any, Float[Array, ""]]:
+    """One optimizer step, and the divergence before it."""
+    loss, grads = _loss_and_grads(cfg, frozen, united, arrays, key, config, mesh)
+    updates, state = _optimizer(config, cfg.d_model).update(grads, state, united)
+    return cast(Stacked, optax.apply_updates(united, updates)), state, loss
+
+
+@partial(jax.jit, static_argnames=("cfg", "config", "mesh"))
+def _divergence(
+    cfg: ModelConfig,
+    united: Stacked,
+    frozen: Frozen,
+    arrays: Arrays,
+    key: Array,
+    config: DistillConfig,
+    mesh: Mesh,
+) -> Float[Array, ""]:
+    return _loss_and_grads(cfg, frozen, united, arrays, key, config, mesh)[0]
 
 
 class Progressing(NamedTuple):
@@ -204,9 +226,22 @@ def _placed(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
+def freeze(model: Model, groups: Int[np.ndarray, "L m"]) -> Frozen:
+    """The model's weights, spread over the devices. Then drop the model: it is on one of them."""
+    mesh = data_mesh()
+    if model.config.d_model % mesh.devices.size:
+        raise ValueError(
+            f"d_model is {model.config.d_model} and does not divide by {mesh.devices.size} "
+            "devices; use fewer, or refine_steps 0"
+        )
+    slots = model.table.slots[:, : model.config.num_experts]
+    frozen = Frozen(model.params, *model.pool, slots, jnp.asarray(groups, jnp.int32))
+    return jax.device_put(frozen, jax.tree.map(partial(NamedSharding, mesh), FROZEN_SPECS))
+
+
 def refine(
-    model: Model,
-    groups: Int[np.ndarray, "L m"],
+    cfg: ModelConfig,
+    frozen: Frozen,
     at: Progressing,
     data: Batch,
     key: Array,
@@ -218,35 +253,25 @@ def refine(
 ) -> tuple[dict[str, np.ndarray], float, float]:
     """United experts `[L, U, ...]` after `config.refine_steps`, and the divergence at both ends.
 
-    Goes on from `at`; `save` is called every `save_every` steps. The batch and the randomness of a
-    step depend on the step alone, so that a run that was interrupted ends like one that was not.
+    Goes on from `at`, whose arrays it takes over; `save` is called every `save_every` steps. The
+    batch and the randomness of a step depend on the step alone, so that a run that was interrupted
+    ends like one that was not.
 
     Raises DistillError where the loss is not finite, ValueError for a batch that does not divide.
     """
-    mesh, cfg = data_mesh(), model.config
+    mesh = data_mesh()
     own_tokens = config.refine_rows * data.tokens.shape[1] // mesh.devices.size
     if config.refine_rows % mesh.devices.size or own_tokens % config.decode_batch:
         raise ValueError(
             f"refine_rows is {config.refine_rows}: over {mesh.devices.size} devices each must get "
             f"whole rows and a multiple of decode_batch, {config.decode_batch}, tokens"
         )
-    if cfg.d_model % mesh.devices.size:
-        raise ValueError(
-            f"d_model is {cfg.d_model} and does not divide by {mesh.devices.size} devices; use "
-            "fewer, or refine_steps 0"
-        )
-    slots = np.asarray(model.table.slots)[:, : cfg.num_experts]
-    tables = (slots, np.asarray(groups, np.int32))
-    specs = jax.tree.map(partial(NamedSharding, mesh), FROZEN_SPECS)
-    frozen = jax.device_put(Frozen(model.params, *model.pool, *map(jnp.asarray, tables)), specs)
     united, state = jax.device_put(
         (at.united, at.state), (_placed(at.united, mesh), _placed(at.state, mesh))
     )
 
-    def at_step(united: Stacked, step: int) -> tuple[Array, Stacked]:
-        arrays = _batch(data, step, config, mesh)
-        step_key = jax.random.fold_in(key, step)
-        return _loss_and_grads(cfg, frozen, united, arrays, step_key, config, mesh)
+    def drawn(step: int) -> tuple[Arrays, Array]:
+        return _batch(data, step, config, mesh), jax.random.fold_in(key, step)
 
     def checked(loss: Array, step: int) -> float:
         if not np.isfinite(value := float(loss)):
@@ -259,11 +284,14 @@ def refine(
     def tell(loss: Array, step: int) -> None:
         note(step + 1, config.refine_steps, f"divergence {checked(loss, step):.4f}")
 
-    before = at.before if at.step else checked(at_step(united, HELD_OUT)[0], HELD_OUT)
+    def held_out() -> float:
+        loss = _divergence(cfg, united, frozen, *drawn(HELD_OUT), config, mesh)
+        return checked(loss, HELD_OUT)
+
+    before = at.before if at.step else held_out()
     losses = deque[Array]()  # of steps that were not told yet
     for step in range(at.step, config.refine_steps):
-        loss, grads = at_step(united, step)
-        united, state = _update(united, state, grads, config, cfg.d_model)
+        united, state, loss = _step(cfg, united, state, frozen, *drawn(step), config, mesh)
         losses.append(loss)
         saving = (step + 1) % save_every == 0 and step + 1 < config.refine_steps
         # A loss is read when the step after it is on its way: the device does not wait for that.
@@ -271,8 +299,7 @@ def refine(
             tell(losses.popleft(), step - len(losses))
         if saving:
             save(Progressing(united, state, step + 1, before))
-    after = checked(at_step(united, HELD_OUT)[0], HELD_OUT)
-    return jax.tree.map(np.array, united), before, after
+    return jax.tree.map(np.array, united), before, held_out()
 
 
 def _batch(data: Batch, step: int, config: DistillConfig, mesh: Mesh) -> Arrays:

@@ -1,7 +1,7 @@
 """`distill`: united experts of a model, layer by layer, then end to end."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
+from safetensors import safe_open
 from safetensors.flax import save_file
 
 from jmoe.api import load
 from jmoe.checkpoint import UNITED_FILE
+from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool, groups_by_index
 from jmoe.layers import Layers
 from jmoe.tokenizer import Tokenizer
@@ -22,7 +24,7 @@ from training.distill.data import digest, pack_files
 from training.distill.expert import outputs_on_all
 from training.distill.fit import DistillError, Fit, fit_layer
 from training.distill.grouping import make_groups
-from training.distill.refine import Progressing, begin, refine
+from training.distill.refine import Progressing, begin, freeze, refine
 from training.distill.report import LayerResult, RefineResult, write_report
 from training.distill.start import make_start
 from training.distill.store import Store
@@ -48,6 +50,8 @@ def distill(
     progress: Progress = _silent,
 ) -> tuple[list[LayerResult], list[RefineResult]]:
     """Distils united experts of every way and writes `out/united.safetensors` (bfloat16).
+
+    Ways that the file has besides stay in it.
 
     The device holds one layer's weights and captured rows at a time. What is finished is kept in
     `out`: a run that was killed goes on where it was and ends in the same bits, and one with other
@@ -93,7 +97,7 @@ def distill(
     if config.refine_steps:
         for way in ways:
             united[way], result = _refine(
-                model_dir, way, united[way], packed, store, config, progress
+                model_dir, cfg, way, united[way], packed, store, config, progress
             )
             refined.append(result)
     _write(out, united)
@@ -210,6 +214,7 @@ def _stack(found: dict[tuple[int, int], tuple[Fit, np.ndarray]], way: int) -> Un
 
 def _refine(
     model_dir: Path,
+    cfg: ModelConfig,
     way: int,
     united: United,
     data: Batch,
@@ -220,14 +225,14 @@ def _refine(
     weights = {key: united[key] for key in ("gate_up", "down")}
     advice = f"lower refine_rows ({config.refine_rows} now), leave this stage out (refine_steps 0)"
     with _room_for(f"way {way}, end to end,", advice):
-        model = load(model_dir, config.dtype, ways=())
-        at = begin(weights, config, model.config.d_model)
+        frozen = freeze(load(model_dir, config.dtype, ways=()), united["groups"])
+        at = begin(weights, config, cfg.d_model)
         kept = store.refinement(way, at._asdict())
         if kept is not None:
             at = Progressing(**{**kept, "step": int(kept["step"]), "before": float(kept["before"])})
         trained, before, after = refine(
-            model,
-            united["groups"],
+            cfg,
+            frozen,
             at,
             data,
             _key(config, way, 1_000_000),
@@ -241,7 +246,8 @@ def _refine(
 
 
 def _write(out: Path, united: dict[int, United]) -> None:
-    tensors: dict[str, Array] = {}
+    """Replaces these ways in `out`'s file, or makes it; ways that it has besides stay."""
+    tensors = _of_other_ways(out / UNITED_FILE, united)
     for way, leaves in united.items():
         for key, stacked in leaves.items():
             kind = jnp.int32 if key == "groups" else jnp.bfloat16
@@ -251,6 +257,15 @@ def _write(out: Path, united: dict[int, United]) -> None:
     save_file(tensors, part)
     part.chmod(0o644)  # written as private by the library
     part.rename(out / UNITED_FILE)
+
+
+def _of_other_ways(path: Path, ways: Collection[int]) -> dict[str, Array]:
+    if not path.exists():
+        return {}
+    with safe_open(path, framework="flax") as file:
+        names = file.keys()
+        kept = [name for name in names if not name.startswith(tuple(f"way{w}." for w in ways))]
+        return {name: file.get_tensor(name) for name in kept}
 
 
 def _model_digest(directory: Path) -> str:
