@@ -18,7 +18,7 @@ def distill(
     objective: Annotated[
         str, typer.Option(help="combined, routed, or equation4 (the paper's).")
     ] = "combined",
-    start: Annotated[str, typer.Option(help="mean, most_used or aligned.")] = "mean",
+    start: Annotated[str, typer.Option(help="most_used, mean or aligned.")] = "most_used",
     grouping: Annotated[str, typer.Option(help="index, similarity or coactivation.")] = "index",
     rows: Annotated[int, typer.Option(help="Captured rows (tokens) a layer.")] = 65_536,
     steps: Annotated[int, typer.Option(help="Steps a layer and way, at most.")] = 600,

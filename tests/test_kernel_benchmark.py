@@ -286,7 +286,7 @@ def test_a_time_is_the_median_over_rounds_of_all_sets():
 def test_cupti_is_used_where_both_rulers_agree(monkeypatch, span_us, trusted):
     cupti = FakeCupti()
     cupti.calls = 0
-    monkeypatch.setattr(timing, "_cupti", lambda: cupti)
+    monkeypatch.setattr(timing, "cupti_extension", lambda: cupti)
     ruler = timing.Ruler(0.0, 0.0)
     ruler.calibrate(FakeProgram(cupti, span_us))
     assert (ruler.cupti is not None) == trusted

@@ -61,8 +61,8 @@ def test_the_ablation_runs_once_and_is_read_again(tiny_dir, tmp_path, monkeypatc
                     way=4,
                     items=16,
                     refine_steps=2,
-                    variants=["default", "groups: similarity"],
-                    refined=["default"],
+                    variants=["baseline", "groups: similarity"],
+                    refined=["baseline"],
                     config=QUICK,
                     progress=progress,
                 )
@@ -70,10 +70,10 @@ def test_the_ablation_runs_once_and_is_read_again(tiny_dir, tmp_path, monkeypatc
 
     first = run([0])
     assert [(row.variant, row.stage, row.threshold_percent) for row in first] == [
-        ("default", "layers", 40),
-        ("default", "layers", 0),
-        ("default", "end to end", 40),
-        ("default", "end to end", 0),
+        ("baseline", "layers", 40),
+        ("baseline", "layers", 0),
+        ("baseline", "end to end", 40),
+        ("baseline", "end to end", 0),
         ("groups: similarity", "layers", 40),
         ("groups: similarity", "layers", 0),
     ]
@@ -88,10 +88,12 @@ def test_the_ablation_runs_once_and_is_read_again(tiny_dir, tmp_path, monkeypatc
 
 
 def test_the_table_is_the_mean_over_seeds_with_its_spread(tmp_path):
-    row = ablation.Row("default", "layers", 0, 40, 1.0, 0.5, 1.5, 0.1)
+    row = ablation.Row("baseline", "layers", 0, 40, 1.0, 0.5, 1.5, 0.1)
     rows = [row, dataclasses.replace(row, seed=1, loss_percent=4.0)]
     rows.append(dataclasses.replace(row, stage="end to end", threshold_percent=0))
     text = ablation.table(rows)
-    assert "| default | 2.5 (1.0 to 4.0) |  |  | 1.0 | 2 |" in text
+    assert "| baseline | 2.5 (1.0 to 4.0) |  |  | 1.0 | 2 |" in text
     ablation.write_csv(tmp_path / "a.csv", rows)
-    assert (tmp_path / "a.csv").read_text().splitlines()[1].startswith("default,layers,0,40,1.0000")
+    assert (
+        (tmp_path / "a.csv").read_text().splitlines()[1].startswith("baseline,layers,0,40,1.0000")
+    )

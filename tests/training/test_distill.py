@@ -352,7 +352,6 @@ def test_the_end_to_end_stage_is_the_same_on_two_devices(tiny_dir, tmp_path):
             united.append({name: np.asarray(file.get_tensor(name)) for name in names})
     assert found[0][1] < found[0][0]
     np.testing.assert_allclose(found[0], found[1], rtol=1e-3)
-    for name, leaf in united[0].items():
-        np.testing.assert_allclose(
-            united[1][name].astype(np.float32), leaf.astype(np.float32), atol=2e-3
-        )
+    for name, leaf in united[0].items():  # stored in bfloat16: a rounding apart
+        got, want = (x.astype(np.float32) for x in (united[1][name], leaf))
+        np.testing.assert_allclose(got, want, rtol=2**-7, atol=2e-3)

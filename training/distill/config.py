@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 OBJECTIVES = ("combined", "routed", "equation4")
-STARTS = ("mean", "most_used", "aligned")
+STARTS = ("most_used", "mean", "aligned")
 GROUPINGS = ("index", "similarity", "coactivation")
 
 
@@ -14,7 +14,7 @@ class DistillConfig:
     """What decides the united experts that come out; docs/distillation.md says what each does."""
 
     objective: str = "combined"
-    start: str = "mean"
+    start: str = "most_used"
     grouping: str = "index"
     rows: int = 65_536  # captured rows (token positions) a layer
     steps: int = 600  # optimizer steps a layer and way, at most

@@ -1,4 +1,4 @@
-"""Where a united expert starts from: its members' mean, the most used of them, or both aligned."""
+"""Where a united expert starts: at its most used member, the members' mean, or an aligned mean."""
 
 import numpy as np
 from jaxtyping import Float, Int
