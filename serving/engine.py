@@ -32,7 +32,7 @@ from serving.loader import ExpertsLoader, allowed_ways
 from serving.observer import Observer
 from serving.pace import Pace
 from serving.policy import POLICIES
-from serving.programs import Progress, limit_cpu_threads, use_compilation_cache
+from serving.programs import Progress, limit_cpu_threads
 from serving.request import (
     BrownoutChange,
     BrownoutState,
@@ -129,7 +129,6 @@ class Engine:
 
         def prepare() -> tuple[Model, DeviceRunner]:
             limit_cpu_threads(config.cpu_threads)
-            use_compilation_cache(config.compilation_cache)
             loaded = model or _load(config, progress)
             runner = DeviceRunner(loaded, config)
             ways = allowed_ways(config.brownout, loaded)

@@ -54,10 +54,9 @@ class Executables:
             self._folder = None
 
     @classmethod
-    def beside_xla_cache(cls) -> "Executables":
-        """In the folder of XLA's persistent cache, where one is set."""
-        xla = jax.config.jax_compilation_cache_dir
-        return cls(Path(xla) / "steps" if xla else None)
+    def at(cls, directory: str) -> "Executables":
+        """In a directory of the settings; an empty name turns it off."""
+        return cls(Path(directory).expanduser() / "steps" if directory else None)
 
     def load(self, name: str, made_from: object) -> jax.stages.Compiled | None:
         """The program that was kept under a name, made from the same; None where none can be had.
@@ -80,8 +79,12 @@ class Executables:
         return compiled
 
     def save(self, name: str, made_from: object, compiled: jax.stages.Compiled) -> None:
-        """Keeps a program; where that cannot be done, says so and goes on."""
-        if self._folder is None:
+        """Keeps a program; where that cannot be done, says so and goes on.
+
+        Nothing is kept where XLA's own cache is on: on a CPU a program that came out of it is
+        incomplete when it is serialized again.
+        """
+        if self._folder is None or jax.config.jax_compilation_cache_dir:
             return
         path = self._path(name, made_from)
         part = path.with_suffix(f".{os.getpid()}.part")

@@ -121,9 +121,9 @@ class Programs:
         if self._ready and event == COMPILE_EVENT:
             self.compilations_since_ready += 1
 
-    def compile_all(self, progress: Progress | None = None) -> None:
+    def compile_all(self, executables: Executables, progress: Progress | None = None) -> None:
         """Compiles every program, several at a time; what the disk has is read from there."""
-        keys, executables = self._buckets.keys(), Executables.beside_xla_cache()
+        keys = self._buckets.keys()
 
         def tell() -> None:
             if progress is not None:
@@ -235,7 +235,7 @@ class Programs:
 
 
 def use_compilation_cache(directory: str) -> None:
-    """Keeps compiled programs on disk between runs; an empty name turns it off."""
+    """XLA's own cache of everything compiled, for benchmarks; an empty name turns it off."""
     if not directory:
         return
     path = Path(os.path.expanduser(directory))

@@ -13,6 +13,7 @@ from jmoe.experts import load_layer
 from jmoe.kv_cache import page_bytes
 from jmoe.steps import Output, empty_deltas, empty_rows, make_state, pack_row
 from serving.config import EngineConfig
+from serving.executables import Executables
 from serving.programs import DRAWS, Buckets, Key, Programs, Progress
 from serving.scheduler import Limits, StepPlan
 
@@ -74,6 +75,7 @@ class DeviceRunner:
         self.model = model
         self.limits = limits_of(config)
         self.buckets = Buckets(config, self.limits)
+        self._executables = Executables.at(config.compilation_cache)
         self._state = make_state(
             model.config,
             num_slots=self.limits.num_slots,
@@ -97,7 +99,7 @@ class DeviceRunner:
 
     def start(self, way: int, ways: Sequence[int], progress: Progress | None = None) -> None:
         """Compiles every program, runs each once on padding, and loads `way` (0: none)."""
-        self.programs.compile_all(progress)
+        self.programs.compile_all(self._executables, progress)
         keys = self.programs.keys()
         for done, key in enumerate(keys):
             if progress is not None:

@@ -131,9 +131,7 @@ def main() -> None:
 def _make(config: Any, sizes: Sizes) -> Any:
     print("importing: jax", file=sys.stderr, flush=True)
     from benchmarks.gpu import models
-    from serving.programs import use_compilation_cache
 
-    use_compilation_cache(config.engine.compilation_cache)
     print("drawing: weights", file=sys.stderr, flush=True)
     return models.make(sizes, ways=sizes.ways)
 

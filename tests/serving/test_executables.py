@@ -14,7 +14,6 @@ from serving import executables as module
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.executables import KEPT_S, Executables
-from serving.programs import use_compilation_cache
 from serving.request import BrownoutChange, SamplingParams
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
@@ -99,6 +98,16 @@ def test_a_folder_of_another_user_stops_nothing(tmp_path, compiled, caplog, monk
     assert nowhere.load("a", "") is None
 
 
+def test_beside_xlas_own_cache_nothing_is_kept(tmp_path, compiled):
+    before = jax.config.jax_compilation_cache_dir
+    try:
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
+        Executables(tmp_path).save("a", "", compiled)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert not list(tmp_path.glob("*.bin"))
+
+
 def test_without_a_folder_nothing_is_kept(compiled):
     Executables(None).save("a", "", compiled)
     assert Executables(None).load("a", "") is None
@@ -114,7 +123,6 @@ REQUESTS = (
 
 async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypatch):
     """The second engine's programs are the first's: greedy, drawn, cut, and under brownout."""
-    before = jax.config.jax_compilation_cache_dir
     config = EngineConfig(
         model=str(GOLDEN),
         dtype="float32",
@@ -152,15 +160,11 @@ async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypat
         finally:
             await engine.stop()
 
-    try:
-        first = await answers()
-        monkeypatch.setattr(
-            "serving.programs.Programs._lower", lambda self, key: pytest.fail(f"{key} was lowered")
-        )
-        assert await answers() == first
-    finally:
-        use_compilation_cache(before or "")
-        jax.config.update("jax_compilation_cache_dir", before)
+    first = await answers()
+    monkeypatch.setattr(
+        "serving.programs.Programs._lower", lambda self, key: pytest.fail(f"{key} was lowered")
+    )
+    assert await answers() == first
     model = jmoe.load(GOLDEN, "float32")
     for (own, brownout), tokens in zip(REQUESTS, first, strict=True):
         assert tokens == jmoe.generate(model, [[5, 6, 7]], 6, brownout, **own).tokens[0]
