@@ -9,7 +9,6 @@ from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -232,16 +231,6 @@ class Programs:
                 compiler_options(),
             )
         )
-
-
-def use_compilation_cache(directory: str) -> None:
-    """XLA's own cache of everything compiled, for benchmarks; an empty name turns it off."""
-    if not directory:
-        return
-    path = Path(os.path.expanduser(directory))
-    path.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def limit_cpu_threads(count: int) -> None:

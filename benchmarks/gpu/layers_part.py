@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import hf_dir, torch_logits
+from benchmarks.gpu import hf_dir, models, torch_logits
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes, hf_config, skew_of
 from jmoe import api
@@ -28,7 +28,6 @@ from jmoe.config import from_hf
 from jmoe.random_model import random_model
 from jmoe.sampling import token_logprobs
 from jmoe.steps import decode_step, empty_deltas, make_state, pack_row, prefill_step
-from serving.programs import use_compilation_cache
 
 DEPENDS = (
     "pallas_kernels",
@@ -53,7 +52,7 @@ def cases(sizes: Sizes) -> list[Case]:
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
     """Nothing is shared but the compilation cache."""
-    use_compilation_cache(str(context.cache))
+    models.use_compilation_cache(context.cache)
     yield partial(compare, context)
 
 

@@ -1,8 +1,10 @@
 """Random models of a size, and what their steps cannot do without."""
 
 import math
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from benchmarks.gpu.sizes import Sizes, hf_config, skew_of
@@ -16,6 +18,16 @@ def make(sizes: Sizes, *, ways: tuple[int, ...] = (), depth: int | None = None) 
     """The model that is served, with random weights; `depth` cuts its layers."""
     cfg = from_hf(hf_config(sizes.model, depth))
     return random_model(cfg, sizes.seed, sizes.dtype, ways, skew_of(sizes, sizes.model))
+
+
+def use_compilation_cache(directory: Path) -> None:
+    """XLA's own cache of everything that is compiled. Not for a process that serves.
+
+    A server keeps its programs itself (`serving.executables`), and not beside this cache.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def decode_bytes(

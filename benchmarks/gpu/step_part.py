@@ -34,7 +34,6 @@ from jmoe.steps import (
     prefill_step,
 )
 from pallas_kernels.routing import STRATEGIES, max_active_experts
-from serving.programs import use_compilation_cache
 
 DEPENDS = (
     "pallas_kernels",
@@ -83,7 +82,7 @@ def _about(setting: Setting) -> dict[str, Any]:
 def session(context: Context) -> Iterator[RunCase]:
     """One model and one cache for all cases."""
     sizes = context.sizes
-    use_compilation_cache(str(context.cache))
+    models.use_compilation_cache(context.cache)
     ruler = Ruler(0.0, 0.0) if sizes.dry else Ruler(warm_s=0.3, timed_s=0.4)
     ceilings = measure_ceilings(ruler, sizes.copy_bytes, 32 if sizes.dry else 8192)
     gc.collect()
