@@ -33,7 +33,7 @@ def cases(sizes: Sizes) -> list[Case]:
     found = []
     for mix in sizes.mixes:
         about = {"mix": mix._asdict()}
-        found.append(Case(f"calibration/{mix.name}", 4 * sizes.calibration_s + 25, about))
+        found.append(Case(f"calibration/{mix.name}", 6 * sizes.calibration_s + 25, about))
         found += [Case(f"{leg}/{mix.name}", leg_s, {**about, "leg": leg}) for leg in LEGS]
     return found
 

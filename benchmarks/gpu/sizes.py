@@ -72,7 +72,7 @@ class Sizes:
     ramp_s: float = 6.0
     window_s: float = 16.0
     burst_s: float = 250.0
-    calibration_s: float = 10.0
+    calibration_s: float = 8.0
     transformers_requests: int = 256
     # distillation of one layer: (model, way)
     distill: tuple[tuple[str, int], ...] = (

@@ -23,6 +23,7 @@ class Scripted(rpc.GenerationServicer, rpc.AdminServicer):
         self.num_slots = slots
         self.slots = asyncio.Semaphore(slots)
         self.running = self.waiting = 0
+        self.slowness = 1.0  # multiplies every wait: a machine that other work holds up
         self.state = pb.BrownoutState(
             strategy="partial",
             way=8,
@@ -63,7 +64,7 @@ class Scripted(rpc.GenerationServicer, rpc.AdminServicer):
             if step == "hang":
                 await asyncio.sleep(3600)
             shrink = 0.5 + threshold / 200 if browned else 1
-            await asyncio.sleep(float(step) / 1e3 * shrink)
+            await asyncio.sleep(float(step) / 1e3 * shrink * self.slowness)
             num += 1
             await context.write(pb.GenerateResponse(text="x", token_ids=[7]))
         span = pb.ThresholdSpan(min_percent=int(threshold), max_percent=int(threshold))

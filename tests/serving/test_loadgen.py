@@ -5,7 +5,7 @@ import math
 import pytest
 import scripted_server
 
-from serving.calibrate import full_batch
+from serving.calibrate import Calibration, FullBatch, calibrate, full_batch
 from serving.client import Client
 from serving.loadgen import BenchConfig, play, run_bench, saturate
 from serving.results import (
@@ -135,6 +135,31 @@ async def test_saturation_keeps_the_batch_full_and_measures_capacity(scripted):
     assert 0.019 <= measured.itl_p90_s < 0.2
     assert len(run.records) == len(servicer.requests)
     assert all(r.ok for r in run.records)
+
+
+async def test_calibration_does_not_take_a_machine_held_up_for_a_slow_one(scripted):
+    client, servicer = scripted
+    said = []
+
+    def say(text):
+        said.append(text)
+        servicer.slowness = 5.0 if len(said) in (2, 5) else 1.0  # the first zero, the last full
+
+    found = await calibrate(client, [ask("20,20")] * 13, window_s=0.6, say=say)
+    # 4 requests at a time, a token every 20 ms, or every 10 at threshold 0; 100 and 50 held up.
+    assert ["no brownout" in text for text in said] == [True, True, False, True, False]
+    assert 30 < found.zero.capacity_per_s < 101
+    assert found.zero.itl_p90_s < 0.09
+    assert found.full.itl_p90_s < 0.045
+
+
+@pytest.mark.parametrize(
+    ("full_ttft_s", "expected_s"), [(0.010, 0.030), (0.025, 0.050), (math.nan, 0.030)]
+)
+def test_the_ttft_objective_leaves_a_full_batch_room(full_ttft_s, expected_s):
+    zero, full = FullBatch(0.040, 0.020, 100.0), FullBatch(full_ttft_s, 0.005, 150.0)
+    slo = Calibration(0.010, zero, full).slo
+    assert (slo.ttft_s, slo.itl_s) == (pytest.approx(expected_s), pytest.approx(0.010))
 
 
 async def test_ready_wait_ends_in_time():
