@@ -51,12 +51,16 @@ from serving.workload import (
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """What the demo does. Rates are shares of the measured capacity without brownout."""
+    """What the demo does.
+
+    Rates are shares of the capacity without brownout, which is measured with the next request sent
+    when one is answered. No server keeps up with Poisson arrivals at all of it.
+    """
 
     duration_s: float = 75.0  # of arrivals, for each of the two runs
     burst_at: float = 0.3  # share of the time
-    steady_load: float = 0.55
-    burst_load: float = 1.1
+    steady_load: float = 0.5
+    burst_load: float = 1.0
     strategy: str = "partial"  # or "full"
     calibration_s: float = 6.0  # for each of its four full-batch measurements
     pause_s: float = 2.0  # before each run, once the server is idle

@@ -22,7 +22,7 @@ from serving.workload import burst_pieces, piecewise_poisson_times, schedule
 DEPENDS = (*ENGINE, "benchmarks/gpu/burst_part.py")
 START_S = 150.0
 DRAIN_S = 12.0  # after the last arrival; what is not answered by then has failed
-SHAPE = DemoConfig()  # shares of capacity, and when the burst begins
+SHAPE = DemoConfig(steady_load=0.55, burst_load=1.1)  # shares of capacity
 TARGET = 0.05  # late tokens, each phase, in the burst
 LEGS = ("brownout", "zero")
 
