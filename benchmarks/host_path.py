@@ -36,7 +36,7 @@ PROMPT = "add 47 + 38 and 12 + 9 then say it"
 
 @dataclass(frozen=True)
 class HostPath:
-    """One step time. `idle_share` is that of the device, from one step's end to the next's start."""
+    """One step time. `idle_share` is the device's, from a step's end to the next one's start."""
 
     step_ms: float
     tokens_per_s: float

@@ -5,6 +5,7 @@ Every stage works alone on flat rows `x [T, d]`; what attention reads is the cal
 """
 
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -177,7 +178,7 @@ def run_layers(
     *,
     max_active: int,
 ) -> tuple[Float[Array, "T d"], Any, LayerStats]:
-    """All layers: one scan for each run of layers of one kind.
+    """All layers: one scan for each run of layers of one kind, or one after another (`unstack`).
 
     The carry of `mix` (the KV pages) travels in the scan's carry: as scanned inputs and outputs XLA
     would copy the whole cache. So does the layer's number: of a scanned one every layer would copy
@@ -188,7 +189,8 @@ def run_layers(
     moe_start = 0
     for (is_moe, start, count), segment in zip(cfg.segments(), params["segments"], strict=True):
         if is_moe:
-            segment = _with_wide_router(segment)
+            if not isinstance(segment, tuple):
+                segment = _with_wide_router(segment)
             own = slice(moe_start, moe_start + count)
             moe_start += count
             xs = (segment, table.slots[own], table.groups[own])
@@ -208,10 +210,39 @@ def run_layers(
                 x, out = x + swiglu(h, layer["gate_up"], layer["down"]), None
             return (x, carry, index + 1), out
 
-        (x, carry, _), out = lax.scan(body, (x, carry, jnp.int32(start)), xs)
+        run = _in_turn if isinstance(segment, tuple) else lax.scan
+        (x, carry, _), out = run(body, (x, carry, jnp.int32(start)), xs)
         if is_moe:
             stats.append(out)
     return x, carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
+
+
+def unstack(params: Params) -> Params:
+    """The same weights, each layer's in arrays of its own: what `run_layers` does not scan over.
+
+    A step over them is one CUDA graph. XLA puts no product into a graph whose weights it has to
+    slice out of a stack, so that a scan's body is launched kernel by kernel, with copies of the
+    small weights on streams of their own. The program takes twice as long to compile.
+
+    Both kinds of arrays are there until the caller drops `params`.
+    """
+    segments = []
+    for segment in params["segments"]:
+        if "router" in segment:
+            segment = _with_wide_router(segment)
+        count = len(jax.tree.leaves(segment)[0])
+        segments.append(tuple(jax.tree.map(itemgetter(i), segment) for i in range(count)))
+    return {**params, "segments": segments}
+
+
+def _in_turn(body: Callable, state: Any, xs: Any) -> Any:
+    """What `lax.scan` returns, layer by layer in the program itself."""
+    one = jax.jit(body)  # traced and lowered once, not once a layer
+    outs = []
+    for index, layer in enumerate(xs[0]):
+        state, out = one(state, (layer, *jax.tree.map(itemgetter(index), xs[1:])))
+        outs.append(out)
+    return state, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
 
 
 def _with_wide_router(segment: Params) -> Params:

@@ -6,7 +6,7 @@ arguments; floats ride in them as bits. Letters as in `jmoe.model`; S sequence s
 sequence.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,14 +26,25 @@ from pallas_kernels.prefill_attention import plan as plan_prefill
 from pallas_kernels.prefill_attention import prefill_attention
 
 
-def compiler_options() -> dict[str, str]:
+def compiler_options(layers: Literal["scan", "graph", "eager"] = "scan") -> dict[str, str]:
     """XLA's options for step programs: none on a CPU.
+
+    `graph` is for layers in arrays of their own (`model.unstack`), a step that is one CUDA graph:
+    slices of small arrays are not to go into launches of another kind, which no graph takes.
+    `eager` is for scanned layers and no graph at all.
 
     Weights and pages are meant to fill a GPU. Where arguments take more than 80 % of its memory,
     XLA computes things again in every layer so as to save some, whole products among them, though
     all that a step needs beside its arguments is some 200 MiB, and none of that is saved.
     """
-    return {} if backend() == "cpu" else {"xla_disable_hlo_passes": "rematerialization"}
+    if backend() == "cpu":
+        return {}
+    own = {
+        "scan": {},
+        "graph": {"xla_gpu_enable_dynamic_slice_fusion": "False"},
+        "eager": {"xla_gpu_enable_command_buffer": ""},
+    }
+    return {"xla_disable_hlo_passes": "rematerialization", **own[layers]}
 
 
 class State(NamedTuple):

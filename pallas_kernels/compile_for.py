@@ -39,6 +39,8 @@ gpu_device_info {
   block_dim_limit_x: 2147483647
   block_dim_limit_y: 65535
   block_dim_limit_z: 65535
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
 }
 platform_name: "CUDA"
 device_description_str: "NVIDIA H200"

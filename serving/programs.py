@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jmoe.api import Model
+from jmoe.model import unstack
 from jmoe.steps import (
     NUM_COLUMNS,
     NUM_DELTA_COLUMNS,
@@ -28,6 +29,7 @@ from jmoe.steps import (
     drawing,
     prefill_step,
 )
+from pallas_kernels.backend import backend
 from pallas_kernels.routing import max_active_experts
 from serving.config import EngineConfig
 from serving.executables import Executables
@@ -107,10 +109,19 @@ class Buckets:
 
 
 class Programs:
-    """Compiled programs of one model, and the count of compilations since they were ready."""
+    """Compiled programs of one model, and the count of compilations since they were ready.
 
-    def __init__(self, model: Model, buckets: Buckets, state: State) -> None:
+    On a GPU a step is one CUDA graph, which wants each layer's weights in arrays of their own
+    (`jmoe.model.unstack`): all weights but the experts are there twice then. `eager`: neither.
+    """
+
+    def __init__(
+        self, model: Model, buckets: Buckets, state: State, *, eager: bool = False
+    ) -> None:
         self._model, self._buckets, self._state = model, buckets, state
+        self._options = compiler_options("eager" if eager else "graph")
+        graphs = backend() != "cpu" and not eager
+        self._params = unstack(model.params) if graphs else model.params
         self._compiled: dict[Key, Any] = {}
         self._ready = False
         self.compilations_since_ready = 0
@@ -129,7 +140,7 @@ class Programs:
                 progress("compiling", len(self._compiled), len(keys))
 
         def compiled(key: Key, made_from: str, lowered: jax.stages.Lowered) -> None:
-            found = lowered.compile(compiler_options=compiler_options() or None)
+            found = lowered.compile(compiler_options=self._options or None)
             executables.save(key.name, made_from, found)
             self._compiled[key] = found
 
@@ -169,7 +180,7 @@ class Programs:
     def run(self, key: Key, state: State, *arrays: Any) -> Any:
         """Launches a program; `state` is donated. Returns (state, output)."""
         model = self._model
-        return self._compiled[key](model.params, model.pool, model.table, state, *arrays)
+        return self._compiled[key](self._params, model.pool, model.table, state, *arrays)
 
     def draw(self, state: State, out: Output, rows: Int[np.ndarray, "B C"]) -> tuple[State, Output]:
         """After a step: launches what draws tokens where its rows want that."""
@@ -216,7 +227,7 @@ class Programs:
             shapes.insert(0, (key.size,))
         held = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
-            (model.params, model.pool, model.table, self._state),
+            (self._params, model.pool, model.table, self._state),
         )
         return *held, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
@@ -228,7 +239,7 @@ class Programs:
                 key,
                 self._max_active(key),
                 self._abstract(key),
-                compiler_options(),
+                self._options,
             )
         )
 

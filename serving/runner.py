@@ -84,7 +84,7 @@ class DeviceRunner:
             max_blocks=self.limits.pages_for(config.max_model_len),
             dtype=model.dtype,
         )
-        self.programs = Programs(model, self.buckets, self._state)
+        self.programs = Programs(model, self.buckets, self._state, eager=config.enforce_eager)
 
     @property
     def compilations_since_ready(self) -> int:

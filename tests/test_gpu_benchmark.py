@@ -196,7 +196,7 @@ def test_the_grid_is_the_papers():
     assert (FULL.batch, FULL.max_model_len, FULL.burst_s) == (64, 2048, 250.0)
     step = [case.name for case in run.module("step").cases(FULL)]
     assert step[0] == "decode/zero/b64"  # what has a target comes first
-    assert len(step) == 4 * 6 + 2 * 3
+    assert len(step) == 4 * 6 + 2 + 2 * 3  # two without CUDA graphs
 
 
 # ---- what is made of a run ----

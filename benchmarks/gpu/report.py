@@ -129,20 +129,21 @@ def step(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
     """Decode over its floor, brownout over its own zero brownout, and prefill."""
     found = {name: r for name, r in stored["step"].items() if "figures" in r}
     rows, gains = [], []
-    for setting in SETTINGS:
+    labels = {setting.name: setting.label for setting in SETTINGS}
+    for name, label in {**labels, f"{ZERO.name}-eager": "zero, no graphs"}.items():
         for batch in sorted(sizes.batches):
-            record = found.get(f"decode/{setting.name}/b{batch}")
+            record = found.get(f"decode/{name}/b{batch}")
             if record is None:
                 continue
             f = record["figures"]
-            row = [setting.label, batch, _n(f["active_experts"], 1), _n(f["span_us"], 0)]
+            row = [label, batch, _n(f["active_experts"], 1), _n(f["span_us"], 0)]
             row += [_n(f["kernels_us"], 0), _n(f["floor_us"], 0), _n(f["over_floor"])]
             rows.append([*row, _verdict(record.get("target"))])
-            gain = _gain(found, setting.name, batch)
+            gain = _gain(found, name, batch) if name in labels else None
             if gain is not None:
                 met = "met" if gain["share"] >= GAIN_TARGET else "MISSED"
                 cells = [_n(gain["measured"], 3), _n(gain["floors"], 3), _percent(gain["share"])]
-                gains.append([setting.label, batch, *cells, met])
+                gains.append([label, batch, *cells, met])
     prefill = [
         [name.split("/")[1], r["case"]["tokens"], _n(f["tokens_s"], 0), _n(f["tflop_s"], 0)]
         for name, r in found.items()

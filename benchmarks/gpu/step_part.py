@@ -24,6 +24,7 @@ from benchmarks.gpu.sizes import SETTINGS, ZERO, Setting, Sizes
 from benchmarks.kernels.timing import Ceilings, JaxProgram, Ruler, measure_ceilings
 from jmoe.api import Model
 from jmoe.kv_cache import KVPages
+from jmoe.model import unstack
 from jmoe.steps import (
     State,
     compiler_options,
@@ -49,16 +50,13 @@ BUCKET_PERCENT = 40  # the threshold bucket that serves the three settings
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Exact decode first, then every setting, then prefill; a way's cases lie together."""
-    found = [
-        Case(
-            f"decode/{setting.name}/b{batch}",
-            12.0,
-            {"phase": "decode", "batch": batch, "context": sizes.context, **_about(setting)},
-        )
-        for setting in SETTINGS
-        for batch in sizes.batches
-    ]
+    """Exact decode first, then every setting, then prefill; a way's cases lie together.
+
+    `eager` ones are launched kernel by kernel: what CUDA graphs bring.
+    """
+    found = [_decode(setting, batch, sizes) for setting in SETTINGS for batch in sizes.batches]
+    ends = dict.fromkeys((sizes.batches[0], sizes.batches[-1]))
+    eager = [_decode(ZERO, batch, sizes, eager=True) for batch in ends]
     prefill = [
         Case(
             f"prefill/{setting.name}/t{t}",
@@ -69,9 +67,14 @@ def cases(sizes: Sizes) -> list[Case]:
         for t in sizes.prefill_tokens
     ]
     exact, others = found[: len(sizes.batches)], found[len(sizes.batches) :]
-    return (
-        exact + prefill[: len(sizes.prefill_tokens)] + others + prefill[len(sizes.prefill_tokens) :]
-    )
+    num_exact = len(sizes.prefill_tokens)
+    return exact + eager + prefill[:num_exact] + others + prefill[num_exact:]
+
+
+def _decode(setting: Setting, batch: int, sizes: Sizes, *, eager: bool = False) -> Case:
+    about = {"phase": "decode", "batch": batch, "context": sizes.context, "eager": eager}
+    name = f"decode/{setting.name}{'-eager' * eager}/b{batch}"
+    return Case(name, 12.0, {**about, **_about(setting)})
 
 
 def _about(setting: Setting) -> dict[str, Any]:
@@ -97,9 +100,10 @@ class _Steps:
     def __init__(self, sizes: Sizes, ruler: Ruler, ceilings: Ceilings) -> None:
         self.sizes, self.ruler, self.ceilings = sizes, ruler, ceilings
         self.model = models.make(sizes, ways=sizes.ways)
+        self._params = {False: unstack(self.model.params), True: self.model.params}  # by `eager`
         self.state = _random_state(sizes, self.model)
         self._tables = _tables(sizes)
-        self._compiled: dict[tuple[str, int, int], Any] = {}
+        self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def run(self, case: Case) -> dict[str, Any]:
         """The record of a case."""
@@ -139,7 +143,7 @@ class _Steps:
         read = models.decode_bytes(cfg, dtype, batch=batch, context=context, active_experts=active)
         floor = models.floor_us(read["total"], self.ceilings.copy_tb_s)
         ratio = span_us / floor
-        due = batch >= TARGET_BATCH and case.about["way"] == 0
+        due = batch >= TARGET_BATCH and case.about["way"] == 0 and not case.about["eager"]
         return {
             "bytes": read,
             "figures": {
@@ -176,17 +180,17 @@ class _Steps:
         batch, context = case.about["batch"], case.about["context"]
         rows = np.stack([pack_row(slot, kv_len=context) for slot in range(batch)])
         arrays = [jnp.asarray(rows), jnp.asarray(empty_deltas(batch))]
-        return self._program("decode", batch, setting, arrays)
+        return self._program("decode", batch, setting, arrays, case.about["eager"])
 
     def _prefill(self, case: Case, setting: Setting) -> "StepProgram":
         tokens, chunks = case.about["tokens"], _chunks(self.sizes, case.about["tokens"])
         drawn = np.random.default_rng(tokens).integers(self.model.config.vocab_size, size=tokens)
         rows = np.stack([pack_row(i, kv_len=c, q_len=n) for i, (n, c) in enumerate(chunks)])
         arrays = [jnp.asarray(drawn, jnp.int32), jnp.asarray(rows), jnp.asarray(empty_deltas(1))]
-        return self._program("prefill", tokens, setting, arrays)
+        return self._program("prefill", tokens, setting, arrays, False)
 
     def _program(
-        self, phase: str, size: int, setting: Setting, arrays: list[jax.Array]
+        self, phase: str, size: int, setting: Setting, arrays: list[jax.Array], eager: bool
     ) -> "StepProgram":
         model, cfg = self.model, self.model.config
         bucket = BUCKET_PERCENT if setting.way else 100
@@ -201,14 +205,15 @@ class _Steps:
 
         strategy = STRATEGIES["partial" if setting.way else "zero"]
         control = jnp.asarray([setting.threshold_percent, strategy], jnp.int32)
-        args = (model.params, model.pool, model.table, *arrays, control)
+        args = (self._params[eager], model.pool, model.table, *arrays, control)
         state = self.state._replace(block_table=jnp.asarray(self._tables[phase]))
         carry = (state, jnp.zeros(cfg.num_moe_layers, jnp.int32))
-        key = phase, size, bucket
+        key = phase, size, bucket, eager
         if key not in self._compiled:
             call.__name__ = f"{phase}_{size}_{bucket}"
             lowered = jax.jit(call, donate_argnums=0).lower(carry, *args)
-            self._compiled[key] = lowered.compile(compiler_options=compiler_options() or None)
+            options = compiler_options("eager" if eager else "graph")
+            self._compiled[key] = lowered.compile(compiler_options=options or None)
         return StepProgram(self._compiled[key], carry, args)
 
 

@@ -1,5 +1,6 @@
 """`jmoe.generate` under brownout, step by step against the model in float64 loops."""
 
+import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -8,6 +9,7 @@ from numpy_model import NumpyModel
 
 import jmoe
 from jmoe.brownout import Brownout
+from jmoe.model import unstack
 
 CASE = "qwen2_moe"
 PROMPTS = [[5, 61, 17, 33, 8, 90, 2, 44], [71, 12, 3], [29]]
@@ -123,3 +125,19 @@ def test_stop_tokens_end_a_sequence_alone(united_models):
 def test_bad_input_names_the_value(prompts, kwargs, words, united_models):
     with pytest.raises(ValueError, match=words):
         jmoe.generate(united_models(CASE), prompts, **{"max_new_tokens": 2, **kwargs})
+
+
+@pytest.mark.parametrize("case", ["qwen2_moe", "qwen3_moe_mixed_yarn", "mixtral_tied_llama3"])
+def test_layers_in_arrays_of_their_own_are_the_same_model(case, request):
+    """What the server runs on a GPU; the mixed one has runs of dense and of MoE layers."""
+    stacked = jmoe.load(request.config.rootpath / "tests" / "golden" / case, dtype="float32")
+    layers = dataclasses.replace(stacked, params=unstack(stacked.params))
+    assert all(isinstance(segment, tuple) for segment in layers.params["segments"])
+    tokens = [[5, 60, 17, 33, 8], [41, 12, 3, 9, 40]]  # the smallest vocabulary has 61
+    brownout = Brownout("full", 50)
+    logits = [jmoe.forward(model, tokens, brownout) for model in (stacked, layers)]
+    np.testing.assert_allclose(*logits, atol=1e-5)
+    outs = [run(model, tokens, brownout) for model in (stacked, layers)]
+    assert outs[0].tokens == outs[1].tokens
+    assert outs[0].degraded_visits == outs[1].degraded_visits
+    assert max(outs[0].degraded_visits) > 0
