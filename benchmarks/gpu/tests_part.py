@@ -12,7 +12,7 @@ from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.kernels import store
 
-FILES = {"test_ops": 150.0, "test_models": 150.0, "test_served": 120.0}
+FILES = {"test_ops": 150.0, "test_models": 150.0, "test_served": 180.0}
 DEPENDS = (
     "pallas_kernels",
     "jmoe",

@@ -1,8 +1,10 @@
-"""The real server on the GPU, once, end to end."""
+"""The real server on the GPU, end to end: whole steps as CUDA graphs, and kernel by kernel."""
 
 import asyncio
 import json
 from pathlib import Path
+
+import pytest
 
 from serving.client import Client
 from serving.launch import running_server
@@ -19,13 +21,14 @@ SETTINGS = (
 )
 
 
-def test_a_server_answers_degrades_and_compiles_nothing(tmp_path):
-    asyncio.run(_talk(tmp_path))
+@pytest.mark.parametrize("eager", ["false", "true"])
+def test_a_server_answers_degrades_and_compiles_nothing(tmp_path, eager):
+    asyncio.run(_talk(tmp_path, f"engine.enforce_eager={eager}"))
 
 
-async def _talk(tmp_path):
+async def _talk(tmp_path, *more):
     command = ["-m", "serving.cli", "serve", "--port", "0"]
-    command += [part for value in SETTINGS for part in ("--set", value)]
+    command += [part for value in (*SETTINGS, *more) for part in ("--set", value)]
     lines = (ROOT / "jmoe" / "bundled" / "tasks.jsonl").read_text().splitlines()
     asked = [json.loads(line) for line in lines[:24]]
     async with (
