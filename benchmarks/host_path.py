@@ -2,9 +2,9 @@
 
 `python -m benchmarks.host_path [--out benchmarks/host_path.json]`: the real server with the real
 scheduler, tick, tokenizer and gRPC, over a runner whose steps last a given time and sample the same
-tokens always. 64 requests at a time, 32 tokens in and 128 out, from a client process of its own. A
-device that fast is idle for as long as the host keeps it waiting: what is left of a step's budget
-at the batch size and step time of a GPU. CPU figures, about this CPU.
+tokens always. 64 requests at a time, 128 tokens each, from a client process of its own. The device
+is idle for as long as the host keeps it waiting; where the client's share nears a core, the client
+may be what it waits for. CPU figures, about this CPU.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,10 +43,14 @@ class HostPath:
     device_tokens_per_s: float  # what a device that is never idle would sample
     idle_share: float
     server_cpu_share: float  # of one core, every thread of the server's process
+    client_cpu_share: float
 
 
 class PassingTime:
-    """A runner whose steps take `step_s`, one after the other. See serving.runner.Runner."""
+    """A runner whose steps take `step_s`, one after the other. See serving.runner.Runner.
+
+    `serving.fake.FakeRunner` checks what it is told, token by token, which would be timed here.
+    """
 
     compilations_since_ready = 0
 
@@ -61,7 +65,7 @@ class PassingTime:
 
     def read(self, handle: tuple[float, int]) -> Any:
         """Waits for the end of the step."""
-        from serving.runner import StepResult
+        from serving.runner import StepResult  # brings jax, which the client does without
 
         ends_at, count = handle
         time.sleep(max(0.0, ends_at - time.monotonic()))
@@ -91,9 +95,8 @@ async def _serve(step_s: float) -> None:
 
         model = jmoe.load("bundled", dtype="float32", ways=[])
         assert model.tokenizer is not None
-        limits = replace(limits_of(engine_config), max_prefill_seqs=BATCH)
         tokens = model.tokenizer.encode(PROMPT * 8)[:BATCH]
-        engine = Engine(engine_config, PassingTime(limits, step_s, tokens), model)
+        engine = Engine(engine_config, PassingTime(limits_of(engine_config), step_s, tokens), model)
         engine.run()
         return engine
 
@@ -128,6 +131,7 @@ async def _measure(step_ms: float, folder: Path) -> HostPath:
         device_tokens_per_s=BATCH / step_ms * 1e3,
         idle_share=1 - steps * step_ms / 1e3 / wall_s,
         server_cpu_share=cpu_s / wall_s,
+        client_cpu_share=run.client_cpu_s / run.duration_s,
     )
 
 
@@ -144,14 +148,14 @@ def _cpu_s(pid: int) -> float:
 
 async def _all(steps_ms: list[float]) -> list[HostPath]:
     found = []
-    print("step, ms   tokens/s   of a busy device   device idle   server's CPU, of one core")
+    print("step, ms   tokens/s   of a busy device   device idle   CPU, of one core: server, client")
     with TemporaryDirectory() as folder:
         for step_ms in steps_ms:
             one = await _measure(step_ms, Path(folder))
             found.append(one)
             print(
                 f"{step_ms:8g} {one.tokens_per_s:10,.0f} {one.device_tokens_per_s:18,.0f}"
-                f" {one.idle_share:13.1%} {one.server_cpu_share:14.2f}",
+                f" {one.idle_share:13.1%} {one.server_cpu_share:24.2f} {one.client_cpu_share:7.2f}",
                 flush=True,
             )
     return found

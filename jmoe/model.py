@@ -1,4 +1,4 @@
-"""The functional model: one pure function a stage, and the scan over layers that joins them.
+"""The functional model: one pure function a stage, and the run over layers that joins them.
 
 Letters: T rows, d model width, H query heads, G kv heads, D head size, m experts, K picks a row.
 Every stage works alone on flat rows `x [T, d]`; what attention reads is the caller's (`mix`).
@@ -22,7 +22,10 @@ from pallas_kernels.backend import backend
 from pallas_kernels.kv_write import Projection, rms_norm, split_heads
 
 Params = Mapping[str, Any]
-"""`embed`, `final_norm`, `lm_head` (untied) and `segments`; docs/architecture.md has the table."""
+"""`embed`, `final_norm`, `lm_head` (untied) and `segments`; docs/architecture.md has the table.
+
+A segment is a dict of stacked arrays or, `unstack`ed, a tuple of a dict a layer.
+"""
 
 Mix = Callable[[Projection, Int[Array, ""], Any], tuple[Array, Any]]
 """`(projection, layer, carry) -> (out [T, H, D], carry)`."""
@@ -222,7 +225,7 @@ def unstack(params: Params) -> Params:
 
     A step over them is one CUDA graph. XLA puts no product into a graph whose weights it has to
     slice out of a stack, so that a scan's body is launched kernel by kernel, with copies of the
-    small weights on streams of their own. The program takes twice as long to compile.
+    small weights on streams of their own.
 
     Both kinds of arrays are there until the caller drops `params`.
     """
@@ -249,7 +252,7 @@ def _with_wide_router(segment: Params) -> Params:
     """The same layers, their router's columns a multiple of eight: `routing.route` drops the rest.
 
     cuBLAS takes no other number of columns. XLA would pad the weights and cut the logits, to the
-    same bits, in every layer of every step; so they are padded once a step.
+    same bits, in every layer of every step; so they are padded once a step, or once in `unstack`.
     """
     router = segment["router"]
     missing = -router.shape[-1] % 8

@@ -17,21 +17,31 @@ from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool, ExpertTable
 from jmoe.kv_cache import KVPages, make_pages
-from jmoe.model import LayerStats, Params, Rows, embed, head, run_layers
+from jmoe.model import LayerStats, Params, Rows, embed, head, run_layers, unstack
 from jmoe.sampling import Sampling, greedy, sample, token_logprobs
-from pallas_kernels.backend import backend
+from pallas_kernels.backend import backend, hopper
 from pallas_kernels.kv_write import Projection, write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import plan as plan_prefill
 from pallas_kernels.prefill_attention import prefill_attention
 
 
+def served(params: Params, *, eager: bool = False) -> tuple[Params, dict[str, str]]:
+    """Weights and XLA's options for a server's step programs.
+
+    On a Hopper GPU a step is one CUDA graph, for which layers are in arrays of their own. `eager`
+    scans them, and makes no graph at all.
+    """
+    if hopper() and not eager:
+        return unstack(params), compiler_options("graph")
+    return params, compiler_options("eager" if eager else "scan")
+
+
 def compiler_options(layers: Literal["scan", "graph", "eager"] = "scan") -> dict[str, str]:
     """XLA's options for step programs: none on a CPU.
 
-    `graph` is for layers in arrays of their own (`model.unstack`), a step that is one CUDA graph:
-    slices of small arrays are not to go into launches of another kind, which no graph takes.
-    `eager` is for scanned layers and no graph at all.
+    `graph` is for unstacked layers: slices of small arrays are not to go into launches of a kind
+    that XLA puts into no graph. See `served`.
 
     Weights and pages are meant to fill a GPU. Where arguments take more than 80 % of its memory,
     XLA computes things again in every layer so as to save some, whole products among them, though

@@ -36,11 +36,12 @@ class Calibration:
 
     @property
     def slo(self) -> Slo:
-        """Objectives that brownout can keep, and its absence cannot.
+        """Objectives that brownout can keep.
 
         TTFT: 3 times the unloaded one, or twice what a full batch takes with all the brownout,
-        whichever is more: without that room for a queue, no threshold would keep it. ITL: halfway,
-        in ratio, between the full batch's extremes.
+        whichever is more: without that room for a queue, no threshold would keep it. Without
+        brownout it is missed once requests queue. ITL: halfway, in ratio, between the full batch's
+        extremes: without brownout a full batch misses it.
         """
         ttft_s = 3 * self.unloaded_ttft_s
         if math.isfinite(self.full.ttft_p90_s):

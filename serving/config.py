@@ -49,7 +49,7 @@ class EngineConfig:
     threshold_buckets_percent: tuple[int, ...] = (20, 40, 70, 100)
     policy: str = "fcfs"
     compilation_cache: str = "~/.cache/jmoe/xla"  # empty: off
-    enforce_eager: bool = False  # on a GPU, launch kernel by kernel: no step is a CUDA graph
+    enforce_eager: bool = False  # launch kernel by kernel: no step is a CUDA graph
     cpu_threads: int = 0  # of XLA on a CPU, leaving the others to the host; 0: all
     brownout: BrownoutConfig = field(default_factory=BrownoutConfig)
     salc: SalcConfig = field(default_factory=SalcConfig)

@@ -17,19 +17,17 @@ import numpy as np
 from jaxtyping import Int
 
 from jmoe.api import Model
-from jmoe.model import unstack
 from jmoe.steps import (
     NUM_COLUMNS,
     NUM_DELTA_COLUMNS,
     Output,
     State,
-    compiler_options,
     decode_step,
     draw_step,
     drawing,
     prefill_step,
+    served,
 )
-from pallas_kernels.backend import backend
 from pallas_kernels.routing import max_active_experts
 from serving.config import EngineConfig
 from serving.executables import Executables
@@ -111,17 +109,15 @@ class Buckets:
 class Programs:
     """Compiled programs of one model, and the count of compilations since they were ready.
 
-    On a GPU a step is one CUDA graph, which wants each layer's weights in arrays of their own
-    (`jmoe.model.unstack`): all weights but the experts are there twice then. `eager`: neither.
+    On a Hopper GPU a step is one CUDA graph, unless `eager`; all weights of layers but the routed
+    experts are there twice then (`jmoe.steps.served`).
     """
 
     def __init__(
         self, model: Model, buckets: Buckets, state: State, *, eager: bool = False
     ) -> None:
         self._model, self._buckets, self._state = model, buckets, state
-        self._options = compiler_options("eager" if eager else "graph")
-        graphs = backend() != "cpu" and not eager
-        self._params = unstack(model.params) if graphs else model.params
+        self._params, self._options = served(model.params, eager=eager)
         self._compiled: dict[Key, Any] = {}
         self._ready = False
         self.compilations_since_ready = 0

@@ -221,7 +221,7 @@ class Scorer:
         request = pb.GenerateRequest(
             text=text, sampling=pb.SamplingParams(**sampling), allow_brownout=self.allow_brownout
         )
-        ends_at = time.monotonic() + self.timeout_s
+        ends_at, busy = time.monotonic() + self.timeout_s, None
         while True:
             try:
                 messages = list(self._generate(request, timeout=ends_at - time.monotonic()))
@@ -232,9 +232,12 @@ class Scorer:
                 fits = len(text.encode()) + new <= self.max_model_len
                 if _code(error) == grpc.StatusCode.INVALID_ARGUMENT and not fits:
                     raise PromptTooLong(str(error)) from None
+                if busy and _code(error) == grpc.StatusCode.DEADLINE_EXCEEDED:
+                    raise busy from error  # why there was too little time
                 wait_s = _pushback_s(error)
                 if _code(error) not in _BUSY or time.monotonic() + wait_s >= ends_at:
                     raise
+                busy = error
                 time.sleep(wait_s)
         usage = messages[-1].usage
         self.expert_visits += usage.expert_visits

@@ -30,13 +30,18 @@ from jmoe.config import from_hf
 
 @pytest.fixture(scope="module", autouse=True)
 def _in_a_hurry():
-    """To compile is most of the time; servers that tests start inherit it."""
+    """To compile is most of the time; servers that tests start inherit it.
+
+    Parts turn XLA's cache on, for all of a process: off again, or no later test in it can keep a
+    compiled program (`serving.executables`).
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         jax.config.update("jax_disable_most_optimizations", True)
         yield
         jax.config.update("jax_disable_most_optimizations", False)
+        jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(scope="module", autouse=True)

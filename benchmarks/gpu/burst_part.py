@@ -1,6 +1,6 @@
 """The paper's figures 11 to 13: a burst of 250 s without and with brownout.
 
-Objectives and load are calibrated as the demo does it (`serving.calibrate`, `serving.demo`); every
+Objectives and capacity are calibrated as the demo does it (`serving.calibrate`); every
 leg is a case of its own, so that a burst of four legs can be played in several calls. The SLOs of
 both legs are those of the stored calibration.
 """
@@ -22,7 +22,8 @@ from serving.workload import burst_pieces, piecewise_poisson_times, schedule
 DEPENDS = (*ENGINE, "benchmarks/gpu/burst_part.py")
 START_S = 150.0
 DRAIN_S = 12.0  # after the last arrival; what is not answered by then has failed
-SHAPE = DemoConfig(steady_load=0.55, burst_load=1.1)  # shares of capacity
+SHAPE = DemoConfig(steady_load=0.55, burst_load=1.1)
+"""More than the demo's: the floors of a GPU's steps leave brownout the room."""
 TARGET = 0.05  # late tokens, each phase, in the burst
 LEGS = ("brownout", "zero")
 

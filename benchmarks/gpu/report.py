@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.sizes import SETTINGS, ZERO, Sizes
+from benchmarks.gpu.sizes import EAGER, SETTINGS, ZERO, Sizes
 
 Records = Mapping[str, Mapping[str, Any]]
 GAIN_TARGET = 0.9  # of the ratio that the byte floors give
@@ -130,7 +130,7 @@ def step(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
     found = {name: r for name, r in stored["step"].items() if "figures" in r}
     rows, gains = [], []
     labels = {setting.name: setting.label for setting in SETTINGS}
-    for name, label in {**labels, f"{ZERO.name}-eager": "zero, no graphs"}.items():
+    for name, label in {**labels, ZERO.name + EAGER: "zero, no graphs"}.items():
         for batch in sorted(sizes.batches):
             record = found.get(f"decode/{name}/b{batch}")
             if record is None:
@@ -150,6 +150,12 @@ def step(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
         if name.startswith("prefill/")
         for f in [r["figures"]]
     ]
+    graphs = [
+        [batch, _n(eager["figures"]["span_us"] / graph["figures"]["span_us"], 3)]
+        for batch in sorted(sizes.batches)
+        if (eager := found.get(f"decode/{ZERO.name}{EAGER}/b{batch}")) is not None
+        and (graph := found.get(f"decode/{ZERO.name}/b{batch}")) is not None
+    ]
     ceilings = next((r["ceilings"] for r in found.values() if "ceilings" in r), None)
     note = f"Context {sizes.context}; microseconds from one step to the next ('step') and of the "
     note += (
@@ -165,6 +171,8 @@ def step(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
         *markdown(decode, rows),
         "",
         *markdown(ratio, gains),
+        "",
+        *markdown(["batch", "step without graphs over step"], graphs),
         "",
         *markdown(["setting", "prefill tokens", "tokens/s", "TFLOP/s"], prefill),
     ]

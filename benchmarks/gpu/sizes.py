@@ -26,6 +26,7 @@ class Setting(NamedTuple):
 
 
 ZERO = Setting(0, 100)
+EAGER = "-eager"  # after a setting's name: steps launched kernel by kernel
 SETTINGS = (ZERO, Setting(2, 0), Setting(4, 20), Setting(8, 40))
 """The paper's three configurations (section V-B), and none of it."""
 

@@ -1,10 +1,12 @@
 """Decode and prefill steps by themselves, on the device: time over the floor of their bytes.
 
 A step is the engine's own (`jmoe.steps`), compiled as the engine compiles it, chained through its
-donated state with no host in between. Two times go into a record: `span_us`, from one step to the
-next, gaps between kernels included, which is what an engine can reach and what ratios are made of;
-and `us`, the sum of the kernels' own durations. Experts that had rows are counted on the device in
-the very steps that are timed.
+donated state with no host in between; rows and results are in other arrays from step to step, as
+an engine's are, since a CUDA graph is updated where arrays have moved. `span_us`, from one step to
+the next, gaps between kernels included, is what an engine can reach and what ratios are made of.
+Eager steps have `kernels_us` as well, the sum of the kernels' own durations: XLA warns of reading
+kernel times while CUDA graphs run. Experts that had rows are counted on the device in the very
+steps that are timed.
 """
 
 import gc
@@ -20,19 +22,18 @@ import numpy as np
 
 from benchmarks.gpu import models
 from benchmarks.gpu.part import Case, Context, RunCase
-from benchmarks.gpu.sizes import SETTINGS, ZERO, Setting, Sizes
+from benchmarks.gpu.sizes import EAGER, SETTINGS, ZERO, Setting, Sizes
 from benchmarks.kernels.timing import Ceilings, JaxProgram, Ruler, measure_ceilings
 from jmoe.api import Model
 from jmoe.kv_cache import KVPages
-from jmoe.model import unstack
 from jmoe.steps import (
     State,
-    compiler_options,
     decode_step,
     empty_deltas,
     make_state,
     pack_row,
     prefill_step,
+    served,
 )
 from pallas_kernels.routing import STRATEGIES, max_active_experts
 
@@ -60,7 +61,7 @@ def cases(sizes: Sizes) -> list[Case]:
     prefill = [
         Case(
             f"prefill/{setting.name}/t{t}",
-            12.0,
+            20.0,
             {"phase": "prefill", "tokens": t, **_about(setting)},
         )
         for setting in (ZERO, SETTINGS[-1])
@@ -73,8 +74,8 @@ def cases(sizes: Sizes) -> list[Case]:
 
 def _decode(setting: Setting, batch: int, sizes: Sizes, *, eager: bool = False) -> Case:
     about = {"phase": "decode", "batch": batch, "context": sizes.context, "eager": eager}
-    name = f"decode/{setting.name}{'-eager' * eager}/b{batch}"
-    return Case(name, 12.0, {**about, **_about(setting)})
+    name = f"decode/{setting.name}{EAGER if eager else ''}/b{batch}"
+    return Case(name, 20.0, {**about, **_about(setting)})
 
 
 def _about(setting: Setting) -> dict[str, Any]:
@@ -99,8 +100,10 @@ class _Steps:
 
     def __init__(self, sizes: Sizes, ruler: Ruler, ceilings: Ceilings) -> None:
         self.sizes, self.ruler, self.ceilings = sizes, ruler, ceilings
+        self._clock = Ruler(ruler.warm_s, ruler.timed_s)  # reads no kernel times
         self.model = models.make(sizes, ways=sizes.ways)
-        self._params = {False: unstack(self.model.params), True: self.model.params}  # by `eager`
+        self._graph = served(self.model.params)
+        self._eager = served(self.model.params, eager=True)
         self.state = _random_state(sizes, self.model)
         self._tables = _tables(sizes)
         self._compiled: dict[tuple[Any, ...], Any] = {}
@@ -119,7 +122,7 @@ class _Steps:
     def _measure(self, case: Case, setting: Setting) -> dict[str, Any]:
         decode = case.about["phase"] == "decode"
         program = self._decode(case, setting) if decode else self._prefill(case, setting)
-        timing = self.ruler.measure(program)
+        timing = (self.ruler if case.about.get("eager") else self._clock).measure(program)
         active, calls = np.asarray(program.carry[1]), program.calls
         self.state = program.carry[0]
         per_layer = active / calls
@@ -133,10 +136,11 @@ class _Steps:
             "temporary_bytes": program.temp_bytes,
         }
         figures = self._decode_figures if decode else self._prefill_figures
-        return {**record, **figures(case, timing.span_us, timing.us, float(per_layer.mean()))}
+        kernels_us = timing.us if timing.method == "cupti" else None
+        return {**record, **figures(case, timing.span_us, kernels_us, float(per_layer.mean()))}
 
     def _decode_figures(
-        self, case: Case, span_us: float, us: float, active: float
+        self, case: Case, span_us: float, kernels_us: float | None, active: float
     ) -> dict[str, Any]:
         cfg, dtype = self.model.config, self.model.dtype
         batch, context = case.about["batch"], case.about["context"]
@@ -148,7 +152,7 @@ class _Steps:
             "bytes": read,
             "figures": {
                 "span_us": span_us,
-                "kernels_us": us,
+                "kernels_us": kernels_us,
                 "floor_us": floor,
                 "over_floor": ratio,
                 "active_experts": active,
@@ -158,7 +162,7 @@ class _Steps:
         }
 
     def _prefill_figures(
-        self, case: Case, span_us: float, us: float, active: float
+        self, case: Case, span_us: float, kernels_us: float | None, active: float
     ) -> dict[str, Any]:
         chunks = _chunks(self.sizes, case.about["tokens"])
         flops = models.prefill_flops(self.model.config, chunks)
@@ -166,7 +170,7 @@ class _Steps:
         return {
             "figures": {
                 "span_us": span_us,
-                "kernels_us": us,
+                "kernels_us": kernels_us,
                 "tokens_s": case.about["tokens"] / span_us * 1e6,
                 "tflop_s": tflop_s,
                 "share_of_product": tflop_s / self.ceilings.product_tflop_s,
@@ -198,42 +202,50 @@ class _Steps:
         max_active = max_active_experts(bucket, m, model.united_places, m)
         step: Any = decode_step if phase == "decode" else prefill_step
 
-        def call(carry: tuple[State, jax.Array], *args: Any) -> tuple[State, jax.Array]:
+        def call(carry: tuple[State, jax.Array], *args: Any) -> Any:
             state, active = carry
             state, out = step(cfg, *args[:3], state, *args[3:], max_active=max_active)
-            return state, active + jnp.sum(out.expert_rows > 0, axis=1, dtype=jnp.int32)
+            active += jnp.sum(out.expert_rows > 0, axis=1, dtype=jnp.int32)
+            return (state, active), out._replace(logits=None)
 
         strategy = STRATEGIES["partial" if setting.way else "zero"]
         control = jnp.asarray([setting.threshold_percent, strategy], jnp.int32)
-        args = (self._params[eager], model.pool, model.table, *arrays, control)
+        params, options = self._eager if eager else self._graph
+        held, rows = (params, model.pool, model.table), (*arrays, control)
         state = self.state._replace(block_table=jnp.asarray(self._tables[phase]))
         carry = (state, jnp.zeros(cfg.num_moe_layers, jnp.int32))
         key = phase, size, bucket, eager
         if key not in self._compiled:
             call.__name__ = f"{phase}_{size}_{bucket}"
-            lowered = jax.jit(call, donate_argnums=0).lower(carry, *args)
-            options = compiler_options("eager" if eager else "graph")
+            lowered = jax.jit(call, donate_argnums=0).lower(carry, *held, *rows)
             self._compiled[key] = lowered.compile(compiler_options=options or None)
-        return StepProgram(self._compiled[key], carry, args)
+        return StepProgram(self._compiled[key], carry, held, rows)
 
 
 class StepProgram:
-    """A compiled step over its donated carry (see benchmarks.kernels.timing.Program)."""
+    """A compiled step over its donated carry (see benchmarks.kernels.timing.Program).
 
-    num_sets, judged = 1, False
+    Its rows are the same ones in several sets of arrays.
+    """
+
+    num_sets, judged = 3, False
     span_us = JaxProgram.span_us
     wait = JaxProgram.wait
 
-    def __init__(self, compiled: Any, carry: Any, args: tuple[Any, ...]) -> None:
-        self._compiled, self.carry, self._args, self.calls = compiled, carry, args, 0
+    def __init__(
+        self, compiled: Any, carry: Any, held: tuple[Any, ...], rows: tuple[jax.Array, ...]
+    ) -> None:
+        self._compiled, self.carry, self.calls = compiled, carry, 0
+        copies = [[jnp.array(a, copy=True) for a in rows] for _ in range(self.num_sets)]
+        self._sets = [(*held, *copy) for copy in copies]
         memory = compiled.memory_analysis()
         self.temp_bytes = memory.temp_size_in_bytes if memory else 0
 
     def __call__(self, i: int) -> Any:
         """See timing.Program."""
-        self.carry = self._compiled(self.carry, *self._args)
+        self.carry, out = self._compiled(self.carry, *self._sets[i % self.num_sets])
         self.calls += 1
-        return self.carry
+        return out
 
 
 def _chunks(sizes: Sizes, tokens: int) -> list[tuple[int, int]]:

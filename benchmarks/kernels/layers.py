@@ -1,6 +1,6 @@
 """Cases of whole layers: a layer's experts with all around them, and a decode step's whole layer.
 
-They run the stages of `jmoe.model` on one layer's weights, as step programs do in their scan, and
+They run the stages of `jmoe.model` on one layer's weights, as step programs do in every layer, and
 are held against the sum of what their parts have to move. The references are float32 and share no
 code with the stages but the judges of the ops.
 """
