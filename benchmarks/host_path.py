@@ -168,6 +168,8 @@ def main() -> None:
     parser.add_argument("--serve-step-ms", type=float, help="only serve, with such steps")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if min(args.step_ms) <= 0:
+        parser.error(f"--step-ms is {min(args.step_ms):g}; a step takes some time")
     if args.serve_step_ms is not None:
         uvloop.run(_serve(args.serve_step_ms / 1e3))
         return

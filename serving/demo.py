@@ -55,6 +55,8 @@ class DemoConfig:
 
     Rates are shares of the capacity without brownout, which is measured with the next request sent
     when one is answered. No server keeps up with Poisson arrivals at all of it.
+
+    Raises ValueError for durations and counts that leave nothing to play.
     """
 
     duration_s: float = 75.0  # of arrivals, for each of the two runs
@@ -72,6 +74,11 @@ class DemoConfig:
     server: tuple[str, ...] = ("-m", "serving.cli", "serve", "--config", "demo", "--port", "0")
     server_args: tuple[str, ...] = ()  # more flags for the server
     startup_timeout_s: float = 900.0
+
+    def __post_init__(self) -> None:
+        for name in ("duration_s", "repeat"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 
 
 def run_demo(config: DemoConfig, console: Console | None = None) -> dict[str, Any]:

@@ -67,6 +67,12 @@ def test_demo_measures_both_runs_and_stores_them(tmp_path):
     assert {"machine", "versions", "commit", "calibration", "config", "model"} <= set(stored)
 
 
+@pytest.mark.parametrize("change", [{"repeat": 0}, {"duration_s": 0.0}, {"duration_s": math.nan}])
+def test_nothing_to_play_is_told_before_a_server_starts(tmp_path, change):
+    with pytest.raises(ValueError, match=f"{next(iter(change))} is .*; it must be above 0"):
+        config(tmp_path, **change)
+
+
 def test_repeats_store_medians(tmp_path):
     result = run_demo(config(tmp_path, repeat=2, duration_s=0.5, calibration_s=0.3), quiet())
     assert len(result["results"]) == 2
