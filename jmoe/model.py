@@ -191,9 +191,9 @@ def run_layers(
     stats = []
     moe_start = 0
     for (is_moe, start, count), segment in zip(cfg.segments(), params["segments"], strict=True):
+        stacked = not isinstance(segment, tuple)
         if is_moe:
-            if not isinstance(segment, tuple):
-                segment = _with_wide_router(segment)
+            segment = _with_wide_router(segment) if stacked else segment
             own = slice(moe_start, moe_start + count)
             moe_start += count
             xs = (segment, table.slots[own], table.groups[own])
@@ -213,7 +213,7 @@ def run_layers(
                 x, out = x + swiglu(h, layer["gate_up"], layer["down"]), None
             return (x, carry, index + 1), out
 
-        run = _in_turn if isinstance(segment, tuple) else lax.scan
+        run = lax.scan if stacked else _in_turn
         (x, carry, _), out = run(body, (x, carry, jnp.int32(start)), xs)
         if is_moe:
             stats.append(out)
