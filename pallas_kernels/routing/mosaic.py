@@ -57,7 +57,7 @@ from pallas_kernels.routing.parts import (
 )
 
 
-def supports(logits: Array, groups: Array, slots: Array, top_k: int) -> bool:
+def supports(logits: Array, groups: Array, slots: Array, top_k: int, block_m: int) -> bool:
     """Whether the kernel takes these: float32 logits, up to 512 rows, experts in fours."""
     (num_rows, columns), num_experts = logits.shape, groups.shape[0]
     return (
@@ -67,6 +67,7 @@ def supports(logits: Array, groups: Array, slots: Array, top_k: int) -> bool:
         and num_experts % 4 == 0
         and num_experts <= slots.shape[0] <= MAX_EXPERTS
         and top_k <= MAX_PICKS
+        and block_m % 4 == 0
     )
 
 
@@ -264,10 +265,14 @@ def _store(at: Block) -> None:
 
     @pl.when(at.index == 0)
     def _():
-        places = at.whole(sizes.places)
-        plgpu.copy_smem_to_gmem(smem.s1, out.s1.at[at.whole(sizes.padded)])
-        plgpu.copy_smem_to_gmem(smem.rows, out.expert_rows.at[places])
-        plgpu.copy_smem_to_gmem(smem.start, out.expert_start.at[places])
+        vectors = [(smem.s1, out.s1), (smem.rows, out.expert_rows), (smem.start, out.expert_start)]
+        for vector, into in vectors:
+            fours = into.shape[0] // 4 * 4  # a copy of so many bytes in a row is of whole sixteens
+            if fours:
+                own = pl.ds(0, fours)
+                plgpu.copy_smem_to_gmem(vector.at[own], into.at[own])
+            for last in range(fours, into.shape[0]):
+                into[last] = vector[last]
 
 
 def _fill(at: Block) -> None:

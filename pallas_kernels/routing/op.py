@@ -134,7 +134,7 @@ def route(
     if hopper():
         from pallas_kernels.routing import mosaic  # Pallas is not imported where it is unused
 
-        if mosaic.supports(logits, groups, slots, top_k):
+        if mosaic.supports(logits, groups, slots, top_k, block_m):
             num_visits = logits.shape[0] * top_k
             return mosaic.route(
                 logits,

@@ -286,7 +286,7 @@ def compiled(name, static):
         if name == "mosaic":
             from pallas_kernels.routing import mosaic
 
-            assert mosaic.supports(logits, case.groups, case.slots, static.top_k)
+            assert mosaic.supports(logits, case.groups, case.slots, static.top_k, static.block_m)
             blocks = routing.max_blocks(
                 static.rows * static.top_k, options.pop("max_active"), static.block_m
             )
@@ -347,7 +347,7 @@ ROUTES = ("public", "mosaic")
 STATICS = (
     Static(),
     Static(normalize=False, top_k=1, united=0, block_m=16),
-    Static(scoring="sigmoid", rows=64, experts=8, top_k=2, united=5, block_m=1),
+    Static(scoring="sigmoid", rows=64, experts=8, top_k=2, united=5, block_m=4),
     Static(scoring="sigmoid", normalize=False, rows=3, top_k=8),
     Static(normalize=False, rows=5, padding=4),
 )

@@ -91,13 +91,13 @@ def test_steps_of_several_blocks():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"rows": 516}, {"experts": 14}, {"experts": 200, "united": 100}, {"top_k": 9}],
+    [{"rows": 516}, {"experts": 14}, {"experts": 200, "united": 100}, {"top_k": 9}, {"block_m": 2}],
     ids=str,
 )
 def test_what_the_kernel_does_not_take(changes):
     case, static = draw(0, Static(**changes), 0), Static(**changes)
     arrays = (jnp.asarray(a) for a in (case.logits, case.groups, case.slots))
-    assert not mosaic.supports(*arrays, static.top_k)
+    assert not mosaic.supports(*arrays, static.top_k, static.block_m)
 
 
 def arguments(shape, num_rows):
