@@ -52,6 +52,7 @@ def merge(sizes: Sizes, dtype):
         grid_names=("lines", "segment"),
         # Nothing is read that is written, and no thread needs what another has: no barriers.
         compiler_params=dataclasses.replace(PARAMS, unsafe_no_auto_barriers=True),
+        kernel_name="paged_attention_merge",
     )
 
 

@@ -153,6 +153,7 @@ def attend(sizes: Sizes, scale: float):
             plgpu.Barrier(num_arrivals=sizes.scan // 128),
         ],
         compiler_params=dataclasses.replace(PARAMS, reduction_scratch_bytes=128 * columns),
+        kernel_name="paged_attention",
     )
 
 

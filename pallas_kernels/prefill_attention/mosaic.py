@@ -125,6 +125,7 @@ def _call(shape: Shape, q: Array) -> Callable[..., Array]:
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
+        kernel_name="prefill_attention",
     )
 
 

@@ -259,7 +259,7 @@ def _meet(at: Block, which: int, load, own, every):
 
 def _store(at: Block) -> None:
     """Starts the copies of what is left to be written."""
-    smem, out, sizes = at.smem, at.out, at.sizes
+    smem, out = at.smem, at.out
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem.visit_row, out.visit_row.at[at.own])
 

@@ -1,5 +1,8 @@
-"""Runs Mosaic kernels without a GPU: interpreted with race detection, or compiled for an H200."""
+"""Runs Mosaic kernels without a GPU: interpreted with race detection, compiled for an H200 or,
+once compiled, emulated instruction by instruction (`sm90`).
+"""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +17,21 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.compile_for import compile_for, h200_mesh
 
+ON_SM90 = os.environ.get("KERNELS_ON") == "sm90"
+"""Everything that is interpreted is to be emulated: slower than CI has time for."""
+
+_NEEDS_AOT = "compiling for an H200 needs the extra: jmoe[aot]"
+
+
+@contextmanager
+def emulated(**policy) -> Iterator[None]:
+    """Kernels run on the CPU inside it as what ptxas is given. Skips without `aot`."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason=_NEEDS_AOT)
+    import sm90
+
+    with sm90.emulated(**policy):
+        yield
+
 
 @contextmanager
 def interpreted() -> Iterator[None]:
@@ -22,6 +40,10 @@ def interpreted() -> Iterator[None]:
     Block what you compute inside it: races are only known once a kernel has run. Every kernel
     begins with a new record of races and drops the one before, so all of them are kept here.
     """
+    if ON_SM90:
+        with emulated():
+            yield
+        return
     records = []
 
     class Record(gpu_callbacks.GPURaceDetectionState):
@@ -48,6 +70,12 @@ def run(fn, *args):
         return jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*args))
 
 
+def emulate(fn, *args):
+    """The same, emulated."""
+    with emulated():
+        return jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*args))
+
+
 class Kernel(NamedTuple):
     """What ptxas says of one compiled kernel."""
 
@@ -60,9 +88,7 @@ def compile_kernels(
     capfd, monkeypatch, fn, *args, **options
 ) -> tuple[jax.stages.Compiled, list[Kernel]]:
     """Compiles for one H200; the executable, and every Mosaic kernel in it. Skips without `aot`."""
-    pytest.importorskip(
-        "jax_plugins.xla_cuda13", reason="compiling for an H200 needs the extra: jmoe[aot]"
-    )
+    pytest.importorskip("jax_plugins.xla_cuda13", reason=_NEEDS_AOT)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     capfd.readouterr()
     compiled = compile_for(h200_mesh(), fn, *args, **options)

@@ -52,6 +52,9 @@ IMPLEMENTATIONS = {
         HALF,
     ),
 }
+IMPLEMENTATIONS["sm90"] = IMPLEMENTATIONS["mosaic"]._replace(
+    moe_mlp=partial(interpreter.emulate, partial(mosaic.moe_mlp, tile=TILE, num_blocks=2))
+)
 implementations = pytest.mark.parametrize("impl", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 dispatch = jax.jit(routing.dispatch, static_argnames=("block_m", "max_active"))
 

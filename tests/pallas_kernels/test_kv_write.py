@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ IMPLEMENTATIONS = {
         mosaic.interpreted,
     ),
 }
+IMPLEMENTATIONS["sm90"] = replace(IMPLEMENTATIONS["mosaic"], context=mosaic.emulated)
 EACH = pytest.mark.parametrize(
     ("op", "of"),
     [

@@ -57,6 +57,7 @@ IMPLEMENTATIONS = {
         mosaic.interpreted,
     ),
 }
+IMPLEMENTATIONS["sm90"] = replace(IMPLEMENTATIONS["mosaic"], context=mosaic.emulated)
 implementations = pytest.mark.parametrize("op", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 
 

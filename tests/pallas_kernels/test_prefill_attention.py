@@ -49,7 +49,7 @@ IMPLEMENTATIONS = {
         np.float32,
     ),
     "mosaic": Implementation(
-        partial(mosaic.prefill_attention, num_blocks=2, interpreted=True),
+        partial(mosaic.prefill_attention, num_blocks=2, interpreted=not interpreter.ON_SM90),
         interpreter.run,
         (wide(3, 1), wide(2, 2)),
         wide(4, 2),
@@ -59,6 +59,9 @@ IMPLEMENTATIONS = {
         jnp.bfloat16,
     ),
 }
+IMPLEMENTATIONS["sm90"] = IMPLEMENTATIONS["mosaic"]._replace(
+    op=partial(mosaic.prefill_attention, num_blocks=2), run=interpreter.emulate
+)
 implementations = pytest.mark.parametrize("impl", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 
 

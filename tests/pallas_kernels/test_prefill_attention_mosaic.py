@@ -18,11 +18,12 @@ from pallas_kernels.prefill_attention.tiles import Tile
 from pallas_kernels.shapes import MODELS, QWEN3_30B_A3B
 
 I32 = jnp.int32
+INTERPRETED = {"interpreted": not interpreter.ON_SM90}
 
 
 def kernel(**options):
     """The contract's implementation of the kernel, with other options."""
-    op = partial(mosaic.prefill_attention, interpreted=True, **{"num_blocks": 2, **options})
+    op = partial(mosaic.prefill_attention, **{"num_blocks": 2, **INTERPRETED, **options})
     return IMPLEMENTATIONS["mosaic"]._replace(op=op)
 
 
@@ -185,7 +186,7 @@ def test_a_plan_made_before_is_the_one_made_inside():
             todo = plan_step(q.shape[0], q.shape[1], k_pages, **rows)
         made.append(todo)
         return mosaic.prefill_attention(
-            q, k_pages, v_pages, todo=todo, interpreted=True, num_blocks=2, **kwargs
+            q, k_pages, v_pages, todo=todo, num_blocks=2, **INTERPRETED, **kwargs
         )
 
     check(IMPLEMENTATIONS["mosaic"]._replace(op=planned), chunks, wide(4, 1), 16)

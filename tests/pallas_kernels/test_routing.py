@@ -276,14 +276,14 @@ def draw(seed, static, strategy):
 
 @cache
 def compiled(name, static):
-    """The route of one shape, public or of the kernel under the interpreter."""
+    """The route of one shape, public or of the kernel, interpreted or emulated."""
     arrays = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), draw(0, static, 0))
 
     def run(case):
         logits, *rest = case
         names = Case._fields[1:]
         options = static.options()
-        if name == "mosaic":
+        if name != "public":
             from pallas_kernels.routing import mosaic
 
             assert mosaic.supports(logits, case.groups, case.slots, static.top_k, static.block_m)
@@ -332,7 +332,7 @@ def check_route(name, static, cases):
     """Bit for bit what the parts make of it, and a dispatch of each piece of work once."""
     for case in cases:
         want = jax.tree.map(np.asarray, by_parts(jax.tree.map(jnp.asarray, case), static))
-        with interpreter.interpreted() if name == "mosaic" else nullcontext():
+        with CONTEXTS[name]():
             got = compiled(name, static)(jax.tree.map(jnp.asarray, case))
             got = jax.tree.map(np.asarray, jax.block_until_ready(got))
         weights = [out[2].visit_weight for out in (got, want)]
@@ -343,7 +343,11 @@ def check_route(name, static, cases):
         assert types[0] == types[1]
 
 
-ROUTES = ("public", "mosaic")
+CONTEXTS = {
+    "public": nullcontext,
+    "mosaic": interpreter.interpreted,
+    "sm90": interpreter.emulated,
+}
 STATICS = (
     Static(),
     Static(normalize=False, top_k=1, united=0, block_m=16),
@@ -355,7 +359,7 @@ STATICS = (
 
 @pytest.mark.parametrize("static", STATICS, ids=lambda static: f"{static.scoring}-{static.rows}")
 @pytest.mark.parametrize("strategy", routing.STRATEGIES.values(), ids=routing.STRATEGIES)
-@pytest.mark.parametrize("name", ROUTES)
+@pytest.mark.parametrize("name", CONTEXTS)
 def test_route_is_its_parts(name, strategy, static):
     seeds = range(40) if name == "public" else range(strategy, 12, 4)
     check_route(name, static, [draw(seed, static, strategy) for seed in seeds])

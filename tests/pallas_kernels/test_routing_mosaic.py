@@ -75,6 +75,11 @@ def blocks_of_a_cluster():
     check_route("mosaic", static, [*cases, ones(static, exempt=np.arange(static.rows) >= 64)])
 
 
+def test_steps_of_several_blocks_emulated():
+    static = Static(rows=132)
+    check_route("sm90", static, [draw(5, static, routing.PARTIAL)])
+
+
 def test_steps_of_several_blocks():
     """Blocks that wait for each other each hold a thread of XLA's pool, so it has to be a large
     one, and its size is read when the process starts.

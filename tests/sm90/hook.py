@@ -1,0 +1,66 @@
+"""Runs a JAX function on a CPU whose Mosaic GPU kernels are compiled for an H200 and emulated."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest import mock
+
+import jax
+import numpy as np
+from jax._src.interpreters import mlir
+from jax._src.pallas import mpmd
+
+from pallas_kernels.compile_for import compile_for, h200_mesh
+from sm90 import host, machine, program
+from sm90.execute import Code
+
+
+@contextmanager
+def emulated(**policy) -> Iterator[list[str]]:
+    """Within it, Mosaic kernels lowered for a CPU are emulated. `policy`: see `machine.Policy`.
+
+    Yields the names of the kernels that ran, as they run.
+    """
+    ran = []
+
+    def lower(ctx, *args, **params):
+        inputs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_in]
+        ptx, log = compiled(lambda *args: mpmd.mpmd_map_p.bind(*args, **params), *inputs)
+        kernel = Code(program.parse(ptx), host.read(log))
+        aliases = dict(params["input_output_aliases"])
+
+        def call(*arrays):
+            ran.append(kernel.name)
+            return emulate(kernel, arrays, ctx.avals_out, aliases, machine.Policy(**policy))
+
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_out]
+        called = mlir.lower_fun(lambda *args: jax.pure_callback(call, shapes, *args))
+        return called(ctx, *args)
+
+    table = mlir._platform_specific_lowerings["cpu"]
+    rule = mlir.LoweringRuleEntry(lower, inline=True)
+    with mock.patch.dict(table, {mpmd.mpmd_map_p: rule}):
+        yield ran
+
+
+def compiled(fn: Callable, *specs: jax.ShapeDtypeStruct) -> tuple[str, str]:
+    """The only Mosaic kernel of `fn`, for an H200: its PTX, and the compiler's log."""
+    with tempfile.TemporaryDirectory() as folder:
+        with mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=folder):
+            compile_for(h200_mesh(), fn, *specs)
+        (ptx,) = Path(folder).glob("*.ptx")
+        return ptx.read_text(), ptx.with_suffix(".mlir-passes.log").read_text()
+
+
+def emulate(code: Code, arrays, avals_out, aliases: dict[int, int], policy: machine.Policy):
+    """Outputs of a kernel; what is not an input as well is poisoned first."""
+    inputs = [np.array(array) for array in arrays]
+    source = {output: inputs[given] for given, output in aliases.items()}
+    outputs = []
+    for i, aval in enumerate(avals_out):
+        poison = np.full(aval.size * aval.dtype.itemsize, 0xFF, np.uint8)
+        outputs.append(source.get(i, poison.view(aval.dtype).reshape(aval.shape)))
+    machine.run(code, [*inputs, *outputs], policy)
+    return tuple(outputs)

@@ -1,0 +1,81 @@
+"""The device's memory, and the boxes that TMA moves between it and shared memory."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from sm90.host import TensorMap
+
+_BITS = 40  # of an address inside an argument; those above say which
+
+
+class Global:
+    """The arguments of a kernel."""
+
+    def __init__(self, buffers: Sequence[np.ndarray]) -> None:
+        self.bytes = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
+        known: dict[int, int] = {}  # aliased arguments have one address
+        self.addresses = [
+            (known.setdefault(id(buffer), i) + 1) << _BITS for i, buffer in enumerate(buffers)
+        ]
+
+    def place(self, addresses: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of the argument, and where in them each address is."""
+        which = np.unique(addresses >> np.uint64(_BITS))
+        if len(which) != 1 or not 0 < which[0] <= len(self.bytes):
+            raise IndexError(f"{[hex(a) for a in addresses[:4].tolist()]}: in no one argument")
+        index = int(which[0]) - 1
+        at = (addresses & np.uint64((1 << _BITS) - 1)).astype(np.int64)
+        check(at, width, len(self.bytes[index]), f"argument {index}")
+        return self.bytes[index], at
+
+
+def check(at: np.ndarray, width: int, size: int, name: str) -> None:
+    """Raises IndexError for accesses past the end or not aligned."""
+    if np.any(at + width > size) or np.any(at < 0):
+        raise IndexError(f"{name} has {size} bytes: {width} of them at {int(at.max())}")
+    if np.any(at % width):
+        raise IndexError(f"{name}: {width} bytes at {int(at[at % width != 0][0])}, not aligned")
+
+
+def load(data: np.ndarray, at: np.ndarray, width: int) -> np.ndarray:
+    """[places, width] bytes."""
+    return data[at[:, None] + np.arange(width)]
+
+
+def swizzled(addresses: np.ndarray, span: int) -> np.ndarray:
+    """Where bytes of shared memory lie under a swizzle of so many bytes; 16 is none."""
+    rows = span // 16 - 1
+    return addresses ^ (((addresses >> 7) & rows) << 4)
+
+
+class Box:
+    """Part of a tensor, and its place in shared memory."""
+
+    def __init__(self, tensor: TensorMap, coordinates: Sequence[int], shared: int) -> None:
+        if shared % 128:
+            raise ValueError(f"a box at {shared} in shared memory: it takes a multiple of 128")
+        starts = coordinates[::-1]
+        indices = np.indices(tensor.box, sparse=True)
+        inside, at = np.ones(tensor.box, bool), np.zeros(tensor.box, np.int64)
+        for index, start, size, stride in zip(
+            indices, starts, tensor.sizes, tensor.strides, strict=True
+        ):
+            inside &= (index + start >= 0) & (index + start < size)
+            at += (index + start) * stride
+        item = tensor.item_bytes
+        self.buffer, self.inside = tensor.buffer, inside.reshape(-1)
+        self.bytes = self.inside.size * item
+        self.outer = tensor.offset + at.reshape(-1)[:, None] * item + np.arange(item)
+        inner = swizzled(shared + np.arange(self.inside.size) * item, tensor.swizzle)
+        self.shared = inner[:, None] + np.arange(item)
+
+    def read(self, memory: Global) -> np.ndarray:
+        """[items, bytes]; zeros outside of the tensor."""
+        found = np.zeros(self.outer.shape, np.uint8)
+        found[self.inside] = memory.bytes[self.buffer][self.outer[self.inside]]
+        return found
+
+    def write(self, memory: Global, values: np.ndarray) -> None:
+        """What is inside of the tensor."""
+        memory.bytes[self.buffer][self.outer[self.inside]] = values[self.inside]

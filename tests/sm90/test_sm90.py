@@ -1,0 +1,165 @@
+"""The emulator of kernels' PTX finds what is wrong with one."""
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.grouped_gemm.kernel import Gemm
+from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
+
+pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]")
+
+import sm90
+from sm90 import host, machine, program
+from sm90.execute import Code
+from sm90.host import TensorMap
+from sm90.machine import Fault, Policy
+
+F32 = jnp.dtype(jnp.float32)
+GEMM = GemmTile(block_k=64, parts=2, consumers=1, stages=2)
+TILE = Tile(widths=(8, 24), cluster=1, group=1, gate_up=GEMM, down=GEMM, visit_dtype=F32)
+K, COLUMNS = 256, 256
+# slot, first row, end, first tile of the group, tiles of the group, tiles
+WORK = np.array([[1, 0, 24, 0, 1, 2], [0, 24, 27, 1, 1, 2]], np.int32)
+EVERY_TIME = pytest.mark.parametrize("when", ["early", "late", "any"])
+
+
+def spec(array):
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+class Kernel:
+    """A product of 27 rows by two experts, compiled once: 24 of one, three of the other."""
+
+    def __init__(self):
+        rng = np.random.default_rng(0)
+        self.rows = np.asarray(jnp.asarray(rng.normal(size=(48, K)), jnp.bfloat16))
+        self.weights = np.asarray(jnp.asarray(rng.normal(size=(2, K, COLUMNS)), jnp.bfloat16))
+        arrays = map(spec, (self.rows, self.weights, WORK))
+        gemm = Gemm(TILE, GEMM, None, num_blocks=2)
+        self.ptx, self.log = sm90.compiled(partial(gemm, out_dtype=F32), *arrays)
+
+    def run(self, policy, edit=lambda ptx: ptx, log=None):
+        """Its result, of rows that are an expert's, and what it should be."""
+        out = np.full((48, COLUMNS), np.nan, np.float32)
+        code = Code(program.parse(edit(self.ptx)), host.read(log or self.log))
+        machine.run(code, [WORK, self.rows, self.weights, out], policy)
+        rows, weights = self.rows.astype(np.float64), self.weights.astype(np.float64)
+        return out[:27], np.concatenate([rows[:24] @ weights[1], rows[24:27] @ weights[0]])
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    return Kernel()
+
+
+@EVERY_TIME
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_order_of_things_changes_nothing(kernel, when, seed):
+    got, want = kernel.run(Policy(when, seed))
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def without(pattern):
+    """An edit of PTX: drops what matches, of which there is some."""
+
+    def edit(ptx):
+        edited, count = re.subn(pattern, "", ptx)
+        assert count, pattern
+        return edited
+
+    return edit
+
+
+@EVERY_TIME
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (r"fence\.proxy\.async\S*;", "no fence between"),
+        (r"wgmma\.wait_group\S* \d;", "not waited for"),
+        (r"mbarrier\.arrive\.release[^;]*;", "nothing can go on"),
+        (r"mbarrier\.init[^;]*;", "no barrier at"),
+        (r"@%p\d+ (?=cp\.async\.bulk\.tensor)", "32 lanes of a warp start a copy"),
+    ],
+)
+def test_what_is_left_out_is_found(kernel, pattern, message, when):
+    with pytest.raises(Fault, match=message):
+        kernel.run(Policy(when), without(pattern))
+
+
+@pytest.mark.parametrize(
+    ("when", "pattern"),
+    [
+        ("late", r"mbarrier\.try_wait[^;]*;"),  # reads what has not come
+        ("late", r"cp\.async\.bulk\.wait_group\.read[^;]*;"),  # writes what is still to be read
+        ("late", r"bar\.sync %r\d+, 128;"),
+    ],
+)
+def test_a_wait_that_is_missed_is_seen_in_the_result(kernel, when, pattern):
+    """In one order of things at least, if nothing else tells."""
+    kept = r"@P1 bra\.uni DONE;\s*bra\.uni\s+LAB_WAIT;"  # of the loop that waits
+
+    def edit(ptx):
+        ptx = without(pattern)(ptx)
+        return without(kept)(ptx) if "try_wait" in pattern else ptx
+
+    def is_wrong(seed):
+        try:
+            got, want = kernel.run(Policy(when, seed), edit)
+        except Fault:
+            return True
+        return not np.allclose(got, want, atol=1e-4)
+
+    assert any(is_wrong(seed) for seed in range(5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"swizzle": 64}, "no wider than the swizzle"),
+        ({"box": (512, 64)}, "boxes up to 256"),
+        ({"box": (8, 60)}, "rows of a box in 16 bytes"),
+        ({"strides": (100, 1)}, "strides in 16 bytes"),
+        ({"strides": (128, 2)}, "side by side"),
+        ({"strides": (1 << 40, 1)}, "strides under"),
+    ],
+    ids=str,
+)
+def test_tensor_maps_are_those_that_a_driver_takes(changes, message):
+    good = TensorMap(0, 0, 2, sizes=(100, 128), strides=(128, 1), swizzle=128, box=(8, 64))
+    good.check()
+    with pytest.raises(ValueError, match=message):
+        good._replace(**changes).check()
+
+
+def copies(count):
+    """A kernel that stores 64 integers in one go, to where there is room for `count`."""
+
+    def body(given, out, smem, full):
+        plgpu.copy_gmem_to_smem(given, smem, full)
+        plgpu.barrier_wait(full)
+        plgpu.copy_smem_to_gmem(smem, out.at[pl.ds(given[0], 64)])  # which Mosaic cuts
+        plgpu.wait_smem_to_gmem(0)
+
+    call = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((count,), jnp.int32),
+        scratch_types=[plgpu.SMEM((64,), jnp.int32), plgpu.Barrier()],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    given, out = np.arange(64, dtype=np.int32), np.full(count, -1, np.int32)
+    ptx, log = sm90.compiled(call, spec(given))
+    machine.run(Code(program.parse(ptx), host.read(log)), [given, out], Policy())
+    return out
+
+
+def test_a_bulk_copy_takes_whole_sixteens_of_bytes():
+    assert copies(20).tolist() == list(range(20))
+    with pytest.raises(Fault, match="72 bytes: it takes whole sixteens"):
+        copies(18)
