@@ -24,13 +24,15 @@ _NEEDS_AOT = "compiling for an H200 needs the extra: jmoe[aot]"
 
 
 @contextmanager
-def emulated(**policy) -> Iterator[None]:
-    """Kernels run on the CPU inside it as what ptxas is given. Skips without `aot`."""
+def emulated(**policy) -> Iterator[list]:
+    """Kernels run on the CPU inside it as what ptxas is given; yields those that ran (`sm90.Ran`).
+    Skips without `aot`.
+    """
     pytest.importorskip("jax_plugins.xla_cuda13", reason=_NEEDS_AOT)
     import sm90
 
-    with sm90.emulated(**policy):
-        yield
+    with sm90.emulated(**policy) as ran:
+        yield ran
 
 
 @contextmanager

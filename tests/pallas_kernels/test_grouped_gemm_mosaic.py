@@ -208,3 +208,25 @@ def test_a_scan_over_layers_copies_no_weights(capfd, monkeypatch):
     memory = compiled.memory_analysis()
     assert memory.argument_size_in_bytes > 23 * 2**30
     assert memory.temp_size_in_bytes < 12 * 2**20  # an expert has 16.5 MiB
+
+
+def test_weights_of_an_expert_are_read_once():
+    """For each tile of its rows, which is one in decode; by a cluster for both of its blocks.
+    Rows that are an expert's, in eights, are all that is written.
+    """
+    d, f, item = 256, 128, 2
+    for tile, rows_of in ((DECODE, (8, 0, 24, 3)), (PREFILL, (96, 0, 25))):
+        rng = np.random.default_rng(2)
+        plan, *_ = plan_of(rows_of, rng)
+        arrays = inputs(rng, sum(rows_of), len(rows_of) + 1, d, f)
+        run = jax.jit(partial(mosaic.moe_mlp, tile=tile, num_blocks=4))
+        with interpreter.emulated() as ran:
+            jax.block_until_ready(run(*arrays, plan))
+        up, down = ran
+        num_tiles = sum(-(-rows // tile.block_t) for rows in rows_of)
+        assert [up.name, down.name] == ["grouped_gemm_gate_up", "grouped_gemm_down"]
+        assert up.read[2] == num_tiles * d * 2 * f * item
+        assert down.read[2] == num_tiles * f * d * item
+        stored = sum(-(-rows // 8) * 8 for rows in rows_of)
+        assert up.written[-1] == stored * f * item
+        assert down.written[-1] == stored * d * jnp.dtype(tile.visit_dtype).itemsize

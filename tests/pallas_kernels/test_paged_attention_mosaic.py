@@ -24,7 +24,7 @@ def shape(heads, kv_heads, head_dim):
     return Shape(f"{heads}:{kv_heads} of {head_dim}", 1, 1, 1, 1, heads, kv_heads, head_dim)
 
 
-def check(lengths, shape, page_size, *, num_blocks=3, unused=np.nan, **tile):
+def check(lengths, shape, page_size, *, num_blocks=3, unused=np.nan, run=mosaic.run, **tile):
     rng = np.random.default_rng(len(lengths))
     keys, values = paged.make(rng, lengths, shape, BF16)
     max_pages = 1 + -(-max(lengths) // page_size)
@@ -49,7 +49,7 @@ def check(lengths, shape, page_size, *, num_blocks=3, unused=np.nan, **tile):
         )
 
     args = q, k_pages, v_pages, jnp.int32(paged.LAYER), table, jnp.asarray(lengths, jnp.int32)
-    got = mosaic.run(attend, *args)
+    got = run(attend, *args)
     want = [paged.attend(*row, scale) for row in zip(q, keys, values, strict=True)]
     np.testing.assert_allclose(got.astype(jnp.float32), np.stack(want), rtol=0, atol=0.015)
 
@@ -151,6 +151,18 @@ def test_layer_is_traced():
         k, v = (np.concatenate([a[layer, 2, 0], a[layer, 1, 0]])[:20, None] for a in kv)
         want = paged.attend(q[0], k, v, 0.125)
         np.testing.assert_allclose(got[layer, 0].astype(jnp.float32), want, rtol=0, atol=0.015)
+
+
+def test_each_key_and_value_is_read_once():
+    """By tiles of 64; a sequence of none is no work, and pieces of two blocks no more of it."""
+    of, lengths = shape(6, 2, 128), (64, 0, 1, 130)
+    with mosaic.emulated() as ran:
+        check(lengths, of, 64, num_blocks=4, run=lambda fn, *args: jax.jit(fn)(*args))
+    attend, merge = ran
+    num_tiles = sum(-(-length // 64) for length in lengths) * of.kv_heads
+    tile_bytes = 64 * of.head_dim * 2
+    assert attend.read[4:6] == [num_tiles * tile_bytes] * 2
+    assert merge.written[-1] == len(lengths) * of.heads * of.head_dim * 2
 
 
 def abstract(of, batch, context, page_size, *, layers=48, num_pages=4000):

@@ -6,5 +6,6 @@ on a GPU is asynchronous here, as early or as late as it may be, and accesses th
 have ordered are found. See `machine` for what is modelled and what is not.
 """
 
+from sm90.hook import Ran as Ran
 from sm90.hook import compiled as compiled
 from sm90.hook import emulated as emulated

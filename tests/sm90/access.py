@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from sm90 import memory
 from sm90.alu import TYPES
 from sm90.host import Buffer
 from sm90.operands import Address, Lanes, Operands, Run, Symbol, listed, put, together
@@ -21,11 +20,22 @@ class _Access:
         self.kind = np.dtype(TYPES[op[-1]])
         self.width = self.count * self.kind.itemsize
 
-    def place(self, warp: Any, addresses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes, and where in them each lane's are."""
+    def load(self, warp: Any, addresses: np.ndarray) -> np.ndarray:
+        """[lanes, width] bytes."""
+        block = warp.block
         if self.space == "shared":
-            return warp.block.shared, warp.block.inside(addresses, self.width)
-        return warp.block.cluster.memory.place(addresses, self.width)
+            at = block.inside(addresses, self.width)
+            return block.shared[at[:, None] + np.arange(self.width)]
+        return block.cluster.memory.load(addresses, self.width)
+
+    def store(self, warp: Any, addresses: np.ndarray, values: np.ndarray) -> None:
+        block = warp.block
+        if self.space == "shared":
+            at = block.inside(addresses, self.width)[:, None] + np.arange(self.width)
+            block.shared[at] = values
+            block.writers[at] = warp.index + 1
+        else:
+            block.cluster.memory.store(addresses, values)
 
 
 def load(operands: Operands, instruction: Instruction) -> Run:
@@ -38,9 +48,8 @@ def load(operands: Operands, instruction: Instruction) -> Run:
     is_signed = access.kind.kind == "i"
 
     def run(warp: Any, lanes: Lanes) -> None:
-        data, at = access.place(warp, address(warp)[lanes])
         found = np.zeros((len(lanes), access.width), np.uint8)
-        found[lanes] = memory.load(data, at, access.width)
+        found[lanes] = access.load(warp, address(warp)[lanes])
         values = found.view(access.kind)
         for i, target in enumerate(targets):  # whose register may be wider
             bits = {"%rd": 8, "%rs": 2}.get(target.name[:3], 4)  # type: ignore[union-attr]
@@ -72,13 +81,9 @@ def store(operands: Operands, instruction: Instruction) -> Run:
     address = operands.address(instruction.operands[0])
 
     def run(warp: Any, lanes: Lanes) -> None:
-        data, at = access.place(warp, address(warp)[lanes])
         columns = [np.broadcast_to(value(warp), len(lanes))[lanes] for value in values]
         packed = np.ascontiguousarray(np.stack(columns, axis=1)).view(np.uint8)
-        places = at[:, None] + np.arange(access.width)
-        data[places] = packed
-        if access.space == "shared":
-            warp.block.writers[places] = warp.index + 1
+        access.store(warp, address(warp)[lanes], packed)
 
     return run
 

@@ -85,6 +85,7 @@ def _tensor_load(operands: Operands, instruction: Instruction) -> Run:
         if ranks is not None:
             bits = int(np.broadcast_to(ranks(warp), 32)[lane])
             blocks = [other for other in block.cluster.blocks if bits >> other.rank & 1]
+        block.cluster.memory.read[box.buffer] += box.size  # once, for however many blocks
         for other in blocks:
             block.cluster.launch(Task(lambda other=other: other.receive(box, at)))
 
@@ -116,13 +117,10 @@ def _bulk_store(operands: Operands, instruction: Instruction) -> Run:
         if length % 16:
             raise ValueError(f"a bulk copy of {length} bytes: it takes whole sixteens")
         shared = warp.block.inside(place(warp)[lane : lane + 1], 16) + np.arange(length)
-        data, at = warp.block.cluster.memory.place(into(warp)[lane : lane + 1], 16)
-        if at[0] + length > len(data):
-            raise IndexError(f"{length} bytes at {at[0]} of {len(data)}")
-
-        def write(values: np.ndarray) -> None:
-            data[at[0] : at[0] + length] = values
-
+        device, first = warp.block.cluster.memory, into(warp)[lane : lane + 1]
+        device.place(first, 16)
+        addresses = first + np.arange(0, length, 16, dtype=np.uint64)
+        write = lambda values: device.store(addresses, values.reshape(-1, 16))  # noqa: E731
         warp.start_store(lane, shared, write)
 
     return run

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -17,11 +18,19 @@ from sm90 import host, machine, program
 from sm90.execute import Code
 
 
+class Ran(NamedTuple):
+    """A kernel that was emulated: bytes of each argument, outputs last, that it moved."""
+
+    name: str
+    read: list[int]
+    written: list[int]
+
+
 @contextmanager
-def emulated(**policy) -> Iterator[list[str]]:
+def emulated(**policy) -> Iterator[list[Ran]]:
     """Within it, Mosaic kernels lowered for a CPU are emulated. `policy`: see `machine.Policy`.
 
-    Yields the names of the kernels that ran, as they run.
+    Yields a list of those that ran so far.
     """
     ran = []
 
@@ -32,8 +41,10 @@ def emulated(**policy) -> Iterator[list[str]]:
         aliases = dict(params["input_output_aliases"])
 
         def call(*arrays):
-            ran.append(kernel.name)
-            return emulate(kernel, arrays, ctx.avals_out, aliases, machine.Policy(**policy))
+            buffers = arguments(arrays, ctx.avals_out, aliases)
+            moved = machine.run(kernel, buffers, machine.Policy(**policy))
+            ran.append(Ran(kernel.name, moved.read, moved.written))
+            return tuple(buffers[len(arrays) :])
 
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_out]
         called = mlir.lower_fun(lambda *args: jax.pure_callback(call, shapes, *args))
@@ -54,13 +65,12 @@ def compiled(fn: Callable, *specs: jax.ShapeDtypeStruct) -> tuple[str, str]:
         return ptx.read_text(), ptx.with_suffix(".mlir-passes.log").read_text()
 
 
-def emulate(code: Code, arrays, avals_out, aliases: dict[int, int], policy: machine.Policy):
-    """Outputs of a kernel; what is not an input as well is poisoned first."""
+def arguments(arrays, avals_out, aliases: dict[int, int]) -> list[np.ndarray]:
+    """Inputs, then outputs: what is not an input as well is poisoned."""
     inputs = [np.array(array) for array in arrays]
     source = {output: inputs[given] for given, output in aliases.items()}
     outputs = []
     for i, aval in enumerate(avals_out):
         poison = np.full(aval.size * aval.dtype.itemsize, 0xFF, np.uint8)
         outputs.append(source.get(i, poison.view(aval.dtype).reshape(aval.shape)))
-    machine.run(code, [*inputs, *outputs], policy)
-    return tuple(outputs)
+    return [*inputs, *outputs]

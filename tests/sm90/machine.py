@@ -33,8 +33,8 @@ class Fault(Exception):
     """What a GPU would trap, hang at or get wrong."""
 
 
-def run(code: Any, buffers: list[np.ndarray], policy: Policy) -> None:
-    """Runs a kernel (`execute.Code`) on its arguments, in place. Raises Fault."""
+def run(code: Any, buffers: list[np.ndarray], policy: Policy) -> Global:
+    """Runs a kernel (`execute.Code`) on its arguments, in place; returns them. Raises Fault."""
     launch = code.launch
     if launch.shared_bytes > SHARED_LIMIT:
         raise Fault(
@@ -47,6 +47,7 @@ def run(code: Any, buffers: list[np.ndarray], policy: Policy) -> None:
     for number in random.permutation(int(np.prod(clusters))):
         at = np.unravel_index(number, clusters[::-1])[::-1]
         Cluster(code, memory, tuple(int(i) for i in at), policy, random).run()
+    return memory
 
 
 class MBarrier:

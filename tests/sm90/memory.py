@@ -10,24 +10,37 @@ _BITS = 40  # of an address inside an argument; those above say which
 
 
 class Global:
-    """The arguments of a kernel."""
+    """The arguments of a kernel, and the bytes of each that were read and written."""
 
     def __init__(self, buffers: Sequence[np.ndarray]) -> None:
+        self.read, self.written = [0] * len(buffers), [0] * len(buffers)
         self.bytes = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
         known: dict[int, int] = {}  # aliased arguments have one address
         self.addresses = [
             (known.setdefault(id(buffer), i) + 1) << _BITS for i, buffer in enumerate(buffers)
         ]
 
-    def place(self, addresses: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Bytes of the argument, and where in them each address is."""
+    def load(self, addresses: np.ndarray, width: int) -> np.ndarray:
+        """[addresses, width] bytes."""
+        index, at = self.place(addresses, width)
+        self.read[index] += at.size * width
+        return self.bytes[index][at[:, None] + np.arange(width)]
+
+    def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
+        """The other way."""
+        index, at = self.place(addresses, values.shape[1])
+        self.written[index] += values.size
+        self.bytes[index][at[:, None] + np.arange(values.shape[1])] = values
+
+    def place(self, addresses: np.ndarray, width: int) -> tuple[int, np.ndarray]:
+        """The argument, and where in its bytes each address is."""
         which = np.unique(addresses >> np.uint64(_BITS))
         if len(which) != 1 or not 0 < which[0] <= len(self.bytes):
             raise IndexError(f"{[hex(a) for a in addresses[:4].tolist()]}: in no one argument")
         index = int(which[0]) - 1
         at = (addresses & np.uint64((1 << _BITS) - 1)).astype(np.int64)
         check(at, width, len(self.bytes[index]), f"argument {index}")
-        return self.bytes[index], at
+        return index, at
 
 
 def check(at: np.ndarray, width: int, size: int, name: str) -> None:
@@ -36,11 +49,6 @@ def check(at: np.ndarray, width: int, size: int, name: str) -> None:
         raise IndexError(f"{name} has {size} bytes: {width} of them at {int(at.max())}")
     if np.any(at % width):
         raise IndexError(f"{name}: {width} bytes at {int(at[at % width != 0][0])}, not aligned")
-
-
-def load(data: np.ndarray, at: np.ndarray, width: int) -> np.ndarray:
-    """[places, width] bytes."""
-    return data[at[:, None] + np.arange(width)]
 
 
 def swizzled(addresses: np.ndarray, span: int) -> np.ndarray:
@@ -66,6 +74,7 @@ class Box:
         item = tensor.item_bytes
         self.buffer, self.inside = tensor.buffer, inside.reshape(-1)
         self.bytes = self.inside.size * item
+        self.size = int(self.inside.sum()) * item  # of it, inside of the tensor
         self.outer = tensor.offset + at.reshape(-1)[:, None] * item + np.arange(item)
         inner = swizzled(shared + np.arange(self.inside.size) * item, tensor.swizzle)
         self.shared = inner[:, None] + np.arange(item)
@@ -78,4 +87,5 @@ class Box:
 
     def write(self, memory: Global, values: np.ndarray) -> None:
         """What is inside of the tensor."""
+        memory.written[self.buffer] += self.size
         memory.bytes[self.buffer][self.outer[self.inside]] = values[self.inside]

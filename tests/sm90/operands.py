@@ -41,7 +41,7 @@ class Operands:
         if name in _SPECIAL:
             special = _SPECIAL[name]
             return lambda warp: np.asarray(special(warp, self.launch)).astype(kind)
-        return lambda warp: warp.values[name].view(kind)
+        return lambda warp: _low(warp.values[name], kind)
 
     def address(self, operand: Operand) -> Callable[[Any], np.ndarray]:
         """All lanes' addresses."""
@@ -114,6 +114,13 @@ def one_lane(lanes: Lanes) -> int:
     if len(found) != 1:
         raise ValueError(f"{len(found)} lanes of a warp start a copy")
     return int(found[0])
+
+
+def _low(values: np.ndarray, kind: np.dtype) -> np.ndarray:
+    """A register as `kind`; of one that is wider, the lower bits."""
+    if values.dtype.itemsize > kind.itemsize:
+        values = values.astype(f"u{kind.itemsize}")
+    return values.view(kind)
 
 
 def _constant(bits: int, kind: np.dtype) -> np.ndarray:
