@@ -84,7 +84,7 @@ def test_steps_of_several_blocks():
     """Blocks that wait for each other each hold a thread of XLA's pool, so it has to be a large
     one, and its size is read when the process starts.
     """
-    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[:3])
     env = {**os.environ, "NPROC": "16", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
     code = "import test_routing_mosaic as cases; cases.blocks_of_a_cluster(); print('passed')"
     done = subprocess.run(
