@@ -230,6 +230,8 @@ class Block:
 
     def read(self, at: np.ndarray) -> np.ndarray:
         """What TMA or a product sees."""
+        if self.is_over:
+            raise Fault("TMA reads from a block that is over")
         if np.any(self.writers[at]):
             raise Fault("TMA or a product reads what a store wrote, with no fence between")
         return self.shared[at]

@@ -93,6 +93,11 @@ def test_what_is_left_out_is_found(kernel, pattern, message, when):
         kernel.run(Policy(when), without(pattern))
 
 
+def test_a_block_has_to_wait_for_its_stores(kernel):
+    with pytest.raises(Fault, match="a block that is over"):
+        kernel.run(Policy("late"), without(r"cp\.async\.bulk\.wait_group\s+0;"))
+
+
 @pytest.mark.parametrize(
     ("when", "pattern"),
     [
