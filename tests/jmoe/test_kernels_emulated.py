@@ -65,7 +65,7 @@ def test_prefill_and_decode_write_what_they_write_on_the_references(fresh_progra
         prompts = [rng.integers(256, size=size).tolist() for size in (20, 33)]
 
         def write():
-            return jmoe.generate(model, prompts, 3, BROWNOUT, stop_token_ids=())
+            return jmoe.generate(model, prompts, 2, BROWNOUT, stop_token_ids=())
 
         with references_only():
             want = write()

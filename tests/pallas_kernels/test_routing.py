@@ -361,5 +361,5 @@ STATICS = (
 @pytest.mark.parametrize("strategy", routing.STRATEGIES.values(), ids=routing.STRATEGIES)
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_route_is_its_parts(name, strategy, static):
-    seeds = range(40) if name == "public" else range(strategy, 12, 4)
-    check_route(name, static, [draw(seed, static, strategy) for seed in seeds])
+    seeds = {"public": range(40), "mosaic": range(strategy, 8, 4), "sm90": [strategy + 8]}
+    check_route(name, static, [draw(seed, static, strategy) for seed in seeds[name]])
