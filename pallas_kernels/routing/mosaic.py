@@ -13,8 +13,9 @@ for the logits, a few thousand instructions of one warpgroup, and one trip out.
 - Lookups by expert id are sums over a row of which one term is not zero: there is no gather here.
 - Dispatch: a visit's rank among its expert's is a strictly lower triangle of ones times the rows'
   one-hot visits, by wgmma in bfloat16. It is exact: factors are 0 and 1, sums at most 64.
-- Vectors go through shared memory where they change from a row's layout to a column's. What would
-  pass the end of an array is cut off by TMA, which also fills up what is read with zeros.
+- Vectors go through shared memory where they change from a row's layout to a column's. Rows that
+  would pass the end of an array are cut off by TMA, which also fills up what is read with zeros.
+- A copy of bytes in a row takes whole sixteens: the last one to three experts are stored singly.
 - Blocks meet twice, to add up visits before the plan and rows after it. What they exchange goes
   through memory by TMA, past the L1 caches.
 - Sorted rows are first all written as gaps; then each visit writes its token, scalar by scalar,
