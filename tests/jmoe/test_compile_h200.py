@@ -7,9 +7,10 @@ slices a layer's experts out of the pool shows that both would tell.
 
 import math
 import re
+import tempfile
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import yaml
 from jax import lax
+from sm90 import ptxas
 
 from jmoe import load, model
 from jmoe.api import _forward
@@ -74,6 +76,15 @@ QWEN15, QWEN3, MIXTRAL = (
     Case("mixtral-8x7b", 2, (565, 538, 23)),
 )
 models = pytest.mark.parametrize("case", [QWEN15, QWEN3, MIXTRAL], ids=lambda case: case.name)
+
+
+@pytest.fixture(autouse=True)
+def _kernels_are_assembled_well(capfd, monkeypatch):
+    """Whatever kernel a test is the first to compile: registers suffice, and products overlap."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    yield
+    kernels = ptxas.parse("".join(capfd.readouterr()))
+    assert [kernel for kernel in kernels if kernel.spill_bytes or kernel.serialized] == []
 
 
 @pytest.fixture(scope="module")
@@ -156,9 +167,20 @@ def size(array):
     return BYTES.get(kind, 8) * math.prod(int(n) for n in dims.split(",") if n)
 
 
-def mosaic_kernels(exe):
-    """Launches of Mosaic kernels in the program; those of a scan's body are counted once."""
-    return exe.as_text().count('custom_call_target="mosaic_gpu')
+class Program(NamedTuple):
+    """A compiled step: its text, its memory, and the plan it is run by (None without a graph).
+
+    A line of the plan that stands out runs alone.
+    """
+
+    hlo: str
+    memory: Any
+    plan: list[str] | None
+
+    @property
+    def mosaic_kernels(self) -> int:
+        """Launches of Mosaic kernels; those of a scan's body are counted once."""
+        return self.hlo.count('custom_call_target="mosaic_gpu')
 
 
 def compile_step(mesh, case, step, *rows, eager=False, **options):
@@ -168,13 +190,13 @@ def compile_step(mesh, case, step, *rows, eager=False, **options):
         params = jax.eval_shape(lambda params: served(params, eager=eager)[0], params)
     step = partial(step, case.config, max_active=case.config.num_experts)
     held = params, pool, table, abstract_state(case)
-    return compile_for(mesh, step, *held, *rows, donate_argnums=3, options=own | options)
-
-
-def thunks(folder):
-    """Lines of the plan a program is run by, as XLA dumped it. One that stands out runs alone."""
-    (plan,) = folder.glob("*.thunk_sequence_after_thunk_passes.txt")
-    return plan.read_text().splitlines()
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}  # protos are less than text
+        exe = compile_for(mesh, step, *held, *rows, donate_argnums=3, options=own | dump | options)
+        plans = [
+            p.read_text() for p in Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt")
+        ]
+    return Program(exe.as_text(), exe.memory_analysis(), plans[0].splitlines() if plans else None)
 
 
 def compile_decode(mesh, case, **options):
@@ -182,55 +204,56 @@ def compile_decode(mesh, case, **options):
     return compile_step(mesh, case, decode_step, *rows, **options)
 
 
-def check_copies(exe):
-    memory = exe.memory_analysis()
+def check_copies(program):
+    memory = program.memory
     assert memory.temp_size_in_bytes < TEMPORARY
     # Pages come back in the memory they came in; logits are 37 MiB.
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < LARGE
-    assert large_results(exe.as_text(), LARGE) == []
-    assert ".remat" not in exe.as_text()  # nothing is computed twice to save memory
+    assert large_results(program.hlo, LARGE) == []
+    assert ".remat" not in program.hlo  # nothing is computed twice to save memory
     # The host would read the condition, and so wait for the device while it launches the step.
-    assert " conditional(" not in exe.as_text()
+    assert " conditional(" not in program.hlo
 
 
-def check_one_graph(plan):
+def check_one_graph(program):
     """The whole step is one CUDA graph: the host launches it once, whatever is in it."""
-    assert [line[:19] for line in plan if not line.startswith(" ")] == ["000: kCommandBuffer"]
+    alone = [line[:19] for line in program.plan if not line.startswith(" ")]
+    assert alone == ["000: kCommandBuffer"]
 
 
 @models
-def test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, case, tmp_path):
-    exe = compile_decode(mesh, case, xla_dump_to=str(tmp_path))
+def test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, case):
+    program = compile_decode(mesh, case)
     cfg = case.config
     experts = cfg.num_layers * case.num_slots * case.expert_bytes
-    assert exe.memory_analysis().argument_size_in_bytes > experts  # the whole model, cache and all
-    check_copies(exe)
-    check_one_graph(thunks(tmp_path))
+    assert program.memory.argument_size_in_bytes > experts  # the whole model, cache and all
+    check_copies(program)
+    check_one_graph(program)
     # KV write, attention and its merge, routing, two products.
-    assert mosaic_kernels(exe) == 6 * cfg.num_layers
-    assert " while(" not in exe.as_text()
-    assert sum(count_launches(exe).values()) == case.launches[0]
+    assert program.mosaic_kernels == 6 * cfg.num_layers
+    assert " while(" not in program.hlo
+    assert sum(count_launches(program.hlo).values()) == case.launches[0]
 
 
 @models
-def test_a_prefill_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, case, tmp_path):
+def test_a_prefill_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, case):
     rows = int32(512), int32(8, 9), int32(8, 3), int32(2)
-    exe = compile_step(mesh, case, prefill_step, *rows, xla_dump_to=str(tmp_path))
-    check_copies(exe)
-    check_one_graph(thunks(tmp_path))
+    program = compile_step(mesh, case, prefill_step, *rows)
+    check_copies(program)
+    check_one_graph(program)
     # KV write, attention, routing, two products.
-    assert mosaic_kernels(exe) == 5 * case.config.num_layers
-    assert sum(count_launches(exe).values()) == case.launches[1]
+    assert program.mosaic_kernels == 5 * case.config.num_layers
+    assert sum(count_launches(program.hlo).values()) == case.launches[1]
 
 
 @models
-def test_an_eager_step_scans_its_layers_and_copies_nothing(mesh, case, tmp_path):
-    exe = compile_decode(mesh, case, eager=True, xla_dump_to=str(tmp_path))
-    check_copies(exe)
-    assert not list(tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt"))  # no graph is made
-    assert mosaic_kernels(exe) == 6
-    assert sum(count_loop_launches(exe).values()) == case.launches[2]
-    loops = [line for line in exe.as_text().splitlines() if " while(" in line]
+def test_an_eager_step_scans_its_layers_and_copies_nothing(mesh, case):
+    program = compile_decode(mesh, case, eager=True)
+    check_copies(program)
+    assert program.plan is None
+    assert program.mosaic_kernels == 6
+    assert sum(count_loop_launches(program.hlo).values()) == case.launches[2]
+    loops = [line for line in program.hlo.splitlines() if " while(" in line]
     assert loops
     # A loop with a traced trip count makes the host wait for the device in every iteration.
     assert all("known_trip_count" in line for line in loops)
@@ -248,14 +271,14 @@ def test_drawing_tokens_waits_for_nothing(mesh, cut):
 
 def test_the_control_without_our_options_computes_things_twice(mesh):
     """This model takes more than 80 % of the memory, as weights and pages together are meant to."""
-    exe = compile_decode(mesh, MIXTRAL, xla_disable_hlo_passes="")
-    assert ".remat" in exe.as_text()
+    program = compile_decode(mesh, MIXTRAL, eager=True, xla_disable_hlo_passes="")
+    assert ".remat" in program.hlo
 
 
 def test_a_router_whose_columns_cublas_does_not_take_is_padded_once(mesh, monkeypatch):
     monkeypatch.setattr(model, "_with_wide_router", lambda segment: segment)
-    exe = compile_decode(mesh, QWEN15, eager=True)
-    assert sum(count_loop_launches(exe).values()) == QWEN15.launches[2] + 2
+    program = compile_decode(mesh, QWEN15, eager=True)
+    assert sum(count_loop_launches(program.hlo).values()) == QWEN15.launches[2] + 2
 
 
 def test_a_padded_router_changes_no_bit(request, monkeypatch):

@@ -3,17 +3,17 @@ once compiled, emulated instruction by instruction (`sm90`).
 """
 
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 from unittest import mock
 
 import jax
 import pytest
+import sm90
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from sm90 import ptxas
 
 from pallas_kernels.compile_for import compile_for, h200_mesh
 
@@ -29,8 +29,6 @@ def emulated(**policy) -> Iterator[list]:
     Skips without `aot`.
     """
     pytest.importorskip("jax_plugins.xla_cuda13", reason=_NEEDS_AOT)
-    import sm90
-
     with sm90.emulated(**policy) as ran:
         yield ran
 
@@ -78,35 +76,17 @@ def emulate(fn, *args):
         return jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*args))
 
 
-class Kernel(NamedTuple):
-    """What ptxas says of one compiled kernel."""
-
-    name: str
-    registers: int
-    spill_bytes: int
-
-
 def compile_kernels(
     capfd, monkeypatch, fn, *args, **options
-) -> tuple[jax.stages.Compiled, list[Kernel]]:
-    """Compiles for one H200; the executable, and every Mosaic kernel in it. Skips without `aot`."""
+) -> tuple[jax.stages.Compiled, list[ptxas.Kernel]]:
+    """Compiles for one H200; the executable, and every Mosaic kernel in it, none of whose products
+    wait for one another. Skips without `aot`.
+    """
     pytest.importorskip("jax_plugins.xla_cuda13", reason=_NEEDS_AOT)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     capfd.readouterr()
     compiled = compile_for(h200_mesh(), fn, *args, **options)
     out, err = capfd.readouterr()
-    return compiled, parse_ptxas(out + err)
-
-
-def parse_ptxas(text: str) -> list[Kernel]:
-    """Kernels in ptxas's report, in order."""
-    found = re.findall(
-        r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
-        r".*?Used (\d+) registers",
-        text,
-        re.DOTALL,
-    )
-    return [
-        Kernel(name, int(registers), int(stores) + int(loads))
-        for name, stores, loads, registers in found
-    ]
+    kernels = ptxas.parse(out + err)
+    assert not any(kernel.serialized for kernel in kernels)
+    return compiled, kernels

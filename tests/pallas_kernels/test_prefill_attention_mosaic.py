@@ -169,7 +169,7 @@ def test_a_layer_is_one_launch_where_the_step_was_planned_before(planned):
 
     compiled = compile_for(h200_mesh(), layers, q, k_pages, v_pages, *rest)
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * q.size * 2 + 2**20
-    launches = count_loop_launches(compiled)
+    launches = count_loop_launches(compiled.as_text())
     others = sum(launches.values()) - launches["custom-call"]
     assert launches["custom-call"] == 1
     # The layer's number is counted and, as an array, sliced; rows that are the carry are copied.

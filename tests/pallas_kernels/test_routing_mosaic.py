@@ -176,7 +176,8 @@ def test_launches(mesh):
         return work.row_token, work.expert_rows, work.expert_start, combined, degraded
 
     def count(fn):
-        return sum(count_launches(compile_for(mesh, fn, *arguments(shape, num_rows))).values())
+        exe = compile_for(mesh, fn, *arguments(shape, num_rows))
+        return sum(count_launches(exe.as_text()).values())
 
     assert count(needed) <= 3
     assert count(route(shape)) <= 6

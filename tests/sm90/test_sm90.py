@@ -16,7 +16,7 @@ from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]")
 
 import sm90
-from sm90 import host, machine, program
+from sm90 import host, machine, program, ptxas
 from sm90.execute import Code
 from sm90.host import TensorMap
 from sm90.machine import Fault, Policy
@@ -168,3 +168,30 @@ def test_a_bulk_copy_takes_whole_sixteens_of_bytes():
     assert copies(20).tolist() == list(range(20))
     with pytest.raises(Fault, match="72 bytes: it takes whole sixteens"):
         copies(18)
+
+
+# A report of CUDA 13.0, of a kernel some of whose waits were taken out, and of another one.
+REPORT = """\
+ptxas info    : (C7517) warpgroup.wait is injected in around line 484 by compiler to allow use of \
+registers defined by GMMA in function 'one_mosaic_gpu_kernel'
+ptxas info    : (C7511) Potential Performance Loss: wgmma.mma_async instructions are serialized \
+due to insufficient register resources for the wgmma pipeline in the function \
+'one_mosaic_gpu_kernel'
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'one_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for one_mosaic_gpu_kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'other_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for other_mosaic_gpu_kernel
+    24 bytes stack frame, 16 bytes spill stores, 20 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers
+"""
+
+
+def test_a_report_of_ptxas_is_read():
+    assert ptxas.parse(REPORT) == [
+        ptxas.Kernel("one_mosaic_gpu_kernel", 168, 0, serialized=True),
+        ptxas.Kernel("other_mosaic_gpu_kernel", 255, 36, serialized=False),
+    ]

@@ -19,22 +19,22 @@ def dense(h, weights, ids, gate_up, down):
     return jnp.einsum("mt,mtd->td", weight, out)
 
 
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
 def make(rows, seed):
-    keys = jax.random.split(jax.random.key(seed), 5)
-    ids = jnp.stack([jax.random.permutation(k, M)[:K] for k in jax.random.split(keys[0], rows)])
-    return (
-        jax.random.normal(keys[1], (rows, D)),
-        jax.random.uniform(keys[2], (rows, K)),
-        ids,
-        jax.random.normal(keys[3], (M, D, 2 * F)),
-        jax.random.normal(keys[4], (M, F, D)),
-    )
+    rng = np.random.default_rng(seed)
+    weights = jnp.asarray(rng.random((rows, K)), jnp.float32)
+    ids = jnp.asarray(np.argsort(rng.random((rows, M)), axis=1)[:, :K], jnp.int32)
+    experts = normal([seed, 1], M, D, 2 * F), normal([seed, 2], M, F, D)
+    return normal([seed, 0], rows, D), weights, ids, *experts
 
 
 @pytest.mark.parametrize("rows", [1, 33])
 def test_equals_dense_with_gradients(rows):
     h, weights, ids, gate_up, down = make(rows, seed=rows)
-    probe = jax.random.normal(jax.random.key(99), (rows, D))
+    probe = normal(99, rows, D)
 
     def run(layer):
         def scalar(h, weights, gate_up, down):
@@ -72,8 +72,7 @@ def test_dropped_visits_add_nothing_and_take_no_gradient():
 @pytest.mark.parametrize("shape", [(4, 3, 5), (2, 4, 3, 5)])
 def test_matmul_has_the_gradients_of_matmul(shape):
     *lead, m, k, n = shape
-    x = jax.random.normal(jax.random.key(0), (*lead, m, k))
-    w = jax.random.normal(jax.random.key(1), (*lead, k, n))
+    x, w = normal(0, *lead, m, k), normal(1, *lead, k, n)
 
     def grads(product):
         loss = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(product(x, w))), argnums=(0, 1)))
@@ -85,7 +84,7 @@ def test_matmul_has_the_gradients_of_matmul(shape):
 
 
 def test_gated_has_the_gradient_of_its_formula():
-    x = jax.random.normal(jax.random.key(0), (6, 2 * F))
+    x = normal(0, 6, 2 * F)
 
     def formula(x):
         return jax.nn.silu(x[:, :F]) * x[:, F:]

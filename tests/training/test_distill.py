@@ -45,11 +45,15 @@ QUICK = DistillConfig(
 )
 
 
+def normal(seed, *shape):
+    """Drawn by NumPy, which compiles nothing for a new shape."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
 def random_experts(count, d, f, seed):
-    a, b = jax.random.split(jax.random.key(seed))
     return {
-        "gate_up": jax.random.normal(a, (count, d, 2 * f)) * d**-0.5,
-        "down": jax.random.normal(b, (count, f, d)) * f**-0.5,
+        "gate_up": normal([seed, 0], count, d, 2 * f) * d**-0.5,
+        "down": normal([seed, 1], count, f, d) * f**-0.5,
     }
 
 
@@ -181,7 +185,7 @@ def test_brownout_errors_are_sums_over_degraded_visits(objective):
 
 def test_equation_4_is_the_printed_one_up_to_a_constant():
     members, groups = random_experts(7, 8, 4, 0), np.arange(7) // 3
-    h = jax.random.normal(jax.random.key(2), (50, 8))
+    h = normal(2, 50, 8)
     one, other = random_experts(3, 8, 4, 1), random_experts(3, 8, 4, 2)
 
     def printed(united):
@@ -211,7 +215,7 @@ def test_an_aligned_mean_of_shuffled_copies_is_the_expert_itself():
         "down": np.stack([one["down"][o] for o in orders]),
     }
     visits, groups = np.array([1, 5, 2]), np.zeros(3, np.int32)
-    h = jax.random.normal(jax.random.key(1), (20, 8))
+    h = normal(1, 20, 8)
     want = outputs_on_all({k: jnp.asarray(v)[None] for k, v in one.items()}, h)
     got = {
         kind: outputs_on_all(make_start(kind, members, groups, visits), h)
@@ -259,14 +263,14 @@ def test_reaches_the_minimiser_where_it_is_known():
     members = {key: jnp.repeat(leaf, 4, axis=0) for key, leaf in one.items()}
     rows, groups = random_rows(members, 4096, 2), np.zeros(4, np.int32)
     start = {"gate_up": np.asarray(one["gate_up"]), "down": np.zeros((1, 6, 8), np.float32)}
-    config = dataclasses.replace(QUICK, steps=1000, eval_every=100, learning_rate=2e-2, patience=2)
+    config = dataclasses.replace(QUICK, steps=1000, eval_every=100, learning_rate=1e-2, patience=3)
     fit = fit_layer(start, members, groups, rows, jax.random.key(0), config)
     np.testing.assert_allclose(fit.error_before, 1.0, rtol=1e-5)
     assert fit.error_after < 1e-3
     perfect = {key: np.asarray(leaf) for key, leaf in one.items()}
     again = fit_layer(perfect, members, groups, rows, jax.random.key(0), config)
     assert again.error_after == again.error_before < 1e-9
-    assert again.steps == 200
+    assert again.steps == 300
 
 
 def test_nan_is_an_error_that_says_where():
@@ -279,40 +283,6 @@ def test_nan_is_an_error_that_says_where():
 
 
 TWO_DEVICES = """
-import jax, numpy as np, jax.numpy as jnp
-from test_distill import QUICK, random_experts, random_rows
-from training.distill.fit import fit_layer
-from training.distill.start import make_start
-import dataclasses
-assert jax.device_count() == {count}
-members, groups = random_experts(6, 16, 8, 0), (np.arange(6) // 3).astype(np.int32)
-rows = random_rows(members, 512, 2)
-start = make_start("mean", jax.tree.map(np.asarray, members), groups, np.ones(6))
-config = dataclasses.replace(
-    QUICK, objective="equation4", steps=5, eval_every=5, patience=0, held_out=0.25
-)
-fit = fit_layer(start, members, groups, rows, jax.random.key(0), config)
-print(repr(fit.error_before), repr(fit.error_after), float(np.abs(fit.params["down"]).sum()))
-"""
-
-
-def test_two_devices_train_as_one_does():
-    """Equation 4 draws nothing by device, so that the same rows must give the same gradients."""
-    found = []
-    for count in (1, 2):
-        flags = f"--xla_force_host_platform_device_count={count}"
-        env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-        env["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-        code = TWO_DEVICES.format(count=count)
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        found.append([float(part) for part in done.stdout.split()])
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-4)
-
-
-TWO_DEVICES_END_TO_END = """
 import sys, jax, numpy as np
 from pathlib import Path
 from types import SimpleNamespace
@@ -337,7 +307,7 @@ def test_the_end_to_end_stage_is_the_same_on_two_devices(tiny_dir, tmp_path):
         flags = f"--xla_force_host_platform_device_count={count}"
         env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
         env["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])
-        code, out = TWO_DEVICES_END_TO_END.format(count=count), tmp_path / str(count)
+        code, out = TWO_DEVICES.format(count=count), tmp_path / str(count)
         done = subprocess.run(
             [sys.executable, "-c", code, str(tiny_dir.path), str(out)],
             env=env,
