@@ -127,19 +127,28 @@ def test_bad_input_names_the_value(prompts, kwargs, words, united_models):
         jmoe.generate(united_models(CASE), prompts, **{"max_new_tokens": 2, **kwargs})
 
 
-@pytest.mark.parametrize("case", ["qwen2_moe", "qwen3_moe_mixed_yarn"])
-def test_layers_in_arrays_of_their_own_are_the_same_model(case, request):
-    """What the server runs on a GPU; the mixed one has runs of dense and of MoE layers."""
+TOKENS = [[5, 60, 17, 33, 8], [41, 12, 3, 9, 40]]  # the smallest vocabulary has 61
+
+
+def stacked_and_not(request, case):
+    """A golden model, and as the server runs it on a GPU."""
     stacked = jmoe.load(request.config.rootpath / "tests" / "golden" / case, dtype="float32")
     layers = dataclasses.replace(stacked, params=unstack(stacked.params))
     assert all(isinstance(segment, tuple) for segment in layers.params["segments"])
-    tokens = [[5, 60, 17, 33, 8], [41, 12, 3, 9, 40]]  # the smallest vocabulary has 61
-    brownout = Brownout("full", 50)
-    logits = [jmoe.forward(model, tokens, brownout) for model in (stacked, layers)]
+    return stacked, layers
+
+
+@pytest.mark.parametrize("case", ["qwen2_moe", "qwen3_moe_mixed_yarn"])
+def test_layers_in_arrays_of_their_own_are_the_same_model(case, request):
+    """The mixed one has runs of dense and of MoE layers."""
+    models = stacked_and_not(request, case)
+    logits = [jmoe.forward(model, TOKENS, Brownout("full", 50)) for model in models]
     np.testing.assert_allclose(*logits, atol=1e-5)
-    if case == "qwen2_moe":
-        return  # the other one writes, too
-    outs = [run(model, tokens, brownout) for model in (stacked, layers)]
+
+
+def test_layers_in_arrays_of_their_own_write_the_same(request):
+    models = stacked_and_not(request, "qwen3_moe_mixed_yarn")
+    outs = [run(model, TOKENS, Brownout("full", 50)) for model in models]
     assert outs[0].tokens == outs[1].tokens
     assert outs[0].degraded_visits == outs[1].degraded_visits
     assert max(outs[0].degraded_visits) > 0
