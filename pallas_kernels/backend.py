@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
+SHARED_BYTES = 226 * 1024
+"""Shared memory a block may have on a Hopper GPU, a kilobyte of it left for barriers."""
+
 _named: ContextVar[str | None] = ContextVar("backend that is traced for", default=None)
 _references_only: ContextVar[bool] = ContextVar("ops run their XLA references", default=False)
 

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
+from pallas_kernels.backend import SHARED_BYTES
+
 BLOCK_M = 8
 """Rows a block of the XLA reference. Measured on a CPU with benchmarks/expert_op.py: an expert's
 blocks share one read of its weights, so taller blocks mostly add padding. The Mosaic kernels need
@@ -12,7 +14,6 @@ segments that start at multiples of 8."""
 LANES = 64
 """Weight columns a consumer warpgroup multiplies at once: wgmma's M."""
 
-_SMEM = 227 * 1024 - 1024  # bytes a block may have, less the barriers
 _MAX_STAGES = 12
 
 
@@ -53,7 +54,7 @@ def _fill(width: int, gemm: GemmTile, out_bytes: int, weight_bytes: int = 2) -> 
     """`gemm` with as many stages as shared memory holds beside the staged results."""
     columns = gemm.parts * gemm.columns
     stage_bytes = gemm.block_k * (2 * width + weight_bytes * columns)
-    stages = (_SMEM - gemm.consumers * width * LANES * out_bytes) // stage_bytes
+    stages = (SHARED_BYTES - gemm.consumers * width * LANES * out_bytes) // stage_bytes
     return replace(gemm, stages=min(_MAX_STAGES, stages))
 
 

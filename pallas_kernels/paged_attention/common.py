@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
+from pallas_kernels.backend import SHARED_BYTES
 from pallas_kernels.paged_attention import schedule
 from pallas_kernels.paged_attention.schedule import Share
 from pallas_kernels.paged_attention.tiles import Tile, choose
@@ -62,6 +63,15 @@ class Sizes(NamedTuple):
         """Who has which tiles. `before`: tiles of one kv head in the rows before a row."""
         total = before(self.batch) * self.kv_heads
         return schedule.share(total, self.num_blocks, self.tile.min_tiles)
+
+    @property
+    def stages(self) -> int:
+        """The tile's, or as many as shared memory holds beside the queries of a wide group and the
+        running sum over a large batch. It takes two to load while computing: fewer is unsupported.
+        """
+        queries = self.columns * (6 * self.head_dim + 2 * self.tile.tokens + 128)
+        left = SHARED_BYTES - queries - 4 * (self.zeros + self.scan)
+        return min(self.tile.stages, left // (4 * self.tile.tokens * self.head_dim))
 
     @property
     def line(self) -> int:

@@ -47,12 +47,14 @@ from pallas_kernels.paged_attention.tiles import Tile, choose
 
 
 def supports(q: Any, k_pages: Any, v_pages: Any) -> bool:
-    """Whether the kernels take these: bfloat16, heads of 64, 128 or 256, pages of 16 or more."""
+    """Whether the kernels take these: bfloat16, heads of 64, 128 or 256, pages of 16 or more, and
+    no more query heads a kv head, nor rows, than shared memory has room for."""
     batch, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
     bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
-    tiled = choose(head_dim, page_size) is not None
-    return bf16 and tiled and batch > 0 and heads <= 64 * kv_heads and page_size >= 16
+    if not bf16 or batch == 0 or page_size < 16 or choose(head_dim, page_size) is None:
+        return False
+    return heads <= 64 * kv_heads and sizes_of(q, k_pages, None, None).stages >= 2
 
 
 def paged_attention(
@@ -130,7 +132,7 @@ def attend(sizes: Sizes, scale: float):
 
     smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)  # tiled and swizzled for wgmma
     copies = tile.tokens // min(tile.tokens, sizes.page_size)
-    full = plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages)
+    full = plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.stages)
     return plgpu.kernel(
         attend_pieces,
         out_type=[
@@ -142,8 +144,8 @@ def attend(sizes: Sizes, scale: float):
         grid_names=("block",),
         scratch_types=[
             smem((columns, head_dim)),
-            smem((tile.stages, tile.tokens, head_dim)),
-            smem((tile.stages, tile.tokens, head_dim)),
+            smem((sizes.stages, tile.tokens, head_dim)),
+            smem((sizes.stages, tile.tokens, head_dim)),
             smem((columns, tile.tokens)),
             plgpu.SMEM((columns, head_dim), jnp.float32),
             plgpu.SMEM((sizes.zeros + sizes.scan,), jnp.int32),
@@ -199,7 +201,7 @@ def _attend_run(sizes: Sizes, refs: _Refs, scale: float, run: Run, block):
     def _():
         _copy_queries(sizes, refs, run, first)
 
-    for stage in range(sizes.tile.stages):
+    for stage in range(sizes.stages):
         parts = _locate(sizes, refs, run, ahead)
 
         @pl.when(ahead.tile < run.stop)
@@ -235,7 +237,7 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
 
     def one_tile(i, state):
         ahead, top, norm, acc = state
-        stage = lax.rem(at.tile - run.start + i, tile.stages)
+        stage = lax.rem(at.tile - run.start + i, sizes.stages)
         k_smem, k_full = refs.k_smem.at[stage], refs.k_full.at[stage]
         v_smem, v_full = refs.v_smem.at[stage], refs.v_full.at[stage]
         valid = length - (offset + i) * tile.tokens

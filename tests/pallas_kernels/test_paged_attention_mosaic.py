@@ -226,6 +226,11 @@ def test_the_blocks_of_a_multiprocessor_fit_its_shared_memory(tmp_path, monkeypa
     assert tile.blocks_per_sm * (max(map(int, sizes)) + 1024) <= 228 * 1024
 
 
+def test_a_wide_group_takes_room_from_keys_and_values():
+    """As the public op cuts it: three stages would not fit beside 24 queries of 256 elements."""
+    check([300, 1, 65], shape(24, 1, 256), 64, num_blocks=2, run=mosaic.emulate)
+
+
 def test_what_the_kernels_cannot_take_runs_the_reference():
     q, kv, *_ = abstract(QWEN3_30B_A3B, 2, 1024, 64)
     assert kernel.supports(q, kv, kv)
@@ -233,6 +238,8 @@ def test_what_the_kernels_cannot_take_runs_the_reference():
     q, kv, *_ = abstract(shape(4, 2, 96), 2, 1024, 64)
     assert not kernel.supports(q, kv, kv)
     q, kv, *_ = abstract(QWEN3_30B_A3B, 2, 960, 48)
+    assert not kernel.supports(q, kv, kv)
+    q, kv, *_ = abstract(shape(64, 1, 256), 2, 1024, 64)  # queries leave no room for two stages
     assert not kernel.supports(q, kv, kv)
     pytest.importorskip("jax_plugins.xla_cuda13")
     compiled = compile_for(h200_mesh(), over_layers, *abstract(shape(4, 2, 96), 2, 64, 16))
