@@ -70,6 +70,8 @@ class Model:
 
     def prepare(self, brownout: Brownout | None) -> Control:
         """Loads what a setting needs and returns it as a program takes it. Raises ValueError."""
+        if not isinstance(brownout, Brownout | None):
+            raise ValueError(f"brownout is {brownout!r}; give None or jmoe.Brownout(strategy, ...)")
         if brownout is not None and brownout.strategy == "partial":
             if brownout.way is not None:
                 self.use_way(brownout.way)
@@ -171,8 +173,8 @@ def forward(
         brownout: what may be degraded; None is nothing.
         exempt: bool [batch]; sequences that refuse brownout.
 
-    Returns float32 [batch, length, vocab]. Raises ValueError for tokens that are no such array or
-    outside the vocabulary.
+    Returns float32 [batch, length, vocab]. Raises ValueError for tokens that are no such array,
+    outside the vocabulary, or more than the model has positions.
     """
     return forward_with_stats(model, tokens, brownout, exempt=exempt)[0]
 
@@ -185,12 +187,19 @@ def forward_with_stats(
     exempt: ArrayLike | Sequence[bool] | None = None,
 ) -> tuple[Float[Array, "batch length vocab"], LayerStats]:
     """`forward`, and the counts of every MoE layer (leading axis: MoE layers)."""
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # NumPy's word for it is inhomogeneous
+        raise ValueError("tokens must be [batch, length]; these rows differ in length") from None
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer) or array.size == 0:
         raise ValueError(
             f"tokens must be integers [batch, length]; got {array.dtype} {array.shape}"
         )
     check_tokens(array, model.config.vocab_size)
+    if array.shape[1] > model.config.max_position:
+        raise ValueError(
+            f"rows have {array.shape[1]} positions; {model.name} has {model.config.max_position}"
+        )
     refuses = np.zeros(array.shape[0], bool) if exempt is None else np.asarray(exempt, bool)
     if refuses.shape != array.shape[:1]:
         raise ValueError(f"exempt must be bool [{array.shape[0]}]; got {refuses.shape}")

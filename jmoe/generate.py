@@ -57,6 +57,11 @@ def generate(
 
     Raises ValueError for an empty prompt, one outside the vocabulary or too long, or bad limits.
     """
+    if isinstance(prompts, str):
+        raise ValueError(f"prompts is the text {prompts!r:.40}; give a list: [{prompts!r:.40}]")
+    _check_sampling(temperature, top_k, top_p)
+    if page_size < 1:
+        raise ValueError(f"page_size is {page_size}; it must be at least 1")
     token_lists = [as_tokens(model, prompt) for prompt in prompts]
     cfg = model.config
     if not token_lists:
@@ -104,6 +109,16 @@ def as_tokens(model: Model, prompt: Prompt) -> list[int]:
         raise ValueError("a prompt is empty; give at least one token")
     check_tokens(tokens, model.config.vocab_size)
     return tokens
+
+
+def _check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Raises ValueError for a value that no token can be drawn with."""
+    if not 0 <= temperature <= 100:  # nor NaN
+        raise ValueError(f"temperature is {temperature!r}; it must be between 0 and 100")
+    if not 0 <= top_k < 2**31:
+        raise ValueError(f"top_k is {top_k!r}; it must be 0 (off) or more, below 2**31")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p is {top_p!r}; it must be above 0 and at most 1")
 
 
 class _Run:

@@ -39,8 +39,12 @@ class Tokenizer:
         return cls(backend, loaded)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer itself adds."""
-        return self.backend.encode(text).ids
+        """Token ids, with the special tokens that the tokenizer itself adds.
+
+        Other threads run meanwhile: the library holds the interpreter's lock in `encode`, and gives
+        it back for batches.
+        """
+        return self.backend.encode_batch_fast([text])[0].ids
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens."""

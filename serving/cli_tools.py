@@ -46,8 +46,13 @@ def serve(
 
     result = run_bench(BenchConfig(**flags))
     for name, value in result.items():
+        if name == "failures":
+            value = ", ".join(f"{count} {code}" for code, count in value.items()) or "none"
         if not isinstance(value, list | dict):
             print(f"{name}: {value}")
+    if not result["completed"]:
+        print("jmoe: no request was answered", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 def demo(

@@ -38,8 +38,8 @@ class EngineConfig:
     model: str = "bundled"
     dtype: str = "bfloat16"
     max_num_seqs: int = 64  # sequences decoded together
-    max_model_len: int = 2048  # positions a sequence: prompt and output
-    max_queue_len: int = 512  # waiting requests; more are refused
+    max_model_len: int = 2048  # positions a sequence, prompt and output; at most the model's own
+    max_queue_len: int = 512  # requests that wait with every slot taken; more are refused
     page_size: int = 64
     num_pages: int = 0  # 0: enough for max_num_seqs sequences of max_model_len
     max_prefill_tokens: int = 512  # prompt tokens a step: chunk size and largest token bucket

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jmoe.api import Model, check_tokens, load
+from jmoe.steps import KV_LEN
 from serving.config import EngineConfig, ServerConfig
 from serving.errors import (
     Aborted,
@@ -42,7 +43,7 @@ from serving.request import (
     Request,
     SamplingParams,
 )
-from serving.runner import DeviceRunner, Runner, StepResult
+from serving.runner import DeviceRunner, Runner, StepResult, within_positions
 from serving.scheduler import Scheduler, StepPlan
 from serving.sequence import SequenceState
 from serving.settings import check
@@ -50,6 +51,8 @@ from serving.slo import SloAnalyser
 
 log = logging.getLogger(__name__)
 
+LONG_TEXT = 16_384
+"""Characters above which a prompt is tokenized in a thread: 5 ms or so, a step of a small model."""
 RETRY_AFTER_S = 0.5
 """What an overloaded engine tells a caller before it knows its own speed."""
 
@@ -92,8 +95,8 @@ class Engine:
         self.status = "starting"
         self.observer = observer or Observer()
         ways = allowed_ways(config.brownout, model)
-        self.loader = ExpertsLoader(runner, model, ways)
         self.slo = SloAnalyser(config.brownout, config.salc, way=ways[0] if ways else 0)
+        self.loader = ExpertsLoader(runner, model, ways, self.slo)
         self.scheduler = Scheduler(runner.limits, POLICIES[config.policy]())
         self.counters = Counters()
         self.pace = Pace()
@@ -104,6 +107,7 @@ class Engine:
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="jmoe-read")
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="jmoe-tokenize")
         self._started_at = time.monotonic()
         self._loop_task: asyncio.Task[None] | None = None
 
@@ -120,6 +124,8 @@ class Engine:
     ) -> "Engine":
         """Loads a model unless one is given, compiles and warms every program, starts the tick.
 
+        `config.max_model_len` is cut to the positions that the model was made for.
+
         Raises SettingsError for a configuration that cannot be used, and what `jmoe.load` raises.
         """
         check(ServerConfig(engine=config))
@@ -127,16 +133,17 @@ class Engine:
             have = ", ".join(POLICIES)
             raise ValueError(f"policy is {config.policy!r}; it must be one of {have}")
 
-        def prepare() -> tuple[Model, DeviceRunner]:
+        def prepare() -> tuple[EngineConfig, Model, DeviceRunner]:
             limit_cpu_threads(config.cpu_threads)
             loaded = model or _load(config, progress)
-            runner = DeviceRunner(loaded, config)
+            fitting = within_positions(config, loaded)
+            runner = DeviceRunner(loaded, fitting)
             ways = allowed_ways(config.brownout, loaded)
             runner.start(ways[0] if ways else 0, ways, progress)
-            return loaded, runner
+            return fitting, loaded, runner
 
-        loaded, runner = await asyncio.to_thread(prepare)
-        engine = cls(config, runner, loaded, observer)
+        fitting, loaded, runner = await asyncio.to_thread(prepare)
+        engine = cls(fitting, runner, loaded, observer)
         engine.run()
         return engine
 
@@ -167,6 +174,7 @@ class Engine:
                 await self._loop_task
             self._loop_task = None
             self._reader.shutdown(wait=True)
+            self._tokenizing.shutdown(wait=False, cancel_futures=True)
             self.runner.close()
 
     # ---- callers ----------------------------------------------------------------------------
@@ -175,7 +183,8 @@ class Engine:
         """Raises Unavailable or Overloaded; cheap, and before anything is tokenized."""
         if self.status != "ready":
             raise Unavailable(f"the engine is {self.status}; try another replica or come back")
-        if len(self.scheduler.waiting) >= self.config.max_queue_len:
+        waiting = len(self.scheduler.waiting) - self.scheduler.num_free_slots
+        if waiting >= self.config.max_queue_len:
             self.counters.rejected += 1
             raise Overloaded(
                 f"{len(self.scheduler.waiting)} requests wait already; try again later",
@@ -199,6 +208,7 @@ class Engine:
         Raises InvalidRequest, Overloaded, Unavailable, DeadlineExceeded, or Aborted.
         """
         self.check_admission()
+        arrived_at = time.monotonic()
         request = Request(
             request_id or uuid.uuid4().hex,
             prompt,
@@ -207,7 +217,7 @@ class Engine:
             priority,
             timeout_s,
         )
-        sequence = self._admit(request)
+        sequence = self._admit(request, await self._tokens(prompt), arrived_at)
         try:
             while True:
                 output = await sequence.outputs.get()
@@ -219,15 +229,19 @@ class Engine:
         finally:
             self._abandon(sequence)
 
-    def _admit(self, request: Request) -> SequenceState:
-        arrived_at = time.monotonic()
-        prompt, sampling, config = self._tokens(request.prompt), request.sampling, self.config
+    def _admit(self, request: Request, prompt: list[int], arrived_at: float) -> SequenceState:
+        sampling, config = request.sampling, self.config
         total = len(prompt) + sampling.max_new_tokens
         if total > config.max_model_len:
             raise InvalidRequest(
                 f"prompt ({len(prompt)} tokens) and max_new_tokens ({sampling.max_new_tokens}) "
                 f"make {total} positions; this server has {config.max_model_len}"
             )
+        if self.model is not None:
+            try:
+                check_tokens(prompt, self.model.config.vocab_size)
+            except ValueError as error:
+                raise InvalidRequest(str(error)) from None
         limits = self.runner.limits
         if limits.pages_for(total) > limits.num_pages:
             raise InvalidRequest(
@@ -255,21 +269,21 @@ class Engine:
         self._work.set()
         return sequence
 
-    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+    async def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         tokenizer = None if self.model is None else self.model.tokenizer
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise InvalidRequest("this model has no tokenizer; send token ids")
-            tokens = tokenizer.encode(prompt)
+            if len(prompt) > LONG_TEXT:  # others' steps go on meanwhile; one such text at a time
+                loop = asyncio.get_running_loop()
+                tokens = await loop.run_in_executor(self._tokenizing, tokenizer.encode, prompt)
+                self.check_admission()
+            else:
+                tokens = tokenizer.encode(prompt)
         else:
             tokens = list(prompt)
         if not tokens:
             raise InvalidRequest("the prompt is empty; send at least one token")
-        if self.model is not None:
-            try:
-                check_tokens(tokens, self.model.config.vocab_size)
-            except ValueError as error:
-                raise InvalidRequest(str(error)) from None
         return tokens
 
     def _expire(self, sequence: SequenceState) -> None:
@@ -313,11 +327,10 @@ class Engine:
             raise InvalidRequest(
                 "partial brownout needs united experts; this model has none loaded"
             )
-        if change.way is not None and change.way != self.slo.way:
+        if change.way is not None:
             loaded = self.loader.request(change.way)
             self._work.set()
-            await loaded
-            self.slo.way = change.way
+            await asyncio.shield(loaded)  # it goes on if this caller does not wait for it
         self.slo.apply(change, time.monotonic())
         return self.slo.state()
 
@@ -465,13 +478,17 @@ class Engine:
 
 def _share_prompt_logprobs(plan: StepPlan, result: StepResult) -> None:
     assert result.prompt_logprobs is not None
+    """A sequence that gave way computes its prompt again, and may have had a chunk under way: what
+    comes of a chunk goes to the chunk's own positions.
+    """
     at = 0
     for row, sequence in enumerate(plan.sequences):
         q_len = int(plan.q_lens[row])
-        wanted = len(sequence.prompt) - 1 - len(sequence.prompt_logprobs)
+        start = int(plan.rows[row, KV_LEN]) - q_len
+        wanted = min(q_len, len(sequence.prompt) - 1 - start)
         if sequence.request.sampling.prompt_logprobs and not sequence.tokens:
-            part = result.prompt_logprobs[at : at + min(q_len, wanted)]
-            sequence.prompt_logprobs += part.tolist()
+            part = result.prompt_logprobs[at : at + wanted]
+            sequence.prompt_logprobs[start : start + wanted] = part.tolist()
         at += q_len
 
 

@@ -46,8 +46,11 @@ class FakeRunner:
             self._last[slot] = (new[-1] + 1) % self.vocab_size
             tokens.append(self._last[slot])
         count = len(tokens)
-        zeros = np.zeros((1, 1), np.int32)
-        result = StepResult(tokens, [-0.5] * count, [0] * count, zeros, None)
+        zeros, prompt = np.zeros((1, 1), np.int32), None
+        if plan.prompt_logprobs:  # of the token at position p: -p
+            parts = [np.arange(row[KV_LEN] - row[Q_LEN], row[KV_LEN]) + 1.0 for row in plan.rows]
+            prompt = -np.concatenate(parts)
+        result = StepResult(tokens, [-0.5] * count, [0] * count, zeros, prompt)
         self._busy_until = max(self._busy_until, time.monotonic()) + self.step_s  # one at a time
         return self._busy_until, result
 

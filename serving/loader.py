@@ -6,6 +6,7 @@ from jmoe.api import Model
 from serving.config import BrownoutConfig
 from serving.errors import InvalidRequest
 from serving.runner import Runner
+from serving.slo import SloAnalyser
 
 
 def allowed_ways(config: BrownoutConfig, model: Model | None) -> tuple[int, ...]:
@@ -28,10 +29,15 @@ def allowed_ways(config: BrownoutConfig, model: Model | None) -> tuple[int, ...]
 
 
 class ExpertsLoader:
-    """Loads a way one layer a tick, so that no step waits for more than one layer's copy."""
+    """Loads a way one layer a tick, so that no step waits for more than one layer's copy.
 
-    def __init__(self, runner: Runner, model: Model | None, ways: tuple[int, ...]) -> None:
-        self._runner, self._ways = runner, ways
+    It keeps `slo.way`, the way that every layer had last.
+    """
+
+    def __init__(
+        self, runner: Runner, model: Model | None, ways: tuple[int, ...], slo: SloAnalyser
+    ) -> None:
+        self._runner, self._ways, self._slo = runner, ways, slo
         self._num_layers = 1 if model is None else model.config.num_moe_layers
         self._pending: list[tuple[int, asyncio.Future[None]]] = []
         self._layer = 0
@@ -42,7 +48,9 @@ class ExpertsLoader:
         return bool(self._pending)
 
     def request(self, way: int) -> "asyncio.Future[None]":
-        """Queues a change of way; the future is done when every layer has it.
+        """Queues a change of way; the future is done when every layer has it, or has it already.
+
+        Changes are made one after another, whoever still waits for them.
 
         Raises InvalidRequest for a way that was not prepared at start.
         """
@@ -50,7 +58,10 @@ class ExpertsLoader:
             have = ", ".join(map(str, self._ways)) or "none"
             raise InvalidRequest(f"way is {way}; this server can switch to: {have}")
         done = asyncio.get_running_loop().create_future()
-        self._pending.append((way, done))
+        if way == self._slo.way and not self._pending:
+            done.set_result(None)
+        else:
+            self._pending.append((way, done))
         return done
 
     def advance(self) -> None:
@@ -63,5 +74,6 @@ class ExpertsLoader:
         if self._layer == self._num_layers:
             self._layer = 0
             self._pending.pop(0)
+            self._slo.way = way
             if not done.done():
                 done.set_result(None)

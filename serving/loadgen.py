@@ -7,6 +7,7 @@ first token counts from when the request was due. A slow client or server never 
 import asyncio
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -232,8 +233,9 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
         raise WorkloadError(f"unknown metrics: {', '.join(sorted(unknown))}; known: {METRICS}")
     if config.burstiness != 1:
         raise WorkloadError("burstiness other than 1 is not offered; arrivals are Poisson")
-    percentiles = [float(percent) for percent in config.metric_percentiles.split(",")]
+    percentiles = _parse_percentiles(config.metric_percentiles)
     goodput = _parse_goodput(config.goodput)
+    _check_bench(config)
     run, model = asyncio.run(_bench(config))
     rate = config.request_rate if math.isfinite(config.request_rate) else "inf"
     now = datetime.now()
@@ -249,12 +251,50 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
     }
     if config.save_detailed:
         result |= _details(run.records)
-    if config.save_result or config.save_detailed:
+    if _saves(config):
         name = config.result_filename or f"jmoe-{rate}qps-{model}-{now:%Y%m%d-%H%M%S}.json"
         path = config.result_dir / name
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
+
+
+def _saves(config: BenchConfig) -> bool:
+    return config.save_result or config.save_detailed
+
+
+def _check_bench(config: BenchConfig) -> None:
+    """Raises WorkloadError for what would be found out after the requests were played."""
+    least = {"num_prompts": 1, "seed": 0, "max_concurrency": 1}
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value is not None and value < bound:
+            raise WorkloadError(f"{name} is {value}; it must be at least {bound}")
+    if not config.time_limit_s > 0:
+        raise WorkloadError(f"time_limit_s is {config.time_limit_s}; it must be above 0")
+    if config.dataset_path is not None and config.dataset_name == "random":
+        raise WorkloadError(
+            f"dataset_path is {config.dataset_path}, and dataset_name random reads none: name it "
+            "sharegpt, alpaca or tasks"
+        )
+    if _saves(config):
+        folder = (config.result_dir / (config.result_filename or "result")).parent
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise WorkloadError(f"results cannot go to {folder}: {error.strerror}") from None
+        if not os.access(folder, os.W_OK):
+            raise WorkloadError(f"results cannot go to {folder}: it is not writable")
+
+
+def _parse_percentiles(text: str) -> list[float]:
+    try:
+        percentiles = [float(percent) for percent in text.split(",")]
+    except ValueError:
+        raise WorkloadError(f"metric_percentiles {text!r} is not numbers with commas") from None
+    for percent in percentiles:
+        if not 0 <= percent <= 100:
+            raise WorkloadError(f"metric_percentiles has {percent:g}; they are between 0 and 100")
+    return percentiles
 
 
 async def _bench(config: BenchConfig) -> tuple[Run, str]:
@@ -273,8 +313,6 @@ async def _bench(config: BenchConfig) -> tuple[Run, str]:
 
 
 def _bench_samples(config: BenchConfig, vocab_size: int, max_model_len: int) -> list[Arrival]:
-    if config.num_prompts < 1:
-        raise WorkloadError(f"num_prompts is {config.num_prompts}; it must be at least 1")
     name, path = config.dataset_name, config.dataset_path
     if name == "tasks":
         return shuffled(load_tasks(path or BUNDLED_TASKS), config.seed, config.num_prompts)

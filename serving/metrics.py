@@ -149,8 +149,14 @@ class Metrics(Observer):
         )
 
     def serve(self, host: str, port: int) -> tuple[WSGIServer, Thread]:
-        """Answers scrapes over HTTP from a thread. Raises OSError where the port is taken."""
-        return start_http_server(port, host, self.registry)
+        """Answers scrapes over HTTP from a thread. Raises OSError where it cannot listen."""
+        try:
+            return start_http_server(port, host.strip("[]"), self.registry)  # gRPC wants brackets
+        except OSError as error:
+            raise OSError(
+                f"metrics cannot be served at {host}:{port}: {error.strerror}; "
+                "choose another --metrics-port"
+            ) from None
 
 
 def _engine_families(engine: "Engine") -> Iterator[Metric]:

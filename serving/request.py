@@ -43,6 +43,7 @@ class SamplingParams:
         _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _check(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "a 64-bit number")
         _check(all(self.stop), "stop", self.stop, "strings that are not empty")
+        _check(len(self.stop) <= 64, "number of stop strings", len(self.stop), "64 at most")
 
 
 def _check(holds: bool, name: str, value: object, wanted: str) -> None:

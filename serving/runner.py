@@ -1,7 +1,8 @@
 """The runner: device state, launches, and reads. The only one that touches the device."""
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -16,6 +17,8 @@ from serving.config import EngineConfig
 from serving.executables import Executables
 from serving.programs import DRAWS, Buckets, Key, Programs, Progress
 from serving.scheduler import Limits, StepPlan
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,15 @@ def limits_of(config: EngineConfig) -> Limits:
         max_prefill_tokens=config.max_prefill_tokens,
         max_prefill_seqs=min(config.max_prefill_seqs, config.max_num_seqs),
     )
+
+
+def within_positions(config: EngineConfig, model: Model) -> EngineConfig:
+    """`config`, with `max_model_len` cut to the positions that the model was made for."""
+    most = model.config.max_position
+    if config.max_model_len <= most:
+        return config
+    log.warning("max_model_len is %d; %s has %d positions", config.max_model_len, model.name, most)
+    return replace(config, max_model_len=most)
 
 
 class DeviceRunner:

@@ -198,7 +198,7 @@ class GenerationService(rpc.GenerationServicer):
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
         """Limits and status; answered while loading, too."""
         server, engine = self._server, self._server.engine
-        settings = server.config.engine
+        settings = server.config.engine if engine is None else engine.config
         return pb.ServerInfo(
             version=jmoe_version(),
             status=server.status,

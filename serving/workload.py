@@ -146,6 +146,8 @@ def load_tasks(path: Path) -> list[Arrival]:
             raise WorkloadError(
                 f"{path}:{number} is not a JSON object with family, prompt and answer: {error!r}"
             ) from None
+        if not _encodes(prompt) or not _encodes(answer):
+            raise WorkloadError(f"{path}:{number} has half a surrogate pair, which is no text")
         # A token is at least a byte, so a right answer and its end-of-text token always fit.
         samples.append(Arrival(prompt, len(answer.encode()) + 1, answer, family))
     if not samples:
@@ -163,7 +165,7 @@ def _read(path: Path) -> str:
 def _json_list(path: Path, *keys: str) -> list[dict[str, Any]]:
     try:
         rows = json.loads(_read(path))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise WorkloadError(f"{path} is not JSON: {error}") from None
     if not isinstance(rows, list):
         raise WorkloadError(f"{path} holds a JSON {type(rows).__name__}; a list is wanted")
@@ -185,12 +187,22 @@ def _from_pairs(
     for prompt, completion in pairs:
         if not (isinstance(prompt, str) and isinstance(completion, str)):
             raise WorkloadError(f"{path}: a prompt or output is not text: {prompt!r:.80}")
+        if not _encodes(prompt) or not _encodes(completion):
+            continue  # half a surrogate pair: JSON has it, no wire does
         num_output = count_tokens(completion)
         if prompt and completion and count_tokens(prompt) + num_output <= max_total_tokens:
             samples.append(Arrival(prompt, num_output, family=family, ignore_eos=True))
     if not samples:
         raise WorkloadError(f"{path} holds no pair of at most {max_total_tokens} tokens")
     return samples
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 # -- synthetic lengths ---------------------------------------------------------------------------

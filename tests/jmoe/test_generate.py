@@ -119,6 +119,12 @@ def test_stop_tokens_end_a_sequence_alone(united_models):
         ([[1]], {"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
         ([[1] * 100], {"max_new_tokens": 29}, "make 129 positions; qwen2_moe has 128"),
         ([[1]], {"chunk_size": 0}, "chunk_size is 0; it must be at least 1"),
+        ([[1]], {"page_size": 0}, "page_size is 0; it must be at least 1"),
+        ([[1]], {"temperature": -1.0}, "temperature is -1.0; it must be between 0 and 100"),
+        ([[1]], {"temperature": float("nan")}, "temperature is nan"),
+        ([[1]], {"top_p": 2.0}, "top_p is 2.0; it must be above 0 and at most 1"),
+        ([[1]], {"top_k": 10**12}, "top_k is 1000000000000; it must be 0"),
+        ("abc", {}, "prompts is the text 'abc'; give a list"),
         ([[1]], {"brownout": Brownout("partial", 10, 9)}, "way is 9; qwen2_moe has"),
     ],
 )

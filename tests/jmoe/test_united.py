@@ -139,17 +139,19 @@ def test_the_pool_has_places_for_the_largest_way_kept(united_dirs):
 @pytest.mark.parametrize(
     ("tokens", "exempt", "words"),
     [
-        ([1, 2], None, "tokens must be integers"),
+        (np.array([1, 2]), None, "tokens must be integers"),
         (np.zeros((2, 0), int), None, "tokens must be integers"),
         (np.zeros((1, 2)), None, "tokens must be integers .* float64"),
         ([[1, 97]], None, "token 97 is outside the vocabulary of 97"),
         ([[-1, 2]], None, "token -1 is outside the vocabulary of 97"),
         ([[1, 2]], np.array([True, False]), r"exempt must be bool \[1\]; got \(2,\)"),
+        ([[1, 2], [3]], None, "these rows differ in length"),
+        (np.ones((1, 129), int), None, "129 positions; qwen2_moe has 128"),
     ],
 )
 def test_forward_refuses_bad_input(tokens, exempt, words, united_models):
     with pytest.raises(ValueError, match=words):
-        jmoe.forward(united_models("qwen2_moe"), np.asarray(tokens), exempt=exempt)
+        jmoe.forward(united_models("qwen2_moe"), tokens, exempt=exempt)
 
 
 def test_reduced_precision_stays_close(united_dirs):

@@ -2,6 +2,9 @@
 
 import asyncio
 import math
+import time
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,8 +12,10 @@ from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.errors import Aborted, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from serving.fake import FakeRunner
+from serving.loader import ExpertsLoader
 from serving.request import BrownoutChange, SamplingParams
 from serving.scheduler import Limits
+from serving.sequence import Stage
 
 LIMITS = Limits(num_slots=4, num_pages=64, page_size=4, max_prefill_tokens=16, max_prefill_seqs=4)
 
@@ -203,11 +208,104 @@ async def test_a_request_larger_than_all_pages_is_refused(start):
         ({"top_k": -2}, "top_k"),
         ({"seed": -1}, "seed"),
         ({"stop": ("",)}, "stop"),
+        ({"stop": tuple(map(str, range(65)))}, "65; it must be 64 at most"),
     ],
 )
 def test_sampling_values_out_of_range_are_named(values, words):
     with pytest.raises(InvalidRequest, match=words):
         SamplingParams(**values)
+
+
+async def test_prompt_logprobs_survive_giving_way_in_the_middle_of_a_prompt(start):
+    """Two that decode take the pages of a prompt of eight chunks, one of them under way."""
+    limits = Limits(
+        num_slots=3, num_pages=20, page_size=2, max_prefill_tokens=3, max_prefill_seqs=1
+    )
+    engine = start(step_s=0.002, limits=limits)
+    stages, give_way = [], engine.scheduler._give_way
+
+    def watched(victim):
+        stages.append(victim.stage)
+        give_way(victim)
+
+    engine.scheduler._give_way = watched
+    busy = [asyncio.create_task(collect(engine, [i], 18)) for i in range(2)]
+    await asyncio.sleep(0.012)
+    sampling = SamplingParams(max_new_tokens=2, prompt_logprobs=True)
+    outputs = await collect(engine, list(range(24)), sampling=sampling)
+    assert Stage.PREFILL in stages
+    assert outputs[0].prompt_logprobs == tuple(-float(p) for p in range(1, 24))
+    await asyncio.gather(*busy)
+    await settle(engine)
+
+
+async def test_a_long_text_is_tokenized_beside_the_steps(start):
+    class Slow:
+        def encode(self, text):
+            time.sleep(0.2)
+            return [5]
+
+        def stream(self):
+            return SimpleNamespace(push=lambda token: "")
+
+    engine = start(step_s=0.002)
+    config = SimpleNamespace(vocab_size=1000, eos_token_ids=())
+    engine.model = SimpleNamespace(tokenizer=Slow(), config=config)
+    stream = engine.generate([1], SamplingParams(max_new_tokens=50))
+    await anext(stream)
+    long = asyncio.create_task(collect(engine, "x" * 20_000, 1))
+    came = [time.monotonic() async for _ in stream]
+    assert max(b - a for a, b in pairwise(came)) < 0.15
+    assert [t for out in await long for t in out.token_ids] == [6]
+
+
+async def test_a_burst_fills_free_slots_before_it_is_refused(start):
+    engine = start(step_s=0.002, max_queue_len=1)  # four slots
+    tasks = [asyncio.create_task(collect(engine, [i], 30)) for i in range(7)]
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    refused = [r for r in results if isinstance(r, Overloaded)]
+    assert (len(refused), len(results) - len(refused)) == (2, 5)
+
+
+@pytest.fixture
+async def ways(start):
+    """An engine that may serve ways 2, 4 and 8 of a model of three layers, and what it loaded."""
+    loaded = []
+
+    class Watched(FakeRunner):
+        def load_way(self, way, layer):
+            loaded.append((way, layer))
+
+    engine = start(runner=Watched)
+    engine.slo.way = 2
+    engine.loader = ExpertsLoader(engine.runner, None, (2, 4, 8), engine.slo)
+    engine.loader._num_layers = 3
+    return engine, loaded
+
+
+async def test_a_change_of_way_is_made_though_its_caller_gave_up(ways):
+    engine, loaded = ways
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await engine.set_brownout(BrownoutChange(way=4))
+    while engine.loader.busy:
+        await asyncio.sleep(0.001)
+    assert loaded == [(4, 0), (4, 1), (4, 2)]
+    assert engine.get_brownout().way == 4
+    assert (await engine.set_brownout(BrownoutChange(way=2))).way == 2
+    assert loaded[3:] == [(2, 0), (2, 1), (2, 2)]
+
+
+async def test_changes_of_way_are_made_in_turn(ways):
+    """The second one asks for what is loaded now, and is to be so when both are through."""
+    engine, loaded = ways
+    first, second = (engine.set_brownout(BrownoutChange(way=way)) for way in (4, 2))
+    _, state = await asyncio.gather(first, second)
+    assert state.way == 2
+    assert engine.get_brownout().way == 2
+    assert [way for way, _ in loaded] == [4, 4, 4, 2, 2, 2]
+    assert (await engine.set_brownout(BrownoutChange(way=2))).way == 2
+    assert len(loaded) == 6
 
 
 async def test_brownout_can_be_changed_while_serving(start):

@@ -1,6 +1,7 @@
 import asyncio
 import json
 import math
+from pathlib import Path
 
 import pytest
 import scripted_server
@@ -288,6 +289,14 @@ async def test_bench_draws_token_prompts_within_the_models_vocabulary(tmp_path):
         ({"percentile_metrics": "ttft,speed"}, "speed"),
         ({"goodput": ("ttft:soon",)}, "METRIC:MILLISECONDS"),
         ({"goodput": ("itl:3",)}, "not 'itl'"),
+        ({"metric_percentiles": "50,101"}, "has 101; they are between 0 and 100"),
+        ({"metric_percentiles": "abc"}, "'abc' is not numbers"),
+        ({"save_result": True, "result_dir": Path("/proc/x")}, "results cannot go to /proc/x"),
+        ({"num_prompts": 0}, "num_prompts is 0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"max_concurrency": 0}, "max_concurrency is 0"),
+        ({"time_limit_s": 0.0}, "time_limit_s is 0.0"),
+        ({"dataset_path": Path("x.json")}, "dataset_name random reads none"),
     ],
 )
 def test_bench_settings_are_checked_first(change, message):

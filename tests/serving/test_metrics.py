@@ -1,9 +1,11 @@
 """Metrics as Prometheus reads them."""
 
+import socket
 from types import SimpleNamespace
 from urllib.request import urlopen
 
 import numpy as np
+import pytest
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +21,13 @@ def samples(text: str) -> dict[tuple, float]:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
+
+
+def test_a_port_that_is_taken_is_named_with_the_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=rf"127.0.0.1:{port}.*choose another --metrics-port"):
+            Metrics().serve("127.0.0.1", port)
 
 
 def test_scrape_over_http() -> None:

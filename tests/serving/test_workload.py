@@ -136,6 +136,8 @@ def test_alpaca_joins_instruction_and_input(tmp_path):
         (load_tasks, '{"family": "f", "prompt": "p"}\n', ":1 is not a JSON object"),
         (load_tasks, "[1]", ":1 is not a JSON object"),
         (load_tasks, "\n", "no tasks"),
+        (load_tasks, '{"family": "f", "prompt": "\\ud83d", "answer": "a"}', ":1 has half"),
+        (load_sharegpt, "[" * 100_000, "not JSON"),
     ],
 )
 def test_wrong_files_are_named_with_the_reason(tmp_path, load, content, message):
@@ -143,6 +145,12 @@ def test_wrong_files_are_named_with_the_reason(tmp_path, load, content, message)
     with pytest.raises(WorkloadError, match=message) as error:
         load(path)
     assert "data.json" in str(error.value)
+
+
+def test_a_pair_that_is_no_text_is_left_out(tmp_path):
+    rows = [{"instruction": text, "output": "y"} for text in ("bad \ud83d half", "good")]
+    (sample,) = load_alpaca(write(tmp_path, rows))
+    assert sample.prompt == "good"
 
 
 def test_a_missing_file_is_a_workload_error(tmp_path):
