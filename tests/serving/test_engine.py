@@ -14,6 +14,7 @@ from serving.errors import Aborted, DeadlineExceeded, InvalidRequest, Overloaded
 from serving.fake import FakeRunner
 from serving.loader import ExpertsLoader
 from serving.request import BrownoutChange, SamplingParams
+from serving.runner import within_positions
 from serving.scheduler import Limits
 from serving.sequence import Stage
 
@@ -265,6 +266,14 @@ async def test_a_burst_fills_free_slots_before_it_is_refused(start):
     results = await asyncio.gather(*tasks, return_exceptions=True)
     refused = [r for r in results if isinstance(r, Overloaded)]
     assert (len(refused), len(results) - len(refused)) == (2, 5)
+
+
+def test_no_more_positions_are_served_than_the_model_has(caplog):
+    model = SimpleNamespace(name="small", config=SimpleNamespace(max_position=128))
+    assert within_positions(EngineConfig(max_model_len=2048), model).max_model_len == 128
+    assert "max_model_len is 2048; small has 128 positions" in caplog.text
+    config = EngineConfig(max_model_len=100)
+    assert within_positions(config, model) is config
 
 
 @pytest.fixture
