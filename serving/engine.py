@@ -477,10 +477,10 @@ class Engine:
 
 
 def _share_prompt_logprobs(plan: StepPlan, result: StepResult) -> None:
-    assert result.prompt_logprobs is not None
-    """A sequence that gave way computes its prompt again, and may have had a chunk under way: what
-    comes of a chunk goes to the chunk's own positions.
+    """What comes of a chunk goes to its own positions: a sequence that gave way computes its prompt
+    again, and may have had a chunk under way.
     """
+    assert result.prompt_logprobs is not None
     at = 0
     for row, sequence in enumerate(plan.sequences):
         q_len = int(plan.q_lens[row])
