@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from jmoe.api import Model, check_tokens, load
-from jmoe.steps import KV_LEN
 from serving.config import EngineConfig, ServerConfig
 from serving.errors import (
     Aborted,
@@ -310,6 +309,7 @@ class Engine:
             self._idle.set()
 
     def _fail_all(self, error: ServingError) -> None:
+        self.loader.abandon(error)
         for sequence in [*self.scheduler.waiting, *self.scheduler.running]:
             self._end(sequence, error)
 
@@ -431,8 +431,8 @@ class Engine:
         """Gives a step's tokens to their requests, and its latencies to the analyser."""
         plan, first, further = step.plan, [], []
         self._account(step, result, now)
-        if plan.prompt_logprobs:
-            _share_prompt_logprobs(plan, result)
+        if result.prompt_logprobs is not None:
+            plan.share_prompt_logprobs(result.prompt_logprobs)
         for at, sequence in enumerate(plan.sequences):
             if sequence.done:
                 continue  # it ended while this step was under way
@@ -474,22 +474,6 @@ class Engine:
             previous_at = np.array(further)
             self.slo.observe_tokens(previous_at, step.launched_at, now)
             self.observer.further_tokens(now - previous_at, self.slo.itl_slo_s)
-
-
-def _share_prompt_logprobs(plan: StepPlan, result: StepResult) -> None:
-    """What comes of a chunk goes to its own positions: a sequence that gave way computes its prompt
-    again, and may have had a chunk under way.
-    """
-    assert result.prompt_logprobs is not None
-    at = 0
-    for row, sequence in enumerate(plan.sequences):
-        q_len = int(plan.q_lens[row])
-        start = int(plan.rows[row, KV_LEN]) - q_len
-        wanted = min(q_len, len(sequence.prompt) - 1 - start)
-        if sequence.request.sampling.prompt_logprobs and not sequence.tokens:
-            part = result.prompt_logprobs[at : at + wanted]
-            sequence.prompt_logprobs[start : start + wanted] = part.tolist()
-        at += q_len
 
 
 def _load(config: EngineConfig, progress: Progress | None) -> Model:

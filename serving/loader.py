@@ -64,6 +64,13 @@ class ExpertsLoader:
             self._pending.append((way, done))
         return done
 
+    def abandon(self, error: Exception) -> None:
+        """Tells who waits for a change that it will not be made: nothing ticks any more."""
+        for _, done in self._pending:
+            if not done.done():
+                done.set_exception(error)
+        self._pending.clear()
+
     def advance(self) -> None:
         """Loads one layer of the oldest change. The tick calls it between two steps."""
         if not self._pending:

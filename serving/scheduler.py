@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jmoe.kv_cache import PageAllocator
-from jmoe.steps import EXEMPT, NUM_COLUMNS, NUM_DELTA_COLUMNS, Q_LEN
+from jmoe.steps import EXEMPT, KV_LEN, NUM_COLUMNS, NUM_DELTA_COLUMNS, Q_LEN
 from serving.policy import Policy
 from serving.sequence import SequenceState, Stage
 
@@ -54,6 +54,21 @@ class StepPlan:
     def any_exempt(self) -> bool:
         """Whether a row refuses brownout: only the full-capacity program serves it then."""
         return bool(self.rows[:, EXEMPT].any())
+
+    def share_prompt_logprobs(self, values: np.ndarray) -> None:
+        """Gives sequences the log-probabilities [T] that came of their chunks.
+
+        They go to a chunk's own positions: a sequence that gave way computes its prompt again, and
+        may have had a chunk under way.
+        """
+        at = 0
+        for row, sequence in zip(self.rows, self.sequences, strict=True):
+            q_len = int(row[Q_LEN])
+            start = int(row[KV_LEN]) - q_len
+            wanted = min(q_len, len(sequence.prompt) - 1 - start)
+            if sequence.request.sampling.prompt_logprobs and not sequence.tokens:
+                sequence.prompt_logprobs[start : start + wanted] = values[at : at + wanted].tolist()
+            at += q_len
 
 
 class Scheduler:

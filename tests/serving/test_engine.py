@@ -317,6 +317,16 @@ async def test_changes_of_way_are_made_in_turn(ways):
     assert len(loaded) == 6
 
 
+async def test_an_engine_that_stops_tells_who_waits_for_a_way(ways):
+    engine, _ = ways
+    engine._loop_task.cancel()  # or it would be through at once
+    change = asyncio.create_task(engine.set_brownout(BrownoutChange(way=4)))
+    await asyncio.sleep(0)
+    await engine.stop()
+    with pytest.raises(Aborted, match="stopped"):
+        await asyncio.wait_for(change, 5)
+
+
 async def test_brownout_can_be_changed_while_serving(start):
     engine = start(step_s=0.002)
     task = asyncio.create_task(collect(engine, [1], 40))
