@@ -112,7 +112,11 @@ def as_tokens(model: Model, prompt: Prompt) -> list[int]:
 
 
 def _check_sampling(temperature: float, top_k: int, top_p: float) -> None:
-    """Raises ValueError for a value that no token can be drawn with."""
+    """Raises ValueError for a value that no token can be drawn with.
+
+    `serving.request` asks the same, and must not import this package: a server answers health
+    before jax is there.
+    """
     if not 0 <= temperature <= 100:  # nor NaN
         raise ValueError(f"temperature is {temperature!r}; it must be between 0 and 100")
     if not 0 <= top_k < 2**31:

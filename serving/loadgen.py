@@ -254,6 +254,7 @@ def run_bench(config: BenchConfig) -> dict[str, Any]:
     if _saves(config):
         name = config.result_filename or f"jmoe-{rate}qps-{model}-{now:%Y%m%d-%H%M%S}.json"
         path = config.result_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)  # a model's name may have a slash
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return result
 

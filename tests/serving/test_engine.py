@@ -2,8 +2,7 @@
 
 import asyncio
 import math
-import time
-from itertools import pairwise
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -241,22 +240,23 @@ async def test_prompt_logprobs_survive_giving_way_in_the_middle_of_a_prompt(star
 
 
 async def test_a_long_text_is_tokenized_beside_the_steps(start):
-    class Slow:
+    held = threading.Event()
+
+    class Held:
         def encode(self, text):
-            time.sleep(0.2)
+            assert held.wait(10)
             return [5]
 
         def stream(self):
             return SimpleNamespace(push=lambda token: "")
 
-    engine = start(step_s=0.002)
+    engine = start()
     config = SimpleNamespace(vocab_size=1000, eos_token_ids=())
-    engine.model = SimpleNamespace(tokenizer=Slow(), config=config)
-    stream = engine.generate([1], SamplingParams(max_new_tokens=50))
-    await anext(stream)
+    engine.model = SimpleNamespace(tokenizer=Held(), config=config)
     long = asyncio.create_task(collect(engine, "x" * 20_000, 1))
-    came = [time.monotonic() async for _ in stream]
-    assert max(b - a for a, b in pairwise(came)) < 0.15
+    assert len(await collect(engine, [1], 50)) == 50
+    assert not long.done()
+    held.set()
     assert [t for out in await long for t in out.token_ids] == [6]
 
 
@@ -325,6 +325,8 @@ async def test_an_engine_that_stops_tells_who_waits_for_a_way(ways):
     await engine.stop()
     with pytest.raises(Aborted, match="stopped"):
         await asyncio.wait_for(change, 5)
+    with pytest.raises(Unavailable, match="the engine is stopped"):
+        await asyncio.wait_for(engine.set_brownout(BrownoutChange(way=8)), 5)
 
 
 async def test_brownout_can_be_changed_while_serving(start):

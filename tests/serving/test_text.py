@@ -1,8 +1,14 @@
 """Incremental text with stop strings, against cutting the whole text."""
 
+import threading
+import time
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jmoe
+from jmoe.tokenizer import Tokenizer
 from serving.sequence import TextOut
 
 
@@ -43,3 +49,19 @@ def test_an_end_token_has_no_text_and_releases_what_was_held():
     out = TextOut(Letters(), ("ab",))
     assert out.push(ord("a"), final=False) == ("", False)
     assert out.push(ord("x"), final=True) == ("a", False)
+
+
+def test_others_run_while_a_long_text_is_tokenized():
+    """Held throughout, the interpreter's lock would let this thread look once or twice."""
+    tokenizer = Tokenizer.load(Path(jmoe.__file__).parent / "bundled")
+    assert tokenizer is not None
+    text = "a b c 1 2 3 " * 100_000
+    tokens = []
+    thread = threading.Thread(target=lambda: tokens.extend(tokenizer.encode(text)))
+    thread.start()
+    looks = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        looks += 1
+    assert looks > 20
+    assert tokenizer.decode(tokens) == text

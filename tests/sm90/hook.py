@@ -60,7 +60,7 @@ def emulated(**policy) -> Iterator[list[Ran]]:
 def compiled(fn: Callable, *specs: jax.ShapeDtypeStruct) -> tuple[str, str]:
     """The only Mosaic kernel of `fn`, for an H200: its PTX, and the compiler's log."""
     with tempfile.TemporaryDirectory() as folder:
-        # A sixth of the time would go into printing layouts, which nobody reads.
+        # Printing layouts takes time, and nobody reads them.
         unread = mock.patch.object(ConstraintSystem, "__str__", return_value="")
         with mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=folder), unread:
             compile_for(h200_mesh(), fn, *specs)
