@@ -56,10 +56,20 @@ class Model:
         """Loads the united experts of `way`. Raises ValueError for one the model does not have."""
         if way == self.way:
             return
-        united = self.united_of(way)
         for layer in range(self.config.num_moe_layers):
-            self.pool, self.table = load_layer(self.pool, self.table, united, layer)
-        self.way = way
+            self.load_way_layer(way, layer)
+
+    def load_way_layer(self, way: int, layer: int) -> None:
+        """Loads the united experts of `way` for one MoE layer; call it for each, in order.
+
+        Until the last one is loaded layers are of different ways and `way` is None, so that a
+        change that is broken off is made again. Raises ValueError as `use_way`.
+        """
+        united = self.united_of(way)
+        self.way = None
+        self.pool, self.table = load_layer(self.pool, self.table, united, layer)
+        if layer == self.config.num_moe_layers - 1:
+            self.way = way
 
     def united_of(self, way: int) -> UnitedExperts:
         """United experts of a way in host memory. Raises ValueError where there are none."""
@@ -95,6 +105,8 @@ def load(
     *,
     ways: Sequence[int] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    check_weights: bool = True,
+    allow_unknown_config: Sequence[str] = (),
 ) -> Model:
     """Loads a Hugging Face directory as it stands, or one written by `save`.
 
@@ -104,6 +116,9 @@ def load(
         ways: united experts to keep at hand; None keeps all that lie beside the model. The pool
             gets places for the largest of them.
         progress: called with (layers done, layers in all).
+        check_weights: refuse NaN and infinity, also those that `dtype` makes of large weights.
+        allow_unknown_config: keys of `config.json` that jmoe does not know and that change
+            nothing; others it does not know are refused.
 
     Raises ConfigError, CheckpointError or TokenizerError, each naming what is wrong.
     """
@@ -112,16 +127,19 @@ def load(
     directory, kind = resolve(path), jnp.dtype(dtype)
     name = BUNDLED if str(path) == BUNDLED else directory.absolute().name
     tokenizer = Tokenizer.load(directory)
+    finite = kind if check_weights else None
     if checkpoint.is_native(directory):
-        cfg, params, pool, table = checkpoint.load_native(directory, kind)
-        united = _ways(checkpoint.load_united(directory, cfg), ways, name)
+        cfg, params, pool, table = checkpoint.load_native(directory, kind, check_weights)
+        united = _ways(checkpoint.load_united(directory, cfg, finite), ways, name)
         missing = max((u.gate_up.shape[1] for u in united.values()), default=0)
         if missing > table.slots.shape[1] - cfg.num_experts:
             raise ValueError(f"{name} was saved without places for ways {sorted(united)}")
     else:
-        cfg = read_config(directory)
-        united = _ways(checkpoint.load_united(directory, cfg), ways, name)
-        params, pool, table = checkpoint.load_hf(directory, cfg, kind, united, progress)
+        cfg = read_config(directory, allow_unknown_config=allow_unknown_config)
+        united = _ways(checkpoint.load_united(directory, cfg, finite), ways, name)
+        params, pool, table = checkpoint.load_hf(
+            directory, cfg, kind, united, progress, check_weights
+        )
     return Model(name, directory, cfg, kind, params, pool, table, united, None, tokenizer)
 
 

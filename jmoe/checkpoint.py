@@ -1,8 +1,9 @@
 """Checkpoints: Hugging Face directories as they stand, and jmoe's own format through Orbax."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,27 @@ from jmoe.experts import (
     united_places,
     write_slots,
 )
+from jmoe.finite import fault, seem_finite
 
 UNITED_FILE = "united.safetensors"
+FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors names them
+FAULTS_SHOWN, FAULTS_COUNTED = 20, 1000
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded; names every tensor at fault."""
+
+
+def _refuse(first: str, faults: Iterable[str]) -> None:
+    """Raises one CheckpointError that names the faults, where there are any."""
+    found = list(islice(faults, FAULTS_COUNTED))
+    if not found:
+        return
+    lines = [first, *found[:FAULTS_SHOWN]]
+    if len(found) > FAULTS_SHOWN:
+        at_least = "at least " if len(found) == FAULTS_COUNTED else ""
+        lines.append(f"and {at_least}{len(found) - FAULTS_SHOWN} more")
+    raise CheckpointError("\n  ".join(lines))
 
 
 class TensorFiles:
@@ -33,34 +49,55 @@ class TensorFiles:
 
     def __init__(self, directory: Path) -> None:
         """Raises CheckpointError where there are no readable safetensors files."""
-        index = directory / "model.safetensors.index.json"
-        if index.exists():
-            try:
-                weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-                names = sorted(set(weight_map.values()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise CheckpointError(f"{index} is not readable: {error!r}") from None
-        else:
-            names = ["model.safetensors"]
+        names = _file_names(directory)
         missing = [name for name in names if not (directory / name).exists()]
         if missing:
             raise CheckpointError(f"{directory} lacks {', '.join(missing)}")
-        self._open = {}
+        self._open: dict[str, Any] = {}
         for name in names:
             try:
                 file = safe_open(directory / name, framework="flax")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{directory / name} is not readable: {error}") from None
+            twice = sorted(self._open.keys() & file.keys())
+            if twice:
+                raise CheckpointError(f"{directory / name} holds {twice[0]}, and another file too")
             self._open.update(dict.fromkeys(file.keys(), file))
+
+    def names(self) -> list[str]:
+        """Every tensor there is."""
+        return sorted(self._open)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of a tensor, or None where there is none of that name."""
         file = self._open.get(name)
         return None if file is None else tuple(file.get_slice(name).get_shape())
 
+    def kind(self, name: str) -> str:
+        """How a tensor's elements are stored, as safetensors names it."""
+        return self._open[name].get_slice(name).get_dtype()
+
+    def raw(self, name: str) -> jax.Array:
+        """One tensor on the device, as it is stored."""
+        return self._open[name].get_tensor(name)
+
     def read(self, name: str, dtype: jnp.dtype) -> jax.Array:
         """One tensor on the device, in `dtype`."""
-        return self._open[name].get_tensor(name).astype(dtype)
+        return self.raw(name).astype(dtype)
+
+
+def _file_names(directory: Path) -> list[str]:
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        return ["model.safetensors"]
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("weight_map names files that are not text")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not readable: {error!r}") from None
+    return names
 
 
 # What a parameter is made of: (names, shape in the file, transpose). Several names are joined
@@ -82,6 +119,8 @@ def layer_sources(cfg: ModelConfig, layer: int, is_moe: bool) -> dict[str, Sourc
     }
     if cfg.qkv_bias:
         out["bqkv"] = (tuple(p + "bias" for p in qkv), ((q,), (kv,), (kv,)), False)
+    if cfg.o_bias:
+        out["bo"] = ((attn + "o_proj.bias",), ((d,),), False)
     if cfg.qk_norm:
         out["q_norm"] = ((attn + "q_norm.weight",), ((cfg.head_dim,),), False)
         out["k_norm"] = ((attn + "k_norm.weight",), ((cfg.head_dim,),), False)
@@ -141,19 +180,42 @@ def _all_sources(cfg: ModelConfig) -> Iterator[Source]:
 
 
 def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
-    """Raises one CheckpointError that names every missing and every misshapen tensor."""
-    faults = []
+    """Raises CheckpointError for tensors that are missing, misshapen, not floats, or never read."""
+    read: set[str] = set()
+    _refuse(f"{directory} does not fit its config.json:", _unlike(files, cfg, read))
+    unread = [name for name in files.names() if name not in read]
+    if cfg.tie_embeddings and files.shape("lm_head.weight") is not None:
+        unread.remove("lm_head.weight")
+        if not _equal(files, "lm_head.weight", "model.embed_tokens.weight"):
+            raise CheckpointError(
+                f"{directory}: lm_head.weight is not model.embed_tokens.weight, though "
+                "tie_word_embeddings is true; with false it is read"
+            )
+    _refuse(
+        f"{directory} holds tensors that a {cfg.architecture} of its config.json does not have, "
+        "and that would be left out:",
+        (name for name in unread if not name.endswith(".rotary_emb.inv_freq")),
+    )
+
+
+def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[str]:
+    """Every tensor that is not as the model needs it. Collects the names of all it needs."""
     for names, shapes, _ in _all_sources(cfg):
+        read.update(names)
         for name, shape in zip(names, shapes, strict=True):
             found = files.shape(name)
             if found is None:
-                faults.append(f"{name} is missing")
+                yield f"{name} is missing"
             elif found != shape:
-                faults.append(f"{name} is {list(found)}, expected {list(shape)}")
-    if faults:
-        shown = "\n  ".join(faults[:20])
-        more = f"\n  and {len(faults) - 20} more" if len(faults) > 20 else ""
-        raise CheckpointError(f"{directory} does not fit its config.json:\n  {shown}{more}")
+                yield f"{name} is {list(found)}, expected {list(shape)}"
+            elif files.kind(name) not in FLOATS:
+                yield f"{name} is {files.kind(name)}; jmoe reads {', '.join(FLOATS)}"
+
+
+def _equal(files: TensorFiles, one: str, other: str) -> bool:
+    return files.shape(one) == files.shape(other) and bool(
+        (np.asarray(files.raw(one)) == np.asarray(files.raw(other))).all()
+    )
 
 
 def _assemble(files: TensorFiles, source: Source, dtype: jnp.dtype) -> jax.Array:
@@ -169,26 +231,43 @@ def _assemble(files: TensorFiles, source: Source, dtype: jnp.dtype) -> jax.Array
 class HFLayers:
     """A Hugging Face directory read a layer at a time."""
 
-    def __init__(self, directory: Path, cfg: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(
+        self, directory: Path, cfg: ModelConfig, dtype: jnp.dtype, check_weights: bool = True
+    ) -> None:
         """Checks every tensor's name and shape. Raises CheckpointError."""
         self._files, self._cfg, self._dtype = TensorFiles(directory), cfg, dtype
+        self._directory, self._check_weights = directory, check_weights
         _check(self._files, cfg, directory)
 
     def top(self) -> dict[str, Any]:
-        """Parameters outside the layers."""
-        return self._read(top_sources(self._cfg))
+        """Parameters outside the layers. Raises CheckpointError for weights that are not finite."""
+        sources = top_sources(self._cfg)
+        params = self._read(sources)
+        self._refuse_not_finite(params, [sources])
+        return params
 
     def layer(self, index: int) -> tuple[dict[str, Any], ExpertPool | None]:
-        """One layer's parameters, and its routed experts in order; None for a dense layer."""
+        """One layer's parameters, and its routed experts in order; None for a dense layer.
+
+        Raises CheckpointError for weights that are not finite.
+        """
         is_moe = self._cfg.moe_layers[index]
-        params = self._read(layer_sources(self._cfg, index, is_moe))
-        if not is_moe:
-            return params, None
-        parts = [
-            self._read(expert_sources(self._cfg, index, expert))
-            for expert in range(self._cfg.num_experts)
-        ]
-        return params, ExpertPool(*(jnp.stack([p[key] for p in parts]) for key in parts[0]))
+        sources = layer_sources(self._cfg, index, is_moe)
+        params, pool, experts = self._read(sources), None, []
+        if is_moe:
+            count = self._cfg.num_experts
+            experts = [expert_sources(self._cfg, index, expert) for expert in range(count)]
+            parts = [self._read(expert) for expert in experts]
+            pool = ExpertPool(*(jnp.stack([p[key] for p in parts]) for key in parts[0]))
+        self._refuse_not_finite((params, pool), [sources, *experts])
+        return params, pool
+
+    def _refuse_not_finite(self, read: Any, sources: Iterable[Mapping[str, Source]]) -> None:
+        if not self._check_weights or seem_finite(read):
+            return
+        names = (name for group in sources for source in group.values() for name in source[0])
+        faults = (fault(name, self._files.raw(name), self._dtype) for name in names)
+        _refuse(f"{self._directory} has weights that are not finite:", filter(None, faults))
 
     def _read(self, sources: Mapping[str, Source]) -> dict[str, Any]:
         return {key: _assemble(self._files, s, self._dtype) for key, s in sources.items()}
@@ -200,6 +279,7 @@ def load_hf(
     dtype: jnp.dtype,
     ways: Mapping[int, UnitedExperts],
     progress: Callable[[int, int], None] | None = None,
+    check_weights: bool = True,
 ) -> tuple[dict[str, Any], ExpertPool, ExpertTable]:
     """Loads a Hugging Face directory, one layer's experts in flight at a time.
 
@@ -207,7 +287,7 @@ def load_hf(
     place; host memory never holds a second copy of the model. `progress(done, total)` counts
     layers. Raises CheckpointError.
     """
-    files = HFLayers(directory, cfg, dtype)
+    files = HFLayers(directory, cfg, dtype, check_weights)
     params = files.top()
     table = make_table(cfg.num_moe_layers, cfg.num_experts, united_places(ways))
     slots = np.asarray(table.slots)
@@ -235,8 +315,13 @@ def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype) -> ExpertPool
     return ExpertPool(jnp.zeros((num_slots, d, 2 * f), dtype), jnp.zeros((num_slots, f, d), dtype))
 
 
-def load_united(directory: Path, cfg: ModelConfig) -> dict[int, UnitedExperts]:
-    """United experts beside a model, by way; empty where there are none. Raises CheckpointError."""
+def load_united(
+    directory: Path, cfg: ModelConfig, dtype: jnp.dtype | None = None
+) -> dict[int, UnitedExperts]:
+    """United experts beside a model, by way; empty where there are none. Raises CheckpointError.
+
+    With `dtype` they must be finite in it.
+    """
     path = directory / UNITED_FILE
     if not path.exists():
         return {}
@@ -247,27 +332,47 @@ def load_united(directory: Path, cfg: ModelConfig) -> dict[int, UnitedExperts]:
         raise CheckpointError(f"{path} is not readable: {error}") from None
     prefixes = {name.split(".")[0].removeprefix("way"): name for name in tensors}
     for prefix, name in prefixes.items():
-        if not (prefix.isascii() and prefix.isdigit() and int(prefix) >= 2):
+        if not (prefix.isascii() and prefix.isdigit() and 2 <= int(prefix[:9]) == int(prefix[:10])):
             raise CheckpointError(f"{path}: {name} is not named way<2 or more>.layers.<layer>.*")
-    return {way: _united(tensors, way, cfg, path) for way in sorted(map(int, prefixes))}
+    united = {way: _united(tensors, way, cfg, path) for way in sorted(map(int, prefixes))}
+    read = {
+        name
+        for way in united
+        for layer in range(cfg.num_moe_layers)
+        for name in _united_shapes(cfg, way, layer)
+    }
+    _refuse(f"{path} holds tensors that are not read:", sorted(tensors.keys() - read))
+    if dtype is not None:
+        weights = ((n, t) for n, t in tensors.items() if jnp.issubdtype(t.dtype, jnp.floating))
+        faults = (fault(name, tensor, dtype) for name, tensor in weights)
+        _refuse(f"{path} has weights that are not finite:", filter(None, faults))
+    return united
+
+
+def _united_shapes(cfg: ModelConfig, way: int, layer: int) -> dict[str, tuple[int, ...]]:
+    count, d, f = -(-cfg.num_experts // way), cfg.d_model, cfg.d_ff_expert
+    shapes = {"gate_up": (count, d, 2 * f), "down": (count, f, d), "groups": (cfg.num_experts,)}
+    return {f"way{way}.layers.{layer}.{key}": shape for key, shape in shapes.items()}
 
 
 def _united(
     tensors: Mapping[str, np.ndarray], way: int, cfg: ModelConfig, path: Path
 ) -> UnitedExperts:
-    count, d, f = -(-cfg.num_experts // way), cfg.d_model, cfg.d_ff_expert
-    shapes = {"gate_up": (count, d, 2 * f), "down": (count, f, d), "groups": (cfg.num_experts,)}
-    stacked = {}
-    for key, shape in shapes.items():
-        names = [f"way{way}.layers.{layer}.{key}" for layer in range(cfg.num_moe_layers)]
-        wrong = [n for n in names if n not in tensors or tensors[n].shape != shape]
+    stacked: dict[str, list[np.ndarray]] = {"gate_up": [], "down": [], "groups": []}
+    for layer in range(cfg.num_moe_layers):
+        shapes = _united_shapes(cfg, way, layer)
+        wrong = [n for n in shapes if n not in tensors or tensors[n].shape != shapes[n]]
         if wrong:
-            raise CheckpointError(f"{path}: {', '.join(wrong)} missing or not of shape {shape}")
-        stacked[key] = np.stack([tensors[name] for name in names])
-    if not np.issubdtype(stacked["groups"].dtype, np.integer):
-        raise CheckpointError(f"{path}: way{way}.layers.0.groups and the others must be integers")
+            wanted = ", ".join(str(shapes[name]) for name in wrong)
+            raise CheckpointError(f"{path}: {', '.join(wrong)} missing or not of shape {wanted}")
+        for name in shapes:
+            key = name.split(".")[-1]
+            want, words = (np.integer, "integers") if key == "groups" else (jnp.floating, "floats")
+            if not jnp.issubdtype(tensors[name].dtype, want):
+                raise CheckpointError(f"{path}: {name} and the others must be {words}")
+            stacked[key].append(tensors[name])
     try:
-        return UnitedExperts(way, stacked["gate_up"], stacked["down"], stacked["groups"])
+        return UnitedExperts(way, **{key: np.stack(parts) for key, parts in stacked.items()})
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}") from None
 
@@ -297,7 +402,7 @@ def is_native(directory: Path) -> bool:
 
 
 def load_native(
-    directory: Path, dtype: jnp.dtype
+    directory: Path, dtype: jnp.dtype, check_weights: bool = True
 ) -> tuple[ModelConfig, dict[str, Any], ExpertPool, ExpertTable]:
     """Reads what `save_native` wrote, floating-point arrays as `dtype`. Raises CheckpointError."""
     import orbax.checkpoint as ocp
@@ -307,16 +412,21 @@ def load_native(
         cfg = _config_from_json(json.loads((directory / "jmoe.json").read_text(encoding="utf-8")))
         with ocp.StandardCheckpointer() as checkpointer:
             tree = checkpointer.restore(directory / "state")
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        stored = dict(tree["params"]), ExpertPool(**tree["pool"]), ExpertTable(**tree["table"])
+        _check_native(cfg, stored[0])
+    except Exception as error:  # whatever Orbax raises for a damaged tree
         raise CheckpointError(f"{directory} is not readable: {error}") from error
 
     def cast(a: Any) -> jax.Array:
         return jnp.asarray(a, dtype if jnp.issubdtype(a.dtype, jnp.floating) else a.dtype)
 
-    tree = jax.tree.map(cast, tree)
-    params = dict(tree["params"])
+    params, pool, table = jax.tree.map(cast, stored)
+    if check_weights and not seem_finite((params, pool)):
+        leaves = jax.tree_util.tree_leaves_with_path({"params": stored[0], "pool": stored[1]})
+        faults = (fault(jax.tree_util.keystr(at), leaf, dtype) for at, leaf in leaves)
+        _refuse(f"{directory} has weights that are not finite:", filter(None, faults))
     params["segments"] = tuple(params["segments"])
-    return cfg, params, ExpertPool(**tree["pool"]), ExpertTable(**tree["table"])
+    return cfg, params, pool, table
 
 
 def _tree(params: Mapping[str, Any], pool: ExpertPool, table: ExpertTable) -> dict[str, Any]:
@@ -324,8 +434,40 @@ def _tree(params: Mapping[str, Any], pool: ExpertPool, table: ExpertTable) -> di
     return {"params": plain, "pool": pool._asdict(), "table": table._asdict()}
 
 
+def _check_native(cfg: ModelConfig, params: Mapping[str, Any]) -> None:
+    """Raises ValueError where parameters are not those of the configuration."""
+    want: dict[str, Any] = {key: _param_shape(s) for key, s in top_sources(cfg).items()}
+    want["segments"] = [
+        {k: (count, *_param_shape(s)) for k, s in layer_sources(cfg, start, is_moe).items()}
+        for is_moe, start, count in cfg.segments()
+    ]
+    found = jax.tree.map(lambda leaf: tuple(leaf.shape), dict(params))
+    if found != want:
+        raise ValueError("its parameters are not those of a model as jmoe.json describes it")
+
+
+def _param_shape(source: Source) -> tuple[int, ...]:
+    """Shape of what `_assemble` makes of a source."""
+    _, shapes, transpose = source
+    if transpose:
+        return shapes[0][1], sum(shape[0] for shape in shapes)
+    if len(shapes[0]) == 2 and shapes[0][0] == 1:
+        return shapes[0][1:]
+    return shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes),)
+
+
 def _config_from_json(raw: dict[str, Any]) -> ModelConfig:
+    """Raises TypeError, KeyError or ValueError for what `save_native` would not write."""
     raw = {**raw, "rope": RopeConfig(**raw["rope"])}
     for key in ("moe_layers", "eos_token_ids"):
         raw[key] = tuple(raw[key])
-    return ModelConfig(**raw)
+    cfg = ModelConfig(**raw)
+    for one in (cfg, cfg.rope):
+        for field in fields(one):
+            value, kind = getattr(one, field.name), str(field.type)
+            plain = {"int": int, "float": (int, float), "bool": bool, "str": str}.get(
+                getattr(field.type, "__name__", kind), object
+            )
+            if not isinstance(value, plain) or (isinstance(value, bool) and plain is not bool):
+                raise TypeError(f"{field.name} is {value!r}")
+    return cfg

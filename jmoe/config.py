@@ -2,10 +2,14 @@
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from jmoe.config_fields import ConfigError as ConfigError
+from jmoe.config_fields import Fields, shown
+from jmoe.config_keys import ROPE_READ, check_keys, check_rope_keys
 
 ARCHITECTURES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
@@ -13,9 +17,7 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
 }
 
-
-class ConfigError(ValueError):
-    """A model configuration that cannot be served; names the key and the value."""
+MOST_LAYERS, MOST_EXPERTS = 10_000, 100_000
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class ModelConfig:
     rope: RopeConfig
     max_position: int
     eos_token_ids: tuple[int, ...] = ()
+    o_bias: bool = False  # of attention's output projection
 
     def __post_init__(self) -> None:
         """Raises ConfigError where fields contradict each other."""
@@ -104,23 +107,22 @@ def _require(holds: bool, key: str, value: object, wanted: str) -> None:
         raise ConfigError(f"{key} is {value!r}; it must be {wanted}")
 
 
-def _get(config: Mapping[str, Any], *keys: str) -> Any:
-    for key in keys:
-        if config.get(key) is not None:
-            return config[key]
-    raise ConfigError(f"config.json lacks {' or '.join(keys)}")
-
-
-def read_config(path: str | Path) -> ModelConfig:
+def read_config(path: str | Path, *, allow_unknown_config: Collection[str] = ()) -> ModelConfig:
     """Reads `config.json` (and eos ids of `generation_config.json`) of a Hugging Face directory.
 
-    Raises ConfigError for a missing or malformed file, or a setting jmoe does not serve.
+    Raises ConfigError for a missing or malformed file, a setting jmoe does not serve, or a key it
+    does not know, but for those in `allow_unknown_config` (`KEY`, or `rope_scaling.KEY`).
     """
     directory = Path(path)
-    raw = _read_json(directory / "config.json")
+    file = directory / "config.json"
+    cfg = from_hf(_read_json(file), file=str(file), allow_unknown_config=allow_unknown_config)
     generation = directory / "generation_config.json"
-    eos = (_read_json(generation) if generation.exists() else {}).get("eos_token_id")
-    return from_hf({**raw, "eos_token_id": raw.get("eos_token_id") if eos is None else eos})
+    if not generation.exists():
+        return cfg
+    fields = Fields(_read_json(generation), str(generation))
+    if fields.given("eos_token_id") is None:
+        return cfg
+    return replace(cfg, eos_token_ids=fields.token_ids("eos_token_id", cfg.vocab_size))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -128,110 +130,198 @@ def _read_json(path: Path) -> dict[str, Any]:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; name a Hugging Face model directory") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} holds a {type(loaded).__name__}, not an object")
     return loaded
 
 
-def from_hf(config: Mapping[str, Any]) -> ModelConfig:
-    """Translates the contents of a Hugging Face `config.json`. Raises ConfigError."""
-    kind = config.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise ConfigError(f"model_type is {kind!r}; jmoe serves {', '.join(sorted(ARCHITECTURES))}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"hidden_act is {config['hidden_act']!r}; jmoe serves 'silu'")
-    num_layers = _get(config, "num_hidden_layers")
-    num_heads = _get(config, "num_attention_heads")
-    d_model = _get(config, "hidden_size")
-    head_dim = config.get("head_dim") or d_model // num_heads
-    max_position = _get(config, "max_position_embeddings")
-    moe_layers = _moe_layers(config, num_layers)
-    _refuse_sliding_window(config, max_position)
-    mixtral = kind == "mixtral"
-    eos = config.get("eos_token_id")
-    return ModelConfig(
-        architecture=kind,
-        vocab_size=_get(config, "vocab_size"),
-        d_model=d_model,
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=config.get("num_key_value_heads") or num_heads,
-        head_dim=head_dim,
-        num_experts=_get(config, "num_local_experts", "num_experts"),
-        experts_per_token=_get(config, "num_experts_per_tok"),
-        d_ff_expert=_get(config, "intermediate_size" if mixtral else "moe_intermediate_size"),
-        d_ff_shared=config.get("shared_expert_intermediate_size") or 0,
-        d_ff_dense=0 if all(moe_layers) else _get(config, "intermediate_size"),
-        moe_layers=moe_layers,
-        # Mixtral always renormalises; Qwen says so in its config (absent: it does not).
-        norm_topk_prob=mixtral or bool(config.get("norm_topk_prob", False)),
-        qkv_bias=bool(config.get("qkv_bias", True))
-        if kind == "qwen2_moe"
-        else bool(config.get("attention_bias", False)),
-        qk_norm=kind == "qwen3_moe",
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-5 if mixtral else 1e-6)),
-        rope=_rope(config, max_position),
-        max_position=max_position,
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else (() if eos is None else (eos,)),
-    )
+def from_hf(
+    config: Mapping[str, Any],
+    *,
+    file: str = "config.json",
+    allow_unknown_config: Collection[str] = (),
+) -> ModelConfig:
+    """Translates the contents of a Hugging Face `config.json`; `file` is its name in errors.
+
+    Raises ConfigError, as `read_config` does.
+    """
+    fields = Fields(config, file)
+    family = _family(fields)
+    check_keys(fields, family, allow_unknown_config)
+    mixtral = family == "mixtral"
+    num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
+    num_heads = fields.size("num_attention_heads")
+    vocab_size = fields.size("vocab_size")
+    max_position = fields.size("max_position_embeddings")
+    moe_layers = (True,) * num_layers if mixtral else _moe_layers(fields, num_layers)
+    d_ff_dense = fields.size("intermediate_size", 0)
+    _refuse_windows(fields, mixtral, num_layers, max_position)
+    bias = family == "qwen3_moe" and fields.flag("attention_bias", False)
+    try:
+        return ModelConfig(
+            architecture=family,
+            vocab_size=vocab_size,
+            d_model=fields.size("hidden_size"),
+            num_layers=num_layers,
+            num_heads=num_heads,
+            num_kv_heads=fields.size("num_key_value_heads", num_heads),
+            head_dim=_head_dim(fields, num_heads),
+            num_experts=_num_experts(fields, family),
+            experts_per_token=fields.size("num_experts_per_tok"),
+            d_ff_expert=fields.size("intermediate_size" if mixtral else "moe_intermediate_size"),
+            d_ff_shared=fields.size("shared_expert_intermediate_size", least=0)
+            if family == "qwen2_moe"
+            else 0,
+            d_ff_dense=0 if all(moe_layers) else d_ff_dense or fields.size("intermediate_size"),
+            moe_layers=moe_layers,
+            # Mixtral always renormalises; Qwen says so in its config (absent: it does not).
+            norm_topk_prob=mixtral or fields.flag("norm_topk_prob", False),
+            qkv_bias=fields.flag("qkv_bias", True) if family == "qwen2_moe" else bias,
+            qk_norm=family == "qwen3_moe",
+            tie_embeddings=fields.flag("tie_word_embeddings", False),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-5 if mixtral else 1e-6),
+            rope=_rope(fields, mixtral, max_position, allow_unknown_config),
+            max_position=max_position,
+            eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
+            o_bias=bias,
+        )
+    except ConfigError as error:
+        words = str(error)
+        raise ConfigError(words if words.startswith(file) else f"{file}: {words}") from None
 
 
-def _moe_layers(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-    if config["model_type"] == "mixtral":
-        return (True,) * num_layers
-    dense = set(config.get("mlp_only_layers") or ())
-    step = config.get("decoder_sparse_step") or 1
-    return tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+def _family(fields: Fields) -> str:
+    kind = fields.given("model_type")
+    served = ", ".join(sorted(ARCHITECTURES))
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        raise ConfigError(f"{fields.file}: model_type is {shown(kind)}; jmoe serves {served}")
+    classes = fields.given("architectures")
+    if classes is not None and classes != [ARCHITECTURES[kind]]:
+        raise fields.wrong("architectures", f"['{ARCHITECTURES[kind]}'] where model_type is {kind}")
+    if fields.given("hidden_act") not in (None, "silu"):
+        raise fields.wrong("hidden_act", "'silu'")
+    return kind
 
 
-def _refuse_sliding_window(config: Mapping[str, Any], max_position: int) -> None:
-    window = config.get("sliding_window")
-    used = config.get("use_sliding_window", config["model_type"] == "mixtral")
-    if used and window and window < max_position:
-        raise ConfigError(f"sliding_window is {window}; jmoe attends to the whole context only")
+def _head_dim(fields: Fields, num_heads: int) -> int:
+    if fields.given("head_dim") is not None:
+        return fields.size("head_dim")
+    d_model = fields.size("hidden_size")
+    if d_model % (2 * num_heads):
+        heads = f"num_attention_heads ({num_heads})"
+        raise fields.wrong("hidden_size", f"an even multiple of {heads} where head_dim is absent")
+    return d_model // num_heads
 
 
-def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
+def _num_experts(fields: Fields, family: str) -> int:
+    """transformers reads either spelling, but for Qwen2-MoE, where it ignores the newer one."""
+    older, newer = "num_experts", "num_local_experts"
+    key = fields.first(older) if family == "qwen2_moe" else fields.first(newer, older)
+    other = older if key == newer else newer
+    count = fields.size(key, most=MOST_EXPERTS)
+    if fields.size(other, count) != count:
+        raise fields.wrong(other, f"the same as {key} ({count})")
+    return count
+
+
+def _moe_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    dense = set(fields.integers("mlp_only_layers"))
+    step = fields.size("decoder_sparse_step", 1)
+    layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+    if not any(layers):
+        raise fields.wrong(
+            "decoder_sparse_step",
+            f"such that of num_hidden_layers ({num_layers}) it and mlp_only_layers leave "
+            "at least one MoE layer",
+        )
+    return layers
+
+
+def _refuse_windows(fields: Fields, mixtral: bool, num_layers: int, max_position: int) -> None:
+    """jmoe attends to the whole context, in every layer."""
+    kinds = fields.given("layer_types")
+    if kinds is not None and kinds != ["full_attention"] * num_layers:
+        raise fields.wrong(
+            "layer_types", f"'full_attention' for each of num_hidden_layers ({num_layers})"
+        )
+    window = fields.given("sliding_window")
+    if mixtral:
+        used = window is not None
+    else:
+        used = fields.flag("use_sliding_window", False)
+        if used and window is None:
+            raise fields.wrong("use_sliding_window", "false; jmoe attends to the whole context")
+    if used and fields.size("sliding_window", least=0) < max_position:
+        raise fields.wrong(
+            "sliding_window",
+            f"max_position_embeddings ({max_position}) or more, or off (Qwen: use_sliding_window "
+            "false, Mixtral: null); jmoe attends to the whole context only",
+        )
+
+
+def _rope(fields: Fields, mixtral: bool, max_position: int, allowed: Collection[str]) -> RopeConfig:
     """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`."""
-    newer = config.get("rope_parameters") or {}
-    scaling = {**(config.get("rope_scaling") or {}), **newer}
-    absent = 1e6 if config["model_type"] == "mixtral" else 1e4  # as transformers assumes
-    theta = float(newer.get("rope_theta") or config.get("rope_theta") or absent)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if config.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError("partial_rotary_factor other than 1 is not served")
+    sections = [fields.section(key) for key in ("rope_scaling", "rope_parameters")]
+    theta = fields.number("rope_theta", 1e6 if mixtral else 1e4)  # as transformers assumes
+    original = fields.size("original_max_position_embeddings", 0)
+    ropes = [
+        _scaled(section, section.number("rope_theta", theta), original, max_position, allowed)
+        for section in sections
+        if section.values
+    ]
+    if len(ropes) == 2 and ropes[0] != ropes[1]:
+        raise fields.wrong("rope_scaling", "absent, or say the same as rope_parameters")
+    return ropes[0] if ropes else RopeConfig(theta=theta)
+
+
+def _scaled(
+    fields: Fields, theta: float, original: int, max_position: int, allowed: Collection[str]
+) -> RopeConfig:
+    kind = fields.given("rope_type") or fields.given("type") or "default"
+    if not isinstance(kind, str) or kind not in ROPE_READ:
+        served = ", ".join(ROPE_READ)
+        raise ConfigError(
+            f"{fields.file}: rope type is {shown(kind)} in {fields.where}; jmoe serves {served}"
+        )
+    check_rope_keys(fields, kind, allowed)
     if kind == "default":
         return RopeConfig(theta=theta)
-    if kind not in ("linear", "llama3", "yarn"):
-        raise ConfigError(f"rope type is {kind!r}; jmoe serves default, linear, llama3 and yarn")
-    factor = float(_get(scaling, "factor"))
-    key = "original_max_position_embeddings"
-    original = int(config.get(key) or scaling.get(key) or max_position)
+    factor = fields.number("factor")
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind=kind, factor=factor)
+    original = original or fields.size("original_max_position_embeddings", max_position)
+    if kind == "llama3":
+        low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+        if high <= low:
+            raise fields.wrong("high_freq_factor", f"above low_freq_factor ({low:g})")
+        return RopeConfig(theta, kind, factor, original, low, high)
+    if theta <= 1:
+        raise ConfigError(f"{fields.file}: rope_theta is {theta:g}; it must be above 1 for yarn")
     return RopeConfig(
         theta=theta,
         kind=kind,
         factor=factor,
         original_max_position=original,
-        low_freq_factor=float(scaling.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(scaling.get("high_freq_factor", 4.0)),
-        beta_fast=float(scaling.get("beta_fast") or 32.0),
-        beta_slow=float(scaling.get("beta_slow") or 1.0),
-        attention_factor=_yarn_attention_factor(scaling, factor) if kind == "yarn" else 1.0,
-        truncate=bool(scaling.get("truncate", True)),
+        beta_fast=fields.number("beta_fast", 32.0),
+        beta_slow=fields.number("beta_slow", 1.0),
+        attention_factor=_yarn_attention_factor(fields, factor),
+        truncate=fields.flag("truncate", True),
     )
 
 
-def _yarn_attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
+def _yarn_attention_factor(fields: Fields, factor: float) -> float:
     """YaRN (arXiv 2309.00071), section 3.4: 0.1 ln(s) + 1, unless the config says otherwise."""
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return scale(scaling["mscale"]) / scale(scaling["mscale_all_dim"])
+    if fields.given("attention_factor") is not None:
+        return fields.number("attention_factor")
+    keys = ("mscale", "mscale_all_dim")
+    if all(fields.given(key) for key in keys):
+        return scale(fields.number(keys[0])) / scale(fields.number(keys[1]))
     return scale(1.0)

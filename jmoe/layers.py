@@ -1,5 +1,6 @@
 """A checkpoint one layer at a time, for work that must not hold the whole model on the device."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,32 @@ class Layers:
     read whole into host memory, and only what is asked for goes to the device.
     """
 
-    def __init__(self, path: str | Path, dtype: str = "float32") -> None:
-        """Raises CheckpointError and ConfigError for a directory that cannot be loaded."""
+    def __init__(
+        self,
+        path: str | Path,
+        dtype: str = "float32",
+        *,
+        check_weights: bool = True,
+        allow_unknown_config: Sequence[str] = (),
+    ) -> None:
+        """Keywords as of `jmoe.load`; `layer` checks the weights that it reads.
+
+        Raises CheckpointError and ConfigError for a directory that cannot be loaded.
+        """
         self.directory = resolve(path)
         kind = jnp.dtype(dtype)
         if is_native(self.directory):
             with jax.default_device(jax.devices("cpu")[0]):
-                self.cfg, self._params, self._pool, table = load_native(self.directory, kind)
+                self.cfg, self._params, self._pool, table = load_native(
+                    self.directory, kind, check_weights
+                )
             self._slots = np.asarray(table.slots)
             self._files = None
         else:
-            self.cfg: ModelConfig = read_config(self.directory)
-            self._files = HFLayers(self.directory, self.cfg, kind)
+            self.cfg: ModelConfig = read_config(
+                self.directory, allow_unknown_config=allow_unknown_config
+            )
+            self._files = HFLayers(self.directory, self.cfg, kind, check_weights)
 
     def top(self) -> dict[str, Any]:
         """`embed`, `final_norm` and, untied, `lm_head`."""

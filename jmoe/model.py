@@ -78,7 +78,8 @@ def attend(
     """Attention with its residual. `mix(projection)` returns what the heads read, and its carry."""
     h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
     out, carry = mix(project(cfg, layer, h, turns))
-    return x + out.reshape(x.shape[0], -1) @ layer["wo"], carry
+    x = x + out.reshape(x.shape[0], -1) @ layer["wo"]
+    return (x + layer["bo"][None] if cfg.o_bias else x), carry
 
 
 def route(

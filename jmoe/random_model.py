@@ -137,6 +137,8 @@ def _segment(
     }
     if cfg.qkv_bias:
         out["bqkv"] = jnp.zeros((n, (heads + 2 * kv_heads) * size), kind)
+    if cfg.o_bias:
+        out["bo"] = jnp.zeros((n, d), kind)
     if cfg.qk_norm:
         out |= {"q_norm": jnp.ones((n, size), kind), "k_norm": jnp.ones((n, size), kind)}
     if not is_moe:

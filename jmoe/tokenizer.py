@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
-from tokenizers.decoders import DecodeStream
+
+from jmoe.text_stream import TextStream
 
 
 class TokenizerError(ValueError):
@@ -31,12 +33,12 @@ class Tokenizer:
             backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{path} is not readable: {error}") from None
-        settings = directory / "tokenizer_config.json"
-        loaded = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
+        settings = _settings(directory / "tokenizer_config.json")
         template = directory / "chat_template.jinja"
         if template.exists():
-            loaded["chat_template"] = template.read_text(encoding="utf-8")
-        return cls(backend, loaded)
+            settings["chat_template"] = _text(template)
+        settings["chat_template"] = _one_template(settings.get("chat_template"), directory)
+        return cls(backend, settings)
 
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens that the tokenizer itself adds.
@@ -46,13 +48,23 @@ class Tokenizer:
         """
         return self.backend.encode_batch_fast([text])[0].ids
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text has at most so many for each of its tokens.
+
+        Reckoned from the vocabulary's spelling, in which a byte or a space takes a character or
+        more. A normalizer that deletes text could fit more into a token; those of the models that
+        are served here do not.
+        """
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text without special tokens."""
         return self.backend.decode(list(tokens), skip_special_tokens=True)
 
-    def stream(self) -> "TextStream":
+    def stream(self) -> TextStream:
         """A decoder for tokens that come one by one."""
-        return TextStream(self.backend)
+        return TextStream(self.decode)
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The chat template applied, with the generation prompt. Raises TokenizerError."""
@@ -77,13 +89,31 @@ class Tokenizer:
             raise TokenizerError(f"the chat template failed: {error}") from None
 
 
-class TextStream:
-    """Incremental decoding: text is released once its bytes are whole."""
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path} is not readable: {error}") from None
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._stream = DecodeStream(skip_special_tokens=True)
 
-    def push(self, token: int) -> str:
-        """Text that `token` completes; empty while a character is still open."""
-        return self._stream.step(self._backend, token) or ""
+def _settings(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        loaded = json.loads(_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(loaded, dict):
+        raise TokenizerError(f"{path} holds a {type(loaded).__name__}, not an object")
+    return loaded
+
+
+def _one_template(template: object, directory: Path) -> str | None:
+    """The template itself, or of several named ones the one named `default`."""
+    if isinstance(template, list):
+        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        kind = type(template).__name__
+        raise TokenizerError(f"{directory}: chat_template is a {kind}; it must be text")
+    return template

@@ -5,9 +5,21 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 install_import_hook(["jmoe", "pallas_kernels"], "beartype.beartype")
+
+
+@pytest.fixture(scope="module")
+def compiled_in_a_hurry():
+    """For programs that run once or a dozen times: to compile them is most of what a test takes.
+
+    What XLA makes of them when it takes its time is judged in test_united.py and test_generate.py.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

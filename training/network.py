@@ -142,6 +142,8 @@ def layer_forward(
     h = rms_norm(x, layer["attn_norm"].astype(jnp.float32), cfg.rms_norm_eps).astype(dtype)
     mixed = packed_attention(cfg, layer, h, positions, mask)
     x = x + linear(mixed, layer["wo"].astype(dtype)).astype(jnp.float32)
+    if cfg.o_bias:
+        x = x + layer["bo"].astype(jnp.float32)[None, None]
     h = rms_norm(x, layer["mlp_norm"].astype(jnp.float32), cfg.rms_norm_eps)
     h = h.reshape(-1, cfg.d_model)
     low, routing_of = h.astype(dtype), None

@@ -110,6 +110,9 @@ CASES = {
     "qwen3_moe_tied_no_head_dim": qwen3(
         [2, 42, 7, 1, 95], [7, 3, 13, 31], rope=FIVE_HUNDRED, **NORM, **TIED
     ),
+    "qwen3_moe_attention_bias": qwen3(
+        [2, 32, 4, 2, 87], [6, 2, 15, 27], head_dim=8, attention_bias=True, **NORM
+    ),
     "mixtral": mixtral([2, 32, 4, 2, 91], [5, 2, 25]),
     "mixtral_tied_llama3": mixtral([2, 48, 4, 4, 77], [5, 2, 15], rope=LLAMA3, **TIED),
     "mixtral_top1_head_dim": mixtral(

@@ -11,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 import jmoe
 from jmoe import CheckpointError, ConfigError
 from jmoe.brownout import Brownout
+from jmoe.layers import Layers
 
 CASE, SHARDED = "qwen2_moe", "qwen3_moe"
 TOKENS = np.random.default_rng(0).integers(0, 70, (3, 8))
@@ -74,7 +75,9 @@ def test_an_unreadable_file_is_named(copy, content):
     assert f"{path} is not readable" in refused(directory)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}']
+)
 def test_an_unreadable_index_is_named(copy, content):
     directory = copy(SHARDED)
     path = directory / "model.safetensors.index.json"
@@ -113,6 +116,88 @@ def test_a_directory_that_is_none(tmp_path):
         jmoe.load(tmp_path, dtype="int8")
 
 
+def spoil(*names, value=np.nan, at=-1):
+    """Puts a value into the last place of some tensors."""
+
+    def change(tensors):
+        for name in names:
+            tensors[name] = tensors[name].copy()
+            tensors[name].flat[at] = value
+
+    return change
+
+
+LAYER = "model.layers.1."
+ALL_KINDS = (
+    "lm_head.weight",
+    "model.norm.weight",
+    LAYER + "self_attn.k_proj.bias",
+    LAYER + "mlp.shared_expert_gate.weight",
+    LAYER + "mlp.experts.5.up_proj.weight",
+    LAYER + "mlp.experts.6.down_proj.weight",
+)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ALL_KINDS)
+def test_weights_that_are_not_finite_are_refused_by_name(copy, name, value):
+    directory = copy(CASE)
+    change_tensors(directory, spoil(name, value=value))
+    words = refused(directory)
+    assert words.startswith(f"{directory} has weights that are not finite:")
+    assert words.endswith(f"  {name} holds NaN or infinity")
+    assert len(words.splitlines()) == 2
+    jmoe.load(directory, dtype="float32", check_weights=False)
+
+
+def test_all_bad_weights_of_a_layer_are_named(copy):
+    directory = copy(CASE)
+    names = [name for name in ALL_KINDS if name.startswith(LAYER)]
+    change_tensors(directory, spoil(*names))
+    assert all(name in refused(directory) for name in names)
+
+
+def test_large_weights_are_refused_only_in_a_precision_that_does_not_hold_them(copy):
+    directory = copy(CASE)
+    change_tensors(directory, spoil(*ALL_KINDS[-1:], value=1e5))
+    jmoe.load(directory, dtype="bfloat16")
+    with pytest.raises(CheckpointError, match=r"6\.down_proj\.weight is not finite as float16"):
+        jmoe.load(directory, dtype="float16")
+
+
+def test_finite_weights_whose_sums_overflow_are_taken(copy):
+    directory = copy(CASE)
+    name = LAYER + "self_attn.o_proj.weight"
+    change_tensors(directory, put(name, np.full((32, 32), 3e38, np.float32)))
+    jmoe.load(directory, dtype="float32")
+
+
+def test_layers_are_checked_when_they_are_read(copy):
+    directory = copy(CASE)
+    change_tensors(directory, spoil(ALL_KINDS[-1]))
+    layers = Layers(directory)
+    layers.top()
+    layers.layer(0)
+    with pytest.raises(CheckpointError, match=ALL_KINDS[-1].replace(".", r"\.")):
+        layers.layer(1)
+    Layers(directory, check_weights=False).layer(1)
+
+
+def test_weights_that_are_not_floats_are_refused(copy):
+    directory = copy(CASE)
+    change_tensors(directory, put("model.norm.weight", np.ones(32, np.int8)))
+    assert "model.norm.weight is I8; jmoe reads BF16, F16, F32, F64" in refused(directory)
+
+
+def test_a_tensor_in_two_files_is_refused(copy):
+    directory = copy(SHARDED)
+    last = directory / "model-00003-of-00003.safetensors"
+    save_file({**load_file(last), "model.norm.weight": np.ones(36, np.float32)}, last)
+    first = directory / "model-00001-of-00003.safetensors"
+    save_file({**load_file(first), "model.norm.weight": np.ones(36, np.float32)}, first)
+    assert "holds model.norm.weight, and another file too" in refused(directory)
+
+
 def change_united(directory, change):
     tensors = load_file(directory / "united.safetensors")
     change(tensors)
@@ -135,6 +220,9 @@ def put(name, value):
         (put("way2.layers.0.groups", np.arange(7, dtype=np.int32)), "groups of way 2"),
         (put("way2.layers.0.groups", np.zeros(7, np.float32)), "way2.layers.0.groups"),
         (put("something", np.zeros(1, np.float32)), "something"),
+        (put("way2.layers.2.down", np.zeros(1, np.float32)), "way2.layers.2.down"),
+        (put("way2.layers.0.down", np.zeros((4, 19, 32), np.int8)), "must be floats"),
+        (spoil("way3.layers.1.down"), "way3.layers.1.down holds NaN or infinity"),
         (put("way0.layers.0.groups", np.zeros(7, np.int32)), "way0.layers.0.groups"),
     ],
 )
@@ -198,9 +286,22 @@ def test_a_saved_model_that_was_damaged(saved, tmp_path):
     config = json.loads(path.read_text())
     path.write_text(json.dumps({k: v for k, v in config.items() if k != "d_model"}))
     assert "is not readable" in refused(directory)
+    for change in ({"d_model": "32"}, {"num_layers": 3, "moe_layers": [True] * 3}, {"rope": []}):
+        path.write_text(json.dumps({**config, **change}))
+        assert "is not readable" in refused(directory)
     path.write_text(json.dumps(config))
     shutil.rmtree(directory / "state")
     assert "is not readable" in refused(directory)
+
+
+def test_a_saved_model_with_weights_that_are_not_finite(united_dirs, tmp_path):
+    model = jmoe.load(united_dirs(CASE), dtype="float32")
+    model.params = {**model.params, "final_norm": model.params["final_norm"].at[3].set(np.nan)}
+    jmoe.save(model, tmp_path / "bad")
+    assert "final_norm" in refused(tmp_path / "bad")
+    with pytest.raises(CheckpointError, match="final_norm"):
+        Layers(tmp_path / "bad")
+    jmoe.load(tmp_path / "bad", dtype="float32", check_weights=False)
 
 
 def test_a_model_saved_without_places_says_so(united_dirs, tmp_path):

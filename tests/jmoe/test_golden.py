@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -14,15 +13,7 @@ CASES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
 CHUNKED = {"qwen2_moe_mlp_only_tied", "qwen3_moe_mixed_yarn", "mixtral_top1_head_dim"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_in_a_hurry():
-    """Some fifty programs run once or a dozen times each: to compile them is all the time there is.
-
-    What XLA makes of them when it takes its time is judged in test_united.py and test_generate.py.
-    """
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -26,11 +26,7 @@ GEOMETRY = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _compiled_in_a_hurry():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 
 def config(**change):

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from safetensors import safe_open
 from safetensors.flax import save_file
 
-from jmoe.api import load
+from jmoe.api import Model, load
 from jmoe.checkpoint import UNITED_FILE
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool, groups_by_index
@@ -48,6 +48,7 @@ def distill(
     out: Path,
     config: DistillConfig | None = None,
     progress: Progress = _silent,
+    allow_unknown_config: Sequence[str] = (),
 ) -> tuple[list[LayerResult], list[RefineResult]]:
     """Distils united experts of every way and writes `out/united.safetensors` (bfloat16).
 
@@ -65,13 +66,15 @@ def distill(
         out: directory, made if absent; may be `model_dir`. Also gets a report and its picture.
         config: settings; None for the defaults.
         progress: called with what is done, how much of it, and the loss.
+        allow_unknown_config: as of `jmoe.load`.
 
     Raises ValueError for ways, data and settings that cannot be used and for an `out` with another
     run in it, DistillError where training cannot go on, and what `jmoe.load` raises.
     """
     config = config or DistillConfig()
     # A CPU's reference of the grouped GEMM is fast in float32, a GPU's kernel in bfloat16.
-    layers = Layers(model_dir, "float32" if jax.default_backend() == "cpu" else config.dtype)
+    dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
+    layers = Layers(model_dir, dtype, allow_unknown_config=allow_unknown_config)
     cfg = layers.cfg
     if not ways or len(set(ways)) != len(ways):
         raise ValueError(f"ways are {list(ways)}; give at least one, each once")
@@ -95,9 +98,12 @@ def distill(
     united = {way: _stack(found, way) for way in ways}
     refined = []
     if config.refine_steps:
+        whole = partial(
+            load, model_dir, config.dtype, ways=(), allow_unknown_config=allow_unknown_config
+        )
         for way in ways:
             united[way], result = _refine(
-                model_dir, cfg, way, united[way], packed, store, config, progress
+                whole, cfg, way, united[way], packed, store, config, progress
             )
             refined.append(result)
     _write(out, united)
@@ -213,7 +219,7 @@ def _stack(found: dict[tuple[int, int], tuple[Fit, np.ndarray]], way: int) -> Un
 
 
 def _refine(
-    model_dir: Path,
+    load_model: Callable[[], Model],
     cfg: ModelConfig,
     way: int,
     united: United,
@@ -225,7 +231,7 @@ def _refine(
     weights = {key: united[key] for key in ("gate_up", "down")}
     advice = f"lower refine_rows ({config.refine_rows} now), leave this stage out (refine_steps 0)"
     with _room_for(f"way {way}, end to end,", advice):
-        frozen = freeze(load(model_dir, config.dtype, ways=()), united["groups"])
+        frozen = freeze(load_model(), united["groups"])
         at = begin(weights, config, cfg.d_model)
         kept = store.refinement(way, at._asdict())
         if kept is not None:

@@ -38,6 +38,7 @@ class EvaluateConfig:
     error_steps: int = 32
     seed: int = 0
     out: Path = Path("out/evaluate")
+    allow_unknown_config: tuple[str, ...] = ()  # as of `jmoe.load`
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number out of range."""
@@ -60,7 +61,7 @@ def evaluate(
     belongs to other inputs.
     """
     items = sources.choose(config.data, config.num, config.generate_tasks, config.seed)
-    model = load(config.model, config.dtype)
+    model = load(config.model, config.dtype, allow_unknown_config=config.allow_unknown_config)
     _check_ways(model, settings)
     work = _Work(model, items, config)
     inputs = work.inputs()

@@ -1,0 +1,176 @@
+"""The reviewed keys of `config.json`: what jmoe reads, what has no effect, what it serves in part.
+
+A key that is not here may change what a model computes, so `check_keys` refuses it. Reviewed
+against transformers 5.23: what its three model classes and `PreTrainedConfig` do with each key.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from jmoe.config_fields import ConfigError, Fields, shown
+
+
+def _because(why: str, keys: str) -> dict[str, str]:
+    return dict.fromkeys(keys.split(), why)
+
+
+_COMMON = _because(
+    "read for every family",
+    """
+    architectures eos_token_id head_dim hidden_act hidden_size intermediate_size layer_types
+    max_position_embeddings model_type num_attention_heads num_experts_per_tok num_hidden_layers
+    num_key_value_heads original_max_position_embeddings rms_norm_eps rope_parameters rope_scaling
+    rope_theta sliding_window tie_word_embeddings vocab_size
+    """,
+).keys()
+_QWEN = _because(
+    "read for both Qwen families",
+    """
+    decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
+    num_local_experts use_sliding_window
+    """,
+).keys()
+
+READ: Mapping[str, Collection[str]] = {
+    "qwen2_moe": _COMMON | _QWEN | {"qkv_bias", "shared_expert_intermediate_size"},
+    "qwen3_moe": _COMMON | _QWEN | {"attention_bias"},
+    "mixtral": _COMMON | {"num_local_experts", "num_experts"},
+}
+"""Keys that `jmoe.config.from_hf` reads and judges itself, by family."""
+
+ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "qwen2_moe": {"attention_bias": (False,), "use_qk_norm": (False,)},
+    "qwen3_moe": {
+        "qkv_bias": (False,),
+        "shared_expert_intermediate_size": (0,),
+        "use_qk_norm": (True,),
+    },
+    "mixtral": {
+        "attention_bias": (False,),
+        "decoder_sparse_step": (1,),
+        "mlp_only_layers": ([],),
+        "norm_topk_prob": (True,),
+        "qkv_bias": (False,),
+        "shared_expert_intermediate_size": (0,),
+        "use_qk_norm": (False,),
+        "use_sliding_window": (False,),
+    },
+}
+"""Keys of the model's arithmetic that jmoe computes in one way only, by family."""
+
+ONLY_IN_ALL: Mapping[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "chunk_size_feed_forward": (0,),
+    "cross_attention_hidden_size": (),
+    "is_encoder_decoder": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1.0,),
+    "pretraining_tp": (1,),
+    "pruned_heads": ({},),
+    "quantization_config": (),
+    "tie_encoder_decoder": (False,),
+}
+"""The same for keys of every family. No value at all: only null."""
+
+HARMLESS: Mapping[str, str] = {
+    **_because(
+        "training only",
+        """
+        attention_dropout classifier_dropout embd_pdrop hidden_dropout initializer_range
+        resid_pdrop router_aux_loss_coef router_jitter_noise
+        """,
+    ),
+    **_because(
+        "generation only: jmoe takes sampling settings from requests",
+        """
+        bad_words_ids begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty
+        do_sample early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty
+        forced_bos_token_id forced_eos_token_id length_penalty max_length min_length
+        no_repeat_ngram_size num_beam_groups num_beams num_return_sequences pad_token_id prefix
+        remove_invalid_values repetition_penalty return_dict_in_generate sep_token_id
+        suppress_tokens temperature top_k top_p typical_p use_cache
+        """,
+    ),
+    **_because(
+        "only asks for more outputs",
+        "output_attentions output_hidden_states output_router_logits output_scores return_dict",
+    ),
+    **_because(
+        "only with use_sliding_window, which is judged by itself",
+        "max_window_layers",
+    ),
+    **_because(
+        "bookkeeping",
+        """
+        _name_or_path dtype finetuning_task id2label is_decoder label2id name_or_path num_labels
+        problem_type task_specific_params tokenizer_class torch_dtype transformers_version
+        unsloth_fixed unsloth_version
+        """,
+    ),
+    **_because(
+        "which implementation of the same arithmetic to use",
+        """
+        _attn_implementation _attn_implementation_autoset _experts_implementation
+        attn_implementation experts_implementation tf_legacy_loss torchscript use_bfloat16
+        """,
+    ),
+}
+"""Keys without effect on the logits, and why."""
+
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE = frozenset({"rope_type", "type", "rope_theta"})
+ROPE_READ: Mapping[str, Collection[str]] = {
+    "default": _ROPE,
+    "linear": _ROPE | {"factor"},
+    "llama3": _ROPE | {"factor", "high_freq_factor", "low_freq_factor", _ORIGINAL},
+    "yarn": _ROPE
+    | {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+    | {"truncate", _ORIGINAL},
+}
+"""Keys of `rope_scaling` and `rope_parameters` that are read, by rope type."""
+
+ROPE_ONLY: Mapping[str, tuple[Any, ...]] = {"partial_rotary_factor": (1.0,)}
+ROPE_HARMLESS: Mapping[str, str] = _because("bookkeeping", f"finetuned {_ORIGINAL}")
+
+
+def check_keys(fields: Fields, family: str, allowed: Collection[str]) -> None:
+    """Raises ConfigError for a key of `config.json` that jmoe would ignore though it may matter."""
+    unknown = "jmoe does not know this key"
+    _check(fields, READ[family], {**ONLY_IN_ALL, **ONLY[family]}, HARMLESS, unknown, allowed)
+
+
+def check_rope_keys(fields: Fields, kind: str, allowed: Collection[str]) -> None:
+    """The same for `rope_scaling` or `rope_parameters` of a rope type."""
+    unknown = f"rope type {kind!r} as jmoe knows it does not have this key"
+    _check(fields, ROPE_READ[kind], ROPE_ONLY, ROPE_HARMLESS, unknown, allowed)
+
+
+def _check(
+    fields: Fields,
+    read: Collection[str],
+    only: Mapping[str, tuple[Any, ...]],
+    harmless: Collection[str],
+    unknown: str,
+    allowed: Collection[str],
+) -> None:
+    allowed = (allowed,) if isinstance(allowed, str) else allowed
+    for key, value in fields.values.items():
+        name = fields.name(key)
+        if value is None or key in read or key in harmless or name in allowed:
+            continue
+        if key not in only:
+            trouble = unknown
+        elif not any(_same(value, one) for one in only[key]):
+            values = " or ".join(map(shown, only[key]))
+            trouble = f"jmoe serves {values} only" if values else "jmoe serves models without it"
+        else:
+            continue
+        raise ConfigError(
+            f"{fields.file}: {name} is {shown(value)}; {trouble}; "
+            f"if it changes nothing, pass --allow-unknown-config {name}"
+        )
+
+
+def _same(value: object, other: object) -> bool:
+    """Equality in which true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other

@@ -1,0 +1,192 @@
+"""Make `config_changes.npz` of the golden cases: what transformers makes of a changed config.json.
+
+Run in the environment of make_golden.py, after it:
+
+    OMP_NUM_THREADS=1 python tests/golden/make_config_changes.py [case ...]
+
+For every case each key of its config.json is changed to other values and taken out, and keys that
+it lacks are put in, one at a time. The file holds
+
+    changes   one JSON text: a list of [path, value, outcome]. `path` is a list of one key, or of
+              two for a nested one. A key that is taken out has the value "<absent>".
+              outcome: `same` (the golden logits), `error` (it does not load, tensors are
+              missing, or logits are not finite), or the row of `logits`.
+    logits    float32 [rows, 2, V]: of the last position of the golden tokens.
+"""
+
+import copy
+import json
+import logging
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from make_golden import CASES, EAGER, ROOT, forward
+from transformers import AutoModelForCausalLM
+from transformers import logging as hf_logging
+
+ABSENT, SAME, ERROR = "<absent>", "same", "error"
+TOLERANCE = 1e-6
+
+# Other values of keys whose type does not suggest one.
+OTHERS = {
+    "architectures": [["LlamaForCausalLM"]],
+    "attention_dropout": [0.5],
+    "bos_token_id": [3],
+    "decoder_sparse_step": [2, 1],
+    "dtype": ["float16"],
+    "eos_token_id": [5, [5, 6]],
+    "head_dim": [8, 16],
+    "hidden_act": ["gelu", "relu"],
+    "layer_types": [["sliding_attention", "full_attention"]],
+    "mlp_only_layers": [[1], [], [7]],
+    "model_type": ["qwen2_moe", "qwen3_moe", "mixtral", "llama"],
+    "num_key_value_heads": [1, 2, 4],
+    "original_max_position_embeddings": [24],
+    "pad_token_id": [7],
+    "rms_norm_eps": [1e-2],
+    "rope_parameters": [{"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}],
+    "rope_scaling": [{"rope_type": "linear", "factor": 2.0}, {"type": "dynamic", "factor": 2.0}],
+    "rope_theta": [300.0],
+    "rope_type": ["default", "dynamic"],
+    "sliding_window": [4, 4096],
+    "torch_dtype": ["float16"],
+    "transformers_version": ["4.40.0"],
+    "type": ["default", "dynamic"],
+}
+# Keys to put in where a case lacks them, as other checkpoints have them.
+ADDED = {
+    "attention_bias": [True, False],
+    "chunk_size_feed_forward": [2],
+    "head_dim": [8],
+    "is_decoder": [True],
+    "layer_types": [["sliding_attention", "full_attention"]],
+    "logits_scaling": [2.0],
+    "mlp_bias": [True],
+    "mlp_only_layers": [[0]],
+    "norm_topk_prob": [True, False],
+    "num_experts": [3],
+    "num_local_experts": [3],
+    "original_max_position_embeddings": [24],
+    "partial_rotary_factor": [0.5, 1.0],
+    "qkv_bias": [True, False],
+    "rope_parameters": [{"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}],
+    "rope_scaling": [{"rope_type": "linear", "factor": 2.0}],
+    "rope_theta": [300.0],
+    "router_jitter_noise": [0.5],
+    "shared_expert_intermediate_size": [8, 0],
+    "temperature": [0.5],
+    "use_qk_norm": [True, False],
+    "use_sliding_window": [True],
+}
+ADDED_ROPE = {
+    "attention_factor": [1.7],
+    "beta_fast": [3.0],
+    "beta_slow": [0.3],
+    "factor": [3.0],
+    "long_factor": [[1.0, 2.0]],
+    "mscale": [0.5],
+    "partial_rotary_factor": [0.5],
+    "rope_theta": [300.0],
+    "truncate": [False],
+}
+
+
+def others(key, value):
+    """Return other values for a key."""
+    if key in OTHERS:
+        return [other for other in OTHERS[key] if other != value]
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, value - 1] if value > 1 else [value + 1]
+    if isinstance(value, float):
+        return [value * 1.5 if value else 0.5]
+    raise ValueError(f"{key} is {value!r}; give OTHERS a value for it")
+
+
+def changes(config):
+    """Yield (path, other value) for every key, one at a time."""
+    for key, value in config.items():
+        yield [key], ABSENT
+        if isinstance(value, dict):
+            for inner, old in value.items():
+                yield [key, inner], ABSENT
+                yield from (([key, inner], other) for other in others(inner, old))
+            absent = (k for k in ADDED_ROPE if k not in value)
+            yield from (([key, k], other) for k in absent for other in ADDED_ROPE[k])
+        yield from (([key], other) for other in (OTHERS.get(key) or others(key, value)))
+    absent = (key for key in ADDED if key not in config)
+    yield from (([key], other) for key in absent for other in ADDED[key])
+
+
+def changed(config, path, value):
+    """Return the config with one key changed or taken out."""
+    config = copy.deepcopy(config)
+    *outer, key = path
+    inner = config[outer[0]] if outer else config
+    if value == ABSENT:
+        del inner[key]
+    else:
+        inner[key] = value
+    return config
+
+
+@torch.no_grad()
+def last_logits(directory, tokens):
+    """Return float32 [2, V], or None where transformers does not load all the model needs."""
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, output_loading_info=True, **EAGER
+        )
+        if info["missing_keys"] or info["mismatched_keys"] or info["error_msgs"]:
+            return None
+        logits = forward(model.eval(), tokens).logits[:, -1].numpy()
+        return logits if np.isfinite(logits).all() else None
+    except Exception:  # transformers refuses in many ways
+        return None
+
+
+def make(name):
+    """Write one case's file; return how many changes there are and how they came out."""
+    case = ROOT / name
+    config = json.loads((case / "config.json").read_text())
+    golden = np.load(case / "golden.npz")
+    found, rows = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        for path in case.glob("model*"):
+            shutil.copyfile(path, directory / path.name)
+        for path, value in changes(config):
+            (directory / "config.json").write_text(json.dumps(changed(config, path, value)))
+            logits = last_logits(directory, golden["tokens"])
+            if logits is None:
+                outcome = ERROR
+            elif np.abs(logits - golden["logits"][:, -1]).max() < TOLERANCE:
+                outcome = SAME
+            else:
+                outcome = len(rows)
+                rows.append(logits)
+            found.append([path, value, outcome])
+    np.savez_compressed(
+        case / "config_changes.npz", changes=np.array(json.dumps(found)), logits=np.stack(rows)
+    )
+    counts = [sum(one[2] == outcome for one in found) for outcome in (SAME, ERROR)]
+    return len(found), *counts, len(rows)
+
+
+def main():
+    """Make the cases named on the command line, or all of them, and print the counts."""
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    for name in sys.argv[1:] or CASES:
+        print("|", " | ".join(map(str, (name, *make(name)))), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Logits of a loaded model in NumPy: what its ModelConfig says, with nothing to compile.
+
+A program a configuration takes seconds to compile; here hundreds are compared. The parameters, the
+pool and the RoPE frequencies are jmoe's. test_golden.py holds `jmoe.forward` to transformers.
+"""
+
+import jax
+import numpy as np
+
+from jmoe.rope import inverse_frequencies
+
+
+def forward(model, tokens):
+    """float64 [B, V]: logits after the last of `tokens` [B, L]."""
+    cfg = model.config
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), dict(model.params))
+    pool = [np.asarray(leaf, np.float64) for leaf in model.pool]
+    slots, out = np.asarray(model.table.slots), []
+    for row in np.asarray(tokens):
+        x, moe_layer = params["embed"][row], 0
+        for (is_moe, _, count), segment in zip(cfg.segments(), params["segments"], strict=True):
+            for i in range(count):
+                layer = {key: leaf[i] for key, leaf in segment.items()}
+                x = x + _attention(cfg, layer, _norm(cfg, x, layer["attn_norm"]))
+                h = _norm(cfg, x, layer["mlp_norm"])
+                if is_moe:
+                    x = x + _moe(cfg, layer, pool, slots[moe_layer], h)
+                    moe_layer += 1
+                else:
+                    x = x + _swiglu(h, layer["gate_up"], layer["down"])
+        last = _norm(cfg, x[-1], params["final_norm"])
+        out.append(last @ (params["embed"].T if cfg.tie_embeddings else params["lm_head"]))
+    return np.stack(out)
+
+
+def _norm(cfg, x, weight):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + cfg.rms_norm_eps) * weight
+
+
+def _silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def _swiglu(h, gate_up, down):
+    gate, up = np.split(h @ gate_up, 2, axis=-1)
+    return (_silu(gate) * up) @ down
+
+
+def _softmax(x):
+    e = np.exp(x - x.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def _attention(cfg, layer, h):
+    length, size, groups = len(h), cfg.head_dim, cfg.num_heads // cfg.num_kv_heads
+    qkv = h @ layer["wqkv"] + (layer["bqkv"] if cfg.qkv_bias else 0.0)
+    heads = qkv.reshape(length, -1, size)
+    q, k, v = np.split(heads, [cfg.num_heads, cfg.num_heads + cfg.num_kv_heads], axis=1)
+    if cfg.qk_norm:
+        q, k = _norm(cfg, q, layer["q_norm"]), _norm(cfg, k, layer["k_norm"])
+    q, k = _rotate(cfg, q), _rotate(cfg, k)
+    k, v = (np.repeat(a, groups, axis=1) for a in (k, v))
+    scores = np.einsum("qhd,khd->hqk", q, k) * size**-0.5
+    scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+    out = np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(length, -1)
+    return out @ layer["wo"] + (layer["bo"] if cfg.o_bias else 0.0)
+
+
+def _rotate(cfg, x):
+    angle = np.arange(len(x))[:, None, None] * inverse_frequencies(cfg.rope, cfg.head_dim)
+    cos, sin = (f(angle) * cfg.rope.attention_factor for f in (np.cos, np.sin))
+    a, b = np.split(x, 2, axis=-1)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _moe(cfg, layer, pool, slots, h):
+    chances = _softmax(h @ layer["router"])
+    out = np.zeros_like(h)
+    for row, likely in enumerate(chances):
+        chosen = np.argsort(-likely, kind="stable")[: cfg.experts_per_token]
+        scale = likely[chosen].sum() if cfg.norm_topk_prob else 1.0
+        for expert in chosen:
+            gate_up, down = (weights[slots[expert]] for weights in pool)
+            out[row] += likely[expert] / scale * _swiglu(h[row], gate_up, down)
+    if cfg.d_ff_shared:
+        opening = 1 / (1 + np.exp(-(h @ layer["shared_gate"])))[:, None]
+        out += opening * _swiglu(h, layer["shared_gate_up"], layer["shared_down"])
+    return out

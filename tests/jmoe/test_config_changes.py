@@ -1,0 +1,145 @@
+"""A changed config.json changes what jmoe computes as it does in transformers, or is refused.
+
+The oracle is `config_changes.npz` beside the golden files (tests/golden/make_config_changes.py).
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import numpy_forward
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jmoe
+from jmoe import CheckpointError, ConfigError
+from jmoe.checkpoint import HFLayers
+from jmoe.config import read_config
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+CASES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
+ABSENT = "<absent>"
+TOLERANCE = 2e-4
+
+# Without it transformers takes a number of its own for each family, and the tensors do not fit.
+# jmoe takes as many as there are query heads, as they do fit in models without grouped queries.
+LOADS_HERE_ONLY = [(["num_key_value_heads"], ABSENT)]
+
+
+def changed(config, path, value):
+    config = json.loads(json.dumps(config))
+    *outer, key = path
+    inner = config[outer[0]] if outer else config
+    if value == ABSENT:
+        del inner[key]
+    else:
+        inner[key] = value
+    return config
+
+
+def linked(case, directory):
+    """A directory with the case's weights, to put a config.json into."""
+    directory.mkdir()
+    for path in (GOLDEN / case).glob("model*"):
+        (directory / path.name).symlink_to(path)
+    return directory
+
+
+def same_arithmetic(one, other):
+    """Whether two configurations differ in nothing but when to stop."""
+    plain = {"eos_token_ids": (), "max_position": 1}
+    return dataclasses.replace(one, **plain) == dataclasses.replace(other, **plain)
+
+
+def outcome(directory, model, golden):
+    """What jmoe refuses, in words; or the logits at the last position, and no words."""
+    try:
+        cfg = read_config(directory)
+        if same_arithmetic(cfg, model.config):
+            return golden["logits"][:, -1], ""  # as test_golden.py shows
+        HFLayers(directory, cfg, model.dtype)  # every tensor is as this configuration needs it
+    except (ConfigError, CheckpointError) as error:
+        return None, str(error)
+    changed_model = dataclasses.replace(model, config=cfg)
+    return numpy_forward.forward(changed_model, golden["tokens"]), ""
+
+
+def names_it(words, path):
+    """Whether an error names the key that was changed, its section, or tensors."""
+    return any(name in words for name in (path[-1], path[0], "  model.", "  lm_head."))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_changed_key_does_what_it_does_in_transformers_or_is_refused(case, tmp_path):
+    directory = linked(case, tmp_path / case)
+    config = json.loads((GOLDEN / case / "config.json").read_text())
+    golden = np.load(GOLDEN / case / "golden.npz")
+    oracle = np.load(GOLDEN / case / "config_changes.npz")
+    model, wrong = jmoe.load(GOLDEN / case, dtype="float32"), []
+    changes = json.loads(str(oracle["changes"]))
+    assert {path[0] for path, _, _ in changes} >= config.keys()
+    for path, value, theirs in changes:
+        (directory / "config.json").write_text(json.dumps(changed(config, path, value)))
+        ours, words = outcome(directory, model, golden)
+        if ours is None and not names_it(words, path):
+            wrong.append(f"{path} = {value}: {words}")
+        if ours is None or (path, value) in LOADS_HERE_ONLY:
+            continue
+        if theirs == "error":
+            wrong.append(f"{path} = {value}: transformers refuses it")
+            continue
+        want = golden["logits"][:, -1] if theirs == "same" else oracle["logits"][theirs]
+        if np.abs(ours - want).max() > TOLERANCE:
+            wrong.append(f"{path} = {value}: off by {np.abs(ours - want).max():.3g}")
+    assert not wrong, "\n".join(wrong)
+
+
+def extra_tensor_names(config):
+    layer = "model.layers.0."
+    block = "block_sparse_moe." if config["model_type"] == "mixtral" else "mlp."
+    yield layer + block + "gate.e_score_correction_bias"
+    yield layer + block + "experts.0.gate_proj.bias"
+    yield f"model.layers.{config['num_hidden_layers']}.input_layernorm.weight"
+    if not config.get("attention_bias"):
+        yield layer + "self_attn.o_proj.bias"
+    yield "mtp.fc.weight"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_tensor_that_nothing_reads_is_refused_by_name(case, tmp_path, add_tensors):
+    config = json.loads((GOLDEN / case / "config.json").read_text())
+    names = list(extra_tensor_names(config))
+    directory = add_tensors(case, {name: np.ones(3, np.float32) for name in names})
+    with pytest.raises(CheckpointError, match="would be left out") as caught:
+        jmoe.load(directory, dtype="float32")
+    assert all(name in str(caught.value) for name in names)
+
+
+@pytest.fixture
+def add_tensors(copy):
+    def add(case, tensors):
+        directory = copy(case)
+        path = sorted(directory.glob("model*.safetensors"))[-1]
+        save_file({**load_file(path), **tensors}, path)
+        return directory
+
+    return add
+
+
+def test_inverse_frequencies_of_old_checkpoints_are_no_harm(add_tensors):
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    jmoe.load(add_tensors("mixtral", {name: np.ones(4, np.float32)}), dtype="float32")
+
+
+def test_a_tied_model_may_hold_its_embedding_twice_but_no_other(add_tensors):
+    case = "mixtral_tied_llama3"
+    embed = load_file(GOLDEN / case / "model.safetensors")["model.embed_tokens.weight"]
+    jmoe.load(add_tensors(case, {"lm_head.weight": embed}), dtype="float32")
+
+
+def test_a_tied_model_with_another_output_matrix_is_refused(add_tensors):
+    case = "mixtral_tied_llama3"
+    embed = load_file(GOLDEN / case / "model.safetensors")["model.embed_tokens.weight"]
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not model\.embed_tokens"):
+        jmoe.load(add_tensors(case, {"lm_head.weight": embed + 1}), dtype="float32")

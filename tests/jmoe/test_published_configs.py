@@ -1,0 +1,49 @@
+"""Configurations of released checkpoints are read, and mean the models that were released."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jmoe.config import from_hf
+from serving.cli_info import num_parameters
+
+PUBLISHED = Path(__file__).parents[1] / "published_configs"
+# Parameters in all and active for a token, in 1e9, and positions; as the model cards say them.
+CARDS = {
+    "Qwen1.5-MoE-A2.7B": (14.3, 2.7, 8192),
+    "Qwen1.5-MoE-A2.7B-Chat": (14.3, 2.7, 32768),
+    "Qwen2-57B-A14B": (57.4, 14, 131072),
+    "Qwen2-57B-A14B-Instruct": (57.4, 14, 32768),
+    "Qwen3-30B-A3B": (30.5, 3.3, 40960),
+    "Qwen3-30B-A3B-Base": (30.5, 3.3, 32768),
+    "Qwen3-30B-A3B-Instruct-2507": (30.5, 3.3, 262144),
+    "Qwen3-30B-A3B-Thinking-2507": (30.5, 3.3, 262144),
+    "Qwen3-235B-A22B": (235, 22, 40960),
+    "Qwen3-235B-A22B-Instruct-2507": (235, 22, 262144),
+    "Qwen3-235B-A22B-Thinking-2507": (235, 22, 262144),
+    "Qwen3-Coder-30B-A3B-Instruct": (30.5, 3.3, 262144),
+    "Qwen3-Coder-480B-A35B-Instruct": (480, 35, 262144),
+    "Mixtral-8x7B-v0.1": (46.7, 12.9, 32768),
+    "Mixtral-8x7B-Instruct-v0.1": (46.7, 12.9, 32768),
+    "Mixtral-8x22B-v0.1": (141, 39, 65536),
+    "Mixtral-8x22B-Instruct-v0.1": (141, 39, 65536),
+}
+
+
+def test_every_file_has_a_card():
+    assert {path.stem for path in PUBLISHED.glob("*.json")} == CARDS.keys()
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_released_model_is_read(name):
+    total, active, positions = CARDS[name]
+    cfg = from_hf(json.loads((PUBLISHED / f"{name}.json").read_text()))
+    assert num_parameters(cfg) / 1e9 == pytest.approx(total, rel=0.005)
+    # Cards round active parameters, and some leave embeddings out.
+    assert num_parameters(cfg, cfg.experts_per_token) / 1e9 == pytest.approx(active, rel=0.03)
+    assert cfg.max_position == positions
+    assert all(cfg.moe_layers)
+    assert cfg.rope.kind == "default"
+    assert cfg.qkv_bias == (cfg.architecture == "qwen2_moe")
+    assert not cfg.o_bias
