@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import time
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from itertools import repeat
 from pathlib import Path
@@ -25,6 +26,7 @@ import uvloop
 from serving.client import Client
 from serving.launch import running_server
 from serving.loadgen import saturate
+from serving.reader import ResultReader
 from serving.version import jmoe_version
 from serving.workload import Arrival
 
@@ -57,17 +59,17 @@ class PassingTime:
     def __init__(self, limits: Any, step_s: float, tokens: list[int]) -> None:
         self.limits, self.step_s, self.tokens = limits, step_s, tokens
         self._free_at = 0.0
+        self._reader = ResultReader()
 
-    def launch(self, plan: Any, control: tuple[int, int]) -> tuple[float, int]:
+    def launch(self, plan: Any, control: tuple[int, int]) -> "Future[Any]":
         """Begins when the step before it ends."""
         self._free_at = max(self._free_at, time.monotonic()) + self.step_s
-        return self._free_at, len(plan.rows)
+        ends_at, count = self._free_at, len(plan.rows)
+        return self._reader.submit(lambda: self._read(ends_at, count))
 
-    def read(self, handle: tuple[float, int]) -> Any:
-        """Waits for the end of the step."""
+    def _read(self, ends_at: float, count: int) -> Any:
         from serving.runner import StepResult  # brings jax, which the client does without
 
-        ends_at, count = handle
         time.sleep(max(0.0, ends_at - time.monotonic()))
         rows = np.zeros((1, 1), np.int32)
         return StepResult(self.tokens[:count], [-0.5] * count, [0] * count, rows, None)
@@ -76,7 +78,8 @@ class PassingTime:
         """There is nothing to load."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Ends the reader."""
+        self._reader.close()
 
 
 async def _serve(step_s: float) -> None:

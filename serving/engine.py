@@ -10,23 +10,29 @@ import contextlib
 import logging
 import math
 import random
+import threading
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
-from jmoe.api import Model, check_tokens, load
+from jmoe.api import Model, load
+from serving.accounting import Accounts
+from serving.admission import Admission
 from serving.config import EngineConfig, ServerConfig
 from serving.errors import (
+    NOT_OURS,
     Aborted,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
+    RequestFailed,
     ServingError,
     Unavailable,
+    shown,
 )
 from serving.loader import ExpertsLoader, allowed_ways
 from serving.observer import Observer
@@ -47,36 +53,22 @@ from serving.scheduler import Scheduler, StepPlan
 from serving.sequence import SequenceState
 from serving.settings import check
 from serving.slo import SloAnalyser
+from serving.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-LONG_TEXT = 16_384
-"""Characters above which a prompt is tokenized in a thread: 4 ms with the bundled tokenizer."""
-RETRY_AFTER_S = 0.5
-"""What an overloaded engine tells a caller before it knows its own speed."""
+UNRESPONSIVE_S = 10.0
+"""How long an event loop may take to hear that a step is stuck before it counts as stuck, too."""
 
 
 @dataclass
-class Launched:
+class InFlight:
     """A step on the device, and its result once that is read."""
 
     plan: StepPlan
     result: asyncio.Future[StepResult]
     launched_at: float
     started_at: float  # when the device could begin: at its launch, or after the step before it
-
-
-@dataclass
-class Counters:
-    """Events since start."""
-
-    finished: int = 0
-    aborted: int = 0
-    rejected: int = 0
-    steps_prefill: int = 0
-    steps_decode: int = 0
-    expert_visits: int = 0
-    degraded_visits: int = 0
 
 
 class Engine:
@@ -88,26 +80,36 @@ class Engine:
         runner: Runner,
         model: Model | None,
         observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """An engine over a runner that is ready; `model` None (tests) takes token prompts only."""
+        """An engine over a runner that is ready; `model` None (tests) takes token prompts only.
+
+        `clock` is what the event loop's timers go by, in seconds.
+        """
         self.config, self.model, self.runner = config, model, runner
         self.status = "starting"
-        self.observer = observer or Observer()
+        self.failure = ""  # why it failed, once it did
+        self.accounts = Accounts(observer or Observer())
         ways = allowed_ways(config.brownout, model)
         self.slo = SloAnalyser(config.brownout, config.salc, way=ways[0] if ways else 0)
         self.loader = ExpertsLoader(runner, model, ways, self.slo)
         self.scheduler = Scheduler(runner.limits, POLICIES[config.policy]())
-        self.counters = Counters()
+        self.admission = Admission(config, runner.limits, model)
+        self.bounds = self.admission.bounds
         self.pace = Pace()
+        self.watchdog = Watchdog(config.watchdog_s, self._on_stuck)
+        self.on_unresponsive: Callable[[str], None] = log.critical
+        self._clock = clock
         self._visits_per_token = (
             model.config.num_moe_layers * model.config.experts_per_token if model else 1
         )
-        self._in_flight: Launched | None = None
+        self._in_flight: InFlight | None = None
+        self._open: set[SequenceState] = set()  # admitted and not at their end
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="jmoe-read")
-        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="jmoe-tokenize")
-        self._started_at = time.monotonic()
+        self._failed = asyncio.Event()
+        self._started_at = clock()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_task: asyncio.Task[None] | None = None
 
     # ---- life -------------------------------------------------------------------------------
@@ -149,11 +151,14 @@ class Engine:
     def run(self) -> None:
         """Starts the tick; the engine is ready."""
         self.status = "ready"
+        self._loop = asyncio.get_running_loop()
         self._loop_task = asyncio.create_task(self._run(), name="jmoe-tick")
+        self.watchdog.start()
 
     async def drain(self, timeout_s: float) -> bool:
         """Admits nothing more and lets what is there finish. True if all did in time."""
-        self.status = "draining"
+        if self.status == "ready":
+            self.status = "draining"
         try:
             async with asyncio.timeout(timeout_s):
                 while self.scheduler.waiting or self.scheduler.running:
@@ -163,32 +168,61 @@ class Engine:
             return False
         return True
 
+    async def died(self) -> str:
+        """Waits until the engine has failed, and says why. One that was stopped never has."""
+        await self._failed.wait()
+        return self.failure
+
     async def stop(self) -> None:
         """Aborts what is left and ends the tick. Safe to call again."""
-        self.status = "stopped"
+        if self.status != "failed":
+            self.status = "stopped"
         self._fail_all(Aborted("the engine stopped"))
         if self._loop_task is not None:
             self._loop_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._loop_task
             self._loop_task = None
-            self._reader.shutdown(wait=True)
-            self._tokenizing.shutdown(wait=False, cancel_futures=True)
+            self.watchdog.close()
+            self.admission.close()
             self.runner.close()
+
+    def _fail(self, reason: str) -> None:
+        """Nothing is computed any more: tells everybody who waits, and refuses what comes."""
+        if self.status in ("failed", "stopped"):
+            return
+        log.error("the engine failed: %s", reason)
+        self.status, self.failure = "failed", reason
+        self._in_flight = None
+        self._fail_all(Unavailable(f"the engine failed: {reason}"))
+        self._failed.set()
+        if self._loop_task is not None and asyncio.current_task() is not self._loop_task:
+            self._loop_task.cancel()
+
+    def _on_stuck(self) -> None:
+        """In the watchdog's thread: a step does not return."""
+        reason = f"a step took longer than {self.config.watchdog_s:g} s (engine.watchdog_s)"
+        assert self._loop is not None
+        heard = threading.Event()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(lambda: (self._fail(reason), heard.set()))
+        if not heard.wait(UNRESPONSIVE_S):
+            self.on_unresponsive(f"{reason}, and the event loop does not answer")
 
     # ---- callers ----------------------------------------------------------------------------
 
     def check_admission(self) -> None:
-        """Raises Unavailable or Overloaded; cheap, and before anything is tokenized."""
+        """Raises Unavailable or Overloaded; cheap, and before anything is looked at."""
         if self.status != "ready":
-            raise Unavailable(f"the engine is {self.status}; try another replica or come back")
-        waiting = len(self.scheduler.waiting) - self.scheduler.num_free_slots
-        if waiting >= self.config.max_queue_len:
-            self.counters.rejected += 1
-            raise Overloaded(
-                f"{len(self.scheduler.waiting)} requests wait already; try again later",
-                self.observer.queue_drain_s(len(self.scheduler.waiting)) or RETRY_AFTER_S,
+            why = f": {self.failure}" if self.failure else ""
+            raise Unavailable(
+                f"the engine is {self.status}{why}; try another replica or come back later"
             )
+        try:
+            self.admission.check_queue(len(self.scheduler.waiting), self.scheduler.num_free_slots)
+        except Overloaded:
+            self.accounts.counters.requests_rejected += 1
+            raise
 
     async def generate(
         self,
@@ -204,10 +238,9 @@ class Engine:
 
         Closing the iterator aborts the request and frees its pages.
 
-        Raises InvalidRequest, Overloaded, Unavailable, DeadlineExceeded, or Aborted.
+        Raises InvalidRequest, Overloaded, Unavailable, DeadlineExceeded, Aborted, or RequestFailed.
         """
         self.check_admission()
-        arrived_at = time.monotonic()
         request = Request(
             request_id or uuid.uuid4().hex,
             prompt,
@@ -216,7 +249,7 @@ class Engine:
             priority,
             timeout_s,
         )
-        sequence = self._admit(request, await self._tokens(prompt), arrived_at)
+        sequence = await self._admit(request)
         try:
             while True:
                 output = await sequence.outputs.get()
@@ -228,27 +261,12 @@ class Engine:
         finally:
             self._abandon(sequence)
 
-    def _admit(self, request: Request, prompt: list[int], arrived_at: float) -> SequenceState:
-        sampling, config = request.sampling, self.config
-        total = len(prompt) + sampling.max_new_tokens
-        if total > config.max_model_len:
-            raise InvalidRequest(
-                f"prompt ({len(prompt)} tokens) and max_new_tokens ({sampling.max_new_tokens}) "
-                f"make {total} positions; this server has {config.max_model_len}"
-            )
-        if self.model is not None:
-            try:
-                check_tokens(prompt, self.model.config.vocab_size)
-            except ValueError as error:
-                raise InvalidRequest(str(error)) from None
-        limits = self.runner.limits
-        if limits.pages_for(total) > limits.num_pages:
-            raise InvalidRequest(
-                f"{total} positions need {limits.pages_for(total)} KV pages; "
-                f"this server has {limits.num_pages}"
-            )
-        if sampling.stop and (self.model is None or self.model.tokenizer is None):
-            raise InvalidRequest("stop strings need a tokenizer; this model has none")
+    async def _admit(self, request: Request) -> SequenceState:
+        arrived_at, sampling = self._clock(), request.sampling
+        self.admission.check_size(request)
+        prompt = await self.admission.tokenize(request.prompt)
+        self.admission.check_fit(request, prompt)
+        self.check_admission()  # again: a long text took its time
         stops = set(sampling.stop_token_ids)
         if self.model is not None and not sampling.ignore_eos:
             stops |= set(self.model.config.eos_token_ids)
@@ -261,29 +279,13 @@ class Engine:
             tokenizer=None if self.model is None else self.model.tokenizer,
         )
         if request.timeout_s is not None:
-            sequence.deadline = asyncio.get_running_loop().call_later(
-                request.timeout_s, self._expire, sequence
-            )
+            left_s = arrived_at + request.timeout_s - self._clock()
+            loop = asyncio.get_running_loop()
+            sequence.deadline = loop.call_later(max(0.0, left_s), self._expire, sequence)
         self.scheduler.add(sequence)
+        self._open.add(sequence)
         self._work.set()
         return sequence
-
-    async def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        tokenizer = None if self.model is None else self.model.tokenizer
-        if isinstance(prompt, str):
-            if tokenizer is None:
-                raise InvalidRequest("this model has no tokenizer; send token ids")
-            if len(prompt) > LONG_TEXT:  # others' steps go on meanwhile; one such text at a time
-                loop = asyncio.get_running_loop()
-                tokens = await loop.run_in_executor(self._tokenizing, tokenizer.encode, prompt)
-                self.check_admission()
-            else:
-                tokens = tokenizer.encode(prompt)
-        else:
-            tokens = list(prompt)
-        if not tokens:
-            raise InvalidRequest("the prompt is empty; send at least one token")
-        return tokens
 
     def _expire(self, sequence: SequenceState) -> None:
         self._end(sequence, DeadlineExceeded(f"not finished after {sequence.request.timeout_s} s"))
@@ -293,24 +295,28 @@ class Engine:
         if sequence.deadline is not None:
             sequence.deadline.cancel()
         if not sequence.done:
-            self.counters.aborted += 1
+            self.accounts.request_ended(None)
             self._retire(sequence)
 
     def _end(self, sequence: SequenceState, error: ServingError) -> None:
         """Ends a request with an error its caller sees."""
         if not sequence.done:
-            self.counters.aborted += 1
-            self._retire(sequence)
+            self.accounts.request_ended(error)
             sequence.outputs.put_nowait(error)
+            self._retire(sequence)
 
     def _retire(self, sequence: SequenceState) -> None:
-        self.scheduler.finish(sequence)
+        self._open.discard(sequence)
+        try:
+            self.scheduler.finish(sequence)
+        except Exception as error:
+            self._fail(f"the scheduler lost a request: {type(error).__name__}: {error}")
         if not (self.scheduler.waiting or self.scheduler.running):
             self._idle.set()
 
     def _fail_all(self, error: ServingError) -> None:
         self.loader.abandon(error)
-        for sequence in [*self.scheduler.waiting, *self.scheduler.running]:
+        for sequence in list(self._open):
             self._end(sequence, error)
 
     # ---- operators --------------------------------------------------------------------------
@@ -335,71 +341,66 @@ class Engine:
             loaded = self.loader.request(change.way)
             self._work.set()
             await asyncio.shield(loaded)  # it goes on if this caller does not wait for it
-        self.slo.apply(change, time.monotonic())
+        self.slo.apply(change, self._clock())
         return self.slo.state()
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
-        counters, pages = self.counters, self.scheduler.pages
-        return EngineStats(
+        pages = self.scheduler.pages
+        return self.accounts.stats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
             kv_pages_used=pages.num_pages - pages.num_free,
             kv_pages_total=pages.num_pages,
             compilations_since_ready=self.runner.compilations_since_ready,
-            requests_finished=counters.finished,
-            requests_aborted=counters.aborted,
-            requests_rejected=counters.rejected,
-            steps_prefill=counters.steps_prefill,
-            steps_decode=counters.steps_decode,
-            expert_visits=counters.expert_visits,
-            degraded_visits=counters.degraded_visits,
-            uptime_s=time.monotonic() - self._started_at,
+            uptime_s=self._clock() - self._started_at,
         )
 
     # ---- the tick ---------------------------------------------------------------------------
 
     async def _run(self) -> None:
         """Ticks while there is work. A failing step fails its requests, never the process."""
-        while True:
-            try:
+        try:
+            while True:
                 if not await self._tick():
                     self._work.clear()
                     self.scheduler.check_idle()
                     await self._work.wait()
-            except asyncio.CancelledError:
+        except BaseException as error:
+            # Whatever it is, nobody is left waiting for an engine that does not tick.
+            self._fail(f"{type(error).__name__}: {error}")
+            if isinstance(error, NOT_OURS):
                 raise
-            except Exception as error:
-                log.exception("a step failed")
-                self.status = "failed"
-                self._in_flight = None
-                self._fail_all(Unavailable(f"the engine failed: {error}"))
-                return
+            log.debug("where it came from", exc_info=True)
 
     async def _tick(self) -> bool:
         """Launches step N + 1, then takes step N's results. False when there is nothing to do."""
         step = self._in_flight
         if step is not None:
             await self._nearly_done(step)
-        now = time.monotonic()
+        now = self._clock()
         oldest = self.scheduler.oldest_arrival()
         self.slo.maybe_update(
             now,
             0.0 if oldest is None else now - oldest,
             slots_taken=len(self.scheduler.waiting) > self.scheduler.num_free_slots,
         )
-        self.loader.advance()
+        self.loader.advance(now)
         self._in_flight = self._launch(self.scheduler.next_step(self._spare_s(step)))
         if step is not None:
             result = await step.result
-            now = time.monotonic()
+            now = self._clock()
             self.pace.observe(step.plan, step.started_at, now)
             if self._in_flight is not None:
                 self._in_flight.started_at = max(now, self._in_flight.launched_at)
             self._accept(step, result, now)
-        return not (step is None and self._in_flight is None) or self.loader.busy
+        elif self._in_flight is None:
+            if not self.loader.busy:
+                return False
+            await asyncio.sleep(0)  # callers get their turn between two layers of another way
+        return True
 
-    def _spare_s(self, step: Launched | None) -> float:
+    def _spare_s(self, step: InFlight | None) -> float:
         """ITL that running sequences have to spare for a prefill step after the one under way."""
         if step is None or step.plan.phase == "decode":
             return -math.inf  # a prefill step's turn anyway
@@ -410,31 +411,34 @@ class Engine:
             num_prefill_tokens=self.scheduler.next_prefill_tokens(),
         )
 
-    async def _nearly_done(self, step: Launched) -> None:
+    async def _nearly_done(self, step: InFlight) -> None:
         """Waits until the next step has to be planned, or this one is done already."""
         until = step.started_at + self.pace.idle_s(step.plan)
-        timeout_s = until - time.monotonic()
+        timeout_s = until - self._clock()
         if timeout_s > 0:
             await asyncio.wait([step.result], timeout=timeout_s)
         else:
             await asyncio.sleep(0)  # callers get their turn between any two launches
 
-    def _launch(self, plan: StepPlan | None) -> Launched | None:
+    def _launch(self, plan: StepPlan | None) -> InFlight | None:
         if plan is None:
             return None
-        control = self.slo.control(plan.phase)
+        control, launched_at = self.slo.control(plan.phase), self._clock()
         for sequence in plan.sequences:
             sequence.note_threshold(plan.phase, control[0])
-        launched_at = time.monotonic()
-        handle = self.runner.launch(plan, control)
-        loop = asyncio.get_running_loop()
-        result = loop.run_in_executor(self._reader, self.runner.read, handle)
-        return Launched(plan, result, launched_at, launched_at)
+            sequence.note_start(launched_at)
+        self.watchdog.launched += 1
+        result = asyncio.wrap_future(self.runner.launch(plan, control))
+        result.add_done_callback(self._step_ended)
+        return InFlight(plan, result, launched_at, launched_at)
 
-    def _accept(self, step: Launched, result: StepResult, now: float) -> None:
+    def _step_ended(self, result: asyncio.Future[StepResult]) -> None:
+        self.watchdog.ended += 1
+
+    def _accept(self, step: InFlight, result: StepResult, now: float) -> None:
         """Gives a step's tokens to their requests, and its latencies to the analyser."""
         plan, first, further = step.plan, [], []
-        self._account(step, result, now)
+        self.accounts.step_read(plan, result, step.started_at, now, self._visits_per_token)
         if result.prompt_logprobs is not None:
             plan.share_prompt_logprobs(result.prompt_logprobs)
         for at, sequence in enumerate(plan.sequences):
@@ -449,35 +453,52 @@ class Engine:
             else:
                 first.append(sequence.arrived_at)
             sequence.previous_at = now
-            output = sequence.accept(result.tokens[at], result.logprobs[at], self._visits_per_token)
+            output = self._output(sequence, result.tokens[at], result.logprobs[at])
+            if output is None:
+                continue
             sequence.outputs.put_nowait(output)
             if output.finish_reason is not None:
-                self.counters.finished += 1
-                self.observer.request_finished(sequence, output, now)
+                self.accounts.request_finished(sequence, output, now)
+                self.admission.capacity.observe(now - sequence.started_at)
                 self._retire(sequence)
-        self._observe(step, first, further, now)
-
-    def _account(self, step: Launched, result: StepResult, now: float) -> None:
-        plan, counters = step.plan, self.counters
-        if plan.phase == "prefill":
-            counters.steps_prefill += 1
-        else:
-            counters.steps_decode += 1
-        counters.expert_visits += int(plan.q_lens.sum()) * self._visits_per_token
-        counters.degraded_visits += sum(result.degraded)
-        self.observer.step_read(plan, result, step.started_at, now)
+        self._observe(step, np.array(first), np.array(further), now)
 
     def _observe(
-        self, step: Launched, first: list[float], further: list[float], now: float
+        self,
+        step: InFlight,
+        arrived_at: Float[np.ndarray, "N"],
+        previous_at: Float[np.ndarray, "M"],
+        now: float,
     ) -> None:
-        if first:
-            arrived_at = np.array(first)
+        """Latencies of a step's first tokens, by arrival, and of the others, by the one before."""
+        if arrived_at.size:
             self.slo.observe_first_tokens(arrived_at, now)
-            self.observer.first_tokens(now - arrived_at, self.slo.ttft_slo_s)
-        if further:
-            previous_at = np.array(further)
+            self.accounts.first_tokens(now - arrived_at, self.slo.ttft_slo_s)
+        if previous_at.size:
             self.slo.observe_tokens(previous_at, step.launched_at, now)
-            self.observer.further_tokens(now - previous_at, self.slo.itl_slo_s)
+            self.accounts.further_tokens(now - previous_at, self.slo.itl_slo_s)
+
+    def _output(self, sequence: SequenceState, token: int, logprob: float) -> Output | None:
+        """What a caller gets to see of a token; None where that failed, which ends its request."""
+        if math.isnan(logprob):
+            self._end(
+                sequence,
+                RequestFailed(
+                    f"the model's logits at position {len(sequence.context)} are not numbers (NaN);"
+                    " its activations may exceed the range of its dtype"
+                ),
+            )
+            return None
+        try:
+            return sequence.accept(token, logprob, self._visits_per_token)
+        except NOT_OURS:
+            raise
+        except BaseException as error:
+            log.exception("request %s failed", shown(sequence.request.request_id))
+            self._end(
+                sequence, RequestFailed(f"token {token} could not be turned into text: {error}")
+            )
+            return None
 
 
 def _load(config: EngineConfig, progress: Progress | None) -> Model:
@@ -485,4 +506,11 @@ def _load(config: EngineConfig, progress: Progress | None) -> Model:
         if progress is not None:
             progress("loading", done, total)
 
-    return load(config.model, config.dtype, ways=config.brownout.ways or None, progress=layers)
+    return load(
+        config.model,
+        config.dtype,
+        ways=config.brownout.ways or None,
+        progress=layers,
+        check_weights=config.check_weights,
+        allow_unknown_config=config.allow_unknown_config,
+    )

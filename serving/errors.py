@@ -1,5 +1,29 @@
 """What can go wrong with a request, by the status a caller sees. Each message names the fix."""
 
+import asyncio
+from collections.abc import Sized
+
+NOT_OURS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
+"""What is never taken for the failure of one request. A panic of an extension module, which is no
+Exception either, is."""
+
+
+MAX_SHOWN = 200
+"""Characters of a caller's value that a message repeats."""
+
+
+def shown(value: object) -> str:
+    """A value as a message repeats it: its `repr`, cut at `MAX_SHOWN` characters.
+
+    What is long is cut before it is formatted: a message about a megabyte costs no megabyte.
+    """
+    if isinstance(value, str | bytes) and len(value) > MAX_SHOWN:
+        return f"{value[:MAX_SHOWN]!r}... ({len(value)} in all)"
+    if isinstance(value, Sized) and len(value) > MAX_SHOWN:
+        return f"a {type(value).__name__} of {len(value)}"
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
 
 class ServingError(Exception):
     """Base of all errors that a caller of the engine may see."""
@@ -7,6 +31,10 @@ class ServingError(Exception):
 
 class InvalidRequest(ServingError):
     """The request can never be served as it is: INVALID_ARGUMENT."""
+
+
+class RequestFailed(ServingError):
+    """The server failed this request alone; others go on: INTERNAL."""
 
 
 class NotFound(ServingError):

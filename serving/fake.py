@@ -4,7 +4,8 @@ The next token of a sequence is its newest one plus one, modulo the vocabulary; 
 that the test sets. It tests the real scheduler and the real tick.
 """
 
-import time
+import asyncio
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +17,11 @@ from serving.scheduler import Limits, StepPlan
 
 @dataclass
 class FakeRunner:
-    """Counts up. Checks that every position it is told to write lies on a page it was given."""
+    """Counts up. Checks that every position it is told to write lies on a page it was given.
+
+    With a `step_s`, steps take that long by the running event loop's clock, one after another;
+    without, a step is done when it is launched.
+    """
 
     limits: Limits
     vocab_size: int = 1000
@@ -28,7 +33,7 @@ class FakeRunner:
     _busy_until: float = 0.0
     _written: dict[int, list[int]] = field(default_factory=dict)  # page -> tokens, by offset
 
-    def launch(self, plan: StepPlan, control: tuple[int, int]) -> tuple[float, StepResult]:
+    def launch(self, plan: StepPlan, control: tuple[int, int]) -> Future[StepResult]:
         """See serving.runner.Runner."""
         self.launches.append((plan.phase, len(plan.rows), control))
         for delta in plan.deltas:
@@ -51,8 +56,18 @@ class FakeRunner:
             parts = [np.arange(row[KV_LEN] - row[Q_LEN], row[KV_LEN]) + 1.0 for row in plan.rows]
             prompt = -np.concatenate(parts)
         result = StepResult(tokens, [-0.5] * count, [0] * count, zeros, prompt)
-        self._busy_until = max(self._busy_until, time.monotonic()) + self.step_s  # one at a time
-        return self._busy_until, result
+        future: Future[StepResult] = Future()
+        if not self.step_s:
+            self._finish(future, result)
+            return future
+        loop = asyncio.get_running_loop()
+        self._busy_until = max(self._busy_until, loop.time()) + self.step_s
+        loop.call_at(self._busy_until, self._finish, future, result)
+        return future
+
+    def _finish(self, future: Future[StepResult], result: StepResult) -> None:
+        if future.set_running_or_notify_cancel():
+            future.set_result(result)
 
     def _write(self, slot: int, start: int, tokens: list[int]) -> None:
         size = self.limits.page_size
@@ -64,11 +79,6 @@ class FakeRunner:
         """Tokens at positions `[0, length)` of a slot, as its pages hold them."""
         size = self.limits.page_size
         return [self._written[self._table[slot, p // size]][p % size] for p in range(length)]
-
-    def read(self, handle: tuple[float, StepResult]) -> StepResult:
-        """See serving.runner.Runner."""
-        time.sleep(max(0.0, handle[0] - time.monotonic()))
-        return handle[1]
 
     def load_way(self, way: int, layer: int) -> None:
         """See serving.runner.Runner. There is nothing to load."""

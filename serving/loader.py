@@ -4,9 +4,12 @@ import asyncio
 
 from jmoe.api import Model
 from serving.config import BrownoutConfig
-from serving.errors import InvalidRequest
+from serving.errors import InvalidRequest, Overloaded
 from serving.runner import Runner
 from serving.slo import SloAnalyser
+
+MAX_PENDING = 8
+"""Changes of way that may wait for each other; of callers who ask for the same, one counts."""
 
 
 def allowed_ways(config: BrownoutConfig, model: Model | None) -> tuple[int, ...]:
@@ -50,18 +53,24 @@ class ExpertsLoader:
     def request(self, way: int) -> "asyncio.Future[None]":
         """Queues a change of way; the future is done when every layer has it, or has it already.
 
-        Changes are made one after another, whoever still waits for them.
+        Changes are made one after another, whoever still waits for them; who asks for what the
+        last of them loads waits for that one.
 
-        Raises InvalidRequest for a way that was not prepared at start.
+        Raises InvalidRequest for a way that was not prepared at start, and Overloaded where too
+        many changes wait.
         """
         if way not in self._ways:
             have = ", ".join(map(str, self._ways)) or "none"
             raise InvalidRequest(f"way is {way}; this server can switch to: {have}")
+        if self._pending and self._pending[-1][0] == way:
+            return self._pending[-1][1]
         done = asyncio.get_running_loop().create_future()
-        if way == self._slo.way and not self._pending:
+        if not self._pending and way == self._slo.way:
             done.set_result(None)
-        else:
-            self._pending.append((way, done))
+            return done
+        if len(self._pending) >= MAX_PENDING:
+            raise Overloaded(f"{MAX_PENDING} changes of way wait already; try again later", 1.0)
+        self._pending.append((way, done))
         return done
 
     def abandon(self, error: Exception) -> None:
@@ -71,7 +80,7 @@ class ExpertsLoader:
                 done.set_exception(error)
         self._pending.clear()
 
-    def advance(self) -> None:
+    def advance(self, now: float) -> None:
         """Loads one layer of the oldest change. The tick calls it between two steps."""
         if not self._pending:
             return
@@ -81,6 +90,6 @@ class ExpertsLoader:
         if self._layer == self._num_layers:
             self._layer = 0
             self._pending.pop(0)
-            self._slo.way = way
+            self._slo.use_way(way, now)
             if not done.done():
                 done.set_result(None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Keeps the little an engine itself needs. Subclass it to see more; calls must be cheap."""
+    """Sees nothing; subclass it. Calls come from the engine's loop and must be cheap.
 
-    def __init__(self) -> None:
-        self._finished_at: deque[float] = deque(maxlen=64)
+    What one raises is logged and goes no further.
+    """
 
     def step_read(self, plan: StepPlan, result: StepResult, started_at: float, now: float) -> None:
         """A step's results are on the host; the device began it at `started_at`, at the earliest.
@@ -34,11 +33,3 @@ class Observer:
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """A request got its last token."""
-        self._finished_at.append(now)
-
-    def queue_drain_s(self, num_waiting: int) -> float | None:
-        """Seconds until a queue of this length is served at the recent rate; None if unknown."""
-        if len(self._finished_at) < 2:
-            return None
-        span = self._finished_at[-1] - self._finished_at[0]
-        return span / (len(self._finished_at) - 1) * num_waiting

@@ -4,8 +4,23 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 
-from serving.errors import InvalidRequest
+from serving.errors import InvalidRequest, shown
+
+MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_REQUEST_ID_CHARS = 128
+"""What one request may carry beside its prompt, whatever the model."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How large a prompt can be: what is larger cannot fit, and is refused before it is copied."""
+
+    max_prompt_tokens: int  # one position is left for the first new token
+    max_prompt_chars: int  # of text: the tokenizer's longest token times `max_prompt_tokens`
+    vocab_size: int  # of the model; 0 where there is none
 
 
 class Priority(enum.Enum):
@@ -31,24 +46,45 @@ class SamplingParams:
     prompt_logprobs: bool = False  # of each prompt token after the first
 
     def __post_init__(self) -> None:
-        """Checks ranges."""
-        _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        """Checks types and ranges."""
+        new = self.max_new_tokens
+        _check(_whole(new, 1), "max_new_tokens", new, "a whole number, at least 1")
         _check(
-            math.isfinite(self.temperature) and 0 <= self.temperature <= 100,
+            _real(self.temperature) and 0 <= self.temperature <= 100,
             "temperature",
             self.temperature,
             "between 0 and 100",
         )
-        _check(0 <= self.top_k < 2**31, "top_k", self.top_k, "0 (off) or more")
-        _check(0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _check(self.seed is None or 0 <= self.seed < 2**64, "seed", self.seed, "a 64-bit number")
-        _check(all(self.stop), "stop", self.stop, "strings that are not empty")
-        _check(len(self.stop) <= 64, "number of stop strings", len(self.stop), "64 at most")
+        _check(_whole(self.top_k, 0, 2**31), "top_k", self.top_k, "a whole number (0: off)")
+        _check(_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        seed_fits = self.seed is None or _whole(self.seed, 0, 2**64)
+        _check(seed_fits, "seed", self.seed, "a 64-bit number")
+        check_count("stop strings", len(self.stop), MAX_STOP_STRINGS)
+        check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        for text in self.stop:
+            _check(isinstance(text, str) and text != "", "stop", text, "a string, not empty")
+            check_count("characters of a stop string", len(text), MAX_STOP_CHARS)
+        for token in self.stop_token_ids:
+            _check(isinstance(token, Integral), "a stop token", token, "an integer")
 
 
 def _check(holds: bool, name: str, value: object, wanted: str) -> None:
     if not holds:
-        raise InvalidRequest(f"{name} is {value!r}; it must be {wanted}")
+        raise InvalidRequest(f"{name} is {shown(value)}; it must be {wanted}")
+
+
+def _whole(value: object, least: int, below: int = 2**63) -> bool:
+    return isinstance(value, Integral) and least <= int(value) < below
+
+
+def _real(value: object) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def check_count(what: str, count: int, most: int) -> None:
+    """Raises InvalidRequest for more than a request may carry; call it before copying."""
+    if count > most:
+        raise InvalidRequest(f"number of {what} is {count}; it must be {most} at most")
 
 
 @dataclass(frozen=True)
@@ -145,3 +181,4 @@ class EngineStats:
     expert_visits: int
     degraded_visits: int
     uptime_s: float
+    requests_failed: int = 0  # alone, by a fault that was not their caller's

@@ -2,20 +2,21 @@
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jmoe.api import Model
-from jmoe.experts import load_layer
-from jmoe.kv_cache import page_bytes
 from jmoe.steps import Output, empty_deltas, empty_rows, make_state, pack_row
 from serving.config import EngineConfig
 from serving.executables import Executables
+from serving.memory import check_memory
 from serving.programs import DRAWS, Buckets, Key, Programs, Progress
+from serving.reader import ResultReader
 from serving.scheduler import Limits, StepPlan
 
 log = logging.getLogger(__name__)
@@ -42,12 +43,11 @@ class Runner(Protocol):
         """Compilations since the runner was ready; each one is a fault."""
         ...
 
-    def launch(self, plan: StepPlan, control: tuple[int, int]) -> Any:
-        """Starts a step at (threshold percent, strategy code) and returns at once."""
-        ...
+    def launch(self, plan: StepPlan, control: tuple[int, int]) -> "Future[StepResult]":
+        """Starts a step at (threshold percent, strategy code) and returns at once.
 
-    def read(self, handle: Any) -> StepResult:
-        """Waits for a launched step. Runs in a thread of its own."""
+        The future is done when the step is, in a thread of the runner's.
+        """
         ...
 
     def load_way(self, way: int, layer: int) -> None:
@@ -86,6 +86,7 @@ class DeviceRunner:
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.model = model
         self.limits = limits_of(config)
+        check_memory(model, self.limits)
         self.buckets = Buckets(config, self.limits)
         self._executables = Executables.at(config.compilation_cache)
         self._state = make_state(
@@ -97,17 +98,12 @@ class DeviceRunner:
             dtype=model.dtype,
         )
         self.programs = Programs(model, self.buckets, self._state, eager=config.enforce_eager)
+        self._reader = ResultReader()
 
     @property
     def compilations_since_ready(self) -> int:
         """Compilations after `start`; each one is a fault."""
         return self.programs.compilations_since_ready
-
-    @property
-    def kv_bytes(self) -> int:
-        """Device memory of the KV pages."""
-        size = page_bytes(self.model.config, self.limits.page_size, self.model.dtype)
-        return size * self.limits.num_pages
 
     def start(self, way: int, ways: Sequence[int], progress: Progress | None = None) -> None:
         """Compiles every program, runs each once on padding, and loads `way` (0: none)."""
@@ -141,7 +137,7 @@ class DeviceRunner:
             self._state, out = self.programs.run(key, self._state, *arrays)
         _cut(jax.device_get(out._replace(logits=None)), 1)
 
-    def launch(self, plan: StepPlan, control: tuple[int, int]) -> tuple[Output, int]:
+    def launch(self, plan: StepPlan, control: tuple[int, int]) -> "Future[StepResult]":
         """See Runner."""
         size = len(plan.rows) if plan.phase == "decode" else len(plan.tokens)
         key = self.buckets.choose(
@@ -165,22 +161,17 @@ class DeviceRunner:
         out = out._replace(logits=None)
         for leaf in jax.tree.leaves(out):
             leaf.copy_to_host_async()
-        return out, len(plan.rows)
-
-    def read(self, handle: tuple[Output, int]) -> StepResult:
-        """See Runner."""
-        out, count = handle
-        return _cut(jax.device_get(out), count)
+        count = len(plan.rows)
+        return self._reader.submit(lambda: _cut(jax.device_get(out), count))
 
     def load_way(self, way: int, layer: int) -> None:
         """See Runner. Every way fits the places that capacities are reckoned with."""
-        model = self.model
-        model.pool, model.table = load_layer(model.pool, model.table, model.united_of(way), layer)
-        model.way = way
+        self.model.load_way_layer(way, layer)
 
     def close(self) -> None:
-        """Stops counting compilations."""
+        """Stops counting compilations, and reading."""
         self.programs.close()
+        self._reader.close()
 
 
 def _cut(out: Output, count: int) -> StepResult:

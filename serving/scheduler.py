@@ -89,11 +89,11 @@ class Scheduler:
 
     def finish(self, sequence: SequenceState) -> None:
         """Takes a sequence out, wherever it is, and frees what it holds. Again is no error."""
-        if sequence.stage is Stage.WAITING:
+        stage, sequence.stage = sequence.stage, Stage.DONE
+        if stage is Stage.WAITING:
             self.waiting.remove(sequence)
-        elif sequence.stage is not Stage.DONE:
+        elif stage is not Stage.DONE:
             self._release(sequence)
-        sequence.stage = Stage.DONE
 
     @property
     def num_free_slots(self) -> int:

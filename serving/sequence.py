@@ -8,6 +8,7 @@ import numpy as np
 
 from jmoe.steps import NEXT_TOKEN, pack_row
 from jmoe.tokenizer import Tokenizer
+from serving.detokenizer import Detokenizer
 from serving.request import Output, Request, ThresholdSpan, Usage
 
 
@@ -57,7 +58,8 @@ class SequenceState:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
         )
-        self.text = TextOut(tokenizer, sampling.stop)
+        self.detokenizer = Detokenizer(tokenizer, sampling.stop)
+        self.started_at = math.nan  # when its first step was launched
         self.previous_at = math.nan  # when the newest token came
         self.degraded_visits = 0
         self.visited_tokens = 0
@@ -93,6 +95,11 @@ class SequenceState:
         self.slot = -1
         self.pages = []
 
+    def note_start(self, launched_at: float) -> None:
+        """A step of it is launched; the first one counts."""
+        if math.isnan(self.started_at):
+            self.started_at = launched_at
+
     def note_threshold(self, phase: str, percent: int) -> None:
         """Widens the span of thresholds that the request has seen."""
         span = self.spans.get(phase)
@@ -108,12 +115,12 @@ class SequenceState:
         sampling = self.request.sampling
         self.tokens.append(token)
         ended = token in self.stop_token_ids
-        text, stopped = self.text.push(token, final=ended)
-        if not (ended or stopped) and len(self.tokens) >= sampling.max_new_tokens:
-            text += self.text.flush()
+        text, stopped = ("", False) if ended else self.detokenizer.push(token)
+        reason = "stop" if ended or stopped else None
+        if reason is None and len(self.tokens) >= sampling.max_new_tokens:
             reason = "length"
-        else:
-            reason = "stop" if ended or stopped else None
+        if reason is not None and not stopped:
+            text += self.detokenizer.finish()
         first = len(self.tokens) == 1
         return Output(
             request_id=self.request.request_id,
@@ -138,45 +145,3 @@ class SequenceState:
         if self.num_computed < len(self.prompt):
             self.row[NEXT_TOKEN] = self.prompt[self.num_computed]
         return self.row
-
-
-class TextOut:
-    """Text of one sequence, held back as far as it may be the start of a stop string."""
-
-    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...]) -> None:
-        self._stream = None if tokenizer is None else tokenizer.stream()
-        self._stop = stop
-        self._held = ""
-
-    def push(self, token: int, *, final: bool) -> tuple[str, bool]:
-        """Text to release now, and whether a stop string ended it. An end token has no text."""
-        if self._stream is None:
-            return "", False
-        piece = "" if final else self._stream.push(token)
-        if not self._stop:
-            return piece, False
-        self._held += piece
-        found = [at for at in map(self._held.find, self._stop) if at >= 0]
-        if found:
-            return self._release(min(found), drop=True), True
-        return (self.flush() if final else self._release(len(self._held) - self._open())), False
-
-    def flush(self) -> str:
-        """What was held back."""
-        return self._release(len(self._held))
-
-    def _open(self) -> int:
-        """Length of the longest tail that a stop string starts with."""
-        return max(
-            (
-                size
-                for stop in self._stop
-                for size in range(1, min(len(stop), len(self._held) + 1))
-                if self._held.endswith(stop[:size])
-            ),
-            default=0,
-        )
-
-    def _release(self, count: int, *, drop: bool = False) -> str:
-        text, self._held = self._held[:count], "" if drop else self._held[count:]
-        return text

@@ -22,15 +22,19 @@ class LatencyWindow:
     def add(self, began_at: float, ended_at: float, samples_s: np.ndarray) -> None:
         """Samples of one step. `began_at` is when the earliest of what they measure began."""
         self._batches.append((began_at, ended_at, samples_s))
+        self._forget(ended_at)
 
     def p90(self, now: float, since: float, min_samples: int) -> float | None:
         """P90 of samples inside the window that lie wholly after `since`; None for too few."""
-        while self._batches and self._batches[0][1] < now - self.window_s:
-            self._batches.popleft()
+        self._forget(now)
         taken = [samples for began_at, _, samples in self._batches if began_at >= since]
         if sum(map(len, taken)) < min_samples:
             return None
         return float(np.percentile(np.concatenate(taken), 90))
+
+    def _forget(self, now: float) -> None:
+        while self._batches and self._batches[0][1] < now - self.window_s:
+            self._batches.popleft()
 
 
 class Phase:
@@ -122,8 +126,19 @@ class SloAnalyser:
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise InvalidRequest(f"{name} is {value}; it must be a positive number of seconds")
 
+    def use_way(self, way: int, now: float) -> None:
+        """Every layer has the united experts of `way` now; samples from before count no more."""
+        if way != self.way:
+            self.way = way
+            self.prefill.changed_at = self.decode.changed_at = now
+
     def apply(self, change: BrownoutChange, now: float) -> None:
-        """Takes over a checked change; `way` is the experts loader's to do."""
+        """Takes over a checked change; `way` is the experts loader's to do.
+
+        Samples of before count on unless steps are others now: a caller who sets nothing, or the
+        same again, holds up no controller.
+        """
+        steps_differ = change.strategy not in (None, self.strategy)
         self.strategy = change.strategy or self.strategy
         self.ttft_slo_s = change.ttft_slo_s or self.ttft_slo_s
         self.itl_slo_s = change.itl_slo_s or self.itl_slo_s
@@ -135,11 +150,10 @@ class SloAnalyser:
             if percent is not None:
                 self.salc_enabled = False
                 phase.set_threshold(percent, now)
-            else:
+            elif steps_differ:
                 phase.changed_at = now
         if change.salc_enabled is not None:
             self.salc_enabled = change.salc_enabled
-        self._next_update = now + self.config.interval_s
 
     def state(self) -> BrownoutState:
         """Settings and latencies as an operator reads them."""

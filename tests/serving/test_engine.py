@@ -3,12 +3,13 @@
 import asyncio
 import math
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+from counting import collect, model_with
 
 from serving.config import EngineConfig
-from serving.engine import Engine
 from serving.errors import Aborted, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from serving.fake import FakeRunner
 from serving.loader import ExpertsLoader
@@ -17,29 +18,7 @@ from serving.runner import within_positions
 from serving.scheduler import Limits
 from serving.sequence import Stage
 
-LIMITS = Limits(num_slots=4, num_pages=64, page_size=4, max_prefill_tokens=16, max_prefill_seqs=4)
-
-
-@pytest.fixture
-async def start():
-    engines = []
-
-    def make(step_s=0.0, limits=LIMITS, runner=FakeRunner, **config):
-        engine = Engine(
-            EngineConfig(max_model_len=200, **config), runner(limits, step_s=step_s), None
-        )
-        engine.run()
-        engines.append(engine)
-        return engine
-
-    yield make
-    for engine in engines:
-        await engine.stop()
-
-
-async def collect(engine, prompt, max_new=5, **kwargs):
-    sampling = kwargs.pop("sampling", SamplingParams(max_new_tokens=max_new))
-    return [out async for out in engine.generate(prompt, sampling, **kwargs)]
+pytestmark = pytest.mark.simulated_time
 
 
 async def settle(engine):
@@ -83,12 +62,9 @@ async def test_step_n_plus_1_is_launched_before_step_n_is_done(start):
     class Watched(FakeRunner):
         def launch(self, plan, control):
             events.append("launch")
-            return super().launch(plan, control)
-
-        def read(self, handle):
-            result = super().read(handle)
-            events.append("done")
-            return result
+            future = super().launch(plan, control)
+            future.add_done_callback(lambda _: events.append("done"))
+            return future
 
     await collect(start(runner=Watched, step_s=0.06), [1], 5)
     assert events == ["launch", *["launch", "done"] * 4, "done"]
@@ -128,16 +104,19 @@ async def test_a_deadline_ends_a_request_waiting_or_running(start):
 
 
 async def test_a_full_queue_refuses_and_says_when_to_come_back(start):
+    """By what the engine can do, not by what was asked of it: it was idle for an hour."""
     engine = start(step_s=0.01, max_queue_len=2)
-    tasks = []
-    for i in range(4):
-        tasks.append(asyncio.create_task(collect(engine, [i], 50)))
-        await asyncio.sleep(0.03)
+    await collect(engine, [1], 50)
+    await asyncio.sleep(3600)
+    await collect(engine, [1], 50)
+    tasks = [asyncio.create_task(collect(engine, [i], 50)) for i in range(4)]
+    await asyncio.sleep(0.03)
     tasks += [asyncio.create_task(collect(engine, [i], 2)) for i in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match="2 requests wait") as refused:
         engine.check_admission()
-    assert refused.value.retry_after_s > 0
+    # Two requests wait for four slots, each of which is held for 50 steps of 10 ms.
+    assert refused.value.retry_after_s == pytest.approx(2 * 0.5 / 4, rel=0.05)
     assert engine.stats().requests_rejected == 1
     assert len(await asyncio.gather(*tasks)) == 6
 
@@ -166,8 +145,10 @@ async def test_a_drain_that_takes_too_long_says_so(start):
 
 async def test_a_failing_step_fails_its_requests_with_a_reason(start):
     class Broken(FakeRunner):
-        def read(self, handle):
-            raise RuntimeError("device lost")
+        def launch(self, plan, control):
+            future = Future()
+            future.set_exception(RuntimeError("device lost"))
+            return future
 
     engine = start(runner=Broken)
     with pytest.raises(Unavailable, match="device lost"):
@@ -184,11 +165,42 @@ async def test_a_failing_step_fails_its_requests_with_a_reason(start):
         ("text", {}, "no tokenizer"),
         ([1] * 190, {"max_new_tokens": 20}, "210 positions"),
         ([1], {"stop": ("x",)}, "tokenizer"),
+        ([[1, 2], [3, 4]], {}, r"the prompt is \[\[1, 2\], \[3, 4\]\]; send text or one list"),
+        ([[1], [2, 3]], {}, "one list of token ids"),
+        (["a", "b"], {}, "one list of token ids"),
+        ([1.5], {}, "one list of token ids"),
+        ([True], {}, "one list of token ids"),
+        ([1, 2**70], {}, "one list of token ids"),
+        (b"text", {}, "of type bytes"),
+        (7, {}, "of type int"),
+        (iter([1]), {}, "of type list_iterator"),
+        (range(10**9), {}, "1000000000 tokens"),  # not copied to be counted
+        ([-1], {}, "token -1"),
+        ([1], {"stop_token_ids": (-2,)}, "stop_token_ids has -2"),
     ],
 )
 async def test_what_cannot_be_served_is_refused_with_the_reason(start, prompt, sampling, words):
     with pytest.raises(InvalidRequest, match=words):
         await collect(start(), prompt, sampling=SamplingParams(**sampling))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"request_id": "x" * 129}, "characters of request_id is 129; it must be 128"),
+        ({"timeout_s": math.nan}, "timeout_s is nan"),
+        ({"timeout_s": "soon"}, "timeout_s is 'soon'"),
+    ],
+)
+async def test_options_that_cannot_be_used_are_named(start, options, words):
+    with pytest.raises(InvalidRequest, match=words):
+        await collect(start(), [1], **options)
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(start):
+    tokenizer = SimpleNamespace(longest_token=3)  # it could not tokenize
+    with pytest.raises(InvalidRequest, match=r"700 characters; .* have 597 at"):
+        await collect(start(model=model_with(tokenizer)), "x" * 700)
 
 
 async def test_a_request_larger_than_all_pages_is_refused(start):
@@ -209,6 +221,11 @@ async def test_a_request_larger_than_all_pages_is_refused(start):
         ({"seed": -1}, "seed"),
         ({"stop": ("",)}, "stop"),
         ({"stop": tuple(map(str, range(65)))}, "65; it must be 64 at most"),
+        ({"stop": ("x" * 1025,)}, "characters of a stop string is 1025; it must be 1024"),
+        ({"stop_token_ids": range(10**9)}, "stop_token_ids is 1000000000; it must be 1024"),
+        ({"temperature": "hot"}, "temperature is 'hot'"),
+        ({"top_k": None}, "top_k is None"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5"),
     ],
 )
 def test_sampling_values_out_of_range_are_named(values, words):
@@ -243,20 +260,25 @@ async def test_a_long_text_is_tokenized_beside_the_steps(start):
     held = threading.Event()
 
     class Held:
+        longest_token = 150
+
         def encode(self, text):
             assert held.wait(10)
             return [5]
 
         def stream(self):
-            return SimpleNamespace(push=lambda token: "")
+            return SimpleNamespace(push=lambda token: "", finish=lambda: "")
 
-    engine = start()
-    config = SimpleNamespace(vocab_size=1000, eos_token_ids=())
-    engine.model = SimpleNamespace(tokenizer=Held(), config=config)
+    engine = start(model=model_with(Held()), max_queue_len=1)
     long = asyncio.create_task(collect(engine, "x" * 20_000, 1))
     assert len(await collect(engine, [1], 50)) == 50
     assert not long.done()
+    queued = [asyncio.create_task(collect(engine, "x" * 20_000, 1)) for _ in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="5 requests wait"):  # for four slots and a queue of one
+        engine.check_admission()
     held.set()
+    await asyncio.gather(*queued)
     assert [t for out in await long for t in out.token_ids] == [6]
 
 
@@ -317,14 +339,44 @@ async def test_changes_of_way_are_made_in_turn(ways):
     assert len(loaded) == 6
 
 
+async def test_equal_changes_of_way_are_made_once_and_others_run_meanwhile(ways):
+    engine, loaded = ways
+    turns = 0
+
+    async def count_turns():
+        nonlocal turns
+        while len(loaded) < 3:
+            turns += 1
+            await asyncio.sleep(0)
+
+    states, _ = await asyncio.gather(
+        asyncio.gather(*(engine.set_brownout(BrownoutChange(way=4)) for _ in range(300))),
+        count_turns(),
+    )
+    assert {state.way for state in states} == {4}
+    assert loaded == [(4, 0), (4, 1), (4, 2)]
+    assert turns >= 3  # an idle engine lets others run between two layers
+
+
+async def test_too_many_different_changes_of_way_are_refused(ways):
+    engine, loaded = ways
+    changes = [engine.set_brownout(BrownoutChange(way=4 if i % 2 else 8)) for i in range(20)]
+    results = await asyncio.gather(*changes, return_exceptions=True)
+    refused = [r for r in results if isinstance(r, Overloaded)]
+    # Eight are made; of the other twelve, half ask for what the last of these loads.
+    assert (len(refused), len(loaded)) == (6, 3 * 8)
+    assert "8 changes of way wait" in str(refused[0])
+
+
 async def test_an_engine_that_stops_tells_who_waits_for_a_way(ways):
-    engine, _ = ways
-    engine._loop_task.cancel()  # or it would be through at once
+    engine, loaded = ways
     change = asyncio.create_task(engine.set_brownout(BrownoutChange(way=4)))
-    await asyncio.sleep(0)
+    while not loaded:
+        await asyncio.sleep(0)
     await engine.stop()
     with pytest.raises(Aborted, match="stopped"):
         await asyncio.wait_for(change, 5)
+    assert await engine.drain(5)  # there is nothing left, and it stays stopped
     with pytest.raises(Unavailable, match="the engine is stopped"):
         await asyncio.wait_for(engine.set_brownout(BrownoutChange(way=8)), 5)
 

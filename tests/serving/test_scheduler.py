@@ -47,7 +47,7 @@ def play(scheduler, runner, arrivals, cancel_at=(), max_steps=5000):
         plan = scheduler.next_step()
         launched = None if plan is None else (plan, runner.launch(plan, (100, 0)))
         if previous is not None:
-            result = runner.read(previous[1])
+            result = previous[1].result()
             for sequence, output in accept(previous[0], result):
                 outputs[sequence.request.request_id] += output.token_ids
                 if output.finish_reason:
@@ -104,7 +104,7 @@ def test_pages_hold_the_context_that_attention_reads():
         plan = scheduler.next_step()
         if plan is None:
             break
-        result = runner.read(runner.launch(plan, (100, 0)))
+        result = runner.launch(plan, (100, 0)).result()
         list(accept(plan, result))
         slot = sequence.slot
         assert len(sequence.pages) * LIMITS.page_size >= sequence.num_computed
@@ -121,7 +121,7 @@ def test_first_come_first_served_and_nobody_overtakes_a_long_prompt():
     while scheduler.waiting:
         plan = scheduler.next_step()
         order += [s.request.request_id for s in plan.sequences if s.request.request_id not in order]
-        result = runner.read(runner.launch(plan, (100, 0)))
+        result = runner.launch(plan, (100, 0)).result()
         for sequence, output in accept(plan, result):
             if output.finish_reason:
                 scheduler.finish(sequence)
@@ -136,7 +136,7 @@ def test_prefill_and_decode_take_turns_under_load():
     for _ in range(8):
         plan = scheduler.next_step()
         phases.append(plan.phase)
-        list(accept(plan, runner.read(runner.launch(plan, (100, 0)))))
+        list(accept(plan, runner.launch(plan, (100, 0)).result()))
     assert phases == ["prefill", "decode"] * 4
 
 
@@ -181,5 +181,5 @@ def test_scheduling_a_full_batch_is_cheap():
     start = time.perf_counter()
     for _ in range(100):
         plan = scheduler.next_step()
-        list(accept(plan, runner.read(runner.launch(plan, (100, 0)))))
+        list(accept(plan, runner.launch(plan, (100, 0)).result()))
     assert time.perf_counter() - start < 5

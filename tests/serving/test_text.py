@@ -1,54 +1,141 @@
-"""Incremental text with stop strings, against cutting the whole text."""
+"""Incremental text and stop strings, against decoding and cutting the whole text."""
 
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers_of_kinds import byte_fallback
 
 import jmoe
+from jmoe.text_stream import TextStream
 from jmoe.tokenizer import Tokenizer
-from serving.sequence import TextOut
+from serving.detokenizer import Detokenizer
+from serving.request import MAX_STOP_CHARS
 
 
 class Letters:
     """A tokenizer whose tokens are letters."""
 
     def stream(self):
-        return self
+        return TextStream(lambda tokens: "".join(map(chr, tokens)))
 
-    def push(self, token):
-        return chr(token)
+
+def cut(text, stop):
+    """Oracle: the text before the stop string that is complete first, the longest of several."""
+    ends = [end for end in range(1, len(text) + 1) if any(s in text[:end] for s in stop)]
+    if not ends:
+        return text, False
+    seen = text[: ends[0]]
+    return seen[: min(seen.find(s) for s in stop if s in seen)], True
 
 
 @given(
-    st.text("abc", max_size=30),
-    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=6), max_size=4),
 )
-def test_stop_strings_cut_where_the_whole_text_would_be_cut(text, stop):
-    out = TextOut(Letters(), tuple(stop))
+def test_stop_strings_cut_where_the_whole_text_would_be_cut(pieces, stop):
+    """However the text is cut into tokens, of which each may complete several stop strings."""
+    stream = SimpleNamespace(push=lambda i: pieces[i], finish=lambda: "")
+    out = Detokenizer(SimpleNamespace(stream=lambda: stream), stop)
     got, stopped = "", False
-    for letter in text:
-        piece, stopped = out.push(ord(letter), final=False)
-        got += piece
+    for i in range(len(pieces)):
+        text, stopped = out.push(i)
+        got += text
         if stopped:
             break
-    # The stop string that is complete first wins; of several, the one that starts first.
-    ends = [end for end in range(1, len(text) + 1) if any(s in text[:end] for s in stop)]
-    if ends:
-        seen = text[: ends[0]]
-        assert stopped
-        assert got == seen[: min(seen.find(s) for s in stop if s in seen)]
-    else:
-        assert not stopped
-        assert got + out.flush() == text
+    assert (got + ("" if stopped else out.finish()), stopped) == cut("".join(pieces), stop)
 
 
-def test_an_end_token_has_no_text_and_releases_what_was_held():
-    out = TextOut(Letters(), ("ab",))
-    assert out.push(ord("a"), final=False) == ("", False)
-    assert out.push(ord("x"), final=True) == ("a", False)
+def test_what_was_held_is_released_at_the_end():
+    out = Detokenizer(Letters(), ("ab",))
+    assert out.push(ord("a")) == ("", False)
+    assert out.finish() == "a"
+
+
+def test_stop_strings_cost_the_same_at_every_token():
+    """64 of the longest ones, all but complete all the time, at 2,000 tokens and at 8,000."""
+    stop = tuple("a" * (MAX_STOP_CHARS - 1) + chr(0x100 + i) for i in range(64))
+
+    def steps(num_tokens):
+        out, count = Detokenizer(Letters(), stop), 0
+
+        def count_lines(frame, event, _):
+            nonlocal count
+            count += event == "line"
+            return count_lines
+
+        for _ in range(num_tokens - 20):
+            out.push(ord("a"))
+        sys.settrace(count_lines)
+        try:
+            for _ in range(20):
+                assert out.push(ord("a")) == ("a", False)
+        finally:
+            sys.settrace(None)
+        return count
+
+    assert steps(8_000) == steps(2_000) < 20 * 64 * 40
+
+
+BYTE_FALLBACK = byte_fallback()
+BUNDLED = Tokenizer.load(Path(jmoe.__file__).parent / "bundled")
+
+
+def streamed(tokenizer, tokens):
+    stream = tokenizer.stream()
+    return "".join([*map(stream.push, tokens), stream.finish()])
+
+
+@given(st.lists(st.integers(0, 511), max_size=40))
+def test_streamed_text_is_that_of_all_tokens(tokens):
+    assert streamed(BUNDLED, tokens) == BUNDLED.decode(tokens)
+
+
+@given(st.text(st.sampled_from("the sun \u4e00\u4e01\u00e9\U0001f600."), max_size=20))
+def test_streamed_text_is_that_of_all_tokens_with_byte_fallback(text):
+    tokens = []
+    for character in text:
+        word = BYTE_FALLBACK.backend.token_to_id(character.replace(" ", "\u2581"))
+        raw = [3 + b for b in character.encode()]
+        tokens += raw if word is None else [word]
+    assert streamed(BYTE_FALLBACK, tokens) == BYTE_FALLBACK.decode(tokens)
+
+
+@given(st.lists(st.integers(0, 266), max_size=60))
+def test_no_tokens_break_a_byte_fallback_stream(tokens):
+    """The library's own stream raises on some of these."""
+    text, got = BYTE_FALLBACK.decode(tokens), streamed(BYTE_FALLBACK, tokens)
+    if "\ufffd" not in text:
+        assert got == text
+    words = [BYTE_FALLBACK.decode([2, t]).strip() for t in tokens if t > 3 + 0xFF + 1]
+    at = 0
+    for word in words:  # every one, in order, whatever the bytes between them
+        at = got.index(word, at) + len(word)
+
+
+def test_a_character_that_the_decoder_takes_back_is_not_an_error():
+    a, broken, word = 3 + 0x41, 3 + 0xFF, BYTE_FALLBACK.backend.token_to_id("\u2581the")
+    assert BYTE_FALLBACK.decode([a, broken, word]) == "\ufffd\ufffd the"
+    assert streamed(BYTE_FALLBACK, [a, broken, word]) == "A\ufffd the"
+
+
+@pytest.mark.parametrize("token", [1, 3 + 0xFF, 3 + 0x41])  # special, a broken byte, a letter
+def test_decoding_looks_at_few_tokens_at_a_time(token):
+    seen = []
+
+    def decode(tokens):
+        seen.append(len(tokens))
+        return BYTE_FALLBACK.decode(tokens)
+
+    stream = TextStream(decode)
+    for _ in range(500):
+        stream.push(token)
+    assert max(seen) <= 32
 
 
 def test_others_run_while_a_long_text_is_tokenized():

@@ -1,0 +1,163 @@
+"""Admission: what an engine takes, decided as early and as cheaply as can be.
+
+In order: the queue's length, before anything is looked at; the prompt's size, before it is copied
+or tokenized; and, when its tokens are known, whether the request fits the model and the KV pages.
+"""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
+from statistics import fmean
+
+import numpy as np
+
+from jmoe.api import Model
+from serving.config import EngineConfig
+from serving.errors import NOT_OURS, InvalidRequest, Overloaded, RequestFailed, shown
+from serving.request import MAX_REQUEST_ID_CHARS, Bounds, Request, check_count
+from serving.scheduler import Limits
+
+LONG_TEXT = 16_384
+"""Characters above which a prompt is tokenized in a thread: 4 ms with the bundled tokenizer."""
+RETRY_AFTER_S = 0.5
+"""What an overloaded engine tells a caller before it knows its own speed."""
+
+
+class Capacity:
+    """How long a queue takes, by how long recent requests held a slot.
+
+    With every slot taken, a slot is free again once in (time that a request holds one) / (slots):
+    a measure of what the engine can do, whatever was asked of it lately.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._held_s: deque[float] = deque(maxlen=64)
+
+    def observe(self, held_s: float) -> None:
+        """A request finished after holding a slot for so long."""
+        self._held_s.append(held_s)
+
+    def drain_s(self, num_waiting: int) -> float:
+        """Seconds until a queue of this length has got its slots."""
+        if not self._held_s:
+            return RETRY_AFTER_S
+        return fmean(self._held_s) / self._num_slots * num_waiting
+
+
+class Admission:
+    """The checks of one engine, and its tokenizer's thread."""
+
+    def __init__(self, config: EngineConfig, limits: Limits, model: Model | None) -> None:
+        """`model` None (tests) takes token prompts only."""
+        self._config, self._limits, self._model = config, limits, model
+        self._tokenizer = None if model is None else model.tokenizer
+        self.capacity = Capacity(limits.num_slots)
+        self.num_tokenizing = 0  # long texts, waiting for their tokens
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jmoe-tokenize")
+        most = config.max_model_len - 1
+        longest = 1 if self._tokenizer is None else self._tokenizer.longest_token
+        self.bounds = Bounds(most, most * longest, 0 if model is None else model.config.vocab_size)
+
+    def check_queue(self, num_waiting: int, num_free_slots: int) -> None:
+        """Raises Overloaded where more requests wait than the settings allow."""
+        waiting = num_waiting + self.num_tokenizing
+        if waiting - num_free_slots >= self._config.max_queue_len:
+            raise Overloaded(
+                f"{waiting} requests wait already; try again later", self.capacity.drain_s(waiting)
+            )
+
+    def check_size(self, request: Request) -> None:
+        """Looks at sizes and types only. Raises InvalidRequest for what can never be served."""
+        bounds, prompt, timeout_s = self.bounds, request.prompt, request.timeout_s
+        check_count("characters of request_id", len(request.request_id), MAX_REQUEST_ID_CHARS)
+        if timeout_s is not None and not (
+            isinstance(timeout_s, int | float) and math.isfinite(timeout_s)
+        ):
+            raise InvalidRequest(f"timeout_s is {shown(timeout_s)}; it must be a number of seconds")
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise InvalidRequest("this model has no tokenizer; send token ids")
+            if len(prompt) > bounds.max_prompt_chars:
+                raise InvalidRequest(
+                    f"the prompt has {len(prompt)} characters; "
+                    f"{bounds.max_prompt_tokens} tokens, this server's longest prompt, have "
+                    f"{bounds.max_prompt_chars} at most"
+                )
+        elif isinstance(prompt, bytes) or not isinstance(prompt, Sized):
+            kind = type(prompt).__name__
+            raise InvalidRequest(f"the prompt is of type {kind}; send text or token ids")
+        elif len(prompt) > bounds.max_prompt_tokens:
+            raise self._too_long(len(prompt), request)
+        if request.sampling.stop and self._tokenizer is None:
+            raise InvalidRequest("stop strings need a tokenizer; this model has none")
+        for token in request.sampling.stop_token_ids:
+            if token < 0 or (bounds.vocab_size and token >= bounds.vocab_size):
+                raise InvalidRequest(
+                    f"stop_token_ids has {shown(token)}, which is no token of this model; "
+                    f"ids are between 0 and {bounds.vocab_size - 1}"
+                )
+
+    async def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt whose size was checked. Raises InvalidRequest."""
+        tokens = await self._encode(prompt) if isinstance(prompt, str) else _ids(prompt)
+        if not tokens:
+            raise InvalidRequest("the prompt is empty; send at least one token")
+        return tokens
+
+    def check_fit(self, request: Request, tokens: list[int]) -> None:
+        """Raises InvalidRequest where prompt and output exceed what the server can hold."""
+        total = len(tokens) + request.sampling.max_new_tokens
+        if total > self._config.max_model_len:
+            raise self._too_long(len(tokens), request)
+        limits, vocab = self._limits, self.bounds.vocab_size
+        wrong = next((t for t in tokens if t < 0 or (vocab and t >= vocab)), None)
+        if wrong is not None:
+            raise InvalidRequest(f"token {shown(wrong)} is outside the vocabulary of {vocab}")
+        if limits.pages_for(total) > limits.num_pages:
+            raise InvalidRequest(
+                f"{total} positions need {limits.pages_for(total)} KV pages; "
+                f"this server has {limits.num_pages}"
+            )
+
+    def close(self) -> None:
+        """Ends the thread; prompts that wait for it get a cancellation."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _too_long(self, num_tokens: int, request: Request) -> InvalidRequest:
+        new = request.sampling.max_new_tokens
+        return InvalidRequest(
+            f"prompt ({num_tokens} tokens) and max_new_tokens ({new}) make {num_tokens + new} "
+            f"positions; this server has {self._config.max_model_len}"
+        )
+
+    async def _encode(self, text: str) -> list[int]:
+        assert self._tokenizer is not None
+        try:
+            if len(text) <= LONG_TEXT:
+                return self._tokenizer.encode(text)
+            # Others' steps go on meanwhile; one such text at a time.
+            job = self._thread.submit(self._tokenizer.encode, text)
+            self.num_tokenizing += 1
+            try:
+                return await asyncio.wrap_future(job)
+            finally:
+                self.num_tokenizing -= 1
+        except NOT_OURS:
+            raise
+        except Exception as error:  # half a surrogate pair, or what else a library refuses
+            raise InvalidRequest(f"the prompt cannot be tokenized: {error}") from None
+        except BaseException as error:  # a panic of an extension module is no Exception
+            raise RequestFailed(f"the tokenizer failed: {error}") from None
+
+
+def _ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        array = np.asarray(prompt)
+    except (ValueError, TypeError, OverflowError):
+        array = None  # rows of different lengths, for one
+    if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRequest(f"the prompt is {shown(prompt)}; send text or one list of token ids")
+    return array.tolist()

@@ -1,0 +1,36 @@
+"""An engine over a runner that counts up, as tests of the tick use it."""
+
+import asyncio
+from types import SimpleNamespace
+
+from serving.config import EngineConfig
+from serving.engine import Engine
+from serving.fake import FakeRunner
+from serving.request import SamplingParams
+from serving.scheduler import Limits
+
+LIMITS = Limits(num_slots=4, num_pages=64, page_size=4, max_prefill_tokens=16, max_prefill_seqs=4)
+
+
+def model_with(tokenizer):
+    """What an engine looks at in a model of a thousand tokens."""
+    config = SimpleNamespace(
+        vocab_size=1000, eos_token_ids=(), num_moe_layers=1, experts_per_token=1
+    )
+    return SimpleNamespace(tokenizer=tokenizer, config=config, united={})
+
+
+async def collect(engine, prompt, max_new=5, **kwargs):
+    sampling = kwargs.pop("sampling", SamplingParams(max_new_tokens=max_new))
+    return [out async for out in engine.generate(prompt, sampling, **kwargs)]
+
+
+def counting_engine(
+    step_s=0.0, limits=LIMITS, runner=FakeRunner, observer=None, model=None, **config
+):
+    """An engine that ticks, by the running loop's clock."""
+    config = EngineConfig(max_model_len=200, watchdog_s=0, **config)
+    clock = asyncio.get_running_loop().time
+    engine = Engine(config, runner(limits, step_s=step_s), model, observer, clock)
+    engine.run()
+    return engine

@@ -1,0 +1,77 @@
+"""KV pages that cannot fit are refused before they are allocated, with the number that would."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+
+from jmoe.api import load
+from jmoe.config import from_hf
+from serving import memory
+from serving.config import EngineConfig
+from serving.engine import Engine
+from serving.scheduler import Limits
+from serving.settings import SettingsError
+
+
+def limits(**change):
+    sizes = {"num_slots": 4, "num_pages": 64, "page_size": 4} | change
+    return Limits(**sizes, max_prefill_tokens=16, max_prefill_seqs=4)
+
+
+@pytest.fixture
+def model():
+    """A page of four positions is 2 x 3 x 4 x 2 x 8 x 4 bytes: 1,536."""
+    geometry = {
+        "model_type": "mixtral",
+        "vocab_size": 8,
+        "hidden_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 16,
+        "max_position_embeddings": 256,
+    }
+    return SimpleNamespace(config=from_hf(geometry), dtype=jnp.dtype("float32"))
+
+
+def test_the_number_that_fits_is_named_and_fits(model, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda: 2**20)
+    with pytest.raises(SettingsError, match="num_pages is 1000000000") as refused:
+        memory.check_memory(model, limits(num_pages=10**9))
+    most = int(str(refused.value).split("num_pages to ")[1].split()[0])
+    assert most == int(0.95 * 2**20) // 1536 - 1
+    memory.check_memory(model, limits(num_pages=most))
+    with pytest.raises(SettingsError):
+        memory.check_memory(model, limits(num_pages=most + 1))
+
+
+def test_where_not_one_page_fits_the_page_is_too_large(model, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda: 2**20)
+    with pytest.raises(SettingsError, match=r"page_size 1000000 .* lower engine\.page_size"):
+        memory.check_memory(model, limits(num_pages=1, page_size=10**6))
+
+
+def test_where_free_memory_is_unknown_nothing_is_refused(model, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda: None)
+    memory.check_memory(model, limits(num_pages=10**9))
+
+
+def test_this_machine_knows_its_memory():
+    assert 2**26 < (memory.free_bytes() or 2**30) < 2**50
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_pages": 10**9},
+        {"page_size": 10**9},
+        {"max_num_seqs": 10**8, "max_prefill_seqs": 4},
+        {"max_num_seqs": 10**15, "max_prefill_seqs": 4},
+    ],
+)
+async def test_an_engine_refuses_it_before_it_allocates(change):
+    with pytest.raises(SettingsError, match=r"engine\.num_pages is"):
+        await Engine.start(EngineConfig(dtype="float32", **change), model=load("bundled"))
