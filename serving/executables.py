@@ -2,7 +2,8 @@
 
 XLA's own cache keeps what its compiler makes, but an entry is found by the lowered program, and to
 lower a step with Mosaic kernels takes seconds of Python; a server has dozens of steps. Here an
-entry is found by what the program is made from: sources, versions, device, shapes and options.
+entry is found by what the program is made from: the code that would be traced, as it is loaded
+(`serving.traced_code`), the files beside it, versions, device, shapes and options.
 
 Loading an entry runs what is in it: the folder deserves the trust that the code itself gets.
 """
@@ -125,8 +126,8 @@ def _surroundings() -> str:
 
 @cache
 def _sources() -> str:
-    """Digest of what programs are traced from, and of what traces them."""
-    digest = hashlib.sha256(Path(__file__).with_name("programs.py").read_bytes())
+    """Digest of the files of the model and its kernels, some of which tracing alone imports."""
+    digest = hashlib.sha256()
     for package in (jmoe, pallas_kernels):
         top = Path(package.__path__[0])
         for path in sorted(top.rglob("*")):

@@ -29,6 +29,7 @@ from jmoe.steps import (
     served,
 )
 from pallas_kernels.routing import max_active_experts
+from serving import traced_code
 from serving.config import EngineConfig
 from serving.executables import Executables
 from serving.scheduler import Limits
@@ -130,6 +131,9 @@ class Programs:
     def compile_all(self, executables: Executables, progress: Progress | None = None) -> None:
         """Compiles every program, several at a time; what the disk has is read from there."""
         keys = self._buckets.keys()
+        code = traced_code.digest(
+            (decode_step, prefill_step, draw_step, Programs._lower, Programs._max_active)
+        )
 
         def tell() -> None:
             if progress is not None:
@@ -146,7 +150,7 @@ class Programs:
             jobs = []
             try:
                 for key in keys:
-                    made_from = self._made_from(key)
+                    made_from = self._made_from(key, code)
                     kept = executables.load(key.name, made_from)
                     if kept is not None:
                         self._compiled[key] = kept
@@ -227,10 +231,11 @@ class Programs:
         )
         return *held, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
-    def _made_from(self, key: Key) -> str:
-        """All that tells this program from any other made from the same sources."""
+    def _made_from(self, key: Key, code: str) -> str:
+        """All that tells this program from any other of the same versions on the same device."""
         return repr(
             (
+                code,
                 self._model.config,
                 key,
                 self._max_active(key),

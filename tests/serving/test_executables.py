@@ -1,7 +1,9 @@
 """Compiled programs on disk: what is found again, what is not, and that warm starts are alike."""
 
 import os
+import shutil
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -10,11 +12,14 @@ import pytest
 
 import jmoe
 from jmoe.brownout import Brownout
+from pallas_kernels.routing import reference
 from serving import executables as module
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.executables import KEPT_S, Executables
 from serving.request import BrownoutChange, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
 
@@ -121,9 +126,8 @@ REQUESTS = (
 )
 
 
-async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypatch):
-    """The second engine's programs are the first's: greedy, drawn, cut, and under brownout."""
-    config = EngineConfig(
+def few_programs(cache):
+    return EngineConfig(
         model=str(GOLDEN),
         dtype="float32",
         max_num_seqs=4,
@@ -134,12 +138,16 @@ async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypat
         decode_buckets=(4,),
         prefill_buckets=(16,),
         threshold_buckets_percent=(40, 100),
-        compilation_cache=str(tmp_path),
+        compilation_cache=str(cache),
         brownout=BrownoutConfig(salc=False),
     )
 
+
+async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypatch):
+    """The second engine's programs are the first's: greedy, drawn, cut, and under brownout."""
+
     async def answers():
-        engine = await Engine.start(config)
+        engine = await Engine.start(few_programs(tmp_path))
         try:
             found = []
             for own, brownout in REQUESTS:
@@ -161,11 +169,40 @@ async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypat
             await engine.stop()
 
     first = await answers()
-    monkeypatch.setattr(
-        "serving.programs.Programs._lower", lambda self, key: pytest.fail(f"{key} was lowered")
-    )
+
+    class NoJobs(ThreadPoolExecutor):
+        def submit(self, job, key, *_):
+            pytest.fail(f"{key} was lowered")
+
+    monkeypatch.setattr("serving.programs.ThreadPoolExecutor", NoJobs)
     assert await answers() == first
     model = jmoe.load(GOLDEN, "float32")
     for (own, brownout), tokens in zip(REQUESTS, first, strict=True):
         assert tokens == jmoe.generate(model, [[5, 6, 7]], 6, brownout, **own).tokens[0]
     assert first[3] != first[0]  # the brownout was one
+
+
+async def test_a_patched_run_leaves_nothing_that_an_unpatched_one_finds(tmp_path, monkeypatch):
+    """A researcher's plan that degrades every visit, and then the plan as it is."""
+
+    async def degraded():
+        engine = await Engine.start(few_programs(tmp_path))
+        try:
+            await engine.set_brownout(BrownoutChange(strategy="full", decode_threshold_percent=90))
+            stream = engine.generate([5, 6, 7], SamplingParams(max_new_tokens=6))
+            return [out async for out in stream][-1].usage.degraded_visits
+        finally:
+            await engine.stop()
+
+    covering = reference._covering
+
+    def nothing(*args, **kwargs):
+        return jnp.zeros_like(covering(*args, **kwargs))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reference, "_covering", nothing)
+        everything = await degraded()
+    few = await degraded()
+    assert few < everything
+    shutil.rmtree(tmp_path)
+    assert await degraded() == few

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from jmoe import steps
 from jmoe.model import unstack
 from pallas_kernels.backend import traced_for
@@ -9,6 +11,8 @@ from serving import programs
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.request import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_moe_mixed_yarn"
 PROMPT = [5, 60, 17, 33, 8, 59, 2, 44, 13, 7, 21, 3]
