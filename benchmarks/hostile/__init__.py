@@ -1,0 +1,1 @@
+"""Hostile load and malformed messages against a running server, and what must hold meanwhile."""

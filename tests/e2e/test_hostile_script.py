@@ -1,0 +1,48 @@
+"""`python -m benchmarks.hostile` against the real server: what does not depend on time holds."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMED = ("resident memory", "health check under load", "longest gap")
+
+
+def hostile(*arguments, timeout_s=300):
+    command = [sys.executable, "-m", "benchmarks.hostile", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
+
+
+async def test_a_server_withstands_a_small_run(server, tmp_path):
+    process, address = server
+    out = tmp_path / "hostile.json"
+    sizes = ("--requests", 200, "--clients", 16, "--fuzz", 300, "--idle-s", 1)
+    where = ("--address", address, "--pid", process.pid, "--out", out)
+    ended = await asyncio.to_thread(hostile, *where, *sizes)
+    assert ended.returncode in (0, 1), ended.stderr
+    found = json.loads(out.read_text(encoding="utf-8"))
+    lines = {line["name"]: line for line in found["lines"]}
+    wrong = [line for name, line in lines.items() if not name.startswith(TIMED) and not line["ok"]]
+    assert not wrong, (wrong, found["problems"], ended.stdout)
+    assert lines["KV pages used after the load"]["seen"] == "0"
+    assert lines["compilations by the end of the fuzz"]["seen"] == "0"
+    assert sum(sum(codes.values()) for codes in found["codes"].values()) == 200
+    assert set(found["fuzz"]) == {"Generation", "Admin", "Health", "ServerReflection"}
+    assert found["memory"]["samples"] > 10
+    assert found["health"]["load"]["count"] > 10
+    failed = any(line["ok"] is False for line in lines.values())
+    assert ended.returncode == int(failed)
+    assert all(name in ended.stdout for name in lines)
+
+
+@pytest.mark.parametrize(
+    "address", ["10.0.0.1:50051", "example.org:50051", "0.0.0.0:1", "::1", "x"]
+)
+def test_another_machine_is_refused(address):
+    ended = hostile("--address", address, timeout_s=60)
+    assert ended.returncode == 2
+    assert repr(address) in ended.stderr
