@@ -4,6 +4,7 @@ Commands import what they need when they run, so that `jmoe --help` is quick.
 """
 
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,9 +14,9 @@ import typer
 from serving.cli_distill import distill
 from serving.cli_evaluate import evaluate
 from serving.cli_info import info
-from serving.cli_options import overrides, progress_bar
+from serving.cli_options import AllowUnknownConfig, overrides, progress_bar
 from serving.cli_tools import bench, demo
-from serving.errors import ServingError
+from serving.errors import ServingError, Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +74,15 @@ _FLAGS = {
     "dtype": "engine.dtype",
     "host": "host",
     "port": "port",
+    "admin_host": "admin_host",
+    "admin_port": "admin_port",
     "metrics_port": "metrics_port",
     "max_num_seqs": "engine.max_num_seqs",
     "max_model_len": "engine.max_model_len",
     "max_queue_len": "engine.max_queue_len",
     "max_prefill_tokens": "engine.max_prefill_tokens",
     "page_size": "engine.page_size",
+    "allow_unknown_config": "engine.allow_unknown_config",
     "num_pages": "engine.num_pages",
     "policy": "engine.policy",
     "strategy": "engine.brownout.strategy",
@@ -98,6 +102,8 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
     host: str | None = None,
     port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
+    admin_host: Annotated[str | None, typer.Option(help="Of the admin service.")] = None,
+    admin_port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Prometheus; 0 is off.")] = None,
     max_num_seqs: int | None = None,
     max_model_len: int | None = None,
@@ -113,6 +119,7 @@ def serve(
     decode_threshold: Annotated[int | None, typer.Option(help="Percent.")] = None,
     ttft_slo_s: float | None = None,
     itl_slo_s: float | None = None,
+    allow_unknown_config: AllowUnknownConfig = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any key, as engine.salc.window_s=4.")
     ] = None,
@@ -125,7 +132,7 @@ def serve(
 
     from serving import server, settings
 
-    flags = {key: given[name] for name, key in _FLAGS.items()}
+    flags = {key: given[name] for name, key in _FLAGS.items() if given[name] != []}
     loaded = settings.load(config, overrides(flags, set_ or []))
 
     async def start_engine() -> Any:
@@ -138,7 +145,12 @@ def serve(
         metrics.engine = engine
         return engine
 
-    if not uvloop.run(server.serve(loaded, start_engine)):
+    try:
+        delivered = uvloop.run(server.serve(loaded, start_engine))
+    except Unavailable as error:
+        print(f"jmoe: {error}", file=sys.stderr, flush=True)
+        os._exit(1)  # an ordinary exit would wait for a device that may hang
+    if not delivered:
         log.warning("streams were cut off after %g s", loaded.drain_timeout_s)
 
 
@@ -165,6 +177,7 @@ def generate(
     ] = 100,
     strategy: Strategy = None,
     way: Way = None,
+    allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Continues prompts in this process, without a server."""
     import jmoe
@@ -179,6 +192,7 @@ def generate(
             Path(model) if model != "bundled" else model,
             dtype,
             progress=lambda done, total: progress("loading layers", done, total),
+            allow_unknown_config=allow_unknown_config or (),
         )
         result = jmoe.generate(
             loaded,

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from serving.cli_options import progress_bar
+from serving.cli_options import AllowUnknownConfig, progress_bar
 
 
 def distill(
@@ -40,6 +40,7 @@ def distill(
     length: Annotated[int, typer.Option(help="Tokens a packed row.")] = 128,
     dtype: Annotated[str, typer.Option(help="Of the products: bfloat16, float32.")] = "bfloat16",
     seed: int = 0,
+    allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Distils united experts, which stand in for groups of routed ones under brownout.
 
@@ -74,7 +75,9 @@ def distill(
     )
     try:
         with progress_bar() as progress:
-            layers, refined = run(resolve(model), numbers, data, out, config, progress)
+            layers, refined = run(
+                resolve(model), numbers, data, out, config, progress, allow_unknown_config or ()
+            )
     except DistillError as error:
         raise ValueError(str(error)) from error
     for way in numbers:

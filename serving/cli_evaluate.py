@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from serving.cli_options import progress_bar
+from serving.cli_options import AllowUnknownConfig, progress_bar
 
 
 def evaluate(
@@ -36,6 +36,7 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="Folder; run again, it goes on.")] = Path(
         "out/evaluate"
     ),
+    allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Accuracy, perplexity and output error under brownout, by strategy, way and threshold."""
     from training.evaluation.items import grid, integers, parse_only
@@ -61,6 +62,7 @@ def evaluate(
         error_steps=error_steps,
         seed=seed,
         out=out,
+        allow_unknown_config=tuple(allow_unknown_config or ()),
     )
     with progress_bar() as progress:
         found = run(config, settings, progress)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from serving.cli_options import AllowUnknownConfig
+
 if TYPE_CHECKING:
     from jmoe.config import ModelConfig
 
@@ -21,19 +23,25 @@ def info(
     address: Annotated[
         str | None, typer.Option(help="HOST:PORT of a running server.", metavar="HOST:PORT")
     ] = None,
+    admin_address: Annotated[
+        str | None,
+        typer.Option(help="Of its admin service; else what it says.", metavar="HOST:PORT"),
+    ] = None,
+    allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Parameters and memory of a model, or the state of a running server."""
     if (model, model_config, address).count(None) < 2:
         raise ValueError("give one of MODEL, --model-config and --address")
     if address is not None:
-        rows = _ask(address)
+        rows = _ask(address, admin_address)
     elif model_config is not None:
         rows = _describe(load_model_config(model_config))
     else:
         from jmoe.api import resolve
         from jmoe.config import read_config
 
-        rows = _describe(read_config(resolve(model or "bundled")))
+        directory = resolve(model or "bundled")
+        rows = _describe(read_config(directory, allow_unknown_config=allow_unknown_config or ()))
     _print(rows)
 
 
@@ -53,7 +61,7 @@ def num_parameters(cfg: "ModelConfig", experts_a_layer: int | None = None) -> in
     experts = cfg.num_experts if experts_a_layer is None else experts_a_layer
     d, heads = cfg.d_model, (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
     attention = d * heads + cfg.num_heads * cfg.head_dim * d + 2 * d
-    attention += heads * cfg.qkv_bias + 2 * cfg.head_dim * cfg.qk_norm
+    attention += heads * cfg.qkv_bias + d * cfg.o_bias + 2 * cfg.head_dim * cfg.qk_norm
     shared = 3 * d * cfg.d_ff_shared + d if cfg.d_ff_shared else 0
     moe = d * cfg.num_experts + experts * expert_parameters(cfg) + shared
     dense = 3 * d * cfg.d_ff_dense
@@ -103,30 +111,35 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes:,} bytes"
 
 
-def _ask(address: str) -> list[tuple[str, str]]:
+def _ask(address: str, admin_address: str | None) -> list[tuple[str, str]]:
     import asyncio
 
     import grpc
 
     from serving.client import Client
 
-    async def ask() -> list[Any]:
-        async with Client(address) as client:
+    async def ask() -> tuple[list[Any], str]:
+        async with Client(address, admin_address) as client:
             found: list[Any] = [await client.server_info()]
-            if found[0].status == "ready":
-                found += [await client.model_info(), await client.get_brownout()]
-                found.append(await client.stats())
-            return found
+            if found[0].status != "ready":
+                return found, ""
+            found.append(await client.model_info())
+            try:
+                found += [await client.get_brownout(), await client.stats()]
+            except grpc.aio.AioRpcError as error:  # it may listen for the server's own host only
+                return found, f"{client.admin_address} does not answer: {error.details()}"
+            return found, ""
 
     try:
-        messages = asyncio.run(ask())
+        messages, admin_failure = asyncio.run(ask())
     except grpc.aio.AioRpcError as error:
         raise ConnectionError(f"{address} does not answer: {error.details()}") from None
-    return [
+    rows = [
         (f"{message.DESCRIPTOR.name}.{field.name}", _value(getattr(message, field.name)))
         for message in messages
         for field in message.DESCRIPTOR.fields
     ]
+    return [*rows, ("Admin", admin_failure)] if admin_failure else rows
 
 
 def _value(value: Any) -> str:

@@ -4,6 +4,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+
+AllowUnknownConfig = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY",
+        help="Key of config.json that jmoe does not know and that changes nothing; repeatable.",
+    ),
+]
 
 
 def overrides(flags: Mapping[str, object], pairs: Sequence[str]) -> dict[str, object]:

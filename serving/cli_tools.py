@@ -19,6 +19,10 @@ def _bench() -> None:
 def serve(
     host: str = "127.0.0.1",
     port: int = 50051,
+    admin_address: Annotated[
+        str | None,
+        typer.Option(help="Of the server's admin service; else what it says.", metavar="HOST:PORT"),
+    ] = None,
     dataset_name: Annotated[
         str, typer.Option(help="sharegpt, alpaca, tasks or random.")
     ] = "random",

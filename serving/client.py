@@ -12,18 +12,30 @@ from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 
 
+def admin_address_of(address: str, info: pb.ServerInfo) -> str:
+    """Where the admin service of the server at `address` is, by what the server says of itself."""
+    host, colon, _ = address.rpartition(":")
+    return f"{host}:{info.admin_port}" if colon and info.admin_port else address
+
+
 class Client:
-    """Calls on one server, all over one channel.
+    """Calls on one server over one channel, and over another to its admin service.
 
     One `grpc.aio` channel read with `async for` costs as little CPU a token as any way, and less
     than threads do: `benchmarks/client_cost.py`. Calls raise `grpc.aio.AioRpcError`.
     """
 
-    def __init__(self, address: str) -> None:
-        """`address` is `host:port`. Use within a running event loop."""
+    def __init__(self, address: str, admin_address: str | None = None) -> None:
+        """`address` is `host:port`. Use within a running event loop.
+
+        Without `admin_address`, the first call on the admin service asks the server for the port
+        and takes the host of `address`.
+        """
+        self.address, self.admin_address = address, admin_address
         self.channel = grpc.aio.insecure_channel(address)
         self._generation = rpc.GenerationStub(self.channel)
-        self._admin = rpc.AdminStub(self.channel)
+        self._admin_channel: grpc.aio.Channel | None = None
+        self._finding_admin = asyncio.Lock()
 
     async def __aenter__(self) -> "Client":
         return self
@@ -37,8 +49,18 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Cancels what is in flight and closes the channel."""
+        """Cancels what is in flight and closes the channels."""
         await self.channel.close()
+        if self._admin_channel is not None:
+            await self._admin_channel.close()
+
+    async def _admin(self) -> rpc.AdminStub:
+        async with self._finding_admin:
+            if self._admin_channel is None:
+                if self.admin_address is None:
+                    self.admin_address = admin_address_of(self.address, await self.server_info())
+                self._admin_channel = grpc.aio.insecure_channel(self.admin_address)
+        return rpc.AdminStub(self._admin_channel)
 
     def generate(
         self,
@@ -65,15 +87,16 @@ class Client:
 
     async def get_brownout(self) -> pb.BrownoutState:
         """Thresholds in percent, SLOs and recent P90 latencies in seconds."""
-        return await self._admin.GetBrownout(pb.GetBrownoutRequest())
+        return await (await self._admin()).GetBrownout(pb.GetBrownoutRequest())
 
     async def set_brownout(self, **change: str | int | float | bool) -> pb.BrownoutState:
         """Sets the named fields of `SetBrownoutRequest`; returns the state after the change."""
-        return await self._admin.SetBrownout(pb.SetBrownoutRequest(**change))  # type: ignore[arg-type]
+        request = pb.SetBrownoutRequest(**change)  # type: ignore[arg-type]
+        return await (await self._admin()).SetBrownout(request)
 
     async def stats(self) -> pb.Stats:
         """The engine's counters and gauges."""
-        return await self._admin.GetStats(pb.GetStatsRequest())
+        return await (await self._admin()).GetStats(pb.GetStatsRequest())
 
     async def server_info(self) -> pb.ServerInfo:
         """Version, status, and the server's limits."""

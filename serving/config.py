@@ -51,6 +51,9 @@ class EngineConfig:
     compilation_cache: str = "~/.cache/jmoe/xla"  # empty: off
     enforce_eager: bool = False  # launch kernel by kernel: no step is a CUDA graph
     cpu_threads: int = 0  # of XLA on a CPU, leaving the others to the host; 0: all
+    watchdog_s: float = 60.0  # a step that takes longer has failed, and the engine with it; 0: off
+    check_weights: bool = True  # refuse weights that are not finite, by name
+    allow_unknown_config: tuple[str, ...] = ()  # keys of config.json that may be ignored
     brownout: BrownoutConfig = field(default_factory=BrownoutConfig)
     salc: SalcConfig = field(default_factory=SalcConfig)
 
@@ -63,4 +66,12 @@ class ServerConfig:
     port: int = 50051  # 0: any free one; it is printed
     metrics_port: int = 0  # Prometheus over HTTP; 0: off
     drain_timeout_s: float = 30.0
+    admin_host: str = "127.0.0.1"  # the admin service has a listener of its own
+    admin_port: int = 0  # 0: any free one; it is printed
+    admin_on_main_port: bool = False  # True: whoever may generate may also set brownout
+    exit_on_failure: bool = True  # False: a failed engine leaves a process that is NOT_SERVING
+    max_connections: int = 512  # more are closed as they come
+    max_concurrent_calls: int = 0  # 0: twice what the engine's slots and queue hold
+    max_bytes_in_flight: int = 256 << 20  # of messages being received; 4 MiB are reserved for each
+    message_timeout_s: float = 10.0  # from the opening of a call to its message
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -3,9 +3,14 @@
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from serving.errors import InvalidRequest
+from serving.errors import InvalidRequest, shown
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import (
+    MAX_REQUEST_ID_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    Bounds,
     BrownoutChange,
     BrownoutState,
     EngineStats,
@@ -13,6 +18,7 @@ from serving.request import (
     Priority,
     SamplingParams,
     ThresholdSpan,
+    check_count,
 )
 
 if TYPE_CHECKING:
@@ -25,19 +31,51 @@ _PRIORITIES = {
 }
 
 
-def prompt(request: pb.GenerateRequest) -> str | list[int]:
-    """The prompt. Raises InvalidRequest where it is missing or empty."""
+_BYTES_PER_ID, _BYTES_PER_CHAR = 16, 4  # at most: 11 where a negative id is not packed; UTF-8
+_OTHER_BYTES = 16 << 10  # names, numbers and tags
+
+
+def max_request_bytes(bounds: Bounds) -> int:
+    """More than any GenerateRequest within bounds has."""
+    prompt = max(
+        _BYTES_PER_ID * bounds.max_prompt_tokens, _BYTES_PER_CHAR * bounds.max_prompt_chars
+    )
+    stops = MAX_STOP_STRINGS * _BYTES_PER_CHAR * MAX_STOP_CHARS + _BYTES_PER_ID * MAX_STOP_TOKEN_IDS
+    return prompt + stops + _OTHER_BYTES
+
+
+def prompt(request: pb.GenerateRequest, bounds: Bounds) -> str | list[int]:
+    """The prompt. Raises InvalidRequest where it is missing, empty, or longer than can fit."""
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("the prompt is missing; set text or tokens")
-    found = request.text if kind == "text" else list(request.tokens.ids)
+    if kind == "text":
+        found = request.text
+        if bounds.max_prompt_chars:  # 0: no tokenizer, which the engine says
+            check_count("characters of text", len(found), bounds.max_prompt_chars)
+    else:
+        check_count("prompt tokens", len(request.tokens.ids), bounds.max_prompt_tokens)
+        found = list(request.tokens.ids)
     if not found:
         raise InvalidRequest(f"the prompt is empty; send at least one token in {kind}")
     return found
 
 
-def sampling(message: pb.SamplingParams) -> SamplingParams:
+def request_id(request: pb.GenerateRequest) -> str | None:
+    """The caller's id; None where there is none. Raises InvalidRequest for a long one."""
+    check_count("characters of request_id", len(request.request_id), MAX_REQUEST_ID_CHARS)
+    return request.request_id or None
+
+
+def sampling(message: pb.SamplingParams, bounds: Bounds) -> SamplingParams:
     """Absent fields take the defaults. Raises InvalidRequest for a value out of range."""
+    check_count("stop strings", len(message.stop), MAX_STOP_STRINGS)
+    check_count("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS)
+    for token in message.stop_token_ids if bounds.vocab_size else ():
+        if not 0 <= token < bounds.vocab_size:
+            raise InvalidRequest(
+                f"stop_token_ids has {token}; this model's tokens are 0 to {bounds.vocab_size - 1}"
+            )
     # Only fields that are present are listed; the repeated ones come as containers.
     given = {field.name: value for field, value in message.ListFields()}
     for name in ("stop_token_ids", "stop"):
@@ -50,7 +88,7 @@ def priority(request: pb.GenerateRequest) -> Priority:
     try:
         return _PRIORITIES[request.priority]
     except KeyError:
-        raise InvalidRequest(f"priority {request.priority} is unknown") from None
+        raise InvalidRequest(f"priority {shown(request.priority)} is unknown") from None
 
 
 def response(out: Output) -> pb.GenerateResponse:

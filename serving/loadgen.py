@@ -202,6 +202,7 @@ class BenchConfig:
 
     host: str = "127.0.0.1"
     port: int = 50051
+    admin_address: str | None = None  # none: where the server says its admin service is
     dataset_name: str = "random"  # "sharegpt" | "alpaca" | "tasks" | "random"
     dataset_path: Path | None = None  # none: the bundled tasks; lengths like ShareGPT's or Alpaca's
     tokenizer: Path | None = None  # tokenizer.json that counts a dataset's tokens; none: estimated
@@ -299,7 +300,7 @@ def _parse_percentiles(text: str) -> list[float]:
 
 
 async def _bench(config: BenchConfig) -> tuple[Run, str]:
-    async with Client(f"{config.host}:{config.port}") as client:
+    async with Client(f"{config.host}:{config.port}", config.admin_address) as client:
         await client.wait_ready(timeout_s=60)
         server, model = await asyncio.gather(client.server_info(), client.model_info())
         samples = _bench_samples(config, model.vocab_size, server.max_model_len)

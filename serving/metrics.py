@@ -3,7 +3,7 @@
 The engine reports latencies as it goes; everything else is read from the engine at a scrape.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from math import inf
 from threading import Thread
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
 
 import numpy as np
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -19,6 +19,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
+from serving import metrics_http
 from serving.observer import Observer
 from serving.request import Output
 from serving.sequence import SequenceState
@@ -68,7 +69,9 @@ class Metrics(Observer):
         self.registry = CollectorRegistry()
         self.ttft, self.itl, self.e2e = Histogram(_TTFT), Histogram(_ITL), Histogram(_E2E)
         self.prefill_in_itl = Histogram(_ITL)
-        self._prefills: list[tuple[float, float]] = []  # [start, end) since the last decode step
+        # [start, end) since the last decode step. A running sequence has few of them between its
+        # tokens; where every request wants one token, no decode step comes to forget them.
+        self._prefills: deque[tuple[float, float]] = deque(maxlen=256)
         self.expert_rows: np.ndarray | None = None  # int64 [MoE layers, E], once a step was read
         self.violations = {"prefill": 0, "decode": 0}
         self.finished: Counter[str] = Counter(stop=0, length=0)
@@ -93,7 +96,7 @@ class Metrics(Observer):
                 ends[None, :] - np.maximum(starts[None, :], previous_at[:, None]), 0, None
             )
             self.prefill_in_itl.observe(inside.sum(axis=1))
-            self._prefills = []
+            self._prefills.clear()
 
     def first_tokens(self, ttft_s: np.ndarray, slo_s: float) -> None:
         """See Observer."""
@@ -151,7 +154,7 @@ class Metrics(Observer):
     def serve(self, host: str, port: int) -> tuple[WSGIServer, Thread]:
         """Answers scrapes over HTTP from a thread. Raises OSError where it cannot listen."""
         try:
-            return start_http_server(port, host.strip("[]"), self.registry)  # gRPC wants brackets
+            return metrics_http.serve(host, port, self.registry)
         except OSError as error:
             raise OSError(
                 f"metrics cannot be served at {host}:{port}: {error.strerror}; "

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from serving.client import admin_address_of
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 
@@ -48,6 +49,7 @@ class Scorer:
         self,
         address: str,
         *,
+        admin_address: str | None = None,
         prefix: str = "",
         allow_brownout: bool = True,
         concurrency: int = 0,
@@ -57,6 +59,7 @@ class Scorer:
 
         Args:
             address: `host:port`.
+            admin_address: of its admin service; None: where the server says it is.
             prefix: stands before a text that has no context, such as the end-of-text token's own
                 text; the server's tokenizer must read it as tokens.
             allow_brownout: False: requests are exempt, whatever the server's setting.
@@ -72,7 +75,11 @@ class Scorer:
             info = rpc.GenerationStub(self._channel).GetServerInfo(
                 pb.GetServerInfoRequest(), timeout=_CONNECT_S, wait_for_ready=True
             )
-            self.brownout = rpc.AdminStub(self._channel).GetBrownout(pb.GetBrownoutRequest())
+            address = admin_address or admin_address_of(address, info)
+            with grpc.insecure_channel(address) as admin:
+                self.brownout = rpc.AdminStub(admin).GetBrownout(
+                    pb.GetBrownoutRequest(), timeout=_CONNECT_S
+                )
         except grpc.RpcError as error:
             raise ConnectionError(
                 f"no jmoe server answers at {address} ({_code(error).name}); start one with "

@@ -1,80 +1,72 @@
 """The gRPC server: `jmoe.v1`, health and reflection, in the engine's event loop.
 
-It listens before the engine is there and answers NOT_SERVING until then. Nothing here imports jax.
+Two ports: one for callers, and one for the operator, which has the admin service. Both listen
+before the engine is there and answer NOT_SERVING until then. Nothing here imports jax.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from serving import convert, heap
 from serving.config import ServerConfig
-from serving.errors import (
-    Aborted,
-    DeadlineExceeded,
-    InvalidRequest,
-    NotFound,
-    Overloaded,
-    ServingError,
-    Unavailable,
-)
-from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.errors import Unavailable
+from serving.guard import SMALL_MESSAGE_BYTES, Guard, Limits
+from serving.health import Health
+from serving.inbox import MAX_MESSAGE_BYTES
+from serving.listen import bind, join, make_server
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
-from serving.version import jmoe_version
+from serving.services import GENERATE, SERVICES, AdminService, GenerationService
 
 if TYPE_CHECKING:
     from serving.engine import Engine
 
 log = logging.getLogger(__name__)
 
-SERVICES = tuple(service.full_name for service in pb.DESCRIPTOR.services_by_name.values())
-
-_CODES: dict[type[Exception], grpc.StatusCode] = {
-    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
-    ValueError: grpc.StatusCode.INVALID_ARGUMENT,
-    NotFound: grpc.StatusCode.NOT_FOUND,
-    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    Unavailable: grpc.StatusCode.UNAVAILABLE,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Aborted: grpc.StatusCode.CANCELLED,
-}
-
-_OPTIONS = (
-    ("grpc.so_reuseport", 0),  # a taken port is an error, not a second server behind it
-    ("grpc.max_receive_message_length", 4 << 20),  # a million tokens as varints of four bytes
-    ("grpc.max_send_message_length", 16 << 20),
-    # A caller that vanished without closing its connection is found out, and its requests abort.
-    ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-)
-
 _GRACE_S = 1.0  # for last messages to leave once every request has ended
+_ADMIN_CONNECTIONS, _ADMIN_CALLS = 128, 1024
 
 
 class Server:
-    """One engine behind one port. `start`, then `attach` an engine, then `drain`."""
+    """One engine behind two ports. `start`, then `attach` an engine, then `drain`."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.engine: Engine | None = None
-        self.port = 0  # the bound one, after start
+        self.port = self.admin_port = 0  # the bound ones, after start
+        self.failure: str | None = None  # why the engine failed
+        self._failed = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
         self._draining = False
-        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
-        self._grpc = grpc.aio.server(options=_OPTIONS)
-        rpc.add_GenerationServicer_to_server(GenerationService(self), self._grpc)
-        rpc.add_AdminServicer_to_server(AdminService(self), self._grpc)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._grpc)
+        self.health = Health(SERVICES)
+        receiving = max(1, config.max_bytes_in_flight // MAX_MESSAGE_BYTES)
+        timeout_s = config.message_timeout_s
+        self.guard = Guard(
+            Limits(max_calls(config), receiving, timeout_s), self._admit, self._max_message_bytes
+        )
+        self._admin_guard = Guard(Limits(_ADMIN_CALLS, receiving, timeout_s))
+        self._main = make_server(self.guard, config.max_connections)
+        self._admin = make_server(self._admin_guard, _ADMIN_CONNECTIONS)
+        self._add_services()
+
+    def _add_services(self) -> None:
+        generation, admin = SERVICES
+        on_main = [generation, admin] if self.config.admin_on_main_port else [generation]
+        rpc.add_GenerationServicer_to_server(GenerationService(self), self._main)
+        if self.config.admin_on_main_port:
+            rpc.add_AdminServicer_to_server(AdminService(self), self._main)
+        rpc.add_AdminServicer_to_server(AdminService(self), self._admin)
+        for server, names in ((self._main, on_main), (self._admin, [admin])):
+            health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+            names = (*names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
 
     @property
     def status(self) -> str:
@@ -92,43 +84,65 @@ class Server:
     @property
     def address(self) -> str:
         """Where it listens, as a client takes it."""
-        return f"{self.config.host}:{self.port}"
+        return join(self.config.host, self.port)
+
+    @property
+    def admin_address(self) -> str:
+        """Where the admin service is."""
+        return join(self.config.admin_host, self.admin_port)
 
     async def start(self) -> None:
-        """Listens, NOT_SERVING. Raises OSError where the address cannot be bound."""
-        await self._set_health()
-        wanted = f"{self.config.host}:{self.config.port}"
-        try:
-            self.port = self._grpc.add_insecure_port(wanted)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {wanted}: {error}") from None
-        await self._grpc.start()
+        """Listens, NOT_SERVING. Raises OSError where an address cannot be bound."""
+        self.port = bind(self._main, self.config.host, self.config.port)
+        self.admin_port = bind(
+            self._admin, self.config.admin_host, self.config.admin_port, prefix="admin-"
+        )
+        await self._main.start()
+        await self._admin.start()
 
     async def attach(self, engine: "Engine") -> None:
         """Serves with `engine` from now on. The server stops it in `drain` and `stop`."""
         self.engine = engine
-        await self._set_health()
+        if self.config.exit_on_failure:
+            engine.on_unresponsive = _exit_at_once
+        self.health.set(engine.status == "ready")
+        self._watch = asyncio.create_task(self._watch_engine(engine), name="jmoe-watch-engine")
+
+    async def failed(self) -> str:
+        """Why the engine failed, once it has; waits for ever where it does not."""
+        await self._failed.wait()
+        return self.failure or ""
 
     async def drain(self) -> bool:
         """Admits nothing more, lets streams finish up to `drain_timeout_s`, then stops.
 
-        Returns whether all finished in time; the others end with CANCELLED.
+        Returns whether every message was handed to its caller in time; the streams of the others
+        end with CANCELLED.
         """
         self._draining = True
-        await self._health.enter_graceful_shutdown()
-        finished = True
-        if self.engine is not None:
-            finished = await self.engine.drain(self.config.drain_timeout_s)
+        self.health.close()
+        until = time.monotonic() + self.config.drain_timeout_s
+        finished = (
+            self.engine is None
+            or self.failure is not None
+            or await self.engine.drain(self.config.drain_timeout_s)
+        )
+        # What the engine has finished, slow readers may still have to take.
+        delivered = finished and await self.guard.idle(max(0.0, until - time.monotonic()))
         await self.stop()
-        return finished
+        return delivered
 
     async def stop(self) -> None:
-        """Aborts what is left and closes the port."""
+        """Aborts what is left and closes the ports."""
         self._draining = True
-        await self._health.enter_graceful_shutdown()
+        self.health.close()
+        if self._watch is not None:
+            self._watch.cancel()
         if self.engine is not None:
             await self.engine.stop()
-        await self._grpc.stop(_GRACE_S)
+        await asyncio.gather(self._main.stop(_GRACE_S), self._admin.stop(_GRACE_S))
+        self.guard.close()
+        self._admin_guard.close()
 
     def ready_engine(self) -> "Engine":
         """The engine. Raises Unavailable while it is loading."""
@@ -136,128 +150,46 @@ class Server:
             raise Unavailable("the server is still loading its model; try again later")
         return self.engine
 
-    @contextlib.asynccontextmanager
-    async def answering(self, context: Any) -> AsyncIterator[None]:
-        """Turns what is raised inside into a gRPC status; no exception reaches the process."""
-        try:
-            yield
-        except (ServingError, ValueError) as error:
-            if isinstance(error, Unavailable):
-                await self._set_health()  # the engine may have failed
-            await context.abort(_code(error), str(error), _trailing(error))
-        except Exception as error:
-            if isinstance(error, grpc.aio.AbortError):
-                raise
-            log.exception("a call failed")
-            await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+    def _admit(self, method: str) -> None:
+        if method == GENERATE:  # an overloaded server does no work on what it refuses
+            self.ready_engine().check_admission()
 
-    async def _set_health(self) -> None:
-        states = health_pb2.HealthCheckResponse
-        status = states.SERVING if self.status == "ready" else states.NOT_SERVING
-        for name in ("", *SERVICES):
-            await self._health.set(name, status)
+    def _max_message_bytes(self, method: str) -> int:
+        if method != GENERATE or self.engine is None:
+            return SMALL_MESSAGE_BYTES
+        return min(MAX_MESSAGE_BYTES, convert.max_request_bytes(self.engine.bounds))
+
+    async def _watch_engine(self, engine: "Engine") -> None:
+        self.failure = await engine.died()
+        self.health.set(False)
+        log.error("health is NOT_SERVING from now on: the engine failed")
+        self._failed.set()
 
 
-def _code(error: Exception) -> grpc.StatusCode:
-    return next(code for kind, code in _CODES.items() if isinstance(error, kind))
+def _exit_at_once(reason: str) -> None:
+    """Nobody can be told any more: the loop that would do it is stuck itself."""
+    log.critical("the server ends at once: %s", reason)
+    os._exit(1)
 
 
-def _trailing(error: Exception) -> tuple[tuple[str, str], ...]:
-    if not isinstance(error, Overloaded):
-        return ()
-    return (("grpc-retry-pushback-ms", str(max(1, round(error.retry_after_s * 1000)))),)
-
-
-class GenerationService(rpc.GenerationServicer):
-    """`jmoe.v1.Generation`."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
-    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
-        """Streams one request. A caller that goes away cancels this, which aborts the request."""
-        async with self._server.answering(context):
-            engine = self._server.ready_engine()
-            engine.check_admission()  # an overloaded server does no work on what it refuses
-            if request.model and request.model != self._server.model_name:
-                served = self._server.model_name
-                raise NotFound(f"model {request.model!r} is not served; {served!r} is")
-            outputs = engine.generate(
-                convert.prompt(request),
-                convert.sampling(request.sampling),
-                request_id=request.request_id or None,
-                allow_brownout=request.allow_brownout or not request.HasField("allow_brownout"),
-                priority=convert.priority(request),
-                timeout_s=context.time_remaining(),
-            )
-            # Closed here and now: a generator left to the collector would keep its pages.
-            async with contextlib.aclosing(outputs):
-                async for out in outputs:
-                    await context.write(convert.response(out))
-
-    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
-        """Limits and status; answered while loading, too."""
-        server, engine = self._server, self._server.engine
-        settings = server.config.engine if engine is None else engine.config
-        return pb.ServerInfo(
-            version=jmoe_version(),
-            status=server.status,
-            model=server.model_name,
-            platform="" if engine is None else _platform(),
-            max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len,
-            max_queue_len=settings.max_queue_len,
-            num_kv_pages=0 if engine is None else engine.stats().kv_pages_total,
-            kv_page_size=settings.page_size,
-            threshold_buckets_percent=settings.threshold_buckets_percent,
-        )
-
-    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.ModelInfo:
-        """Geometry of the served model."""
-        async with self._server.answering(context):
-            model = self._server.ready_engine().model
-            if model is None:
-                raise NotFound("this engine runs without a model")
-            return convert.model_info(model)
-
-
-class AdminService(rpc.AdminServicer):
-    """`jmoe.v1.Admin`."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
-    async def GetBrownout(self, request: pb.GetBrownoutRequest, context: Any) -> pb.BrownoutState:
-        """Settings in force."""
-        async with self._server.answering(context):
-            return convert.brownout_state(self._server.ready_engine().get_brownout())
-
-    async def SetBrownout(self, request: pb.SetBrownoutRequest, context: Any) -> pb.BrownoutState:
-        """Changes what is present; another way is loaded before this answers."""
-        async with self._server.answering(context):
-            change = convert.brownout_change(request)
-            return convert.brownout_state(await self._server.ready_engine().set_brownout(change))
-
-    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.Stats:
-        """Counters and gauges now."""
-        async with self._server.answering(context):
-            return convert.stats(self._server.ready_engine().stats())
-
-
-def _platform() -> str:
-    import jax  # the engine has imported it
-
-    return f"{jax.default_backend()} {jax.devices()[0].device_kind}"
+def max_calls(config: ServerConfig) -> int:
+    """Calls at once: what is set, or twice what the engine can hold, so that it refuses first."""
+    engine = config.engine
+    return config.max_concurrent_calls or 2 * (engine.max_num_seqs + engine.max_queue_len)
 
 
 async def serve(config: ServerConfig, start_engine: Callable[[], Awaitable["Engine"]]) -> bool:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once.
 
-    Prints `jmoe ready on HOST:PORT` when requests are served. Returns whether every stream finished
-    in time. Raises OSError where the port is taken, and whatever `start_engine` raises.
+    Prints `jmoe admin on HOST:PORT` when it listens, and `jmoe ready on HOST:PORT` when requests
+    are served. Returns whether every stream was delivered in time.
+
+    Raises OSError where a port is taken, what `start_engine` raises, and Unavailable where the
+    engine failed and `exit_on_failure` is set.
     """
     server, stopping = Server(config), asyncio.Event()
     await server.start()
+    print(f"jmoe admin on {server.admin_address}", flush=True)
     loading = asyncio.ensure_future(start_engine())
 
     def on_signal() -> None:
@@ -278,6 +210,19 @@ async def serve(config: ServerConfig, start_engine: Callable[[], Awaitable["Engi
         raise
     heap.freeze()
     print(f"jmoe ready on {server.address}", flush=True)
-    await stopping.wait()
+    await _until_stopping_or_failed(server, stopping)
+    if server.failure is not None and config.exit_on_failure and not stopping.is_set():
+        await server.drain()  # callers hear how their streams ended
+        raise Unavailable(f"the engine failed: {server.failure}; start the server again")
     log.info("draining for up to %g s", config.drain_timeout_s)
     return await server.drain()
+
+
+async def _until_stopping_or_failed(server: Server, stopping: asyncio.Event) -> None:
+    waits: list[Awaitable[object]] = [stopping.wait()]
+    if server.config.exit_on_failure:
+        waits.append(server.failed())
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()

@@ -24,8 +24,11 @@ _TYPES = {
     float: "a number",
     bool: "true or false",
     tuple[int, ...]: "a list of integers",
+    tuple[str, ...]: "a list of strings",
 }
 _POSITIVE = (
+    "max_connections",
+    "message_timeout_s",
     "engine.max_num_seqs",
     "engine.max_model_len",
     "engine.max_queue_len",
@@ -41,11 +44,13 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "drain_timeout_s",
+    "max_concurrent_calls",
     "engine.num_pages",
     "engine.cpu_threads",
+    "engine.watchdog_s",
     "engine.brownout.way",
 )
-_PORTS = ("port", "metrics_port")
+_PORTS = ("port", "metrics_port", "admin_port")
 _PERCENT = (
     "engine.brownout.prefill_threshold_percent",
     "engine.brownout.decode_threshold_percent",
@@ -140,7 +145,7 @@ def _parse(key: str, value: object) -> object:
     try:
         # Text is read leniently: "8" is an integer, "off" is false.
         return TypeAdapter(hint).validate_python(
-            parts if hint == tuple[int, ...] else value, strict=not text
+            parts if hint in (tuple[int, ...], tuple[str, ...]) else value, strict=not text
         )
     except ValidationError:
         raise _explain(key, value, "override") from None
@@ -197,7 +202,14 @@ def _check_together(config: ServerConfig, require: Any) -> None:
     require(
         not config.port or config.port != config.metrics_port, "metrics_port", "other than port"
     )
-    require(bool(config.host), "host", "an address or a name")
+    for other, name in (("port", "admin_port"), ("metrics_port", "admin_port")):
+        taken = attrgetter(other)(config)
+        require(not taken or taken != config.admin_port, name, f"other than {other}")
+    for name in ("host", "admin_host"):
+        require(bool(attrgetter(name)(config)), name, "an address or a name")
+    require(
+        config.max_bytes_in_flight >= 4 << 20, "max_bytes_in_flight", "4194304 or more: one message"
+    )
     require(bool(engine.model), "engine.model", "a directory, or bundled")
     require(
         not engine.num_pages or engine.num_pages * engine.page_size >= engine.max_model_len,

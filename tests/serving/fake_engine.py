@@ -5,8 +5,19 @@ import contextlib
 from types import SimpleNamespace
 
 from serving.config import EngineConfig
-from serving.errors import Aborted, ServingError, Unavailable
-from serving.request import BrownoutState, EngineStats, Output, SamplingParams, ThresholdSpan, Usage
+from serving.errors import Aborted, InvalidRequest, ServingError, Unavailable
+from serving.request import (
+    Bounds,
+    BrownoutState,
+    EngineStats,
+    Output,
+    SamplingParams,
+    ThresholdSpan,
+    Usage,
+)
+
+UNLUCKY = 66
+"""An engine that gets a prompt with this last token fails."""
 
 
 class FakeEngine:
@@ -15,6 +26,7 @@ class FakeEngine:
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig()
         self.status = "ready"
+        self.bounds = Bounds(self.config.max_model_len - 1, 4 * self.config.max_model_len, 100)
         self.model = SimpleNamespace(
             name="counter",
             united={2: None, 8: None},
@@ -34,11 +46,21 @@ class FakeEngine:
         self.failure: Exception | None = None
         self.gate = asyncio.Event()
         self.gate.set()
+        self.reason, self.dead = "", asyncio.Event()
         self.calls: list[dict] = []
         self.running = self.closed = 0
         self.brownout = BrownoutState(
             "partial", 8, 100.0, 62.5, True, 1.0, 0.1, 0.8, float("nan"), 0.05
         )
+
+    async def died(self) -> str:
+        await self.dead.wait()
+        return self.reason
+
+    def fail(self, reason: str) -> None:
+        self.status, self.reason = "failed", reason
+        self.dead.set()
+        self.gate.set()
 
     def check_admission(self) -> None:
         if self.status != "ready":
@@ -50,15 +72,21 @@ class FakeEngine:
         self.check_admission()
         if self.failure is not None:
             raise self.failure
+        if not isinstance(prompt, str) and not all(0 <= t < self.bounds.vocab_size for t in prompt):
+            raise InvalidRequest("a token is not in the vocabulary")
         self.calls.append({"prompt": prompt, "sampling": sampling, **options})
         self.running += 1
         try:
             tokens = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
+            if tokens[-1] == UNLUCKY:
+                self.fail(f"{UNLUCKY} is unlucky")
             for i in range(sampling.max_new_tokens):
                 if i:
                     await self.gate.wait()
                 if self.status == "stopped":
                     raise Aborted("the engine stopped")
+                if self.status == "failed":
+                    raise Unavailable(f"the engine failed: {self.reason}")
                 last = i + 1 == sampling.max_new_tokens
                 token = tokens[-1] + 1 + i
                 yield Output(

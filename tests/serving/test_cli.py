@@ -192,10 +192,13 @@ def test_serve_for_real(monkeypatch, capsys) -> None:
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
     )
     try:
+        assert child.stdout.readline().startswith("jmoe admin on 127.0.0.1:"), child.stderr.read()
         ready = child.stdout.readline()
         assert ready.startswith("jmoe ready on "), child.stderr.read()
         assert run(monkeypatch, "info", "--address", ready.split()[-1]) == 0
-        assert "qwen2_moe" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "qwen2_moe" in shown
+        assert "Stats.kv_pages_total" in shown  # from the admin service, which info has found
         child.send_signal(signal.SIGTERM)
         _, log = child.communicate(timeout=20)
     finally:

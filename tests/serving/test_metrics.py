@@ -101,6 +101,16 @@ def test_prefill_inside_an_inter_token_latency_is_metered_apart() -> None:
     assert metrics.prefill_in_itl.counts.sum() == 3
 
 
+def test_prefill_steps_without_a_decode_step_are_not_kept_for_ever() -> None:
+    """Where every request wants one token there is no decode step."""
+    metrics, rows = Metrics(), read([[0]])
+    for i in range(1000):
+        metrics.step_read(step("prefill", np.nan), rows, i, i + 1.0)
+    assert len(metrics._prefills) <= 256
+    metrics.step_read(step("decode", 998.0, 1000.0), rows, 1000.0, 1001.0)
+    assert metrics.prefill_in_itl.sum == 2.0 + 0.0
+
+
 def test_expert_load_adds_up_over_steps() -> None:
     metrics = Metrics()
     metrics.step_read(step("prefill"), read([[1, 2, 0], [0, 0, 4]]), 0.0, 1.0)

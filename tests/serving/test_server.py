@@ -11,9 +11,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fake_engine import FakeEngine
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from served import CODE, Setup, collect, failure, request, serving, until
 
 from serving import errors
 from serving.config import EngineConfig, ServerConfig
@@ -21,69 +20,8 @@ from serving.proto import build
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.request import BrownoutChange, Priority, SamplingParams
-from serving.server import SERVICES, Server
-
-CODE = grpc.StatusCode
-
-
-class Setup:
-    """A listening server and a channel to it."""
-
-    def __init__(self, config: ServerConfig) -> None:
-        self.engine = FakeEngine()
-        self.server = Server(config)
-
-    async def __aenter__(self) -> "Setup":
-        await self.server.start()
-        self.channel = grpc.aio.insecure_channel(self.server.address)
-        self.stub = rpc.GenerationStub(self.channel)
-        self.admin = rpc.AdminStub(self.channel)
-        return self
-
-    async def __aexit__(self, *_) -> None:
-        await self.channel.close()
-        await self.server.stop()
-
-    async def ready(self) -> "Setup":
-        await self.server.attach(self.engine)
-        return self
-
-    async def health(self, name: str = "") -> str:
-        stub = health_pb2_grpc.HealthStub(self.channel)
-        answer = await stub.Check(health_pb2.HealthCheckRequest(service=name))
-        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
-
-    def counting(self, count: int, **fields):
-        """A stream of the tokens 4, 5, ..."""
-        return self.stub.Generate(
-            request([1, 2, 3], sampling=pb.SamplingParams(max_new_tokens=count), **fields)
-        )
-
-
-@contextlib.asynccontextmanager
-async def serving(**fields):
-    async with Setup(ServerConfig(port=0, **fields)) as setup:
-        yield await setup.ready()
-
-
-def request(tokens: list[int], **fields) -> pb.GenerateRequest:
-    return pb.GenerateRequest(tokens=pb.TokenIds(ids=tokens), **fields)
-
-
-async def collect(call) -> list[pb.GenerateResponse]:
-    return [message async for message in call]
-
-
-async def failure(call) -> grpc.aio.AioRpcError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await (collect(call) if hasattr(call, "__aiter__") else call)
-    return caught.value
-
-
-async def until(holds, timeout_s: float = 3.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not holds():
-            await asyncio.sleep(0.005)
+from serving.server import Server
+from serving.services import SERVICES
 
 
 def test_stubs_are_those_of_the_proto(tmp_path: Path) -> None:
@@ -169,6 +107,7 @@ async def test_bad_requests_are_invalid_arguments(bad, named) -> None:
         (errors.Unavailable("no"), CODE.UNAVAILABLE),
         (errors.DeadlineExceeded("no"), CODE.DEADLINE_EXCEEDED),
         (errors.Aborted("no"), CODE.CANCELLED),
+        (errors.RequestFailed("no"), CODE.INTERNAL),
         (RuntimeError("no"), CODE.INTERNAL),
     ],
 )
@@ -231,7 +170,7 @@ async def test_deadline_reaches_the_engine_and_aborts() -> None:
     assert 0 < s.engine.calls[0]["timeout_s"] < 0.31  # clocks of two libraries
 
 
-async def test_health_follows_loading_serving_and_failing() -> None:
+async def test_health_follows_loading_and_serving() -> None:
     async with Setup(ServerConfig(port=0)) as s:
         assert await s.health() == "NOT_SERVING"
         assert (await failure(s.counting(1))).code() == CODE.UNAVAILABLE
@@ -240,21 +179,22 @@ async def test_health_follows_loading_serving_and_failing() -> None:
         assert (info.status, info.model) == ("starting", "bundled")
         await s.ready()
         assert [await s.health(name) for name in ("", *SERVICES)] == ["SERVING"] * 3
-        s.engine.status = "failed"
-        assert (await failure(s.counting(1))).code() == CODE.UNAVAILABLE
-        assert [await s.health(name) for name in ("", *SERVICES)] == ["NOT_SERVING"] * 3
 
 
-async def test_reflection_lists_services() -> None:
+async def listed(channel: grpc.aio.Channel) -> set[str]:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    ask = reflection_pb2.ServerReflectionRequest(list_services="")
+    answer = await anext(aiter(stub.ServerReflectionInfo(iter([ask]))))
+    return {service.name for service in answer.list_services_response.service}
+
+
+async def test_reflection_lists_the_services_of_each_port() -> None:
+    both = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
     async with serving() as s:
-        stub = reflection_pb2_grpc.ServerReflectionStub(s.channel)
-        ask = reflection_pb2.ServerReflectionRequest(list_services="")
-        answer = await anext(aiter(stub.ServerReflectionInfo(iter([ask]))))
-    names = {service.name for service in answer.list_services_response.service}
-    assert names == {
-        *("jmoe.v1.Generation", "jmoe.v1.Admin", "grpc.health.v1.Health"),
-        "grpc.reflection.v1alpha.ServerReflection",
-    }
+        assert await listed(s.channel) == both | {"jmoe.v1.Generation"}
+        assert await listed(s.admin_channel) == both | {"jmoe.v1.Admin"}
+    async with serving(admin_on_main_port=True) as s:
+        assert await listed(s.channel) == both | set(SERVICES)
 
 
 async def test_server_and_model_info() -> None:
@@ -314,6 +254,7 @@ PROCESS = """
 import asyncio, sys
 from fake_engine import FakeEngine
 from serving.config import EngineConfig, ServerConfig
+from serving.errors import Unavailable
 from serving.server import serve
 
 async def start_engine():
@@ -324,16 +265,20 @@ async def start_engine():
     return engine
 
 print("loading", flush=True)
-finished = asyncio.run(serve(ServerConfig(port=0), start_engine))
+config = ServerConfig(port=0, exit_on_failure="--stay" not in sys.argv)
+try:
+    finished = asyncio.run(serve(config, start_engine))
+except Unavailable:
+    sys.exit(4)
 assert "jax" not in sys.modules
 sys.exit(0 if finished else 3)
 """
 
 
 @contextlib.asynccontextmanager
-async def process(load_s: float, hold_s: float):
+async def process(load_s: float, hold_s: float, *flags: str):
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PROCESS, str(load_s), str(hold_s)),
+        *(sys.executable, "-c", PROCESS, str(load_s), str(hold_s), *flags),
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
     )
@@ -349,6 +294,7 @@ async def process(load_s: float, hold_s: float):
 async def test_signals_drain_then_kill(signals: int, hold_s: float, code: int) -> None:
     async with process(0.0, hold_s) as (child, stdout):
         assert await stdout.readline() == b"loading\n"
+        assert (await stdout.readline()).startswith(b"jmoe admin on 127.0.0.1:")
         ready = (await stdout.readline()).decode()
         assert ready.startswith("jmoe ready on 127.0.0.1:")
         async with grpc.aio.insecure_channel(ready.split()[-1]) as channel:

@@ -111,7 +111,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "status", "model", "platform", "max_num_seqs", "max_model_len", "max_queue_len", "num_kv_pages", "kv_page_size", "threshold_buckets_percent")
+    __slots__ = ("version", "status", "model", "platform", "max_num_seqs", "max_model_len", "max_queue_len", "num_kv_pages", "kv_page_size", "threshold_buckets_percent", "admin_port")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +122,7 @@ class ServerInfo(_message.Message):
     NUM_KV_PAGES_FIELD_NUMBER: _ClassVar[int]
     KV_PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     THRESHOLD_BUCKETS_PERCENT_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_PORT_FIELD_NUMBER: _ClassVar[int]
     version: str
     status: str
     model: str
@@ -132,7 +133,8 @@ class ServerInfo(_message.Message):
     num_kv_pages: int
     kv_page_size: int
     threshold_buckets_percent: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, version: _Optional[str] = ..., status: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., num_kv_pages: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., threshold_buckets_percent: _Optional[_Iterable[int]] = ...) -> None: ...
+    admin_port: int
+    def __init__(self, version: _Optional[str] = ..., status: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., num_kv_pages: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., threshold_buckets_percent: _Optional[_Iterable[int]] = ..., admin_port: _Optional[int] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()
@@ -215,7 +217,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s")
+    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s", "requests_failed")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -229,6 +231,7 @@ class Stats(_message.Message):
     EXPERT_VISITS_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_VISITS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FAILED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_pages_used: int
@@ -242,4 +245,5 @@ class Stats(_message.Message):
     expert_visits: int
     degraded_visits: int
     uptime_s: float
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    requests_failed: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ..., requests_failed: _Optional[int] = ...) -> None: ...

@@ -188,7 +188,7 @@ class Generation:
 
 
 class AdminStub:
-    """For operators: read and set how much may be degraded.
+    """For operators: read and set how much may be degraded. On a port of its own (`ServerInfo.admin_port`).
     """
 
     def __init__(self, channel):
@@ -215,7 +215,7 @@ class AdminStub:
 
 
 class AdminServicer:
-    """For operators: read and set how much may be degraded.
+    """For operators: read and set how much may be degraded. On a port of its own (`ServerInfo.admin_port`).
     """
 
     def GetBrownout(self, request, context):
@@ -264,7 +264,7 @@ def add_AdminServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Admin:
-    """For operators: read and set how much may be degraded.
+    """For operators: read and set how much may be degraded. On a port of its own (`ServerInfo.admin_port`).
     """
 
     @staticmethod

@@ -1,0 +1,80 @@
+"""`grpc.health.v1`: one status for every name, told at once to whoever watches."""
+
+import asyncio
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2 as pb
+from grpc_health.v1 import health_pb2_grpc as rpc
+
+from serving.errors import Overloaded, shown
+
+MAX_WATCHERS = 256
+
+
+class Health(rpc.HealthServicer):
+    """Answers for the server as a whole ("") and for each service by name.
+
+    A change takes no lock and waits for nobody: a watcher that does not read holds up only itself.
+    (With the servicer of grpcio-health-checking it would hold up every change.)
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.serving = False
+        self._names = {"", *names}
+        self._changed = asyncio.Event()  # replaced at each change
+        self._num_watchers = 0
+        self._closed = False
+
+    def set(self, serving: bool) -> None:
+        """What every name says from now on."""
+        if serving != self.serving:
+            self.serving = serving
+            self._wake()
+
+    def close(self) -> None:
+        """NOT_SERVING for ever. Watchers are told, and their calls end."""
+        self.serving, self._closed = False, True
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _answer(self, name: str) -> pb.HealthCheckResponse:
+        states = pb.HealthCheckResponse
+        if name not in self._names:
+            return states(status=states.SERVICE_UNKNOWN)
+        serving = self.serving and not self._closed
+        return states(status=states.SERVING if serving else states.NOT_SERVING)
+
+    async def Check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
+        """The status now."""
+        if request.service not in self._names:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"no service is named {shown(request.service)}"
+            )
+        return self._answer(request.service)
+
+    async def List(self, request: Any, context: Any) -> Any:
+        """The status of every name now."""
+        response: Any = pb.HealthListResponse  # pyright: ignore[reportAttributeAccessIssue]
+        return response(statuses={name: self._answer(name) for name in self._names})
+
+    async def Watch(self, request: pb.HealthCheckRequest, context: Any) -> None:
+        """The status now, and again after each change."""
+        if self._num_watchers >= MAX_WATCHERS:
+            raise Overloaded(f"{MAX_WATCHERS} callers watch already; use Check", 1.0)
+        self._num_watchers += 1
+        try:
+            last = None
+            while True:
+                changed, answer = self._changed, self._answer(request.service)
+                if answer != last:
+                    await context.write(answer)
+                    last = answer
+                if self._closed:
+                    return
+                await changed.wait()
+        finally:
+            self._num_watchers -= 1

@@ -1,0 +1,103 @@
+"""Metrics over HTTP, from a few threads: a slow client costs the scrapes of others nothing."""
+
+import logging
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+log = logging.getLogger(__name__)
+
+MAX_CONNECTIONS = 16
+"""At once, each with a thread; one more ends the oldest."""
+TIMEOUT_S = 10.0
+"""For a request and its answer."""
+
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class BoundedServer(socketserver.ThreadingMixIn, WSGIServer):
+    """A thread a connection, of which there are at most `MAX_CONNECTIONS`, each for `TIMEOUT_S`.
+
+    A connection is ended by shutting its socket down: its thread then reads an end, and leaves.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128  # with the default of 5, who comes in a crowd waits for seconds
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._open: dict[socket.socket, float] = {}  # until when, the oldest first
+        self._lock = threading.Lock()
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts a thread for a connection, and ends the oldest one where there are too many."""
+        with self._lock:
+            if len(self._open) >= MAX_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                _end(oldest)
+            self._open[request] = time.monotonic() + TIMEOUT_S
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Ends what is late; the serving thread calls it twice a second."""
+        now = time.monotonic()
+        with self._lock:
+            for request in [request for request, until in self._open.items() if until < now]:
+                del self._open[request]
+                _end(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """A connection is done."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
+        log.debug("a metrics request from %s failed", client_address, exc_info=True)
+
+
+def _end(request: socket.socket) -> None:
+    try:
+        request.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        log.debug("a connection was gone already")
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = TIMEOUT_S  # of one read or write
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not logged."""
+
+
+def serve(host: str, port: int, registry: CollectorRegistry) -> tuple[WSGIServer, threading.Thread]:
+    """Answers /metrics from a thread. Raises OSError where it cannot listen."""
+    family, *_, where = socket.getaddrinfo(
+        host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    server_type = type("Server", (BoundedServer,), {"address_family": family})
+    server = make_server(str(where[0]), port, _app(registry), server_type, _Handler)
+    thread = threading.Thread(target=server.serve_forever, name="jmoe-metrics", daemon=True)
+    thread.start()
+    return server, thread
+
+
+def _app(registry: CollectorRegistry) -> App:
+    paths: dict[str, App] = {"/metrics": make_wsgi_app(registry)}
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        found = paths.get(environ["PATH_INFO"])
+        if found is not None:
+            return found(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"there is nothing here; see {', '.join(paths)}\n".encode()]
+
+    return app
