@@ -5,13 +5,20 @@ BIN := $(VENV)/bin
 GPU_PYTHON ?= python3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check format bench gpu bundled clean
+.PHONY: demo test test-deep check format bench gpu bundled clean
 
 demo: $(VENV)/.base
 	$(BIN)/jmoe demo
 
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile
+
+# What a change to serving, model, training or an op's contract can break: at most ten minutes.
 test: $(VENV)/.dev
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(PYTEST) -m "not deep"
+
+# The rest (tests/sizes.py): kernels emulated and compiled for an H200, whole steps, long runs.
+test-deep: $(VENV)/.dev
+	$(PYTEST) -m deep
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -4,7 +4,7 @@ The notebook API: `load`, `forward`, `generate`, `save`, `brownout.plan`.
 """
 
 from jmoe import brownout
-from jmoe.api import Model, forward, load, save
+from jmoe.api import ForwardStats, Model, forward, load, save
 from jmoe.brownout import Brownout
 from jmoe.checkpoint import CheckpointError
 from jmoe.config import ConfigError, ModelConfig
@@ -16,6 +16,7 @@ __all__ = [
     "Brownout",
     "CheckpointError",
     "ConfigError",
+    "ForwardStats",
     "Generation",
     "Model",
     "ModelConfig",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,12 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from jmoe import checkpoint
+from jmoe import checkpoint, display
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
 from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, load_layer
-from jmoe.model import LayerStats, Params, Rows, causal_mix, embed, head, run_layers
-from jmoe.tokenizer import Tokenizer
+from jmoe.model import LayerStats, Params, Rows, Wanted, causal_mix, embed, head, run_layers
+from jmoe.tokenizer import Tokenizer, TokenizerError
 
 BUNDLED = "bundled"
 """Stands for the model that comes with jmoe wherever a path is taken."""
@@ -25,7 +26,7 @@ BUNDLED = "bundled"
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-@dataclass
+@dataclass(repr=False)
 class Model:
     """A loaded model. `pool` and `table` change when another way of united experts is loaded."""
 
@@ -39,6 +40,42 @@ class Model:
     united: dict[int, UnitedExperts] = field(default_factory=dict)
     way: int | None = None  # whose united experts are in the pool
     tokenizer: Tokenizer | None = None
+
+    def __repr__(self) -> str:
+        cfg = self.config
+        ways = f"ways {', '.join(map(str, self.united))}" if self.united else "no united experts"
+        return (
+            f"Model({display.cut(self.name, 60)!r}, {cfg.architecture}, {cfg.num_layers} layers, "
+            f"{cfg.num_experts} experts, {cfg.experts_per_token} a token, "
+            f"{display.count(self.num_parameters)} parameters, {self.dtype}, {ways})"
+        )
+
+    def _repr_html_(self) -> str:
+        return display.table(self.name, self._described())
+
+    def _described(self) -> list[tuple[str, str]]:
+        """Names and values of the notebook's table: geometry, memory, ways."""
+        cfg = self.config
+        slot = sum(leaf.nbytes // leaf.shape[0] for leaf in self.pool)
+        united = cfg.num_moe_layers * self.united_places * slot
+        pool = sum(leaf.nbytes for leaf in self.pool)
+        rest = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
+        host = sum(one.num_bytes for one in self.united.values())
+        held = f"way {self.way}" if self.way else "none loaded"
+        return [
+            ("architecture", cfg.architecture),
+            ("layers", f"{cfg.num_layers}, {cfg.num_moe_layers} of them MoE"),
+            ("experts a layer", f"{cfg.num_experts}, {cfg.experts_per_token} a token"),
+            ("d_model", f"{cfg.d_model:,}"),
+            ("vocabulary", f"{cfg.vocab_size:,}"),
+            ("positions", f"{cfg.max_position:,}"),
+            ("parameters", f"{display.count(self.num_parameters)}, {self.dtype}"),
+            ("memory, routed experts", display.size(pool - united)),
+            ("memory, places of united experts", f"{display.size(united)}; {held}"),
+            ("memory, all other weights", display.size(rest)),
+            ("ways at hand", ", ".join(map(str, self.united)) or "none"),
+            ("host memory, united experts", display.size(host)),
+        ]
 
     @property
     def num_parameters(self) -> int:
@@ -130,17 +167,37 @@ def load(
     finite = kind if check_weights else None
     if checkpoint.is_native(directory):
         cfg, params, pool, table = checkpoint.load_native(directory, kind, check_weights)
+        _check_tokenizer(tokenizer, cfg, directory)
         united = _ways(checkpoint.load_united(directory, cfg, finite), ways, name)
         missing = max((u.gate_up.shape[1] for u in united.values()), default=0)
         if missing > table.slots.shape[1] - cfg.num_experts:
             raise ValueError(f"{name} was saved without places for ways {sorted(united)}")
     else:
         cfg = read_config(directory, allow_unknown_config=allow_unknown_config)
+        _check_tokenizer(tokenizer, cfg, directory)
         united = _ways(checkpoint.load_united(directory, cfg, finite), ways, name)
         params, pool, table = checkpoint.load_hf(
             directory, cfg, kind, united, progress, check_weights
         )
     return Model(name, directory, cfg, kind, params, pool, table, united, None, tokenizer)
+
+
+def _check_tokenizer(tokenizer: Tokenizer | None, cfg: ModelConfig, directory: Path) -> None:
+    """Raises TokenizerError for a token that the model has no embedding for.
+
+    The other way round is common: published models round `vocab_size` up.
+    """
+    if tokenizer is None:
+        return
+    ids = {index: token for token, index in tokenizer.backend.get_vocab(True).items()}
+    beyond = [index for index in ids if index >= cfg.vocab_size]
+    if beyond:
+        first = min(beyond)
+        raise TokenizerError(
+            f"{directory / 'tokenizer.json'} has token {ids[first]!r} with id {first}, the first "
+            f"that the model lacks: the tokenizer's ids need a vocabulary of {max(beyond) + 1}, "
+            f"and the model's vocab_size is {cfg.vocab_size}"
+        )
 
 
 def _ways(
@@ -176,13 +233,68 @@ def save(model: Model, path: str | Path) -> None:
             shutil.copyfile(model.path / name, directory / name)
 
 
+class ForwardStats(NamedTuple):
+    """What `forward(..., return_stats=True)` tells of its one step.
+
+    L are the MoE layers in order (dense ones are left out), K the picks of a token, E the logical
+    experts: the m routed ones, then the places for united ones. Router choices and gate weights
+    are the router's own, before brownout: `jmoe.brownout.plan` of a layer's choices says what
+    became of them.
+    """
+
+    router_choices: Int[Array, "L batch length K"]  # int32: routed experts, by falling weight
+    gate_weights: Float[Array, "L batch length K"]  # float32: of these choices
+    degraded_visits: Int[Array, "L batch length"]  # int32: visits of a token that were degraded
+    expert_rows: Int[Array, "L E"]  # int32: tokens that each logical expert computed
+    hidden_states: Float[Array, "N batch length d"] | None = None
+    """In the model's dtype, N = num_layers + 1: rows before each layer (dense ones too), and after
+    the last one, before the final norm. None unless `return_hidden`."""
+
+    def __repr__(self) -> str:
+        return display.arrays(self)
+
+    @property
+    def degraded_share(self) -> float:
+        """Degraded expert visits over all of them, 0 to 1."""
+        return int(np.sum(self.degraded_visits)) / self.router_choices.size
+
+
+Tokens = ArrayLike | Sequence[Sequence[int]]
+
+
+@overload
 def forward(
     model: Model,
-    tokens: ArrayLike | Sequence[Sequence[int]],
+    tokens: Tokens,
+    brownout: Brownout | None = ...,
+    *,
+    exempt: ArrayLike | Sequence[bool] | None = ...,
+    return_stats: Literal[False] = ...,
+    return_hidden: bool = ...,
+) -> Float[Array, "batch length vocab"]: ...
+
+
+@overload
+def forward(
+    model: Model,
+    tokens: Tokens,
+    brownout: Brownout | None = ...,
+    *,
+    exempt: ArrayLike | Sequence[bool] | None = ...,
+    return_stats: Literal[True],
+    return_hidden: bool = ...,
+) -> tuple[Float[Array, "batch length vocab"], ForwardStats]: ...
+
+
+def forward(
+    model: Model,
+    tokens: Tokens,
     brownout: Brownout | None = None,
     *,
     exempt: ArrayLike | Sequence[bool] | None = None,
-) -> Float[Array, "batch length vocab"]:
+    return_stats: bool = False,
+    return_hidden: bool = False,
+) -> Float[Array, "batch length vocab"] | tuple[Float[Array, "batch length vocab"], ForwardStats]:
     """Logits of whole sequences, without a cache.
 
     Args:
@@ -190,21 +302,34 @@ def forward(
         tokens: int [batch, length]; all rows are one step, as a served batch is.
         brownout: what may be degraded; None is nothing.
         exempt: bool [batch]; sequences that refuse brownout.
+        return_stats: return (logits, ForwardStats): the routers' choices and what was degraded.
+        return_hidden: put hidden states by layer into the stats; needs `return_stats`.
 
-    Returns float32 [batch, length, vocab]. Raises ValueError for tokens that are no such array,
-    outside the vocabulary, or more than the model has positions.
+    Returns float32 [batch, length, vocab], or that and the stats. Raises ValueError for tokens that
+    are no such array, outside the vocabulary, or more than the model has positions.
     """
-    return forward_with_stats(model, tokens, brownout, exempt=exempt)[0]
+    if return_hidden and not return_stats:
+        raise ValueError("return_hidden is True; it needs return_stats=True")
+    array = _sequences(model, tokens)
+    refuses = np.zeros(array.shape[0], bool) if exempt is None else np.asarray(exempt, bool)
+    if refuses.shape != array.shape[:1]:
+        raise ValueError(f"exempt must be bool [{array.shape[0]}]; got {refuses.shape}")
+    control = model.prepare(brownout)
+    logits, stats = _forward(
+        model.config,
+        Wanted(picks=return_stats, hidden=return_hidden),
+        model.params,
+        model.pool,
+        model.table,
+        jnp.asarray(array, jnp.int32),
+        jnp.asarray(refuses),
+        control,
+    )
+    return (logits, _by_token(stats, *array.shape)) if return_stats else logits
 
 
-def forward_with_stats(
-    model: Model,
-    tokens: ArrayLike | Sequence[Sequence[int]],
-    brownout: Brownout | None = None,
-    *,
-    exempt: ArrayLike | Sequence[bool] | None = None,
-) -> tuple[Float[Array, "batch length vocab"], LayerStats]:
-    """`forward`, and the counts of every MoE layer (leading axis: MoE layers)."""
+def _sequences(model: Model, tokens: Tokens) -> np.ndarray:
+    """Tokens as an array. Raises ValueError as `forward` does."""
     try:
         array = np.asarray(tokens)
     except ValueError:  # NumPy's word for it is inhomogeneous
@@ -218,18 +343,20 @@ def forward_with_stats(
         raise ValueError(
             f"rows have {array.shape[1]} positions; {model.name} has {model.config.max_position}"
         )
-    refuses = np.zeros(array.shape[0], bool) if exempt is None else np.asarray(exempt, bool)
-    if refuses.shape != array.shape[:1]:
-        raise ValueError(f"exempt must be bool [{array.shape[0]}]; got {refuses.shape}")
-    control = model.prepare(brownout)
-    return _forward(
-        model.config,
-        model.params,
-        model.pool,
-        model.table,
-        jnp.asarray(array, jnp.int32),
-        jnp.asarray(refuses),
-        control,
+    return array
+
+
+def _by_token(stats: LayerStats, batch: int, length: int) -> ForwardStats:
+    def split(rows: Array) -> Array:  # [L, T, ...] -> [L, batch, length, ...]
+        return rows.reshape(rows.shape[0], batch, length, *rows.shape[2:])
+
+    assert stats.picks is not None
+    return ForwardStats(
+        split(stats.picks.ids),
+        split(stats.picks.weights),
+        split(stats.degraded),
+        stats.expert_rows,
+        None if stats.hidden is None else split(stats.hidden),
     )
 
 
@@ -241,9 +368,10 @@ def check_tokens(tokens: ArrayLike | Sequence[int], vocab_size: int) -> None:
         raise ValueError(f"token {bad} is outside the vocabulary of {vocab_size}")
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnums=(0, 1))
 def _forward(
     cfg: ModelConfig,
+    wanted: Wanted,
     params: Params,
     pool: ExpertPool,
     table: ExpertTable,
@@ -268,5 +396,6 @@ def _forward(
         causal_mix(batch, length, cfg.head_dim**-0.5),
         None,
         max_active=cfg.num_experts,
+        wanted=wanted,
     )
     return head(cfg, params, x).reshape(batch, length, cfg.vocab_size), stats

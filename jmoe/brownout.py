@@ -1,8 +1,9 @@
 """Brownout: what a step may degrade, and the plan that says which expert serves which visit."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
+from jmoe import display
 from jmoe.experts import groups_by_index
 from pallas_kernels import routing
-from pallas_kernels.routing import Plan
 
 Strategy = Literal["zero", "partial", "full"]
 
@@ -65,18 +66,35 @@ class Control(NamedTuple):
         )
 
 
+class Plan(routing.Plan):
+    """What `plan` decided; `...` is [T], or [batch, length] where the choices had these axes.
+
+    `expert_ids` int32 [..., K]: logical expert of each visit, -1: dropped or padding.
+    `degraded` bool [..., K]: visits that go elsewhere than the router said.
+    `s1` bool [m]: experts whose visits stay with the original.
+    """
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return display.arrays(self)
+
+
 def plan(
-    ids: ArrayLike | Sequence[Sequence[int]],
+    ids: ArrayLike | Sequence[Any],
     *,
     num_experts: int,
     threshold_percent: int,
     way: int | None = None,
     groups: ArrayLike | Sequence[int] | None = None,
     strategy: Strategy = "partial",
-    valid: ArrayLike | Sequence[bool] | None = None,
-    exempt: ArrayLike | Sequence[bool] | None = None,
+    valid: ArrayLike | Sequence[Any] | None = None,
+    exempt: ArrayLike | Sequence[Any] | None = None,
 ) -> Plan:
-    """BrownoutServe's Algorithm 1 on router choices `ids` int [T, K] of one layer.
+    """BrownoutServe's Algorithm 1 on router choices `ids` int [T, K] of one layer's step.
+
+    `ids` may also be [batch, length, K], as `ForwardStats.router_choices[layer]` is: all rows are
+    one step. T then stands for [batch, length], here and in what is returned.
 
     Args:
         ids: router choices, each in `[0, num_experts)`.
@@ -94,24 +112,25 @@ def plan(
     Raises ValueError for a value out of range, or shapes that do not agree.
     """
     choices = np.asarray(ids)
-    if choices.ndim != 2 or not np.issubdtype(choices.dtype, np.integer):
+    if choices.ndim not in (2, 3) or not np.issubdtype(choices.dtype, np.integer):
         raise ValueError(f"ids must be integers [T, K]; got {choices.dtype} {choices.shape}")
-    num_rows = choices.shape[0]
-    keep = _rows("valid", valid, num_rows, default=True)
-    seen = choices[keep]
+    rows, flat = choices.shape[:-1], choices.reshape(-1, choices.shape[-1])
+    keep = _rows("valid", valid, rows, default=True)
+    seen = flat[keep]
     if seen.size and (seen.min() < 0 or seen.max() >= num_experts):
         raise ValueError(
             f"ids span {seen.min()} to {seen.max()}; experts are 0 to {num_experts - 1}"
         )
     Brownout(strategy, threshold_percent)
-    return _plan(
-        jnp.asarray(np.where(keep[:, None], choices, 0), jnp.int32),
+    expert_ids, degraded, s1 = _plan(
+        jnp.asarray(np.where(keep[:, None], flat, 0), jnp.int32),
         groups=jnp.asarray(_groups(num_experts, way, groups, strategy), jnp.int32),
         threshold_percent=jnp.int32(int(threshold_percent)),
         strategy=jnp.int32(strategy_code(strategy)),
         valid=jnp.asarray(keep),
-        exempt=jnp.asarray(_rows("exempt", exempt, num_rows, default=False)),
+        exempt=jnp.asarray(_rows("exempt", exempt, rows, default=False)),
     )
+    return Plan(expert_ids.reshape(choices.shape), degraded.reshape(choices.shape), s1)
 
 
 _plan = jax.jit(routing.brownout_plan)
@@ -140,11 +159,12 @@ def _groups(
 
 
 def _rows(
-    name: str, mask: ArrayLike | Sequence[bool] | None, num_rows: int, *, default: bool
+    name: str, mask: ArrayLike | Sequence[Any] | None, rows: tuple[int, ...], *, default: bool
 ) -> np.ndarray:
+    """A mask of the rows, flat. Raises ValueError for another shape."""
     if mask is None:
-        return np.full(num_rows, default)
+        return np.full(math.prod(rows), default)
     array = np.asarray(mask)
-    if array.shape != (num_rows,) or array.dtype != np.bool_:
-        raise ValueError(f"{name} must be bool [{num_rows}]; got {array.dtype} {array.shape}")
-    return array
+    if array.shape != rows or array.dtype != np.bool_:
+        raise ValueError(f"{name} must be bool {list(rows)}; got {array.dtype} {array.shape}")
+    return array.reshape(-1)

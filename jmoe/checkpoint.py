@@ -52,7 +52,10 @@ class TensorFiles:
         names = _file_names(directory)
         missing = [name for name in names if not (directory / name).exists()]
         if missing:
-            raise CheckpointError(f"{directory} lacks {', '.join(missing)}")
+            raise CheckpointError(
+                f"{directory} lacks {', '.join(missing)}; a Hugging Face directory has "
+                "model.safetensors, or shards and model.safetensors.index.json"
+            )
         self._open: dict[str, Any] = {}
         for name in names:
             try:

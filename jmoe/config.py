@@ -1,9 +1,10 @@
 """Model configurations: one dataclass, and the translation of Hugging Face `config.json` to it."""
 
+import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ class RopeConfig:
     truncate: bool = True  # yarn: round the correction range to whole dimensions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ModelConfig:
     """One MoE architecture, by fields. Sizes are counts of elements."""
 
@@ -85,6 +86,16 @@ class ModelConfig:
             f"one entry a layer ({self.num_layers})",
         )
         _require(any(self.moe_layers), "moe_layers", self.moe_layers, "at least one MoE layer")
+
+    def __repr__(self) -> str:
+        """Architecture and sizes. Equal for equal configurations only: it ends with a digest."""
+        digest = hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:16]
+        return (
+            f"ModelConfig({self.architecture}, {self.num_layers} layers, {self.num_moe_layers} of "
+            f"them MoE, {self.num_experts} experts, {self.experts_per_token} a token, "
+            f"d_model {self.d_model}, d_ff_expert {self.d_ff_expert}, "
+            f"vocab_size {self.vocab_size}, digest {digest})"
+        )
 
     @property
     def num_moe_layers(self) -> int:

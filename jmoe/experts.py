@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jmoe import display
+
 
 class ExpertPool(NamedTuple):
     """Weights of every routed and united expert; a slot holds one expert.
@@ -20,6 +22,9 @@ class ExpertPool(NamedTuple):
     gate_up: Float[Array, "slots d f2"]  # columns [:f] gate, [f:] up
     down: Float[Array, "slots f d"]
 
+    def __repr__(self) -> str:
+        return display.arrays(self)
+
 
 class ExpertTable(NamedTuple):
     """Where logical experts live. Logical ids: m routed experts, then U places for united ones."""
@@ -27,8 +32,11 @@ class ExpertTable(NamedTuple):
     slots: Int[Array, "layers E"]  # pool slot of (MoE layer, logical expert); E = m + U
     groups: Int[Array, "layers m"]  # united expert of each routed one; -1: none is loaded
 
+    def __repr__(self) -> str:
+        return display.arrays(self)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class UnitedExperts:
     """United experts of one way, in host memory: L MoE layers of U experts each."""
 
@@ -44,6 +52,16 @@ class UnitedExperts:
                 f"groups of way {self.way} name united experts {self.groups.min()} to "
                 f"{self.groups.max()}, but there are {self.gate_up.shape[1]}"
             )
+
+    def __repr__(self) -> str:
+        layers, count = self.gate_up.shape[:2]
+        parts = f"gate_up: {display.array(self.gate_up)}, down: {display.array(self.down)}"
+        return f"UnitedExperts(way {self.way}, {layers} MoE layers of {count}, {parts})"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights in host memory."""
+        return self.gate_up.nbytes + self.down.nbytes
 
 
 def groups_by_index(num_experts: int, way: int) -> np.ndarray:

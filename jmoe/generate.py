@@ -1,10 +1,11 @@
 """Generation through the paged cache, in one thread: the notebook's `generate`."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from jmoe import display
 from jmoe.api import Model, check_tokens
 from jmoe.brownout import Brownout
 from jmoe.stepper import Stepper
@@ -13,7 +14,10 @@ from jmoe.steps import Q_LEN, Output, empty_rows, pack_row
 Prompt = str | Sequence[int]
 
 
-@dataclass(frozen=True)
+SHOWN_PROMPTS, SHOWN_CHARACTERS = 20, 200
+
+
+@dataclass(frozen=True, repr=False)
 class Generation:
     """What `generate` returns, one entry a prompt."""
 
@@ -22,6 +26,41 @@ class Generation:
     expert_visits: list[int]  # all expert visits: tokens * MoE layers * picks
     logprobs: list[list[float]]
     texts: list[str] | None  # None where the model has no tokenizer
+    prompts: list[Prompt] = field(default_factory=list)  # as they were given
+
+    @property
+    def degraded_shares(self) -> list[float]:
+        """Degraded expert visits over all of a prompt's, 0 to 1."""
+        pairs = zip(self.degraded_visits, self.expert_visits, strict=True)
+        return [degraded / visits for degraded, visits in pairs]
+
+    def __repr__(self) -> str:
+        share = sum(self.degraded_visits) / sum(self.expert_visits)
+        first = (self.texts or self.tokens)[0]
+        return (
+            f"Generation({len(self.tokens)} prompts, {sum(map(len, self.tokens))} tokens, "
+            f"{share:.1%} of {sum(self.expert_visits):,} expert visits degraded, "
+            f"first: {_shown(first, 80)!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        written = self.texts or self.tokens
+        rows = [
+            (_shown(prompt), _shown(text), len(tokens), f"{share:.1%}")
+            for prompt, text, tokens, share in zip(
+                self.prompts or [""] * len(written),
+                written,
+                self.tokens,
+                self.degraded_shares,
+                strict=True,
+            )
+        ]
+        left = len(rows) - SHOWN_PROMPTS
+        return display.table(
+            "Generation" + (f" (and {left} prompts more)" if left > 0 else ""),
+            rows[:SHOWN_PROMPTS],
+            header=("prompt", "text", "tokens", "degraded visits"),
+        )
 
 
 def generate(
@@ -94,7 +133,12 @@ def generate(
         per_token * (len(prompt) + len(out) - 1)
         for prompt, out in zip(token_lists, run.tokens, strict=True)
     ]
-    return Generation(run.tokens, run.degraded.tolist(), visits, run.logprobs, texts)
+    return Generation(run.tokens, run.degraded.tolist(), visits, run.logprobs, texts, list(prompts))
+
+
+def _shown(text: Prompt, width: int = SHOWN_CHARACTERS) -> str:
+    """A prompt or an answer on one short line."""
+    return display.cut(text if isinstance(text, str) else ", ".join(map(str, text)), width)
 
 
 def as_tokens(model: Model, prompt: Prompt) -> list[int]:

@@ -5,6 +5,7 @@ Every stage works alone on flat rows `x [T, d]`; what attention reads is the cal
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -42,11 +43,33 @@ class Rows(NamedTuple):
     exempt: Bool[Array, "T"]  # True: refuses brownout
 
 
+class Picks(NamedTuple):
+    """What one MoE layer's router chose, before the brownout plan."""
+
+    ids: Int[Array, "T K"]
+    weights: Float[Array, "T K"]  # gate weights, float32
+
+
 class LayerStats(NamedTuple):
-    """Counts of one MoE layer's step."""
+    """Counts of one MoE layer's step; serving asks for no more.
+
+    `run_layers` stacks them over MoE layers, and adds `hidden` itself.
+    """
 
     degraded: Int[Array, "T"]  # degraded visits of each row
     expert_rows: Int[Array, "E"]  # rows that each logical expert computed
+    picks: Picks | None = None
+    hidden: Float[Array, "N T d"] | None = None  # rows before each layer, dense too, and after all
+
+
+class Wanted(NamedTuple):
+    """What a program returns beyond counts (static: another choice is another program)."""
+
+    picks: bool = False
+    hidden: bool = False
+
+
+COUNTS = Wanted()
 
 
 def embed(params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
@@ -139,10 +162,11 @@ def moe(
     control: Control,
     *,
     max_active: int,
+    wanted: Wanted = COUNTS,
 ) -> tuple[Float[Array, "T d"], LayerStats]:
     """Router, brownout plan, routed and shared experts, with the residual (the paper's eq. 5)."""
     h, logits = router(cfg, layer, x)
-    _, plan, work = routing.route(
+    ids, plan, work = routing.route(
         logits,
         top_k=cfg.experts_per_token,
         normalize=cfg.norm_topk_prob,
@@ -158,7 +182,13 @@ def moe(
     out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work).astype(h.dtype)
     if cfg.d_ff_shared:
         out = out + shared_expert(layer, h)
-    return x + out, LayerStats(jnp.sum(plan.degraded, axis=-1, dtype=jnp.int32), work.expert_rows)
+    x = x + out
+    stats = LayerStats(jnp.sum(plan.degraded, axis=-1, dtype=jnp.int32), work.expert_rows)
+    if wanted.picks:
+        logits = logits[:, : cfg.num_experts]  # without the columns of `_with_wide_router`
+        weights, _ = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
+        stats = stats._replace(picks=Picks(ids, weights))
+    return x, stats
 
 
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:
@@ -181,15 +211,18 @@ def run_layers(
     carry: Any,
     *,
     max_active: int,
+    wanted: Wanted = COUNTS,
 ) -> tuple[Float[Array, "T d"], Any, LayerStats]:
     """All layers: one scan for each run of layers of one kind, or one after another (`unstack`).
 
     The carry of `mix` (the KV pages) travels in the scan's carry: as scanned inputs and outputs XLA
     would copy the whole cache. So does the layer's number: of a scanned one every layer would copy
-    its four bytes. Returns rows, carry, and stats stacked over MoE layers.
+    its four bytes. Returns rows, carry, and stats stacked over MoE layers; what is not `wanted` is
+    not computed.
     """
     turns = rotation(rows.positions, cfg.rope, cfg.head_dim)
-    stats = []
+    experts_of = partial(moe, cfg, max_active=max_active, wanted=wanted)
+    stats, hidden = [], []
     moe_start = 0
     for (is_moe, start, count), segment in zip(cfg.segments(), params["segments"], strict=True):
         stacked = not isinstance(segment, tuple)
@@ -204,21 +237,24 @@ def run_layers(
         def body(state: Any, xs: Any, is_moe: bool = is_moe) -> Any:
             x, carry, index = state
             layer, slots, groups = xs
+            before = x if wanted.hidden else None
             x, carry = attend(cfg, layer, x, turns, lambda heads: mix(heads, index, carry))
             if is_moe:
-                x, out = moe(
-                    cfg, layer, pool, slots, groups, x, rows, control, max_active=max_active
-                )
+                x, out = experts_of(layer, pool, slots, groups, x, rows, control)
             else:
                 h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
                 x, out = x + swiglu(h, layer["gate_up"], layer["down"]), None
-            return (x, carry, index + 1), out
+            return (x, carry, index + 1), (out, before)
 
         run = lax.scan if stacked else _in_turn
-        (x, carry, _), out = run(body, (x, carry, jnp.int32(start)), xs)
+        (x, carry, _), (out, before) = run(body, (x, carry, jnp.int32(start)), xs)
         if is_moe:
             stats.append(out)
-    return x, carry, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
+        hidden.append(before)
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
+    if wanted.hidden:
+        joined = joined._replace(hidden=jnp.concatenate([*hidden, x[None]]))
+    return x, carry, joined
 
 
 def unstack(params: Params) -> Params:

@@ -6,17 +6,20 @@ Commands import what they need when they run, so that `jmoe --help` is quick.
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from serving import logs
 from serving.cli_distill import distill
 from serving.cli_evaluate import evaluate
 from serving.cli_info import info
-from serving.cli_options import AllowUnknownConfig, overrides, progress_bar
+from serving.cli_options import AllowUnknownConfig, overrides
 from serving.cli_tools import bench, demo
 from serving.errors import ServingError, Unavailable
+from serving.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +37,16 @@ app.command()(evaluate)
 app.command()(info)
 
 Strategy = Annotated[
-    Literal["zero", "partial", "full"] | None, typer.Option(help="What happens to degraded visits.")
+    Literal["zero", "partial", "full"] | None,
+    typer.Option(
+        help="Degraded visits: zero degrades none, partial sends them to united experts, full drops"
+        " them."
+    ),
 ]
-Way = Annotated[int | None, typer.Option(help="Experts a united expert stands for.")]
+Way = Annotated[
+    int | None, typer.Option(help="Routed experts that a united expert stands for.", metavar="K")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log each request, too.")]
 
 
 def main() -> None:
@@ -45,7 +55,7 @@ def main() -> None:
         app(prog_name="jmoe")
     except (ServingError, ValueError, OSError) as error:
         log.debug("where it came from", exc_info=True)
-        print(f"jmoe: {error}", file=sys.stderr)
+        logs.say(f"jmoe: {error}", logging.ERROR)
         sys.exit(2)
 
 
@@ -62,11 +72,10 @@ def common(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and end.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    verbose: Verbose = False,
 ) -> None:
     """Sets up logging, to stderr."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("serving").setLevel(logging.DEBUG if verbose else logging.INFO)
+    logs.configure(verbose=verbose)
 
 
 _FLAGS = {
@@ -77,6 +86,9 @@ _FLAGS = {
     "admin_host": "admin_host",
     "admin_port": "admin_port",
     "metrics_port": "metrics_port",
+    "served_model_name": "served_model_name",
+    "log_format": "log_format",
+    "status_interval_s": "status_interval_s",
     "max_num_seqs": "engine.max_num_seqs",
     "max_model_len": "engine.max_model_len",
     "max_queue_len": "engine.max_queue_len",
@@ -99,79 +111,120 @@ _FLAGS = {
 def serve(
     config: Annotated[str, typer.Option(help="YAML file, or a preset's name.")] = "default",
     model: Annotated[str | None, typer.Option(help="Hugging Face directory, or bundled.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model, instead of its directory.")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
-    host: str | None = None,
-    port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
-    admin_host: Annotated[str | None, typer.Option(help="Of the admin service.")] = None,
-    admin_port: Annotated[int | None, typer.Option(help="0 takes a free one.")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="Prometheus; 0 is off.")] = None,
-    max_num_seqs: int | None = None,
-    max_model_len: int | None = None,
-    max_queue_len: int | None = None,
-    max_prefill_tokens: int | None = None,
-    page_size: int | None = None,
-    num_pages: int | None = None,
-    policy: str | None = None,
-    strategy: Strategy = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on for callers.")] = None,
+    port: Annotated[int | None, typer.Option(help="For callers; 0 takes a free one.")] = None,
+    admin_host: Annotated[str | None, typer.Option(help="Address of the admin service.")] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(help="Of the admin service; 0 takes a free one.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="HTTP: /metrics, /healthz, /readyz; 0 is off.")
+    ] = None,
+    log_format: Annotated[
+        Literal["text", "json"] | None, typer.Option(help="json: an object a line.")
+    ] = None,
+    status_interval_s: Annotated[
+        float | None, typer.Option(help="Seconds between status lines of the log; 0: none.")
+    ] = None,
+    verbose: Verbose = False,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences decoded together.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence, prompt and output, at most.")
+    ] = None,
+    max_queue_len: Annotated[
+        int | None, typer.Option(help="Requests that may wait; more are refused.")
+    ] = None,
+    max_prefill_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens of a prefill step, at most.")
+    ] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens of a KV page.")] = None,
+    num_pages: Annotated[
+        int | None, typer.Option(help="KV pages; 0: enough for max-num-seqs full sequences.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Who is served next: fcfs.")] = None,
+    strategy: Annotated[
+        Literal["auto", "zero", "partial", "full"] | None,
+        typer.Option(help="Brownout; auto: partial where the model has united experts."),
+    ] = None,
     way: Way = None,
-    salc: bool | None = None,
-    prefill_threshold: Annotated[int | None, typer.Option(help="Percent.")] = None,
-    decode_threshold: Annotated[int | None, typer.Option(help="Percent.")] = None,
-    ttft_slo_s: float | None = None,
-    itl_slo_s: float | None = None,
+    salc: Annotated[
+        bool | None, typer.Option(help="Whether controllers move the thresholds.")
+    ] = None,
+    prefill_threshold: Annotated[
+        int | None, typer.Option(help="Percent of expert visits kept exact in prefill.")
+    ] = None,
+    decode_threshold: Annotated[
+        int | None, typer.Option(help="Percent of expert visits kept exact in decode.")
+    ] = None,
+    ttft_slo_s: Annotated[
+        float | None, typer.Option(help="Objective for the time to first token, P90.")
+    ] = None,
+    itl_slo_s: Annotated[
+        float | None, typer.Option(help="Objective for the time between tokens, P90.")
+    ] = None,
     allow_unknown_config: AllowUnknownConfig = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="Any key, as engine.salc.window_s=4.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any key, as engine.salc.window_s=4."),
     ] = None,
 ) -> None:
     """Serves a model over gRPC until SIGTERM or SIGINT, then drains."""
     given = locals()
-    import asyncio
-
     import uvloop
 
     from serving import server, settings
+    from serving.metrics import Metrics
 
     flags = {key: given[name] for name, key in _FLAGS.items() if given[name] != []}
     loaded = settings.load(config, overrides(flags, set_ or []))
+    verbose = verbose or logging.getLogger("serving").level == logging.DEBUG
+    logs.configure(loaded.log_format, verbose=verbose)
+    metrics = Metrics()
 
     async def start_engine() -> Any:
-        # In a thread, so that health is answered while jax is imported.
-        engine_type, metrics = await asyncio.to_thread(_import_engine)
-        if loaded.metrics_port:
-            metrics.serve(loaded.host, loaded.metrics_port)
-        with progress_bar() as progress:
-            engine = await engine_type.start(loaded.engine, observer=metrics, progress=progress)
-        metrics.engine = engine
-        return engine
+        return await _start_engine(loaded, metrics)
 
     try:
-        delivered = uvloop.run(server.serve(loaded, start_engine))
+        uvloop.run(server.serve(loaded, start_engine, metrics))
     except Unavailable as error:
-        print(f"jmoe: {error}", file=sys.stderr, flush=True)
+        logs.say(f"jmoe: {error}", logging.ERROR)
         os._exit(1)  # an ordinary exit would wait for a device that may hang
-    if not delivered:
-        log.warning("streams were cut off after %g s", loaded.drain_timeout_s)
 
 
-def _import_engine() -> tuple[Any, Any]:
-    from serving.engine import Engine
-    from serving.metrics import Metrics
+async def _start_engine(config: Any, metrics: Any) -> Any:
+    import asyncio
 
-    return Engine, Metrics()
+    def import_engine() -> Any:
+        from serving.engine import Engine
+
+        return Engine
+
+    began_at = time.monotonic()
+    engine_type = await asyncio.to_thread(import_engine)  # so that health is answered meanwhile
+    with progress_bar() as progress:
+        engine = await engine_type.start(config.engine, observer=metrics, progress=progress)
+
+    from serving.status import log_start
+
+    log_start(engine, config.served_model_name or engine.model.name, time.monotonic() - began_at)
+    return engine
 
 
 @app.command()
 def generate(
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...")],
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts to continue.")],
     model: Annotated[str, typer.Option(help="Model directory, or bundled.")] = "bundled",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     tokens: Annotated[bool, typer.Option(help="Prompts are ids with commas.")] = False,
-    max_new_tokens: int = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens a prompt gets, at most.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Of the draws, where temperature is above 0.")] = 0,
     brownout_threshold: Annotated[
         int, typer.Option(help="Percent of expert visits kept exact; 100 degrades nothing.")
     ] = 100,
@@ -180,8 +233,14 @@ def generate(
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Continues prompts in this process, without a server."""
+    import jax
+
     import jmoe
 
+    # Nothing here is kept by `serving.executables`, beside which XLA's cache must be off.
+    folder = Path("~/.cache/jmoe/generate").expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     given: list[Any] = [_token_ids(prompt) for prompt in prompts] if tokens else prompts
     brownout = None
     if brownout_threshold != 100 or strategy is not None or way is not None:

@@ -1,20 +1,41 @@
 """`jmoe distill`: flags for `training.distill`."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serving.cli_options import AllowUnknownConfig, progress_bar
+from serving.cli_options import AllowUnknownConfig
+from serving.progress import progress_bar
+
+if TYPE_CHECKING:
+    from training.distill import DistillConfig
 
 
 def distill(
     model: Annotated[Path, typer.Option(help="Model directory.")],
     data: Annotated[
-        list[Path], typer.Option(help="JSON lines of prompts and answers, or texts; repeatable.")
-    ],
-    out: Annotated[Path, typer.Option(help="Directory for united.safetensors and the report.")],
-    ways: Annotated[str, typer.Option(help="With commas.")] = "2,4,8",
+        list[Path] | None,
+        typer.Option(
+            help="JSON lines of prompt and answer, or of messages; or a text a line; repeatable."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for united.safetensors and the report.")
+    ] = None,
+    ways: Annotated[
+        str | None, typer.Option(help="With commas; without it, those of 2,4,8 that fit.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", "--plan", help="Print what it will take and stop; needs no weights."
+        ),
+    ] = False,
+    device_memory_gib: Annotated[
+        float, typer.Option(help="--dry-run: plan for a GPU with this much; 0: this machine.")
+    ] = 0.0,
     objective: Annotated[
         str, typer.Option(help="combined, routed, or equation4 (the paper's).")
     ] = "combined",
@@ -39,21 +60,19 @@ def distill(
     ] = 0.0,
     length: Annotated[int, typer.Option(help="Tokens a packed row.")] = 128,
     dtype: Annotated[str, typer.Option(help="Of the products: bfloat16, float32.")] = "bfloat16",
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Of rows and of their order.")] = 0,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Distils united experts, which stand in for groups of routed ones under brownout.
 
-    Killed at any moment, the same command goes on where it was.
+    Prints what the run will take, and begins. Killed at any moment, the same command goes on where
+    it was; a finished run is left as it is.
     """
-    from jmoe.api import resolve
-    from training.distill import DistillConfig, DistillError
-    from training.distill import distill as run
+    numbers = None if ways is None else _numbers(ways)
+    if device_memory_gib and not dry_run:
+        raise ValueError("--device-memory-gib is for --dry-run; a run uses the memory there is")
+    from training.distill import DistillConfig
 
-    try:
-        numbers = [int(way) for way in ways.split(",")]
-    except ValueError:
-        raise ValueError(f"--ways is {ways!r}; it must be integers with commas") from None
     config = DistillConfig(
         objective=objective,
         start=start,
@@ -73,14 +92,69 @@ def distill(
         dtype=dtype,
         seed=seed,
     )
+    allowed = tuple(allow_unknown_config or ())
+    if dry_run:
+        _plan(model, numbers, data or [], out, config, allowed, device_memory_gib)
+        return
+    if not data or out is None:
+        missing = "--out" if data else "--data"
+        raise ValueError(f"{missing} is missing; only --dry-run does without it")
+    _run(model, numbers, data, out, config, allowed)
+
+
+def _numbers(ways: str) -> list[int]:
+    try:
+        return [int(way) for way in ways.split(",")]
+    except ValueError:
+        raise ValueError(f"--ways is {ways!r}; it must be integers with commas") from None
+
+
+def _plan(
+    model: Path,
+    ways: list[int] | None,
+    data: Sequence[Path],
+    out: Path | None,
+    config: "DistillConfig",
+    allowed: Sequence[str],
+    device_memory_gib: float,
+) -> None:
+    """Prints what a run would take, here or on a GPU with so much memory."""
+    from training.distill.plan import GIB, H200_RATE
+    from training.distill.prepare import prepare
+    from training.distill.room import Room
+
+    room, rate = None, None
+    if device_memory_gib:
+        room = Room("gpu", 1, int(device_memory_gib * GIB), None, None)
+        rate = H200_RATE
+    prepared = prepare(model, ways, data, out, config, allowed, need_data=False, room=room)
+    for line in prepared.lines(measure=True, rate=rate):
+        print(line, flush=True)
+    if prepared.refusal:
+        raise ValueError(prepared.refusal)
+
+
+def _run(
+    model: Path,
+    ways: list[int] | None,
+    data: Sequence[Path],
+    out: Path,
+    config: "DistillConfig",
+    allowed: Sequence[str],
+) -> None:
+    from jmoe.api import resolve
+    from training.distill import DistillError
+    from training.distill import distill as run
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
     try:
         with progress_bar() as progress:
-            layers, refined = run(
-                resolve(model), numbers, data, out, config, progress, allow_unknown_config or ()
-            )
+            layers, refined = run(resolve(model), ways, data, out, config, progress, allowed, say)
     except DistillError as error:
         raise ValueError(str(error)) from error
-    for way in numbers:
+    for way in ways or sorted({result.way for result in layers}):
         own = [result for result in layers if result.way == way]
         before = sum(result.error_before for result in own) / len(own)
         after = sum(result.error_after for result in own) / len(own)

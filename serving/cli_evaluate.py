@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from serving.cli_options import AllowUnknownConfig, progress_bar
+from serving.cli_options import AllowUnknownConfig
+from serving.progress import progress_bar
 
 
 def evaluate(

@@ -1,6 +1,7 @@
 """`jmoe info`: what a model needs in memory, or what a running server says of itself."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _WAYS = (2, 4, 8, 16)
+
+Section = tuple[str, Sequence[tuple[str, str]]]
+"""A heading ("" for none) and rows of a name and a value."""
 
 
 def info(
@@ -33,16 +37,17 @@ def info(
     if (model, model_config, address).count(None) < 2:
         raise ValueError("give one of MODEL, --model-config and --address")
     if address is not None:
-        rows = _ask(address, admin_address)
+        sections = _ask(address, admin_address)
     elif model_config is not None:
-        rows = _describe(load_model_config(model_config))
+        sections = _describe(load_model_config(model_config))
     else:
         from jmoe.api import resolve
         from jmoe.config import read_config
 
         directory = resolve(model or "bundled")
-        rows = _describe(read_config(directory, allow_unknown_config=allow_unknown_config or ()))
-    _print(rows)
+        cfg = read_config(directory, allow_unknown_config=allow_unknown_config or ())
+        sections = _describe(cfg, directory)
+    print(_text(sections))
 
 
 def load_model_config(name: str | Path) -> "ModelConfig":
@@ -80,79 +85,122 @@ def kv_bytes_per_token(cfg: "ModelConfig", dtype: str) -> int:
     return 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * _BYTES[dtype]
 
 
-def _describe(cfg: "ModelConfig") -> Iterable[tuple[str, str]]:
+def _describe(cfg: "ModelConfig", directory: Path | None = None) -> list[Section]:
+    """What a model needs; and of a directory, which united experts lie in it."""
+    from jmoe.display import count, size
+
     total, active = num_parameters(cfg), num_parameters(cfg, cfg.experts_per_token)
-    yield "architecture", cfg.architecture
-    yield "layers", f"{cfg.num_layers}, {cfg.num_moe_layers} of them MoE"
-    yield "experts a layer", f"{cfg.num_experts}, {cfg.experts_per_token} a token"
-    yield "positions", f"{cfg.max_position:,}"
-    yield "parameters", f"{_count(total)}, {_count(active)} active a token"
+    rows = [
+        ("architecture", cfg.architecture),
+        ("layers", f"{cfg.num_layers}, {cfg.num_moe_layers} of them MoE"),
+        ("experts a layer", f"{cfg.num_experts}, {cfg.experts_per_token} a token"),
+        ("positions", f"{cfg.max_position:,}"),
+        ("parameters", f"{count(total)}, {count(active)} active a token"),
+    ]
     for dtype in ("bfloat16", "float32"):
-        yield f"weights in {dtype}", _size(total * _BYTES[dtype])
-        yield f"KV cache in {dtype}", f"{kv_bytes_per_token(cfg, dtype):,} bytes a token"
-    for way in _WAYS:
-        if way <= cfg.num_experts:
-            united = -(-cfg.num_experts // way)
-            size = cfg.num_moe_layers * united * expert_parameters(cfg) * _BYTES["bfloat16"]
-            yield f"united experts, way {way}", f"{united} a layer, {_size(size)} in bfloat16"
+        rows.append((f"weights in {dtype}", size(total * _BYTES[dtype])))
+        rows.append((f"KV cache in {dtype}", f"{kv_bytes_per_token(cfg, dtype):,} bytes a token"))
+    there = {} if directory is None else united_bytes(directory)
+
+    def a_layer(way: int) -> str:
+        return f"{-(-cfg.num_experts // way)} a layer"
+
+    found = [(f"way {k}", f"{a_layer(k)}, {size(stored)} on disk") for k, stored in there.items()]
+    others = [way for way in _WAYS if way <= cfg.num_experts and way not in there]
+    lacking = [
+        (f"way {way}", f"{a_layer(way)}, {size(_united_bytes_of(cfg, way))} in bfloat16")
+        for way in others
+    ]
+    sections: list[Section] = [("", rows)]
+    if directory is not None:
+        sections.append(("United experts that are there", found or [("none", "")]))
+    further = "What each further way would take" if there else "What united experts would take"
+    return [*sections, (further, lacking)] if lacking else sections
 
 
-def _count(number: int) -> str:
-    for unit, scale in (("B", 1e9), ("M", 1e6)):
-        if number >= scale:
-            return f"{number / scale:.1f} {unit}"
-    return f"{number:,}"
+def _united_bytes_of(cfg: "ModelConfig", way: int) -> int:
+    """Bytes of a way's united experts in bfloat16."""
+    experts = cfg.num_moe_layers * -(-cfg.num_experts // way)
+    return experts * expert_parameters(cfg) * _BYTES["bfloat16"]
 
 
-def _size(num_bytes: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
-        if num_bytes >= scale:
-            return f"{num_bytes / scale:.1f} {unit}"
-    return f"{num_bytes:,} bytes"
+def united_bytes(directory: Path) -> Mapping[int, int]:
+    """Bytes of the united experts in a directory by way, as its file's header says.
+
+    Raises CheckpointError for a file that is not one of united experts.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    from jmoe.checkpoint import UNITED_FILE, CheckpointError
+
+    path, ways = directory / UNITED_FILE, dict[int, int]()
+    if not path.exists():
+        return ways
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118
+                way = int(name.partition(".")[0].removeprefix("way"))
+                tensor = file.get_slice(name)
+                bits = int(tensor.get_dtype().lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
+                ways[way] = ways.get(way, 0) + math.prod(tensor.get_shape()) * bits // 8
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not readable: {error}") from None
+    return dict(sorted(ways.items()))
 
 
-def _ask(address: str, admin_address: str | None) -> list[tuple[str, str]]:
+def _ask(address: str, admin_address: str | None) -> list[Section]:
+    """What a running server says. Raises ConnectionError where none answers."""
     import asyncio
 
     import grpc
 
-    from serving.client import Client
+    from serving.client import Client, admin_address_of
 
     async def ask() -> tuple[list[Any], str]:
         async with Client(address, admin_address) as client:
             found: list[Any] = [await client.server_info()]
+            port = found[0].admin_port
+            admin = admin_address or (admin_address_of(address, found[0]) if port else "none")
             if found[0].status != "ready":
-                return found, ""
+                return found, admin
             found.append(await client.model_info())
             try:
                 found += [await client.get_brownout(), await client.stats()]
+                admin = client.admin_address or admin
             except grpc.aio.AioRpcError as error:  # it may listen for the server's own host only
-                return found, f"{client.admin_address} does not answer: {error.details()}"
-            return found, ""
+                admin = f"{client.admin_address} does not answer: {error.details()}"
+            return found, admin
 
     try:
-        messages, admin_failure = asyncio.run(ask())
+        messages, admin = asyncio.run(ask())
     except grpc.aio.AioRpcError as error:
         raise ConnectionError(f"{address} does not answer: {error.details()}") from None
+    return [("", [("address", address), ("admin service", admin)]), *map(_message, messages)]
+
+
+def _message(message: Any) -> Section:
+    """The fields of a reply under its name, each with the name that the proto gives it."""
+    name = message.DESCRIPTOR.name
     rows = [
-        (f"{message.DESCRIPTOR.name}.{field.name}", _value(getattr(message, field.name)))
-        for message in messages
+        (f"{name}.{field.name}", _value(getattr(message, field.name)))
         for field in message.DESCRIPTOR.fields
     ]
-    return [*rows, ("Admin", admin_failure)] if admin_failure else rows
+    return name, rows
 
 
 def _value(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:.4g}"
-    return str(value) if isinstance(value, str | int | bool) else ", ".join(map(str, value))
+        return "no samples" if math.isnan(value) else f"{value:.6f}".rstrip("0").rstrip(".")
+    if isinstance(value, str | int | bool):
+        return str(value)
+    return ", ".join(map(str, value)) or "none"
 
 
-def _print(rows: Iterable[tuple[str, str]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False)
-    for name, value in rows:
-        table.add_row(name, value)
-    Console().print(table)
+def _text(sections: Sequence[Section]) -> str:
+    """One aligned table; lines are as long as they have to be, wherever they are printed."""
+    width = max(len(name) for _, rows in sections for name, _ in rows)
+    blocks = []
+    for heading, rows in sections:
+        lines = [f"{name:<{width}}  {value}".rstrip() for name, value in rows]
+        blocks.append("\n".join([heading, *lines] if heading else lines))
+    return "\n\n".join(blocks)

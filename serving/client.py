@@ -70,14 +70,19 @@ class Client:
         request_id: str = "",
         allow_brownout: bool = True,
         priority: pb.Priority = pb.PRIORITY_UNSPECIFIED,
+        model: str = "",
         timeout_s: float | None = None,
     ) -> "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]":
-        """Starts a request; iterate over the messages, or `cancel()` to free what it holds."""
+        """Starts a request; iterate over the messages, or `cancel()` to free what it holds.
+
+        `model` must be the name of what is served, or empty.
+        """
         request = pb.GenerateRequest(
             request_id=request_id,
             sampling=sampling,
             allow_brownout=allow_brownout,
             priority=priority,
+            model=model,
         )
         if isinstance(prompt, str):
             request.text = prompt
@@ -98,9 +103,9 @@ class Client:
         """The engine's counters and gauges."""
         return await (await self._admin()).GetStats(pb.GetStatsRequest())
 
-    async def server_info(self) -> pb.ServerInfo:
-        """Version, status, and the server's limits."""
-        return await self._generation.GetServerInfo(pb.GetServerInfoRequest())
+    async def server_info(self, timeout_s: float | None = None) -> pb.ServerInfo:
+        """Version, status, and the server's limits. Fails at once where nothing listens."""
+        return await self._generation.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)
 
     async def model_info(self) -> pb.ModelInfo:
         """Architecture and sizes of the served model."""

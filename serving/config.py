@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 class BrownoutConfig:
     """Brownout at start. Latencies in seconds."""
 
-    strategy: str = "partial"
+    strategy: str = "auto"  # partial where the model has united experts, else zero
     way: int = 0  # 0: the largest the model has; without united experts, zero brownout
     ways: tuple[int, ...] = ()  # ways that may be switched to while serving; empty: all
     prefill_threshold_percent: int = 100
@@ -44,9 +44,9 @@ class EngineConfig:
     num_pages: int = 0  # 0: enough for max_num_seqs sequences of max_model_len
     max_prefill_tokens: int = 512  # prompt tokens a step: chunk size and largest token bucket
     max_prefill_seqs: int = 16  # chunks a prefill step
-    decode_buckets: tuple[int, ...] = ()  # batch sizes compiled for; empty: powers of two
-    prefill_buckets: tuple[int, ...] = ()  # token counts compiled for; empty: powers of two
-    threshold_buckets_percent: tuple[int, ...] = (20, 40, 70, 100)
+    decode_buckets: tuple[int, ...] = ()  # batch sizes compiled for; empty: by device
+    prefill_buckets: tuple[int, ...] = ()  # token counts compiled for; empty: by device
+    threshold_buckets_percent: tuple[int, ...] = ()  # capacities compiled for; empty: by device
     policy: str = "fcfs"
     compilation_cache: str = "~/.cache/jmoe/xla"  # empty: off
     enforce_eager: bool = False  # launch kernel by kernel: no step is a CUDA graph
@@ -64,7 +64,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 50051  # 0: any free one; it is printed
-    metrics_port: int = 0  # Prometheus over HTTP; 0: off
+    metrics_port: int = 0  # /metrics, /healthz, /readyz over HTTP; 0: off
     drain_timeout_s: float = 30.0
     admin_host: str = "127.0.0.1"  # the admin service has a listener of its own
     admin_port: int = 0  # 0: any free one; it is printed
@@ -74,4 +74,7 @@ class ServerConfig:
     max_concurrent_calls: int = 0  # 0: twice what the engine's slots and queue hold
     max_bytes_in_flight: int = 256 << 20  # of messages being received; 4 MiB are reserved for each
     message_timeout_s: float = 10.0  # from the opening of a call to its message
+    served_model_name: str = ""  # what clients call the model; empty: its directory's name
+    status_interval_s: float = 10.0  # between lines of the log about load and latency; 0: none
+    log_format: str = "text"  # or json: an object a line
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -39,6 +39,7 @@ from serving.observer import Observer
 from serving.pace import Pace
 from serving.policy import POLICIES
 from serving.programs import Progress, limit_cpu_threads
+from serving.progress import progress_bar
 from serving.request import (
     BrownoutChange,
     BrownoutState,
@@ -48,11 +49,11 @@ from serving.request import (
     Request,
     SamplingParams,
 )
-from serving.runner import DeviceRunner, Runner, StepResult, within_positions
+from serving.runner import DeviceRunner, Runner, StepResult, fit_to_model
 from serving.scheduler import Scheduler, StepPlan
 from serving.sequence import SequenceState
 from serving.settings import check
-from serving.slo import SloAnalyser
+from serving.slo import SloAnalyser, starting_strategy
 from serving.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -125,7 +126,8 @@ class Engine:
     ) -> "Engine":
         """Loads a model unless one is given, compiles and warms every program, starts the tick.
 
-        `config.max_model_len` is cut to the positions that the model was made for.
+        `config.max_model_len` is cut to the positions that the model was made for. `progress` is
+        told what is being done; without one, bars or lines are shown (`serving.progress`).
 
         Raises SettingsError for a configuration that cannot be used, and what `jmoe.load` raises.
         """
@@ -134,16 +136,20 @@ class Engine:
             have = ", ".join(POLICIES)
             raise ValueError(f"policy is {config.policy!r}; it must be one of {have}")
 
-        def prepare() -> tuple[EngineConfig, Model, DeviceRunner]:
+        def prepare(progress: Progress) -> tuple[EngineConfig, Model, DeviceRunner]:
             limit_cpu_threads(config.cpu_threads)
             loaded = model or _load(config, progress)
-            fitting = within_positions(config, loaded)
-            runner = DeviceRunner(loaded, fitting)
             ways = allowed_ways(config.brownout, loaded)
+            starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
+            if config.brownout.strategy == "auto" and not ways:
+                log.warning("brownout is off: %s has no united experts", loaded.name)
+            fitting = fit_to_model(config, loaded)
+            runner = DeviceRunner(loaded, fitting)
             runner.start(ways[0] if ways else 0, ways, progress)
             return fitting, loaded, runner
 
-        fitting, loaded, runner = await asyncio.to_thread(prepare)
+        with progress_bar() if progress is None else contextlib.nullcontext(progress) as shown_by:
+            fitting, loaded, runner = await asyncio.to_thread(prepare, shown_by)
         engine = cls(fitting, runner, loaded, observer)
         engine.run()
         return engine
@@ -333,7 +339,8 @@ class Engine:
         strategy = change.strategy or self.slo.strategy
         if strategy == "partial" and not (change.way or self.slo.way):
             raise InvalidRequest(
-                "partial brownout needs united experts; this model has none loaded"
+                "partial brownout needs united experts; this model has none (`jmoe distill` makes "
+                "them)"
             )
         if change.way is not None:
             if self.status in ("failed", "stopped"):
@@ -501,10 +508,9 @@ class Engine:
             return None
 
 
-def _load(config: EngineConfig, progress: Progress | None) -> Model:
+def _load(config: EngineConfig, progress: Progress) -> Model:
     def layers(done: int, total: int) -> None:
-        if progress is not None:
-            progress("loading", done, total)
+        progress("loading", done, total)
 
     return load(
         config.model,

@@ -36,6 +36,9 @@ LOG_EVERY_S = 10.0
 MAX_STREAMS = 64
 """Calls of methods that take more than one message (reflection's); they are not many."""
 
+_REFUSED, _INVALID, _EXPIRED, _FAILED = "refused", "invalid", "expired", "failed"
+"""What calls are tallied under in the log."""
+
 _HEALTH = "/grpc.health.v1.Health/"
 
 _CODES: dict[type[Exception], grpc.StatusCode] = {
@@ -80,8 +83,7 @@ class Guard(grpc.aio.ServerInterceptor):
             for _ in range(2)
         )
         self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
-        self._undecodable = Tally("messages could not be parsed")
-        self._failed = Tally("calls failed")
+        self._tallies = {what: Tally(what) for what in (_REFUSED, _INVALID, _EXPIRED, _FAILED)}
         self._idle = asyncio.Event()
 
     async def idle(self, timeout_s: float) -> bool:
@@ -95,8 +97,8 @@ class Guard(grpc.aio.ServerInterceptor):
 
     def close(self) -> None:
         """Logs what was not logged yet."""
-        self._undecodable.close()
-        self._failed.close()
+        for tally in self._tallies.values():
+            tally.close()
 
     async def intercept_service(
         self,
@@ -168,8 +170,7 @@ class Guard(grpc.aio.ServerInterceptor):
             )
         try:
             return handler.request_deserializer(message)
-        except Exception as error:
-            self._undecodable.note(f"the last one to {method}: {type(error).__name__}")
+        except Exception:
             raise InvalidRequest(
                 f"the message ({len(message)} bytes) is not what {method} takes"
             ) from None
@@ -199,10 +200,29 @@ class Guard(grpc.aio.ServerInterceptor):
         except grpc.aio.AbortError:
             raise
         except (ServingError, ValueError) as error:
+            if (what := _kind(error)) is not None:
+                self._tallies[what].note(_detail(method, context, error))
             await context.abort(_code(error), cut(str(error)), _trailing(error))
         except Exception as error:
-            self._failed.note(f"the last one to {method}", error)
+            self._tallies[_FAILED].note(_detail(method, context, error), error)
             await context.abort(grpc.StatusCode.INTERNAL, cut(f"{type(error).__name__}: {error}"))
+
+
+def _kind(error: Exception) -> str | None:
+    """Under which line of the log an error counts; None where it is nothing to log."""
+    if isinstance(error, Aborted):
+        return None  # by its caller, or by a server that stops
+    if isinstance(error, Overloaded | Unavailable):
+        return _REFUSED
+    if isinstance(error, DeadlineExceeded):
+        return _EXPIRED
+    return _INVALID if isinstance(error, InvalidRequest | NotFound | ValueError) else _FAILED
+
+
+def _detail(method: str, context: Any, error: Exception) -> str:
+    """One line, whatever the error says."""
+    said = " ".join(cut(str(error)).split()) or type(error).__name__
+    return f"the last one, {method} from {context.peer()}: {said}"
 
 
 def _code(error: Exception) -> grpc.StatusCode:
@@ -225,31 +245,48 @@ def cut(text: str) -> str:
 
 
 class Tally:
-    """Logs what callers cause: one line at once, then one with a count every `LOG_EVERY_S`."""
+    """Logs calls of a kind: one line at once, then one with a count every `LOG_EVERY_S`."""
 
     def __init__(self, what: str) -> None:
-        self._what = what
+        self._what = what  # as in "71 calls refused"
         self._count = 0
         self._detail = ""
+        self._since_s = 0.0
         self._flush: asyncio.TimerHandle | None = None
 
     def note(self, detail: str, error: Exception | None = None) -> None:
         """One more. The traceback of an `error` is logged where the line comes at once."""
         self._count, self._detail = self._count + 1, detail
         if self._flush is None:
-            self._write(error)
-
-    def _write(self, error: Exception | None = None) -> None:
-        self._flush = None
-        if self._count:
-            log.warning("%d %s; %s", self._count, self._what, self._detail, exc_info=error)
-            self._count = 0
-            self._flush = asyncio.get_running_loop().call_later(LOG_EVERY_S, self._write)
+            self._write("", error)
+            self._wait()
 
     def close(self) -> None:
         """Writes the count that waits for its time."""
         if self._flush is not None:
             self._flush.cancel()
-        self._write()
+            self._flush_now()
         if self._flush is not None:
             self._flush.cancel()
+            self._flush = None
+
+    def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._since_s = loop.time()
+        self._flush = loop.call_later(LOG_EVERY_S, self._flush_now)
+
+    def _flush_now(self) -> None:
+        self._flush = None
+        if self._count:
+            self._write(f" in {asyncio.get_running_loop().time() - self._since_s:.3g} s")
+            self._wait()
+
+    def _write(self, when: str, error: Exception | None = None) -> None:
+        calls = "call" if self._count == 1 else "calls"
+        log.warning(
+            "%d %s %s%s; %s",
+            *(self._count, calls, self._what, when, self._detail),
+            exc_info=error,
+            extra={"event": f"calls_{self._what}", "count": self._count},
+        )
+        self._count = 0

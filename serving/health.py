@@ -26,6 +26,11 @@ class Health(rpc.HealthServicer):
         self._num_watchers = 0
         self._closed = False
 
+    @property
+    def is_serving(self) -> bool:
+        """What every name says now."""
+        return self.serving and not self._closed
+
     def set(self, serving: bool) -> None:
         """What every name says from now on."""
         if serving != self.serving:
@@ -45,8 +50,7 @@ class Health(rpc.HealthServicer):
         states = pb.HealthCheckResponse
         if name not in self._names:
             return states(status=states.SERVICE_UNKNOWN)
-        serving = self.serving and not self._closed
-        return states(status=states.SERVING if serving else states.NOT_SERVING)
+        return states(status=states.SERVING if self.is_serving else states.NOT_SERVING)
 
     async def Check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
         """The status now."""

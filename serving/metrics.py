@@ -1,10 +1,12 @@
-"""Prometheus metrics under the names vLLM's users know, with the prefix `jmoe:`.
+"""Prometheus metrics under the names vLLM's users know, with the prefix `jmoe_`.
 
-The engine reports latencies as it goes; everything else is read from the engine at a scrape.
+The engine reports latencies as it goes; everything else is read from the engine at a scrape. Names
+have no colon: OpenMetrics as the client library writes it replaces colons in samples but not in
+TYPE and HELP lines. Nothing here imports jax.
 """
 
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf
 from threading import Thread
 from typing import TYPE_CHECKING
@@ -22,12 +24,14 @@ from prometheus_client.metrics_core import (
 from serving import metrics_http
 from serving.observer import Observer
 from serving.request import Output
-from serving.sequence import SequenceState
 
 if TYPE_CHECKING:
     from serving.engine import Engine
     from serving.runner import StepResult
     from serving.scheduler import StepPlan
+    from serving.sequence import SequenceState
+
+PREFIX = "jmoe_"
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -48,10 +52,15 @@ class Histogram:
         self.counts = self.counts + np.bincount(at, minlength=len(self.bounds))
         self.sum += float(samples.sum())
 
+    @property
+    def count(self) -> int:
+        """Samples so far."""
+        return int(self.counts.sum())
+
     def collect(self, name: str, about: str) -> HistogramMetricFamily:
-        """The family Prometheus reads, with cumulative counts."""
+        """The family Prometheus reads, with cumulative counts; `name` is without the prefix."""
         labels = ["+Inf" if bound == inf else str(bound) for bound in self.bounds.tolist()]
-        family = HistogramMetricFamily(name, about)
+        family = HistogramMetricFamily(PREFIX + name, about)
         counts = self.counts.cumsum().tolist()
         family.add_metric([], list(zip(labels, counts, strict=True)), self.sum)
         return family
@@ -75,7 +84,7 @@ class Metrics(Observer):
         self.expert_rows: np.ndarray | None = None  # int64 [MoE layers, E], once a step was read
         self.violations = {"prefill": 0, "decode": 0}
         self.finished: Counter[str] = Counter(stop=0, length=0)
-        self.prompt_tokens = self.generation_tokens = 0
+        self.prompt_tokens = self.prefill_tokens = self.generation_tokens = 0
         self.engine: Engine | None = None  # set it when the engine is ready
         self.registry.register(self)
 
@@ -87,6 +96,7 @@ class Metrics(Observer):
         rows = result.expert_rows.astype(np.int64)
         self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
         if plan.phase == "prefill":
+            self.prefill_tokens += int(plan.q_lens.sum())
             self._prefills.append((started_at, now))
         elif self._prefills:
             starts, ends = np.array(self._prefills).T
@@ -113,7 +123,7 @@ class Metrics(Observer):
         self.generation_tokens += len(samples)
         self.violations[phase] += int(np.count_nonzero(samples > slo_s))
 
-    def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
+    def request_finished(self, sequence: "SequenceState", output: Output, now: float) -> None:
         """See Observer."""
         super().request_finished(sequence, output, now)
         self.prompt_tokens += output.usage.prompt_tokens
@@ -122,39 +132,50 @@ class Metrics(Observer):
 
     def collect(self) -> Iterator[Metric]:
         """Yields every family; the registry calls it at a scrape."""
-        yield self.ttft.collect("jmoe:time_to_first_token_seconds", "Arrival to first token")
-        yield self.itl.collect("jmoe:inter_token_latency_seconds", "Between tokens of a request")
+        yield self.ttft.collect("time_to_first_token_seconds", "Arrival to first token")
+        yield self.itl.collect("inter_token_latency_seconds", "Between tokens of a request")
         yield self.prefill_in_itl.collect(
-            "jmoe:inter_token_prefill_seconds", "Prefill steps inside an inter-token latency"
+            "inter_token_prefill_seconds", "Prefill steps inside an inter-token latency"
         )
         if self.expert_rows is not None:
             yield _expert_load(self.expert_rows)
-        yield self.e2e.collect("jmoe:e2e_request_latency_seconds", "Arrival to last token")
+        yield self.e2e.collect("e2e_request_latency_seconds", "Arrival to last token")
         yield _counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
+        yield _counter(
+            "prefill_tokens",
+            "Tokens computed by prefill steps, those of preempted requests again",
+            self.prefill_tokens,
+        )
         yield _counter("generation_tokens", "Tokens generated", self.generation_tokens)
         yield _family(
             CounterMetricFamily,
             "slo_violations",
-            "Tokens later than the goal of their phase",
+            "Tokens later than the SLO of their phase",
             "phase",
             self.violations,
         )
-        aborted = 0
+        ended: dict[str, float] = {**self.finished, "abort": 0, "error": 0}
         if self.engine is not None:
             yield from _engine_families(self.engine)
-            aborted = self.engine.stats().requests_aborted
+            stats = self.engine.stats()
+            ended |= {"abort": stats.requests_aborted, "error": stats.requests_failed}
         yield _family(
             CounterMetricFamily,
             "request_success",
-            "Ended requests by reason",
+            "Ended requests by reason; error: failed by the server",
             "finished_reason",
-            {**self.finished, "abort": aborted},
+            ended,
         )
 
-    def serve(self, host: str, port: int) -> tuple[WSGIServer, Thread]:
-        """Answers scrapes over HTTP from a thread. Raises OSError where it cannot listen."""
+    def serve(
+        self, host: str, port: int, readiness: Callable[[], tuple[bool, str]]
+    ) -> tuple[WSGIServer, Thread]:
+        """Answers scrapes and probes over HTTP from a thread; see `metrics_http.serve`.
+
+        Raises OSError where it cannot listen.
+        """
         try:
-            return metrics_http.serve(host, port, self.registry)
+            return metrics_http.serve(host, port, self.registry, readiness)
         except OSError as error:
             raise OSError(
                 f"metrics cannot be served at {host}:{port}: {error.strerror}; "
@@ -186,7 +207,9 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
 
 def _expert_load(rows: np.ndarray) -> Metric:
     family = CounterMetricFamily(
-        "jmoe:expert_rows", "Rows an expert computed, united ones last", labels=["layer", "expert"]
+        PREFIX + "expert_rows",
+        "Rows an expert computed, united ones last",
+        labels=["layer", "expert"],
     )
     for (layer, expert), count in np.ndenumerate(rows):
         family.add_metric([str(layer), str(expert)], int(count))
@@ -194,15 +217,15 @@ def _expert_load(rows: np.ndarray) -> Metric:
 
 
 def _gauge(name: str, about: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"jmoe:{name}", about, value)
+    return GaugeMetricFamily(PREFIX + name, about, value)
 
 
 def _counter(name: str, about: str, value: float) -> Metric:
-    return CounterMetricFamily(f"jmoe:{name}", about, value)
+    return CounterMetricFamily(PREFIX + name, about, value)
 
 
 def _family(kind: type, name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = kind(f"jmoe:{name}", about, labels=[label])
+    family = kind(PREFIX + name, about, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
     return family

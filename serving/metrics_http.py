@@ -1,4 +1,4 @@
-"""Metrics over HTTP, from a few threads: a slow client costs the scrapes of others nothing."""
+"""Metrics and health probes over HTTP, from a few threads: a slow client delays no other."""
 
 import logging
 import socket
@@ -78,26 +78,61 @@ class _Handler(WSGIRequestHandler):
         """Scrapes are not logged."""
 
 
-def serve(host: str, port: int, registry: CollectorRegistry) -> tuple[WSGIServer, threading.Thread]:
-    """Answers /metrics from a thread. Raises OSError where it cannot listen."""
+def serve(
+    host: str,
+    port: int,
+    registry: CollectorRegistry,
+    readiness: Callable[[], tuple[bool, str]],
+) -> tuple[WSGIServer, threading.Thread]:
+    """Answers GET from a thread, before the engine is there, too.
+
+    `/metrics` is for Prometheus. `/healthz` is 200 as long as the process answers. `/readyz` is 200
+    or 503 as `readiness` says, whose word is the body; it is called in threads of this server.
+
+    Raises OSError where it cannot listen.
+    """
     family, *_, where = socket.getaddrinfo(
         host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     server_type = type("Server", (BoundedServer,), {"address_family": family})
-    server = make_server(str(where[0]), port, _app(registry), server_type, _Handler)
+    server = make_server(str(where[0]), port, _app(registry, readiness), server_type, _Handler)
     thread = threading.Thread(target=server.serve_forever, name="jmoe-metrics", daemon=True)
     thread.start()
     return server, thread
 
 
-def _app(registry: CollectorRegistry) -> App:
-    paths: dict[str, App] = {"/metrics": make_wsgi_app(registry)}
+def _app(registry: CollectorRegistry, readiness: Callable[[], tuple[bool, str]]) -> App:
+    def healthz(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        return _text(environ, start_response, "200 OK", "ok")
+
+    def readyz(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        ready, word = readiness()
+        status = "200 OK" if ready else "503 Service Unavailable"
+        return _text(environ, start_response, status, word)
+
+    paths: dict[str, App] = {
+        "/metrics": make_wsgi_app(registry),
+        "/healthz": healthz,
+        "/readyz": readyz,
+    }
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         found = paths.get(environ["PATH_INFO"])
         if found is not None:
             return found(environ, start_response)
-        start_response("404 Not Found", [("Content-Type", "text/plain; charset=utf-8")])
-        return [f"there is nothing here; see {', '.join(paths)}\n".encode()]
+        message = f"nothing is at this path; there are {', '.join(paths)}"
+        return _text(environ, start_response, "404 Not Found", message)
 
     return app
+
+
+def _text(
+    environ: dict[str, Any], start_response: Callable[..., Any], status: str, line: str
+) -> Iterable[bytes]:
+    headers = [("Content-Type", "text/plain; charset=utf-8")]
+    if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+        status, line = "405 Method Not Allowed", "use GET"
+        headers.append(("Allow", "GET, HEAD"))
+    body = b"" if environ["REQUEST_METHOD"] == "HEAD" else f"{line}\n".encode()
+    start_response(status, headers)
+    return [body]

@@ -8,6 +8,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import astuple, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from jmoe.steps import (
     prefill_step,
     served,
 )
+from pallas_kernels.backend import backend
 from pallas_kernels.routing import max_active_experts
 from serving import traced_code
 from serving.config import EngineConfig
@@ -60,21 +62,45 @@ class Key(NamedTuple):
         return f"{self.phase}-{self.size}-{self.bucket_percent}-{int(self.prompt_logprobs)}"
 
 
-def powers_of_two(largest: int, smallest: int) -> tuple[int, ...]:
-    """`smallest`, its doubles below `largest`, and `largest`."""
+def sizes_up_to(largest: int, smallest: int, factor: Callable[[int], int]) -> tuple[int, ...]:
+    """`smallest`, `factor(size)` times a size for as long as that is below `largest`, `largest`."""
     sizes = []
     while smallest < largest:
         sizes.append(smallest)
-        smallest *= 2
+        smallest *= factor(smallest)
     return (*sizes, largest)
+
+
+def with_default_buckets(config: EngineConfig) -> EngineConfig:
+    """`config`, with the buckets that it leaves open, and without those that no step reaches.
+
+    On a GPU powers of two and four capacities. On a CPU, where a program takes four seconds of a
+    core to compile, few: sizes above 16 rows are four times apart, and a step at full capacity
+    takes no longer than one at less, as its loop runs over the experts that are visited.
+    """
+    on_cpu = backend() == "cpu"
+    decode = sizes_up_to(config.max_num_seqs, 4, lambda n: 4 if on_cpu and n >= 16 else 2)
+    prefill = sizes_up_to(config.max_prefill_tokens, 32, lambda n: 4 if on_cpu else 2)
+    thresholds = (FULL_CAPACITY,) if on_cpu else (20, 40, 70, FULL_CAPACITY)
+    return replace(
+        config,
+        decode_buckets=_up_to(config.decode_buckets or decode, config.max_num_seqs),
+        prefill_buckets=_up_to(config.prefill_buckets or prefill, config.max_prefill_tokens),
+        threshold_buckets_percent=config.threshold_buckets_percent or thresholds,
+    )
+
+
+def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    return sizes[: bisect_left(sizes, most) + 1]
 
 
 class Buckets:
     """Sizes that programs are compiled for, and the choice among them."""
 
     def __init__(self, config: EngineConfig, limits: Limits) -> None:
-        self.decode = config.decode_buckets or powers_of_two(limits.num_slots, 4)
-        self.prefill = config.prefill_buckets or powers_of_two(limits.max_prefill_tokens, 32)
+        config = with_default_buckets(config)
+        self.decode = config.decode_buckets
+        self.prefill = config.prefill_buckets
         self.thresholds = config.threshold_buckets_percent
         self.chunks = limits.max_prefill_seqs
         self._page_size = limits.page_size
@@ -84,7 +110,7 @@ class Buckets:
         thresholds = sorted(self.thresholds, reverse=True)
         keys = [Key("decode", n, t) for t in thresholds for n in reversed(self.decode)]
         keys += [Key("prefill", n, t) for t in thresholds for n in reversed(self.prefill)]
-        keys += [Key("prefill", n, FULL_CAPACITY, True) for n in self.prefill]
+        keys.append(Key("prefill", self.prefill[-1], FULL_CAPACITY, True))
         rows = sorted({*self.decode, self.chunks})
         return keys + [Key(phase, n, FULL_CAPACITY) for phase in DRAWS for n in rows]
 
@@ -92,10 +118,12 @@ class Buckets:
         self, phase: str, size: int, threshold_percent: int, *, full: bool, prompt_logprobs: bool
     ) -> Key:
         """The smallest program that serves a step; `full` asks for one without a capacity."""
+        if prompt_logprobs:  # rare: one size serves them all
+            return Key(phase, self.prefill[-1], FULL_CAPACITY, True)
         sizes = self.decode if phase == "decode" else self.prefill
         fits = sizes[bisect_left(sizes, size)]
-        if full or prompt_logprobs:
-            return Key(phase, fits, FULL_CAPACITY, prompt_logprobs)
+        if full:
+            return Key(phase, fits, FULL_CAPACITY)
         return Key(phase, fits, self.thresholds[bisect_left(self.thresholds, threshold_percent)])
 
     def rows(self, key: Key) -> int:
@@ -120,6 +148,7 @@ class Programs:
         self._model, self._buckets, self._state = model, buckets, state
         self._params, self._options = served(model.params, eager=eager)
         self._compiled: dict[Key, Any] = {}
+        self.num_from_disk = 0  # of them, read rather than compiled
         self._ready = False
         self.compilations_since_ready = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
@@ -154,6 +183,7 @@ class Programs:
                     kept = executables.load(key.name, made_from)
                     if kept is not None:
                         self._compiled[key] = kept
+                        self.num_from_disk += 1
                     else:
                         jobs.append(pool.submit(compiled, key, made_from, self._lower(key)))
                     tell()
@@ -236,7 +266,7 @@ class Programs:
         return repr(
             (
                 code,
-                self._model.config,
+                astuple(self._model.config),
                 key,
                 self._max_active(key),
                 self._abstract(key),

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,6 +149,25 @@ def violations(records: Iterable[Record], slo: Slo) -> dict[str, float | int | N
         "late_other_tokens": late,
         "itl_violation_rate": late / len(gaps) if gaps else None,
     }
+
+
+def late_shares(records: Iterable[Record], limits_ms: Mapping[str, float]) -> dict[str, Any]:
+    """`violations` by phase, against the limits there are: `ttft`, and `tpot` for every gap."""
+    slo = Slo(*(limits_ms.get(metric, math.inf) / 1e3 for metric in ("ttft", "tpot")))
+    late = violations(records, slo)
+    fields = {"ttft": "ttft_violation_rate", "tpot": "itl_violation_rate"}
+    return {field: late[field] for metric, field in fields.items() if metric in limits_ms}
+
+
+def thresholds_seen(records: Iterable[Record]) -> dict[str, list[int] | None]:
+    """Smallest and largest threshold in percent that requests ran under, by phase."""
+    records = list(records)
+    found: dict[str, list[int] | None] = {}
+    for phase in ("prefill_threshold", "decode_threshold"):
+        spans = [span for r in records if (span := getattr(r, phase)) is not None]
+        percents = [percent for span in spans for percent in span]
+        found[f"{phase}_percent"] = [min(percents), max(percents)] if percents else None
+    return found
 
 
 def quality(records: Iterable[Record]) -> dict[str, Any]:

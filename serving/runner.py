@@ -15,7 +15,7 @@ from jmoe.steps import Output, empty_deltas, empty_rows, make_state, pack_row
 from serving.config import EngineConfig
 from serving.executables import Executables
 from serving.memory import check_memory
-from serving.programs import DRAWS, Buckets, Key, Programs, Progress
+from serving.programs import DRAWS, Buckets, Key, Programs, Progress, with_default_buckets
 from serving.reader import ResultReader
 from serving.scheduler import Limits, StepPlan
 
@@ -71,12 +71,19 @@ def limits_of(config: EngineConfig) -> Limits:
     )
 
 
-def within_positions(config: EngineConfig, model: Model) -> EngineConfig:
-    """`config`, with `max_model_len` cut to the positions that the model was made for."""
-    most = model.config.max_position
+def fit_to_model(config: EngineConfig, model: Model) -> EngineConfig:
+    """`config` as it is served: what it leaves open is chosen, and `max_model_len` cut to the
+    positions that the model was made for.
+    """
+    config, most = with_default_buckets(config), model.config.max_position
     if config.max_model_len <= most:
         return config
-    log.warning("max_model_len is %d; %s has %d positions", config.max_model_len, model.name, most)
+    log.warning(
+        "max_model_len is %d; %s has %d positions, and serves those",
+        config.max_model_len,
+        model.name,
+        most,
+    )
     return replace(config, max_model_len=most)
 
 

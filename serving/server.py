@@ -1,7 +1,8 @@
 """The gRPC server: `jmoe.v1`, health and reflection, in the engine's event loop.
 
 Two ports: one for callers, and one for the operator, which has the admin service. Both listen
-before the engine is there and answer NOT_SERVING until then. Nothing here imports jax.
+before the engine is there and answer NOT_SERVING until then. So does the port for metrics and
+probes over HTTP, where one is set. Nothing here imports jax.
 """
 
 import asyncio
@@ -10,20 +11,23 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIServer
 
 from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
-from serving import convert, heap
+from serving import convert, heap, reflection
 from serving.config import ServerConfig
 from serving.errors import Unavailable
 from serving.guard import SMALL_MESSAGE_BYTES, Guard, Limits
 from serving.health import Health
 from serving.inbox import MAX_MESSAGE_BYTES
 from serving.listen import bind, join, make_server
+from serving.metrics import Metrics
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.services import GENERATE, SERVICES, AdminService, GenerationService
+from serving.status import StatusLog
 
 if TYPE_CHECKING:
     from serving.engine import Engine
@@ -37,13 +41,17 @@ _ADMIN_CONNECTIONS, _ADMIN_CALLS = 128, 1024
 class Server:
     """One engine behind two ports. `start`, then `attach` an engine, then `drain`."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, metrics: Metrics | None = None) -> None:
+        """`metrics` are what the engine tells its observer; without them no status is logged."""
         self.config = config
+        self.metrics = metrics or Metrics()
+        self._logs_status = metrics is not None
         self.engine: Engine | None = None
         self.port = self.admin_port = 0  # the bound ones, after start
         self.failure: str | None = None  # why the engine failed
         self._failed = asyncio.Event()
-        self._watch: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._http: WSGIServer | None = None
         self._draining = False
         self.health = Health(SERVICES)
         receiving = max(1, config.max_bytes_in_flight // MAX_MESSAGE_BYTES)
@@ -65,8 +73,7 @@ class Server:
         rpc.add_AdminServicer_to_server(AdminService(self), self._admin)
         for server, names in ((self._main, on_main), (self._admin, [admin])):
             health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-            names = (*names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, server)
+            reflection.add(server, (*names, health.SERVICE_NAME))
 
     @property
     def status(self) -> str:
@@ -77,9 +84,18 @@ class Server:
 
     @property
     def model_name(self) -> str:
-        """Name of the served model; before it is loaded, what the settings say."""
+        """The name that clients use, the same before and after loading."""
+        if self.config.served_model_name:
+            return self.config.served_model_name
         model = None if self.engine is None else self.engine.model
-        return self.config.engine.model if model is None else model.name
+        return Path(self.config.engine.model).absolute().name if model is None else model.name
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether health is SERVING, and a word that says why; other threads may ask."""
+        ready, status = self.health.is_serving, self.status
+        if ready:
+            return True, "ready"
+        return False, "starting" if status == "ready" else status
 
     @property
     def address(self) -> str:
@@ -97,6 +113,10 @@ class Server:
         self.admin_port = bind(
             self._admin, self.config.admin_host, self.config.admin_port, prefix="admin-"
         )
+        if self.config.metrics_port:
+            self._http, _ = self.metrics.serve(
+                self.config.host, self.config.metrics_port, self.readiness
+            )
         await self._main.start()
         await self._admin.start()
 
@@ -105,8 +125,14 @@ class Server:
         self.engine = engine
         if self.config.exit_on_failure:
             engine.on_unresponsive = _exit_at_once
+        self.metrics.engine = engine
         self.health.set(engine.status == "ready")
-        self._watch = asyncio.create_task(self._watch_engine(engine), name="jmoe-watch-engine")
+        self._tasks.append(
+            asyncio.create_task(self._watch_engine(engine), name="jmoe-watch-engine")
+        )
+        if self._logs_status and self.config.status_interval_s:
+            status = StatusLog(engine, self.metrics, self.config.status_interval_s)
+            self._tasks.append(asyncio.create_task(status.run(), name="jmoe-status"))
 
     async def failed(self) -> str:
         """Why the engine failed, once it has; waits for ever where it does not."""
@@ -136,13 +162,23 @@ class Server:
         """Aborts what is left and closes the ports."""
         self._draining = True
         self.health.close()
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self.engine is not None:
             await self.engine.stop()
-        await asyncio.gather(self._main.stop(_GRACE_S), self._admin.stop(_GRACE_S))
+        await asyncio.gather(
+            self._main.stop(_GRACE_S),
+            self._admin.stop(_GRACE_S),
+            asyncio.to_thread(self._stop_http),
+        )
         self.guard.close()
         self._admin_guard.close()
+
+    def _stop_http(self) -> None:
+        if self._http is not None:
+            self._http.shutdown()
+            self._http.server_close()
+            self._http = None
 
     def ready_engine(self) -> "Engine":
         """The engine. Raises Unavailable while it is loading."""
@@ -178,29 +214,36 @@ def max_calls(config: ServerConfig) -> int:
     return config.max_concurrent_calls or 2 * (engine.max_num_seqs + engine.max_queue_len)
 
 
-async def serve(config: ServerConfig, start_engine: Callable[[], Awaitable["Engine"]]) -> bool:
+async def serve(
+    config: ServerConfig,
+    start_engine: Callable[[], Awaitable["Engine"]],
+    metrics: Metrics | None = None,
+) -> bool:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once.
 
     Prints `jmoe admin on HOST:PORT` when it listens, and `jmoe ready on HOST:PORT` when requests
-    are served. Returns whether every stream was delivered in time.
+    are served. Returns whether every stream was delivered in time. `metrics`, where there are some,
+    have to be the observer of the engine that `start_engine` makes.
 
     Raises OSError where a port is taken, what `start_engine` raises, and Unavailable where the
     engine failed and `exit_on_failure` is set.
     """
-    server, stopping = Server(config), asyncio.Event()
+    server, stopping = Server(config, metrics), asyncio.Event()
     await server.start()
     print(f"jmoe admin on {server.admin_address}", flush=True)
+    _log_addresses(server)
     loading = asyncio.ensure_future(start_engine())
 
-    def on_signal() -> None:
+    def on_signal(received: signal.Signals) -> None:
         if stopping.is_set():
             os._exit(1)
+        log.info("%s: no further requests are taken", received.name)
         stopping.set()
         loading.cancel()
 
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, on_signal)
+        loop.add_signal_handler(name, on_signal, name)
     try:
         await server.attach(await loading)
     except asyncio.CancelledError:
@@ -209,13 +252,38 @@ async def serve(config: ServerConfig, start_engine: Callable[[], Awaitable["Engi
         await server.stop()
         raise
     heap.freeze()
+    log.info("ready on %s", server.address, extra={"event": "ready", "address": server.address})
     print(f"jmoe ready on {server.address}", flush=True)
     await _until_stopping_or_failed(server, stopping)
     if server.failure is not None and config.exit_on_failure and not stopping.is_set():
         await server.drain()  # callers hear how their streams ended
         raise Unavailable(f"the engine failed: {server.failure}; start the server again")
     log.info("draining for up to %g s", config.drain_timeout_s)
-    return await server.drain()
+    delivered = await server.drain()
+    log.log(
+        logging.INFO if delivered else logging.WARNING,
+        "stopped; %s",
+        "every stream was delivered" if delivered else "streams were cut off at drain_timeout_s",
+        extra={"event": "stopped", "delivered": delivered},
+    )
+    return delivered
+
+
+def _log_addresses(server: Server) -> None:
+    config = server.config
+    http = f"http://{join(config.host, config.metrics_port)}/metrics" if config.metrics_port else ""
+    log.info(
+        "loading %s; listening on %s, admin on %s, metrics %s",
+        *(server.model_name, server.address, server.admin_address),
+        f"on {http}" if http else "off",
+        extra={
+            "event": "listening",
+            "model": server.model_name,
+            "address": server.address,
+            "admin_address": server.admin_address,
+            "metrics": http or None,
+        },
+    )
 
 
 async def _until_stopping_or_failed(server: Server, stopping: asyncio.Event) -> None:

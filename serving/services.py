@@ -1,9 +1,11 @@
 """The services of `jmoe.v1`. What they raise, `serving.guard` tells the caller. No jax."""
 
+import asyncio
 import contextlib
+import time
 from typing import TYPE_CHECKING, Any
 
-from serving import convert
+from serving import convert, status
 from serving.errors import NotFound, shown
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
@@ -35,10 +37,14 @@ class GenerationService(rpc.GenerationServicer):
             priority=convert.priority(request),
             timeout_s=context.time_remaining(),
         )
+        entry = status.request_entry(request.request_id)
         # Closed here and now: a generator left to the collector would keep its pages.
         async with contextlib.aclosing(outputs):
-            async for out in outputs:
-                await context.write(convert.response(out))
+            with entry or contextlib.nullcontext():
+                async for out in outputs:
+                    if entry is not None:
+                        entry.note(out)
+                    await context.write(convert.response(out))
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
         """Limits and status; answered while loading, too."""
@@ -63,7 +69,9 @@ class GenerationService(rpc.GenerationServicer):
         model = self._server.ready_engine().model
         if model is None:
             raise NotFound("this engine runs without a model")
-        return convert.model_info(model)
+        info = convert.model_info(model)
+        info.name = self._server.model_name
+        return info
 
 
 class AdminService(rpc.AdminServicer):
@@ -78,8 +86,21 @@ class AdminService(rpc.AdminServicer):
 
     async def SetBrownout(self, request: pb.SetBrownoutRequest, context: Any) -> pb.BrownoutState:
         """Changes what is present; another way is loaded before this answers."""
-        change = convert.brownout_change(request)
-        return convert.brownout_state(await self._server.ready_engine().set_brownout(change))
+        engine, change = self._server.ready_engine(), convert.brownout_change(request)
+        before, began_at, peer = engine.get_brownout(), time.monotonic(), context.peer()
+        setting = asyncio.ensure_future(engine.set_brownout(change))
+        try:
+            await asyncio.sleep(0)
+            if not setting.done():  # what is refused, or needs no loading, is done at once
+                status.log_way_begun(change, before, peer)
+            after = await setting
+        except asyncio.CancelledError:
+            setting.cancel()
+            status.log_way_left(change, before, peer)
+            raise
+        took_s = time.monotonic() - began_at
+        status.log_brownout_change(change, before, after, took_s, peer)
+        return convert.brownout_state(after)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.Stats:
         """Counters and gauges now."""

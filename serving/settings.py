@@ -44,6 +44,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     "drain_timeout_s",
+    "status_interval_s",
     "max_concurrent_calls",
     "engine.num_pages",
     "engine.cpu_threads",
@@ -65,9 +66,28 @@ _ASCENDING = (
     "engine.brownout.ways",
 )
 _CHOICES = {
+    "log_format": ("text", "json"),
     "engine.dtype": ("bfloat16", "float16", "float32"),
-    "engine.brownout.strategy": ("zero", "partial", "full"),
+    "engine.brownout.strategy": ("auto", "zero", "partial", "full"),
 }
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as PyYAML reads it, but a mapping has each key once."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """See yaml.SafeLoader. Raises ConstructorError for a key that is there twice."""
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key.value} is there twice, in lines {lines[key.value]} and {line}"
+                )
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
 
 
 class SettingsError(ValueError):
@@ -106,9 +126,10 @@ def find(kind: str, name: str | Path) -> Path:
 def read_yaml(path: Path) -> dict[Any, Any]:
     """The mapping in a YAML file; an empty file is an empty one. Raises SettingsError."""
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"{path} cannot be read as YAML: {error}") from None
+        reason = " ".join(str(error).split())  # YAML's own has several lines
+        raise SettingsError(f"{path} cannot be read as YAML: {reason}") from None
     if loaded is None:
         return {}
     if not isinstance(loaded, dict):
@@ -222,9 +243,9 @@ def _check_together(config: ServerConfig, require: Any) -> None:
     ):
         require(not buckets or buckets[-1] >= most, name, f"empty, or reach {most}")
     require(
-        engine.threshold_buckets_percent[-1:] == (100,),
+        engine.threshold_buckets_percent[-1:] in ((), (100,)),
         "engine.threshold_buckets_percent",
-        "a list that ends with 100, which serves requests that refuse brownout",
+        "empty, or a list that ends with 100, which serves requests that refuse brownout",
     )
     require(
         not brownout.ways or not brownout.way or brownout.way in brownout.ways,

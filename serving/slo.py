@@ -10,6 +10,7 @@ from serving.config import BrownoutConfig, SalcConfig
 from serving.errors import InvalidRequest
 from serving.request import BrownoutChange, BrownoutState
 from serving.salc import Salc
+from serving.settings import SettingsError
 
 
 class LatencyWindow:
@@ -68,11 +69,29 @@ class Phase:
             self.changed_at = now
 
 
+def starting_strategy(wanted: str, way: int) -> str:
+    """The strategy to start with: `auto` is partial where united experts of a way are loaded.
+
+    Raises SettingsError for partial brownout without them.
+    """
+    if wanted == "partial" and not way:
+        raise SettingsError(
+            "engine.brownout.strategy is 'partial', and the model has no united experts; make them "
+            "with `jmoe distill --model DIR --data FILE --out DIR`, or set it to auto, full or zero"
+        )
+    if wanted == "auto":
+        return "partial" if way else "zero"
+    return wanted
+
+
 class SloAnalyser:
     """Settings of brownout, samples of TTFT and ITL, and the controllers between them."""
 
     def __init__(self, brownout: BrownoutConfig, salc: SalcConfig, *, way: int) -> None:
-        self.strategy = brownout.strategy if way or brownout.strategy != "partial" else "zero"
+        """`way` is the one that is loaded, 0 for none. Raises SettingsError as
+        `starting_strategy`.
+        """
+        self.strategy = starting_strategy(brownout.strategy, way)
         self.way = way
         self.salc_enabled = brownout.salc
         self.ttft_slo_s, self.itl_slo_s = brownout.ttft_slo_s, brownout.itl_slo_s

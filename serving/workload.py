@@ -1,6 +1,7 @@
 """Workloads: what to ask, and when. Datasets, synthetic lengths, and Poisson arrivals."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -39,10 +40,36 @@ def approximate_tokens(text: str) -> int:
 
 def poisson_times(num: int, rate_per_s: float, seed: int) -> list[float]:
     """`num` arrival times in seconds with exponential gaps; all zero at an infinite rate."""
-    if num < 0 or not rate_per_s > 0:
+    return gamma_times(num, rate_per_s, 1.0, seed)
+
+
+def gamma_times(
+    num: int, rate_per_s: float | Sequence[float], burstiness: float, seed: int
+) -> list[float]:
+    """`num` arrival times in seconds with gamma-distributed gaps of mean 1 / `rate_per_s`.
+
+    `burstiness` is the distribution's shape: 1 is a Poisson process, less comes in bursts, more
+    comes evenly, infinity at equal gaps. A sequence of rates gives every gap its own.
+    """
+    rates = np.asarray(rate_per_s, float)
+    if num < 0 or not np.all(rates > 0):
         raise WorkloadError(f"{num} arrivals at {rate_per_s} a second; both must be positive")
-    gaps = np.random.default_rng(seed).exponential(size=num)
-    return list(map(float, np.cumsum(gaps) / rate_per_s))
+    if not burstiness > 0:
+        raise WorkloadError(f"burstiness is {burstiness:g}; it must be above 0")
+    if math.isinf(burstiness):
+        gaps = np.ones(num)
+    else:
+        gaps = np.random.default_rng(seed).standard_gamma(burstiness, num) / burstiness
+    return list(map(float, np.cumsum(gaps / rates)))
+
+
+def ramp_rates(strategy: str, start_per_s: float, end_per_s: float, num: int) -> list[float]:
+    """A rate for each of `num` requests, from `start_per_s` to `end_per_s`.
+
+    `strategy` "linear" adds the same from request to request, "exponential" multiplies by the same.
+    """
+    between = np.linspace if strategy == "linear" else np.geomspace
+    return list(map(float, between(start_per_s, end_per_s, num)))
 
 
 def piecewise_poisson_times(pieces: Sequence[tuple[float, float]], seed: int) -> list[float]:
@@ -95,7 +122,7 @@ def shuffled(samples: Sequence[Arrival], seed: int, num: int | None = None) -> l
 def load_sharegpt(
     path: Path,
     *,
-    max_total_tokens: int = 2048,
+    max_total_tokens: float = 2048,
     count_tokens: Callable[[str], int] = approximate_tokens,
 ) -> list[Arrival]:
     """First turn as prompt, as many output tokens as the second turn has.
@@ -122,7 +149,7 @@ def load_sharegpt(
 def load_alpaca(
     path: Path,
     *,
-    max_total_tokens: int = 2048,
+    max_total_tokens: float = 2048,
     count_tokens: Callable[[str], int] = approximate_tokens,
 ) -> list[Arrival]:
     """Instruction and input as prompt, as many output tokens as the output has."""
@@ -180,7 +207,7 @@ def _from_pairs(
     path: Path,
     pairs: Iterable[tuple[str, str]],
     family: str,
-    max_total_tokens: int,
+    max_total_tokens: float,
     count_tokens: Callable[[str], int],
 ) -> list[Arrival]:
     samples = []
@@ -193,7 +220,8 @@ def _from_pairs(
         if prompt and completion and count_tokens(prompt) + num_output <= max_total_tokens:
             samples.append(Arrival(prompt, num_output, family=family, ignore_eos=True))
     if not samples:
-        raise WorkloadError(f"{path} holds no pair of at most {max_total_tokens} tokens")
+        limit = "" if math.isinf(max_total_tokens) else f" of at most {max_total_tokens} tokens"
+        raise WorkloadError(f"{path} holds no pair of prompt and output{limit}")
     return samples
 
 

@@ -8,6 +8,8 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+from tests.sizes import Sizes
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -23,3 +25,10 @@ def compiled_in_a_hurry():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+def pytest_collection_modifyitems(items):
+    sizes = Sizes()
+    for item in items:
+        if sizes.is_deep(item.nodeid):
+            item.add_marker("deep")

@@ -217,10 +217,10 @@ async def test_overload_is_refused_with_a_time_to_come_back():
             assert all(len(messages) == 100 for messages, _ in results if messages is not None)
 
             # Drain: what runs is finished, what comes is turned away, and the exit code is 0.
-            running = asyncio.create_task(one(1))
-            await asyncio.sleep(0.2)
+            sampling = pb.SamplingParams(max_new_tokens=100, ignore_eos=True)
+            call = client.generate([1], sampling)
+            first = await call.read()
             process.send_signal(signal.SIGTERM)
-            messages, error = await running
-            assert error is None
+            messages = [first, *[message async for message in call]]
             assert len(messages) == 100
         assert await asyncio.to_thread(process.wait, 30) == 0

@@ -11,7 +11,6 @@ import pytest
 from numpy_model import NumpyModel
 
 import jmoe
-from jmoe.api import forward_with_stats
 from jmoe.brownout import Brownout
 
 CASES = ["qwen2_moe", "qwen2_moe_mlp_only_tied", "qwen3_moe"]
@@ -36,10 +35,10 @@ SETTINGS = [
 @pytest.mark.parametrize("brownout", SETTINGS, ids=lambda b: f"{b.strategy}{b.threshold_percent}")
 @pytest.mark.parametrize("case", CASES)
 def test_forward_under_brownout_equals_loops(case, brownout, united_models, united_dirs):
-    logits, stats = forward_with_stats(united_models(case), TOKENS, brownout)
+    logits, stats = jmoe.forward(united_models(case), TOKENS, brownout, return_stats=True)
     want, degraded = by_hand(united_dirs(case), brownout)
     np.testing.assert_allclose(logits, want, rtol=0, atol=2e-4)
-    assert np.sum(stats.degraded, axis=0).tolist() == degraded.tolist()
+    assert np.sum(stats.degraded_visits, axis=0).ravel().tolist() == degraded.tolist()
     assert (degraded.sum() > 0) == (
         brownout.strategy != "zero" and brownout.threshold_percent < 100
     )
@@ -50,10 +49,10 @@ def test_exempt_sequences_keep_the_logits_of_zero_brownout(strategy, united_mode
     model, brownout = united_models("qwen2_moe"), Brownout(strategy, 0, 2)
     exempt, tokens = (False, True, False), TOKENS.copy()
     tokens[1] = 5  # the exempt sequence: one token all over, so that it pins few experts
-    logits, stats = forward_with_stats(model, tokens, brownout, exempt=list(exempt))
+    logits, stats = jmoe.forward(model, tokens, brownout, exempt=list(exempt), return_stats=True)
     plain = jmoe.forward(model, tokens)
     np.testing.assert_allclose(logits[1], plain[1], rtol=0, atol=1e-5)
-    degraded = np.asarray(stats.degraded).sum(axis=0).reshape(TOKENS.shape)
+    degraded = np.asarray(stats.degraded_visits).sum(axis=0)
     assert not degraded[1].any()
     assert degraded[[0, 2]].any()
     want, _ = by_hand(united_dirs("qwen2_moe"), brownout, tokens, exempt)

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import math
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 from serving.config import EngineConfig
@@ -21,10 +23,12 @@ UNLUCKY = 66
 
 
 class FakeEngine:
-    """A test sets `refusal` and `failure`, to be raised, and `gate`, which holds later tokens."""
+    """A test sets `refusal` and `failure`, to be raised, `counters`, and what holds it up: `gate`
+    later tokens, `way_gate` a change of way.
+    """
 
     def __init__(self, config: EngineConfig | None = None) -> None:
-        self.config = config or EngineConfig()
+        self.config = config or EngineConfig(threshold_buckets_percent=(20, 40, 70, 100))
         self.status = "ready"
         self.bounds = Bounds(self.config.max_model_len - 1, 4 * self.config.max_model_len, 100)
         self.model = SimpleNamespace(
@@ -47,6 +51,9 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.reason, self.dead = "", asyncio.Event()
+        self.way_gate = asyncio.Event()  # holds a change of way
+        self.way_gate.set()
+        self.counters: dict = {}  # fields of stats that a test sets
         self.calls: list[dict] = []
         self.running = self.closed = 0
         self.brownout = BrownoutState(
@@ -109,10 +116,25 @@ class FakeEngine:
         self.changes = change
         if change.way is not None and change.way not in self.model.united:
             raise ValueError(f"way is {change.way}; counter has united experts for: 2, 8")
+        if change.strategy not in (None, "zero", "partial", "full"):
+            raise InvalidRequest(f"strategy is {change.strategy[:100]!r}")
+        for percent in (change.prefill_threshold_percent, change.decode_threshold_percent):
+            if percent is not None and not 0 <= percent <= 100:
+                raise InvalidRequest(f"threshold is {percent} %")
+        for slo_s in (change.ttft_slo_s, change.itl_slo_s):
+            if slo_s is not None and not 0 < slo_s < math.inf:
+                raise InvalidRequest(f"an SLO is {slo_s}")
+        if change.way not in (None, self.brownout.way):
+            await self.way_gate.wait()
+        given = {name: value for name, value in asdict(change).items() if value is not None}
+        if {"prefill_threshold_percent", "decode_threshold_percent"} & set(given):
+            given = {"salc_enabled": False} | given
+        self.brownout = replace(self.brownout, **given)
         return self.brownout
 
     def stats(self) -> EngineStats:
-        return EngineStats(self.running, 3, 25, 100, 0, self.closed, 1, 2, 5, 6, 800, 200, 1.5)
+        stats = EngineStats(self.running, 3, 25, 100, 0, self.closed, 1, 2, 5, 6, 800, 200, 1.5, 4)
+        return replace(stats, **self.counters)
 
     async def drain(self, timeout_s: float) -> bool:
         self.status = "draining"

@@ -4,6 +4,8 @@
 "10,die" breaks off after a token; "10,cancel" is cancelled by the server; "hang" never answers; ""
 answers nothing at once. `slots` limits how many are answered at a time, first come first served.
 Below a threshold of 100 waits shrink towards half, and half of the visits are degraded.
+
+`Direct` is a client of such a server without the socket, for tests in simulated time.
 """
 
 import asyncio
@@ -11,16 +13,17 @@ import os
 import sys
 
 import grpc
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
 
 class Scripted(rpc.GenerationServicer, rpc.AdminServicer):
     def __init__(self, slots: int = 1000) -> None:
-        self.num_slots = slots
         self.slots = asyncio.Semaphore(slots)
         self.running = self.waiting = 0
         self.slowness = 1.0  # multiplies every wait: a machine that other work holds up
@@ -34,9 +37,20 @@ class Scripted(rpc.GenerationServicer, rpc.AdminServicer):
             itl_p90_s=float("nan"),
         )
         self.requests: list[pb.GenerateRequest] = []
+        self.info = pb.ServerInfo(
+            status="ready",
+            model="scripted",
+            max_num_seqs=min(slots, 4),
+            max_model_len=64,
+            platform="fake",
+        )
+        self.takes_text = True
+        self.health = HealthServicer()
 
     async def Generate(self, request, context):
         self.requests.append(request)
+        if request.text and not self.takes_text:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no tokenizer here")
         self.waiting += 1
         try:
             await self.slots.acquire()
@@ -81,9 +95,7 @@ class Scripted(rpc.GenerationServicer, rpc.AdminServicer):
         )
 
     async def GetServerInfo(self, request, context):
-        return pb.ServerInfo(
-            status="ready", max_num_seqs=min(self.num_slots, 4), max_model_len=64, platform="fake"
-        )
+        return self.info
 
     async def GetModelInfo(self, request, context):
         return pb.ModelInfo(name="scripted", vocab_size=50)
@@ -104,12 +116,63 @@ class Scripted(rpc.GenerationServicer, rpc.AdminServicer):
         return pb.Stats(num_running=self.running, num_waiting=self.waiting)
 
 
+class Direct:
+    """Calls of `serving.client.Client`, straight into a `Scripted` of the same event loop."""
+
+    def __init__(self, servicer: Scripted) -> None:
+        self._servicer = servicer
+
+    async def generate(self, prompt, sampling=None, *, model="", timeout_s=None):
+        request = pb.GenerateRequest(text=prompt, sampling=sampling, model=model)
+        context = _Context()
+        call = asyncio.create_task(self._servicer.Generate(request, context))
+        call.add_done_callback(lambda _: context.messages.put_nowait(None))
+        try:
+            async with asyncio.timeout(timeout_s):
+                while (message := await context.messages.get()) is not None:
+                    yield message
+                await call
+        except TimeoutError:
+            raise _error(grpc.StatusCode.DEADLINE_EXCEEDED, "too late") from None
+        finally:
+            call.cancel()
+
+    async def server_info(self):
+        return await self._servicer.GetServerInfo(pb.GetServerInfoRequest(), None)
+
+    async def get_brownout(self):
+        state = pb.BrownoutState()
+        state.CopyFrom(await self._servicer.GetBrownout(pb.GetBrownoutRequest(), None))
+        return state
+
+    async def set_brownout(self, **change):
+        return await self._servicer.SetBrownout(pb.SetBrownoutRequest(**change), None)
+
+    async def stats(self):
+        return await self._servicer.GetStats(pb.GetStatsRequest(), None)
+
+
+class _Context:
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[pb.GenerateResponse | None] = asyncio.Queue()
+
+    async def write(self, message):
+        self.messages.put_nowait(message)
+
+    async def abort(self, code, details):
+        raise _error(code, details)
+
+
+def _error(code, details):
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+
+
 async def start(slots: int = 1000) -> tuple[grpc.aio.Server, Scripted, str]:
     """A started server, its servicer, and its address."""
     servicer, server = Scripted(slots), grpc.aio.server()
     rpc.add_GenerationServicer_to_server(servicer, server)
     rpc.add_AdminServicer_to_server(servicer, server)
-    health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(), server)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer.health, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     return server, servicer, f"127.0.0.1:{port}"

@@ -1,6 +1,8 @@
 """The command line: wiring, errors and numbers. Commands run in this process where they can."""
 
 import dataclasses
+import json
+import logging
 import os
 import re
 import signal
@@ -22,6 +24,15 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 MODELS = ("qwen2_moe_mlp_only_tied", "qwen3_moe_tied_no_head_dim", "mixtral")
 
 
+@pytest.fixture(autouse=True)
+def _level_of_the_log():
+    """Commands that run in this process set it."""
+    logger = logging.getLogger("serving")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["jmoe", *arguments])
     with pytest.raises(SystemExit) as caught:
@@ -34,6 +45,39 @@ def flags_of(*names: str) -> set[str]:
     for name in names:
         command = command.commands[name]
     return {parameter.name for parameter in command.params}
+
+
+def commands(command=None, path: tuple[str, ...] = ()):
+    """Every command below the application, with the words that lead to it."""
+    command = command or get_command(cli.app)
+    yield path, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, (*path, name))
+
+
+def test_every_parameter_of_every_command_has_a_help_text() -> None:
+    missing = [
+        " ".join((*path, parameter.name))
+        for path, command in commands()
+        for parameter in command.params
+        if not (getattr(parameter, "help", None) or "").strip()
+    ]
+    assert missing == []
+
+
+def test_no_help_is_cut_at_100_columns(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERMINAL_WIDTH", "100")
+    for path, command in commands():
+        assert run(monkeypatch, *path, "--help") == 0
+        # Borders and line breaks aside, each word of each text is there.
+        shown = capsys.readouterr().out.replace("│", " ").split()
+        assert "…" not in "".join(shown), path
+        for parameter in command.params:
+            for option in getattr(parameter, "opts", ()):
+                if option.startswith("--"):
+                    assert option in " ".join(shown), (path, option)
+            assert set((parameter.help or "").split()) <= set(shown), (path, parameter.name)
 
 
 def test_start_is_quick_and_imports_no_jax() -> None:
@@ -62,6 +106,10 @@ def test_version(monkeypatch, capsys) -> None:
         (["serve", "--set", "engine.page_size"], "--set engine.page_size=VALUE"),
         (["serve", "--page-size", "16", "--set", "engine.page_size=16"], "is set twice"),
         (["serve", "--port", "70000"], "port is 70000"),
+        (["serve", "--set", "engine.page_size=0"], "engine.page_size is 0; it must be above 0"),
+        (["serve", "--dtype", "int8"], "engine.dtype is 'int8'; it must be one of bfloat16"),
+        (["serve", "--status-interval-s", "-1"], "status_interval_s is -1.0; it must be 0 or more"),
+        (["serve", "--host", "nohost.invalid"], "cannot listen on nohost.invalid"),
         (["serve", "--config", "dmo"], "default, demo"),
         (["serve", "--port", "0", "--policy", "lifo"], "one of fcfs"),
         (["serve", "--port", "0", "--model", "nowhere"], "nowhere/config.json does not exist"),
@@ -85,7 +133,7 @@ def test_bad_input_is_one_line(arguments: list[str], message: str, monkeypatch, 
 def test_flags_and_pairs_reach_the_server(monkeypatch) -> None:
     seen = []
 
-    async def serve(config, start_engine) -> bool:
+    async def serve(config, start_engine, metrics) -> bool:
         seen.append(config)
         return True
 
@@ -114,7 +162,7 @@ def test_tool_flags_follow_the_configurations() -> None:
 
     assert flags_of("bench", "serve") == names(BenchConfig)
     assert flags_of("demo") <= names(DemoConfig)
-    assert flags_of("distill") == names(DistillConfig) | {"model", "data", "out", "ways"}
+    assert flags_of("distill") >= names(DistillConfig) | {"model", "data", "out", "ways"}
     for command, config in ((["bench", "serve"], BenchConfig), (["distill"], DistillConfig)):
         found = get_command(cli.app)
         for name in command:
@@ -184,6 +232,7 @@ def test_serve_for_real(monkeypatch, capsys) -> None:
     }
     pairs = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
     flags = ["--config", "demo", "--model", str(GOLDEN / "qwen2_moe"), *pairs]
+    flags += ["--served-model-name", "mine", "--log-format", "json", "-v"]
     child = subprocess.Popen(
         [sys.executable, "-m", "serving.cli", "serve", *flags],
         stdout=subprocess.PIPE,
@@ -197,7 +246,7 @@ def test_serve_for_real(monkeypatch, capsys) -> None:
         assert ready.startswith("jmoe ready on "), child.stderr.read()
         assert run(monkeypatch, "info", "--address", ready.split()[-1]) == 0
         shown = capsys.readouterr().out
-        assert "qwen2_moe" in shown
+        assert "mine" in shown
         assert "Stats.kv_pages_total" in shown  # from the admin service, which info has found
         child.send_signal(signal.SIGTERM)
         _, log = child.communicate(timeout=20)
@@ -205,4 +254,17 @@ def test_serve_for_real(monkeypatch, capsys) -> None:
         child.kill()
         child.wait()
     assert child.returncode == 0
-    assert "compiling: " in log
+    entries = [json.loads(line) for line in log.splitlines()]
+    assert any(entry["message"].startswith("compiling: ") for entry in entries)
+    found = {entry["event"]: entry for entry in entries if "event" in entry}
+    assert [e["event"] for e in entries if "event" in e] == [
+        *("listening", "model", "capacity", "brownout", "ready", "stopped")
+    ]
+    model = found["model"]
+    assert (model["model"], model["architecture"], model["dtype"]) == (
+        "mine",
+        "qwen2_moe",
+        "float32",
+    )
+    assert model["num_parameters"] * 4 <= model["weight_bytes"]
+    assert (model["platform"], model["num_programs"] > 4) == ("cpu", True)

@@ -14,7 +14,7 @@ from serving.errors import Aborted, DeadlineExceeded, InvalidRequest, Overloaded
 from serving.fake import FakeRunner
 from serving.loader import ExpertsLoader
 from serving.request import BrownoutChange, SamplingParams
-from serving.runner import within_positions
+from serving.runner import fit_to_model
 from serving.scheduler import Limits
 from serving.sequence import Stage
 
@@ -292,10 +292,9 @@ async def test_a_burst_fills_free_slots_before_it_is_refused(start):
 
 def test_no_more_positions_are_served_than_the_model_has(caplog):
     model = SimpleNamespace(name="small", config=SimpleNamespace(max_position=128))
-    assert within_positions(EngineConfig(max_model_len=2048), model).max_model_len == 128
+    assert fit_to_model(EngineConfig(max_model_len=2048), model).max_model_len == 128
     assert "max_model_len is 2048; small has 128 positions" in caplog.text
-    config = EngineConfig(max_model_len=100)
-    assert within_positions(config, model) is config
+    assert fit_to_model(EngineConfig(max_model_len=100), model).max_model_len == 100
 
 
 @pytest.fixture

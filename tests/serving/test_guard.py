@@ -42,9 +42,9 @@ async def test_undecodable_messages_are_invalid_and_cost_a_line_of_log(caplog) -
             assert error.code() == CODE.INVALID_ARGUMENT
             assert "(3 bytes) is not what /jmoe.v1.Generation/Generate takes" in error.details()
         assert len(await collect(s.counting(2))) == 2
-    assert [r.getMessage().split(";")[0] for r in caplog.records] == [
-        "1 messages could not be parsed",
-        "199 messages could not be parsed",
+    assert [(r.event, r.count) for r in caplog.records] == [
+        ("calls_invalid", 1),
+        ("calls_invalid", 199),
     ]
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import socket
+from http.client import HTTPConnection
 
 import grpc
 import pytest
@@ -52,7 +53,7 @@ async def test_a_client_finds_the_admin_service() -> None:
             assert (found[0].kv_pages_total, found[1].way) == (100, 8)
             assert client.admin_address == s.server.admin_address
         async with Client("127.0.0.1:1", s.server.admin_address) as client:
-            assert (await client.set_brownout(way=2)).way == 8
+            assert (await client.set_brownout(way=2)).way == 2
 
 
 async def test_a_client_asks_on_the_main_port_where_there_is_no_other() -> None:
@@ -101,6 +102,58 @@ async def test_ipv6_needs_no_brackets(host: str) -> None:
         assert s.server.address == f"[::1]:{s.server.port}"
         async with Client(s.server.address) as client:
             assert (await client.stats()).kv_pages_total == 100
+
+
+# ---- probes ----------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+async def test_probes_answer_from_before_the_model_is_loaded_until_the_end() -> None:
+    port = free_port()
+
+    def get(path: str) -> tuple[int, str]:
+        connection = HTTPConnection("127.0.0.1", port, timeout=5)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode().strip()
+
+    async def probes() -> list[tuple[int, str]]:
+        return [await asyncio.to_thread(get, path) for path in ("/healthz", "/readyz")]
+
+    async with Setup(ServerConfig(port=0, metrics_port=port)) as s:
+        assert await probes() == [(200, "ok"), (503, "starting")]
+        assert "jmoe_" in (await asyncio.to_thread(get, "/metrics"))[1]
+        await s.ready()
+        assert await probes() == [(200, "ok"), (200, "ready")]
+        assert "jmoe_kv_cache_usage_perc 0.25" in (await asyncio.to_thread(get, "/metrics"))[1]
+        s.engine.gate.clear()
+        call = s.counting(2)
+        await anext(aiter(call))
+        draining = asyncio.create_task(s.server.drain())
+        await until(lambda: s.server.status == "draining")
+        assert await probes() == [(200, "ok"), (503, "draining")]
+        s.engine.gate.set()
+        assert await draining
+        with pytest.raises(ConnectionRefusedError):
+            await probes()
+
+
+async def test_a_failed_engine_is_not_ready() -> None:
+    async with serving() as s:
+        s.engine.fail("out of luck")
+        await until(lambda: s.server.failure is not None)
+        assert s.server.readiness() == (False, "failed")
+
+
+async def test_a_taken_metrics_port_names_the_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = Server(ServerConfig(port=0, metrics_port=taken.getsockname()[1]))
+        with pytest.raises(OSError, match=r"choose another --metrics-port$"):
+            await server.start()
 
 
 # ---- a drain -----------------------------------------------------------------------------------

@@ -1,18 +1,45 @@
 """Metrics as Prometheus reads them."""
 
+import contextlib
+import re
 import socket
 from types import SimpleNamespace
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.metrics import Histogram, Metrics
 from serving.request import Output, Usage
+
+ACCEPT = (
+    # Prometheus 2.30, 2.40, 2.50
+    "application/openmetrics-text; version=0.0.1,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;"
+    "q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+    # Prometheus 3, with UTF-8 names and with legacy ones; and where only text is asked for
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,"
+    "application/openmetrics-text;version=0.0.1;q=0.4,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
+    "application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.5,"
+    "application/openmetrics-text;version=0.0.1;q=0.4,"
+    "text/plain;version=1.0.0;escaping=underscores;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1",
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.5",
+    "text/plain;version=0.0.4",
+)
+
+
+def READY() -> tuple[bool, str]:
+    return True, "ready"
 
 
 def samples(text: str) -> dict[tuple, float]:
@@ -27,47 +54,89 @@ def test_a_port_that_is_taken_is_named_with_the_flag() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"127.0.0.1:{port}.*choose another --metrics-port"):
-            Metrics().serve("127.0.0.1", port)
+            Metrics().serve("127.0.0.1", port, READY)
 
 
-def test_scrape_over_http() -> None:
+def busy() -> Metrics:
+    """Metrics that have seen a bit of everything."""
     metrics = Metrics()
     metrics.first_tokens(np.array([0.5, 3.0]), slo_s=1.0)
     metrics.further_tokens(np.array([0.01, 0.2, 0.1]), slo_s=0.1)
+    metrics.step_read(step("prefill"), read([[1, 2]]), 0.0, 1.0)
     last = Output("a", "", (1,), (), Usage(7, 3, 0, 0), "length")
     metrics.request_finished(SimpleNamespace(arrived_at=10.0), last, now=14.0)
     metrics.engine = FakeEngine()
-    server, thread = metrics.serve("127.0.0.1", 0)
+    return metrics
+
+
+@contextlib.contextmanager
+def served(metrics: Metrics):
+    server, thread = metrics.serve("127.0.0.1", 0, READY)
     try:
-        with urlopen(f"http://127.0.0.1:{server.server_port}/metrics") as answer:
-            got = samples(answer.read().decode())
+        yield f"http://127.0.0.1:{server.server_port}/metrics"
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+def scrape(url: str, accept: str) -> tuple[str, str]:
+    with urlopen(Request(url, headers={"Accept": accept})) as answer:
+        return answer.headers["Content-Type"], answer.read().decode()
+
+
+@pytest.mark.parametrize("accept", ACCEPT, ids=lambda text: text[-60:])
+def test_names_are_the_same_in_every_format(accept: str) -> None:
+    with served(busy()) as url:
+        plain = scrape(url, "text/plain;version=0.0.4")[1]
+        kind, text = scrape(url, accept)
+    assert ("openmetrics" in kind) == ("openmetrics-text;version=1.0.0" in accept)
+    parse = openmetrics_families if "openmetrics" in kind else text_string_to_metric_families
+    families = list(parse(text))
+    got = {
+        (sample.name, *sample.labels.values()): sample.value
+        for f in families
+        for sample in f.samples
+    }
+    assert got == samples(plain)
+    assert all(re.fullmatch("jmoe_[a-z0-9_]+", name) for name, *_ in got)
+    for family in families:
+        assert {sample.name.startswith(family.name) for sample in family.samples} == {True}
+        if family.type == "counter":
+            assert {sample.name for sample in family.samples} == {f"{family.name}_total"}
+    described = set(re.findall(r"^# (?:HELP|TYPE) (\S+)", text, re.MULTILINE))
+    total = "" if "openmetrics" in kind else "_total"
+    assert described == {f.name + total * (f.type == "counter") for f in families}
+
+
+def test_scrape_over_http() -> None:
+    with served(busy()) as url, urlopen(url) as answer:
+        got = samples(answer.read().decode())
     expected = {
-        ("jmoe:time_to_first_token_seconds_count",): 2,
-        ("jmoe:time_to_first_token_seconds_sum",): 3.5,
-        ("jmoe:time_to_first_token_seconds_bucket", "0.25"): 0,
-        ("jmoe:time_to_first_token_seconds_bucket", "0.5"): 1,
-        ("jmoe:time_to_first_token_seconds_bucket", "+Inf"): 2,
-        ("jmoe:inter_token_latency_seconds_count",): 3,
-        ("jmoe:e2e_request_latency_seconds_sum",): 4,
-        ("jmoe:prompt_tokens_total",): 7,
-        ("jmoe:generation_tokens_total",): 5,
-        ("jmoe:request_success_total", "length"): 1,
-        ("jmoe:request_success_total", "stop"): 0,
-        ("jmoe:request_success_total", "abort"): 1,
-        ("jmoe:slo_violations_total", "prefill"): 1,
-        ("jmoe:slo_violations_total", "decode"): 1,
-        ("jmoe:num_requests_running",): 0,
-        ("jmoe:num_requests_waiting",): 3,
-        ("jmoe:kv_cache_usage_perc",): 0.25,
-        ("jmoe:brownout_threshold_percent", "decode"): 62.5,
-        ("jmoe:expert_visits_total",): 800,
-        ("jmoe:degraded_visits_total",): 200,
-        ("jmoe:recompilations_total",): 0,
-        ("jmoe:requests_rejected_total",): 2,
+        ("jmoe_time_to_first_token_seconds_count",): 2,
+        ("jmoe_time_to_first_token_seconds_sum",): 3.5,
+        ("jmoe_time_to_first_token_seconds_bucket", "0.25"): 0,
+        ("jmoe_time_to_first_token_seconds_bucket", "0.5"): 1,
+        ("jmoe_time_to_first_token_seconds_bucket", "+Inf"): 2,
+        ("jmoe_inter_token_latency_seconds_count",): 3,
+        ("jmoe_e2e_request_latency_seconds_sum",): 4,
+        ("jmoe_prompt_tokens_total",): 7,
+        ("jmoe_generation_tokens_total",): 5,
+        ("jmoe_prefill_tokens_total",): 12,
+        ("jmoe_request_success_total", "length"): 1,
+        ("jmoe_request_success_total", "stop"): 0,
+        ("jmoe_request_success_total", "abort"): 1,
+        ("jmoe_request_success_total", "error"): 4,
+        ("jmoe_slo_violations_total", "prefill"): 1,
+        ("jmoe_slo_violations_total", "decode"): 1,
+        ("jmoe_num_requests_running",): 0,
+        ("jmoe_num_requests_waiting",): 3,
+        ("jmoe_kv_cache_usage_perc",): 0.25,
+        ("jmoe_brownout_threshold_percent", "decode"): 62.5,
+        ("jmoe_expert_visits_total",): 800,
+        ("jmoe_degraded_visits_total",): 200,
+        ("jmoe_recompilations_total",): 0,
+        ("jmoe_requests_rejected_total",): 2,
     }
     assert {key: got[key] for key in expected} == expected
 
@@ -75,6 +144,7 @@ def test_scrape_over_http() -> None:
 def step(phase: str, *previous_at: float) -> SimpleNamespace:
     return SimpleNamespace(
         phase=phase,
+        q_lens=np.array([5, 7]),
         sequences=[SimpleNamespace(previous_at=at, done=np.isnan(at)) for at in previous_at],
     )
 
@@ -115,7 +185,7 @@ def test_expert_load_adds_up_over_steps() -> None:
     metrics = Metrics()
     metrics.step_read(step("prefill"), read([[1, 2, 0], [0, 0, 4]]), 0.0, 1.0)
     metrics.step_read(step("decode"), read([[5, 0, 0], [1, 0, 0]]), 1.0, 2.0)
-    (family,) = (f for f in metrics.collect() if f.name == "jmoe:expert_rows")
+    (family,) = (f for f in metrics.collect() if f.name == "jmoe_expert_rows")
     got = {(s.labels["layer"], s.labels["expert"]): s.value for s in family.samples}
     rows = {("0", "0"): 6, ("0", "1"): 2, ("0", "2"): 0}
     assert got == rows | {("1", "0"): 1, ("1", "1"): 0, ("1", "2"): 4}
@@ -131,7 +201,7 @@ def test_two_servers_do_not_share_metrics() -> None:
 def test_buckets_count_what_does_not_exceed_them(values: list[float]) -> None:
     histogram = Histogram((1.0, 2.0))
     histogram.observe(np.array(values))
-    family = histogram.collect("jmoe:x", "about")
+    family = histogram.collect("x", "about")
     buckets = {s.labels["le"]: s.value for s in family.samples if s.name.endswith("bucket")}
     assert buckets == {
         "1.0": sum(v <= 1 for v in values),

@@ -5,7 +5,6 @@ import threading
 import time
 from contextlib import ExitStack
 from http.client import HTTPConnection
-from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
@@ -13,13 +12,15 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from serving import metrics_http
 
+STATE = {"now": (False, "starting")}  # what the server says of itself
+
 
 @pytest.fixture
 def port(monkeypatch):
     monkeypatch.setattr(metrics_http, "TIMEOUT_S", 1.0)
     registry = CollectorRegistry()
     Gauge("answer", "to everything", registry=registry).set(42)
-    server, thread = metrics_http.serve("127.0.0.1", 0, registry)
+    server, thread = metrics_http.serve("127.0.0.1", 0, registry, lambda: STATE["now"])
     yield server.server_port
     server.shutdown()
     server.server_close()
@@ -64,16 +65,32 @@ def test_a_request_that_trickles_in_ends_after_its_time(port: int) -> None:
         assert time.monotonic() - began > 0.5
 
 
-def test_only_metrics_are_there(port: int) -> None:
-    for path in ("/", "/admin", "/metrics/../../etc/passwd"):
-        with pytest.raises(HTTPError) as refused:
-            urlopen(f"http://127.0.0.1:{port}{path}", timeout=5)
-        assert refused.value.code == 404
-        assert b"/metrics" in refused.value.read()
+def get(port: int, path: str, method: str = "GET") -> tuple[int, str]:
     connection = HTTPConnection("127.0.0.1", port, timeout=5)
-    connection.request("POST", "/metrics")
-    assert connection.getresponse().status == 405
-    connection.close()
+    connection.request(method, path)
+    answer = connection.getresponse()
+    try:
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def test_probes_say_whether_it_lives_and_whether_it_serves(port: int, monkeypatch) -> None:
+    assert get(port, "/healthz") == (200, "ok\n")
+    for ready, word in ((False, "starting"), (True, "ready"), (False, "draining")):
+        monkeypatch.setitem(STATE, "now", (ready, word))
+        assert get(port, "/readyz") == (200 if ready else 503, f"{word}\n")
+        assert get(port, "/readyz?verbose=1", "HEAD") == (200 if ready else 503, "")
+    assert get(port, "/healthz") == (200, "ok\n")
+
+
+def test_other_paths_and_methods_are_refused(port: int) -> None:
+    for path in ("/", "/admin", "/metrics/../../etc/passwd"):
+        status, line = get(port, path)
+        assert (status, line.count("\n")) == (404, 1)
+        assert all(name in line for name in ("/metrics", "/healthz", "/readyz"))
+    for path in ("/metrics", "/healthz", "/readyz"):
+        assert get(port, path, "POST")[0] == 405
 
 
 def until(holds, timeout_s: float = 5.0) -> None:

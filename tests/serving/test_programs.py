@@ -11,6 +11,7 @@ from serving import programs
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.request import SamplingParams
+from serving.runner import limits_of
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -58,6 +59,42 @@ async def test_layers_one_after_another_answer_as_scanned_ones(monkeypatch):
     assert chosen == [False, True]
     assert len(tokens) == 6
     assert degraded > 0
+
+
+def buckets(**sizes):
+    config = programs.with_default_buckets(EngineConfig(**sizes))
+    return config.decode_buckets, config.prefill_buckets, config.threshold_buckets_percent
+
+
+def test_a_cpu_gets_few_programs_and_a_gpu_fine_steps():
+    assert buckets() == ((4, 8, 16, 64), (32, 128, 512), (100,))
+    assert buckets(max_num_seqs=3, max_prefill_tokens=40) == ((3,), (32, 40), (100,))
+    with traced_for("cuda"):
+        assert buckets() == ((4, 8, 16, 32, 64), (32, 64, 128, 256, 512), (20, 40, 70, 100))
+
+
+def test_buckets_that_are_set_are_kept_but_for_those_that_no_step_reaches():
+    sizes = {"decode_buckets": (2, 8, 32, 64), "threshold_buckets_percent": (40, 100)}
+    assert buckets(max_num_seqs=20, **sizes) == ((2, 8, 32), (32, 128, 512), (40, 100))
+
+
+def test_every_step_has_a_program():
+    config = EngineConfig(max_num_seqs=40, max_prefill_tokens=100)
+    found = programs.Buckets(config, limits_of(config))
+    keys = set(found.keys())
+    for full, logprobs in ((True, False), (False, False), (True, True)):
+        for percent in (0, 40, 100):
+            for tokens in (1, 31, 33, 100):
+                options = {"full": full, "prompt_logprobs": logprobs}
+                key = found.choose("prefill", tokens, percent, **options)
+                assert key in keys
+                assert key.size >= tokens
+            for rows in (1, 5, 40):
+                key = found.choose("decode", rows, percent, full=full, prompt_logprobs=False)
+                assert key in keys
+                assert key.size >= rows
+    rows = {found.rows(key) for key in keys}  # of each step there is a program that draws
+    assert {key.size for key in keys if key.phase == "draw"} >= rows
 
 
 def test_what_is_served_where():

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from google.protobuf import descriptor_pool
+from grpc_reflection.v1alpha import reflection_pb2
 from served import CODE, Setup, collect, failure, request, serving, until
 
 from serving import errors
@@ -181,20 +182,43 @@ async def test_health_follows_loading_and_serving() -> None:
         assert [await s.health(name) for name in ("", *SERVICES)] == ["SERVING"] * 3
 
 
-async def listed(channel: grpc.aio.Channel) -> set[str]:
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-    ask = reflection_pb2.ServerReflectionRequest(list_services="")
-    answer = await anext(aiter(stub.ServerReflectionInfo(iter([ask]))))
-    return {service.name for service in answer.list_services_response.service}
+async def reflect(channel: grpc.aio.Channel, version: str, **ask):
+    """One question to the reflection service of a version, in the messages of v1alpha."""
+    call = channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        reflection_pb2.ServerReflectionRequest.SerializeToString,
+        reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    return await anext(aiter(call(iter([reflection_pb2.ServerReflectionRequest(**ask)]))))
 
 
-async def test_reflection_lists_the_services_of_each_port() -> None:
-    both = {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_lists_the_services_of_each_port(version: str) -> None:
+    async def listed(channel: grpc.aio.Channel) -> set[str]:
+        answer = await reflect(channel, version, list_services="")
+        return {service.name for service in answer.list_services_response.service}
+
+    both = {"grpc.health.v1.Health"}
+    both |= {f"grpc.reflection.{v}.ServerReflection" for v in ("v1", "v1alpha")}
     async with serving() as s:
         assert await listed(s.channel) == both | {"jmoe.v1.Generation"}
         assert await listed(s.admin_channel) == both | {"jmoe.v1.Admin"}
     async with serving(admin_on_main_port=True) as s:
         assert await listed(s.channel) == both | set(SERVICES)
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_describes_every_service_that_it_lists(version: str) -> None:
+    async with serving() as s:
+        services = await reflect(s.channel, version, list_services="")
+        for service in services.list_services_response.service:
+            answer = await reflect(s.channel, version, file_containing_symbol=service.name)
+            pool = descriptor_pool.DescriptorPool()
+            for file in reversed(answer.file_descriptor_response.file_descriptor_proto):
+                pool.AddSerializedFile(file)
+            (method, *_) = pool.FindServiceByName(service.name).methods
+            package = service.name.rpartition(".")[0]
+            assert method.input_type.full_name.startswith(package)
 
 
 async def test_server_and_model_info() -> None:

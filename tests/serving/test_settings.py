@@ -100,6 +100,9 @@ def test_overrides_win_over_the_file(tmp_path: Path) -> None:
         ("host: null", "host is None; it must be a string"),
         ("[1]", "holds a list"),
         ("a: [", "cannot be read as YAML"),
+        ("port: 1\nhost: a\nport: 2", "port is there twice, in lines 1 and 3"),
+        ("engine:\n  way: 1\n  page_size: 16\n  way: 2", "way is there twice, in lines 2 and 4"),
+        ("engine: {way: 1}\n'engine': {}", "engine is there twice, in lines 1 and 2"),
     ],
 )
 def test_wrong_files_are_named(text: str, message: str, tmp_path: Path) -> None:
@@ -109,6 +112,13 @@ def test_wrong_files_are_named(text: str, message: str, tmp_path: Path) -> None:
         load(path)
     assert message in str(caught.value)
     assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_is_merged_in_may_be_overridden(tmp_path: Path) -> None:
+    path = tmp_path / "merged.yaml"
+    path.write_text("a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {<<: *b, y: 4}\n")
+    assert read_yaml(path)["c"] == {"x": 3, "y": 4}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +137,8 @@ def test_wrong_files_are_named(text: str, message: str, tmp_path: Path) -> None:
         ("port", "65536", "port is 65536; it must be between 0 and 65535"),
         ("port", "-1", "between 0 and 65535"),
         ("drain_timeout_s", "-1", "0 or more"),
+        ("status_interval_s", "-1", "0 or more"),
+        ("log_format", "yaml", "one of text, json"),
         ("drain_timeout_s", "inf", "0 or more"),
         ("engine.page_size", "0", "above 0"),
         ("engine.brownout.itl_slo_s", "nan", "above 0"),
@@ -135,11 +147,10 @@ def test_wrong_files_are_named(text: str, message: str, tmp_path: Path) -> None:
         ("engine.salc.floor_percent", "50.5", None),
         ("engine.threshold_buckets_percent", "20,40", "ends with 100"),
         ("engine.threshold_buckets_percent", "40,20,100", "ascending"),
-        ("engine.threshold_buckets_percent", "", "ends with 100"),
         ("engine.decode_buckets", "1,2", "empty, or reach 64"),
         ("engine.num_pages", "8", "max_model_len 2048"),
         ("engine.dtype", "int8", "one of bfloat16, float16, float32"),
-        ("engine.brownout.strategy", "most", "one of zero, partial, full"),
+        ("engine.brownout.strategy", "most", "one of auto, zero, partial, full"),
         ("metrics_port", "50051", "other than port"),
         ("engine.model", "", "a directory, or bundled"),
     ],

@@ -11,6 +11,7 @@ from serving.config import BrownoutConfig, SalcConfig
 from serving.errors import InvalidRequest
 from serving.request import BrownoutChange
 from serving.salc import Salc
+from serving.settings import SettingsError
 from serving.slo import LatencyWindow, SloAnalyser
 
 
@@ -148,3 +149,23 @@ def test_zero_brownout_and_models_without_united_experts_never_degrade():
 def test_a_bad_change_names_the_value(change, words):
     with pytest.raises(InvalidRequest, match=words):
         analyser().check(BrownoutChange(**change))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "way", "strategy"),
+    [
+        ("auto", 8, "partial"),
+        ("auto", 0, "zero"),
+        ("partial", 8, "partial"),
+        ("full", 0, "full"),
+        ("zero", 8, "zero"),
+    ],
+)
+def test_brownout_starts_as_the_settings_say(wanted, way, strategy):
+    slo = SloAnalyser(BrownoutConfig(strategy=wanted), SalcConfig(), way=way)
+    assert slo.state().strategy == strategy
+
+
+def test_partial_brownout_without_united_experts_says_how_to_get_them():
+    with pytest.raises(SettingsError, match=r"is .partial., .*jmoe distill --model"):
+        SloAnalyser(BrownoutConfig(strategy="partial"), SalcConfig(), way=0)

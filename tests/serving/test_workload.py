@@ -11,11 +11,13 @@ from serving.workload import (
     Arrival,
     WorkloadError,
     burst_pieces,
+    gamma_times,
     load_alpaca,
     load_sharegpt,
     load_tasks,
     piecewise_poisson_times,
     poisson_times,
+    ramp_rates,
     schedule,
     shuffled,
     synthetic,
@@ -47,6 +49,30 @@ def test_times_repeat_with_the_seed_and_only_then():
     assert poisson_times(50, 2.0, seed=1) == poisson_times(50, 2.0, seed=1)
     assert poisson_times(50, 2.0, seed=1) != poisson_times(50, 2.0, seed=2)
     assert poisson_times(3, math.inf, seed=1) == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])
+def test_burstiness_is_the_shape_of_the_gaps(burstiness):
+    gaps_s = np.diff([0.0, *gamma_times(40_000, 8.0, burstiness, seed=3)])
+    assert gaps_s.mean() == pytest.approx(1 / 8, rel=0.03)
+    # A gamma distribution of shape k has a variance of mean^2 / k and a skewness of 2 / sqrt(k).
+    assert gaps_s.var() == pytest.approx(1 / 64 / burstiness, rel=0.06)
+    skewness = np.mean((gaps_s - gaps_s.mean()) ** 3) / gaps_s.std() ** 3
+    assert skewness == pytest.approx(2 / math.sqrt(burstiness), rel=0.1)
+
+
+def test_extremes_of_burstiness():
+    assert gamma_times(3, 2.0, math.inf, seed=1) == [0.5, 1.0, 1.5]
+    assert gamma_times(3, math.inf, 0.5, seed=1) == [0.0, 0.0, 0.0]
+    assert gamma_times(9, 2.0, 1.0, seed=1) == poisson_times(9, 2.0, seed=1)
+    with pytest.raises(WorkloadError, match="burstiness is 0"):
+        gamma_times(3, 2.0, 0.0, seed=1)
+
+
+def test_every_gap_may_have_its_own_rate():
+    assert gamma_times(3, [1.0, 2.0, 4.0], math.inf, seed=1) == [1.0, 1.5, 1.75]
+    assert ramp_rates("linear", 1.0, 9.0, 5) == pytest.approx([1, 3, 5, 7, 9])
+    assert ramp_rates("exponential", 1.0, 16.0, 5) == pytest.approx([1, 2, 4, 8, 16])
 
 
 def test_burst_has_both_rates():

@@ -5,43 +5,92 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from jmoe.config import ModelConfig
 from jmoe.tokenizer import Tokenizer
 from training.packing import Batch, Encoded, to_arrays
 
 
-def read_texts(data: Path) -> list[tuple[str, str]]:
-    """(prompt, answer) pairs of a data file: JSON lines (`*.jsonl`), else a text a line.
+class Text(NamedTuple):
+    """A text of a data file. `prompt` is empty for a plain one; `chat`: a template formatted it."""
 
-    A plain text has an empty prompt. Raises ValueError for a file that is missing, empty, not
-    UTF-8, or malformed, naming the line.
+    line: int
+    prompt: str
+    answer: str
+    chat: bool = False
+
+
+def read_texts(data: Path, tokenizer: Tokenizer | None = None) -> list[Text]:
+    """Texts of a data file: JSON lines (`*.jsonl`), else a text a line.
+
+    A JSON line has `prompt` and `answer`, or `prompt` alone, a plain text; or `messages`, a list of
+    `role` and `content` whose last is the assistant's. Those get the model's chat template, and
+    need `tokenizer`. Raises ValueError for a file that is missing, empty, not UTF-8, or malformed,
+    and for messages without a chat template, naming the line.
     """
-    try:
-        lines = data.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read data file {data}: {error}") from None
     texts = []
-    for number, line in enumerate(lines, start=1):
+    json_lines = data.suffix == ".jsonl"
+    content = _content(data)
+    # JSON may hold other line ends, such as U+2028, inside a text.
+    for number, line in enumerate(content.split("\n") if json_lines else content.splitlines(), 1):
         if not line.strip():
             continue
-        if data.suffix != ".jsonl":
-            texts.append(("", line))
+        if not json_lines:
+            texts.append(Text(number, "", line))
             continue
         try:
-            row = json.loads(line)
-            pair = (row["prompt"], row.get("answer", ""))
-            if not all(isinstance(part, str) for part in pair):
-                raise TypeError("not a string")
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            texts.append(_from_json(line, number, tokenizer))
+        except _NOT_A_TEXT as error:
             raise ValueError(
                 f"{data}, line {number}: expected a JSON object with string `prompt` and optional "
-                f"`answer` ({error!r})"
+                f"`answer`, or with `messages` ({error!r})"
             ) from None
-        texts.append(pair if pair[1] else ("", pair[0]))
+        except ValueError as error:  # what the chat template says
+            raise ValueError(f"{data}, line {number}: {error}") from None
     if not texts:
         raise ValueError(f"data file {data} holds no text")
     return texts
+
+
+def _content(data: Path) -> str:
+    try:
+        raw = data.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read data file {data}: {error}") from None
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise ValueError(
+            f"cannot read data file {data}, line {line}: not UTF-8 ({error})"
+        ) from None
+
+
+def _from_json(line: str, number: int, tokenizer: Tokenizer | None) -> Text:
+    row = json.loads(line)
+    if "messages" in row:
+        return _from_messages(row["messages"], number, tokenizer)
+    prompt, answer = row["prompt"], row.get("answer", "")
+    if not (isinstance(prompt, str) and isinstance(answer, str)):
+        raise TypeError("not a string")
+    return Text(number, prompt, answer) if answer else Text(number, "", prompt)
+
+
+def _from_messages(messages: Any, number: int, tokenizer: Tokenizer | None) -> Text:
+    if not isinstance(messages, list) or len(messages) < 2:
+        raise TypeError("messages must be a list of at least two")
+    if not all(isinstance(message[key], str) for message in messages for key in _MESSAGE):
+        raise TypeError("role and content must be strings")
+    if messages[-1]["role"] != "assistant":
+        raise ValueError("the last of the messages must be the assistant's; it is what is answered")
+    if tokenizer is None:
+        raise ValueError("messages need a model with a tokenizer and a chat template")
+    return Text(number, tokenizer.chat(messages[:-1]), messages[-1]["content"], chat=True)
+
+
+_MESSAGE = ("role", "content")
+_NOT_A_TEXT = (json.JSONDecodeError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def pack_files(
@@ -50,7 +99,7 @@ def pack_files(
     """All texts of `files` in packed rows, in an order drawn from `seed`.
 
     Raises ValueError for unreadable data, a model without tokenizer, and a tokenizer with ids that
-    the model has no embedding for.
+    the model has no embedding for, naming the line.
     """
     if tokenizer is None:
         raise ValueError("the model has no tokenizer.json; its inputs cannot be made from text")
@@ -58,26 +107,36 @@ def pack_files(
         raise ValueError("no data file was given; name at least one with --data")
     items: list[Encoded] = []
     for file in files:
-        for prompt, answer in read_texts(file):
-            items += _pieces(cfg, tokenizer, prompt, answer, length)
-    highest = max(max(item.ids) for item in items)
-    if highest >= cfg.vocab_size:
-        raise ValueError(
-            f"the tokenizer makes token {highest}, but the model has {cfg.vocab_size}: it is "
-            "another model's tokenizer"
-        )
+        for text in read_texts(file, tokenizer):
+            pieces = _pieces(cfg, tokenizer, text, length)
+            highest = max((max(piece.ids) for piece in pieces), default=0)
+            if highest >= cfg.vocab_size:
+                raise ValueError(
+                    f"{file}, line {text.line}: the tokenizer makes token {highest}, but the model "
+                    f"has {cfg.vocab_size}: it is another model's tokenizer"
+                )
+            items += pieces
+    if not items:
+        raise ValueError(f"no text of {', '.join(map(str, files))} has two tokens or more")
     random.Random(f"distill/{seed}").shuffle(items)
     return to_arrays(_fill(items, length), length)
 
 
-def _pieces(
-    cfg: ModelConfig, tokenizer: Tokenizer, prompt: str, answer: str, length: int
-) -> list[Encoded]:
-    prompt_ids = tokenizer.encode(prompt) if prompt else []
-    ids = [*prompt_ids, *tokenizer.encode(answer), *cfg.eos_token_ids[:1]]
+def _pieces(cfg: ModelConfig, tokenizer: Tokenizer, text: Text, length: int) -> list[Encoded]:
+    # A template writes its own special tokens, and none belongs between prompt and answer.
+    prompt = _plain_ids(tokenizer, text.prompt) if text.chat else []
+    if text.prompt and not text.chat:
+        prompt = tokenizer.encode(text.prompt)
+    answer = (_plain_ids if text.prompt else Tokenizer.encode)(tokenizer, text.answer)
+    ids = [*prompt, *answer, *cfg.eos_token_ids[:1]]
     cuts = range(0, max(1, len(ids) - 1), length)
-    pieces = [(ids[at : at + length + 1], len(prompt_ids) - at) for at in cuts]
+    pieces = [(ids[at : at + length + 1], len(prompt) - at) for at in cuts]
     return [Encoded(piece, max(1, own), "") for piece, own in pieces if len(piece) > 1]
+
+
+def _plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Without the special tokens that the tokenizer would add."""
+    return tokenizer.backend.encode(text, add_special_tokens=False).ids
 
 
 def _fill(items: list[Encoded], length: int) -> list[list[Encoded]]:

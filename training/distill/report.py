@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+REPORT_FILES = "distill.md", "distill.png"
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerResult:

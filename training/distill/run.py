@@ -1,33 +1,37 @@
 """`distill`: united experts of a model, layer by layer, then end to end."""
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 from safetensors import safe_open
-from safetensors.flax import save_file
+from safetensors.numpy import save_file
 
-from jmoe.api import Model, load
+from jmoe.api import Model, load, resolve
 from jmoe.checkpoint import UNITED_FILE
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, groups_by_index
+from jmoe.experts import ExpertPool
 from jmoe.layers import Layers
-from jmoe.tokenizer import Tokenizer
 from training.distill.config import DistillConfig
-from training.distill.data import digest, pack_files
+from training.distill.data import digest
 from training.distill.expert import outputs_on_all
 from training.distill.fit import DistillError, Fit, fit_layer
 from training.distill.grouping import make_groups
+from training.distill.plan import layers_dtype
+from training.distill.prepare import DEFAULT_WAYS, prepare
 from training.distill.refine import Progressing, begin, freeze, refine
-from training.distill.report import LayerResult, RefineResult, write_report
+from training.distill.report import REPORT_FILES, LayerResult, RefineResult, write_report
+from training.distill.sizes import SAVE_EVERY
 from training.distill.start import make_start
-from training.distill.store import Store
+from training.distill.store import Store, finished
 from training.distill.stream import LayerRows, first_rows, run_layer
 from training.packing import Batch
 
@@ -41,14 +45,22 @@ def _silent(what: str, done: int, total: int, text: str) -> None:
     pass
 
 
+Say = Callable[[str], None]
+
+
+def _unheard(line: str) -> None:
+    pass
+
+
 def distill(
     model_dir: Path,
-    ways: Sequence[int],
+    ways: Sequence[int] | None,
     data: Sequence[Path],
     out: Path,
     config: DistillConfig | None = None,
     progress: Progress = _silent,
     allow_unknown_config: Sequence[str] = (),
+    say: Say = _unheard,
 ) -> tuple[list[LayerResult], list[RefineResult]]:
     """Distils united experts of every way and writes `out/united.safetensors` (bfloat16).
 
@@ -56,60 +68,87 @@ def distill(
 
     The device holds one layer's weights and captured rows at a time. What is finished is kept in
     `out`: a run that was killed goes on where it was and ends in the same bits, and one with other
-    ways or another end-to-end stage takes the layers that are there.
+    ways or another end-to-end stage takes the layers that are there. Of a run that is finished
+    nothing is done again: no weights are read, no file is written.
 
     Args:
         model_dir: model directory, as `jmoe.load` takes it.
-        ways: experts a group, one set of united experts each.
+        ways: experts a group, one set of united experts each; None for those of 2, 4 and 8 that
+            this machine has room for.
         data: files of texts (see `training.distill.data.read_texts`); united experts imitate the
             model on them.
         out: directory, made if absent; may be `model_dir`. Also gets a report and its picture.
         config: settings; None for the defaults.
         progress: called with what is done, how much of it, and the loss.
         allow_unknown_config: as of `jmoe.load`.
+        say: called with each line of the plan, with warnings, and where nothing is left to do.
 
-    Raises ValueError for ways, data and settings that cannot be used and for an `out` with another
-    run in it, DistillError where training cannot go on, and what `jmoe.load` raises.
+    Raises ValueError for ways, data and settings that cannot be used or do not fit this machine and
+    for an `out` with another run in it, DistillError where training cannot go on, and what
+    `jmoe.load` raises.
     """
     config = config or DistillConfig()
-    # A CPU's reference of the grouped GEMM is fast in float32, a GPU's kernel in bfloat16.
-    dtype = "float32" if jax.default_backend() == "cpu" else config.dtype
-    layers = Layers(model_dir, dtype, allow_unknown_config=allow_unknown_config)
-    cfg = layers.cfg
-    if not ways or len(set(ways)) != len(ways):
-        raise ValueError(f"ways are {list(ways)}; give at least one, each once")
-    for way in ways:
-        groups_by_index(cfg.num_experts, way)  # raises for a way that cannot be
-    tokenizer = Tokenizer.load(layers.directory)
-    packed = pack_files(data, cfg, tokenizer, config.length, config.seed)
-    out.mkdir(parents=True, exist_ok=True)
     settings, end_to_end = config.stages()
-    fingerprint = {
-        "settings": settings,
-        "data": digest(data),
-        "model": _model_digest(layers.directory),
-    }
+    fingerprint = {"settings": settings}
+    if all(path.is_file() for path in data):  # else packing says what is wrong
+        fingerprint |= {"data": digest(data), "model": _model_digest(resolve(model_dir))}
+
+    def over(ways: Sequence[int]) -> dict[str, Any] | None:
+        if "data" not in fingerprint:
+            return None
+        wanted = {**fingerprint, "end_to_end": end_to_end, "ways": sorted(ways)}
+        if record := finished(out, wanted):
+            say(f"nothing left to do: {out / UNITED_FILE} is finished")
+        return record
+
+    if record := over(DEFAULT_WAYS if ways is None else ways):
+        return _results(record, ways)
+    prepared = prepare(model_dir, ways, data, out, config, allow_unknown_config)
+    packed, own = prepared.data, prepared.plan.ways
+    assert packed is not None
+    if record := over(own):
+        return _results(record, own)
+    for line in prepared.lines(measure=say is not _unheard):
+        say(line)
+    if prepared.refusal:
+        raise ValueError(prepared.refusal)
+    layers = Layers(
+        model_dir,
+        layers_dtype(config, jax.default_backend()),
+        allow_unknown_config=allow_unknown_config,
+    )
+    cfg = layers.cfg
+    out.mkdir(parents=True, exist_ok=True)
     store = Store(out, fingerprint, end_to_end)
-    found = _all_layers(layers, ways, packed, store, config, progress)
-    results = [
-        LayerResult(way, at, fit.error_before, fit.error_after, fit.steps)
-        for (way, at), (fit, _) in sorted(found.items())
-    ]
-    united = {way: _stack(found, way) for way in ways}
+    results = _all_layers(layers, own, packed, store, config, progress)
     refined = []
     if config.refine_steps:
         whole = partial(
             load, model_dir, config.dtype, ways=(), allow_unknown_config=allow_unknown_config
         )
-        for way in ways:
-            united[way], result = _refine(
-                whole, cfg, way, united[way], packed, store, config, progress
-            )
-            refined.append(result)
+        refined = [_refine(whole, cfg, way, packed, store, config, progress) for way in own]
+    united = {way: _united(store, way, cfg.num_moe_layers, bool(refined)) for way in own}
     _write(out, united)
     store.close()
     write_report(out, results, refined, f"Settings: {config}")
+    record = {
+        **fingerprint,
+        "end_to_end": end_to_end,
+        "ways": sorted(own),
+        "layers": [dataclasses.asdict(result) for result in results],
+        "refined": [dataclasses.asdict(result) for result in refined],
+    }
+    store.save_finished(record, (UNITED_FILE, *REPORT_FILES))
     return results, refined
+
+
+def _results(
+    record: dict[str, Any], ways: Sequence[int] | None
+) -> tuple[list[LayerResult], list[RefineResult]]:
+    """What a finished run returned, in the order of `ways`."""
+    refined = {result["way"]: RefineResult(**result) for result in record["refined"]}
+    order = [way for way in ways or refined if way in refined]
+    return [LayerResult(**result) for result in record["layers"]], [refined[way] for way in order]
 
 
 United = dict[str, np.ndarray]
@@ -123,11 +162,12 @@ def _all_layers(
     store: Store,
     config: DistillConfig,
     progress: Progress,
-) -> dict[tuple[int, int], tuple[Fit, np.ndarray]]:
+) -> list[LayerResult]:
+    """Trains what is not in the store yet. Only one layer's united experts are in memory."""
     cfg = layers.cfg
     data = first_rows(data, config.rows)
     found = {
-        (way, at): kept
+        (way, at): _result(way, at, kept[0])
         for way in ways
         for at in range(cfg.num_moe_layers)
         if (kept := store.layer(way, at)) is not None
@@ -136,10 +176,11 @@ def _all_layers(
     needed = [
         index for at, index in enumerate(moe_layers) if not all((way, at) in found for way in ways)
     ]
-    if not needed:
-        return found
-    first, x = store.load_stream(needed[0]) or (0, _embedded(layers, data))
-    for index in range(first, needed[-1] + 1):
+    in_order = range(0)
+    if needed:
+        first, x = store.load_stream(needed[0]) or (0, _embedded(layers, data))
+        in_order = range(first, needed[-1] + 1)
+    for index in in_order:
         at = sum(cfg.moe_layers[:index])
         params, experts = layers.layer(index)
         name = f"layer {index}"
@@ -155,10 +196,15 @@ def _all_layers(
             assert experts is not None
             for way in ways:
                 if (way, at) not in found:
-                    found[way, at] = _fit(way, at, rows, experts, config, progress)
-                    store.save_layer(way, at, *found[way, at])
+                    fit, groups = _fit(way, at, rows, experts, config, progress)
+                    store.save_layer(way, at, fit, groups)
+                    found[way, at] = _result(way, at, fit)
         store.save_stream(index + 1, x)
-    return found
+    return [result for _, result in sorted(found.items())]
+
+
+def _result(way: int, at: int, fit: Fit) -> LayerResult:
+    return LayerResult(way, at, fit.error_before, fit.error_after, fit.steps)
 
 
 def _embedded(layers: Layers, data: Batch) -> np.ndarray:
@@ -212,22 +258,43 @@ def _key(config: DistillConfig, way: int, at: int) -> Array:
     return jax.random.fold_in(jax.random.fold_in(jax.random.key(config.seed), way), at)
 
 
-def _stack(found: dict[tuple[int, int], tuple[Fit, np.ndarray]], way: int) -> United:
-    own = [kept for (of, _), kept in sorted(found.items()) if of == way]
-    united = {key: np.stack([fit.params[key] for fit, _ in own]) for key in ("gate_up", "down")}
-    return united | {"groups": np.stack([groups for _, groups in own])}
+def _stacked(store: Store, way: int, num_layers: int) -> United:
+    """A way's finished layers, float32."""
+    own = [store.layer(way, at) for at in range(num_layers)]
+    kept = [one for one in own if one is not None]
+    united = {key: np.stack([fit.params[key] for fit, _ in kept]) for key in ("gate_up", "down")}
+    return united | {"groups": np.stack([groups for _, groups in kept])}
+
+
+def _united(store: Store, way: int, num_layers: int, refined: bool) -> United:
+    """What a way came to, as it is written."""
+    if refined and (done := store.refined(way)) is not None:
+        return done[0]
+    return _narrow(_stacked(store, way, num_layers))
+
+
+def _narrow(united: United) -> United:
+    """As stored: bfloat16 weights, int32 groups; on the host."""
+    kinds = {"gate_up": jnp.bfloat16, "down": jnp.bfloat16, "groups": jnp.int32}
+    return {
+        key: np.stack([np.asarray(jnp.asarray(leaf, kinds[key])) for leaf in stacked])
+        for key, stacked in united.items()
+    }
 
 
 def _refine(
     load_model: Callable[[], Model],
     cfg: ModelConfig,
     way: int,
-    united: United,
     data: Batch,
     store: Store,
     config: DistillConfig,
     progress: Progress,
-) -> tuple[United, RefineResult]:
+) -> RefineResult:
+    """Trains a way end to end and keeps it in the store, or takes it from there."""
+    if (done := store.refined(way)) is not None:
+        return RefineResult(way, *done[1:])
+    united = _stacked(store, way, cfg.num_moe_layers)
     weights = {key: united[key] for key in ("gate_up", "down")}
     advice = f"lower refine_rows ({config.refine_rows} now), leave this stage out (refine_steps 0)"
     with _room_for(f"way {way}, end to end,", advice):
@@ -244,11 +311,15 @@ def _refine(
             _key(config, way, 1_000_000),
             config,
             save=lambda state: store.save_refinement(way, state.step, state._asdict()),
+            save_every=SAVE_EVERY,
             note=partial(progress, f"way {way}, end to end"),
         )
-    if after >= before:  # united experts that were that good already are left as they were
-        return united, RefineResult(way, before, before)
-    return united | trained, RefineResult(way, before, after)
+    if after < before:
+        united |= trained
+    else:  # united experts that were that good already are left as they were
+        after = before
+    store.save_refined(way, _narrow(united), before, after)
+    return RefineResult(way, before, after)
 
 
 def _write(out: Path, united: dict[int, United]) -> None:
@@ -256,22 +327,21 @@ def _write(out: Path, united: dict[int, United]) -> None:
     tensors = _of_other_ways(out / UNITED_FILE, united)
     for way, leaves in united.items():
         for key, stacked in leaves.items():
-            kind = jnp.int32 if key == "groups" else jnp.bfloat16
             for at, leaf in enumerate(stacked):
-                tensors[f"way{way}.layers.{at}.{key}"] = jnp.asarray(leaf, kind)
+                tensors[f"way{way}.layers.{at}.{key}"] = leaf
     part = out / f"{UNITED_FILE}.part"
     save_file(tensors, part)
     part.chmod(0o644)  # written as private by the library
     part.rename(out / UNITED_FILE)
 
 
-def _of_other_ways(path: Path, ways: Collection[int]) -> dict[str, Array]:
+def _of_other_ways(path: Path, ways: Collection[int]) -> dict[str, np.ndarray]:
     if not path.exists():
         return {}
     with safe_open(path, framework="flax") as file:
         names = file.keys()
         kept = [name for name in names if not name.startswith(tuple(f"way{w}." for w in ways))]
-        return {name: file.get_tensor(name) for name in kept}
+        return {name: np.asarray(file.get_tensor(name)) for name in kept}
 
 
 def _model_digest(directory: Path) -> str:

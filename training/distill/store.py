@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +18,7 @@ import numpy as np
 from training.distill.fit import DistillError, Fit
 
 WORK = "distill-work"
+FINISHED = "finished.json"
 
 
 class Store:
@@ -48,6 +49,15 @@ class Store:
         else:
             content = json.dumps(fingerprint, indent=1).encode()
             self._write(path, lambda file: file.write(content))
+
+    # -- a run that is over -----------------------------------------------------------------------
+
+    def save_finished(self, record: dict[str, Any], files: Sequence[str]) -> None:
+        """Keeps what a finished run came to, and what its files in `out` are."""
+        out = self.folder.parent
+        written = {name: _stamp(out / name, with_digest=True) for name in files}
+        content = json.dumps(record | {"files": written}, indent=1).encode()
+        self._write(self.folder / FINISHED, lambda file: file.write(content))
 
     def _write(self, path: Path, write: Callable[[BinaryIO], object]) -> None:
         """Writes beside the place and renames."""
@@ -123,6 +133,23 @@ class Store:
         steps = {path.name.rpartition("-")[2]: path for path in found}
         return {int(step): path for step, path in steps.items() if step.isdigit()}
 
+    def refined(self, way: int) -> tuple[dict[str, np.ndarray], float, float] | None:
+        """United experts after a finished end-to-end stage, and its divergences at both ends."""
+        tree = self._restore(self.folder / f"{self.stage}-{way}-done")
+        if tree is None:
+            return None
+        before, after = map(float, tree["divergences"])
+        return tree["united"], before, after
+
+    def save_refined(
+        self, way: int, united: dict[str, np.ndarray], before: float, after: float
+    ) -> None:
+        """Keeps a finished stage, instead of the states that led to it."""
+        tree = {"united": united, "divergences": np.array([before, after])}
+        self._save(self.folder / f"{self.stage}-{way}-done", tree)
+        for path in self._states(way).values():
+            shutil.rmtree(path)
+
     # -- Orbax ------------------------------------------------------------------------------------
 
     def _save(self, path: Path, tree: Any) -> None:
@@ -144,6 +171,40 @@ class Store:
             if like is None:
                 return jax.tree.map(np.asarray, checkpointer.restore(path))
             return checkpointer.restore(path, jax.tree.map(np.asarray, like))
+
+
+def finished(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
+    """What the newest finished run in `out` came to, where it had this fingerprint.
+
+    None where it had not, there is none, or one of its files is not as it was written.
+    """
+    try:
+        record = json.loads((out / WORK / FINISHED).read_text(encoding="utf-8"))
+        if any(record.get(key) != value for key, value in fingerprint.items()):
+            return None
+        for name, written in record["files"].items():
+            size, changed = _stamp(out / name, with_digest=False)[:2]
+            if size != written[0]:
+                return None
+            if changed != written[1] and _stamp(out / name, with_digest=True) != [
+                size,
+                changed,
+                written[2],
+            ]:
+                return None  # copied files have other times and the same content
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return None
+    return record
+
+
+def _stamp(path: Path, *, with_digest: bool) -> list[Any]:
+    """Size, time of change in ns, and a hash of the content."""
+    status = path.stat()
+    stamp = [status.st_size, status.st_mtime_ns]
+    if not with_digest:
+        return stamp
+    with path.open("rb") as file:
+        return [*stamp, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
 def _with_room(write: Callable[[], None], path: Path) -> None:

@@ -1,0 +1,56 @@
+"""What objects show of themselves in a notebook: one line of text, or a small HTML table."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+
+def array(value: Any) -> str:
+    """Dtype and shape of an array, as `float32[2, 8]`; of anything else, its short repr."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
+    return cut(repr(value), 40)
+
+
+def arrays(value: Any) -> str:
+    """One line for a NamedTuple of arrays: its fields with their dtypes and shapes."""
+    named = zip(value._fields, value, strict=True)
+    return f"{type(value).__name__}({', '.join(f'{name}: {array(one)}' for name, one in named)})"
+
+
+def cut(text: str, width: int) -> str:
+    """The text on one line, and no longer than `width` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def count(number: int) -> str:
+    """A number in words: 14.3 B, 5.9 M, 1,234."""
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if number >= scale:
+            return f"{number / scale:.1f} {unit}"
+    return f"{number:,}"
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in words: 3.2 GiB, 18.6 MiB, 1,024 bytes."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
+        if num_bytes >= scale:
+            return f"{num_bytes / scale:.1f} {unit}"
+    return f"{num_bytes:,} bytes"
+
+
+def table(caption: str, rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
+    """An HTML table. Every cell is escaped; without a header the first of each row is its name."""
+    lines = ["<table>", f"<caption>{escape(caption)}</caption>"]
+    if header:
+        lines.append(_row("th", header))
+    for row in rows:
+        name = "" if header else f'<th scope="row">{escape(str(row[0]))}</th>'
+        lines.append(_row("td", row if header else row[1:], name))
+    return "\n".join([*lines, "</table>"])
+
+
+def _row(tag: str, cells: Sequence[object], start: str = "") -> str:
+    style = ' style="text-align: left"'
+    return f"<tr>{start}{''.join(f'<{tag}{style}>{escape(str(c))}</{tag}>' for c in cells)}</tr>"

@@ -1,0 +1,71 @@
+"""Where log lines go and how they look: text, or one JSON object a line, on stderr."""
+
+import json
+import logging
+import math
+import sys
+from datetime import UTC, datetime
+from typing import Any
+
+FORMATS = ("text", "json")
+
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_OWN = "jmoe"  # name of the handler that `configure` adds
+_STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime"}
+
+
+class JsonFormatter(logging.Formatter):
+    """A record as a JSON object: time (UTC), level, logger, message, and the fields of `extra`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, whatever the message holds."""
+        at = datetime.fromtimestamp(record.created, UTC)
+        entry: dict[str, Any] = {
+            "time": at.isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        extra = {key: _value(v) for key, v in vars(record).items() if key not in _STANDARD}
+        entry |= extra
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str, ensure_ascii=False)
+
+
+def _value(value: object) -> object:
+    """JSON has no NaN and no infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def configure(log_format: str = "text", *, verbose: bool = False) -> None:
+    """Sets up logging to stderr; a later call changes what an earlier one set.
+
+    Where a caller has given the root logger handlers already, only the level is set.
+    """
+    root = logging.getLogger()
+    if not root.handlers:
+        handler = logging.StreamHandler()
+        handler.name = _OWN
+        root.addHandler(handler)
+    if (own := _handler()) is not None:
+        own.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
+    logging.getLogger("serving").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def is_json() -> bool:
+    """Whether `configure` was asked for JSON."""
+    own = _handler()
+    return own is not None and isinstance(own.formatter, JsonFormatter)
+
+
+def say(text: str, level: int = logging.INFO) -> None:
+    """A line on stderr as it is, or as a JSON object where logs are JSON."""
+    if is_json():
+        logging.getLogger("serving").log(level, "%s", text)
+    else:
+        print(text, file=sys.stderr, flush=True)
+
+
+def _handler() -> logging.Handler | None:
+    return next((h for h in logging.getLogger().handlers if h.name == _OWN), None)

@@ -1,0 +1,140 @@
+"""README, block by block: Python as it stands, commands with settings that make them short."""
+
+import ast
+import asyncio
+import inspect
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import FEW_PROGRAMS, serving
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+ENV = {**os.environ, "JAX_PLATFORMS": "cpu"}
+
+# What each command is run with besides. A line of README that is not here fails the test.
+SHORT = {
+    "make demo": None,  # only looked up: it takes minutes
+    "make test": None,
+    "jmoe serve --model DIR": FEW_PROGRAMS,
+    "jmoe serve --config demo": FEW_PROGRAMS,
+    "jmoe info": (),
+    "jmoe bench serve": ("--num-prompts", "3", "--sharegpt-output-len", "8"),
+    "jmoe distill": (
+        *("--rows", "2048", "--steps", "2", "--refine-steps", "2", "--refine-rows", "4"),
+        *("--batch", "512"),
+    ),
+    "jmoe evaluate": ("--num", "8", "--only", "8:40", "--error-steps", "1"),
+    "python -m training.remake": ("--help",),
+}
+
+
+def blocks(language):
+    found = re.findall(r"^```(\w*)\n(.*?)^```", README, re.S | re.M)
+    return [text for of, text in found if of == language]
+
+
+def commands():
+    lines = [line.split("#")[0].strip() for block in blocks("") for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def kind(command):
+    return max((name for name in SHORT if command.startswith(name)), key=len, default=None)
+
+
+def test_every_command_is_known():
+    assert len(commands()) >= 9
+    for command in commands():
+        assert kind(command) is not None, command
+
+
+async def test_python_blocks_run_one_after_another(capsys):
+    names = {"__name__": "readme"}
+    for block in blocks("python"):
+        code = compile(block, "README.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        done = eval(code, names)
+        if inspect.isawaitable(done):
+            await done
+    printed = capsys.readouterr().out
+    for expected in re.findall(r'# (\[\'[^\']*\'\]|" [^"]*")', README):  # beside what prints it
+        assert expected.strip("[]\"'") in printed
+
+
+def test_make_knows_its_targets():
+    for command in commands():
+        if command.startswith("make"):
+            subprocess.run([*command.split(), "-n"], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """What stands for the names in README: a model's directory, texts, conversations."""
+    folder = tmp_path_factory.mktemp("readme")
+    told = [{"from": "human", "value": "what is 1+2"}, {"from": "gpt", "value": "1+2=3"}]
+    conversations = [{"id": str(i), "conversations": told} for i in range(8)]
+    (folder / "sharegpt.json").write_text(json.dumps(conversations), encoding="utf-8")
+    bundled = ROOT / "jmoe" / "bundled"
+    return folder, {"DIR": str(bundled), "FILE": str(bundled / "tasks.jsonl")}
+
+
+def run(command, folder, names, **replaced):
+    """Runs a command of README; `replaced` are values of its flags."""
+    words = shlex.split(command)
+    for i, word in enumerate(words):
+        if words[i - 1] == "--out":
+            words[i] = str(folder / "out" / words[1])
+        else:
+            words[i] = names.get(word, word)
+        flag = words[i - 1].lstrip("-")
+        if flag in replaced:
+            words[i] = replaced[flag]
+    words += SHORT[kind(command)]
+    program = {"jmoe": ["-m", "serving.cli"], "python": []}[words[0]]
+    done = subprocess.run(
+        [sys.executable, *program, *words[1:]],
+        cwd=folder,
+        env={**ENV, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, f"{command}: {done.stderr[-2000:]}"
+    return done.stdout
+
+
+def serve_settings(command, names):
+    """The settings that a `jmoe serve` of README has, as `tests/e2e/conftest.py` takes them."""
+    words = [names.get(word, word) for word in shlex.split(command)[2:]]
+    given = {flag: words[i + 1] for i, flag in enumerate(words[:-1]) if flag.startswith("--")}
+    assert set(given) <= {"--set", "--config", "--model", "--port"}
+    settings = [given["--set"]] if "--set" in given else []
+    return [*settings, f"engine.model={given['--model']}"] if "--model" in given else settings
+
+
+@pytest.mark.parametrize("name", ["jmoe serve --model DIR", "jmoe serve --config demo"])
+async def test_a_server_and_what_asks_it(files, name):
+    folder, names = files
+    (command,) = [command for command in commands() if kind(command) == name]
+    with serving(*SHORT[name], *serve_settings(command, names)) as (_, address):
+        options = {"address": address, "port": address.rpartition(":")[2]}
+        for asking in commands():
+            if kind(asking) in ("jmoe info", "jmoe bench serve"):
+                shown = await asyncio.to_thread(run, asking, folder, names, **options)
+                assert "bundled" in shown or "Benchmark Result" in shown
+
+
+@pytest.mark.parametrize("name", ["jmoe distill", "jmoe evaluate", "python -m training.remake"])
+def test_commands_of_a_training_engineer(files, name):
+    folder, names = files
+    found = [command for command in commands() if kind(command) == name]
+    assert found
+    for command in found:
+        assert run(command, folder, names)

@@ -1,0 +1,147 @@
+"""`jmoe info`: the ways that are there and what others would take, and what a server says."""
+
+import asyncio
+import re
+import sys
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from jmoe.checkpoint import CheckpointError
+from serving import cli, cli_info
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def shown(capsys, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["jmoe", "info", *arguments])
+    monkeypatch.setenv("COLUMNS", "20")  # nothing is cut where the terminal is narrow
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert not caught.value.code
+    return capsys.readouterr().out
+
+
+def test_ways_that_are_there_and_ways_that_are_not(united_dirs, capsys, monkeypatch):
+    text = shown(capsys, monkeypatch, str(united_dirs("qwen2_moe")))
+    there, further = text.split("United experts that are there\n")[1].split(
+        "\n\nWhat each further way would take\n"
+    )
+    assert re.findall(r"^way (\d+) +(\d+) a layer, .* on disk$", there, re.M) == [
+        ("2", "4"),
+        ("3", "3"),
+    ]
+    assert re.findall(r"^way (\d+) +(\d+) a layer, .* in bfloat16$", further, re.M) == [("4", "2")]
+
+
+def test_bytes_are_those_of_the_file(united_dirs):
+    directory = united_dirs("qwen2_moe")
+    size = (directory / "united.safetensors").stat().st_size
+    assert 0.8 * size < sum(cli_info.united_bytes(directory).values()) <= size
+
+
+def test_a_model_without_united_experts(capsys, monkeypatch):
+    text = shown(capsys, monkeypatch, str(GOLDEN / "qwen2_moe"))
+    assert "United experts that are there\nnone\n" in text
+    assert "What united experts would take\nway 2 " in text
+
+
+def test_a_geometry_has_no_ways_at_all(capsys, monkeypatch):
+    text = shown(capsys, monkeypatch, "--model-config", "mixtral-8x7b")
+    assert "that are there" not in text
+    assert "What united experts would take" in text
+    assert "131,072 bytes a token" in text
+
+
+@pytest.mark.parametrize("content", [b"no safetensors", None])
+def test_a_file_that_is_not_one_of_united_experts(content, copy):
+    path = copy("qwen2_moe") / "united.safetensors"
+    if content is None:
+        save_file({"model.norm": np.zeros(2, np.float32)}, path)
+    else:
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(f"{path} is not readable")):
+        cli_info.united_bytes(path.parent)
+
+
+class Server(rpc.GenerationServicer, rpc.AdminServicer):
+    status, admin_port = "ready", 0
+
+    async def GetServerInfo(self, request, context):
+        return pb.ServerInfo(status=self.status, admin_port=self.admin_port, num_kv_pages=10**12)
+
+    async def GetModelInfo(self, request, context):
+        return pb.ModelInfo(name="m", united_ways=[2, 4])
+
+    async def GetBrownout(self, request, context):
+        return pb.BrownoutState(
+            strategy="partial",
+            way=8,
+            decode_threshold_percent=33.75,
+            itl_slo_s=0.0123,
+            itl_p90_s=float("nan"),
+        )
+
+    async def GetStats(self, request, context):
+        return pb.Stats(uptime_s=1234567.5, expert_visits=10**15)
+
+
+def asked(admin=True, **settings):
+    """What `info --address` prints of a server whose admin service is on a port of its own."""
+
+    async def run():
+        servicer, servers, ports = Server(), [], []
+        for key, value in settings.items():
+            setattr(servicer, key, value)
+        for add in (
+            rpc.add_GenerationServicer_to_server,
+            rpc.add_AdminServicer_to_server,
+        ):
+            server = grpc.aio.server()
+            add(servicer, server)
+            ports.append(server.add_insecure_port("127.0.0.1:0"))
+            servers.append(server)
+            await server.start()
+        if admin:
+            servicer.admin_port = ports[1]
+        sections = await asyncio.to_thread(cli_info._ask, f"127.0.0.1:{ports[0]}", None)
+        for server in servers:
+            await server.stop(0)
+        return cli_info._text(sections), ports[1]
+
+    text, port = asyncio.run(run())
+    values = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines() if "  " in line)
+    return values, port
+
+
+def test_a_server_says_where_its_admin_service_is_and_its_brownout():
+    values, port = asked()
+    assert values["admin service"] == f"127.0.0.1:{port}"
+    assert values["ServerInfo.admin_port"] == str(port)
+    assert values["ServerInfo.num_kv_pages"] == "1000000000000"
+    assert values["ModelInfo.united_ways"] == "2, 4"
+    assert values["BrownoutState.strategy"] == "partial"
+    assert values["BrownoutState.decode_threshold_percent"] == "33.75"
+    assert values["BrownoutState.itl_slo_s"] == "0.0123"
+    assert values["BrownoutState.itl_p90_s"] == "no samples"
+    assert values["Stats.uptime_s"] == "1234567.5"
+    assert values["Stats.expert_visits"] == "1000000000000000"
+
+
+def test_a_server_without_an_admin_service():
+    values, _ = asked(admin=False)
+    assert "does not answer" in values["admin service"]
+    assert "BrownoutState.strategy" not in values
+    assert values["ModelInfo.name"] == "m"
+
+
+def test_a_server_that_starts_is_asked_for_no_more():
+    values, port = asked(status="starting")
+    assert values["ServerInfo.status"] == "starting"
+    assert values["admin service"] == f"127.0.0.1:{port}"
+    assert "ModelInfo.name" not in values

@@ -1,0 +1,49 @@
+"""Which tests are deep: `make test` leaves them out, `make test-deep` runs them alone.
+
+Deep is what takes minutes and a change to serving, model, training or an op's contract seldom
+breaks: kernels emulated instruction by instruction, interpreted over many shapes, or compiled for
+an H200; whole steps at full depth; programs that measure on a GPU, run dry; long end-to-end runs.
+Of an op's contract, each test interprets the kernel on its first shape in `make test`.
+"""
+
+DEEP_FILES = {
+    "tests/e2e/test_readme.py",
+    "tests/e2e/test_stopped_process.py",
+    "tests/jmoe/test_compile_h200.py",
+    "tests/jmoe/test_kernels_emulated.py",
+    "tests/pallas_kernels/test_grouped_gemm_mosaic.py",
+    "tests/pallas_kernels/test_kv_write_mosaic.py",
+    "tests/pallas_kernels/test_paged_attention_mosaic.py",
+    "tests/pallas_kernels/test_prefill_attention_mosaic.py",
+    "tests/pallas_kernels/test_routing_mosaic.py",
+    "tests/pallas_kernels/test_past_2_31.py",
+    "tests/test_gpu_benchmark_dry.py",
+    "tests/test_kernel_benchmark.py",
+    "tests/test_kernel_benchmark_run.py",
+    "tests/training/test_accuracy_benchmark.py",
+    "tests/training/test_distill_h200.py",
+}
+DEEP_FOLDERS = ("tests/sm90/",)
+EMULATED, INTERPRETED = "sm90", "mosaic"
+"""Parameters by which contract suites name the implementation they run."""
+
+
+class Sizes:
+    """Decides test by test, in the order in which they are collected."""
+
+    def __init__(self) -> None:
+        self._interpreted: set[str] = set()
+
+    def is_deep(self, nodeid: str) -> bool:
+        """`nodeid` is pytest's: file, function, and parameters in brackets."""
+        file, _, test = nodeid.partition("::")
+        if file in DEEP_FILES or file.startswith(DEEP_FOLDERS):
+            return True
+        function, _, parameters = test.partition("[")
+        if EMULATED in parameters:
+            return True
+        if INTERPRETED in parameters:
+            seen = f"{file}::{function}" in self._interpreted
+            self._interpreted.add(f"{file}::{function}")
+            return seen
+        return False

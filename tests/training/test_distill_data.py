@@ -1,0 +1,111 @@
+"""Texts of data files: conversations through the chat template, and errors that name the line."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from jmoe.config import read_config
+from jmoe.tokenizer import Tokenizer
+from training.distill.data import pack_files, read_texts
+
+TALK = [
+    {"role": "user", "content": "copy ab"},
+    {"role": "assistant", "content": "ab"},
+    {"role": "user", "content": "copy \u2028 cd"},
+    {"role": "assistant", "content": "cd"},
+]
+
+
+def written(path, *rows):
+    path.write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    return path
+
+
+def test_messages_get_the_chat_template(tiny_dir, tmp_path):
+    tokenizer, cfg = Tokenizer.load(tiny_dir.path), read_config(tiny_dir.path)
+    path = written(tmp_path / "talk.jsonl", {"messages": TALK}, {"prompt": "a", "answer": "b"})
+    talk, plain = read_texts(path, tokenizer)
+    assert talk.prompt == tokenizer.chat(TALK[:-1])
+    assert talk.prompt.startswith("<|im_start|>copy ab<|im_end|>ab")
+    assert (talk.line, talk.answer, talk.chat) == (1, "cd", True)
+    assert plain[:3] == (2, "a", "b")
+    own = written(tmp_path / "one.jsonl", {"messages": TALK})
+    batch = pack_files([own], cfg, tokenizer, 128, 0)
+    ids = [*tokenizer.encode(talk.prompt), *tokenizer.encode("cd"), *cfg.eos_token_ids[:1]]
+    row = batch.items[0] > 0
+    assert batch.tokens[0][row].tolist() == ids[:-1]
+    answer = batch.targets[0][batch.answer[0] > 0]
+    assert tokenizer.decode(answer.tolist()) == "cd"
+    assert np.count_nonzero(batch.answer) == len(ids) - len(tokenizer.encode(talk.prompt))
+
+
+def test_no_special_token_between_prompt_and_answer(tiny_dir, tmp_path):
+    """As of a tokenizer that begins every text with one."""
+    tokenizer, cfg = Tokenizer.load(tiny_dir.path), read_config(tiny_dir.path)
+    start = "<|im_start|>"
+    number = tokenizer.backend.token_to_id(start)
+    tokenizer.backend.post_processor = TemplateProcessing(
+        single=f"{start} $A", special_tokens=[(start, number)]
+    )
+    for rows, starts in [
+        ([{"prompt": "ab", "answer": "cd"}], 1),
+        ([{"prompt": "ab"}], 1),
+        ([{"messages": TALK}], 2),  # the template's own, one a user's turn
+    ]:
+        path = written(tmp_path / "data.jsonl", *rows)
+        batch = pack_files([path], cfg, tokenizer, 128, 0)
+        assert np.count_nonzero(batch.tokens == number) == starts
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": TALK[:3]}, "line 2: the last of the messages must be the assistant's"),
+        ({"messages": TALK[1:2]}, "line 2: expected a JSON object.*at least two"),
+        ({"messages": [{"role": "user"}, TALK[1]]}, "line 2: expected a JSON object.*content"),
+        ({"messages": "hello"}, "line 2: expected a JSON object"),
+        (["a"], "line 2: expected a JSON object"),
+        (5, "line 2: expected a JSON object"),
+    ],
+)
+def test_bad_lines_are_named(tiny_dir, tmp_path, row, message):
+    path = written(tmp_path / "bad.jsonl", {"prompt": "a"}, row)
+    with pytest.raises(ValueError, match=f"bad.jsonl, {message}"):
+        read_texts(path, Tokenizer.load(tiny_dir.path))
+
+
+def test_messages_without_a_chat_template_are_refused(tiny_dir, tmp_path):
+    path = written(tmp_path / "talk.jsonl", {"messages": TALK})
+    with pytest.raises(ValueError, match=r"talk.jsonl, line 1: messages need"):
+        read_texts(path)
+    shutil.copy(tiny_dir.path / "tokenizer.json", tmp_path)
+    with pytest.raises(ValueError, match=r"talk.jsonl, line 1: .*no chat template"):
+        read_texts(path, Tokenizer.load(tmp_path))
+
+
+def test_bytes_that_are_not_utf8_are_named_by_line(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"one\ntwo\n\xff\n")
+    with pytest.raises(ValueError, match=r"a.txt, line 3: not UTF-8"):
+        read_texts(tmp_path / "a.txt")
+
+
+def test_a_token_that_the_model_lacks_is_named_by_line(tiny_dir, tmp_path):
+    tokenizer = Tokenizer.load(tiny_dir.path)
+    most = max(tokenizer.encode("zq 7"))
+    cfg = dataclasses.replace(read_config(tiny_dir.path), vocab_size=most, eos_token_ids=(0,))
+    path = tmp_path / "a.txt"
+    path.write_text("zq 7\n")
+    with pytest.raises(ValueError, match=r"a.txt, line 1: .*another model's tokenizer"):
+        pack_files([path], cfg, tokenizer, 64, 0)
+
+
+def test_texts_of_one_token_are_no_data(tiny_dir, tmp_path):
+    cfg = dataclasses.replace(read_config(tiny_dir.path), eos_token_ids=())
+    path = tmp_path / "a.txt"
+    path.write_text("a\n")
+    with pytest.raises(ValueError, match=r"a.txt has two tokens or more"):
+        pack_files([path], cfg, Tokenizer.load(tiny_dir.path), 64, 0)

@@ -1,0 +1,147 @@
+"""What happens before a distillation: its data is read, its plan made, its ways chosen."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jmoe.api import resolve
+from jmoe.checkpoint import is_native
+from jmoe.config import ModelConfig, read_config
+from jmoe.experts import groups_by_index
+from jmoe.layers import Layers
+from jmoe.tokenizer import Tokenizer
+from training.distill.config import DistillConfig
+from training.distill.data import pack_files
+from training.distill.plan import Amount, Plan, choose, make_plan, measured_rate
+from training.distill.room import Room, folder_bytes, room_here
+from training.distill.store import WORK
+from training.distill.stream import first_rows
+from training.packing import Batch
+
+DEFAULT_WAYS = (2, 4, 8)
+
+LEAST_VISITS = 8
+"""Captured visits an expert, on average, below which a run is refused."""
+
+ENOUGH_VISITS = 500
+"""Below so many a run is warned of; the default rows give Qwen1.5-MoE-A2.7B 4,369."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Data in packed rows (None where none was given), the plan, and what to warn of.
+
+    `refusal` says why the plan cannot be carried out; None: it can.
+    """
+
+    data: Batch | None
+    plan: Plan
+    warnings: tuple[str, ...]
+    refusal: str | None
+
+    def lines(self, *, measure: bool, rate: float | None = None) -> Iterator[str]:
+        """Plan and warnings; `measure` times a product for the estimate unless `rate` is given."""
+        plan = self.plan
+        if measure and rate is None:
+            rate = measured_rate(plan.config, plan.room.platform)
+        yield from plan.lines(rate)
+        yield from (f"warning: {words}" for words in self.warnings)
+
+
+def prepare(
+    model_dir: Path,
+    ways: Sequence[int] | None,
+    data: Sequence[Path],
+    out: Path | None,
+    config: DistillConfig,
+    allow_unknown_config: Sequence[str] = (),
+    *,
+    need_data: bool = True,
+    room: Room | None = None,
+) -> Prepared:
+    """Checks a run and plans it, without its weights: `config.json` and, for data, the tokenizer.
+
+    Args:
+        model_dir: model directory; in jmoe's own format it is read whole.
+        ways: None for those of DEFAULT_WAYS that the model can have and this machine can hold.
+        data: files of texts.
+        out: directory of the run; None where the disk does not matter.
+        config: settings.
+        allow_unknown_config: as of `jmoe.load`.
+        need_data: False plans without data, too, for as much as the settings want.
+        room: what is free; None looks at this machine.
+
+    Raises ValueError for ways that cannot be, and for data that cannot be used or is too little;
+    ConfigError and TokenizerError.
+    """
+    directory = resolve(model_dir)
+    cfg = _config(directory, allow_unknown_config)
+    chosen = _checked(cfg, ways)
+    batch, amount, warnings = None, Amount.assumed(config), []
+    if data or need_data:
+        tokenizer = Tokenizer.load(directory)
+        batch = pack_files(data, cfg, tokenizer, config.length, config.seed)
+        amount = _amount(batch, config)
+        warnings = _check_amount(amount, cfg, config)
+    there = 0 if out is None else folder_bytes(out / WORK)
+    plan = make_plan(cfg, config, chosen, amount, room or room_here(out), there)
+    plan, more, refusal = choose(plan, named=ways is not None)
+    return Prepared(batch, plan, (*warnings, *more), refusal)
+
+
+def _config(directory: Path, allow_unknown_config: Sequence[str]) -> ModelConfig:
+    if is_native(directory):
+        return Layers(directory).cfg
+    return read_config(directory, allow_unknown_config=allow_unknown_config)
+
+
+def _checked(cfg: ModelConfig, ways: Sequence[int] | None) -> list[int]:
+    if ways is None:
+        return [way for way in DEFAULT_WAYS if way <= cfg.num_experts] or [cfg.num_experts]
+    if not ways or len(set(ways)) != len(ways):
+        raise ValueError(f"ways are {list(ways)}; give at least one, each once")
+    for way in ways:
+        groups_by_index(cfg.num_experts, way)  # raises for a way that cannot be
+    return list(ways)
+
+
+def _amount(data: Batch, config: DistillConfig) -> Amount:
+    captured = first_rows(data, config.rows)
+    counts = [int(np.count_nonzero(batch.items)) for batch in (data, captured)]
+    return Amount(counts[0], len(data.tokens), counts[1], len(captured.tokens))
+
+
+def _check_amount(amount: Amount, cfg: ModelConfig, config: DistillConfig) -> list[str]:
+    """Warnings of too little data. Raises ValueError where it cannot train anything."""
+    visits = amount.captured_tokens * cfg.experts_per_token / cfg.num_experts
+
+    def tokens_for(wanted: int) -> int:
+        return -(-wanted * cfg.num_experts // cfg.experts_per_token)
+
+    have = f"the data holds {amount.tokens:,} tokens"
+    if amount.tokens > amount.captured_tokens:
+        have += f", of which {amount.captured_tokens:,} are captured (--rows {config.rows})"
+    each = (
+        f"each of the {cfg.num_experts} experts of a layer is visited {visits:,.0f} times on "
+        "average"
+    )
+    fix = "give more --data" if amount.tokens < config.rows else "raise --rows"
+    if visits < LEAST_VISITS:
+        raise ValueError(
+            f"{have}: {each}. At least {tokens_for(LEAST_VISITS):,} tokens are needed "
+            f"({LEAST_VISITS} visits) and {config.rows:,} wanted; {fix}"
+        )
+    warnings = []
+    if amount.tokens < config.rows:
+        warnings.append(
+            f"{have} and --rows wants {config.rows:,}: all of them are captured. Give more --data, "
+            "or name a smaller --rows"
+        )
+    if visits < ENOUGH_VISITS:
+        warnings.append(
+            f"{have}: {each}, which is little; {tokens_for(ENOUGH_VISITS):,} tokens would give "
+            f"{ENOUGH_VISITS}: {fix}"
+        )
+    return warnings
