@@ -1,7 +1,7 @@
 """Checkpoints: Hugging Face directories as they stand, and jmoe's own format through Orbax."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
@@ -59,7 +59,7 @@ class TensorFiles:
         self._open: dict[str, Any] = {}
         for name in names:
             try:
-                file = safe_open(directory / name, framework="flax")
+                file = safe_open(directory / name, framework="numpy")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{directory / name} is not readable: {error}") from None
             twice = sorted(self._open.keys() & file.keys())
@@ -80,13 +80,19 @@ class TensorFiles:
         """How a tensor's elements are stored, as safetensors names it."""
         return self._open[name].get_slice(name).get_dtype()
 
-    def raw(self, name: str) -> jax.Array:
-        """One tensor on the device, as it is stored."""
+    def raw(self, name: str) -> np.ndarray:
+        """One tensor in host memory, as it is stored."""
         return self._open[name].get_tensor(name)
 
-    def read(self, name: str, dtype: jnp.dtype) -> jax.Array:
-        """One tensor on the device, in `dtype`."""
-        return self.raw(name).astype(dtype)
+    def read(self, name: str, dtype: jnp.dtype) -> jax.Array | np.ndarray:
+        """One tensor in `dtype`, where it is assembled: on the device, or in a CPU's memory, where
+        every shape of an operation would be a program to compile.
+        """
+        raw = self.raw(name)
+        if jax.default_backend() != "cpu":
+            return jnp.asarray(raw).astype(dtype)
+        with np.errstate(over="ignore"):  # to infinity, which is looked for later
+            return raw.astype(dtype, copy=False)
 
 
 def _file_names(directory: Path) -> list[str]:
@@ -217,7 +223,7 @@ def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[st
 
 def _equal(files: TensorFiles, one: str, other: str) -> bool:
     return files.shape(one) == files.shape(other) and bool(
-        (np.asarray(files.raw(one)) == np.asarray(files.raw(other))).all()
+        (files.raw(one) == files.raw(other)).all()
     )
 
 
@@ -228,7 +234,17 @@ def _assemble(files: TensorFiles, source: Source, dtype: jnp.dtype) -> jax.Array
         parts = [part.T for part in parts]
     if parts[0].ndim == 2 and parts[0].shape[0] == 1 and not transpose:
         parts = [part[0] for part in parts]  # shared_gate [1, d] -> [d]
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+    if len(parts) == 1:
+        return jnp.asarray(parts[0])
+    on_host = isinstance(parts[0], np.ndarray)
+    return jnp.asarray((np if on_host else jnp).concatenate(parts, axis=-1))
+
+
+def _stack(parts: Sequence[jax.Array]) -> jax.Array:
+    """Like `jnp.stack`, where the arrays are (see `TensorFiles.read`)."""
+    if jax.default_backend() != "cpu":
+        return jnp.stack(parts)
+    return jnp.asarray(np.stack([np.asarray(part) for part in parts]))
 
 
 class HFLayers:
@@ -261,7 +277,7 @@ class HFLayers:
             count = self._cfg.num_experts
             experts = [expert_sources(self._cfg, index, expert) for expert in range(count)]
             parts = [self._read(expert) for expert in experts]
-            pool = ExpertPool(*(jnp.stack([p[key] for p in parts]) for key in parts[0]))
+            pool = ExpertPool(*(_stack([p[key] for p in parts]) for key in parts[0]))
         self._refuse_not_finite((params, pool), [sources, *experts])
         return params, pool
 
@@ -307,7 +323,7 @@ def load_hf(
                 moe_layer += 1
             if progress is not None:
                 progress(layer + 1, cfg.num_layers)
-        segments.append(jax.tree.map(lambda *parts: jnp.stack(parts), *layers))
+        segments.append(jax.tree.map(lambda *parts: _stack(parts), *layers))
     params["segments"] = tuple(segments)
     return params, pool, table
 
@@ -329,8 +345,8 @@ def load_united(
     if not path.exists():
         return {}
     try:
-        with safe_open(path, framework="flax") as file:
-            tensors = {name: np.asarray(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+        with safe_open(path, framework="numpy") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not readable: {error}") from None
     prefixes = {name.split(".")[0].removeprefix("way"): name for name in tensors}

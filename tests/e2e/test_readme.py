@@ -26,10 +26,10 @@ SHORT = {
     "jmoe serve --model DIR": FEW_PROGRAMS,
     "jmoe serve --config demo": FEW_PROGRAMS,
     "jmoe info": (),
-    "jmoe bench serve": ("--num-prompts", "3", "--sharegpt-output-len", "8"),
+    "jmoe bench serve": ("--num-prompts", "3"),
     "jmoe distill": (
         *("--rows", "2048", "--steps", "2", "--refine-steps", "2", "--refine-rows", "4"),
-        *("--batch", "512"),
+        *("--batch", "512", "--ways", "8"),
     ),
     "jmoe evaluate": ("--num", "8", "--only", "8:40", "--error-steps", "1"),
     "python -m training.remake": ("--help",),
