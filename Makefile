@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 demo: $(VENV)/.base
 	$(BIN)/jmoe demo
 
-PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20
 
 # What a change to serving, model, training or an op's contract can break: at most ten minutes.
 test: $(VENV)/.dev

@@ -233,14 +233,9 @@ def generate(
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Continues prompts in this process, without a server."""
-    import jax
-
     import jmoe
 
-    # Nothing here is kept by `serving.executables`, beside which XLA's cache must be off.
-    folder = Path("~/.cache/jmoe/generate").expanduser()
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    _keep_programs("~/.cache/jmoe/generate")
     given: list[Any] = [_token_ids(prompt) for prompt in prompts] if tokens else prompts
     brownout = None
     if brownout_threshold != 100 or strategy is not None or way is not None:
@@ -272,6 +267,14 @@ def generate(
         else:
             print(prompt + result.texts[i])
         print(f"  {len(new)} new tokens, {share:.1%} of expert visits degraded")
+
+
+def _keep_programs(folder: str) -> None:
+    """XLA's own cache: `serving.executables`, beside which it must be off, keeps nothing here."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _token_ids(prompt: str) -> list[int]:

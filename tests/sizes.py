@@ -7,10 +7,12 @@ Of an op's contract, each test interprets the kernel on its first shape in `make
 """
 
 DEEP_FILES = {
+    "tests/e2e/test_hostile_script.py",
     "tests/e2e/test_readme.py",
     "tests/e2e/test_stopped_process.py",
     "tests/jmoe/test_compile_h200.py",
     "tests/jmoe/test_kernels_emulated.py",
+    "tests/jmoe/test_pages.py",
     "tests/pallas_kernels/test_grouped_gemm_mosaic.py",
     "tests/pallas_kernels/test_kv_write_mosaic.py",
     "tests/pallas_kernels/test_paged_attention_mosaic.py",
@@ -22,8 +24,13 @@ DEEP_FILES = {
     "tests/test_kernel_benchmark_run.py",
     "tests/training/test_accuracy_benchmark.py",
     "tests/training/test_distill_h200.py",
+    "tests/training/test_distill_page.py",
 }
 DEEP_FOLDERS = ("tests/sm90/",)
+DEEP_TESTS = {
+    "tests/serving/test_executables.py::"
+    "test_a_patched_run_leaves_nothing_that_an_unpatched_one_finds",
+}
 EMULATED, INTERPRETED = "sm90", "mosaic"
 """Parameters by which contract suites name the implementation they run."""
 
@@ -37,7 +44,7 @@ class Sizes:
     def is_deep(self, nodeid: str) -> bool:
         """`nodeid` is pytest's: file, function, and parameters in brackets."""
         file, _, test = nodeid.partition("::")
-        if file in DEEP_FILES or file.startswith(DEEP_FOLDERS):
+        if file in DEEP_FILES or file.startswith(DEEP_FOLDERS) or nodeid in DEEP_TESTS:
             return True
         function, _, parameters = test.partition("[")
         if EMULATED in parameters:

@@ -218,9 +218,9 @@ async def test_overload_is_refused_with_a_time_to_come_back():
 
             # Drain: what runs is finished, what comes is turned away, and the exit code is 0.
             sampling = pb.SamplingParams(max_new_tokens=100, ignore_eos=True)
-            call = client.generate([1], sampling)
-            first = await call.read()
+            stream = aiter(client.generate([1], sampling))
+            first = await anext(stream)
             process.send_signal(signal.SIGTERM)
-            messages = [first, *[message async for message in call]]
+            messages = [first, *[message async for message in stream]]
             assert len(messages) == 100
         assert await asyncio.to_thread(process.wait, 30) == 0

@@ -16,12 +16,12 @@ async def test_a_stop_longer_than_the_watchdogs_limit_is_no_step_that_hangs():
     with serving(*FEW_PROGRAMS, f"engine.watchdog_s={WATCHDOG_S}") as (process, address):
         async with Client(address) as client:
             sampling = pb.SamplingParams(max_new_tokens=100, ignore_eos=True)
-            call = client.generate([1, 2, 3], sampling)
-            first = await call.read()
+            stream = aiter(client.generate([1, 2, 3], sampling))
+            first = await anext(stream)
             process.send_signal(signal.SIGSTOP)
             await asyncio.to_thread(time.sleep, 2.5 * WATCHDOG_S)  # the length is what is tested
             process.send_signal(signal.SIGCONT)
-            rest = [message async for message in call]
+            rest = [message async for message in stream]
             assert len(first.token_ids) + sum(len(m.token_ids) for m in rest) == 100
             assert (await client.server_info()).status == "ready"
             stats = await client.stats()

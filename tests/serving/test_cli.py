@@ -33,6 +33,12 @@ def _level_of_the_log():
     logger.setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_is_kept(monkeypatch):
+    """XLA's cache stays as it is for the tests that follow in this process."""
+    monkeypatch.setattr("serving.cli._keep_programs", lambda folder: None)
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["jmoe", *arguments])
     with pytest.raises(SystemExit) as caught:
