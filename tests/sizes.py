@@ -25,6 +25,8 @@ DEEP_FILES = {
     "tests/training/test_accuracy_benchmark.py",
     "tests/training/test_distill_h200.py",
     "tests/training/test_distill_page.py",
+    "tests/training/test_distill_runs.py",
+    "tests/training/test_evaluation_runs.py",
 }
 DEEP_FOLDERS = ("tests/sm90/",)
 DEEP_TESTS = {
