@@ -296,7 +296,7 @@ def test_a_padded_router_changes_no_bit(request, monkeypatch):
     for way in (watched, lambda segment: segment):
         monkeypatch.setattr(model, "_with_wide_router", way)
         with traced_for("rocm"):
-            fresh = jax.jit(partial(_forward.__wrapped__, tiny.config))
+            fresh = jax.jit(partial(_forward.__wrapped__, tiny.config, model.COUNTS))
             arrays = tiny.params, tiny.pool, tiny.table, tokens, jnp.zeros(1, bool)
             logits.append(fresh(*arrays, Control.of(None))[0])
     assert set(shapes) == {-(-router.shape[-1] // 8) * 8}
