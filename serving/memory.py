@@ -1,10 +1,9 @@
 """Whether the KV pages fit, told before they are allocated."""
 
-from pathlib import Path
-
 import jax
 
 from jmoe.api import Model
+from jmoe.free_memory import free_device_bytes, free_host_bytes
 from jmoe.kv_cache import page_bytes
 from serving.scheduler import Limits
 from serving.settings import SettingsError
@@ -35,26 +34,4 @@ def check_memory(model: Model, limits: Limits) -> None:
 def free_bytes() -> int | None:
     """Memory that the default device has left; None where that is not known."""
     device = jax.local_devices()[0]
-    if device.platform == "cpu":
-        return _free_host_bytes()
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-
-
-def _free_host_bytes() -> int | None:
-    """What Linux can give without swapping, and the control group allows."""
-    known = []
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        known += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    except (OSError, ValueError):
-        pass
-    group = Path("/sys/fs/cgroup")
-    try:
-        most = int((group / "memory.max").read_text(encoding="ascii"))
-        known.append(most - int((group / "memory.current").read_text(encoding="ascii")))
-    except (OSError, ValueError):  # no control group, or one without a limit: "max"
-        pass
-    return min(known, default=None)
+    return free_host_bytes() if device.platform == "cpu" else free_device_bytes(device)

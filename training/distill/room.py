@@ -3,9 +3,10 @@
 import dataclasses
 import shutil
 from pathlib import Path
-from typing import Any
 
 import jax
+
+from jmoe.free_memory import free_device_bytes, free_host_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,32 +27,12 @@ def room_here(out: Path | None) -> Room:
     """This machine's, and of the disk that holds `out` or will."""
     devices = jax.local_devices()
     platform = devices[0].platform
-    device = None if platform == "cpu" else min(filter(None, map(_free_on, devices)), default=None)
+    device = (
+        None
+        if platform == "cpu"
+        else min(filter(None, map(free_device_bytes, devices)), default=None)
+    )
     return Room(platform, len(devices), device, free_host_bytes(), _free_disk(out))
-
-
-def _free_on(device: Any) -> int | None:
-    stats = device.memory_stats()
-    if not stats or "bytes_limit" not in stats:
-        return None
-    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-
-
-def free_host_bytes() -> int | None:
-    """What Linux can give without swapping and the control group allows; None where unknown."""
-    known = []
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        known += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    except (OSError, ValueError):
-        pass
-    group = Path("/sys/fs/cgroup")
-    try:
-        most = int((group / "memory.max").read_text(encoding="ascii"))
-        known.append(most - int((group / "memory.current").read_text(encoding="ascii")))
-    except (OSError, ValueError):  # no control group, or one without a limit: "max"
-        pass
-    return min(known, default=None)
 
 
 def _free_disk(out: Path | None) -> int | None:

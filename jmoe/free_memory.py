@@ -1,0 +1,30 @@
+"""Memory that is left, of a device and of the host."""
+
+from pathlib import Path
+
+import jax
+
+
+def free_device_bytes(device: jax.Device) -> int | None:
+    """What an accelerator has left of what XLA may take; None where it does not say."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+
+
+def free_host_bytes() -> int | None:
+    """What Linux can give without swapping and the control group allows; None where unknown."""
+    known = []
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        known += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError):
+        pass
+    group = Path("/sys/fs/cgroup")
+    try:
+        most = int((group / "memory.max").read_text(encoding="ascii"))
+        known.append(most - int((group / "memory.current").read_text(encoding="ascii")))
+    except (OSError, ValueError):  # no control group, or one without a limit: "max"
+        pass
+    return min(known, default=None)
