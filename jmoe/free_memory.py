@@ -1,12 +1,11 @@
 """Memory that is left, of a device and of the host."""
 
 from pathlib import Path
+from typing import Any
 
-import jax
 
-
-def free_device_bytes(device: jax.Device) -> int | None:
-    """What an accelerator has left of what XLA may take; None where it does not say."""
+def free_device_bytes(device: Any) -> int | None:
+    """What a `jax.Device` has left of what XLA may take; None where it does not say."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
