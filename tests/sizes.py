@@ -24,14 +24,18 @@ DEEP_FILES = {
     "tests/test_kernel_benchmark_run.py",
     "tests/training/test_accuracy_benchmark.py",
     "tests/training/test_distill_h200.py",
+    "tests/training/test_distill_measured.py",
     "tests/training/test_distill_page.py",
     "tests/training/test_distill_runs.py",
     "tests/training/test_evaluation_runs.py",
 }
 DEEP_FOLDERS = ("tests/sm90/",)
 DEEP_TESTS = {
+    "tests/jmoe/test_generate.py::test_layers_in_arrays_of_their_own_write_the_same",
+    "tests/pallas_kernels/test_grouped_gemm_quantized.py::test_compiles_for_an_h200_without_spills",
     "tests/serving/test_executables.py::"
     "test_a_patched_run_leaves_nothing_that_an_unpatched_one_finds",
+    "tests/training/test_distill.py::test_the_end_to_end_stage_is_the_same_on_two_devices",
 }
 EMULATED, INTERPRETED = "sm90", "mosaic"
 """Parameters by which contract suites name the implementation they run."""

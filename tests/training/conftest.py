@@ -21,6 +21,11 @@ def standard_promotion():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick(compiled_in_a_hurry):
+    """Tiny models and a dozen steps: to compile them well takes longer than to run them."""
+
+
 @pytest.fixture(scope="session")
 def tokenizer():
     return make_tokenizer(seed=1, num_tasks=1500, num_prose=500)

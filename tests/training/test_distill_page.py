@@ -10,8 +10,6 @@ import pytest
 
 from serving import cli
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
 PAGE = Path(__file__).parents[2] / "docs" / "distilling-a-model.md"
 
 SMALL = {
