@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, UInt32
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
 class Sampling(NamedTuple):
@@ -27,7 +28,7 @@ def sample(
     sampling: Sampling,
     positions: Int[Array, "B"],
     *,
-    cut: bool = True,
+    truncate: bool | Bool[Array, ""] = True,
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """Next token of each row and its log-probability under the unmodified distribution.
 
@@ -38,10 +39,11 @@ def sample(
         logits: float32.
         sampling: rows of temperature 0 are greedy.
         positions: that the tokens will have.
-        cut: whether any row uses top-k or top-p; without them there is nothing to sort.
+        truncate: whether any row uses top-k or top-p; without them there is nothing to sort. An
+            array is a condition on the device.
     """
-    drawn = _draw(logits, sampling, positions, cut)
-    ids = jnp.where(sampling.temperature > 0, drawn, greedy(logits)[0])
+    sampled = _gumbel_maximum(logits, sampling, positions, truncate)
+    ids = jnp.where(sampling.temperature > 0, sampled, greedy(logits)[0])
     return ids, token_logprobs(logits, ids)
 
 
@@ -51,23 +53,28 @@ def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Floa
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
 
-def _draw(
-    logits: Float[Array, "B V"], sampling: Sampling, positions: Int[Array, "B"], cut: bool
+def _gumbel_maximum(
+    logits: Float[Array, "B V"],
+    sampling: Sampling,
+    positions: Int[Array, "B"],
+    truncate: bool | Bool[Array, ""],
 ) -> Int[Array, "B"]:
-    """The Gumbel maximum of what temperature, top-k and top-p leave of each row."""
+    """Argmax, with Gumbel noise, of what temperature, top-k and top-p leave of each row."""
     scaled = logits / jnp.maximum(sampling.temperature, 1e-6)[:, None]
-    if cut:
-        scaled = _cut(scaled, sampling)
+    if not isinstance(truncate, bool):
+        scaled = lax.cond(truncate, _truncate, lambda same, _: same, scaled, sampling)
+    elif truncate:
+        scaled = _truncate(scaled, sampling)
 
     def noise(seed: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
         return jax.random.gumbel(key, (logits.shape[-1],), jnp.float32)
 
-    drawn = scaled + jax.vmap(noise)(sampling.seed, positions)
-    return jnp.argmax(drawn, axis=-1).astype(jnp.int32)
+    noisy = scaled + jax.vmap(noise)(sampling.seed, positions)
+    return jnp.argmax(noisy, axis=-1).astype(jnp.int32)
 
 
-def _cut(scaled: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
+def _truncate(scaled: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
     """-inf outside top-k, and outside top-p of what top-k leaves; ties go to the lower id."""
     vocab = scaled.shape[-1]
     order = jnp.argsort(-scaled, axis=-1, stable=True)

@@ -14,11 +14,11 @@ from jmoe.steps import (
     Output,
     compiler_options,
     decode_step,
-    draw_step,
-    drawing,
     empty_deltas,
     make_state,
     prefill_step,
+    sample_step,
+    sampling_mode,
 )
 
 
@@ -62,17 +62,17 @@ class Stepper:
 
     def prefill(self, tokens: Int[np.ndarray, " T"], rows: Int[np.ndarray, "R c"]) -> Output:
         """One `prefill_step`: a row a chunk, as `jmoe.steps.pack_row` packs it."""
-        return self._drawn(self._call(programs()[0], tokens, rows), rows)
+        return self._sampled(self._call(programs()[0], tokens, rows), rows)
 
     def decode(self, rows: Int[np.ndarray, "R c"]) -> Output:
         """One `decode_step`: a row a sequence."""
-        return self._drawn(self._call(programs()[1], rows), rows)
+        return self._sampled(self._call(programs()[1], rows), rows)
 
-    def _drawn(self, out: Output, rows: Int[np.ndarray, "R c"]) -> Output:
-        if (cut := drawing(rows)) is None:
+    def _sampled(self, out: Output, rows: Int[np.ndarray, "R c"]) -> Output:
+        if (mode := sampling_mode(rows)) == "greedy":
             return out
-        last, tokens, logprobs = _draw(
-            self._state.last_token, out.logits, jnp.asarray(rows), cut=cut
+        last, tokens, logprobs = _sample(
+            self._state.last_token, out.logits, jnp.asarray(rows), truncate=mode == "truncate"
         )
         self._state = self._state._replace(last_token=last)
         return out._replace(tokens=tokens, logprobs=logprobs)
@@ -106,4 +106,4 @@ def programs() -> tuple[Callable[..., tuple], Callable[..., tuple]]:
     return jit(prefill_step), jit(decode_step)
 
 
-_draw = jax.jit(draw_step, static_argnames="cut", donate_argnums=0)
+_sample = jax.jit(sample_step, static_argnames="truncate", donate_argnums=0)

@@ -68,16 +68,17 @@ class State(NamedTuple):
 class Output(NamedTuple):
     """What comes of a step. B is decode rows, or sequences of a prefill step.
 
-    Tokens are greedy: `draw_step` takes their place where a row wants others. The host reads all
-    but the logits, which stay on the device for it.
+    Tokens are greedy; `sample_step` replaces them where a row wants others. The host reads all but
+    logits and hidden rows, which stay on the device for it and for `score_step`.
     """
 
     tokens: Int[Array, "B"]
     logprobs: Float[Array, "B"]
     degraded: Int[Array, "B"]  # degraded expert visits of the row or chunk
     expert_rows: Int[Array, "layers E"]  # rows computed by MoE layer and logical expert
-    prompt_logprobs: Float[Array, "T"] | None = None  # of the row's next prompt token
     logits: Float[Array, "B V"] | None = None
+    hidden: Float[Array, "T d"] | None = None  # of a prefill step: rows after the last layer
+    prompt_logprobs: Float[Array, "T"] | None = None  # by `score_step`: of the next prompt token
 
 
 def make_state(
@@ -215,38 +216,63 @@ def decode_step(
     return state, Output(tokens, logprobs, degraded, stats.expert_rows, logits=logits)
 
 
-def drawing(rows: Int[np.ndarray, "B C"]) -> bool | None:
-    """Whether packed rows want tokens that are drawn: None if none does, else whether one cuts.
+SamplingMode = Literal["greedy", "sample", "truncate"]
+"""What a step's rows ask for: none samples, none of those that do truncates, or one does."""
 
-    The host chooses the program. A condition on the device would have to be read by the host, which
-    would wait for the step in the middle of launching it.
+
+def sampling_mode(rows: Int[np.ndarray, "B C"]) -> SamplingMode:
+    """The mode of packed rows, found on the host, which chooses the program by it.
+
+    A GPU's condition would have to be read by the host, which would wait for the step in the middle
+    of launching it.
     """
-    draws = rows[rows[:, TEMPERATURE].view(np.float32) > 0]
-    if not len(draws):
-        return None
-    return bool(((draws[:, TOP_K] > 0) | (draws[:, TOP_P].view(np.float32) < 1)).any())
+    sampled = rows[rows[:, TEMPERATURE].view(np.float32) > 0]
+    if not len(sampled):
+        return "greedy"
+    truncates = (sampled[:, TOP_K] > 0) | (sampled[:, TOP_P].view(np.float32) < 1)
+    return "truncate" if truncates.any() else "sample"
 
 
-def draw_step(
+def sample_step(
     last_token: Int[Array, "S"],
     logits: Float[Array, "B V"],
     rows: Int[Array, "B C"],
     *,
-    cut: bool,
+    truncate: bool | None,
 ) -> tuple[Int[Array, "S"], Int[Array, "B"], Float[Array, "B"]]:
-    """Draws tokens after a step whose rows want them; greedy rows keep theirs.
+    """Samples tokens after a step whose rows want that; greedy rows keep theirs.
 
     Args:
         last_token: of the state after the step. Donate it.
         logits: of the step's output.
         rows: of the step.
-        cut: see `drawing`.
+        truncate: whether any row uses top-k or top-p; without them there is nothing to sort. None
+            finds out on the device: one program where there would be two.
 
-    Returns the state's newest tokens, and what takes the place of the output's tokens and
-    log-probabilities.
+    Returns the state's newest tokens, and what replaces the output's tokens and log-probabilities.
     """
-    tokens, logprobs = sample(logits, _sampling(rows), rows[:, KV_LEN], cut=cut)
+    sampling = _sampling(rows)
+    wanted = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1)) if truncate is None else truncate
+    tokens, logprobs = sample(logits, sampling, rows[:, KV_LEN], truncate=wanted)
     return _remember(last_token, rows[:, SLOT], tokens), tokens, logprobs
+
+
+def score_step(
+    cfg: ModelConfig,
+    params: Params,
+    hidden: Float[Array, "T d"],
+    tokens: Int[Array, "T"],
+    rows: Int[Array, "B C"],
+) -> Float[Array, "T"]:
+    """Log-probability of the token that follows each one in its prompt, after a prefill step.
+
+    `hidden` is of the step's output, `tokens` and `rows` are the step's; at a chunk's end the row's
+    NEXT_TOKEN follows. What padding gets means nothing.
+    """
+    end = jnp.cumsum(rows[:, Q_LEN], dtype=jnp.int32) - 1
+    end = jnp.where(rows[:, Q_LEN] > 0, end, tokens.shape[0])  # padding rows: dropped
+    following = jnp.roll(tokens, -1).at[end].set(rows[:, NEXT_TOKEN], mode="drop")
+    return token_logprobs(head(cfg, params, hidden), following)
 
 
 def _remember(
@@ -267,13 +293,10 @@ def prefill_step(
     control: Int[Array, "2"],
     *,
     max_active: int,
-    prompt_logprobs: bool = False,
 ) -> tuple[State, Output]:
     """Chunks of prompts, packed one after another into `tokens`; row b owns its `q_len` next ones.
 
-    A token is sampled from the last row of every chunk; the host uses it where the chunk ends its
-    prompt. With `prompt_logprobs` (static), `Output.prompt_logprobs[t]` is the log-probability of
-    the token that follows token t in its prompt, at a chunk's end the row's NEXT_TOKEN.
+    A token comes of the last row of every chunk; the host uses it where the chunk ends its prompt.
     """
     state = state._replace(block_table=_apply_deltas(state.block_table, deltas))
     num_tokens, num_chunks = tokens.shape[0], rows.shape[0]
@@ -325,12 +348,7 @@ def prefill_step(
     sampled, logprobs = greedy(logits)
     state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], sampled))
     degraded = _by_chunk(stats, owner, valid, num_chunks)
-    out = Output(sampled, logprobs, degraded, stats.expert_rows, logits=logits)
-    if prompt_logprobs:
-        end = jnp.where(rows[:, Q_LEN] > 0, last, num_tokens)  # padding rows: dropped
-        following = jnp.roll(tokens, -1).at[end].set(rows[:, NEXT_TOKEN], mode="drop")
-        out = out._replace(prompt_logprobs=token_logprobs(head(cfg, params, x), following))
-    return state, out
+    return state, Output(sampled, logprobs, degraded, stats.expert_rows, logits=logits, hidden=x)
 
 
 def _by_chunk(

@@ -18,15 +18,17 @@ import numpy as np
 from jaxtyping import Int
 
 from jmoe.api import Model
+from jmoe.model import Params
 from jmoe.steps import (
     NUM_COLUMNS,
     NUM_DELTA_COLUMNS,
     Output,
     State,
     decode_step,
-    draw_step,
-    drawing,
     prefill_step,
+    sample_step,
+    sampling_mode,
+    score_step,
     served,
 )
 from pallas_kernels.backend import backend
@@ -37,7 +39,6 @@ from serving.executables import Executables
 from serving.scheduler import Limits
 
 FULL_CAPACITY = 100
-DRAWS = ("draw", "cut")
 MAX_COMPILERS = 8  # at a time; each takes up to a gigabyte of host memory
 COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -46,20 +47,25 @@ Progress = Callable[[str, int, int], None]
 
 
 class Key(NamedTuple):
-    """Which program. `size` is rows of a decode step or a draw, tokens of a prefill step.
+    """Which program. `size` is tokens of a `prefill` step and of `score`, else rows.
 
-    Phases `draw` and `cut` are `draw_step` without and with top-k and top-p.
+    `score` and `sample` run behind a step whose rows ask for it; `truncate` is `sample` with top-k
+    and top-p, where that is a program of its own (`sampling_phases`).
     """
 
     phase: str
     size: int
     bucket_percent: int
-    prompt_logprobs: bool = False
 
     @property
     def name(self) -> str:
         """Of its entry on disk."""
-        return f"{self.phase}-{self.size}-{self.bucket_percent}-{int(self.prompt_logprobs)}"
+        return f"{self.phase}-{self.size}-{self.bucket_percent}"
+
+
+def sampling_phases() -> tuple[str, ...]:
+    """A GPU has a program for each sampling mode; a CPU, where compiling is slow, one for both."""
+    return ("sample",) if backend() == "cpu" else ("sample", "truncate")
 
 
 def sizes_up_to(largest: int, smallest: int, factor: Callable[[int], int]) -> tuple[int, ...]:
@@ -110,25 +116,26 @@ class Buckets:
         thresholds = sorted(self.thresholds, reverse=True)
         keys = [Key("decode", n, t) for t in thresholds for n in reversed(self.decode)]
         keys += [Key("prefill", n, t) for t in thresholds for n in reversed(self.prefill)]
-        keys.append(Key("prefill", self.prefill[-1], FULL_CAPACITY, True))
+        keys.append(Key("score", self.prefill[-1], FULL_CAPACITY))
         rows = sorted({*self.decode, self.chunks})
-        return keys + [Key(phase, n, FULL_CAPACITY) for phase in DRAWS for n in rows]
+        return keys + [Key(phase, n, FULL_CAPACITY) for phase in sampling_phases() for n in rows]
 
     def choose(
         self, phase: str, size: int, threshold_percent: int, *, full: bool, prompt_logprobs: bool
     ) -> Key:
-        """The smallest program that serves a step; `full` asks for one without a capacity."""
-        if prompt_logprobs:  # rare: one size serves them all
-            return Key(phase, self.prefill[-1], FULL_CAPACITY, True)
+        """The smallest program that serves a step; `full` asks for one without a capacity.
+
+        With `prompt_logprobs` it is the largest prefill program, the one that `score` follows.
+        """
         sizes = self.decode if phase == "decode" else self.prefill
-        fits = sizes[bisect_left(sizes, size)]
+        fits = sizes[-1 if prompt_logprobs else bisect_left(sizes, size)]
         if full:
             return Key(phase, fits, FULL_CAPACITY)
         return Key(phase, fits, self.thresholds[bisect_left(self.thresholds, threshold_percent)])
 
     def rows(self, key: Key) -> int:
         """Packed rows of a program."""
-        return self.chunks if key.phase == "prefill" else key.size
+        return self.chunks if key.phase in ("prefill", "score") else key.size
 
     def deltas(self, key: Key) -> int:
         """Block-table deltas a step can have: a page a row, and those its tokens fill."""
@@ -161,7 +168,14 @@ class Programs:
         """Compiles every program, several at a time; what the disk has is read from there."""
         keys = self._buckets.keys()
         code = traced_code.digest(
-            (decode_step, prefill_step, draw_step, Programs._lower, Programs._max_active)
+            (
+                decode_step,
+                prefill_step,
+                sample_step,
+                score_step,
+                Programs._lower,
+                Programs._max_active,
+            )
         )
 
         def tell() -> None:
@@ -212,25 +226,35 @@ class Programs:
         model = self._model
         return self._compiled[key](self._params, model.pool, model.table, state, *arrays)
 
-    def draw(self, state: State, out: Output, rows: Int[np.ndarray, "B C"]) -> tuple[State, Output]:
-        """After a step: launches what draws tokens where its rows want that."""
-        if (cut := drawing(rows)) is None:
+    def sample(
+        self, state: State, out: Output, rows: Int[np.ndarray, "B C"]
+    ) -> tuple[State, Output]:
+        """After a step: launches what samples tokens where its rows want that."""
+        if (mode := sampling_mode(rows)) == "greedy":
             return state, out
-        draw = self._compiled[Key(DRAWS[cut], len(rows), FULL_CAPACITY)]
-        last, tokens, logprobs = draw(state.last_token, out.logits, rows)
+        phase = mode if mode in sampling_phases() else "sample"
+        program = self._compiled[Key(phase, len(rows), FULL_CAPACITY)]
+        last, tokens, logprobs = program(state.last_token, out.logits, rows)
         return state._replace(last_token=last), out._replace(tokens=tokens, logprobs=logprobs)
 
+    def score(
+        self, out: Output, tokens: Int[np.ndarray, "T"], rows: Int[np.ndarray, "B C"]
+    ) -> Output:
+        """After a prefill step of the largest size: launches what scores its prompts' tokens."""
+        program = self._compiled[Key("score", len(tokens), FULL_CAPACITY)]
+        scores = program(_without_layers(self._params), out.hidden, tokens, rows)
+        return out._replace(prompt_logprobs=scores)
+
     def _lower(self, key: Key) -> jax.stages.Lowered:
-        if key.phase in DRAWS:
-            step = partial(draw_step, cut=key.phase == "cut")
-            return jax.jit(step, donate_argnums=0).lower(*self._abstract(key))
         cfg, max_active = self._model.config, self._max_active(key)
-        if key.phase == "decode":
-            step = partial(decode_step, cfg, max_active=max_active)
-        else:
-            step = partial(
-                prefill_step, cfg, max_active=max_active, prompt_logprobs=key.prompt_logprobs
-            )
+        if key.phase in ("sample", "truncate"):
+            truncate = None if len(sampling_phases()) == 1 else key.phase == "truncate"
+            step = partial(sample_step, truncate=truncate)
+            return jax.jit(step, donate_argnums=0).lower(*self._abstract(key))
+        if key.phase == "score":
+            return jax.jit(partial(score_step, cfg)).lower(*self._abstract(key))
+        step = decode_step if key.phase == "decode" else prefill_step
+        step = partial(step, cfg, max_active=max_active)
         step.__name__ = f"{key.phase}_{key.size}_{key.bucket_percent}"  # type: ignore[attr-defined]
         return jax.jit(step, donate_argnums=3).lower(*self._abstract(key))
 
@@ -242,24 +266,22 @@ class Programs:
 
     def _abstract(self, key: Key) -> tuple[Any, ...]:
         """Shapes and dtypes of a program's arguments."""
-        buckets, model = self._buckets, self._model
-        if key.phase in DRAWS:
+        buckets, model, held = self._buckets, self._model, partial(jax.tree.map, _abstract)
+
+        def int32(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        rows, tokens = int32(buckets.rows(key), NUM_COLUMNS), int32(key.size)
+        if key.phase in ("sample", "truncate"):
             logits = jax.ShapeDtypeStruct((key.size, model.config.vocab_size), jnp.float32)
-            rows = jax.ShapeDtypeStruct((key.size, NUM_COLUMNS), jnp.int32)
-            last = self._state.last_token
-            return jax.ShapeDtypeStruct(last.shape, last.dtype), logits, rows
-        shapes = [
-            (buckets.rows(key), NUM_COLUMNS),
-            (buckets.deltas(key), NUM_DELTA_COLUMNS),
-            (2,),
-        ]
+            return held(self._state.last_token), logits, rows
+        if key.phase == "score":
+            hidden = jax.ShapeDtypeStruct((key.size, model.config.d_model), model.dtype)
+            return held(_without_layers(self._params)), hidden, tokens, rows
+        said = [rows, int32(buckets.deltas(key), NUM_DELTA_COLUMNS), int32(2)]
         if key.phase == "prefill":
-            shapes.insert(0, (key.size,))
-        held = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype),
-            (self._params, model.pool, model.table, self._state),
-        )
-        return *held, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
+            said.insert(0, tokens)
+        return *held((self._params, model.pool, model.table, self._state)), *said
 
     def _made_from(self, key: Key, code: str) -> str:
         """All that tells this program from any other of the same versions on the same device."""
@@ -273,6 +295,15 @@ class Programs:
                 self._options,
             )
         )
+
+
+def _abstract(a: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype)
+
+
+def _without_layers(params: Params) -> Params:
+    """What `embed` and `head` read."""
+    return {key: leaf for key, leaf in params.items() if key != "segments"}
 
 
 def limit_cpu_threads(count: int) -> None:

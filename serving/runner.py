@@ -1,9 +1,10 @@
 """The runner: device state, launches, and reads. The only one that touches the device."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import jax
@@ -15,7 +16,7 @@ from jmoe.steps import Output, empty_deltas, empty_rows, make_state, pack_row
 from serving.config import EngineConfig
 from serving.executables import Executables
 from serving.memory import check_memory
-from serving.programs import DRAWS, Buckets, Key, Programs, Progress, with_default_buckets
+from serving.programs import Buckets, Key, Programs, Progress, with_default_buckets
 from serving.reader import ResultReader
 from serving.scheduler import Limits, StepPlan
 
@@ -127,12 +128,18 @@ class DeviceRunner:
 
     def _warm(self, key: Key) -> None:
         """Runs a program on padding."""
-        rows = empty_rows(self.buckets.rows(key))
-        if key.phase in DRAWS:
-            logits = jnp.zeros((len(rows), self.model.config.vocab_size), jnp.float32)
-            nothing = Output(*jnp.zeros((4, 1), jnp.int32), logits=logits)
-            rows[:] = pack_row(-1, kv_len=0, temperature=1.0, top_k=int(key.phase == "cut"))
-            self._state, out = self.programs.draw(self._state, nothing, rows)
+        rows, cfg = empty_rows(self.buckets.rows(key)), self.model.config
+        nothing = Output(*jnp.zeros((4, 1), jnp.int32))
+        if key.phase in ("sample", "truncate"):
+            logits = jnp.zeros((len(rows), cfg.vocab_size), jnp.float32)
+            rows[:] = pack_row(-1, kv_len=0, temperature=1.0, top_k=int(key.phase == "truncate"))
+            self._state, out = self.programs.sample(
+                self._state, nothing._replace(logits=logits), rows
+            )
+        elif key.phase == "score":
+            hidden = jnp.zeros((key.size, cfg.d_model), self.model.dtype)
+            tokens = np.zeros(key.size, np.int32)
+            out = self.programs.score(nothing._replace(hidden=hidden), tokens, rows)
         else:
             arrays = [
                 rows,
@@ -142,7 +149,7 @@ class DeviceRunner:
             if key.phase == "prefill":
                 arrays.insert(0, np.zeros(key.size, np.int32))
             self._state, out = self.programs.run(key, self._state, *arrays)
-        _cut(jax.device_get(out._replace(logits=None)), 1)
+        _to_host(out)(1)
 
     def launch(self, plan: StepPlan, control: tuple[int, int]) -> "Future[StepResult]":
         """See Runner."""
@@ -159,17 +166,15 @@ class DeviceRunner:
         deltas = empty_deltas(self.buckets.deltas(key))
         deltas[: len(plan.deltas)] = plan.deltas
         arrays = [rows, deltas, np.array(control, np.int32)]
+        tokens = np.zeros(key.size, np.int32)
         if plan.phase == "prefill":
-            tokens = np.zeros(key.size, np.int32)
             tokens[:size] = plan.tokens
             arrays.insert(0, tokens)
         self._state, out = self.programs.run(key, self._state, *arrays)
-        self._state, out = self.programs.draw(self._state, out, rows)
-        out = out._replace(logits=None)
-        for leaf in jax.tree.leaves(out):
-            leaf.copy_to_host_async()
-        count = len(plan.rows)
-        return self._reader.submit(lambda: _cut(jax.device_get(out), count))
+        if plan.prompt_logprobs:
+            out = self.programs.score(out, tokens, rows)
+        self._state, out = self.programs.sample(self._state, out, rows)
+        return self._reader.submit(partial(_to_host(out), len(plan.rows)))
 
     def load_way(self, way: int, layer: int) -> None:
         """See Runner. Every way fits the places that capacities are reckoned with."""
@@ -179,6 +184,20 @@ class DeviceRunner:
         """Stops counting compilations, and reading."""
         self.programs.close()
         self._reader.close()
+
+
+def _to_host(out: Output) -> Callable[[int], StepResult]:
+    """Starts the copies of what the host reads; the result waits for them, and takes the number of
+    rows that are no padding.
+    """
+    out = out._replace(logits=None, hidden=None)
+    for leaf in jax.tree.leaves(out):
+        leaf.copy_to_host_async()
+
+    def read(count: int) -> StepResult:
+        return _cut(jax.device_get(out), count)
+
+    return read
 
 
 def _cut(out: Output, count: int) -> StepResult:

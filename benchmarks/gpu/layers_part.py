@@ -27,7 +27,14 @@ from jmoe.api import Model
 from jmoe.config import from_hf
 from jmoe.random_model import random_model
 from jmoe.sampling import token_logprobs
-from jmoe.steps import decode_step, empty_deltas, make_state, pack_row, prefill_step
+from jmoe.steps import (
+    decode_step,
+    empty_deltas,
+    make_state,
+    pack_row,
+    prefill_step,
+    score_step,
+)
 
 DEPENDS = (
     "pallas_kernels",
@@ -203,12 +210,14 @@ def paged_logprobs(model: Model, tokens: np.ndarray, decoded: int) -> tuple[Seen
             for b in range(batch)
         ]
     )
-    prefill = partial(prefill_step, cfg, prompt_logprobs=True, **options)
-    step = jax.jit(prefill, donate_argnums=3)
-    state, out = launch(step, state, tokens[:, :first].reshape(-1), rows, empty_deltas(1))
+    prompts = tokens[:, :first].reshape(-1)
+    step = jax.jit(partial(prefill_step, cfg, **options), donate_argnums=3)
+    state, out = launch(step, state, prompts, rows, empty_deltas(1))
+    score = jax.jit(partial(score_step, cfg))
+    scores = score(model.params, out.hidden, jnp.asarray(prompts), jnp.asarray(rows))
     sequence, position = np.divmod(np.arange(batch * first), first)
     following = tokens[sequence, position + 1]
-    seen = (sequence, position), following, np.asarray(out.prompt_logprobs, np.float64)
+    seen = (sequence, position), following, np.asarray(scores, np.float64)
     step = jax.jit(partial(decode_step, cfg, **options), donate_argnums=3)
     chosen, logprobs = [], []
     for at in range(first, length):

@@ -27,7 +27,7 @@ from jmoe.checkpoint import empty_pool
 from jmoe.config import ModelConfig, from_hf
 from jmoe.experts import make_table
 from jmoe.random_model import random_params
-from jmoe.steps import decode_step, draw_step, make_state, prefill_step, served
+from jmoe.steps import decode_step, make_state, prefill_step, sample_step, served
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for, h200_mesh
@@ -259,10 +259,10 @@ def test_an_eager_step_scans_its_layers_and_copies_nothing(mesh, case):
     assert all("known_trip_count" in line for line in loops)
 
 
-@pytest.mark.parametrize("cut", [False, True])
-def test_drawing_tokens_waits_for_nothing(mesh, cut):
+@pytest.mark.parametrize("truncate", [False, True])
+def test_sampling_waits_for_nothing(mesh, truncate):
     logits = jax.ShapeDtypeStruct((BATCH, QWEN15.config.vocab_size), jnp.float32)
-    draw = partial(draw_step, cut=cut)
+    draw = partial(sample_step, truncate=truncate)
     exe = compile_for(mesh, draw, int32(BATCH), logits, int32(BATCH, 9), donate_argnums=0)
     assert " while(" not in exe.as_text()
     assert " conditional(" not in exe.as_text()

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from jmoe.sampling import Sampling, sample
-from jmoe.steps import draw_step, drawing, empty_rows, pack_row
+from jmoe.steps import empty_rows, pack_row, sample_step, sampling_mode
 
 VOCAB = 50
 _sample = jax.jit(sample)
-_sample_uncut = jax.jit(partial(sample, cut=False))
+_sample_whole = jax.jit(partial(sample, truncate=False))
 
 
 def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0):
@@ -32,7 +32,7 @@ def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0):
     arrays = jnp.asarray(logits), sampling, spread(position, np.int32)
     tokens, logprobs = _sample(*arrays)
     if np.all(np.asarray(top_k) == 0) and np.all(np.asarray(top_p) == 1):
-        for got, want in zip(_sample_uncut(*arrays), (tokens, logprobs), strict=True):
+        for got, want in zip(_sample_whole(*arrays), (tokens, logprobs), strict=True):
             np.testing.assert_array_equal(got, want)
     return np.asarray(tokens), np.asarray(logprobs)
 
@@ -178,18 +178,18 @@ def test_masked_logits_are_never_drawn():
 @pytest.mark.parametrize(
     ("settings", "want"),
     [
-        ([{}, {"top_k": 3, "top_p": 0.5}], None),  # greedy: cuts change nothing
-        ([{}, {"temperature": 0.5}], False),
-        ([{"top_k": 3}, {"temperature": 0.5}], False),
-        ([{}, {"temperature": 0.5, "top_k": 2}], True),
-        ([{"temperature": 0.5}, {"temperature": 1e-3, "top_p": 0.99}], True),
+        ([{}, {"top_k": 3, "top_p": 0.5}], "greedy"),
+        ([{}, {"temperature": 0.5}], "sample"),
+        ([{"top_k": 3}, {"temperature": 0.5}], "sample"),
+        ([{}, {"temperature": 0.5, "top_k": 2}], "truncate"),
+        ([{"temperature": 0.5}, {"temperature": 1e-3, "top_p": 0.99}], "truncate"),
     ],
 )
 def test_the_host_knows_what_rows_want(settings, want):
     rows = np.stack([pack_row(i, kv_len=3, **own) for i, own in enumerate(settings)])
     packed = empty_rows(4)
     packed[:2] = rows
-    assert drawing(packed) is want
+    assert sampling_mode(packed) == want
 
 
 def test_a_draw_leaves_greedy_rows_and_other_slots_alone(logits):
@@ -198,8 +198,23 @@ def test_a_draw_leaves_greedy_rows_and_other_slots_alone(logits):
     rows[1] = pack_row(0, kv_len=9)
     last = jnp.array([11, 12, 13], jnp.int32)
     four = jnp.asarray(logits[:4], jnp.float32)
-    newest, tokens, logprobs = draw_step(last, four, jnp.asarray(rows), cut=False)
+    newest, tokens, logprobs = sample_step(last, four, jnp.asarray(rows), truncate=False)
     (want,), (want_logprob,) = draw(logits[0], seed=7, position=5)
     assert tokens[:2].tolist() == [want, logits[1].argmax()]
     assert newest.tolist() == [logits[1].argmax(), 12, want]
     np.testing.assert_allclose(logprobs[0], want_logprob, rtol=1e-6)
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+def test_the_device_finds_out_whether_a_row_truncates(logits, top_k):
+    """One program for both modes has the tokens of the program of either."""
+    rows = empty_rows(4)
+    for at in range(3):
+        rows[at] = pack_row(at, kv_len=5 + at, temperature=2.0, seed=at, top_k=top_k * (at == 1))
+    last = jnp.zeros(3, jnp.int32)
+    four = jnp.asarray(logits[:4], jnp.float32)
+    step = jax.jit(sample_step, static_argnames="truncate")
+    found = step(last, four, jnp.asarray(rows), truncate=None)
+    want = step(last, four, jnp.asarray(rows), truncate=top_k > 0)
+    for got, expected in zip(found, want, strict=True):
+        np.testing.assert_array_equal(got, expected)

@@ -89,12 +89,13 @@ def test_every_step_has_a_program():
                 key = found.choose("prefill", tokens, percent, **options)
                 assert key in keys
                 assert key.size >= tokens
+                assert not logprobs or programs.Key("score", key.size, 100) in keys
             for rows in (1, 5, 40):
                 key = found.choose("decode", rows, percent, full=full, prompt_logprobs=False)
                 assert key in keys
                 assert key.size >= rows
-    rows = {found.rows(key) for key in keys}  # of each step there is a program that draws
-    assert {key.size for key in keys if key.phase == "draw"} >= rows
+    rows = {found.rows(key) for key in keys if key.phase in ("prefill", "decode")}
+    assert {key.size for key in keys if key.phase == "sample"} == rows
 
 
 def test_what_is_served_where():
