@@ -3,7 +3,8 @@
 Deep is what takes minutes and a change to serving, model, training or an op's contract seldom
 breaks: kernels emulated instruction by instruction, interpreted over many shapes, or compiled for
 an H200; whole steps at full depth; programs that measure on a GPU, run dry; long end-to-end runs.
-Of an op's contract, each test interprets the kernel on its first shape in `make test`.
+Of an op's contract suite, `make test` interprets the kernel in the first tests alone. Every golden
+model is held to its logits there, one a family and the mixed one to what they generate, too.
 """
 
 DEEP_FILES = {
@@ -40,12 +41,18 @@ DEEP_TESTS = {
 EMULATED, INTERPRETED = "sm90", "mosaic"
 """Parameters by which contract suites name the implementation they run."""
 
+INTERPRETED_TESTS = 3
+"""Of a contract suite, not deep; each on its first shape."""
+
+GENERATES = "tests/jmoe/test_golden.py::test_paged_generation_equals_transformers_greedy"
+GENERATING = {"qwen2_moe", "mixtral", "qwen3_moe_attention_bias", "qwen3_moe_mixed_yarn"}
+
 
 class Sizes:
     """Decides test by test, in the order in which they are collected."""
 
     def __init__(self) -> None:
-        self._interpreted: set[str] = set()
+        self._interpreted: dict[str, set[str]] = {}
 
     def is_deep(self, nodeid: str) -> bool:
         """`nodeid` is pytest's: file, function, and parameters in brackets."""
@@ -53,10 +60,13 @@ class Sizes:
         if file in DEEP_FILES or file.startswith(DEEP_FOLDERS) or nodeid in DEEP_TESTS:
             return True
         function, _, parameters = test.partition("[")
+        if f"{file}::{function}" == GENERATES:
+            return parameters.rstrip("]") not in GENERATING
         if EMULATED in parameters:
             return True
         if INTERPRETED in parameters:
-            seen = f"{file}::{function}" in self._interpreted
-            self._interpreted.add(f"{file}::{function}")
-            return seen
+            seen = self._interpreted.setdefault(file, set())
+            if function in seen or len(seen) == INTERPRETED_TESTS:
+                return True
+            seen.add(function)
         return False
