@@ -18,6 +18,7 @@ from serving.version import jmoe_version
 
 HEALTH_P999_S, MOST_GAP_RATIO = 0.1, 3.0
 MOST_GROWTH, MOST_PEAK = 1.05, 1.3
+MOST_COMPANY_RATIO = 1.5
 
 
 @dataclass(frozen=True)
@@ -124,14 +125,26 @@ def health_lines(under_load: dict[str, Any], failures: list[str]) -> list[Line]:
     ]
 
 
-def stream_lines(idle: dict[str, Any], under_load: dict[str, Any]) -> list[Line]:
-    """A polite stream goes on beside the load."""
-    name, must = "longest gap of a polite stream", f"at most {MOST_GAP_RATIO:g} x idle"
-    if not (idle["count"] and under_load["count"]):
-        return [Line(name, must, "not measured", None)]
-    ratio = under_load["max_s"] / idle["max_s"]
-    seen = f"{_ms(under_load['max_s'])}, {ratio:.1f} x {_ms(idle['max_s'])}"
-    return [Line(name, must, seen, ratio <= MOST_GAP_RATIO)]
+def stream_lines(
+    idle: dict[str, Any], under_load: dict[str, Any], in_company: dict[str, Any]
+) -> list[Line]:
+    """A polite stream goes on beside the load, about as it does beside as many polite clients.
+
+    The longest gap of an idle server may be one of the machine's; P99 is not.
+    """
+
+    def line(name: str, base: dict[str, Any], of: str, key: str, most: float) -> Line:
+        must = f"at most {most:g} x {of}"
+        if not (base["count"] and under_load["count"]):
+            return Line(name, must, "not measured", None)
+        ratio = under_load[key] / base[key]
+        seen = f"{_ms(under_load[key])}, {ratio:.1f} x {_ms(base[key])}"
+        return Line(name, must, seen, ratio <= most)
+
+    return [
+        line("longest gap of a polite stream", idle, "idle", "max_s", MOST_GAP_RATIO),
+        line("P99 gap of a polite stream", in_company, "polite load", "p99_s", MOST_COMPANY_RATIO),
+    ]
 
 
 def fuzz_lines(result: FuzzResult, wanted: int) -> list[Line]:

@@ -136,7 +136,7 @@ def _measured(
     health, stream = latencies(checks), latencies(gaps)
     lines += report.memory_lines(memory)
     lines += report.health_lines(health["load"], failed_checks)
-    lines += report.stream_lines(stream["idle"], stream["load"])
+    lines += report.stream_lines(stream["idle"], stream["load"], stream["polite"])
     codes: dict[str, dict[str, int]] = {}
     for (group, kind, code), number in sorted(load.codes.items()):
         codes.setdefault(f"{group}: {kind}", {})[code] = number
