@@ -20,11 +20,11 @@ from typing import Any
 import grpc
 from grpc.experimental import ChannelOptions
 
+from serving.bench.loadgen import play
+from serving.bench.workload import Arrival
 from serving.client import Client
-from serving.loadgen import play
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
-from serving.workload import Arrival
 
 NUM_STREAMS, NUM_TOKENS, STEP_S = 48, 150, 0.016
 WAYS = {

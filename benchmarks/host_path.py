@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from serving.bench.launch import running_server
+from serving.bench.loadgen import saturate
+from serving.bench.workload import Arrival
 from serving.client import Client
-from serving.launch import running_server
-from serving.loadgen import saturate
-from serving.reader import ResultReader
+from serving.execution.reader import ResultReader
 from serving.version import jmoe_version
-from serving.workload import Arrival
 
 BATCH, OUT_TOKENS = 64, 128
 STEPS_MS = (16.0, 8.0, 4.0, 2.0)
@@ -49,9 +49,10 @@ class HostPath:
 
 
 class PassingTime:
-    """A runner whose steps take `step_s`, one after the other. See serving.runner.Runner.
+    """A runner whose steps take `step_s`, one after the other. See serving.execution.runner.Runner.
 
-    `serving.fake.FakeRunner` checks what it is told, token by token, which would be timed here.
+    `serving.execution.fake.FakeRunner` checks what it is told, token by token, which would be timed
+    here.
     """
 
     compilations_since_ready = 0
@@ -68,7 +69,7 @@ class PassingTime:
         return self._reader.submit(lambda: self._read(ends_at, count))
 
     def _read(self, ends_at: float, count: int) -> Any:
-        from serving.runner import StepResult  # brings jax, which the client does without
+        from serving.execution.runner import StepResult  # brings jax, which the client does without
 
         time.sleep(max(0.0, ends_at - time.monotonic()))
         rows = np.zeros((1, 1), np.int32)
@@ -83,8 +84,8 @@ class PassingTime:
 
 
 async def _serve(step_s: float) -> None:
-    from serving import server
     from serving.config import BrownoutConfig, EngineConfig, ServerConfig
+    from serving.frontend import server
 
     brownout = BrownoutConfig(strategy="zero", way=0)
     engine_config = EngineConfig(
@@ -94,7 +95,7 @@ async def _serve(step_s: float) -> None:
     async def start_engine() -> Any:
         import jmoe
         from serving.engine import Engine
-        from serving.runner import limits_of
+        from serving.execution.runner import limits_of
 
         model = jmoe.load("bundled", dtype="float32", ways=[])
         assert model.tokenizer is not None

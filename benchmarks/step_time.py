@@ -22,10 +22,10 @@ import jmoe
 from jmoe.steps import empty_deltas, empty_rows, pack_row
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
+from serving.execution.programs import Key
+from serving.execution.runner import DeviceRunner
 from serving.observer import Observer
-from serving.programs import Key
 from serving.request import SamplingParams
-from serving.runner import DeviceRunner
 
 BATCH, CONTEXT, WAY = 64, 64, 8
 SETTINGS = {"zero": (100, 0), "way 8, t 40": (40, 2), "way 8, t 0": (0, 2), "full, t 0": (0, 1)}

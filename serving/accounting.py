@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Float
 
 from serving.errors import NOT_OURS, RequestFailed, ServingError
+from serving.execution.runner import StepResult
 from serving.observer import Observer
 from serving.request import EngineStats, Output
-from serving.runner import StepResult
-from serving.scheduler import StepPlan
-from serving.sequence import SequenceState
+from serving.scheduling.scheduler import StepPlan
+from serving.scheduling.sequence import SequenceState
 
 log = logging.getLogger(__name__)
 

@@ -23,6 +23,8 @@ from jmoe.api import Model, load
 from serving.accounting import Accounts
 from serving.admission import Admission
 from serving.config import EngineConfig, ServerConfig
+from serving.control.experts_loader import ExpertsLoader, allowed_ways
+from serving.control.slo import SloAnalyser, starting_strategy
 from serving.errors import (
     NOT_OURS,
     Aborted,
@@ -34,11 +36,9 @@ from serving.errors import (
     Unavailable,
     shown,
 )
-from serving.loader import ExpertsLoader, allowed_ways
+from serving.execution.programs import Progress, limit_cpu_threads
+from serving.execution.runner import DeviceRunner, Runner, StepResult, fit_to_model
 from serving.observer import Observer
-from serving.pace import Pace
-from serving.policy import POLICIES
-from serving.programs import Progress, limit_cpu_threads
 from serving.progress import progress_bar
 from serving.request import (
     BrownoutChange,
@@ -49,11 +49,11 @@ from serving.request import (
     Request,
     SamplingParams,
 )
-from serving.runner import DeviceRunner, Runner, StepResult, fit_to_model
-from serving.scheduler import Scheduler, StepPlan
-from serving.sequence import SequenceState
+from serving.scheduling.pace import Pace
+from serving.scheduling.policy import POLICIES
+from serving.scheduling.scheduler import Scheduler, StepPlan
+from serving.scheduling.sequence import SequenceState
 from serving.settings import check
-from serving.slo import SloAnalyser, starting_strategy
 from serving.watchdog import Watchdog
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from serving.scorer import Progress, Scorer
+from serving.bench.scorer import Progress, Scorer
 
 _MAX_GEN_TOKS = 256  # the harness's own default
 

@@ -1,4 +1,4 @@
-"""What an engine tells the world about its steps; `serving.metrics` turns it into metrics."""
+"""What an engine tells the world about its steps; `frontend.metrics` turns it into metrics."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from serving.execution.runner import StepResult
     from serving.request import Output
-    from serving.runner import StepResult
-    from serving.scheduler import StepPlan
-    from serving.sequence import SequenceState
+    from serving.scheduling.scheduler import StepPlan
+    from serving.scheduling.sequence import SequenceState
 
 
 class Observer:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.metrics import Metrics
+from serving.frontend.metrics import Metrics
 from serving.settings import keys
 
 ROOT = Path(__file__).parents[1]

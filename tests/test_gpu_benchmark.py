@@ -11,7 +11,7 @@ from benchmarks.gpu import live, part, report, run, serve_part, sizes, tests_par
 from benchmarks.gpu.part import Case
 from benchmarks.gpu.sizes import DRY, SETTINGS, Sizes
 from benchmarks.kernels import store
-from serving.results import Record, Run
+from serving.bench.results import Record, Run
 
 FULL = Sizes()
 

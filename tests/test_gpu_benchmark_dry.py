@@ -33,7 +33,7 @@ def _in_a_hurry():
     """To compile is most of the time; servers that tests start inherit it.
 
     Parts turn XLA's cache on, for all of a process: off again, or no later test in it can keep a
-    compiled program (`serving.executables`).
+    compiled program (`serving.execution.executables`).
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_PLATFORMS", "cpu")

@@ -1,6 +1,6 @@
 """The paper's figures 11 to 13: a burst of 250 s without and with brownout.
 
-Objectives and capacity are calibrated as the demo does it (`serving.calibrate`); every
+Objectives and capacity are calibrated as the demo does it (`serving.bench.calibrate`); every
 leg is a case of its own, so that a burst of four legs can be played in several calls. The SLOs of
 both legs are those of the stored calibration.
 """
@@ -13,11 +13,11 @@ from typing import Any
 from benchmarks.gpu.live import ENGINE, Live, between, live, requests
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Mix, Sizes
-from serving.calibrate import calibrate
-from serving.demo import DemoConfig, run_result, set_brownout, wait_idle
-from serving.loadgen import play
-from serving.results import Slo
-from serving.workload import burst_pieces, piecewise_poisson_times, schedule
+from serving.bench.calibrate import calibrate
+from serving.bench.demo import DemoConfig, run_result, set_brownout, wait_idle
+from serving.bench.loadgen import play
+from serving.bench.results import Slo
+from serving.bench.workload import burst_pieces, piecewise_poisson_times, schedule
 
 DEPENDS = (*ENGINE, "benchmarks/gpu/burst_part.py")
 START_S = 150.0

@@ -14,10 +14,10 @@ import uvloop
 
 from benchmarks.gpu.part import Context
 from benchmarks.gpu.sizes import Mix, Setting, Sizes, hf_config
+from serving.bench.demo import wait_idle
+from serving.bench.launch import running_server
+from serving.bench.workload import Arrival, Lengths, synthetic
 from serving.client import Client
-from serving.demo import wait_idle
-from serving.launch import running_server
-from serving.workload import Arrival, Lengths, synthetic
 
 START_TIMEOUT_S = 480.0
 ENGINE = (

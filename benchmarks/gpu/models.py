@@ -23,7 +23,7 @@ def make(sizes: Sizes, *, ways: tuple[int, ...] = (), depth: int | None = None) 
 def use_compilation_cache(directory: Path) -> None:
     """XLA's own cache of everything that is compiled. Not for a process that serves.
 
-    A server keeps its programs itself (`serving.executables`), and not beside this cache.
+    A server keeps its programs itself (`serving.execution.executables`), and not beside this cache.
     """
     directory.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(directory))

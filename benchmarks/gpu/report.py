@@ -352,7 +352,7 @@ def _throughput(points: Records, sizes: Sizes) -> Callable[[Any], None]:
 
 def _burst_picture(legs: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
     """The demo's picture, of these legs."""
-    from serving.report import draw
+    from serving.bench.report import draw
 
     shared = ("duration_s", "burst_at_s", "steady_rate_per_s", "burst_rate_per_s", "slo")
     runs = {leg: record["run"] for leg, record in legs.items()}

@@ -17,10 +17,10 @@ import numpy as np
 from benchmarks.gpu.live import ENGINE, Live, between, live, requests
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import SETTINGS, ZERO, Mix, Setting, Sizes
-from serving.calibrate import full_batch
-from serving.loadgen import play, saturate
-from serving.results import Run
-from serving.workload import poisson_times, schedule
+from serving.bench.calibrate import full_batch
+from serving.bench.loadgen import play, saturate
+from serving.bench.results import Run
+from serving.bench.workload import poisson_times, schedule
 
 DEPENDS = (*ENGINE, "benchmarks/gpu/serve_part.py")
 START_S = 150.0  # cold; a third of it with compiled programs at hand

@@ -21,8 +21,9 @@ import numpy as np
 import uvloop
 
 from benchmarks.gpu.sizes import DRY, Sizes
-from serving import server, settings
-from serving.cli_options import overrides
+from serving import settings
+from serving.cli.options import overrides
+from serving.frontend import server
 from serving.observer import Observer
 
 PROFILE_S = 2.0

@@ -24,7 +24,7 @@ DEPENDS = (
     "benchmarks/gpu/torch_generate.py",
     "benchmarks/gpu/transformers_part.py",
     "jmoe/random_model.py",
-    "serving/workload.py",
+    "serving/bench/workload.py",
 )
 START_S = 1.0
 

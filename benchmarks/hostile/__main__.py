@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 from benchmarks.hostile.report import table
 from benchmarks.hostile.run import Plan, run
-from serving.launch import running_server
+from serving.bench.launch import running_server
 
 
 def loopback(address: str) -> str:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from serving.bench.launch import running_server
 from serving.client import Client
-from serving.launch import running_server
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from jmoe.checkpoint import CheckpointError
-from serving import cli, cli_info
+from serving.cli import info as cli_info
+from serving.cli import main as cli
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 

@@ -79,7 +79,7 @@ def changed(value):
     + [("rope", field.name) for field in dataclasses.fields(RopeConfig)],
 )
 def test_configurations_that_differ_have_different_reprs(outer, name, model):
-    """Compiled programs are kept under them (serving/programs.py)."""
+    """Compiled programs are kept under them (serving/execution/programs.py)."""
     cfg = model.config
     inner = cfg if outer == "config" else cfg.rope
     other = dataclasses.replace(cfg)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jmoe.config import from_hf
-from serving.cli_info import num_parameters
+from serving.cli.info import num_parameters
 
 PUBLISHED = Path(__file__).parents[1] / "published_configs"
 # Parameters in all and active for a token, in 1e9, and positions; as the model cards say them.

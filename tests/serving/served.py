@@ -9,9 +9,9 @@ from fake_engine import FakeEngine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from serving.config import ServerConfig
+from serving.frontend.server import Server
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
-from serving.server import Server
 
 CODE = grpc.StatusCode
 

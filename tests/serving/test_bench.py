@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import scripted_server
 
-from serving import cli, cli_tools
-from serving.bench import run_bench
-from serving.bench_config import BenchConfig, prepare
-from serving.bench_table import WIDTH, result_table
-from serving.workload import WorkloadError
+from serving.bench.config import BenchConfig, prepare
+from serving.bench.run import run_bench
+from serving.bench.table import WIDTH, result_table
+from serving.bench.workload import WorkloadError
+from serving.cli import main as cli
+from serving.cli import tools as cli_tools
 
 NOBODY = "127.0.0.1:1"
 
@@ -33,7 +34,7 @@ async def one_loop(monkeypatch):
     def run(main):
         return asyncio.run_coroutine_threadsafe(main, loop).result()
 
-    monkeypatch.setattr("serving.bench.asyncio", SimpleNamespace(run=run))
+    monkeypatch.setattr("serving.bench.run.asyncio", SimpleNamespace(run=run))
 
 
 @pytest.fixture
@@ -299,7 +300,7 @@ async def test_goodput_takes_several_values(monkeypatch, jmoe, flags):
         seen.append(config)
         raise WorkloadError("seen")
 
-    monkeypatch.setattr("serving.bench.run_bench", stop)
+    monkeypatch.setattr("serving.bench.run.run_bench", stop)
     await jmoe("bench", "serve", *flags)
     assert [(config.goodput, config.seed) for config in seen] == [(("ttft:200", "tpot:50"), 3)]
 

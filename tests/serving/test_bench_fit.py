@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from serving.bench_config import BenchConfig, prepare
-from serving.bench_fit import fit
+from serving.bench.config import BenchConfig, prepare
+from serving.bench.fit import fit
+from serving.bench.workload import WorkloadError
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
-from serving.workload import WorkloadError
 
 
 def fitted(max_model_len=256, **change):

@@ -15,9 +15,10 @@ from typer.main import get_command
 
 from jmoe.api import load
 from jmoe.config import read_config
-from serving import cli, server
-from serving.cli_info import kv_bytes_per_token, load_model_config, num_parameters
-from serving.cli_options import overrides
+from serving.cli import main as cli
+from serving.cli.info import kv_bytes_per_token, load_model_config, num_parameters
+from serving.cli.options import overrides
+from serving.frontend import server
 from serving.settings import CONFIGS, SettingsError, keys
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -36,7 +37,7 @@ def _level_of_the_log():
 @pytest.fixture(autouse=True)
 def _nothing_is_kept(monkeypatch):
     """XLA's cache stays as it is for the tests that follow in this process."""
-    monkeypatch.setattr("serving.cli._keep_programs", lambda folder: None)
+    monkeypatch.setattr("serving.cli.main._keep_programs", lambda folder: None)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -88,9 +89,9 @@ def test_no_help_is_cut_at_100_columns(monkeypatch, capsys) -> None:
 
 def test_start_is_quick_and_imports_no_jax() -> None:
     heavy = {"jax", "grpc", "pydantic", "numpy", "matplotlib"}
-    code = f"import sys, serving.cli; sys.exit(bool({heavy} & set(sys.modules)))"
+    code = f"import sys, serving.cli.main; sys.exit(bool({heavy} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
-    code = "import sys, serving.server; sys.exit('jax' in sys.modules)"
+    code = "import sys, serving.frontend.server; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
 
 
@@ -159,8 +160,8 @@ def test_flags_are_the_keys_of_what_they_set() -> None:
 
 
 def test_tool_flags_follow_the_configurations() -> None:
-    from serving.demo import DemoConfig
-    from serving.loadgen import BenchConfig
+    from serving.bench.demo import DemoConfig
+    from serving.bench.loadgen import BenchConfig
     from training.distill import DistillConfig
 
     def names(config: type) -> set[str]:

@@ -8,7 +8,7 @@ import pytest
 from typer.main import get_command
 
 from jmoe.brownout import Brownout
-from serving import cli
+from serving.cli import main as cli
 from training.evaluation import run as run_module
 from training.evaluation.items import STRATEGIES, THRESHOLDS, WAYS, grid
 from training.evaluation.run import EvaluateConfig

@@ -11,9 +11,9 @@ import pytest
 import scripted_server
 from rich.console import Console
 
-from serving import demo
-from serving.demo import DemoConfig, run_demo
-from serving.launch import LaunchError
+from serving.bench import demo
+from serving.bench.demo import DemoConfig, run_demo
+from serving.bench.launch import LaunchError
 
 SCRIPTED = (scripted_server.__file__,)
 
@@ -124,7 +124,7 @@ def test_a_server_that_refuses_everything_is_explained(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_the_demo_stops_its_server(tmp_path, number):
     program = (
-        "from pathlib import *; from serving.demo import *;"
+        "from pathlib import *; from serving.bench.demo import *;"
         f"run_demo({config(tmp_path, calibration_s=30.0)!r})"
     )
     child = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
@@ -142,8 +142,8 @@ def test_stopping_the_demo_stops_its_server(tmp_path, number):
 async def test_light_imports():
     """Client-side modules start fast: none of them brings jax along."""
     program = (
-        "import sys, serving.client, serving.workload, serving.loadgen, serving.report,"
-        " serving.calibrate, serving.demo; assert 'jax' not in sys.modules"
+        "import sys, serving.client, serving.bench.workload, serving.bench.loadgen,"
+        " serving.bench.report, serving.bench.calibrate, serving.bench.demo; assert 'jax' not in sys.modules"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
     assert await process.wait() == 0

@@ -10,13 +10,13 @@ import pytest
 from counting import collect, model_with
 
 from serving.config import EngineConfig
+from serving.control.experts_loader import ExpertsLoader
 from serving.errors import Aborted, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
-from serving.fake import FakeRunner
-from serving.loader import ExpertsLoader
+from serving.execution.fake import FakeRunner
+from serving.execution.runner import fit_to_model
 from serving.request import BrownoutChange, SamplingParams
-from serving.runner import fit_to_model
-from serving.scheduler import Limits
-from serving.sequence import Stage
+from serving.scheduling.scheduler import Limits
+from serving.scheduling.sequence import Stage
 
 pytestmark = pytest.mark.simulated_time
 

@@ -13,11 +13,11 @@ from counting import collect, model_with
 
 from serving import engine as engine_module
 from serving.config import BrownoutConfig, SalcConfig
+from serving.control.slo import LatencyWindow, SloAnalyser
 from serving.errors import InvalidRequest, RequestFailed, Unavailable, shown
-from serving.fake import FakeRunner
+from serving.execution.fake import FakeRunner
 from serving.observer import Observer
 from serving.request import BrownoutChange, SamplingParams
-from serving.slo import LatencyWindow, SloAnalyser
 from serving.watchdog import StuckTimer
 
 simulated_time = pytest.mark.simulated_time

@@ -13,10 +13,10 @@ import pytest
 import jmoe
 from jmoe.brownout import Brownout
 from pallas_kernels.routing import reference
-from serving import executables as module
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
-from serving.executables import KEPT_S, Executables
+from serving.execution import executables as module
+from serving.execution.executables import KEPT_S, Executables
 from serving.request import BrownoutChange, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -174,7 +174,7 @@ async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypat
         def submit(self, job, key, *_):
             pytest.fail(f"{key} was lowered")
 
-    monkeypatch.setattr("serving.programs.ThreadPoolExecutor", NoJobs)
+    monkeypatch.setattr("serving.execution.programs.ThreadPoolExecutor", NoJobs)
     assert await answers() == first
     model = jmoe.load(GOLDEN, "float32")
     for (own, brownout), tokens in zip(REQUESTS, first, strict=True):

@@ -11,7 +11,7 @@ from served import CODE, Setup, collect, failure, request, serving, until
 
 from serving.config import EngineConfig, ServerConfig
 from serving.errors import Overloaded
-from serving.inbox import MAX_MESSAGE_BYTES, PLACES_PER_CONNECTION
+from serving.frontend.inbox import MAX_MESSAGE_BYTES, PLACES_PER_CONNECTION
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import BrownoutChange
 

@@ -15,10 +15,10 @@ from test_server import process
 from serving import settings
 from serving.client import Client
 from serving.config import EngineConfig, ServerConfig
+from serving.frontend.server import Server, serve
+from serving.frontend.services import SERVICES
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
-from serving.server import Server, serve
-from serving.services import SERVICES
 from serving.settings import SettingsError
 
 # ---- the admin service -------------------------------------------------------------------------
@@ -162,8 +162,8 @@ async def test_a_taken_metrics_port_names_the_flag() -> None:
 async def finished_but_not_read(s: Setup, num_tokens: int):
     """A real engine that has made every token of a call whose caller has read one."""
     from serving.engine import Engine
-    from serving.fake import FakeRunner
-    from serving.scheduler import Limits
+    from serving.execution.fake import FakeRunner
+    from serving.scheduling.scheduler import Limits
 
     config = EngineConfig(
         max_num_seqs=1, max_model_len=num_tokens + 3, page_size=64, max_prefill_tokens=64

@@ -13,10 +13,10 @@ import grpc
 import pytest
 
 from serving import lm_eval_adapter
+from serving.bench.scorer import PromptTooLong, Scorer, halves
 from serving.lm_eval_adapter import sampling_of
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
-from serving.scorer import PromptTooLong, Scorer, halves
 
 MAX_LEN = 32
 
@@ -169,7 +169,7 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_told(alphabet):
 
 
 def test_no_server_is_one_clear_error(monkeypatch):
-    monkeypatch.setattr("serving.scorer._CONNECT_S", 0.2)
+    monkeypatch.setattr("serving.bench.scorer._CONNECT_S", 0.2)
     with pytest.raises(ConnectionError, match=r"no jmoe server answers at 127.0.0.1:1"):
         Scorer("127.0.0.1:1")
 

@@ -4,11 +4,10 @@ import math
 import pytest
 import scripted_server
 
-from serving import loadgen
-from serving.calibrate import Calibration, FullBatch, calibrate, full_batch
-from serving.client import Client
-from serving.loadgen import play, saturate
-from serving.results import (
+from serving.bench import loadgen
+from serving.bench.calibrate import Calibration, FullBatch, calibrate, full_batch
+from serving.bench.loadgen import play, saturate
+from serving.bench.results import (
     Record,
     Run,
     Slo,
@@ -19,7 +18,8 @@ from serving.results import (
     thresholds_seen,
     violations,
 )
-from serving.workload import Arrival
+from serving.bench.workload import Arrival
+from serving.client import Client
 
 
 def about(expected):

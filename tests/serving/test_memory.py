@@ -7,10 +7,10 @@ import pytest
 
 from jmoe.api import load
 from jmoe.config import from_hf
-from serving import memory
 from serving.config import EngineConfig
 from serving.engine import Engine
-from serving.scheduler import Limits
+from serving.execution import memory
+from serving.scheduling.scheduler import Limits
 from serving.settings import SettingsError
 
 

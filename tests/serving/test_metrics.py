@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.metrics import Histogram, Metrics
+from serving.frontend.metrics import Histogram, Metrics
 from serving.request import Output, Usage
 
 ACCEPT = (

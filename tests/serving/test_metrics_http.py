@@ -10,7 +10,7 @@ from urllib.request import urlopen
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from serving import metrics_http
+from serving.frontend import metrics_http
 
 STATE = {"now": (False, "starting")}  # what the server says of itself
 

@@ -7,11 +7,11 @@ import pytest
 from jmoe import steps
 from jmoe.model import unstack
 from pallas_kernels.backend import traced_for
-from serving import programs
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
+from serving.execution import programs
+from serving.execution.runner import limits_of
 from serving.request import SamplingParams
-from serving.runner import limits_of
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 

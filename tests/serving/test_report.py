@@ -3,8 +3,8 @@ import struct
 import pytest
 from rich.console import Console
 
-from serving.report import draw, latency_series, table, verdict
-from serving.results import Record
+from serving.bench.report import draw, latency_series, table, verdict
+from serving.bench.results import Record
 
 
 def record(at_s, *token_s, code="OK"):

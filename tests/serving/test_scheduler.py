@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.fake import FakeRunner
-from serving.policy import Fcfs
+from serving.execution.fake import FakeRunner
 from serving.request import Request, SamplingParams
-from serving.scheduler import Limits, Scheduler
-from serving.sequence import SequenceState, Stage
+from serving.scheduling.policy import Fcfs
+from serving.scheduling.scheduler import Limits, Scheduler
+from serving.scheduling.sequence import SequenceState, Stage
 
 
 def make_sequence(name, prompt, max_new, arrived_at=0.0, **sampling):

@@ -17,12 +17,12 @@ from served import CODE, Setup, collect, failure, request, serving, until
 
 from serving import errors
 from serving.config import EngineConfig, ServerConfig
+from serving.frontend.server import Server
+from serving.frontend.services import SERVICES
 from serving.proto import build
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.request import BrownoutChange, Priority, SamplingParams
-from serving.server import Server
-from serving.services import SERVICES
 
 
 def test_stubs_are_those_of_the_proto(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ import asyncio, sys
 from fake_engine import FakeEngine
 from serving.config import EngineConfig, ServerConfig
 from serving.errors import Unavailable
-from serving.server import serve
+from serving.frontend.server import serve
 
 async def start_engine():
     await asyncio.sleep(float(sys.argv[1]))
@@ -344,8 +344,8 @@ async def test_a_signal_while_loading_ends_the_process() -> None:
 
 async def test_with_the_engine_a_dropped_stream_frees_its_pages() -> None:
     from serving.engine import Engine
-    from serving.fake import FakeRunner
-    from serving.scheduler import Limits
+    from serving.execution.fake import FakeRunner
+    from serving.scheduling.scheduler import Limits
 
     runner = FakeRunner(Limits(4, 64, 4, 64, 4), step_s=0.002)
     config = EngineConfig(max_num_seqs=4, max_model_len=128, page_size=4, max_prefill_tokens=64)

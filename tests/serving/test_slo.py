@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serving.config import BrownoutConfig, SalcConfig
+from serving.control.salc import Salc
+from serving.control.slo import LatencyWindow, SloAnalyser
 from serving.errors import InvalidRequest
 from serving.request import BrownoutChange
-from serving.salc import Salc
 from serving.settings import SettingsError
-from serving.slo import LatencyWindow, SloAnalyser
 
 
 def test_algorithm_2_shrinks_above_the_slo_and_grows_below_the_warning_line():

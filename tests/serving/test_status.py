@@ -10,13 +10,14 @@ import pytest
 from fake_engine import FakeEngine
 from served import CODE, Setup, collect, failure, request, serving, until
 
-from serving import errors, guard, logs
+from serving import errors, logs
 from serving.config import EngineConfig, ServerConfig
-from serving.metrics import Metrics
+from serving.frontend import guard
+from serving.frontend.metrics import Metrics
+from serving.frontend.server import Server
+from serving.frontend.status import StatusLog
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import BrownoutChange
-from serving.server import Server
-from serving.status import StatusLog
 
 INTERVAL_S = 10.0
 

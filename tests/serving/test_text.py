@@ -14,8 +14,8 @@ from tokenizers_of_kinds import byte_fallback
 import jmoe
 from jmoe.text_stream import TextStream
 from jmoe.tokenizer import Tokenizer
-from serving.detokenizer import Detokenizer
 from serving.request import MAX_STOP_CHARS
+from serving.scheduling.detokenizer import Detokenizer
 
 
 class Letters:

@@ -12,7 +12,7 @@ import pytest
 
 from jmoe import steps
 from pallas_kernels.routing import reference
-from serving.traced_code import digest
+from serving.execution.traced_code import digest
 
 SOURCE = """
 import helper
@@ -97,7 +97,7 @@ def test_patched_libraries_and_jitted_functions_count(monkeypatch):
 
 
 def test_it_is_the_same_in_every_process():
-    program = "from jmoe import steps; from serving.traced_code import digest;"
+    program = "from jmoe import steps; from serving.execution.traced_code import digest;"
     program += "print(digest([steps.decode_step, steps.prefill_step]))"
 
     def run(seed):

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from serving.workload import (
+from serving.bench.workload import (
     ALPACA_LENGTHS,
     SHAREGPT_LENGTHS,
     Arrival,

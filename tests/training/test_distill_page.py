@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from serving import cli
+from serving.cli import main as cli
 
 PAGE = Path(__file__).parents[2] / "docs" / "distilling-a-model.md"
 

@@ -1,0 +1,126 @@
+"""Measures what a server can do on this machine, to set objectives and load that mean something."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+
+import numpy as np
+
+from serving.bench.loadgen import saturate
+from serving.bench.results import Run, Slo
+from serving.bench.workload import Arrival
+from serving.client import Client
+
+
+class CalibrationError(RuntimeError):
+    """The server answered nothing that could be measured."""
+
+
+@dataclass(frozen=True)
+class FullBatch:
+    """A server kept full: P90 latencies without queueing, and requests answered a second."""
+
+    ttft_p90_s: float
+    itl_p90_s: float
+    capacity_per_s: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Capacity and latencies without brownout (threshold 100) and with all of it (threshold 0)."""
+
+    unloaded_ttft_s: float
+    zero: FullBatch
+    full: FullBatch
+
+    @property
+    def slo(self) -> Slo:
+        """Objectives that brownout can keep.
+
+        TTFT: 3 times the unloaded one, or twice what a full batch takes with all the brownout,
+        whichever is more: without that room for a queue, no threshold would keep it. Without
+        brownout it is missed once requests queue. ITL: halfway, in ratio, between the full batch's
+        extremes: without brownout a full batch misses it.
+        """
+        ttft_s = 3 * self.unloaded_ttft_s
+        if math.isfinite(self.full.ttft_p90_s):
+            ttft_s = max(ttft_s, 2 * self.full.ttft_p90_s)
+        return Slo(ttft_s=ttft_s, itl_s=math.sqrt(self.zero.itl_p90_s * self.full.itl_p90_s))
+
+
+async def calibrate(
+    client: Client,
+    samples: Sequence[Arrival],
+    *,
+    strategy: str = "partial",
+    window_s: float = 10.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> Calibration:
+    """Takes 4 * `window_s` and some 5 s.
+
+    Without brownout and with all of it are measured in turn, twice each, and the faster of each
+    pair counts: a machine that other work holds up for a while only ever makes a batch slower.
+
+    Leaves thresholds fixed at 0 and an ITL SLO that no step can meet: set both before serving.
+
+    Raises CalibrationError, grpc.aio.AioRpcError.
+    """
+    concurrency = (await client.server_info()).max_num_seqs
+    say("calibrating: single requests, no brownout")
+    await _fix_threshold(client, strategy, 100)
+    unloaded = await saturate(client, samples[:13], concurrency=1, duration_s=window_s)
+    ttfts_s = [r.ttft_s for r in unloaded.records if r.ok][1:]  # the first one warms up
+    if not ttfts_s:
+        raise CalibrationError(f"no request was answered: {unloaded.records[0].error}")
+    found: dict[int, list[FullBatch]] = {100: [], 0: []}
+    for percent, batches in [*found.items()] * 2:
+        words = "no brownout" if percent else "all the brownout there is"
+        say(f"calibrating: {concurrency} requests at a time, {words}")
+        await _fix_threshold(client, strategy, percent)
+        batches.append(await _full_batch(client, samples, concurrency, window_s))
+    zero, full = (max(batches, key=lambda b: b.capacity_per_s) for batches in found.values())
+    return Calibration(float(np.median(ttfts_s)), zero, full)
+
+
+async def _fix_threshold(client: Client, strategy: str, percent: int) -> None:
+    await client.set_brownout(
+        strategy=strategy,
+        prefill_threshold_percent=percent,
+        decode_threshold_percent=percent,
+        itl_slo_s=0.001,  # no room for a prefill step out of turn: what is measured sets the SLO
+    )
+
+
+async def _full_batch(
+    client: Client, samples: Sequence[Arrival], concurrency: int, window_s: float
+) -> FullBatch:
+    run = await saturate(client, cycle(samples), concurrency=concurrency, duration_s=window_s)
+    return full_batch(run, 0.2 * window_s, window_s)
+
+
+def full_batch(run: Run, start_s: float, end_s: float) -> FullBatch:
+    """What a saturated run says of the window [start_s, end_s), in which the batch was full.
+
+    Requests a second are tokens a second over mean tokens a request: answers come in waves, and
+    counting those that end in the window would depend on where it cuts the waves.
+    """
+    done = [r for r in run.records if r.ok and r.token_s]
+    gaps_s = [
+        gap
+        for r in done
+        for at, gap in zip(r.token_s[1:], r.itls_s, strict=True)
+        if start_s <= at < end_s
+    ]
+    if not gaps_s:
+        failed = next((r for r in run.records if not r.ok), None)
+        reason = f"{failed.code} {failed.error}" if failed else "answers of one token"
+        raise CalibrationError(f"a full batch gave no latencies: {reason}")
+    num_tokens = sum(start_s <= at < end_s for r in done for at in r.token_s)
+    tokens_per_request = sum(len(r.token_s) for r in done) / len(done)
+    ttfts_s = [r.ttft_s for r in done if start_s <= r.at_s < end_s]
+    return FullBatch(
+        ttft_p90_s=float(np.percentile(ttfts_s, 90)) if ttfts_s else math.nan,
+        itl_p90_s=float(np.percentile(gaps_s, 90)),
+        capacity_per_s=num_tokens / (end_s - start_s) / tokens_per_request,
+    )

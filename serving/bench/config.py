@@ -1,0 +1,248 @@
+"""What `jmoe bench serve` is told, and what of it can be checked before a server is asked."""
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from serving.bench.results import METRICS
+from serving.bench.workload import (
+    BUNDLED_TASKS,
+    Arrival,
+    WorkloadError,
+    approximate_tokens,
+    load_alpaca,
+    load_sharegpt,
+    load_tasks,
+    shuffled,
+)
+
+DATASETS = ("sharegpt", "alpaca", "tasks", "random")
+RAMPS = ("linear", "exponential")
+
+
+@dataclass(frozen=True)
+class BenchConfig:
+    """Flags of `jmoe bench serve`, named as `vllm bench serve` names them."""
+
+    backend: str = "jmoe"  # there is no other
+    base_url: str | None = None  # http:// or grpc://HOST:PORT; none: host and port
+    host: str = "127.0.0.1"
+    port: int = 50051
+    admin_address: str | None = None  # none: where the server says its admin service is
+    ready_check_timeout_sec: float = 600.0  # for a server that is still starting
+    model: str | None = None  # the name that must be served; none: whatever is
+    dataset_name: str = "random"  # one of DATASETS
+    dataset_path: Path | None = None  # none: the bundled tasks; lengths like ShareGPT's or Alpaca's
+    tokenizer: Path | None = None  # tokenizer.json that counts a dataset's tokens; none: estimated
+    num_prompts: int | None = None  # none: 1000, or as many as the server takes at once
+    request_rate: float = math.inf  # per second; infinite: all at once
+    burstiness: float = 1.0  # shape of the gamma distribution of gaps; 1: a Poisson process
+    ramp_up_strategy: str | None = None  # one of RAMPS, in place of request_rate
+    ramp_up_start_rps: float | None = None
+    ramp_up_end_rps: float | None = None
+    max_concurrency: int | None = None
+    random_input_len: int | None = None  # none: 1024, or what fits the server
+    random_output_len: int | None = None  # none: 128, or what fits the server
+    seed: int = 0
+    percentile_metrics: str = "ttft,tpot,itl"
+    metric_percentiles: str = "99"
+    goodput: tuple[str, ...] = ()  # "METRIC:MILLISECONDS" of ttft, tpot, e2el
+    save_result: bool = False
+    save_detailed: bool = False  # every request's lengths, latencies and text too
+    result_dir: Path = Path()
+    result_filename: str | None = None
+    time_limit_s: float = 3600.0  # requests not answered by then have failed
+
+    @property
+    def saves(self) -> bool:
+        """A result is written."""
+        return self.save_result or self.save_detailed
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Samples in the order in which they are asked, and what counts the tokens of their prompts."""
+
+    samples: list[Arrival]
+    count_tokens: Callable[[str], int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked configuration. `dataset` None: prompts are drawn once the server is known."""
+
+    config: BenchConfig
+    address: str
+    metrics: tuple[str, ...]
+    percentiles: list[float]
+    goodput: dict[str, float]  # milliseconds
+    dataset: Dataset | None
+
+
+def prepare(config: BenchConfig) -> Plan:
+    """Checks all that needs no server, and reads the dataset. Raises WorkloadError."""
+    _check_choices(config)
+    _check_numbers(config)
+    _check_ramp(config)
+    metrics = tuple(config.percentile_metrics.split(","))
+    if unknown := set(metrics) - set(METRICS):
+        raise WorkloadError(
+            f"--percentile-metrics has {', '.join(sorted(unknown))}; known: {', '.join(METRICS)}"
+        )
+    plan = Plan(
+        config,
+        _address(config),
+        metrics,
+        _percentiles(config.metric_percentiles),
+        _goodput(config.goodput),
+        _read_dataset(config),
+    )
+    if config.saves:
+        _check_writable((config.result_dir / (config.result_filename or "result")).parent)
+    return plan
+
+
+def _check_choices(config: BenchConfig) -> None:
+    if config.backend != "jmoe":
+        raise WorkloadError(f"--backend is {config.backend}; only jmoe (gRPC) is supported")
+    if config.dataset_name not in DATASETS:
+        raise WorkloadError(
+            f"--dataset-name is {config.dataset_name}; known: {', '.join(DATASETS)}"
+        )
+    if config.dataset_path is not None and config.dataset_name == "random":
+        raise WorkloadError(
+            f"--dataset-path is {config.dataset_path}, and --dataset-name random reads none: name "
+            "it sharegpt, alpaca or tasks"
+        )
+
+
+def _check_numbers(config: BenchConfig) -> None:
+    least = {
+        "num_prompts": 1,
+        "seed": 0,
+        "max_concurrency": 1,
+        "random_input_len": 1,
+        "random_output_len": 1,
+        "ready_check_timeout_sec": 0,
+    }
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if value is not None and not value >= bound:
+            raise WorkloadError(f"{_flag(name)} is {value}; it must be at least {bound}")
+    for name in ("time_limit_s", "request_rate", "burstiness"):
+        value = getattr(config, name)
+        if not value > 0:
+            raise WorkloadError(f"{_flag(name)} is {value}; it must be above 0")
+
+
+def _check_ramp(config: BenchConfig) -> None:
+    strategy = config.ramp_up_strategy
+    start, end = config.ramp_up_start_rps, config.ramp_up_end_rps
+    if strategy is None:
+        if start is not None or end is not None:
+            raise WorkloadError(
+                "--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy linear or "
+                "exponential"
+            )
+        return
+    if strategy not in RAMPS:
+        raise WorkloadError(f"--ramp-up-strategy is {strategy}; known: {', '.join(RAMPS)}")
+    if math.isfinite(config.request_rate):
+        raise WorkloadError("give --request-rate or --ramp-up-strategy, not both")
+    if start is None or end is None or not 0 < start < end < math.inf:
+        raise WorkloadError(
+            "--ramp-up-strategy needs --ramp-up-start-rps above 0 and a larger --ramp-up-end-rps; "
+            f"they are {start} and {end}"
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _address(config: BenchConfig) -> str:
+    """`host:port` of the server, from the URL where there is one."""
+    if config.base_url is None:
+        if not 0 < config.port < 65536:
+            raise WorkloadError(f"--port is {config.port}; it must be between 1 and 65535")
+        return _join(config.host, config.port)
+    try:
+        url = urlsplit(config.base_url)
+        host, port = url.hostname, url.port
+    except ValueError as error:
+        raise WorkloadError(f"--base-url is {config.base_url}: {error}") from None
+    if url.scheme == "https":
+        raise WorkloadError(f"--base-url is {config.base_url}; the server speaks no TLS: use http")
+    if url.scheme not in ("http", "grpc") or not host or not port or url.path not in ("", "/"):
+        raise WorkloadError(
+            f"--base-url is {config.base_url}; write http://HOST:PORT or grpc://HOST:PORT"
+        )
+    return _join(host, port)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _percentiles(text: str) -> list[float]:
+    try:
+        percentiles = [float(percent) for percent in text.split(",")]
+    except ValueError:
+        raise WorkloadError(f"--metric-percentiles {text!r} is not numbers with commas") from None
+    for percent in percentiles:
+        if not 0 <= percent <= 100:
+            raise WorkloadError(f"--metric-percentiles has {percent:g}; they are from 0 to 100")
+    return percentiles
+
+
+def _goodput(limits: Iterable[str]) -> dict[str, float]:
+    parsed = {}
+    for limit in limits:
+        metric, _, milliseconds = limit.partition(":")
+        try:
+            parsed[metric] = float(milliseconds)
+        except ValueError:
+            raise WorkloadError(f"--goodput {limit!r} is not METRIC:MILLISECONDS") from None
+        if metric not in ("ttft", "tpot", "e2el"):
+            raise WorkloadError(f"--goodput knows ttft, tpot and e2el, not {metric!r}")
+        if not parsed[metric] >= 0:
+            raise WorkloadError(f"--goodput {limit} is no time; it must be at least 0")
+    return parsed
+
+
+def _read_dataset(config: BenchConfig) -> Dataset | None:
+    name, path = config.dataset_name, config.dataset_path
+    if name == "tasks":
+        samples = load_tasks(path or BUNDLED_TASKS)
+        return Dataset(shuffled(samples, config.seed), approximate_tokens)
+    if path is None:
+        return None
+    count = _token_counter(config.tokenizer)
+    load = load_sharegpt if name == "sharegpt" else load_alpaca
+    samples = load(path, max_total_tokens=math.inf, count_tokens=count)
+    return Dataset(shuffled(samples, config.seed), count)
+
+
+def _token_counter(tokenizer: Path | None) -> Callable[[str], int]:
+    if tokenizer is None:
+        return approximate_tokens
+    from tokenizers import Tokenizer
+
+    path = tokenizer / "tokenizer.json" if tokenizer.is_dir() else tokenizer
+    try:
+        backend = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise WorkloadError(f"{path} is not a readable tokenizer: {error}") from None
+    return lambda text: len(backend.encode(text).ids)
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WorkloadError(f"results cannot go to {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise WorkloadError(f"results cannot go to {folder}: it is not writable")

@@ -1,0 +1,164 @@
+"""Fits a benchmark to the server it meets: how many requests, and how long they are.
+
+What a flag says is kept or refused; what no flag says is made to fit.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+
+from serving.bench.config import BenchConfig, Dataset, Plan
+from serving.bench.workload import (
+    ALPACA_LENGTHS,
+    SHAREGPT_LENGTHS,
+    Arrival,
+    Lengths,
+    WorkloadError,
+    approximate_tokens,
+    gamma_times,
+    ramp_rates,
+    schedule,
+    synthetic,
+)
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+
+NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 1000, 1024, 128  # vLLM's
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is played, and a line that says so."""
+
+    arrivals: list[Arrival]
+    words: str
+
+
+def fit(plan: Plan, server: pb.ServerInfo, vocab_size: int) -> Load:
+    """The load that `plan` makes for this server. Raises WorkloadError for what does not fit."""
+    config, limit = plan.config, server.max_model_len
+    num = _num_prompts(config, server)
+    if plan.dataset is not None:
+        samples = list(islice(cycle(_fitting(plan.dataset, limit)), num))
+        words = _words(config, plan.dataset, limit)
+    else:
+        lengths, words = _lengths(config, limit)
+        samples = synthetic(
+            lengths, num, seed=config.seed, vocab_size=vocab_size, max_total_tokens=limit
+        )
+    if num < NUM_PROMPTS and config.num_prompts is None:
+        words += f"; the server takes no more at once than {_places(server)}"
+    return Load(schedule(samples, _times_s(config, num)), f"{num} requests: {words}")
+
+
+def _times_s(config: BenchConfig, num: int) -> list[float]:
+    rate = config.request_rate
+    if config.ramp_up_strategy is not None:
+        assert config.ramp_up_start_rps is not None
+        assert config.ramp_up_end_rps is not None
+        start, end = config.ramp_up_start_rps, config.ramp_up_end_rps
+        rate = ramp_rates(config.ramp_up_strategy, start, end, num)
+    return gamma_times(num, rate, config.burstiness, config.seed)
+
+
+# -- how many ------------------------------------------------------------------------------------
+
+
+def _num_prompts(config: BenchConfig, server: pb.ServerInfo) -> int:
+    num = NUM_PROMPTS if config.num_prompts is None else config.num_prompts
+    all_at_once = math.isinf(config.request_rate) and config.ramp_up_strategy is None
+    room = server.max_num_seqs + server.max_queue_len
+    if not all_at_once or not server.max_queue_len:
+        return num
+    if config.max_concurrency is None and config.num_prompts is None:
+        return min(num, room)
+    if config.max_concurrency is None and num > room:
+        raise WorkloadError(
+            f"--num-prompts is {num}, all at once; the server takes {room} ({_places(server)}): "
+            f"add --max-concurrency {room} or a --request-rate"
+        )
+    if config.max_concurrency is not None and min(num, config.max_concurrency) > room:
+        raise WorkloadError(
+            f"--max-concurrency is {config.max_concurrency}; the server takes {room} "
+            f"({_places(server)})"
+        )
+    return num
+
+
+def _places(server: pb.ServerInfo) -> str:
+    return f"{server.max_num_seqs} running and {server.max_queue_len} waiting"
+
+
+# -- from a file ---------------------------------------------------------------------------------
+
+
+def _fitting(dataset: Dataset, limit: int) -> Iterator[Arrival]:
+    """Samples whose prompt and output fit, in order. Raises WorkloadError when none does."""
+    found = False
+    for sample in dataset.samples:
+        assert isinstance(sample.prompt, str)
+        counted = sample.answer is None  # tasks are short, and four characters may be four tokens
+        num_prompt = dataset.count_tokens(sample.prompt) if counted else 0
+        if num_prompt + sample.max_new_tokens <= limit:
+            found = True
+            yield sample
+    if not found:
+        raise WorkloadError(
+            f"no prompt of the dataset and its output fit the server's max_model_len of {limit}"
+        )
+
+
+def _words(config: BenchConfig, dataset: Dataset, limit: int) -> str:
+    source = config.dataset_path or "the bundled tasks"
+    if config.dataset_name == "tasks":
+        return f"{source}"
+    counted = ""
+    if dataset.count_tokens is approximate_tokens:
+        counted = ", taken as four characters each (--tokenizer counts them)"
+    return f"those of {source} that fit max_model_len, {limit} tokens{counted}"
+
+
+# -- drawn ---------------------------------------------------------------------------------------
+
+
+def _lengths(config: BenchConfig, limit: int) -> tuple[Lengths, str]:
+    if config.dataset_name == "random":
+        return _fixed_lengths(config, limit)
+    usual = {"sharegpt": SHAREGPT_LENGTHS, "alpaca": ALPACA_LENGTHS}[config.dataset_name]
+    mean_total = usual.mean_input_tokens + usual.mean_output_tokens
+    words = f"random tokens, lengths spread as {config.dataset_name}'s are"
+    if 0.75 * limit >= mean_total:
+        return usual, words
+    shrink = 0.5 * limit / mean_total  # half of the limit leaves room for the long ones
+    lengths = replace(
+        usual,
+        mean_input_tokens=max(1.0, usual.mean_input_tokens * shrink),
+        mean_output_tokens=max(1.0, usual.mean_output_tokens * shrink),
+    )
+    return lengths, (
+        f"{words}, means shortened to {lengths.mean_input_tokens:.0f} in and "
+        f"{lengths.mean_output_tokens:.0f} out to fit max_model_len, {limit}"
+    )
+
+
+def _fixed_lengths(config: BenchConfig, limit: int) -> tuple[Lengths, str]:
+    num_input, num_output = config.random_input_len, config.random_output_len
+    given = [
+        f"{flag} {num}"
+        for flag, num in (("--random-input-len", num_input), ("--random-output-len", num_output))
+        if num is not None
+    ]
+    if num_input is None and num_output is None:
+        num_output = max(1, min(OUTPUT_LEN, limit * OUTPUT_LEN // (INPUT_LEN + OUTPUT_LEN)))
+    if num_output is None:
+        assert num_input is not None
+        num_output = max(1, min(OUTPUT_LEN, limit - num_input))
+    if num_input is None:
+        num_input = max(1, min(INPUT_LEN, limit - num_output))
+    if num_input + num_output > limit:
+        raise WorkloadError(
+            f"{' and '.join(given)} {'make' if len(given) == 2 else 'makes'} at least "
+            f"{num_input + num_output} tokens a request; the server's max_model_len is {limit}"
+        )
+    words = f"{num_input} random tokens in, {num_output} out (max_model_len {limit})"
+    return Lengths(num_input, num_output, sigma=0), words

@@ -1,0 +1,182 @@
+"""Open-loop load generator: plays a workload over gRPC and says how late every token was.
+
+Requests leave when they are due, whether or not earlier ones have been answered, and a time to
+first token counts from when the request was due. A slow client or server never hides queueing.
+"""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import grpc
+
+from serving.bench.config import BenchConfig as BenchConfig  # its name before it moved
+from serving.bench.results import Record, Run, Sample
+from serving.bench.workload import Arrival
+from serving.client import Client
+from serving.frontend import gc_freeze
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+
+clock = time.monotonic  # uvloop's own counts whole milliseconds
+
+
+class _Player:
+    """The clock, the deadline and the records of one run."""
+
+    def __init__(self, client: Client, time_limit_s: float, model: str = "") -> None:
+        self.client = client
+        self.time_limit_s = time_limit_s
+        self.model = model
+        self.records: list[Record] = []
+        self.samples: list[Sample] = []
+        self._clock, self._start = clock, clock()
+        self._cpu = time.process_time()
+
+    def now_s(self) -> float:
+        return self._clock() - self._start
+
+    async def ask(self, arrival: Arrival, at_s: float) -> Record:
+        """Sends one request and reads it to its end, which the run's time limit bounds."""
+        record = Record(arrival.family, at_s, sent_s=self.now_s())
+        self.records.append(record)
+        left_s = self.time_limit_s - record.sent_s
+        if left_s <= 0:
+            record.code, record.error = "DEADLINE_EXCEEDED", "the run's time was over"
+            return record
+        sampling = pb.SamplingParams(
+            max_new_tokens=arrival.max_new_tokens, ignore_eos=arrival.ignore_eos
+        )
+        texts: list[str] = []
+        last: pb.GenerateResponse | None = None
+        now, start, token_s = self._clock, self._start, record.token_s
+        try:
+            call = self.client.generate(
+                arrival.prompt, sampling, model=self.model, timeout_s=left_s
+            )
+            async for last in call:  # the hot loop: thousands of messages a second
+                at = now() - start
+                for _ in last.token_ids:
+                    token_s.append(at)
+                texts.append(last.text)
+        except grpc.aio.AioRpcError as error:
+            record.code, record.error = error.code().name, error.details() or ""
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # The server's cancel, which grpc.aio reports as ours; at the deadline both hang up.
+            over = self.now_s() >= self.time_limit_s
+            record.code = "DEADLINE_EXCEEDED" if over else "CANCELLED"
+        record.end_s = self.now_s()
+        record.text = "".join(texts)
+        if last is not None:
+            _take_usage(record, last)
+        if arrival.answer is not None:
+            record.correct = record.ok and record.text.strip() == arrival.answer.strip()
+        return record
+
+    async def watch(self, every_s: float, on_sample: Callable[[Sample], None] | None) -> None:
+        """Samples the admin service until cancelled, or until the server has none."""
+        while True:
+            try:
+                state, stats = await asyncio.gather(self.client.get_brownout(), self.client.stats())
+            except grpc.aio.AioRpcError:
+                return
+            self.samples.append(_sample(self.now_s(), state, stats))
+            if on_sample:
+                on_sample(self.samples[-1])
+            await asyncio.sleep(every_s - self.now_s() % every_s)  # a missed tick is skipped
+
+    def result(self) -> Run:
+        cpu_s = time.process_time() - self._cpu
+        return Run(self.records, self.samples, self.now_s(), cpu_s)
+
+
+def _take_usage(record: Record, last: pb.GenerateResponse) -> None:
+    record.finish_reason = last.finish_reason
+    record.prompt_tokens = last.usage.prompt_tokens
+    record.expert_visits = last.usage.expert_visits
+    record.degraded_visits = last.usage.degraded_visits
+    for phase in ("prefill_threshold", "decode_threshold"):
+        if last.HasField(phase):
+            span = getattr(last, phase)
+            setattr(record, phase, (span.min_percent, span.max_percent))
+
+
+def _sample(at_s: float, state: pb.BrownoutState, stats: pb.Stats) -> Sample:
+    return Sample(
+        at_s,
+        state.prefill_threshold_percent,
+        state.decode_threshold_percent,
+        None if math.isnan(state.ttft_p90_s) else state.ttft_p90_s,
+        None if math.isnan(state.itl_p90_s) else state.itl_p90_s,
+        stats.num_running,
+        stats.num_waiting,
+        stats.expert_visits,
+        stats.degraded_visits,
+    )
+
+
+async def play(
+    client: Client,
+    arrivals: Sequence[Arrival],
+    *,
+    time_limit_s: float,
+    max_concurrency: int | None = None,
+    model: str = "",
+    sample_every_s: float = 0.5,
+    on_sample: Callable[[Sample], None] | None = None,
+    on_record: Callable[[Record], None] | None = None,
+) -> Run:
+    """Plays `arrivals`, which are in order of time. Returns within `time_limit_s` and a moment.
+
+    With `max_concurrency`, a request is due when it is scheduled and a place is free. `model` is
+    what requests name; none: whatever is served. `on_record` gets each request when it has ended.
+    """
+    gc_freeze.freeze()  # or a collection would make requests leave late
+    player = _Player(client, time_limit_s, model)
+    places = asyncio.Semaphore(max_concurrency or len(arrivals) + 1)
+
+    async def one(arrival: Arrival) -> None:
+        at_s = arrival.at_s
+        if places.locked():
+            await places.acquire()
+            at_s = player.now_s()
+        else:
+            await places.acquire()
+        try:
+            record = await player.ask(arrival, at_s)
+        finally:
+            places.release()
+        if on_record:
+            on_record(record)
+
+    watcher = asyncio.create_task(player.watch(sample_every_s, on_sample))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for arrival in arrivals:
+                if (wait_s := arrival.at_s - player.now_s()) > 0:
+                    await asyncio.sleep(wait_s)
+                group.create_task(one(arrival))
+        return player.result()
+    finally:
+        watcher.cancel()
+
+
+async def saturate(
+    client: Client, samples: Iterable[Arrival], *, concurrency: int, duration_s: float
+) -> Run:
+    """Keeps `concurrency` requests in flight for `duration_s`, then lets them finish."""
+    gc_freeze.freeze()
+    player = _Player(client, time_limit_s=duration_s + 30)
+    waiting = iter(samples)
+
+    async def worker() -> None:
+        while player.now_s() < duration_s and (arrival := next(waiting, None)):
+            await player.ask(arrival, player.now_s())
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(concurrency):
+            group.create_task(worker())
+    return player.result()

@@ -1,0 +1,197 @@
+"""`jmoe bench serve`: plays a workload against a running server and says what it measured."""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from typing import Any
+
+import grpc
+
+from serving.bench.config import BenchConfig, Plan, prepare
+from serving.bench.fit import fit
+from serving.bench.loadgen import play
+from serving.bench.results import Record, Run, late_shares, latencies_s, summarize, thresholds_seen
+from serving.bench.workload import Arrival, WorkloadError
+from serving.client import Client
+from serving.errors import Unavailable
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+
+ANSWER_TIMEOUT_S = 10.0  # for a host that neither answers nor refuses
+
+Say = Callable[[str], None]
+Progress = Callable[[int, int, str], None]
+
+
+def run_bench(
+    config: BenchConfig,
+    say: Say = lambda text: None,
+    progress: Progress = lambda done, total, text: None,
+) -> dict[str, Any]:
+    """Runs the benchmark and returns (with `save_result`, also writes) its JSON result.
+
+    `say` gets a line on what is played and on failures, `progress` the requests that have ended,
+    all of them, and what went wrong.
+
+    Raises WorkloadError for settings or datasets that cannot be used, ConnectionError when no
+    server answers, Unavailable for one that does not get ready.
+    """
+    plan = prepare(config)
+    run, model = asyncio.run(_bench(plan, say, progress))
+    for text in _failures(run.records):
+        say(text)
+    now = datetime.now()
+    result = _result(plan, run, model, now)
+    if config.saves:
+        rate = result["request_rate"]
+        name = config.result_filename or f"jmoe-{rate}qps-{model}-{now:%Y%m%d-%H%M%S}.json"
+        path = config.result_dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)  # a model's name may have a slash
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        say(f"saved to {path}")
+    return result
+
+
+# -- against the server --------------------------------------------------------------------------
+
+
+async def _bench(plan: Plan, say: Say, progress: Progress) -> tuple[Run, str]:
+    config = plan.config
+    async with Client(plan.address, config.admin_address) as client:
+        try:
+            server = await _ready_server(client, config.ready_check_timeout_sec, say)
+            model = await client.model_info()
+        except grpc.aio.AioRpcError as error:
+            raise ConnectionError(_no_answer(plan.address, error)) from None
+        if config.model not in (None, server.model):
+            raise WorkloadError(
+                f"--model is {config.model}; {plan.address} serves {server.model}: name that, or "
+                "leave --model out"
+            )
+        load = fit(plan, server, model.vocab_size)
+        await _check_takes(client, load.arrivals[0])
+        say(load.words)
+        run = await play(
+            client,
+            load.arrivals,
+            time_limit_s=config.time_limit_s,
+            max_concurrency=config.max_concurrency,
+            model=config.model or "",
+            on_record=_counting(len(load.arrivals), progress),
+        )
+    return run, model.name
+
+
+async def _ready_server(client: Client, timeout_s: float, say: Say) -> pb.ServerInfo:
+    info = await client.server_info(timeout_s=ANSWER_TIMEOUT_S)
+    if info.status == "starting" and timeout_s:
+        say(f"waiting for {client.address}, which is starting")
+        try:
+            await client.wait_ready(timeout_s)
+        except TimeoutError:
+            raise Unavailable(
+                f"{client.address} was still starting after {timeout_s:g} s; wait longer with "
+                "--ready-check-timeout-sec"
+            ) from None
+        info = await client.server_info(timeout_s=ANSWER_TIMEOUT_S)
+    if info.status != "ready":
+        raise Unavailable(f"the server at {client.address} is not ready, but {info.status}")
+    return info
+
+
+def _no_answer(address: str, error: grpc.aio.AioRpcError) -> str:
+    reason = (error.details() or error.code().name).rpartition(": ")[2].rstrip("]")
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return (
+            f"no server answers at {address} ({reason}): start one with `jmoe serve`, or say where "
+            "it is with --host and --port"
+        )
+    return f"what answers at {address} is no jmoe server that can be measured ({reason})"
+
+
+async def _check_takes(client: Client, arrival: Arrival) -> None:
+    """Asks for one token after a text, which a server without a tokenizer refuses."""
+    if not isinstance(arrival.prompt, str):
+        return
+    call = client.generate(
+        arrival.prompt, pb.SamplingParams(max_new_tokens=1), timeout_s=ANSWER_TIMEOUT_S
+    )
+    try:
+        async for _ in call:
+            break
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            raise WorkloadError(
+                f"{client.address} does not take the dataset's texts: {error.details()} "
+                "(--dataset-name random needs no tokenizer)"
+            ) from None
+    finally:
+        call.cancel()
+
+
+def _counting(total: int, progress: Progress) -> Callable[[Record], None]:
+    done = failed = 0
+
+    def count(record: Record) -> None:
+        nonlocal done, failed
+        done, failed = done + 1, failed + (not record.ok)
+        progress(done, total, f"{failed} failed" if failed else "")
+
+    return count
+
+
+# -- what it says --------------------------------------------------------------------------------
+
+
+def _failures(records: Iterable[Record]) -> list[str]:
+    """A line for each status that was not OK, with the first reason given."""
+    by_code: dict[str, list[Record]] = {}
+    for record in records:
+        if not record.ok:
+            by_code.setdefault(record.code, []).append(record)
+    return [
+        f"{len(failed)} failed with {code}: {failed[0].error or 'no reason was given'}"
+        for code, failed in by_code.items()
+    ]
+
+
+def _result(plan: Plan, run: Run, model: str, now: datetime) -> dict[str, Any]:
+    config = plan.config
+    measured = latencies_s(run.records)
+    summary = summarize(
+        run, metrics=plan.metrics, percentiles=plan.percentiles, goodput=plan.goodput
+    )
+    for metric in plan.metrics:
+        if not measured[metric]:
+            missing = (name for name in summary if name.endswith(f"_{metric}_ms"))
+            summary |= dict.fromkeys(missing)
+    result = {
+        "date": now.strftime("%Y%m%d-%H%M%S"),
+        "backend": config.backend,
+        "model_id": model,
+        "num_prompts": len(run.records),
+        "request_rate": config.request_rate if math.isfinite(config.request_rate) else "inf",
+        "burstiness": config.burstiness if math.isfinite(config.burstiness) else "inf",
+        "max_concurrency": config.max_concurrency,
+        **summary,
+        **thresholds_seen(run.records),
+        **late_shares(run.records, plan.goodput),
+    }
+    if config.ramp_up_strategy is not None:
+        result["ramp_up_strategy"] = config.ramp_up_strategy
+        result["ramp_up_start_rps"] = config.ramp_up_start_rps
+        result["ramp_up_end_rps"] = config.ramp_up_end_rps
+    return result | _details(run.records) if config.save_detailed else result
+
+
+def _details(records: Iterable[Record]) -> dict[str, Any]:
+    records = list(records)
+    return {
+        "input_lens": [r.prompt_tokens for r in records],
+        "output_lens": [len(r.token_s) for r in records],
+        "ttfts": [r.ttft_s if math.isfinite(r.ttft_s) else None for r in records],
+        "itls": [r.itls_s for r in records],
+        "generated_texts": [r.text for r in records],
+        "errors": [r.error for r in records],
+    }

@@ -1,0 +1,164 @@
+"""`jmoe distill`: flags for `training.distill`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from serving.cli.options import AllowUnknownConfig
+from serving.progress import progress_bar
+
+if TYPE_CHECKING:
+    from training.distill import DistillConfig
+
+
+def distill(
+    model: Annotated[Path, typer.Option(help="Model directory.")],
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="JSON lines of prompt and answer, or of messages; or a text a line; repeatable."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for united.safetensors and the report.")
+    ] = None,
+    ways: Annotated[
+        str | None, typer.Option(help="With commas; without it, those of 2,4,8 that fit.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", "--plan", help="Print what it will take and stop; needs no weights."
+        ),
+    ] = False,
+    device_memory_gib: Annotated[
+        float, typer.Option(help="--dry-run: plan for a GPU with this much; 0: this machine.")
+    ] = 0.0,
+    objective: Annotated[
+        str, typer.Option(help="combined, routed, or equation4 (the paper's).")
+    ] = "combined",
+    start: Annotated[str, typer.Option(help="most_used, mean or aligned.")] = "most_used",
+    grouping: Annotated[str, typer.Option(help="index, similarity or coactivation.")] = "index",
+    rows: Annotated[int, typer.Option(help="Captured rows (tokens) a layer.")] = 65_536,
+    steps: Annotated[int, typer.Option(help="Steps a layer and way, at most.")] = 600,
+    batch: Annotated[int, typer.Option(help="Rows a step.")] = 4096,
+    decode_batch: Annotated[
+        int, typer.Option(help="Rows among which brownout chooses, as a decode step would.")
+    ] = 64,
+    learning_rate: Annotated[float, typer.Option(help="0: 0.034 / sqrt(d_model).")] = 0.0,
+    held_out: Annotated[float, typer.Option(help="Share of rows that only measure.")] = 0.05,
+    patience: Annotated[
+        int, typer.Option(help="Evaluations without gain that end a layer; 0: none do.")
+    ] = 4,
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 100,
+    refine_steps: Annotated[int, typer.Option(help="End-to-end steps a way; 0: none.")] = 600,
+    refine_rows: Annotated[int, typer.Option(help="Packed rows an end-to-end step.")] = 32,
+    refine_learning_rate: Annotated[
+        float, typer.Option(help="0: two thirds of the layers'.")
+    ] = 0.0,
+    length: Annotated[int, typer.Option(help="Tokens a packed row.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Of the products: bfloat16, float32.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(help="Of rows and of their order.")] = 0,
+    allow_unknown_config: AllowUnknownConfig = None,
+) -> None:
+    """Distils united experts, which stand in for groups of routed ones under brownout.
+
+    Prints what the run will take, and begins. Killed at any moment, the same command goes on where
+    it was; a finished run is left as it is.
+    """
+    numbers = None if ways is None else _numbers(ways)
+    if device_memory_gib and not dry_run:
+        raise ValueError("--device-memory-gib is for --dry-run; a run uses the memory there is")
+    from training.distill import DistillConfig
+
+    config = DistillConfig(
+        objective=objective,
+        start=start,
+        grouping=grouping,
+        rows=rows,
+        steps=steps,
+        batch=batch,
+        decode_batch=decode_batch,
+        learning_rate=learning_rate,
+        held_out=held_out,
+        patience=patience,
+        eval_every=eval_every,
+        refine_steps=refine_steps,
+        refine_rows=refine_rows,
+        refine_learning_rate=refine_learning_rate,
+        length=length,
+        dtype=dtype,
+        seed=seed,
+    )
+    allowed = tuple(allow_unknown_config or ())
+    if dry_run:
+        _plan(model, numbers, data or [], out, config, allowed, device_memory_gib)
+        return
+    if not data or out is None:
+        missing = "--out" if data else "--data"
+        raise ValueError(f"{missing} is missing; only --dry-run does without it")
+    _run(model, numbers, data, out, config, allowed)
+
+
+def _numbers(ways: str) -> list[int]:
+    try:
+        return [int(way) for way in ways.split(",")]
+    except ValueError:
+        raise ValueError(f"--ways is {ways!r}; it must be integers with commas") from None
+
+
+def _plan(
+    model: Path,
+    ways: list[int] | None,
+    data: Sequence[Path],
+    out: Path | None,
+    config: "DistillConfig",
+    allowed: Sequence[str],
+    device_memory_gib: float,
+) -> None:
+    """Prints what a run would take, here or on a GPU with so much memory."""
+    from training.distill.plan import GIB, H200_RATE
+    from training.distill.prepare import prepare
+    from training.distill.room import Room
+
+    room, rate = None, None
+    if device_memory_gib:
+        room = Room("gpu", 1, int(device_memory_gib * GIB), None, None)
+        rate = H200_RATE
+    prepared = prepare(model, ways, data, out, config, allowed, need_data=False, room=room)
+    for line in prepared.lines(measure=True, rate=rate):
+        print(line, flush=True)
+    if prepared.refusal:
+        raise ValueError(prepared.refusal)
+
+
+def _run(
+    model: Path,
+    ways: list[int] | None,
+    data: Sequence[Path],
+    out: Path,
+    config: "DistillConfig",
+    allowed: Sequence[str],
+) -> None:
+    from jmoe.api import resolve
+    from training.distill import DistillError
+    from training.distill import distill as run
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    try:
+        with progress_bar() as progress:
+            layers, refined = run(resolve(model), ways, data, out, config, progress, allowed, say)
+    except DistillError as error:
+        raise ValueError(str(error)) from error
+    for way in ways or sorted({result.way for result in layers}):
+        own = [result for result in layers if result.way == way]
+        before = sum(result.error_before for result in own) / len(own)
+        after = sum(result.error_after for result in own) / len(own)
+        print(f"way {way}: relative error {before:.3f}, after training {after:.3f}")
+    for result in refined:
+        print(f"way {result.way}: divergence {result.before:.4f}, refined {result.after:.4f}")
+    print(f"report: {out / 'distill.md'}")

@@ -1,0 +1,206 @@
+"""`jmoe info`: what a model needs in memory, or what a running server says of itself."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from serving.cli.options import AllowUnknownConfig
+
+if TYPE_CHECKING:
+    from jmoe.config import ModelConfig
+
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_WAYS = (2, 4, 8, 16)
+
+Section = tuple[str, Sequence[tuple[str, str]]]
+"""A heading ("" for none) and rows of a name and a value."""
+
+
+def info(
+    model: Annotated[str | None, typer.Argument(help="Model directory, or bundled.")] = None,
+    model_config: Annotated[
+        str | None, typer.Option(help="YAML geometry, or a preset's name; no weights needed.")
+    ] = None,
+    address: Annotated[
+        str | None, typer.Option(help="HOST:PORT of a running server.", metavar="HOST:PORT")
+    ] = None,
+    admin_address: Annotated[
+        str | None,
+        typer.Option(help="Of its admin service; else what it says.", metavar="HOST:PORT"),
+    ] = None,
+    allow_unknown_config: AllowUnknownConfig = None,
+) -> None:
+    """Parameters and memory of a model, or the state of a running server."""
+    if (model, model_config, address).count(None) < 2:
+        raise ValueError("give one of MODEL, --model-config and --address")
+    if address is not None:
+        sections = _ask(address, admin_address)
+    elif model_config is not None:
+        sections = _describe(load_model_config(model_config))
+    else:
+        from jmoe.api import resolve
+        from jmoe.config import read_config
+
+        directory = resolve(model or "bundled")
+        cfg = read_config(directory, allow_unknown_config=allow_unknown_config or ())
+        sections = _describe(cfg, directory)
+    print(_text(sections))
+
+
+def load_model_config(name: str | Path) -> "ModelConfig":
+    """Geometry from a YAML file with the keys of `config.json`, or a preset in `configs/models`.
+
+    Raises SettingsError for a file that cannot be read, ConfigError for what it says.
+    """
+    from jmoe.config import from_hf
+    from serving.settings import find, read_yaml
+
+    return from_hf(read_yaml(find("models", name)))
+
+
+def num_parameters(cfg: "ModelConfig", experts_a_layer: int | None = None) -> int:
+    """Weights of a model with all its experts, or with so many a MoE layer (K: active ones)."""
+    experts = cfg.num_experts if experts_a_layer is None else experts_a_layer
+    d, heads = cfg.d_model, (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
+    attention = d * heads + cfg.num_heads * cfg.head_dim * d + 2 * d
+    attention += heads * cfg.qkv_bias + d * cfg.o_bias + 2 * cfg.head_dim * cfg.qk_norm
+    shared = 3 * d * cfg.d_ff_shared + d if cfg.d_ff_shared else 0
+    moe = d * cfg.num_experts + experts * expert_parameters(cfg) + shared
+    dense = 3 * d * cfg.d_ff_dense
+    embeddings = cfg.vocab_size * d * (1 if cfg.tie_embeddings else 2)
+    layers = cfg.num_layers * attention + cfg.num_moe_layers * moe
+    return embeddings + layers + (cfg.num_layers - cfg.num_moe_layers) * dense + d
+
+
+def expert_parameters(cfg: "ModelConfig") -> int:
+    """Weights of one routed expert."""
+    return 3 * cfg.d_model * cfg.d_ff_expert
+
+
+def kv_bytes_per_token(cfg: "ModelConfig", dtype: str) -> int:
+    """Bytes of keys and values of one position, over all layers."""
+    return 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * _BYTES[dtype]
+
+
+def _describe(cfg: "ModelConfig", directory: Path | None = None) -> list[Section]:
+    """What a model needs; and of a directory, which united experts lie in it."""
+    from jmoe.display import count, size
+
+    total, active = num_parameters(cfg), num_parameters(cfg, cfg.experts_per_token)
+    rows = [
+        ("architecture", cfg.architecture),
+        ("layers", f"{cfg.num_layers}, {cfg.num_moe_layers} of them MoE"),
+        ("experts a layer", f"{cfg.num_experts}, {cfg.experts_per_token} a token"),
+        ("positions", f"{cfg.max_position:,}"),
+        ("parameters", f"{count(total)}, {count(active)} active a token"),
+    ]
+    for dtype in ("bfloat16", "float32"):
+        rows.append((f"weights in {dtype}", size(total * _BYTES[dtype])))
+        rows.append((f"KV cache in {dtype}", f"{kv_bytes_per_token(cfg, dtype):,} bytes a token"))
+    there = {} if directory is None else united_bytes(directory)
+
+    def a_layer(way: int) -> str:
+        return f"{-(-cfg.num_experts // way)} a layer"
+
+    found = [(f"way {k}", f"{a_layer(k)}, {size(stored)} on disk") for k, stored in there.items()]
+    others = [way for way in _WAYS if way <= cfg.num_experts and way not in there]
+    lacking = [
+        (f"way {way}", f"{a_layer(way)}, {size(_united_bytes_of(cfg, way))} in bfloat16")
+        for way in others
+    ]
+    sections: list[Section] = [("", rows)]
+    if directory is not None:
+        sections.append(("United experts that are there", found or [("none", "")]))
+    further = "What each further way would take" if there else "What united experts would take"
+    return [*sections, (further, lacking)] if lacking else sections
+
+
+def _united_bytes_of(cfg: "ModelConfig", way: int) -> int:
+    """Bytes of a way's united experts in bfloat16."""
+    experts = cfg.num_moe_layers * -(-cfg.num_experts // way)
+    return experts * expert_parameters(cfg) * _BYTES["bfloat16"]
+
+
+def united_bytes(directory: Path) -> Mapping[int, int]:
+    """Bytes of the united experts in a directory by way, as its file's header says.
+
+    Raises CheckpointError for a file that is not one of united experts.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    from jmoe.checkpoint import UNITED_FILE, CheckpointError
+
+    path, ways = directory / UNITED_FILE, dict[int, int]()
+    if not path.exists():
+        return ways
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for name in file.keys():  # noqa: SIM118
+                way = int(name.partition(".")[0].removeprefix("way"))
+                tensor = file.get_slice(name)
+                bits = int(tensor.get_dtype().lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
+                ways[way] = ways.get(way, 0) + math.prod(tensor.get_shape()) * bits // 8
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is not readable: {error}") from None
+    return dict(sorted(ways.items()))
+
+
+def _ask(address: str, admin_address: str | None) -> list[Section]:
+    """What a running server says. Raises ConnectionError where none answers."""
+    import asyncio
+
+    import grpc
+
+    from serving.client import Client, admin_address_of
+
+    async def ask() -> tuple[list[Any], str]:
+        async with Client(address, admin_address) as client:
+            found: list[Any] = [await client.server_info()]
+            port = found[0].admin_port
+            admin = admin_address or (admin_address_of(address, found[0]) if port else "none")
+            if found[0].status != "ready":
+                return found, admin
+            found.append(await client.model_info())
+            try:
+                found += [await client.get_brownout(), await client.stats()]
+                admin = client.admin_address or admin
+            except grpc.aio.AioRpcError as error:  # it may listen for the server's own host only
+                admin = f"{client.admin_address} does not answer: {error.details()}"
+            return found, admin
+
+    try:
+        messages, admin = asyncio.run(ask())
+    except grpc.aio.AioRpcError as error:
+        raise ConnectionError(f"{address} does not answer: {error.details()}") from None
+    return [("", [("address", address), ("admin service", admin)]), *map(_message, messages)]
+
+
+def _message(message: Any) -> Section:
+    """The fields of a reply under its name, each with the name that the proto gives it."""
+    name = message.DESCRIPTOR.name
+    rows = [
+        (f"{name}.{field.name}", _value(getattr(message, field.name)))
+        for field in message.DESCRIPTOR.fields
+    ]
+    return name, rows
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, float):
+        return "no samples" if math.isnan(value) else f"{value:.6f}".rstrip("0").rstrip(".")
+    if isinstance(value, str | int | bool):
+        return str(value)
+    return ", ".join(map(str, value)) or "none"
+
+
+def _text(sections: Sequence[Section]) -> str:
+    """One aligned table; lines are as long as they have to be, wherever they are printed."""
+    width = max(len(name) for _, rows in sections for name, _ in rows)
+    blocks = []
+    for heading, rows in sections:
+        lines = [f"{name:<{width}}  {value}".rstrip() for name, value in rows]
+        blocks.append("\n".join([heading, *lines] if heading else lines))
+    return "\n\n".join(blocks)

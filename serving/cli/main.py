@@ -1,0 +1,285 @@
+"""The command line: `jmoe serve, generate, bench, demo, distill, evaluate, info`.
+
+Commands import what they need when they run, so that `jmoe --help` is quick.
+"""
+
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from serving import logs
+from serving.cli.distill import distill
+from serving.cli.evaluate import evaluate
+from serving.cli.info import info
+from serving.cli.options import AllowUnknownConfig, overrides
+from serving.cli.tools import bench, demo
+from serving.errors import ServingError, Unavailable
+from serving.progress import progress_bar
+
+log = logging.getLogger(__name__)
+
+app = typer.Typer(
+    name="jmoe",
+    help="Serves Mixture-of-Experts models that keep their latency promise under bursts.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+app.add_typer(bench, name="bench")
+app.command()(demo)
+app.command()(distill)
+app.command()(evaluate)
+app.command()(info)
+
+Strategy = Annotated[
+    Literal["zero", "partial", "full"] | None,
+    typer.Option(
+        help="Degraded visits: zero degrades none, partial sends them to united experts, full drops"
+        " them."
+    ),
+]
+Way = Annotated[
+    int | None, typer.Option(help="Routed experts that a united expert stands for.", metavar="K")
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log each request, too.")]
+
+
+def main() -> None:
+    """Runs a command. Bad input is one line on stderr and exit code 2."""
+    try:
+        app(prog_name="jmoe")
+    except (ServingError, ValueError, OSError) as error:
+        log.debug("where it came from", exc_info=True)
+        logs.say(f"jmoe: {error}", logging.ERROR)
+        sys.exit(2)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from serving.version import jmoe_version
+
+        print(f"jmoe {jmoe_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and end.")
+    ] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Sets up logging, to stderr."""
+    logs.configure(verbose=verbose)
+
+
+_FLAGS = {
+    "model": "engine.model",
+    "dtype": "engine.dtype",
+    "host": "host",
+    "port": "port",
+    "admin_host": "admin_host",
+    "admin_port": "admin_port",
+    "metrics_port": "metrics_port",
+    "served_model_name": "served_model_name",
+    "log_format": "log_format",
+    "status_interval_s": "status_interval_s",
+    "max_num_seqs": "engine.max_num_seqs",
+    "max_model_len": "engine.max_model_len",
+    "max_queue_len": "engine.max_queue_len",
+    "max_prefill_tokens": "engine.max_prefill_tokens",
+    "page_size": "engine.page_size",
+    "allow_unknown_config": "engine.allow_unknown_config",
+    "num_pages": "engine.num_pages",
+    "policy": "engine.policy",
+    "strategy": "engine.brownout.strategy",
+    "way": "engine.brownout.way",
+    "salc": "engine.brownout.salc",
+    "prefill_threshold": "engine.brownout.prefill_threshold_percent",
+    "decode_threshold": "engine.brownout.decode_threshold_percent",
+    "ttft_slo_s": "engine.brownout.ttft_slo_s",
+    "itl_slo_s": "engine.brownout.itl_slo_s",
+}
+
+
+@app.command()
+def serve(
+    config: Annotated[str, typer.Option(help="YAML file, or a preset's name.")] = "default",
+    model: Annotated[str | None, typer.Option(help="Hugging Face directory, or bundled.")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model, instead of its directory.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on for callers.")] = None,
+    port: Annotated[int | None, typer.Option(help="For callers; 0 takes a free one.")] = None,
+    admin_host: Annotated[str | None, typer.Option(help="Address of the admin service.")] = None,
+    admin_port: Annotated[
+        int | None, typer.Option(help="Of the admin service; 0 takes a free one.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="HTTP: /metrics, /healthz, /readyz; 0 is off.")
+    ] = None,
+    log_format: Annotated[
+        Literal["text", "json"] | None, typer.Option(help="json: an object a line.")
+    ] = None,
+    status_interval_s: Annotated[
+        float | None, typer.Option(help="Seconds between status lines of the log; 0: none.")
+    ] = None,
+    verbose: Verbose = False,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences decoded together.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence, prompt and output, at most.")
+    ] = None,
+    max_queue_len: Annotated[
+        int | None, typer.Option(help="Requests that may wait; more are refused.")
+    ] = None,
+    max_prefill_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens of a prefill step, at most.")
+    ] = None,
+    page_size: Annotated[int | None, typer.Option(help="Tokens of a KV page.")] = None,
+    num_pages: Annotated[
+        int | None, typer.Option(help="KV pages; 0: enough for max-num-seqs full sequences.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Who is served next: fcfs.")] = None,
+    strategy: Annotated[
+        Literal["auto", "zero", "partial", "full"] | None,
+        typer.Option(help="Brownout; auto: partial where the model has united experts."),
+    ] = None,
+    way: Way = None,
+    salc: Annotated[
+        bool | None, typer.Option(help="Whether controllers move the thresholds.")
+    ] = None,
+    prefill_threshold: Annotated[
+        int | None, typer.Option(help="Percent of expert visits kept exact in prefill.")
+    ] = None,
+    decode_threshold: Annotated[
+        int | None, typer.Option(help="Percent of expert visits kept exact in decode.")
+    ] = None,
+    ttft_slo_s: Annotated[
+        float | None, typer.Option(help="Objective for the time to first token, P90.")
+    ] = None,
+    itl_slo_s: Annotated[
+        float | None, typer.Option(help="Objective for the time between tokens, P90.")
+    ] = None,
+    allow_unknown_config: AllowUnknownConfig = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any key, as engine.salc.window_s=4."),
+    ] = None,
+) -> None:
+    """Serves a model over gRPC until SIGTERM or SIGINT, then drains."""
+    given = locals()
+    import uvloop
+
+    from serving import settings
+    from serving.frontend import server
+    from serving.frontend.metrics import Metrics
+
+    flags = {key: given[name] for name, key in _FLAGS.items() if given[name] != []}
+    loaded = settings.load(config, overrides(flags, set_ or []))
+    verbose = verbose or logging.getLogger("serving").level == logging.DEBUG
+    logs.configure(loaded.log_format, verbose=verbose)
+    metrics = Metrics()
+
+    async def start_engine() -> Any:
+        return await _start_engine(loaded, metrics)
+
+    try:
+        uvloop.run(server.serve(loaded, start_engine, metrics))
+    except Unavailable as error:
+        logs.say(f"jmoe: {error}", logging.ERROR)
+        os._exit(1)  # an ordinary exit would wait for a device that may hang
+
+
+async def _start_engine(config: Any, metrics: Any) -> Any:
+    import asyncio
+
+    def import_engine() -> Any:
+        from serving.engine import Engine
+
+        return Engine
+
+    began_at = time.monotonic()
+    engine_type = await asyncio.to_thread(import_engine)  # so that health is answered meanwhile
+    with progress_bar() as progress:
+        engine = await engine_type.start(config.engine, observer=metrics, progress=progress)
+
+    from serving.frontend.status import log_start
+
+    log_start(engine, config.served_model_name or engine.model.name, time.monotonic() - began_at)
+    return engine
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts to continue.")],
+    model: Annotated[str, typer.Option(help="Model directory, or bundled.")] = "bundled",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    tokens: Annotated[bool, typer.Option(help="Prompts are ids with commas.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens a prompt gets, at most.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the draws, where temperature is above 0.")] = 0,
+    brownout_threshold: Annotated[
+        int, typer.Option(help="Percent of expert visits kept exact; 100 degrades nothing.")
+    ] = 100,
+    strategy: Strategy = None,
+    way: Way = None,
+    allow_unknown_config: AllowUnknownConfig = None,
+) -> None:
+    """Continues prompts in this process, without a server."""
+    import jmoe
+
+    _keep_programs("~/.cache/jmoe/generate")
+    given: list[Any] = [_token_ids(prompt) for prompt in prompts] if tokens else prompts
+    brownout = None
+    if brownout_threshold != 100 or strategy is not None or way is not None:
+        kind: Any = strategy or "partial"
+        brownout = jmoe.Brownout(kind, brownout_threshold, way)
+    with progress_bar() as progress:
+        loaded = jmoe.load(
+            Path(model) if model != "bundled" else model,
+            dtype,
+            progress=lambda done, total: progress("loading layers", done, total),
+            allow_unknown_config=allow_unknown_config or (),
+        )
+        result = jmoe.generate(
+            loaded,
+            given,
+            max_new_tokens,
+            brownout,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            progress=lambda done, total: progress("decoding", done, total),
+        )
+    for i, prompt in enumerate(prompts):
+        share = result.degraded_visits[i] / max(result.expert_visits[i], 1)
+        new = result.tokens[i]
+        if tokens or result.texts is None:
+            print(",".join([prompt, *map(str, new)]))
+        else:
+            print(prompt + result.texts[i])
+        print(f"  {len(new)} new tokens, {share:.1%} of expert visits degraded")
+
+
+def _keep_programs(folder: str) -> None:
+    """Keeps compiled programs in XLA's own cache: a server's (`execution.executables`) has that off."""
+    import jax
+
+    jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _token_ids(prompt: str) -> list[int]:
+    try:
+        return [int(token) for token in prompt.split(",")]
+    except ValueError:
+        raise ValueError(f"{prompt!r} is not a list of token ids such as 1,2,3") from None

@@ -1,0 +1,184 @@
+"""`jmoe bench serve` and `jmoe demo`: flags for functions that live elsewhere."""
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from serving.progress import progress_bar
+
+bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+
+
+@bench.callback()
+def _bench() -> None:
+    """Keeps `serve` a subcommand of its own."""
+
+
+class _SeveralValues(TyperCommand):
+    """Lets `--goodput ttft:200 tpot:50` take several values, as vLLM's does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeats the flag before every value after the first."""
+        spread: list[str] = []
+        num_values = -1  # of the flag under way; -1: another flag's
+        for arg in args:
+            if arg.startswith("-"):
+                num_values = 0 if arg == "--goodput" else -1
+            elif num_values >= 0:
+                spread += ["--goodput"] if num_values else []
+                num_values += 1
+            spread.append(arg)
+        return super().parse_args(ctx, spread)
+
+
+@bench.command(cls=_SeveralValues)
+def serve(
+    backend: Annotated[str, typer.Option(help="Only jmoe (gRPC) is supported.")] = "jmoe",
+    base_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Server, in place of --host and --port: http:// or grpc://.",
+            metavar="http://HOST:PORT",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="Of the server.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Of the server.")] = 50051,
+    admin_address: Annotated[
+        str | None,
+        typer.Option(help="Of the server's admin service; else what it says.", metavar="HOST:PORT"),
+    ] = None,
+    ready_check_timeout_sec: Annotated[
+        float, typer.Option(help="Longest wait for a server that is starting; 0: none.")
+    ] = 600.0,
+    model: Annotated[
+        str | None, typer.Option(help="Name that must be served; else whatever is.")
+    ] = None,
+    dataset_name: Annotated[
+        str, typer.Option(help="sharegpt, alpaca, tasks or random.")
+    ] = "random",
+    dataset_path: Annotated[
+        Path | None,
+        typer.Option(help="File of the dataset; else the bundled tasks, or lengths like its own."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json, or its folder: counts a dataset's tokens.")
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="Requests; else 1000, or what the server takes at once.")
+    ] = None,
+    request_rate: Annotated[float, typer.Option(help="Per second; inf: all at once.")] = math.inf,
+    burstiness: Annotated[
+        float,
+        typer.Option(
+            help="Shape of the gamma distribution of gaps between requests: 1 is a Poisson "
+            "process, less comes in bursts, more comes evenly."
+        ),
+    ] = 1.0,
+    ramp_up_strategy: Annotated[
+        str | None,
+        typer.Option(help="linear or exponential: the rate grows, in place of --request-rate."),
+    ] = None,
+    ramp_up_start_rps: Annotated[
+        float | None, typer.Option(help="Requests per second at the start of the ramp.")
+    ] = None,
+    ramp_up_end_rps: Annotated[
+        float | None, typer.Option(help="Requests per second at the end of the ramp.")
+    ] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option(help="Most requests in flight; others wait here.")
+    ] = None,
+    random_input_len: Annotated[
+        int | None, typer.Option(help="Tokens a random prompt; else 1024, or what fits the server.")
+    ] = None,
+    random_output_len: Annotated[
+        int | None, typer.Option(help="Tokens an answer to it; else 128, or what fits the server.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of prompts, their order and their times.")] = 0,
+    percentile_metrics: Annotated[
+        str, typer.Option(help="Latencies to report, of ttft, tpot, itl, e2el; with commas.")
+    ] = "ttft,tpot,itl",
+    metric_percentiles: Annotated[
+        str, typer.Option(help="Percentiles of them, such as 50,90,99.")
+    ] = "99",
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Objectives in ms that a good request keeps, such as ttft:200 tpot:50 e2el:900.",
+            metavar="METRIC:MS...",
+        ),
+    ] = None,
+    save_result: Annotated[
+        bool, typer.Option("--save-result", help="Write the result as JSON.")
+    ] = False,
+    save_detailed: Annotated[
+        bool, typer.Option("--save-detailed", help="Write every request's figures and text, too.")
+    ] = False,
+    result_dir: Annotated[Path, typer.Option(help="Folder of the JSON.")] = Path(),
+    result_filename: Annotated[
+        str | None, typer.Option(help="Its name; else made of rate, model and date.")
+    ] = None,
+    time_limit_s: Annotated[
+        float, typer.Option(help="Requests that are not answered by then have failed.")
+    ] = 3600.0,
+) -> None:
+    """Plays a workload against a running server. Flags are those of `vllm bench serve`."""
+    flags: dict[str, Any] = {**locals(), "goodput": tuple(goodput or ())}
+    from serving.bench.config import BenchConfig
+    from serving.bench.run import run_bench
+    from serving.bench.table import result_table
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    with progress_bar() as progress:
+        result = run_bench(BenchConfig(**flags), say, _seldom(progress))
+    print(result_table(result))
+    if not result["completed"]:
+        print("jmoe: no request was answered", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _seldom(progress: Callable[..., None]) -> Callable[[int, int, str], None]:
+    """Tells `progress` of requests, but not of thousands a second; in a log every 5 s."""
+    every_s = 0.1 if sys.stderr.isatty() else 5.0
+    next_at = time.monotonic() + every_s
+
+    def count(done: int, total: int, text: str) -> None:
+        nonlocal next_at
+        if time.monotonic() >= next_at or done == total:
+            progress("requests", done, total, text)
+            next_at = time.monotonic() + every_s
+
+    return count
+
+
+def demo(
+    server_args: Annotated[
+        list[str] | None, typer.Argument(help="After --: flags of `jmoe serve`.")
+    ] = None,
+    duration_s: Annotated[float, typer.Option(help="Of arrivals, for each of two runs.")] = 75.0,
+    repeat: Annotated[int, typer.Option(help="Pairs of runs; more: medians are stored.")] = 1,
+    strategy: Annotated[str, typer.Option(help="Brownout: partial or full.")] = "partial",
+    seed: Annotated[int, typer.Option(help="Of arrival times and the order of tasks.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out"),
+) -> None:
+    """Plays a burst against the bundled model, without and with brownout, and draws both."""
+    flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
+    from asyncio import CancelledError
+
+    from serving.bench.demo import DemoConfig, run_demo
+    from serving.bench.launch import LaunchError
+
+    try:
+        run_demo(DemoConfig(**flags))
+    except LaunchError as error:
+        print(f"jmoe: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except (KeyboardInterrupt, CancelledError):
+        raise typer.Exit(130) from None

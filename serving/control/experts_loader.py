@@ -1,0 +1,95 @@
+"""The experts loader: changes the way of united experts while steps run."""
+
+import asyncio
+
+from jmoe.api import Model
+from serving.config import BrownoutConfig
+from serving.control.slo import SloAnalyser
+from serving.errors import InvalidRequest, Overloaded
+from serving.execution.runner import Runner
+
+MAX_PENDING = 8
+"""Changes of way that may wait for each other; of callers who ask for the same, one counts."""
+
+
+def allowed_ways(config: BrownoutConfig, model: Model | None) -> tuple[int, ...]:
+    """Ways that may be served, the one to start with first; empty without united experts.
+
+    Raises ValueError for a way that the model lacks.
+    """
+    have = {} if model is None else model.united
+    wanted = config.ways or tuple(have)
+    for way in (*wanted, *([config.way] if config.way else [])):
+        if way not in have:
+            raise ValueError(
+                f"brownout way is {way}; the model has united experts for: "
+                f"{', '.join(map(str, have)) or 'none'}"
+            )
+    if not wanted:
+        return ()
+    first = config.way or max(wanted)
+    return (first, *(way for way in wanted if way != first))
+
+
+class ExpertsLoader:
+    """Loads a way one layer a tick, so that no step waits for more than one layer's copy.
+
+    It keeps `slo.way`, the way that every layer had last.
+    """
+
+    def __init__(
+        self, runner: Runner, model: Model | None, ways: tuple[int, ...], slo: SloAnalyser
+    ) -> None:
+        self._runner, self._ways, self._slo = runner, ways, slo
+        self._num_layers = 1 if model is None else model.config.num_moe_layers
+        self._pending: list[tuple[int, asyncio.Future[None]]] = []
+        self._layer = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether layers are left to load."""
+        return bool(self._pending)
+
+    def request(self, way: int) -> "asyncio.Future[None]":
+        """Queues a change of way; the future is done when every layer has it, or has it already.
+
+        Changes are made one after another, whoever still waits for them; who asks for what the
+        last of them loads waits for that one.
+
+        Raises InvalidRequest for a way that was not prepared at start, and Overloaded where too
+        many changes wait.
+        """
+        if way not in self._ways:
+            have = ", ".join(map(str, self._ways)) or "none"
+            raise InvalidRequest(f"way is {way}; this server can switch to: {have}")
+        if self._pending and self._pending[-1][0] == way:
+            return self._pending[-1][1]
+        done = asyncio.get_running_loop().create_future()
+        if not self._pending and way == self._slo.way:
+            done.set_result(None)
+            return done
+        if len(self._pending) >= MAX_PENDING:
+            raise Overloaded(f"{MAX_PENDING} changes of way wait already; try again later", 1.0)
+        self._pending.append((way, done))
+        return done
+
+    def abandon(self, error: Exception) -> None:
+        """Tells who waits for a change that it will not be made: nothing ticks any more."""
+        for _, done in self._pending:
+            if not done.done():
+                done.set_exception(error)
+        self._pending.clear()
+
+    def advance(self, now: float) -> None:
+        """Loads one layer of the oldest change. The tick calls it between two steps."""
+        if not self._pending:
+            return
+        way, done = self._pending[0]
+        self._runner.load_way(way, self._layer)
+        self._layer += 1
+        if self._layer == self._num_layers:
+            self._layer = 0
+            self._pending.pop(0)
+            self._slo.use_way(way, now)
+            if not done.done():
+                done.set_result(None)

@@ -1,0 +1,146 @@
+"""Compiled step programs on disk, so that a warm start neither traces nor lowers them.
+
+XLA's own cache keeps what its compiler makes, but an entry is found by the lowered program, and to
+lower a step with Mosaic kernels takes seconds of Python; a server has dozens of steps. Here an
+entry is found by what the program is made from: the code that would be traced, as it is loaded
+(`serving.execution.traced_code`), the files beside it, versions, device, shapes and options.
+
+Loading an entry runs what is in it: the folder deserves the trust that the code itself gets.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import time
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+import jmoe
+import pallas_kernels
+
+KEPT_S = 30 * 24 * 3600
+"""An entry that nothing has read for so long is removed."""
+
+_CONFIG = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+    "jax_disable_most_optimizations",
+)
+_ENVIRONMENT = ("XLA_FLAGS", "NPROC")
+
+log = logging.getLogger(__name__)
+
+
+class Executables:
+    """A folder of compiled programs; None: nothing is kept."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        if folder is None:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_old(folder)
+        except OSError as error:
+            log.warning("%s cannot be used (%s); no compiled program is kept", folder, error)
+            self._folder = None
+
+    @classmethod
+    def at(cls, directory: str) -> "Executables":
+        """In a directory of the settings; an empty name turns it off."""
+        return cls(Path(directory).expanduser() / "steps" if directory else None)
+
+    def load(self, name: str, made_from: object) -> jax.stages.Compiled | None:
+        """The program that was kept under a name, made from the same; None where none can be had.
+
+        An entry that cannot be read is removed.
+        """
+        if self._folder is None or not (path := self._path(name, made_from)).exists():
+            return None
+        try:
+            compiled = deserialize_and_load(
+                *pickle.loads(path.read_bytes()), execution_devices=jax.devices()[:1]
+            )
+        except Exception as error:  # whatever another version or a torn file may raise
+            log.warning("%s cannot be read (%s) and is removed; it is compiled anew", path, error)
+            with suppress(OSError):
+                path.unlink()
+            return None
+        with suppress(OSError):  # another user's, perhaps
+            os.utime(path)
+        return compiled
+
+    def save(self, name: str, made_from: object, compiled: jax.stages.Compiled) -> None:
+        """Keeps a program; where that cannot be done, says so and goes on.
+
+        Nothing is kept where XLA's own cache is on: on a CPU a program that came out of it is
+        incomplete when it is serialized again.
+        """
+        if self._folder is None or jax.config.jax_compilation_cache_dir:
+            return
+        path = self._path(name, made_from)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            part.write_bytes(pickle.dumps(serialize(compiled)))
+            part.rename(path)
+        except Exception as error:  # a full disk, a backend that cannot
+            log.warning("%s cannot be kept (%s); the next start compiles it again", path, error)
+            with suppress(OSError):
+                part.unlink()
+
+    def _path(self, name: str, made_from: object) -> Path:
+        assert self._folder is not None
+        digest = hashlib.sha256(f"{_surroundings()}\n{made_from}".encode()).hexdigest()
+        return self._folder / f"{name}-{digest[:32]}.bin"
+
+
+def _remove_old(folder: Path) -> None:
+    for path in folder.glob("*.bin"):
+        with suppress(OSError):  # another server was quicker, or it is another user's
+            if time.time() - path.stat().st_mtime > KEPT_S:
+                path.unlink()
+
+
+def _surroundings() -> str:
+    """What every program depends on: versions, device, switches and sources."""
+    device = jax.devices()[0]
+    return json.dumps(
+        {
+            "jax": (jax.__version__, version("jaxlib"), device.client.platform_version),
+            "device": (device.device_kind, _processor() if device.platform == "cpu" else ""),
+            "config": [str(jax.config.values[name]) for name in _CONFIG],
+            "environment": [os.environ.get(name, "") for name in _ENVIRONMENT],
+            "sources": _sources(),
+        }
+    )
+
+
+@cache
+def _sources() -> str:
+    """Digest of the files of the model and its kernels, some of which tracing alone imports."""
+    digest = hashlib.sha256()
+    for package in (jmoe, pallas_kernels):
+        top = Path(package.__path__[0])
+        for path in sorted(top.rglob("*")):
+            if path.suffix in (".py", ".json"):
+                digest.update(path.relative_to(top).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _processor() -> str:
+    """What a CPU can do; a program compiled for another may not run here."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

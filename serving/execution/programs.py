@@ -1,0 +1,316 @@
+"""Step programs: compiled ahead of time, keyed by (phase, token bucket, threshold bucket).
+
+A threshold bucket b is a capacity that serves every threshold up to b: it sizes the dispatch for as
+many experts as a step at t <= b can touch. The threshold itself is traced and never rounded.
+"""
+
+import os
+from bisect import bisect_left
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import astuple, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from jmoe.api import Model
+from jmoe.model import Params
+from jmoe.steps import (
+    NUM_COLUMNS,
+    NUM_DELTA_COLUMNS,
+    Output,
+    State,
+    decode_step,
+    prefill_step,
+    sample_step,
+    sampling_mode,
+    score_step,
+    served,
+)
+from pallas_kernels.backend import backend
+from pallas_kernels.routing import max_active_experts
+from serving.config import EngineConfig
+from serving.execution import traced_code
+from serving.execution.executables import Executables
+from serving.scheduling.scheduler import Limits
+
+FULL_CAPACITY = 100
+MAX_COMPILERS = 8  # at a time; each takes up to a gigabyte of host memory
+COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+Progress = Callable[[str, int, int], None]
+"""`(what, done, total)`."""
+
+
+class Key(NamedTuple):
+    """Which program. `size` is tokens of a `prefill` step and of `score`, else rows.
+
+    `score` and `sample` run behind a step whose rows ask for it; `truncate` is `sample` with top-k
+    and top-p, where that is a program of its own (`sampling_phases`).
+    """
+
+    phase: str
+    size: int
+    bucket_percent: int
+
+    @property
+    def name(self) -> str:
+        """Of its entry on disk."""
+        return f"{self.phase}-{self.size}-{self.bucket_percent}"
+
+
+def sampling_phases() -> tuple[str, ...]:
+    """A GPU has a program for each sampling mode; a CPU, where compiling is slow, one for both."""
+    return ("sample",) if backend() == "cpu" else ("sample", "truncate")
+
+
+def sizes_up_to(largest: int, smallest: int, factor: Callable[[int], int]) -> tuple[int, ...]:
+    """`smallest`, `factor(size)` times a size for as long as that is below `largest`, `largest`."""
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= factor(smallest)
+    return (*sizes, largest)
+
+
+def with_default_buckets(config: EngineConfig) -> EngineConfig:
+    """`config`, with the buckets that it leaves open, and without those that no step reaches.
+
+    On a GPU powers of two and four capacities. On a CPU, where a program takes four seconds of a
+    core to compile, few: sizes above 16 rows are four times apart, and a step at full capacity
+    takes no longer than one at less, as its loop runs over the experts that are visited.
+    """
+    on_cpu = backend() == "cpu"
+    decode = sizes_up_to(config.max_num_seqs, 4, lambda n: 4 if on_cpu and n >= 16 else 2)
+    prefill = sizes_up_to(config.max_prefill_tokens, 32, lambda n: 4 if on_cpu else 2)
+    thresholds = (FULL_CAPACITY,) if on_cpu else (20, 40, 70, FULL_CAPACITY)
+    return replace(
+        config,
+        decode_buckets=_up_to(config.decode_buckets or decode, config.max_num_seqs),
+        prefill_buckets=_up_to(config.prefill_buckets or prefill, config.max_prefill_tokens),
+        threshold_buckets_percent=config.threshold_buckets_percent or thresholds,
+    )
+
+
+def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    return sizes[: bisect_left(sizes, most) + 1]
+
+
+class Buckets:
+    """Sizes that programs are compiled for, and the choice among them."""
+
+    def __init__(self, config: EngineConfig, limits: Limits) -> None:
+        config = with_default_buckets(config)
+        self.decode = config.decode_buckets
+        self.prefill = config.prefill_buckets
+        self.thresholds = config.threshold_buckets_percent
+        self.chunks = limits.max_prefill_seqs
+        self._page_size = limits.page_size
+
+    def keys(self) -> list[Key]:
+        """Every program that serving may need, the ones most needed first."""
+        thresholds = sorted(self.thresholds, reverse=True)
+        keys = [Key("decode", n, t) for t in thresholds for n in reversed(self.decode)]
+        keys += [Key("prefill", n, t) for t in thresholds for n in reversed(self.prefill)]
+        keys.append(Key("score", self.prefill[-1], FULL_CAPACITY))
+        rows = sorted({*self.decode, self.chunks})
+        return keys + [Key(phase, n, FULL_CAPACITY) for phase in sampling_phases() for n in rows]
+
+    def choose(
+        self, phase: str, size: int, threshold_percent: int, *, full: bool, prompt_logprobs: bool
+    ) -> Key:
+        """The smallest program that serves a step; `full` asks for one without a capacity.
+
+        With `prompt_logprobs` it is the largest prefill program, the one that `score` follows.
+        """
+        sizes = self.decode if phase == "decode" else self.prefill
+        fits = sizes[-1 if prompt_logprobs else bisect_left(sizes, size)]
+        if full:
+            return Key(phase, fits, FULL_CAPACITY)
+        return Key(phase, fits, self.thresholds[bisect_left(self.thresholds, threshold_percent)])
+
+    def rows(self, key: Key) -> int:
+        """Packed rows of a program."""
+        return self.chunks if key.phase in ("prefill", "score") else key.size
+
+    def deltas(self, key: Key) -> int:
+        """Block-table deltas a step can have: a page a row, and those its tokens fill."""
+        return key.size if key.phase == "decode" else key.size // self._page_size + self.chunks
+
+
+class Programs:
+    """Compiled programs of one model, and the count of compilations since they were ready.
+
+    On a Hopper GPU a step is one CUDA graph, unless `eager`; all weights of layers but the routed
+    experts are there twice then (`jmoe.steps.served`).
+    """
+
+    def __init__(
+        self, model: Model, buckets: Buckets, state: State, *, eager: bool = False
+    ) -> None:
+        self._model, self._buckets, self._state = model, buckets, state
+        self._params, self._options = served(model.params, eager=eager)
+        self._compiled: dict[Key, Any] = {}
+        self.num_from_disk = 0  # of them, read rather than compiled
+        self._ready = False
+        self.compilations_since_ready = 0
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
+        if self._ready and event == COMPILE_EVENT:
+            self.compilations_since_ready += 1
+
+    def compile_all(self, executables: Executables, progress: Progress | None = None) -> None:
+        """Compiles every program, several at a time; what the disk has is read from there."""
+        keys = self._buckets.keys()
+        code = traced_code.digest(
+            (
+                decode_step,
+                prefill_step,
+                sample_step,
+                score_step,
+                Programs._lower,
+                Programs._max_active,
+            )
+        )
+
+        def tell() -> None:
+            if progress is not None:
+                progress("compiling", len(self._compiled), len(keys))
+
+        def compiled(key: Key, made_from: str, lowered: jax.stages.Lowered) -> None:
+            found = lowered.compile(compiler_options=self._options or None)
+            executables.save(key.name, made_from, found)
+            self._compiled[key] = found
+
+        tell()
+        # XLA's compiler lets other threads run; tracing and lowering do not, and stay in this one.
+        with ThreadPoolExecutor(min(MAX_COMPILERS, os.cpu_count() or 1)) as pool:
+            jobs = []
+            try:
+                for key in keys:
+                    made_from = self._made_from(key, code)
+                    kept = executables.load(key.name, made_from)
+                    if kept is not None:
+                        self._compiled[key] = kept
+                        self.num_from_disk += 1
+                    else:
+                        jobs.append(pool.submit(compiled, key, made_from, self._lower(key)))
+                    tell()
+                for job in as_completed(jobs):
+                    job.result()
+                    tell()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
+    def mark_ready(self) -> None:
+        """From here on every compilation counts as one too many."""
+        self._ready = True
+
+    def close(self) -> None:
+        """Stops counting."""
+        self._ready = False
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
+
+    def keys(self) -> list[Key]:
+        """Programs that are compiled."""
+        return list(self._compiled)
+
+    def run(self, key: Key, state: State, *arrays: Any) -> Any:
+        """Launches a program; `state` is donated. Returns (state, output)."""
+        model = self._model
+        return self._compiled[key](self._params, model.pool, model.table, state, *arrays)
+
+    def sample(
+        self, state: State, out: Output, rows: Int[np.ndarray, "B C"]
+    ) -> tuple[State, Output]:
+        """After a step: launches what samples tokens where its rows want that."""
+        if (mode := sampling_mode(rows)) == "greedy":
+            return state, out
+        phase = mode if mode in sampling_phases() else "sample"
+        program = self._compiled[Key(phase, len(rows), FULL_CAPACITY)]
+        last, tokens, logprobs = program(state.last_token, out.logits, rows)
+        return state._replace(last_token=last), out._replace(tokens=tokens, logprobs=logprobs)
+
+    def score(
+        self, out: Output, tokens: Int[np.ndarray, "T"], rows: Int[np.ndarray, "B C"]
+    ) -> Output:
+        """After a prefill step of the largest size: launches what scores its prompts' tokens."""
+        program = self._compiled[Key("score", len(tokens), FULL_CAPACITY)]
+        scores = program(_without_layers(self._params), out.hidden, tokens, rows)
+        return out._replace(prompt_logprobs=scores)
+
+    def _lower(self, key: Key) -> jax.stages.Lowered:
+        cfg, max_active = self._model.config, self._max_active(key)
+        if key.phase in ("sample", "truncate"):
+            truncate = None if len(sampling_phases()) == 1 else key.phase == "truncate"
+            step = partial(sample_step, truncate=truncate)
+            return jax.jit(step, donate_argnums=0).lower(*self._abstract(key))
+        if key.phase == "score":
+            return jax.jit(partial(score_step, cfg)).lower(*self._abstract(key))
+        step = decode_step if key.phase == "decode" else prefill_step
+        step = partial(step, cfg, max_active=max_active)
+        step.__name__ = f"{key.phase}_{key.size}_{key.bucket_percent}"  # type: ignore[attr-defined]
+        return jax.jit(step, donate_argnums=3).lower(*self._abstract(key))
+
+    def _max_active(self, key: Key) -> int:
+        num_experts = self._model.config.num_experts
+        return max_active_experts(
+            key.bucket_percent, num_experts, self._model.united_places, num_experts
+        )
+
+    def _abstract(self, key: Key) -> tuple[Any, ...]:
+        """Shapes and dtypes of a program's arguments."""
+        buckets, model, held = self._buckets, self._model, partial(jax.tree.map, _abstract)
+
+        def int32(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        rows, tokens = int32(buckets.rows(key), NUM_COLUMNS), int32(key.size)
+        if key.phase in ("sample", "truncate"):
+            logits = jax.ShapeDtypeStruct((key.size, model.config.vocab_size), jnp.float32)
+            return held(self._state.last_token), logits, rows
+        if key.phase == "score":
+            hidden = jax.ShapeDtypeStruct((key.size, model.config.d_model), model.dtype)
+            return held(_without_layers(self._params)), hidden, tokens, rows
+        said = [rows, int32(buckets.deltas(key), NUM_DELTA_COLUMNS), int32(2)]
+        if key.phase == "prefill":
+            said.insert(0, tokens)
+        return *held((self._params, model.pool, model.table, self._state)), *said
+
+    def _made_from(self, key: Key, code: str) -> str:
+        """All that tells this program from any other of the same versions on the same device."""
+        return repr(
+            (
+                code,
+                astuple(self._model.config),
+                key,
+                self._max_active(key),
+                self._abstract(key),
+                self._options,
+            )
+        )
+
+
+def _abstract(a: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype)
+
+
+def _without_layers(params: Params) -> Params:
+    """What `embed` and `head` read."""
+    return {key: leaf for key, leaf in params.items() if key != "segments"}
+
+
+def limit_cpu_threads(count: int) -> None:
+    """Lets XLA use `count` threads on a CPU (0: all). Works until jax makes its first array.
+
+    A decode step is many small operations; where the host needs a core as well, a second thread
+    costs more in waiting than it brings.
+    """
+    if count:
+        os.environ["NPROC"] = str(count)  # what XLA reads when it makes its CPU client

@@ -1,0 +1,102 @@
+"""Requests on their way in: how many messages are received at once, and for how long."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from serving.errors import DeadlineExceeded, InvalidRequest, Overloaded
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""gRPC's own limit of one message; what a request may have is mostly far less (`guard.py`)."""
+PLACES_PER_CONNECTION = 16
+"""Messages of one connection that are received at once; only its own others wait for these."""
+PATIENCE_S = 0.5
+"""How long a message may take to arrive while other connections wait for a place."""
+RETRY_AFTER_S = 1.0
+
+
+class Inbox:
+    """Receives messages, of all connections together no more than there are places.
+
+    gRPC keeps a message in memory as its bytes arrive, so that places bound bytes. Who opens a call
+    and sends nothing gives its place back after `timeout_s`, or after `PATIENCE_S` where others
+    wait for it.
+    """
+
+    def __init__(self, num_places: int, max_callers: int, timeout_s: float) -> None:
+        self.timeout_s, self.max_callers = timeout_s, max_callers
+        self.num_callers = 0
+        self._places = asyncio.Semaphore(num_places)
+        self._receiving: dict[asyncio.Timeout, float] = {}  # since when, the oldest first
+        self._connections: dict[str, tuple[asyncio.Semaphore, list[None]]] = {}
+
+    async def receive(self, context: Any) -> bytes | None:
+        """The next message of a call; None where its caller sends no more.
+
+        Raises DeadlineExceeded where it does not come in time, Overloaded where too many wait.
+        """
+        if self.num_callers >= self.max_callers:
+            raise Overloaded(
+                f"{self.num_callers} calls have sent no message yet; try again later",
+                RETRY_AFTER_S,
+            )
+        self.num_callers += 1
+        try:
+            async with asyncio.timeout(self.timeout_s) as limit:
+                async with self._of_connection(context.peer()), self._place(limit):
+                    message = await context.read()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"no message came within {self.timeout_s:g} s, or {PATIENCE_S:g} s of a busy "
+                "server; send it as soon as the call is open"
+            ) from None
+        finally:
+            self.num_callers -= 1
+        return message if isinstance(message, bytes) else None  # grpc.aio.EOF
+
+    async def receive_one(self, context: Any) -> bytes:
+        """The only message of a call. Raises InvalidRequest where there is none."""
+        message = await self.receive(context)
+        if message is None:
+            raise InvalidRequest("the call has no message; send one")
+        return message
+
+    @contextlib.asynccontextmanager
+    async def _of_connection(self, peer: str) -> AsyncIterator[None]:
+        places, users = self._connections.setdefault(
+            peer, (asyncio.Semaphore(PLACES_PER_CONNECTION), [])
+        )
+        users.append(None)
+        try:
+            async with places:
+                yield
+        finally:
+            users.pop()
+            if not users:
+                del self._connections[peer]
+
+    @contextlib.asynccontextmanager
+    async def _place(self, limit: asyncio.Timeout) -> AsyncIterator[None]:
+        if self._places.locked():
+            self._hurry()
+        async with self._places:
+            with self._noted(limit):
+                yield
+
+    @contextlib.contextmanager
+    def _noted(self, limit: asyncio.Timeout) -> Iterator[None]:
+        self._receiving[limit] = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            del self._receiving[limit]
+
+    def _hurry(self) -> None:
+        """One more waits: the oldest that was not told yet has to be done soon."""
+        now = asyncio.get_running_loop().time()
+        for limit, since in self._receiving.items():
+            soon, until = max(now, since + PATIENCE_S), limit.when()
+            if until is not None and until > soon:
+                limit.reschedule(soon)
+                return

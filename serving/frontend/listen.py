@@ -1,0 +1,86 @@
+"""Where a server listens: addresses, options of its ports, and why one cannot be bound."""
+
+import errno
+import socket
+
+import grpc
+
+from serving.frontend.guard import Guard
+from serving.frontend.inbox import MAX_MESSAGE_BYTES
+
+_OPTIONS = (
+    ("grpc.so_reuseport", 0),  # a taken port is an error, not a second server behind it
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", 16 << 20),
+    ("grpc.max_metadata_size", 8 << 10),
+    ("grpc.absolute_max_metadata_size", 16 << 10),
+    # What a call that nobody reads yet may send: not more the faster the network is.
+    ("grpc.http2.bdp_probe", 0),
+    # A caller that vanished without closing its connection is found out, and its requests abort.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # Who connects and says nothing, or has nothing more to ask, makes room for others.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+)
+_SPARE_STREAMS = 128
+"""Calls of one connection beyond `max_calls`: they are answered, if only by a refusal or health."""
+
+
+def join(host: str, port: int) -> str:
+    """`host:port`, with the brackets that an IPv6 address needs."""
+    bare = host.strip("[]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def make_server(guard: Guard, max_connections: int) -> grpc.aio.Server:
+    """A gRPC server behind a guard; more connections than these are closed as they come."""
+    options = (
+        *_OPTIONS,
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        ("grpc.max_concurrent_streams", guard.limits.max_calls + _SPARE_STREAMS),
+    )
+    return grpc.aio.server(interceptors=[guard], options=options)
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, prefix: str = "") -> int:
+    """Binds, and returns the port.
+
+    Raises OSError with one line that names the flag to change: `--<prefix>host`, `--<prefix>port`.
+    """
+    address = join(host, port)
+    refused = _refusal(host, port)  # asked here: gRPC says why in its own log only
+    if refused is None:
+        try:
+            return server.add_insecure_port(address)
+        except RuntimeError as error:
+            refused = OSError(None, str(error))
+    name = "port" if refused.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
+    raise OSError(
+        f"cannot listen on {address}: {refused.strerror}; choose another --{prefix}{name}"
+    ) from None
+
+
+def _refusal(host: str, port: int) -> OSError | None:
+    """Why none of a name's addresses, or a taken one of them, can be bound."""
+    try:
+        found = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        return error
+    except UnicodeError:
+        return OSError(None, "this is no name of a host")
+    refusals: list[OSError] = []
+    for family, kind, protocol, _, where in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+        except OSError as error:
+            refusals.append(error)
+    taken = [error for error in refusals if error.errno in (errno.EADDRINUSE, errno.EACCES)]
+    if taken or len(refusals) == len(found):
+        return (taken or refusals)[0]
+    return None

@@ -1,0 +1,231 @@
+"""Prometheus metrics under the names vLLM's users know, with the prefix `jmoe_`.
+
+The engine reports latencies as it goes; everything else is read from the engine at a scrape. Names
+have no colon: OpenMetrics as the client library writes it replaces colons in samples but not in
+TYPE and HELP lines. Nothing here imports jax.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import inf
+from threading import Thread
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIServer
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from serving.frontend import metrics_http
+from serving.observer import Observer
+from serving.request import Output
+
+if TYPE_CHECKING:
+    from serving.engine import Engine
+    from serving.execution.runner import StepResult
+    from serving.scheduling.scheduler import StepPlan
+    from serving.scheduling.sequence import SequenceState
+
+PREFIX = "jmoe_"
+
+_TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
+_ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
+
+
+class Histogram:
+    """Counts by bucket. Fed once a step with the samples of all its tokens."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = np.array([*bounds, inf])
+        self.counts = np.zeros(len(self.bounds), np.int64)
+        self.sum = 0.0
+
+    def observe(self, samples: np.ndarray) -> None:
+        """Counts every sample in the first bucket whose bound it does not exceed."""
+        at = np.searchsorted(self.bounds, samples)
+        self.counts = self.counts + np.bincount(at, minlength=len(self.bounds))
+        self.sum += float(samples.sum())
+
+    @property
+    def count(self) -> int:
+        """Samples so far."""
+        return int(self.counts.sum())
+
+    def collect(self, name: str, about: str) -> HistogramMetricFamily:
+        """The family Prometheus reads, with cumulative counts; `name` is without the prefix."""
+        labels = ["+Inf" if bound == inf else str(bound) for bound in self.bounds.tolist()]
+        family = HistogramMetricFamily(PREFIX + name, about)
+        counts = self.counts.cumsum().tolist()
+        family.add_metric([], list(zip(labels, counts, strict=True)), self.sum)
+        return family
+
+
+class Metrics(Observer):
+    """Metrics of one server, with a registry of its own. Times are seconds.
+
+    The engine calls in from its loop; a scrape reads from another thread and may see a histogram's
+    counts before its sum.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = CollectorRegistry()
+        self.ttft, self.itl, self.e2e = Histogram(_TTFT), Histogram(_ITL), Histogram(_E2E)
+        self.prefill_in_itl = Histogram(_ITL)
+        # [start, end) since the last decode step. A running sequence has few of them between its
+        # tokens; where every request wants one token, no decode step comes to forget them.
+        self._prefills: deque[tuple[float, float]] = deque(maxlen=256)
+        self.expert_rows: np.ndarray | None = None  # int64 [MoE layers, E], once a step was read
+        self.violations = {"prefill": 0, "decode": 0}
+        self.finished: Counter[str] = Counter(stop=0, length=0)
+        self.prompt_tokens = self.prefill_tokens = self.generation_tokens = 0
+        self.engine: Engine | None = None  # set it when the engine is ready
+        self.registry.register(self)
+
+    def step_read(
+        self, plan: "StepPlan", result: "StepResult", started_at: float, now: float
+    ) -> None:
+        """See Observer."""
+        super().step_read(plan, result, started_at, now)
+        rows = result.expert_rows.astype(np.int64)
+        self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
+        if plan.phase == "prefill":
+            self.prefill_tokens += int(plan.q_lens.sum())
+            self._prefills.append((started_at, now))
+        elif self._prefills:
+            starts, ends = np.array(self._prefills).T
+            # A sequence that ended meanwhile gets no token, and may never have had one.
+            previous_at = np.array([s.previous_at for s in plan.sequences if not s.done])
+            inside = np.clip(
+                ends[None, :] - np.maximum(starts[None, :], previous_at[:, None]), 0, None
+            )
+            self.prefill_in_itl.observe(inside.sum(axis=1))
+            self._prefills.clear()
+
+    def first_tokens(self, ttft_s: np.ndarray, slo_s: float) -> None:
+        """See Observer."""
+        super().first_tokens(ttft_s, slo_s)
+        self._tokens("prefill", self.ttft, ttft_s, slo_s)
+
+    def further_tokens(self, itl_s: np.ndarray, slo_s: float) -> None:
+        """See Observer."""
+        super().further_tokens(itl_s, slo_s)
+        self._tokens("decode", self.itl, itl_s, slo_s)
+
+    def _tokens(self, phase: str, into: Histogram, samples: np.ndarray, slo_s: float) -> None:
+        into.observe(samples)
+        self.generation_tokens += len(samples)
+        self.violations[phase] += int(np.count_nonzero(samples > slo_s))
+
+    def request_finished(self, sequence: "SequenceState", output: Output, now: float) -> None:
+        """See Observer."""
+        super().request_finished(sequence, output, now)
+        self.prompt_tokens += output.usage.prompt_tokens
+        self.finished[output.finish_reason or "stop"] += 1
+        self.e2e.observe(np.array([now - sequence.arrived_at]))
+
+    def collect(self) -> Iterator[Metric]:
+        """Yields every family; the registry calls it at a scrape."""
+        yield self.ttft.collect("time_to_first_token_seconds", "Arrival to first token")
+        yield self.itl.collect("inter_token_latency_seconds", "Between tokens of a request")
+        yield self.prefill_in_itl.collect(
+            "inter_token_prefill_seconds", "Prefill steps inside an inter-token latency"
+        )
+        if self.expert_rows is not None:
+            yield _expert_load(self.expert_rows)
+        yield self.e2e.collect("e2e_request_latency_seconds", "Arrival to last token")
+        yield _counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
+        yield _counter(
+            "prefill_tokens",
+            "Tokens computed by prefill steps, those of preempted requests again",
+            self.prefill_tokens,
+        )
+        yield _counter("generation_tokens", "Tokens generated", self.generation_tokens)
+        yield _family(
+            CounterMetricFamily,
+            "slo_violations",
+            "Tokens later than the SLO of their phase",
+            "phase",
+            self.violations,
+        )
+        ended: dict[str, float] = {**self.finished, "abort": 0, "error": 0}
+        if self.engine is not None:
+            yield from _engine_families(self.engine)
+            stats = self.engine.stats()
+            ended |= {"abort": stats.requests_aborted, "error": stats.requests_failed}
+        yield _family(
+            CounterMetricFamily,
+            "request_success",
+            "Ended requests by reason; error: failed by the server",
+            "finished_reason",
+            ended,
+        )
+
+    def serve(
+        self, host: str, port: int, readiness: Callable[[], tuple[bool, str]]
+    ) -> tuple[WSGIServer, Thread]:
+        """Answers scrapes and probes over HTTP from a thread; see `metrics_http.serve`.
+
+        Raises OSError where it cannot listen.
+        """
+        try:
+            return metrics_http.serve(host, port, self.registry, readiness)
+        except OSError as error:
+            raise OSError(
+                f"metrics cannot be served at {host}:{port}: {error.strerror}; "
+                "choose another --metrics-port"
+            ) from None
+
+
+def _engine_families(engine: "Engine") -> Iterator[Metric]:
+    stats, brownout = engine.stats(), engine.get_brownout()
+    yield _gauge("num_requests_running", "Requests that hold pages", stats.num_running)
+    yield _gauge("num_requests_waiting", "Requests in the queue", stats.num_waiting)
+    usage = stats.kv_pages_used / max(stats.kv_pages_total, 1)
+    yield _gauge("kv_cache_usage_perc", "KV pages in use; 1 is all", usage)
+    yield _counter("expert_visits", "(token, layer, pick) visits", stats.expert_visits)
+    yield _counter("degraded_visits", "Visits rerouted or dropped", stats.degraded_visits)
+    yield _counter("recompilations", "Programs compiled when ready", stats.compilations_since_ready)
+    yield _counter("requests_rejected", "Requests refused for load", stats.requests_rejected)
+    yield _family(
+        GaugeMetricFamily,
+        "brownout_threshold_percent",
+        "Visits kept exact, at least",
+        "phase",
+        {
+            "prefill": brownout.prefill_threshold_percent,
+            "decode": brownout.decode_threshold_percent,
+        },
+    )
+
+
+def _expert_load(rows: np.ndarray) -> Metric:
+    family = CounterMetricFamily(
+        PREFIX + "expert_rows",
+        "Rows an expert computed, united ones last",
+        labels=["layer", "expert"],
+    )
+    for (layer, expert), count in np.ndenumerate(rows):
+        family.add_metric([str(layer), str(expert)], int(count))
+    return family
+
+
+def _gauge(name: str, about: str, value: float) -> Metric:
+    return GaugeMetricFamily(PREFIX + name, about, value)
+
+
+def _counter(name: str, about: str, value: float) -> Metric:
+    return CounterMetricFamily(PREFIX + name, about, value)
+
+
+def _family(kind: type, name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = kind(PREFIX + name, about, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

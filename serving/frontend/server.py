@@ -1,0 +1,297 @@
+"""The gRPC server: `jmoe.v1`, health and reflection, in the engine's event loop.
+
+Two ports: one for callers, and one for the operator, which has the admin service. Both listen
+before the engine is there and answer NOT_SERVING until then. So does the port for metrics and
+probes over HTTP, where one is set. Nothing here imports jax.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+from wsgiref.simple_server import WSGIServer
+
+from grpc_health.v1 import health, health_pb2_grpc
+
+from serving.config import ServerConfig
+from serving.errors import Unavailable
+from serving.frontend import convert, reflection
+from serving.frontend import gc_freeze
+from serving.frontend.guard import SMALL_MESSAGE_BYTES, Guard, Limits
+from serving.frontend.health import Health
+from serving.frontend.inbox import MAX_MESSAGE_BYTES
+from serving.frontend.listen import bind, join, make_server
+from serving.frontend.metrics import Metrics
+from serving.frontend.services import GENERATE, SERVICES, AdminService, GenerationService
+from serving.frontend.status import StatusLog
+from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
+
+if TYPE_CHECKING:
+    from serving.engine import Engine
+
+log = logging.getLogger(__name__)
+
+_GRACE_S = 1.0  # for last messages to leave once every request has ended
+_ADMIN_CONNECTIONS, _ADMIN_CALLS = 128, 1024
+
+
+class Server:
+    """One engine behind two ports. `start`, then `attach` an engine, then `drain`."""
+
+    def __init__(self, config: ServerConfig, metrics: Metrics | None = None) -> None:
+        """`metrics` are what the engine tells its observer; without them no status is logged."""
+        self.config = config
+        self.metrics = metrics or Metrics()
+        self._logs_status = metrics is not None
+        self.engine: Engine | None = None
+        self.port = self.admin_port = 0  # the bound ones, after start
+        self.failure: str | None = None  # why the engine failed
+        self._failed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._http: WSGIServer | None = None
+        self._draining = False
+        self.health = Health(SERVICES)
+        receiving = max(1, config.max_bytes_in_flight // MAX_MESSAGE_BYTES)
+        timeout_s = config.message_timeout_s
+        self.guard = Guard(
+            Limits(max_calls(config), receiving, timeout_s), self._admit, self._max_message_bytes
+        )
+        self._admin_guard = Guard(Limits(_ADMIN_CALLS, receiving, timeout_s))
+        self._main = make_server(self.guard, config.max_connections)
+        self._admin = make_server(self._admin_guard, _ADMIN_CONNECTIONS)
+        self._add_services()
+
+    def _add_services(self) -> None:
+        generation, admin = SERVICES
+        on_main = [generation, admin] if self.config.admin_on_main_port else [generation]
+        rpc.add_GenerationServicer_to_server(GenerationService(self), self._main)
+        if self.config.admin_on_main_port:
+            rpc.add_AdminServicer_to_server(AdminService(self), self._main)
+        rpc.add_AdminServicer_to_server(AdminService(self), self._admin)
+        for server, names in ((self._main, on_main), (self._admin, [admin])):
+            health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
+            reflection.add(server, (*names, health.SERVICE_NAME))
+
+    @property
+    def status(self) -> str:
+        """`starting`, or what the engine says."""
+        if self._draining:
+            return "draining"
+        return "starting" if self.engine is None else self.engine.status
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients use, the same before and after loading."""
+        if self.config.served_model_name:
+            return self.config.served_model_name
+        model = None if self.engine is None else self.engine.model
+        return Path(self.config.engine.model).absolute().name if model is None else model.name
+
+    def readiness(self) -> tuple[bool, str]:
+        """Whether health is SERVING, and a word that says why; other threads may ask."""
+        ready, status = self.health.is_serving, self.status
+        if ready:
+            return True, "ready"
+        return False, "starting" if status == "ready" else status
+
+    @property
+    def address(self) -> str:
+        """Where it listens, as a client takes it."""
+        return join(self.config.host, self.port)
+
+    @property
+    def admin_address(self) -> str:
+        """Where the admin service is."""
+        return join(self.config.admin_host, self.admin_port)
+
+    async def start(self) -> None:
+        """Listens, NOT_SERVING. Raises OSError where an address cannot be bound."""
+        self.port = bind(self._main, self.config.host, self.config.port)
+        self.admin_port = bind(
+            self._admin, self.config.admin_host, self.config.admin_port, prefix="admin-"
+        )
+        if self.config.metrics_port:
+            self._http, _ = self.metrics.serve(
+                self.config.host, self.config.metrics_port, self.readiness
+            )
+        await self._main.start()
+        await self._admin.start()
+
+    async def attach(self, engine: "Engine") -> None:
+        """Serves with `engine` from now on. The server stops it in `drain` and `stop`."""
+        self.engine = engine
+        if self.config.exit_on_failure:
+            engine.on_unresponsive = _exit_at_once
+        self.metrics.engine = engine
+        self.health.set(engine.status == "ready")
+        self._tasks.append(
+            asyncio.create_task(self._watch_engine(engine), name="jmoe-watch-engine")
+        )
+        if self._logs_status and self.config.status_interval_s:
+            status = StatusLog(engine, self.metrics, self.config.status_interval_s)
+            self._tasks.append(asyncio.create_task(status.run(), name="jmoe-status"))
+
+    async def failed(self) -> str:
+        """Why the engine failed, once it has; waits for ever where it does not."""
+        await self._failed.wait()
+        return self.failure or ""
+
+    async def drain(self) -> bool:
+        """Admits nothing more, lets streams finish up to `drain_timeout_s`, then stops.
+
+        Returns whether every message was handed to its caller in time; the streams of the others
+        end with CANCELLED.
+        """
+        self._draining = True
+        self.health.close()
+        until = time.monotonic() + self.config.drain_timeout_s
+        finished = (
+            self.engine is None
+            or self.failure is not None
+            or await self.engine.drain(self.config.drain_timeout_s)
+        )
+        # What the engine has finished, slow readers may still have to take.
+        delivered = finished and await self.guard.idle(max(0.0, until - time.monotonic()))
+        await self.stop()
+        return delivered
+
+    async def stop(self) -> None:
+        """Aborts what is left and closes the ports."""
+        self._draining = True
+        self.health.close()
+        for task in self._tasks:
+            task.cancel()
+        if self.engine is not None:
+            await self.engine.stop()
+        await asyncio.gather(
+            self._main.stop(_GRACE_S),
+            self._admin.stop(_GRACE_S),
+            asyncio.to_thread(self._stop_http),
+        )
+        self.guard.close()
+        self._admin_guard.close()
+
+    def _stop_http(self) -> None:
+        if self._http is not None:
+            self._http.shutdown()
+            self._http.server_close()
+            self._http = None
+
+    def ready_engine(self) -> "Engine":
+        """The engine. Raises Unavailable while it is loading."""
+        if self.engine is None:
+            raise Unavailable("the server is still loading its model; try again later")
+        return self.engine
+
+    def _admit(self, method: str) -> None:
+        if method == GENERATE:  # an overloaded server does no work on what it refuses
+            self.ready_engine().check_admission()
+
+    def _max_message_bytes(self, method: str) -> int:
+        if method != GENERATE or self.engine is None:
+            return SMALL_MESSAGE_BYTES
+        return min(MAX_MESSAGE_BYTES, convert.max_request_bytes(self.engine.bounds))
+
+    async def _watch_engine(self, engine: "Engine") -> None:
+        self.failure = await engine.died()
+        self.health.set(False)
+        log.error("health is NOT_SERVING from now on: the engine failed")
+        self._failed.set()
+
+
+def _exit_at_once(reason: str) -> None:
+    """Nobody can be told any more: the loop that would do it is stuck itself."""
+    log.critical("the server ends at once: %s", reason)
+    os._exit(1)
+
+
+def max_calls(config: ServerConfig) -> int:
+    """Calls at once: what is set, or twice what the engine can hold, so that it refuses first."""
+    engine = config.engine
+    return config.max_concurrent_calls or 2 * (engine.max_num_seqs + engine.max_queue_len)
+
+
+async def serve(
+    config: ServerConfig,
+    start_engine: Callable[[], Awaitable["Engine"]],
+    metrics: Metrics | None = None,
+) -> bool:
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once.
+
+    Prints `jmoe admin on HOST:PORT` when it listens, and `jmoe ready on HOST:PORT` when requests
+    are served. Returns whether every stream was delivered in time. `metrics`, where there are some,
+    have to be the observer of the engine that `start_engine` makes.
+
+    Raises OSError where a port is taken, what `start_engine` raises, and Unavailable where the
+    engine failed and `exit_on_failure` is set.
+    """
+    server, stopping = Server(config, metrics), asyncio.Event()
+    await server.start()
+    print(f"jmoe admin on {server.admin_address}", flush=True)
+    _log_addresses(server)
+    loading = asyncio.ensure_future(start_engine())
+
+    def on_signal(received: signal.Signals) -> None:
+        if stopping.is_set():
+            os._exit(1)
+        log.info("%s: no further requests are taken", received.name)
+        stopping.set()
+        loading.cancel()
+
+    loop = asyncio.get_running_loop()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(name, on_signal, name)
+    try:
+        await server.attach(await loading)
+    except asyncio.CancelledError:
+        os._exit(0)  # there is nothing to drain, and a compilation cannot be interrupted
+    except Exception:
+        await server.stop()
+        raise
+    gc_freeze.freeze()
+    log.info("ready on %s", server.address, extra={"event": "ready", "address": server.address})
+    print(f"jmoe ready on {server.address}", flush=True)
+    await _until_stopping_or_failed(server, stopping)
+    if server.failure is not None and config.exit_on_failure and not stopping.is_set():
+        await server.drain()  # callers hear how their streams ended
+        raise Unavailable(f"the engine failed: {server.failure}; start the server again")
+    log.info("draining for up to %g s", config.drain_timeout_s)
+    delivered = await server.drain()
+    log.log(
+        logging.INFO if delivered else logging.WARNING,
+        "stopped; %s",
+        "every stream was delivered" if delivered else "streams were cut off at drain_timeout_s",
+        extra={"event": "stopped", "delivered": delivered},
+    )
+    return delivered
+
+
+def _log_addresses(server: Server) -> None:
+    config = server.config
+    http = f"http://{join(config.host, config.metrics_port)}/metrics" if config.metrics_port else ""
+    log.info(
+        "loading %s; listening on %s, admin on %s, metrics %s",
+        *(server.model_name, server.address, server.admin_address),
+        f"on {http}" if http else "off",
+        extra={
+            "event": "listening",
+            "model": server.model_name,
+            "address": server.address,
+            "admin_address": server.admin_address,
+            "metrics": http or None,
+        },
+    )
+
+
+async def _until_stopping_or_failed(server: Server, stopping: asyncio.Event) -> None:
+    waits: list[Awaitable[object]] = [stopping.wait()]
+    if server.config.exit_on_failure:
+        waits.append(server.failed())
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()

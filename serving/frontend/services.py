@@ -1,0 +1,113 @@
+"""The services of `jmoe.v1`. What they raise, `serving.frontend.guard` tells the caller. No jax."""
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+from serving.errors import NotFound, shown
+from serving.frontend import convert, status
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
+from serving.version import jmoe_version
+
+if TYPE_CHECKING:
+    from serving.frontend.server import Server
+
+SERVICES = tuple(service.full_name for service in pb.DESCRIPTOR.services_by_name.values())
+GENERATE = "/jmoe.v1.Generation/Generate"
+
+
+class GenerationService(rpc.GenerationServicer):
+    """`jmoe.v1.Generation`."""
+
+    def __init__(self, server: "Server") -> None:
+        self._server = server
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
+        """Streams one request. A caller that goes away cancels this, which aborts the request."""
+        engine, served = self._server.ready_engine(), self._server.model_name
+        if request.model and request.model != served:
+            raise NotFound(f"model {shown(request.model)} is not served; {shown(served)} is")
+        outputs = engine.generate(
+            convert.prompt(request, engine.bounds),
+            convert.sampling(request.sampling, engine.bounds),
+            request_id=convert.request_id(request),
+            allow_brownout=request.allow_brownout or not request.HasField("allow_brownout"),
+            priority=convert.priority(request),
+            timeout_s=context.time_remaining(),
+        )
+        entry = status.request_entry(request.request_id)
+        # Closed here and now: a generator left to the collector would keep its pages.
+        async with contextlib.aclosing(outputs):
+            with entry or contextlib.nullcontext():
+                async for out in outputs:
+                    if entry is not None:
+                        entry.note(out)
+                    await context.write(convert.response(out))
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
+        """Limits and status; answered while loading, too."""
+        server, engine = self._server, self._server.engine
+        settings = server.config.engine if engine is None else engine.config
+        return pb.ServerInfo(
+            version=jmoe_version(),
+            status=server.status,
+            model=server.model_name,
+            platform="" if engine is None else _platform(),
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            max_queue_len=settings.max_queue_len,
+            num_kv_pages=0 if engine is None else engine.stats().kv_pages_total,
+            kv_page_size=settings.page_size,
+            threshold_buckets_percent=settings.threshold_buckets_percent,
+            admin_port=server.admin_port,
+        )
+
+    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.ModelInfo:
+        """Geometry of the served model."""
+        model = self._server.ready_engine().model
+        if model is None:
+            raise NotFound("this engine runs without a model")
+        info = convert.model_info(model)
+        info.name = self._server.model_name
+        return info
+
+
+class AdminService(rpc.AdminServicer):
+    """`jmoe.v1.Admin`."""
+
+    def __init__(self, server: "Server") -> None:
+        self._server = server
+
+    async def GetBrownout(self, request: pb.GetBrownoutRequest, context: Any) -> pb.BrownoutState:
+        """Settings in force."""
+        return convert.brownout_state(self._server.ready_engine().get_brownout())
+
+    async def SetBrownout(self, request: pb.SetBrownoutRequest, context: Any) -> pb.BrownoutState:
+        """Changes what is present; another way is loaded before this answers."""
+        engine, change = self._server.ready_engine(), convert.brownout_change(request)
+        before, began_at, peer = engine.get_brownout(), time.monotonic(), context.peer()
+        setting = asyncio.ensure_future(engine.set_brownout(change))
+        try:
+            await asyncio.sleep(0)
+            if not setting.done():  # what is refused, or needs no loading, is done at once
+                status.log_way_begun(change, before, peer)
+            after = await setting
+        except asyncio.CancelledError:
+            setting.cancel()
+            status.log_way_left(change, before, peer)
+            raise
+        took_s = time.monotonic() - began_at
+        status.log_brownout_change(change, before, after, took_s, peer)
+        return convert.brownout_state(after)
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.Stats:
+        """Counters and gauges now."""
+        return convert.stats(self._server.ready_engine().stats())
+
+
+def _platform() -> str:
+    import jax  # the engine has imported it
+
+    return f"{jax.default_backend()} {jax.devices()[0].device_kind}"

@@ -1,0 +1,360 @@
+"""What a running server logs: its start, operators' changes, requests, and a status line.
+
+Each record has the same facts as fields (`extra`), for logs in JSON. No jax, but in `log_start`.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from serving.errors import shown
+from serving.frontend.metrics import Metrics
+from serving.request import BrownoutChange, BrownoutState, Output
+
+if TYPE_CHECKING:
+    from serving.engine import Engine
+
+log = logging.getLogger(__name__)
+
+_STATE_FIELDS = tuple(field.name for field in fields(BrownoutChange))
+
+
+# ---- the status line --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Counters since start, and what is in force, at one moment."""
+
+    at_s: float
+    running: int
+    waiting: int
+    kv_pages_used: int
+    kv_pages_total: int
+    prompt_tokens: int  # computed by prefill steps
+    output_tokens: int
+    visits: int
+    degraded_visits: int
+    ended: int  # requests, however they ended; those that were refused, too
+    first_tokens: int
+    late_first_tokens: int
+    further_tokens: int
+    late_further_tokens: int
+    strategy: str
+    way: int
+    prefill_threshold_percent: float
+    decode_threshold_percent: float
+
+    @classmethod
+    def of(cls, engine: "Engine", metrics: Metrics, at_s: float) -> "Snapshot":
+        """Reads counters that are kept anyway."""
+        stats, brownout = engine.stats(), engine.get_brownout()
+        ended = stats.requests_finished + stats.requests_aborted
+        return cls(
+            at_s=at_s,
+            running=stats.num_running,
+            waiting=stats.num_waiting,
+            kv_pages_used=stats.kv_pages_used,
+            kv_pages_total=stats.kv_pages_total,
+            prompt_tokens=metrics.prefill_tokens,
+            output_tokens=metrics.generation_tokens,
+            visits=stats.expert_visits,
+            degraded_visits=stats.degraded_visits,
+            ended=ended + stats.requests_failed + stats.requests_rejected,
+            first_tokens=metrics.ttft.count,
+            late_first_tokens=metrics.violations["prefill"],
+            further_tokens=metrics.itl.count,
+            late_further_tokens=metrics.violations["decode"],
+            strategy=brownout.strategy,
+            way=brownout.way,
+            prefill_threshold_percent=brownout.prefill_threshold_percent,
+            decode_threshold_percent=brownout.decode_threshold_percent,
+        )
+
+    def is_news(self, last: "Snapshot") -> bool:
+        """Whether there is work, or anything differs from the last one."""
+        return bool(self.running or self.waiting) or replace(self, at_s=last.at_s) != last
+
+
+class StatusLog:
+    """Logs a line every `interval_s` while there is work or something changed."""
+
+    def __init__(self, engine: "Engine", metrics: Metrics, interval_s: float) -> None:
+        self._engine, self._metrics, self._interval_s = engine, metrics, interval_s
+
+    async def run(self) -> None:
+        """Until it is cancelled, by the clock of the event loop."""
+        last = self._look()
+        while True:
+            await asyncio.sleep(self._interval_s)
+            now = self._look()
+            if now.is_news(last):
+                _log_status(last, now)
+            last = now
+
+    def _look(self) -> Snapshot:
+        return Snapshot.of(self._engine, self._metrics, asyncio.get_running_loop().time())
+
+
+def _log_status(last: Snapshot, now: Snapshot) -> None:
+    def since(name: str) -> float:
+        return getattr(now, name) - getattr(last, name)
+
+    def share(part: str, whole: str) -> float:
+        return since(part) / since(whole) if since(whole) else math.nan
+
+    interval_s = now.at_s - last.at_s
+    found: dict[str, Any] = {
+        "running": now.running,
+        "waiting": now.waiting,
+        "prompt_tokens_per_s": since("prompt_tokens") / interval_s,
+        "output_tokens_per_s": since("output_tokens") / interval_s,
+        "kv_cache_usage": now.kv_pages_used / max(now.kv_pages_total, 1),
+        "strategy": now.strategy,
+        "way": now.way,
+        "prefill_threshold_percent": now.prefill_threshold_percent,
+        "decode_threshold_percent": now.decode_threshold_percent,
+        "prefill_late_share": share("late_first_tokens", "first_tokens"),
+        "decode_late_share": share("late_further_tokens", "further_tokens"),
+        "degraded_share": share("degraded_visits", "visits"),
+    }
+    log.info(
+        "%d running, %d waiting; prompt %.1f tokens/s, output %.1f tokens/s; KV cache %.1f%%; "
+        "threshold prefill %.0f%%, decode %.0f%%; late prefill %s, decode %s; degraded %s",
+        now.running,
+        now.waiting,
+        found["prompt_tokens_per_s"],
+        found["output_tokens_per_s"],
+        100 * found["kv_cache_usage"],
+        now.prefill_threshold_percent,
+        now.decode_threshold_percent,
+        _percent(found["prefill_late_share"]),
+        _percent(found["decode_late_share"]),
+        _percent(found["degraded_share"]),
+        extra={"event": "status", **found},
+    )
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{100 * share:.1f}%"
+
+
+# ---- operators --------------------------------------------------------------------------------
+
+
+def log_way_begun(change: BrownoutChange, before: BrownoutState, peer: str) -> None:
+    """Another way of united experts is about to be loaded."""
+    if change.way is not None and change.way != before.way:
+        extra = {"event": "way_begun", "way": change.way, "way_before": before.way, "peer": peer}
+        log.info("loading way %d in place of way %d, for %s", *_ways(extra), peer, extra=extra)
+
+
+def log_way_left(change: BrownoutChange, before: BrownoutState, peer: str) -> None:
+    """Who asked for another way has gone while it is loaded."""
+    if change.way is not None and change.way != before.way:
+        extra = {"event": "way_left", "way": change.way, "way_before": before.way, "peer": peer}
+        log.warning(
+            "%s left before way %d was loaded; the way goes on loading, and what else the call set "
+            "is dropped",
+            peer,
+            change.way,
+            extra=extra,
+        )
+
+
+def log_brownout_change(
+    change: BrownoutChange, before: BrownoutState, after: BrownoutState, took_s: float, peer: str
+) -> None:
+    """What an operator set: each field that is another now."""
+    if after.way != before.way:
+        extra = {"event": "way_loaded", "way": after.way, "way_before": before.way, "peer": peer}
+        log.info(
+            "way %d in place of way %d after %.3g s, for %s",
+            *_ways(extra),
+            took_s,
+            peer,
+            extra={**extra, "took_s": took_s},
+        )
+    # A controller moves thresholds by itself; only those that were set are this caller's.
+    own = [
+        name
+        for name in _STATE_FIELDS
+        if name in ("salc_enabled", "way") or getattr(change, name) is not None
+    ]
+    changed = {
+        name: (getattr(before, name), getattr(after, name))
+        for name in own
+        if getattr(before, name) != getattr(after, name)
+    }
+    text = ", ".join(
+        f"{name} from {_show(was)} to {_show(is_)}" for name, (was, is_) in changed.items()
+    )
+    log.info(
+        "brownout set by %s: %s",
+        peer,
+        text or "nothing changed",
+        extra={
+            "event": "brownout_set",
+            "peer": peer,
+            "before": {name: was for name, (was, _) in changed.items()},
+            "after": {name: is_ for name, (_, is_) in changed.items()},
+        },
+    )
+
+
+def _ways(extra: dict[str, Any]) -> tuple[int, int]:
+    return extra["way"], extra["way_before"]
+
+
+def _show(value: object) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else shown(value)
+
+
+# ---- requests ---------------------------------------------------------------------------------
+
+
+class RequestEntry:
+    """One request's line in the log, at DEBUG; leave its block when the request has ended."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._began_at = time.monotonic()
+        self._first_at = math.nan
+        self._last: Output | None = None
+
+    def note(self, output: Output) -> None:
+        """An output of it, before it is sent."""
+        if self._last is None:
+            self._first_at = time.monotonic()
+        self._last = output
+
+    def __enter__(self) -> "RequestEntry":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        last, took_s = self._last, time.monotonic() - self._began_at
+        usage = None if last is None else last.usage
+        reason = "" if last is None else last.finish_reason or ""
+        if not reason:
+            failed = kind is not None and not issubclass(kind, asyncio.CancelledError)
+            reason = kind.__name__ if kind is not None and failed else "abort"
+        visits = 0 if usage is None else usage.expert_visits
+        found: dict[str, Any] = {
+            "request_id": self._request_id if last is None else last.request_id,
+            "prompt_tokens": None if usage is None else usage.prompt_tokens,
+            "output_tokens": 0 if usage is None else usage.completion_tokens,
+            "ttft_s": self._first_at - self._began_at,
+            "e2e_s": took_s,
+            "finish_reason": reason,
+            "degraded_share": usage.degraded_visits / visits if usage and visits else math.nan,
+        }
+        log.debug(
+            "request %s: %s prompt tokens, %d output tokens, TTFT %.4g s, E2E %.4g s, %s, "
+            "degraded %s",
+            shown(found["request_id"]),
+            "-" if usage is None else usage.prompt_tokens,
+            found["output_tokens"],
+            found["ttft_s"],
+            took_s,
+            reason,
+            _percent(found["degraded_share"]),
+            extra={"event": "request", **found},
+        )
+
+
+def request_entry(request_id: str) -> RequestEntry | None:
+    """None where nobody would see it."""
+    return RequestEntry(request_id) if log.isEnabledFor(logging.DEBUG) else None
+
+
+# ---- the start --------------------------------------------------------------------------------
+
+
+def log_start(engine: "Engine", served_name: str, took_s: float) -> None:
+    """What is served and how, once the engine is ready: model, capacity, brownout."""
+    _log_model(engine, served_name, took_s)
+    _log_brownout(engine)
+
+
+def _log_model(engine: "Engine", served_name: str, took_s: float) -> None:
+    found = {"model": served_name, **_facts(engine), "took_s": took_s}
+    log.info(
+        "model %s: %s, %s parameters, %s, on %s (%s); weights %s",
+        *(served_name, found["architecture"], _count(found["num_parameters"]), found["dtype"]),
+        *(found["device"], found["platform"], _size(found["weight_bytes"])),
+        extra={"event": "model", **found},
+    )
+    log.info(
+        "capacity: %d sequences of up to %d tokens, %d KV pages of %d tokens (%s); "
+        "%d programs; started in %.1f s",
+        *(found["max_num_seqs"], found["max_model_len"], found["kv_pages"], found["page_size"]),
+        *(_size(found["kv_bytes"]), found["num_programs"], took_s),
+        extra={"event": "capacity", **found},
+    )
+
+
+def _facts(engine: "Engine") -> dict[str, Any]:
+    import jax
+
+    from jmoe.kv_cache import page_bytes
+    from serving.execution.runner import DeviceRunner
+
+    model, runner, config = engine.model, engine.runner, engine.config
+    assert model is not None
+    kv_pages, device = engine.stats().kv_pages_total, jax.devices()[0]
+    weights = jax.tree.leaves((model.params, model.pool, model.table))
+    return {
+        "path": str(model.path),
+        "architecture": model.config.architecture,
+        "num_parameters": model.num_parameters,
+        "dtype": str(model.dtype),
+        "device": device.device_kind,
+        "platform": device.platform,
+        "weight_bytes": sum(array.nbytes for array in weights),
+        "kv_bytes": kv_pages * page_bytes(model.config, config.page_size, model.dtype),
+        "kv_pages": kv_pages,
+        "page_size": config.page_size,
+        "max_num_seqs": config.max_num_seqs,
+        "max_model_len": config.max_model_len,
+        "num_programs": len(runner.programs.keys()) if isinstance(runner, DeviceRunner) else 0,
+    }
+
+
+def _log_brownout(engine: "Engine") -> None:
+    state, settings, model = engine.get_brownout(), engine.config.brownout, engine.model
+    ways = settings.ways or tuple(sorted(model.united if model else ()))
+    log.info(
+        "brownout %s, way %d (ways %s); thresholds prefill %g%%, decode %g%%; SALC %s; "
+        "SLO TTFT %g s, ITL %g s",
+        state.strategy,
+        state.way,
+        ", ".join(map(str, ways)) or "none",
+        state.prefill_threshold_percent,
+        state.decode_threshold_percent,
+        _show(state.salc_enabled),
+        state.ttft_slo_s,
+        state.itl_slo_s,
+        extra={
+            "event": "brownout",
+            "ways": list(ways),
+            **{name: getattr(state, name) for name in _STATE_FIELDS},
+        },
+    )
+
+
+def _count(number: float) -> str:
+    for unit, scale in (("B", 1e9), ("M", 1e6)):
+        if number >= scale:
+            return f"{number / scale:.1f} {unit}"
+    return f"{number:,}"
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB"

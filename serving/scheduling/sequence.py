@@ -1,0 +1,147 @@
+"""A request while the engine works on it."""
+
+import asyncio
+import enum
+import math
+
+import numpy as np
+
+from jmoe.steps import NEXT_TOKEN, pack_row
+from jmoe.tokenizer import Tokenizer
+from serving.request import Output, Request, ThresholdSpan, Usage
+from serving.scheduling.detokenizer import Detokenizer
+
+
+class Stage(enum.Enum):
+    """Where a sequence is. Pages and a slot are held in PREFILL and DECODE only."""
+
+    WAITING = "waiting"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    DONE = "done"
+
+
+class SequenceState:
+    """Tokens, pages and account of one request.
+
+    `num_sampled` counts tokens that launched steps sample, `len(tokens)` those that were read; the
+    difference is in flight (at most one). Positions `[0, num_computed)` are written to pages.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        prompt: list[int],
+        *,
+        seed: int,
+        arrived_at: float,
+        stop_token_ids: frozenset[int],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        sampling = request.sampling
+        self.request = request
+        self.prompt = prompt
+        self.arrived_at = arrived_at
+        self.stop_token_ids = stop_token_ids
+        self.stage = Stage.WAITING
+        self.tokens: list[int] = []
+        self.num_sampled = 0
+        self.num_computed = 0
+        self.slot = -1
+        self.pages: list[int] = []
+        self.row = pack_row(
+            -1,
+            kv_len=0,
+            exempt=not request.allow_brownout,
+            seed=(seed ^ (seed >> 32)) & 0xFFFFFFFF,
+            top_k=sampling.top_k,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+        )
+        self.detokenizer = Detokenizer(tokenizer, sampling.stop)
+        self.started_at = math.nan  # when its first step was launched
+        self.previous_at = math.nan  # when the newest token came
+        self.degraded_visits = 0
+        self.visited_tokens = 0
+        self.spans: dict[str, ThresholdSpan] = {}
+        self.prompt_logprobs: list[float] = []
+        self.outputs: asyncio.Queue[Output | Exception] = asyncio.Queue()
+        self.deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def context(self) -> list[int]:
+        """Tokens whose keys a (re)computation has to write before it can sample."""
+        return self.prompt + self.tokens
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a token is being sampled that was not read yet."""
+        return self.num_sampled > len(self.tokens)
+
+    @property
+    def done(self) -> bool:
+        """Whether it finished or was aborted."""
+        return self.stage is Stage.DONE
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every token it may have is sampled already."""
+        return self.num_sampled >= self.request.sampling.max_new_tokens
+
+    def rewind(self) -> None:
+        """Forgets what was computed; pages and slot were taken away."""
+        self.stage = Stage.WAITING
+        self.num_computed = 0
+        self.slot = -1
+        self.pages = []
+
+    def note_start(self, launched_at: float) -> None:
+        """A step of it is launched; the first one counts."""
+        if math.isnan(self.started_at):
+            self.started_at = launched_at
+
+    def note_threshold(self, phase: str, percent: int) -> None:
+        """Widens the span of thresholds that the request has seen."""
+        span = self.spans.get(phase)
+        if span is None:
+            self.spans[phase] = ThresholdSpan(percent, percent)
+        elif not span.min_percent <= percent <= span.max_percent:
+            self.spans[phase] = ThresholdSpan(
+                min(span.min_percent, percent), max(span.max_percent, percent)
+            )
+
+    def accept(self, token: int, logprob: float, visits_per_token: int) -> Output:
+        """Takes a sampled token and says what the caller gets to see of it."""
+        sampling = self.request.sampling
+        self.tokens.append(token)
+        ended = token in self.stop_token_ids
+        text, stopped = ("", False) if ended else self.detokenizer.push(token)
+        reason = "stop" if ended or stopped else None
+        if reason is None and len(self.tokens) >= sampling.max_new_tokens:
+            reason = "length"
+        if reason is not None and not stopped:
+            text += self.detokenizer.finish()
+        first = len(self.tokens) == 1
+        return Output(
+            request_id=self.request.request_id,
+            text=text,
+            token_ids=(token,),
+            logprobs=(logprob,) if sampling.logprobs else (),
+            usage=Usage(
+                len(self.prompt),
+                len(self.tokens),
+                self.visited_tokens * visits_per_token,
+                self.degraded_visits,
+            ),
+            finish_reason=reason,
+            prompt_logprobs=tuple(self.prompt_logprobs) if first else (),
+            prefill_threshold=self.spans.get("prefill"),
+            decode_threshold=self.spans.get("decode"),
+        )
+
+    def packed(self, q_len: int) -> np.ndarray:
+        """The sequence's row of a step that computes its positions up to `num_computed`."""
+        self.row[:3] = self.slot, self.num_computed, q_len
+        if self.num_computed < len(self.prompt):
+            self.row[NEXT_TOKEN] = self.prompt[self.num_computed]
+        return self.row
