@@ -51,7 +51,7 @@ class HostPath:
 class PassingTime:
     """A runner whose steps take `step_s`, one after the other. See serving.execution.runner.Runner.
 
-    `serving.execution.fake.FakeRunner` checks what it is told, token by token, which would be timed
+    `serving.fake.FakeRunner` checks what it is told, token by token, which would be timed
     here.
     """
 
@@ -62,14 +62,14 @@ class PassingTime:
         self._free_at = 0.0
         self._reader = ResultReader()
 
-    def launch(self, plan: Any, control: tuple[int, int]) -> "Future[Any]":
+    def launch(self, plan: Any, control: Any) -> "Future[Any]":
         """Begins when the step before it ends."""
         self._free_at = max(self._free_at, time.monotonic()) + self.step_s
         ends_at, count = self._free_at, len(plan.rows)
         return self._reader.submit(lambda: self._read(ends_at, count))
 
     def _read(self, ends_at: float, count: int) -> Any:
-        from serving.execution.runner import StepResult  # brings jax, which the client does without
+        from serving.plan import StepResult  # brings jax, which the client does without
 
         time.sleep(max(0.0, ends_at - time.monotonic()))
         rows = np.zeros((1, 1), np.int32)

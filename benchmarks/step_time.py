@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jmoe
-from jmoe.steps import empty_deltas, empty_rows, pack_row
+from jmoe.packed_rows import empty_deltas, empty_rows, pack_row
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.execution.programs import Key
@@ -98,9 +98,9 @@ class _StepClock(Observer):
         super().__init__()
         self.reads: list[float] = []
 
-    def step_read(self, plan, result, started_at, now) -> None:
+    def step_read(self, step, result, started_at, now) -> None:
         """See Observer."""
-        if plan.phase == "decode" and len(plan.rows) == BATCH:
+        if step.plan.phase == "decode" and len(step.plan.rows) == BATCH:
             self.reads.append(now)
 
 

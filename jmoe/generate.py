@@ -8,8 +8,9 @@ import numpy as np
 from jmoe import display
 from jmoe.api import Model, check_tokens
 from jmoe.brownout import Brownout
+from jmoe.packed_rows import Q_LEN, empty_rows, pack_row
 from jmoe.stepper import Stepper
-from jmoe.steps import Q_LEN, Output, empty_rows, pack_row
+from jmoe.steps import Output
 
 Prompt = str | Sequence[int]
 

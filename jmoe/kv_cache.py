@@ -1,6 +1,5 @@
-"""Paged KV cache: device pages, and the host's account of who owns which."""
+"""Paged KV cache: keys and values on the device, in pages."""
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -13,14 +12,14 @@ class KVPages(NamedTuple):
     """Keys and values of all layers; position p of a sequence is row p % S of its page p // S.
 
     A head's rows of a page lie together, so that a kernel reads them as one tile. The last page
-    belongs to nobody: padding rows are written there.
+    is the padding page: what padding rows write goes there.
     """
 
     k: Float[Array, "L P G S D"]
     v: Float[Array, "L P G S D"]
 
     @property
-    def nobodys(self) -> int:
+    def padding_page(self) -> int:
         """The page that takes padding rows."""
         return self.k.shape[1] - 1
 
@@ -31,7 +30,7 @@ class KVPages(NamedTuple):
 
 
 def make_pages(cfg: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> KVPages:
-    """Zeroed pages for `num_pages * page_size` positions of every layer, and nobody's page."""
+    """Zeroed pages for `num_pages * page_size` positions of every layer, and the padding page."""
     shape = (cfg.num_layers, num_pages + 1, cfg.num_kv_heads, page_size, cfg.head_dim)
     return KVPages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
@@ -40,48 +39,3 @@ def page_bytes(cfg: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
     """Bytes of one page, keys and values of all layers."""
     rows = cfg.num_layers * page_size * cfg.num_kv_heads * cfg.head_dim
     return 2 * rows * jnp.dtype(dtype).itemsize
-
-
-class OutOfPages(Exception):
-    """The pool has fewer free pages than were asked for."""
-
-
-class PageAllocator:
-    """Free list of pages `[0, num_pages)`. Every page is free or owned by exactly one caller."""
-
-    def __init__(self, num_pages: int) -> None:
-        if num_pages < 1:
-            raise ValueError(f"num_pages is {num_pages}; it must be at least 1")
-        self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._owned = [False] * num_pages
-
-    @property
-    def num_free(self) -> int:
-        """Pages nobody owns."""
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        """Takes `count` pages, all or none. Raises OutOfPages."""
-        if count > len(self._free):
-            raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.num_pages} free")
-        pages = [self._free.pop() for _ in range(count)]
-        for page in pages:
-            self._owned[page] = True
-        return pages
-
-    def free(self, pages: Iterable[int]) -> None:
-        """Gives pages back. Raises ValueError for one that is not owned."""
-        for page in pages:
-            if not 0 <= page < self.num_pages:
-                raise ValueError(f"page {page} is not one of 0 to {self.num_pages - 1}")
-            if not self._owned[page]:
-                raise ValueError(f"page {page} is freed twice")
-            self._owned[page] = False
-            self._free.append(page)
-
-    def check_idle(self) -> None:
-        """Raises AssertionError unless every page is back: the conservation check when idle."""
-        if len(self._free) != self.num_pages or any(self._owned):
-            lost = [page for page, owned in enumerate(self._owned) if owned]
-            raise AssertionError(f"{len(lost)} pages leaked: {lost[:10]}")

@@ -10,16 +10,8 @@ from jaxtyping import Int
 
 from jmoe.api import Model
 from jmoe.brownout import Brownout
-from jmoe.steps import (
-    Output,
-    compiler_options,
-    decode_step,
-    empty_deltas,
-    make_state,
-    prefill_step,
-    sample_step,
-    sampling_mode,
-)
+from jmoe.packed_rows import empty_deltas, sampling_mode
+from jmoe.steps import Output, compiler_options, decode_step, make_state, prefill_step, sample_step
 
 
 class Stepper:

@@ -9,7 +9,6 @@ sequence.
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
@@ -18,6 +17,20 @@ from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool, ExpertTable
 from jmoe.kv_cache import KVPages, make_pages
 from jmoe.model import LayerStats, Params, Rows, embed, head, run_layers, unstack
+from jmoe.packed_rows import (
+    DELTA_BLOCK,
+    DELTA_PAGE,
+    DELTA_SLOT,
+    EXEMPT,
+    KV_LEN,
+    NEXT_TOKEN,
+    Q_LEN,
+    SEED,
+    SLOT,
+    TEMPERATURE,
+    TOP_K,
+    TOP_P,
+)
 from jmoe.sampling import Sampling, greedy, sample, token_logprobs
 from pallas_kernels.backend import backend, hopper
 from pallas_kernels.kv_write import Projection, write_kv
@@ -92,51 +105,6 @@ def make_state(
     )
 
 
-# Columns of a packed row: one row a decode sequence, one a prefill chunk.
-SLOT, KV_LEN, Q_LEN, EXEMPT, SEED, TOP_K, TEMPERATURE, TOP_P, NEXT_TOKEN = range(9)
-# A delta of the block table: where, and which page. A slot of -1 is no delta.
-DELTA_SLOT, DELTA_BLOCK, DELTA_PAGE = range(3)
-NUM_COLUMNS, NUM_DELTA_COLUMNS = 9, 3
-
-
-def empty_rows(count: int) -> np.ndarray:
-    """int32 [count, NUM_COLUMNS] of padding: slot -1, nothing to do."""
-    rows = np.zeros((count, NUM_COLUMNS), np.int32)
-    rows[:, SLOT] = -1
-    rows[:, TOP_P] = np.float32(1.0).view(np.int32)
-    return rows
-
-
-def empty_deltas(count: int) -> np.ndarray:
-    """int32 [count, NUM_DELTA_COLUMNS] without a delta in it."""
-    deltas = np.zeros((count, NUM_DELTA_COLUMNS), np.int32)
-    deltas[:, DELTA_SLOT] = -1
-    return deltas
-
-
-def pack_row(
-    slot: int,
-    *,
-    kv_len: int,
-    q_len: int = 1,
-    exempt: bool = False,
-    seed: int = 0,
-    top_k: int = 0,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    next_token: int = 0,
-) -> np.ndarray:
-    """One packed row. `kv_len` counts the positions after the step, its own `q_len` included.
-
-    `next_token` is what follows a chunk in its prompt, for the prompt's log-probabilities.
-    """
-    row = np.array([slot, kv_len, q_len, exempt, 0, top_k, 0, 0, next_token], np.int32)
-    row[SEED] = np.uint32(seed & 0xFFFFFFFF).view(np.int32)
-    row[TEMPERATURE] = np.float32(temperature).view(np.int32)
-    row[TOP_P] = np.float32(top_p).view(np.int32)
-    return row
-
-
 def _sampling(rows: Int[Array, "B C"]) -> Sampling:
     return Sampling(
         lax.bitcast_convert_type(rows[:, TEMPERATURE], jnp.float32),
@@ -155,10 +123,10 @@ def _apply_deltas(table: Int[Array, "S M"], deltas: Int[Array, "N 3"]) -> Int[Ar
 def _pages_of(
     state: State, slot: Int[Array, "T"], position: Int[Array, "T"], valid: Array
 ) -> tuple[Int[Array, "T"], Int[Array, "T"]]:
-    """Page and offset that a row's key goes to; padding goes to nobody's page."""
+    """Page and offset that a row's key goes to; padding goes to the padding page."""
     page_size = state.pages.page_size
     page = state.block_table[slot, position // page_size]
-    return jnp.where(valid, page, state.pages.nobodys), position % page_size
+    return jnp.where(valid, page, state.pages.padding_page), position % page_size
 
 
 def decode_step(
@@ -214,23 +182,6 @@ def decode_step(
     state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], tokens))
     degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
     return state, Output(tokens, logprobs, degraded, stats.expert_rows, logits=logits)
-
-
-SamplingMode = Literal["greedy", "sample", "truncate"]
-"""What a step's rows ask for: none samples, none of those that do truncates, or one does."""
-
-
-def sampling_mode(rows: Int[np.ndarray, "B C"]) -> SamplingMode:
-    """The mode of packed rows, found on the host, which chooses the program by it.
-
-    A GPU's condition would have to be read by the host, which would wait for the step in the middle
-    of launching it.
-    """
-    sampled = rows[rows[:, TEMPERATURE].view(np.float32) > 0]
-    if not len(sampled):
-        return "greedy"
-    truncates = (sampled[:, TOP_K] > 0) | (sampled[:, TOP_P].view(np.float32) < 1)
-    return "truncate" if truncates.any() else "sample"
 
 
 def sample_step(

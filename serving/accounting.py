@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Float
 
 from serving.errors import NOT_OURS, RequestFailed, ServingError
-from serving.execution.runner import StepResult
 from serving.observer import Observer
+from serving.plan import Phase, StepResult
 from serving.request import EngineStats, Output
-from serving.scheduling.scheduler import StepPlan
+from serving.scheduling.scheduler import ScheduledStep
 from serving.scheduling.sequence import SequenceState
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class Accounts:
 
     def step_read(
         self,
-        plan: StepPlan,
+        step: ScheduledStep,
         result: StepResult,
         started_at: float,
         now: float,
@@ -50,13 +50,13 @@ class Accounts:
     ) -> None:
         """A step's results are on the host; `visits_per_token` is picks times MoE layers."""
         counters = self.counters
-        if plan.phase == "prefill":
+        if step.plan.phase is Phase.PREFILL:
             counters.steps_prefill += 1
         else:
             counters.steps_decode += 1
-        counters.expert_visits += int(plan.q_lens.sum()) * visits_per_token
+        counters.expert_visits += int(step.plan.q_lens.sum()) * visits_per_token
         counters.degraded_visits += sum(result.degraded)
-        self._tell(self._observer.step_read, plan, result, started_at, now)
+        self._tell(self._observer.step_read, step, result, started_at, now)
 
     def first_tokens(self, ttft_s: Float[np.ndarray, "N"], slo_s: float) -> None:
         """Times to first token of one step."""

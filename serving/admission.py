@@ -16,8 +16,8 @@ import numpy as np
 from jmoe.api import Model
 from serving.config import EngineConfig
 from serving.errors import NOT_OURS, InvalidRequest, Overloaded, RequestFailed, shown
+from serving.plan import Limits
 from serving.request import MAX_REQUEST_ID_CHARS, Bounds, Request, check_count
-from serving.scheduling.scheduler import Limits
 
 LONG_TEXT = 16_384
 """Characters above which a prompt is tokenized in a thread: 4 ms with the bundled tokenizer."""

@@ -37,8 +37,9 @@ from serving.errors import (
     shown,
 )
 from serving.execution.programs import Progress, limit_cpu_threads
-from serving.execution.runner import DeviceRunner, Runner, StepResult, fit_to_model
+from serving.execution.runner import DeviceRunner, Runner, fit_to_model
 from serving.observer import Observer
+from serving.plan import Phase, StepResult
 from serving.progress import progress_bar
 from serving.request import (
     BrownoutChange,
@@ -51,7 +52,7 @@ from serving.request import (
 )
 from serving.scheduling.pace import Pace
 from serving.scheduling.policy import POLICIES
-from serving.scheduling.scheduler import Scheduler, StepPlan
+from serving.scheduling.scheduler import ScheduledStep, Scheduler
 from serving.scheduling.sequence import SequenceState
 from serving.settings import check
 from serving.watchdog import Watchdog
@@ -66,7 +67,7 @@ UNRESPONSIVE_S = 10.0
 class InFlight:
     """A step on the device, and its result once that is read."""
 
-    plan: StepPlan
+    step: ScheduledStep
     result: asyncio.Future[StepResult]
     launched_at: float
     started_at: float  # when the device could begin: at its launch, or after the step before it
@@ -382,9 +383,9 @@ class Engine:
 
     async def _tick(self) -> bool:
         """Launches step N + 1, then takes step N's results. False when there is nothing to do."""
-        step = self._in_flight
-        if step is not None:
-            await self._nearly_done(step)
+        before = self._in_flight
+        if before is not None:
+            await self._wait_to_launch(before)
         now = self._clock()
         oldest = self.scheduler.oldest_arrival()
         self.slo.maybe_update(
@@ -393,67 +394,68 @@ class Engine:
             slots_taken=len(self.scheduler.waiting) > self.scheduler.num_free_slots,
         )
         self.loader.advance(now)
-        self._in_flight = self._launch(self.scheduler.next_step(self._spare_s(step)))
-        if step is not None:
-            result = await step.result
+        self._in_flight = self._launch(self.scheduler.next_step(self._itl_slack_s(before)))
+        if before is not None:
+            result = await before.result
             now = self._clock()
-            self.pace.observe(step.plan, step.started_at, now)
+            self.pace.observe(before.step.plan, before.started_at, now)
             if self._in_flight is not None:
                 self._in_flight.started_at = max(now, self._in_flight.launched_at)
-            self._accept(step, result, now)
+            self._accept(before, result, now)
         elif self._in_flight is None:
             if not self.loader.busy:
                 return False
             await asyncio.sleep(0)  # callers get their turn between two layers of another way
         return True
 
-    def _spare_s(self, step: InFlight | None) -> float:
-        """ITL that running sequences have to spare for a prefill step after the one under way."""
-        if step is None or step.plan.phase == "decode":
+    def _itl_slack_s(self, before: InFlight | None) -> float:
+        """ITL that running sequences have left for a prefill step after the one in flight."""
+        if before is None or before.step.plan.phase is Phase.DECODE:
             return -math.inf  # a prefill step's turn anyway
-        return self.pace.spare_s(
+        return self.pace.itl_slack_s(
             self.slo.itl_slo_s,
-            self.pace.ends_at(step.plan, step.started_at),
+            self.pace.ends_at(before.step.plan, before.started_at),
             num_decoding=len(self.scheduler.running),
             num_prefill_tokens=self.scheduler.next_prefill_tokens(),
         )
 
-    async def _nearly_done(self, step: InFlight) -> None:
-        """Waits until the next step has to be planned, or this one is done already."""
-        until = step.started_at + self.pace.idle_s(step.plan)
+    async def _wait_to_launch(self, before: InFlight) -> None:
+        """Waits until the next step has to be planned, or the one in flight is done already."""
+        until = before.started_at + self.pace.idle_s(before.step.plan)
         timeout_s = until - self._clock()
         if timeout_s > 0:
-            await asyncio.wait([step.result], timeout=timeout_s)
+            await asyncio.wait([before.result], timeout=timeout_s)
         else:
             await asyncio.sleep(0)  # callers get their turn between any two launches
 
-    def _launch(self, plan: StepPlan | None) -> InFlight | None:
-        if plan is None:
+    def _launch(self, step: ScheduledStep | None) -> InFlight | None:
+        if step is None:
             return None
-        control, launched_at = self.slo.control(plan.phase), self._clock()
-        for sequence in plan.sequences:
-            sequence.note_threshold(plan.phase, control[0])
+        phase, launched_at = step.plan.phase, self._clock()
+        control = self.slo.control(phase)
+        for sequence in step.sequences:
+            sequence.note_threshold(phase, control.threshold_percent)
             sequence.note_start(launched_at)
         self.watchdog.launched += 1
-        result = asyncio.wrap_future(self.runner.launch(plan, control))
+        result = asyncio.wrap_future(self.runner.launch(step.plan, control))
         result.add_done_callback(self._step_ended)
-        return InFlight(plan, result, launched_at, launched_at)
+        return InFlight(step, result, launched_at, launched_at)
 
     def _step_ended(self, result: asyncio.Future[StepResult]) -> None:
         self.watchdog.ended += 1
 
-    def _accept(self, step: InFlight, result: StepResult, now: float) -> None:
+    def _accept(self, ended: InFlight, result: StepResult, now: float) -> None:
         """Gives a step's tokens to their requests, and its latencies to the analyser."""
-        plan, first, further = step.plan, [], []
-        self.accounts.step_read(plan, result, step.started_at, now, self._visits_per_token)
+        step, first, further = ended.step, [], []
+        self.accounts.step_read(step, result, ended.started_at, now, self._visits_per_token)
         if result.prompt_logprobs is not None:
-            plan.share_prompt_logprobs(result.prompt_logprobs)
-        for at, sequence in enumerate(plan.sequences):
+            step.share_prompt_logprobs(result.prompt_logprobs)
+        for at, sequence in enumerate(step.sequences):
             if sequence.done:
-                continue  # it ended while this step was under way
+                continue  # it ended while this step was in flight
             sequence.degraded_visits += result.degraded[at]
-            sequence.visited_tokens += int(plan.q_lens[at])
-            if not plan.sampled[at]:
+            sequence.visited_tokens += int(step.plan.q_lens[at])
+            if not step.sampled[at]:
                 continue
             if sequence.tokens:
                 further.append(sequence.previous_at)
@@ -468,11 +470,11 @@ class Engine:
                 self.accounts.request_finished(sequence, output, now)
                 self.admission.capacity.observe(now - sequence.started_at)
                 self._retire(sequence)
-        self._observe(step, np.array(first), np.array(further), now)
+        self._observe(ended, np.array(first), np.array(further), now)
 
     def _observe(
         self,
-        step: InFlight,
+        ended: InFlight,
         arrived_at: Float[np.ndarray, "N"],
         previous_at: Float[np.ndarray, "M"],
         now: float,
@@ -482,7 +484,7 @@ class Engine:
             self.slo.observe_first_tokens(arrived_at, now)
             self.accounts.first_tokens(now - arrived_at, self.slo.ttft_slo_s)
         if previous_at.size:
-            self.slo.observe_tokens(previous_at, step.launched_at, now)
+            self.slo.observe_tokens(previous_at, ended.launched_at, now)
             self.accounts.further_tokens(now - previous_at, self.slo.itl_slo_s)
 
     def _output(self, sequence: SequenceState, token: int, logprob: float) -> Output | None:

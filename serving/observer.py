@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from serving.execution.runner import StepResult
+    from serving.plan import StepResult
     from serving.request import Output
-    from serving.scheduling.scheduler import StepPlan
+    from serving.scheduling.scheduler import ScheduledStep
     from serving.scheduling.sequence import SequenceState
 
 
@@ -19,7 +19,9 @@ class Observer:
     What one raises is logged and goes no further.
     """
 
-    def step_read(self, plan: StepPlan, result: StepResult, started_at: float, now: float) -> None:
+    def step_read(
+        self, step: ScheduledStep, result: StepResult, started_at: float, now: float
+    ) -> None:
         """A step's results are on the host; the device began it at `started_at`, at the earliest.
 
         Times are seconds of `time.monotonic`.

@@ -25,16 +25,10 @@ from benchmarks.gpu.sizes import Sizes, hf_config, skew_of
 from jmoe import api
 from jmoe.api import Model
 from jmoe.config import from_hf
+from jmoe.packed_rows import empty_deltas, pack_row
 from jmoe.random_model import random_model
 from jmoe.sampling import token_logprobs
-from jmoe.steps import (
-    decode_step,
-    empty_deltas,
-    make_state,
-    pack_row,
-    prefill_step,
-    score_step,
-)
+from jmoe.steps import decode_step, make_state, prefill_step, score_step
 
 DEPENDS = (
     "pallas_kernels",

@@ -39,8 +39,9 @@ class Probe(Observer):
         self.phases: dict[str, Counter[str]] = {"prefill": Counter(), "decode": Counter()}
         self.kernels: dict[str, Any] | None = None
 
-    def step_read(self, plan: Any, result: Any, started_at: float, now: float) -> None:
+    def step_read(self, step: Any, result: Any, started_at: float, now: float) -> None:
         """See Observer. A step is taken to have begun when the device could begin it."""
+        plan = step.plan
         counts, rows = self.phases[plan.phase], len(plan.rows)
         counts["steps"] += 1
         counts["rows"] += rows

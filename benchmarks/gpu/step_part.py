@@ -26,15 +26,8 @@ from benchmarks.gpu.sizes import EAGER, SETTINGS, ZERO, Setting, Sizes
 from benchmarks.kernels.timing import Ceilings, JaxProgram, Ruler, measure_ceilings
 from jmoe.api import Model
 from jmoe.kv_cache import KVPages
-from jmoe.steps import (
-    State,
-    decode_step,
-    empty_deltas,
-    make_state,
-    pack_row,
-    prefill_step,
-    served,
-)
+from jmoe.packed_rows import empty_deltas, pack_row
+from jmoe.steps import State, decode_step, make_state, prefill_step, served
 from pallas_kernels.routing import STRATEGIES, max_active_experts
 
 DEPENDS = (

@@ -271,7 +271,7 @@ def generate(
 
 
 def _keep_programs(folder: str) -> None:
-    """Keeps compiled programs in XLA's own cache: a server's (`execution.executables`) has that off."""
+    """Keeps compiled programs in XLA's own cache; a server has another, `execution.executables`."""
     import jax
 
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).expanduser()))

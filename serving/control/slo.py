@@ -9,6 +9,7 @@ from jmoe.brownout import check_threshold, strategy_code
 from serving.config import BrownoutConfig, SalcConfig
 from serving.control.salc import Salc
 from serving.errors import InvalidRequest
+from serving.plan import Phase, StepControl
 from serving.request import BrownoutChange, BrownoutState
 from serving.settings import SettingsError
 
@@ -38,7 +39,7 @@ class LatencyWindow:
             self._batches.popleft()
 
 
-class Phase:
+class PhaseControl:
     """One phase's samples, controller, and the moment its threshold last changed."""
 
     def __init__(self, salc: SalcConfig, threshold_percent: float) -> None:
@@ -96,14 +97,14 @@ class SloAnalyser:
         self.salc_enabled = brownout.salc
         self.ttft_slo_s, self.itl_slo_s = brownout.ttft_slo_s, brownout.itl_slo_s
         self.config = salc
-        self.prefill = Phase(salc, brownout.prefill_threshold_percent)
-        self.decode = Phase(salc, brownout.decode_threshold_percent)
+        self.prefill = PhaseControl(salc, brownout.prefill_threshold_percent)
+        self.decode = PhaseControl(salc, brownout.decode_threshold_percent)
         self._next_update = -math.inf
 
-    def control(self, phase: str) -> tuple[int, int]:
-        """(threshold percent, strategy code) for a step of `phase` launched now."""
-        controller = self.prefill if phase == "prefill" else self.decode
-        return controller.salc.percent, strategy_code(self.strategy)
+    def control(self, phase: Phase) -> StepControl:
+        """Brownout of a step of `phase` that is launched now."""
+        controller = self.prefill if phase == Phase.PREFILL else self.decode
+        return StepControl(controller.salc.percent, strategy_code(self.strategy))
 
     def observe_first_tokens(self, arrived_at: np.ndarray, now: float) -> None:
         """First tokens at `now` of requests that arrived then."""

@@ -5,7 +5,7 @@ import jax
 from jmoe.api import Model
 from jmoe.free_memory import free_device_bytes, free_host_bytes
 from jmoe.kv_cache import page_bytes
-from serving.scheduling.scheduler import Limits
+from serving.plan import Limits
 from serving.settings import SettingsError
 
 GIB = 2**30

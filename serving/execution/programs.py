@@ -19,24 +19,14 @@ from jaxtyping import Int
 
 from jmoe.api import Model
 from jmoe.model import Params
-from jmoe.steps import (
-    NUM_COLUMNS,
-    NUM_DELTA_COLUMNS,
-    Output,
-    State,
-    decode_step,
-    prefill_step,
-    sample_step,
-    sampling_mode,
-    score_step,
-    served,
-)
+from jmoe.packed_rows import NUM_COLUMNS, NUM_DELTA_COLUMNS, sampling_mode
+from jmoe.steps import Output, State, decode_step, prefill_step, sample_step, score_step, served
 from pallas_kernels.backend import backend
 from pallas_kernels.routing import max_active_experts
 from serving.config import EngineConfig
 from serving.execution import traced_code
 from serving.execution.executables import Executables
-from serving.scheduling.scheduler import Limits
+from serving.plan import Limits
 
 FULL_CAPACITY = 100
 MAX_COMPILERS = 8  # at a time; each takes up to a gigabyte of host memory

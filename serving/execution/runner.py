@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -12,30 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.api import Model
-from jmoe.steps import Output, empty_deltas, empty_rows, make_state, pack_row
+from jmoe.packed_rows import empty_deltas, empty_rows, pack_row
+from jmoe.steps import Output, make_state
 from serving.config import EngineConfig
 from serving.execution.executables import Executables
 from serving.execution.memory import check_memory
 from serving.execution.programs import Buckets, Key, Programs, Progress, with_default_buckets
 from serving.execution.reader import ResultReader
-from serving.scheduling.scheduler import Limits, StepPlan
+from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What the host learns of a step; arrays are cut to the step's real rows."""
-
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    degraded: Sequence[int]
-    expert_rows: np.ndarray  # int32 [MoE layers, E]: rows that each logical expert computed
-    prompt_logprobs: np.ndarray | None
-
-
 class Runner(Protocol):
-    """What an engine asks of a device; `serving.execution.fake.FakeRunner` answers without one."""
+    """What an engine asks of a device; `serving.fake.FakeRunner` answers without one."""
 
     limits: Limits
 
@@ -44,8 +34,8 @@ class Runner(Protocol):
         """Compilations since the runner was ready; each one is a fault."""
         ...
 
-    def launch(self, plan: StepPlan, control: tuple[int, int]) -> "Future[StepResult]":
-        """Starts a step at (threshold percent, strategy code) and returns at once.
+    def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
+        """Starts a step under `control` and returns at once.
 
         The future is done when the step is, in a thread of the runner's.
         """
@@ -151,14 +141,13 @@ class DeviceRunner:
             self._state, out = self.programs.run(key, self._state, *arrays)
         _to_host(out)(1)
 
-    def launch(self, plan: StepPlan, control: tuple[int, int]) -> "Future[StepResult]":
+    def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
         """See Runner."""
-        size = len(plan.rows) if plan.phase == "decode" else len(plan.tokens)
         key = self.buckets.choose(
             plan.phase,
-            size,
-            control[0],
-            full=control[1] == 0 or plan.any_exempt,
+            plan.size,
+            control.threshold_percent,
+            full=control.strategy == 0 or plan.any_exempt,
             prompt_logprobs=plan.prompt_logprobs,
         )
         rows = empty_rows(self.buckets.rows(key))
@@ -167,8 +156,8 @@ class DeviceRunner:
         deltas[: len(plan.deltas)] = plan.deltas
         arrays = [rows, deltas, np.array(control, np.int32)]
         tokens = np.zeros(key.size, np.int32)
-        if plan.phase == "prefill":
-            tokens[:size] = plan.tokens
+        if plan.phase is Phase.PREFILL:
+            tokens[: plan.size] = plan.tokens
             arrays.insert(0, tokens)
         self._state, out = self.programs.run(key, self._state, *arrays)
         if plan.prompt_logprobs:

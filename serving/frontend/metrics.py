@@ -27,8 +27,8 @@ from serving.request import Output
 
 if TYPE_CHECKING:
     from serving.engine import Engine
-    from serving.execution.runner import StepResult
-    from serving.scheduling.scheduler import StepPlan
+    from serving.plan import StepResult
+    from serving.scheduling.scheduler import ScheduledStep
     from serving.scheduling.sequence import SequenceState
 
 PREFIX = "jmoe_"
@@ -89,19 +89,19 @@ class Metrics(Observer):
         self.registry.register(self)
 
     def step_read(
-        self, plan: "StepPlan", result: "StepResult", started_at: float, now: float
+        self, step: "ScheduledStep", result: "StepResult", started_at: float, now: float
     ) -> None:
         """See Observer."""
-        super().step_read(plan, result, started_at, now)
+        super().step_read(step, result, started_at, now)
         rows = result.expert_rows.astype(np.int64)
         self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
-        if plan.phase == "prefill":
-            self.prefill_tokens += int(plan.q_lens.sum())
+        if step.plan.phase == "prefill":
+            self.prefill_tokens += int(step.plan.q_lens.sum())
             self._prefills.append((started_at, now))
         elif self._prefills:
             starts, ends = np.array(self._prefills).T
             # A sequence that ended meanwhile gets no token, and may never have had one.
-            previous_at = np.array([s.previous_at for s in plan.sequences if not s.done])
+            previous_at = np.array([s.previous_at for s in step.sequences if not s.done])
             inside = np.clip(
                 ends[None, :] - np.maximum(starts[None, :], previous_at[:, None]), 0, None
             )

@@ -19,8 +19,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from serving.config import ServerConfig
 from serving.errors import Unavailable
-from serving.frontend import convert, reflection
-from serving.frontend import gc_freeze
+from serving.frontend import convert, gc_freeze, reflection
 from serving.frontend.guard import SMALL_MESSAGE_BYTES, Guard, Limits
 from serving.frontend.health import Health
 from serving.frontend.inbox import MAX_MESSAGE_BYTES

@@ -2,7 +2,7 @@
 
 import math
 
-from serving.scheduling.scheduler import StepPlan
+from serving.plan import Phase, StepPlan
 
 SHARE, MARGIN_S, WEIGHT = 0.8, 0.001, 0.2
 
@@ -16,42 +16,38 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._typical_s: dict[tuple[str, int], float] = {}
+        self._typical_s: dict[tuple[Phase, int], float] = {}
         self._decoded_at = -math.inf
 
     def observe(self, plan: StepPlan, started_at: float, ended_at: float) -> None:
         """A step ran on the device from `started_at` to `ended_at`."""
-        key, duration_s = _key(plan.phase, _size(plan)), ended_at - started_at
+        key, duration_s = _key(plan.phase, plan.size), ended_at - started_at
         before = self._typical_s.get(key, duration_s)
         # A fast step counts at once: waiting too long costs throughput, too short only latency.
         blended = before + WEIGHT * (duration_s - before)
         self._typical_s[key] = min(duration_s, blended)
-        if plan.phase == "decode":
+        if plan.phase is Phase.DECODE:
             self._decoded_at = ended_at
 
     def idle_s(self, plan: StepPlan) -> float:
         """Seconds from a step's start before the next one has to be planned; 0 if unknown."""
-        return max(0.0, SHARE * self._typical_s.get(_key(plan.phase, _size(plan)), 0.0) - MARGIN_S)
+        return max(0.0, SHARE * self._typical_s.get(_key(plan.phase, plan.size), 0.0) - MARGIN_S)
 
-    def spare_s(
+    def itl_slack_s(
         self, budget_s: float, ends_at: float, *, num_decoding: int, num_prefill_tokens: int
     ) -> float:
         """What is left of an ITL of `budget_s` if a prefill, then a decode step follow `ends_at`.
 
         `ends_at` is when the prefill step under way ends. -inf where a duration is not known yet.
         """
-        prefill_s = self._typical_s.get(_key("prefill", num_prefill_tokens), math.inf)
-        decode_s = self._typical_s.get(_key("decode", num_decoding), math.inf)
+        prefill_s = self._typical_s.get(_key(Phase.PREFILL, num_prefill_tokens), math.inf)
+        decode_s = self._typical_s.get(_key(Phase.DECODE, num_decoding), math.inf)
         return budget_s - (ends_at - self._decoded_at) - prefill_s - decode_s
 
     def ends_at(self, plan: StepPlan, started_at: float) -> float:
         """When a step that began at `started_at` is likely to end."""
-        return started_at + self._typical_s.get(_key(plan.phase, _size(plan)), math.inf)
+        return started_at + self._typical_s.get(_key(plan.phase, plan.size), math.inf)
 
 
-def _size(plan: StepPlan) -> int:
-    return len(plan.rows) if plan.phase == "decode" else len(plan.tokens)
-
-
-def _key(phase: str, size: int) -> tuple[str, int]:
+def _key(phase: Phase, size: int) -> tuple[Phase, int]:
     return phase, max(0, size - 1).bit_length()  # the next power of two, as programs come

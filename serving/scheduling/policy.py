@@ -1,4 +1,4 @@
-"""Scheduling policies: who waits in front, which phase runs next, who gives way.
+"""Scheduling policies: who waits in front, which phase runs next, who is preempted.
 
 A policy only chooses. The scheduler holds the queues and the pages, and a policy cannot lose a
 request. Write your own by implementing `Policy` and adding it to `POLICIES`.
@@ -7,6 +7,7 @@ request. Write your own by implementing `Policy` and adding it to `POLICIES`.
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from serving.plan import Phase
 from serving.scheduling.sequence import SequenceState
 
 
@@ -17,14 +18,16 @@ class Policy(Protocol):
         """Sort key of a waiting sequence; the smallest is served first."""
         ...
 
-    def prefill_next(self, *, ready: bool, running: int, last_phase: str, spare_s: float) -> bool:
+    def prefill_next(
+        self, *, ready: bool, running: int, last_phase: Phase, itl_slack_s: float
+    ) -> bool:
         """Whether a prefill step is next.
 
         Args:
             ready: a prompt could run now.
             running: sequences that could decode.
-            last_phase: of the step before, "prefill" or "decode".
-            spare_s: what would be left of the running sequences' ITL SLO if a prefill step went
+            last_phase: of the step before.
+            itl_slack_s: what would be left of the running sequences' ITL SLO if a prefill step went
                 first; negative: their next token would come late.
         """
         ...
@@ -43,12 +46,14 @@ class Fcfs:
     """
 
     def rank(self, sequence: SequenceState) -> Any:
-        """By arrival; a sequence that gave way keeps its place."""
+        """By arrival; a preempted sequence keeps its place."""
         return sequence.arrived_at
 
-    def prefill_next(self, *, ready: bool, running: int, last_phase: str, spare_s: float) -> bool:
+    def prefill_next(
+        self, *, ready: bool, running: int, last_phase: Phase, itl_slack_s: float
+    ) -> bool:
         """Prefill and decode take turns when there is both and no time to spare."""
-        return ready and (running == 0 or last_phase == "decode" or spare_s >= 0)
+        return ready and (running == 0 or last_phase is Phase.DECODE or itl_slack_s >= 0)
 
     def victim(self, running: Sequence[SequenceState]) -> SequenceState:
         """The one that came last."""

@@ -11,58 +11,31 @@ from bisect import insort
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Float
 
-from jmoe.kv_cache import PageAllocator
-from jmoe.steps import EXEMPT, KV_LEN, NUM_COLUMNS, NUM_DELTA_COLUMNS, Q_LEN
+from jmoe.packed_rows import KV_LEN, NUM_COLUMNS, NUM_DELTA_COLUMNS, Q_LEN
+from serving.plan import Limits, Phase, StepPlan
+from serving.scheduling.pages import PageAllocator
 from serving.scheduling.policy import Policy
 from serving.scheduling.sequence import SequenceState, Stage
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Sizes a schedule has to keep."""
+class ScheduledStep:
+    """A plan, and the sequences that its rows belong to."""
 
-    num_slots: int
-    num_pages: int
-    page_size: int
-    max_prefill_tokens: int
-    max_prefill_seqs: int
-
-    def pages_for(self, positions: int) -> int:
-        """Pages that hold so many positions."""
-        return -(-positions // self.page_size)
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """One step: its phase, its sequences, and the packed arrays that describe it."""
-
-    phase: str  # "prefill" or "decode"
+    plan: StepPlan
     sequences: list[SequenceState]
     sampled: list[bool]  # whether the row's token is used: its prompt ends here
-    rows: np.ndarray  # int32 [B, NUM_COLUMNS]
-    deltas: np.ndarray  # int32 [N, NUM_DELTA_COLUMNS]
-    tokens: np.ndarray  # int32 [T], of a prefill step; else empty
-    prompt_logprobs: bool
 
-    @property
-    def q_lens(self) -> np.ndarray:
-        """int32 [B]: positions that each row computes."""
-        return self.rows[:, Q_LEN]
+    def share_prompt_logprobs(self, values: Float[np.ndarray, "T"]) -> None:
+        """Gives sequences the log-probabilities that came of their chunks.
 
-    @property
-    def any_exempt(self) -> bool:
-        """Whether a row refuses brownout: only the full-capacity program serves it then."""
-        return bool(self.rows[:, EXEMPT].any())
-
-    def share_prompt_logprobs(self, values: np.ndarray) -> None:
-        """Gives sequences the log-probabilities [T] that came of their chunks.
-
-        They go to a chunk's own positions: a sequence that gave way computes its prompt again, and
-        may have had a chunk under way.
+        They go to a chunk's own positions: a sequence that was preempted computes its prompt again,
+        and may have had a chunk under way.
         """
         at = 0
-        for row, sequence in zip(self.rows, self.sequences, strict=True):
+        for row, sequence in zip(self.plan.rows, self.sequences, strict=True):
             q_len = int(row[Q_LEN])
             start = int(row[KV_LEN]) - q_len
             wanted = min(q_len, len(sequence.prompt) - 1 - start)
@@ -81,7 +54,7 @@ class Scheduler:
         self.waiting: list[SequenceState] = []  # sorted by the policy's rank
         self.running: list[SequenceState] = []  # in PREFILL or DECODE, by admission
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
-        self._last_phase = "decode"
+        self._last_phase = Phase.DECODE
 
     def add(self, sequence: SequenceState) -> None:
         """Queues a sequence in its place."""
@@ -119,22 +92,22 @@ class Scheduler:
         heads = self.waiting[: self.limits.max_prefill_seqs]
         return min(self.limits.max_prefill_tokens, sum(len(s.context) for s in heads))
 
-    def next_step(self, spare_s: float = -math.inf) -> StepPlan | None:
+    def next_step(self, itl_slack_s: float = -math.inf) -> ScheduledStep | None:
         """The next step, with its pages taken and its sequences advanced; None: nothing to run.
 
-        `spare_s` is what the policy may spend on a prefill step out of turn (see Policy).
+        `itl_slack_s` is what the policy may spend on a prefill step out of turn (see Policy).
         """
         decoding = [s for s in self.running if s.stage is Stage.DECODE and not s.exhausted]
         ready = self._prefill_ready()
         if self.policy.prefill_next(
-            ready=ready, running=len(decoding), last_phase=self._last_phase, spare_s=spare_s
+            ready=ready, running=len(decoding), last_phase=self._last_phase, itl_slack_s=itl_slack_s
         ):
-            plan = self._plan_prefill() or self._plan_decode(decoding)
+            step = self._plan_prefill() or self._plan_decode(decoding)
         else:
-            plan = self._plan_decode(decoding) or (self._plan_prefill() if ready else None)
-        if plan is not None:
-            self._last_phase = plan.phase
-        return plan
+            step = self._plan_decode(decoding) or (self._plan_prefill() if ready else None)
+        if step is not None:
+            self._last_phase = step.plan.phase
+        return step
 
     def _prefill_ready(self) -> bool:
         if any(s.stage is Stage.PREFILL for s in self.running):
@@ -150,11 +123,11 @@ class Scheduler:
         head = next((s for s in self.waiting if not s.in_flight), None)
         if head is None or not self._free_slots:
             return None
-        # One position more than it needs now: admitted only to give way at once would be a waste.
+        # One position more than it needs now, or it might be preempted as soon as it is admitted.
         wanted = self.limits.pages_for(len(head.context) + 1)
         return head if wanted <= self.pages.num_free else None
 
-    def _plan_prefill(self) -> StepPlan | None:
+    def _plan_prefill(self) -> ScheduledStep | None:
         limits, room = self.limits, self.limits.max_prefill_tokens
         chunks: list[tuple[SequenceState, list[int]]] = []
         for sequence in [s for s in self.running if s.stage is Stage.PREFILL]:
@@ -184,7 +157,7 @@ class Scheduler:
         chunks.append((sequence, part))
         return len(part)
 
-    def _pack_prefill(self, chunks: list[tuple[SequenceState, list[int]]]) -> StepPlan:
+    def _pack_prefill(self, chunks: list[tuple[SequenceState, list[int]]]) -> ScheduledStep:
         rows, deltas, sampled = [], [], []
         for sequence, part in chunks:
             mapped = self.limits.pages_for(sequence.num_computed)
@@ -197,10 +170,8 @@ class Scheduler:
             if last:
                 sequence.stage = Stage.DECODE
                 sequence.num_sampled += 1
-        return StepPlan(
-            phase="prefill",
-            sequences=[sequence for sequence, _ in chunks],
-            sampled=sampled,
+        plan = StepPlan(
+            phase=Phase.PREFILL,
             rows=np.stack(rows),
             deltas=_stack(deltas),
             tokens=np.concatenate([np.asarray(part, np.int32) for _, part in chunks]),
@@ -208,38 +179,38 @@ class Scheduler:
                 s.request.sampling.prompt_logprobs and not s.tokens for s, _ in chunks
             ),
         )
+        return ScheduledStep(plan, [sequence for sequence, _ in chunks], sampled)
 
-    def _plan_decode(self, decoding: list[SequenceState]) -> StepPlan | None:
+    def _plan_decode(self, decoding: list[SequenceState]) -> ScheduledStep | None:
         deltas: list[tuple[int, int, int]] = []
-        going: list[SequenceState] = []
+        scheduled: list[SequenceState] = []
         for sequence in decoding:
             if sequence.stage is not Stage.DECODE:
-                continue  # gave way to one before it
+                continue  # preempted for one before it
             while not self._extend_if_free(sequence, deltas):
                 victim = self.policy.victim(self.running)
-                going = [s for s in going if s is not victim]
+                scheduled = [s for s in scheduled if s is not victim]
                 deltas = [delta for delta in deltas if delta[0] != victim.slot]
-                self._give_way(victim)
+                self._preempt(victim)
                 if victim is sequence:
                     break
             else:
-                going.append(sequence)
-        if not going:
+                scheduled.append(sequence)
+        if not scheduled:
             return None
-        rows = np.empty((len(going), NUM_COLUMNS), np.int32)
-        for at, sequence in enumerate(going):
+        rows = np.empty((len(scheduled), NUM_COLUMNS), np.int32)
+        for at, sequence in enumerate(scheduled):
             sequence.num_computed += 1
             sequence.num_sampled += 1
             rows[at] = sequence.packed(1)
-        return StepPlan(
-            phase="decode",
-            sequences=going,
-            sampled=[True] * len(going),
+        plan = StepPlan(
+            phase=Phase.DECODE,
             rows=rows,
             deltas=_stack(deltas),
             tokens=np.zeros(0, np.int32),
             prompt_logprobs=False,
         )
+        return ScheduledStep(plan, scheduled, [True] * len(scheduled))
 
     def _extend_if_free(self, sequence: SequenceState, deltas: list[tuple[int, int, int]]) -> bool:
         """Gives a sequence the page its next position needs, if it needs one; False: none free."""
@@ -251,10 +222,10 @@ class Scheduler:
             sequence.pages.append(page)
         return True
 
-    def _give_way(self, victim: SequenceState) -> None:
+    def _preempt(self, victim: SequenceState) -> None:
         """Takes a sequence's pages; it waits in its old place and is recomputed later."""
         self._release(victim)
-        victim.rewind()
+        victim.reset_for_recompute()
         self.add(victim)
 
     def _release(self, sequence: SequenceState) -> None:

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
-from jmoe.steps import NEXT_TOKEN, pack_row
+from jmoe.packed_rows import NEXT_TOKEN, pack_row
 from jmoe.tokenizer import Tokenizer
+from serving.plan import Phase
 from serving.request import Output, Request, ThresholdSpan, Usage
 from serving.scheduling.detokenizer import Detokenizer
 
@@ -63,7 +64,7 @@ class SequenceState:
         self.previous_at = math.nan  # when the newest token came
         self.degraded_visits = 0
         self.visited_tokens = 0
-        self.spans: dict[str, ThresholdSpan] = {}
+        self.spans: dict[Phase, ThresholdSpan] = {}
         self.prompt_logprobs: list[float] = []
         self.outputs: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self.deadline: asyncio.TimerHandle | None = None
@@ -88,7 +89,7 @@ class SequenceState:
         """Whether every token it may have is sampled already."""
         return self.num_sampled >= self.request.sampling.max_new_tokens
 
-    def rewind(self) -> None:
+    def reset_for_recompute(self) -> None:
         """Forgets what was computed; pages and slot were taken away."""
         self.stage = Stage.WAITING
         self.num_computed = 0
@@ -100,7 +101,7 @@ class SequenceState:
         if math.isnan(self.started_at):
             self.started_at = launched_at
 
-    def note_threshold(self, phase: str, percent: int) -> None:
+    def note_threshold(self, phase: Phase, percent: int) -> None:
         """Widens the span of thresholds that the request has seen."""
         span = self.spans.get(phase)
         if span is None:
@@ -135,8 +136,8 @@ class SequenceState:
             ),
             finish_reason=reason,
             prompt_logprobs=tuple(self.prompt_logprobs) if first else (),
-            prefill_threshold=self.spans.get("prefill"),
-            decode_threshold=self.spans.get("decode"),
+            prefill_threshold=self.spans.get(Phase.PREFILL),
+            decode_threshold=self.spans.get(Phase.DECODE),
         )
 
     def packed(self, q_len: int) -> np.ndarray:

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmoe.packed_rows import empty_rows, pack_row, sampling_mode
 from jmoe.sampling import Sampling, sample
-from jmoe.steps import empty_rows, pack_row, sample_step, sampling_mode
+from jmoe.steps import sample_step
 
 VOCAB = 50
 _sample = jax.jit(sample)

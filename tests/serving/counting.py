@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 from serving.config import EngineConfig
 from serving.engine import Engine
-from serving.execution.fake import FakeRunner
+from serving.fake import FakeRunner
+from serving.plan import Limits
 from serving.request import SamplingParams
-from serving.scheduling.scheduler import Limits
 
 LIMITS = Limits(num_slots=4, num_pages=64, page_size=4, max_prefill_tokens=16, max_prefill_seqs=4)
 

@@ -12,10 +12,10 @@ from counting import collect, model_with
 from serving.config import EngineConfig
 from serving.control.experts_loader import ExpertsLoader
 from serving.errors import Aborted, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
-from serving.execution.fake import FakeRunner
 from serving.execution.runner import fit_to_model
+from serving.fake import FakeRunner
+from serving.plan import Limits
 from serving.request import BrownoutChange, SamplingParams
-from serving.scheduling.scheduler import Limits
 from serving.scheduling.sequence import Stage
 
 pytestmark = pytest.mark.simulated_time
@@ -239,13 +239,13 @@ async def test_prompt_logprobs_survive_giving_way_in_the_middle_of_a_prompt(star
         num_slots=3, num_pages=20, page_size=2, max_prefill_tokens=3, max_prefill_seqs=1
     )
     engine = start(step_s=0.002, limits=limits)
-    stages, give_way = [], engine.scheduler._give_way
+    stages, preempt = [], engine.scheduler._preempt
 
     def watched(victim):
         stages.append(victim.stage)
-        give_way(victim)
+        preempt(victim)
 
-    engine.scheduler._give_way = watched
+    engine.scheduler._preempt = watched
     busy = [asyncio.create_task(collect(engine, [i], 18)) for i in range(2)]
     await asyncio.sleep(0.012)
     sampling = SamplingParams(max_new_tokens=2, prompt_logprobs=True)

@@ -15,7 +15,7 @@ from serving import engine as engine_module
 from serving.config import BrownoutConfig, SalcConfig
 from serving.control.slo import LatencyWindow, SloAnalyser
 from serving.errors import InvalidRequest, RequestFailed, Unavailable, shown
-from serving.execution.fake import FakeRunner
+from serving.fake import FakeRunner
 from serving.observer import Observer
 from serving.request import BrownoutChange, SamplingParams
 from serving.watchdog import StuckTimer

@@ -162,8 +162,8 @@ async def test_a_taken_metrics_port_names_the_flag() -> None:
 async def finished_but_not_read(s: Setup, num_tokens: int):
     """A real engine that has made every token of a call whose caller has read one."""
     from serving.engine import Engine
-    from serving.execution.fake import FakeRunner
-    from serving.scheduling.scheduler import Limits
+    from serving.fake import FakeRunner
+    from serving.plan import Limits
 
     config = EngineConfig(
         max_num_seqs=1, max_model_len=num_tokens + 3, page_size=64, max_prefill_tokens=64

@@ -10,7 +10,7 @@ from jmoe.config import from_hf
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.execution import memory
-from serving.scheduling.scheduler import Limits
+from serving.plan import Limits
 from serving.settings import SettingsError
 
 

@@ -143,8 +143,7 @@ def test_scrape_over_http() -> None:
 
 def step(phase: str, *previous_at: float) -> SimpleNamespace:
     return SimpleNamespace(
-        phase=phase,
-        q_lens=np.array([5, 7]),
+        plan=SimpleNamespace(phase=phase, q_lens=np.array([5, 7])),
         sequences=[SimpleNamespace(previous_at=at, done=np.isnan(at)) for at in previous_at],
     )
 

@@ -6,11 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.execution.fake import FakeRunner
+from serving.fake import FakeRunner
+from serving.plan import Limits, StepControl
 from serving.request import Request, SamplingParams
 from serving.scheduling.policy import Fcfs
-from serving.scheduling.scheduler import Limits, Scheduler
+from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState, Stage
+
+FULL = StepControl(100, 0)
 
 
 def make_sequence(name, prompt, max_new, arrived_at=0.0, **sampling):
@@ -24,9 +27,9 @@ def make_sequence(name, prompt, max_new, arrived_at=0.0, **sampling):
     )
 
 
-def accept(plan, result):
-    for at, sequence in enumerate(plan.sequences):
-        if plan.sampled[at] and not sequence.done:
+def accept(step, result):
+    for at, sequence in enumerate(step.sequences):
+        if step.sampled[at] and not sequence.done:
             yield sequence, sequence.accept(result.tokens[at], 0.0, 1)
 
 
@@ -44,15 +47,15 @@ def play(scheduler, runner, arrivals, cancel_at=(), max_steps=5000):
                 else:
                     sequence.stage = Stage.DONE
                     pending = [p for p in pending if p[1] is not sequence]
-        plan = scheduler.next_step()
-        launched = None if plan is None else (plan, runner.launch(plan, (100, 0)))
+        planned = scheduler.next_step()
+        launched = planned and (planned, runner.launch(planned.plan, FULL))
         if previous is not None:
             result = previous[1].result()
             for sequence, output in accept(previous[0], result):
                 outputs[sequence.request.request_id] += output.token_ids
                 if output.finish_reason:
                     scheduler.finish(sequence)
-        if plan is None and previous is None and not pending:
+        if planned is None and previous is None and not pending:
             return outputs
         previous = launched
     raise AssertionError(f"not done after {max_steps} steps")
@@ -101,11 +104,11 @@ def test_pages_hold_the_context_that_attention_reads():
     scheduler.add(sequence)
     slot = None
     while not sequence.exhausted or sequence.in_flight:
-        plan = scheduler.next_step()
-        if plan is None:
+        step = scheduler.next_step()
+        if step is None:
             break
-        result = runner.launch(plan, (100, 0)).result()
-        list(accept(plan, result))
+        result = runner.launch(step.plan, FULL).result()
+        list(accept(step, result))
         slot = sequence.slot
         assert len(sequence.pages) * LIMITS.page_size >= sequence.num_computed
     assert runner.history(slot, 12) == [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
@@ -119,10 +122,10 @@ def test_first_come_first_served_and_nobody_overtakes_a_long_prompt():
         scheduler.add(make_sequence(str(i), [7] * length, 20, arrived_at=i))
     order = []
     while scheduler.waiting:
-        plan = scheduler.next_step()
-        order += [s.request.request_id for s in plan.sequences if s.request.request_id not in order]
-        result = runner.launch(plan, (100, 0)).result()
-        for sequence, output in accept(plan, result):
+        step = scheduler.next_step()
+        order += [s.request.request_id for s in step.sequences if s.request.request_id not in order]
+        result = runner.launch(step.plan, FULL).result()
+        for sequence, output in accept(step, result):
             if output.finish_reason:
                 scheduler.finish(sequence)
     assert order == ["0", "1", "2"]
@@ -134,9 +137,9 @@ def test_prefill_and_decode_take_turns_under_load():
         scheduler.add(make_sequence(str(i), [1] * 8, 6, arrived_at=i))
     phases = []
     for _ in range(8):
-        plan = scheduler.next_step()
-        phases.append(plan.phase)
-        list(accept(plan, runner.launch(plan, (100, 0)).result()))
+        step = scheduler.next_step()
+        phases.append(step.plan.phase)
+        list(accept(step, runner.launch(step.plan, FULL).result()))
     assert phases == ["prefill", "decode"] * 4
 
 
@@ -146,9 +149,9 @@ def test_a_long_prompt_is_cut_into_chunks():
     scheduler.add(sequence)
     sizes = []
     while sequence.stage in (Stage.WAITING, Stage.PREFILL):
-        plan = scheduler.next_step()
-        sizes.append(len(plan.tokens))
-        runner.launch(plan, (100, 0))
+        step = scheduler.next_step()
+        sizes.append(len(step.plan.tokens))
+        runner.launch(step.plan, FULL)
     assert sizes == [8, 8, 3]
 
 
@@ -180,6 +183,6 @@ def test_scheduling_a_full_batch_is_cheap():
         scheduler.add(make_sequence(str(i), [i] * 10, 100, arrived_at=i))
     start = time.perf_counter()
     for _ in range(100):
-        plan = scheduler.next_step()
-        list(accept(plan, runner.launch(plan, (100, 0)).result()))
+        step = scheduler.next_step()
+        list(accept(step, runner.launch(step.plan, FULL).result()))
     assert time.perf_counter() - start < 5

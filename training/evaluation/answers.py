@@ -16,8 +16,9 @@ import numpy as np
 
 from jmoe.api import Model
 from jmoe.brownout import Brownout
+from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT, empty_rows
 from jmoe.stepper import Stepper
-from jmoe.steps import KV_LEN, Q_LEN, SLOT, Output, empty_rows
+from jmoe.steps import Output
 
 MAX_PREFILL_SEQS = 16
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jmoe.steps import DELTA_BLOCK, DELTA_PAGE, DELTA_SLOT, KV_LEN, Q_LEN, SLOT
-from serving.execution.runner import StepResult
-from serving.scheduling.scheduler import Limits, StepPlan
+from jmoe.packed_rows import DELTA_BLOCK, DELTA_PAGE, DELTA_SLOT, KV_LEN, Q_LEN, SLOT
+from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
 
 @dataclass
@@ -27,13 +26,13 @@ class FakeRunner:
     vocab_size: int = 1000
     step_s: float = 0.0
     compilations_since_ready: int = 0
-    launches: list[tuple[str, int, tuple[int, int]]] = field(default_factory=list)
+    launches: list[tuple[Phase, int, StepControl]] = field(default_factory=list)
     _last: dict[int, int] = field(default_factory=dict)
     _table: dict[tuple[int, int], int] = field(default_factory=dict)
     _busy_until: float = 0.0
     _written: dict[int, list[int]] = field(default_factory=dict)  # page -> tokens, by offset
 
-    def launch(self, plan: StepPlan, control: tuple[int, int]) -> Future[StepResult]:
+    def launch(self, plan: StepPlan, control: StepControl) -> Future[StepResult]:
         """See serving.execution.runner.Runner."""
         self.launches.append((plan.phase, len(plan.rows), control))
         for delta in plan.deltas:
@@ -42,7 +41,7 @@ class FakeRunner:
         tokens, at = [], 0
         for row in plan.rows:
             slot, kv_len, q_len = int(row[SLOT]), int(row[KV_LEN]), int(row[Q_LEN])
-            if plan.phase == "prefill":
+            if plan.phase is Phase.PREFILL:
                 new = plan.tokens[at : at + q_len].tolist()
                 at += q_len
             else:
