@@ -1,11 +1,12 @@
 """Notebook API: load a model, run it on whole sequences, generate through the paged cache."""
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from jmoe import checkpoint, display
+from jmoe.attention import CausalAttention
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
-from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, load_layer
-from jmoe.model import LayerStats, Params, Rows, Wanted, causal_mix, embed, head, run_layers
+from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts
+from jmoe.model import LayerStats, Rows, StepData, Wanted, embed, head, run_layers
 from jmoe.tokenizer import Tokenizer, TokenizerError
+from jmoe.weights import Params, ResidentWeights, Weights
 
 BUNDLED = "bundled"
 """Stands for the model that comes with jmoe wherever a path is taken."""
@@ -26,20 +29,64 @@ BUNDLED = "bundled"
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class Model:
-    """A loaded model. `pool` and `table` change when another way of united experts is loaded."""
+    """A loaded model: what it is. Of it only `resident` changes, when a way is loaded."""
 
     name: str
     path: Path
     config: ModelConfig
     dtype: jnp.dtype
-    params: Params
-    pool: ExpertPool
-    table: ExpertTable
-    united: dict[int, UnitedExperts] = field(default_factory=dict)
-    way: int | None = None  # whose united experts are in the pool
+    resident: ResidentWeights
     tokenizer: Tokenizer | None = None
+
+    @property
+    def weights(self) -> Weights:
+        """The weights on the device now."""
+        return self.resident.weights
+
+    @property
+    def params(self) -> Params:
+        """Everything but experts."""
+        return self.weights.params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        self._assign(params=params)
+
+    @property
+    def pool(self) -> ExpertPool:
+        """Weights of routed and united experts, by slot."""
+        return self.weights.pool
+
+    @pool.setter
+    def pool(self, pool: ExpertPool) -> None:
+        self._assign(pool=pool)
+
+    @property
+    def table(self) -> ExpertTable:
+        """Slots of logical experts, and groups."""
+        return self.weights.table
+
+    @table.setter
+    def table(self, table: ExpertTable) -> None:
+        self._assign(table=table)
+
+    def _assign(self, **changed: Any) -> None:
+        (name,) = changed
+        words = f"assigning {name} is going: model.with_weights({name}=...) makes another model"
+        warnings.warn(words, DeprecationWarning, stacklevel=3)
+        self.resident.weights = self.weights._replace(**changed)
+
+    @property
+    def united(self) -> dict[int, UnitedExperts]:
+        """United experts in host memory, by way."""
+        return self.resident.united
+
+    @property
+    def way(self) -> int | None:
+        """Whose united experts are loaded; None: none, or not in every layer yet."""
+        return self.resident.way
 
     def __repr__(self) -> str:
         cfg = self.config
@@ -57,7 +104,7 @@ class Model:
         """Names and values of the notebook's table: geometry, memory, ways."""
         cfg = self.config
         slot = sum(leaf.nbytes // leaf.shape[0] for leaf in self.pool)
-        united = cfg.num_moe_layers * self.united_places * slot
+        united = cfg.num_moe_layers * self.num_united_slots * slot
         pool = sum(leaf.nbytes for leaf in self.pool)
         rest = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         host = sum(one.num_bytes for one in self.united.values())
@@ -71,7 +118,7 @@ class Model:
             ("positions", f"{cfg.max_position:,}"),
             ("parameters", f"{display.count(self.num_parameters)}, {self.dtype}"),
             ("memory, routed experts", display.size(pool - united)),
-            ("memory, places of united experts", f"{display.size(united)}; {held}"),
+            ("memory, slots of united experts", f"{display.size(united)}; {held}"),
             ("memory, all other weights", display.size(rest)),
             ("ways at hand", ", ".join(map(str, self.united)) or "none"),
             ("host memory, united experts", display.size(host)),
@@ -84,36 +131,33 @@ class Model:
         routed = cfg.num_moe_layers * cfg.num_experts * 3 * cfg.d_model * cfg.d_ff_expert
         return routed + sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
+    def with_weights(self, **changed: Any) -> "Model":
+        """The same model with other `params`, `pool` or `table`, and no way loaded."""
+        weights = self.weights._replace(**changed)
+        return replace(self, resident=ResidentWeights(weights, self.united, self.name))
+
+    @property
+    def num_united_slots(self) -> int:
+        """United experts a layer has slots for."""
+        return self.weights.num_united_slots
+
     @property
     def united_places(self) -> int:
-        """United experts a layer has places for."""
-        return self.table.slots.shape[1] - self.config.num_experts
+        """`num_united_slots`, as it was called."""
+        warnings.warn("united_places is num_united_slots now", DeprecationWarning, stacklevel=2)
+        return self.num_united_slots
 
     def use_way(self, way: int) -> None:
         """Loads the united experts of `way`. Raises ValueError for one the model does not have."""
-        if way == self.way:
-            return
-        for layer in range(self.config.num_moe_layers):
-            self.load_way_layer(way, layer)
+        self.resident.use_way(way)
 
     def load_way_layer(self, way: int, layer: int) -> None:
-        """Loads the united experts of `way` for one MoE layer; call it for each, in order.
-
-        Until the last one is loaded layers are of different ways and `way` is None, so that a
-        change that is broken off is made again. Raises ValueError as `use_way`.
-        """
-        united = self.united_of(way)
-        self.way = None
-        self.pool, self.table = load_layer(self.pool, self.table, united, layer)
-        if layer == self.config.num_moe_layers - 1:
-            self.way = way
+        """One layer of it; see `ResidentWeights.load_way_layer`."""
+        self.resident.load_way_layer(way, layer)
 
     def united_of(self, way: int) -> UnitedExperts:
         """United experts of a way in host memory. Raises ValueError where there are none."""
-        if way not in self.united:
-            have = ", ".join(map(str, self.united)) or "none"
-            raise ValueError(f"way is {way}; {self.name} has united experts for: {have}")
-        return self.united[way]
+        return self.resident.united_of(way)
 
     def prepare(self, brownout: Brownout | None) -> Control:
         """Loads what a setting needs and returns it as a program takes it. Raises ValueError."""
@@ -151,7 +195,7 @@ def load(
         path: the directory, or `bundled`.
         dtype: `bfloat16`, `float16` or `float32`; weights are converted on the way.
         ways: united experts to keep at hand; None keeps all that lie beside the model. The pool
-            gets places for the largest of them.
+            gets slots for the largest of them.
         progress: called with (layers done, layers in all).
         check_weights: refuse NaN and infinity, also those that `dtype` makes of large weights.
         allow_unknown_config: keys of `config.json` that jmoe does not know and that change
@@ -166,20 +210,19 @@ def load(
     tokenizer = Tokenizer.load(directory)
     finite = kind if check_weights else None
     if checkpoint.is_native(directory):
-        cfg, params, pool, table = checkpoint.load_native(directory, kind, check_weights)
+        cfg, weights = checkpoint.load_native(directory, kind, check_weights)
         _check_tokenizer(tokenizer, cfg, directory)
         united = _ways(checkpoint.load_united(directory, cfg, finite), ways, name)
         missing = max((u.gate_up.shape[1] for u in united.values()), default=0)
-        if missing > table.slots.shape[1] - cfg.num_experts:
-            raise ValueError(f"{name} was saved without places for ways {sorted(united)}")
+        if missing > weights.num_united_slots:
+            raise ValueError(f"{name} was saved without slots for ways {sorted(united)}")
     else:
         cfg = read_config(directory, allow_unknown_config=allow_unknown_config)
         _check_tokenizer(tokenizer, cfg, directory)
         united = _ways(checkpoint.load_united(directory, cfg, finite), ways, name)
-        params, pool, table = checkpoint.load_hf(
-            directory, cfg, kind, united, progress, check_weights
-        )
-    return Model(name, directory, cfg, kind, params, pool, table, united, None, tokenizer)
+        weights = checkpoint.load_hf(directory, cfg, kind, united, progress, check_weights)
+    resident = ResidentWeights(weights, united, name)
+    return Model(name, directory, cfg, kind, resident, tokenizer)
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, cfg: ModelConfig, directory: Path) -> None:
@@ -215,14 +258,14 @@ def _ways(
 def save(model: Model, path: str | Path) -> None:
     """Writes a model in jmoe's own format (Orbax), united experts and tokenizer included.
 
-    `load` reads it back; places that hold united experts are saved as they are and reset on load.
+    `load` reads it back; slots that hold united experts are saved as they are and reset on load.
     Raises FileExistsError where the directory already holds a model.
     """
     import shutil
 
     directory = Path(path)
     table = model.table._replace(groups=jnp.full_like(model.table.groups, -1))
-    checkpoint.save_native(directory, model.config, model.params, model.pool, table)
+    checkpoint.save_native(directory, model.config, model.weights._replace(table=table))
     for name in (
         "tokenizer.json",
         "tokenizer_config.json",
@@ -237,7 +280,7 @@ class ForwardStats(NamedTuple):
     """What `forward(..., return_stats=True)` tells of its one step.
 
     L are the MoE layers in order (dense ones are left out), K the picks of a token, E the logical
-    experts: the m routed ones, then the places for united ones. Router choices and gate weights
+    experts: the m routed ones, then the united ones. Router choices and gate weights
     are the router's own, before brownout: `jmoe.brownout.plan` of a layer's choices says what
     became of them.
     """
@@ -318,9 +361,7 @@ def forward(
     logits, stats = _forward(
         model.config,
         Wanted(picks=return_stats, hidden=return_hidden),
-        model.params,
-        model.pool,
-        model.table,
+        model.weights,
         jnp.asarray(array, jnp.int32),
         jnp.asarray(refuses),
         control,
@@ -372,9 +413,7 @@ def check_tokens(tokens: ArrayLike | Sequence[int], vocab_size: int) -> None:
 def _forward(
     cfg: ModelConfig,
     wanted: Wanted,
-    params: Params,
-    pool: ExpertPool,
-    table: ExpertTable,
+    weights: Weights,
     tokens: Int[Array, "batch length"],
     exempt: Array,
     control: Control,
@@ -385,17 +424,8 @@ def _forward(
         jnp.ones(batch * length, bool),
         jnp.repeat(exempt, length),
     )
-    x, _, stats = run_layers(
-        cfg,
-        params,
-        pool,
-        table,
-        embed(params, tokens.reshape(-1)),
-        rows,
-        control,
-        causal_mix(batch, length, cfg.head_dim**-0.5),
-        None,
-        max_active=cfg.num_experts,
-        wanted=wanted,
-    )
-    return head(cfg, params, x).reshape(batch, length, cfg.vocab_size), stats
+    x = embed(weights.params, tokens.reshape(-1))
+    step = StepData(rows, CausalAttention(batch, length), control)
+    x, _, stats = run_layers(cfg, weights, x, None, step, max_active=cfg.num_experts, wanted=wanted)
+    assert stats is not None
+    return head(cfg, weights.params, x).reshape(batch, length, cfg.vocab_size), stats

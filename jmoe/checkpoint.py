@@ -18,10 +18,11 @@ from jmoe.experts import (
     ExpertTable,
     UnitedExperts,
     make_table,
-    united_places,
+    num_united_slots,
     write_slots,
 )
 from jmoe.finite import fault, seem_finite
+from jmoe.weights import Weights
 
 UNITED_FILE = "united.safetensors"
 FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors names them
@@ -299,16 +300,16 @@ def load_hf(
     ways: Mapping[int, UnitedExperts],
     progress: Callable[[int, int], None] | None = None,
     check_weights: bool = True,
-) -> tuple[dict[str, Any], ExpertPool, ExpertTable]:
+) -> Weights:
     """Loads a Hugging Face directory, one layer's experts in flight at a time.
 
-    The pool is allocated once on the device, with places for the largest of `ways`, and filled in
+    The pool is allocated once on the device, with slots for the largest of `ways`, and filled in
     place; host memory never holds a second copy of the model. `progress(done, total)` counts
     layers. Raises CheckpointError.
     """
     files = HFLayers(directory, cfg, dtype, check_weights)
     params = files.top()
-    table = make_table(cfg.num_moe_layers, cfg.num_experts, united_places(ways))
+    table = make_table(cfg.num_moe_layers, cfg.num_experts, num_united_slots(ways))
     slots = np.asarray(table.slots)
     pool = empty_pool(cfg, slots.size, dtype)
     segments, moe_layer = [], 0
@@ -318,14 +319,14 @@ def load_hf(
             own, experts = files.layer(layer)
             layers.append(own)
             if experts is not None:
-                places = jnp.asarray(slots[moe_layer, : cfg.num_experts])
-                pool = write_slots(pool, places, *experts)
+                routed = jnp.asarray(slots[moe_layer, : cfg.num_experts])
+                pool = write_slots(pool, routed, *experts)
                 moe_layer += 1
             if progress is not None:
                 progress(layer + 1, cfg.num_layers)
         segments.append(jax.tree.map(lambda *parts: _stack(parts), *layers))
     params["segments"] = tuple(segments)
-    return params, pool, table
+    return Weights(params, pool, table)
 
 
 def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype) -> ExpertPool:
@@ -399,9 +400,7 @@ def _united(
 def save_native(
     directory: Path,
     cfg: ModelConfig,
-    params: Mapping[str, Any],
-    pool: ExpertPool,
-    table: ExpertTable,
+    weights: Weights,
 ) -> None:
     """Writes jmoe's own format: `jmoe.json` and an Orbax tree. Raises FileExistsError."""
     import orbax.checkpoint as ocp
@@ -411,7 +410,7 @@ def save_native(
         raise FileExistsError(f"{directory} already holds a model; choose another directory")
     directory.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(directory / "state", _tree(params, pool, table))
+        checkpointer.save(directory / "state", _tree(weights))
     (directory / "jmoe.json").write_text(json.dumps(asdict(cfg), indent=1), encoding="utf-8")
 
 
@@ -422,7 +421,7 @@ def is_native(directory: Path) -> bool:
 
 def load_native(
     directory: Path, dtype: jnp.dtype, check_weights: bool = True
-) -> tuple[ModelConfig, dict[str, Any], ExpertPool, ExpertTable]:
+) -> tuple[ModelConfig, Weights]:
     """Reads what `save_native` wrote, floating-point arrays as `dtype`. Raises CheckpointError."""
     import orbax.checkpoint as ocp
 
@@ -445,10 +444,11 @@ def load_native(
         faults = (fault(jax.tree_util.keystr(at), leaf, dtype) for at, leaf in leaves)
         _refuse(f"{directory} has weights that are not finite:", filter(None, faults))
     params["segments"] = tuple(params["segments"])
-    return cfg, params, pool, table
+    return cfg, Weights(params, pool, table)
 
 
-def _tree(params: Mapping[str, Any], pool: ExpertPool, table: ExpertTable) -> dict[str, Any]:
+def _tree(weights: Weights) -> dict[str, Any]:
+    params, pool, table = weights
     plain = {**params, "segments": list(params["segments"])}
     return {"params": plain, "pool": pool._asdict(), "table": table._asdict()}
 

@@ -27,7 +27,7 @@ class ExpertPool(NamedTuple):
 
 
 class ExpertTable(NamedTuple):
-    """Where logical experts live. Logical ids: m routed experts, then U places for united ones."""
+    """Where logical experts live. Logical ids: m routed experts, then U united ones."""
 
     slots: Int[Array, "layers E"]  # pool slot of (MoE layer, logical expert); E = m + U
     groups: Int[Array, "layers m"]  # united expert of each routed one; -1: none is loaded
@@ -73,12 +73,12 @@ def groups_by_index(num_experts: int, way: int) -> np.ndarray:
     return np.arange(num_experts, dtype=np.int32) // way
 
 
-def make_table(num_layers: int, num_experts: int, united_places: int) -> ExpertTable:
-    """Table of a pool that holds each layer's routed experts first, then its united places.
+def make_table(num_layers: int, num_experts: int, num_united_slots: int) -> ExpertTable:
+    """Table of a pool that holds each layer's routed experts first, then its united ones.
 
-    Layer l owns slots `[l * E, (l + 1) * E)` with E = num_experts + united_places.
+    Layer l owns slots `[l * E, (l + 1) * E)` with E = num_experts + num_united_slots.
     """
-    logical = num_experts + united_places
+    logical = num_experts + num_united_slots
     slots = np.arange(num_layers * logical, dtype=np.int32).reshape(num_layers, logical)
     groups = np.full((num_layers, num_experts), -1, np.int32)
     return ExpertTable(jnp.asarray(slots), jnp.asarray(groups))
@@ -108,22 +108,22 @@ def _set_groups(
 def load_layer(
     pool: ExpertPool, table: ExpertTable, united: UnitedExperts, layer: int
 ) -> tuple[ExpertPool, ExpertTable]:
-    """Puts one layer's united experts into its united places and points its groups at them.
+    """Puts one layer's united experts into its united slots and points its groups at them.
 
     Both happen between two programs, so none sees new weights behind old groups. Raises ValueError
-    where the pool has too few places.
+    where the pool has too few slots.
     """
     num_experts = table.groups.shape[1]
     count = united.gate_up.shape[1]
-    places = np.asarray(table.slots)[layer, num_experts : num_experts + count]
-    if len(places) < count:
+    slots = np.asarray(table.slots)[layer, num_experts : num_experts + count]
+    if len(slots) < count:
         raise ValueError(
             f"way {united.way} has {count} united experts a layer, but the pool has "
-            f"{len(places)} places; load the model with that way among its ways"
+            f"{len(slots)} slots for them; load the model with that way among its ways"
         )
     pool = write_slots(
         pool,
-        jnp.asarray(places),
+        jnp.asarray(slots),
         jnp.asarray(united.gate_up[layer], pool.gate_up.dtype),
         jnp.asarray(united.down[layer], pool.down.dtype),
     )
@@ -131,6 +131,6 @@ def load_layer(
     return pool, table._replace(groups=_set_groups(table.groups, jnp.int32(layer), row))
 
 
-def united_places(ways: Mapping[int, UnitedExperts]) -> int:
-    """Places a layer needs so that any one of the ways fits."""
+def num_united_slots(ways: Mapping[int, UnitedExperts]) -> int:
+    """Slots a layer needs so that any one of the ways fits."""
     return max((united.gate_up.shape[1] for united in ways.values()), default=0)

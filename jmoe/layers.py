@@ -37,10 +37,8 @@ class Layers:
         kind = jnp.dtype(dtype)
         if is_native(self.directory):
             with jax.default_device(jax.devices("cpu")[0]):
-                self.cfg, self._params, self._pool, table = load_native(
-                    self.directory, kind, check_weights
-                )
-            self._slots = np.asarray(table.slots)
+                self.cfg, self._weights = load_native(self.directory, kind, check_weights)
+            self._slots = np.asarray(self._weights.table.slots)
             self._files = None
         else:
             self.cfg: ModelConfig = read_config(
@@ -52,14 +50,14 @@ class Layers:
         """`embed`, `final_norm` and, untied, `lm_head`."""
         if self._files is not None:
             return self._files.top()
-        return {key: leaf for key, leaf in self._params.items() if key != "segments"}
+        return {key: leaf for key, leaf in self._weights.params.items() if key != "segments"}
 
     def layer(self, index: int) -> tuple[dict[str, Any], ExpertPool | None]:
         """One layer's parameters, and its routed experts in order; None for a dense layer."""
         if self._files is not None:
             return self._files.layer(index)
         for (is_moe, start, count), segment in zip(
-            self.cfg.segments(), self._params["segments"], strict=True
+            self.cfg.segments(), self._weights.params["segments"], strict=True
         ):
             if start <= index < start + count:
                 at = index - start
@@ -70,4 +68,4 @@ class Layers:
     def _experts(self, index: int) -> ExpertPool:
         moe_layer = sum(self.cfg.moe_layers[:index])
         slots = self._slots[moe_layer, : self.cfg.num_experts]
-        return ExpertPool(self._pool.gate_up[slots], self._pool.down[slots])
+        return ExpertPool(self._weights.pool.gate_up[slots], self._weights.pool.down[slots])

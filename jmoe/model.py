@@ -1,11 +1,12 @@
 """The functional model: one pure function a stage, and the run over layers that joins them.
 
 Letters: T rows, d model width, H query heads, G kv heads, D head size, m experts, K picks a row.
-Every stage works alone on flat rows `x [T, d]`; what attention reads is the caller's (`mix`).
+Every stage works alone on flat rows `x [T, d]`. What it needs of a step is data (`StepData`): a
+step under way is a value, its rows, cache and data, and the half layer it has come to.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -14,22 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jmoe.attention import Attention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, ExpertTable
+from jmoe.experts import ExpertPool
 from jmoe.rope import rotation
+from jmoe.weights import Params, Weights
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import backend
-from pallas_kernels.kv_write import Projection, rms_norm, split_heads
-
-Params = Mapping[str, Any]
-"""`embed`, `final_norm`, `lm_head` (untied) and `segments`; docs/architecture.md has the table.
-
-A segment is a dict of stacked arrays or, `unstack`ed, a tuple of a dict a layer.
-"""
-
-Mix = Callable[[Projection, Int[Array, ""], Any], tuple[Array, Any]]
-"""`(projection, layer, carry) -> (out [T, H, D], carry)`."""
+from pallas_kernels.kv_write import Projection, rms_norm
 
 Rotation = tuple[Float[Array, "T half"], Float[Array, "T half"]]
 """Cosines and sines of a step's rows, by `rope.rotation`."""
@@ -41,6 +35,14 @@ class Rows(NamedTuple):
     positions: Int[Array, "T"]
     valid: Bool[Array, "T"]  # False: padding
     exempt: Bool[Array, "T"]  # True: refuses brownout
+
+
+class StepData(NamedTuple):
+    """What the layers need of a step beside its rows; the same in every layer. A pytree."""
+
+    rows: Rows
+    attention: Attention
+    control: Control
 
 
 class Picks(NamedTuple):
@@ -77,13 +79,15 @@ def embed(params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
     return params["embed"][tokens]
 
 
-def project(cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], turns: Rotation) -> Projection:
+def project(
+    cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: Rotation
+) -> Projection:
     """Query, key and value heads of the normed rows, but for bias, QK norm and RoPE."""
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     return Projection(
         (h @ layer["wqkv"]).reshape(shape),
         cfg.num_kv_heads,
-        *turns,
+        *cos_sin,
         bias=layer["bqkv"].reshape(shape[1:]) if cfg.qkv_bias else None,
         q_norm=layer["q_norm"] if cfg.qk_norm else None,
         k_norm=layer["k_norm"] if cfg.qk_norm else None,
@@ -95,14 +99,16 @@ def attend(
     cfg: ModelConfig,
     layer: Params,
     x: Float[Array, "T d"],
-    turns: Rotation,
-    mix: Callable[[Projection], tuple[Array, Any]],
+    cos_sin: Rotation,
+    attention: Attention,
+    index: Int[Array, ""],
+    cache: Any,
 ) -> tuple[Float[Array, "T d"], Any]:
-    """Attention with its residual. `mix(projection)` returns what the heads read, and its carry."""
+    """Attention of layer `index` with its residual; and the cache afterwards."""
     h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
-    out, carry = mix(project(cfg, layer, h, turns))
+    out, cache = attention(project(cfg, layer, h, cos_sin), index, cache)
     x = x + out.reshape(x.shape[0], -1) @ layer["wo"]
-    return (x + layer["bo"][None] if cfg.o_bias else x), carry
+    return (x + layer["bo"][None] if cfg.o_bias else x), cache
 
 
 def route(
@@ -199,62 +205,182 @@ def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Arra
     return jnp.dot(h, params["lm_head"], preferred_element_type=jnp.float32)
 
 
+def dense_mlp(cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]) -> Float[Array, "T d"]:
+    """The MLP of a layer without experts, with the residual."""
+    h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
+    return x + swiglu(h, layer["gate_up"], layer["down"])
+
+
 def run_layers(
     cfg: ModelConfig,
-    params: Params,
-    pool: ExpertPool,
-    table: ExpertTable,
+    weights: Weights,
     x: Float[Array, "T d"],
-    rows: Rows,
-    control: Control,
-    mix: Mix,
-    carry: Any,
+    cache: Any,
+    step: StepData,
     *,
+    halves: range | None = None,
     max_active: int,
     wanted: Wanted = COUNTS,
-) -> tuple[Float[Array, "T d"], Any, LayerStats]:
-    """All layers: one scan for each run of layers of one kind, or one after another (`unstack`).
+) -> tuple[Float[Array, "T d"], Any, LayerStats | None]:
+    """Layers in order, or a part of them: attention of layer l is half 2 l, its experts 2 l + 1.
 
-    The carry of `mix` (the KV pages) travels in the scan's carry: as scanned inputs and outputs XLA
+    Whole layers of one kind that follow each other are one scan, or run one after another
+    (`unstack`). The cache (KV pages) travels in the scan's carry: as scanned inputs and outputs XLA
     would copy the whole cache. So does the layer's number: of a scanned one every layer would copy
-    its four bytes. Returns rows, carry, and stats stacked over MoE layers; what is not `wanted` is
-    not computed.
+    its four bytes.
+
+    Args:
+        cfg: the model's.
+        weights: the model's.
+        x: rows as they enter the first half; `embed` makes them for the whole model.
+        cache: what `step.attention` reads and writes.
+        step: of these rows, the same for every part of their step.
+        halves: None is all of them, `range(2 * cfg.num_layers)`.
+        max_active: experts a layer that the dispatch has room for; the caller guarantees it.
+        wanted: what is not wanted is not computed.
+
+    Returns rows and cache after the last half, and stats stacked over the MoE layers whose experts
+    were among the halves, None without one. Raises ValueError for halves that the model does not
+    have, or hidden rows of a part of it.
     """
-    turns = rotation(rows.positions, cfg.rope, cfg.head_dim)
-    experts_of = partial(moe, cfg, max_active=max_active, wanted=wanted)
-    stats, hidden = [], []
-    moe_start = 0
-    for (is_moe, start, count), segment in zip(cfg.segments(), params["segments"], strict=True):
-        stacked = not isinstance(segment, tuple)
-        if is_moe:
-            segment = _with_wide_router(segment) if stacked else segment
-            own = slice(moe_start, moe_start + count)
-            moe_start += count
-            xs = (segment, table.slots[own], table.groups[own])
-        else:
-            xs = (segment, None, None)
-
-        def body(state: Any, xs: Any, is_moe: bool = is_moe) -> Any:
-            x, carry, index = state
-            layer, slots, groups = xs
-            before = x if wanted.hidden else None
-            x, carry = attend(cfg, layer, x, turns, lambda heads: mix(heads, index, carry))
-            if is_moe:
-                x, out = experts_of(layer, pool, slots, groups, x, rows, control)
-            else:
-                h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
-                x, out = x + swiglu(h, layer["gate_up"], layer["down"]), None
-            return (x, carry, index + 1), (out, before)
-
-        run = lax.scan if stacked else _in_turn
-        (x, carry, _), (out, before) = run(body, (x, carry, jnp.int32(start)), xs)
-        if is_moe:
-            stats.append(out)
-        hidden.append(before)
-    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
-    if wanted.hidden:
+    part = _checked(cfg, halves, wanted)
+    walk = _Walk(cfg, weights, step, rotation(step.rows.positions, cfg.rope, cfg.head_dim))
+    walk = replace(walk, max_active=max_active, wanted=wanted)
+    state = x, cache, jnp.int32(part.start // 2)
+    stats, hidden, moe_start = [], [], 0
+    for (is_moe, first, count), segment in zip(
+        cfg.segments(), weights.params["segments"], strict=True
+    ):
+        segment = (
+            _with_wide_router(segment) if is_moe and not isinstance(segment, tuple) else segment
+        )
+        own = (moe_start, moe_start + count) if is_moe else None
+        for span in _spans(part, first, count):
+            state, (out, before) = walk.run(span, segment, own, state)
+            if is_moe and span.with_mlp:
+                stats.append(out)
+            hidden.append(before)
+        moe_start += count * is_moe
+    x, cache, _ = state
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
+    if wanted.hidden and joined is not None:
         joined = joined._replace(hidden=jnp.concatenate([*hidden, x[None]]))
-    return x, carry, joined
+    return x, cache, joined
+
+
+class _Span(NamedTuple):
+    """Layers `[start, stop)` of a segment, of which the same halves run."""
+
+    start: int
+    stop: int
+    with_attention: bool = True
+    with_mlp: bool = True
+
+
+def _checked(cfg: ModelConfig, halves: range | None, wanted: Wanted) -> range:
+    whole = range(2 * cfg.num_layers)
+    if halves is None or halves == whole:
+        return whole
+    if halves.step != 1 or not 0 <= halves.start <= halves.stop <= whole.stop:
+        raise ValueError(
+            f"halves is {halves}; it must be a range with step 1 of the {whole.stop} half layers"
+        )
+    if wanted.hidden:
+        raise ValueError(f"halves is {halves}; hidden rows are of the whole model")
+    return halves
+
+
+def _spans(part: range, first: int, count: int) -> list[_Span]:
+    """A segment's layers that lie in `part`, counted from `first`; half ones are alone."""
+    start, stop = max(part.start, 2 * first), min(part.stop, 2 * (first + count))
+    if start >= stop:
+        return []
+    start, stop = start - 2 * first, stop - 2 * first
+    spans = []
+    if start % 2:
+        spans.append(_Span(start // 2, start // 2 + 1, with_attention=False))
+    if (start + 1) // 2 < stop // 2:
+        spans.append(_Span((start + 1) // 2, stop // 2))
+    if stop % 2:
+        spans.append(_Span(stop // 2, stop // 2 + 1, with_mlp=False))
+    return spans
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """What all layers of one run have in common."""
+
+    cfg: ModelConfig
+    weights: Weights
+    step: StepData
+    cos_sin: Rotation
+    max_active: int = 0
+    wanted: Wanted = COUNTS
+
+    def run(
+        self, span: _Span, segment: Any, own: tuple[int, int] | None, state: Any
+    ) -> tuple[Any, Any]:
+        """Runs a span of a segment, whose MoE layers are `own` in the table; None: dense ones."""
+
+        def body(state: Any, xs: Any) -> Any:
+            (x, cache, index), (layer, slots, groups), out = state, xs, None
+            before = x if self.wanted.hidden else None
+            if span.with_attention:
+                attention = self.step.attention
+                x, cache = attend(self.cfg, layer, x, self.cos_sin, attention, index, cache)
+            if span.with_mlp and own is not None:
+                x, out = self._moe(layer, slots, groups, x)
+            elif span.with_mlp:
+                x = dense_mlp(self.cfg, layer, x)
+            return (x, cache, index + int(span.with_mlp)), (out, before)
+
+        table = self.weights.table
+        rows = None if own is None else slice(*own)
+        slots, groups = (None, None) if rows is None else (table.slots[rows], table.groups[rows])
+        xs, stacked = (segment, slots, groups), not isinstance(segment, tuple)
+        count = len(segment) if not stacked else len(jax.tree.leaves(segment)[0])
+        layers = range(span.start, span.stop)
+        if not stacked:
+            return _in_turn(body, state, xs, layers)
+        if len(layers) == count:
+            return lax.scan(body, state, xs)
+        # By number: a part of the stacked weights as the scanned input would be a copy of them.
+        return lax.scan(
+            lambda state, at: body(state, _layer(xs, at)),
+            state,
+            jnp.arange(span.start, span.stop, dtype=jnp.int32),
+        )
+
+    def _moe(
+        self, layer: Params, slots: Array, groups: Array, x: Array
+    ) -> tuple[Float[Array, "T d"], LayerStats]:
+        return moe(
+            self.cfg,
+            layer,
+            self.weights.pool,
+            slots,
+            groups,
+            x,
+            self.step.rows,
+            self.step.control,
+            max_active=self.max_active,
+            wanted=self.wanted,
+        )
+
+
+def _layer(xs: Any, at: Any) -> Any:
+    """One layer of stacked arrays."""
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, 0, keepdims=False), xs)
+
+
+def layers_of(cfg: ModelConfig, params: Params) -> list[tuple[Params, bool]]:
+    """(parameters, whether it has experts) of each layer in order."""
+    found = []
+    for (is_moe, _, count), segment in zip(cfg.segments(), params["segments"], strict=True):
+        for i in range(count):
+            taken = isinstance(segment, tuple)
+            found.append((segment[i] if taken else jax.tree.map(itemgetter(i), segment), is_moe))
+    return found
 
 
 def unstack(params: Params) -> Params:
@@ -275,12 +401,13 @@ def unstack(params: Params) -> Params:
     return {**params, "segments": segments}
 
 
-def _in_turn(body: Callable, state: Any, xs: Any) -> Any:
+def _in_turn(body: Callable, state: Any, xs: Any, layers: range) -> Any:
     """What `lax.scan` returns, layer by layer in the program itself."""
     one = jax.jit(body)  # traced and lowered once, not once a layer
     outs = []
-    for index, layer in enumerate(xs[0]):
-        state, out = one(state, (layer, *jax.tree.map(itemgetter(index), xs[1:])))
+    for index in layers:
+        layer = xs[0][index], *jax.tree.map(itemgetter(index), xs[1:])
+        state, out = one(state, layer)
         outs.append(out)
     return state, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
 
@@ -296,20 +423,3 @@ def _with_wide_router(segment: Params) -> Params:
     if not missing or backend() == "cpu":
         return segment
     return {**segment, "router": jnp.pad(router, ((0, 0), (0, 0), (0, missing)))}
-
-
-def causal_mix(batch: int, length: int, scale: float) -> Mix:
-    """Attention without a cache: `batch` rows of `length` tokens, each its own sequence."""
-
-    def mix(projection: Projection, layer: Array, carry: Any) -> tuple[Array, Any]:
-        q, k, v = split_heads(projection)
-        heads, kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[2]
-        qg = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-        kb, vb = (a.reshape(batch, length, kv_heads, head_dim) for a in (k, v))
-        s = jnp.einsum("bqghd,bkgd->bghqk", qg, kb, preferred_element_type=jnp.float32) * scale
-        seen = jnp.tril(jnp.ones((length, length), bool))
-        p = jax.nn.softmax(jnp.where(seen[None, None, None], s, -jnp.inf), axis=-1)
-        out = jnp.einsum("bghqk,bkgd->bqghd", p.astype(v.dtype), vb)
-        return out.reshape(q.shape), carry
-
-    return mix

@@ -16,6 +16,7 @@ from jmoe.api import Model
 from jmoe.checkpoint import empty_pool
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool, UnitedExperts, groups_by_index, make_table, write_slots
+from jmoe.weights import ResidentWeights, Weights
 
 NEVER_PICKED = 1e-4  # the least popular expert is never less likely than this
 
@@ -36,7 +37,7 @@ def random_model(
         cfg: the geometry.
         seed: the same seed, geometry and dtype give the same weights on the same backend.
         dtype: of all weights.
-        ways: united experts to make; the pool has places for the largest.
+        ways: united experts to make; the pool has slots for the largest.
         skew: of the router, see `popularity`; 0 is nearly uniform, the hardest case for brownout.
 
     Raises ValueError for a skew or a way that cannot be had.
@@ -48,8 +49,8 @@ def random_model(
     layers, m = cfg.num_moe_layers, cfg.num_experts
     groups = {way: groups_by_index(m, way) for way in ways}
     united = {way: _host_arrays(cfg, int(groups[way].max()) + 1, kind) for way in ways}
-    places = max((len(gate_up[0]) for gate_up, _ in united.values()), default=0)
-    table = make_table(layers, m, places)
+    num_united = max((len(gate_up[0]) for gate_up, _ in united.values()), default=0)
+    table = make_table(layers, m, num_united)
     slots = np.asarray(table.slots)
     pool = empty_pool(cfg, slots.size, kind)
     for layer, layer_key in enumerate(jax.random.split(experts_key, layers)):
@@ -64,7 +65,9 @@ def random_model(
         way: UnitedExperts(way, *host, np.tile(groups[way], (layers, 1)))
         for way, host in united.items()
     }
-    return Model(f"random-{cfg.architecture}", Path(), cfg, kind, params, pool, table, ways_made)
+    name = f"random-{cfg.architecture}"
+    resident = ResidentWeights(Weights(params, pool, table), ways_made, name)
+    return Model(name, Path(), cfg, kind, resident)
 
 
 def random_params(

@@ -73,9 +73,7 @@ class Stepper:
         model = self.model
         self._state, out = step(
             model.config,
-            model.params,
-            model.pool,
-            model.table,
+            model.weights,
             self._state,
             *map(jnp.asarray, arrays),
             self._no_deltas,
@@ -92,7 +90,7 @@ def programs() -> tuple[Callable[..., tuple], Callable[..., tuple]]:
         jax.jit,
         static_argnums=0,
         static_argnames="max_active",
-        donate_argnums=4,
+        donate_argnums=2,
         compiler_options=compiler_options() or None,
     )
     return jit(prefill_step), jit(decode_step)

@@ -1,6 +1,6 @@
 """Step programs as pure functions: one prefill or one decode step over the paged cache.
 
-A step reads parameters, pool and table, and updates a `State` that its caller donates. Everything a
+A step reads weights and updates a `State` that its caller donates. Everything a
 step needs from the host travels in two or three small int32 arrays, so that a call has few
 arguments; floats ride in them as bits. Letters as in `jmoe.model`; S sequence slots, M pages a
 sequence.
@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jmoe.attention import DecodeAttention, PrefillAttention, Written
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, ExpertTable
 from jmoe.kv_cache import KVPages, make_pages
-from jmoe.model import LayerStats, Params, Rows, embed, head, run_layers, unstack
+from jmoe.model import LayerStats, Rows, StepData, embed, head, run_layers, unstack
 from jmoe.packed_rows import (
     DELTA_BLOCK,
     DELTA_PAGE,
@@ -32,11 +32,8 @@ from jmoe.packed_rows import (
     TOP_P,
 )
 from jmoe.sampling import Sampling, greedy, sample, token_logprobs
+from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend, hopper
-from pallas_kernels.kv_write import Projection, write_kv
-from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.prefill_attention import plan as plan_prefill
-from pallas_kernels.prefill_attention import prefill_attention
 
 
 def served(params: Params, *, eager: bool = False) -> tuple[Params, dict[str, str]]:
@@ -120,20 +117,9 @@ def _apply_deltas(table: Int[Array, "S M"], deltas: Int[Array, "N 3"]) -> Int[Ar
     return table.at[slot, deltas[:, DELTA_BLOCK]].set(deltas[:, DELTA_PAGE], mode="drop")
 
 
-def _pages_of(
-    state: State, slot: Int[Array, "T"], position: Int[Array, "T"], valid: Array
-) -> tuple[Int[Array, "T"], Int[Array, "T"]]:
-    """Page and offset that a row's key goes to; padding goes to the padding page."""
-    page_size = state.pages.page_size
-    page = state.block_table[slot, position // page_size]
-    return jnp.where(valid, page, state.pages.padding_page), position % page_size
-
-
 def decode_step(
     cfg: ModelConfig,
-    params: Params,
-    pool: ExpertPool,
-    table: ExpertTable,
+    weights: Weights,
     state: State,
     rows: Int[Array, "B C"],
     deltas: Int[Array, "N 3"],
@@ -151,33 +137,15 @@ def decode_step(
     slot = jnp.where(valid, rows[:, SLOT], 0)
     kv_len = jnp.where(valid, rows[:, KV_LEN], 0)
     position = jnp.maximum(kv_len - 1, 0)
-    page, offset = _pages_of(state, slot, position, valid)
-    block_table = state.block_table[slot]
-    scale = cfg.head_dim**-0.5
-
-    def mix(heads: Projection, layer: Array, pages: KVPages) -> tuple[Array, KVPages]:
-        q, *new = write_kv(heads, *pages, layer=layer, page=page, offset=offset)
-        pages = KVPages(*new)
-        out = paged_attention(
-            q, pages.k, pages.v, layer=layer, block_table=block_table, kv_len=kv_len, scale=scale
-        )
-        return out, pages
-
-    x = embed(params, state.last_token[slot])
-    who = Rows(position, valid, rows[:, EXEMPT] > 0)
-    x, pages, stats = run_layers(
-        cfg,
-        params,
-        pool,
-        table,
-        x,
-        who,
-        Control(control[0], control[1]),
-        mix,
-        state.pages,
-        max_active=max_active,
+    written = Written.at(state.pages, state.block_table, slot, position, valid)
+    attention = DecodeAttention(written, state.block_table[slot], kv_len)
+    step = StepData(
+        Rows(position, valid, rows[:, EXEMPT] > 0), attention, Control(control[0], control[1])
     )
-    logits = head(cfg, params, x)
+    x = embed(weights.params, state.last_token[slot])
+    x, pages, stats = run_layers(cfg, weights, x, state.pages, step, max_active=max_active)
+    assert stats is not None
+    logits = head(cfg, weights.params, x)
     tokens, logprobs = greedy(logits)
     state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], tokens))
     degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
@@ -234,9 +202,7 @@ def _remember(
 
 def prefill_step(
     cfg: ModelConfig,
-    params: Params,
-    pool: ExpertPool,
-    table: ExpertTable,
+    weights: Weights,
     state: State,
     tokens: Int[Array, "T"],
     rows: Int[Array, "B C"],
@@ -260,42 +226,22 @@ def prefill_step(
     slots = jnp.maximum(rows[:, SLOT], 0)
     first_position = rows[:, KV_LEN] - rows[:, Q_LEN]
     position = jnp.where(valid, first_position[owner] + index - q_start[owner], 0)
-    page, offset = _pages_of(state, slots[owner], position, valid)
-    block_table = state.block_table[slots]
-    scale = cfg.head_dim**-0.5
-    chunks = {"q_start": q_start, "kv_len": rows[:, KV_LEN]}
-    todo = plan_prefill(num_tokens, cfg.num_heads, state.pages.k, **chunks)
-
-    def mix(heads: Projection, layer: Array, pages: KVPages) -> tuple[Array, KVPages]:
-        q, *new = write_kv(heads, *pages, layer=layer, page=page, offset=offset)
-        pages = KVPages(*new)
-        out = prefill_attention(
-            q,
-            pages.k,
-            pages.v,
-            layer=layer,
-            block_table=block_table,
-            scale=scale,
-            todo=todo,
-            **chunks,
-        )
-        return out, pages
-
-    who = Rows(position, valid, rows[owner, EXEMPT] > 0)
-    x, pages, stats = run_layers(
-        cfg,
-        params,
-        pool,
-        table,
-        embed(params, tokens),
-        who,
-        Control(control[0], control[1]),
-        mix,
+    attention = PrefillAttention.of(
+        Written.at(state.pages, state.block_table, slots[owner], position, valid),
         state.pages,
-        max_active=max_active,
+        state.block_table[slots],
+        num_heads=cfg.num_heads,
+        q_start=q_start,
+        kv_len=rows[:, KV_LEN],
     )
+    step = StepData(
+        Rows(position, valid, rows[owner, EXEMPT] > 0), attention, Control(control[0], control[1])
+    )
+    x = embed(weights.params, tokens)
+    x, pages, stats = run_layers(cfg, weights, x, state.pages, step, max_active=max_active)
+    assert stats is not None
     last = jnp.maximum(q_start[1:] - 1, 0)
-    logits = head(cfg, params, x[last])
+    logits = head(cfg, weights.params, x[last])
     sampled, logprobs = greedy(logits)
     state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], sampled))
     degraded = _by_chunk(stats, owner, valid, num_chunks)

@@ -195,7 +195,7 @@ def paged_logprobs(model: Model, tokens: np.ndarray, decoded: int) -> tuple[Seen
     options = {"max_active": cfg.num_experts}
 
     def launch(step: Any, state: Any, *arrays: np.ndarray) -> Any:
-        args = (model.params, model.pool, model.table, state, *map(jnp.asarray, arrays), control)
+        args = (model.weights, state, *map(jnp.asarray, arrays), control)
         return step(*args)
 
     rows = np.stack(
@@ -205,14 +205,14 @@ def paged_logprobs(model: Model, tokens: np.ndarray, decoded: int) -> tuple[Seen
         ]
     )
     prompts = tokens[:, :first].reshape(-1)
-    step = jax.jit(partial(prefill_step, cfg, **options), donate_argnums=3)
+    step = jax.jit(partial(prefill_step, cfg, **options), donate_argnums=1)
     state, out = launch(step, state, prompts, rows, empty_deltas(1))
     score = jax.jit(partial(score_step, cfg))
     scores = score(model.params, out.hidden, jnp.asarray(prompts), jnp.asarray(rows))
     sequence, position = np.divmod(np.arange(batch * first), first)
     following = tokens[sequence, position + 1]
     seen = (sequence, position), following, np.asarray(scores, np.float64)
-    step = jax.jit(partial(decode_step, cfg, **options), donate_argnums=3)
+    step = jax.jit(partial(decode_step, cfg, **options), donate_argnums=1)
     chosen, logprobs = [], []
     for at in range(first, length):
         state = state._replace(last_token=jnp.asarray(tokens[:, at]))

@@ -192,19 +192,20 @@ class _Steps:
         model, cfg = self.model, self.model.config
         bucket = BUCKET_PERCENT if setting.way else 100
         m = cfg.num_experts
-        max_active = max_active_experts(bucket, m, model.united_places, m)
+        max_active = max_active_experts(bucket, m, model.num_united_slots, m)
         step: Any = decode_step if phase == "decode" else prefill_step
 
         def call(carry: tuple[State, jax.Array], *args: Any) -> Any:
             state, active = carry
-            state, out = step(cfg, *args[:3], state, *args[3:], max_active=max_active)
+            weights, *arrays = args
+            state, out = step(cfg, weights, state, *arrays, max_active=max_active)
             active += jnp.sum(out.expert_rows > 0, axis=1, dtype=jnp.int32)
-            return (state, active), out._replace(logits=None)
+            return (state, active), out._replace(logits=None, hidden=None)
 
         strategy = STRATEGIES["partial" if setting.way else "zero"]
         control = jnp.asarray([setting.threshold_percent, strategy], jnp.int32)
         params, options = self._eager if eager else self._graph
-        held, rows = (params, model.pool, model.table), (*arrays, control)
+        held, rows = (model.weights._replace(params=params),), (*arrays, control)
         state = self.state._replace(block_table=jnp.asarray(self._tables[phase]))
         carry = (state, jnp.zeros(cfg.num_moe_layers, jnp.int32))
         key = phase, size, bucket, eager

@@ -20,14 +20,14 @@ from benchmarks.kernels import judge
 from benchmarks.kernels.cases import Case, Count, Sizes, count_attention, count_moe_mlp
 from benchmarks.kernels.inputs import DTYPE, LAYER, NUM_LAYERS, Pool, Pools, choices, normal
 from benchmarks.kernels.problems import TOLERANCE, Problem, itself
+from jmoe.attention import DecodeAttention, Written
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig, from_hf
 from jmoe.experts import ExpertPool
+from jmoe.kv_cache import KVPages
 from jmoe.model import Rows, attend, moe
 from jmoe.random_model import random_params
 from jmoe.rope import rotation
-from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.shapes import MODELS, Shape
 
 PRESETS = Path(__file__).parents[2] / "configs" / "models"
@@ -148,30 +148,25 @@ def decode_layer(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pool
     sets, facts = _draw(case, cfg, rng, pool)
     tokens, size = case.tokens, sizes.page_size
     each = -(-case.context // size)
-    # The sets share pages, each in an order of its own; the last page is nobody's.
+    # The sets share pages, each in an order of its own; the last one is the padding page.
     cache = (NUM_LAYERS, tokens * each + 1, cfg.num_kv_heads, size, cfg.head_dim)
     kv = normal(rng, cache), normal(rng, cache)
     orders = [rng.permutation(tokens * each).reshape(tokens, each) for _ in sets]
     tables = [jnp.asarray(order, jnp.int32) for order in orders]
     position = jnp.full(tokens, case.context - 1, jnp.int32)
-    turns = rotation(position, cfg.rope, cfg.head_dim)
+    cos_sin = rotation(position, cfg.rope, cfg.head_dim)
     before = jax.tree.map(jnp.copy, kv)
 
     def call(carry, table, layer, gate_up, down, slots, x):
-        at = {"page": table[:, -1], "offset": position % size}
-
-        def mix(heads):
-            q, *new = write_kv(heads, *carry[:2], layer=jnp.int32(LAYER), **at)
-            seen = {"block_table": table, "kv_len": position + 1, "scale": cfg.head_dim**-0.5}
-            return paged_attention(q, *new, layer=jnp.int32(LAYER), **seen), new
-
-        x, new = attend(cfg, layer, x, turns, mix)
+        attention = DecodeAttention(Written(table[:, -1], position % size), table, position + 1)
+        cache = KVPages(*carry[:2])
+        x, new = attend(cfg, layer, x, cos_sin, attention, jnp.int32(LAYER), cache)
         return *new, _moe(cfg, layer, gate_up, down, slots, x)
 
     first, table = sets[0], tables[0]
 
     def error(after: Any) -> float:
-        return _decode_error(cfg, first, pool.layer(0), before, table, turns, after)
+        return _decode_error(cfg, first, pool.layer(0), before, table, cos_sin, after)
 
     moved = count_attention(case.shape, case.chunks())
     dense = cfg.d_model * cfg.head_dim * 2 * (cfg.num_heads + cfg.num_kv_heads)
@@ -234,9 +229,9 @@ def _wanted_heads(cfg, layer, x, cos, sin):
     return judge.finished_heads(rows, cfg.num_kv_heads, cos, sin, norms, cfg.rms_norm_eps)
 
 
-def _decode_error(cfg, one: _Set, experts, before, table, turns, after) -> float:
+def _decode_error(cfg, one: _Set, experts, before, table, cos_sin, after) -> float:
     """The largest of the errors of keys, values and rows."""
-    q, *new = _wanted_heads(cfg, one.layer, one.x, *turns)
+    q, *new = _wanted_heads(cfg, one.layer, one.x, *cos_sin)
     page, offset = table[:, -1], before[0].shape[3] - 1  # contexts fill their pages
     caches, errors = [], []
     for old, now, rows in zip(before, after, new, strict=False):

@@ -18,9 +18,9 @@ import numpy as np
 from jaxtyping import Int
 
 from jmoe.api import Model
-from jmoe.model import Params
 from jmoe.packed_rows import NUM_COLUMNS, NUM_DELTA_COLUMNS, sampling_mode
 from jmoe.steps import Output, State, decode_step, prefill_step, sample_step, score_step, served
+from jmoe.weights import Params
 from pallas_kernels.backend import backend
 from pallas_kernels.routing import max_active_experts
 from serving.config import EngineConfig
@@ -213,8 +213,8 @@ class Programs:
 
     def run(self, key: Key, state: State, *arrays: Any) -> Any:
         """Launches a program; `state` is donated. Returns (state, output)."""
-        model = self._model
-        return self._compiled[key](self._params, model.pool, model.table, state, *arrays)
+        weights = self._model.weights._replace(params=self._params)
+        return self._compiled[key](weights, state, *arrays)
 
     def sample(
         self, state: State, out: Output, rows: Int[np.ndarray, "B C"]
@@ -246,12 +246,12 @@ class Programs:
         step = decode_step if key.phase == "decode" else prefill_step
         step = partial(step, cfg, max_active=max_active)
         step.__name__ = f"{key.phase}_{key.size}_{key.bucket_percent}"  # type: ignore[attr-defined]
-        return jax.jit(step, donate_argnums=3).lower(*self._abstract(key))
+        return jax.jit(step, donate_argnums=1).lower(*self._abstract(key))
 
     def _max_active(self, key: Key) -> int:
         num_experts = self._model.config.num_experts
         return max_active_experts(
-            key.bucket_percent, num_experts, self._model.united_places, num_experts
+            key.bucket_percent, num_experts, self._model.num_united_slots, num_experts
         )
 
     def _abstract(self, key: Key) -> tuple[Any, ...]:
@@ -271,7 +271,8 @@ class Programs:
         said = [rows, int32(buckets.deltas(key), NUM_DELTA_COLUMNS), int32(2)]
         if key.phase == "prefill":
             said.insert(0, tokens)
-        return *held((self._params, model.pool, model.table, self._state)), *said
+        weights = model.weights._replace(params=self._params)
+        return *held((weights, self._state)), *said
 
     def _made_from(self, key: Key, code: str) -> str:
         """All that tells this program from any other of the same versions on the same device."""

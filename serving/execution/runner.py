@@ -166,7 +166,7 @@ class DeviceRunner:
         return self._reader.submit(partial(_to_host(out), len(plan.rows)))
 
     def load_way(self, way: int, layer: int) -> None:
-        """See Runner. Every way fits the places that capacities are reckoned with."""
+        """See Runner. Every way fits the slots that capacities are reckoned with."""
         self.model.load_way_layer(way, layer)
 
     def close(self) -> None:

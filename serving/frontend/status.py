@@ -307,7 +307,7 @@ def _facts(engine: "Engine") -> dict[str, Any]:
     model, runner, config = engine.model, engine.runner, engine.config
     assert model is not None
     kv_pages, device = engine.stats().kv_pages_total, jax.devices()[0]
-    weights = jax.tree.leaves((model.params, model.pool, model.table))
+    weights = jax.tree.leaves(model.weights)
     return {
         "path": str(model.path),
         "architecture": model.config.architecture,

@@ -296,20 +296,22 @@ def test_a_saved_model_that_was_damaged(saved, tmp_path):
 
 def test_a_saved_model_with_weights_that_are_not_finite(united_dirs, tmp_path):
     model = jmoe.load(united_dirs(CASE), dtype="float32")
-    model.params = {**model.params, "final_norm": model.params["final_norm"].at[3].set(np.nan)}
-    jmoe.save(model, tmp_path / "bad")
+    final_norm = model.params["final_norm"].at[3].set(np.nan)
+    jmoe.save(
+        model.with_weights(params={**model.params, "final_norm": final_norm}), tmp_path / "bad"
+    )
     assert "final_norm" in refused(tmp_path / "bad")
     with pytest.raises(CheckpointError, match="final_norm"):
         Layers(tmp_path / "bad")
     jmoe.load(tmp_path / "bad", dtype="float32", check_weights=False)
 
 
-def test_a_model_saved_without_places_says_so(united_dirs, tmp_path):
+def test_a_model_saved_without_slots_says_so(united_dirs, tmp_path):
     model = jmoe.load(united_dirs(CASE), dtype="float32", ways=[3])
     jmoe.save(model, tmp_path / "few")
-    with pytest.raises(ValueError, match=r"saved without places for ways \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"saved without slots for ways \[2, 3\]"):
         jmoe.load(tmp_path / "few", dtype="float32")
-    assert jmoe.load(tmp_path / "few", dtype="float32", ways=[3]).united_places == 3
+    assert jmoe.load(tmp_path / "few", dtype="float32", ways=[3]).num_united_slots == 3
 
 
 def test_progress_counts_layers(copy):

@@ -28,6 +28,7 @@ from jmoe.config import ModelConfig, from_hf
 from jmoe.experts import make_table
 from jmoe.random_model import random_params
 from jmoe.steps import decode_step, make_state, prefill_step, sample_step, served
+from jmoe.weights import Weights
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for, h200_mesh
@@ -108,7 +109,7 @@ def abstract_model(case):
     params = jax.eval_shape(lambda: random_params(cfg, jax.random.key(0), BF16))
     pool = jax.eval_shape(lambda: empty_pool(cfg, cfg.num_layers * case.num_slots, BF16))
     table = jax.eval_shape(lambda: make_table(cfg.num_layers, cfg.num_experts, case.united))
-    return params, pool, table
+    return Weights(params, pool, table)
 
 
 def abstract_state(case):
@@ -184,15 +185,15 @@ class Program(NamedTuple):
 
 
 def compile_step(mesh, case, step, *rows, eager=False, **options):
-    params, pool, table = abstract_model(case)
+    weights = abstract_model(case)
     with traced_for("cuda"):
         _, own = served({"segments": ()}, eager=eager)
-        params = jax.eval_shape(lambda params: served(params, eager=eager)[0], params)
+        params = jax.eval_shape(lambda params: served(params, eager=eager)[0], weights.params)
     step = partial(step, case.config, max_active=case.config.num_experts)
-    held = params, pool, table, abstract_state(case)
+    held = weights._replace(params=params), abstract_state(case)
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}  # protos are less than text
-        exe = compile_for(mesh, step, *held, *rows, donate_argnums=3, options=own | dump | options)
+        exe = compile_for(mesh, step, *held, *rows, donate_argnums=1, options=own | dump | options)
         plans = [
             p.read_text() for p in Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt")
         ]
@@ -297,7 +298,7 @@ def test_a_padded_router_changes_no_bit(request, monkeypatch):
         monkeypatch.setattr(model, "_with_wide_router", way)
         with traced_for("rocm"):
             fresh = jax.jit(partial(_forward.__wrapped__, tiny.config, model.COUNTS))
-            arrays = tiny.params, tiny.pool, tiny.table, tokens, jnp.zeros(1, bool)
+            arrays = tiny.weights, tokens, jnp.zeros(1, bool)
             logits.append(fresh(*arrays, Control.of(None))[0])
     assert set(shapes) == {-(-router.shape[-1] // 8) * 8}
     np.testing.assert_array_equal(*logits)

@@ -11,6 +11,7 @@ import pytest
 import jmoe
 from jmoe.config import ModelConfig, RopeConfig
 from jmoe.experts import ExpertPool
+from jmoe.weights import ResidentWeights
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOKENS = [[5, 60, 17, 33, 8]]
@@ -48,7 +49,8 @@ def test_a_model_says_what_it_is(model):
         "Model('qwen2_moe', qwen2_moe, 2 layers, 7 experts, 3 a token, 46,368 parameters, "
         "float32, ways 2, 3)"
     )
-    long = dataclasses.replace(model, name="x" * 1000, united={})
+    resident = ResidentWeights(model.weights, {})
+    long = dataclasses.replace(model, name="x" * 1000, resident=resident)
     assert len(repr(long)) < 300
     assert repr(long).endswith("no united experts)")
 

@@ -1,6 +1,5 @@
 """`jmoe.generate` under brownout, step by step against the model in float64 loops."""
 
-import dataclasses
 from itertools import pairwise
 
 import numpy as np
@@ -139,7 +138,7 @@ TOKENS = [[5, 60, 17, 33, 8], [41, 12, 3, 9, 40]]  # the smallest vocabulary has
 def stacked_and_not(request, case):
     """A golden model, and as the server runs it on a GPU."""
     stacked = jmoe.load(request.config.rootpath / "tests" / "golden" / case, dtype="float32")
-    layers = dataclasses.replace(stacked, params=unstack(stacked.params))
+    layers = stacked.with_weights(params=unstack(stacked.params))
     assert all(isinstance(segment, tuple) for segment in layers.params["segments"])
     return stacked, layers
 

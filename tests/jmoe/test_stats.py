@@ -6,8 +6,9 @@ import plan_oracle
 import pytest
 
 import jmoe
+from jmoe.attention import CausalAttention
 from jmoe.brownout import Brownout, plan
-from jmoe.model import attend, causal_mix, route
+from jmoe.model import attend, route
 from jmoe.rope import rotation
 
 CASES = ["qwen2_moe", "qwen2_moe_mlp_only_tied", "qwen3_moe"]
@@ -95,8 +96,8 @@ def test_hidden_states_are_what_the_stages_pass_on(model):
     )
     np.testing.assert_allclose(logits.reshape(out.shape), out, atol=1e-4)
     positions = np.tile(np.arange(TOKENS.shape[1], dtype=np.int32), len(TOKENS))
-    turns = rotation(jax.numpy.asarray(positions), cfg.rope, cfg.head_dim)
-    mix = causal_mix(*TOKENS.shape, cfg.head_dim**-0.5)
+    cos_sin = rotation(jax.numpy.asarray(positions), cfg.rope, cfg.head_dim)
+    attention = CausalAttention(*TOKENS.shape)
     layers = [
         jax.tree.map(lambda leaf, i=i: leaf[i], segment)
         for segment in model.params["segments"]
@@ -106,9 +107,7 @@ def test_hidden_states_are_what_the_stages_pass_on(model):
     for index, layer in enumerate(layers):
         if not cfg.moe_layers[index]:
             continue
-        x, _ = attend(
-            cfg, layer, hidden[index], turns, lambda heads: mix(heads, jax.numpy.int32(0), None)
-        )
+        x, _ = attend(cfg, layer, hidden[index], cos_sin, attention, jax.numpy.int32(0), None)
         _, weights, ids = route(cfg, layer, x)
         seen = stats.router_choices[moe_layer], stats.gate_weights[moe_layer]
         np.testing.assert_array_equal(seen[0].reshape(ids.shape), ids)

@@ -115,7 +115,7 @@ def test_ways_that_are_not_there(united_dirs, united_models):
     with pytest.raises(ValueError, match=r"ways are \[2, 4\]; qwen2_moe has .* for: 2, 3"):
         jmoe.load(united_dirs("qwen2_moe"), ways=[2, 4])
     none = jmoe.load(united_dirs("qwen2_moe"), dtype="float32", ways=[])
-    assert none.united_places == 0
+    assert none.num_united_slots == 0
     with pytest.raises(
         ValueError, match="partial brownout needs united experts; qwen2_moe has none"
     ):
@@ -128,7 +128,7 @@ def test_the_pool_has_places_for_the_largest_way_kept(united_dirs):
     cfg = jmoe.config.read_config(united_dirs("qwen2_moe"))
     for ways, places in ((None, 4), ([3], 3), ([2, 3], 4)):
         model = jmoe.load(united_dirs("qwen2_moe"), dtype="float32", ways=ways)
-        assert model.united_places == places
+        assert model.num_united_slots == places
         slots = np.asarray(model.table.slots)
         assert sorted(slots.ravel()) == list(range(len(model.pool.gate_up)))
         assert slots.shape == (cfg.num_moe_layers, cfg.num_experts + places)
@@ -160,3 +160,21 @@ def test_reduced_precision_stays_close(united_dirs):
     want, _ = by_hand(united_dirs("qwen2_moe"), Brownout("zero"))
     error = np.sqrt(np.mean((logits - want) ** 2) / np.mean(want**2))
     assert error < 0.1
+
+
+def test_what_was_assigned_before_is_assigned_still_with_a_warning(united_models):
+    """For one release: who replaced a model's weights in a notebook goes on, and is told."""
+    model = united_models("qwen2_moe")
+    other = model.with_weights(
+        params={**model.params, "final_norm": 2 * model.params["final_norm"]}
+    )
+    assert other.way is None
+    assert other.united == model.united
+    before = np.asarray(jmoe.forward(model, [[5, 9]]))
+    doubled = np.asarray(jmoe.forward(other, [[5, 9]]))
+    assert not np.array_equal(before, doubled)
+    with pytest.warns(DeprecationWarning, match=r"model.with_weights\(params=...\)"):
+        other.params = model.params
+    np.testing.assert_array_equal(jmoe.forward(other, [[5, 9]]), before)
+    with pytest.warns(DeprecationWarning, match="num_united_slots"):
+        assert model.united_places == model.num_united_slots

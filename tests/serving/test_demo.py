@@ -32,7 +32,7 @@ def config(tmp_path, **change):
         "out": tmp_path / "out",
         "benchmarks": tmp_path / "benchmarks",
         "server": SCRIPTED,
-        "startup_timeout_s": 30.0,
+        "startup_timeout_s": 120.0,
     }
     return DemoConfig(**settings | change)
 

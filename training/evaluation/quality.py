@@ -10,23 +10,13 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jmoe.api import Model, forward
+from jmoe.attention import CausalAttention
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, ExpertTable
-from jmoe.model import (
-    Params,
-    Rows,
-    attend,
-    causal_mix,
-    embed,
-    experts,
-    moe,
-    rms_norm,
-    route,
-    swiglu,
-)
-from jmoe.rope import rotation
+from jmoe.experts import ExpertPool
+from jmoe.model import Rows, StepData, embed, experts, layers_of, route, run_layers
 from jmoe.sampling import token_logprobs
+from jmoe.weights import Params, Weights
 from pallas_kernels import routing
 
 CAPTURE_BATCH = 32  # sequences of a forward pass that captures inputs
@@ -105,14 +95,7 @@ def sample_inputs(
         lengths = np.zeros(CAPTURE_BATCH, np.int32)
         for i, ids in enumerate(sequences[start : start + CAPTURE_BATCH]):
             tokens[i, : len(ids)], lengths[i] = ids, len(ids)
-        inputs = _moe_inputs(
-            model.config,
-            model.params,
-            model.pool,
-            model.table,
-            jnp.asarray(tokens),
-            jnp.asarray(lengths),
-        )
+        inputs = _moe_inputs(model.config, model.weights, jnp.asarray(tokens), jnp.asarray(lengths))
         real = (np.arange(length) < lengths[:, None]).reshape(-1)
         for part, x in zip(parts, inputs, strict=True):
             part.append(np.asarray(x)[real])
@@ -123,49 +106,26 @@ def sample_inputs(
 @partial(jax.jit, static_argnums=0)
 def _moe_inputs(
     cfg: ModelConfig,
-    params: Params,
-    pool: ExpertPool,
-    table: ExpertTable,
+    weights: Weights,
     tokens: Int[Array, "B S"],
     lengths: Int[Array, " B"],
 ) -> list[Float[Array, "T d"]]:
-    """Rows that enter each MoE layer before its norm, `T = B * S`, padding included."""
+    """Rows that enter each MoE layer's second half, before its norm; `T = B * S`, padding too."""
     batch, length = tokens.shape
     position = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
     valid = position < jnp.repeat(lengths, length)
     rows = Rows(position, valid, jnp.zeros(batch * length, bool))
-    mix = causal_mix(batch, length, cfg.head_dim**-0.5)
-    turns = rotation(position, cfg.rope, cfg.head_dim)
-    x, found = embed(params, tokens.reshape(-1)), []
-    for layer, is_moe in _layers(cfg, params):
-        x, _ = attend(cfg, layer, x, turns, lambda heads: mix(heads, jnp.int32(0), None))
-        if not is_moe:
-            h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
-            x = x + swiglu(h, layer["gate_up"], layer["down"])
-            continue
-        slots, groups = table.slots[len(found)], table.groups[len(found)]
-        found.append(x)
-        x, _ = moe(
-            cfg,
-            layer,
-            pool,
-            slots,
-            groups,
-            x,
-            rows,
-            Control.of(None),
-            max_active=cfg.num_experts,
-        )
+    step = StepData(rows, CausalAttention(batch, length), Control.of(None))
+    x, at, found = embed(weights.params, tokens.reshape(-1)), 0, []
+    for layer, is_moe in enumerate(cfg.moe_layers):
+        if is_moe:
+            halves = range(at, 2 * layer + 1)
+            x, _, _ = run_layers(
+                cfg, weights, x, None, step, halves=halves, max_active=cfg.num_experts
+            )
+            found.append(x)
+            at = halves.stop
     return found
-
-
-def _layers(cfg: ModelConfig, params: Params) -> list[tuple[Params, bool]]:
-    """(parameters, is MoE) of each layer in turn."""
-    return [
-        (jax.tree.map(lambda leaf, i=i: leaf[i], segment), is_moe)
-        for (is_moe, _, count), segment in zip(cfg.segments(), params["segments"], strict=True)
-        for i in range(count)
-    ]
 
 
 class OutputError:
@@ -173,7 +133,7 @@ class OutputError:
 
     def __init__(self, model: Model, inputs: Sequence[Float[Array, "N B d"]]) -> None:
         self.model, self.inputs = model, inputs
-        layers = _layers(model.config, model.params)
+        layers = layers_of(model.config, model.params)
         self.layers = [layer for layer, is_moe in layers if is_moe]
         self.exact = self._outputs(None)
 
