@@ -10,7 +10,7 @@ from jmoe.api import Model, check_tokens
 from jmoe.brownout import Brownout
 from jmoe.packed_rows import Q_LEN, empty_rows, pack_row
 from jmoe.stepper import Stepper
-from jmoe.steps import Output
+from jmoe.steps import StepOutput
 
 Prompt = str | Sequence[int]
 
@@ -188,11 +188,11 @@ class _Run:
     def _row(self, i: int, kv_len: int, q_len: int = 1) -> np.ndarray:
         return pack_row(i, kv_len=kv_len, q_len=q_len, seed=self.seed + i, **self.sampling)
 
-    def _keep(self, who: list[int], out: Output) -> None:
-        count = len(who)
-        self.newest[who] = np.asarray(out.tokens)[:count]
-        self.newest_logprob[who] = np.asarray(out.logprobs)[:count]
-        self.degraded[who] += np.asarray(out.degraded)[:count]
+    def _keep(self, indices: list[int], out: StepOutput) -> None:
+        count = len(indices)
+        self.newest[indices] = np.asarray(out.tokens)[:count]
+        self.newest_logprob[indices] = np.asarray(out.logprobs)[:count]
+        self.degraded[indices] += np.asarray(out.degraded)[:count]
 
     def prefill(self, chunk_size: int) -> None:
         """Feeds every prompt, chunks of several prompts together while they fit."""
@@ -200,7 +200,7 @@ class _Run:
             raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1")
         done = [0] * len(self.prompts)
         while any(d < len(p) for d, p in zip(done, self.prompts, strict=True)):
-            room, tokens, who, rows = chunk_size, [], [], []
+            room, tokens, indices, rows = chunk_size, [], [], []
             for i, prompt in enumerate(self.prompts):
                 part = prompt[done[i] : done[i] + room]
                 if not part:
@@ -208,14 +208,14 @@ class _Run:
                 done[i] += len(part)
                 room -= len(part)
                 tokens += part
-                who.append(i)
+                indices.append(i)
                 rows.append(self._row(i, done[i], len(part)))
             packed = empty_rows(_bucket(len(rows)))
             packed[: len(rows)] = rows
             flat = np.zeros(_bucket(len(tokens)), np.int32)
             flat[: len(tokens)] = tokens
             assert packed[:, Q_LEN].sum() == len(tokens)
-            self._keep(who, self.stepper.prefill(flat, packed))
+            self._keep(indices, self.stepper.prefill(flat, packed))
 
     def decode(self, live: list[int]) -> None:
         """One token for each sequence of `live`."""

@@ -11,7 +11,14 @@ from jaxtyping import Int
 from jmoe.api import Model
 from jmoe.brownout import Brownout
 from jmoe.packed_rows import empty_deltas, sampling_mode
-from jmoe.steps import Output, compiler_options, decode_step, make_state, prefill_step, sample_step
+from jmoe.steps import (
+    StepOutput,
+    compiler_options,
+    decode_step,
+    make_state,
+    prefill_step,
+    sample_step,
+)
 
 
 class Stepper:
@@ -52,15 +59,15 @@ class Stepper:
         pages = np.arange(num_slots * blocks, dtype=np.int32).reshape(num_slots, blocks)
         self._state = state._replace(block_table=jnp.asarray(pages))
 
-    def prefill(self, tokens: Int[np.ndarray, " T"], rows: Int[np.ndarray, "R c"]) -> Output:
+    def prefill(self, tokens: Int[np.ndarray, " T"], rows: Int[np.ndarray, "R c"]) -> StepOutput:
         """One `prefill_step`: a row a chunk, as `jmoe.steps.pack_row` packs it."""
         return self._sampled(self._call(programs()[0], tokens, rows), rows)
 
-    def decode(self, rows: Int[np.ndarray, "R c"]) -> Output:
+    def decode(self, rows: Int[np.ndarray, "R c"]) -> StepOutput:
         """One `decode_step`: a row a sequence."""
         return self._sampled(self._call(programs()[1], rows), rows)
 
-    def _sampled(self, out: Output, rows: Int[np.ndarray, "R c"]) -> Output:
+    def _sampled(self, out: StepOutput, rows: Int[np.ndarray, "R c"]) -> StepOutput:
         if (mode := sampling_mode(rows)) == "greedy":
             return out
         last, tokens, logprobs = _sample(
@@ -69,7 +76,7 @@ class Stepper:
         self._state = self._state._replace(last_token=last)
         return out._replace(tokens=tokens, logprobs=logprobs)
 
-    def _call(self, step: Callable[..., tuple], *arrays: np.ndarray) -> Output:
+    def _call(self, step: Callable[..., tuple], *arrays: np.ndarray) -> StepOutput:
         model = self.model
         self._state, out = step(
             model.config,

@@ -75,7 +75,7 @@ class State(NamedTuple):
     last_token: Int[Array, "S"]  # newest sampled token of each slot: the next decode step's input
 
 
-class Output(NamedTuple):
+class StepOutput(NamedTuple):
     """What comes of a step. B is decode rows, or sequences of a prefill step.
 
     Tokens are greedy; `sample_step` replaces them where a row wants others. The host reads all but
@@ -126,7 +126,7 @@ def decode_step(
     control: Int[Array, "2"],
     *,
     max_active: int,
-) -> tuple[State, Output]:
+) -> tuple[State, StepOutput]:
     """One token for each row: the newest token of its slot goes in, the next one comes out.
 
     `rows` are packed by `pack_row`, `control` is (threshold percent, strategy code). `max_active`
@@ -149,7 +149,7 @@ def decode_step(
     tokens, logprobs = greedy(logits)
     state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], tokens))
     degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
-    return state, Output(tokens, logprobs, degraded, stats.expert_rows, logits=logits)
+    return state, StepOutput(tokens, logprobs, degraded, stats.expert_rows, logits=logits)
 
 
 def sample_step(
@@ -210,7 +210,7 @@ def prefill_step(
     control: Int[Array, "2"],
     *,
     max_active: int,
-) -> tuple[State, Output]:
+) -> tuple[State, StepOutput]:
     """Chunks of prompts, packed one after another into `tokens`; row b owns its `q_len` next ones.
 
     A token comes of the last row of every chunk; the host uses it where the chunk ends its prompt.
@@ -245,7 +245,9 @@ def prefill_step(
     sampled, logprobs = greedy(logits)
     state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], sampled))
     degraded = _by_chunk(stats, owner, valid, num_chunks)
-    return state, Output(sampled, logprobs, degraded, stats.expert_rows, logits=logits, hidden=x)
+    return state, StepOutput(
+        sampled, logprobs, degraded, stats.expert_rows, logits=logits, hidden=x
+    )
 
 
 def _by_chunk(

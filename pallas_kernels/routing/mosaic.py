@@ -176,12 +176,14 @@ def _route(at: Block) -> None:
     weights = stages.gate(at, kind)
     plgpu.wait_smem_to_gmem(1)  # all gaps are marked before blocks meet; picks are on their way
     used = pl.ds(0, at.sizes.experts)
-    visits, _ = _meet(at, 0, lambda ref: by_expert(ref.at[used]), smem.visits, smem.all_visits)
+    visits, _ = _cluster_exchange(
+        at, 0, lambda ref: by_expert(ref.at[used]), smem.visits, smem.all_visits
+    )
     stages.plan(at, visits)
     expert_ids = stages.look_up(at, kind)
     kept = stages.merge_repeats(at, expert_ids, weights)
     stages.one_hot(at, expert_ids)
-    rows, before = _meet(at, 1, by_column, smem.rows, smem.all_rows)
+    rows, before = _cluster_exchange(at, 1, by_column, smem.rows, smem.all_rows)
     stages.starts(at, rows)
     stages.ranks(at, expert_ids, kept, before)
     _store(at)
@@ -235,7 +237,7 @@ def _prepare(at: Block) -> None:
     smem.ones.T[...] = plgpu.layout_cast(jnp.full((ROWS, 8), 1.0, jnp.bfloat16), WGMMA)
 
 
-def _meet(at: Block, which: int, load, own, every):
+def _cluster_exchange(at: Block, which: int, load, own, every):
     """Sums of what every block has in `own`: over all blocks, and over those before this one."""
     blocks = at.sizes.blocks
     if blocks == 1:

@@ -59,12 +59,12 @@ class Executables:
         """In a directory of the settings; an empty name turns it off."""
         return cls(Path(directory).expanduser() / "steps" if directory else None)
 
-    def load(self, name: str, made_from: object) -> jax.stages.Compiled | None:
+    def load(self, name: str, cache_key: object) -> jax.stages.Compiled | None:
         """The program that was kept under a name, made from the same; None where none can be had.
 
         An entry that cannot be read is removed.
         """
-        if self._folder is None or not (path := self._path(name, made_from)).exists():
+        if self._folder is None or not (path := self._path(name, cache_key)).exists():
             return None
         try:
             compiled = deserialize_and_load(
@@ -79,7 +79,7 @@ class Executables:
             os.utime(path)
         return compiled
 
-    def save(self, name: str, made_from: object, compiled: jax.stages.Compiled) -> None:
+    def save(self, name: str, cache_key: object, compiled: jax.stages.Compiled) -> None:
         """Keeps a program; where that cannot be done, says so and goes on.
 
         Nothing is kept where XLA's own cache is on: on a CPU a program that came out of it is
@@ -87,7 +87,7 @@ class Executables:
         """
         if self._folder is None or jax.config.jax_compilation_cache_dir:
             return
-        path = self._path(name, made_from)
+        path = self._path(name, cache_key)
         part = path.with_suffix(f".{os.getpid()}.part")
         try:
             part.write_bytes(pickle.dumps(serialize(compiled)))
@@ -97,9 +97,9 @@ class Executables:
             with suppress(OSError):
                 part.unlink()
 
-    def _path(self, name: str, made_from: object) -> Path:
+    def _path(self, name: str, cache_key: object) -> Path:
         assert self._folder is not None
-        digest = hashlib.sha256(f"{_surroundings()}\n{made_from}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{_surroundings()}\n{cache_key}".encode()).hexdigest()
         return self._folder / f"{name}-{digest[:32]}.bin"
 
 

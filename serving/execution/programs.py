@@ -19,7 +19,7 @@ from jaxtyping import Int
 
 from jmoe.api import Model
 from jmoe.packed_rows import NUM_COLUMNS, NUM_DELTA_COLUMNS, sampling_mode
-from jmoe.steps import Output, State, decode_step, prefill_step, sample_step, score_step, served
+from jmoe.steps import State, StepOutput, decode_step, prefill_step, sample_step, score_step, served
 from jmoe.weights import Params
 from pallas_kernels.backend import backend
 from pallas_kernels.routing import max_active_experts
@@ -172,9 +172,9 @@ class Programs:
             if progress is not None:
                 progress("compiling", len(self._compiled), len(keys))
 
-        def compiled(key: Key, made_from: str, lowered: jax.stages.Lowered) -> None:
+        def compiled(key: Key, cache_key: str, lowered: jax.stages.Lowered) -> None:
             found = lowered.compile(compiler_options=self._options or None)
-            executables.save(key.name, made_from, found)
+            executables.save(key.name, cache_key, found)
             self._compiled[key] = found
 
         tell()
@@ -183,13 +183,13 @@ class Programs:
             jobs = []
             try:
                 for key in keys:
-                    made_from = self._made_from(key, code)
-                    kept = executables.load(key.name, made_from)
+                    cache_key = self._cache_key(key, code)
+                    kept = executables.load(key.name, cache_key)
                     if kept is not None:
                         self._compiled[key] = kept
                         self.num_from_disk += 1
                     else:
-                        jobs.append(pool.submit(compiled, key, made_from, self._lower(key)))
+                        jobs.append(pool.submit(compiled, key, cache_key, self._lower(key)))
                     tell()
                 for job in as_completed(jobs):
                     job.result()
@@ -217,8 +217,8 @@ class Programs:
         return self._compiled[key](weights, state, *arrays)
 
     def sample(
-        self, state: State, out: Output, rows: Int[np.ndarray, "B C"]
-    ) -> tuple[State, Output]:
+        self, state: State, out: StepOutput, rows: Int[np.ndarray, "B C"]
+    ) -> tuple[State, StepOutput]:
         """After a step: launches what samples tokens where its rows want that."""
         if (mode := sampling_mode(rows)) == "greedy":
             return state, out
@@ -228,8 +228,8 @@ class Programs:
         return state._replace(last_token=last), out._replace(tokens=tokens, logprobs=logprobs)
 
     def score(
-        self, out: Output, tokens: Int[np.ndarray, "T"], rows: Int[np.ndarray, "B C"]
-    ) -> Output:
+        self, out: StepOutput, tokens: Int[np.ndarray, "T"], rows: Int[np.ndarray, "B C"]
+    ) -> StepOutput:
         """After a prefill step of the largest size: launches what scores its prompts' tokens."""
         program = self._compiled[Key("score", len(tokens), FULL_CAPACITY)]
         scores = program(_without_layers(self._params), out.hidden, tokens, rows)
@@ -274,7 +274,7 @@ class Programs:
         weights = model.weights._replace(params=self._params)
         return *held((weights, self._state)), *said
 
-    def _made_from(self, key: Key, code: str) -> str:
+    def _cache_key(self, key: Key, code: str) -> str:
         """All that tells this program from any other of the same versions on the same device."""
         return repr(
             (

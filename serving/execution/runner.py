@@ -13,7 +13,7 @@ import numpy as np
 
 from jmoe.api import Model
 from jmoe.packed_rows import empty_deltas, empty_rows, pack_row
-from jmoe.steps import Output, make_state
+from jmoe.steps import StepOutput, make_state
 from serving.config import EngineConfig
 from serving.execution.executables import Executables
 from serving.execution.memory import check_memory
@@ -119,7 +119,7 @@ class DeviceRunner:
     def _warm(self, key: Key) -> None:
         """Runs a program on padding."""
         rows, cfg = empty_rows(self.buckets.rows(key)), self.model.config
-        nothing = Output(*jnp.zeros((4, 1), jnp.int32))
+        nothing = StepOutput(*jnp.zeros((4, 1), jnp.int32))
         if key.phase in ("sample", "truncate"):
             logits = jnp.zeros((len(rows), cfg.vocab_size), jnp.float32)
             rows[:] = pack_row(-1, kv_len=0, temperature=1.0, top_k=int(key.phase == "truncate"))
@@ -175,7 +175,7 @@ class DeviceRunner:
         self._reader.close()
 
 
-def _to_host(out: Output) -> Callable[[int], StepResult]:
+def _to_host(out: StepOutput) -> Callable[[int], StepResult]:
     """Starts the copies of what the host reads; the result waits for them, and takes the number of
     rows that are no padding.
     """
@@ -189,7 +189,7 @@ def _to_host(out: Output) -> Callable[[int], StepResult]:
     return read
 
 
-def _cut(out: Output, count: int) -> StepResult:
+def _cut(out: StepOutput, count: int) -> StepResult:
     return StepResult(
         out.tokens[:count].tolist(),
         out.logprobs[:count].tolist(),

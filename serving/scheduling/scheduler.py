@@ -17,7 +17,7 @@ from jmoe.packed_rows import KV_LEN, NUM_COLUMNS, NUM_DELTA_COLUMNS, Q_LEN
 from serving.plan import Limits, Phase, StepPlan
 from serving.scheduling.pages import PageAllocator
 from serving.scheduling.policy import Policy
-from serving.scheduling.sequence import SequenceState, Stage
+from serving.scheduling.sequence import SequenceState, SequenceStatus
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Scheduler:
 
     def finish(self, sequence: SequenceState) -> None:
         """Takes a sequence out, wherever it is, and frees what it holds. Again is no error."""
-        stage, sequence.stage = sequence.stage, Stage.DONE
-        if stage is Stage.WAITING:
+        status, sequence.status = sequence.status, SequenceStatus.DONE
+        if status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
-        elif stage is not Stage.DONE:
+        elif status is not SequenceStatus.DONE:
             self._release(sequence)
 
     @property
@@ -76,7 +76,11 @@ class Scheduler:
     def oldest_arrival(self) -> float | None:
         """Arrival of the oldest sequence that waits for its first token."""
         ages = [s.arrived_at for s in self.waiting if not s.tokens]
-        ages += [s.arrived_at for s in self.running if s.stage is Stage.PREFILL and not s.tokens]
+        ages += [
+            s.arrived_at
+            for s in self.running
+            if s.status is SequenceStatus.PREFILL and not s.tokens
+        ]
         return min(ages, default=None)
 
     def check_idle(self) -> None:
@@ -97,7 +101,9 @@ class Scheduler:
 
         `itl_slack_s` is what the policy may spend on a prefill step out of turn (see Policy).
         """
-        decoding = [s for s in self.running if s.stage is Stage.DECODE and not s.exhausted]
+        decoding = [
+            s for s in self.running if s.status is SequenceStatus.DECODE and not s.exhausted
+        ]
         ready = self._prefill_ready()
         if self.policy.prefill_next(
             ready=ready, running=len(decoding), last_phase=self._last_phase, itl_slack_s=itl_slack_s
@@ -110,7 +116,7 @@ class Scheduler:
         return step
 
     def _prefill_ready(self) -> bool:
-        if any(s.stage is Stage.PREFILL for s in self.running):
+        if any(s.status is SequenceStatus.PREFILL for s in self.running):
             return True
         return self._next_admissible() is not None
 
@@ -130,7 +136,7 @@ class Scheduler:
     def _plan_prefill(self) -> ScheduledStep | None:
         limits, room = self.limits, self.limits.max_prefill_tokens
         chunks: list[tuple[SequenceState, list[int]]] = []
-        for sequence in [s for s in self.running if s.stage is Stage.PREFILL]:
+        for sequence in [s for s in self.running if s.status is SequenceStatus.PREFILL]:
             if room and len(chunks) < limits.max_prefill_seqs:
                 room -= self._take_chunk(sequence, room, chunks)
         while room and len(chunks) < limits.max_prefill_seqs:
@@ -138,7 +144,7 @@ class Scheduler:
             if sequence is None:
                 break
             self.waiting.remove(sequence)
-            sequence.stage = Stage.PREFILL
+            sequence.status = SequenceStatus.PREFILL
             sequence.slot = self._free_slots.pop()
             # All at once, so that no decoding sequence can take what a later chunk will need.
             sequence.pages = self.pages.allocate(self.limits.pages_for(len(sequence.context)))
@@ -168,7 +174,7 @@ class Scheduler:
             last = sequence.num_computed == len(sequence.context)
             sampled.append(last)
             if last:
-                sequence.stage = Stage.DECODE
+                sequence.status = SequenceStatus.DECODE
                 sequence.num_sampled += 1
         plan = StepPlan(
             phase=Phase.PREFILL,
@@ -185,7 +191,7 @@ class Scheduler:
         deltas: list[tuple[int, int, int]] = []
         scheduled: list[SequenceState] = []
         for sequence in decoding:
-            if sequence.stage is not Stage.DECODE:
+            if sequence.status is not SequenceStatus.DECODE:
                 continue  # preempted for one before it
             while not self._extend_if_free(sequence, deltas):
                 victim = self.policy.victim(self.running)

@@ -13,7 +13,7 @@ from serving.request import Output, Request, ThresholdSpan, Usage
 from serving.scheduling.detokenizer import Detokenizer
 
 
-class Stage(enum.Enum):
+class SequenceStatus(enum.Enum):
     """Where a sequence is. Pages and a slot are held in PREFILL and DECODE only."""
 
     WAITING = "waiting"
@@ -44,7 +44,7 @@ class SequenceState:
         self.prompt = prompt
         self.arrived_at = arrived_at
         self.stop_token_ids = stop_token_ids
-        self.stage = Stage.WAITING
+        self.status = SequenceStatus.WAITING
         self.tokens: list[int] = []
         self.num_sampled = 0
         self.num_computed = 0
@@ -82,7 +82,7 @@ class SequenceState:
     @property
     def done(self) -> bool:
         """Whether it finished or was aborted."""
-        return self.stage is Stage.DONE
+        return self.status is SequenceStatus.DONE
 
     @property
     def exhausted(self) -> bool:
@@ -91,7 +91,7 @@ class SequenceState:
 
     def reset_for_recompute(self) -> None:
         """Forgets what was computed; pages and slot were taken away."""
-        self.stage = Stage.WAITING
+        self.status = SequenceStatus.WAITING
         self.num_computed = 0
         self.slot = -1
         self.pages = []

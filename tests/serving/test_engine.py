@@ -16,7 +16,7 @@ from serving.execution.runner import fit_to_model
 from serving.fake import FakeRunner
 from serving.plan import Limits
 from serving.request import BrownoutChange, SamplingParams
-from serving.scheduling.sequence import Stage
+from serving.scheduling.sequence import SequenceStatus
 
 pytestmark = pytest.mark.simulated_time
 
@@ -242,7 +242,7 @@ async def test_prompt_logprobs_survive_giving_way_in_the_middle_of_a_prompt(star
     stages, preempt = [], engine.scheduler._preempt
 
     def watched(victim):
-        stages.append(victim.stage)
+        stages.append(victim.status)
         preempt(victim)
 
     engine.scheduler._preempt = watched
@@ -250,7 +250,7 @@ async def test_prompt_logprobs_survive_giving_way_in_the_middle_of_a_prompt(star
     await asyncio.sleep(0.012)
     sampling = SamplingParams(max_new_tokens=2, prompt_logprobs=True)
     outputs = await collect(engine, list(range(24)), sampling=sampling)
-    assert Stage.PREFILL in stages
+    assert SequenceStatus.PREFILL in stages
     assert outputs[0].prompt_logprobs == tuple(-float(p) for p in range(1, 24))
     await asyncio.gather(*busy)
     await settle(engine)

@@ -11,7 +11,7 @@ from serving.plan import Limits, StepControl
 from serving.request import Request, SamplingParams
 from serving.scheduling.policy import Fcfs
 from serving.scheduling.scheduler import Scheduler
-from serving.scheduling.sequence import SequenceState, Stage
+from serving.scheduling.sequence import SequenceState, SequenceStatus
 
 FULL = StepControl(100, 0)
 
@@ -42,10 +42,10 @@ def play(scheduler, runner, arrivals, cancel_at=(), max_steps=5000):
             scheduler.add(pending.pop(0)[1])
         for when, sequence in cancel_at:
             if when == step and not sequence.done:
-                if sequence.stage is not Stage.WAITING or sequence in scheduler.waiting:
+                if sequence.status is not SequenceStatus.WAITING or sequence in scheduler.waiting:
                     scheduler.finish(sequence)
                 else:
-                    sequence.stage = Stage.DONE
+                    sequence.status = SequenceStatus.DONE
                     pending = [p for p in pending if p[1] is not sequence]
         planned = scheduler.next_step()
         launched = planned and (planned, runner.launch(planned.plan, FULL))
@@ -148,7 +148,7 @@ def test_a_long_prompt_is_cut_into_chunks():
     sequence = make_sequence("a", list(range(19)), 1)
     scheduler.add(sequence)
     sizes = []
-    while sequence.stage in (Stage.WAITING, Stage.PREFILL):
+    while sequence.status in (SequenceStatus.WAITING, SequenceStatus.PREFILL):
         step = scheduler.next_step()
         sizes.append(len(step.plan.tokens))
         runner.launch(step.plan, FULL)

@@ -12,7 +12,7 @@ import jmoe
 from jmoe import stepper
 from jmoe.brownout import Brownout, Control, plan
 from jmoe.model import Rows, head, moe, route
-from jmoe.steps import Output
+from jmoe.steps import StepOutput
 from training.evaluation import run as run_module
 from training.evaluation.answers import answer
 from training.evaluation.items import ZERO
@@ -81,7 +81,7 @@ def test_decode_steps_are_full_and_prefill_steps_fit(model, monkeypatch):
         live = rows[rows[:, 0] >= 0]
         steps.append((len(arrays), live))
         zeros = np.zeros(len(rows), np.int32)
-        return Output(zeros + 1, zeros, zeros, zeros)
+        return StepOutput(zeros + 1, zeros, zeros, zeros)
 
     monkeypatch.setattr(stepper.Stepper, "_call", call)
     prompts = [[2] * (3 + i % 5) for i in range(200)]

@@ -18,7 +18,7 @@ from jmoe.api import Model
 from jmoe.brownout import Brownout
 from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT, empty_rows
 from jmoe.stepper import Stepper
-from jmoe.steps import Output
+from jmoe.steps import StepOutput
 
 MAX_PREFILL_SEQS = 16
 
@@ -139,7 +139,7 @@ class _Run:
         rows[: len(live), Q_LEN] = 1
         self._accept(live, self.stepper.decode(rows))
 
-    def _accept(self, slots: np.ndarray, output: Output) -> None:
+    def _accept(self, slots: np.ndarray, output: StepOutput) -> None:
         """Takes a new token for each slot; row r of the step was that of `slots[r]`."""
         tokens = np.asarray(output.tokens).tolist()
         self.degraded += int(np.asarray(output.degraded)[: len(slots)].sum())
