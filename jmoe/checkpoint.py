@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from jmoe import layout
 from jmoe.config import ModelConfig, RopeConfig
 from jmoe.experts import (
     ExpertPool,
@@ -22,6 +23,7 @@ from jmoe.experts import (
     write_slots,
 )
 from jmoe.finite import fault, seem_finite
+from jmoe.layout import Layout
 from jmoe.weights import Weights
 
 UNITED_FILE = "united.safetensors"
@@ -110,85 +112,6 @@ def _file_names(directory: Path) -> list[str]:
     return names
 
 
-# What a parameter is made of: (names, shape in the file, transpose). Several names are joined
-# along the output axis.
-Source = tuple[tuple[str, ...], tuple[tuple[int, ...], ...], bool]
-
-
-def layer_sources(cfg: ModelConfig, layer: int, is_moe: bool) -> dict[str, Source]:
-    """Hugging Face names and shapes ([out, in]) of one layer's parameters, experts left out."""
-    at = f"model.layers.{layer}."
-    d, q, kv = cfg.d_model, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-    attn = at + "self_attn."
-    qkv = tuple(f"{attn}{p}_proj." for p in "qkv")
-    out: dict[str, Source] = {
-        "attn_norm": ((at + "input_layernorm.weight",), ((d,),), False),
-        "mlp_norm": ((at + "post_attention_layernorm.weight",), ((d,),), False),
-        "wqkv": (tuple(p + "weight" for p in qkv), ((q, d), (kv, d), (kv, d)), True),
-        "wo": ((attn + "o_proj.weight",), ((d, q),), True),
-    }
-    if cfg.qkv_bias:
-        out["bqkv"] = (tuple(p + "bias" for p in qkv), ((q,), (kv,), (kv,)), False)
-    if cfg.o_bias:
-        out["bo"] = ((attn + "o_proj.bias",), ((d,),), False)
-    if cfg.qk_norm:
-        out["q_norm"] = ((attn + "q_norm.weight",), ((cfg.head_dim,),), False)
-        out["k_norm"] = ((attn + "k_norm.weight",), ((cfg.head_dim,),), False)
-    mlp = at + ("block_sparse_moe." if cfg.architecture == "mixtral" else "mlp.")
-    if not is_moe:
-        out |= _swiglu_sources("", mlp, d, cfg.d_ff_dense)
-        return out
-    out["router"] = ((mlp + "gate.weight",), ((cfg.num_experts, d),), True)
-    if cfg.d_ff_shared:
-        out |= _swiglu_sources("shared_", mlp + "shared_expert.", d, cfg.d_ff_shared)
-        out["shared_gate"] = ((mlp + "shared_expert_gate.weight",), ((1, d),), False)
-    return out
-
-
-def _swiglu_sources(
-    key: str,
-    at: str,
-    d: int,
-    f: int,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-) -> dict[str, Source]:
-    gate, up, down = (f"{at}{name}.weight" for name in names)
-    return {
-        f"{key}gate_up": ((gate, up), ((f, d), (f, d)), True),
-        f"{key}down": ((down,), ((d, f),), True),
-    }
-
-
-def expert_sources(cfg: ModelConfig, layer: int, expert: int) -> dict[str, Source]:
-    """Hugging Face names and shapes of one routed expert."""
-    mixtral = cfg.architecture == "mixtral"
-    block = "block_sparse_moe" if mixtral else "mlp"
-    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    at = f"model.layers.{layer}.{block}.experts.{expert}."
-    return _swiglu_sources("", at, cfg.d_model, cfg.d_ff_expert, names)
-
-
-def top_sources(cfg: ModelConfig) -> dict[str, Source]:
-    """Hugging Face names and shapes of what is outside the layers."""
-    d, vocab = cfg.d_model, cfg.vocab_size
-    out: dict[str, Source] = {
-        "embed": (("model.embed_tokens.weight",), ((vocab, d),), False),
-        "final_norm": (("model.norm.weight",), ((d,),), False),
-    }
-    if not cfg.tie_embeddings:
-        out["lm_head"] = (("lm_head.weight",), ((vocab, d),), True)
-    return out
-
-
-def _all_sources(cfg: ModelConfig) -> Iterator[Source]:
-    yield from top_sources(cfg).values()
-    for layer, is_moe in enumerate(cfg.moe_layers):
-        yield from layer_sources(cfg, layer, is_moe).values()
-        if is_moe:
-            for expert in range(cfg.num_experts):
-                yield from expert_sources(cfg, layer, expert).values()
-
-
 def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
     """Raises CheckpointError for tensors that are missing, misshapen, not floats, or never read."""
     read: set[str] = set()
@@ -210,9 +133,9 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
 
 def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[str]:
     """Every tensor that is not as the model needs it. Collects the names of all it needs."""
-    for names, shapes, _ in _all_sources(cfg):
-        read.update(names)
-        for name, shape in zip(names, shapes, strict=True):
+    for parameter in layout.whole(cfg):
+        read.update(parameter.names)
+        for name, shape in zip(parameter.names, parameter.stored, strict=True):
             found = files.shape(name)
             if found is None:
                 yield f"{name} is missing"
@@ -226,19 +149,6 @@ def _equal(files: TensorFiles, one: str, other: str) -> bool:
     return files.shape(one) == files.shape(other) and bool(
         (files.raw(one) == files.raw(other)).all()
     )
-
-
-def _assemble(files: TensorFiles, source: Source, dtype: jnp.dtype) -> jax.Array:
-    names, _, transpose = source
-    parts = [files.read(name, dtype) for name in names]
-    if transpose:
-        parts = [part.T for part in parts]
-    if parts[0].ndim == 2 and parts[0].shape[0] == 1 and not transpose:
-        parts = [part[0] for part in parts]  # shared_gate [1, d] -> [d]
-    if len(parts) == 1:
-        return jnp.asarray(parts[0])
-    on_host = isinstance(parts[0], np.ndarray)
-    return jnp.asarray((np if on_host else jnp).concatenate(parts, axis=-1))
 
 
 def _stack(parts: Sequence[jax.Array]) -> jax.Array:
@@ -261,9 +171,9 @@ class HFLayers:
 
     def top(self) -> dict[str, Any]:
         """Parameters outside the layers. Raises CheckpointError for weights that are not finite."""
-        sources = top_sources(self._cfg)
-        params = self._read(sources)
-        self._refuse_not_finite(params, [sources])
+        own = layout.top(self._cfg)
+        params = self._read(own)
+        self._refuse_not_finite(params, [own])
         return params
 
     def layer(self, index: int) -> tuple[dict[str, Any], ExpertPool | None]:
@@ -272,25 +182,29 @@ class HFLayers:
         Raises CheckpointError for weights that are not finite.
         """
         is_moe = self._cfg.moe_layers[index]
-        sources = layer_sources(self._cfg, index, is_moe)
-        params, pool, experts = self._read(sources), None, []
+        own = layout.layer(self._cfg, index, is_moe)
+        params, pool, experts = self._read(own), None, []
         if is_moe:
             count = self._cfg.num_experts
-            experts = [expert_sources(self._cfg, index, expert) for expert in range(count)]
+            experts = [layout.expert(self._cfg, index, number) for number in range(count)]
             parts = [self._read(expert) for expert in experts]
             pool = ExpertPool(*(_stack([p[key] for p in parts]) for key in parts[0]))
-        self._refuse_not_finite((params, pool), [sources, *experts])
+        self._refuse_not_finite((params, pool), [own, *experts])
         return params, pool
 
-    def _refuse_not_finite(self, read: Any, sources: Iterable[Mapping[str, Source]]) -> None:
+    def _refuse_not_finite(self, read: Any, layouts: Iterable[Layout]) -> None:
         if not self._check_weights or seem_finite(read):
             return
-        names = (name for group in sources for source in group.values() for name in source[0])
+        names = (name for own in layouts for parameter in own.values() for name in parameter.names)
         faults = (fault(name, self._files.raw(name), self._dtype) for name in names)
         _refuse(f"{self._directory} has weights that are not finite:", filter(None, faults))
 
-    def _read(self, sources: Mapping[str, Source]) -> dict[str, Any]:
-        return {key: _assemble(self._files, s, self._dtype) for key, s in sources.items()}
+    def _read(self, own: Layout) -> dict[str, Any]:
+        read = self._files.read
+        return {
+            key: jnp.asarray(p.assemble([read(name, self._dtype) for name in p.names]))
+            for key, p in own.items()
+        }
 
 
 def load_hf(
@@ -455,24 +369,14 @@ def _tree(weights: Weights) -> dict[str, Any]:
 
 def _check_native(cfg: ModelConfig, params: Mapping[str, Any]) -> None:
     """Raises ValueError where parameters are not those of the configuration."""
-    want: dict[str, Any] = {key: _param_shape(s) for key, s in top_sources(cfg).items()}
+    want: dict[str, Any] = {key: p.shape for key, p in layout.top(cfg).items()}
     want["segments"] = [
-        {k: (count, *_param_shape(s)) for k, s in layer_sources(cfg, start, is_moe).items()}
+        {key: (count, *p.shape) for key, p in layout.layer(cfg, start, is_moe).items()}
         for is_moe, start, count in cfg.segments()
     ]
     found = jax.tree.map(lambda leaf: tuple(leaf.shape), dict(params))
     if found != want:
         raise ValueError("its parameters are not those of a model as jmoe.json describes it")
-
-
-def _param_shape(source: Source) -> tuple[int, ...]:
-    """Shape of what `_assemble` makes of a source."""
-    _, shapes, transpose = source
-    if transpose:
-        return shapes[0][1], sum(shape[0] for shape in shapes)
-    if len(shapes[0]) == 2 and shapes[0][0] == 1:
-        return shapes[0][1:]
-    return shapes[0] if len(shapes) == 1 else (sum(shape[0] for shape in shapes),)
 
 
 def _config_from_json(raw: dict[str, Any]) -> ModelConfig:

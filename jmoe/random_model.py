@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jmoe import layout
 from jmoe.api import Model
 from jmoe.checkpoint import empty_pool
 from jmoe.config import ModelConfig
@@ -79,7 +80,7 @@ def random_params(
         "embed": dense(cfg.vocab_size, cfg.d_model),
         "final_norm": jnp.ones(cfg.d_model, dtype),
         "segments": tuple(
-            _segment(cfg, moe, n, dense, dtype, skew) for moe, _, n in cfg.segments()
+            _segment(cfg, first, moe, n, dense, dtype, skew) for moe, first, n in cfg.segments()
         ),
     }
     if not cfg.tie_embeddings:
@@ -129,31 +130,20 @@ def _router(cfg: ModelConfig, n: int, dense: Any, skew: float) -> jax.Array:
 
 
 def _segment(
-    cfg: ModelConfig, is_moe: bool, n: int, dense: Any, kind: Any, skew: float
+    cfg: ModelConfig, first: int, is_moe: bool, n: int, dense: Any, kind: Any, skew: float
 ) -> dict[str, jax.Array]:
-    d, heads, kv_heads, size = cfg.d_model, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-    out = {
-        "attn_norm": jnp.ones((n, d), kind),
-        "mlp_norm": jnp.ones((n, d), kind),
-        "wqkv": dense(n, d, (heads + 2 * kv_heads) * size),
-        "wo": dense(n, heads * size, d),
-    }
-    if cfg.qkv_bias:
-        out["bqkv"] = jnp.zeros((n, (heads + 2 * kv_heads) * size), kind)
-    if cfg.o_bias:
-        out["bo"] = jnp.zeros((n, d), kind)
-    if cfg.qk_norm:
-        out |= {"q_norm": jnp.ones((n, size), kind), "k_norm": jnp.ones((n, size), kind)}
-    if not is_moe:
-        return out | {
-            "gate_up": dense(n, d, 2 * cfg.d_ff_dense),
-            "down": dense(n, cfg.d_ff_dense, d),
-        }
-    out["router"] = _router(cfg, n, dense, skew)
-    if cfg.d_ff_shared:
-        out["shared_gate_up"] = dense(n, d, 2 * cfg.d_ff_shared)
-        out["shared_down"] = dense(n, cfg.d_ff_shared, d)
-        out["shared_gate"] = dense(n, d)
+    """`n` layers of one kind from layer `first` on."""
+    out = {}
+    for key, parameter in layout.layer(cfg, first, is_moe).items():
+        shape = n, *parameter.shape
+        if parameter.kind == "norm":
+            out[key] = jnp.ones(shape, kind)
+        elif parameter.kind == "bias":
+            out[key] = jnp.zeros(shape, kind)
+        elif parameter.kind == "router":
+            out[key] = _router(cfg, n, dense, skew)
+        else:
+            out[key] = dense(*shape)
     return out
 
 

@@ -87,7 +87,7 @@ class StepOutput(NamedTuple):
     degraded: Int[Array, "B"]  # degraded expert visits of the row or chunk
     expert_rows: Int[Array, "layers E"]  # rows computed by MoE layer and logical expert
     logits: Float[Array, "B V"] | None = None
-    hidden: Float[Array, "T d"] | None = None  # of a prefill step: rows after the last layer
+    hidden: Float[Array, "T d"] | None = None  # rows after the last layer, where they are kept
     prompt_logprobs: Float[Array, "T"] | None = None  # by `score_step`: of the next prompt token
 
 
@@ -210,10 +210,12 @@ def prefill_step(
     control: Int[Array, "2"],
     *,
     max_active: int,
+    keep_hidden: bool = False,
 ) -> tuple[State, StepOutput]:
     """Chunks of prompts, packed one after another into `tokens`; row b owns its `q_len` next ones.
 
     A token comes of the last row of every chunk; the host uses it where the chunk ends its prompt.
+    `keep_hidden` (static) returns rows after the last layer, for `score_step`.
     """
     state = state._replace(block_table=_apply_deltas(state.block_table, deltas))
     num_tokens, num_chunks = tokens.shape[0], rows.shape[0]
@@ -245,9 +247,8 @@ def prefill_step(
     sampled, logprobs = greedy(logits)
     state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], sampled))
     degraded = _by_chunk(stats, owner, valid, num_chunks)
-    return state, StepOutput(
-        sampled, logprobs, degraded, stats.expert_rows, logits=logits, hidden=x
-    )
+    out = StepOutput(sampled, logprobs, degraded, stats.expert_rows, logits=logits)
+    return state, out._replace(hidden=x) if keep_hidden else out
 
 
 def _by_chunk(

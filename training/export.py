@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 from safetensors.flax import save_file
 
+from jmoe import layout
 from jmoe.config import ModelConfig, from_hf
 from training.geometry import BUNDLED, EOS_ID, HF_CONFIG
 from training.network import Params, init_params
@@ -24,45 +25,14 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 def to_tensors(cfg: ModelConfig, params: Params) -> dict[str, Array]:
     """Hugging Face tensor names to arrays (`[out, in]`), in the parameters' dtype."""
     (segment,) = params["segments"]
-    width = cfg.num_heads * cfg.head_dim
-    cuts = (width, width + cfg.num_kv_heads * cfg.head_dim)
-    tensors = {
-        "model.embed_tokens.weight": params["embed"],
-        "model.norm.weight": params["final_norm"],
-    }
+    tensors = layout.split(layout.top(cfg), params)
     for i in range(cfg.num_layers):
-        at = f"model.layers.{i}."
-        tensors[at + "input_layernorm.weight"] = segment["attn_norm"][i]
-        tensors[at + "post_attention_layernorm.weight"] = segment["mlp_norm"][i]
-        weights = jnp.split(segment["wqkv"][i], cuts, axis=-1)
-        biases = jnp.split(segment["bqkv"][i], cuts)
-        for name, weight, bias in zip("qkv", weights, biases, strict=True):
-            tensors[f"{at}self_attn.{name}_proj.weight"] = weight.T
-            tensors[f"{at}self_attn.{name}_proj.bias"] = bias
-        tensors[at + "self_attn.o_proj.weight"] = segment["wo"][i].T
-        tensors[at + "mlp.gate.weight"] = segment["router"][i].T
-        tensors[at + "mlp.shared_expert_gate.weight"] = segment["shared_gate"][i][None]
-        _put_ffn(
-            tensors,
-            at + "mlp.shared_expert.",
-            segment["shared_gate_up"][i],
-            segment["shared_down"][i],
-        )
+        own = {key: leaf[i] for key, leaf in segment.items()}
+        tensors |= layout.split(layout.layer(cfg, i, is_moe=True), own)
         for e in range(cfg.num_experts):
-            _put_ffn(
-                tensors,
-                f"{at}mlp.experts.{e}.",
-                params["experts"]["gate_up"][i, e],
-                params["experts"]["down"][i, e],
-            )
+            experts = {key: leaf[i, e] for key, leaf in params["experts"].items()}
+            tensors |= layout.split(layout.expert(cfg, i, e), experts)
     return tensors
-
-
-def _put_ffn(tensors: dict[str, Array], at: str, gate_up: Array, down: Array) -> None:
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    tensors[at + "gate_proj.weight"] = gate.T
-    tensors[at + "up_proj.weight"] = up.T
-    tensors[at + "down_proj.weight"] = down.T
 
 
 def export_hf(config: dict[str, Any], params: Params, tokenizer_dir: Path, out: Path) -> None:

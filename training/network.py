@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jmoe import layout
 from jmoe.config import ModelConfig
 from jmoe.model import rms_norm
 from jmoe.rope import rotate
@@ -26,26 +27,21 @@ Params = dict[str, Any]
 
 def init_params(cfg: ModelConfig, seed: int) -> Params:
     """Random float32 parameters of a model whose layers are all MoE, with tied embeddings."""
-    n, d, f, fs = cfg.num_layers, cfg.d_model, cfg.d_ff_expert, cfg.d_ff_shared
-    width = cfg.num_heads * cfg.head_dim
-    qkv = width + 2 * cfg.num_kv_heads * cfg.head_dim
+    n, d, f = cfg.num_layers, cfg.d_model, cfg.d_ff_expert
     keys = iter(jax.random.split(jax.random.key(seed), 16))
 
     def normal(*shape: int, fan_in: int, scale: float = 1.0) -> Array:
         return jax.random.normal(next(keys), shape) * (scale * fan_in**-0.5)
 
     out_scale = (2 * n) ** -0.5
-    segment = {
-        "attn_norm": jnp.ones((n, d)),
-        "mlp_norm": jnp.ones((n, d)),
-        "wqkv": normal(n, d, qkv, fan_in=d),
-        "bqkv": jnp.zeros((n, qkv)),
-        "wo": normal(n, width, d, fan_in=d, scale=out_scale),
-        "router": normal(n, d, cfg.num_experts, fan_in=d, scale=0.5),
-        "shared_gate_up": normal(n, d, 2 * fs, fan_in=d),
-        "shared_down": normal(n, fs, d, fan_in=fs, scale=out_scale),
-        "shared_gate": jnp.zeros((n, d)),
-    }
+    scales = {"wo": out_scale, "shared_down": out_scale, "router": 0.5}
+    segment: Params = {}
+    for key, parameter in layout.layer(cfg, 0, is_moe=True).items():
+        shape = parameter.shape
+        if parameter.kind in ("matrix", "router"):
+            segment[key] = normal(n, *shape, fan_in=shape[0], scale=scales.get(key, 1.0))
+        else:
+            segment[key] = (jnp.ones if parameter.kind == "norm" else jnp.zeros)((n, *shape))
     # Unnormalised top-4 weights of 60 sum to about 0.1 at first, so routed outputs start larger.
     routed_scale = out_scale if cfg.norm_topk_prob else 3.0 * out_scale
     return {

@@ -18,8 +18,9 @@ from safetensors.flax import save_file
 
 from benchmarks.gpu import models
 from benchmarks.gpu.sizes import DRY, Sizes, hf_config
+from jmoe import layout
 from jmoe.api import Model
-from jmoe.checkpoint import UNITED_FILE, Source, expert_sources, layer_sources, top_sources
+from jmoe.checkpoint import UNITED_FILE
 from jmoe.experts import UnitedExperts
 
 ARCHITECTURES = {
@@ -54,7 +55,7 @@ def write(directory: Path, config: Mapping[str, Any], model: Model) -> None:
 def _files(model: Model) -> Iterator[Tensors]:
     """Tensors outside the layers, then those of each layer; one file's at a time on the host."""
     cfg = model.config
-    yield _split(top_sources(cfg), model.params)
+    yield _split(layout.top(cfg), model.params)
     moe_layer = 0
     slots = np.asarray(model.table.slots)
     for (is_moe, start, count), segment in zip(
@@ -62,24 +63,17 @@ def _files(model: Model) -> Iterator[Tensors]:
     ):
         for i in range(count):
             own = {key: weights[i] for key, weights in segment.items()}
-            tensors = _split(layer_sources(cfg, start + i, is_moe), own)
+            tensors = _split(layout.layer(cfg, start + i, is_moe), own)
             if is_moe:
                 tensors |= _experts(model, start + i, slots[moe_layer, : cfg.num_experts])
                 moe_layer += 1
             yield tensors
 
 
-def _split(sources: Mapping[str, Source], params: Mapping[str, Any]) -> Tensors:
+def _split(own: layout.Layout, params: Mapping[str, Any]) -> Tensors:
     """Hugging Face's tensors, the inverse of how a checkpoint is read."""
-    tensors = {}
-    for key, (names, shapes, transpose) in sources.items():
-        weights = np.asarray(params[key].T if transpose else params[key])
-        weights = weights.reshape(-1, *shapes[0][1:])  # shared_gate: [d] is [1, d] in the file
-        at = 0
-        for name, shape in zip(names, shapes, strict=True):
-            tensors[name] = np.ascontiguousarray(weights[at : at + shape[0]])
-            at += shape[0]
-    return tensors
+    tensors = layout.split(own, {key: np.asarray(params[key]) for key in own})
+    return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 
 
 @jax.jit
@@ -92,9 +86,9 @@ def _experts(model: Model, layer: int, slots: np.ndarray) -> Tensors:
     gate_up, down = map(np.asarray, _layer(model.pool, jnp.asarray(slots)))
     tensors, f = {}, model.config.d_ff_expert
     for expert in range(model.config.num_experts):
-        sources = expert_sources(model.config, layer, expert)
-        (gate_name, up_name), _, _ = sources["gate_up"]
-        ((down_name,), _, _) = sources["down"]
+        own = layout.expert(model.config, layer, expert)
+        gate_name, up_name = own["gate_up"].names
+        (down_name,) = own["down"].names
         tensors[gate_name], tensors[up_name] = gate_up[expert, :f], gate_up[expert, f:]
         tensors[down_name] = down[expert]
     return tensors

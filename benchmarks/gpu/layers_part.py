@@ -205,7 +205,7 @@ def paged_logprobs(model: Model, tokens: np.ndarray, decoded: int) -> tuple[Seen
         ]
     )
     prompts = tokens[:, :first].reshape(-1)
-    step = jax.jit(partial(prefill_step, cfg, **options), donate_argnums=1)
+    step = jax.jit(partial(prefill_step, cfg, keep_hidden=True, **options), donate_argnums=1)
     state, out = launch(step, state, prompts, rows, empty_deltas(1))
     score = jax.jit(partial(score_step, cfg))
     scores = score(model.params, out.hidden, jnp.asarray(prompts), jnp.asarray(rows))

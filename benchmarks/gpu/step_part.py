@@ -200,7 +200,7 @@ class _Steps:
             weights, *arrays = args
             state, out = step(cfg, weights, state, *arrays, max_active=max_active)
             active += jnp.sum(out.expert_rows > 0, axis=1, dtype=jnp.int32)
-            return (state, active), out._replace(logits=None, hidden=None)
+            return (state, active), out._replace(logits=None)
 
         strategy = STRATEGIES["partial" if setting.way else "zero"]
         control = jnp.asarray([setting.threshold_percent, strategy], jnp.int32)

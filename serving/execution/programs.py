@@ -243,8 +243,11 @@ class Programs:
             return jax.jit(step, donate_argnums=0).lower(*self._abstract(key))
         if key.phase == "score":
             return jax.jit(partial(score_step, cfg)).lower(*self._abstract(key))
-        step = decode_step if key.phase == "decode" else prefill_step
-        step = partial(step, cfg, max_active=max_active)
+        if key.phase == "decode":
+            step = partial(decode_step, cfg, max_active=max_active)
+        else:  # `score` follows the largest one alone
+            keep = key.size == self._buckets.prefill[-1]
+            step = partial(prefill_step, cfg, max_active=max_active, keep_hidden=keep)
         step.__name__ = f"{key.phase}_{key.size}_{key.bucket_percent}"  # type: ignore[attr-defined]
         return jax.jit(step, donate_argnums=1).lower(*self._abstract(key))
 

@@ -1,0 +1,161 @@
+"""The layout of a model's parameters: one description that all who read or make weights follow.
+
+For each parameter: the Hugging Face tensors it is made of, its shape, what its axes mean, and what
+kind it is, by which drawn weights begin. Loading (`jmoe.checkpoint`), random weights
+(`jmoe.random_model`), training and export (`training.network`, `training.export`) and the table in
+docs/architecture.md follow it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from jmoe.config import ModelConfig
+
+Kind = Literal["matrix", "embedding", "router", "norm", "bias", "gate"]
+"""What a parameter is; who draws weights chooses by it how each one begins."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a model, of a layer, or of an expert."""
+
+    names: tuple[str, ...]  # Hugging Face tensors, joined along the output axis
+    stored: tuple[tuple[int, ...], ...]  # their shapes in the file, `[out, in]`
+    axes: tuple[str, ...]  # of the parameter itself
+    kind: Kind = "matrix"
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the file has it `[out, in]` and jmoe `[in, out]`."""
+        return self.kind in ("matrix", "router")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the parameter, without a layer axis."""
+        if self.transposed:
+            return self.stored[0][1], sum(shape[0] for shape in self.stored)
+        if self.kind == "gate":  # the file has a matrix of one row
+            return self.stored[0][1:]
+        return sum(shape[0] for shape in self.stored), *self.stored[0][1:]
+
+    def assemble(self, tensors: Sequence[Any]) -> Any:
+        """The parameter of its tensors; where those are NumPy's, it is too."""
+        if self.transposed:
+            tensors = [tensor.T for tensor in tensors]
+        if self.kind == "gate":
+            tensors = [tensor[0] for tensor in tensors]
+        if len(tensors) == 1:
+            return tensors[0]
+        on_host = isinstance(tensors[0], np.ndarray)
+        return (np if on_host else jnp).concatenate(tensors, axis=-1)
+
+    def split(self, parameter: Any) -> dict[str, Any]:
+        """Tensors by name, as the file has them: what `assemble` is given."""
+        if self.kind == "gate":
+            return {self.names[0]: parameter[None]}
+        axis = -1 if self.transposed else 0
+        ends = np.cumsum([shape[0] for shape in self.stored])[:-1].tolist()
+        on_host = isinstance(parameter, np.ndarray)
+        parts = (np if on_host else jnp).split(parameter, ends, axis=axis)
+        return {
+            name: part.T if self.transposed else part
+            for name, part in zip(self.names, parts, strict=True)
+        }
+
+
+Layout = dict[str, Parameter]
+"""Parameters by key; the order is that in which random weights are drawn."""
+
+
+def top(cfg: ModelConfig) -> Layout:
+    """What is outside the layers."""
+    d, vocab = cfg.d_model, cfg.vocab_size
+    out = {
+        "embed": Parameter(
+            ("model.embed_tokens.weight",), ((vocab, d),), ("vocab", "d"), "embedding"
+        ),
+        "final_norm": Parameter(("model.norm.weight",), ((d,),), ("d",), "norm"),
+    }
+    if not cfg.tie_embeddings:
+        out["lm_head"] = Parameter(("lm_head.weight",), ((vocab, d),), ("d", "vocab"))
+    return out
+
+
+def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
+    """Of one layer, experts left out."""
+    at, d, size = f"model.layers.{index}.", cfg.d_model, cfg.head_dim
+    q, kv = cfg.num_heads * size, cfg.num_kv_heads * size
+    attn, heads = at + "self_attn.", "q k v heads"
+    qkv = tuple(f"{attn}{p}_proj." for p in "qkv")
+    out = {
+        "attn_norm": Parameter((at + "input_layernorm.weight",), ((d,),), ("d",), "norm"),
+        "mlp_norm": Parameter((at + "post_attention_layernorm.weight",), ((d,),), ("d",), "norm"),
+        "wqkv": Parameter(
+            tuple(p + "weight" for p in qkv), ((q, d), (kv, d), (kv, d)), ("d", heads)
+        ),
+        "wo": Parameter((attn + "o_proj.weight",), ((d, q),), ("heads", "d")),
+    }
+    if cfg.qkv_bias:
+        names = tuple(p + "bias" for p in qkv)
+        out["bqkv"] = Parameter(names, ((q,), (kv,), (kv,)), (heads,), "bias")
+    if cfg.o_bias:
+        out["bo"] = Parameter((attn + "o_proj.bias",), ((d,),), ("d",), "bias")
+    if cfg.qk_norm:
+        for key in ("q_norm", "k_norm"):
+            out[key] = Parameter((f"{attn}{key}.weight",), ((size,),), ("head_dim",), "norm")
+    mlp = at + ("block_sparse_moe." if cfg.architecture == "mixtral" else "mlp.")
+    if not is_moe:
+        return out | _swiglu("", mlp, d, cfg.d_ff_dense, "f")
+    out["router"] = Parameter((mlp + "gate.weight",), ((cfg.num_experts, d),), ("d", "m"), "router")
+    if cfg.d_ff_shared:
+        out |= _swiglu("shared_", mlp + "shared_expert.", d, cfg.d_ff_shared, "f_s")
+        gate = (mlp + "shared_expert_gate.weight",)
+        out["shared_gate"] = Parameter(gate, ((1, d),), ("d",), "gate")
+    return out
+
+
+def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
+    """Of one routed expert of layer `index`; the keys are those of an ExpertPool."""
+    mixtral = cfg.architecture == "mixtral"
+    block = "block_sparse_moe" if mixtral else "mlp"
+    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    at = f"model.layers.{index}.{block}.experts.{number}."
+    return _swiglu("", at, cfg.d_model, cfg.d_ff_expert, "f", names)
+
+
+def whole(cfg: ModelConfig) -> Iterator[Parameter]:
+    """Every parameter of a model, layer by layer, expert by expert."""
+    yield from top(cfg).values()
+    for index, is_moe in enumerate(cfg.moe_layers):
+        yield from layer(cfg, index, is_moe).values()
+        if is_moe:
+            for number in range(cfg.num_experts):
+                yield from expert(cfg, index, number).values()
+
+
+def split(layout: Layout, params: Mapping[str, Any]) -> dict[str, Array]:
+    """Tensors by Hugging Face name of parameters by key; what is not in the layout is left out."""
+    tensors: dict[str, Array] = {}
+    for key, parameter in layout.items():
+        tensors |= parameter.split(params[key])
+    return tensors
+
+
+def _swiglu(
+    key: str,
+    at: str,
+    d: int,
+    f: int,
+    width: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Layout:
+    gate, up, down = (f"{at}{name}.weight" for name in names)
+    return {
+        f"{key}gate_up": Parameter((gate, up), ((f, d), (f, d)), ("d", f"2 {width}")),
+        f"{key}down": Parameter((down,), ((d, f),), (width, "d")),
+    }

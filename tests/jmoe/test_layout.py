@@ -1,0 +1,84 @@
+"""The layout of parameters against the files that transformers wrote, and the documented table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from jmoe import layout
+from jmoe.config import read_config
+from jmoe.random_model import random_params
+
+CASES = ["qwen2_moe", "qwen2_moe_mlp_only_tied", "qwen3_moe_attention_bias", "mixtral"]
+
+
+@pytest.fixture(params=CASES)
+def case(request):
+    directory = request.config.rootpath / "tests" / "golden" / request.param
+    return directory, read_config(directory)
+
+
+def every_layout(cfg):
+    yield layout.top(cfg)
+    for index, is_moe in enumerate(cfg.moe_layers):
+        yield layout.layer(cfg, index, is_moe)
+        if is_moe:
+            yield layout.expert(cfg, index, cfg.num_experts - 1)
+
+
+def test_names_and_shapes_are_those_of_the_file(case):
+    directory, cfg = case
+    with safe_open(directory / "model.safetensors", "numpy") as file:
+        names = list(file.keys())
+        found = {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    want = {
+        name: shape
+        for parameter in layout.whole(cfg)
+        for name, shape in zip(parameter.names, parameter.stored, strict=True)
+    }
+    if cfg.tie_embeddings:
+        found.pop("lm_head.weight", None)
+    assert want == found
+
+
+@pytest.mark.parametrize("where", [np, jnp])
+def test_splitting_is_the_inverse_of_assembling(case, where):
+    _, cfg = case
+    rng = np.random.default_rng(0)
+    for own in every_layout(cfg):
+        for parameter in own.values():
+            tensors = [where.asarray(rng.random(s, np.float32)) for s in parameter.stored]
+            made = parameter.assemble(tensors)
+            assert made.shape == parameter.shape
+            assert len(parameter.axes) == made.ndim
+            for name, tensor in zip(parameter.names, tensors, strict=True):
+                np.testing.assert_array_equal(parameter.split(made)[name], tensor)
+
+
+def test_random_weights_have_its_shapes(case):
+    _, cfg = case
+    params = jax.eval_shape(lambda: random_params(cfg, jax.random.key(0), jnp.dtype("float32")))
+    segments = params.pop("segments")
+    assert {k: a.shape for k, a in params.items()} == {
+        key: p.shape for key, p in layout.top(cfg).items()
+    }
+    for (is_moe, first, count), segment in zip(cfg.segments(), segments, strict=True):
+        assert {k: a.shape for k, a in segment.items()} == {
+            key: (count, *p.shape) for key, p in layout.layer(cfg, first, is_moe).items()
+        }
+
+
+def test_the_documented_table_is_it(request):
+    golden = request.config.rootpath / "tests" / "golden"
+    rows = set()
+    for name in CASES:
+        cfg = read_config(golden / name)
+        for own, lead in [(layout.top(cfg), "")] + [
+            (layout.layer(cfg, index, is_moe), "n, ") for index, is_moe in enumerate(cfg.moe_layers)
+        ]:
+            rows |= {(key, f"[{lead}{', '.join(p.axes)}]") for key, p in own.items()}
+    text = (request.config.rootpath / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.split("Weights are stored `[in, out]`")[1].split("\n\n")[1]
+    written = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert {(key.strip("| `"), shape.strip("| `")) for key, shape, *_ in written} == rows
