@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from jmoe.api import Model, load
+from jmoe.api import Model
 from serving.accounting import Accounts
 from serving.admission import Admission
 from serving.config import EngineConfig, ServerConfig
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
-from serving.control.slo import SloAnalyser, starting_strategy
+from serving.control.slo import SloAnalyser
 from serving.errors import (
     NOT_OURS,
     Aborted,
@@ -36,8 +36,8 @@ from serving.errors import (
     Unavailable,
     shown,
 )
-from serving.execution.programs import Progress, limit_cpu_threads
-from serving.execution.runner import DeviceRunner, Runner, fit_to_model
+from serving.execution.programs import Progress
+from serving.execution.runner import Runner
 from serving.observer import Observer
 from serving.plan import Phase, StepResult
 from serving.progress import progress_bar
@@ -55,6 +55,7 @@ from serving.scheduling.policy import POLICIES
 from serving.scheduling.scheduler import ScheduledStep, Scheduler
 from serving.scheduling.sequence import SequenceState
 from serving.settings import check
+from serving.start import prepare
 from serving.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -137,20 +138,8 @@ class Engine:
             have = ", ".join(POLICIES)
             raise ValueError(f"policy is {config.policy!r}; it must be one of {have}")
 
-        def prepare(progress: Progress) -> tuple[EngineConfig, Model, DeviceRunner]:
-            limit_cpu_threads(config.cpu_threads)
-            loaded = model or _load(config, progress)
-            ways = allowed_ways(config.brownout, loaded)
-            starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
-            if config.brownout.strategy == "auto" and not ways:
-                log.warning("brownout is off: %s has no united experts", loaded.name)
-            fitting = fit_to_model(config, loaded)
-            runner = DeviceRunner(loaded, fitting)
-            runner.start(ways[0] if ways else 0, ways, progress)
-            return fitting, loaded, runner
-
         with progress_bar() if progress is None else contextlib.nullcontext(progress) as shown_by:
-            fitting, loaded, runner = await asyncio.to_thread(prepare, shown_by)
+            fitting, loaded, runner = await asyncio.to_thread(prepare, config, model, shown_by)
         engine = cls(fitting, runner, loaded, observer)
         engine.run()
         return engine
@@ -508,17 +497,3 @@ class Engine:
                 sequence, RequestFailed(f"token {token} could not be turned into text: {error}")
             )
             return None
-
-
-def _load(config: EngineConfig, progress: Progress) -> Model:
-    def layers(done: int, total: int) -> None:
-        progress("loading", done, total)
-
-    return load(
-        config.model,
-        config.dtype,
-        ways=config.brownout.ways or None,
-        progress=layers,
-        check_weights=config.check_weights,
-        allow_unknown_config=config.allow_unknown_config,
-    )

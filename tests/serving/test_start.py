@@ -2,7 +2,7 @@
 
 import pytest
 
-from serving import engine as module
+from serving import start as module
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.settings import SettingsError
