@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from jmoe.config import ModelConfig
 
@@ -138,9 +137,9 @@ def whole(cfg: ModelConfig) -> Iterator[Parameter]:
                 yield from expert(cfg, index, number).values()
 
 
-def split(layout: Layout, params: Mapping[str, Any]) -> dict[str, Array]:
+def split(layout: Layout, params: Mapping[str, Any]) -> dict[str, Any]:
     """Tensors by Hugging Face name of parameters by key; what is not in the layout is left out."""
-    tensors: dict[str, Array] = {}
+    tensors: dict[str, Any] = {}
     for key, parameter in layout.items():
         tensors |= parameter.split(params[key])
     return tensors
