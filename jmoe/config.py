@@ -8,17 +8,12 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from jmoe.architectures import ARCHITECTURES
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
 from jmoe.config_keys import ROPE_READ, check_keys, check_rope_keys
 
-ARCHITECTURES = {
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-}
-
-MOST_LAYERS, MOST_EXPERTS = 10_000, 100_000
+MOST_LAYERS = 10_000
 
 
 @dataclass(frozen=True)
@@ -162,16 +157,15 @@ def from_hf(
     """
     fields = Fields(config, file)
     family = _family(fields)
-    check_keys(fields, family, allow_unknown_config)
-    mixtral = family == "mixtral"
+    architecture = ARCHITECTURES[family]
+    check_keys(fields, architecture.read, architecture.only, allow_unknown_config)
     num_layers = fields.size("num_hidden_layers", most=MOST_LAYERS)
     num_heads = fields.size("num_attention_heads")
     vocab_size = fields.size("vocab_size")
     max_position = fields.size("max_position_embeddings")
-    moe_layers = (True,) * num_layers if mixtral else _moe_layers(fields, num_layers)
     d_ff_dense = fields.size("intermediate_size", 0)
-    _refuse_windows(fields, mixtral, num_layers, max_position)
-    bias = family == "qwen3_moe" and fields.flag("attention_bias", False)
+    _refuse_windowed_layers(fields, num_layers)
+    own = architecture.translate(fields)
     try:
         return ModelConfig(
             architecture=family,
@@ -181,24 +175,16 @@ def from_hf(
             num_heads=num_heads,
             num_kv_heads=fields.size("num_key_value_heads", num_heads),
             head_dim=_head_dim(fields, num_heads),
-            num_experts=_num_experts(fields, family),
             experts_per_token=fields.size("num_experts_per_tok"),
-            d_ff_expert=fields.size("intermediate_size" if mixtral else "moe_intermediate_size"),
-            d_ff_shared=fields.size("shared_expert_intermediate_size", least=0)
-            if family == "qwen2_moe"
-            else 0,
-            d_ff_dense=0 if all(moe_layers) else d_ff_dense or fields.size("intermediate_size"),
-            moe_layers=moe_layers,
-            # Mixtral always renormalises; Qwen says so in its config (absent: it does not).
-            norm_topk_prob=mixtral or fields.flag("norm_topk_prob", False),
-            qkv_bias=fields.flag("qkv_bias", True) if family == "qwen2_moe" else bias,
-            qk_norm=family == "qwen3_moe",
+            d_ff_dense=0
+            if all(own["moe_layers"])
+            else d_ff_dense or fields.size("intermediate_size"),
             tie_embeddings=fields.flag("tie_word_embeddings", False),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-5 if mixtral else 1e-6),
-            rope=_rope(fields, mixtral, max_position, allow_unknown_config),
+            rms_norm_eps=fields.number("rms_norm_eps", architecture.rms_norm_eps),
+            rope=_rope(fields, architecture.rope_theta, max_position, allow_unknown_config),
             max_position=max_position,
             eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
-            o_bias=bias,
+            **{"d_ff_shared": 0, "qkv_bias": False, "qk_norm": False, **own},
         )
     except ConfigError as error:
         words = str(error)
@@ -211,8 +197,9 @@ def _family(fields: Fields) -> str:
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise ConfigError(f"{fields.file}: model_type is {shown(kind)}; jmoe serves {served}")
     classes = fields.given("architectures")
-    if classes is not None and classes != [ARCHITECTURES[kind]]:
-        raise fields.wrong("architectures", f"['{ARCHITECTURES[kind]}'] where model_type is {kind}")
+    wanted = ARCHITECTURES[kind].class_name
+    if classes is not None and classes != [wanted]:
+        raise fields.wrong("architectures", f"['{wanted}'] where model_type is {kind}")
     if fields.given("hidden_act") not in (None, "silu"):
         raise fields.wrong("hidden_act", "'silu'")
     return kind
@@ -228,56 +215,19 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
     return d_model // num_heads
 
 
-def _num_experts(fields: Fields, family: str) -> int:
-    """transformers reads either spelling, but for Qwen2-MoE, where it ignores the newer one."""
-    older, newer = "num_experts", "num_local_experts"
-    key = fields.first(older) if family == "qwen2_moe" else fields.first(newer, older)
-    other = older if key == newer else newer
-    count = fields.size(key, most=MOST_EXPERTS)
-    if fields.size(other, count) != count:
-        raise fields.wrong(other, f"the same as {key} ({count})")
-    return count
-
-
-def _moe_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    dense = set(fields.integers("mlp_only_layers"))
-    step = fields.size("decoder_sparse_step", 1)
-    layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
-    if not any(layers):
-        raise fields.wrong(
-            "decoder_sparse_step",
-            f"such that of num_hidden_layers ({num_layers}) it and mlp_only_layers leave "
-            "at least one MoE layer",
-        )
-    return layers
-
-
-def _refuse_windows(fields: Fields, mixtral: bool, num_layers: int, max_position: int) -> None:
+def _refuse_windowed_layers(fields: Fields, num_layers: int) -> None:
     """jmoe attends to the whole context, in every layer."""
     kinds = fields.given("layer_types")
     if kinds is not None and kinds != ["full_attention"] * num_layers:
         raise fields.wrong(
             "layer_types", f"'full_attention' for each of num_hidden_layers ({num_layers})"
         )
-    window = fields.given("sliding_window")
-    if mixtral:
-        used = window is not None
-    else:
-        used = fields.flag("use_sliding_window", False)
-        if used and window is None:
-            raise fields.wrong("use_sliding_window", "false; jmoe attends to the whole context")
-    if used and fields.size("sliding_window", least=0) < max_position:
-        raise fields.wrong(
-            "sliding_window",
-            f"max_position_embeddings ({max_position}) or more, or off (Qwen: use_sliding_window "
-            "false, Mixtral: null); jmoe attends to the whole context only",
-        )
 
 
-def _rope(fields: Fields, mixtral: bool, max_position: int, allowed: Collection[str]) -> RopeConfig:
+def _rope(fields: Fields, theta: float, max_position: int, allowed: Collection[str]) -> RopeConfig:
     """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`."""
     sections = [fields.section(key) for key in ("rope_scaling", "rope_parameters")]
-    theta = fields.number("rope_theta", 1e6 if mixtral else 1e4)  # as transformers assumes
+    theta = fields.number("rope_theta", theta)
     original = fields.size("original_max_position_embeddings", 0)
     ropes = [
         _scaled(section, section.number("rope_theta", theta), original, max_position, allowed)

@@ -14,49 +14,28 @@ def _because(why: str, keys: str) -> dict[str, str]:
     return dict.fromkeys(keys.split(), why)
 
 
-_COMMON = _because(
-    "read for every family",
-    """
+READ_FOR_ALL = frozenset(
+    _because(
+        "read for every family",
+        """
     architectures eos_token_id head_dim hidden_act hidden_size intermediate_size layer_types
     max_position_embeddings model_type num_attention_heads num_experts_per_tok num_hidden_layers
     num_key_value_heads original_max_position_embeddings rms_norm_eps rope_parameters rope_scaling
     rope_theta sliding_window tie_word_embeddings vocab_size
     """,
-).keys()
-_QWEN = _because(
-    "read for both Qwen families",
-    """
+    )
+)
+READ_FOR_QWEN = READ_FOR_ALL | frozenset(
+    _because(
+        "read for both Qwen families",
+        """
     decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
     num_local_experts use_sliding_window
     """,
-).keys()
+    )
+)
 
-READ: Mapping[str, Collection[str]] = {
-    "qwen2_moe": _COMMON | _QWEN | {"qkv_bias", "shared_expert_intermediate_size"},
-    "qwen3_moe": _COMMON | _QWEN | {"attention_bias"},
-    "mixtral": _COMMON | {"num_local_experts", "num_experts"},
-}
-"""Keys that `jmoe.config.from_hf` reads and judges itself, by family."""
-
-ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "qwen2_moe": {"attention_bias": (False,), "use_qk_norm": (False,)},
-    "qwen3_moe": {
-        "qkv_bias": (False,),
-        "shared_expert_intermediate_size": (0,),
-        "use_qk_norm": (True,),
-    },
-    "mixtral": {
-        "attention_bias": (False,),
-        "decoder_sparse_step": (1,),
-        "mlp_only_layers": ([],),
-        "norm_topk_prob": (True,),
-        "qkv_bias": (False,),
-        "shared_expert_intermediate_size": (0,),
-        "use_qk_norm": (False,),
-        "use_sliding_window": (False,),
-    },
-}
-"""Keys of the model's arithmetic that jmoe computes in one way only, by family."""
+"""Keys that jmoe reads and judges; those of one family alone are in `jmoe.architectures`."""
 
 ONLY_IN_ALL: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -70,7 +49,7 @@ ONLY_IN_ALL: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "tie_encoder_decoder": (False,),
 }
-"""The same for keys of every family. No value at all: only null."""
+"""Keys of the arithmetic that jmoe computes in one way only. No value at all: only null."""
 
 HARMLESS: Mapping[str, str] = {
     **_because(
@@ -133,10 +112,15 @@ ROPE_ONLY: Mapping[str, tuple[Any, ...]] = {"partial_rotary_factor": (1.0,)}
 ROPE_HARMLESS: Mapping[str, str] = _because("bookkeeping", f"finetuned {_ORIGINAL}")
 
 
-def check_keys(fields: Fields, family: str, allowed: Collection[str]) -> None:
+def check_keys(
+    fields: Fields,
+    read: Collection[str],
+    only: Mapping[str, tuple[Any, ...]],
+    allowed: Collection[str],
+) -> None:
     """Raises ConfigError for a key of `config.json` that jmoe would ignore though it may matter."""
     unknown = "jmoe does not know this key"
-    _check(fields, READ[family], {**ONLY_IN_ALL, **ONLY[family]}, HARMLESS, unknown, allowed)
+    _check(fields, read, {**ONLY_IN_ALL, **only}, HARMLESS, unknown, allowed)
 
 
 def check_rope_keys(fields: Fields, kind: str, allowed: Collection[str]) -> None:

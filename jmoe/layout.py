@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
+from jmoe.architectures import naming
 from jmoe.config import ModelConfig
 
 Kind = Literal["matrix", "embedding", "router", "norm", "bias", "gate"]
@@ -107,7 +108,7 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     if cfg.qk_norm:
         for key in ("q_norm", "k_norm"):
             out[key] = Parameter((f"{attn}{key}.weight",), ((size,),), ("head_dim",), "norm")
-    mlp = at + ("block_sparse_moe." if cfg.architecture == "mixtral" else "mlp.")
+    mlp = f"{at}{naming(cfg.architecture).mlp}."
     if not is_moe:
         return out | _swiglu("", mlp, d, cfg.d_ff_dense, "f")
     out["router"] = Parameter((mlp + "gate.weight",), ((cfg.num_experts, d),), ("d", "m"), "router")
@@ -120,11 +121,9 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
 
 def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
     """Of one routed expert of layer `index`; the keys are those of an ExpertPool."""
-    mixtral = cfg.architecture == "mixtral"
-    block = "block_sparse_moe" if mixtral else "mlp"
-    names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-    at = f"model.layers.{index}.{block}.experts.{number}."
-    return _swiglu("", at, cfg.d_model, cfg.d_ff_expert, "f", names)
+    names = naming(cfg.architecture)
+    at = f"model.layers.{index}.{names.mlp}.experts.{number}."
+    return _swiglu("", at, cfg.d_model, cfg.d_ff_expert, "f", names.expert_names)
 
 
 def whole(cfg: ModelConfig) -> Iterator[Parameter]:

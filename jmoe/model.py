@@ -6,7 +6,7 @@ step under way is a value, its rows, cache and data, and the half layer it has c
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -244,19 +244,16 @@ def run_layers(
     have, or hidden rows of a part of it.
     """
     part = _checked(cfg, halves, wanted)
-    walk = _Walk(cfg, weights, step, rotation(step.rows.positions, cfg.rope, cfg.head_dim))
-    walk = replace(walk, max_active=max_active, wanted=wanted)
+    cos_sin = rotation(step.rows.positions, cfg.rope, cfg.head_dim)
+    run = _Run(cfg, weights, step, cos_sin, max_active, wanted)
     state = x, cache, jnp.int32(part.start // 2)
     stats, hidden, moe_start = [], [], 0
-    for (is_moe, first, count), segment in zip(
+    for (is_moe, first, count), layers in zip(
         cfg.segments(), weights.params["segments"], strict=True
     ):
-        segment = (
-            _with_wide_router(segment) if is_moe and not isinstance(segment, tuple) else segment
-        )
-        own = (moe_start, moe_start + count) if is_moe else None
+        moe_layers = slice(moe_start, moe_start + count) if is_moe else None
         for span in _spans(part, first, count):
-            state, (out, before) = walk.run(span, segment, own, state)
+            state, (out, before) = run.span(span, layers, moe_layers, state)
             if is_moe and span.with_mlp:
                 stats.append(out)
             hidden.append(before)
@@ -307,20 +304,20 @@ def _spans(part: range, first: int, count: int) -> list[_Span]:
 
 
 @dataclass(frozen=True)
-class _Walk:
+class _Run:
     """What all layers of one run have in common."""
 
     cfg: ModelConfig
     weights: Weights
     step: StepData
     cos_sin: Rotation
-    max_active: int = 0
-    wanted: Wanted = COUNTS
+    max_active: int
+    wanted: Wanted
 
-    def run(
-        self, span: _Span, segment: Any, own: tuple[int, int] | None, state: Any
+    def span(
+        self, span: _Span, layers: Any, moe_layers: slice | None, state: Any
     ) -> tuple[Any, Any]:
-        """Runs a span of a segment, whose MoE layers are `own` in the table; None: dense ones."""
+        """Runs a span of a segment's layers; `moe_layers` are their table rows, None if dense."""
 
         def body(state: Any, xs: Any) -> Any:
             (x, cache, index), (layer, slots, groups), out = state, xs, None
@@ -328,21 +325,22 @@ class _Walk:
             if span.with_attention:
                 attention = self.step.attention
                 x, cache = attend(self.cfg, layer, x, self.cos_sin, attention, index, cache)
-            if span.with_mlp and own is not None:
+            if span.with_mlp and moe_layers is not None:
                 x, out = self._moe(layer, slots, groups, x)
             elif span.with_mlp:
                 x = dense_mlp(self.cfg, layer, x)
             return (x, cache, index + int(span.with_mlp)), (out, before)
 
-        table = self.weights.table
-        rows = None if own is None else slice(*own)
-        slots, groups = (None, None) if rows is None else (table.slots[rows], table.groups[rows])
-        xs, stacked = (segment, slots, groups), not isinstance(segment, tuple)
-        count = len(segment) if not stacked else len(jax.tree.leaves(segment)[0])
-        layers = range(span.start, span.stop)
-        if not stacked:
-            return _in_turn(body, state, xs, layers)
-        if len(layers) == count:
+        slots = groups = None
+        if moe_layers is not None:
+            slots = self.weights.table.slots[moe_layers]
+            groups = self.weights.table.groups[moe_layers]
+        if isinstance(layers, tuple):
+            return _in_turn(body, state, (layers, slots, groups), range(span.start, span.stop))
+        if moe_layers is not None:
+            layers = _with_wide_router(layers)
+        xs = layers, slots, groups
+        if (span.start, span.stop) == (0, len(jax.tree.leaves(layers)[0])):
             return lax.scan(body, state, xs)
         # By number: a part of the stacked weights as the scanned input would be a copy of them.
         return lax.scan(

@@ -20,9 +20,9 @@ DEEP_FILES = {
     "tests/pallas_kernels/test_prefill_attention_mosaic.py",
     "tests/pallas_kernels/test_routing_mosaic.py",
     "tests/pallas_kernels/test_past_2_31.py",
-    "tests/test_gpu_benchmark_dry.py",
-    "tests/test_kernel_benchmark.py",
-    "tests/test_kernel_benchmark_run.py",
+    "tests/benchmarks/test_gpu_benchmark_dry.py",
+    "tests/benchmarks/test_kernel_benchmark.py",
+    "tests/benchmarks/test_kernel_benchmark_run.py",
     "tests/training/test_accuracy_benchmark.py",
     "tests/training/test_distill_h200.py",
     "tests/training/test_distill_measured.py",
@@ -34,7 +34,7 @@ DEEP_FOLDERS = ("tests/sm90/",)
 DEEP_TESTS = {
     "tests/jmoe/test_generate.py::test_layers_in_arrays_of_their_own_write_the_same",
     "tests/pallas_kernels/test_grouped_gemm_quantized.py::test_compiles_for_an_h200_without_spills",
-    "tests/serving/test_executables.py::"
+    "tests/serving/execution/test_executables.py::"
     "test_a_patched_run_leaves_nothing_that_an_unpatched_one_finds",
     "tests/training/test_distill.py::test_the_end_to_end_stage_is_the_same_on_two_devices",
 }

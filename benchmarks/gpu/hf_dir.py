@@ -20,14 +20,10 @@ from benchmarks.gpu import models
 from benchmarks.gpu.sizes import DRY, Sizes, hf_config
 from jmoe import layout
 from jmoe.api import Model
+from jmoe.architectures import ARCHITECTURES
 from jmoe.checkpoint import UNITED_FILE
 from jmoe.experts import UnitedExperts
 
-ARCHITECTURES = {
-    "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-}
 Tensors = dict[str, np.ndarray]
 
 
@@ -48,7 +44,10 @@ def write(directory: Path, config: Mapping[str, Any], model: Model) -> None:
     if model.united:
         united = _united(model.united)
         save_file(united, directory / UNITED_FILE)  # type: ignore[arg-type]
-    kind = {"architectures": [ARCHITECTURES[config["model_type"]]], "dtype": str(model.dtype)}
+    kind = {
+        "architectures": [ARCHITECTURES[config["model_type"]].class_name],
+        "dtype": str(model.dtype),
+    }
     (directory / "config.json").write_text(json.dumps({**config, **kind}), encoding="utf-8")
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.kernels import store
-from benchmarks.kernels.cases import OPS
+from benchmarks.harness import store
+from benchmarks.harness.command import CALL_AGAIN
+from benchmarks.kernels.cases import OPS, SOURCES
 
 DEPENDS = ("pallas_kernels", "benchmarks/kernels", "benchmarks/gpu/kernels_part.py")
 START_S = 0.0
@@ -40,8 +41,8 @@ def run_op(context: Context, case: Case) -> dict[str, Any]:
     command += ["--dry-run"] if context.sizes.dry else []
     done = subprocess.run(command, cwd=store.ROOT, capture_output=True, text=True)
     lines = done.stdout.strip().splitlines()
-    left = next((line for line in lines if line.startswith("out of time")), None)
-    now = store.revision(context.commit)
+    left = next((line for line in lines if line.endswith(CALL_AGAIN)), None)
+    now = store.revision(context.commit, SOURCES)
     found = context.kept.records(case.name).values()
     records = [r for r in found if all(r[key] == value for key, value in now.items())]
     targets = [r["target"] for r in records if r.get("target")]

@@ -4,8 +4,6 @@ Parts whose work happens in other processes must not hold the GPU's memory, so n
 them import may import jax.
 """
 
-import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -14,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.kernels import store
+from benchmarks.harness import store
 
 WEIGHTS = (
     "random, drawn on the device from a seed; the router's skew is exponential expert popularity, "
@@ -68,24 +66,3 @@ class Part(Protocol):
     def session(context: Context) -> AbstractContextManager[RunCase]:
         """What the cases of one call share: a model, a server."""
         ...
-
-
-def sources(paths: Sequence[str]) -> str:
-    """Digest of the Python, JSON and YAML files at or below `paths` (from the repository root)."""
-    digest = hashlib.sha256()
-    for path in paths:
-        top = store.ROOT / path
-        for file in sorted(top.rglob("*")) if top.is_dir() else [top]:
-            if file.suffix in (".py", ".json", ".yaml", ".npz") and "__pycache__" not in file.parts:
-                name = file.relative_to(store.ROOT).as_posix()
-                digest.update(name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def finite(value: Any) -> Any:
-    """JSON has neither NaN nor infinity: both become None. Tuples become lists, keys text."""
-    if isinstance(value, dict):
-        return {str(key): finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,13 +4,14 @@ Prints Markdown, each table with the command that makes its numbers, and writes 
 beside the JSON files. What is not stored is named as missing, never guessed. Needs no device.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.sizes import EAGER, SETTINGS, ZERO, Sizes
+from benchmarks.harness.command import markdown
+from benchmarks.harness.store import Store
 
 Records = Mapping[str, Mapping[str, Any]]
 GAIN_TARGET = 0.9  # of the ratio that the byte floors give
@@ -18,18 +19,12 @@ GAIN_TARGET = 0.9  # of the ratio that the byte floors give
 
 def main(folder: Path, sizes: Sizes, out: Any = None) -> int:
     """Prints the report of a folder; 0 if there is anything in it, else 1."""
-    stored = {part: load(folder / f"{part}.json") for part in TABLES}
+    kept = Store(folder, {})
+    stored = {part: kept.records(part) for part in TABLES}
     print(text(stored, sizes), file=out or sys.stdout)
     for path in figures(stored, sizes, folder):
         print(f"\nfigure: {path}", file=out or sys.stdout)
     return int(not any(stored.values()))
-
-
-def load(path: Path) -> dict[str, dict[str, Any]]:
-    """Records of a file by case; none where there is no file."""
-    if not path.exists():
-        return {}
-    return {r["case"]["name"]: r for r in json.loads(path.read_text(encoding="utf-8"))}
 
 
 def text(stored: Mapping[str, Records], sizes: Sizes) -> str:
@@ -76,16 +71,6 @@ def heading(stored: Mapping[str, Records]) -> Iterator[str]:
 
 
 # -- tables ---------------------------------------------------------------------------------------
-
-
-def markdown(columns: list[str], rows: list[list[Any]]) -> list[str]:
-    """Lines of a table; None is a dash."""
-    cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
-    return [
-        f"| {' | '.join(columns)} |",
-        f"|{'---|' * len(columns)}",
-        *(f"| {' | '.join(row)} |" for row in cells),
-    ]
 
 
 def _n(value: float | None, digits: int = 2, scale: float = 1.0) -> str | None:

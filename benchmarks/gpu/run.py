@@ -9,15 +9,13 @@ import math
 import os
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.part import WEIGHTS, Case, Context, Part, RunCase, finite, sources
+from benchmarks.gpu.part import WEIGHTS, Case, Context, Part, RunCase
 from benchmarks.gpu.sizes import DRY, Sizes
-from benchmarks.kernels import store
+from benchmarks.harness import command, store
 
 PARTS = (
     "tests",
@@ -32,8 +30,6 @@ PARTS = (
 )
 """In order of worth: what is right first, then the headline figures."""
 
-UNKNOWN = "it was started, and no more is known"  # a kernel may hang, a process may be killed
-
 
 def module(part: str) -> Part:
     """A part by name."""
@@ -43,25 +39,11 @@ def module(part: str) -> Part:
 
 def parse(argv: Sequence[str], about: str) -> argparse.Namespace:
     """The command line."""
-    words = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu", description=about, formatter_class=words
-    )
-    parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
-    parser.add_argument("--match", default="", help="part of a case's name")
-    parser.add_argument("--limit-s", type=float, default=math.inf, help="be done within it")
-    parser.add_argument("--out", type=Path, help="folder; default: benchmarks/<device>")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
+    parser = command.parser("python -m benchmarks.gpu", about)
+    command.add_choices(parser, "--parts", PARTS)
     parser.add_argument("--retry", action="store_true", help="also what failed before")
-    parser.add_argument("--again", action="store_true", help="also what is stored already")
-    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU: tests this program")
-    parser.add_argument("--list", action="store_true", help="print cases, run nothing")
     parser.add_argument("--report", action="store_true", help="tables and figures of what is there")
-    args = parser.parse_args(argv)
-    for part in args.parts:
-        if part not in PARTS:
-            parser.error(f"--parts: {part!r} is none of {', '.join(PARTS)}")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str], about: str = "") -> int:
@@ -91,7 +73,7 @@ def main(argv: Sequence[str], about: str = "") -> int:
         os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # compiling is what takes the time
     dry = store.ROOT / "out" / "gpu-dry-run"
     args.out = args.out or (dry if args.dry_run else store.device_folder(device))
-    clock = Clock(args.limit_s)
+    clock = command.Clock(args.limit_s)
     if len(args.parts) == 1:
         return run_part(args, sizes, device, clock)
     return run_parts(args, sizes, clock)
@@ -99,30 +81,18 @@ def main(argv: Sequence[str], about: str = "") -> int:
 
 def device_name() -> str | None:
     """The first GPU's name as its driver has it; None where there is none."""
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.splitlines()[0].strip() if done.stdout.strip() else None
 
 
-class Clock:
-    """What is left of the time."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._end = time.monotonic() + limit_s
-
-    @property
-    def left_s(self) -> float:
-        """Seconds."""
-        return self._end - time.monotonic()
-
-
 # -- several parts: a process each, so that each has the GPU's memory to itself --------------------
 
 
-def run_parts(args: argparse.Namespace, sizes: Sizes, clock: Clock) -> int:
+def run_parts(args: argparse.Namespace, sizes: Sizes, clock: command.Clock) -> int:
     """Every part in a process of its own; one that outruns the time is killed."""
     worst = 0
     for part in args.parts:
@@ -132,20 +102,20 @@ def run_parts(args: argparse.Namespace, sizes: Sizes, clock: Clock) -> int:
             continue
         least_s = module(part).START_S + min(case.estimate_s for case in wanted)
         if clock.left_s < least_s:
-            print(f"{part}: {len(wanted)} cases left, no time for them; call again", flush=True)
+            print(f"{part}: {len(wanted)} {command.CALL_AGAIN}", flush=True)
             continue
-        command = [sys.executable, "-m", "benchmarks.gpu", "--parts", part, "--out", str(args.out)]
-        command += ["--match", args.match, "--limit-s", f"{clock.left_s:.1f}"]
-        command += ["--commit", args.commit] if args.commit else []
-        command += [f"--{f}" for f in ("retry", "again") if getattr(args, f)]
-        command += ["--dry-run"] if sizes.dry else []
-        worst = max(worst, _child(command, clock.left_s + 15))
+        words = [sys.executable, "-m", "benchmarks.gpu", "--parts", part, "--out", str(args.out)]
+        words += ["--match", args.match, "--limit-s", f"{clock.left_s:.1f}"]
+        words += ["--commit", args.commit] if args.commit else []
+        words += [f"--{f}" for f in ("retry", "again") if getattr(args, f)]
+        words += ["--dry-run"] if sizes.dry else []
+        worst = max(worst, _child(words, clock.left_s + 15))
     return worst
 
 
-def _child(command: list[str], limit_s: float) -> int:
+def _child(words: list[str], limit_s: float) -> int:
     # A session of its own, so that a server it started ends with it.
-    process = subprocess.Popen(command, cwd=store.ROOT, start_new_session=True)
+    process = subprocess.Popen(words, cwd=store.ROOT, start_new_session=True)
     try:
         return int(process.wait(None if math.isinf(limit_s) else limit_s) != 0)
     except subprocess.TimeoutExpired:
@@ -161,7 +131,7 @@ def _child(command: list[str], limit_s: float) -> int:
 
 
 def _store(args: argparse.Namespace, part: str) -> store.Store:
-    return store.Store(args.out, {"sources": sources(module(part).DEPENDS)})
+    return store.Store(args.out, {"sources": store.sources(module(part).DEPENDS)})
 
 
 def todo(args: argparse.Namespace, kept: store.Store, part: str, sizes: Sizes) -> list[Case]:
@@ -178,7 +148,7 @@ def todo(args: argparse.Namespace, kept: store.Store, part: str, sizes: Sizes) -
     ]
 
 
-def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: Clock) -> int:
+def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: command.Clock) -> int:
     """One part's cases that are not stored yet, in this process."""
     (part,) = args.parts
     kept = _store(args, part)
@@ -189,7 +159,7 @@ def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: Clock) 
         return 0
     about: dict[str, Any] = {
         **kept.revision,
-        "commit": store.revision(args.commit)["commit"],
+        "commit": store.commit(args.commit),
         "machine": store.machine(device),
         "weights": WEIGHTS,
         "skew": sizes.skew,
@@ -202,8 +172,8 @@ def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: Clock) 
     try:
         with module(part).session(context) as run_case:
             for done, case in enumerate(wanted):
-                if clock.left_s < case.estimate_s:
-                    print(f"{part}: {len(wanted) - done} cases left; call again", flush=True)
+                if not clock.has_time(case.estimate_s):
+                    print(f"{part}: {len(wanted) - done} {command.CALL_AGAIN}", flush=True)
                     break
                 failed += _run_case(part, case, run_case, context, about)
     except Exception:  # the session did not begin: nothing is stored, and the next call tries again
@@ -215,21 +185,9 @@ def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: Clock) 
 def _run_case(
     part: str, case: Case, run_case: RunCase, context: Context, about: dict[str, Any]
 ) -> int:
-    record: dict[str, Any] = {
-        "case": {"name": case.name, **case.about},
-        **about,
-        "date": store.now(),
-    }
-    context.kept.put(part, finite({**record, "failed": UNKNOWN}))
-    start = time.monotonic()
-    try:
-        record |= run_case(case)
-    except Exception as error:  # one case must not cost the others
-        traceback.print_exc(limit=-5)
-        record["failed"] = f"{type(error).__name__}: {str(error).strip()[:600]}"
-    record["wall_s"] = time.monotonic() - start
-    record |= context.facts
-    context.kept.put(part, finite(record))
+    case_of = {"name": case.name, **case.about}
+    record = {"case": case_of, **about, "date": store.now(), **context.facts}
+    record = command.attempt(context.kept, part, record, lambda: run_case(case))
     print(f"{part} {case.name}: {record['wall_s']:.1f} s, {_line(record)}", flush=True)
     return int("failed" in record)
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from benchmarks.kernels.store import ROOT
+from benchmarks.harness.store import ROOT
 
 
 class Setting(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.gpu.live import ENGINE, Live, flags, live, requests, settings
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import SETTINGS, Sizes
-from benchmarks.kernels import store
+from benchmarks.harness import store
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 DEPENDS = (*ENGINE, "benchmarks/gpu/hf_dir.py", "benchmarks/gpu/startup_part.py")

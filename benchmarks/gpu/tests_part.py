@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.kernels import store
+from benchmarks.harness import store
 
 FILES = {"test_ops": 150.0, "test_models": 150.0, "test_served": 180.0}
 DEPENDS = (

@@ -16,7 +16,7 @@ from benchmarks.gpu.live import requests
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
 from benchmarks.gpu.startup_part import checkpoint
-from benchmarks.kernels import store
+from benchmarks.harness import store
 
 DEPENDS = (
     "benchmarks/gpu/hf_dir.py",

@@ -17,6 +17,7 @@ OPS = (
     "decode_layer",
 )
 """The ops, and layers made of them."""
+SOURCES = ("pallas_kernels",)  # what their figures depend on
 SKEWS = ("uniform", "exponential")
 _SKEWS = {"grouped_gemm": SKEWS, "grouped_gemm_fp8": SKEWS[:1]}
 

@@ -1,13 +1,11 @@
 """One case, from inputs to a record: correct first, then timed, then the libraries."""
 
 import gc
-import math
-from dataclasses import asdict
 from typing import Any
 
 import jax
 
-from benchmarks.kernels import inputs, judge, libraries, problems, store, sweep
+from benchmarks.kernels import inputs, judge, libraries, problems, sweep
 from benchmarks.kernels.cases import Case, Sizes, target
 from benchmarks.kernels.timing import Ceilings, JaxProgram, Program, Ruler, Timing
 
@@ -29,33 +27,27 @@ class Bench:
         self.pools = inputs.Pools()
 
     def run(self, case: Case, seed: int) -> dict[str, Any]:
-        """The record of a case. What goes wrong in it is kept in `failed`, not raised."""
-        record: dict[str, Any] = {
-            "case": {"name": case.name, **asdict(case)},
-            **self.about,
-            "date": store.now(),
-            "seed": seed,
-            "ceilings": self.ceilings._asdict(),
-        }
+        """What a case's record holds; `failed` among it if results are wrong."""
         try:
-            self._fill(record, case, seed)
-        except Exception as error:  # one case must not cost the others
+            return self._measured(case, seed)
+        except Exception:
             self.pools.drop()
-            record["failed"] = _reason(error)
-        gc.collect()  # gigabytes of inputs
-        return record
+            raise
+        finally:
+            gc.collect()  # gigabytes of inputs
 
-    def _fill(self, record: dict[str, Any], case: Case, seed: int) -> None:
+    def _measured(self, case: Case, seed: int) -> dict[str, Any]:
+        record: dict[str, Any] = {"ceilings": self.ceilings._asdict()}
         problem = problems.build(case, self.sizes, seed, self.pools)
         program = JaxProgram(problem.call, problem.sets, problem.carry)
         record["implementation"] = "mosaic" if program.has_mosaic else "xla"
         record["tile"] = sweep.stored(sweep.chosen(case)) if program.has_mosaic else None
         record["facts"] = problem.facts
         seen = judge.check(program, problem.error, problem.tolerance)
-        record["check"] = {**_finite(seen._asdict()), "passed": seen.passed}
+        record["check"] = {**seen._asdict(), "passed": seen.passed}
         if not seen.passed:
             record["failed"] = "wrong results: see check"
-            return
+            return record
         timing = self.ruler.measure(program)
         record["timing"] = timing._asdict()
         if problem.count is not None:
@@ -64,6 +56,7 @@ class Bench:
         record["target"] = judged_target(case, record.get("figures", {}))
         del program
         record["libraries"] = self._libraries(case, problem, timing)
+        return record
 
     def _libraries(
         self, case: Case, problem: problems.Problem, ours: Timing
@@ -102,13 +95,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, libraries.Skip):
         return text
     return f"{type(error).__name__}: {text}"
-
-
-def _finite(fields: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN; it is kept as a word."""
-    return {
-        k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()
-    }
 
 
 def figures(num_bytes: int, flops: int, us: float, ceilings: Ceilings) -> dict[str, float]:

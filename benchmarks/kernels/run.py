@@ -5,15 +5,14 @@ import functools
 import math
 import secrets
 import sys
-import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from benchmarks.kernels import judge, problems, store, sweep, table
-from benchmarks.kernels.cases import DRY, OPS, Case, Sizes, all_cases, target
+from benchmarks.harness import command, store
+from benchmarks.kernels import judge, problems, sweep, table
+from benchmarks.kernels.cases import DRY, OPS, SOURCES, Case, Sizes, all_cases, target
 from benchmarks.kernels.measure import Bench
 from benchmarks.kernels.timing import JaxProgram, Ruler, measure_ceilings
 
@@ -22,25 +21,13 @@ SWEEPS = "sweeps"  # the file that tiles go to
 
 def parse(argv: list[str], about: str) -> argparse.Namespace:
     """The command line."""
-    words = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=about, formatter_class=words)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(OPS), help="ops")
+    parser = command.parser("python -m benchmarks.kernels", about)
+    command.add_choices(parser, "--only", OPS)
     parser.add_argument("--model", default="", help="part of a model's name")
     parser.add_argument("--phase", choices=("decode", "prefill"))
-    parser.add_argument("--match", default="", help="part of a case's name")
     parser.add_argument("--libraries", help="those whose name holds this; '-' for none")
-    parser.add_argument("--limit-s", type=float, default=math.inf, help="start no case beyond it")
-    parser.add_argument("--out", type=Path, help="folder; default: benchmarks/<device>")
-    parser.add_argument("--commit", help="what is measured, where there is no git to ask")
-    parser.add_argument("--again", action="store_true", help="also what is stored already")
     parser.add_argument("--sweep", action="store_true", help="search tiles")
-    parser.add_argument("--dry-run", action="store_true", help="tiny, on a CPU: tests this program")
-    parser.add_argument("--list", action="store_true", help="print cases and targets, run nothing")
-    args = parser.parse_args(argv)
-    for op in args.only:
-        if op not in OPS:
-            parser.error(f"--only: {op!r} is none of {', '.join(OPS)}")
-    return args
+    return parser.parse_args(argv)
 
 
 def select(args: argparse.Namespace, sizes: Sizes) -> list[Case]:
@@ -79,11 +66,11 @@ def main(argv: list[str], about: str = "") -> int:
 
 
 def _run(args: argparse.Namespace, sizes: Sizes, cases: list[Case]) -> int:
-    clock = Clock(args.limit_s)
+    clock = command.Clock(args.limit_s)
     device = "dry-run" if args.dry_run else jax.devices()[0].device_kind
     dry = store.ROOT / "out" / "kernels-dry-run"
     folder = args.out or (dry if args.dry_run else store.device_folder(device))
-    kept = store.Store(folder, store.revision(args.commit))
+    kept = store.Store(folder, store.revision(args.commit, SOURCES))
     if not args.again and not args.sweep:
         there = len(cases)
         cases = [case for case in cases if not kept.has(case.op, case.name)]
@@ -103,35 +90,28 @@ def _run(args: argparse.Namespace, sizes: Sizes, cases: list[Case]) -> int:
     print(table.HEADER)
     for case in cases:
         if not clock.has_time():
-            print(f"out of time: {len(cases) - len(records)} cases left; call again")
+            print(f"{len(cases) - len(records)} {command.CALL_AGAIN}")
             break
         if args.sweep:
             records.append(_sweep(bench, kept, case, clock))
         else:
-            records.append(bench.run(case, secrets.randbits(31)))
-            kept.put(case.op, records[-1])
+            records.append(_measure(bench, kept, case))
             print(table.line(records[-1]), flush=True)
     print(table.summary(records))
     return int(any("failed" in record for record in records))
 
 
-class Clock:
-    """Says when to stop, so that the longest piece of work so far would still fit."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._end = time.monotonic() + limit_s
-        self._last = time.monotonic()
-        self._longest = 0.0
-
-    def has_time(self) -> bool:
-        """To be asked before each piece of work."""
-        now = time.monotonic()
-        self._longest = max(self._longest, now - self._last)
-        self._last = now
-        return now + self._longest < self._end
+def _measure(bench: Bench, kept: store.Store, case: Case) -> dict[str, Any]:
+    seed = secrets.randbits(31)
+    record = {**_about(bench, case, case.name), "seed": seed}
+    return command.attempt(kept, case.op, record, lambda: bench.run(case, seed))
 
 
-def _sweep(bench: Bench, kept: store.Store, case: Case, clock: Clock) -> dict[str, Any]:
+def _about(bench: Bench, case: Case, name: str) -> dict[str, Any]:
+    return {"case": {**asdict(case), "name": name}, **bench.about, "date": store.now()}
+
+
+def _sweep(bench: Bench, kept: store.Store, case: Case, clock: command.Clock) -> dict[str, Any]:
     """Searches tiles for a case; the record of the best. Every tile that is tried is stored."""
     problem = problems.build(case, bench.sizes, secrets.randbits(31), bench.pools)
     op = sweep.kernel(case)
@@ -142,18 +122,9 @@ def _sweep(bench: Bench, kept: store.Store, case: Case, clock: Clock) -> dict[st
         if done is None:
             if not clock.has_time():
                 return math.inf
-            done = {
-                "case": {**asdict(case), "name": name},
-                **bench.about,
-                "date": store.now(),
-                "tile": sweep.stored(tile),
-                "failed": "it was started, and no more is known",  # a kernel may hang
-            }
-            kept.put(SWEEPS, done)
-            done = {**done, **_try(bench, problem, functools.partial(op, tile=tile))}
-            if "timing" in done:
-                del done["failed"]
-            kept.put(SWEEPS, done)
+            record = {**_about(bench, case, name), "tile": sweep.stored(tile)}
+            trial = functools.partial(_try, bench, problem, functools.partial(op, tile=tile))
+            done = command.attempt(kept, SWEEPS, record, trial)
         return done["timing"]["us"] if "timing" in done else math.inf
 
     tried = dict(sweep.search(sweep.chosen(case), sweep.AXES[case.op], cost))
@@ -177,4 +148,4 @@ def _try(bench: Bench, problem: problems.Problem, op: Any) -> dict[str, Any]:
             return {"failed": f"wrong results: {seen}"}
         return {"timing": bench.ruler.measure(program)._asdict()}
     except Exception as error:  # most often a tile that does not fit
-        return {"failed": f"{type(error).__name__}: {error}"[:300]}
+        return {"failed": command.reason(error)}

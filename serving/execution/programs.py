@@ -240,16 +240,16 @@ class Programs:
         if key.phase in ("sample", "truncate"):
             truncate = None if len(sampling_phases()) == 1 else key.phase == "truncate"
             step = partial(sample_step, truncate=truncate)
-            return jax.jit(step, donate_argnums=0).lower(*self._abstract(key))
+            return jax.jit(step, donate_argnums=0).lower(*self._arguments(key))
         if key.phase == "score":
-            return jax.jit(partial(score_step, cfg)).lower(*self._abstract(key))
+            return jax.jit(partial(score_step, cfg)).lower(*self._arguments(key))
         if key.phase == "decode":
             step = partial(decode_step, cfg, max_active=max_active)
         else:  # `score` follows the largest one alone
             keep = key.size == self._buckets.prefill[-1]
             step = partial(prefill_step, cfg, max_active=max_active, keep_hidden=keep)
         step.__name__ = f"{key.phase}_{key.size}_{key.bucket_percent}"  # type: ignore[attr-defined]
-        return jax.jit(step, donate_argnums=1).lower(*self._abstract(key))
+        return jax.jit(step, donate_argnums=1).lower(*self._arguments(key))
 
     def _max_active(self, key: Key) -> int:
         num_experts = self._model.config.num_experts
@@ -257,7 +257,7 @@ class Programs:
             key.bucket_percent, num_experts, self._model.num_united_slots, num_experts
         )
 
-    def _abstract(self, key: Key) -> tuple[Any, ...]:
+    def _arguments(self, key: Key) -> tuple[Any, ...]:
         """Shapes and dtypes of a program's arguments."""
         buckets, model, held = self._buckets, self._model, partial(jax.tree.map, _abstract)
 
@@ -271,11 +271,11 @@ class Programs:
         if key.phase == "score":
             hidden = jax.ShapeDtypeStruct((key.size, model.config.d_model), model.dtype)
             return held(_without_layers(self._params)), hidden, tokens, rows
-        said = [rows, int32(buckets.deltas(key), NUM_DELTA_COLUMNS), int32(2)]
+        packed = [rows, int32(buckets.deltas(key), NUM_DELTA_COLUMNS), int32(2)]
         if key.phase == "prefill":
-            said.insert(0, tokens)
+            packed.insert(0, tokens)
         weights = model.weights._replace(params=self._params)
-        return *held((weights, self._state)), *said
+        return *held((weights, self._state)), *packed
 
     def _cache_key(self, key: Key, code: str) -> str:
         """All that tells this program from any other of the same versions on the same device."""
@@ -285,7 +285,7 @@ class Programs:
                 astuple(self._model.config),
                 key,
                 self._max_active(key),
-                self._abstract(key),
+                self._arguments(key),
                 self._options,
             )
         )

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 import jax
@@ -139,7 +138,7 @@ class DeviceRunner:
             if key.phase == "prefill":
                 arrays.insert(0, np.zeros(key.size, np.int32))
             self._state, out = self.programs.run(key, self._state, *arrays)
-        _to_host(out)(1)
+        _start_copies(out, 1)()
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
         """See Runner."""
@@ -155,15 +154,15 @@ class DeviceRunner:
         deltas = empty_deltas(self.buckets.deltas(key))
         deltas[: len(plan.deltas)] = plan.deltas
         arrays = [rows, deltas, np.array(control, np.int32)]
-        tokens = np.zeros(key.size, np.int32)
         if plan.phase is Phase.PREFILL:
+            tokens = np.zeros(key.size, np.int32)
             tokens[: plan.size] = plan.tokens
             arrays.insert(0, tokens)
         self._state, out = self.programs.run(key, self._state, *arrays)
         if plan.prompt_logprobs:
-            out = self.programs.score(out, tokens, rows)
+            out = self.programs.score(out, arrays[0], rows)
         self._state, out = self.programs.sample(self._state, out, rows)
-        return self._reader.submit(partial(_to_host(out), len(plan.rows)))
+        return self._reader.submit(_start_copies(out, len(plan.rows)))
 
     def load_way(self, way: int, layer: int) -> None:
         """See Runner. Every way fits the slots that capacities are reckoned with."""
@@ -175,25 +174,22 @@ class DeviceRunner:
         self._reader.close()
 
 
-def _to_host(out: StepOutput) -> Callable[[int], StepResult]:
-    """Starts the copies of what the host reads; the result waits for them, and takes the number of
-    rows that are no padding.
+def _start_copies(out: StepOutput, count: int) -> Callable[[], StepResult]:
+    """Starts the copies of what the host reads. The result waits for them, and returns them without
+    the rows of padding behind the first `count`.
     """
     out = out._replace(logits=None, hidden=None)
     for leaf in jax.tree.leaves(out):
         leaf.copy_to_host_async()
 
-    def read(count: int) -> StepResult:
-        return _cut(jax.device_get(out), count)
+    def read() -> StepResult:
+        read = jax.device_get(out)
+        return StepResult(
+            read.tokens[:count].tolist(),
+            read.logprobs[:count].tolist(),
+            read.degraded[:count].tolist(),
+            read.expert_rows,
+            read.prompt_logprobs,
+        )
 
     return read
-
-
-def _cut(out: StepOutput, count: int) -> StepResult:
-    return StepResult(
-        out.tokens[:count].tolist(),
-        out.logprobs[:count].tolist(),
-        out.degraded[:count].tolist(),
-        np.asarray(out.expert_rows),
-        None if out.prompt_logprobs is None else np.asarray(out.prompt_logprobs),
-    )

@@ -1,82 +1,17 @@
 """The kernel benchmark as a command, on a CPU: what it stores, skips and says."""
 
 import json
-import math
 import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.kernels import judge, measure, run, store, sweep, table, timing
+from benchmarks.harness import store
+from benchmarks.kernels import judge, measure, run, sweep, table, timing
 from benchmarks.kernels.cases import DRY, Case, all_cases
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.shapes import MODELS
-
-REVISION = store.revision  # which the tests of the command replace
-
-
-def record(name, **more):
-    return {"case": {"name": name}, "commit": "a", "sources": "1", **more}
-
-
-def test_what_is_stored_is_found_for_the_same_revision_only(tmp_path):
-    kept = store.Store(tmp_path / "h200", {"commit": "a", "sources": "1"})
-    assert not kept.has("op", "x")
-    kept.put("op", record("x", us=1))
-    kept.put("op", record("y", failed="why"))
-    kept.put("op", record("x", us=2))
-    assert kept.has("op", "x")
-    assert not kept.has("op", "y")
-    assert kept.has("op", "y", failed=True)
-    assert not kept.has("other", "x")
-    assert [r["case"]["name"] for r in json.loads((tmp_path / "h200/op.json").read_text())] == [
-        "x",
-        "y",
-    ]
-    assert kept.records("op")["x"]["us"] == 2
-    for other in ({"commit": "b", "sources": "1"}, {"commit": "a", "sources": "2"}):
-        assert not store.Store(tmp_path / "h200", other).has("op", "x")
-
-
-def test_a_figure_that_is_no_number_is_refused_and_harms_nothing(tmp_path):
-    kept = store.Store(tmp_path, {"commit": "a", "sources": "1"})
-    kept.put("op", record("x"))
-    with pytest.raises(ValueError, match="JSON"):
-        kept.put("op", record("y", us=math.nan))
-    assert list(kept.records("op")) == ["x"]
-
-
-def test_revision_tells_sources_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "ROOT", tmp_path)
-    (tmp_path / "pallas_kernels" / "op").mkdir(parents=True)
-    file = tmp_path / "pallas_kernels" / "op" / "tiles.py"
-    seen = []
-    for text in ("a = 1", "a = 2", "a = 1"):
-        file.write_text(text)
-        seen.append(REVISION("abc"))
-    assert seen[0] == seen[2] != seen[1]
-    assert all(revision["commit"] == "abc" for revision in seen)
-    assert REVISION()["commit"] == "unknown"  # there is no git to ask
-
-
-def test_folder_of_a_device():
-    assert store.device_folder("NVIDIA H200") == store.ROOT / "benchmarks" / "h200"
-    assert store.device_folder("NVIDIA H100 80GB HBM3").name == "h100-80gb-hbm3"
-
-
-def test_clock_stops_while_the_longest_piece_would_still_fit(monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(run.time, "monotonic", lambda: now)
-    clock = run.Clock(20)
-    assert clock.has_time()
-    now = 108.0
-    assert clock.has_time()
-    now = 111.0
-    assert clock.has_time()
-    now = 112.5
-    assert not clock.has_time()
-
 
 # ---- The whole command, on a CPU ----
 
@@ -87,7 +22,9 @@ def _same_sources():
     64 numbers, as here, some draws err by more than the tolerance of a model's size.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "revision", lambda commit: {"commit": commit, "sources": "same"})
+        patch.setattr(
+            store, "revision", lambda commit, paths: {"commit": commit, "sources": "same"}
+        )
         patch.setattr(run, "secrets", SimpleNamespace(randbits=lambda bits: 1))
         yield
 
@@ -167,7 +104,7 @@ def test_only_what_is_asked_for_and_not_yet_stored_is_measured(dry, monkeypatch)
 
     def fake(self, case, seed):
         asked.append(case)
-        return {"case": {"name": case.name}, **self.about, "failed": "faked"}
+        return {"failed": "faked"}
 
     monkeypatch.setattr(measure.Bench, "run", fake)
     monkeypatch.setattr(store.Store, "put", lambda *_: None)

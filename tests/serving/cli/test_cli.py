@@ -21,7 +21,7 @@ from serving.cli.options import overrides
 from serving.frontend import server
 from serving.settings import CONFIGS, SettingsError, keys
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 MODELS = ("qwen2_moe_mlp_only_tied", "qwen3_moe_tied_no_head_dim", "mixtral")
 
 

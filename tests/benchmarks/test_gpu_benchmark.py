@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.gpu import live, part, report, run, serve_part, sizes, tests_part
+from benchmarks.gpu import live, report, run, serve_part, sizes, tests_part
 from benchmarks.gpu.part import Case
 from benchmarks.gpu.sizes import DRY, SETTINGS, Sizes
-from benchmarks.kernels import store
+from benchmarks.harness import command as command_line
+from benchmarks.harness import store
 from serving.bench.results import Record, Run
 
 FULL = Sizes()
@@ -81,21 +82,9 @@ def test_what_is_stored_is_not_run_again_and_says_where_it_is_from(command, tmp_
 def test_other_sources_are_measured_again(command, monkeypatch):
     fake = FakePart()
     command(fake, "--parts", "step")
-    monkeypatch.setattr(run, "sources", lambda paths: "other")
+    monkeypatch.setattr(store, "sources", lambda paths: "other")
     command(fake, "--parts", "step")
     assert fake.ran == ["a", "b", "c"] * 2
-
-
-def test_sources_are_what_a_part_depends_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "ROOT", tmp_path)
-    for path, content in {"op/a.py": "1", "op/notes.md": "1", "one.py": "1"}.items():
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(content)
-    first = part.sources(["op", "one.py"])
-    (tmp_path / "op" / "notes.md").write_text("2")
-    assert part.sources(["op", "one.py"]) == first
-    (tmp_path / "one.py").write_text("2")
-    assert part.sources(["op"]) != part.sources(["op", "one.py"]) != first
 
 
 def test_a_failed_case_harms_no_other_and_is_only_tried_again_if_asked(command, tmp_path):
@@ -126,7 +115,7 @@ def test_a_case_that_ends_the_process_is_known_to_have_been_started(command, tmp
 
     with pytest.raises(Gone):
         command(Hangs(), "--parts", "step")
-    assert stored(tmp_path)["a"]["failed"] == run.UNKNOWN
+    assert stored(tmp_path)["a"]["failed"] == command_line.STARTED
 
 
 def test_an_unfinished_case_is_taken_up_again(command):
@@ -139,10 +128,12 @@ def test_an_unfinished_case_is_taken_up_again(command):
 def test_no_case_is_begun_that_the_time_does_not_hold(command, monkeypatch, capsys):
     fake = FakePart()
     left = iter([100.0, 9.0])
-    monkeypatch.setattr(run.Clock, "left_s", property(lambda self: next(left)))
+    monkeypatch.setattr(
+        command_line.Clock, "has_time", lambda self, estimate_s: estimate_s < next(left)
+    )
     assert command(fake, "--parts", "step") == 0
     assert fake.ran == ["a"]
-    assert "2 cases left; call again" in capsys.readouterr().out
+    assert "2 cases left" in capsys.readouterr().out
 
 
 def test_several_parts_have_a_process_each_with_what_time_is_left(command, monkeypatch, tmp_path):

@@ -102,7 +102,7 @@ def test_it_is_the_same_in_every_process():
 
     def run(seed):
         env = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
-        top = Path(__file__).parents[2]
+        top = Path(__file__).parents[3]
         done = subprocess.run(
             [sys.executable, "-c", program], env=env, cwd=top, capture_output=True, check=True
         )

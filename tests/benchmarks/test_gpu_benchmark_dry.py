@@ -23,7 +23,7 @@ from benchmarks.gpu import (
     step_part,
 )
 from benchmarks.gpu.sizes import DRY, hf_config
-from benchmarks.kernels import store
+from benchmarks.harness import store
 from jmoe import api
 from jmoe.config import from_hf
 

@@ -304,7 +304,7 @@ async def process(load_s: float, hold_s: float, *flags: str):
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", PROCESS, str(load_s), str(hold_s), *flags),
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )
     try:
         yield child, child.stdout

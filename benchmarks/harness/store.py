@@ -1,19 +1,20 @@
-"""Where figures are kept: one JSON file an op, `benchmarks/<device>/<op>.json`, a list of records.
+"""Where figures are kept: `benchmarks/<device>/<file>.json`, a list of records, one a case.
 
-A record has: case (its name and sizes), commit, sources (digest of pallas_kernels), date, seed,
-machine (device, driver, versions), implementation ("mosaic" or "xla"), tile, check, count, facts,
-ceilings, timing, figures, target and libraries. `failed` says why a record has no timing. A later
-record of a case replaces an earlier one; one of the same commit and sources, that did not fail, is
-not measured again. So a run that was cut short goes on where it stopped.
+A record has: case (its name and what tells it from others), commit, sources (a digest), date,
+machine (device, driver, versions), wall_s, and what its benchmark measured. `failed` says why there
+are no figures. A later record of a case replaces an earlier one; one of the same revision, that did
+not fail, is not measured again. So a run that was cut short goes on where it stopped.
 """
 
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
 import subprocess
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,20 +38,32 @@ def _output(*command: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def revision(commit: str | None = None) -> dict[str, str]:
-    """What was measured: commit (as given, or git's), and a digest of the kernels' sources.
+def commit(given: str | None = None) -> str:
+    """What was measured: as given, or git's; "unknown" where there is neither."""
+    if given is not None:
+        return given
+    found = _output("git", "rev-parse", "HEAD")
+    return (found + "-dirty" * bool(_output("git", "status", "--porcelain"))) or "unknown"
 
-    The digest tells apart what a commit does not: a tree that was changed, or has no git.
+
+def sources(paths: Sequence[str]) -> str:
+    """Digest of the code and data files at or below `paths` (from the repository root).
+
+    It tells apart what a commit does not: a tree that was changed, or has no git.
     """
-    if commit is None:
-        commit = _output("git", "rev-parse", "HEAD") or "unknown"
-        if commit != "unknown" and _output("git", "status", "--porcelain", "pallas_kernels"):
-            commit += "-dirty"
     digest = hashlib.sha256()
-    for path in sorted((ROOT / "pallas_kernels").rglob("*")):
-        if path.suffix in (".py", ".json"):
-            digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
-    return {"commit": commit, "sources": digest.hexdigest()[:16]}
+    for path in paths:
+        top = ROOT / path
+        for file in sorted(top.rglob("*")) if top.is_dir() else [top]:
+            if file.suffix in (".py", ".json", ".yaml", ".npz") and "__pycache__" not in file.parts:
+                name = file.relative_to(ROOT).as_posix()
+                digest.update(name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def revision(given: str | None, paths: Sequence[str]) -> dict[str, str]:
+    """Commit and sources, as records name them."""
+    return {"commit": commit(given), "sources": sources(paths)}
 
 
 def machine(device_kind: str) -> dict[str, str]:
@@ -99,15 +112,17 @@ class Store:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"{file}.json"
         part = path.with_suffix(".part")
-        text = json.dumps(_rounded(list(records.values())), indent=1, allow_nan=False)
+        text = json.dumps(_cleaned(list(records.values())), indent=1, allow_nan=False)
         part.write_text(text + "\n", encoding="utf-8")
         os.replace(part, path)
 
 
-def _rounded(value: Any) -> Any:
-    """Six digits are more than any figure has."""
+def _cleaned(value: Any) -> Any:
+    """Six digits are more than any figure has; JSON has neither NaN nor infinity: they are null."""
     if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
+        return {str(key): _cleaned(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(v) for v in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+        return [_cleaned(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

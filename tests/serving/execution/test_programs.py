@@ -15,7 +15,7 @@ from serving.request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "qwen3_moe_mixed_yarn"
+GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3_moe_mixed_yarn"
 PROMPT = [5, 60, 17, 33, 8, 59, 2, 44, 13, 7, 21, 3]
 
 

@@ -21,7 +21,7 @@ from serving.request import BrownoutChange, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
+GOLDEN = Path(__file__).parents[2] / "golden" / "qwen2_moe"
 
 
 @pytest.fixture

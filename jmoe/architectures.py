@@ -1,0 +1,180 @@
+"""What sets each `model_type` apart: how its `config.json` is read, how its tensors are called.
+
+An architecture whose arithmetic `jmoe.model` has already is one entry here, or one call of
+`register` from outside (docs/new-architecture.md).
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jmoe.config_fields import Fields
+from jmoe.config_keys import READ_FOR_ALL, READ_FOR_QWEN
+
+MOST_EXPERTS = 100_000
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One `model_type` of Hugging Face."""
+
+    class_name: str
+    """The one entry of `architectures` that is accepted with it."""
+    translate: Callable[[Fields], dict[str, Any]]
+    """Fields of ModelConfig beyond those that `jmoe.config.from_hf` reads for all: `num_experts`,
+    `d_ff_expert` and `moe_layers` at least. Raises ConfigError.
+    """
+    read: Collection[str] = READ_FOR_ALL
+    """Keys of `config.json` that are read."""
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Keys of the model's arithmetic that jmoe computes in one way only, and the values for it."""
+    rms_norm_eps: float = 1e-6  # where the key is absent
+    rope_theta: float = 1e4  # where the key is absent
+    mlp: str = "mlp"
+    """Name of a layer's MLP block in the names of tensors."""
+    expert_names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of an expert's gate, up and down projections."""
+
+
+ARCHITECTURES: dict[str, Architecture] = {}
+"""By `model_type`."""
+
+
+def register(model_type: str, architecture: Architecture) -> None:
+    """Makes checkpoints of `model_type` loadable. Raises ValueError for a name that is taken."""
+    if model_type in ARCHITECTURES:
+        raise ValueError(f"model_type {model_type!r} is registered already; choose another name")
+    ARCHITECTURES[model_type] = architecture
+
+
+def naming(model_type: str) -> Architecture:
+    """Whose names the tensors have; Qwen's for a configuration that was made by hand."""
+    return ARCHITECTURES.get(model_type, ARCHITECTURES["qwen3_moe"])
+
+
+def _qwen(fields: Fields) -> dict[str, Any]:
+    _refuse_window(fields, fields.flag("use_sliding_window", False))
+    return {
+        "d_ff_expert": fields.size("moe_intermediate_size"),
+        "moe_layers": _moe_layers(fields),
+        "norm_topk_prob": fields.flag("norm_topk_prob", False),
+    }
+
+
+def _qwen2(fields: Fields) -> dict[str, Any]:
+    return {
+        **_qwen(fields),
+        # transformers reads the newer spelling for the others only.
+        "num_experts": _num_experts(fields, "num_experts", "num_local_experts"),
+        "d_ff_shared": fields.size("shared_expert_intermediate_size", least=0),
+        "qkv_bias": fields.flag("qkv_bias", True),
+    }
+
+
+def _qwen3(fields: Fields) -> dict[str, Any]:
+    bias = fields.flag("attention_bias", False)
+    return {
+        **_qwen(fields),
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "qk_norm": True,
+    }
+
+
+def _mixtral(fields: Fields) -> dict[str, Any]:
+    _refuse_window(fields, fields.given("sliding_window") is not None)
+    return {
+        "num_experts": _num_experts(fields, *_either_count(fields)),
+        "d_ff_expert": fields.size("intermediate_size"),
+        "moe_layers": (True,) * fields.size("num_hidden_layers"),
+        "norm_topk_prob": True,
+    }
+
+
+def _either_count(fields: Fields) -> tuple[str, str]:
+    """The spelling that is given, and the other."""
+    if fields.first("num_local_experts", "num_experts") == "num_experts":
+        return "num_experts", "num_local_experts"
+    return "num_local_experts", "num_experts"
+
+
+def _num_experts(fields: Fields, key: str, other: str) -> int:
+    count = fields.size(key, most=MOST_EXPERTS)
+    if fields.size(other, count) != count:
+        raise fields.wrong(other, f"the same as {key} ({count})")
+    return count
+
+
+def _moe_layers(fields: Fields) -> tuple[bool, ...]:
+    num_layers, dense = fields.size("num_hidden_layers"), set(fields.integers("mlp_only_layers"))
+    step = fields.size("decoder_sparse_step", 1)
+    layers = tuple(i not in dense and (i + 1) % step == 0 for i in range(num_layers))
+    if not any(layers):
+        raise fields.wrong(
+            "decoder_sparse_step",
+            f"such that of num_hidden_layers ({num_layers}) it and mlp_only_layers leave "
+            "at least one MoE layer",
+        )
+    return layers
+
+
+def _refuse_window(fields: Fields, used: bool) -> None:
+    """jmoe attends to the whole context."""
+    if not used:
+        return
+    if fields.given("sliding_window") is None:
+        raise fields.wrong("use_sliding_window", "false; jmoe attends to the whole context")
+    longest = fields.size("max_position_embeddings")
+    if fields.size("sliding_window", least=0) < longest:
+        raise fields.wrong(
+            "sliding_window",
+            f"max_position_embeddings ({longest}) or more, or off (Qwen: use_sliding_window "
+            "false, Mixtral: null); jmoe attends to the whole context only",
+        )
+
+
+register(
+    "qwen2_moe",
+    Architecture(
+        "Qwen2MoeForCausalLM",
+        _qwen2,
+        READ_FOR_QWEN | {"qkv_bias", "shared_expert_intermediate_size"},
+        {"attention_bias": (False,), "use_qk_norm": (False,)},
+    ),
+)
+register(
+    "qwen3_moe",
+    Architecture(
+        "Qwen3MoeForCausalLM",
+        _qwen3,
+        READ_FOR_QWEN | {"attention_bias"},
+        {
+            "qkv_bias": (False,),
+            "shared_expert_intermediate_size": (0,),
+            "use_qk_norm": (True,),
+        },
+    ),
+)
+register(
+    "mixtral",
+    Architecture(
+        "MixtralForCausalLM",
+        _mixtral,
+        READ_FOR_ALL | {"num_local_experts", "num_experts"},
+        {
+            "attention_bias": (False,),
+            "decoder_sparse_step": (1,),
+            "mlp_only_layers": ([],),
+            "norm_topk_prob": (True,),
+            "qkv_bias": (False,),
+            "shared_expert_intermediate_size": (0,),
+            "use_qk_norm": (False,),
+            "use_sliding_window": (False,),
+        },
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        mlp="block_sparse_moe",
+        expert_names=("w1", "w3", "w2"),
+    ),
+)
