@@ -265,6 +265,40 @@ def run_layers(
     return x, cache, joined
 
 
+def run_between(
+    cfg: ModelConfig,
+    weights: Weights,
+    x: Float[Array, "T d"],
+    cache: Any,
+    step: StepData,
+    first: Int[Array, ""],
+    stop: Int[Array, ""],
+    *,
+    max_active: int,
+) -> tuple[Float[Array, "T d"], Any, LayerStats]:
+    """Layers `[first, stop)`, both traced: one program runs any part of the model.
+
+    It is a loop whose length the device reads, which is free on a CPU; on a GPU the host would have
+    to wait for it. Bits do not depend on where a model is cut. Weights are stacked. Otherwise as
+    `run_layers`; of layers outside the part, stats are 0.
+    """
+    cos_sin = rotation(step.rows.positions, cfg.rope, cfg.head_dim)
+    run = _Run(cfg, weights, step, cos_sin, max_active, COUNTS)
+    stats = LayerStats(
+        jnp.zeros((cfg.num_moe_layers, x.shape[0]), jnp.int32),
+        jnp.zeros(weights.table.slots.shape, jnp.int32),
+    )
+    moe_start = 0
+    for (is_moe, start, count), layers in zip(
+        cfg.segments(), weights.params["segments"], strict=True
+    ):
+        low, high = (jnp.clip(at - start, 0, count) for at in (first, stop))
+        moe_layers = slice(moe_start, moe_start + count) if is_moe else None
+        x, cache, stats = run.loop(low, high, layers, moe_layers, start, (x, cache, stats))
+        moe_start += count * is_moe
+    return x, cache, stats
+
+
 class _Span(NamedTuple):
     """Layers `[start, stop)` of a segment, of which the same halves run."""
 
@@ -320,26 +354,13 @@ class _Run:
         """Runs a span of a segment's layers; `moe_layers` are their table rows, None if dense."""
 
         def body(state: Any, xs: Any) -> Any:
-            (x, cache, index), (layer, slots, groups), out = state, xs, None
-            before = x if self.wanted.hidden else None
-            if span.with_attention:
-                attention = self.step.attention
-                x, cache = attend(self.cfg, layer, x, self.cos_sin, attention, index, cache)
-            if span.with_mlp and moe_layers is not None:
-                x, out = self._moe(layer, slots, groups, x)
-            elif span.with_mlp:
-                x = dense_mlp(self.cfg, layer, x)
+            (x, cache, index), before = state, state[0] if self.wanted.hidden else None
+            x, cache, out = self._layer(span, xs, x, cache, index)
             return (x, cache, index + int(span.with_mlp)), (out, before)
 
-        slots = groups = None
-        if moe_layers is not None:
-            slots = self.weights.table.slots[moe_layers]
-            groups = self.weights.table.groups[moe_layers]
+        xs = self._with_table(layers, moe_layers)
         if isinstance(layers, tuple):
-            return _in_turn(body, state, (layers, slots, groups), range(span.start, span.stop))
-        if moe_layers is not None:
-            layers = _with_wide_router(layers)
-        xs = layers, slots, groups
+            return _in_turn(body, state, xs, range(span.start, span.stop))
         if (span.start, span.stop) == (0, len(jax.tree.leaves(layers)[0])):
             return lax.scan(body, state, xs)
         # By number: a part of the stacked weights as the scanned input would be a copy of them.
@@ -348,6 +369,42 @@ class _Run:
             state,
             jnp.arange(span.start, span.stop, dtype=jnp.int32),
         )
+
+    def loop(
+        self, low: Array, high: Array, layers: Any, moe_layers: slice | None, start: int, state: Any
+    ) -> Any:
+        """Runs layers `[low, high)` of a stacked segment that begins at layer `start`."""
+        xs, at_moe = self._with_table(layers, moe_layers), moe_layers.start if moe_layers else 0
+
+        def body(at: Array, state: Any) -> Any:
+            x, cache, stats = state
+            x, cache, out = self._layer(_Span(0, 0), _layer(xs, at), x, cache, at + start)
+            if out is not None:
+                stats = jax.tree.map(lambda all_, one: all_.at[at_moe + at].set(one), stats, out)
+            return x, cache, stats
+
+        return lax.fori_loop(low, high, body, state)
+
+    def _with_table(self, layers: Any, moe_layers: slice | None) -> tuple[Any, Any, Any]:
+        """A segment's parameters, and its rows of the expert table."""
+        if moe_layers is None:
+            return layers, None, None
+        if not isinstance(layers, tuple):
+            layers = _with_wide_router(layers)
+        table = self.weights.table
+        return layers, table.slots[moe_layers], table.groups[moe_layers]
+
+    def _layer(self, span: _Span, xs: Any, x: Array, cache: Any, index: Array) -> tuple:
+        """Layer `index`, or the half of it that `span` has: rows, cache, and stats of its MoE."""
+        (layer, slots, groups), out = xs, None
+        if span.with_attention:
+            attention = self.step.attention
+            x, cache = attend(self.cfg, layer, x, self.cos_sin, attention, index, cache)
+        if span.with_mlp and slots is not None:
+            x, out = self._moe(layer, slots, groups, x)
+        elif span.with_mlp:
+            x = dense_mlp(self.cfg, layer, x)
+        return x, cache, out
 
     def _moe(
         self, layer: Params, slots: Array, groups: Array, x: Array

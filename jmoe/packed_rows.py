@@ -10,9 +10,11 @@ from jaxtyping import Int
 
 # Columns of a packed row: one row a decode sequence, one a prefill chunk.
 SLOT, KV_LEN, Q_LEN, EXEMPT, SEED, TOP_K, TEMPERATURE, TOP_P, NEXT_TOKEN = range(9)
+# The control of a step: brownout, and which layers run (a step may run in parts).
+THRESHOLD_PERCENT, STRATEGY, FIRST_LAYER, STOP_LAYER = range(4)
 # A delta of the block table: where, and which page. A slot of -1 is no delta.
 DELTA_SLOT, DELTA_BLOCK, DELTA_PAGE = range(3)
-NUM_COLUMNS, NUM_DELTA_COLUMNS = 9, 3
+NUM_COLUMNS, NUM_DELTA_COLUMNS, NUM_CONTROL = 9, 3, 4
 
 
 def empty_rows(count: int) -> np.ndarray:

@@ -1,32 +1,35 @@
 """Step programs as pure functions: one prefill or one decode step over the paged cache.
 
 A step reads weights and updates a `State` that its caller donates. Everything a
-step needs from the host travels in two or three small int32 arrays, so that a call has few
+step needs from the host travels in a few small int32 arrays, so that a call has few
 arguments; floats ride in them as bits. Letters as in `jmoe.model`; S sequence slots, M pages a
 sequence.
 """
 
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jmoe.attention import DecodeAttention, PrefillAttention, Written
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.kv_cache import KVPages, make_pages
-from jmoe.model import LayerStats, Rows, StepData, embed, head, run_layers, unstack
+from jmoe.model import LayerStats, Rows, StepData, embed, head, run_between, run_layers, unstack
 from jmoe.packed_rows import (
     DELTA_BLOCK,
     DELTA_PAGE,
     DELTA_SLOT,
     EXEMPT,
+    FIRST_LAYER,
     KV_LEN,
     NEXT_TOKEN,
     Q_LEN,
     SEED,
     SLOT,
+    STOP_LAYER,
     TEMPERATURE,
     TOP_K,
     TOP_P,
@@ -73,6 +76,10 @@ class State(NamedTuple):
     pages: KVPages
     block_table: Int[Array, "S M"]  # page of each block of each sequence slot
     last_token: Int[Array, "S"]  # newest sampled token of each slot: the next decode step's input
+    hidden: Float[Array, "R d"] | None = None
+    """Rows of steps that are between two layers, where steps run in parts: a decode row at its
+    slot, rows of prefill steps where the host says.
+    """
 
 
 class StepOutput(NamedTuple):
@@ -92,13 +99,21 @@ class StepOutput(NamedTuple):
 
 
 def make_state(
-    cfg: ModelConfig, *, num_slots: int, num_pages: int, page_size: int, max_blocks: int, dtype: Any
+    cfg: ModelConfig,
+    *,
+    num_slots: int,
+    num_pages: int,
+    page_size: int,
+    max_blocks: int,
+    dtype: Any,
+    num_hidden: int = 0,
 ) -> State:
-    """Empty state: zeroed pages, block tables and tokens."""
+    """Empty state: zeroed pages, block tables and tokens; `num_hidden` 0: steps run whole."""
     return State(
         make_pages(cfg, num_pages, page_size, dtype),
         jnp.zeros((num_slots, max_blocks), jnp.int32),
         jnp.zeros(num_slots, jnp.int32),
+        jnp.zeros((num_hidden, cfg.d_model), dtype) if num_hidden else None,
     )
 
 
@@ -123,14 +138,20 @@ def decode_step(
     state: State,
     rows: Int[Array, "B C"],
     deltas: Int[Array, "N 3"],
-    control: Int[Array, "2"],
+    control: Int[Array, "controls"],
     *,
     max_active: int,
 ) -> tuple[State, StepOutput]:
     """One token for each row: the newest token of its slot goes in, the next one comes out.
 
-    `rows` are packed by `pack_row`, `control` is (threshold percent, strategy code). `max_active`
-    (static) is the bucket's capacity in experts a layer; the caller guarantees it.
+    `rows` are packed by `pack_row`, `control` is (threshold percent, strategy code, first layer,
+    layer to stop at). `max_active` (static) is the bucket's capacity in experts a layer; the caller
+    guarantees it.
+
+    Where the state has room for hidden rows the step may run in parts, one call each (QLLM, section
+    4.2): rows wait there, deltas are given to the first part, and tokens come of the last. Between
+    two parts rows may leave, and those of another step that has come as far may join. Without room
+    all layers run, and control needs no layers.
     """
     state = state._replace(block_table=_apply_deltas(state.block_table, deltas))
     valid = rows[:, SLOT] >= 0
@@ -142,14 +163,70 @@ def decode_step(
     step = StepData(
         Rows(position, valid, rows[:, EXEMPT] > 0), attention, Control(control[0], control[1])
     )
-    x = embed(weights.params, state.last_token[slot])
-    x, pages, stats = run_layers(cfg, weights, x, state.pages, step, max_active=max_active)
-    assert stats is not None
-    logits = head(cfg, weights.params, x)
-    tokens, logprobs = greedy(logits)
-    state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], tokens))
-    degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
-    return state, StepOutput(tokens, logprobs, degraded, stats.expert_rows, logits=logits)
+    part = _Part(cfg, weights, state, control, max_active)
+    x, state, stats = part.run(state.last_token[slot], step, slot, valid)
+    state, out = part.sample(x, rows, state, stats)
+    return state, out._replace(degraded=jnp.sum(stats.degraded, axis=0, dtype=jnp.int32))
+
+
+class _Part(NamedTuple):
+    """What one call runs of a step: layers, and what is before the first and after the last."""
+
+    cfg: ModelConfig
+    weights: Weights
+    state: State
+    control: Int[Array, "controls"]
+    max_active: int
+
+    def run(
+        self,
+        tokens: Int[Array, "T"],
+        step: StepData,
+        places: Int[Array, "T"] | None,
+        valid: Bool[Array, "T"],
+    ) -> tuple[Float[Array, "T d"], State, LayerStats]:
+        """Rows after the layers; they wait at `places` of the state's hidden rows."""
+        cfg, weights, state = self.cfg, self.weights, self.state
+        hidden = state.hidden
+        if hidden is None or places is None:
+            x = embed(weights.params, tokens)
+            x, pages, stats = run_layers(
+                cfg, weights, x, state.pages, step, max_active=self.max_active
+            )
+            assert stats is not None
+            return x, state._replace(pages=pages), stats
+        first, stop = self.control[FIRST_LAYER], self.control[STOP_LAYER]
+        x = lax.cond(
+            first == 0, lambda: embed(weights.params, tokens), lambda: hidden.at[places].get()
+        )
+        x, pages, stats = run_between(
+            cfg, weights, x, state.pages, step, first, stop, max_active=self.max_active
+        )
+        places = jnp.where(valid, places, hidden.shape[0])  # out of range: dropped
+        state = state._replace(pages=pages, hidden=hidden.at[places].set(x, mode="drop"))
+        return x, state, stats
+
+    def sample(
+        self, last: Float[Array, "B d"], rows: Int[Array, "B C"], state: State, stats: LayerStats
+    ) -> tuple[State, StepOutput]:
+        """Greedy tokens of the rows that a token comes of, once the last layer has run."""
+
+        def tokens_of() -> tuple[Array, Array, Array]:
+            logits = head(self.cfg, self.weights.params, last)
+            return *greedy(logits), logits
+
+        slot = rows[:, SLOT]
+        if state.hidden is None:
+            tokens, logprobs, logits = tokens_of()
+        else:
+            over = self.control[STOP_LAYER] == self.cfg.num_layers
+            shapes = jax.eval_shape(tokens_of)
+            tokens, logprobs, logits = lax.cond(
+                over, tokens_of, lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+            )
+            slot = jnp.where(over, slot, -1)
+        state = state._replace(last_token=_remember(state.last_token, slot, tokens))
+        return state, StepOutput(tokens, logprobs, tokens, stats.expert_rows, logits=logits)
 
 
 def sample_step(
@@ -207,7 +284,8 @@ def prefill_step(
     tokens: Int[Array, "T"],
     rows: Int[Array, "B C"],
     deltas: Int[Array, "N 3"],
-    control: Int[Array, "2"],
+    control: Int[Array, "controls"],
+    places: Int[Array, "T"] | None = None,
     *,
     max_active: int,
     keep_hidden: bool = False,
@@ -215,7 +293,8 @@ def prefill_step(
     """Chunks of prompts, packed one after another into `tokens`; row b owns its `q_len` next ones.
 
     A token comes of the last row of every chunk; the host uses it where the chunk ends its prompt.
-    `keep_hidden` (static) returns rows after the last layer, for `score_step`.
+    `keep_hidden` (static) returns rows after the last layer, for `score_step`. For parts of a step
+    see `decode_step`; `places` says where in the state's hidden rows each token's row waits then.
     """
     state = state._replace(block_table=_apply_deltas(state.block_table, deltas))
     num_tokens, num_chunks = tokens.shape[0], rows.shape[0]
@@ -239,15 +318,11 @@ def prefill_step(
     step = StepData(
         Rows(position, valid, rows[owner, EXEMPT] > 0), attention, Control(control[0], control[1])
     )
-    x = embed(weights.params, tokens)
-    x, pages, stats = run_layers(cfg, weights, x, state.pages, step, max_active=max_active)
-    assert stats is not None
+    part = _Part(cfg, weights, state, control, max_active)
+    x, state, stats = part.run(tokens, step, places, valid)
     last = jnp.maximum(q_start[1:] - 1, 0)
-    logits = head(cfg, weights.params, x[last])
-    sampled, logprobs = greedy(logits)
-    state = State(pages, state.block_table, _remember(state.last_token, rows[:, SLOT], sampled))
-    degraded = _by_chunk(stats, owner, valid, num_chunks)
-    out = StepOutput(sampled, logprobs, degraded, stats.expert_rows, logits=logits)
+    state, out = part.sample(x[last], rows, state, stats)
+    out = out._replace(degraded=_by_chunk(stats, owner, valid, num_chunks))
     return state, out._replace(hidden=x) if keep_hidden else out
 
 

@@ -124,6 +124,8 @@ def test_a_server_that_refuses_everything_is_explained(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_the_demo_stops_its_server(tmp_path, number):
     program = (
+        # A shell has what it runs in the background ignore SIGINT, and children inherit that.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from pathlib import *; from serving.bench.demo import *;"
         f"run_demo({config(tmp_path, calibration_s=30.0)!r})"
     )
