@@ -1,18 +1,19 @@
 """What is counted and told of steps and requests."""
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 
 from serving.errors import NOT_OURS, RequestFailed, ServingError
+from serving.latencies import Latencies
 from serving.observer import Observer
 from serving.plan import Phase, StepResult
-from serving.request import EngineStats, Output
-from serving.scheduling.scheduler import ScheduledStep
+from serving.request import EngineStats, Output, Priority
+from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.sequence import SequenceState
 
 log = logging.getLogger(__name__)
@@ -48,23 +49,42 @@ class Accounts:
         now: float,
         visits_per_token: int,
     ) -> None:
-        """A step's results are on the host; `visits_per_token` is picks times MoE layers."""
+        """A step's layers are read; `visits_per_token` is picks times MoE layers."""
         counters = self.counters
-        if step.plan.phase is Phase.PREFILL:
-            counters.steps_prefill += 1
-        else:
-            counters.steps_decode += 1
-        counters.expert_visits += int(step.plan.q_lens.sum()) * visits_per_token
+        if step.is_last:
+            if step.plan.phase is Phase.PREFILL:
+                counters.steps_prefill += 1
+            else:
+                counters.steps_decode += 1
+            counters.expert_visits += int(step.plan.q_lens.sum()) * visits_per_token
         counters.degraded_visits += sum(result.degraded)
+        if step.is_first:
+            self._note_begun(step, started_at)
         self._tell(self._observer.step_read, step, result, started_at, now)
 
-    def first_tokens(self, ttft_s: Float[np.ndarray, "N"], slo_s: float) -> None:
-        """Times to first token of one step."""
-        self._tell(self._observer.first_tokens, ttft_s, slo_s)
+    def _note_begun(self, step: ScheduledStep, started_at: float) -> None:
+        for priority in Priority:
+            new = [
+                s
+                for s in step.sequences
+                if s.request.priority is priority and math.isnan(s.began_at)
+            ]
+            if new:
+                for sequence in new:
+                    sequence.began_at = started_at
+                queue_s = np.array([started_at - s.arrived_at for s in new])
+                wait_s = np.array([max(0.0, started_at - s.ready_at) for s in new])
+                self._tell(self._observer.requests_began, queue_s, wait_s, priority)
 
-    def further_tokens(self, itl_s: Float[np.ndarray, "N"], slo_s: float) -> None:
-        """Inter-token latencies of one step."""
-        self._tell(self._observer.further_tokens, itl_s, slo_s)
+    def tokens(
+        self, priority: Priority, latencies: Latencies, slo_s: tuple[float, float], now: float
+    ) -> None:
+        """A class got tokens of one step; `slo_s` is its objective of first ones and of others."""
+        arrived_at, previous_at = latencies.first(priority), latencies.further(priority)
+        if arrived_at.size:
+            self._tell(self._observer.first_tokens, now - arrived_at, slo_s[0], priority)
+        if previous_at.size:
+            self._tell(self._observer.further_tokens, now - previous_at, slo_s[1], priority)
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """A request got its last token."""

@@ -6,10 +6,11 @@ or tokenized; and, when its tokens are known, whether the request fits the model
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +18,10 @@ from jmoe.api import Model
 from serving.config import EngineConfig
 from serving.errors import NOT_OURS, InvalidRequest, Overloaded, RequestFailed, shown
 from serving.plan import Limits
-from serving.request import MAX_REQUEST_ID_CHARS, Bounds, Request, check_count
+from serving.request import MAX_REQUEST_ID_CHARS, Bounds, Priority, Request, check_count
+
+if TYPE_CHECKING:
+    from serving.scheduling.scheduler import Scheduler
 
 LONG_TEXT = 16_384
 """Characters above which a prompt is tokenized in a thread: 4 ms with the bundled tokenizer."""
@@ -55,19 +59,25 @@ class Admission:
         self._config, self._limits, self._model = config, limits, model
         self._tokenizer = None if model is None else model.tokenizer
         self.capacity = Capacity(limits.num_slots)
-        self.num_tokenizing = 0  # long texts, waiting for their tokens
+        self.num_tokenizing = Counter[Priority]()  # long texts, waiting for their tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jmoe-tokenize")
         most = config.max_model_len - 1
         longest = 1 if self._tokenizer is None else self._tokenizer.longest_token
         self.bounds = Bounds(most, most * longest, 0 if model is None else model.config.vocab_size)
 
-    def check_queue(self, num_waiting: int, num_free_slots: int) -> None:
-        """Raises Overloaded where more requests wait than the settings allow."""
-        waiting = num_waiting + self.num_tokenizing
-        if waiting - num_free_slots >= self._config.max_queue_len:
-            raise Overloaded(
-                f"{waiting} requests wait already; try again later", self.capacity.drain_s(waiting)
-            )
+    def check_queue(self, priority: Priority, scheduler: "Scheduler") -> None:
+        """Raises Overloaded where more requests of a class wait than the settings allow."""
+        most, best_effort = self._config.max_queue_len, priority is Priority.BEST_EFFORT
+        waiting = len(scheduler.queues[priority]) + self.num_tokenizing[priority]
+        if best_effort:
+            most = self._config.max_best_effort_queue_len or most
+        if waiting - scheduler.num_free_slots(priority) < most:
+            return
+        ahead = len(scheduler.queues[Priority.LATENCY_SENSITIVE]) if best_effort else 0
+        raise Overloaded(
+            f"{waiting} requests wait already; try again later",
+            self.capacity.drain_s(waiting + ahead),
+        )
 
     def check_size(self, request: Request) -> None:
         """Looks at sizes and types only. Raises InvalidRequest for what can never be served."""
@@ -100,9 +110,13 @@ class Admission:
                     f"ids are between 0 and {bounds.vocab_size - 1}"
                 )
 
-    async def tokenize(self, prompt: str | Sequence[int]) -> list[int]:
+    async def tokenize(self, request: Request) -> list[int]:
         """Token ids of a prompt whose size was checked. Raises InvalidRequest."""
-        tokens = await self._encode(prompt) if isinstance(prompt, str) else _ids(prompt)
+        prompt = request.prompt
+        if isinstance(prompt, str):
+            tokens = await self._encode(prompt, request.priority)
+        else:
+            tokens = _ids(prompt)
         if not tokens:
             raise InvalidRequest("the prompt is empty; send at least one token")
         return tokens
@@ -133,18 +147,18 @@ class Admission:
             f"positions; this server has {self._config.max_model_len}"
         )
 
-    async def _encode(self, text: str) -> list[int]:
+    async def _encode(self, text: str, priority: Priority) -> list[int]:
         assert self._tokenizer is not None
         try:
             if len(text) <= LONG_TEXT:
                 return self._tokenizer.encode(text)
             # Others' steps go on meanwhile; one such text at a time.
             job = self._thread.submit(self._tokenizer.encode, text)
-            self.num_tokenizing += 1
+            self.num_tokenizing[priority] += 1
             try:
                 return await asyncio.wrap_future(job)
             finally:
-                self.num_tokenizing -= 1
+                self.num_tokenizing[priority] -= 1
         except NOT_OURS:
             raise
         except Exception as error:  # half a surrogate pair, or what else a library refuses

@@ -15,6 +15,8 @@ class BrownoutConfig:
     salc: bool = True  # Algorithm 2 moves the thresholds; False keeps them
     ttft_slo_s: float = 1.0
     itl_slo_s: float = 0.1
+    best_effort_ttft_slo_s: float = 0.0  # 0: best effort has no objective, and moves no threshold
+    best_effort_itl_slo_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,12 @@ class EngineConfig:
     decode_buckets: tuple[int, ...] = ()  # batch sizes compiled for; empty: by device
     prefill_buckets: tuple[int, ...] = ()  # token counts compiled for; empty: by device
     threshold_buckets_percent: tuple[int, ...] = ()  # capacities compiled for; empty: by device
-    policy: str = "fcfs"
+    policy: str = "ls_first"  # fcfs, edf, ls_first, qllm, or module:Class of your own
+    part_layers: int = 0  # layers launched at once while best effort is there; 0: as measured
+    reserved_ls_seqs: int = -1  # slots beside max_num_seqs for latency-sensitive; -1: an eighth
+    max_best_effort_queue_len: int = 0  # of best effort that waits; 0: max_queue_len
+    best_effort_share: float = 0.05  # of device time, below which no best-effort step is parked
+    best_effort_max_wait_s: float = 30.0  # then it counts as latency-sensitive; 0: never
     compilation_cache: str = "~/.cache/jmoe/xla"  # empty: off
     enforce_eager: bool = False  # launch kernel by kernel: no step is a CUDA graph
     cpu_threads: int = 0  # of XLA on a CPU, leaving the others to the host; 0: all

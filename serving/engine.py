@@ -16,15 +16,12 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from jaxtyping import Float
-
 from jmoe.api import Model
 from serving.accounting import Accounts
 from serving.admission import Admission
 from serving.config import EngineConfig, ServerConfig
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
-from serving.control.slo import SloAnalyser
+from serving.control.slo import SloAnalyser, Waiting
 from serving.errors import (
     NOT_OURS,
     Aborted,
@@ -38,6 +35,7 @@ from serving.errors import (
 )
 from serving.execution.programs import Progress
 from serving.execution.runner import Runner
+from serving.latencies import Latencies
 from serving.observer import Observer
 from serving.plan import Phase, StepResult
 from serving.progress import progress_bar
@@ -50,10 +48,12 @@ from serving.request import (
     Request,
     SamplingParams,
 )
+from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.pace import Pace
-from serving.scheduling.policy import POLICIES
-from serving.scheduling.scheduler import ScheduledStep, Scheduler
+from serving.scheduling.policy import BE, LS, make_policy
+from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState
+from serving.scheduling.share import Share
 from serving.settings import check
 from serving.start import prepare
 from serving.watchdog import Watchdog
@@ -96,10 +96,16 @@ class Engine:
         ways = allowed_ways(config.brownout, model)
         self.slo = SloAnalyser(config.brownout, config.salc, way=ways[0] if ways else 0)
         self.loader = ExpertsLoader(runner, model, ways, self.slo)
-        self.scheduler = Scheduler(runner.limits, POLICIES[config.policy]())
+        self.scheduler = Scheduler(
+            runner.limits,
+            make_policy(config.policy),
+            runner.layers_at_once,
+            Share(config.best_effort_share),
+            config.best_effort_max_wait_s or math.inf,
+        )
         self.admission = Admission(config, runner.limits, model)
         self.bounds = self.admission.bounds
-        self.pace = Pace()
+        self.pace = Pace(runner.limits.num_layers)
         self.watchdog = Watchdog(config.watchdog_s, self._on_stuck)
         self.on_unresponsive: Callable[[str], None] = log.critical
         self._clock = clock
@@ -134,10 +140,7 @@ class Engine:
         Raises SettingsError for a configuration that cannot be used, and what `jmoe.load` raises.
         """
         check(ServerConfig(engine=config))
-        if config.policy not in POLICIES:
-            have = ", ".join(POLICIES)
-            raise ValueError(f"policy is {config.policy!r}; it must be one of {have}")
-
+        make_policy(config.policy)  # before anything takes its time
         with progress_bar() if progress is None else contextlib.nullcontext(progress) as shown_by:
             fitting, loaded, runner = await asyncio.to_thread(prepare, config, model, shown_by)
         engine = cls(fitting, runner, loaded, observer)
@@ -157,7 +160,7 @@ class Engine:
             self.status = "draining"
         try:
             async with asyncio.timeout(timeout_s):
-                while self.scheduler.waiting or self.scheduler.running:
+                while not self.scheduler.idle:
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:
@@ -207,15 +210,18 @@ class Engine:
 
     # ---- callers ----------------------------------------------------------------------------
 
-    def check_admission(self) -> None:
-        """Raises Unavailable or Overloaded; cheap, and before anything is looked at."""
+    def check_admission(self, priority: Priority = LS) -> None:
+        """Raises Unavailable or Overloaded; cheap, and before anything is looked at.
+
+        Where latency-sensitive requests are refused, best effort is, too.
+        """
         if self.status != "ready":
             why = f": {self.failure}" if self.failure else ""
             raise Unavailable(
                 f"the engine is {self.status}{why}; try another replica or come back later"
             )
         try:
-            self.admission.check_queue(len(self.scheduler.waiting), self.scheduler.num_free_slots)
+            self.admission.check_queue(priority, self.scheduler)
         except Overloaded:
             self.accounts.counters.requests_rejected += 1
             raise
@@ -236,7 +242,7 @@ class Engine:
 
         Raises InvalidRequest, Overloaded, Unavailable, DeadlineExceeded, Aborted, or RequestFailed.
         """
-        self.check_admission()
+        self.check_admission(priority)
         request = Request(
             request_id or uuid.uuid4().hex,
             prompt,
@@ -260,9 +266,9 @@ class Engine:
     async def _admit(self, request: Request) -> SequenceState:
         arrived_at, sampling = self._clock(), request.sampling
         self.admission.check_size(request)
-        prompt = await self.admission.tokenize(request.prompt)
+        prompt = await self.admission.tokenize(request)
         self.admission.check_fit(request, prompt)
-        self.check_admission()  # again: a long text took its time
+        self.check_admission(request.priority)  # again: a long text took its time
         stops = set(sampling.stop_token_ids)
         if self.model is not None and not sampling.ignore_eos:
             stops |= set(self.model.config.eos_token_ids)
@@ -278,7 +284,7 @@ class Engine:
             left_s = arrived_at + request.timeout_s - self._clock()
             loop = asyncio.get_running_loop()
             sequence.deadline = loop.call_later(max(0.0, left_s), self._expire, sequence)
-        self.scheduler.add(sequence)
+        self.scheduler.add(sequence, self._clock())
         self._open.add(sequence)
         self._work.set()
         return sequence
@@ -307,7 +313,7 @@ class Engine:
             self.scheduler.finish(sequence)
         except Exception as error:
             self._fail(f"the scheduler lost a request: {type(error).__name__}: {error}")
-        if not (self.scheduler.waiting or self.scheduler.running):
+        if self.scheduler.idle:
             self._idle.set()
 
     def _fail_all(self, error: ServingError) -> None:
@@ -376,18 +382,14 @@ class Engine:
         if before is not None:
             await self._wait_to_launch(before)
         now = self._clock()
-        oldest = self.scheduler.oldest_arrival()
-        self.slo.maybe_update(
-            now,
-            0.0 if oldest is None else now - oldest,
-            slots_taken=len(self.scheduler.waiting) > self.scheduler.num_free_slots,
-        )
+        self.slo.maybe_update(now, {c: self._waiting(c, now) for c in (LS, BE)})
         self.loader.advance(now)
-        self._in_flight = self._launch(self.scheduler.next_step(self._itl_slack_s(before)))
+        self._in_flight = self._launch(self.scheduler.next_step(self._itl_slack_s(before), now))
         if before is not None:
             result = await before.result
             now = self._clock()
             self.pace.observe(before.step.plan, before.started_at, now)
+            self.scheduler.observe(before.step, before.started_at, now)
             if self._in_flight is not None:
                 self._in_flight.started_at = max(now, self._in_flight.launched_at)
             self._accept(before, result, now)
@@ -396,6 +398,11 @@ class Engine:
                 return False
             await asyncio.sleep(0)  # callers get their turn between two layers of another way
         return True
+
+    def _waiting(self, priority: Priority, now: float) -> Waiting:
+        oldest = self.scheduler.oldest_arrival(priority)
+        slots_taken = len(self.scheduler.queues[priority]) > self.scheduler.num_free_slots(priority)
+        return Waiting(0.0 if oldest is None else now - oldest, slots_taken)
 
     def _itl_slack_s(self, before: InFlight | None) -> float:
         """ITL that running sequences have left for a prefill step after the one in flight."""
@@ -420,10 +427,12 @@ class Engine:
     def _launch(self, step: ScheduledStep | None) -> InFlight | None:
         if step is None:
             return None
-        phase, launched_at = step.plan.phase, self._clock()
-        control = self.slo.control(phase)
+        launched_at = self._clock()
+        control = step.batch.control or self.slo.control(step.plan.phase, ls=step.batch.has_ls)
+        step.batch.control = control
+        step.spare_latency_sensitive(control.threshold_percent)
         for sequence in step.sequences:
-            sequence.note_threshold(phase, control.threshold_percent)
+            sequence.note_threshold(step.plan.phase, control.threshold_percent)
             sequence.note_start(launched_at)
         self.watchdog.launched += 1
         result = asyncio.wrap_future(self.runner.launch(step.plan, control))
@@ -435,7 +444,7 @@ class Engine:
 
     def _accept(self, ended: InFlight, result: StepResult, now: float) -> None:
         """Gives a step's tokens to their requests, and its latencies to the analyser."""
-        step, first, further = ended.step, [], []
+        step, latencies = ended.step, Latencies()
         self.accounts.step_read(step, result, ended.started_at, now, self._visits_per_token)
         if result.prompt_logprobs is not None:
             step.share_prompt_logprobs(result.prompt_logprobs)
@@ -443,13 +452,11 @@ class Engine:
             if sequence.done:
                 continue  # it ended while this step was in flight
             sequence.degraded_visits += result.degraded[at]
-            sequence.visited_tokens += int(step.plan.q_lens[at])
+            sequence.visited_tokens += int(step.plan.q_lens[at]) * step.is_last
             if not step.sampled[at]:
                 continue
-            if sequence.tokens:
-                further.append(sequence.previous_at)
-            else:
-                first.append(sequence.arrived_at)
+            request = sequence.request
+            latencies.add(request.priority, sequence.arrived_at, sequence.previous_at)
             sequence.previous_at = now
             output = self._output(sequence, result.tokens[at], result.logprobs[at])
             if output is None:
@@ -459,22 +466,9 @@ class Engine:
                 self.accounts.request_finished(sequence, output, now)
                 self.admission.capacity.observe(now - sequence.started_at)
                 self._retire(sequence)
-        self._observe(ended, np.array(first), np.array(further), now)
-
-    def _observe(
-        self,
-        ended: InFlight,
-        arrived_at: Float[np.ndarray, "N"],
-        previous_at: Float[np.ndarray, "M"],
-        now: float,
-    ) -> None:
-        """Latencies of a step's first tokens, by arrival, and of the others, by the one before."""
-        if arrived_at.size:
-            self.slo.observe_first_tokens(arrived_at, now)
-            self.accounts.first_tokens(now - arrived_at, self.slo.ttft_slo_s)
-        if previous_at.size:
-            self.slo.observe_tokens(previous_at, ended.launched_at, now)
-            self.accounts.further_tokens(now - previous_at, self.slo.itl_slo_s)
+        for priority in (LS, BE):
+            self.slo.observe(priority, latencies, ended.launched_at, now)
+            self.accounts.tokens(priority, latencies, self.slo.objectives(priority), now)
 
     def _output(self, sequence: SequenceState, token: int, logprob: float) -> Output | None:
         """What a caller gets to see of a token; None where that failed, which ends its request."""

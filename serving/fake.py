@@ -5,6 +5,7 @@ that the test sets. It tests the real scheduler and the real tick.
 """
 
 import asyncio
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -16,25 +17,32 @@ from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
 @dataclass
 class FakeRunner:
-    """Counts up. Checks that every position it is told to write lies on a page it was given.
+    """Counts up. Checks that every position it is told to write lies on a page it was given, and
+    that rows of a step that runs in parts are where they were left, as far as they had come.
 
-    With a `step_s`, steps take that long by the running event loop's clock, one after another;
-    without, a step is done when it is launched.
+    With a `step_s`, whole steps take that long by the running event loop's clock, one after
+    another, and parts their share; without, they are done when they are launched.
     """
 
     limits: Limits
     vocab_size: int = 1000
-    step_s: float = 0.0
+    step_s: float | Callable[[StepPlan], float] = 0.0
+    part_layers: int = 0  # launched at once; 0: all
+    checks_context: bool = True  # whether pages hold what attention would read, at every token
     compilations_since_ready: int = 0
     launches: list[tuple[Phase, int, StepControl]] = field(default_factory=list)
     _last: dict[int, int] = field(default_factory=dict)
     _table: dict[tuple[int, int], int] = field(default_factory=dict)
+    _contexts: dict[int, list[int]] = field(default_factory=dict)  # by slot
+    _hidden: dict[int, tuple[int, int]] = field(default_factory=dict)  # token, layers done
     _busy_until: float = 0.0
-    _written: dict[int, list[int]] = field(default_factory=dict)  # page -> tokens, by offset
+    _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by layer and page
 
     def launch(self, plan: StepPlan, control: StepControl) -> Future[StepResult]:
         """See serving.execution.runner.Runner."""
         self.launches.append((plan.phase, len(plan.rows), control))
+        assert 0 <= plan.first_layer < plan.stop_layer <= self.limits.num_layers
+        assert plan.is_last == (plan.stop_layer == self.limits.num_layers)
         for delta in plan.deltas:
             key = (int(delta[DELTA_SLOT]), int(delta[DELTA_BLOCK]))
             self._table[key] = int(delta[DELTA_PAGE])
@@ -42,13 +50,14 @@ class FakeRunner:
         for row in plan.rows:
             slot, kv_len, q_len = int(row[SLOT]), int(row[KV_LEN]), int(row[Q_LEN])
             if plan.phase is Phase.PREFILL:
-                new = plan.tokens[at : at + q_len].tolist()
+                new, places = plan.tokens[at : at + q_len].tolist(), plan.places[at : at + q_len]
                 at += q_len
             else:
-                new = [self._last[slot]]
-            self._write(slot, kv_len - q_len, new)
-            self._last[slot] = (new[-1] + 1) % self.vocab_size
-            tokens.append(self._last[slot])
+                new, places = [self._last[slot]], [slot]
+            self._run(plan, slot, kv_len - q_len, new, places)
+            tokens.append((new[-1] + 1) % self.vocab_size)
+            if plan.is_last:
+                self._last[slot] = tokens[-1]
         count = len(tokens)
         zeros, prompt = np.zeros((1, 1), np.int32), None
         if plan.prompt_logprobs:  # of the token at position p: -p
@@ -56,28 +65,54 @@ class FakeRunner:
             prompt = -np.concatenate(parts)
         result = StepResult(tokens, [-0.5] * count, [0] * count, zeros, prompt)
         future: Future[StepResult] = Future()
-        if not self.step_s:
+        whole_s = self.step_s(plan) if callable(self.step_s) else self.step_s
+        if not whole_s:
             self._finish(future, result)
             return future
         loop = asyncio.get_running_loop()
-        self._busy_until = max(self._busy_until, loop.time()) + self.step_s
+        share = plan.num_layers / self.limits.num_layers
+        self._busy_until = max(self._busy_until, loop.time()) + whole_s * share
         loop.call_at(self._busy_until, self._finish, future, result)
         return future
+
+    def layers_at_once(self, phase: Phase, size: int) -> int:
+        """See serving.execution.runner.Runner."""
+        return self.part_layers or self.limits.num_layers
 
     def _finish(self, future: Future[StepResult], result: StepResult) -> None:
         if future.set_running_or_notify_cancel():
             future.set_result(result)
 
-    def _write(self, slot: int, start: int, tokens: list[int]) -> None:
+    def _run(
+        self, plan: StepPlan, slot: int, start: int, tokens: list[int], places: Iterable[int]
+    ) -> None:
+        """Layers of a chunk whose positions begin at `start`, its rows at `places`."""
         size = self.limits.page_size
-        for position, token in enumerate(tokens, start):
+        for position, (token, place) in enumerate(zip(tokens, places, strict=True), start):
+            if plan.first_layer:
+                waiting = self._hidden[int(place)]
+                assert waiting == (token, plan.first_layer), f"row {place} holds {waiting}"
+            else:
+                context = self._contexts.setdefault(slot, [])
+                context[position:] = [token]
+            self._hidden[int(place)] = token, plan.stop_layer
             page = self._table[slot, position // size]
-            self._written.setdefault(page, [-1] * size)[position % size] = token
+            for layer in range(plan.first_layer, plan.stop_layer):
+                self._written.setdefault((layer, page), [-1] * size)[position % size] = token
+        if plan.is_last and self.checks_context:
+            end = start + len(tokens)
+            assert self.history(slot, end) == self._contexts[slot][:end], "another wrote its pages"
 
     def history(self, slot: int, length: int) -> list[int]:
-        """Tokens at positions `[0, length)` of a slot, as its pages hold them."""
+        """Tokens at positions `[0, length)` of a slot, as its pages hold them in every layer."""
         size = self.limits.page_size
-        return [self._written[self._table[slot, p // size]][p % size] for p in range(length)]
+        pages = [(self._table[slot, p // size], p % size) for p in range(length)]
+        layers = [
+            [self._written[layer, page][at] for page, at in pages]
+            for layer in range(self.limits.num_layers)
+        ]
+        assert all(layer == layers[0] for layer in layers)
+        return layers[0]
 
     def load_way(self, way: int, layer: int) -> None:
         """See serving.execution.runner.Runner. There is nothing to load."""

@@ -8,8 +8,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from serving.plan import StepResult
-    from serving.request import Output
-    from serving.scheduling.scheduler import ScheduledStep
+    from serving.request import Output, Priority
+    from serving.scheduling.batch import ScheduledStep
     from serving.scheduling.sequence import SequenceState
 
 
@@ -22,16 +22,22 @@ class Observer:
     def step_read(
         self, step: ScheduledStep, result: StepResult, started_at: float, now: float
     ) -> None:
-        """A step's results are on the host; the device began it at `started_at`, at the earliest.
+        """Results of a step's layers are on the host; the device began at `started_at`, at the
+        earliest. A step may come in parts, of which `step.is_last` is one.
 
         Times are seconds of `time.monotonic`.
         """
 
-    def first_tokens(self, ttft_s: np.ndarray, slo_s: float) -> None:
-        """Times to first token of one step, queueing included."""
+    def requests_began(self, queue_s: np.ndarray, wait_s: np.ndarray, priority: Priority) -> None:
+        """The device began with requests of a class, so long after they arrived, and after slot and
+        pages were there for them.
+        """
 
-    def further_tokens(self, itl_s: np.ndarray, slo_s: float) -> None:
-        """Inter-token latencies of one step."""
+    def first_tokens(self, ttft_s: np.ndarray, slo_s: float, priority: Priority) -> None:
+        """Times to first token of a class in one step, queueing included; inf: no SLO."""
+
+    def further_tokens(self, itl_s: np.ndarray, slo_s: float, priority: Priority) -> None:
+        """Inter-token latencies of a class in one step."""
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """A request got its last token."""

@@ -49,7 +49,12 @@ _NOT_NEGATIVE = (
     "engine.num_pages",
     "engine.cpu_threads",
     "engine.watchdog_s",
+    "engine.part_layers",
+    "engine.max_best_effort_queue_len",
+    "engine.best_effort_max_wait_s",
     "engine.brownout.way",
+    "engine.brownout.best_effort_ttft_slo_s",
+    "engine.brownout.best_effort_itl_slo_s",
 )
 _PORTS = ("port", "metrics_port", "admin_port")
 _PERCENT = (
@@ -58,6 +63,7 @@ _PERCENT = (
     "engine.salc.floor_percent",
     "engine.salc.ceiling_percent",
 )
+_PARTS = ("engine.best_effort_share",)
 _SHARES = ("engine.salc.warning_factor", "engine.salc.shrink_ratio")
 _ASCENDING = (
     "engine.decode_buckets",
@@ -205,6 +211,7 @@ def check(config: ServerConfig) -> None:
         (_PORTS, lambda v: 0 <= v <= 65535, "between 0 and 65535"),
         (_PERCENT, lambda v: 0 <= v <= 100, "between 0 and 100"),
         (_SHARES, lambda v: 0 < v <= 1, "above 0 and at most 1"),
+        (_PARTS, lambda v: 0 <= v <= 1, "between 0 and 1"),
     ):
         for name in names:
             require(holds(attrgetter(name)(config)), name, wanted)
@@ -230,6 +237,11 @@ def _check_together(config: ServerConfig, require: Any) -> None:
         require(bool(attrgetter(name)(config)), name, "an address or a name")
     require(
         config.max_bytes_in_flight >= 4 << 20, "max_bytes_in_flight", "4194304 or more: one message"
+    )
+    require(
+        engine.reserved_ls_seqs >= -1,
+        "engine.reserved_ls_seqs",
+        "0 or more, or -1: by max_num_seqs",
     )
     require(bool(engine.model), "engine.model", "a directory, or bundled")
     require(

@@ -34,6 +34,7 @@ DEEP_FOLDERS = ("tests/sm90/",)
 DEEP_TESTS = {
     "tests/jmoe/test_generate.py::test_layers_in_arrays_of_their_own_write_the_same",
     "tests/pallas_kernels/test_grouped_gemm_quantized.py::test_compiles_for_an_h200_without_spills",
+    "tests/serving/scheduling/test_priorities.py::test_ten_thousand_random_traces_lose_nothing",
     "tests/serving/execution/test_executables.py::"
     "test_a_patched_run_leaves_nothing_that_an_unpatched_one_finds",
     "tests/training/test_distill.py::test_the_end_to_end_stage_is_the_same_on_two_devices",

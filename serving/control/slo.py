@@ -2,6 +2,8 @@
 
 import math
 from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,8 +11,9 @@ from jmoe.brownout import check_threshold, strategy_code
 from serving.config import BrownoutConfig, SalcConfig
 from serving.control.salc import Salc
 from serving.errors import InvalidRequest
+from serving.latencies import Latencies
 from serving.plan import Phase, StepControl
-from serving.request import BrownoutChange, BrownoutState
+from serving.request import BrownoutChange, BrownoutState, Priority
 from serving.settings import SettingsError
 
 
@@ -85,6 +88,17 @@ def starting_strategy(wanted: str, way: int) -> str:
     return wanted
 
 
+class Waiting(NamedTuple):
+    """What waits in a class.
+
+    Where more requests wait than slots are free (`slots_taken`), a first token waits for decode
+    steps: once it has waited longer than the TTFT SLO, decode is too slow as well.
+    """
+
+    oldest_s: float = 0.0  # age of the oldest that waits for its first token
+    slots_taken: bool = False
+
+
 class SloAnalyser:
     """Settings of brownout, samples of TTFT and ITL, and the controllers between them."""
 
@@ -99,37 +113,70 @@ class SloAnalyser:
         self.config = salc
         self.prefill = PhaseControl(salc, brownout.prefill_threshold_percent)
         self.decode = PhaseControl(salc, brownout.decode_threshold_percent)
+        # Best effort without an objective has nothing to control, and moves nothing.
+        self._best_effort = {
+            Phase.PREFILL: PhaseControl(salc, 100), Phase.DECODE: PhaseControl(salc, 100)
+        }  # fmt: skip
+        self._best_effort_slo_s = tuple(
+            slo_s or math.inf
+            for slo_s in (brownout.best_effort_ttft_slo_s, brownout.best_effort_itl_slo_s)
+        )
         self._next_update = -math.inf
 
-    def control(self, phase: Phase) -> StepControl:
-        """Brownout of a step of `phase` that is launched now."""
-        controller = self.prefill if phase == Phase.PREFILL else self.decode
-        return StepControl(controller.salc.percent, strategy_code(self.strategy))
+    def objectives(self, priority: Priority) -> tuple[float, float]:
+        """SLO of a class's first tokens and of the others, in seconds; infinite without one."""
+        if priority is Priority.LATENCY_SENSITIVE:
+            return self.ttft_slo_s, self.itl_slo_s
+        first_s, further_s = self._best_effort_slo_s
+        return first_s, further_s
 
-    def observe_first_tokens(self, arrived_at: np.ndarray, now: float) -> None:
-        """First tokens at `now` of requests that arrived then."""
-        self.prefill.window.add(float(arrived_at.min()), now, now - arrived_at)
+    def control(self, phase: Phase, *, ls: bool = True) -> StepControl:
+        """Brownout of a step of `phase` that is launched now; `ls`: whether it has such a row.
 
-    def observe_tokens(self, previous_at: np.ndarray, launched_at: float, now: float) -> None:
-        """Further tokens at `now`, by when the token before came, of a step launched then."""
-        began_at = min(float(previous_at.min()), launched_at)
-        self.decode.window.add(began_at, now, now - previous_at)
-
-    def maybe_update(
-        self, now: float, oldest_waiting_s: float, *, slots_taken: bool = False
-    ) -> None:
-        """Once an interval: both controllers take a step.
-
-        Where more requests wait than slots are free (`slots_taken`), a first token waits for decode
-        steps: once it has waited longer than the TTFT SLO, decode is too slow as well.
+        The latency-sensitive class sets the threshold of every step, since all of them hold it up;
+        best effort with an objective of its own may lower that of steps which are all its own.
         """
+        controller = self._of(Priority.LATENCY_SENSITIVE)[phase]
+        percent = controller.salc.percent
+        if not ls:
+            percent = min(percent, self._best_effort[phase].salc.percent)
+        return StepControl(percent, strategy_code(self.strategy))
+
+    def _of(self, priority: Priority) -> dict[Phase, PhaseControl]:
+        if priority is Priority.BEST_EFFORT:
+            return self._best_effort
+        return {Phase.PREFILL: self.prefill, Phase.DECODE: self.decode}
+
+    def observe(
+        self, priority: Priority, latencies: Latencies, launched_at: float, now: float
+    ) -> None:
+        """Tokens of a class came at `now`, of a step launched then."""
+        of, arrived_at = self._of(priority), latencies.first(priority)
+        if arrived_at.size:
+            of[Phase.PREFILL].window.add(float(arrived_at.min()), now, now - arrived_at)
+        previous_at = latencies.further(priority)
+        if previous_at.size:
+            began_at = min(float(previous_at.min()), launched_at)
+            of[Phase.DECODE].window.add(began_at, now, now - previous_at)
+
+    def maybe_update(self, now: float, waiting: Mapping[Priority, Waiting]) -> None:
+        """Once an interval: every controller with an objective takes a step."""
         if now < self._next_update:
             return
         self._next_update = now + self.config.interval_s
         control = self.salc_enabled and self.strategy != "zero"
-        self.prefill.update(now, self.ttft_slo_s, oldest_waiting_s, control=control)
-        starved = slots_taken and oldest_waiting_s > self.ttft_slo_s
-        self.decode.update(now, self.itl_slo_s, math.inf if starved else 0.0, control=control)
+        for priority, of_class in waiting.items():
+            of, (ttft_slo_s, itl_slo_s) = self._of(priority), self.objectives(priority)
+            of[Phase.PREFILL].update(
+                now, ttft_slo_s, of_class.oldest_s, control=control and ttft_slo_s < math.inf
+            )
+            starved = of_class.slots_taken and of_class.oldest_s > ttft_slo_s
+            of[Phase.DECODE].update(
+                now,
+                itl_slo_s,
+                math.inf if starved else 0.0,
+                control=control and itl_slo_s < math.inf,
+            )
 
     def check(self, change: BrownoutChange) -> None:
         """Raises InvalidRequest for a value out of range; nothing is changed."""
@@ -150,7 +197,8 @@ class SloAnalyser:
         """Every layer has the united experts of `way` now; samples from before count no more."""
         if way != self.way:
             self.way = way
-            self.prefill.changed_at = self.decode.changed_at = now
+            for controller in self._all():
+                controller.changed_at = now
 
     def apply(self, change: BrownoutChange, now: float) -> None:
         """Takes over a checked change; `way` is the experts loader's to do.
@@ -170,10 +218,14 @@ class SloAnalyser:
             if percent is not None:
                 self.salc_enabled = False
                 phase.set_threshold(percent, now)
-            elif steps_differ:
-                phase.changed_at = now
+        if steps_differ:
+            for controller in self._all():
+                controller.changed_at = now
         if change.salc_enabled is not None:
             self.salc_enabled = change.salc_enabled
+
+    def _all(self) -> list[PhaseControl]:
+        return [self.prefill, self.decode, *self._best_effort.values()]
 
     def state(self) -> BrownoutState:
         """Settings and latencies as an operator reads them."""

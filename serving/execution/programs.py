@@ -6,7 +6,7 @@ many experts as a step at t <= b can touch. The threshold itself is traced and n
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import astuple, replace
 from functools import partial
@@ -18,8 +18,8 @@ import numpy as np
 from jaxtyping import Int
 
 from jmoe.api import Model
-from jmoe.packed_rows import NUM_COLUMNS, NUM_DELTA_COLUMNS, sampling_mode
-from jmoe.steps import State, StepOutput, decode_step, prefill_step, sample_step, score_step, served
+from jmoe.packed_rows import NUM_COLUMNS, NUM_CONTROL, NUM_DELTA_COLUMNS, sampling_mode
+from jmoe.steps import State, StepOutput, decode_step, prefill_step, sample_step, score_step
 from jmoe.weights import Params
 from pallas_kernels.backend import backend
 from pallas_kernels.routing import max_active_experts
@@ -118,10 +118,15 @@ class Buckets:
         With `prompt_logprobs` it is the largest prefill program, the one that `score` follows.
         """
         sizes = self.decode if phase == "decode" else self.prefill
-        fits = sizes[-1 if prompt_logprobs else bisect_left(sizes, size)]
+        fits = sizes[-1] if prompt_logprobs else self.bucket(phase, size)
         if full:
             return Key(phase, fits, FULL_CAPACITY)
         return Key(phase, fits, self.thresholds[bisect_left(self.thresholds, threshold_percent)])
+
+    def bucket(self, phase: str, size: int) -> int:
+        """The smallest size of a phase's programs that holds `size`."""
+        sizes = self.decode if phase == "decode" else self.prefill
+        return sizes[bisect_left(sizes, size)]
 
     def rows(self, key: Key) -> int:
         """Packed rows of a program."""
@@ -135,15 +140,21 @@ class Buckets:
 class Programs:
     """Compiled programs of one model, and the count of compilations since they were ready.
 
-    On a Hopper GPU a step is one CUDA graph, unless `eager`; all weights of layers but the routed
-    experts are there twice then (`jmoe.steps.served`).
+    On a Hopper GPU a step is one CUDA graph; all weights of layers but the routed experts are there
+    twice then (`jmoe.steps.served`).
     """
 
     def __init__(
-        self, model: Model, buckets: Buckets, state: State, *, eager: bool = False
+        self,
+        model: Model,
+        buckets: Buckets,
+        state: State,
+        params: Params,
+        options: Mapping[str, str],
     ) -> None:
+        """`params` and XLA's options are those of `jmoe.steps.served`."""
         self._model, self._buckets, self._state = model, buckets, state
-        self._params, self._options = served(model.params, eager=eager)
+        self._params, self._options = params, dict(options)
         self._compiled: dict[Key, Any] = {}
         self.num_from_disk = 0  # of them, read rather than compiled
         self._ready = False
@@ -271,9 +282,11 @@ class Programs:
         if key.phase == "score":
             hidden = jax.ShapeDtypeStruct((key.size, model.config.d_model), model.dtype)
             return held(_without_layers(self._params)), hidden, tokens, rows
-        packed = [rows, int32(buckets.deltas(key), NUM_DELTA_COLUMNS), int32(2)]
+        packed = [rows, int32(buckets.deltas(key), NUM_DELTA_COLUMNS), int32(NUM_CONTROL)]
         if key.phase == "prefill":
             packed.insert(0, tokens)
+            if self._state.hidden is not None:
+                packed.append(tokens)  # where their rows wait
         weights = model.weights._replace(params=self._params)
         return *held((weights, self._state)), *packed
 

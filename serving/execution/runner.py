@@ -1,6 +1,8 @@
 """The runner: device state, launches, and reads. The only one that touches the device."""
 
 import logging
+import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -12,15 +14,21 @@ import numpy as np
 
 from jmoe.api import Model
 from jmoe.packed_rows import empty_deltas, empty_rows, pack_row
-from jmoe.steps import StepOutput, make_state
+from jmoe.steps import StepOutput, make_state, served
+from pallas_kernels.backend import backend
 from serving.config import EngineConfig
 from serving.execution.executables import Executables
 from serving.execution.memory import check_memory
 from serving.execution.programs import Buckets, Key, Programs, Progress, with_default_buckets
 from serving.execution.reader import ResultReader
-from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
+from serving.plan import NUM_EXTENTS, Limits, Phase, StepControl, StepPlan, StepResult
+from serving.settings import SettingsError
 
 log = logging.getLogger(__name__)
+
+MAX_LAUNCH_SHARE = 0.03  # of the time of layers launched at once, what launching them may cost
+TIMED = 5  # runs of a program whose median counts
+FULL_CONTROL = StepControl(100, 0)
 
 
 class Runner(Protocol):
@@ -34,10 +42,14 @@ class Runner(Protocol):
         ...
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
-        """Starts a step under `control` and returns at once.
+        """Starts a step's layers under `control` and returns at once.
 
-        The future is done when the step is, in a thread of the runner's.
+        The future is done when they are, in a thread of the runner's.
         """
+        ...
+
+    def layers_at_once(self, phase: Phase, size: int) -> int:
+        """Layers of such a step to launch at once, where others may have to go between."""
         ...
 
     def load_way(self, way: int, layer: int) -> None:
@@ -49,11 +61,16 @@ class Runner(Protocol):
         ...
 
 
-def limits_of(config: EngineConfig) -> Limits:
-    """Sizes of a configuration; `num_pages` 0 means enough for every slot at full length."""
+def limits_of(config: EngineConfig, num_layers: int = 1) -> Limits:
+    """Sizes of a configuration; `num_pages` 0 means enough for `max_num_seqs` at full length."""
     blocks = -(-config.max_model_len // config.page_size)
+    reserved = config.reserved_ls_seqs
+    reserved = max(1, config.max_num_seqs // 8) if reserved < 0 else reserved
     return Limits(
-        num_slots=config.max_num_seqs,
+        num_slots=config.max_num_seqs + reserved,
+        max_decode_seqs=config.max_num_seqs,
+        num_layers=num_layers,
+        prefill_buckets=with_default_buckets(config).prefill_buckets,
         num_pages=config.num_pages or blocks * config.max_num_seqs,
         page_size=config.page_size,
         max_prefill_tokens=config.max_prefill_tokens,
@@ -82,7 +99,18 @@ class DeviceRunner:
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
         self.model = model
-        self.limits = limits_of(config)
+        self.limits = limits_of(config, model.config.num_layers)
+        params, options = served(model.params, eager=config.enforce_eager)
+        # A loop over layers whose length the device reads would make a GPU's host wait for it.
+        stacked = not any(isinstance(segment, tuple) for segment in params["segments"])
+        self.runs_parts = stacked and backend() == "cpu"
+        if config.part_layers and not self.runs_parts:
+            raise SettingsError(
+                f"engine.part_layers is {config.part_layers}; on a GPU steps run whole so far: "
+                "leave it at 0"
+            )
+        self._part_layers = config.part_layers
+        self._layers_at_once: dict[tuple[str, int], int] = {}
         check_memory(model, self.limits)
         self.buckets = Buckets(config, self.limits)
         self._executables = Executables.at(config.compilation_cache)
@@ -93,8 +121,9 @@ class DeviceRunner:
             page_size=self.limits.page_size,
             max_blocks=self.limits.pages_for(config.max_model_len),
             dtype=model.dtype,
+            num_hidden=self.limits.extent(NUM_EXTENTS) if self.runs_parts else 0,
         )
-        self.programs = Programs(model, self.buckets, self._state, eager=config.enforce_eager)
+        self.programs = Programs(model, self.buckets, self._state, params, options)
         self._reader = ResultReader()
 
     @property
@@ -113,7 +142,64 @@ class DeviceRunner:
         for other in [w for w in ways if w != way] + [way] * bool(way):
             self.model.use_way(other)  # every way once: switching compiles nothing later
         jax.block_until_ready((self._state, self.model.pool))
+        if self.runs_parts and not self._part_layers:
+            self._measure_parts()
         self.programs.mark_ready()
+
+    def _measure_parts(self) -> None:
+        """Chooses how many layers to launch at once: n = clamp(ceil(c / (0.03 t_layer)), 1, L).
+
+        What a launch costs beside its layers, `c`, may be 3 % of them (docs/priorities.md).
+        """
+        num_layers = self.limits.num_layers
+        for key in list(self.programs.keys()):
+            if key.phase not in ("prefill", "decode"):
+                continue
+            none_s, all_s = (self._time(key, stop) for stop in (0, num_layers))
+            layer_s = max(all_s - none_s, 1e-9) / num_layers
+            wanted = math.ceil(none_s / (MAX_LAUNCH_SHARE * layer_s))
+            self._layers_at_once[key.phase, key.size] = min(max(wanted, 1), num_layers)
+
+    def _time(self, key: Key, stop_layer: int) -> float:
+        """Seconds that layers up to `stop_layer` of a full step take, as a median."""
+        size = key.size if key.phase == "decode" else self.buckets.rows(key)
+        rows, q_len = empty_rows(size), max(1, key.size // size)
+        for slot in range(size):  # of page 0, which nobody owns yet
+            rows[slot] = pack_row(slot, kv_len=q_len, q_len=q_len if key.phase == "prefill" else 1)
+        times_s = []
+        for _ in range(TIMED):
+            began = time.perf_counter()
+            self._state, out = self.programs.run(
+                key, self._state, *self._arrays(key, rows, FULL_CONTROL, stop=stop_layer)
+            )
+            jax.block_until_ready(out)
+            times_s.append(time.perf_counter() - began)
+        return sorted(times_s)[TIMED // 2]
+
+    def _arrays(
+        self,
+        key: Key,
+        rows: np.ndarray,
+        control: StepControl,
+        *,
+        deltas: np.ndarray | None = None,
+        tokens: np.ndarray | None = None,
+        places: np.ndarray | None = None,
+        first: int = 0,
+        stop: int,
+    ) -> list[np.ndarray]:
+        """A program's arguments behind the state, padded to its size."""
+        padded = empty_rows(self.buckets.rows(key))
+        padded[: len(rows)] = rows
+        table = empty_deltas(self.buckets.deltas(key))
+        if deltas is not None:
+            table[: len(deltas)] = deltas
+        arrays = [padded, table, np.array([*control, first, stop], np.int32)]
+        if key.phase == "prefill":
+            arrays.insert(0, _padded(tokens, key.size))
+            if self.runs_parts:
+                arrays.append(_padded(places, key.size))
+        return arrays
 
     def _warm(self, key: Key) -> None:
         """Runs a program on padding."""
@@ -130,13 +216,8 @@ class DeviceRunner:
             tokens = np.zeros(key.size, np.int32)
             out = self.programs.score(nothing._replace(hidden=hidden), tokens, rows)
         else:
-            arrays = [
-                rows,
-                empty_deltas(self.buckets.deltas(key)),
-                np.array([key.bucket_percent, 0], np.int32),
-            ]
-            if key.phase == "prefill":
-                arrays.insert(0, np.zeros(key.size, np.int32))
+            control = StepControl(key.bucket_percent, 0)
+            arrays = self._arrays(key, rows, control, stop=self.limits.num_layers)
             self._state, out = self.programs.run(key, self._state, *arrays)
         _start_copies(out, 1)()
 
@@ -149,20 +230,29 @@ class DeviceRunner:
             full=control.strategy == 0 or plan.any_exempt,
             prompt_logprobs=plan.prompt_logprobs,
         )
-        rows = empty_rows(self.buckets.rows(key))
-        rows[: len(plan.rows)] = plan.rows
-        deltas = empty_deltas(self.buckets.deltas(key))
-        deltas[: len(plan.deltas)] = plan.deltas
-        arrays = [rows, deltas, np.array(control, np.int32)]
-        if plan.phase is Phase.PREFILL:
-            tokens = np.zeros(key.size, np.int32)
-            tokens[: plan.size] = plan.tokens
-            arrays.insert(0, tokens)
+        arrays = self._arrays(
+            key,
+            plan.rows,
+            control,
+            deltas=plan.deltas,
+            tokens=plan.tokens,
+            places=plan.places,
+            first=plan.first_layer,
+            stop=plan.stop_layer,
+        )
         self._state, out = self.programs.run(key, self._state, *arrays)
-        if plan.prompt_logprobs:
-            out = self.programs.score(out, arrays[0], rows)
-        self._state, out = self.programs.sample(self._state, out, rows)
+        if plan.is_last:
+            rows = arrays[plan.phase is Phase.PREFILL]
+            if plan.prompt_logprobs:
+                out = self.programs.score(out, arrays[0], rows)
+            self._state, out = self.programs.sample(self._state, out, rows)
         return self._reader.submit(_start_copies(out, len(plan.rows)))
+
+    def layers_at_once(self, phase: Phase, size: int) -> int:
+        """See Runner; measured at the start, or as the settings say."""
+        if self._part_layers or not self.runs_parts:
+            return self._part_layers or self.limits.num_layers
+        return self._layers_at_once[phase, self.buckets.bucket(phase, size)]
 
     def load_way(self, way: int, layer: int) -> None:
         """See Runner. Every way fits the slots that capacities are reckoned with."""
@@ -172,6 +262,13 @@ class DeviceRunner:
         """Stops counting compilations, and reading."""
         self.programs.close()
         self._reader.close()
+
+
+def _padded(values: np.ndarray | None, size: int) -> np.ndarray:
+    padded = np.zeros(size, np.int32)
+    if values is not None:
+        padded[: len(values)] = values
+    return padded
 
 
 def _start_copies(out: StepOutput, count: int) -> Callable[[], StepResult]:

@@ -23,12 +23,12 @@ from prometheus_client.metrics_core import (
 
 from serving.frontend import metrics_http
 from serving.observer import Observer
-from serving.request import Output
+from serving.request import Output, Priority
 
 if TYPE_CHECKING:
     from serving.engine import Engine
     from serving.plan import StepResult
-    from serving.scheduling.scheduler import ScheduledStep
+    from serving.scheduling.batch import ScheduledStep
     from serving.scheduling.sequence import SequenceState
 
 PREFIX = "jmoe_"
@@ -57,12 +57,29 @@ class Histogram:
         """Samples so far."""
         return int(self.counts.sum())
 
-    def collect(self, name: str, about: str) -> HistogramMetricFamily:
-        """The family Prometheus reads, with cumulative counts; `name` is without the prefix."""
-        labels = ["+Inf" if bound == inf else str(bound) for bound in self.bounds.tolist()]
-        family = HistogramMetricFamily(PREFIX + name, about)
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        """Adds cumulative counts, as Prometheus reads them."""
+        bounds = ["+Inf" if bound == inf else str(bound) for bound in self.bounds.tolist()]
         counts = self.counts.cumsum().tolist()
-        family.add_metric([], list(zip(labels, counts, strict=True)), self.sum)
+        family.add_metric(labels, list(zip(bounds, counts, strict=True)), self.sum)
+
+
+class ByClass:
+    """A histogram a class of requests; one family, with the class as label."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.of = {priority: Histogram(bounds) for priority in Priority}
+
+    @property
+    def count(self) -> int:
+        """Samples so far, of all classes."""
+        return sum(histogram.count for histogram in self.of.values())
+
+    def collect(self, name: str, about: str) -> HistogramMetricFamily:
+        """The family; `name` is without the prefix."""
+        family = HistogramMetricFamily(PREFIX + name, about, labels=["priority"])
+        for priority, histogram in self.of.items():
+            histogram.add_to(family, [priority.value])
         return family
 
 
@@ -76,7 +93,8 @@ class Metrics(Observer):
     def __init__(self) -> None:
         super().__init__()
         self.registry = CollectorRegistry()
-        self.ttft, self.itl, self.e2e = Histogram(_TTFT), Histogram(_ITL), Histogram(_E2E)
+        self.ttft, self.itl, self.e2e = ByClass(_TTFT), ByClass(_ITL), ByClass(_E2E)
+        self.queue, self.wait = ByClass(_TTFT), ByClass(_TTFT)
         self.prefill_in_itl = Histogram(_ITL)
         # [start, end) since the last decode step. A running sequence has few of them between its
         # tokens; where every request wants one token, no decode step comes to forget them.
@@ -96,9 +114,9 @@ class Metrics(Observer):
         rows = result.expert_rows.astype(np.int64)
         self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
         if step.plan.phase == "prefill":
-            self.prefill_tokens += int(step.plan.q_lens.sum())
+            self.prefill_tokens += int(step.plan.q_lens.sum()) * step.is_last
             self._prefills.append((started_at, now))
-        elif self._prefills:
+        elif step.is_last and self._prefills:
             starts, ends = np.array(self._prefills).T
             # A sequence that ended meanwhile gets no token, and may never have had one.
             previous_at = np.array([s.previous_at for s in step.sequences if not s.done])
@@ -108,15 +126,21 @@ class Metrics(Observer):
             self.prefill_in_itl.observe(inside.sum(axis=1))
             self._prefills.clear()
 
-    def first_tokens(self, ttft_s: np.ndarray, slo_s: float) -> None:
+    def requests_began(self, queue_s: np.ndarray, wait_s: np.ndarray, priority: Priority) -> None:
         """See Observer."""
-        super().first_tokens(ttft_s, slo_s)
-        self._tokens("prefill", self.ttft, ttft_s, slo_s)
+        super().requests_began(queue_s, wait_s, priority)
+        self.queue.of[priority].observe(queue_s)
+        self.wait.of[priority].observe(wait_s)
 
-    def further_tokens(self, itl_s: np.ndarray, slo_s: float) -> None:
+    def first_tokens(self, ttft_s: np.ndarray, slo_s: float, priority: Priority) -> None:
         """See Observer."""
-        super().further_tokens(itl_s, slo_s)
-        self._tokens("decode", self.itl, itl_s, slo_s)
+        super().first_tokens(ttft_s, slo_s, priority)
+        self._tokens("prefill", self.ttft.of[priority], ttft_s, slo_s)
+
+    def further_tokens(self, itl_s: np.ndarray, slo_s: float, priority: Priority) -> None:
+        """See Observer."""
+        super().further_tokens(itl_s, slo_s, priority)
+        self._tokens("decode", self.itl.of[priority], itl_s, slo_s)
 
     def _tokens(self, phase: str, into: Histogram, samples: np.ndarray, slo_s: float) -> None:
         into.observe(samples)
@@ -128,14 +152,21 @@ class Metrics(Observer):
         super().request_finished(sequence, output, now)
         self.prompt_tokens += output.usage.prompt_tokens
         self.finished[output.finish_reason or "stop"] += 1
-        self.e2e.observe(np.array([now - sequence.arrived_at]))
+        took_s = np.array([now - sequence.arrived_at])
+        self.e2e.of[sequence.request.priority].observe(took_s)
 
     def collect(self) -> Iterator[Metric]:
         """Yields every family; the registry calls it at a scrape."""
         yield self.ttft.collect("time_to_first_token_seconds", "Arrival to first token")
         yield self.itl.collect("inter_token_latency_seconds", "Between tokens of a request")
-        yield self.prefill_in_itl.collect(
-            "inter_token_prefill_seconds", "Prefill steps inside an inter-token latency"
+        inside = HistogramMetricFamily(
+            PREFIX + "inter_token_prefill_seconds", "Prefill steps inside an inter-token latency"
+        )
+        self.prefill_in_itl.add_to(inside, [])
+        yield inside
+        yield self.queue.collect("request_queue_time_seconds", "Arrival to the first layers")
+        yield self.wait.collect(
+            "preemption_latency_seconds", "From slot and pages being there to the first layers"
         )
         if self.expert_rows is not None:
             yield _expert_load(self.expert_rows)
@@ -187,6 +218,15 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
     stats, brownout = engine.stats(), engine.get_brownout()
     yield _gauge("num_requests_running", "Requests that hold pages", stats.num_running)
     yield _gauge("num_requests_waiting", "Requests in the queue", stats.num_waiting)
+    scheduler = engine.scheduler
+    queues = {priority.value: len(queue) for priority, queue in scheduler.queues.items()}
+    about = "Requests in the queue of a class"
+    yield _family(GaugeMetricFamily, "num_requests_waiting_by_priority", about, "priority", queues)
+    yield _counter("parks", "Steps that another went before, between layers", scheduler.num_parks)
+    yield _counter("joins", "Parked steps whose rows another took along", scheduler.num_joins)
+    evictions = {priority.value: count for priority, count in scheduler.num_evictions.items()}
+    about = "Requests that gave up their pages, to be computed again"
+    yield _family(CounterMetricFamily, "evictions", about, "priority", evictions)
     usage = stats.kv_pages_used / max(stats.kv_pages_total, 1)
     yield _gauge("kv_cache_usage_perc", "KV pages in use; 1 is all", usage)
     yield _counter("expert_visits", "(token, layer, pick) visits", stats.expert_visits)

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from serving.errors import shown
 from serving.frontend.metrics import Metrics
-from serving.request import BrownoutChange, BrownoutState, Output
+from serving.request import BrownoutChange, BrownoutState, Output, Priority
 
 if TYPE_CHECKING:
     from serving.engine import Engine
 
 log = logging.getLogger(__name__)
+
+LS = Priority.LATENCY_SENSITIVE  # the class that has the objectives
 
 _STATE_FIELDS = tuple(field.name for field in fields(BrownoutChange))
 
@@ -64,9 +66,9 @@ class Snapshot:
             visits=stats.expert_visits,
             degraded_visits=stats.degraded_visits,
             ended=ended + stats.requests_failed + stats.requests_rejected,
-            first_tokens=metrics.ttft.count,
+            first_tokens=metrics.ttft.of[LS].count,
             late_first_tokens=metrics.violations["prefill"],
-            further_tokens=metrics.itl.count,
+            further_tokens=metrics.itl.of[LS].count,
             late_further_tokens=metrics.violations["decode"],
             strategy=brownout.strategy,
             way=brownout.way,

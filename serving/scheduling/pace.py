@@ -8,30 +8,33 @@ SHARE, MARGIN_S, WEIGHT = 0.8, 0.001, 0.2
 
 
 class Pace:
-    """Typical duration of steps, by phase and size, and when running sequences last got a token.
+    """Typical duration of whole steps, by phase and size, and when sequences last got a token.
 
     A step launched the moment the one before it starts would queue on the device for nothing, and a
     request that arrives meanwhile would wait for both. So the host sits still for most of a step:
     long enough to take late arrivals along, short enough that the device never waits.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int = 1) -> None:
+        """`num_layers` of the model: what is launched at once may be some of them."""
+        self._num_layers = num_layers
         self._typical_s: dict[tuple[Phase, int], float] = {}
         self._decoded_at = -math.inf
 
     def observe(self, plan: StepPlan, started_at: float, ended_at: float) -> None:
         """A step ran on the device from `started_at` to `ended_at`."""
-        key, duration_s = _key(plan.phase, plan.size), ended_at - started_at
+        key = _key(plan.phase, plan.size)
+        duration_s = (ended_at - started_at) / self._share(plan)
         before = self._typical_s.get(key, duration_s)
         # A fast step counts at once: waiting too long costs throughput, too short only latency.
         blended = before + WEIGHT * (duration_s - before)
         self._typical_s[key] = min(duration_s, blended)
-        if plan.phase is Phase.DECODE:
+        if plan.phase is Phase.DECODE and plan.is_last:
             self._decoded_at = ended_at
 
     def idle_s(self, plan: StepPlan) -> float:
         """Seconds from a step's start before the next one has to be planned; 0 if unknown."""
-        return max(0.0, SHARE * self._typical_s.get(_key(plan.phase, plan.size), 0.0) - MARGIN_S)
+        return max(0.0, SHARE * self._expected_s(plan, 0.0) - MARGIN_S)
 
     def itl_slack_s(
         self, budget_s: float, ends_at: float, *, num_decoding: int, num_prefill_tokens: int
@@ -46,7 +49,14 @@ class Pace:
 
     def ends_at(self, plan: StepPlan, started_at: float) -> float:
         """When a step that began at `started_at` is likely to end."""
-        return started_at + self._typical_s.get(_key(plan.phase, plan.size), math.inf)
+        return started_at + self._expected_s(plan, math.inf)
+
+    def _share(self, plan: StepPlan) -> float:
+        """Of the model's layers."""
+        return plan.num_layers / self._num_layers
+
+    def _expected_s(self, plan: StepPlan, unknown_s: float) -> float:
+        return self._share(plan) * self._typical_s.get(_key(plan.phase, plan.size), unknown_s)
 
 
 def _key(phase: Phase, size: int) -> tuple[Phase, int]:

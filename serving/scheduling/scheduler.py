@@ -1,156 +1,400 @@
-"""The scheduler: queues, slots and pages, and the plan of the next step.
+"""The scheduler: queues, slots and pages, and the layers to launch next.
 
 Who owns which pages: a sequence in PREFILL or DECODE owns `pages`, which cover positions
 `[0, len(pages) * page_size)`; every other page is free. A finished sequence's pages are free at
-once: steps run in order on the device, so a step in flight that still writes to them runs before
-any step of a new owner.
+once: launches run in order on the device, so one in flight that still writes to them runs before
+any of a new owner, and a sequence that is in a step under way leaves it, so that layers still to
+come do not write.
 """
 
+import logging
 import math
 from bisect import insort
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
-from jaxtyping import Float
-
-from jmoe.packed_rows import KV_LEN, NUM_COLUMNS, NUM_DELTA_COLUMNS, Q_LEN
-from serving.plan import Limits, Phase, StepPlan
+from serving.plan import NUM_EXTENTS, Limits, Phase
+from serving.request import Priority
+from serving.scheduling.batch import Batch, Chunk, ScheduledStep
 from serving.scheduling.pages import PageAllocator
-from serving.scheduling.policy import Policy
+from serving.scheduling.policy import (
+    BE,
+    LS,
+    TOGETHER,
+    Choice,
+    Fcfs,
+    Order,
+    Policy,
+    RequestView,
+    RequestViews,
+    View,
+)
 from serving.scheduling.sequence import SequenceState, SequenceStatus
+from serving.scheduling.share import Share
 
-
-@dataclass(frozen=True)
-class ScheduledStep:
-    """A plan, and the sequences that its rows belong to."""
-
-    plan: StepPlan
-    sequences: list[SequenceState]
-    sampled: list[bool]  # whether the row's token is used: its prompt ends here
-
-    def share_prompt_logprobs(self, values: Float[np.ndarray, "T"]) -> None:
-        """Gives sequences the log-probabilities that came of their chunks.
-
-        They go to a chunk's own positions: a sequence that was preempted computes its prompt again,
-        and may have had a chunk under way.
-        """
-        at = 0
-        for row, sequence in zip(self.plan.rows, self.sequences, strict=True):
-            q_len = int(row[Q_LEN])
-            start = int(row[KV_LEN]) - q_len
-            wanted = min(q_len, len(sequence.prompt) - 1 - start)
-            if sequence.request.sampling.prompt_logprobs and not sequence.tokens:
-                sequence.prompt_logprobs[start : start + wanted] = values[at : at + wanted].tolist()
-            at += q_len
+log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Continuous batching: new sequences join and finished ones leave between any two steps."""
+    """Continuous batching: new sequences join and finished ones leave between any two steps.
 
-    def __init__(self, limits: Limits, policy: Policy) -> None:
-        self.limits = limits
-        self.policy = policy
+    Args:
+        limits: what a schedule has to keep.
+        policy: who chooses.
+        layers_at_once: layers to launch at once of a step of (phase, size), while there is
+            best-effort work; without, a step is launched whole.
+        share: of device time, best effort's. None: it has no claim.
+        max_wait_s: best effort that has waited so long counts as latency-sensitive.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        policy: Policy,
+        layers_at_once: Callable[[Phase, int], int] | None = None,
+        share: Share | None = None,
+        max_wait_s: float = math.inf,
+    ) -> None:
+        self.limits, self.policy, self.share = limits, policy, share or Share(0.0)
         self.pages = PageAllocator(limits.num_pages)
-        self.waiting: list[SequenceState] = []  # sorted by the policy's rank
+        self.queues: dict[Priority, list[SequenceState]] = {LS: [], BE: []}  # by rank
         self.running: list[SequenceState] = []  # in PREFILL or DECODE, by admission
+        self.under_way: list[Batch] = []  # begun, and not launched to the last layer
+        self.num_parks = self.num_joins = 0
+        self.num_evictions = dict.fromkeys(Priority, 0)
+        self._layers_at_once = layers_at_once or (lambda phase, size: limits.num_layers)
+        self._max_wait_s = max_wait_s
+        self._parks = getattr(policy, "parks", True)
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
+        self._free_extents = list(range(NUM_EXTENTS))
         self._last_phase = Phase.DECODE
+        self._newest: Batch | None = None  # whose layers were launched last
+        self._num_faults = 0
 
-    def add(self, sequence: SequenceState) -> None:
+    # ---- requests ---------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> list[SequenceState]:
+        """All that wait, class by class."""
+        return [*self.queues[LS], *self.queues[BE]]
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.running or self.queues[LS] or self.queues[BE])
+
+    def add(self, sequence: SequenceState, now: float = 0.0) -> None:
         """Queues a sequence in its place."""
-        insort(self.waiting, sequence, key=self.policy.rank)
+        queue = self.queues[sequence.request.priority]
+        insort(queue, sequence, key=self._rank)
+        if queue[0] is sequence and math.isnan(sequence.ready_at) and self._admissible(sequence):
+            sequence.ready_at = now
 
     def finish(self, sequence: SequenceState) -> None:
         """Takes a sequence out, wherever it is, and frees what it holds. Again is no error."""
         status, sequence.status = sequence.status, SequenceStatus.DONE
         if status is SequenceStatus.WAITING:
-            self.waiting.remove(sequence)
+            self.queues[sequence.request.priority].remove(sequence)
         elif status is not SequenceStatus.DONE:
             self._release(sequence)
 
-    @property
-    def num_free_slots(self) -> int:
-        """Sequences that could still be admitted, pages aside."""
-        return len(self._free_slots)
+    def num_free_slots(self, priority: Priority = LS) -> int:
+        """Sequences of a class that could still be admitted, pages aside."""
+        free = self.limits.decode_rows - sum(
+            1 for s in self.running if priority is BE or s.request.priority is LS
+        )
+        return min(len(self._free_slots), max(0, free))
 
-    def oldest_arrival(self) -> float | None:
-        """Arrival of the oldest sequence that waits for its first token."""
-        ages = [s.arrived_at for s in self.waiting if not s.tokens]
+    def oldest_arrival(self, priority: Priority = LS) -> float | None:
+        """Arrival of the oldest sequence of a class that waits for its first token."""
+        ages = [s.arrived_at for s in self.queues[priority] if not s.tokens]
         ages += [
             s.arrived_at
             for s in self.running
-            if s.status is SequenceStatus.PREFILL and not s.tokens
+            if s.status is SequenceStatus.PREFILL
+            and not s.tokens
+            and s.request.priority is priority
         ]
         return min(ages, default=None)
 
     def check_idle(self) -> None:
-        """Raises AssertionError if, with nothing to do, a page or a slot is missing."""
-        if self.waiting or self.running:
+        """Raises AssertionError if, with nothing to do, a page, a slot or an extent is missing."""
+        if not self.idle:
             raise AssertionError(f"{len(self.waiting)} waiting and {len(self.running)} running")
         self.pages.check_idle()
-        if len(self._free_slots) != self.limits.num_slots:
-            raise AssertionError(f"{self.limits.num_slots - len(self._free_slots)} slots leaked")
+        for free, total, what in (
+            (self._free_slots, self.limits.num_slots, "slots"),
+            (self._free_extents, NUM_EXTENTS, "extents"),
+        ):
+            if len(free) != total:
+                raise AssertionError(f"{total - len(free)} {what} leaked")
+        if self.under_way:
+            raise AssertionError(f"{len(self.under_way)} steps without rows are under way")
+
+    def observe(self, step: ScheduledStep, began_at: float, ended_at: float) -> None:
+        """A step's layers ran on the device."""
+        best_effort = any(s.request.priority is BE for s in step.sequences)
+        self.share.observe(began_at, ended_at, best_effort)
 
     def next_prefill_tokens(self) -> int:
         """Tokens that a prefill step planned now would have, at most."""
         heads = self.waiting[: self.limits.max_prefill_seqs]
         return min(self.limits.max_prefill_tokens, sum(len(s.context) for s in heads))
 
-    def next_step(self, itl_slack_s: float = -math.inf) -> ScheduledStep | None:
-        """The next step, with its pages taken and its sequences advanced; None: nothing to run.
+    # ---- the next layers --------------------------------------------------------------------
 
-        `itl_slack_s` is what the policy may spend on a prefill step out of turn (see Policy).
+    def next_step(self, itl_slack_s: float = -math.inf, now: float = 0.0) -> ScheduledStep | None:
+        """The layers to launch next, with pages taken and sequences advanced; None: nothing to run.
+
+        `itl_slack_s` is what the policy may spend on a prefill step out of turn (see View).
         """
-        decoding = [
-            s for s in self.running if s.status is SequenceStatus.DECODE and not s.exhausted
-        ]
-        ready = self._prefill_ready()
-        if self.policy.prefill_next(
-            ready=ready, running=len(decoding), last_phase=self._last_phase, itl_slack_s=itl_slack_s
-        ):
-            step = self._plan_prefill() or self._plan_decode(decoding)
-        else:
-            step = self._plan_decode(decoding) or (self._plan_prefill() if ready else None)
-        if step is not None:
-            self._last_phase = step.plan.phase
+        self._promote(now)
+        view = self._view(itl_slack_s, now)
+        choice = self._ask(view)
+        batch = self._chosen(choice, now)
+        if batch is None:  # the choice has nothing to run: whatever has
+            batch = self.under_way[0] if self.under_way else self._begin_any(choice.phase, now)
+        return None if batch is None else self._take_layers(batch)
+
+    def _promote(self, now: float) -> None:
+        """Best effort that has waited too long is served as if it were latency-sensitive."""
+        if self._max_wait_s == math.inf:
+            return
+        for sequence in (*self.queues[BE][:1], *self.running):
+            if sequence.request.priority is BE and sequence.batch is None:
+                late = now - sequence.waiting_since > self._max_wait_s
+                sequence.priority = LS if late else BE
+
+    def _view(self, itl_slack_s: float, now: float) -> View:
+        prefill, decode = {LS: [], BE: []}, {LS: [], BE: []}
+        for s in self.running:
+            if s.batch is None:
+                if s.status is SequenceStatus.PREFILL:
+                    prefill[s.priority].append(s)
+                elif not s.exhausted:
+                    decode[s.priority].append(s)
+        can = {
+            c: bool(self._free_extents)
+            and (bool(prefill[c]) or self._next_admissible((c,)) is not None)
+            for c in (LS, BE)
+        }
+        return View(
+            now=now,
+            max_batch=self.limits.decode_rows,
+            ls_prefill=RequestViews([*prefill[LS], *self.queues[LS]]),
+            be_prefill=RequestViews([*prefill[BE], *self.queues[BE]]),
+            ls_decode=RequestViews(decode[LS]),
+            be_decode=RequestViews(decode[BE]),
+            can_prefill=can,
+            under_way=tuple(
+                batch.view(index, parked=batch is not self._newest)
+                for index, batch in enumerate(self.under_way)
+            ),
+            last_phase=self._last_phase,
+            itl_slack_s=itl_slack_s,
+            may_park=self.share.may_park(now) or not self._has_best_effort(),
+        )
+
+    def _ask(self, view: View) -> Choice:
+        """The policy's choice; of one that raises, or names what is not there, first come first
+        served's, so that it costs nobody a request.
+        """
+        try:
+            choice = self.policy.choose(view) or Fcfs().choose(view)
+            assert choice is not None
+            if choice.resume is None:
+                if not isinstance(choice.phase, Phase):
+                    raise ValueError(f"phase is {choice.phase!r}; it must be a Phase")
+                unknown = {c for group in choice.order for c in group} - set(Priority)
+                if unknown:
+                    raise ValueError(f"order has {unknown}; it must hold groups of Priority")
+            elif choice.resume not in range(len(view.under_way)):
+                raise ValueError(
+                    f"resume is {choice.resume!r}; {len(view.under_way)} are under way"
+                )
+            return choice
+        except Exception as error:
+            self._fault("choose", error)
+            choice = Fcfs().choose(view)
+            assert choice is not None
+            return choice
+
+    def _fault(self, method: str, error: Exception) -> None:
+        self._num_faults += 1
+        if self._num_faults.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
+            name, reason = type(self.policy).__qualname__, f"{type(error).__name__}: {error}"
+            log.error(
+                "policy %s: %s failed, for the %dth time; first come first served goes on: %s",
+                name,
+                method,
+                self._num_faults,
+                reason,
+            )
+
+    def _rank(self, sequence: SequenceState) -> tuple:
+        try:
+            return (self.policy.rank(RequestView(sequence)),)
+        except Exception as error:
+            self._fault("rank", error)
+            return (sequence.arrived_at,)
+
+    def _chosen(self, choice: Choice, now: float) -> Batch | None:
+        if choice.resume is not None:
+            return self.under_way[choice.resume]
+        if choice.phase is Phase.PREFILL:
+            return self._begin_prefill(choice.order, now)
+        return self._begin_decode(choice.order, now)
+
+    def _begin_any(self, tried: Phase | None, now: float) -> Batch | None:
+        if tried is Phase.PREFILL:
+            return self._begin_decode(TOGETHER, now) or self._begin_prefill(TOGETHER, now)
+        return self._begin_prefill(TOGETHER, now) or self._begin_decode(TOGETHER, now)
+
+    def _take_layers(self, batch: Batch) -> ScheduledStep:
+        """The batch's next layers; those of a parked one that it meets come along."""
+        other = batch.joins
+        if other is not None and other not in self.under_way:
+            other = batch.joins = None
+        if other is not None and other.next_layer == batch.next_layer:
+            batch.absorb(other)
+            self.under_way.remove(other)
+            self.num_joins += 1
+            other = None
+        if self._newest is not batch and self._newest in self.under_way:
+            self._newest.num_parks += 1
+            self.num_parks += 1
+        last, stop = self.limits.num_layers, self.limits.num_layers
+        if self._parks and self._has_best_effort():
+            stop = batch.next_layer + self._layers_at_once(batch.phase, batch.num_tokens)
+        if other is not None:
+            stop = min(stop, other.next_layer)
+        step = batch.take_layers(min(stop, last), last)
+        if step.is_last:
+            self._end(batch)
+        self._newest, self._last_phase = batch, batch.phase
         return step
 
-    def _prefill_ready(self) -> bool:
-        if any(s.status is SequenceStatus.PREFILL for s in self.running):
-            return True
-        return self._next_admissible() is not None
+    def _has_best_effort(self) -> bool:
+        return bool(self.queues[BE]) or any(s.request.priority is BE for s in self.running)
 
-    def _next_admissible(self) -> SequenceState | None:
-        """The first waiting sequence, if a slot and pages for all of its context are there.
+    def _begin(self, batch: Batch, now: float) -> Batch:
+        self.under_way.append(batch)
+        for chunk in batch.chunks:
+            chunk.sequence.waiting_since = now
+        return batch
 
-        Nobody overtakes it: a long prompt must not starve behind short ones. A sequence whose last
-        token is still in flight cannot be recomputed yet.
+    def _end(self, batch: Batch) -> None:
+        """Its last layers are launched, or it has no rows any more."""
+        self.under_way.remove(batch)
+        self._free_extents += batch.extents
+        batch.extents = []
+
+    # ---- prefill ----------------------------------------------------------------------------
+
+    def _next_admissible(self, group: Sequence[Priority]) -> SequenceState | None:
+        """The first waiting sequence of a group, if slot and pages for its context are there.
+
+        Nobody of its class overtakes it: a long prompt must not starve behind short ones. A
+        sequence whose last token is still in flight cannot be recomputed yet.
         """
-        head = next((s for s in self.waiting if not s.in_flight), None)
-        if head is None or not self._free_slots:
-            return None
-        # One position more than it needs now, or it might be preempted as soon as it is admitted.
-        wanted = self.limits.pages_for(len(head.context) + 1)
-        return head if wanted <= self.pages.num_free else None
+        heads = (
+            next((s for s in queue if not s.in_flight), None) for queue in self.queues.values()
+        )
+        own = [s for s in heads if s is not None and s.priority in group]
+        head = min(own, key=self._rank, default=None)
+        return head if head is not None and self._admissible(head) else None
 
-    def _plan_prefill(self) -> ScheduledStep | None:
-        limits, room = self.limits, self.limits.max_prefill_tokens
-        chunks: list[tuple[SequenceState, list[int]]] = []
-        for sequence in [s for s in self.running if s.status is SequenceStatus.PREFILL]:
-            if room and len(chunks) < limits.max_prefill_seqs:
+    def _admissible(self, head: SequenceState) -> bool:
+        """Whether slot and pages are there, those that best effort would give up included."""
+        # One position more than it needs now, or it might be evicted as soon as it is admitted.
+        wanted = self.limits.pages_for(len(head.context) + 1)
+        own = head.request.priority
+        if self.num_free_slots(own) and wanted <= self.pages.num_free:
+            return True
+        if own is BE:  # also one that has waited too long: two of them would evict each other
+            return False
+        givers = [s for s in self.running if s.request.priority is BE]
+        running_ls = len(self.running) - len(givers)
+        slots = running_ls < self.limits.decode_rows and (bool(self._free_slots) or bool(givers))
+        return slots and wanted <= self.pages.num_free + sum(len(s.pages) for s in givers)
+
+    def _make_room(self, head: SequenceState) -> None:
+        """Best effort gives up slot and pages for a latency-sensitive sequence, if it must."""
+        wanted = self.limits.pages_for(len(head.context) + 1)
+        while not self._free_slots or self.pages.num_free < wanted:
+            self._preempt(self._victim([s for s in self.running if s.request.priority is BE]))
+
+    def _begin_prefill(self, order: Order, now: float) -> Batch | None:
+        if not self._free_extents:
+            return None
+        limits, chunks = self.limits, []
+        parked = self._parked(Phase.PREFILL)
+        room = limits.max_prefill_tokens
+        for number, group in enumerate(order):
+            if number and chunks:  # who fills up must not make the step dearer
+                taken = limits.max_prefill_tokens - room
+                room = limits.token_bucket(taken) - taken
+                if parked is not None:
+                    break  # what is parked fills up, before anything new
+            self._fill_prefill(group, chunks, room, now)
+            room = limits.max_prefill_tokens - sum(len(part) for _, part in chunks)
+        if not chunks:
+            return None
+        batch = self._begin(self._pack_prefill(chunks), now)
+        batch.place(extent := self._free_extents.pop(), limits.extent(extent))
+        if parked is not None and self._fits(batch, parked):
+            batch.joins = parked
+        return batch
+
+    def _parked(self, phase: Phase) -> Batch | None:
+        return next((b for b in self.under_way if b.phase is phase and b.next_layer), None)
+
+    def _fits(self, batch: Batch, parked: Batch) -> bool:
+        """Whether the rows of both are one step that costs no more than the first alone."""
+        if len(batch.chunks) + len(parked.chunks) > self.limits.max_prefill_seqs:
+            return False
+        tokens = batch.num_tokens
+        return tokens + parked.num_tokens <= self.limits.token_bucket(tokens)
+
+    def _fill_prefill(
+        self,
+        group: Sequence[Priority],
+        chunks: list[tuple[SequenceState, list[int]]],
+        room: int,
+        now: float,
+    ) -> None:
+        """Takes chunks of a group's prompts: of those that are begun, then of new ones."""
+        for sequence in self._candidates(group, SequenceStatus.PREFILL):
+            if room and len(chunks) < self.limits.max_prefill_seqs:
                 room -= self._take_chunk(sequence, room, chunks)
-        while room and len(chunks) < limits.max_prefill_seqs:
-            sequence = self._next_admissible()
+        while room and len(chunks) < self.limits.max_prefill_seqs:
+            sequence = self._next_admissible(group)
             if sequence is None:
-                break
-            self.waiting.remove(sequence)
-            sequence.status = SequenceStatus.PREFILL
-            sequence.slot = self._free_slots.pop()
-            # All at once, so that no decoding sequence can take what a later chunk will need.
-            sequence.pages = self.pages.allocate(self.limits.pages_for(len(sequence.context)))
-            self.running.append(sequence)
+                return
+            self._admit(sequence, now)
+            for gone in [c for c in chunks if c[0].status is SequenceStatus.WAITING]:
+                chunks.remove(gone)  # it gave way
+                room += len(gone[1])
             room -= self._take_chunk(sequence, room, chunks)
-        return self._pack_prefill(chunks) if chunks else None
+
+    def _candidates(
+        self, group: Sequence[Priority], status: SequenceStatus
+    ) -> Iterator[SequenceState]:
+        """Running sequences of a group that are in no step under way."""
+        for sequence in self.running:
+            if sequence.status is status and sequence.batch is None and sequence.priority in group:
+                yield sequence
+
+    def _admit(self, sequence: SequenceState, now: float) -> None:
+        self.queues[sequence.request.priority].remove(sequence)
+        if sequence.request.priority is LS:
+            self._make_room(sequence)
+        sequence.status = SequenceStatus.PREFILL
+        sequence.slot = self._free_slots.pop()
+        # All at once, so that no decoding sequence can take what a later chunk will need.
+        sequence.pages = self.pages.allocate(self.limits.pages_for(len(sequence.context)))
+        self.running.append(sequence)
+        if math.isnan(sequence.ready_at):
+            sequence.ready_at = now
 
     def _take_chunk(
         self,
@@ -163,60 +407,53 @@ class Scheduler:
         chunks.append((sequence, part))
         return len(part)
 
-    def _pack_prefill(self, chunks: list[tuple[SequenceState, list[int]]]) -> ScheduledStep:
-        rows, deltas, sampled = [], [], []
-        for sequence, part in chunks:
+    def _pack_prefill(self, taken: list[tuple[SequenceState, list[int]]]) -> Batch:
+        chunks, deltas = [], []
+        for sequence, part in taken:
             mapped = self.limits.pages_for(sequence.num_computed)
             sequence.num_computed += len(part)
             reached = self.limits.pages_for(sequence.num_computed)
             deltas += [(sequence.slot, b, sequence.pages[b]) for b in range(mapped, reached)]
-            rows.append(sequence.packed(len(part)).copy())
-            last = sequence.num_computed == len(sequence.context)
-            sampled.append(last)
-            if last:
+            ends = sequence.num_computed == len(sequence.context)
+            row = sequence.packed(len(part)).copy()
+            chunks.append(Chunk(sequence, row, sampled=ends, tokens=part))
+            if ends:
                 sequence.status = SequenceStatus.DECODE
                 sequence.num_sampled += 1
-        plan = StepPlan(
-            phase=Phase.PREFILL,
-            rows=np.stack(rows),
-            deltas=_stack(deltas),
-            tokens=np.concatenate([np.asarray(part, np.int32) for _, part in chunks]),
-            prompt_logprobs=any(
-                s.request.sampling.prompt_logprobs and not s.tokens for s, _ in chunks
-            ),
-        )
-        return ScheduledStep(plan, [sequence for sequence, _ in chunks], sampled)
+        return Batch(Phase.PREFILL, chunks, deltas)
 
-    def _plan_decode(self, decoding: list[SequenceState]) -> ScheduledStep | None:
+    # ---- decode -----------------------------------------------------------------------------
+
+    def _begin_decode(self, order: Order, now: float) -> Batch | None:
         deltas: list[tuple[int, int, int]] = []
         scheduled: list[SequenceState] = []
-        for sequence in decoding:
-            if sequence.status is not SequenceStatus.DECODE:
-                continue  # preempted for one before it
-            while not self._extend_if_free(sequence, deltas):
-                victim = self.policy.victim(self.running)
-                scheduled = [s for s in scheduled if s is not victim]
-                deltas = [delta for delta in deltas if delta[0] != victim.slot]
-                self._preempt(victim)
-                if victim is sequence:
+        parked = self._parked(Phase.DECODE)
+        room = self.limits.decode_rows - (len(parked.chunks) if parked is not None else 0)
+        for group in order:
+            for sequence in list(self._candidates(group, SequenceStatus.DECODE)):
+                if len(scheduled) == room:
                     break
-            else:
-                scheduled.append(sequence)
+                if sequence.status is not SequenceStatus.DECODE or sequence.exhausted:
+                    continue  # evicted for one before it
+                while not self._extend_if_free(sequence, deltas):
+                    victim = self._victim_for(sequence)
+                    scheduled = [s for s in scheduled if s is not victim]
+                    deltas = [delta for delta in deltas if delta[0] != victim.slot]
+                    self._preempt(victim)
+                    if victim is sequence:
+                        break
+                else:
+                    scheduled.append(sequence)
         if not scheduled:
             return None
-        rows = np.empty((len(scheduled), NUM_COLUMNS), np.int32)
-        for at, sequence in enumerate(scheduled):
+        chunks = []
+        for sequence in scheduled:
             sequence.num_computed += 1
             sequence.num_sampled += 1
-            rows[at] = sequence.packed(1)
-        plan = StepPlan(
-            phase=Phase.DECODE,
-            rows=rows,
-            deltas=_stack(deltas),
-            tokens=np.zeros(0, np.int32),
-            prompt_logprobs=False,
-        )
-        return ScheduledStep(plan, scheduled, [True] * len(scheduled))
+            chunks.append(Chunk(sequence, sequence.packed(1).copy(), sampled=True))
+        batch = self._begin(Batch(Phase.DECODE, chunks, deltas), now)
+        batch.joins = parked if parked in self.under_way else None
+        return batch
 
     def _extend_if_free(self, sequence: SequenceState, deltas: list[tuple[int, int, int]]) -> bool:
         """Gives a sequence the page its next position needs, if it needs one; False: none free."""
@@ -228,18 +465,38 @@ class Scheduler:
             sequence.pages.append(page)
         return True
 
+    # ---- who gives way ----------------------------------------------------------------------
+
+    def _victim_for(self, sequence: SequenceState) -> SequenceState:
+        """Who gives up pages for a running sequence: best effort first, and never for it."""
+        best_effort = [s for s in self.running if s.request.priority is BE]
+        return self._victim(best_effort or self.running)
+
+    def _victim(self, running: list[SequenceState]) -> SequenceState:
+        try:
+            chosen = self.policy.victim(RequestViews(running))
+            for sequence in running:
+                if RequestView(sequence).same_as(chosen):
+                    return sequence
+            raise ValueError(f"victim is {chosen!r}, which is not one of those it may be")
+        except Exception as error:
+            self._fault("victim", error)
+            return max(running, key=lambda sequence: sequence.arrived_at)
+
     def _preempt(self, victim: SequenceState) -> None:
         """Takes a sequence's pages; it waits in its old place and is recomputed later."""
+        self.num_evictions[victim.request.priority] += 1
         self._release(victim)
         victim.reset_for_recompute()
-        self.add(victim)
+        self.add(victim, victim.waiting_since)
 
     def _release(self, sequence: SequenceState) -> None:
+        batch = sequence.batch
+        if batch is not None:
+            batch.drop(sequence)
+            if not batch.chunks:
+                self._end(batch)
         self.running.remove(sequence)
         self.pages.free(sequence.pages)
         self._free_slots.append(sequence.slot)
         sequence.pages = []
-
-
-def _stack(deltas: list[tuple[int, int, int]]) -> np.ndarray:
-    return np.array(deltas, np.int32).reshape(-1, NUM_DELTA_COLUMNS)

@@ -3,6 +3,7 @@
 import asyncio
 import enum
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from jmoe.tokenizer import Tokenizer
 from serving.plan import Phase
 from serving.request import Output, Request, ThresholdSpan, Usage
 from serving.scheduling.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from serving.scheduling.batch import Batch
 
 
 class SequenceStatus(enum.Enum):
@@ -61,10 +65,15 @@ class SequenceState:
         )
         self.detokenizer = Detokenizer(tokenizer, sampling.stop)
         self.started_at = math.nan  # when its first step was launched
+        self.began_at = math.nan  # when the device began with that
         self.previous_at = math.nan  # when the newest token came
         self.degraded_visits = 0
         self.visited_tokens = 0
         self.spans: dict[Phase, ThresholdSpan] = {}
+        self.batch: "Batch | None" = None  # the step under way that it is in
+        self.priority = request.priority  # best effort that has waited too long is promoted
+        self.waiting_since = arrived_at  # when it was last in a step that began, or arrived
+        self.ready_at = math.nan  # when slot and pages for its first step were there
         self.prompt_logprobs: list[float] = []
         self.outputs: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self.deadline: asyncio.TimerHandle | None = None
@@ -95,6 +104,7 @@ class SequenceState:
         self.num_computed = 0
         self.slot = -1
         self.pages = []
+        self.batch = None
 
     def note_start(self, launched_at: float) -> None:
         """A step of it is launched; the first one counts."""

@@ -13,10 +13,13 @@ from serving.request import (
     BrownoutState,
     EngineStats,
     Output,
+    Priority,
     SamplingParams,
     ThresholdSpan,
     Usage,
 )
+
+LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 
 UNLUCKY = 66
 """An engine that gets a prompt with this last token fails."""
@@ -53,6 +56,12 @@ class FakeEngine:
         self.reason, self.dead = "", asyncio.Event()
         self.way_gate = asyncio.Event()  # holds a change of way
         self.way_gate.set()
+        self.scheduler = SimpleNamespace(
+            queues={LS: [None] * 3, BE: []},
+            num_parks=5,
+            num_joins=2,
+            num_evictions={LS: 0, BE: 4},
+        )
         self.counters: dict = {}  # fields of stats that a test sets
         self.calls: list[dict] = []
         self.running = self.closed = 0

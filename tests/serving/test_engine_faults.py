@@ -13,13 +13,15 @@ from counting import collect, model_with
 
 from serving import engine as engine_module
 from serving.config import BrownoutConfig, SalcConfig
-from serving.control.slo import LatencyWindow, SloAnalyser
+from serving.control.slo import LatencyWindow, SloAnalyser, Waiting
 from serving.errors import InvalidRequest, RequestFailed, Unavailable, shown
 from serving.fake import FakeRunner
+from serving.latencies import Latencies
 from serving.observer import Observer
-from serving.request import BrownoutChange, SamplingParams
+from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.watchdog import StuckTimer
 
+LS = Priority.LATENCY_SENSITIVE
 simulated_time = pytest.mark.simulated_time
 
 
@@ -78,7 +80,7 @@ async def test_a_prompt_that_cannot_be_tokenized_ends_one_request(
     with pytest.raises(kind, match="tokenize"):
         await collect(engine, "x" * length)
     assert len(await collect(engine, [1], 5)) == 5
-    assert engine.admission.num_tokenizing == 0
+    assert engine.admission.num_tokenizing.total() == 0
 
 
 @simulated_time
@@ -215,8 +217,9 @@ def test_a_caller_who_changes_nothing_holds_up_no_controller(change):
         now = tick / 2
         slo.use_way(8, now)
         slo.apply(BrownoutChange(**change), now)
-        slo.observe_tokens(np.full(8, now - 0.02), now - 0.03, now)
-        slo.maybe_update(now, 0.0)
+        late = Latencies(previous_at={LS: [now - 0.02] * 8})
+        slo.observe(LS, late, now - 0.03, now)
+        slo.maybe_update(now, {LS: Waiting()})
     assert slo.decode.salc.threshold_percent < 20
 
 

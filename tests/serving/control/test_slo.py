@@ -9,10 +9,13 @@ from hypothesis import strategies as st
 
 from serving.config import BrownoutConfig, SalcConfig
 from serving.control.salc import Salc
-from serving.control.slo import LatencyWindow, SloAnalyser
+from serving.control.slo import LatencyWindow, SloAnalyser, Waiting
 from serving.errors import InvalidRequest
-from serving.request import BrownoutChange
+from serving.latencies import Latencies
+from serving.request import BrownoutChange, Priority
 from serving.settings import SettingsError
+
+LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 
 
 def test_algorithm_2_shrinks_above_the_slo_and_grows_below_the_warning_line():
@@ -64,15 +67,27 @@ def analyser(**brownout):
     return SloAnalyser(config, SalcConfig(interval_s=1.0, min_samples=5), way=8)
 
 
+def first(slo, arrived_at, now, priority=LS):
+    slo.observe(priority, Latencies(arrived_at={priority: arrived_at.tolist()}), now, now)
+
+
+def further(slo, previous_at, launched_at, now, priority=LS):
+    slo.observe(priority, Latencies(previous_at={priority: previous_at.tolist()}), launched_at, now)
+
+
+def update(slo, now, oldest_s, *, slots_taken=False, best_effort=0.0):
+    slo.maybe_update(now, {LS: Waiting(oldest_s, slots_taken), BE: Waiting(best_effort, True)})
+
+
 def test_each_phase_has_its_own_controller():
     slo = analyser()
     now = 10.0
-    slo.maybe_update(now, 0.0)
-    slo.observe_first_tokens(np.full(8, now + 0.1), now + 0.9)  # 0.8 s: in the buffer zone
-    slo.observe_tokens(np.full(8, now + 0.1), now + 0.1, now + 0.4)  # 0.3 s: far too late
-    slo.maybe_update(now + 0.5, 0.0)  # too early
+    update(slo, now, 0.0)
+    first(slo, np.full(8, now + 0.1), now + 0.9)  # 0.8 s: in the buffer zone
+    further(slo, np.full(8, now + 0.1), now + 0.1, now + 0.4)  # 0.3 s: far too late
+    update(slo, now + 0.5, 0.0)  # too early
     assert slo.decode.salc.threshold_percent == 100
-    slo.maybe_update(now + 1.0, 0.0)
+    update(slo, now + 1.0, 0.0)
     assert slo.decode.salc.threshold_percent == 80
     assert slo.prefill.salc.threshold_percent == 100
     assert slo.control("decode") == (80, 2)
@@ -81,32 +96,32 @@ def test_each_phase_has_its_own_controller():
 
 def test_samples_of_steps_launched_under_the_old_threshold_do_not_count():
     slo = analyser()
-    slo.maybe_update(0.0, 0.0)
-    slo.observe_tokens(np.full(8, 0.1), 0.1, 0.9)
-    slo.maybe_update(1.0, 0.0)
+    update(slo, 0.0, 0.0)
+    further(slo, np.full(8, 0.1), 0.1, 0.9)
+    update(slo, 1.0, 0.0)
     assert slo.decode.salc.threshold_percent == 80
-    slo.observe_tokens(np.full(8, 1.1), 0.95, 1.9)  # launched before the change
-    slo.maybe_update(2.0, 0.0)
+    further(slo, np.full(8, 1.1), 0.95, 1.9)  # launched before the change
+    update(slo, 2.0, 0.0)
     assert slo.decode.salc.threshold_percent == 80
-    slo.observe_tokens(np.full(8, 2.0), 2.0, 2.9)
-    slo.maybe_update(3.0, 0.0)
+    further(slo, np.full(8, 2.0), 2.0, 2.9)
+    update(slo, 3.0, 0.0)
     assert slo.decode.salc.threshold_percent == 64
 
 
 def test_the_age_of_the_oldest_waiting_request_enters_the_prefill_p90():
     slo = analyser()
-    slo.maybe_update(0.0, 0.0)
-    slo.maybe_update(1.0, 1.5)  # nobody got a first token, but somebody waits too long
+    update(slo, 0.0, 0.0)
+    update(slo, 1.0, 1.5)  # nobody got a first token, but somebody waits too long
     assert slo.prefill.salc.threshold_percent == 80
     assert slo.decode.salc.threshold_percent == 100
 
 
 def test_waiting_for_a_slot_is_waiting_for_decode():
     slo = analyser()
-    slo.maybe_update(0.0, 0.0)
-    slo.maybe_update(1.0, 1.5, slots_taken=True)
+    update(slo, 0.0, 0.0)
+    update(slo, 1.0, 1.5, slots_taken=True)
     assert slo.decode.salc.threshold_percent == 80
-    slo.maybe_update(2.0, 0.5, slots_taken=True)  # not late yet
+    update(slo, 2.0, 0.5, slots_taken=True)  # not late yet
     assert slo.decode.salc.threshold_percent == 80
     assert math.isnan(slo.state().itl_p90_s)  # no latency was seen
 
@@ -114,20 +129,20 @@ def test_waiting_for_a_slot_is_waiting_for_decode():
 def test_without_data_nothing_changes():
     slo = analyser(decode_threshold_percent=40)
     for now in range(10):
-        slo.maybe_update(float(now), 0.0)
+        update(slo, float(now), 0.0)
     assert slo.decode.salc.threshold_percent == 40
 
 
 def test_a_fixed_threshold_turns_the_controllers_off():
     slo = analyser()
     slo.apply(BrownoutChange(decode_threshold_percent=30), now=0.0)
-    slo.observe_tokens(np.full(8, 1.0), 1.0, 1.5)
-    slo.maybe_update(5.0, 9.0)
+    further(slo, np.full(8, 1.0), 1.0, 1.5)
+    update(slo, 5.0, 9.0)
     assert slo.control("decode") == (30, 2)
     assert slo.control("prefill") == (100, 2)
     slo.apply(BrownoutChange(salc_enabled=True), now=5.0)
-    slo.observe_tokens(np.full(8, 5.5), 5.5, 6.0)
-    slo.maybe_update(6.5, 0.0)
+    further(slo, np.full(8, 5.5), 5.5, 6.0)
+    update(slo, 6.5, 0.0)
     assert slo.control("decode")[0] == 24
 
 
@@ -169,3 +184,30 @@ def test_brownout_starts_as_the_settings_say(wanted, way, strategy):
 def test_partial_brownout_without_united_experts_says_how_to_get_them():
     with pytest.raises(SettingsError, match=r"is .partial., .*jmoe distill --model"):
         SloAnalyser(BrownoutConfig(strategy="partial"), SalcConfig(), way=0)
+
+
+def test_best_effort_without_an_objective_moves_no_threshold():
+    """However late it is and however long it waits."""
+    slo = analyser()
+    update(slo, 0.0, 0.0)
+    for now in range(1, 9):
+        first(slo, np.full(8, now - 0.9), now, BE)
+        further(slo, np.full(8, now - 0.9), now - 0.9, now, BE)
+        update(slo, float(now), 0.0, best_effort=3600.0)
+    assert slo.control("prefill") == slo.control("decode") == (100, 2)
+    assert slo.control("decode", ls=False) == (100, 2)
+    assert slo.objectives(BE) == (math.inf, math.inf)
+
+
+def test_best_effort_with_an_objective_lowers_its_own_steps_only():
+    slo = analyser(best_effort_itl_slo_s=0.5)
+    update(slo, 0.0, 0.0)
+    further(slo, np.full(8, 0.1), 0.1, 0.9, BE)  # 0.8 s
+    update(slo, 1.0, 0.0)
+    assert slo.control("decode") == (100, 2)
+    assert slo.control("decode", ls=False) == (80, 2)
+    assert slo.control("prefill", ls=False) == (100, 2)
+    further(slo, np.full(8, 1.1), 1.1, 1.9)  # the other class is late, too: it moves all steps
+    update(slo, 2.0, 0.0)
+    update(slo, 3.0, 0.0)
+    assert slo.control("decode")[0] == slo.control("decode", ls=False)[0] == 80

@@ -9,7 +9,7 @@ from jmoe.model import unstack
 from pallas_kernels.backend import traced_for
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
-from serving.execution import programs
+from serving.execution import programs, runner
 from serving.execution.runner import limits_of
 from serving.request import SamplingParams
 
@@ -53,7 +53,7 @@ async def test_layers_one_after_another_answer_as_scanned_ones(monkeypatch):
         return (params if eager else unstack(params)), {}
 
     chosen = []
-    monkeypatch.setattr(programs, "served", as_on_a_gpu)
+    monkeypatch.setattr(runner, "served", as_on_a_gpu)
     tokens, degraded = await answer(eager=False)
     assert (tokens, degraded) == await answer(eager=True)
     assert chosen == [False, True]

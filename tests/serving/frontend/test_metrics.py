@@ -11,13 +11,16 @@ import pytest
 from fake_engine import FakeEngine
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client.metrics_core import HistogramMetricFamily
 from prometheus_client.openmetrics.parser import (
     text_string_to_metric_families as openmetrics_families,
 )
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.frontend.metrics import Histogram, Metrics
-from serving.request import Output, Usage
+from serving.request import Output, Priority, Usage
+
+LS = Priority.LATENCY_SENSITIVE
 
 ACCEPT = (
     # Prometheus 2.30, 2.40, 2.50
@@ -60,11 +63,12 @@ def test_a_port_that_is_taken_is_named_with_the_flag() -> None:
 def busy() -> Metrics:
     """Metrics that have seen a bit of everything."""
     metrics = Metrics()
-    metrics.first_tokens(np.array([0.5, 3.0]), slo_s=1.0)
-    metrics.further_tokens(np.array([0.01, 0.2, 0.1]), slo_s=0.1)
+    metrics.first_tokens(np.array([0.5, 3.0]), 1.0, LS)
+    metrics.further_tokens(np.array([0.01, 0.2, 0.1]), 0.1, LS)
     metrics.step_read(step("prefill"), read([[1, 2]]), 0.0, 1.0)
     last = Output("a", "", (1,), (), Usage(7, 3, 0, 0), "length")
-    metrics.request_finished(SimpleNamespace(arrived_at=10.0), last, now=14.0)
+    asked = SimpleNamespace(arrived_at=10.0, request=SimpleNamespace(priority=LS))
+    metrics.request_finished(asked, last, now=14.0)
     metrics.engine = FakeEngine()
     return metrics
 
@@ -113,13 +117,13 @@ def test_scrape_over_http() -> None:
     with served(busy()) as url, urlopen(url) as answer:
         got = samples(answer.read().decode())
     expected = {
-        ("jmoe_time_to_first_token_seconds_count",): 2,
-        ("jmoe_time_to_first_token_seconds_sum",): 3.5,
-        ("jmoe_time_to_first_token_seconds_bucket", "0.25"): 0,
-        ("jmoe_time_to_first_token_seconds_bucket", "0.5"): 1,
-        ("jmoe_time_to_first_token_seconds_bucket", "+Inf"): 2,
-        ("jmoe_inter_token_latency_seconds_count",): 3,
-        ("jmoe_e2e_request_latency_seconds_sum",): 4,
+        ("jmoe_time_to_first_token_seconds_count", "latency_sensitive"): 2,
+        ("jmoe_time_to_first_token_seconds_sum", "latency_sensitive"): 3.5,
+        ("jmoe_time_to_first_token_seconds_bucket", "0.25", "latency_sensitive"): 0,
+        ("jmoe_time_to_first_token_seconds_bucket", "0.5", "latency_sensitive"): 1,
+        ("jmoe_time_to_first_token_seconds_bucket", "+Inf", "latency_sensitive"): 2,
+        ("jmoe_inter_token_latency_seconds_count", "latency_sensitive"): 3,
+        ("jmoe_e2e_request_latency_seconds_sum", "latency_sensitive"): 4,
         ("jmoe_prompt_tokens_total",): 7,
         ("jmoe_generation_tokens_total",): 5,
         ("jmoe_prefill_tokens_total",): 12,
@@ -144,6 +148,7 @@ def test_scrape_over_http() -> None:
 def step(phase: str, *previous_at: float) -> SimpleNamespace:
     return SimpleNamespace(
         plan=SimpleNamespace(phase=phase, q_lens=np.array([5, 7])),
+        is_last=True,
         sequences=[SimpleNamespace(previous_at=at, done=np.isnan(at)) for at in previous_at],
     )
 
@@ -192,7 +197,7 @@ def test_expert_load_adds_up_over_steps() -> None:
 
 def test_two_servers_do_not_share_metrics() -> None:
     one, other = Metrics(), Metrics()
-    one.first_tokens(np.array([1.0]), slo_s=1.0)
+    one.first_tokens(np.array([1.0]), 1.0, LS)
     assert (one.generation_tokens, other.generation_tokens) == (1, 0)
 
 
@@ -200,7 +205,8 @@ def test_two_servers_do_not_share_metrics() -> None:
 def test_buckets_count_what_does_not_exceed_them(values: list[float]) -> None:
     histogram = Histogram((1.0, 2.0))
     histogram.observe(np.array(values))
-    family = histogram.collect("x", "about")
+    family = HistogramMetricFamily("x", "about")
+    histogram.add_to(family, [])
     buckets = {s.labels["le"]: s.value for s in family.samples if s.name.endswith("bucket")}
     assert buckets == {
         "1.0": sum(v <= 1 for v in values),

@@ -17,7 +17,9 @@ from serving.frontend.metrics import Metrics
 from serving.frontend.server import Server
 from serving.frontend.status import StatusLog
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
-from serving.request import BrownoutChange
+from serving.request import BrownoutChange, Priority
+
+LS = Priority.LATENCY_SENSITIVE
 
 INTERVAL_S = 10.0
 
@@ -53,8 +55,8 @@ async def test_the_status_line_is_about_the_last_interval(status, caplog) -> Non
     engine.counters = {"num_running": 12, "num_waiting": 3, "kv_pages_used": 43}
     engine.counters |= {"expert_visits": 1800, "degraded_visits": 400}  # 800 and 200 before
     metrics.prefill_tokens = 3102
-    metrics.first_tokens(np.full(50, 0.5), slo_s=1.0)
-    metrics.further_tokens(np.linspace(0.001, 0.2, 200), slo_s=0.19)
+    metrics.first_tokens(np.full(50, 0.5), 1.0, LS)
+    metrics.further_tokens(np.linspace(0.001, 0.2, 200), 0.19, LS)
     await asyncio.sleep(INTERVAL_S)
     (record,) = events(caplog, "status")
     assert record.getMessage() == (

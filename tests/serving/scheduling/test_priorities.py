@@ -1,0 +1,474 @@
+"""Classes, preemption between layers, and policies, on a runner that checks rows, pages and layers.
+
+The runner counts up, so that every answer is known whatever went before, between or along with it.
+"""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from serving.fake import FakeRunner
+from serving.plan import Limits, Phase, StepControl
+from serving.request import Priority, Request, SamplingParams
+from serving.scheduling.policy import (
+    LS_FIRST,
+    POLICIES,
+    Choice,
+    Fcfs,
+    LsFirst,
+    RequestView,
+    make_policy,
+)
+from serving.scheduling.scheduler import Scheduler
+from serving.scheduling.sequence import SequenceState, SequenceStatus
+from serving.scheduling.share import Share
+
+LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
+FULL = StepControl(100, 0)
+LAYERS = 6
+LIMITS = Limits(
+    num_slots=6,
+    num_pages=24,
+    page_size=4,
+    max_prefill_tokens=16,
+    max_prefill_seqs=4,
+    max_decode_seqs=4,
+    num_layers=LAYERS,
+    prefill_buckets=(8, 16),
+)
+
+
+def sequence(name, prompt, max_new=3, priority=LS, arrived_at=0.0, timeout_s=None):
+    return SequenceState(
+        Request(name, prompt, SamplingParams(max_new_tokens=max_new), True, priority, timeout_s),
+        list(prompt),
+        seed=0,
+        arrived_at=arrived_at,
+        stop_token_ids=frozenset(),
+        tokenizer=None,
+    )
+
+
+class Play:
+    """Ticks as the engine does: launches, then takes the results of the launch before."""
+
+    def __init__(self, policy=None, limits=LIMITS, part_layers=2, **options):
+        self.runner = FakeRunner(limits, part_layers=part_layers)
+        at_once = self.runner.layers_at_once
+        self.scheduler = Scheduler(limits, policy or LsFirst(), at_once, **options)
+        self.steps, self.answers, self.now = [], {}, 0.0
+        self._before = None
+
+    def add(self, *sequences):
+        for one in sequences:
+            self.answers[one.request.request_id] = []
+            self.scheduler.add(one, self.now)
+
+    def tick(self):
+        """Whether there was anything to do."""
+        step = self.scheduler.next_step(now=self.now)
+        launched = step and (step, self.runner.launch(step.plan, FULL))
+        if step is not None:
+            plan = step.plan
+            names = "".join(s.request.request_id for s in step.sequences)
+            self.steps.append((plan.phase.value, names, plan.first_layer, plan.stop_layer))
+        before, self._before = self._before, launched
+        if before is not None:
+            self._accept(*before)
+        self.now += 1.0
+        return step is not None or before is not None
+
+    def _accept(self, step, result):
+        result = result.result()
+        for at, one in enumerate(step.sequences):
+            if step.sampled[at] and not one.done:
+                output = one.accept(result.tokens[at], 0.0, 1)
+                self.answers[one.request.request_id] += output.token_ids
+                if output.finish_reason:
+                    self.scheduler.finish(one)
+
+    def finish(self, most=10_000):
+        for _ in range(most):
+            if not self.tick() and self.scheduler.idle:
+                self.scheduler.check_idle()
+                return self
+        raise AssertionError(f"not done after {most} ticks")
+
+
+def counted(prompt, count):
+    return [(prompt[-1] + 1 + i) % 1000 for i in range(count)]
+
+
+# ---- what preemption looks like ----
+
+
+def test_a_prompt_parks_a_best_effort_prefill_and_meets_it_where_it_waits():
+    play = Play()
+    play.add(sequence("b", [1] * 4, 1, BE))
+    play.tick()
+    play.add(sequence("a", [7] * 4, 1))
+    play.finish()
+    assert play.steps == [
+        ("prefill", "b", 0, 2),
+        ("prefill", "a", 0, 2),  # b is parked at layer 2, where a takes it along
+        ("prefill", "ab", 2, 4),
+        ("prefill", "ab", 4, 6),
+    ]
+    assert play.answers == {"a": [8], "b": [2]}
+    assert (play.scheduler.num_parks, play.scheduler.num_joins) == (1, 1)
+
+
+def test_whoever_meets_a_parked_step_stops_there():
+    play = Play()
+    play.add(sequence("b", [1] * 4, 1, BE))
+    play.tick()
+    play.runner.part_layers = 5
+    play.add(sequence("a", [7] * 4, 1))
+    play.finish()
+    assert play.steps[1:] == [("prefill", "a", 0, 2), ("prefill", "ab", 2, 6)]
+
+
+def test_what_would_make_the_prompts_step_dearer_does_not_join():
+    play = Play()
+    play.add(sequence("b", [1] * 8, 1, BE))
+    play.tick()
+    play.add(sequence("a", [7] * 4, 1))  # a bucket of 8: no room for b's 8
+    play.finish()
+    assert [step[1] for step in play.steps] == ["b", "a", "a", "a", "b", "b"]
+
+
+def test_a_prompt_parks_a_decode_step_of_best_effort():
+    play = Play()
+    play.add(sequence("b", [1], 3, BE))
+    while not play.steps or play.steps[-1][0] != "decode":
+        play.tick()
+    play.add(sequence("a", [7], 2))
+    play.finish()
+    after = play.steps[play.steps.index(("decode", "b", 0, 2)) + 1 :]
+    assert after[:3] == [("prefill", "a", 0, 2), ("prefill", "a", 2, 4), ("prefill", "a", 4, 6)]
+    assert after[3] == ("decode", "a", 0, 2)  # its own turn, up to where b waits
+    assert after[4] == ("decode", "ab", 2, 4)
+    assert play.answers == {"a": [8, 9], "b": [2, 3, 4]}
+
+
+def test_without_best_effort_steps_are_whole():
+    play = Play()
+    play.add(sequence("a", [7] * 3), sequence("c", [9] * 3))
+    play.finish()
+    assert {step[2:] for step in play.steps} == {(0, LAYERS)}
+
+
+def test_with_latency_sensitive_requests_alone_it_is_first_come_first_served():
+    rng = random.Random(5)
+    lengths = [(rng.randrange(1, 20), rng.randrange(1, 9)) for _ in range(40)]
+
+    def steps(policy):
+        play = Play(policy)
+        for number, (prompt, new) in enumerate(lengths):
+            play.add(sequence(f"{number};", [number] * prompt, new, arrived_at=number))
+            play.tick()
+        return play.finish().steps
+
+    assert steps(LsFirst()) == steps(Fcfs())
+
+
+def test_best_effort_fills_a_step_only_where_that_costs_nothing():
+    play = Play(part_layers=LAYERS)
+    play.add(
+        sequence("b", [1] * 6, 1, BE), sequence("d", [2] * 9, 1, BE), sequence("a", [7] * 5, 1)
+    )
+    play.tick()
+    # A bucket of 8 holds five tokens of a, and three of b.
+    assert play.steps == [("prefill", "ab", 0, 6)]
+    play.finish()
+    assert play.answers == {"a": [8], "b": [2], "d": [3]}
+
+
+# ---- who gives way ----
+
+
+def test_best_effort_gives_up_slots_and_pages_and_loses_nothing():
+    limits = Limits(4, 8, 4, 16, 4, 3, LAYERS)
+    play = Play(limits=limits)
+    play.add(*(sequence(name, [10 * at] * 7, 9, BE) for at, name in enumerate("bcd")))
+    for _ in range(12):
+        play.tick()
+    play.add(sequence("a", [500] * 15, 4))
+    play.finish()
+    assert play.answers["a"] == counted([500], 4)
+    for at, name in enumerate("bcd"):
+        assert play.answers[name] == counted([10 * at], 9)
+    assert play.scheduler.num_evictions[BE] > 0
+    assert play.scheduler.num_evictions[LS] == 0
+
+
+def test_a_latency_sensitive_sequence_never_gives_way_to_best_effort():
+    limits = Limits(4, 6, 4, 16, 4, 4, LAYERS)
+    play = Play(limits=limits)
+    play.add(sequence("a", [100] * 7, 12), sequence("b", [200] * 7, 12, BE, arrived_at=-1.0))
+    play.finish()
+    assert play.scheduler.num_evictions == {LS: 0, BE: 1}
+    assert play.answers == {"a": counted([100], 12), "b": counted([200], 12)}
+
+
+def test_slots_beside_the_decode_batch_are_latency_sensitive_requests_own():
+    play = Play()
+    play.add(*(sequence(name, [1], 50, BE) for name in "bcdefg"))
+    for _ in range(20):
+        play.tick()
+    assert len(play.scheduler.running) == LIMITS.decode_rows  # of six slots
+    play.add(sequence("a", [7], 1))
+    for _ in range(8):
+        play.tick()
+    assert play.answers["a"] == [8]
+    assert play.scheduler.num_evictions[BE] == 0
+
+
+# ---- no starvation ----
+
+
+def test_a_step_is_parked_a_bounded_number_of_times():
+    play = Play()
+    play.add(sequence("b", [1] * 8, 1, BE))
+    play.tick()
+    for number in range(9):  # a prompt at each tick
+        play.add(sequence(f"a{number};", [7] * 8, 1, arrived_at=number))
+        play.tick()
+    done = [at for at, step in enumerate(play.steps) if step[1] == "b"]
+    others = {step[1] for step in play.steps[: done[-1]] if step[1] != "b"}
+    assert len(others) <= LsFirst.max_parks
+    play.finish()
+
+
+def test_with_less_than_its_share_no_best_effort_step_is_parked():
+    share = Share(0.5)
+    play = Play(share=share)
+    share.observe(0.0, 1.0, best_effort=False)
+    assert share.had == 0.0
+    play.add(sequence("b", [1] * 8, 1, BE))
+    play.tick()
+    play.add(sequence("a", [7] * 8, 1))
+    play.finish()
+    assert [step[1] for step in play.steps][:4] == ["b", "b", "b", "a"]
+    assert play.scheduler.num_parks == 0
+
+
+def test_shares_fade():
+    share = Share(0.2)
+    assert share.may_park(0.0)
+    share.observe(0.0, 1.0, best_effort=False)
+    assert not share.may_park(1.0)
+    share.observe(1.0, 2.0, best_effort=True)
+    assert share.had == pytest.approx(1 / (1 + 2.718281828 ** (-1 / 5)))
+    share.observe(100.0, 101.0, best_effort=False)
+    assert share.had < 1e-6
+
+
+def test_best_effort_that_has_waited_too_long_counts_as_latency_sensitive():
+    """Four streams fill the decode batch for good; a fifth gets its turns when it is old."""
+    limits = Limits(8, 400, 4, 16, 4, 4, LAYERS)
+    for max_wait_s, gets in ((float("inf"), False), (20.0, True)):
+        play = Play(limits=limits, max_wait_s=max_wait_s)
+        play.add(sequence("b", [1], 5, BE))
+        play.tick()
+        for name in "acde":
+            play.add(sequence(name, [7], 300))
+        for _ in range(250):
+            play.tick()
+        assert (play.answers["b"] == [2, 3, 4, 5, 6]) == gets
+        play.finish()
+
+
+# ---- policies ----
+
+
+def test_policies_rank_as_they_say():
+    old = sequence("o", [1], arrived_at=1.0)
+    urgent = sequence("u", [1], arrived_at=2.0, timeout_s=3.0)
+    by = {name: make_policy(name) for name in POLICIES}
+    assert set(by) == {"fcfs", "edf", "ls_first", "qllm"}
+    for name, first in (("fcfs", old), ("edf", urgent), ("ls_first", old)):
+        order = sorted((old, urgent), key=lambda s, name=name: by[name].rank(RequestView(s)))
+        assert order[0] is first
+
+
+def test_qllm_runs_what_its_algorithm_says():
+    """Full LS decode, LS prefill, LS decode, BE decode, BE prefill: by hand, with whole steps."""
+    play = Play(make_policy("qllm"), part_layers=LAYERS)
+    play.add(sequence("b", [1] * 16, 2, BE), sequence("c", [2] * 16, 1, BE))
+    play.tick()
+    assert play.steps[-1][:2] == ("prefill", "b")
+    play.add(sequence("a", [7] * 16, 2))
+    play.tick()
+    assert play.steps[-1][:2] == ("prefill", "a")  # before b's decode
+    play.tick()
+    assert play.steps[-1][:2] == ("decode", "ab")  # filled up
+    play.finish()
+    assert play.steps[-1][:2] == ("prefill", "c")
+
+
+class Broken(Fcfs):
+    """Fails in every way there is, in turn."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def rank(self, request):
+        self.calls += 1
+        if self.calls % 3 == 0:
+            raise RuntimeError("rank")
+        return super().rank(request)
+
+    def choose(self, view):
+        self.calls += 1
+        match self.calls % 7:
+            case 0:
+                raise RuntimeError("choose")
+            case 1:
+                return Choice(resume=99)
+            case 2:
+                return Choice(phase="decode?")
+            case 3:
+                return Choice(Phase.DECODE, LS_FIRST)
+            case 4:
+                return Choice(Phase.PREFILL, order=(("urgent",),))
+            case 5:
+                return None
+        return "something else"
+
+    def victim(self, running):
+        if self.calls % 2:
+            raise RuntimeError("victim")
+        return SimpleNamespace(request_id="nobody")
+
+
+def test_a_policy_that_fails_loses_nothing_and_is_named_once_in_a_while(caplog):
+    limits = Limits(4, 8, 4, 16, 4, 3, LAYERS)
+    play = Play(Broken(), limits=limits)
+    for number in range(20):
+        priority = (LS, BE)[number % 2]
+        play.add(sequence(f"{number}", [10 * number] * 5, 9, priority, arrived_at=number))
+        play.tick()
+    play.finish()
+    for number in range(20):
+        assert play.answers[f"{number}"] == counted([10 * number], 9)
+    lines = [record.getMessage() for record in caplog.records]
+    assert 2 < len(lines) < 12  # the 1st, 2nd, 4th, 8th, ...
+    assert "policy Broken: rank failed, for the 1th time; first come first served" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("fifo", "policy is 'fifo'; it must be one of fcfs, edf, ls_first, qllm, or module:Class"),
+        ("no_such_module:Mine", "cannot be made: ModuleNotFoundError"),
+        ("json:Mine", "cannot be made: AttributeError"),
+        ("json:JSONDecoder", "has no rank, choose, victim"),
+    ],
+)
+def test_a_policy_that_is_not_there_is_named(name, words):
+    with pytest.raises(ValueError, match=words):
+        make_policy(name)
+
+
+def test_a_policy_of_ones_own_is_named_by_module_and_class():
+    assert isinstance(make_policy(f"{__name__}:Broken"), Broken)
+
+
+# ---- anything may happen ----
+
+
+class Whims(Fcfs):
+    """Parks, resumes and joins at random: whatever it chooses, answers stay."""
+
+    order = LS_FIRST
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def choose(self, view):
+        options = [Choice.go_on(batch) for batch in view.under_way]
+        options += [Choice(Phase.PREFILL, self.order), Choice(Phase.DECODE, self.order)]
+        options += [Choice(Phase.PREFILL), Choice(Phase.DECODE)]
+        return self.rng.choice(options)
+
+    def victim(self, running):
+        return self.rng.choice(running)
+
+
+Whims.parks = True
+
+
+def random_trace(seed, make):
+    """One trace: arrivals of both classes, cancellations, evictions, parks and joins."""
+    rng = random.Random(seed)
+    num_layers = rng.randrange(1, 8)
+    limits = Limits(
+        num_slots=rng.randrange(2, 7),
+        num_pages=rng.randrange(9, 30),
+        page_size=4,
+        max_prefill_tokens=(tokens := rng.choice((4, 8, 16))),
+        max_prefill_seqs=rng.randrange(1, 5),
+        max_decode_seqs=rng.randrange(1, 5),
+        num_layers=num_layers,
+        prefill_buckets=rng.choice(((), (tokens,), (4, tokens))),
+    )
+    if limits.max_decode_seqs > limits.num_slots:
+        limits = Limits(limits.num_slots, *list(limits.__dict__.values())[1:5], 0, num_layers)
+    play = Play(
+        make(rng),
+        limits=limits,
+        part_layers=rng.randrange(1, num_layers + 1),
+        share=Share(rng.choice((0.0, 0.3))),
+        max_wait_s=rng.choice((float("inf"), 15.0)),
+    )
+    pending = [
+        sequence(
+            str(number),
+            [rng.randrange(900)] * rng.randrange(1, 20),
+            rng.randrange(1, 12),
+            rng.choice((LS, BE)),
+            arrived_at=float(number),
+        )
+        for number in range(rng.randrange(1, 14))
+    ]
+    everything, cancelled = list(pending), set()
+    for tick in range(5000):
+        while pending and rng.random() < 0.4:
+            play.add(pending.pop(0))
+        if tick < 100 and rng.random() < 0.05:
+            one = rng.choice(everything)
+            if one not in pending and one.status is not SequenceStatus.DONE:
+                play.scheduler.finish(one)
+                cancelled.add(one.request.request_id)
+        if not play.tick() and play.scheduler.idle and not pending:
+            break
+    play.scheduler.check_idle()
+    for one in everything:
+        want = counted(one.prompt, one.request.sampling.max_new_tokens)
+        got = play.answers[one.request.request_id]
+        assert got == want[: len(got)], seed
+        assert one.request.request_id in cancelled or got == want, seed
+    return play
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "whims", "broken"])
+def test_random_traces_lose_nothing_under_any_policy(name):
+    makers = {"whims": Whims, "broken": lambda rng: Broken()}
+    make = makers.get(name, lambda rng: make_policy(name))
+    parks = joins = evictions = 0
+    for seed in range(250):
+        scheduler = random_trace(seed, make).scheduler
+        parks += scheduler.num_parks
+        joins += scheduler.num_joins
+        evictions += sum(scheduler.num_evictions.values())
+    assert evictions > 20
+    if name in ("ls_first", "qllm", "whims"):
+        assert parks > 50
+        assert joins > 5
+
+
+def test_ten_thousand_random_traces_lose_nothing():
+    for seed in range(1000, 11_000):
+        random_trace(seed, lambda rng: rng.choice((LsFirst(), Whims(rng), make_policy("qllm"))))
