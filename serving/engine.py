@@ -357,6 +357,9 @@ class Engine:
             kv_pages_total=pages.num_pages,
             compilations_since_ready=self.runner.compilations_since_ready,
             uptime_s=self._clock() - self._started_at,
+            parks=self.scheduler.num_parks,
+            joins=self.scheduler.num_joins,
+            evictions=sum(self.scheduler.num_evictions.values()),
         )
 
     # ---- the tick ---------------------------------------------------------------------------

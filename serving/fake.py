@@ -79,6 +79,11 @@ class FakeRunner:
         """See serving.execution.runner.Runner."""
         return self.part_layers or self.limits.num_layers
 
+    @property
+    def part_layers_by_size(self) -> dict[str, int]:
+        """See serving.execution.runner.Runner."""
+        return {}
+
     def _finish(self, future: Future[StepResult], result: StepResult) -> None:
         if future.set_running_or_notify_cancel():
             future.set_result(result)

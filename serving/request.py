@@ -182,3 +182,6 @@ class EngineStats:
     degraded_visits: int
     uptime_s: float
     requests_failed: int = 0  # alone, by a fault that was not their caller's
+    parks: int = 0  # steps that another went before, between two layers
+    joins: int = 0  # parked steps whose rows another took along
+    evictions: int = 0  # requests that gave up their pages, to be computed again

@@ -3,13 +3,10 @@
 import argparse
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import math
 import os
-import platform
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +20,7 @@ import uvloop
 from rich.console import Console
 
 from serving.bench.calibrate import Calibration, CalibrationError, calibrate
+from serving.bench.facts import facts
 from serving.bench.launch import LaunchError, running_server
 from serving.bench.loadgen import play
 from serving.bench.report import LABELS, draw, latency_series, table, verdict
@@ -46,7 +44,6 @@ from serving.bench.workload import (
     shuffled,
 )
 from serving.client import Client
-from serving.version import jmoe_version
 
 
 @dataclass(frozen=True)
@@ -99,16 +96,16 @@ async def _demo(config: DemoConfig, console: Console) -> dict[str, Any]:
     results = []
     async with _server(config, console) as (address, pid), Client(address) as client:
         await client.wait_ready(config.startup_timeout_s)
-        facts = await _facts(client)
+        known = await facts(client)
         for number in range(config.repeat):
             suffix = f"-{number + 1}" if config.repeat > 1 else ""
-            results.append(facts | await _pair(client, config, tasks, pid, console))
+            results.append(known | await _pair(client, config, tasks, pid, console))
             _show(results[-1], config.out / f"demo{suffix}.png", console)
     if config.repeat == 1:
         _store(results[0], config.out / "demo.json", console)
         return results[0]
     medians = {"runs": {name: _medians([r["runs"][name] for r in results]) for name in LABELS}}
-    repeated = facts | {"repeat": config.repeat, "medians": medians, "results": results}
+    repeated = known | {"repeat": config.repeat, "medians": medians, "results": results}
     _store(repeated, config.benchmarks / "demo.json", console)
     return repeated
 
@@ -313,44 +310,6 @@ def _show(result: dict[str, Any], picture: Path, console: Console) -> None:
     draw(result, picture)
     console.print(f"picture: {picture}")
     console.print(result["verdict"], style="bold")
-
-
-async def _facts(client: Client) -> dict[str, Any]:
-    """Where and with what a result was measured."""
-    info, model = await asyncio.gather(client.server_info(), client.model_info())
-    return {
-        "machine": {"cpu": _cpu_model(), "cpu_count": os.cpu_count(), "platform": info.platform},
-        "versions": {"python": platform.python_version()}
-        | {"jmoe": jmoe_version()}
-        | {name: importlib.metadata.version(name) for name in ("jax", "grpcio", "numpy")},
-        "commit": _commit(),
-        "server": {"max_num_seqs": info.max_num_seqs, "max_queue_len": info.max_queue_len},
-        "model": {
-            "name": model.name,
-            "num_parameters": model.num_parameters,
-            "num_experts": model.num_experts,
-            "experts_per_token": model.experts_per_token,
-            "united_ways": list(model.united_ways),
-            "dtype": model.dtype,
-        },
-    }
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def _commit() -> str | None:
-    """The checkout's commit, with "+" where files differ from it; None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
-    with contextlib.suppress(OSError):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() or None
-    return None
 
 
 def _medians(values: Sequence[Any]) -> Any:

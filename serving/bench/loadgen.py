@@ -38,7 +38,7 @@ class _Player:
 
     async def ask(self, arrival: Arrival, at_s: float) -> Record:
         """Sends one request and reads it to its end, which the run's time limit bounds."""
-        record = Record(arrival.family, at_s, sent_s=self.now_s())
+        record = Record(arrival.family, at_s, self.now_s(), best_effort=arrival.best_effort)
         self.records.append(record)
         left_s = self.time_limit_s - record.sent_s
         if left_s <= 0:
@@ -52,7 +52,11 @@ class _Player:
         now, start, token_s = self._clock, self._start, record.token_s
         try:
             call = self.client.generate(
-                arrival.prompt, sampling, model=self.model, timeout_s=left_s
+                arrival.prompt,
+                sampling,
+                priority=pb.BEST_EFFORT if arrival.best_effort else pb.LATENCY_SENSITIVE,
+                model=self.model,
+                timeout_s=left_s,
             )
             async for last in call:  # the hot loop: thousands of messages a second
                 at = now() - start

@@ -31,6 +31,7 @@ class Record:
     degraded_visits: int = 0
     prefill_threshold: tuple[int, int] | None = None  # smallest and largest percent seen
     decode_threshold: tuple[int, int] | None = None
+    best_effort: bool = False
 
     @property
     def ok(self) -> bool:

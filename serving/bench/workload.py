@@ -28,6 +28,7 @@ class Arrival:
     family: str = ""  # groups results
     ignore_eos: bool = False
     at_s: float = 0.0  # after the start of the run
+    best_effort: bool = False
 
 
 def approximate_tokens(text: str) -> int:

@@ -145,7 +145,9 @@ def serve(
     num_pages: Annotated[
         int | None, typer.Option(help="KV pages; 0: enough for max-num-seqs full sequences.")
     ] = None,
-    policy: Annotated[str | None, typer.Option(help="Who is served next: fcfs.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Who is served next: fcfs, edf, ls_first, qllm.")
+    ] = None,
     strategy: Annotated[
         Literal["auto", "zero", "partial", "full"] | None,
         typer.Option(help="Brownout; auto: partial where the model has united experts."),

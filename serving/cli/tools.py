@@ -1,6 +1,7 @@
-"""`jmoe bench serve` and `jmoe demo`: flags for functions that live elsewhere."""
+"""`jmoe bench serve`, `jmoe bench priority`, `jmoe demo`: flags for functions elsewhere."""
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 
 @bench.callback()
 def _bench() -> None:
-    """Keeps `serve` a subcommand of its own."""
+    """Benchmarks."""
 
 
 class _SeveralValues(TyperCommand):
@@ -156,6 +157,39 @@ def _seldom(progress: Callable[..., None]) -> Callable[[int, int, str], None]:
             next_at = time.monotonic() + every_s
 
     return count
+
+
+@bench.command()
+def priority(
+    server_args: Annotated[
+        list[str] | None, typer.Argument(help="After --: flags of `jmoe serve`.")
+    ] = None,
+    num_requests: Annotated[int, typer.Option(help="At each load, of both classes.")] = 2500,
+    loads: Annotated[
+        str, typer.Option(help="Shares of what first come, first served can do, with commas.")
+    ] = "0.4,0.8,1.2",
+    ls_share: Annotated[float, typer.Option(help="Of the requests: latency-sensitive.")] = 0.2,
+    part_layers: Annotated[
+        int, typer.Option(help="Layers at once where steps run in parts; 0: as measured.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Of arrivals and classes.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out"),
+) -> None:
+    """Plays two classes of requests under each policy, over request rate (QLLM's figures)."""
+    flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every server that is started
+    from serving.bench.launch import LaunchError
+    from serving.bench.priority import PriorityConfig, run_priority
+
+    try:
+        flags["loads"] = tuple(map(float, loads.split(",")))
+    except ValueError:
+        raise ValueError(f"--loads is {loads!r}; it must be numbers with commas") from None
+    try:
+        run_priority(PriorityConfig(**flags))
+    except LaunchError as error:
+        print(f"jmoe: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
 
 
 def demo(

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Protocol
@@ -19,7 +19,14 @@ from pallas_kernels.backend import backend
 from serving.config import EngineConfig
 from serving.execution.executables import Executables
 from serving.execution.memory import check_memory
-from serving.execution.programs import Buckets, Key, Programs, Progress, with_default_buckets
+from serving.execution.programs import (
+    FULL_CAPACITY,
+    Buckets,
+    Key,
+    Programs,
+    Progress,
+    with_default_buckets,
+)
 from serving.execution.reader import ResultReader
 from serving.plan import NUM_EXTENTS, Limits, Phase, StepControl, StepPlan, StepResult
 from serving.settings import SettingsError
@@ -50,6 +57,11 @@ class Runner(Protocol):
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
         """Layers of such a step to launch at once, where others may have to go between."""
+        ...
+
+    @property
+    def part_layers_by_size(self) -> Mapping[str, int]:
+        """`layers_at_once` by phase and size, such as "decode 64"."""
         ...
 
     def load_way(self, way: int, layer: int) -> None:
@@ -109,10 +121,15 @@ class DeviceRunner:
                 f"engine.part_layers is {config.part_layers}; on a GPU steps run whole so far: "
                 "leave it at 0"
             )
-        self._part_layers = config.part_layers
-        self._layers_at_once: dict[tuple[str, int], int] = {}
         check_memory(model, self.limits)
         self.buckets = Buckets(config, self.limits)
+        whole = min(config.part_layers or self.limits.num_layers, self.limits.num_layers)
+        self._measures_parts = self.runs_parts and not config.part_layers
+        self._layers_at_once: dict[tuple[str, int], int] = {
+            (key.phase, key.size): whole
+            for key in list(self.buckets.keys())
+            if key.phase in ("prefill", "decode")
+        }
         self._executables = Executables.at(config.compilation_cache)
         self._state = make_state(
             model.config,
@@ -142,7 +159,7 @@ class DeviceRunner:
         for other in [w for w in ways if w != way] + [way] * bool(way):
             self.model.use_way(other)  # every way once: switching compiles nothing later
         jax.block_until_ready((self._state, self.model.pool))
-        if self.runs_parts and not self._part_layers:
+        if self._measures_parts:
             self._measure_parts()
         self.programs.mark_ready()
 
@@ -152,13 +169,12 @@ class DeviceRunner:
         What a launch costs beside its layers, `c`, may be 3 % of them (docs/priorities.md).
         """
         num_layers = self.limits.num_layers
-        for key in list(self.programs.keys()):
-            if key.phase not in ("prefill", "decode"):
-                continue
+        for phase, size in self._layers_at_once:
+            key = Key(phase, size, FULL_CAPACITY)
             none_s, all_s = (self._time(key, stop) for stop in (0, num_layers))
             layer_s = max(all_s - none_s, 1e-9) / num_layers
             wanted = math.ceil(none_s / (MAX_LAUNCH_SHARE * layer_s))
-            self._layers_at_once[key.phase, key.size] = min(max(wanted, 1), num_layers)
+            self._layers_at_once[phase, size] = min(max(wanted, 1), num_layers)
 
     def _time(self, key: Key, stop_layer: int) -> float:
         """Seconds that layers up to `stop_layer` of a full step take, as a median."""
@@ -250,9 +266,12 @@ class DeviceRunner:
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
         """See Runner; measured at the start, or as the settings say."""
-        if self._part_layers or not self.runs_parts:
-            return self._part_layers or self.limits.num_layers
         return self._layers_at_once[phase, self.buckets.bucket(phase, size)]
+
+    @property
+    def part_layers_by_size(self) -> dict[str, int]:
+        """See Runner."""
+        return {f"{phase} {size}": n for (phase, size), n in self._layers_at_once.items()}
 
     def load_way(self, way: int, layer: int) -> None:
         """See Runner. Every way fits the slots that capacities are reckoned with."""

@@ -61,6 +61,8 @@ class GenerationService(rpc.GenerationServicer):
             num_kv_pages=0 if engine is None else engine.stats().kv_pages_total,
             kv_page_size=settings.page_size,
             threshold_buckets_percent=settings.threshold_buckets_percent,
+            policy=settings.policy,
+            part_layers={} if engine is None else dict(engine.runner.part_layers_by_size),
             admin_port=server.admin_port,
         )
 

@@ -56,6 +56,7 @@ class FakeEngine:
         self.reason, self.dead = "", asyncio.Event()
         self.way_gate = asyncio.Event()  # holds a change of way
         self.way_gate.set()
+        self.runner = SimpleNamespace(part_layers_by_size={"decode 64": 4})
         self.scheduler = SimpleNamespace(
             queues={LS: [None] * 3, BE: []},
             num_parks=5,

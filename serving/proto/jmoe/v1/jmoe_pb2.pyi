@@ -111,7 +111,14 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "status", "model", "platform", "max_num_seqs", "max_model_len", "max_queue_len", "num_kv_pages", "kv_page_size", "threshold_buckets_percent", "admin_port")
+    __slots__ = ("version", "status", "model", "platform", "max_num_seqs", "max_model_len", "max_queue_len", "num_kv_pages", "kv_page_size", "threshold_buckets_percent", "admin_port", "policy", "part_layers")
+    class PartLayersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +130,8 @@ class ServerInfo(_message.Message):
     KV_PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     THRESHOLD_BUCKETS_PERCENT_FIELD_NUMBER: _ClassVar[int]
     ADMIN_PORT_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    PART_LAYERS_FIELD_NUMBER: _ClassVar[int]
     version: str
     status: str
     model: str
@@ -134,7 +143,9 @@ class ServerInfo(_message.Message):
     kv_page_size: int
     threshold_buckets_percent: _containers.RepeatedScalarFieldContainer[int]
     admin_port: int
-    def __init__(self, version: _Optional[str] = ..., status: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., num_kv_pages: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., threshold_buckets_percent: _Optional[_Iterable[int]] = ..., admin_port: _Optional[int] = ...) -> None: ...
+    policy: str
+    part_layers: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[str] = ..., status: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., num_kv_pages: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., threshold_buckets_percent: _Optional[_Iterable[int]] = ..., admin_port: _Optional[int] = ..., policy: _Optional[str] = ..., part_layers: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()
@@ -217,7 +228,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s", "requests_failed")
+    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s", "requests_failed", "parks", "joins", "evictions")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -232,6 +243,9 @@ class Stats(_message.Message):
     DEGRADED_VISITS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    PARKS_FIELD_NUMBER: _ClassVar[int]
+    JOINS_FIELD_NUMBER: _ClassVar[int]
+    EVICTIONS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_pages_used: int
@@ -246,4 +260,7 @@ class Stats(_message.Message):
     degraded_visits: int
     uptime_s: float
     requests_failed: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ..., requests_failed: _Optional[int] = ...) -> None: ...
+    parks: int
+    joins: int
+    evictions: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ..., requests_failed: _Optional[int] = ..., parks: _Optional[int] = ..., joins: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...

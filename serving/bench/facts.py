@@ -1,0 +1,51 @@
+"""Where and with what a result was measured. No jax."""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from serving.client import Client
+from serving.version import jmoe_version
+
+
+async def facts(client: Client) -> dict[str, Any]:
+    """Machine, versions, commit, server and model."""
+    info, model = await asyncio.gather(client.server_info(), client.model_info())
+    return {
+        "machine": {"cpu": _cpu_model(), "cpu_count": os.cpu_count(), "platform": info.platform},
+        "versions": {"python": platform.python_version()}
+        | {"jmoe": jmoe_version()}
+        | {name: importlib.metadata.version(name) for name in ("jax", "grpcio", "numpy")},
+        "commit": _commit(),
+        "server": {"max_num_seqs": info.max_num_seqs, "max_queue_len": info.max_queue_len},
+        "model": {
+            "name": model.name,
+            "num_parameters": model.num_parameters,
+            "num_experts": model.num_experts,
+            "experts_per_token": model.experts_per_token,
+            "united_ways": list(model.united_ways),
+            "dtype": model.dtype,
+        },
+    }
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with "+" where files differ from it; None outside a checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
+    with contextlib.suppress(OSError):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or None
+    return None
