@@ -32,6 +32,7 @@ DEEP_FILES = {
 }
 DEEP_FOLDERS = ("tests/sm90/",)
 DEEP_TESTS = {
+    "tests/serving/bench/test_priority.py::test_the_whole_bench_on_the_bundled_model",
     "tests/serving/test_preemption.py::test_a_hundred_traces",
     "tests/serving/test_preemption.py::test_what_gave_way_answers_alike",
     "tests/serving/test_preemption.py::test_layers_at_once_are_measured_and_within_the_model",

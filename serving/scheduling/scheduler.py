@@ -98,11 +98,13 @@ class Scheduler:
             self._release(sequence)
 
     def num_free_slots(self, priority: Priority = LS) -> int:
-        """Sequences of a class that could still be admitted, pages aside."""
-        free = self.limits.decode_rows - sum(
-            1 for s in self.running if priority is BE or s.request.priority is LS
-        )
-        return min(len(self._free_slots), max(0, free))
+        """Sequences of a class that could still be admitted, pages aside.
+
+        Latency-sensitive ones get those of best effort, too.
+        """
+        taken = sum(priority is BE or s.request.priority is LS for s in self.running)
+        free = max(0, self.limits.decode_rows - taken)
+        return min(len(self._free_slots), free) if priority is BE else free
 
     def oldest_arrival(self, priority: Priority = LS) -> float | None:
         """Arrival of the oldest sequence of a class that waits for its first token."""
@@ -308,14 +310,14 @@ class Scheduler:
         # One position more than it needs now, or it might be evicted as soon as it is admitted.
         wanted = self.limits.pages_for(len(head.context) + 1)
         own = head.request.priority
-        if self.num_free_slots(own) and wanted <= self.pages.num_free:
+        if not self.num_free_slots(own):
+            return False
+        if self._free_slots and wanted <= self.pages.num_free:
             return True
         if own is BE:  # also one that has waited too long: two of them would evict each other
             return False
         givers = [s for s in self.running if s.request.priority is BE]
-        running_ls = len(self.running) - len(givers)
-        slots = running_ls < self.limits.decode_rows and (bool(self._free_slots) or bool(givers))
-        return slots and wanted <= self.pages.num_free + sum(len(s.pages) for s in givers)
+        return wanted <= self.pages.num_free + sum(len(s.pages) for s in givers)
 
     def _make_room(self, head: SequenceState) -> None:
         """Best effort gives up slot and pages for a latency-sensitive sequence, if it must."""

@@ -1,0 +1,166 @@
+"""Classes of requests on a whole engine: queues, objectives, degradation, and a flood."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from counting import LIMITS, collect
+
+from jmoe.packed_rows import EXEMPT
+from serving.config import BrownoutConfig, SalcConfig
+from serving.errors import Overloaded
+from serving.fake import FakeRunner
+from serving.plan import Limits
+from serving.request import Priority, SamplingParams
+
+LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
+simulated_time = pytest.mark.simulated_time
+
+
+@simulated_time
+async def test_a_full_queue_of_best_effort_refuses_best_effort_alone(start):
+    engine = start(step_s=0.01, max_queue_len=8, max_best_effort_queue_len=2)
+    tasks = [asyncio.create_task(collect(engine, [i], 50, priority=BE)) for i in range(6)]
+    await asyncio.sleep(0.03)
+    with pytest.raises(Overloaded, match="2 requests wait"):
+        await collect(engine, [9], 1, priority=BE)
+    assert len(await collect(engine, [9], 1)) == 1
+    await asyncio.gather(*tasks)
+    engine.scheduler.check_idle()
+
+
+@simulated_time
+async def test_best_effort_is_told_of_those_who_go_first(start):
+    engine = start(step_s=0.01, max_queue_len=2)
+    await collect(engine, [1], 50)
+    tasks = [asyncio.create_task(collect(engine, [i], 50, priority=BE)) for i in range(4)]
+    await asyncio.sleep(0.03)
+    tasks += [asyncio.create_task(collect(engine, [i], 50, priority=BE)) for i in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded) as alone:
+        await collect(engine, [9], 1, priority=BE)
+    tasks += [asyncio.create_task(collect(engine, [i], 50)) for i in range(5)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded) as behind:
+        await collect(engine, [9], 1, priority=BE)
+    assert behind.value.retry_after_s > alone.value.retry_after_s
+    await asyncio.gather(*tasks)
+
+
+@simulated_time
+async def test_a_backlog_of_best_effort_moves_no_threshold(start):
+    """Its waiting is minutes against an objective of a second; nobody else waits."""
+    runner = recording()
+    engine = start(
+        step_s=0.5,
+        runner=runner,
+        max_queue_len=100,
+        brownout=BrownoutConfig(strategy="full", ttft_slo_s=1.5, itl_slo_s=2.0),
+        salc=SalcConfig(interval_s=0.5, min_samples=1),
+        best_effort_max_wait_s=0.0,
+    )
+    backlog = [asyncio.create_task(collect(engine, [i], 20, priority=BE)) for i in range(40)]
+    for _ in range(20):
+        await asyncio.sleep(5.0)
+        assert len(await collect(engine, [1], 2)) == 2
+    state = engine.get_brownout()
+    assert (state.prefill_threshold_percent, state.decode_threshold_percent) == (100, 100)
+    await asyncio.gather(*backlog)
+
+
+def recording():
+    """A runner that remembers the rows of its steps."""
+
+    class Recording(FakeRunner):
+        rows: list
+
+        def launch(self, plan, control):
+            self.__dict__.setdefault("plans", []).append((plan, control))
+            return super().launch(plan, control)
+
+    return Recording
+
+
+async def exempt_rows(start, percent, num_ls, num_best_effort, **options):
+    """(rows of the class, exempt) of a decode step of both classes."""
+    limits = replace(LIMITS, num_slots=8)
+    engine = start(
+        step_s=0.01,
+        limits=limits,
+        runner=recording(),
+        brownout=BrownoutConfig(strategy="full", decode_threshold_percent=percent, salc=False),
+    )
+    sampling = SamplingParams(max_new_tokens=20)
+    classes = [LS] * num_ls + [BE] * num_best_effort
+    asked = [collect(engine, [1], sampling=sampling, priority=c, **options) for c in classes]
+    await asyncio.gather(*asked)
+    plans = [p for p, _ in engine.runner.plans if len(p.rows) == len(classes)]
+    rows = [p.rows[:, EXEMPT] for p in plans if p.phase == "decode"]
+    return rows[0].sum() if rows else None
+
+
+@simulated_time
+@pytest.mark.parametrize(
+    ("percent", "num_ls", "num_best_effort", "exempt"),
+    [
+        (50, 2, 2, 2),  # degrading best effort alone saves half
+        (49, 2, 2, 0),  # what is asked for is more: everybody's
+        (20, 1, 4, 1),
+        (100, 2, 2, 2),
+        (30, 4, 0, 0),  # no best effort: the threshold is theirs
+        (30, 0, 4, 0),
+    ],
+)
+async def test_best_effort_is_degraded_first(start, percent, num_ls, num_best_effort, exempt):
+    assert await exempt_rows(start, percent, num_ls, num_best_effort) == exempt
+
+
+@simulated_time
+async def test_best_effort_that_refuses_brownout_spares_nobody_else(start):
+    """There is nothing to degrade first."""
+    assert await exempt_rows(start, 60, 2, 2, allow_brownout=False) == 4
+
+
+@simulated_time
+async def test_a_flood_of_best_effort_does_not_hold_up_prompts(start):
+    """Eighty streams on 64 slots with pages for half of them; three prompts a second."""
+    limits = Limits(
+        num_slots=72,
+        num_pages=32 * 13,
+        page_size=16,
+        max_prefill_tokens=128,
+        max_prefill_seqs=8,
+        max_decode_seqs=64,
+        num_layers=6,
+        prefill_buckets=(32, 64, 128),
+    )
+
+    def engine_of(**options):
+        def step_s(plan):  # of the bundled model on two cores, roughly
+            return 0.004 + 0.0001 * plan.size
+
+        class Quick(FakeRunner):
+            def __init__(self, limits, step_s=0.0):
+                super().__init__(limits, step_s=step_s, part_layers=2, checks_context=False)
+
+        return start(step_s=step_s, limits=limits, runner=Quick, **options)
+
+    async def prompts(engine, count=30):
+        async def one(i):
+            await asyncio.sleep(i / 3)
+            began = asyncio.get_running_loop().time()
+            async for _ in engine.generate([i] * 25, SamplingParams(max_new_tokens=16)):
+                return asyncio.get_running_loop().time() - began
+
+        return await asyncio.gather(*(one(i) for i in range(count)))
+
+    alone_s = np.percentile(await prompts(engine_of()), 90)
+    engine = engine_of(max_queue_len=100)
+    flood = [asyncio.create_task(collect(engine, [i] * 40, 150, priority=BE)) for i in range(80)]
+    await asyncio.sleep(1.0)
+    flooded_s = np.percentile(await prompts(engine), 90)
+    assert flooded_s <= 1.8 * alone_s + 0.010
+    answers = await asyncio.gather(*flood)
+    assert all(len(outs) == 150 for outs in answers)
+    engine.scheduler.check_idle()
