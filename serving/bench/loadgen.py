@@ -5,6 +5,7 @@ first token counts from when the request was due. A slow client or server never 
 """
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from serving.client import Client
 from serving.frontend import gc_freeze
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
+FIRST_SAMPLE_S = 10.0  # the longest wait for the first answer of the admin service
 clock = time.monotonic  # uvloop's own counts whole milliseconds
 
 
@@ -30,6 +32,7 @@ class _Player:
         self.model = model
         self.records: list[Record] = []
         self.samples: list[Sample] = []
+        self.watched = asyncio.Event()  # there is a sample, or nothing to take one of
         self._clock, self._start = clock, clock()
         self._cpu = time.process_time()
 
@@ -86,8 +89,10 @@ class _Player:
             try:
                 state, stats = await asyncio.gather(self.client.get_brownout(), self.client.stats())
             except grpc.aio.AioRpcError:
+                self.watched.set()
                 return
             self.samples.append(_sample(self.now_s(), state, stats))
+            self.watched.set()
             if on_sample:
                 on_sample(self.samples[-1])
             await asyncio.sleep(every_s - self.now_s() % every_s)  # a missed tick is skipped
@@ -163,7 +168,10 @@ async def play(
                 if (wait_s := arrival.at_s - player.now_s()) > 0:
                     await asyncio.sleep(wait_s)
                 group.create_task(one(arrival))
-        return player.result()
+        run = player.result()
+        with contextlib.suppress(TimeoutError):  # a short run has a sample, too
+            await asyncio.wait_for(player.watched.wait(), FIRST_SAMPLE_S)
+        return run
     finally:
         watcher.cancel()
 
