@@ -9,6 +9,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import grpc
 
@@ -50,6 +51,7 @@ class _Player:
         sampling = pb.SamplingParams(
             max_new_tokens=arrival.max_new_tokens, ignore_eos=arrival.ignore_eos
         )
+        own: dict[str, Any] = {"priority": pb.BEST_EFFORT} if arrival.best_effort else {}
         texts: list[str] = []
         last: pb.GenerateResponse | None = None
         now, start, token_s = self._clock, self._start, record.token_s
@@ -59,7 +61,7 @@ class _Player:
                 sampling,
                 model=self.model,
                 timeout_s=left_s,
-                **({"priority": pb.BEST_EFFORT} if arrival.best_effort else {}),
+                **own,
             )
             async for last in call:  # the hot loop: thousands of messages a second
                 at = now() - start
