@@ -433,9 +433,10 @@ class Engine:
         launched_at = self._clock()
         control = step.batch.control or self.slo.control(step.plan.phase, ls=step.batch.has_ls)
         step.batch.control = control
-        step.spare_latency_sensitive(control.threshold_percent)
-        for sequence in step.sequences:
-            sequence.note_threshold(step.plan.phase, control.threshold_percent)
+        percent = step.degrade_best_effort_first(control.threshold_percent)
+        control = control._replace(threshold_percent=percent)
+        for sequence, exempt in zip(step.sequences, step.plan.exempt, strict=True):
+            sequence.note_threshold(step.plan.phase, 100 if exempt else percent)
             sequence.note_start(launched_at)
         self.watchdog.launched += 1
         result = asyncio.wrap_future(self.runner.launch(step.plan, control))

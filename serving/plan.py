@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jmoe.packed_rows import EXEMPT, Q_LEN
 
@@ -97,9 +97,14 @@ class StepPlan:
         return self.rows[:, Q_LEN]
 
     @property
-    def any_exempt(self) -> bool:
-        """Whether a row refuses brownout: only the full-capacity program serves it then."""
-        return bool(self.rows[:, EXEMPT].any())
+    def exempt(self) -> Bool[np.ndarray, "B"]:
+        """Rows that are not degraded."""
+        return self.rows[:, EXEMPT] > 0
+
+    @property
+    def num_exempt(self) -> int:
+        """Positions of rows that are not degraded."""
+        return int(self.q_lens[self.exempt].sum())
 
 
 @dataclass(frozen=True)

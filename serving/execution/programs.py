@@ -111,16 +111,14 @@ class Buckets:
         return keys + [Key(phase, n, FULL_CAPACITY) for phase in sampling_phases() for n in rows]
 
     def choose(
-        self, phase: str, size: int, threshold_percent: int, *, full: bool, prompt_logprobs: bool
+        self, phase: str, size: int, threshold_percent: int, *, prompt_logprobs: bool
     ) -> Key:
-        """The smallest program that serves a step; `full` asks for one without a capacity.
+        """The smallest program that serves a step whose experts a threshold bounds.
 
         With `prompt_logprobs` it is the largest prefill program, the one that `score` follows.
         """
         sizes = self.decode if phase == "decode" else self.prefill
         fits = sizes[-1] if prompt_logprobs else self.bucket(phase, size)
-        if full:
-            return Key(phase, fits, FULL_CAPACITY)
         return Key(phase, fits, self.thresholds[bisect_left(self.thresholds, threshold_percent)])
 
     def bucket(self, phase: str, size: int) -> int:

@@ -242,8 +242,7 @@ class DeviceRunner:
         key = self.buckets.choose(
             plan.phase,
             plan.size,
-            control.threshold_percent,
-            full=control.strategy == 0 or plan.any_exempt,
+            self._capacity_percent(plan, control),
             prompt_logprobs=plan.prompt_logprobs,
         )
         arrays = self._arrays(
@@ -263,6 +262,18 @@ class DeviceRunner:
                 out = self.programs.score(out, arrays[0], rows)
             self._state, out = self.programs.sample(self._state, out, rows)
         return self._reader.submit(_start_copies(out, len(plan.rows)))
+
+    def _capacity_percent(self, plan: StepPlan, control: StepControl) -> int:
+        """The threshold whose capacity serves the step.
+
+        Experts that exempt rows visit are loaded beside those of the threshold: with m experts and
+        K picks a row, each row may add K / m to it.
+        """
+        cfg = self.model.config
+        if control.strategy == 0:
+            return FULL_CAPACITY
+        pinned = 100 * plan.num_exempt * cfg.experts_per_token
+        return min(FULL_CAPACITY, control.threshold_percent + math.ceil(pinned / cfg.num_experts))
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
         """See Runner; measured at the start, or as the settings say."""

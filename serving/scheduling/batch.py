@@ -54,18 +54,22 @@ class ScheduledStep:
         """Whether tokens come of these layers."""
         return self.plan.is_last
 
-    def spare_latency_sensitive(self, threshold_percent: int) -> None:
-        """Best effort is degraded first: while degrading it alone can save what the threshold asks
-        for, latency-sensitive rows of the step are exempt.
+    def degrade_best_effort_first(self, threshold_percent: int) -> int:
+        """The threshold of these layers, if all their visits were to keep `threshold_percent`.
 
-        Visits of exempt rows count as kept. With a share s of the step's visits theirs, best effort
-        is degraded wholly at a threshold of 100 s; below that, the threshold is everybody's.
+        While best effort alone can give up what that asks for, latency-sensitive rows are exempt,
+        and best effort keeps what is left: with N visits, L of them exempt, (t N - 100 L) / (N - L)
+        percent of its own. Where that would be less than nothing, the threshold is everybody's.
         """
+        rows, q_lens = self.plan.rows, self.plan.q_lens
         ls = np.array([s.priority is Priority.LATENCY_SENSITIVE for s in self.sequences])
-        degradable = ~ls & (self.plan.rows[:, EXEMPT] == 0)
-        q_lens = self.plan.q_lens
-        if degradable.any() and threshold_percent * q_lens.sum() >= 100 * q_lens[~degradable].sum():
-            self.plan.rows[ls, EXEMPT] = 1
+        degradable = ~ls & (rows[:, EXEMPT] == 0)
+        total, left = int(q_lens.sum()), int(q_lens[degradable].sum())
+        kept = threshold_percent * total - 100 * (total - left)
+        if not left or not ls.any() or kept < 0:
+            return threshold_percent
+        rows[ls, EXEMPT] = 1
+        return -(-kept // left)
 
     def share_prompt_logprobs(self, values: Float[np.ndarray, "T"]) -> None:
         """Gives sequences the log-probabilities that came of their chunks.

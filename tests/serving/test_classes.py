@@ -83,7 +83,7 @@ def recording():
 
 
 async def exempt_rows(start, percent, num_ls, num_best_effort, **options):
-    """(rows of the class, exempt) of a decode step of both classes."""
+    """Rows that are exempt in a decode step of both classes, and its threshold."""
     limits = replace(LIMITS, num_slots=8)
     engine = start(
         step_s=0.01,
@@ -95,31 +95,33 @@ async def exempt_rows(start, percent, num_ls, num_best_effort, **options):
     classes = [LS] * num_ls + [BE] * num_best_effort
     asked = [collect(engine, [1], sampling=sampling, priority=c, **options) for c in classes]
     await asyncio.gather(*asked)
-    plans = [p for p, _ in engine.runner.plans if len(p.rows) == len(classes)]
-    rows = [p.rows[:, EXEMPT] for p in plans if p.phase == "decode"]
-    return rows[0].sum() if rows else None
+    plans = [one for one in engine.runner.plans if len(one[0].rows) == len(classes)]
+    plan, control = next(one for one in plans if one[0].phase == "decode")
+    return plan.rows[:, EXEMPT].sum(), control.threshold_percent
 
 
 @simulated_time
 @pytest.mark.parametrize(
-    ("percent", "num_ls", "num_best_effort", "exempt"),
+    ("percent", "num_ls", "num_best_effort", "found"),
     [
-        (50, 2, 2, 2),  # degrading best effort alone saves half
-        (49, 2, 2, 0),  # what is asked for is more: everybody's
-        (20, 1, 4, 1),
-        (100, 2, 2, 2),
-        (30, 4, 0, 0),  # no best effort: the threshold is theirs
-        (30, 0, 4, 0),
+        (50, 2, 2, (2, 0)),  # degrading best effort alone saves half
+        (49, 2, 2, (0, 49)),  # what is asked for is more: everybody's
+        (75, 2, 2, (2, 50)),  # best effort keeps one visit of two, all in all it is three of four
+        (20, 1, 4, (1, 0)),
+        (21, 1, 3, (0, 21)),
+        (100, 2, 2, (2, 100)),
+        (30, 4, 0, (0, 30)),  # no best effort: the threshold is theirs
+        (30, 0, 4, (0, 30)),
     ],
 )
-async def test_best_effort_is_degraded_first(start, percent, num_ls, num_best_effort, exempt):
-    assert await exempt_rows(start, percent, num_ls, num_best_effort) == exempt
+async def test_best_effort_is_degraded_first(start, percent, num_ls, num_best_effort, found):
+    assert await exempt_rows(start, percent, num_ls, num_best_effort) == found
 
 
 @simulated_time
 async def test_best_effort_that_refuses_brownout_spares_nobody_else(start):
     """There is nothing to degrade first."""
-    assert await exempt_rows(start, 60, 2, 2, allow_brownout=False) == 4
+    assert await exempt_rows(start, 60, 2, 2, allow_brownout=False) == (4, 60)
 
 
 @simulated_time

@@ -1,6 +1,8 @@
 """Layers as a Hopper GPU's server has them, on a CPU: one after another rather than scanned."""
 
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +13,7 @@ from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.execution import programs, runner
 from serving.execution.runner import limits_of
+from serving.plan import StepControl
 from serving.request import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -82,16 +85,15 @@ def test_every_step_has_a_program():
     config = EngineConfig(max_num_seqs=40, max_prefill_tokens=100)
     found = programs.Buckets(config, limits_of(config))
     keys = set(found.keys())
-    for full, logprobs in ((True, False), (False, False), (True, True)):
+    for logprobs in (False, True):
         for percent in (0, 40, 100):
             for tokens in (1, 31, 33, 100):
-                options = {"full": full, "prompt_logprobs": logprobs}
-                key = found.choose("prefill", tokens, percent, **options)
+                key = found.choose("prefill", tokens, percent, prompt_logprobs=logprobs)
                 assert key in keys
                 assert key.size >= tokens
                 assert not logprobs or programs.Key("score", key.size, 100) in keys
             for rows in (1, 5, 40):
-                key = found.choose("decode", rows, percent, full=full, prompt_logprobs=False)
+                key = found.choose("decode", rows, percent, prompt_logprobs=False)
                 assert key in keys
                 assert key.size >= rows
     rows = {found.rows(key) for key in keys if key.phase in ("prefill", "decode")}
@@ -109,3 +111,27 @@ def test_what_is_served_where():
         scan = steps.compiler_options()
     assert graph == scan | {"xla_gpu_enable_dynamic_slice_fusion": "False"}
     assert eager == scan | {"xla_gpu_enable_command_buffer": ""}
+
+
+def test_an_exempt_row_costs_the_experts_it_pins_and_no_more():
+    """Of m experts it may visit K beside those of the threshold."""
+    plan = SimpleNamespace(num_exempt=0)
+    holder = SimpleNamespace(
+        model=SimpleNamespace(config=SimpleNamespace(experts_per_token=3, num_experts=60))
+    )
+
+    def percent(num_exempt, threshold, strategy=2):
+        plan.num_exempt = num_exempt
+        control = StepControl(threshold, strategy)
+        return runner.DeviceRunner._capacity_percent(holder, plan, control)
+
+    assert percent(0, 20) == 20
+    assert percent(1, 20) == 25
+    assert percent(2, 20) == 30
+    assert percent(20, 20) == 100
+    assert percent(0, 20, strategy=0) == 100
+    for threshold in range(0, 101, 7):
+        for rows in range(25):
+            bucket = percent(rows, threshold)
+            touched = min(60, math.ceil(threshold * 60 / 100) + 3 * rows)
+            assert math.ceil(bucket * 60 / 100) >= touched
