@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from itertools import repeat
@@ -56,6 +57,7 @@ class PassingTime:
     """
 
     compilations_since_ready = 0
+    part_layers_by_size: Mapping[str, int] = {}
 
     def __init__(self, limits: Any, step_s: float, tokens: list[int]) -> None:
         self.limits, self.step_s, self.tokens = limits, step_s, tokens
@@ -74,6 +76,10 @@ class PassingTime:
         time.sleep(max(0.0, ends_at - time.monotonic()))
         rows = np.zeros((1, 1), np.int32)
         return StepResult(self.tokens[:count], [-0.5] * count, [0] * count, rows, None)
+
+    def layers_at_once(self, phase: Any, size: int) -> int:
+        """All: there is no best effort."""
+        return self.limits.num_layers
 
     def load_way(self, way: int, layer: int) -> None:
         """There is nothing to load."""

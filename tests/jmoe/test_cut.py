@@ -83,7 +83,7 @@ def test_two_parts_are_the_whole_wherever_it_is_cut(model, stacked):
     want, wanted = run(model, weights=weights)
     last = 2 * model.config.num_layers
     assert int(jnp.sum(wanted.degraded)) > 0
-    for cut in (1, last // 2, last - 1) if stacked else range(last + 1):  # op by op a scan is slow
+    for cut in (3,) if stacked else range(last + 1):  # op by op a scan takes its time
         x, first = run(model, range(cut), weights=weights)
         x, second = run(model, range(cut, last), x, weights=weights)
         np.testing.assert_array_equal(x, want)
