@@ -19,12 +19,13 @@ from rich.console import Console
 from rich.table import Table
 
 import jmoe
-from jmoe.packed_rows import empty_deltas, empty_rows, pack_row
+from jmoe.packed_rows import pack_row
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.execution.programs import Key
 from serving.execution.runner import DeviceRunner
 from serving.observer import Observer
+from serving.plan import StepControl
 from serving.request import SamplingParams
 
 BATCH, CONTEXT, WAY = 64, 64, 8
@@ -58,22 +59,26 @@ def prompts(model: jmoe.Model, length: int) -> list[list[int]]:
 def step_times(runner: DeviceRunner, rounds: int) -> dict[str, list[float]]:
     """Seconds of one decode step by setting, the settings in turn; the context stays at CONTEXT."""
     model, state = runner.model, runner._state
-    blocks = state.block_table.shape[1]
-    pages = np.arange(BATCH * blocks, dtype=np.int32).reshape(BATCH, blocks)
+    slots, blocks = state.block_table.shape
+    pages = np.arange(slots * blocks, dtype=np.int32).reshape(slots, blocks)
+    pages[BATCH:] = 0  # slots that no sequence of these has
     state = state._replace(block_table=jnp.asarray(pages))
     rows = np.stack([pack_row(slot, kv_len=CONTEXT) for slot in range(BATCH)])
+    layers = model.config.num_layers
     times: dict[str, list[float]] = {name: [] for name in SETTINGS}
     for n, prompt in enumerate(prompts(model, CONTEXT)):  # real keys, so that routing is real
         state = _prefill(runner, state, n, prompt)
-    newest = jnp.asarray([prompt[-1] for prompt in prompts(model, CONTEXT)], jnp.int32)
+    newest = np.zeros(slots, np.int32)
+    newest[:BATCH] = [prompt[-1] for prompt in prompts(model, CONTEXT)]
     for _ in range(rounds):
         for name, control in SETTINGS.items():
             bucket = 40 if control[1] else 100
-            state = state._replace(last_token=newest + 0)  # a copy: the state is donated
-            args = (rows, empty_deltas(BATCH), np.array(control, np.int32))
+            state = state._replace(last_token=jnp.array(newest))  # a copy: the state is donated
+            key = Key("decode", BATCH, bucket)
+            args = runner.arrays(key, rows, StepControl(*control), stop=layers)
             jax.block_until_ready(state)
             start = time.perf_counter()
-            state, out = runner.programs.run(Key("decode", BATCH, bucket), state, *args)
+            state, out = runner.programs.run(key, state, *args)
             jax.block_until_ready(out)
             times[name].append(time.perf_counter() - start)
     runner._state = state
@@ -82,13 +87,12 @@ def step_times(runner: DeviceRunner, rounds: int) -> dict[str, list[float]]:
 
 def _prefill(runner: DeviceRunner, state, slot: int, prompt: list[int]):
     key = Key("prefill", 256, 100)
-    tokens = np.zeros(256, np.int32)
-    tokens[: len(prompt)] = prompt
-    rows = empty_rows(runner.buckets.rows(key))
-    rows[0] = pack_row(slot, kv_len=len(prompt), q_len=len(prompt))
-    deltas = empty_deltas(runner.buckets.deltas(key))
-    control = np.array([100, 0], np.int32)
-    return runner.programs.run(key, state, tokens, rows, deltas, control)[0]
+    rows = np.stack([pack_row(slot, kv_len=len(prompt), q_len=len(prompt))])
+    layers = runner.model.config.num_layers
+    args = runner.arrays(
+        key, rows, StepControl(100, 0), tokens=np.array(prompt, np.int32), stop=layers
+    )
+    return runner.programs.run(key, state, *args)[0]
 
 
 class _StepClock(Observer):

@@ -186,13 +186,13 @@ class DeviceRunner:
         for _ in range(TIMED):
             began = time.perf_counter()
             self._state, out = self.programs.run(
-                key, self._state, *self._arrays(key, rows, FULL_CONTROL, stop=stop_layer)
+                key, self._state, *self.arrays(key, rows, FULL_CONTROL, stop=stop_layer)
             )
             jax.block_until_ready(out)
             times_s.append(time.perf_counter() - began)
         return sorted(times_s)[TIMED // 2]
 
-    def _arrays(
+    def arrays(
         self,
         key: Key,
         rows: np.ndarray,
@@ -233,7 +233,7 @@ class DeviceRunner:
             out = self.programs.score(nothing._replace(hidden=hidden), tokens, rows)
         else:
             control = StepControl(key.bucket_percent, 0)
-            arrays = self._arrays(key, rows, control, stop=self.limits.num_layers)
+            arrays = self.arrays(key, rows, control, stop=self.limits.num_layers)
             self._state, out = self.programs.run(key, self._state, *arrays)
         _start_copies(out, 1)()
 
@@ -245,7 +245,7 @@ class DeviceRunner:
             self._capacity_percent(plan, control),
             prompt_logprobs=plan.prompt_logprobs,
         )
-        arrays = self._arrays(
+        arrays = self.arrays(
             key,
             plan.rows,
             control,
