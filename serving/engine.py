@@ -449,6 +449,7 @@ class Engine:
     def _accept(self, ended: InFlight, result: StepResult, now: float) -> None:
         """Gives a step's tokens to their requests, and its latencies to the analyser."""
         step, latencies = ended.step, Latencies()
+        q_lens = step.plan.q_lens.tolist() if step.is_last else [0] * len(step.sequences)
         self.accounts.step_read(step, result, ended.started_at, now, self._visits_per_token)
         if result.prompt_logprobs is not None:
             step.share_prompt_logprobs(result.prompt_logprobs)
@@ -456,7 +457,7 @@ class Engine:
             if sequence.done:
                 continue  # it ended while this step was in flight
             sequence.degraded_visits += result.degraded[at]
-            sequence.visited_tokens += int(step.plan.q_lens[at]) * step.is_last
+            sequence.visited_tokens += q_lens[at]
             if not step.sampled[at]:
                 continue
             request = sequence.request

@@ -23,7 +23,7 @@ class Bounds:
     vocab_size: int  # of the model; 0 where there is none
 
 
-class Priority(enum.Enum):
+class Priority(enum.StrEnum):
     """Service class of a request (QLLM). By name, since engines disagree on what a number means."""
 
     LATENCY_SENSITIVE = "latency_sensitive"

@@ -334,12 +334,13 @@ def draw(result: dict[str, Any], path: Path) -> None:
     with plt.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
         figure, axes = plt.subplots(1, 3, figsize=(18, 5), dpi=100)
         for axis, (title, value) in zip(axes, panels, strict=True):
-            for variant in VARIANTS:
+            for number, variant in enumerate(VARIANTS):
                 found = [p for p in result["points"] if p["variant"] == variant.name]
                 pairs = [(p["load"] * rate, v) for p in found if (v := value(p)) is not None]
                 if pairs and not (variant.ls_only and "throughput" in title):
                     style = "--" if variant.ls_only else "o-"
-                    axis.plot(*zip(*sorted(pairs), strict=True), style, label=variant.words)
+                    line = zip(*sorted(pairs), strict=True)
+                    axis.plot(*line, style, label=variant.words, color=f"C{number}")
             axis.set_title(title, loc="left", fontweight="bold")
             axis.set_xlabel("requests a second")
             if "throughput" not in title:

@@ -8,31 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
-from jmoe.packed_rows import EXEMPT, KV_LEN, NUM_COLUMNS, NUM_DELTA_COLUMNS, Q_LEN
+from jmoe.packed_rows import EXEMPT, KV_LEN, NUM_DELTA_COLUMNS, Q_LEN
 from serving.plan import Phase, StepControl, StepPlan
 from serving.request import Priority
-from serving.scheduling.policy import BatchView
+from serving.scheduling.policy import BE, BatchView
 from serving.scheduling.sequence import SequenceState
-
-
-class Chunk:
-    """One sequence's share of a batch: a decode row, or a chunk of its prompt."""
-
-    __slots__ = ("places", "row", "sampled", "sequence", "tokens")
-
-    def __init__(
-        self,
-        sequence: SequenceState,
-        row: np.ndarray,
-        *,
-        sampled: bool,
-        tokens: Sequence[int] = (),
-    ) -> None:
-        """`sampled`: whether its token is used; of a prompt, whether it ends here."""
-        self.sequence, self.row, self.sampled, self.tokens = sequence, row, sampled, tokens
-        self.places = range(0)  # of the device's hidden rows, for its tokens
 
 
 @dataclass(frozen=True)
@@ -61,6 +43,8 @@ class ScheduledStep:
         and best effort keeps what is left: with N visits, L of them exempt, (t N - 100 L) / (N - L)
         percent of its own. Where that would be less than nothing, the threshold is everybody's.
         """
+        if not self.batch.has_best_effort:
+            return threshold_percent
         rows, q_lens = self.plan.rows, self.plan.q_lens
         ls = np.array([s.priority is Priority.LATENCY_SENSITIVE for s in self.sequences])
         degradable = ~ls & (rows[:, EXEMPT] == 0)
@@ -88,32 +72,43 @@ class ScheduledStep:
 
 
 class Batch:
-    """Chunks of one phase, of which layers `[0, next_layer)` are launched."""
+    """Rows of one phase, of which layers `[0, next_layer)` are launched.
+
+    Row b is at b of `sequences`, `rows` and `sampled`, and of `tokens` and `places` in a prefill step.
+    """
 
     def __init__(
-        self, phase: Phase, chunks: list[Chunk], deltas: list[tuple[int, int, int]]
+        self,
+        phase: Phase,
+        sequences: list[SequenceState],
+        rows: Int[np.ndarray, "B C"],
+        sampled: list[bool],
+        deltas: list[tuple[int, int, int]],
+        tokens: list[list[int]] | None = None,
     ) -> None:
-        self.phase, self.chunks = phase, chunks
+        """`sampled`: whether the row's token is used; of a prompt, whether it ends here."""
+        self.phase, self.sequences, self.rows, self.sampled = phase, sequences, rows, sampled
+        self.tokens = tokens or []
+        self.places: list[range] = []  # of the device's hidden rows
         self.next_layer = 0
         self.num_parks = 0
         self.control: StepControl | None = None  # of all its layers, from its first launch on
         self.joins: Batch | None = None  # a parked one, taken along when this has come as far
         self.extents: list[int] = []  # of hidden rows
+        self.has_best_effort = any(s.request.priority is BE for s in sequences)
         self._deltas = deltas
-        for chunk in chunks:
-            chunk.sequence.batch = self
+        for sequence in sequences:
+            sequence.batch = self
 
     @property
     def has_ls(self) -> bool:
         """Whether a latency-sensitive request is in it."""
-        return any(c.sequence.priority is Priority.LATENCY_SENSITIVE for c in self.chunks)
+        return any(s.priority is Priority.LATENCY_SENSITIVE for s in self.sequences)
 
     @property
     def num_tokens(self) -> int:
         """Positions that it computes."""
-        if self.phase is Phase.DECODE:
-            return len(self.chunks)
-        return sum(len(chunk.tokens) for chunk in self.chunks)
+        return sum(map(len, self.tokens)) if self.phase is Phase.PREFILL else len(self.rows)
 
     def view(self, index: int, *, parked: bool) -> BatchView:
         """What a policy sees of it."""
@@ -121,7 +116,7 @@ class Batch:
             self.phase,
             self.next_layer,
             self.has_ls,
-            len(self.chunks),
+            len(self.rows),
             self.num_parks,
             parked,
             index,
@@ -130,51 +125,64 @@ class Batch:
     def place(self, extent: int, start: int) -> None:
         """Its tokens' rows wait in `extent`, which begins at hidden row `start`."""
         self.extents.append(extent)
-        for chunk in self.chunks:
-            chunk.places = range(start, start + len(chunk.tokens))
-            start += len(chunk.tokens)
+        for tokens in self.tokens:
+            self.places.append(range(start, start + len(tokens)))
+            start += len(tokens)
 
     def drop(self, sequence: SequenceState) -> None:
         """Takes a sequence out: its pages may be another's before the next layers run."""
-        (chunk,) = (c for c in self.chunks if c.sequence is sequence)
-        self.chunks.remove(chunk)
-        self._deltas = [delta for delta in self._deltas if delta[0] != sequence.slot]
-        sequence.num_sampled -= chunk.sampled
+        at = self.sequences.index(sequence)
+        sequence.num_sampled -= self.sampled[at]
         sequence.batch = None
+        self.rows = np.delete(self.rows, at, axis=0)
+        for column in (self.sequences, self.sampled, self.tokens, self.places):
+            if column:
+                del column[at]
+        self._deltas = [delta for delta in self._deltas if delta[0] != sequence.slot]
 
     def absorb(self, other: "Batch") -> None:
         """Takes over the rows of another that has come to the same layer."""
         assert (self.phase, self.next_layer) == (other.phase, other.next_layer)
-        for chunk in other.chunks:
-            chunk.sequence.batch = self
-        self.chunks += other.chunks
+        for sequence in other.sequences:
+            sequence.batch = self
+        self.rows = np.concatenate([self.rows, other.rows])
+        self.sequences += other.sequences
+        self.sampled += other.sampled
+        self.tokens += other.tokens
+        self.places += other.places
         self.extents += other.extents
+        self.has_best_effort |= other.has_best_effort
         self.num_parks = max(self.num_parks, other.num_parks)
         self.joins = None
 
     def take_layers(self, stop: int, num_layers: int) -> ScheduledStep:
         """The step that runs layers up to `stop`; after the last one, sequences are free again."""
-        sequences = [chunk.sequence for chunk in self.chunks]
-        prefill = self.phase is Phase.PREFILL
+        prefill, sequences, is_last = (
+            self.phase is Phase.PREFILL,
+            self.sequences,
+            stop == num_layers,
+        )
         plan = StepPlan(
             phase=self.phase,
-            rows=np.array([c.row for c in self.chunks], np.int32).reshape(-1, NUM_COLUMNS),
+            rows=self.rows.copy(),  # some may be made exempt for these layers alone
             deltas=np.array(self._deltas, np.int32).reshape(-1, NUM_DELTA_COLUMNS),
-            tokens=np.concatenate([np.asarray(c.tokens, np.int32) for c in self.chunks])
-            if prefill
-            else np.zeros(0, np.int32),
+            tokens=_joined(self.tokens),
             prompt_logprobs=prefill
             and any(s.request.sampling.prompt_logprobs and not s.tokens for s in sequences),
-            places=np.concatenate([np.asarray(c.places, np.int32) for c in self.chunks])
-            if prefill
-            else np.zeros(0, np.int32),
+            places=_joined(self.places),
             first_layer=self.next_layer,
             stop_layer=stop,
-            is_last=stop == num_layers,
+            is_last=is_last,
         )
         self.next_layer, self._deltas = stop, []
-        if plan.is_last:
+        if is_last:
             for sequence in sequences:
                 sequence.batch = None
-        sampled = [chunk.sampled and plan.is_last for chunk in self.chunks]
-        return ScheduledStep(self, plan, sequences, sampled)
+            return ScheduledStep(self, plan, sequences, self.sampled)
+        return ScheduledStep(self, plan, list(sequences), [False] * len(sequences))
+
+
+def _joined(parts: Sequence[Sequence[int]]) -> Int[np.ndarray, "T"]:
+    if not parts:
+        return np.zeros(0, np.int32)
+    return np.concatenate([np.asarray(part, np.int32) for part in parts])

@@ -10,11 +10,14 @@ come do not write.
 import logging
 import math
 from bisect import insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from jmoe.packed_rows import NUM_COLUMNS
 from serving.plan import NUM_EXTENTS, Limits, Phase
 from serving.request import Priority
-from serving.scheduling.batch import Batch, Chunk, ScheduledStep
+from serving.scheduling.batch import Batch, ScheduledStep
 from serving.scheduling.pages import PageAllocator
 from serving.scheduling.policy import (
     BE,
@@ -69,6 +72,7 @@ class Scheduler:
         self._last_phase = Phase.DECODE
         self._newest: Batch | None = None  # whose layers were launched last
         self._num_faults = 0
+        self._has_best_effort = False  # as the next step is planned
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -134,8 +138,7 @@ class Scheduler:
 
     def observe(self, step: ScheduledStep, began_at: float, ended_at: float) -> None:
         """A step's layers ran on the device."""
-        best_effort = any(s.request.priority is BE for s in step.sequences)
-        self.share.observe(began_at, ended_at, best_effort)
+        self.share.observe(began_at, ended_at, step.batch.has_best_effort)
 
     def next_prefill_tokens(self) -> int:
         """Tokens that a prefill step planned now would have, at most."""
@@ -149,6 +152,9 @@ class Scheduler:
 
         `itl_slack_s` is what the policy may spend on a prefill step out of turn (see View).
         """
+        self._has_best_effort = bool(self.queues[BE]) or any(
+            s.request.priority is BE for s in self.running
+        )
         self._promote(now)
         view = self._view(itl_slack_s, now)
         choice = self._ask(view)
@@ -159,7 +165,7 @@ class Scheduler:
 
     def _promote(self, now: float) -> None:
         """Best effort that has waited too long is served as if it were latency-sensitive."""
-        if self._max_wait_s == math.inf:
+        if self._max_wait_s == math.inf or not self._has_best_effort:
             return
         for sequence in (*self.queues[BE][:1], *self.running):
             if sequence.request.priority is BE and sequence.batch is None:
@@ -167,13 +173,10 @@ class Scheduler:
                 sequence.priority = LS if late else BE
 
     def _view(self, itl_slack_s: float, now: float) -> View:
-        prefill, decode = {LS: [], BE: []}, {LS: [], BE: []}
-        for s in self.running:
-            if s.batch is None:
-                if s.status is SequenceStatus.PREFILL:
-                    prefill[s.priority].append(s)
-                elif not s.exhausted:
-                    decode[s.priority].append(s)
+        free = [s for s in self.running if s.batch is None]
+        prefilling = [s for s in free if s.status is SequenceStatus.PREFILL]
+        decoding = [s for s in free if s.status is SequenceStatus.DECODE and not s.exhausted]
+        prefill, decode = self._by_class(prefilling), self._by_class(decoding)
         can = {
             c: bool(self._free_extents)
             and (bool(prefill[c]) or self._next_admissible((c,)) is not None)
@@ -193,8 +196,13 @@ class Scheduler:
             ),
             last_phase=self._last_phase,
             itl_slack_s=itl_slack_s,
-            may_park=self.share.may_park(now) or not self._has_best_effort(),
+            may_park=self.share.may_park(now) or not self._has_best_effort,
         )
+
+    def _by_class(self, sequences: list[SequenceState]) -> dict[Priority, list[SequenceState]]:
+        if not self._has_best_effort:
+            return {LS: sequences, BE: []}
+        return {c: [s for s in sequences if s.priority is c] for c in (LS, BE)}
 
     def _ask(self, view: View) -> Choice:
         """The policy's choice; of one that raises, or names what is not there, first come first
@@ -265,7 +273,7 @@ class Scheduler:
             self._newest.num_parks += 1
             self.num_parks += 1
         last, stop = self.limits.num_layers, self.limits.num_layers
-        if self._parks and self._has_best_effort():
+        if self._parks and self._has_best_effort:
             stop = batch.next_layer + self._layers_at_once(batch.phase, batch.num_tokens)
         if other is not None:
             stop = min(stop, other.next_layer)
@@ -275,13 +283,11 @@ class Scheduler:
         self._newest, self._last_phase = batch, batch.phase
         return step
 
-    def _has_best_effort(self) -> bool:
-        return bool(self.queues[BE]) or any(s.request.priority is BE for s in self.running)
-
     def _begin(self, batch: Batch, now: float) -> Batch:
         self.under_way.append(batch)
-        for chunk in batch.chunks:
-            chunk.sequence.waiting_since = now
+        if batch.has_best_effort:
+            for sequence in batch.sequences:
+                sequence.waiting_since = now
         return batch
 
     def _end(self, batch: Batch) -> None:
@@ -352,7 +358,7 @@ class Scheduler:
 
     def _fits(self, batch: Batch, parked: Batch) -> bool:
         """Whether the rows of both are one step that costs no more than the first alone."""
-        if len(batch.chunks) + len(parked.chunks) > self.limits.max_prefill_seqs:
+        if len(batch.rows) + len(parked.rows) > self.limits.max_prefill_seqs:
             return False
         tokens = batch.num_tokens
         return tokens + parked.num_tokens <= self.limits.token_bucket(tokens)
@@ -378,13 +384,12 @@ class Scheduler:
                 room += len(gone[1])
             room -= self._take_chunk(sequence, room, chunks)
 
-    def _candidates(
-        self, group: Sequence[Priority], status: SequenceStatus
-    ) -> Iterator[SequenceState]:
+    def _candidates(self, group: Sequence[Priority], status: SequenceStatus) -> list[SequenceState]:
         """Running sequences of a group that are in no step under way."""
-        for sequence in self.running:
-            if sequence.status is status and sequence.batch is None and sequence.priority in group:
-                yield sequence
+        found = [s for s in self.running if s.batch is None and s.status is status]
+        if not self._has_best_effort:
+            return found if LS in group else []
+        return [s for s in found if s.priority in group]
 
     def _admit(self, sequence: SequenceState, now: float) -> None:
         self.queues[sequence.request.priority].remove(sequence)
@@ -410,19 +415,20 @@ class Scheduler:
         return len(part)
 
     def _pack_prefill(self, taken: list[tuple[SequenceState, list[int]]]) -> Batch:
-        chunks, deltas = [], []
+        rows, sampled, deltas = [], [], []
         for sequence, part in taken:
             mapped = self.limits.pages_for(sequence.num_computed)
             sequence.num_computed += len(part)
             reached = self.limits.pages_for(sequence.num_computed)
             deltas += [(sequence.slot, b, sequence.pages[b]) for b in range(mapped, reached)]
             ends = sequence.num_computed == len(sequence.context)
-            row = sequence.packed(len(part)).copy()
-            chunks.append(Chunk(sequence, row, sampled=ends, tokens=part))
+            rows.append(sequence.packed(len(part)).copy())
+            sampled.append(ends)
             if ends:
                 sequence.status = SequenceStatus.DECODE
                 sequence.num_sampled += 1
-        return Batch(Phase.PREFILL, chunks, deltas)
+        sequences, tokens = [s for s, _ in taken], [part for _, part in taken]
+        return Batch(Phase.PREFILL, sequences, np.stack(rows), sampled, deltas, tokens)
 
     # ---- decode -----------------------------------------------------------------------------
 
@@ -430,9 +436,9 @@ class Scheduler:
         deltas: list[tuple[int, int, int]] = []
         scheduled: list[SequenceState] = []
         parked = self._parked(Phase.DECODE)
-        room = self.limits.decode_rows - (len(parked.chunks) if parked is not None else 0)
+        room = self.limits.decode_rows - (len(parked.rows) if parked is not None else 0)
         for group in order:
-            for sequence in list(self._candidates(group, SequenceStatus.DECODE)):
+            for sequence in self._candidates(group, SequenceStatus.DECODE):
                 if len(scheduled) == room:
                     break
                 if sequence.status is not SequenceStatus.DECODE or sequence.exhausted:
@@ -448,18 +454,19 @@ class Scheduler:
                     scheduled.append(sequence)
         if not scheduled:
             return None
-        chunks = []
-        for sequence in scheduled:
+        rows = np.empty((len(scheduled), NUM_COLUMNS), np.int32)
+        for at, sequence in enumerate(scheduled):
             sequence.num_computed += 1
             sequence.num_sampled += 1
-            chunks.append(Chunk(sequence, sequence.packed(1).copy(), sampled=True))
-        batch = self._begin(Batch(Phase.DECODE, chunks, deltas), now)
+            rows[at] = sequence.packed(1)
+        batch = Batch(Phase.DECODE, scheduled, rows, [True] * len(scheduled), deltas)
+        self._begin(batch, now)
         batch.joins = parked if parked in self.under_way else None
         return batch
 
     def _extend_if_free(self, sequence: SequenceState, deltas: list[tuple[int, int, int]]) -> bool:
         """Gives a sequence the page its next position needs, if it needs one; False: none free."""
-        if self.limits.pages_for(sequence.num_computed + 1) > len(sequence.pages):
+        if sequence.num_computed >= len(sequence.pages) * self.limits.page_size:
             if not self.pages.num_free:
                 return False
             page = self.pages.allocate(1)[0]
@@ -496,7 +503,7 @@ class Scheduler:
         batch = sequence.batch
         if batch is not None:
             batch.drop(sequence)
-            if not batch.chunks:
+            if not batch.sequences:
                 self._end(batch)
         self.running.remove(sequence)
         self.pages.free(sequence.pages)
