@@ -74,7 +74,7 @@ class ScheduledStep:
 class Batch:
     """Rows of one phase, of which layers `[0, next_layer)` are launched.
 
-    Row b is at b of `sequences`, `rows` and `sampled`, and of `tokens` and `places` in a prefill step.
+    Row b is at b of `sequences`, `rows`, `sampled`; of `tokens` and `places` in a prefill step.
     """
 
     def __init__(

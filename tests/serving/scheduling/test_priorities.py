@@ -4,6 +4,7 @@ The runner counts up, so that every answer is known whatever went before, betwee
 """
 
 import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -374,6 +375,19 @@ def test_a_policy_that_is_not_there_is_named(name, words):
 
 def test_a_policy_of_ones_own_is_named_by_module_and_class():
     assert isinstance(make_policy(f"{__name__}:Broken"), Broken)
+
+
+def test_the_policy_on_the_page_works(request):
+    text = (request.config.rootpath / "docs" / "priorities.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    names = {}
+    exec(code, names)
+    play = Play(names["ShortestFirst"]())
+    play.add(sequence("long", [1] * 12, 2), sequence("b", [2] * 3, 2, BE), sequence("c", [3], 2))
+    play.finish()
+    assert play.steps[0][1].startswith("c")
+    for seed in range(20):
+        random_trace(seed, lambda rng: names["ShortestFirst"]())
 
 
 # ---- anything may happen ----
