@@ -188,7 +188,7 @@ class Fcfs:
         """By arrival; one that was evicted keeps its place."""
         return request.arrived_at
 
-    def choose(self, view: View) -> Choice | None:
+    def choose(self, view: View) -> Choice:
         """Finishes what was begun."""
         if view.under_way:
             return Choice.go_on(view.under_way[0])
@@ -219,7 +219,7 @@ class LsFirst(Fcfs):
     parks = True
     max_parks = 2  # of one step
 
-    def choose(self, view: View) -> Choice | None:
+    def choose(self, view: View) -> Choice:
         """See Policy."""
         begun = next((b for b in view.under_way if b.phase is Phase.PREFILL and b.has_ls), None)
         if begun is not None:
@@ -248,7 +248,7 @@ class Qllm(Fcfs):
     order: Order = LS_FIRST
     parks = True
 
-    def choose(self, view: View) -> Choice | None:
+    def choose(self, view: View) -> Choice:
         """With B the largest batch: LS decode of B rows, LS prefill, LS decode, BE decode, BE
         prefill; each filled up with best effort of the same phase.
         """

@@ -7,7 +7,6 @@ any of a new owner, and a sequence that is in a step under way leaves it, so tha
 come do not write.
 """
 
-import logging
 import math
 from bisect import insort
 from collections.abc import Callable, Sequence
@@ -18,23 +17,20 @@ from jmoe.packed_rows import NUM_COLUMNS
 from serving.plan import NUM_EXTENTS, Limits, Phase
 from serving.request import Priority
 from serving.scheduling.batch import Batch, ScheduledStep
+from serving.scheduling.guarded import GuardedPolicy
 from serving.scheduling.pages import PageAllocator
 from serving.scheduling.policy import (
     BE,
     LS,
     TOGETHER,
     Choice,
-    Fcfs,
     Order,
     Policy,
-    RequestView,
     RequestViews,
     View,
 )
 from serving.scheduling.sequence import SequenceState, SequenceStatus
 from serving.scheduling.share import Share
-
-log = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -57,7 +53,8 @@ class Scheduler:
         share: Share | None = None,
         max_wait_s: float = math.inf,
     ) -> None:
-        self.limits, self.policy, self.share = limits, policy, share or Share(0.0)
+        self.limits, self.share = limits, share or Share(0.0)
+        self.policy = GuardedPolicy(policy)
         self.pages = PageAllocator(limits.num_pages)
         self.queues: dict[Priority, list[SequenceState]] = {LS: [], BE: []}  # by rank
         self.running: list[SequenceState] = []  # in PREFILL or DECODE, by admission
@@ -66,12 +63,10 @@ class Scheduler:
         self.num_evictions = dict.fromkeys(Priority, 0)
         self._layers_at_once = layers_at_once or (lambda phase, size: limits.num_layers)
         self._max_wait_s = max_wait_s
-        self._parks = getattr(policy, "parks", True)
         self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self._free_extents = list(range(NUM_EXTENTS))
         self._last_phase = Phase.DECODE
         self._newest: Batch | None = None  # whose layers were launched last
-        self._num_faults = 0
         self._has_best_effort = False  # as the next step is planned
 
     # ---- requests ---------------------------------------------------------------------------
@@ -89,7 +84,7 @@ class Scheduler:
     def add(self, sequence: SequenceState, now: float = 0.0) -> None:
         """Queues a sequence in its place."""
         queue = self.queues[sequence.request.priority]
-        insort(queue, sequence, key=self._rank)
+        insort(queue, sequence, key=self.policy.rank)
         if queue[0] is sequence and math.isnan(sequence.ready_at) and self._admissible(sequence):
             sequence.ready_at = now
 
@@ -157,7 +152,7 @@ class Scheduler:
         )
         self._promote(now)
         view = self._view(itl_slack_s, now)
-        choice = self._ask(view)
+        choice = self.policy.choose(view)
         batch = self._chosen(choice, now)
         if batch is None:  # the choice has nothing to run: whatever has
             batch = self.under_way[0] if self.under_way else self._begin_any(choice.phase, now)
@@ -204,49 +199,6 @@ class Scheduler:
             return {LS: sequences, BE: []}
         return {c: [s for s in sequences if s.priority is c] for c in (LS, BE)}
 
-    def _ask(self, view: View) -> Choice:
-        """The policy's choice; of one that raises, or names what is not there, first come first
-        served's, so that it costs nobody a request.
-        """
-        try:
-            choice = self.policy.choose(view) or Fcfs().choose(view)
-            assert choice is not None
-            if choice.resume is None:
-                if not isinstance(choice.phase, Phase):
-                    raise ValueError(f"phase is {choice.phase!r}; it must be a Phase")
-                unknown = {c for group in choice.order for c in group} - set(Priority)
-                if unknown:
-                    raise ValueError(f"order has {unknown}; it must hold groups of Priority")
-            elif choice.resume not in range(len(view.under_way)):
-                raise ValueError(
-                    f"resume is {choice.resume!r}; {len(view.under_way)} are under way"
-                )
-            return choice
-        except Exception as error:
-            self._fault("choose", error)
-            choice = Fcfs().choose(view)
-            assert choice is not None
-            return choice
-
-    def _fault(self, method: str, error: Exception) -> None:
-        self._num_faults += 1
-        if self._num_faults.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
-            name, reason = type(self.policy).__qualname__, f"{type(error).__name__}: {error}"
-            log.error(
-                "policy %s: %s failed, for the %dth time; first come first served goes on: %s",
-                name,
-                method,
-                self._num_faults,
-                reason,
-            )
-
-    def _rank(self, sequence: SequenceState) -> tuple:
-        try:
-            return (self.policy.rank(RequestView(sequence)),)
-        except Exception as error:
-            self._fault("rank", error)
-            return (sequence.arrived_at,)
-
     def _chosen(self, choice: Choice, now: float) -> Batch | None:
         if choice.resume is not None:
             return self.under_way[choice.resume]
@@ -273,7 +225,7 @@ class Scheduler:
             self._newest.num_parks += 1
             self.num_parks += 1
         last, stop = self.limits.num_layers, self.limits.num_layers
-        if self._parks and self._has_best_effort:
+        if self.policy.parks and self._has_best_effort:
             stop = batch.next_layer + self._layers_at_once(batch.phase, batch.num_tokens)
         if other is not None:
             stop = min(stop, other.next_layer)
@@ -308,7 +260,7 @@ class Scheduler:
             next((s for s in queue if not s.in_flight), None) for queue in self.queues.values()
         )
         own = [s for s in heads if s is not None and s.priority in group]
-        head = min(own, key=self._rank, default=None)
+        head = min(own, key=self.policy.rank, default=None)
         return head if head is not None and self._admissible(head) else None
 
     def _admissible(self, head: SequenceState) -> bool:
@@ -329,7 +281,7 @@ class Scheduler:
         """Best effort gives up slot and pages for a latency-sensitive sequence, if it must."""
         wanted = self.limits.pages_for(len(head.context) + 1)
         while not self._free_slots or self.pages.num_free < wanted:
-            self._preempt(self._victim([s for s in self.running if s.request.priority is BE]))
+            self._preempt(self.policy.victim([s for s in self.running if s.request.priority is BE]))
 
     def _begin_prefill(self, order: Order, now: float) -> Batch | None:
         if not self._free_extents:
@@ -479,18 +431,7 @@ class Scheduler:
     def _victim_for(self, sequence: SequenceState) -> SequenceState:
         """Who gives up pages for a running sequence: best effort first, and never for it."""
         best_effort = [s for s in self.running if s.request.priority is BE]
-        return self._victim(best_effort or self.running)
-
-    def _victim(self, running: list[SequenceState]) -> SequenceState:
-        try:
-            chosen = self.policy.victim(RequestViews(running))
-            for sequence in running:
-                if RequestView(sequence).same_as(chosen):
-                    return sequence
-            raise ValueError(f"victim is {chosen!r}, which is not one of those it may be")
-        except Exception as error:
-            self._fault("victim", error)
-            return max(running, key=lambda sequence: sequence.arrived_at)
+        return self.policy.victim(best_effort or self.running)
 
     def _preempt(self, victim: SequenceState) -> None:
         """Takes a sequence's pages; it waits in its old place and is recomputed later."""

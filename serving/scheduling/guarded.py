@@ -1,0 +1,73 @@
+"""A policy whose faults cost nobody a request: what it cannot choose, `Fcfs` chooses."""
+
+import logging
+from typing import Any
+
+from serving.plan import Phase
+from serving.request import Priority
+from serving.scheduling.policy import Choice, Fcfs, Policy, RequestView, RequestViews, View
+from serving.scheduling.sequence import SequenceState
+
+log = logging.getLogger(__name__)
+
+
+class GuardedPolicy:
+    """Asks a policy, and says in the log when that fails: the 1st, 2nd, 4th, 8th, ... time."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.parks = getattr(policy, "parks", True)
+        self._num_faults = 0
+
+    def rank(self, sequence: SequenceState) -> tuple[Any]:
+        """Place in the queue; by arrival where the policy has none."""
+        try:
+            return (self.policy.rank(RequestView(sequence)),)
+        except Exception as error:
+            self._fault("rank", error)
+            return (sequence.arrived_at,)
+
+    def choose(self, view: View) -> Choice:
+        """What runs next. Of a policy that names what is not there, first come first served's."""
+        try:
+            choice = self.policy.choose(view) or Fcfs().choose(view)
+            _check(choice, view)
+            return choice
+        except Exception as error:
+            self._fault("choose", error)
+            return Fcfs().choose(view)
+
+    def victim(self, running: list[SequenceState]) -> SequenceState:
+        """Who gives way; of a policy that names nobody of these, the one that came last."""
+        try:
+            chosen = self.policy.victim(RequestViews(running))
+            for sequence in running:
+                if RequestView(sequence).same_as(chosen):
+                    return sequence
+            raise ValueError(f"victim is {chosen!r}, which is not one of those it may be")
+        except Exception as error:
+            self._fault("victim", error)
+            return max(running, key=lambda sequence: sequence.arrived_at)
+
+    def _fault(self, method: str, error: Exception) -> None:
+        self._num_faults += 1
+        if self._num_faults.bit_count() == 1:
+            log.error(
+                "policy %s: %s failed, for the %dth time; first come first served goes on: %s",
+                type(self.policy).__qualname__,
+                method,
+                self._num_faults,
+                f"{type(error).__name__}: {error}",
+            )
+
+
+def _check(choice: Choice, view: View) -> None:
+    if choice.resume is not None:
+        if choice.resume not in range(len(view.under_way)):
+            raise ValueError(f"resume is {choice.resume!r}; {len(view.under_way)} are under way")
+        return
+    if not isinstance(choice.phase, Phase):
+        raise ValueError(f"phase is {choice.phase!r}; it must be a Phase")
+    unknown = {c for group in choice.order for c in group} - set(Priority)
+    if unknown:
+        raise ValueError(f"order has {unknown}; it must hold groups of Priority")
