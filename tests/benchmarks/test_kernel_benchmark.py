@@ -220,16 +220,21 @@ def test_an_op_that_is_wrong_is_not_timed(op, monkeypatch):
         return replace(problem, op=lambda *args, **kw: BREAKS[op](right, *args, **kw))
 
     monkeypatch.setattr(problems, "build", broken)
-    record = bench(only="-").run(case, 0)
+    record = {"case": {"name": case.name}, **bench(only="-").run(case, 0)}
     assert record["failed"].startswith("wrong results")
     assert record["check"]["error"] > record["check"]["tolerance"]
     assert "timing" not in record
     assert "FAILED" in table.line(record)
 
 
-def test_what_a_case_raises_is_kept():
-    record = bench().run(replace(all_cases(DRY)[0], op="nothing"), 0)
-    assert "failed" in record
+def test_what_a_case_raises_drops_what_it_held():
+    """The harness keeps the error (`command.attempt`); nothing of the case stays in memory."""
+    mine = bench()
+    dropped = []
+    mine.pools.drop = lambda: dropped.append(True)
+    with pytest.raises(ZeroDivisionError):
+        mine.run(replace(all_cases(DRY)[0], op="nothing"), 0)
+    assert dropped
 
 
 # ---- Rulers ----
