@@ -58,7 +58,7 @@ class Accounts:
                 counters.steps_decode += 1
             counters.expert_visits += int(step.plan.q_lens.sum()) * visits_per_token
         counters.degraded_visits += sum(result.degraded)
-        if step.is_first:
+        if step.is_first and step.plan.phase is Phase.PREFILL:
             self._note_begun(step, started_at)
         self._tell(self._observer.step_read, step, result, started_at, now)
 

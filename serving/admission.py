@@ -58,7 +58,7 @@ class Admission:
         """`model` None (tests) takes token prompts only."""
         self._config, self._limits, self._model = config, limits, model
         self._tokenizer = None if model is None else model.tokenizer
-        self.capacity = Capacity(limits.num_slots)
+        self.capacity = Capacity(limits.decode_rows)
         self.num_tokenizing = Counter[Priority]()  # long texts, waiting for their tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jmoe-tokenize")
         most = config.max_model_len - 1

@@ -435,7 +435,7 @@ class Engine:
         step.batch.control = control
         percent = step.degrade_best_effort_first(control.threshold_percent)
         control = control._replace(threshold_percent=percent)
-        for sequence, exempt in zip(step.sequences, step.plan.exempt, strict=True):
+        for sequence, exempt in zip(step.sequences, step.plan.exempt.tolist(), strict=True):
             sequence.note_threshold(step.plan.phase, 100 if exempt else percent)
             sequence.note_start(launched_at)
         self.watchdog.launched += 1

@@ -43,7 +43,7 @@ def commit(given: str | None = None) -> str:
     if given is not None:
         return given
     found = _output("git", "rev-parse", "HEAD")
-    return (found + "-dirty" * bool(_output("git", "status", "--porcelain"))) or "unknown"
+    return (found + "-dirty" * bool(_output("git", "status", "--porcelain", "*.py"))) or "unknown"
 
 
 def sources(paths: Sequence[str]) -> str:

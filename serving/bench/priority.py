@@ -137,8 +137,8 @@ async def _run(config: PriorityConfig, say: Callable[[str], None]) -> dict[str, 
         "saturated_rate_per_s": rate,
         "points": points(played, arrivals),
     }
-    say(table(result))
     (config.out / "priority.json").write_text(json.dumps(result, indent=1) + "\n")
+    say(table(result))
     draw(result, config.out / "priority.png")
     say(f"picture: {config.out / 'priority.png'}")
     return result
@@ -265,10 +265,13 @@ def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
     found = []
     for point in result["points"]:
         alone, fcfs, step = (by[name, point["load"]] for name in ("alone", "fcfs", "iteration"))
-        if point["variant"] == "alone" or not point["ls"]:
-            continue
+        sides = (point["ls"], alone["ls"], step["ls"], fcfs["ls"])
+        if point["variant"] == "alone" or not all(sides):
+            continue  # a stall may leave a side without requests
         p99 = point["ls"]["ttft_p99_ms"]
-        turnaround = (point["best_effort"] or {}).get("turnaround_mean_ms", np.nan)
+        turnaround, of_fcfs = (
+            (one["best_effort"] or {}).get("turnaround_mean_ms", np.nan) for one in (point, fcfs)
+        )
         found.append(
             {
                 "variant": point["variant"],
@@ -277,7 +280,7 @@ def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
                 "ttft_p99_to_iteration": p99 / step["ls"]["ttft_p99_ms"],
                 "ttft_mean_of_fcfs": fcfs["ls"]["ttft_mean_ms"] / point["ls"]["ttft_mean_ms"],
                 "throughput_to_fcfs": point["tokens_per_s"] / fcfs["tokens_per_s"],
-                "be_turnaround_to_fcfs": turnaround / fcfs["best_effort"]["turnaround_mean_ms"],
+                "be_turnaround_to_fcfs": turnaround / of_fcfs,
                 "ls_turnaround_of_fcfs": fcfs["ls"]["turnaround_mean_ms"]
                 / point["ls"]["turnaround_mean_ms"],
             }

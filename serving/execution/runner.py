@@ -178,7 +178,7 @@ class DeviceRunner:
 
     def _time(self, key: Key, stop_layer: int) -> float:
         """Seconds that layers up to `stop_layer` of a full step take, as a median."""
-        size = key.size if key.phase == "decode" else self.buckets.rows(key)
+        size = min(key.size, self.buckets.rows(key))
         rows, q_len = empty_rows(size), max(1, key.size // size)
         for slot in range(size):  # of page 0, which nobody owns yet
             rows[slot] = pack_row(slot, kv_len=q_len, q_len=q_len if key.phase == "prefill" else 1)

@@ -132,8 +132,9 @@ class Scheduler:
             raise AssertionError(f"{len(self.under_way)} steps without rows are under way")
 
     def observe(self, step: ScheduledStep, began_at: float, ended_at: float) -> None:
-        """A step's layers ran on the device."""
-        self.share.observe(began_at, ended_at, step.batch.has_best_effort)
+        """A step ran on the device; shares are of the time in which best effort is there."""
+        if self._has_best_effort:
+            self.share.observe(began_at, ended_at, step.batch.has_best_effort)
 
     def next_prefill_tokens(self) -> int:
         """Tokens that a prefill step planned now would have, at most."""
@@ -191,7 +192,7 @@ class Scheduler:
             ),
             last_phase=self._last_phase,
             itl_slack_s=itl_slack_s,
-            may_park=self.share.may_park(now) or not self._has_best_effort,
+            may_park=self.share.may_park or not self._has_best_effort,
         )
 
     def _by_class(self, sequences: list[SequenceState]) -> dict[Priority, list[SequenceState]]:

@@ -28,6 +28,7 @@ class Share:
         """The share of late; 1 before the first step."""
         return self._best_effort_s / self._total_s if self._total_s else 1.0
 
-    def may_park(self, now: float) -> bool:
+    @property
+    def may_park(self) -> bool:
         """Whether a best-effort step may be parked: it has had what it may claim."""
         return not self.claim or self.had >= self.claim

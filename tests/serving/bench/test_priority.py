@@ -68,6 +68,12 @@ def test_who_overlaps_a_stall_of_any_variant_counts_in_none():
     assert [p["num_stalls"] for p in result["points"]] == [0, 1, 0, 0, 0]
 
 
+def test_a_side_that_a_stall_left_nothing_of_has_no_ratio():
+    result = result_of({v.name: played(1, stalls=[(0.0, 9.0)]) for v in VARIANTS})
+    assert ratios(result) == []
+    assert "nan" in table(result)
+
+
 def test_the_picture_is_drawn(tmp_path):
     draw(result_of({v.name: played(1) for v in VARIANTS}), tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000

@@ -257,9 +257,9 @@ def test_with_less_than_its_share_no_best_effort_step_is_parked():
 
 def test_shares_fade():
     share = Share(0.2)
-    assert share.may_park(0.0)
+    assert share.may_park
     share.observe(0.0, 1.0, best_effort=False)
-    assert not share.may_park(1.0)
+    assert not share.may_park
     share.observe(1.0, 2.0, best_effort=True)
     assert share.had == pytest.approx(1 / (1 + 2.718281828 ** (-1 / 5)))
     share.observe(100.0, 101.0, best_effort=False)
