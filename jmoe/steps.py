@@ -165,8 +165,8 @@ def decode_step(
     )
     part = _Part(cfg, weights, state, control, max_active)
     x, state, stats = part.run(state.last_token[slot], step, slot, valid)
-    state, out = part.sample(x, rows, state, stats)
-    return state, out._replace(degraded=jnp.sum(stats.degraded, axis=0, dtype=jnp.int32))
+    degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
+    return part.sample(x, rows, state, degraded, stats)
 
 
 class _Part(NamedTuple):
@@ -207,7 +207,12 @@ class _Part(NamedTuple):
         return x, state, stats
 
     def sample(
-        self, last: Float[Array, "B d"], rows: Int[Array, "B C"], state: State, stats: LayerStats
+        self,
+        last: Float[Array, "B d"],
+        rows: Int[Array, "B C"],
+        state: State,
+        degraded: Int[Array, "B"],
+        stats: LayerStats,
     ) -> tuple[State, StepOutput]:
         """Greedy tokens of the rows that a token comes of, once the last layer has run."""
 
@@ -226,7 +231,7 @@ class _Part(NamedTuple):
             )
             slot = jnp.where(over, slot, -1)
         state = state._replace(last_token=_remember(state.last_token, slot, tokens))
-        return state, StepOutput(tokens, logprobs, tokens, stats.expert_rows, logits=logits)
+        return state, StepOutput(tokens, logprobs, degraded, stats.expert_rows, logits=logits)
 
 
 def sample_step(
@@ -321,8 +326,8 @@ def prefill_step(
     part = _Part(cfg, weights, state, control, max_active)
     x, state, stats = part.run(tokens, step, places, valid)
     last = jnp.maximum(q_start[1:] - 1, 0)
-    state, out = part.sample(x[last], rows, state, stats)
-    out = out._replace(degraded=_by_chunk(stats, owner, valid, num_chunks))
+    degraded = _by_chunk(stats, owner, valid, num_chunks)
+    state, out = part.sample(x[last], rows, state, degraded, stats)
     return state, out._replace(hidden=x) if keep_hidden else out
 
 
