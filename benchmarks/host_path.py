@@ -56,7 +56,7 @@ class PassingTime:
     here.
     """
 
-    compilations_since_ready = 0
+    compilations_since_ready = num_programs = 0
     part_layers_by_size: Mapping[str, int] = {}
 
     def __init__(self, limits: Any, step_s: float, tokens: list[int]) -> None:

@@ -6,6 +6,7 @@ arguments; floats ride in them as bits. Letters as in `jmoe.model`; S sequence s
 sequence.
 """
 
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -89,10 +90,10 @@ class StepOutput(NamedTuple):
     logits and hidden rows, which stay on the device for it and for `score_step`.
     """
 
-    tokens: Int[Array, "B"]
-    logprobs: Float[Array, "B"]
+    tokens: Int[Array, "B"] | None  # None: the program ends before the last layer
+    logprobs: Float[Array, "B"] | None
     degraded: Int[Array, "B"]  # degraded expert visits of the row or chunk
-    expert_rows: Int[Array, "layers E"]  # rows computed by MoE layer and logical expert
+    expert_rows: Int[Array, "layers E"]  # rows computed by MoE layer (of its own) and expert
     logits: Float[Array, "B V"] | None = None
     hidden: Float[Array, "T d"] | None = None  # rows after the last layer, where they are kept
     prompt_logprobs: Float[Array, "T"] | None = None  # by `score_step`: of the next prompt token
@@ -132,6 +133,13 @@ def _apply_deltas(table: Int[Array, "S M"], deltas: Int[Array, "N 3"]) -> Int[Ar
     return table.at[slot, deltas[:, DELTA_BLOCK]].set(deltas[:, DELTA_PAGE], mode="drop")
 
 
+def _with_deltas(state: State, deltas: Int[Array, "N 3"], layers: range | None) -> State:
+    """Before a step's first part; a program for later ones is given none."""
+    if layers is not None and layers.start:
+        return state
+    return state._replace(block_table=_apply_deltas(state.block_table, deltas))
+
+
 def decode_step(
     cfg: ModelConfig,
     weights: Weights,
@@ -141,6 +149,7 @@ def decode_step(
     control: Int[Array, "controls"],
     *,
     max_active: int,
+    layers: range | None = None,
 ) -> tuple[State, StepOutput]:
     """One token for each row: the newest token of its slot goes in, the next one comes out.
 
@@ -152,8 +161,11 @@ def decode_step(
     4.2): rows wait there, deltas are given to the first part, and tokens come of the last. Between
     two parts rows may leave, and those of another step that has come as far may join. Without room
     all layers run, and control needs no layers.
+
+    `layers` (static) are those of this program, whatever control says: a program for each part,
+    where a loop whose length the device reads would hold up its host.
     """
-    state = state._replace(block_table=_apply_deltas(state.block_table, deltas))
+    state = _with_deltas(state, deltas, layers)
     valid = rows[:, SLOT] >= 0
     slot = jnp.where(valid, rows[:, SLOT], 0)
     kv_len = jnp.where(valid, rows[:, KV_LEN], 0)
@@ -163,8 +175,8 @@ def decode_step(
     step = StepData(
         Rows(position, valid, rows[:, EXEMPT] > 0), attention, Control(control[0], control[1])
     )
-    part = _Part(cfg, weights, state, control, max_active)
-    x, state, stats = part.run(state.last_token[slot], step, slot, valid)
+    part = _Part.of(cfg, weights, state, control, max_active, layers)
+    x, state, stats = part.run(lambda: state.last_token[slot], step, slot, valid)
     degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
     return part.sample(x, rows, state, degraded, stats)
 
@@ -177,34 +189,74 @@ class _Part(NamedTuple):
     state: State
     control: Int[Array, "controls"]
     max_active: int
+    layers: range | None  # None: those that control says
+
+    @classmethod
+    def of(
+        cls,
+        cfg: ModelConfig,
+        weights: Weights,
+        state: State,
+        control: Int[Array, "controls"],
+        max_active: int,
+        layers: range | None,
+    ) -> "_Part":
+        """Without room for hidden rows, all of them."""
+        if layers is None and state.hidden is None:
+            layers = range(cfg.num_layers)
+        return cls(cfg, weights, state, control, max_active, layers)
 
     def run(
         self,
-        tokens: Int[Array, "T"],
+        tokens: Callable[[], Int[Array, "T"]],
         step: StepData,
         places: Int[Array, "T"] | None,
         valid: Bool[Array, "T"],
     ) -> tuple[Float[Array, "T d"], State, LayerStats]:
         """Rows after the layers; they wait at `places` of the state's hidden rows."""
-        cfg, weights, state = self.cfg, self.weights, self.state
-        hidden = state.hidden
-        if hidden is None or places is None:
-            x = embed(weights.params, tokens)
-            x, pages, stats = run_layers(
-                cfg, weights, x, state.pages, step, max_active=self.max_active
-            )
-            assert stats is not None
-            return x, state._replace(pages=pages), stats
-        first, stop = self.control[FIRST_LAYER], self.control[STOP_LAYER]
-        x = lax.cond(
-            first == 0, lambda: embed(weights.params, tokens), lambda: hidden.at[places].get()
-        )
-        x, pages, stats = run_between(
-            cfg, weights, x, state.pages, step, first, stop, max_active=self.max_active
-        )
-        places = jnp.where(valid, places, hidden.shape[0])  # out of range: dropped
-        state = state._replace(pages=pages, hidden=hidden.at[places].set(x, mode="drop"))
+        x, pages, stats = self._run_layers(self._enter(tokens, places), step)
+        state = self.state._replace(pages=pages)
+        if self.layers is None or self.layers.stop < self.cfg.num_layers:
+            assert state.hidden is not None
+            assert places is not None
+            places = jnp.where(valid, places, state.hidden.shape[0])  # out of range: dropped
+            state = state._replace(hidden=state.hidden.at[places].set(x, mode="drop"))
         return x, state, stats
+
+    def _enter(
+        self, tokens: Callable[[], Int[Array, "T"]], places: Int[Array, "T"] | None
+    ) -> Float[Array, "T d"]:
+        """Rows before the layers: of the embedding, or those that wait."""
+
+        def embedded() -> Float[Array, "T d"]:
+            return embed(self.weights.params, tokens())
+
+        if self.layers is not None and not self.layers.start:
+            return embedded()
+        hidden = self.state.hidden
+        assert hidden is not None
+        if self.layers is not None:
+            return hidden.at[places].get()
+        return lax.cond(self.control[FIRST_LAYER] == 0, embedded, lambda: hidden.at[places].get())
+
+    def _run_layers(
+        self, x: Float[Array, "T d"], step: StepData
+    ) -> tuple[Float[Array, "T d"], KVPages, LayerStats]:
+        cfg, weights, pages = self.cfg, self.weights, self.state.pages
+        if self.layers is None:
+            first, stop = self.control[FIRST_LAYER], self.control[STOP_LAYER]
+            return run_between(
+                cfg, weights, x, pages, step, first, stop, max_active=self.max_active
+            )
+        halves = range(2 * self.layers.start, 2 * self.layers.stop)
+        x, pages, stats = run_layers(
+            cfg, weights, x, pages, step, halves=halves, max_active=self.max_active
+        )
+        num_experts = weights.table.slots.shape[1]
+        if stats is None:  # dense layers alone
+            by_row, by_expert = (jnp.zeros((0, n), jnp.int32) for n in (x.shape[0], num_experts))
+            stats = LayerStats(by_row, by_expert)
+        return x, pages, stats
 
     def sample(
         self,
@@ -221,15 +273,17 @@ class _Part(NamedTuple):
             return *greedy(logits), logits
 
         slot = rows[:, SLOT]
-        if state.hidden is None:
-            tokens, logprobs, logits = tokens_of()
-        else:
+        if self.layers is None:
             over = self.control[STOP_LAYER] == self.cfg.num_layers
             shapes = jax.eval_shape(tokens_of)
             tokens, logprobs, logits = lax.cond(
                 over, tokens_of, lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
             )
             slot = jnp.where(over, slot, -1)
+        elif self.layers.stop == self.cfg.num_layers:
+            tokens, logprobs, logits = tokens_of()
+        else:
+            return state, StepOutput(None, None, degraded, stats.expert_rows)
         state = state._replace(last_token=_remember(state.last_token, slot, tokens))
         return state, StepOutput(tokens, logprobs, degraded, stats.expert_rows, logits=logits)
 
@@ -294,6 +348,7 @@ def prefill_step(
     *,
     max_active: int,
     keep_hidden: bool = False,
+    layers: range | None = None,
 ) -> tuple[State, StepOutput]:
     """Chunks of prompts, packed one after another into `tokens`; row b owns its `q_len` next ones.
 
@@ -301,7 +356,7 @@ def prefill_step(
     `keep_hidden` (static) returns rows after the last layer, for `score_step`. For parts of a step
     see `decode_step`; `places` says where in the state's hidden rows each token's row waits then.
     """
-    state = state._replace(block_table=_apply_deltas(state.block_table, deltas))
+    state = _with_deltas(state, deltas, layers)
     num_tokens, num_chunks = tokens.shape[0], rows.shape[0]
     q_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows[:, Q_LEN])])
     index = jnp.arange(num_tokens, dtype=jnp.int32)
@@ -323,8 +378,8 @@ def prefill_step(
     step = StepData(
         Rows(position, valid, rows[owner, EXEMPT] > 0), attention, Control(control[0], control[1])
     )
-    part = _Part(cfg, weights, state, control, max_active)
-    x, state, stats = part.run(tokens, step, places, valid)
+    part = _Part.of(cfg, weights, state, control, max_active, layers)
+    x, state, stats = part.run(lambda: tokens, step, places, valid)
     last = jnp.maximum(q_start[1:] - 1, 0)
     degraded = _by_chunk(stats, owner, valid, num_chunks)
     state, out = part.sample(x[last], rows, state, degraded, stats)

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -34,12 +34,16 @@ class Counters:
 
 
 class Accounts:
-    """Counts events and passes them on to an observer, whose faults are its own."""
+    """Counts events and passes them on to observers, whose faults are their own."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observers: Sequence[Observer]) -> None:
         self.counters = Counters()
-        self._observer = observer
+        self._observers = tuple(observers)
         self._num_faults = 0
+
+    def step_launched(self, step: ScheduledStep, began_at: float, now: float) -> None:
+        """A step's layers were launched."""
+        self._tell(Observer.step_launched, step, began_at, now)
 
     def step_read(
         self,
@@ -60,7 +64,7 @@ class Accounts:
         counters.degraded_visits += sum(result.degraded)
         if step.is_first and step.plan.phase is Phase.PREFILL:
             self._note_begun(step, started_at)
-        self._tell(self._observer.step_read, step, result, started_at, now)
+        self._tell(Observer.step_read, step, result, started_at, now)
 
     def _note_begun(self, step: ScheduledStep, started_at: float) -> None:
         for priority in Priority:
@@ -74,7 +78,7 @@ class Accounts:
                     sequence.began_at = started_at
                 queue_s = np.array([started_at - s.arrived_at for s in new])
                 wait_s = np.array([max(0.0, started_at - s.ready_at) for s in new])
-                self._tell(self._observer.requests_began, queue_s, wait_s, priority)
+                self._tell(Observer.requests_began, queue_s, wait_s, priority)
 
     def tokens(
         self, priority: Priority, latencies: Latencies, slo_s: tuple[float, float], now: float
@@ -82,14 +86,14 @@ class Accounts:
         """A class got tokens of one step; `slo_s` is its objective of first ones and of others."""
         arrived_at, previous_at = latencies.first(priority), latencies.further(priority)
         if arrived_at.size:
-            self._tell(self._observer.first_tokens, now - arrived_at, slo_s[0], priority)
+            self._tell(Observer.first_tokens, now - arrived_at, slo_s[0], priority)
         if previous_at.size:
-            self._tell(self._observer.further_tokens, now - previous_at, slo_s[1], priority)
+            self._tell(Observer.further_tokens, now - previous_at, slo_s[1], priority)
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """A request got its last token."""
         self.counters.requests_finished += 1
-        self._tell(self._observer.request_finished, sequence, output, now)
+        self._tell(Observer.request_finished, sequence, output, now)
 
     def request_ended(self, error: ServingError | None) -> None:
         """A request ended without its last token; None: its caller went away."""
@@ -103,11 +107,15 @@ class Accounts:
         return EngineStats(**asdict(self.counters), **gauges)
 
     def _tell(self, event: Callable[..., None], *args: Any) -> None:
-        try:
-            event(*args)
-        except NOT_OURS:
-            raise
-        except BaseException:
-            self._num_faults += 1
-            if self._num_faults.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
-                log.exception("%s failed, for the %dth time", event.__qualname__, self._num_faults)
+        for observer in self._observers:
+            heard = getattr(observer, event.__name__)
+            try:
+                heard(*args)
+            except NOT_OURS:
+                raise
+            except BaseException:
+                self._num_faults += 1
+                if self._num_faults.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
+                    log.exception(
+                        "%s failed, for the %dth time", heard.__qualname__, self._num_faults
+                    )

@@ -84,4 +84,5 @@ class ServerConfig:
     served_model_name: str = ""  # what clients call the model; empty: its directory's name
     status_interval_s: float = 10.0  # between lines of the log about load and latency; 0: none
     log_format: str = "text"  # or json: an object a line
+    timeline: str = ""  # file that gets a timeline in Chrome's trace format at the end; empty: none
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -82,7 +82,7 @@ class Engine:
         config: EngineConfig,
         runner: Runner,
         model: Model | None,
-        observer: Observer | None = None,
+        observer: Observer | Sequence[Observer] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """An engine over a runner that is ready; `model` None (tests) takes token prompts only.
@@ -92,7 +92,7 @@ class Engine:
         self.config, self.model, self.runner = config, model, runner
         self.status = "starting"
         self.failure = ""  # why it failed, once it did
-        self.accounts = Accounts(observer or Observer())
+        self.accounts = Accounts([observer] if isinstance(observer, Observer) else observer or ())
         ways = allowed_ways(config.brownout, model)
         self.slo = SloAnalyser(config.brownout, config.salc, way=ways[0] if ways else 0)
         self.loader = ExpertsLoader(runner, model, ways, self.slo)
@@ -129,7 +129,7 @@ class Engine:
         config: EngineConfig,
         *,
         model: Model | None = None,
-        observer: Observer | None = None,
+        observer: Observer | Sequence[Observer] | None = None,
         progress: Progress | None = None,
     ) -> "Engine":
         """Loads a model unless one is given, compiles and warms every program, starts the tick.
@@ -387,7 +387,8 @@ class Engine:
         now = self._clock()
         self.slo.maybe_update(now, {c: self._waiting(c, now) for c in (LS, BE)})
         self.loader.advance(now)
-        self._in_flight = self._launch(self.scheduler.next_step(self._itl_slack_s(before), now))
+        step = self.scheduler.next_step(self._itl_slack_s(before), now)
+        self._in_flight = None if step is None else self._launch(step, now)
         if before is not None:
             result = await before.result
             now = self._clock()
@@ -427,20 +428,19 @@ class Engine:
         else:
             await asyncio.sleep(0)  # callers get their turn between any two launches
 
-    def _launch(self, step: ScheduledStep | None) -> InFlight | None:
-        if step is None:
-            return None
+    def _launch(self, step: ScheduledStep, planned_at: float) -> InFlight:
         launched_at = self._clock()
         control = step.batch.control or self.slo.control(step.plan.phase, ls=step.batch.has_ls)
         step.batch.control = control
         percent = step.degrade_best_effort_first(control.threshold_percent)
-        control = control._replace(threshold_percent=percent)
+        step.control = control = control._replace(threshold_percent=percent)
         for sequence, exempt in zip(step.sequences, step.plan.exempt.tolist(), strict=True):
             sequence.note_threshold(step.plan.phase, 100 if exempt else percent)
             sequence.note_start(launched_at)
         self.watchdog.launched += 1
         result = asyncio.wrap_future(self.runner.launch(step.plan, control))
         result.add_done_callback(self._step_ended)
+        self.accounts.step_launched(step, planned_at, self._clock())
         return InFlight(step, result, launched_at, launched_at)
 
     def _step_ended(self, result: asyncio.Future[StepResult]) -> None:

@@ -30,6 +30,7 @@ class FakeRunner:
     part_layers: int = 0  # launched at once; 0: all
     checks_context: bool = True  # whether pages hold what attention would read, at every token
     compilations_since_ready: int = 0
+    num_programs: int = 0
     launches: list[tuple[Phase, int, StepControl]] = field(default_factory=list)
     _last: dict[int, int] = field(default_factory=dict)
     _table: dict[tuple[int, int], int] = field(default_factory=dict)

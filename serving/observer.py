@@ -19,6 +19,9 @@ class Observer:
     What one raises is logged and goes no further.
     """
 
+    def step_launched(self, step: ScheduledStep, began_at: float, now: float) -> None:
+        """The host planned a step's layers and launched them, from `began_at` until `now`."""
+
     def step_read(
         self, step: ScheduledStep, result: StepResult, started_at: float, now: float
     ) -> None:

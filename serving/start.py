@@ -8,6 +8,7 @@ from serving.control.experts_loader import allowed_ways
 from serving.control.slo import starting_strategy
 from serving.execution.programs import Progress, limit_cpu_threads
 from serving.execution.runner import DeviceRunner, fit_to_model
+from serving.scheduling.policy import make_policy
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,8 @@ def prepare(
     if config.brownout.strategy == "auto" and not ways:
         log.warning("brownout is off: %s has no united experts", loaded.name)
     fitting = fit_to_model(config, loaded)
-    runner = DeviceRunner(loaded, fitting)
+    parks = getattr(make_policy(config.policy), "parks", True)
+    runner = DeviceRunner(loaded, fitting, parks=parks)
     runner.start(first, ways, progress)
     return fitting, loaded, runner
 

@@ -46,6 +46,7 @@ class BenchConfig:
     max_concurrency: int | None = None
     random_input_len: int | None = None  # none: 1024, or what fits the server
     random_output_len: int | None = None  # none: 128, or what fits the server
+    best_effort_share: float = 0.0  # of the requests: best effort, by lot
     seed: int = 0
     percentile_metrics: str = "ttft,tpot,itl"
     metric_percentiles: str = "99"
@@ -132,6 +133,10 @@ def _check_numbers(config: BenchConfig) -> None:
         value = getattr(config, name)
         if value is not None and not value >= bound:
             raise WorkloadError(f"{_flag(name)} is {value}; it must be at least {bound}")
+    if not 0 <= config.best_effort_share <= 1:
+        raise WorkloadError(
+            f"--best-effort-share is {config.best_effort_share}; it must be between 0 and 1"
+        )
     for name in ("time_limit_s", "request_rate", "burstiness"):
         value = getattr(config, name)
         if not value > 0:

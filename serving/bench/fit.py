@@ -20,6 +20,7 @@ from serving.bench.workload import (
     ramp_rates,
     schedule,
     synthetic,
+    two_classes,
 )
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
@@ -48,7 +49,11 @@ def fit(plan: Plan, server: pb.ServerInfo, vocab_size: int) -> Load:
         )
     if num < NUM_PROMPTS and config.num_prompts is None:
         words += f"; the server takes no more at once than {_places(server)}"
-    return Load(schedule(samples, _times_s(config, num)), f"{num} requests: {words}")
+    arrivals = schedule(samples, _times_s(config, num))
+    if config.best_effort_share:
+        arrivals = two_classes(arrivals, config.best_effort_share, config.seed)
+        words += f"; {sum(a.best_effort for a in arrivals)} of them best effort"
+    return Load(arrivals, f"{num} requests: {words}")
 
 
 def _times_s(config: BenchConfig, num: int) -> list[float]:

@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,7 @@ from serving.bench.workload import (
     poisson_times,
     schedule,
     shuffled,
+    two_classes,
 )
 from serving.client import Client
 
@@ -71,7 +72,7 @@ class PriorityConfig:
     saturation_s: float = 8.0
     seed: int = 0
     tasks: Path = BUNDLED_TASKS
-    out: Path = Path("out")  # table, picture, JSON, server logs
+    out: Path = Path("out")  # table, picture, JSON, server logs and timelines
     server: tuple[str, ...] = ("-m", "serving.cli", "serve", "--config", "demo", "--port", "0")
     server_args: tuple[str, ...] = ()  # more flags for the server
     startup_timeout_s: float = 900.0
@@ -105,18 +106,7 @@ async def _run(config: PriorityConfig, say: Callable[[str], None]) -> dict[str, 
         )  # fmt: skip
     rate = len([r for r in run.records if r.ok]) / run.duration_s
     say(f"first come, first served is saturated at {rate:.1f} requests/s")
-    ls = np.random.default_rng(config.seed).random(config.num_requests) < config.ls_share
-    arrivals = {
-        load: [
-            replace(arrival, best_effort=not own)
-            for arrival, own in zip(
-                schedule(tasks, poisson_times(config.num_requests, load * rate, config.seed)),
-                ls,
-                strict=True,
-            )
-        ]
-        for load in config.loads
-    }
+    arrivals = by_load(config, tasks, rate)
     played: dict[str, dict[float, Played]] = {}
     for variant in VARIANTS:
         async with _server(config, variant) as client:
@@ -144,14 +134,31 @@ async def _run(config: PriorityConfig, say: Callable[[str], None]) -> dict[str, 
     return result
 
 
+def by_load(
+    config: PriorityConfig, tasks: Sequence[Arrival], rate_per_s: float
+) -> dict[float, list[Arrival]]:
+    """Requests by load, a share of `rate_per_s`: Poisson arrivals, each of a class by lot."""
+    times_s = {
+        load: poisson_times(config.num_requests, load * rate_per_s, config.seed)
+        for load in config.loads
+    }
+    return {
+        load: two_classes(schedule(tasks, due), 1 - config.ls_share, config.seed)
+        for load, due in times_s.items()
+    }
+
+
 @asynccontextmanager
 async def _server(config: PriorityConfig, variant: Variant) -> AsyncIterator[Client]:
-    settings = {"part_layers": str(config.part_layers)} | variant.settings
-    settings |= {"max_queue_len": "1000000", "brownout.strategy": "zero"}
-    flags = [word for key, value in settings.items() for word in ("--set", f"engine.{key}={value}")]
+    flags = [f"{key}={value}" for key, value in variant_settings(config, variant).items()]
+    flags += [
+        "max_concurrent_calls=100000",
+        f"timeline={config.out / f'timeline-{variant.name}.json'}",
+    ]
+    sets = [word for flag in flags for word in ("--set", flag)]
     async with (
         running_server(
-            [*config.server, *flags, "--set", "max_concurrent_calls=100000", *config.server_args],
+            [*config.server, *sets, *config.server_args],
             config.out / f"server-{variant.name}.log",
             config.startup_timeout_s,
             failures=(grpc.aio.AioRpcError, TimeoutError),
@@ -160,6 +167,13 @@ async def _server(config: PriorityConfig, variant: Variant) -> AsyncIterator[Cli
     ):
         await client.wait_ready(config.startup_timeout_s)
         yield client
+
+
+def variant_settings(config: PriorityConfig, variant: Variant) -> dict[str, str]:
+    """What a variant's server is told: its policy, no brownout, and room for every request."""
+    settings = {"part_layers": str(config.part_layers)} | variant.settings
+    settings |= {"max_queue_len": "1000000", "brownout.strategy": "zero"}
+    return {f"engine.{key}": value for key, value in settings.items()}
 
 
 class Played(NamedTuple):

@@ -12,7 +12,15 @@ import grpc
 from serving.bench.config import BenchConfig, Plan, prepare
 from serving.bench.fit import fit
 from serving.bench.loadgen import play
-from serving.bench.results import Record, Run, late_shares, latencies_s, summarize, thresholds_seen
+from serving.bench.results import (
+    Record,
+    Run,
+    late_shares,
+    latencies_s,
+    latency_summary,
+    summarize,
+    thresholds_seen,
+)
 from serving.bench.workload import Arrival, WorkloadError
 from serving.client import Client
 from serving.errors import Unavailable
@@ -182,7 +190,18 @@ def _result(plan: Plan, run: Run, model: str, now: datetime) -> dict[str, Any]:
         result["ramp_up_strategy"] = config.ramp_up_strategy
         result["ramp_up_start_rps"] = config.ramp_up_start_rps
         result["ramp_up_end_rps"] = config.ramp_up_end_rps
+    if config.best_effort_share:
+        result["classes"] = {
+            words: _of_class([r for r in run.records if r.best_effort == best_effort], plan)
+            for words, best_effort in (("latency_sensitive", False), ("best_effort", True))
+        }
     return result | _details(run.records) if config.save_detailed else result
+
+
+def _of_class(records: list[Record], plan: Plan) -> dict[str, Any]:
+    done = sum(r.ok for r in records)
+    latencies = latency_summary(records, plan.metrics, plan.percentiles) if done else {}
+    return {"requests": len(records), "completed": done, **latencies}
 
 
 def _details(records: Iterable[Record]) -> dict[str, Any]:

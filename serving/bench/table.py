@@ -19,6 +19,9 @@ def result_table(result: Mapping[str, Any]) -> str:
     for metric, title in _TITLES.items():
         if f"mean_{metric}_ms" in result:
             lines += [title.center(WIDTH, "-"), *_latencies(result, metric)]
+    for name, of_class in result.get("classes", {}).items():
+        words = name.replace("_", " ").capitalize()
+        lines += [words.center(WIDTH, "-"), *_class(of_class)]
     lines += ["Brownout".center(WIDTH, "-"), *_brownout(result)]
     lines += [
         "Load Generator".center(WIDTH, "-"),
@@ -47,6 +50,13 @@ def _totals(result: Mapping[str, Any]) -> Iterable[str]:
     yield _row("Total token throughput (tok/s):", result["total_token_throughput"])
     if result["accuracy"] is not None:
         yield _row("Right answers (%):", _percent(result["accuracy"]))
+
+
+def _class(of_class: Mapping[str, Any]) -> Iterable[str]:
+    yield _row("Requests:", of_class["requests"])
+    yield _row("Successful ones:", of_class["completed"])
+    for metric in _TITLES:
+        yield from _latencies(of_class, metric)
 
 
 def _latencies(result: Mapping[str, Any], metric: str) -> Iterable[str]:

@@ -109,6 +109,15 @@ def schedule(samples: Sequence[Arrival], times_s: Iterable[float]) -> list[Arriv
     ]
 
 
+def two_classes(arrivals: Sequence[Arrival], best_effort_share: float, seed: int) -> list[Arrival]:
+    """The same requests, each one best effort with a probability of `best_effort_share`."""
+    best_effort = np.random.default_rng(seed).random(len(arrivals)) < best_effort_share
+    return [
+        replace(arrival, best_effort=bool(own))
+        for arrival, own in zip(arrivals, best_effort, strict=True)
+    ]
+
+
 def shuffled(samples: Sequence[Arrival], seed: int, num: int | None = None) -> list[Arrival]:
     """`samples` in a random order, repeated or cut to `num`."""
     if not samples:

@@ -193,6 +193,8 @@ def _value(value: Any) -> str:
         return "no samples" if math.isnan(value) else f"{value:.6f}".rstrip("0").rstrip(".")
     if isinstance(value, str | int | bool):
         return str(value)
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}: {value[key]}" for key in sorted(value)) or "none"
     return ", ".join(map(str, value)) or "none"
 
 

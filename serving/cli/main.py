@@ -88,6 +88,7 @@ _FLAGS = {
     "metrics_port": "metrics_port",
     "served_model_name": "served_model_name",
     "log_format": "log_format",
+    "timeline": "timeline",
     "status_interval_s": "status_interval_s",
     "max_num_seqs": "engine.max_num_seqs",
     "max_model_len": "engine.max_model_len",
@@ -129,6 +130,10 @@ def serve(
     ] = None,
     status_interval_s: Annotated[
         float | None, typer.Option(help="Seconds between status lines of the log; 0: none.")
+    ] = None,
+    timeline: Annotated[
+        str | None,
+        typer.Option(help="File for steps and requests over time, for Perfetto.", metavar="FILE"),
     ] = None,
     verbose: Verbose = False,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences decoded together.")] = None,
@@ -181,24 +186,36 @@ def serve(
     from serving import settings
     from serving.frontend import server
     from serving.frontend.metrics import Metrics
+    from serving.observer import Observer
+    from serving.timeline import Timeline
 
     flags = {key: given[name] for name, key in _FLAGS.items() if given[name] != []}
     loaded = settings.load(config, overrides(flags, set_ or []))
     verbose = verbose or logging.getLogger("serving").level == logging.DEBUG
     logs.configure(loaded.log_format, verbose=verbose)
-    metrics = Metrics()
+    metrics, path = Metrics(), Path(loaded.timeline)
+    observers: list[Observer] = [metrics]
+    drawn = None
+    if loaded.timeline:
+        drawn = Timeline()
+        drawn.write(path)  # a file that cannot be written is to be known now
+        observers.append(drawn)
 
     async def start_engine() -> Any:
-        return await _start_engine(loaded, metrics)
+        return await _start_engine(loaded, *observers)
 
     try:
-        uvloop.run(server.serve(loaded, start_engine, metrics))
+        try:
+            uvloop.run(server.serve(loaded, start_engine, metrics))
+        finally:
+            if drawn is not None:
+                drawn.write(path)
     except Unavailable as error:
         logs.say(f"jmoe: {error}", logging.ERROR)
         os._exit(1)  # an ordinary exit would wait for a device that may hang
 
 
-async def _start_engine(config: Any, metrics: Any) -> Any:
+async def _start_engine(config: Any, *observers: Any) -> Any:
     import asyncio
 
     def import_engine() -> Any:
@@ -209,7 +226,7 @@ async def _start_engine(config: Any, metrics: Any) -> Any:
     began_at = time.monotonic()
     engine_type = await asyncio.to_thread(import_engine)  # so that health is answered meanwhile
     with progress_bar() as progress:
-        engine = await engine_type.start(config.engine, observer=metrics, progress=progress)
+        engine = await engine_type.start(config.engine, observer=observers, progress=progress)
 
     from serving.frontend.status import log_start
 

@@ -100,6 +100,9 @@ def serve(
     random_output_len: Annotated[
         int | None, typer.Option(help="Tokens an answer to it; else 128, or what fits the server.")
     ] = None,
+    best_effort_share: Annotated[
+        float, typer.Option(help="Of the requests: sent as best effort; figures by class follow.")
+    ] = 0.0,
     seed: Annotated[int, typer.Option(help="Of prompts, their order and their times.")] = 0,
     percentile_metrics: Annotated[
         str, typer.Option(help="Latencies to report, of ttft, tpot, itl, e2el; with commas.")

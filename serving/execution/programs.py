@@ -6,7 +6,7 @@ many experts as a step at t <= b can touch. The threshold itself is traced and n
 
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import astuple, replace
 from functools import partial
@@ -39,6 +39,7 @@ Progress = Callable[[str, int, int], None]
 class Key(NamedTuple):
     """Which program. `size` is tokens of a `prefill` step and of `score`, else rows.
 
+    `layers` are the first and the one to stop at of a program for a part of a step, None of others.
     `score` and `sample` run behind a step whose rows ask for it; `truncate` is `sample` with top-k
     and top-p, where that is a program of its own (`sampling_phases`).
     """
@@ -46,11 +47,13 @@ class Key(NamedTuple):
     phase: str
     size: int
     bucket_percent: int
+    layers: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
         """Of its entry on disk."""
-        return f"{self.phase}-{self.size}-{self.bucket_percent}"
+        part = "" if self.layers is None else "-layers-{}-{}".format(*self.layers)
+        return f"{self.phase}-{self.size}-{self.bucket_percent}{part}"
 
 
 def sampling_phases() -> tuple[str, ...]:
@@ -110,6 +113,22 @@ class Buckets:
         rows = sorted({*self.decode, self.chunks})
         return keys + [Key(phase, n, FULL_CAPACITY) for phase in sampling_phases() for n in rows]
 
+    def step_keys(self) -> list[Key]:
+        """Those of whole steps."""
+        return [key for key in self.keys() if key.phase in ("prefill", "decode")]
+
+    def parts(self, phase: str, num_layers: int, at_once: int) -> list[Key]:
+        """Programs for parts of a phase's steps, of `at_once` layers each; the last may have fewer.
+
+        They have capacity for every threshold: less would multiply them.
+        """
+        sizes = self.decode if phase == "decode" else self.prefill
+        return [
+            Key(phase, size, FULL_CAPACITY, (first, min(first + at_once, num_layers)))
+            for size in reversed(sizes)
+            for first in range(0, num_layers, at_once)
+        ]
+
     def choose(
         self, phase: str, size: int, threshold_percent: int, *, prompt_logprobs: bool
     ) -> Key:
@@ -149,8 +168,15 @@ class Programs:
         state: State,
         params: Params,
         options: Mapping[str, str],
+        *,
+        parts_by_number: bool,
     ) -> None:
-        """`params` and XLA's options are those of `jmoe.steps.served`."""
+        """`params` and XLA's options are those of `jmoe.steps.served`.
+
+        `parts_by_number`: one program runs any part of a step, as its arguments say; else there is
+        a program for each.
+        """
+        self._parts_by_number = parts_by_number
         self._model, self._buckets, self._state = model, buckets, state
         self._params, self._options = params, dict(options)
         self._compiled: dict[Key, Any] = {}
@@ -163,9 +189,11 @@ class Programs:
         if self._ready and event == COMPILE_EVENT:
             self.compilations_since_ready += 1
 
-    def compile_all(self, executables: Executables, progress: Progress | None = None) -> None:
-        """Compiles every program, several at a time; what the disk has is read from there."""
-        keys = self._buckets.keys()
+    def compile_all(
+        self, keys: Sequence[Key], executables: Executables, progress: Progress | None = None
+    ) -> None:
+        """Compiles programs, several at a time; what the disk has is read from there."""
+        before = len(self._compiled)
         code = traced_code.digest(
             (
                 decode_step,
@@ -179,7 +207,7 @@ class Programs:
 
         def tell() -> None:
             if progress is not None:
-                progress("compiling", len(self._compiled), len(keys))
+                progress("compiling", len(self._compiled) - before, len(keys))
 
         def compiled(key: Key, cache_key: str, lowered: jax.stages.Lowered) -> None:
             found = lowered.compile(compiler_options=self._options or None)
@@ -216,8 +244,8 @@ class Programs:
         self._ready = False
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
-    def keys(self) -> list[Key]:
-        """Programs that are compiled."""
+    def compiled(self) -> list[Key]:
+        """Programs that there are."""
         return list(self._compiled)
 
     def run(self, key: Key, state: State, *arrays: Any) -> Any:
@@ -252,13 +280,23 @@ class Programs:
             return jax.jit(step, donate_argnums=0).lower(*self._arguments(key))
         if key.phase == "score":
             return jax.jit(partial(score_step, cfg)).lower(*self._arguments(key))
+        layers = self._layers(key)
         if key.phase == "decode":
-            step = partial(decode_step, cfg, max_active=max_active)
+            step = partial(decode_step, cfg, max_active=max_active, layers=layers)
         else:  # `score` follows the largest one alone
             keep = key.size == self._buckets.prefill[-1]
-            step = partial(prefill_step, cfg, max_active=max_active, keep_hidden=keep)
-        step.__name__ = f"{key.phase}_{key.size}_{key.bucket_percent}"  # type: ignore[attr-defined]
+            keep &= layers is None or layers.stop == cfg.num_layers
+            step = partial(
+                prefill_step, cfg, max_active=max_active, keep_hidden=keep, layers=layers
+            )
+        step.__name__ = key.name.replace("-", "_")  # type: ignore[attr-defined]
         return jax.jit(step, donate_argnums=1).lower(*self._arguments(key))
+
+    def _layers(self, key: Key) -> range | None:
+        """Layers that a step's program runs; None: those that its arguments say."""
+        if key.layers is not None:
+            return range(*key.layers)
+        return None if self._parts_by_number else range(self._model.config.num_layers)
 
     def _max_active(self, key: Key) -> int:
         num_experts = self._model.config.num_experts
@@ -295,6 +333,7 @@ class Programs:
                 code,
                 astuple(self._model.config),
                 key,
+                self._layers(key),
                 self._max_active(key),
                 self._arguments(key),
                 self._options,

@@ -29,12 +29,14 @@ from serving.execution.programs import (
 )
 from serving.execution.reader import ResultReader
 from serving.plan import NUM_EXTENTS, Limits, Phase, StepControl, StepPlan, StepResult
-from serving.settings import SettingsError
 
 log = logging.getLogger(__name__)
 
 MAX_LAUNCH_SHARE = 0.03  # of the time of layers launched at once, what launching them may cost
 TIMED = 5  # runs of a program whose median counts
+GPU_LAUNCH_S = 17e-6
+"""What one launch more costs a GPU: a graph's start, and kernels that are in every part. Reckoned,
+not measured."""
 FULL_CONTROL = StepControl(100, 0)
 
 
@@ -46,6 +48,11 @@ class Runner(Protocol):
     @property
     def compilations_since_ready(self) -> int:
         """Compilations since the runner was ready; each one is a fault."""
+        ...
+
+    @property
+    def num_programs(self) -> int:
+        """Programs that were compiled before it was ready."""
         ...
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
@@ -109,27 +116,25 @@ def fit_to_model(config: EngineConfig, model: Model) -> EngineConfig:
 class DeviceRunner:
     """A model's step programs over one device state. `start` compiles and warms them."""
 
-    def __init__(self, model: Model, config: EngineConfig) -> None:
+    def __init__(self, model: Model, config: EngineConfig, *, parks: bool = True) -> None:
+        """`parks`: whether steps may have to make way between two layers."""
         self.model = model
         self.limits = limits_of(config, model.config.num_layers)
         params, options = served(model.params, eager=config.enforce_eager)
-        # A loop over layers whose length the device reads would make a GPU's host wait for it.
+        # One program runs any part of a step where a loop whose length the device reads is free. A
+        # GPU's host would wait for it; there each part has a program of its own.
         stacked = not any(isinstance(segment, tuple) for segment in params["segments"])
-        self.runs_parts = stacked and backend() == "cpu"
-        if config.part_layers and not self.runs_parts:
-            raise SettingsError(
-                f"engine.part_layers is {config.part_layers}; on a GPU steps run whole so far: "
-                "leave it at 0"
-            )
+        self._parts_by_number = stacked and backend() == "cpu"
         check_memory(model, self.limits)
         self.buckets = Buckets(config, self.limits)
-        whole = min(config.part_layers or self.limits.num_layers, self.limits.num_layers)
-        self._measures_parts = self.runs_parts and not config.part_layers
-        self._layers_at_once: dict[tuple[str, int], int] = {
-            (key.phase, key.size): whole
-            for key in list(self.buckets.keys())
-            if key.phase in ("prefill", "decode")
-        }
+        num_layers = self.limits.num_layers
+        wanted = parks and config.part_layers < num_layers
+        self._runs_parts = self._parts_by_number or wanted
+        self._measures_parts = self._runs_parts and not config.part_layers
+        self._layers_at_once = dict.fromkeys(
+            ((key.phase, key.size) for key in self.buckets.step_keys()),
+            min(config.part_layers or num_layers, num_layers),
+        )
         self._executables = Executables.at(config.compilation_cache)
         self._state = make_state(
             model.config,
@@ -138,9 +143,16 @@ class DeviceRunner:
             page_size=self.limits.page_size,
             max_blocks=self.limits.pages_for(config.max_model_len),
             dtype=model.dtype,
-            num_hidden=self.limits.extent(NUM_EXTENTS) if self.runs_parts else 0,
+            num_hidden=self.limits.extent(NUM_EXTENTS) if self._runs_parts else 0,
         )
-        self.programs = Programs(model, self.buckets, self._state, params, options)
+        self.programs = Programs(
+            model,
+            self.buckets,
+            self._state,
+            params,
+            options,
+            parts_by_number=self._parts_by_number,
+        )
         self._reader = ResultReader()
 
     @property
@@ -148,33 +160,65 @@ class DeviceRunner:
         """Compilations after `start`; each one is a fault."""
         return self.programs.compilations_since_ready
 
+    @property
+    def num_programs(self) -> int:
+        """See Runner."""
+        return len(self.programs.compiled())
+
     def start(self, way: int, ways: Sequence[int], progress: Progress | None = None) -> None:
         """Compiles every program, runs each once on padding, and loads `way` (0: none)."""
-        self.programs.compile_all(self._executables, progress)
-        keys = self.programs.keys()
-        for done, key in enumerate(keys):
-            if progress is not None:
-                progress("warming", done, len(keys))
-            self._warm(key)
+        self._prepare(self.buckets.keys(), progress)
         for other in [w for w in ways if w != way] + [way] * bool(way):
             self.model.use_way(other)  # every way once: switching compiles nothing later
         jax.block_until_ready((self._state, self.model.pool))
         if self._measures_parts:
             self._measure_parts()
+        if self._runs_parts and not self._parts_by_number:
+            self._prepare(self._keys_of_parts(), progress)
         self.programs.mark_ready()
+
+    def _prepare(self, keys: Sequence[Key], progress: Progress | None) -> None:
+        """Compiles programs, and runs each once on padding."""
+        self.programs.compile_all(keys, self._executables, progress)
+        for done, key in enumerate(keys):
+            if progress is not None:
+                progress("warming", done, len(keys))
+            self._warm(key)
 
     def _measure_parts(self) -> None:
         """Chooses how many layers to launch at once: n = clamp(ceil(c / (0.03 t_layer)), 1, L).
 
-        What a launch costs beside its layers, `c`, may be 3 % of them (docs/priorities.md).
+        What a launch costs beside its layers, `c`, may be 3 % of them (docs/priorities.md). Where
+        each part is a program, all sizes of a phase are cut alike, so that they can join.
         """
         num_layers = self.limits.num_layers
         for phase, size in self._layers_at_once:
             key = Key(phase, size, FULL_CAPACITY)
-            none_s, all_s = (self._time(key, stop) for stop in (0, num_layers))
+            all_s = self._time(key, num_layers)
+            none_s = self._time(key, 0) if self._parts_by_number else GPU_LAUNCH_S
             layer_s = max(all_s - none_s, 1e-9) / num_layers
             wanted = math.ceil(none_s / (MAX_LAUNCH_SHARE * layer_s))
             self._layers_at_once[phase, size] = min(max(wanted, 1), num_layers)
+        if not self._parts_by_number:
+            for phase, longest in self._longest_parts().items():
+                alike = -(-num_layers // -(-num_layers // longest))  # parts of equal length
+                self._layers_at_once |= {k: alike for k in self._layers_at_once if k[0] == phase}
+
+    def _longest_parts(self) -> dict[str, int]:
+        """Layers at once by phase, the most of any size."""
+        found: dict[str, int] = {}
+        for (phase, _), count in self._layers_at_once.items():
+            found[phase] = max(found.get(phase, 0), count)
+        return found
+
+    def _keys_of_parts(self) -> list[Key]:
+        num_layers = self.limits.num_layers
+        return [
+            key
+            for phase, count in self._longest_parts().items()
+            if count < num_layers
+            for key in self.buckets.parts(phase, num_layers, count)
+        ]
 
     def _time(self, key: Key, stop_layer: int) -> float:
         """Seconds that layers up to `stop_layer` of a full step take, as a median."""
@@ -213,7 +257,7 @@ class DeviceRunner:
         arrays = [padded, table, np.array([*control, first, stop], np.int32)]
         if key.phase == "prefill":
             arrays.insert(0, _padded(tokens, key.size))
-            if self.runs_parts:
+            if self._runs_parts:
                 arrays.append(_padded(places, key.size))
         return arrays
 
@@ -235,7 +279,7 @@ class DeviceRunner:
             control = StepControl(key.bucket_percent, 0)
             arrays = self.arrays(key, rows, control, stop=self.limits.num_layers)
             self._state, out = self.programs.run(key, self._state, *arrays)
-        _start_copies(out, 1)()
+        jax.block_until_ready(out)
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
         """See Runner."""
@@ -245,6 +289,9 @@ class DeviceRunner:
             self._capacity_percent(plan, control),
             prompt_logprobs=plan.prompt_logprobs,
         )
+        if not self._parts_by_number and plan.num_layers < self.limits.num_layers:
+            layers = plan.first_layer, plan.stop_layer
+            key = key._replace(bucket_percent=FULL_CAPACITY, layers=layers)
         arrays = self.arrays(
             key,
             plan.rows,
@@ -261,7 +308,35 @@ class DeviceRunner:
             if plan.prompt_logprobs:
                 out = self.programs.score(out, arrays[0], rows)
             self._state, out = self.programs.sample(self._state, out, rows)
-        return self._reader.submit(_start_copies(out, len(plan.rows)))
+        return self._reader.submit(self._start_copies(out, len(plan.rows), plan.first_layer))
+
+    def _start_copies(
+        self, out: StepOutput, count: int, first_layer: int = 0
+    ) -> Callable[[], StepResult]:
+        """Starts the copies of what the host reads. The result waits for them, and returns them
+        without the rows of padding behind the first `count`.
+        """
+        out = out._replace(logits=None, hidden=None)
+        for leaf in jax.tree.leaves(out):
+            leaf.copy_to_host_async()
+        moe_layers = self.model.config.moe_layers
+
+        def read() -> StepResult:
+            read = jax.device_get(out)
+            none, expert_rows = [0] * count, read.expert_rows
+            if len(expert_rows) < sum(moe_layers):  # of a part's own layers
+                before, found = sum(moe_layers[:first_layer]), expert_rows
+                expert_rows = np.zeros((sum(moe_layers), found.shape[1]), found.dtype)
+                expert_rows[before : before + len(found)] = found
+            return StepResult(
+                none if read.tokens is None else read.tokens[:count].tolist(),
+                none if read.logprobs is None else read.logprobs[:count].tolist(),
+                read.degraded[:count].tolist(),
+                expert_rows,
+                read.prompt_logprobs,
+            )
+
+        return read
 
     def _capacity_percent(self, plan: StepPlan, control: StepControl) -> int:
         """The threshold whose capacity serves the step.
@@ -299,24 +374,3 @@ def _padded(values: np.ndarray | None, size: int) -> np.ndarray:
     if values is not None:
         padded[: len(values)] = values
     return padded
-
-
-def _start_copies(out: StepOutput, count: int) -> Callable[[], StepResult]:
-    """Starts the copies of what the host reads. The result waits for them, and returns them without
-    the rows of padding behind the first `count`.
-    """
-    out = out._replace(logits=None, hidden=None)
-    for leaf in jax.tree.leaves(out):
-        leaf.copy_to_host_async()
-
-    def read() -> StepResult:
-        read = jax.device_get(out)
-        return StepResult(
-            read.tokens[:count].tolist(),
-            read.logprobs[:count].tolist(),
-            read.degraded[:count].tolist(),
-            read.expert_rows,
-            read.prompt_logprobs,
-        )
-
-    return read

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,10 @@ class GenerationService(rpc.GenerationServicer):
             policy=settings.policy,
             part_layers={} if engine is None else dict(engine.runner.part_layers_by_size),
             admin_port=server.admin_port,
+            num_programs=0 if engine is None else engine.runner.num_programs,
+            best_effort_wait_s=math.inf
+            if engine is None
+            else engine.pace.best_effort_wait_s(settings.best_effort_max_wait_s),
         )
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.ModelInfo:

@@ -304,7 +304,6 @@ def _facts(engine: "Engine") -> dict[str, Any]:
     import jax
 
     from jmoe.kv_cache import page_bytes
-    from serving.execution.runner import DeviceRunner
 
     model, runner, config = engine.model, engine.runner, engine.config
     assert model is not None
@@ -323,7 +322,7 @@ def _facts(engine: "Engine") -> dict[str, Any]:
         "page_size": config.page_size,
         "max_num_seqs": config.max_num_seqs,
         "max_model_len": config.max_model_len,
-        "num_programs": len(runner.programs.keys()) if isinstance(runner, DeviceRunner) else 0,
+        "num_programs": runner.num_programs,
     }
 
 

@@ -17,7 +17,7 @@ from serving.scheduling.policy import BE, BatchView
 from serving.scheduling.sequence import SequenceState
 
 
-@dataclass(frozen=True)
+@dataclass
 class ScheduledStep:
     """Layers to launch, and the sequences that the plan's rows belong to."""
 
@@ -25,6 +25,9 @@ class ScheduledStep:
     plan: StepPlan
     sequences: list[SequenceState]
     sampled: list[bool]  # whether the row's token is used: it comes of the last layers only
+    parks: "Batch | None" = None  # the step whose next layers these go before
+    num_joined: int = 0  # rows of a parked step that came along
+    control: StepControl | None = None  # that these layers were launched with
 
     @property
     def is_first(self) -> bool:

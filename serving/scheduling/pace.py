@@ -32,6 +32,15 @@ class Pace:
         if plan.phase is Phase.DECODE and plan.is_last:
             self._decoded_at = ended_at
 
+    def best_effort_wait_s(self, max_wait_s: float) -> float:
+        """Seconds within which a best-effort request that runs gets a token, by the longest steps
+        so far; infinite before the first, and where waiting too long (`max_wait_s`) means nothing.
+
+        After that time it waits for the step under way, two prefill steps and its own
+        (docs/priorities.md), as long as older requests leave it a row.
+        """
+        return (max_wait_s or math.inf) + 4 * max(self._typical_s.values(), default=math.inf)
+
     def idle_s(self, plan: StepPlan) -> float:
         """Seconds from a step's start before the next one has to be planned; 0 if unknown."""
         return max(0.0, SHARE * self._expected_s(plan, 0.0) - MARGIN_S)

@@ -214,23 +214,27 @@ class Scheduler:
 
     def _take_layers(self, batch: Batch) -> ScheduledStep:
         """The batch's next layers; those of a parked one that it meets come along."""
-        other = batch.joins
+        other, num_joined, parks = batch.joins, 0, None
         if other is not None and other not in self.under_way:
             other = batch.joins = None
         if other is not None and other.next_layer == batch.next_layer:
+            num_joined = len(other.rows)
             batch.absorb(other)
             self.under_way.remove(other)
             self.num_joins += 1
             other = None
         if self._newest is not batch and self._newest in self.under_way:
-            self._newest.num_parks += 1
+            parks = self._newest
+            parks.num_parks += 1
             self.num_parks += 1
         last, stop = self.limits.num_layers, self.limits.num_layers
-        if self.policy.parks and self._has_best_effort:
+        # Once in parts, always in parts: others may not be prepared.
+        if self.policy.parks and (self._has_best_effort or batch.next_layer):
             stop = batch.next_layer + self._layers_at_once(batch.phase, batch.num_tokens)
         if other is not None:
             stop = min(stop, other.next_layer)
         step = batch.take_layers(min(stop, last), last)
+        step.parks, step.num_joined = parks, num_joined
         if step.is_last:
             self._end(batch)
         self._newest, self._last_phase = batch, batch.phase

@@ -112,10 +112,12 @@ def abstract_model(case):
     return Weights(params, pool, table)
 
 
-def abstract_state(case):
+def abstract_state(case, num_hidden=0):
     sizes = {"num_slots": BATCH, "num_pages": PAGES, "page_size": PAGE_SIZE}
     return jax.eval_shape(
-        lambda: make_state(case.config, max_blocks=MAX_BLOCKS, dtype=BF16, **sizes)
+        lambda: make_state(
+            case.config, max_blocks=MAX_BLOCKS, dtype=BF16, num_hidden=num_hidden, **sizes
+        )
     )
 
 
@@ -184,13 +186,13 @@ class Program(NamedTuple):
         return self.hlo.count('custom_call_target="mosaic_gpu')
 
 
-def compile_step(mesh, case, step, *rows, eager=False, **options):
+def compile_step(mesh, case, step, *rows, eager=False, num_hidden=0, **options):
     weights = abstract_model(case)
     with traced_for("cuda"):
         _, own = served({"segments": ()}, eager=eager)
         params = jax.eval_shape(lambda params: served(params, eager=eager)[0], weights.params)
     step = partial(step, case.config, max_active=case.config.num_experts)
-    held = weights._replace(params=params), abstract_state(case)
+    held = weights._replace(params=params), abstract_state(case, num_hidden)
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}  # protos are less than text
         exe = compile_for(mesh, step, *held, *rows, donate_argnums=1, options=own | dump | options)
@@ -245,6 +247,39 @@ def test_a_prefill_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, 
     # KV write, attention, routing, two products.
     assert program.mosaic_kernels == 5 * case.config.num_layers
     assert sum(count_launches(program.hlo).values()) == case.launches[1]
+
+
+STEPS = {"decode": (decode_step, [(BATCH, 9), (8, 3), (4,)]),
+         "prefill": (prefill_step, [(512,), (8, 9), (8, 3), (4,), (512,)])}  # fmt: skip
+NUM_HIDDEN = BATCH + 2 * 512
+
+
+def compile_part(mesh, phase, layers):
+    step, shapes = STEPS[phase]
+    rows = [int32(*shape) for shape in shapes]
+    return compile_step(mesh, QWEN15, partial(_part, step, layers), *rows, num_hidden=NUM_HIDDEN)
+
+
+def _part(step, layers, *args, **options):
+    return step(*args, layers=layers, **options)
+
+
+@pytest.mark.parametrize(("phase", "fixed"), [("decode", 8), ("prefill", 13)])
+def test_a_part_of_a_step_is_one_graph_with_few_launches_of_its_own(mesh, phase, fixed):
+    """Layers cost what they cost; beside them there is what each further part adds."""
+    parts = {n: compile_part(mesh, phase, range(6, 6 + n)) for n in (6, 12)}
+    launches = {n: sum(count_launches(part.hlo).values()) for n, part in parts.items()}
+    assert 2 * launches[6] - launches[12] == fixed
+    for part in parts.values():
+        check_copies(part)
+        check_one_graph(part)
+
+
+@pytest.mark.parametrize("layers", [range(6), range(18, 24)])
+def test_the_first_and_the_last_part_copy_nothing_either(mesh, layers):
+    part = compile_part(mesh, "decode", layers)
+    check_copies(part)
+    check_one_graph(part)
 
 
 @models

@@ -10,6 +10,7 @@ import pytest
 
 import jmoe
 from jmoe.brownout import strategy_code
+from jmoe.model import unstack
 from jmoe.packed_rows import empty_deltas, empty_rows, pack_row
 from jmoe.steps import decode_step, make_state, prefill_step
 
@@ -177,3 +178,40 @@ def test_a_row_that_left_writes_nothing_more_and_changes_no_other(setup):
     exact, _ = prefill(setup, empty(model), both, 0, 1, percent=100)
     _, out = prefill(setup, exact, (tokens, rows, deltas, places), 1, percent=100)
     assert out.logprobs[0] == wanted.logprobs[0]
+
+
+@pytest.mark.parametrize("cuts", [(0, 1, 3, 4), (0, 2, 4)])
+def test_a_program_for_each_part_is_the_whole_too(setup, cuts):
+    """As a GPU has them: its layers are known when it is compiled, and in arrays of their own."""
+    model, layers = setup[0], setup[0].config.num_layers
+    cuts = sorted({min(cut, layers) for cut in cuts})
+    weights = model.weights._replace(params=unstack(model.params))
+    options = {"max_active": model.config.num_experts}
+
+    def run(step, state, arrays, part):
+        tokens, rows, deltas, places = arrays
+        args = (tokens, rows, deltas) if step is prefill_step else (rows, deltas)
+        last = (places,) if step is prefill_step else ()
+        jitted = jax.jit(partial(step, model.config, layers=part, **options))
+        return jitted(weights, state, *args, control(model, 9, 9), *last)
+
+    def run_all(cuts):
+        """A prefill, then a decode step; both cut there."""
+        state, arrays, found = empty(model), prefill_arrays(dict(enumerate(PROMPTS))), []
+        rows = decode_rows({slot: len(prompt) + 1 for slot, prompt in enumerate(PROMPTS)})
+        decoded = None, rows, empty_deltas(1), None
+        for step, given in ((prefill_step, arrays), (decode_step, decoded)):
+            rows, degraded, out = [], 0, None
+            for first, stop in itertools.pairwise(cuts):
+                state, out = run(step, state, given, range(first, stop))
+                assert (out.tokens is None) == (stop < layers)
+                rows.append(out.expert_rows)
+                degraded = degraded + out.degraded
+            found.append((out.tokens[:3], out.logprobs[:3], jnp.concatenate(rows), degraded[:3]))
+        return state, found
+
+    (state, found), (whole, wanted) = run_all(cuts), run_all((0, layers))
+    same(state, whole)
+    for got, want in zip(found, wanted, strict=True):
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_array_equal(a, b)

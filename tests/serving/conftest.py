@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 from counting import counting_engine
-from simulated_time import SimulatedLoop
+
+from serving.simulated_time import SimulatedLoop
 
 
 def pytest_asyncio_loop_factories(config, item):

@@ -26,7 +26,7 @@ async def collect(engine, prompt, max_new=5, **kwargs):
 
 
 def counting_engine(
-    step_s=0.0, limits=LIMITS, runner=FakeRunner, observer=None, model=None, **config
+    step_s=0.0, limits=LIMITS, runner=FakeRunner, observer=(), model=None, **config
 ):
     """An engine that ticks, by the running loop's clock."""
     config = EngineConfig(max_model_len=200, watchdog_s=0, **config)

@@ -56,7 +56,8 @@ class FakeEngine:
         self.reason, self.dead = "", asyncio.Event()
         self.way_gate = asyncio.Event()  # holds a change of way
         self.way_gate.set()
-        self.runner = SimpleNamespace(part_layers_by_size={"decode 64": 4})
+        self.runner = SimpleNamespace(part_layers_by_size={"decode 64": 4}, num_programs=7)
+        self.pace = SimpleNamespace(best_effort_wait_s=lambda max_wait_s: max_wait_s + 1.5)
         self.scheduler = SimpleNamespace(
             queues={LS: [None] * 3, BE: []},
             num_parks=5,

@@ -74,7 +74,7 @@ async def failure(call) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def until(holds, timeout_s: float = 3.0) -> None:
+async def until(holds, timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not holds():
             await asyncio.sleep(0.005)

@@ -1,7 +1,9 @@
 """Classes of requests on a whole engine: queues, objectives, degradation, and a flood."""
 
 import asyncio
+import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -67,6 +69,40 @@ async def test_a_backlog_of_best_effort_moves_no_threshold(start):
     state = engine.get_brownout()
     assert (state.prefill_threshold_percent, state.decode_threshold_percent) == (100, 100)
     await asyncio.gather(*backlog)
+
+
+@simulated_time
+@pytest.mark.parametrize("step_s", [0.02, 0.1])
+async def test_best_effort_that_runs_gets_a_token_within_the_bound_that_is_told(start, step_s):
+    """Streams of the other class fill every decode step, one after another, and prompts park."""
+    limits = Limits(8, 400, 4, 16, 4, max_decode_seqs=4, num_layers=4)
+    engine = start(
+        step_s,
+        limits,
+        runner=partial(FakeRunner, part_layers=1),
+        best_effort_max_wait_s=1.0,
+        max_queue_len=1000,
+    )
+    clock = asyncio.get_running_loop().time
+    assert engine.pace.best_effort_wait_s(1.0) == math.inf  # no step was seen yet
+
+    async def best_effort():
+        sampling = SamplingParams(max_new_tokens=8)
+        return np.diff([clock() async for _ in engine.generate([1], sampling, priority=BE)])
+
+    async def flood():
+        while not gaps.done():
+            await collect(engine, [1] * 10, 150)
+
+    gaps = asyncio.create_task(best_effort())
+    await asyncio.sleep(3 * step_s)
+    others = [asyncio.create_task(flood()) for _ in range(7)]
+    found = await gaps
+    bound = engine.pace.best_effort_wait_s(1.0)
+    assert bound == pytest.approx(1.0 + 4 * step_s)
+    assert 1.0 < max(found) <= bound
+    assert engine.pace.best_effort_wait_s(0.0) == math.inf
+    await asyncio.gather(*others)
 
 
 def recording():

@@ -90,9 +90,9 @@ def test_no_help_is_cut_at_100_columns(monkeypatch, capsys) -> None:
 def test_start_is_quick_and_imports_no_jax() -> None:
     heavy = {"jax", "grpc", "pydantic", "numpy", "matplotlib"}
     code = f"import sys, serving.cli.main; sys.exit(bool({heavy} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
     code = "import sys, serving.frontend.server; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["bench", "serve"], ["distill"], ["demo"]])
@@ -227,7 +227,7 @@ def test_model_config_that_is_not_there() -> None:
         load_model_config("gpt")
 
 
-def test_serve_for_real(monkeypatch, capsys) -> None:
+def test_serve_for_real(monkeypatch, capsys, tmp_path) -> None:
     small = {
         "engine.max_model_len": 32,
         "engine.max_num_seqs": 4,
@@ -240,6 +240,7 @@ def test_serve_for_real(monkeypatch, capsys) -> None:
     pairs = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
     flags = ["--config", "demo", "--model", str(GOLDEN / "qwen2_moe"), *pairs]
     flags += ["--served-model-name", "mine", "--log-format", "json", "-v"]
+    flags += ["--timeline", str(tmp_path / "timeline.json")]
     child = subprocess.Popen(
         [sys.executable, "-m", "serving.cli", "serve", *flags],
         stdout=subprocess.PIPE,
@@ -255,12 +256,18 @@ def test_serve_for_real(monkeypatch, capsys) -> None:
         shown = capsys.readouterr().out
         assert "mine" in shown
         assert "Stats.kv_pages_total" in shown  # from the admin service, which info has found
+        rows = dict(line.split(maxsplit=1) for line in shown.splitlines() if "." in line)
+        assert rows["ServerInfo.part_layers"].startswith("decode 4: ")
+        assert int(rows["ServerInfo.num_programs"]) > 2
+        assert rows["ServerInfo.best_effort_wait_s"] == "inf"  # no step was seen yet
         child.send_signal(signal.SIGTERM)
-        _, log = child.communicate(timeout=20)
+        _, log = child.communicate(timeout=120)
     finally:
         child.kill()
         child.wait()
     assert child.returncode == 0
+    drawn = json.loads((tmp_path / "timeline.json").read_text())
+    assert drawn["traceEvents"][0]["args"] == {"name": "jmoe"}
     entries = [json.loads(line) for line in log.splitlines()]
     assert any(entry["message"].startswith("compiling: ") for entry in entries)
     found = {entry["event"]: entry for entry in entries if "event" in entry}

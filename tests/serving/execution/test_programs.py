@@ -1,6 +1,8 @@
 """Layers as a Hopper GPU's server has them, on a CPU: one after another rather than scanned."""
 
+import asyncio
 import math
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,54 +16,122 @@ from serving.engine import Engine
 from serving.execution import programs, runner
 from serving.execution.runner import limits_of
 from serving.plan import StepControl
-from serving.request import SamplingParams
+from serving.request import Priority, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
+LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 GOLDEN = Path(__file__).parents[2] / "golden" / "qwen3_moe_mixed_yarn"
 PROMPT = [5, 60, 17, 33, 8, 59, 2, 44, 13, 7, 21, 3]
 
 
-async def answer(eager):
-    """Tokens and degraded visits; prefill in two chunks, decode under brownout."""
-    engine = await Engine.start(
-        EngineConfig(
-            model=str(GOLDEN),
-            dtype="float32",
-            max_num_seqs=2,
-            max_model_len=32,
-            page_size=8,
-            max_prefill_tokens=8,
-            decode_buckets=(2,),
-            prefill_buckets=(8,),
-            threshold_buckets_percent=(100,),
-            compilation_cache="",
-            enforce_eager=eager,
-            brownout=BrownoutConfig(strategy="full", decode_threshold_percent=40, salc=False),
-        )
-    )
+def config(**changes):
+    given = {
+        "model": str(GOLDEN),
+        "dtype": "float32",
+        "max_num_seqs": 2,
+        "max_model_len": 32,
+        "page_size": 8,
+        "max_prefill_tokens": 8,
+        "decode_buckets": (2,),
+        "prefill_buckets": (8,),
+        "threshold_buckets_percent": (100,),
+        "compilation_cache": "",
+        "brownout": BrownoutConfig(strategy="full", decode_threshold_percent=40, salc=False),
+        **changes,
+    }
+    return EngineConfig(**given)
+
+
+@asynccontextmanager
+async def serving(**changes):
+    engine = await Engine.start(config(**changes))
     try:
-        tokens, degraded = [], 0
-        async for out in engine.generate(PROMPT, SamplingParams(max_new_tokens=6, ignore_eos=True)):
-            tokens += out.token_ids
-            degraded = out.usage.degraded_visits
-        return tokens, degraded
+        yield engine
     finally:
         await engine.stop()
 
 
-async def test_layers_one_after_another_answer_as_scanned_ones(monkeypatch):
-    def as_on_a_gpu(params, *, eager):
+async def answer(engine, priority=LS, wait=0):
+    """Tokens and degraded visits; prefill in two chunks, decode under brownout."""
+    tokens, degraded = [], 0
+    for _ in range(wait):
+        await asyncio.sleep(0)
+    sampling = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    async for out in engine.generate(PROMPT, sampling, priority=priority):
+        tokens += out.token_ids
+        degraded = out.usage.degraded_visits
+    return tokens, degraded
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Layers in arrays of their own, but for `eager`; which of them was asked for."""
+
+    def served(params, *, eager):
         chosen.append(eager)
         return (params if eager else unstack(params)), {}
 
     chosen = []
-    monkeypatch.setattr(runner, "served", as_on_a_gpu)
-    tokens, degraded = await answer(eager=False)
-    assert (tokens, degraded) == await answer(eager=True)
-    assert chosen == [False, True]
+    monkeypatch.setattr(runner, "served", served)
+    return chosen
+
+
+async def test_layers_one_after_another_answer_as_scanned_ones(as_on_a_gpu):
+    async with serving(policy="fcfs") as engine:
+        tokens, degraded = await answer(engine)
+    async with serving(policy="fcfs", enforce_eager=True) as engine:
+        assert (tokens, degraded) == await answer(engine)
+    assert as_on_a_gpu == [False, True]
     assert len(tokens) == 6
     assert degraded > 0
+
+
+@pytest.mark.parametrize("strategy", ["zero", "full"])
+async def test_a_program_for_each_part_where_the_host_would_wait_for_a_loop(as_on_a_gpu, strategy):
+    """As on a GPU: what is parked between two of them answers as what runs alone."""
+    brownout = BrownoutConfig(strategy=strategy, decode_threshold_percent=0, salc=False)
+    async with serving(part_layers=1, brownout=brownout, reserved_ls_seqs=1) as engine:
+        alone = await answer(engine)
+        parts = [key for key in engine.runner.programs.compiled() if key.layers is not None]
+        assert sorted(key.layers for key in parts) == sorted(2 * [(n, n + 1) for n in range(4)])
+        together = await asyncio.gather(
+            answer(engine, BE),
+            answer(engine, BE),
+            *(answer(engine, LS, wait=60 * n) for n in (1, 2)),
+        )
+        assert engine.scheduler.num_parks > 0
+        if strategy == "zero":
+            assert together == [alone] * 4
+        else:  # best effort gives way in brownout, too
+            assert [degraded for _, degraded in together[2:]] <= [alone[1]] * 2
+        assert engine.runner.compilations_since_ready == 0
+        rows = engine.accounts.counters
+        assert rows.degraded_visits == sum(one[1] for one in (alone, *together))
+
+
+async def test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase(as_on_a_gpu, monkeypatch):
+    """The size that needs the longest parts decides; and parts are of equal length."""
+    times = {("decode", 1): 12.0, ("decode", 2): 40.0, ("prefill", 8): 1200.0}
+    monkeypatch.setattr(
+        runner.DeviceRunner, "_time", lambda self, key, stop: times[key.phase, key.size]
+    )
+    monkeypatch.setattr(runner, "GPU_LAUNCH_S", 0.27)  # 3 % of three layers of the smallest
+    async with serving(decode_buckets=(1, 2)) as engine:
+        assert engine.runner.part_layers_by_size == {"decode 1": 4, "decode 2": 4, "prefill 8": 1}
+        layers = {
+            (key.phase, key.layers) for key in engine.runner.programs.compiled() if key.layers
+        }
+        assert layers == {("prefill", (n, n + 1)) for n in range(4)}
+    monkeypatch.setattr(runner, "GPU_LAUNCH_S", 0.18)
+    async with serving(decode_buckets=(1, 2)) as engine:
+        assert engine.runner.part_layers_by_size == {"decode 1": 2, "decode 2": 2, "prefill 8": 1}
+
+
+async def test_a_policy_that_never_parks_needs_no_programs_for_parts(as_on_a_gpu):
+    async with serving(policy="fcfs", part_layers=1) as engine:
+        assert all(key.layers is None for key in engine.runner.programs.compiled())
+        assert engine.runner._state.hidden is None
 
 
 def buckets(**sizes):

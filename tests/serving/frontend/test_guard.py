@@ -139,7 +139,8 @@ async def test_no_more_connections_than_may_be() -> None:
         assert (await failure(s.counting(1))).code() == CODE.UNAVAILABLE
         await s.admin.GetStats(pb.GetStatsRequest())  # the operator's port has its own
         await channels[0].close()
-        async with asyncio.timeout(5), another(s) as channel:
+        await channels[1].close()  # the client that was refused tries again, too
+        async with asyncio.timeout(60), another(s) as channel:
             await channel.unary_unary("/jmoe.v1.Generation/GetServerInfo")(b"", wait_for_ready=True)
 
 
@@ -157,12 +158,12 @@ async def test_silent_calls_of_one_connection_are_in_nobodys_way() -> None:
 
 
 async def test_silent_calls_of_many_connections_give_way() -> None:
-    """There is one place here, and 30 s for a message: the place is not held for so long."""
-    fields = {"message_timeout_s": 30.0, "max_bytes_in_flight": MAX_MESSAGE_BYTES}
+    """There is one place here, and 300 s for a message: the place is not held for so long."""
+    fields = {"message_timeout_s": 300.0, "max_bytes_in_flight": MAX_MESSAGE_BYTES}
     async with serving(**fields) as s, another(s) as rude:
         call = silent(rude)
         await opened(s, 1)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert len(await collect(s.counting(2))) == 2
         assert (await failure(call)).code() == CODE.DEADLINE_EXCEEDED
 

@@ -12,10 +12,12 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     """asyncio's loop with a clock of its own, which starts at 0."""
 
     def __init__(self) -> None:
+        """A loop at 0 s."""
         self.now = 0.0
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
+        """Seconds since the loop was made, as its timers count them."""
         return self.now
 
 
@@ -24,7 +26,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         super().__init__()
         self._loop = loop
 
-    def select(self, timeout=None):
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Looks at sockets (and what other threads did) without waiting, unless no timer is set."""
         ready = super().select(0 if timeout is not None else None)
         if not ready and timeout:

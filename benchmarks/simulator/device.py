@@ -1,0 +1,108 @@
+"""A runner whose steps only pass simulated time."""
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.simulator.step_times import StepTimes
+from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
+
+
+@dataclass
+class SimulatedDevice:
+    """Runs launches one after another, each as long as `times` and the machine's mood say.
+
+    See serving.execution.runner.Runner. Tokens are all 0. Of the visits that may be degraded, the
+    share that the threshold says is.
+    """
+
+    limits: Limits
+    times: StepTimes
+    visits_per_layer: int = 1
+    part_layers: Mapping[str, int] = field(default_factory=dict)  # by phase and bucket; else all
+    speed: float = 1.0  # of the machine, over the recorded one's
+    noise: float = 1.0  # how far moods lie from 1, over the recorded ones
+    seed: int = 0
+    compilations_since_ready: int = 0
+    num_programs: int = 0
+    busy_s: float = 0.0
+    _busy_until: float = 0.0
+    _at: int = 0
+
+    def __post_init__(self) -> None:
+        self._at = int(np.random.default_rng(self.seed).integers(len(self.times.moods)))
+
+    def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
+        """See Runner."""
+        num_tokens = int(plan.q_lens.sum())
+        degraded = self._degraded_tokens(plan, control)
+        seconds = self.times.expected_s(
+            plan.phase,
+            plan.size,
+            degraded / num_tokens,
+            plan.num_layers / self.limits.num_layers,
+        )
+        seconds *= self._mood() / self.speed
+        loop = asyncio.get_running_loop()
+        self._busy_until = max(self._busy_until, loop.time()) + seconds
+        self.busy_s += seconds
+        future: Future[StepResult] = Future()
+        loop.call_at(self._busy_until, _finish, future, self._result(plan, control))
+        return future
+
+    def layers_at_once(self, phase: Phase, size: int) -> int:
+        """See Runner."""
+        sizes = self.times.buckets[phase]
+        bucket = next((b for b in sizes if b >= size), sizes[-1])
+        return self.part_layers.get(f"{phase} {bucket}", self.limits.num_layers)
+
+    @property
+    def part_layers_by_size(self) -> Mapping[str, int]:
+        """See Runner."""
+        return self.part_layers
+
+    def load_way(self, way: int, layer: int) -> None:
+        """There is nothing to load."""
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+    def _mood(self) -> float:
+        moods = self.times.moods
+        self._at = (self._at + 1) % len(moods)
+        return max(0.2, 1 + self.noise * (float(moods[self._at]) - 1))
+
+    def _degraded_tokens(self, plan: StepPlan, control: StepControl) -> float:
+        if not control.strategy:
+            return 0.0
+        degradable = int(plan.q_lens.sum()) - plan.num_exempt
+        return degradable * (1 - control.threshold_percent / 100)
+
+    def _result(self, plan: StepPlan, control: StepControl) -> StepResult:
+        visits = plan.num_layers * self.visits_per_layer
+        share = 1 - control.threshold_percent / 100 if control.strategy else 0.0
+        degraded = np.rint(np.where(plan.exempt, 0, plan.q_lens) * visits * share).astype(int)
+        count = len(plan.rows)
+        zeros = np.zeros((1, 1), np.int32)
+        return StepResult([0] * count, [-0.5] * count, degraded.tolist(), zeros, None)
+
+
+def _finish(future: "Future[StepResult]", result: StepResult) -> None:
+    if future.set_running_or_notify_cancel():
+        future.set_result(result)
+
+
+def simulated_model(limits: Limits, visits_per_layer: int, way: int) -> Any:
+    """What an engine looks at in a model; prompts are token ids, and none ends an answer."""
+    config = SimpleNamespace(
+        vocab_size=1 << 30,
+        eos_token_ids=(),
+        num_moe_layers=limits.num_layers,
+        experts_per_token=visits_per_layer,
+    )
+    return SimpleNamespace(tokenizer=None, config=config, united={way: None} if way else {})

@@ -1,0 +1,117 @@
+"""What a step takes, learnt from the timeline of a live server."""
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from scipy.optimize import nnls
+
+from serving.timeline import DEVICE
+
+OUTLIER = 4.0
+"""Steps that took so many times the median of their kind are stalls of the machine."""
+
+
+class Recorded(NamedTuple):
+    """One launch of a recording: layers of a step."""
+
+    phase: str
+    size: int  # tokens of a prefill step, rows of a decode step
+    degraded: float  # of its expert visits, 0 to 1
+    share: float  # of the model's layers
+    seconds: float
+
+
+def read_timeline(path: Path, num_layers: int, visits_per_layer: int) -> list[Recorded]:
+    """Launches of a timeline, in order; `visits_per_layer` is experts a token.
+
+    Raises ValueError for a file that is none.
+    """
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a timeline of `jmoe serve --timeline`: {error}") from None
+    return [
+        _recorded(event, num_layers, visits_per_layer)
+        for event in events
+        if event["ph"] == "X" and event["tid"] == DEVICE
+    ]
+
+
+def _recorded(event: Mapping[str, Any], num_layers: int, visits_per_layer: int) -> Recorded:
+    args = event["args"]
+    first, last = map(int, args["layers"].split("-"))
+    count = last + 1 - first
+    visits = args["tokens"] * count * visits_per_layer
+    return Recorded(
+        event["name"],
+        args["tokens"] if event["name"] == "prefill" else args["rows"],
+        args["degraded_visits"] / visits,
+        count / num_layers,
+        event["dur"] / 1e6,
+    )
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of launches: a + s (b + c n + d n g) for n tokens, of whose visits g are degraded,
+    and a share s of the layers; a to d are those of the program, by phase and bucket.
+    """
+
+    buckets: Mapping[str, tuple[int, ...]]
+    coefficients: Mapping[tuple[str, int], Float[np.ndarray, "4"]]
+    moods: Float[np.ndarray, "N"]
+    """Seconds recorded over seconds expected, launch by launch: the machine is not always alike."""
+
+    @classmethod
+    def fit(
+        cls, recorded: Sequence[Recorded], buckets: Mapping[str, tuple[int, ...]]
+    ) -> "StepTimes":
+        """From launches in order. Raises ValueError where a phase has none."""
+        by_program: dict[tuple[str, int], list[Recorded]] = {}
+        for one in recorded:
+            key = one.phase, _bucket(buckets[one.phase], one.size)
+            by_program.setdefault(key, []).append(one)
+        missing = set(buckets) - {phase for phase, _ in by_program}
+        if missing:
+            raise ValueError(f"the recording has no {' and no '.join(sorted(missing))} step")
+        found = cls(buckets, {key: _solve(steps) for key, steps in by_program.items()}, np.ones(1))
+        moods = [one.seconds / found.expected_s(*one[:4]) for one in recorded]
+        return cls(buckets, found.coefficients, np.array(moods))
+
+    def expected_s(self, phase: str, size: int, degraded: float, share: float) -> float:
+        """Of a launch, the machine in its usual mood."""
+        sizes = self.buckets[phase]
+        bucket = _bucket(sizes, size)
+        # A program that the recording lacks is taken to be as the next one that it has.
+        known = min(
+            (other for kind, other in self.coefficients if kind == phase),
+            key=lambda other: (other < bucket, abs(other - bucket)),
+        )
+        return float(self.coefficients[phase, known] @ _features(size, degraded, share))
+
+
+def _bucket(sizes: Sequence[int], size: int) -> int:
+    return sizes[min(bisect_left(sizes, size), len(sizes) - 1)]
+
+
+def _features(size: int, degraded: float, share: float) -> Float[np.ndarray, "4"]:
+    # Degraded visits make a step shorter: what is saved is what is not there.
+    return np.array([1.0, share, share * size * degraded, share * size * (1 - degraded)])
+
+
+def _solve(steps: Iterable[Recorded]) -> Float[np.ndarray, "4"]:
+    steps = list(steps)
+    per_share = np.array([one.seconds / one.share for one in steps])
+    kept = [
+        one
+        for one, value in zip(steps, per_share, strict=True)
+        if value <= OUTLIER * np.median(per_share)
+    ]
+    matrix = np.array([_features(one.size, one.degraded, one.share) for one in kept])
+    return nnls(matrix, np.array([one.seconds for one in kept]))[0]
