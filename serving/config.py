@@ -51,6 +51,7 @@ class EngineConfig:
     threshold_buckets_percent: tuple[int, ...] = ()  # capacities compiled for; empty: by device
     policy: str = "ls_first"  # fcfs, edf, ls_first, qllm, or module:Class of your own
     part_layers: int = 0  # layers launched at once while best effort is there; 0: as measured
+    prefill_company: bool = True  # prompts wait for others, not for long, while rows decode
     reserved_ls_seqs: int = -1  # slots beside max_num_seqs for latency-sensitive; -1: an eighth
     max_best_effort_queue_len: int = 0  # of best effort that waits; 0: max_queue_len
     best_effort_share: float = 0.05  # of device time, below which no best-effort step is parked

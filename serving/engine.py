@@ -105,7 +105,7 @@ class Engine:
         )
         self.admission = Admission(config, runner.limits, model)
         self.bounds = self.admission.bounds
-        self.pace = Pace(runner.limits.num_layers)
+        self.pace = Pace(runner.limits.num_layers, waits=config.prefill_company)
         self.watchdog = Watchdog(config.watchdog_s, self._on_stuck)
         self.on_unresponsive: Callable[[str], None] = log.critical
         self._clock = clock
@@ -387,7 +387,8 @@ class Engine:
         now = self._clock()
         self.slo.maybe_update(now, {c: self._waiting(c, now) for c in (LS, BE)})
         self.loader.advance(now)
-        step = self.scheduler.next_step(self._itl_slack_s(before), now)
+        company = self.pace.company(self.slo.ttft_slo_s, len(self.scheduler.running))
+        step = self.scheduler.next_step(self._itl_slack_s(before), now, company)
         self._in_flight = None if step is None else self._launch(step, now)
         if before is not None:
             result = await before.result

@@ -21,7 +21,7 @@ async def facts(client: Client) -> dict[str, Any]:
         "versions": {"python": platform.python_version()}
         | {"jmoe": jmoe_version()}
         | {name: importlib.metadata.version(name) for name in ("jax", "grpcio", "numpy")},
-        "commit": _commit(),
+        "commit": commit(),
         "server": {"max_num_seqs": info.max_num_seqs, "max_queue_len": info.max_queue_len},
         "model": {
             "name": model.name,
@@ -42,7 +42,7 @@ def _cpu_model() -> str:
     return platform.processor()
 
 
-def _commit() -> str | None:
+def commit() -> str | None:
     """The checkout's commit, with "+" where files differ from it; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
     with contextlib.suppress(OSError):

@@ -50,7 +50,12 @@ class Variant(NamedTuple):
 
 
 VARIANTS = (
-    Variant("alone", "latency-sensitive requests alone", {"policy": "ls_first"}, ls_only=True),
+    Variant(
+        "alone",
+        "latency-sensitive requests alone",
+        {"policy": "ls_first", "prefill_company": "false"},
+        ls_only=True,
+    ),
     Variant("fcfs", "first come, first served", {"policy": "fcfs"}),
     Variant("iteration", "priority a step", {"policy": "ls_first", "part_layers": WHOLE}),
     Variant("ls_first", "priority inside the model", {"policy": "ls_first"}),

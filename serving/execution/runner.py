@@ -80,6 +80,17 @@ class Runner(Protocol):
         ...
 
 
+def part_layers(launch_s: float, whole_s: float, num_layers: int) -> int:
+    """Layers to launch at once: n = clamp(ceil(c / (0.03 t_layer)), 1, L), in parts alike.
+
+    What a launch costs beside its layers, `launch_s`, may be 3 % of them; `whole_s` is what all
+    layers take in one (docs/priorities.md).
+    """
+    layer_s = max(whole_s - launch_s, 1e-9) / num_layers
+    least = min(max(math.ceil(launch_s / (MAX_LAUNCH_SHARE * layer_s)), 1), num_layers)
+    return -(-num_layers // (num_layers // least))
+
+
 def limits_of(config: EngineConfig, num_layers: int = 1) -> Limits:
     """Sizes of a configuration; `num_pages` 0 means enough for `max_num_seqs` at full length."""
     blocks = -(-config.max_model_len // config.page_size)
@@ -186,23 +197,26 @@ class DeviceRunner:
             self._warm(key)
 
     def _measure_parts(self) -> None:
-        """Chooses how many layers to launch at once: n = clamp(ceil(c / (0.03 t_layer)), 1, L).
+        """Chooses how many layers to launch at once.
 
-        What a launch costs beside its layers, `c`, may be 3 % of them (docs/priorities.md). Where
-        each part is a program, all sizes of a phase are cut alike, so that they can join.
+        What a launch more costs is what two halves take longer than the whole, each read as a
+        server reads it, and at least a launch of no layers. Where each part is a program, all sizes
+        of a phase are cut alike, so that they can join.
         """
         num_layers = self.limits.num_layers
+        half = num_layers // 2
         for phase, size in self._layers_at_once:
-            key = Key(phase, size, FULL_CAPACITY)
-            all_s = self._time(key, num_layers)
-            none_s = self._time(key, 0) if self._parts_by_number else GPU_LAUNCH_S
-            layer_s = max(all_s - none_s, 1e-9) / num_layers
-            wanted = math.ceil(none_s / (MAX_LAUNCH_SHARE * layer_s))
-            self._layers_at_once[phase, size] = min(max(wanted, 1), num_layers)
+            key, whole = Key(phase, size, FULL_CAPACITY), [(0, num_layers)]
+            if self._parts_by_number:
+                halves = [(0, half), (half, num_layers)]
+                whole_s, halves_s, none_s = self._time(key, whole, halves, [(0, 0)])
+                launch_s = max(halves_s - whole_s, none_s)
+            else:
+                (whole_s,), launch_s = self._time(key, whole), GPU_LAUNCH_S
+            self._layers_at_once[phase, size] = part_layers(launch_s, whole_s, num_layers)
         if not self._parts_by_number:
             for phase, longest in self._longest_parts().items():
-                alike = -(-num_layers // -(-num_layers // longest))  # parts of equal length
-                self._layers_at_once |= {k: alike for k in self._layers_at_once if k[0] == phase}
+                self._layers_at_once |= {k: longest for k in self._layers_at_once if k[0] == phase}
 
     def _longest_parts(self) -> dict[str, int]:
         """Layers at once by phase, the most of any size."""
@@ -220,21 +234,25 @@ class DeviceRunner:
             for key in self.buckets.parts(phase, num_layers, count)
         ]
 
-    def _time(self, key: Key, stop_layer: int) -> float:
-        """Seconds that layers up to `stop_layer` of a full step take, as a median."""
+    def _time(self, key: Key, *ways: Sequence[tuple[int, int]]) -> list[float]:
+        """Seconds that a full step takes when it is cut in these ways, in turn; medians.
+
+        A way is (first layer, layer to stop at) of each part.
+        """
         size = min(key.size, self.buckets.rows(key))
         rows, q_len = empty_rows(size), max(1, key.size // size)
         for slot in range(size):  # of page 0, which nobody owns yet
             rows[slot] = pack_row(slot, kv_len=q_len, q_len=q_len if key.phase == "prefill" else 1)
-        times_s = []
+        times_s: list[list[float]] = [[] for _ in ways]
         for _ in range(TIMED):
-            began = time.perf_counter()
-            self._state, out = self.programs.run(
-                key, self._state, *self.arrays(key, rows, FULL_CONTROL, stop=stop_layer)
-            )
-            jax.block_until_ready(out)
-            times_s.append(time.perf_counter() - began)
-        return sorted(times_s)[TIMED // 2]
+            for way, found in zip(ways, times_s, strict=True):
+                began = time.perf_counter()
+                for first, stop in way:
+                    arrays = self.arrays(key, rows, FULL_CONTROL, first=first, stop=stop)
+                    self._state, out = self.programs.run(key, self._state, *arrays)
+                    self._start_copies(out, size, first)()
+                found.append(time.perf_counter() - began)
+        return [sorted(found)[TIMED // 2] for found in times_s]
 
     def arrays(
         self,

@@ -3,6 +3,7 @@
 import math
 
 from serving.plan import Phase, StepPlan
+from serving.scheduling.policy import Company
 
 SHARE, MARGIN_S, WEIGHT = 0.8, 0.001, 0.2
 
@@ -15,9 +16,11 @@ class Pace:
     long enough to take late arrivals along, short enough that the device never waits.
     """
 
-    def __init__(self, num_layers: int = 1) -> None:
-        """`num_layers` of the model: what is launched at once may be some of them."""
-        self._num_layers = num_layers
+    def __init__(self, num_layers: int = 1, *, waits: bool = True) -> None:
+        """`num_layers` of the model: what is launched at once may be some of them. `waits`: prompts
+        may wait for company.
+        """
+        self._num_layers, self._waits = num_layers, waits
         self._typical_s: dict[tuple[Phase, int], float] = {}
         self._decoded_at = -math.inf
 
@@ -40,6 +43,24 @@ class Pace:
         (docs/priorities.md), as long as older requests leave it a row.
         """
         return (max_wait_s or math.inf) + 4 * max(self._typical_s.values(), default=math.inf)
+
+    def company(self, ttft_slo_s: float, num_decoding: int) -> Company | None:
+        """What a prompt had better wait for beside so many rows that decode; None: for nothing.
+
+        A prefill step of n tokens takes a + b n: at a / b of them its fixed cost is half of it.
+        Waiting may take half of what the objective leaves beside the prefill step and the decode
+        steps before and after it.
+        """
+        sizes = sorted(size for phase, size in self._typical_s if phase is Phase.PREFILL)
+        decode_s = self._typical_s.get(_key(Phase.DECODE, num_decoding))
+        if not self._waits or len(sizes) < 2 or decode_s is None:
+            return None
+        small, large = (self._typical_s[Phase.PREFILL, size] for size in (sizes[0], sizes[-1]))
+        per_token = (large - small) / (2.0 ** sizes[-1] - 2.0 ** sizes[0])
+        fixed = max(0.0, small - per_token * 2.0 ** sizes[0])
+        tokens = fixed / per_token if per_token > 0 else math.inf
+        left_s = ttft_slo_s - 2 * decode_s - fixed - per_token * min(tokens, 2.0 ** sizes[-1])
+        return Company(tokens, max(0.0, 0.5 * left_s))
 
     def idle_s(self, plan: StepPlan) -> float:
         """Seconds from a step's start before the next one has to be planned; 0 if unknown."""

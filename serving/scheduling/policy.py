@@ -114,6 +114,13 @@ class BatchView(NamedTuple):
     index: int
 
 
+class Company(NamedTuple):
+    """What makes a prefill step worth its fixed cost beside rows that decode."""
+
+    tokens: float  # of prompts that wait: enough for a step of their own
+    wait_s: float  # that the first of them may have waited
+
+
 @dataclass(frozen=True)
 class View:
     """What a policy decides by. Requests that are in a step under way are in no queue."""
@@ -131,6 +138,18 @@ class View:
     """What would be left of running requests' ITL objective if a prefill step went first; negative:
     their next token would come late."""
     may_park: bool  # False: best effort has had less than its share of the device
+    company: Company | None = None
+    """What a prompt had better wait for; None: for nothing, since nothing decodes, best effort is
+    there, a prompt is begun, or the settings say so."""
+    waiting_tokens: int = 0  # of prompts in line that one step could hold
+    oldest_s: float = 0.0  # how long the first of them has waited
+
+    @property
+    def in_company(self) -> bool:
+        """Whether a prefill step would run now, or had better wait for more prompts."""
+        if self.company is None:
+            return True
+        return self.waiting_tokens >= self.company.tokens or self.oldest_s >= self.company.wait_s
 
     @property
     def prefills_turn(self) -> bool:
@@ -192,7 +211,7 @@ class Fcfs:
         """Finishes what was begun."""
         if view.under_way:
             return Choice.go_on(view.under_way[0])
-        if any(view.can_prefill.values()) and view.prefills_turn:
+        if any(view.can_prefill.values()) and view.prefills_turn and view.in_company:
             return Choice(Phase.PREFILL, self.order)
         return Choice(Phase.DECODE, self.order)
 

@@ -24,6 +24,7 @@ from serving.scheduling.policy import (
     LS,
     TOGETHER,
     Choice,
+    Company,
     Order,
     Policy,
     RequestViews,
@@ -143,16 +144,22 @@ class Scheduler:
 
     # ---- the next layers --------------------------------------------------------------------
 
-    def next_step(self, itl_slack_s: float = -math.inf, now: float = 0.0) -> ScheduledStep | None:
+    def next_step(
+        self,
+        itl_slack_s: float = -math.inf,
+        now: float = 0.0,
+        company: Company | None = None,
+    ) -> ScheduledStep | None:
         """The layers to launch next, with pages taken and sequences advanced; None: nothing to run.
 
-        `itl_slack_s` is what the policy may spend on a prefill step out of turn (see View).
+        `itl_slack_s` is what the policy may spend on a prefill step out of turn, `company` what a
+        prompt had better wait for (see View).
         """
         self._has_best_effort = bool(self.queues[BE]) or any(
             s.request.priority is BE for s in self.running
         )
         self._promote(now)
-        view = self._view(itl_slack_s, now)
+        view = self._view(itl_slack_s, now, company)
         choice = self.policy.choose(view)
         batch = self._chosen(choice, now)
         if batch is None:  # the choice has nothing to run: whatever has
@@ -168,7 +175,7 @@ class Scheduler:
                 late = now - sequence.waiting_since > self._max_wait_s
                 sequence.priority = LS if late else BE
 
-    def _view(self, itl_slack_s: float, now: float) -> View:
+    def _view(self, itl_slack_s: float, now: float, company: Company | None) -> View:
         free = [s for s in self.running if s.batch is None]
         prefilling = [s for s in free if s.status is SequenceStatus.PREFILL]
         decoding = [s for s in free if s.status is SequenceStatus.DECODE and not s.exhausted]
@@ -178,6 +185,9 @@ class Scheduler:
             and (bool(prefill[c]) or self._next_admissible((c,)) is not None)
             for c in (LS, BE)
         }
+        if prefilling or not decoding or self._has_best_effort:
+            company = None
+        heads = self.queues[LS][: self.limits.max_prefill_seqs] if company is not None else []
         return View(
             now=now,
             max_batch=self.limits.decode_rows,
@@ -193,6 +203,9 @@ class Scheduler:
             last_phase=self._last_phase,
             itl_slack_s=itl_slack_s,
             may_park=self.share.may_park or not self._has_best_effort,
+            company=company,
+            waiting_tokens=sum(len(s.context) for s in heads),
+            oldest_s=now - heads[0].arrived_at if heads else 0.0,
         )
 
     def _by_class(self, sequences: list[SequenceState]) -> dict[Priority, list[SequenceState]]:

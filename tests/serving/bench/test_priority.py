@@ -3,6 +3,7 @@
 import json
 
 import numpy as np
+import perfetto
 import pytest
 
 from serving.bench.priority import (
@@ -108,3 +109,9 @@ def test_the_whole_bench_on_the_bundled_model(tmp_path):
     assert by["ls_first"]["parks"] > 0
     assert np.isfinite(by["ls_first"]["ls"]["ttft_p99_ms"])
     assert (tmp_path / "priority.png").exists()
+    problems, parked = perfetto.queries(
+        tmp_path / "timeline-ls_first.json",
+        [perfetto.PROBLEMS, "select count(*) as num from slice where name = 'park'"],
+    )
+    assert problems == []
+    assert parked == [{"num": by["ls_first"]["parks"]}]

@@ -114,7 +114,7 @@ async def test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase(as_on_a_gpu, mo
     """The size that needs the longest parts decides; and parts are of equal length."""
     times = {("decode", 1): 12.0, ("decode", 2): 40.0, ("prefill", 8): 1200.0}
     monkeypatch.setattr(
-        runner.DeviceRunner, "_time", lambda self, key, stop: times[key.phase, key.size]
+        runner.DeviceRunner, "_time", lambda self, key, *ways: [times[key.phase, key.size]]
     )
     monkeypatch.setattr(runner, "GPU_LAUNCH_S", 0.27)  # 3 % of three layers of the smallest
     async with serving(decode_buckets=(1, 2)) as engine:
@@ -123,9 +123,27 @@ async def test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase(as_on_a_gpu, mo
             (key.phase, key.layers) for key in engine.runner.programs.compiled() if key.layers
         }
         assert layers == {("prefill", (n, n + 1)) for n in range(4)}
-    monkeypatch.setattr(runner, "GPU_LAUNCH_S", 0.18)
+    monkeypatch.setattr(runner, "GPU_LAUNCH_S", 0.12)
     async with serving(decode_buckets=(1, 2)) as engine:
         assert engine.runner.part_layers_by_size == {"decode 1": 2, "decode 2": 2, "prefill 8": 1}
+
+
+@pytest.mark.parametrize(
+    ("launch_s", "whole_s", "layers", "found"),
+    [
+        (0.0, 24.0, 24, 1),
+        (0.03, 24.03, 24, 1),  # a layer takes a second, a launch 3 % of it
+        (0.031, 24.0, 24, 2),
+        (0.15, 24.15, 24, 6),  # five would do; four parts of six are as good as 5, 5, 5, 5 and 4
+        (0.39, 24.39, 24, 24),  # thirteen of 24: two parts would be too dear
+        (9.0, 24.0, 24, 24),
+        (1.0, 0.5, 5, 5),  # a machine that stood still meanwhile
+        (0.03, 5.0, 5, 3),  # two would do, in three parts of which one has a single layer
+        (0.08, 5.0, 5, 5),
+    ],
+)
+def test_parts_are_as_short_as_a_launch_is_cheap(launch_s, whole_s, layers, found):
+    assert runner.part_layers(launch_s, whole_s, layers) == found
 
 
 async def test_a_policy_that_never_parks_needs_no_programs_for_parts(as_on_a_gpu):
