@@ -228,16 +228,18 @@ class _Part(NamedTuple):
     ) -> Float[Array, "T d"]:
         """Rows before the layers: of the embedding, or those that wait."""
 
-        def embedded() -> Float[Array, "T d"]:
-            return embed(self.weights.params, tokens())
-
         if self.layers is not None and not self.layers.start:
-            return embedded()
+            return embed(self.weights.params, tokens())
         hidden = self.state.hidden
         assert hidden is not None
         if self.layers is not None:
             return hidden.at[places].get()
-        return lax.cond(self.control[FIRST_LAYER] == 0, embedded, lambda: hidden.at[places].get())
+        given = tokens()
+        return lax.cond(
+            self.control[FIRST_LAYER] == 0,
+            lambda: embed(self.weights.params, given),
+            lambda: hidden.at[places].get(),
+        )
 
     def _run_layers(
         self, x: Float[Array, "T d"], step: StepData

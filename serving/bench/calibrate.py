@@ -12,6 +12,9 @@ from serving.bench.results import Run, Slo
 from serving.bench.workload import Arrival
 from serving.client import Client
 
+NO_ROOM_S = 0.001
+"""An objective that leaves no time to wait for anything."""
+
 
 class CalibrationError(RuntimeError):
     """The server answered nothing that could be measured."""
@@ -62,13 +65,13 @@ async def calibrate(
     Without brownout and with all of it are measured in turn, twice each, and the faster of each
     pair counts: a machine that other work holds up for a while only ever makes a batch slower.
 
-    Leaves thresholds fixed at 0 and an ITL SLO that no step can meet: set both before serving.
+    Leaves thresholds fixed at 0 and objectives that no step can meet: set both before serving.
 
     Raises CalibrationError, grpc.aio.AioRpcError.
     """
     concurrency = (await client.server_info()).max_num_seqs
     say("calibrating: single requests, no brownout")
-    await _fix_threshold(client, strategy, 100)
+    await _fix_threshold(client, strategy, 100, NO_ROOM_S)
     unloaded = await saturate(client, samples[:13], concurrency=1, duration_s=window_s)
     ttfts_s = [r.ttft_s for r in unloaded.records if r.ok][1:]  # the first one warms up
     if not ttfts_s:
@@ -77,18 +80,20 @@ async def calibrate(
     for percent, batches in [*found.items()] * 2:
         words = "no brownout" if percent else "all the brownout there is"
         say(f"calibrating: {concurrency} requests at a time, {words}")
-        await _fix_threshold(client, strategy, percent)
+        # Prompts wait for company as they do under an objective; this one hangs on nothing before.
+        await _fix_threshold(client, strategy, percent, 3 * float(np.median(ttfts_s)))
         batches.append(await _full_batch(client, samples, concurrency, window_s))
     zero, full = (max(batches, key=lambda b: b.capacity_per_s) for batches in found.values())
     return Calibration(float(np.median(ttfts_s)), zero, full)
 
 
-async def _fix_threshold(client: Client, strategy: str, percent: int) -> None:
+async def _fix_threshold(client: Client, strategy: str, percent: int, ttft_slo_s: float) -> None:
     await client.set_brownout(
         strategy=strategy,
         prefill_threshold_percent=percent,
         decode_threshold_percent=percent,
-        itl_slo_s=0.001,  # no room for a prefill step out of turn: what is measured sets the SLO
+        ttft_slo_s=ttft_slo_s,
+        itl_slo_s=NO_ROOM_S,  # for a prefill step out of turn: what is measured sets the SLO
     )
 
 
