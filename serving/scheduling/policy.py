@@ -139,7 +139,7 @@ class View:
     their next token would come late."""
     may_park: bool  # False: best effort has had less than its share of the device
     company: Company | None = None
-    """What a prompt had better wait for; None: for nothing, since nothing decodes, best effort is
+    """What a prompt had better wait for; None: for nothing, since few rows decode, best effort is
     there, a prompt is begun, or the settings say so."""
     waiting_tokens: int = 0  # of prompts in line that one step could hold
     oldest_s: float = 0.0  # how long the first of them has waited

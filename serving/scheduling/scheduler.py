@@ -33,6 +33,11 @@ from serving.scheduling.policy import (
 from serving.scheduling.sequence import SequenceState, SequenceStatus
 from serving.scheduling.share import Share
 
+FEW_DECODING = 1 / 3
+"""Of the rows that a decode step may have: fewer have little to lose by a prefill step more, and
+prompts wait for nothing. Simulated, a steady load's first tokens wait less than half as long for
+it, and a burst has as few late tokens."""
+
 
 class Scheduler:
     """Continuous batching: new sequences join and finished ones leave between any two steps.
@@ -185,7 +190,8 @@ class Scheduler:
             and (bool(prefill[c]) or self._next_admissible((c,)) is not None)
             for c in (LS, BE)
         }
-        if prefilling or not decoding or self._has_best_effort:
+        few = len(decoding) < FEW_DECODING * self.limits.decode_rows
+        if prefilling or few or self._has_best_effort:
             company = None
         heads = self.queues[LS][: self.limits.max_prefill_seqs] if company is not None else []
         return View(

@@ -21,21 +21,21 @@ def step_s(plan):
     return 0.04 + 0.001 * plan.size if plan.phase is Phase.PREFILL else 0.02
 
 
-async def prompts(start, ttft_slo_s=1.0, best_effort=0, **config):
-    """TTFT of prompts of 8 tokens that come every 30 ms beside a stream, and the prefill steps."""
+async def prompts(start, ttft_slo_s=1.0, streams=6, best_effort=0, **config):
+    """TTFT of prompts of 8 tokens that come every 31 ms beside streams, and the prefill steps."""
     runner = partial(FakeRunner, checks_context=False)
     brownout = BrownoutConfig(ttft_slo_s=ttft_slo_s)
     engine = start(step_s, LIMITS, runner=runner, brownout=brownout, **config)
     clock = asyncio.get_running_loop().time
     for size in (8, 64):  # the pace has to have seen two sizes
         await collect(engine, [1] * size, 2)
-    classes = [LS] + [BE] * best_effort
+    classes = [LS] * streams + [BE] * best_effort
     stream = [asyncio.create_task(collect(engine, [1], 150, priority=c)) for c in classes]
-    await asyncio.sleep(0.5)
+    await asyncio.sleep(0.507)  # at no moment at which a step ends
     launched = len(engine.runner.launches)
 
     async def first_token(number):
-        await asyncio.sleep(0.03 * number)
+        await asyncio.sleep(0.0307 * number)
         began = clock()
         await collect(engine, [2] * 8, sampling=SamplingParams(max_new_tokens=1))
         return clock() - began
@@ -48,7 +48,7 @@ async def prompts(start, ttft_slo_s=1.0, best_effort=0, **config):
     return found, steps
 
 
-async def test_prompts_beside_a_stream_share_their_steps(start):
+async def test_prompts_beside_streams_share_their_steps(start):
     alone, before = await prompts(start, prefill_company=False)
     found, steps = await prompts(start)
     assert sum(steps) == sum(before) == 16
@@ -73,6 +73,13 @@ async def test_with_best_effort_there_nobody_waits(start):
     assert steps == before
 
 
+async def test_beside_few_rows_nobody_waits(start):
+    found, steps = await prompts(start, streams=5)  # of sixteen
+    alone, before = await prompts(start, streams=5, prefill_company=False)
+    assert found == pytest.approx(alone)
+    assert steps == before
+
+
 async def test_a_prompt_alone_does_not_wait(start):
     engine = start(step_s, LIMITS)
     for size in (8, 64, 8):
@@ -86,11 +93,11 @@ async def test_a_prompt_that_is_begun_goes_on_at_once(start):
     engine = start(step_s, LIMITS)
     for size in (8, 64):
         await collect(engine, [1] * size, 2)
-    stream = asyncio.create_task(collect(engine, [1], 60))
+    streams = [asyncio.create_task(collect(engine, [1], 60)) for _ in range(6)]
     await asyncio.sleep(0.3)
     began = asyncio.get_running_loop().time()
     await collect(engine, [1] * 100, 1)
     took_s = asyncio.get_running_loop().time() - began
     # Under way: decode; 64 tokens; decode; 36 tokens.
     assert took_s <= 0.02 + 0.104 + 0.02 + 0.076 + 0.02
-    await stream
+    await asyncio.gather(*streams)
