@@ -16,7 +16,7 @@ class Compiled(Exception):
 def start(monkeypatch, request):
     """Starts an engine up to its first program."""
 
-    def compile_nothing(*_):
+    def compile_nothing(*_, **__):
         raise Compiled
 
     monkeypatch.setattr(module, "DeviceRunner", compile_nothing)
