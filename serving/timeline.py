@@ -18,6 +18,7 @@ from serving.plan import StepResult
 from serving.request import Output, Priority
 from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.sequence import SequenceState
+from serving.settings import SettingsError
 
 MAX_EVENTS = 200_000
 """Kept of a long run: the newest."""
@@ -91,9 +92,15 @@ class Timeline(Observer):
         )
 
     def write(self, path: Path) -> None:
-        """Writes what is kept to a JSON file. Raises OSError."""
+        """Writes what is kept to a JSON file. Raises SettingsError where that cannot be written."""
         text = json.dumps({"traceEvents": list(self._named())}, allow_nan=False, ensure_ascii=False)
-        path.write_text(text, encoding="utf-8")
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise SettingsError(
+                f"timeline is {str(path)!r}: {error.strerror}; name a file in a folder that is there "
+                "and can be written to"
+            ) from None
 
     def _named(self) -> Iterator[dict[str, Any]]:
         names = [("process_name", HOST, "jmoe")]

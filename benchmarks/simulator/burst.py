@@ -128,7 +128,10 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=1.0, help="of step times, to the live one's")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    live = read_live(args.live)
+    try:
+        live = read_live(args.live)
+    except ValueError as error:
+        parser.error(str(error))
     head = " " * 28 + "".join(f"{words:>14}" for words in FIGURES.values())
     print(f"the live demo's arrivals\n{head}")
     seed = live.result["config"]["seed"]

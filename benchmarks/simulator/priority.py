@@ -193,7 +193,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    live = read_live(args.live, args.recorded)
+    try:
+        live = read_live(args.live, args.recorded)
+    except ValueError as error:
+        parser.error(str(error))
     machine = with_overhead(live)
     print(f"between client and engine: {1e3 * machine.overhead_s:.1f} ms")
     own = play_all(live, machine, live.config.seed)

@@ -145,4 +145,4 @@ def test_a_file_that_cannot_be_written_is_known_at_the_start(tmp_path, monkeypat
     with pytest.raises(SystemExit) as caught:
         main()
     assert caught.value.code == 2
-    assert "t.json" in capsys.readouterr().err
+    assert "t.json': No such file or directory; name a file" in capsys.readouterr().err
