@@ -98,8 +98,8 @@ class Timeline(Observer):
             path.write_text(text, encoding="utf-8")
         except OSError as error:
             raise SettingsError(
-                f"timeline is {str(path)!r}: {error.strerror}; name a file in a folder that is there "
-                "and can be written to"
+                f"timeline is {str(path)!r}: {error.strerror}; name a file in a folder that is "
+                "there and can be written to"
             ) from None
 
     def _named(self) -> Iterator[dict[str, Any]]:
