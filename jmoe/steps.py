@@ -227,7 +227,6 @@ class _Part(NamedTuple):
         self, tokens: Callable[[], Int[Array, "T"]], places: Int[Array, "T"] | None
     ) -> Float[Array, "T d"]:
         """Rows before the layers: of the embedding, or those that wait."""
-
         if self.layers is not None and not self.layers.start:
             return embed(self.weights.params, tokens())
         hidden = self.state.hidden
@@ -254,8 +253,8 @@ class _Part(NamedTuple):
         x, pages, stats = run_layers(
             cfg, weights, x, pages, step, halves=halves, max_active=self.max_active
         )
-        num_experts = weights.table.slots.shape[1]
         if stats is None:  # dense layers alone
+            num_experts = weights.table.slots.shape[1]
             by_row, by_expert = (jnp.zeros((0, n), jnp.int32) for n in (x.shape[0], num_experts))
             stats = LayerStats(by_row, by_expert)
         return x, pages, stats

@@ -20,7 +20,7 @@ from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.sequence import SequenceState
 from serving.settings import SettingsError
 
-MAX_EVENTS = 200_000
+MAX_EVENTS = 100_000
 """Kept of a long run: the newest."""
 
 HOST, DEVICE = 1, 2  # tracks
@@ -95,7 +95,8 @@ class Timeline(Observer):
         """Writes what is kept to a JSON file. Raises SettingsError where that cannot be written."""
         text = json.dumps({"traceEvents": list(self._named())}, allow_nan=False, ensure_ascii=False)
         try:
-            path.write_text(text, encoding="utf-8")
+            # A request's id may be half a surrogate pair where a caller is in this process.
+            path.write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise SettingsError(
                 f"timeline is {str(path)!r}: {error.strerror}; name a file in a folder that is "

@@ -16,18 +16,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulator.play import Machine, as_tokens, simulate
-from benchmarks.simulator.step_times import StepTimes, read_timeline
-from jmoe.api import resolve
-from jmoe.config import read_config
-from jmoe.tokenizer import Tokenizer
+from benchmarks.simulator.play import Machine, recorded_server, simulate
 from serving import settings
 from serving.bench.results import Slo, quality, violations
 from serving.bench.workload import (
-    BUNDLED_TASKS,
     Arrival,
     burst_pieces,
-    load_tasks,
     piecewise_poisson_times,
     schedule,
     shuffled,
@@ -60,16 +54,7 @@ def read_live(folder: Path) -> Live:
         result = json.loads((folder / "demo.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} has no result of `jmoe demo --out {folder}`: {error}") from None
-    directory = resolve("bundled")
-    cfg = read_config(directory)
-    steps = read_timeline(folder / "timeline.json", cfg.num_layers, cfg.experts_per_token)
-    engine = settings.load("demo").engine
-    buckets = {"prefill": engine.prefill_buckets, "decode": engine.decode_buckets}
-    times = StepTimes.fit(steps, buckets)
-    tokenizer = Tokenizer.load(directory)
-    assert tokenizer is not None  # the bundled model has one
-    machine = Machine(times, cfg.num_layers, cfg.experts_per_token, {})
-    return Live(result, machine, tuple(as_tokens(load_tasks(BUNDLED_TASKS), tokenizer)))
+    return Live(result, *recorded_server([folder / "timeline.json"], {}))
 
 
 def play(

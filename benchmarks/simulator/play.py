@@ -4,12 +4,17 @@ import asyncio
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.simulator.device import SimulatedDevice, simulated_model
-from benchmarks.simulator.step_times import StepTimes
+from benchmarks.simulator.step_times import StepTimes, read_timeline
+from jmoe.api import resolve
+from jmoe.config import read_config
+from jmoe.tokenizer import Tokenizer
+from serving import settings
 from serving.bench.results import Record, Run, Sample
-from serving.bench.workload import Arrival
+from serving.bench.workload import BUNDLED_TASKS, Arrival, load_tasks
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.errors import ServingError
@@ -128,6 +133,28 @@ async def _watch(engine: Engine, samples: list[Sample], clock: Callable[[], floa
             )
         )
         await asyncio.sleep(SAMPLE_S)
+
+
+def recorded_server(
+    timelines: Sequence[Path], part_layers: dict[str, int]
+) -> tuple[Machine, tuple[Arrival, ...]]:
+    """The demo's server as timelines show it, and the bundled tasks as it is asked them.
+
+    Raises ValueError for files that are no timelines.
+    """
+    directory = resolve("bundled")
+    cfg, tokenizer = read_config(directory), Tokenizer.load(directory)
+    assert tokenizer is not None  # the bundled model has one
+    steps = [
+        step
+        for path in timelines
+        for step in read_timeline(path, cfg.num_layers, cfg.experts_per_token)
+    ]
+    engine = settings.load("demo").engine
+    buckets = {"prefill": engine.prefill_buckets, "decode": engine.decode_buckets}
+    times = StepTimes.fit(steps, buckets)
+    machine = Machine(times, cfg.num_layers, cfg.experts_per_token, part_layers)
+    return machine, tuple(as_tokens(load_tasks(BUNDLED_TASKS), tokenizer))
 
 
 def as_tokens(samples: Sequence[Arrival], tokenizer: Any) -> list[Arrival]:

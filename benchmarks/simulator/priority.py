@@ -20,11 +20,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from benchmarks.simulator.play import Machine, as_tokens, simulate
-from benchmarks.simulator.step_times import StepTimes, read_timeline
-from jmoe.api import resolve
-from jmoe.config import read_config
-from jmoe.tokenizer import Tokenizer
+from benchmarks.simulator.play import Machine, recorded_server, simulate
 from serving import settings
 from serving.bench.priority import (
     VARIANTS,
@@ -37,7 +33,7 @@ from serving.bench.priority import (
     table,
     variant_settings,
 )
-from serving.bench.workload import Arrival, load_tasks, shuffled
+from serving.bench.workload import Arrival, shuffled
 
 RATIOS = {
     "ttft_p99_to_alone": "LS P99, to alone",
@@ -71,27 +67,9 @@ def read_live(folder: Path, recorded: Sequence[str]) -> Live:
         ) from None
     given = result["config"]
     config = PriorityConfig(**{**given, "loads": tuple(given["loads"])})
-    directory = resolve("bundled")
-    cfg = read_config(directory)
-    steps = [
-        step
-        for name in recorded
-        for step in read_timeline(
-            folder / f"timeline-{name}.json", cfg.num_layers, cfg.experts_per_token
-        )
-    ]
-    engine = settings.load("demo").engine
-    buckets = {"prefill": engine.prefill_buckets, "decode": engine.decode_buckets}
-    machine = Machine(
-        StepTimes.fit(steps, buckets),
-        cfg.num_layers,
-        cfg.experts_per_token,
-        result["part_layers"]["ls_first"],
-    )
-    tokenizer = Tokenizer.load(directory)
-    assert tokenizer is not None  # the bundled model has one
-    tasks = as_tokens(load_tasks(config.tasks), tokenizer)
-    return Live(result, config, machine, tuple(tasks))
+    timelines = [folder / f"timeline-{name}.json" for name in recorded]
+    machine, tasks = recorded_server(timelines, result["part_layers"]["ls_first"])
+    return Live(result, config, machine, tasks)
 
 
 def play_all(

@@ -210,7 +210,7 @@ class Scheduler:
             itl_slack_s=itl_slack_s,
             may_park=self.share.may_park or not self._has_best_effort,
             company=company,
-            waiting_tokens=sum(len(s.context) for s in heads),
+            waiting_tokens=sum(len(s.prompt) + len(s.tokens) for s in heads),
             oldest_s=now - heads[0].arrived_at if heads else 0.0,
         )
 

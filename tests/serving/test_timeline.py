@@ -119,6 +119,22 @@ async def test_a_viewer_reads_it(start, tmp_path):
     assert requests[3]["dur"] == 5 * 10**8
 
 
+@pytest.mark.simulated_time
+async def test_an_id_that_is_no_text_costs_nobody_the_timeline(start, tmp_path):
+    timeline = Timeline()
+    engine = start(observer=timeline)
+    sampling = SamplingParams(max_new_tokens=1)
+    async for _ in engine.generate([1], sampling, request_id="half \ud83d"):
+        pass
+    timeline.write(tmp_path / "t.json")
+    problems, found = perfetto.queries(
+        tmp_path / "t.json",
+        [perfetto.PROBLEMS, f"select name from slice where category = '{LS}' order by dur desc"],
+    )
+    assert problems == []
+    assert "half " in found[0]["name"]
+
+
 def test_touching_steps_whose_times_are_odd_do_not_overlap(tmp_path):
     """Rounded one by one, they would by a nanosecond, and the viewer would drop the second."""
     timeline, at = Timeline(), 1.0006e-6
