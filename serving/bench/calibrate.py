@@ -73,9 +73,10 @@ async def calibrate(
     say("calibrating: single requests, no brownout")
     await _fix_threshold(client, strategy, 100, NO_ROOM_S)
     unloaded = await saturate(client, samples[:13], concurrency=1, duration_s=window_s)
-    ttfts_s = [r.ttft_s for r in unloaded.records if r.ok][1:]  # the first one warms up
+    ttfts_s = [r.ttft_s for r in unloaded.records if r.ok]
     if not ttfts_s:
         raise CalibrationError(f"no request was answered: {unloaded.records[0].error}")
+    ttfts_s = ttfts_s[1:] or ttfts_s  # the first one warms up, but may be all the window held
     found: dict[int, list[FullBatch]] = {100: [], 0: []}
     for percent, batches in [*found.items()] * 2:
         words = "no brownout" if percent else "all the brownout there is"
@@ -119,7 +120,14 @@ def full_batch(run: Run, start_s: float, end_s: float) -> FullBatch:
     ]
     if not gaps_s:
         failed = next((r for r in run.records if not r.ok), None)
-        reason = f"{failed.code} {failed.error}" if failed else "answers of one token"
+        reason = (
+            f"{failed.code} {failed.error}"
+            if failed
+            else (
+                f"no two tokens of an answer between {start_s:g} and {end_s:g} s: "
+                "measure for longer, or with longer answers"
+            )
+        )
         raise CalibrationError(f"a full batch gave no latencies: {reason}")
     num_tokens = sum(start_s <= at < end_s for r in done for at in r.token_s)
     tokens_per_request = sum(len(r.token_s) for r in done) / len(done)

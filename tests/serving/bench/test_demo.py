@@ -74,7 +74,7 @@ def test_nothing_to_play_is_told_before_a_server_starts(tmp_path, change):
 
 
 def test_repeats_store_medians(tmp_path):
-    result = run_demo(config(tmp_path, repeat=2, duration_s=0.5, calibration_s=0.3), quiet())
+    result = run_demo(config(tmp_path, repeat=2, duration_s=0.5), quiet())
     assert len(result["results"]) == 2
     rates = [r["runs"]["zero"]["output_throughput"] for r in result["results"]]
     assert result["medians"]["runs"]["zero"]["output_throughput"] == pytest.approx(sum(rates) / 2)

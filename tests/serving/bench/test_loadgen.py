@@ -5,7 +5,7 @@ import pytest
 import scripted_server
 
 from serving.bench import loadgen
-from serving.bench.calibrate import Calibration, FullBatch, calibrate, full_batch
+from serving.bench.calibrate import Calibration, CalibrationError, FullBatch, calibrate, full_batch
 from serving.bench.loadgen import play, saturate
 from serving.bench.results import (
     Record,
@@ -163,6 +163,24 @@ async def test_calibration_does_not_take_a_machine_held_up_for_a_slow_one(simula
     assert found.zero.capacity_per_s == pytest.approx(100, rel=0.05)
     assert found.full.capacity_per_s == pytest.approx(200, rel=0.05)
     assert (found.zero.itl_p90_s, found.full.itl_p90_s) == about((0.02, 0.01))
+
+
+@pytest.mark.simulated_time
+async def test_calibration_takes_the_only_request_that_its_window_held(simulated):
+    client, servicer = simulated
+
+    def say(text):
+        servicer.slowness = 40.0 if "single" in text else 1.0  # 800 ms a token
+
+    found = await calibrate(client, [ask("20,20")] * 13, window_s=0.6, say=say)
+    assert found.unloaded_ttft_s == about(0.8)
+
+
+@pytest.mark.simulated_time
+async def test_a_window_too_short_for_two_tokens_says_so(simulated):
+    client, _ = simulated
+    with pytest.raises(CalibrationError, match=r"between 0.02 and 0.1 s: measure for longer"):
+        await calibrate(client, [ask("20,200")] * 13, window_s=0.1)
 
 
 @pytest.mark.parametrize(
