@@ -90,6 +90,10 @@ class Accounts:
         if previous_at.size:
             self._tell(Observer.further_tokens, now - previous_at, slo_s[1], priority)
 
+    def request_admitted(self, sequence: SequenceState, now: float) -> None:
+        """A request was taken."""
+        self._tell(Observer.request_admitted, sequence, now)
+
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """A request got its last token."""
         self.counters.requests_finished += 1

@@ -44,10 +44,12 @@ class Capacity:
         """A request finished after holding a slot for so long."""
         self._held_s.append(held_s)
 
-    def drain_s(self, num_waiting: int) -> float:
-        """Seconds until a queue of this length has got its slots."""
+    def drain_s(self, num_waiting: int, unknown_s: float = RETRY_AFTER_S) -> float:
+        """Seconds until a queue of this length has got its slots; `unknown_s` before any request
+        finished.
+        """
         if not self._held_s:
-            return RETRY_AFTER_S
+            return unknown_s
         return fmean(self._held_s) / self._num_slots * num_waiting
 
 
@@ -65,15 +67,27 @@ class Admission:
         longest = 1 if self._tokenizer is None else self._tokenizer.longest_token
         self.bounds = Bounds(most, most * longest, 0 if model is None else model.config.vocab_size)
 
-    def check_queue(self, priority: Priority, scheduler: "Scheduler") -> None:
-        """Raises Overloaded where more requests of a class wait than the settings allow."""
+    def check_queue(
+        self, priority: Priority, scheduler: "Scheduler", ttft_slo_s: float = math.inf
+    ) -> None:
+        """Raises Overloaded where more requests of a class wait than the settings allow, or so many
+        that one more would get its first token later than `ttft_slo_s` (`admission: objective`).
+        """
         most, best_effort = self._config.max_queue_len, priority is Priority.BEST_EFFORT
         waiting = len(scheduler.queues[priority]) + self.num_tokenizing[priority]
         if best_effort:
             most = self._config.max_best_effort_queue_len or most
-        if waiting - scheduler.num_free_slots(priority) < most:
-            return
         ahead = len(scheduler.queues[Priority.LATENCY_SENSITIVE]) if best_effort else 0
+        queued = waiting - scheduler.num_free_slots(priority)
+        if queued < most:
+            late_s = self.capacity.drain_s(queued + ahead + 1, 0.0) - ttft_slo_s
+            if self._config.admission == "objective" and late_s > 0 and queued >= 0:
+                raise Overloaded(
+                    f"{waiting} requests wait already: a first token would come {late_s:.2g} s "
+                    f"later than the objective of {ttft_slo_s:g} s allows; try again later",
+                    late_s,
+                )
+            return
         raise Overloaded(
             f"{waiting} requests wait already; try again later",
             self.capacity.drain_s(waiting + ahead),

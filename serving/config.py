@@ -12,7 +12,7 @@ class BrownoutConfig:
     ways: tuple[int, ...] = ()  # ways that may be switched to while serving; empty: all
     prefill_threshold_percent: int = 100
     decode_threshold_percent: int = 100
-    salc: bool = True  # Algorithm 2 moves the thresholds; False keeps them
+    salc: bool = True  # a controller moves the thresholds; False keeps them
     ttft_slo_s: float = 1.0
     itl_slo_s: float = 0.1
     best_effort_ttft_slo_s: float = 0.0  # 0: best effort has no objective, and moves no threshold
@@ -21,8 +21,9 @@ class BrownoutConfig:
 
 @dataclass(frozen=True)
 class SalcConfig:
-    """SLO-aware latency control (the paper's Algorithm 2). The paper's values: 0.8, 10, 0.8."""
+    """SLO-aware latency control. The paper's values for its Algorithm 2: 0.8, 10, 0.8."""
 
+    controller: str = "algorithm2"  # predictive, or module:Class of your own
     warning_factor: float = 0.8
     increment_percent: float = 10.0
     shrink_ratio: float = 0.8
@@ -42,6 +43,7 @@ class EngineConfig:
     max_num_seqs: int = 64  # sequences decoded together
     max_model_len: int = 2048  # positions a sequence, prompt and output; at most the model's own
     max_queue_len: int = 512  # requests that wait with every slot taken; more are refused
+    admission: str = "queue"  # or objective: refuse what would get its first token too late
     page_size: int = 64
     num_pages: int = 0  # 0: enough for max_num_seqs sequences of max_model_len
     max_prefill_tokens: int = 512  # prompt tokens a step: chunk size and largest token bucket

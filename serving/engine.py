@@ -21,7 +21,8 @@ from serving.accounting import Accounts
 from serving.admission import Admission
 from serving.config import EngineConfig, ServerConfig
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
-from serving.control.slo import SloAnalyser, Waiting
+from serving.control.guarded import make_controller
+from serving.control.slo import SloAnalyser
 from serving.errors import (
     NOT_OURS,
     Aborted,
@@ -37,7 +38,7 @@ from serving.execution.programs import Progress
 from serving.execution.runner import Runner
 from serving.latencies import Latencies
 from serving.observer import Observer
-from serving.plan import Phase, StepResult
+from serving.plan import StepResult
 from serving.progress import progress_bar
 from serving.request import (
     BrownoutChange,
@@ -92,9 +93,12 @@ class Engine:
         self.config, self.model, self.runner = config, model, runner
         self.status = "starting"
         self.failure = ""  # why it failed, once it did
-        self.accounts = Accounts([observer] if isinstance(observer, Observer) else observer or ())
+        self.pace = Pace(runner.limits.num_layers, waits=config.prefill_company)
         ways = allowed_ways(config.brownout, model)
-        self.slo = SloAnalyser(config.brownout, config.salc, way=ways[0] if ways else 0)
+        way = ways[0] if ways else 0
+        self.slo = SloAnalyser(config.brownout, config.salc, way=way, pace=self.pace)
+        observers = [observer] if isinstance(observer, Observer) else observer or ()
+        self.accounts = Accounts([self.slo.load, *observers])
         self.loader = ExpertsLoader(runner, model, ways, self.slo)
         self.scheduler = Scheduler(
             runner.limits,
@@ -105,7 +109,6 @@ class Engine:
         )
         self.admission = Admission(config, runner.limits, model)
         self.bounds = self.admission.bounds
-        self.pace = Pace(runner.limits.num_layers, waits=config.prefill_company)
         self.watchdog = Watchdog(config.watchdog_s, self._on_stuck)
         self.on_unresponsive: Callable[[str], None] = log.critical
         self._clock = clock
@@ -141,6 +144,7 @@ class Engine:
         """
         check(ServerConfig(engine=config))
         make_policy(config.policy)  # before anything takes its time
+        make_controller(config.salc)
         with progress_bar() if progress is None else contextlib.nullcontext(progress) as shown_by:
             fitting, loaded, runner = await asyncio.to_thread(prepare, config, model, shown_by)
         engine = cls(fitting, runner, loaded, observer)
@@ -221,7 +225,8 @@ class Engine:
                 f"the engine is {self.status}{why}; try another replica or come back later"
             )
         try:
-            self.admission.check_queue(priority, self.scheduler)
+            objective_s = self.slo.objectives(priority)[0]
+            self.admission.check_queue(priority, self.scheduler, objective_s)
         except Overloaded:
             self.accounts.counters.requests_rejected += 1
             raise
@@ -285,6 +290,7 @@ class Engine:
             loop = asyncio.get_running_loop()
             sequence.deadline = loop.call_later(max(0.0, left_s), self._expire, sequence)
         self.scheduler.add(sequence, self._clock())
+        self.accounts.request_admitted(sequence, arrived_at)
         self._open.add(sequence)
         self._work.set()
         return sequence
@@ -385,15 +391,21 @@ class Engine:
         if before is not None:
             await self._wait_to_launch(before)
         now = self._clock()
-        self.slo.maybe_update(now, {c: self._waiting(c, now) for c in (LS, BE)})
+        num_running, since_s = len(self.scheduler.running), 0.0
+        waiting = {c: self.scheduler.waits(c, now) for c in (LS, BE)}
+        self.slo.maybe_update(now, waiting, num_running, self.scheduler.limits.decode_rows)
         self.loader.advance(now)
-        company = self.pace.company(self.slo.ttft_slo_s, len(self.scheduler.running))
-        step = self.scheduler.next_step(self._itl_slack_s(before), now, company)
-        self._in_flight = None if step is None else self._launch(step, now)
+        slack_s, company = -math.inf, self.pace.company(self.slo.ttft_slo_s, num_running)
+        if before is not None:
+            since_s = self.pace.since_tokens_s(before.step, before.started_at)
+            tokens = self.scheduler.next_prefill_tokens()
+            slack_s = self.slo.itl_slack_s(before.step, before.started_at, tokens, num_running)
+        step = self.scheduler.next_step(slack_s, now, company)
+        self._in_flight = None if step is None else self._launch(step, now, since_s)
         if before is not None:
             result = await before.result
             now = self._clock()
-            self.pace.observe(before.step.plan, before.started_at, now)
+            self.pace.observe(before.step, before.started_at, now)
             self.scheduler.observe(before.step, before.started_at, now)
             if self._in_flight is not None:
                 self._in_flight.started_at = max(now, self._in_flight.launched_at)
@@ -404,34 +416,20 @@ class Engine:
             await asyncio.sleep(0)  # callers get their turn between two layers of another way
         return True
 
-    def _waiting(self, priority: Priority, now: float) -> Waiting:
-        oldest = self.scheduler.oldest_arrival(priority)
-        slots_taken = len(self.scheduler.queues[priority]) > self.scheduler.num_free_slots(priority)
-        return Waiting(0.0 if oldest is None else now - oldest, slots_taken)
-
-    def _itl_slack_s(self, before: InFlight | None) -> float:
-        """ITL that running sequences have left for a prefill step after the one in flight."""
-        if before is None or before.step.plan.phase is Phase.DECODE:
-            return -math.inf  # a prefill step's turn anyway
-        return self.pace.itl_slack_s(
-            self.slo.itl_slo_s,
-            self.pace.ends_at(before.step.plan, before.started_at),
-            num_decoding=len(self.scheduler.running),
-            num_prefill_tokens=self.scheduler.next_prefill_tokens(),
-        )
-
     async def _wait_to_launch(self, before: InFlight) -> None:
         """Waits until the next step has to be planned, or the one in flight is done already."""
-        until = before.started_at + self.pace.idle_s(before.step.plan)
+        until = before.started_at + self.pace.idle_s(before.step)
         timeout_s = until - self._clock()
         if timeout_s > 0:
             await asyncio.wait([before.result], timeout=timeout_s)
         else:
             await asyncio.sleep(0)  # callers get their turn between any two launches
 
-    def _launch(self, step: ScheduledStep, planned_at: float) -> InFlight:
-        launched_at = self._clock()
-        control = step.batch.control or self.slo.control(step.plan.phase, ls=step.batch.has_ls)
+    def _launch(self, step: ScheduledStep, planned_at: float, since_s: float) -> InFlight:
+        launched_at, control = self._clock(), step.batch.control
+        if control is None:
+            rows = self.scheduler.num_decoding_beside(step)
+            control = self.slo.control(step, since_s, rows, launched_at)
         step.batch.control = control
         percent = step.degrade_best_effort_first(control.threshold_percent)
         step.control = control = control._replace(threshold_percent=percent)

@@ -31,6 +31,9 @@ class Observer:
         Times are seconds of `time.monotonic`.
         """
 
+    def request_admitted(self, sequence: SequenceState, now: float) -> None:
+        """A request was taken and stands in its queue."""
+
     def requests_began(self, queue_s: np.ndarray, wait_s: np.ndarray, priority: Priority) -> None:
         """The device began with requests of a class, so long after they arrived, and after slot and
         pages were there for them.

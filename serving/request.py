@@ -136,7 +136,7 @@ class Output:
 class BrownoutChange:
     """A change of brownout settings; None leaves a field as it is.
 
-    Setting either threshold turns the controllers off; `salc_enabled` turns both on or off.
+    Setting either threshold turns the controller off; `salc_enabled` turns it on or off.
     """
 
     strategy: str | None = None
@@ -146,11 +146,15 @@ class BrownoutChange:
     salc_enabled: bool | None = None
     ttft_slo_s: float | None = None
     itl_slo_s: float | None = None
+    controller: str | None = None
+    prefill_company: bool | None = None
 
 
 @dataclass(frozen=True)
 class BrownoutState:
-    """Brownout settings in force, and the P90 latencies the controllers last saw (NaN: none)."""
+    """Brownout settings in force, and P90 latencies: those the controller last saw, and those it
+    expected of its last decision (NaN: none).
+    """
 
     strategy: str
     way: int  # 0: no united experts are loaded
@@ -162,6 +166,10 @@ class BrownoutState:
     warning_factor: float
     ttft_p90_s: float
     itl_p90_s: float
+    controller: str
+    prefill_company: bool
+    predicted_ttft_p90_s: float
+    predicted_itl_p90_s: float
 
 
 @dataclass(frozen=True)

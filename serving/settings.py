@@ -73,6 +73,7 @@ _ASCENDING = (
 )
 _CHOICES = {
     "log_format": ("text", "json"),
+    "engine.admission": ("queue", "objective"),
     "engine.dtype": ("bfloat16", "float16", "float32"),
     "engine.brownout.strategy": ("auto", "zero", "partial", "full"),
 }

@@ -14,9 +14,10 @@ from benchmarks.gpu.live import ENGINE, Live, between, live, requests
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Mix, Sizes
 from serving.bench.calibrate import calibrate
-from serving.bench.demo import DemoConfig, run_result, set_brownout, wait_idle
+from serving.bench.demo import DemoConfig, run_result, wait_idle
 from serving.bench.loadgen import play
 from serving.bench.results import Slo
+from serving.bench.variants import VARIANTS, use_variant
 from serving.bench.workload import burst_pieces, piecewise_poisson_times, schedule
 
 DEPENDS = (*ENGINE, "benchmarks/gpu/burst_part.py")
@@ -79,8 +80,8 @@ async def _leg(context: Context, server: Live, case: Case) -> dict[str, Any]:
     times = piecewise_poisson_times(pieces, sizes.seed)
     arrivals = schedule(requests(sizes, mix, min(len(times), 8192)), times)
     await wait_idle(server.client, 0.5)
-    brownout = case.about["leg"] == "brownout"
-    state = await set_brownout(server.client, SHAPE.strategy, slo, with_brownout=brownout)
+    variant, own = VARIANTS[case.about["leg"]], await server.client.get_brownout()
+    state = await use_variant(server.client, variant, own, SHAPE.strategy, slo)
     before = await server.probe()
     run = await play(server.client, arrivals, time_limit_s=sizes.burst_s + DRAIN_S)
     burst_at_s = sizes.burst_s * SHAPE.burst_at
@@ -110,6 +111,6 @@ async def _leg(context: Context, server: Live, case: Case) -> dict[str, Any]:
             "violation_rate": TARGET,
             "met": all(rate is not None and rate <= TARGET for rate in rates.values()),
         }
-        if brownout
+        if variant.with_brownout
         else None,
     }

@@ -1,39 +1,38 @@
 """The demo's burst over many seeds, on a device that a live demo was recorded of.
 
-    jmoe demo --out out -- --timeline out/timeline.json
+    jmoe demo --controllers --out out -- --timeline out/timeline.json
     python -m benchmarks.simulator.burst --live out
 
 First the live demo's own arrivals: late and degraded shares beside the live ones, since the
-simulator is worth as much as they agree. Then other seeds: medians and the worst of each variant,
-and whatever else is asked for: another speed of the machine, more noise, exempt requests.
+simulator is worth as much as they agree. Then, with objectives and load calibrated on the simulated
+machine as the demo calibrates them on a real one, other seeds under each condition: another speed
+of the machine after calibration, more noise, exempt requests, bursts of other shapes. Medians and
+the worst of each variant.
 """
 
 import argparse
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.simulator.play import Machine, recorded_server, simulate
+from benchmarks.simulator.play import Machine, recorded_server, simulate, simulate_full
 from serving import settings
+from serving.bench.calibrate import NO_ROOM_S, Calibration, full_batch
 from serving.bench.results import Slo, quality, violations
-from serving.bench.workload import (
-    Arrival,
-    burst_pieces,
-    piecewise_poisson_times,
-    schedule,
-    shuffled,
-)
+from serving.bench.workload import Arrival, piecewise_poisson_times, schedule, shuffled
 
 VARIANTS: dict[str, dict[str, object]] = {
-    "zero": {"engine.brownout.strategy": "zero", "engine.prefill_company": False},
-    "zero, company": {"engine.brownout.strategy": "zero"},
-    "algorithm2": {"engine.brownout.strategy": "partial", "engine.prefill_company": False},
-    "algorithm2, company": {"engine.brownout.strategy": "partial"},
+    "zero": {"engine.brownout.strategy": "zero", "engine.prefill_company": True},
+    "algorithm2_alone": {"engine.salc.controller": "algorithm2", "engine.prefill_company": False},
+    "algorithm2": {"engine.salc.controller": "algorithm2", "engine.prefill_company": True},
+    "predictive": {"engine.salc.controller": "predictive", "engine.prefill_company": True},
 }
 FIGURES = {"late_first": "late first %", "late_other": "late other %", "degraded": "degraded %"}
+STEADY, BURST = 0.5, 1.0  # of the capacity without brownout, as in the demo
+BURST_AT = 0.3
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,29 @@ class Live:
     result: dict[str, Any]
     machine: Machine
     tasks: tuple[Arrival, ...]
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Under which a burst is played."""
+
+    speed: float = 1.0  # of the machine, to the one that was calibrated
+    noise: float = 1.0  # of step times, to the recorded one's
+    exempt_share: float = 0.0  # of the requests
+    shape: str = "doubles"
+
+
+CONDITIONS = {
+    "as calibrated": Condition(),
+    "speed 0.8": Condition(speed=0.8),
+    "speed 1.2": Condition(speed=1.2),
+    "noise doubled": Condition(noise=2.0),
+    "a fifth exempt": Condition(exempt_share=0.2),
+    "triples": Condition(shape="triples"),
+    "ramps": Condition(shape="ramps"),
+    "comes and goes": Condition(shape="comes and goes"),
+    "no burst": Condition(shape="steady"),
+}
 
 
 def read_live(folder: Path) -> Live:
@@ -57,29 +79,68 @@ def read_live(folder: Path) -> Live:
     return Live(result, *recorded_server([folder / "timeline.json"], {}))
 
 
+def calibrated(live: Live) -> Calibration:
+    """The simulated machine, measured as `serving.bench.calibrate` measures a real one."""
+    found = {}
+    for percent in (100, 0):
+        engine = settings.load(
+            "demo",
+            {
+                "engine.brownout.strategy": "partial",
+                "engine.brownout.salc": False,
+                "engine.brownout.prefill_threshold_percent": percent,
+                "engine.brownout.decode_threshold_percent": percent,
+                "engine.brownout.ttft_slo_s": NO_ROOM_S,
+                "engine.brownout.itl_slo_s": NO_ROOM_S,
+                "engine.prefill_company": False,
+            },
+        ).engine
+        run = simulate_full(live.machine, engine, shuffled(live.tasks, 0), duration_s=12.0)
+        found[percent] = full_batch(run, 2.4, 12.0)
+    return Calibration(live.result["calibration"]["unloaded_ttft_s"], found[100], found[0])
+
+
+def pieces_of(shape: str, duration_s: float, capacity_per_s: float) -> list[tuple[float, float]]:
+    """Seconds and requests a second; the first piece is before the burst."""
+    steady, burst = STEADY * capacity_per_s, BURST * capacity_per_s
+    before = (BURST_AT * duration_s, steady)
+    left_s = duration_s - before[0]
+    if shape == "steady":
+        return [before, (left_s, steady)]
+    if shape == "doubles":
+        return [before, (left_s, burst)]
+    if shape == "triples":
+        return [before, (left_s, 1.5 * burst)]
+    if shape == "ramps":
+        rates = (steady + (burst - steady) * (number + 1) / 10 for number in range(10))
+        return [before, *((left_s / 10, rate) for rate in rates)]
+    if shape == "comes and goes":
+        count = int(left_s // 5)
+        return [before, *((5.0, steady if number % 2 else burst) for number in range(count))]
+    raise ValueError(f"shape is {shape!r}; it must be one of those of CONDITIONS")
+
+
 def play(
     live: Live,
-    machine: Machine,
+    slo: Slo,
+    pieces: Sequence[tuple[float, float]],
     changes: Mapping[str, object],
     seed: int,
-    pieces: Sequence[tuple[float, float]] | None = None,
+    condition: Condition = CONDITIONS["as calibrated"],
 ) -> dict[str, float]:
-    """Shares of the burst, in percent, under changed settings. `pieces` (seconds, requests/s) are
-    played in place of the demo's; the first of them is before the burst.
-    """
-    result = live.result
-    slo = Slo(result["slo"]["ttft_s"], result["slo"]["itl_s"])
-    if pieces is None:
-        pieces = burst_pieces(
-            result["duration_s"],
-            result["steady_rate_per_s"],
-            result["burst_rate_per_s"],
-            result["config"]["burst_at"],
-        )
+    """Shares after the first piece, in percent, under changed settings."""
     arrivals = schedule(shuffled(live.tasks, seed), piecewise_poisson_times(pieces, seed))
-    objectives = {"engine.brownout.ttft_slo_s": slo.ttft_s, "engine.brownout.itl_slo_s": slo.itl_s}
-    engine = settings.load("demo", objectives | dict(changes)).engine
-    run = simulate(machine, engine, arrivals, seed).run
+    machine = replace(live.machine, speed=condition.speed, noise=condition.noise)
+    engine = settings.load(
+        "demo",
+        {
+            "engine.brownout.strategy": "partial",
+            "engine.brownout.ttft_slo_s": slo.ttft_s,
+            "engine.brownout.itl_slo_s": slo.itl_s,
+            **changes,
+        },
+    ).engine
+    run = simulate(machine, engine, arrivals, seed, condition.exempt_share).run
     due = run.due(pieces[0][0])
     late, degraded = violations(due, slo), quality(due)["degraded_share"]
     return {
@@ -104,13 +165,32 @@ def line_of(words: str, found: Mapping[str, float]) -> str:
     return f"{words:28}" + "".join(f"{found[key]:14.1f}" for key in FIGURES)
 
 
+def compare_with_live(live: Live) -> dict[str, dict[str, dict[str, float]]]:
+    """Live and simulated shares of the live run's own arrivals, by variant."""
+    result = live.result
+    slo = Slo(result["slo"]["ttft_s"], result["slo"]["itl_s"])
+    burst_at_s, duration_s = result["burst_at_s"], result["duration_s"]
+    rates = result["steady_rate_per_s"], result["burst_rate_per_s"]
+    pieces = list(zip((burst_at_s, duration_s - burst_at_s), rates, strict=True))
+    found = {}
+    for name in result["runs"]:
+        changes = VARIANTS.get(name, VARIANTS["predictive"])  # "brownout": the preset's own
+        simulated = play(live, slo, pieces, changes, result["config"]["seed"])
+        found[name] = {"live": live_shares(result, name), "simulated": simulated}
+        print(line_of(f"live, {name}", found[name]["live"]))
+        print(line_of("  simulated", simulated), flush=True)
+    return found
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--live", type=Path, default=Path("out"), help="folder of the live demo")
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--speed", type=float, default=1.0, help="of the machine, to the live one")
-    parser.add_argument("--noise", type=float, default=1.0, help="of step times, to the live one's")
+    parser.add_argument("--duration-s", type=float, default=75.0)
+    parser.add_argument(
+        "--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS), metavar="NAME"
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     try:
@@ -119,21 +199,31 @@ def main() -> None:
         parser.error(str(error))
     head = " " * 28 + "".join(f"{words:>14}" for words in FIGURES.values())
     print(f"the live demo's arrivals\n{head}")
-    seed = live.result["config"]["seed"]
-    own = {"zero": "zero, company", "brownout": "algorithm2, company"}
-    for name, variant in own.items():
-        print(line_of(f"live, {name}", live_shares(live.result, name)))
-        print(line_of("  simulated", play(live, live.machine, VARIANTS[variant], seed)))
-    machine = replace(live.machine, speed=args.speed, noise=args.noise)
-    stored: dict[str, Any] = {"speed": args.speed, "noise": args.noise, "seeds": args.seeds}
-    print(f"\n{args.seeds} seeds, machine at {args.speed:g}, noise {args.noise:g}\n{head}")
-    for name, changes in VARIANTS.items():
-        found = [play(live, machine, changes, 1000 + number) for number in range(args.seeds)]
-        medians = {key: statistics.median(one[key] for one in found) for key in FIGURES}
-        worst = {key: max(one[key] for one in found) for key in FIGURES}
-        print(line_of(name, medians))
-        print(line_of("  worst", worst), flush=True)
-        stored[name] = {"median": medians, "worst": worst}
+    stored: dict[str, Any] = {"compared": compare_with_live(live), "seeds": args.seeds}
+    found = calibrated(live)
+    slo, capacity = found.slo, found.zero.capacity_per_s
+    stored["calibration"], stored["slo"] = asdict(found), asdict(slo)
+    print(
+        f"\ncalibrated: {capacity:.1f} requests/s without brownout, "
+        f"{found.full.capacity_per_s:.1f} with all of it; "
+        f"SLO {1e3 * slo.ttft_s:.0f} and {1e3 * slo.itl_s:.1f} ms"
+    )
+    for words in args.conditions:
+        condition = CONDITIONS[words]
+        pieces = pieces_of(condition.shape, args.duration_s, capacity)
+        load = max(rate for _, rate in pieces[1:]) / found.full.capacity_per_s / condition.speed
+        print(f"\n{words}: at most {load:.2f} of the capacity with all brownout\n{head}")
+        stored[words] = {"load": load}
+        for name, changes in VARIANTS.items():
+            runs = [
+                play(live, slo, pieces, changes, 1000 + number, condition)
+                for number in range(args.seeds)
+            ]
+            medians = {key: statistics.median(one[key] for one in runs) for key in FIGURES}
+            worst = {key: max(one[key] for one in runs) for key in FIGURES}
+            print(line_of(name, medians))
+            print(line_of("  worst", worst), flush=True)
+            stored[words][name] = {"median": medians, "worst": worst}
     if args.json:
         args.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
 

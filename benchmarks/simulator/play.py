@@ -2,10 +2,13 @@
 
 import asyncio
 import gc
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.simulator.device import SimulatedDevice, simulated_model
 from benchmarks.simulator.step_times import StepTimes, read_timeline
@@ -21,6 +24,9 @@ from serving.errors import ServingError
 from serving.execution.runner import limits_of
 from serving.request import Priority, SamplingParams
 from serving.simulated_time import SimulatedLoop
+
+Ask = Callable[[Arrival, bool], Awaitable[Record]]
+"""Asks for an answer to an arrival, which allows brownout or does not."""
 
 SAMPLE_S = 0.5  # between samples of thresholds, as the demo takes them
 
@@ -50,18 +56,51 @@ class Simulated:
 
 
 def simulate(
-    machine: Machine, config: EngineConfig, arrivals: Sequence[Arrival], seed: int = 0
+    machine: Machine,
+    config: EngineConfig,
+    arrivals: Sequence[Arrival],
+    seed: int = 0,
+    exempt_share: float = 0.0,
 ) -> Simulated:
-    """Plays `arrivals`, whose prompts are token ids, to the end of the last answer.
+    """Plays `arrivals`, whose prompts are token ids, to the end of the last answer; a share of them
+    allows no brownout.
 
     Requests that the server refuses are records with a code, as a client sees them.
     """
+
+    async def ask_all(ask: Ask) -> list[Record]:
+        exempt = np.random.default_rng(seed).random(len(arrivals)) < exempt_share
+        return await asyncio.gather(*map(ask, arrivals, ~exempt))
+
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
-        return runner.run(_simulate(machine, config, arrivals, seed))
+        return runner.run(_simulate(machine, config, ask_all, seed))
+
+
+def simulate_full(
+    machine: Machine, config: EngineConfig, samples: Sequence[Arrival], duration_s: float
+) -> Run:
+    """Keeps every slot taken for `duration_s`: the next request is sent when one is answered."""
+    waiting = itertools.cycle(samples)
+
+    async def ask_on(ask: Ask) -> list[Record]:
+        clock, records = asyncio.get_running_loop().time, []
+
+        async def worker() -> None:
+            while clock() < duration_s:
+                records.append(await ask(replace(next(waiting), at_s=clock()), True))
+
+        await asyncio.gather(*(worker() for _ in range(config.max_num_seqs)))
+        return records
+
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        return runner.run(_simulate(machine, config, ask_on, 0)).run
 
 
 async def _simulate(
-    machine: Machine, config: EngineConfig, arrivals: Sequence[Arrival], seed: int
+    machine: Machine,
+    config: EngineConfig,
+    drive: Callable[[Ask], Awaitable[list[Record]]],
+    seed: int,
 ) -> Simulated:
     clock = asyncio.get_running_loop().time
     limits = limits_of(config, machine.num_layers)
@@ -81,8 +120,11 @@ async def _simulate(
     watcher = asyncio.create_task(_watch(engine, samples, clock))
     gc.disable()
     try:
-        tasks = [asyncio.create_task(_ask(engine, a, machine.overhead_s, clock)) for a in arrivals]
-        records = [await task for task in tasks]
+        records = await drive(
+            lambda arrival, degradable: _ask(
+                engine, arrival, bool(degradable), machine.overhead_s, clock
+            )
+        )
     finally:
         gc.enable()
         watcher.cancel()
@@ -99,14 +141,20 @@ async def _simulate(
 
 
 async def _ask(
-    engine: Engine, arrival: Arrival, overhead_s: float, clock: Callable[[], float]
+    engine: Engine,
+    arrival: Arrival,
+    degradable: bool,
+    overhead_s: float,
+    clock: Callable[[], float],
 ) -> Record:
-    await asyncio.sleep(arrival.at_s)
+    await asyncio.sleep(arrival.at_s - clock())
     record = Record(arrival.family, arrival.at_s, clock(), best_effort=arrival.best_effort)
     sampling = SamplingParams(max_new_tokens=arrival.max_new_tokens)
     priority = Priority.BEST_EFFORT if arrival.best_effort else Priority.LATENCY_SENSITIVE
     try:
-        async for out in engine.generate(arrival.prompt, sampling, priority=priority):
+        async for out in engine.generate(
+            arrival.prompt, sampling, priority=priority, allow_brownout=degradable
+        ):
             record.token_s.append(clock() + overhead_s)
             record.expert_visits = out.usage.expert_visits
             record.degraded_visits = out.usage.degraded_visits
@@ -126,6 +174,8 @@ async def _watch(engine: Engine, samples: list[Sample], clock: Callable[[], floa
                 state.decode_threshold_percent,
                 state.ttft_p90_s,
                 state.itl_p90_s,
+                state.predicted_ttft_p90_s,
+                state.predicted_itl_p90_s,
                 stats.num_running,
                 stats.num_waiting,
                 stats.expert_visits,

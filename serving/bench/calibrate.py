@@ -65,13 +65,16 @@ async def calibrate(
     Without brownout and with all of it are measured in turn, twice each, and the faster of each
     pair counts: a machine that other work holds up for a while only ever makes a batch slower.
 
-    Leaves thresholds fixed at 0 and objectives that no step can meet: set both before serving.
+    Prompts wait for no company meanwhile: load and objectives are then the same, whatever they do
+    afterwards. Leaves thresholds fixed at 0 and objectives that no step can meet: set both before
+    serving.
 
     Raises CalibrationError, grpc.aio.AioRpcError.
     """
     concurrency = (await client.server_info()).max_num_seqs
+    company = (await client.get_brownout()).prefill_company
     say("calibrating: single requests, no brownout")
-    await _fix_threshold(client, strategy, 100, NO_ROOM_S)
+    await _fix_threshold(client, strategy, 100)
     unloaded = await saturate(client, samples[:13], concurrency=1, duration_s=window_s)
     ttfts_s = [r.ttft_s for r in unloaded.records if r.ok]
     if not ttfts_s:
@@ -81,20 +84,21 @@ async def calibrate(
     for percent, batches in [*found.items()] * 2:
         words = "no brownout" if percent else "all the brownout there is"
         say(f"calibrating: {concurrency} requests at a time, {words}")
-        # Prompts wait for company as they do under an objective; this one hangs on nothing before.
-        await _fix_threshold(client, strategy, percent, 3 * float(np.median(ttfts_s)))
+        await _fix_threshold(client, strategy, percent)
         batches.append(await _full_batch(client, samples, concurrency, window_s))
     zero, full = (max(batches, key=lambda b: b.capacity_per_s) for batches in found.values())
+    await client.set_brownout(prefill_company=company)
     return Calibration(float(np.median(ttfts_s)), zero, full)
 
 
-async def _fix_threshold(client: Client, strategy: str, percent: int, ttft_slo_s: float) -> None:
+async def _fix_threshold(client: Client, strategy: str, percent: int) -> None:
     await client.set_brownout(
         strategy=strategy,
         prefill_threshold_percent=percent,
         decode_threshold_percent=percent,
-        ttft_slo_s=ttft_slo_s,
+        ttft_slo_s=NO_ROOM_S,
         itl_slo_s=NO_ROOM_S,  # for a prefill step out of turn: what is measured sets the SLO
+        prefill_company=False,  # its room hangs on the objectives, and they on what is measured
     )
 
 

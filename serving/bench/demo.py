@@ -23,7 +23,7 @@ from serving.bench.calibrate import Calibration, CalibrationError, calibrate
 from serving.bench.facts import facts
 from serving.bench.launch import LaunchError, running_server
 from serving.bench.loadgen import play
-from serving.bench.report import LABELS, draw, latency_series, table, verdict
+from serving.bench.report import draw, latency_series, table, verdict
 from serving.bench.results import (
     Record,
     Run,
@@ -34,6 +34,7 @@ from serving.bench.results import (
     summarize,
     violations,
 )
+from serving.bench.variants import ALL, PAIR, VARIANTS, use_variant
 from serving.bench.workload import (
     BUNDLED_TASKS,
     Arrival,
@@ -61,6 +62,7 @@ class DemoConfig:
     steady_load: float = 0.5
     burst_load: float = 1.0
     strategy: str = "partial"  # or "full"
+    controllers: bool = False  # play each of them, not only the server's own
     calibration_s: float = 6.0  # for each of its four full-batch measurements
     pause_s: float = 2.0  # before each run, once the server is idle
     repeat: int = 1  # more: calibrate and play the pair this often, and store medians
@@ -71,6 +73,11 @@ class DemoConfig:
     server: tuple[str, ...] = ("-m", "serving.cli", "serve", "--config", "demo", "--port", "0")
     server_args: tuple[str, ...] = ()  # more flags for the server
     startup_timeout_s: float = 900.0
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Of `serving.bench.variants`; the first one is without brownout."""
+        return ALL if self.controllers else PAIR
 
     def __post_init__(self) -> None:
         for name in ("duration_s", "repeat"):
@@ -104,7 +111,9 @@ async def _demo(config: DemoConfig, console: Console) -> dict[str, Any]:
     if config.repeat == 1:
         _store(results[0], config.out / "demo.json", console)
         return results[0]
-    medians = {"runs": {name: _medians([r["runs"][name] for r in results]) for name in LABELS}}
+    medians = {
+        "runs": {name: _medians([r["runs"][name] for r in results]) for name in config.variants}
+    }
     repeated = known | {"repeat": config.repeat, "medians": medians, "results": results}
     _store(repeated, config.benchmarks / "demo.json", console)
     return repeated
@@ -136,7 +145,7 @@ async def _server(config: DemoConfig, console: Console) -> AsyncIterator[tuple[s
 async def _pair(
     client: Client, config: DemoConfig, tasks: Sequence[Arrival], pid: int, console: Console
 ) -> dict[str, Any]:
-    others = _OtherPrograms(pid)
+    others, own = _OtherPrograms(pid), await client.get_brownout()
     with console.status("calibrating", refresh_per_second=4) as status:
         calibration = await calibrate(
             client,
@@ -155,16 +164,17 @@ async def _pair(
     pieces = burst_pieces(config.duration_s, steady_per_s, burst_per_s, config.burst_at)
     arrivals = schedule(tasks, piecewise_poisson_times(pieces, config.seed))
     runs = {}
-    for name, words in LABELS.items():
+    for name in config.variants:
+        variant = VARIANTS[name]
         await wait_idle(client, config.pause_s)
         others = _OtherPrograms(pid)
-        state = await set_brownout(client, config.strategy, slo, with_brownout=name == "brownout")
-        with console.status(words, refresh_per_second=4) as status:
+        state = await use_variant(client, variant, own, config.strategy, slo)
+        with console.status(variant.label, refresh_per_second=4) as status:
             run = await play(
                 client,
                 arrivals,
                 time_limit_s=config.duration_s + 30,
-                on_sample=_progress(words, config.duration_s, status.update),
+                on_sample=_progress(variant.label, config.duration_s, status.update),
             )
         other_cpu[name] = others.share()
         runs[name] = run_result(run, slo, burst_at_s, config.duration_s)
@@ -193,18 +203,6 @@ _KEPT = (
     "calibration_s",
     "seed",
 )
-
-
-async def set_brownout(client: Client, strategy: str, slo: Slo, *, with_brownout: bool) -> Any:
-    """Everything back at 100 %, then the controllers on for the run with brownout."""
-    state = await client.set_brownout(
-        strategy=strategy if with_brownout else "zero",
-        prefill_threshold_percent=100,
-        decode_threshold_percent=100,
-        ttft_slo_s=slo.ttft_s,
-        itl_slo_s=slo.itl_s,
-    )
-    return await client.set_brownout(salc_enabled=True) if with_brownout else state
 
 
 async def wait_idle(client: Client, pause_s: float, timeout_s: float = 60.0) -> None:
@@ -343,6 +341,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=1, help="pairs of runs; more: store medians")
     parser.add_argument("--duration-s", type=float, default=75.0, help="of arrivals, for each run")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--controllers", action="store_true", help="play each of them")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
     parser.add_argument("server_args", nargs="*", help="after --: more flags for the server")
     args = parser.parse_args()

@@ -120,13 +120,19 @@ def _sample(at_s: float, state: pb.BrownoutState, stats: pb.Stats) -> Sample:
         at_s,
         state.prefill_threshold_percent,
         state.decode_threshold_percent,
-        None if math.isnan(state.ttft_p90_s) else state.ttft_p90_s,
-        None if math.isnan(state.itl_p90_s) else state.itl_p90_s,
+        _known(state.ttft_p90_s),
+        _known(state.itl_p90_s),
+        _known(state.predicted_ttft_p90_s),
+        _known(state.predicted_itl_p90_s),
         stats.num_running,
         stats.num_waiting,
         stats.expert_visits,
         stats.degraded_visits,
     )
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
 
 
 async def play(

@@ -1,7 +1,8 @@
 """What a burst run looks like: a table for the terminal and one picture. No jax.
 
 A result is the JSON-like dict that `serving.bench.demo` stores: `slo`, `duration_s`, `burst_at_s`,
-both rates, and `runs`, with "zero" (no brownout) and "brownout" in this order.
+both rates, and `runs` by name of `serving.bench.variants`: "zero" (no brownout) first. The verdict
+is on the last one.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,10 +13,9 @@ import numpy as np
 from rich.table import Table
 
 from serving.bench.results import Record
+from serving.bench.variants import VARIANTS, Variant
 
 ALLOWED_LATE_SHARE = 0.1  # the objectives are on the P90
-LABELS = {"zero": "without brownout", "brownout": "with brownout"}
-_COLORS = {"zero": "#d95f02", "brownout": "#1b7f5c"}
 _SLO_COLOR, _WARNING_COLOR = "#c1121f", "#2563eb"
 _BEHIND_TEXT = {"facecolor": "white", "alpha": 0.75, "lw": 0, "pad": 1}
 _PHASES = (
@@ -55,7 +55,7 @@ def latency_series(
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """Both runs side by side; violation rates in red above 10 %, the share that a P90 allows."""
+    """All runs side by side; violation rates in red above 10 %, the share that a P90 allows."""
     runs = result["runs"]
     slo = result["slo"]
     drawn = Table(
@@ -64,7 +64,7 @@ def table(result: Mapping[str, Any]) -> Table:
     )
     drawn.add_column("")
     for name in runs:
-        drawn.add_column(LABELS[name], justify="right")
+        drawn.add_column(VARIANTS[name].label, justify="right")
     for label, cell in _ROWS:
         drawn.add_row(label, *(cell(run) for run in runs.values()), end_section=label in _SECTIONS)
     return drawn
@@ -122,7 +122,7 @@ _SECTIONS = ("throughput", "burst: ITL P50 / P90 / P99, ms", "burst: late other 
 
 def verdict(result: Mapping[str, Any]) -> str:
     """What happened to the SLO in the burst, in plain words, whichever way it went."""
-    zero, brownout = (result["runs"][name]["burst"] for name in ("zero", "brownout"))
+    zero, brownout = (result["runs"][name]["burst"] for name in _compared(result))
     kept = {name: _kept(burst) for name, burst in (("zero", zero), ("brownout", brownout))}
     late = (
         f"In the burst {_late(zero)} came late without brownout, and {_late(brownout)} with it; "
@@ -147,6 +147,12 @@ def verdict(result: Mapping[str, Any]) -> str:
             ", though by less than without it." if improved else ", no better than without it."
         )
     return f"{opening} {late} {price}{_caution(result)}"
+
+
+def _compared(result: Mapping[str, Any]) -> tuple[str, str]:
+    """Names of the run without brownout and of the last one."""
+    names = list(result["runs"])
+    return names[0], names[-1]
 
 
 def _caution(result: Mapping[str, Any]) -> str:
@@ -205,12 +211,14 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
 def _headline(result: Mapping[str, Any]) -> str:
     factor = result["burst_rate_per_s"] / result["steady_rate_per_s"]
+    count = len(result["runs"])
+    times = "twice" if count == 2 else f"{count} times"
     rise = "doubles" if factor == 2 else f"rises {factor:g}-fold"
-    return f"Load {rise} at {result['burst_at_s']:.0f} s: the same requests, played twice"
+    return f"Load {rise} at {result['burst_at_s']:.0f} s: the same requests, played {times}"
 
 
 def _subtitle(result: Mapping[str, Any]) -> str:
-    zero, brownout = (result["runs"][name]["burst"] for name in ("zero", "brownout"))
+    zero, brownout = (result["runs"][name]["burst"] for name in _compared(result))
     parts = [
         f"{words}: {_share(zero[key], 0)} without brownout, {_share(brownout[key], 0)} with"
         for words, key in (
@@ -231,8 +239,9 @@ def _draw_latency(axis: Any, result: Mapping[str, Any], metric: str, title: str)
     high = min(max([slo_s, *values]) * 1.2, slo_s * (200 if metric == "ttft" else 4))
     log = high / low > 8
     _scale_axis(axis, low if log else 0.0, high, log)
-    for name, run in result["runs"].items():
-        _draw_series(axis, run["series"], f"{metric}_s", name, high)
+    for number, (name, run) in enumerate(result["runs"].items()):
+        _draw_series(axis, run["series"], f"{metric}_s", VARIANTS[name], number, high)
+    _draw_predicted(axis, result, metric, high)
     for value_s, word, color, below in (
         (slo_s, "SLO", _SLO_COLOR, False),
         (warning_s, "warning line", _WARNING_COLOR, True),
@@ -268,28 +277,51 @@ def _tick(value_s: float) -> str:
     return f"{value_s:g} s" if value_s >= 1 else f"{value_s * 1e3:g} ms"
 
 
-def _draw_series(axis: Any, series: Mapping[str, Any], key: str, name: str, high: float) -> None:
+def _draw_series(
+    axis: Any, series: Mapping[str, Any], key: str, variant: Variant, number: int, high: float
+) -> None:
     at_s = np.array(series["end_s"]) - series["end_s"][0] / 2
     values = np.array([np.nan if v is None else v for v in series[key]])
-    axis.plot(at_s, np.minimum(values, high), color=_COLORS[name], lw=2.6, label=LABELS[name])
+    axis.plot(at_s, np.minimum(values, high), color=variant.color, lw=2.6, label=variant.label)
     cut = values > high
     if cut.any():
-        axis.plot(at_s[cut], np.full(cut.sum(), high), "^", color=_COLORS[name], clip_on=False)
+        axis.plot(at_s[cut], np.full(cut.sum(), high), "^", color=variant.color, clip_on=False)
         axis.annotate(
             f"▲ off the scale, up to {_tick(float(f'{np.nanmax(values):.2g}'))}",
-            (1, 0.96 - 0.07 * list(_COLORS).index(name)),
+            (1, 0.96 - 0.07 * number),
             xycoords="axes fraction",
             ha="right",
             va="top",
-            color=_COLORS[name],
+            color=variant.color,
             bbox=_BEHIND_TEXT,
         )
 
 
+def _draw_predicted(axis: Any, result: Mapping[str, Any], metric: str, high: float) -> None:
+    """What the last run's controller expected, where it expects anything."""
+    name = _compared(result)[1]
+    samples = result["runs"][name]["samples"]
+    values = [np.nan if v is None else v for v in samples.get(f"predicted_{metric}_p90_s", ())]
+    if not np.isfinite(values).any():
+        return
+    axis.plot(
+        samples["at_s"],
+        np.minimum(values, high),
+        color=VARIANTS[name].color,
+        lw=1.2,
+        ls=":",
+        label="expected by its controller",
+    )
+
+
 def _draw_thresholds(axis: Any, result: Mapping[str, Any], phase: str) -> None:
-    run = result["runs"]["brownout"]
-    at_s, thresholds = run["samples"]["at_s"], run["samples"][f"{phase}_threshold_percent"]
-    axis.step(at_s, thresholds, where="post", color=_COLORS["brownout"], lw=2.6)
+    for name, run in result["runs"].items():
+        if VARIANTS[name].with_brownout:
+            thresholds = run["samples"][f"{phase}_threshold_percent"]
+            axis.step(
+                run["samples"]["at_s"], thresholds, where="post", color=VARIANTS[name].color, lw=2.2
+            )
+    run = result["runs"][_compared(result)[1]]
     mean = run["burst"]["mean_thresholds_percent"][phase]
     title = f"{phase.capitalize()} threshold (100 %: nothing degraded)"
     if mean is not None:

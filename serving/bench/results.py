@@ -70,6 +70,8 @@ class Sample:
     decode_threshold_percent: float
     ttft_p90_s: float | None
     itl_p90_s: float | None
+    predicted_ttft_p90_s: float | None  # that the controller expected of its thresholds
+    predicted_itl_p90_s: float | None
     num_running: int
     num_waiting: int
     expert_visits: int

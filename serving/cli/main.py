@@ -101,6 +101,7 @@ _FLAGS = {
     "strategy": "engine.brownout.strategy",
     "way": "engine.brownout.way",
     "salc": "engine.brownout.salc",
+    "controller": "engine.salc.controller",
     "prefill_threshold": "engine.brownout.prefill_threshold_percent",
     "decode_threshold": "engine.brownout.decode_threshold_percent",
     "ttft_slo_s": "engine.brownout.ttft_slo_s",
@@ -159,7 +160,10 @@ def serve(
     ] = None,
     way: Way = None,
     salc: Annotated[
-        bool | None, typer.Option(help="Whether controllers move the thresholds.")
+        bool | None, typer.Option(help="Whether a controller moves the thresholds.")
+    ] = None,
+    controller: Annotated[
+        str | None, typer.Option(help="Which: algorithm2, predictive, or module:Class.")
     ] = None,
     prefill_threshold: Annotated[
         int | None, typer.Option(help="Percent of expert visits kept exact in prefill.")

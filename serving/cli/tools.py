@@ -202,6 +202,9 @@ def demo(
     duration_s: Annotated[float, typer.Option(help="Of arrivals, for each of two runs.")] = 75.0,
     repeat: Annotated[int, typer.Option(help="Pairs of runs; more: medians are stored.")] = 1,
     strategy: Annotated[str, typer.Option(help="Brownout: partial or full.")] = "partial",
+    controllers: Annotated[
+        bool, typer.Option("--controllers", help="Play each controller, not only the server's own.")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of arrival times and the order of tasks.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out"),
 ) -> None:

@@ -1,76 +1,112 @@
-"""The SLO analyser: recent latencies of both phases, their P90, and the two controllers."""
+"""The SLO analyser: recent latencies by class and phase, and the controllers that act on them."""
 
 import math
-from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple
-
-import numpy as np
+from dataclasses import dataclass
 
 from jmoe.brownout import check_threshold, strategy_code
 from serving.config import BrownoutConfig, SalcConfig
-from serving.control.salc import Salc
-from serving.errors import InvalidRequest
+from serving.control.controller import Decision, PhaseSeen, Seen, StepSeen
+from serving.control.guarded import CONTROLLERS, GuardedController, make_controller
+from serving.control.load import LoadMeter
+from serving.control.window import LatencyWindow
+from serving.errors import InvalidRequest, shown
 from serving.latencies import Latencies
 from serving.plan import Phase, StepControl
 from serving.request import BrownoutChange, BrownoutState, Priority
+from serving.scheduling.batch import ScheduledStep
+from serving.scheduling.pace import Pace
+from serving.scheduling.waiting import Waiting
 from serving.settings import SettingsError
 
 
-class LatencyWindow:
-    """Latency samples of the last `window_s` seconds, in batches of one step each."""
-
-    def __init__(self, window_s: float) -> None:
-        self.window_s = window_s
-        self._batches: deque[tuple[float, float, np.ndarray]] = deque()
-
-    def add(self, began_at: float, ended_at: float, samples_s: np.ndarray) -> None:
-        """Samples of one step. `began_at` is when the earliest of what they measure began."""
-        self._batches.append((began_at, ended_at, samples_s))
-        self._forget(ended_at)
-
-    def p90(self, now: float, since: float, min_samples: int) -> float | None:
-        """P90 of samples inside the window that lie wholly after `since`; None for too few."""
-        self._forget(now)
-        taken = [samples for began_at, _, samples in self._batches if began_at >= since]
-        if sum(map(len, taken)) < min_samples:
-            return None
-        return float(np.percentile(np.concatenate(taken), 90))
-
-    def _forget(self, now: float) -> None:
-        while self._batches and self._batches[0][1] < now - self.window_s:
-            self._batches.popleft()
-
-
 class PhaseControl:
-    """One phase's samples, controller, and the moment its threshold last changed."""
+    """One phase's samples and threshold, and the moment that last changed."""
 
     def __init__(self, salc: SalcConfig, threshold_percent: float) -> None:
         self.window = LatencyWindow(salc.window_s)
-        self.salc = Salc(salc, threshold_percent)
+        self.threshold_percent = float(threshold_percent)
         self.changed_at = -math.inf
         self.p90_s = math.nan  # of the last update that had data
+        self.predicted_p90_s = math.nan  # by the controller's last decision
+        self._min_samples = salc.min_samples
+        self._applied = (0.0, 0)  # percent by rows, and rows, of steps since the last update
+        self._applied_percent = math.nan  # their mean, of the interval before
+
+    @property
+    def percent(self) -> int:
+        """The threshold in whole percent, rounded up: a step never degrades more than it allows."""
+        return -int(-self.threshold_percent // 1)
 
     def set_threshold(self, percent: float, now: float) -> None:
-        """Fixes the threshold; samples from before do not count any more."""
-        self.salc.threshold_percent = float(percent)
-        self.changed_at = now
+        """Samples from before a change count no more for the P90 that Algorithm 2 goes by."""
+        if percent != self.threshold_percent:
+            self.changed_at = now
+        self.threshold_percent = float(percent)
 
-    def update(self, now: float, slo_s: float, waiting_age_s: float, *, control: bool) -> None:
-        """Reads the P90 and lets the controller act on it.
+    def stop(self) -> None:
+        """No controller any more: nothing is expected, and every step has the threshold."""
+        self.predicted_p90_s = self._applied_percent = math.nan
+        self._applied = (0.0, 0)
+
+    def note_step(self, percent: float, rows: int) -> None:
+        """A step was launched under a threshold of its own."""
+        total, count = self._applied
+        self._applied = total + percent * rows, count + rows
+
+    @property
+    def shown_percent(self) -> float:
+        """What an operator reads: the mean of steps with thresholds of their own, where there were
+        any in the last interval; else the threshold.
+        """
+        applied = self._applied_percent
+        return self.threshold_percent if math.isnan(applied) else applied
+
+    def seen(self, now: float, slo_s: float, waiting_age_s: float) -> PhaseSeen:
+        """What a controller is told.
 
         Latency that is still growing counts too: `waiting_age_s`, the age of the oldest request
         that waits for its first token, is a lower bound of what it will report.
         """
-        config = self.salc.config
-        p90_s = self.window.p90(now, self.changed_at, config.min_samples)
-        if p90_s is not None:
-            self.p90_s = p90_s
+        (total, count), self._applied = self._applied, (0.0, 0)
+        self._applied_percent = total / count if count else math.nan
+        p90_s = self.window.p90(now, self.changed_at, self._min_samples)
+        lately_s = self.window.p90(now, -math.inf, self._min_samples)
+        if lately_s is not None:
+            self.p90_s = lately_s if p90_s is None else p90_s
         if waiting_age_s > slo_s or (p90_s is not None and waiting_age_s > p90_s):
             p90_s = waiting_age_s
             self.p90_s = p90_s if math.isfinite(p90_s) else self.p90_s
-        if control and self.salc.update(p90_s, slo_s):
-            self.changed_at = now
+        late_share = self.window.late_share(now, slo_s, self._min_samples)
+        return PhaseSeen(self.threshold_percent, slo_s, p90_s, late_share)
+
+
+@dataclass
+class ClassControl:
+    """A class's phases, and the controller of both."""
+
+    prefill: PhaseControl
+    decode: PhaseControl
+    controller: GuardedController
+
+    @classmethod
+    def make(cls, salc: SalcConfig, controller: str, percents: tuple[int, int]) -> "ClassControl":
+        """Raises ValueError for a controller that cannot be made."""
+        prefill, decode = (PhaseControl(salc, percent) for percent in percents)
+        return cls(prefill, decode, make_controller(salc, controller))
+
+    def of(self, phase: Phase) -> PhaseControl:
+        """One of the phases."""
+        return self.prefill if phase is Phase.PREFILL else self.decode
+
+    def take(self, decision: Decision, seen: Seen) -> None:
+        """Takes over what the controller decided, of phases that have an objective."""
+        if seen.prefill.slo_s < math.inf:
+            self.prefill.set_threshold(decision.prefill_percent, seen.now)
+            self.prefill.predicted_p90_s = decision.ttft_p90_s
+        if seen.decode.slo_s < math.inf:
+            self.decode.set_threshold(decision.decode_percent, seen.now)
+            self.decode.predicted_p90_s = decision.itl_p90_s
 
 
 def starting_strategy(wanted: str, way: int) -> str:
@@ -88,35 +124,28 @@ def starting_strategy(wanted: str, way: int) -> str:
     return wanted
 
 
-class Waiting(NamedTuple):
-    """What waits in a class.
-
-    Where more requests wait than slots are free (`slots_taken`), a first token waits for decode
-    steps: once it has waited longer than the TTFT SLO, decode is too slow as well.
-    """
-
-    oldest_s: float = 0.0  # age of the oldest that waits for its first token
-    slots_taken: bool = False
-
-
 class SloAnalyser:
     """Settings of brownout, samples of TTFT and ITL, and the controllers between them."""
 
-    def __init__(self, brownout: BrownoutConfig, salc: SalcConfig, *, way: int) -> None:
-        """`way` is the one that is loaded, 0 for none. Raises SettingsError as
-        `starting_strategy`.
+    def __init__(
+        self, brownout: BrownoutConfig, salc: SalcConfig, *, way: int, pace: Pace | None = None
+    ) -> None:
+        """`way` is the one that is loaded, 0 for none; `pace` knows what steps take.
+
+        Raises SettingsError as `starting_strategy`, and ValueError for a controller that cannot be
+        made.
         """
         self.strategy = starting_strategy(brownout.strategy, way)
         self.way = way
         self.salc_enabled = brownout.salc
         self.ttft_slo_s, self.itl_slo_s = brownout.ttft_slo_s, brownout.itl_slo_s
         self.config = salc
-        self.prefill = PhaseControl(salc, brownout.prefill_threshold_percent)
-        self.decode = PhaseControl(salc, brownout.decode_threshold_percent)
+        self.load = LoadMeter()
+        self._pace = pace or Pace()
+        given = brownout.prefill_threshold_percent, brownout.decode_threshold_percent
+        self.ls = ClassControl.make(salc, salc.controller, given)
         # Best effort without an objective has nothing to control, and moves nothing.
-        self._best_effort = {
-            Phase.PREFILL: PhaseControl(salc, 100), Phase.DECODE: PhaseControl(salc, 100)
-        }  # fmt: skip
+        self.best_effort = ClassControl.make(salc, "algorithm2", (100, 100))
         self._best_effort_slo_s = tuple(
             slo_s or math.inf
             for slo_s in (brownout.best_effort_ttft_slo_s, brownout.best_effort_itl_slo_s)
@@ -130,22 +159,55 @@ class SloAnalyser:
         first_s, further_s = self._best_effort_slo_s
         return first_s, further_s
 
-    def control(self, phase: Phase, *, ls: bool = True) -> StepControl:
-        """Brownout of a step of `phase` that is launched now; `ls`: whether it has such a row.
+    def control(
+        self, step: ScheduledStep, since_s: float, num_decoding: int, now: float
+    ) -> StepControl:
+        """Brownout of a step that is launched now; running requests will have waited `since_s` for
+        a token as it begins.
 
         The latency-sensitive class sets the threshold of every step, since all of them hold it up;
         best effort with an objective of its own may lower that of steps which are all its own.
         """
-        controller = self._of(Priority.LATENCY_SENSITIVE)[phase]
-        percent = controller.salc.percent
-        if not ls:
-            percent = min(percent, self._best_effort[phase].salc.percent)
+        plan, percent = step.plan, self.ls.of(step.plan.phase).percent
+        if not step.batch.has_ls:
+            percent = min(percent, self.best_effort.of(plan.phase).percent)
+        elif self.controls:
+            seen = StepSeen(
+                now,
+                plan.phase,
+                plan.size,
+                num_decoding,
+                since_s,
+                step.exempt_share,
+                self.ls.of(plan.phase).threshold_percent,
+                self.itl_slo_s,
+                self._pace.times,
+            )
+            percent = self.ls.controller.of_step(seen)
+            if self.ls.controller.by_step:
+                self.ls.of(plan.phase).note_step(percent, plan.size)
         return StepControl(percent, strategy_code(self.strategy))
 
-    def _of(self, priority: Priority) -> dict[Phase, PhaseControl]:
-        if priority is Priority.BEST_EFFORT:
-            return self._best_effort
-        return {Phase.PREFILL: self.prefill, Phase.DECODE: self.decode}
+    @property
+    def controls(self) -> bool:
+        """Whether controllers move thresholds."""
+        return self.salc_enabled and self.strategy != "zero"
+
+    def itl_slack_s(
+        self, before: ScheduledStep, started_at: float, prefill_tokens: int, num_decoding: int
+    ) -> float:
+        """ITL that running requests have left for a prefill step after the one that began then."""
+        if before.plan.phase is Phase.DECODE:
+            return -math.inf  # a prefill step's turn anyway
+        steps = [
+            (phase, size, 100.0 if self.strategy == "zero" else self.ls.of(phase).threshold_percent)
+            for phase, size in ((Phase.PREFILL, prefill_tokens), (Phase.DECODE, num_decoding))
+        ]
+        ends_at = self._pace.ends_at(before, started_at)
+        return self._pace.itl_slack_s(self.itl_slo_s, ends_at, steps)
+
+    def _of(self, priority: Priority) -> ClassControl:
+        return self.best_effort if priority is Priority.BEST_EFFORT else self.ls
 
     def observe(
         self, priority: Priority, latencies: Latencies, launched_at: float, now: float
@@ -153,30 +215,38 @@ class SloAnalyser:
         """Tokens of a class came at `now`, of a step launched then."""
         of, arrived_at = self._of(priority), latencies.first(priority)
         if arrived_at.size:
-            of[Phase.PREFILL].window.add(float(arrived_at.min()), now, now - arrived_at)
+            of.prefill.window.add(float(arrived_at.min()), now, now - arrived_at)
         previous_at = latencies.further(priority)
         if previous_at.size:
             began_at = min(float(previous_at.min()), launched_at)
-            of[Phase.DECODE].window.add(began_at, now, now - previous_at)
+            of.decode.window.add(began_at, now, now - previous_at)
 
-    def maybe_update(self, now: float, waiting: Mapping[Priority, Waiting]) -> None:
-        """Once an interval: every controller with an objective takes a step."""
+    def maybe_update(
+        self, now: float, waiting: Mapping[Priority, Waiting], num_running: int = 0, rows: int = 1
+    ) -> None:
+        """Once an interval: every controller with an objective decides.
+
+        `num_running` of at most `rows` requests have a slot, of whatever class.
+        """
         if now < self._next_update:
             return
         self._next_update = now + self.config.interval_s
-        control = self.salc_enabled and self.strategy != "zero"
         for priority, of_class in waiting.items():
             of, (ttft_slo_s, itl_slo_s) = self._of(priority), self.objectives(priority)
-            of[Phase.PREFILL].update(
-                now, ttft_slo_s, of_class.oldest_s, control=control and ttft_slo_s < math.inf
-            )
             starved = of_class.slots_taken and of_class.oldest_s > ttft_slo_s
-            of[Phase.DECODE].update(
+            prefill = of.prefill.seen(now, ttft_slo_s, of_class.oldest_s)
+            decode = of.decode.seen(now, itl_slo_s, math.inf if starved else 0.0)
+            if not self.controls:
+                continue
+            load = self.load.load(
                 now,
-                itl_slo_s,
-                math.inf if starved else 0.0,
-                control=control and itl_slo_s < math.inf,
+                num_running=num_running,
+                num_waiting=of_class.num_queued,
+                max_running=rows,
+                company=self._pace.company(self.ttft_slo_s, num_running),
             )
+            seen = Seen(now, prefill, decode, load, self._pace.times)
+            of.take(of.controller.decide(seen), seen)
 
     def check(self, change: BrownoutChange) -> None:
         """Raises InvalidRequest for a value out of range; nothing is changed."""
@@ -186,6 +256,12 @@ class SloAnalyser:
             for percent in (change.prefill_threshold_percent, change.decode_threshold_percent):
                 if percent is not None:
                     check_threshold(percent)
+            if change.controller not in (None, self.config.controller, *CONTROLLERS):
+                # What a caller names is not imported; what the settings name is.
+                raise ValueError(
+                    f"controller is {shown(change.controller)}; it must be one of "
+                    f"{', '.join({**dict.fromkeys(CONTROLLERS), self.config.controller: None})}"
+                )
         except ValueError as error:
             raise InvalidRequest(str(error)) from None
         for name in ("ttft_slo_s", "itl_slo_s"):
@@ -197,8 +273,7 @@ class SloAnalyser:
         """Every layer has the united experts of `way` now; samples from before count no more."""
         if way != self.way:
             self.way = way
-            for controller in self._all():
-                controller.changed_at = now
+            self._start_anew(now)
 
     def apply(self, change: BrownoutChange, now: float) -> None:
         """Takes over a checked change; `way` is the experts loader's to do.
@@ -210,34 +285,47 @@ class SloAnalyser:
         self.strategy = change.strategy or self.strategy
         self.ttft_slo_s = change.ttft_slo_s or self.ttft_slo_s
         self.itl_slo_s = change.itl_slo_s or self.itl_slo_s
+        if change.controller is not None:
+            self.ls.controller = make_controller(self.config, change.controller)
+        if change.prefill_company is not None:
+            self._pace.waits = change.prefill_company
         fixed = {
-            self.prefill: change.prefill_threshold_percent,
-            self.decode: change.decode_threshold_percent,
+            Phase.PREFILL: change.prefill_threshold_percent,
+            Phase.DECODE: change.decode_threshold_percent,
         }
         for phase, percent in fixed.items():
             if percent is not None:
                 self.salc_enabled = False
-                phase.set_threshold(percent, now)
+                self.ls.of(phase).threshold_percent = float(percent)
+                self.ls.of(phase).changed_at = now
         if steps_differ:
-            for controller in self._all():
-                controller.changed_at = now
+            self._start_anew(now)
         if change.salc_enabled is not None:
             self.salc_enabled = change.salc_enabled
+        if not self.salc_enabled:
+            for phase in Phase:
+                self.ls.of(phase).stop()
 
-    def _all(self) -> list[PhaseControl]:
-        return [self.prefill, self.decode, *self._best_effort.values()]
+    def _start_anew(self, now: float) -> None:
+        for of_class in (self.ls, self.best_effort):
+            of_class.prefill.changed_at = of_class.decode.changed_at = now
 
     def state(self) -> BrownoutState:
         """Settings and latencies as an operator reads them."""
+        prefill, decode = self.ls.prefill, self.ls.decode
         return BrownoutState(
             strategy=self.strategy,
             way=self.way,
-            prefill_threshold_percent=self.prefill.salc.threshold_percent,
-            decode_threshold_percent=self.decode.salc.threshold_percent,
+            prefill_threshold_percent=prefill.shown_percent,
+            decode_threshold_percent=decode.shown_percent,
             salc_enabled=self.salc_enabled,
             ttft_slo_s=self.ttft_slo_s,
             itl_slo_s=self.itl_slo_s,
             warning_factor=self.config.warning_factor,
-            ttft_p90_s=self.prefill.p90_s,
-            itl_p90_s=self.decode.p90_s,
+            ttft_p90_s=prefill.p90_s,
+            itl_p90_s=decode.p90_s,
+            controller=self.ls.controller.name,
+            prefill_company=self._pace.waits,
+            predicted_ttft_p90_s=prefill.predicted_p90_s,
+            predicted_itl_p90_s=decode.predicted_p90_s,
         )

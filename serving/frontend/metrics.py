@@ -7,7 +7,7 @@ TYPE and HELP lines. Nothing here imports jax.
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from math import inf
+from math import inf, isnan
 from threading import Thread
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
@@ -243,6 +243,20 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
             "decode": brownout.decode_threshold_percent,
         },
     )
+    p90s = {
+        ("prefill", "seen"): brownout.ttft_p90_s,
+        ("decode", "seen"): brownout.itl_p90_s,
+        ("prefill", "expected"): brownout.predicted_ttft_p90_s,
+        ("decode", "expected"): brownout.predicted_itl_p90_s,
+    }
+    about = "P90 latency as the controller saw it, and as it expected it of its last decision"
+    family = GaugeMetricFamily(PREFIX + "controller_p90_seconds", about, labels=["phase", "what"])
+    for labels, value in p90s.items():
+        if not isnan(value):
+            family.add_metric(labels, value)
+    yield family
+    times = engine.pace.times
+    yield _gauge("step_time_error", "Mean relative error of expected step times", times.error)
 
 
 def _expert_load(rows: np.ndarray) -> Metric:

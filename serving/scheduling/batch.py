@@ -39,6 +39,18 @@ class ScheduledStep:
         """Whether tokens come of these layers."""
         return self.plan.is_last
 
+    @property
+    def exempt_share(self) -> float:
+        """Of its visits, those that are never degraded."""
+        return self.plan.num_exempt / int(self.plan.q_lens.sum())
+
+    @property
+    def mean_threshold_percent(self) -> float:
+        """Of the threshold that its rows were launched with; exempt ones have 100."""
+        if self.control is None or not self.control.strategy:
+            return 100.0
+        return 100 - (100 - self.control.threshold_percent) * (1 - self.exempt_share)
+
     def degrade_best_effort_first(self, threshold_percent: int) -> int:
         """The threshold of these layers, if all their visits were to keep `threshold_percent`.
 

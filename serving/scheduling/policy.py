@@ -6,12 +6,12 @@ over, step by step, for `Fcfs`. Write your own as a class with the methods of `P
 in the settings: `engine.policy: my_module:MyPolicy`.
 """
 
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
+from serving import plugins
 from serving.plan import Phase
 from serving.request import Priority
 
@@ -290,18 +290,4 @@ POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "edf": Edf, "ls_first": LsFir
 
 def make_policy(name: str) -> Policy:
     """A policy by its name, or by `module:Class`. Raises ValueError for one that is not there."""
-    if name in POLICIES:
-        return POLICIES[name]()
-    module, _, attribute = name.partition(":")
-    have = f"{', '.join(POLICIES)}, or module:Class of a policy of your own"
-    if not attribute:
-        raise ValueError(f"policy is {name!r}; it must be one of {have}")
-    try:
-        policy = getattr(importlib.import_module(module), attribute)()
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"policy {name!r} cannot be made: {reason}; it must be {have}") from error
-    missing = [m for m in ("rank", "choose", "victim") if not callable(getattr(policy, m, None))]
-    if missing:
-        raise ValueError(f"policy {name!r} has no {', '.join(missing)}; Policy says what they do")
-    return policy
+    return plugins.make("policy", name, POLICIES, ["rank", "choose", "victim"])

@@ -32,6 +32,7 @@ from serving.scheduling.policy import (
 )
 from serving.scheduling.sequence import SequenceState, SequenceStatus
 from serving.scheduling.share import Share
+from serving.scheduling.waiting import Waiting
 
 FEW_DECODING = 1 / 3
 """Of the rows that a decode step may have: fewer have little to lose by a prefill step more, and
@@ -111,7 +112,13 @@ class Scheduler:
         free = max(0, self.limits.decode_rows - taken)
         return min(len(self._free_slots), free) if priority is BE else free
 
-    def oldest_arrival(self, priority: Priority = LS) -> float | None:
+    def waits(self, priority: Priority, now: float) -> Waiting:
+        """What waits in a class."""
+        oldest, num_queued = self._oldest_arrival(priority), len(self.queues[priority])
+        age_s = 0.0 if oldest is None else now - oldest
+        return Waiting(age_s, num_queued > self.num_free_slots(priority), num_queued)
+
+    def _oldest_arrival(self, priority: Priority) -> float | None:
         """Arrival of the oldest sequence of a class that waits for its first token."""
         ages = [s.arrived_at for s in self.queues[priority] if not s.tokens]
         ages += [
@@ -141,6 +148,11 @@ class Scheduler:
         """A step ran on the device; shares are of the time in which best effort is there."""
         if self._has_best_effort:
             self.share.observe(began_at, ended_at, step.batch.has_best_effort)
+
+    def num_decoding_beside(self, step: ScheduledStep) -> int:
+        """Sequences that wait for a further token in this step, or until it has ended."""
+        decoding = sum(s.status is SequenceStatus.DECODE for s in self.running)
+        return decoding - (sum(step.sampled) if step.plan.phase is Phase.PREFILL else 0)
 
     def next_prefill_tokens(self) -> int:
         """Tokens that a prefill step planned now would have, at most."""

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.simulator import burst, priority
 from benchmarks.simulator.play import Machine, simulate
 from benchmarks.simulator.step_times import Recorded, StepTimes, read_timeline
+from serving.bench.results import Slo
 from serving.bench.workload import Arrival
 from serving.config import BrownoutConfig, EngineConfig
 
@@ -133,17 +134,46 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         priority.read_live(tmp_path, ["fcfs"])
 
 
-def test_in_a_burst_brownout_keeps_more_tokens_in_time_and_company_more_still():
-    """The demo's shape on made-up steps: directions, not figures."""
-    fast = machine()
-    result = {
-        "slo": {"ttft_s": 0.1, "itl_s": 0.016},
-        "duration_s": 12.0, "steady_rate_per_s": 25.0, "burst_rate_per_s": 75.0,
-        "config": {"burst_at": 0.3},
-    }  # fmt: skip
-    live = burst.Live(result, fast, tuple(Arrival((7,) * 20, 12) for _ in range(8)))
-    found = {name: burst.play(live, fast, changes, 0) for name, changes in burst.VARIANTS.items()}
-    assert found["zero"]["degraded"] == 0
-    late = {name: one["late_other"] for name, one in found.items()}
-    assert late["algorithm2"] < late["zero"]
-    assert late["algorithm2, company"] < late["algorithm2"]
+def test_prediction_keeps_as_many_tokens_in_time_with_fewer_degraded_visits():
+    """The demo's shape on made-up steps, calibrated as the demo is."""
+    samples = tuple(Arrival((7,) * 20, 12) for _ in range(8))
+    live = burst.Live({"calibration": {"unloaded_ttft_s": 0.01}}, machine(), samples)
+    known = burst.calibrated(live)
+    assert known.full.capacity_per_s > known.zero.capacity_per_s
+    assert known.full.itl_p90_s < known.slo.itl_s < known.zero.itl_p90_s
+    pieces = [(3.6, 25.0), (8.4, known.zero.capacity_per_s)]
+    zero, alone, company, predictive = (
+        burst.play(live, known.slo, pieces, changes, 0) for changes in burst.VARIANTS.values()
+    )
+    assert zero["degraded"] == 0
+    assert zero["late_other"] > 50
+    for late in ("late_first", "late_other"):
+        assert company[late] < zero[late] / 3
+        assert predictive[late] < min(alone[late], company[late]) + 3
+    assert predictive["degraded"] < 0.8 * min(alone["degraded"], company["degraded"])
+
+
+def test_a_steady_load_that_needs_no_brownout_gets_none():
+    """For five minutes."""
+    live = burst.Live({}, machine(), tuple(Arrival((7,) * 20, 12) for _ in range(8)))
+    slo, pieces = Slo(0.1, 0.030), [(1.0, 5.0), (300.0, 5.0)]
+    found = burst.play(live, slo, pieces, burst.VARIANTS["predictive"], 0)
+    assert found["degraded"] == 0
+    assert max(found["late_first"], found["late_other"]) < 1
+
+
+def test_a_share_of_the_requests_allows_no_brownout():
+    brownout = BrownoutConfig("partial", way=8, decode_threshold_percent=0, salc=False)
+    config = replace(CONFIG, brownout=brownout)
+    asked = [Arrival((7,) * 20, 10, at_s=0.01 * i) for i in range(200)]
+    done = simulate(machine(), config, asked, exempt_share=0.25)
+    exempt = [record for record in done.run.records if not record.degraded_visits]
+    assert 30 < len(exempt) < 70
+
+
+@pytest.mark.parametrize("condition", burst.CONDITIONS.values(), ids=str)
+def test_bursts_last_as_long_as_they_should(condition):
+    pieces = burst.pieces_of(condition.shape, 75.0, 60.0)
+    assert sum(seconds for seconds, _ in pieces) == pytest.approx(75, abs=5)
+    assert pieces[0] == (22.5, 30.0)
+    assert max(rate for _, rate in pieces) == {"steady": 30, "triples": 90}.get(condition.shape, 60)

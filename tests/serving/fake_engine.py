@@ -57,7 +57,10 @@ class FakeEngine:
         self.way_gate = asyncio.Event()  # holds a change of way
         self.way_gate.set()
         self.runner = SimpleNamespace(part_layers_by_size={"decode 64": 4}, num_programs=7)
-        self.pace = SimpleNamespace(best_effort_wait_s=lambda max_wait_s: max_wait_s + 1.5)
+        self.pace = SimpleNamespace(
+            best_effort_wait_s=lambda max_wait_s: max_wait_s + 1.5,
+            times=SimpleNamespace(error=0.125),
+        )
         self.scheduler = SimpleNamespace(
             queues={LS: [None] * 3, BE: []},
             num_parks=5,
@@ -68,7 +71,20 @@ class FakeEngine:
         self.calls: list[dict] = []
         self.running = self.closed = 0
         self.brownout = BrownoutState(
-            "partial", 8, 100.0, 62.5, True, 1.0, 0.1, 0.8, float("nan"), 0.05
+            "partial",
+            8,
+            100.0,
+            62.5,
+            True,
+            1.0,
+            0.1,
+            0.8,
+            float("nan"),
+            0.05,
+            "predictive",
+            True,
+            float("nan"),
+            0.06,
         )
 
     async def died(self) -> str:

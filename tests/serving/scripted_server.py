@@ -35,6 +35,10 @@ class Scripted(rpc.GenerationServicer, rpc.AdminServicer):
             warning_factor=0.8,
             ttft_p90_s=float("nan"),
             itl_p90_s=float("nan"),
+            controller="algorithm2",
+            prefill_company=True,
+            predicted_ttft_p90_s=float("nan"),
+            predicted_itl_p90_s=float("nan"),
         )
         self.requests: list[pb.GenerateRequest] = []
         self.info = pb.ServerInfo(

@@ -54,8 +54,8 @@ async def test_prompts_beside_streams_share_their_steps(start):
     assert sum(steps) == sum(before) == 16
     assert all(rows >= 5 for rows in steps[:-1])  # forty tokens; the last ones wait their time
     assert len(steps) < len(before)
-    # Half of what 1 s leaves beside a prefill step and the decode steps around it, at most.
-    assert max(found) < 0.5 + 0.2
+    # Four fifths of what 1 s leaves beside a prefill step and the decode steps around it, at most.
+    assert max(found) < 0.8 + 0.2
     assert max(alone) < max(found)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from counting import collect, model_with
 
-from serving.config import EngineConfig
+from serving.config import BrownoutConfig, EngineConfig
 from serving.control.experts_loader import ExpertsLoader
 from serving.errors import Aborted, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from serving.execution.runner import fit_to_model
@@ -233,12 +233,14 @@ def test_sampling_values_out_of_range_are_named(values, words):
         SamplingParams(**values)
 
 
+@pytest.mark.simulated_time
 async def test_prompt_logprobs_survive_giving_way_in_the_middle_of_a_prompt(start):
     """Two that decode take the pages of a prompt of eight chunks, one of them under way."""
     limits = Limits(
         num_slots=3, num_pages=20, page_size=2, max_prefill_tokens=3, max_prefill_seqs=1
     )
-    engine = start(step_s=0.002, limits=limits)
+    turns = BrownoutConfig(itl_slo_s=0.001)  # which leaves no time for two chunks in a row
+    engine = start(step_s=0.002, limits=limits, brownout=turns)
     stages, preempt = [], engine.scheduler._preempt
 
     def watched(victim):

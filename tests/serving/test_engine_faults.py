@@ -13,12 +13,14 @@ from counting import collect, model_with
 
 from serving import engine as engine_module
 from serving.config import BrownoutConfig, SalcConfig
-from serving.control.slo import LatencyWindow, SloAnalyser, Waiting
+from serving.control.slo import SloAnalyser
+from serving.control.window import LatencyWindow
 from serving.errors import InvalidRequest, RequestFailed, Unavailable, shown
 from serving.fake import FakeRunner
 from serving.latencies import Latencies
 from serving.observer import Observer
 from serving.request import BrownoutChange, Priority, SamplingParams
+from serving.scheduling.waiting import Waiting
 from serving.watchdog import StuckTimer
 
 LS = Priority.LATENCY_SENSITIVE
@@ -220,7 +222,7 @@ def test_a_caller_who_changes_nothing_holds_up_no_controller(change):
         late = Latencies(previous_at={LS: [now - 0.02] * 8})
         slo.observe(LS, late, now - 0.03, now)
         slo.maybe_update(now, {LS: Waiting()})
-    assert slo.decode.salc.threshold_percent < 20
+    assert slo.ls.decode.threshold_percent < 20
 
 
 def test_a_window_keeps_what_it_covers_though_nobody_reads_it():

@@ -6,32 +6,35 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scheduled import decode_step, prefill_step
 
 from serving.config import BrownoutConfig, SalcConfig
-from serving.control.salc import Salc
-from serving.control.slo import LatencyWindow, SloAnalyser, Waiting
+from serving.control.algorithm2 import Algorithm2
+from serving.control.controller import PhaseSeen
+from serving.control.slo import PhaseControl, SloAnalyser
+from serving.control.window import LatencyWindow
 from serving.errors import InvalidRequest
 from serving.latencies import Latencies
 from serving.request import BrownoutChange, Priority
+from serving.scheduling.waiting import Waiting
 from serving.settings import SettingsError
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 
 
 def test_algorithm_2_shrinks_above_the_slo_and_grows_below_the_warning_line():
-    salc = Salc(SalcConfig(), 100.0)
-    seen = []
+    percent, seen = 100.0, []
     for p90 in (1.1, 1.2, 1.01, 0.9, 0.81, 0.79, 0.5, None):
-        salc.update(p90, slo_s=1.0)
-        seen.append(round(salc.threshold_percent, 6))
+        percent = Algorithm2(SalcConfig()).move(PhaseSeen(percent, 1.0, p90))
+        seen.append(round(percent, 6))
     assert seen == [80.0, 64.0, 51.2, 51.2, 51.2, 61.2, 71.2, 71.2]
 
 
 def test_the_threshold_is_never_rounded_but_a_step_rounds_up():
-    salc = Salc(SalcConfig(), 51.2)
-    assert (salc.threshold_percent, salc.percent) == (51.2, 52)
-    assert Salc(SalcConfig(), 0.0).percent == 0
-    assert Salc(SalcConfig(), 100.0).percent == 100
+    phase = PhaseControl(SalcConfig(), 51.2)
+    assert (phase.threshold_percent, phase.percent) == (51.2, 52)
+    assert PhaseControl(SalcConfig(), 0.0).percent == 0
+    assert PhaseControl(SalcConfig(), 100.0).percent == 100
 
 
 @given(
@@ -41,13 +44,15 @@ def test_the_threshold_is_never_rounded_but_a_step_rounds_up():
     st.floats(50, 100),
 )
 def test_it_stays_between_floor_and_ceiling(latencies, start, floor, ceiling):
-    salc = Salc(SalcConfig(floor_percent=floor, ceiling_percent=ceiling), start)
+    algorithm = Algorithm2(SalcConfig(floor_percent=floor, ceiling_percent=ceiling))
+    percent = start
     for p90 in latencies:
-        changed = salc.update(p90, 1.0)
+        moved = algorithm.move(PhaseSeen(percent, 1.0, p90))
         if p90 is None:
-            assert not changed
+            assert moved == percent
         else:
-            assert floor <= salc.threshold_percent <= ceiling
+            assert floor <= moved <= ceiling
+        percent = moved
 
 
 def test_p90_counts_only_samples_of_the_window_and_the_current_threshold():
@@ -75,6 +80,13 @@ def further(slo, previous_at, launched_at, now, priority=LS):
     slo.observe(priority, Latencies(previous_at={priority: previous_at.tolist()}), launched_at, now)
 
 
+def control(slo, phase, *, ls=True):
+    """Of a step of eight tokens or rows, all of a class."""
+    make, priority = prefill_step if phase == "prefill" else decode_step, LS if ls else BE
+    step = make(8, priority=priority)
+    return slo.control(step, since_s=0.0, num_decoding=8, now=0.0)
+
+
 def update(slo, now, oldest_s, *, slots_taken=False, best_effort=0.0):
     slo.maybe_update(now, {LS: Waiting(oldest_s, slots_taken), BE: Waiting(best_effort, True)})
 
@@ -86,11 +98,11 @@ def test_each_phase_has_its_own_controller():
     first(slo, np.full(8, now + 0.1), now + 0.9)  # 0.8 s: in the buffer zone
     further(slo, np.full(8, now + 0.1), now + 0.1, now + 0.4)  # 0.3 s: far too late
     update(slo, now + 0.5, 0.0)  # too early
-    assert slo.decode.salc.threshold_percent == 100
+    assert slo.ls.decode.threshold_percent == 100
     update(slo, now + 1.0, 0.0)
-    assert slo.decode.salc.threshold_percent == 80
-    assert slo.prefill.salc.threshold_percent == 100
-    assert slo.control("decode") == (80, 2)
+    assert slo.ls.decode.threshold_percent == 80
+    assert slo.ls.prefill.threshold_percent == 100
+    assert control(slo, "decode") == (80, 2)
     assert slo.state().itl_p90_s == pytest.approx(0.3)
 
 
@@ -99,30 +111,30 @@ def test_samples_of_steps_launched_under_the_old_threshold_do_not_count():
     update(slo, 0.0, 0.0)
     further(slo, np.full(8, 0.1), 0.1, 0.9)
     update(slo, 1.0, 0.0)
-    assert slo.decode.salc.threshold_percent == 80
+    assert slo.ls.decode.threshold_percent == 80
     further(slo, np.full(8, 1.1), 0.95, 1.9)  # launched before the change
     update(slo, 2.0, 0.0)
-    assert slo.decode.salc.threshold_percent == 80
+    assert slo.ls.decode.threshold_percent == 80
     further(slo, np.full(8, 2.0), 2.0, 2.9)
     update(slo, 3.0, 0.0)
-    assert slo.decode.salc.threshold_percent == 64
+    assert slo.ls.decode.threshold_percent == 64
 
 
 def test_the_age_of_the_oldest_waiting_request_enters_the_prefill_p90():
     slo = analyser()
     update(slo, 0.0, 0.0)
     update(slo, 1.0, 1.5)  # nobody got a first token, but somebody waits too long
-    assert slo.prefill.salc.threshold_percent == 80
-    assert slo.decode.salc.threshold_percent == 100
+    assert slo.ls.prefill.threshold_percent == 80
+    assert slo.ls.decode.threshold_percent == 100
 
 
 def test_waiting_for_a_slot_is_waiting_for_decode():
     slo = analyser()
     update(slo, 0.0, 0.0)
     update(slo, 1.0, 1.5, slots_taken=True)
-    assert slo.decode.salc.threshold_percent == 80
+    assert slo.ls.decode.threshold_percent == 80
     update(slo, 2.0, 0.5, slots_taken=True)  # not late yet
-    assert slo.decode.salc.threshold_percent == 80
+    assert slo.ls.decode.threshold_percent == 80
     assert math.isnan(slo.state().itl_p90_s)  # no latency was seen
 
 
@@ -130,7 +142,7 @@ def test_without_data_nothing_changes():
     slo = analyser(decode_threshold_percent=40)
     for now in range(10):
         update(slo, float(now), 0.0)
-    assert slo.decode.salc.threshold_percent == 40
+    assert slo.ls.decode.threshold_percent == 40
 
 
 def test_a_fixed_threshold_turns_the_controllers_off():
@@ -138,17 +150,17 @@ def test_a_fixed_threshold_turns_the_controllers_off():
     slo.apply(BrownoutChange(decode_threshold_percent=30), now=0.0)
     further(slo, np.full(8, 1.0), 1.0, 1.5)
     update(slo, 5.0, 9.0)
-    assert slo.control("decode") == (30, 2)
-    assert slo.control("prefill") == (100, 2)
+    assert control(slo, "decode") == (30, 2)
+    assert control(slo, "prefill") == (100, 2)
     slo.apply(BrownoutChange(salc_enabled=True), now=5.0)
     further(slo, np.full(8, 5.5), 5.5, 6.0)
     update(slo, 6.5, 0.0)
-    assert slo.control("decode")[0] == 24
+    assert control(slo, "decode")[0] == 24
 
 
 def test_zero_brownout_and_models_without_united_experts_never_degrade():
     slo = SloAnalyser(BrownoutConfig(), SalcConfig(), way=0)
-    assert slo.control("decode") == (100, 0)
+    assert control(slo, "decode") == (100, 0)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +206,8 @@ def test_best_effort_without_an_objective_moves_no_threshold():
         first(slo, np.full(8, now - 0.9), now, BE)
         further(slo, np.full(8, now - 0.9), now - 0.9, now, BE)
         update(slo, float(now), 0.0, best_effort=3600.0)
-    assert slo.control("prefill") == slo.control("decode") == (100, 2)
-    assert slo.control("decode", ls=False) == (100, 2)
+    assert control(slo, "prefill") == control(slo, "decode") == (100, 2)
+    assert control(slo, "decode", ls=False) == (100, 2)
     assert slo.objectives(BE) == (math.inf, math.inf)
 
 
@@ -204,10 +216,10 @@ def test_best_effort_with_an_objective_lowers_its_own_steps_only():
     update(slo, 0.0, 0.0)
     further(slo, np.full(8, 0.1), 0.1, 0.9, BE)  # 0.8 s
     update(slo, 1.0, 0.0)
-    assert slo.control("decode") == (100, 2)
-    assert slo.control("decode", ls=False) == (80, 2)
-    assert slo.control("prefill", ls=False) == (100, 2)
+    assert control(slo, "decode") == (100, 2)
+    assert control(slo, "decode", ls=False) == (80, 2)
+    assert control(slo, "prefill", ls=False) == (100, 2)
     further(slo, np.full(8, 1.1), 1.1, 1.9)  # the other class is late, too: it moves all steps
     update(slo, 2.0, 0.0)
     update(slo, 3.0, 0.0)
-    assert slo.control("decode")[0] == slo.control("decode", ls=False)[0] == 80
+    assert control(slo, "decode")[0] == control(slo, "decode", ls=False)[0] == 80

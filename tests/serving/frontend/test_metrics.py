@@ -137,12 +137,16 @@ def test_scrape_over_http() -> None:
         ("jmoe_num_requests_waiting",): 3,
         ("jmoe_kv_cache_usage_perc",): 0.25,
         ("jmoe_brownout_threshold_percent", "decode"): 62.5,
+        ("jmoe_controller_p90_seconds", "decode", "seen"): 0.05,
+        ("jmoe_controller_p90_seconds", "decode", "expected"): 0.06,
+        ("jmoe_step_time_error",): 0.125,
         ("jmoe_expert_visits_total",): 800,
         ("jmoe_degraded_visits_total",): 200,
         ("jmoe_recompilations_total",): 0,
         ("jmoe_requests_rejected_total",): 2,
     }
     assert {key: got[key] for key in expected} == expected
+    assert ("jmoe_controller_p90_seconds", "prefill", "expected") not in got  # NaN: nothing is
 
 
 def step(phase: str, *previous_at: float) -> SimpleNamespace:

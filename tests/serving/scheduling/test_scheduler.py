@@ -2,14 +2,13 @@
 
 import time
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduled import decode_step, prefill_step
 
-from jmoe.packed_rows import pack_row
 from serving.fake import FakeRunner
-from serving.plan import Limits, Phase, StepControl, StepPlan
+from serving.plan import Limits, StepControl
 from serving.request import Request, SamplingParams
 from serving.scheduling.pace import Pace
 from serving.scheduling.policy import Fcfs
@@ -198,28 +197,16 @@ def company_of(times_s, num_decoding=8, ttft_slo_s=1.0, **options):
     """What a pace that saw prefill steps of these tokens and times has prompts wait for."""
     pace = Pace(**options)
     for tokens, seconds in times_s.items():
-        pace.observe(prefill_of(tokens), 0.0, seconds)
-    pace.observe(decode_of(num_decoding), 0.0, 0.01)
+        pace.observe(prefill_step(tokens), 0.0, seconds)
+    pace.observe(decode_step(num_decoding), 0.0, 0.01)
     return pace.company(ttft_slo_s, num_decoding)
-
-
-def prefill_of(num_tokens):
-    rows = np.array([pack_row(0, kv_len=num_tokens, q_len=num_tokens)])
-    nothing = np.zeros((0, 3), np.int32)
-    return StepPlan(Phase.PREFILL, rows, nothing, np.zeros(num_tokens, np.int32), False)
-
-
-def decode_of(num_rows):
-    rows = np.array([pack_row(slot, kv_len=5) for slot in range(num_rows)])
-    nothing = np.zeros((0, 3), np.int32)
-    return StepPlan(Phase.DECODE, rows, nothing, np.zeros(0, np.int32), False)
 
 
 def test_a_prompt_waits_until_a_step_is_worth_its_fixed_cost():
     """Steps of n tokens take 10 ms and 0.25 ms each: at 40 the fixed cost is half."""
     tokens, wait_s = company_of({32: 0.018, 128: 0.042})
     assert tokens == pytest.approx(40)
-    assert wait_s == pytest.approx(0.5 * (1.0 - 2 * 0.01 - 0.020))
+    assert wait_s == pytest.approx(0.8 * (1.0 - 2 * 0.01 - 0.020))
     assert company_of({32: 0.018, 128: 0.042}, ttft_slo_s=0.03).wait_s == 0.0
     assert company_of({32: 0.018}) is None  # not known yet
     assert company_of({32: 0.018, 128: 0.042}, waits=False) is None

@@ -186,7 +186,7 @@ class GetBrownoutRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class SetBrownoutRequest(_message.Message):
-    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s")
+    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "controller", "prefill_company")
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     WAY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_THRESHOLD_PERCENT_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +194,8 @@ class SetBrownoutRequest(_message.Message):
     SALC_ENABLED_FIELD_NUMBER: _ClassVar[int]
     TTFT_SLO_S_FIELD_NUMBER: _ClassVar[int]
     ITL_SLO_S_FIELD_NUMBER: _ClassVar[int]
+    CONTROLLER_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_COMPANY_FIELD_NUMBER: _ClassVar[int]
     strategy: str
     way: int
     prefill_threshold_percent: int
@@ -201,10 +203,12 @@ class SetBrownoutRequest(_message.Message):
     salc_enabled: bool
     ttft_slo_s: float
     itl_slo_s: float
-    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[int] = ..., decode_threshold_percent: _Optional[int] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ...) -> None: ...
+    controller: str
+    prefill_company: bool
+    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[int] = ..., decode_threshold_percent: _Optional[int] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ...) -> None: ...
 
 class BrownoutState(_message.Message):
-    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "warning_factor", "ttft_p90_s", "itl_p90_s")
+    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "warning_factor", "ttft_p90_s", "itl_p90_s", "controller", "prefill_company", "predicted_ttft_p90_s", "predicted_itl_p90_s")
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     WAY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_THRESHOLD_PERCENT_FIELD_NUMBER: _ClassVar[int]
@@ -215,6 +219,10 @@ class BrownoutState(_message.Message):
     WARNING_FACTOR_FIELD_NUMBER: _ClassVar[int]
     TTFT_P90_S_FIELD_NUMBER: _ClassVar[int]
     ITL_P90_S_FIELD_NUMBER: _ClassVar[int]
+    CONTROLLER_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_COMPANY_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_TTFT_P90_S_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_ITL_P90_S_FIELD_NUMBER: _ClassVar[int]
     strategy: str
     way: int
     prefill_threshold_percent: float
@@ -225,7 +233,11 @@ class BrownoutState(_message.Message):
     warning_factor: float
     ttft_p90_s: float
     itl_p90_s: float
-    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[float] = ..., decode_threshold_percent: _Optional[float] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., warning_factor: _Optional[float] = ..., ttft_p90_s: _Optional[float] = ..., itl_p90_s: _Optional[float] = ...) -> None: ...
+    controller: str
+    prefill_company: bool
+    predicted_ttft_p90_s: float
+    predicted_itl_p90_s: float
+    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[float] = ..., decode_threshold_percent: _Optional[float] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., warning_factor: _Optional[float] = ..., ttft_p90_s: _Optional[float] = ..., itl_p90_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ..., predicted_ttft_p90_s: _Optional[float] = ..., predicted_itl_p90_s: _Optional[float] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,92 @@
+"""What a controller of thresholds sees and says, and who there is.
+
+Write your own as a class with a method `decide`, made with the settings (`SalcConfig`), and name it
+in them: `engine.salc.controller: my_module:MyController`.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from serving.config import SalcConfig
+from serving.plan import Phase
+from serving.scheduling.policy import Company
+from serving.scheduling.step_time import StepTimeModel
+
+
+class PhaseSeen(NamedTuple):
+    """One phase: first tokens of the latency-sensitive class, or the others."""
+
+    threshold_percent: float  # in force
+    slo_s: float
+    p90_s: float | None
+    """Of samples that lie wholly under that threshold; None: too few. It counts requests that still
+    wait; infinite for decode where they wait for a slot, longer than the TTFT objective allows."""
+    late_share: float | None = None  # of the window's samples, under whatever threshold; None: few
+
+
+class Load(NamedTuple):
+    """What is asked of the engine, and what steps are made of; lately, where it is a mean."""
+
+    num_running: int = 0  # latency-sensitive requests that have a slot
+    num_waiting: int = 0  # and that have none
+    max_running: int = 1
+    arrivals_per_s: float = 0.0
+    prompt_tokens: float = 0.0  # of a request; mean
+    new_tokens: float = 0.0  # of a request that finished; mean
+    prefill_tokens: float = 0.0  # of a prefill step; mean
+    exempt_share: float = 0.0  # of the rows that steps computed
+    company: Company | None = None  # what prompts wait for just now
+
+
+class Seen(NamedTuple):
+    """All that a controller decides by."""
+
+    now: float  # seconds of the engine's clock
+    prefill: PhaseSeen
+    decode: PhaseSeen
+    load: Load
+    times: StepTimeModel
+
+
+class StepSeen(NamedTuple):
+    """A step that is about to be launched."""
+
+    now: float
+    phase: Phase
+    size: int  # tokens of a prefill step, rows of a decode step
+    num_decoding: int  # rows that wait for a token, in this step or for its end
+    since_s: float  # that they will have waited as it begins
+    exempt_share: float  # of its rows
+    percent: float  # the threshold decided for its phase
+    itl_slo_s: float
+    times: StepTimeModel
+
+
+class Decision(NamedTuple):
+    """Thresholds until the next decision, and the P90 latencies that are expected under them."""
+
+    prefill_percent: float
+    decode_percent: float
+    ttft_p90_s: float = math.nan  # NaN: nothing is expected
+    itl_p90_s: float = math.nan
+
+
+class Controller(Protocol):
+    """Asked every `engine.salc.interval_s` while it is on."""
+
+    def decide(self, seen: Seen) -> Decision:
+        """Thresholds in percent; they are cut to the settings' floor and ceiling."""
+        ...
+
+
+@runtime_checkable
+class StepController(Controller, Protocol):
+    """One that is asked again before each step that holds a latency-sensitive request."""
+
+    def of_step(self, step: StepSeen) -> float:
+        """Threshold of this step, in percent, in place of the one decided for its phase."""
+        ...
+
+
+Make = Callable[[SalcConfig], Controller]

@@ -1,0 +1,73 @@
+"""What is asked of an engine lately."""
+
+from collections import deque
+
+from serving.control.controller import Load
+from serving.observer import Observer
+from serving.plan import Phase, StepResult
+from serving.request import Output, Priority
+from serving.scheduling.batch import ScheduledStep
+from serving.scheduling.sequence import SequenceState
+
+WINDOW_S = 1.0
+"""Long enough to count arrivals at a rate where brownout matters, short enough to see a burst."""
+WEIGHT = 0.05  # of the newest step or request in a mean
+
+
+class LoadMeter(Observer):
+    """Rates and means of the latency-sensitive class, and of the steps that serve it."""
+
+    def __init__(self) -> None:
+        self._arrivals: deque[float] = deque()
+        self._prompt_tokens = _Mean()
+        self._new_tokens = _Mean()
+        self._prefill_tokens = _Mean()
+        self._exempt_share = _Mean()
+
+    def request_admitted(self, sequence: SequenceState, now: float) -> None:
+        """See Observer."""
+        if sequence.request.priority is Priority.LATENCY_SENSITIVE:
+            self._arrivals.append(now)
+            self._forget(now)
+            self._prompt_tokens.add(len(sequence.prompt))
+
+    def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
+        """See Observer."""
+        if sequence.request.priority is Priority.LATENCY_SENSITIVE:
+            self._new_tokens.add(len(sequence.tokens))
+
+    def step_read(
+        self, step: ScheduledStep, result: StepResult, started_at: float, now: float
+    ) -> None:
+        """See Observer."""
+        if step.is_last and step.batch.has_ls:
+            if step.plan.phase is Phase.PREFILL:
+                self._prefill_tokens.add(step.plan.size)
+            self._exempt_share.add(step.exempt_share)
+
+    def load(self, now: float, **known: object) -> Load:
+        """The load now; `known` are the fields that the caller counts."""
+        self._forget(now)
+        return Load(
+            arrivals_per_s=len(self._arrivals) / WINDOW_S,
+            prompt_tokens=self._prompt_tokens.value,
+            new_tokens=self._new_tokens.value,
+            prefill_tokens=self._prefill_tokens.value,
+            exempt_share=self._exempt_share.value,
+            **known,  # type: ignore[arg-type]
+        )
+
+    def _forget(self, now: float) -> None:
+        while self._arrivals and self._arrivals[0] <= now - WINDOW_S:
+            self._arrivals.popleft()
+
+
+class _Mean:
+    """Of all while they are few, then one that forgets."""
+
+    def __init__(self) -> None:
+        self.value, self._count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        self._count += 1
+        self.value += max(WEIGHT, 1 / self._count) * (value - self.value)

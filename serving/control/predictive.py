@@ -1,0 +1,184 @@
+"""A controller that knows what brownout buys: the least of it that keeps both objectives."""
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from scipy.special import ndtr
+
+from serving.config import SalcConfig
+from serving.control.algorithm2 import Algorithm2
+from serving.control.controller import Decision, Load, PhaseSeen, Seen, StepSeen
+from serving.plan import Phase
+from serving.scheduling.step_time import StepTimeModel
+
+GRID_PERCENT = np.linspace(100, 0, 21)
+"""Thresholds to choose from; of two that are as good, the first."""
+TARGET = 0.04
+"""Late tokens that it lets pass. A P90 objective allows 0.1; what nobody foresees comes on top."""
+MIN_SAMPLES, MAX_ERROR = 30, 0.25  # below and above: it knows too little
+FEW_ROWS = 3  # in a batch so small brownout saves no time
+DEAR_PERCENT = 30.0
+"""What a threshold gives up below that costs twice: answers suffer most there."""
+
+PRICES = 0.5, 50.0
+PRICE_GAIN = 0.1
+WINDOW_S = 1.0  # of the gaps that it goes by
+
+NEARLY_FULL = 0.8  # of all rows: with more, a queue is near
+ROOM = 1.05  # capacity over arrivals, then
+DRAIN_S = 0.5  # in which a queue should be gone
+QUEUE_PRICE = 20.0
+
+Curve = Float[np.ndarray, "K"]
+
+
+class Gap(NamedTuple):
+    """A decode step that was launched, as it was expected."""
+
+    at: float
+    rows: int
+    seconds: float  # between its rows' tokens, under the threshold that it got
+    late_unhelped: float  # share of them that would come late without brownout
+
+
+class Predictive:
+    """Spends brownout where the model of step times says that it saves most.
+
+    A gap between two tokens is long where a prefill step lies in it, and that is known before the
+    decode step that ends it is launched: so gaps are kept step by step (`of_step`), each with as
+    much brownout as makes up for the time already lost, and none where nothing is lost or
+    everything is. The price of a late token, in degraded ones, moves until `TARGET` of them are
+    late. First tokens come late where requests queue for a slot: thresholds of whole intervals
+    (`decide`) are the cheapest under which slots come free as fast as requests arrive.
+
+    While it knows too little, or errs too much, Algorithm 2 decides.
+    """
+
+    def __init__(self, config: SalcConfig) -> None:
+        self._fallback = Algorithm2(config)
+        self._knows = self._helps = False
+        self._price = 2.0
+        self._gaps: deque[Gap] = deque()
+
+    # ---- by interval ------------------------------------------------------------------------
+
+    def decide(self, seen: Seen) -> Decision:
+        """See Controller."""
+        self._knows = _knows_enough(seen)
+        if not self._knows:
+            return self._fallback.decide(seen)
+        while self._gaps and self._gaps[0].at < seen.now - WINDOW_S:
+            self._gaps.popleft()
+        self._set_price(seen.decode)
+        prefill, decode, ttft_s = _least_for_queue(seen.load, seen.times, seen.prefill.slo_s)
+        return Decision(prefill, decode, ttft_s, self._expected_p90_s(seen.times.spread))
+
+    def _set_price(self, decode: PhaseSeen) -> None:
+        rows = sum(gap.rows for gap in self._gaps)
+        unhelped = sum(gap.rows * gap.late_unhelped for gap in self._gaps) / rows if rows else 0.0
+        late = decode.late_share or 0.0
+        self._helps = max(unhelped, late) > TARGET
+        if self._helps and decode.late_share is not None:
+            off = min(max((late - TARGET) / TARGET, -1.0), 2.0)
+            price = self._price * math.exp(PRICE_GAIN * off)
+            self._price = min(max(price, PRICES[0]), PRICES[1])
+
+    def _expected_p90_s(self, spread: float) -> float:
+        if not self._gaps:
+            return math.nan
+        # Deciles of a normal distribution's fifths stand for the noise of each gap.
+        noise = np.exp(spread * np.array([-1.28, -0.52, 0.0, 0.52, 1.28]))
+        values = np.outer([gap.seconds for gap in self._gaps], noise).ravel()
+        weights = np.repeat([gap.rows for gap in self._gaps], len(noise))
+        order = np.argsort(values)
+        at = np.searchsorted(np.cumsum(weights[order]), 0.9 * weights.sum())
+        return float(values[order][at])
+
+    # ---- by step ----------------------------------------------------------------------------
+
+    def of_step(self, step: StepSeen) -> float:
+        """See Controller."""
+        if not self._knows:
+            return step.percent
+        return self._of_prefill(step) if step.phase is Phase.PREFILL else self._of_decode(step)
+
+    def _of_decode(self, step: StepSeen) -> float:
+        gap_s = step.since_s + _curve(step.times, step.phase, step.size, step.exempt_share)
+        late = _late(gap_s, step.itl_slo_s, step.times.spread)
+        percent = step.percent
+        if self._helps and step.size > FEW_ROWS:
+            cost = self._price * late + PRICE_OF_GRID
+            percent = min(percent, float(GRID_PERCENT[np.argmin(cost)]))
+        expected_s = float(np.interp(percent, GRID_PERCENT[::-1], gap_s[::-1]))
+        self._gaps.append(Gap(step.now, step.size, expected_s, float(late[0])))
+        return percent
+
+    def _of_prefill(self, step: StepSeen) -> float:
+        """With the decode step that follows, which may make up for the rest."""
+        rows = step.num_decoding
+        if not self._helps or rows <= FEW_ROWS:
+            return step.percent
+        prefill_s = _curve(step.times, Phase.PREFILL, step.size, step.exempt_share)[:, None]
+        decode_s = _curve(step.times, Phase.DECODE, rows, step.exempt_share)[None, :]
+        late = _late(step.since_s + prefill_s + decode_s, step.itl_slo_s, step.times.spread)
+        of_decode = (rows * (self._price * late + PRICE_OF_GRID[None, :])).min(1)
+        return min(
+            step.percent, float(GRID_PERCENT[np.argmin(of_decode + step.size * PRICE_OF_GRID)])
+        )
+
+
+PRICE_OF_GRID = (100 - GRID_PERCENT) / 100 + np.maximum(DEAR_PERCENT - GRID_PERCENT, 0) / 100
+"""Of a token under each threshold of the grid."""
+
+
+def _knows_enough(seen: Seen) -> bool:
+    times = seen.times
+    return (
+        times.num_observed >= MIN_SAMPLES
+        and times.error <= MAX_ERROR
+        and all(map(times.knows, Phase))
+        and seen.load.new_tokens > 0
+    )
+
+
+def _curve(times: StepTimeModel, phase: Phase, size: float, exempt_share: float) -> Curve:
+    """Seconds of a step under each threshold of the grid."""
+    return times.curve(phase, size, 100 - (100 - GRID_PERCENT) * (1 - exempt_share))
+
+
+def _late(seconds: np.ndarray, slo_s: float, spread: float) -> np.ndarray:
+    """Probability of more than the objective, with noise around what is expected."""
+    return ndtr(np.log(seconds / slo_s) / max(spread, 0.02))
+
+
+def _least_for_queue(
+    load: Load, times: StepTimeModel, ttft_slo_s: float
+) -> tuple[float, float, float]:
+    """Thresholds of prefill and decode under which slots come free as fast as they are asked for,
+    and the P90 TTFT that is expected then.
+
+    A request holds its slot for as many gaps as it gets tokens; a gap is a decode step of all rows
+    and its share of the prefill steps.
+    """
+    prefill_s = _curve(times, Phase.PREFILL, max(load.prefill_tokens, 1.0), load.exempt_share)
+    decode_s = _curve(times, Phase.DECODE, load.max_running, load.exempt_share)
+    tokens_per_s = load.arrivals_per_s * load.prompt_tokens
+    busy = np.minimum(tokens_per_s / max(load.prefill_tokens, 1.0) * prefill_s, 0.9)
+    hold_s = load.new_tokens * decode_s[None, :] / (1 - busy[:, None])
+    capacity_per_s = load.max_running / hold_s
+    there = load.num_running + load.num_waiting
+    queue = max(0, there - load.max_running)
+    cost = load.prompt_tokens * PRICE_OF_GRID[:, None] + load.new_tokens * PRICE_OF_GRID[None, :]
+    cost /= load.prompt_tokens + load.new_tokens
+    if there > NEARLY_FULL * load.max_running:
+        wanted_per_s = ROOM * load.arrivals_per_s + queue / DRAIN_S
+        cost += QUEUE_PRICE * np.maximum(0, wanted_per_s / capacity_per_s - 1)
+    row, column = np.unravel_index(np.argmin(cost), cost.shape)
+    company_s = 0.0
+    if load.company is not None:
+        company_s = min(load.company.wait_s, load.company.tokens / max(tokens_per_s, 1e-9))
+    ttft_s = company_s + prefill_s[row] + decode_s[column] + queue / capacity_per_s[row, column]
+    return float(GRID_PERCENT[row]), float(GRID_PERCENT[column]), float(ttft_s)

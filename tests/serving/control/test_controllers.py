@@ -1,0 +1,346 @@
+"""Controllers by what they decide: the predictive one, a user's own, and one that fails."""
+
+import logging
+import math
+
+import pytest
+from scheduled import decode_step, prefill_step, sequence_of
+
+from serving.config import BrownoutConfig, SalcConfig
+from serving.control.algorithm2 import Algorithm2
+from serving.control.controller import Decision, Load, PhaseSeen, Seen, StepSeen
+from serving.control.guarded import GuardedController, make_controller
+from serving.control.load import WEIGHT, LoadMeter
+from serving.control.predictive import TARGET, Predictive
+from serving.control.slo import SloAnalyser
+from serving.errors import InvalidRequest
+from serving.plan import Phase
+from serving.request import BrownoutChange, Priority
+from serving.scheduling.step_time import StepTimeModel
+
+CONFIG = SalcConfig()
+ITL_SLO_S = 0.030
+
+
+def seconds(phase, size, percent):
+    """Decode: 0.5 ms a row, a third of which is brownout's; prefill: 10 ms and 0.1 ms a token."""
+    if phase is Phase.DECODE:
+        return 0.0005 * size * (2 + percent / 100) / 3
+    return 0.010 + 0.0001 * size * (1 + percent / 100) / 2
+
+
+def taught(num_steps=600):
+    model = StepTimeModel()
+    kinds = [(Phase.DECODE, n, p) for n in (1, 2, 4, 8, 16, 32, 64) for p in (0, 50, 100)]
+    kinds += [(Phase.PREFILL, n, p) for n in (16, 32, 64, 128) for p in (0, 50, 100)]
+    for number in range(num_steps):
+        kind = kinds[number % len(kinds)]
+        model.observe(*kind, seconds(*kind))
+    return model
+
+
+TIMES = taught()
+LOAD = Load(
+    num_running=20,
+    max_running=32,
+    arrivals_per_s=50.0,
+    prompt_tokens=25.0,
+    new_tokens=20.0,
+    prefill_tokens=50.0,
+)
+
+
+def seen(load=LOAD, times=TIMES, late=0.0, now=0.0, p90_s=None):
+    prefill = PhaseSeen(100.0, 0.1, p90_s, late)
+    return Seen(now, prefill, PhaseSeen(100.0, ITL_SLO_S, p90_s, late), load, times)
+
+
+def step(phase=Phase.DECODE, size=32, since_s=0.0, **change):
+    known = {
+        "now": 0.0,
+        "num_decoding": 32,
+        "exempt_share": 0.0,
+        "percent": 100.0,
+        "itl_slo_s": ITL_SLO_S,
+        "times": TIMES,
+    }
+    return StepSeen(phase=phase, size=size, since_s=since_s, **known | change)
+
+
+def helping(late=0.1, updates=1):
+    """A controller in a burst."""
+    controller = Predictive(CONFIG)
+    for _ in range(updates):
+        controller.decide(seen(late=late))
+    return controller
+
+
+# -- what it spends on gaps ----------------------------------------------------------------------
+
+
+def test_a_gap_without_a_prefill_step_needs_no_brownout():
+    assert helping().of_step(step(since_s=0.0)) == 100  # 16 of 30 ms
+
+
+def test_a_gap_that_a_prefill_step_made_long_gets_what_makes_up_for_it():
+    controller = helping()
+    found = [controller.of_step(step(since_s=ms / 1e3)) for ms in (10, 13, 15, 17)]
+    assert found == sorted(found, reverse=True)
+    assert found[0] == 100  # 26 ms
+    assert found[-1] < 60  # 33 ms without brownout, 27.7 with all of it
+
+
+def test_a_gap_that_is_lost_gets_none():
+    assert helping().of_step(step(since_s=0.1)) == 100
+
+
+def test_what_is_exempt_cannot_make_up_for_anything():
+    controller = helping()
+    some, most = (
+        controller.of_step(step(since_s=0.017, exempt_share=share)) for share in (0.0, 1.0)
+    )
+    assert some < most == 100
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_three_rows_are_too_few_to_gain_by_brownout(phase):
+    late = {"since_s": 0.0285, "itl_slo_s": 0.030}
+    assert helping().of_step(step(phase, 3, num_decoding=3, **late)) == 100
+
+
+def test_decode_is_browned_before_prefill():
+    """A step of 32 rows saves 5 ms, one of 50 tokens 2.5 ms: four times as much a visit."""
+    controller = helping(updates=1)
+    prefill = step(Phase.PREFILL, 50, itl_slo_s=0.029)  # 31 ms together, 29 with decode at 60 %
+    assert controller.of_step(prefill) > 80
+    assert controller.of_step(step(since_s=0.015, itl_slo_s=0.029)) < 80
+    # Where decode cannot make up for it alone, prefill does, if late tokens are worth that much.
+    long = step(Phase.PREFILL, 128, itl_slo_s=0.030)
+    assert controller.of_step(long) == 100
+    assert helping(late=0.5, updates=30).of_step(long) < 70
+
+
+def test_without_late_tokens_seen_or_expected_nothing_is_degraded():
+    controller = helping(late=0.0)
+    assert controller.of_step(step(since_s=0.017)) == 100
+    # That gap was expected to come late: from the next decision on it is made up for.
+    assert controller.decide(seen(late=0.0)).decode_percent == 100
+    assert controller.of_step(step(since_s=0.017)) < 100
+
+
+def test_the_price_of_a_late_token_follows_what_is_late():
+    near = step(since_s=0.0125)  # 28.5 ms of 30: some are late
+    calm, pressed = helping(late=TARGET), helping(late=0.5, updates=30)
+    calm.decide(seen(late=2 * TARGET))
+    assert pressed.of_step(near) < calm.of_step(near)
+    for _ in range(60):
+        pressed.decide(seen(late=0.0))
+        pressed.of_step(step(since_s=0.017))
+    assert pressed.of_step(near) >= calm.of_step(near)
+
+
+def test_it_says_which_p90_it_expects():
+    controller = helping()
+    for _ in range(10):
+        controller.of_step(step(since_s=0.0))
+    expected_s = controller.decide(seen()).itl_p90_s
+    assert expected_s == pytest.approx(seconds(Phase.DECODE, 32, 100), rel=0.1)
+    later = controller.decide(seen(now=5.0))
+    assert math.isnan(later.itl_p90_s)  # no step for a second
+
+
+# -- what it spends on queues --------------------------------------------------------------------
+
+
+def capacity_per_s(decision, load):
+    """Requests a second, of a batch that is full."""
+    prefill_s = seconds(Phase.PREFILL, load.prefill_tokens, decision.prefill_percent)
+    busy = load.arrivals_per_s * load.prompt_tokens / load.prefill_tokens * prefill_s
+    gap_s = seconds(Phase.DECODE, load.max_running, decision.decode_percent) / (1 - busy)
+    return load.max_running / (gap_s * load.new_tokens)
+
+
+def test_no_queue_no_brownout():
+    assert Predictive(CONFIG).decide(seen())[:2] == (100, 100)
+
+
+def test_with_a_full_batch_slots_come_free_as_fast_as_requests_arrive():
+    load = LOAD._replace(num_running=32, arrivals_per_s=60.0)
+    decision = Predictive(CONFIG).decide(seen(load))
+    untouched = Decision(100, 100)
+    assert capacity_per_s(untouched, load) < 60
+    assert capacity_per_s(decision, load) >= 60
+    assert decision.prefill_percent == 100
+    # Not more than it takes.
+    less = decision._replace(decode_percent=decision.decode_percent + 10)
+    assert capacity_per_s(less, load) < 60 * 1.05
+
+
+def test_a_queue_takes_more_and_is_expected_to_be_waited_for():
+    load = LOAD._replace(num_running=32, arrivals_per_s=60.0)
+    before, queued = (
+        Predictive(CONFIG).decide(seen(load._replace(num_waiting=waiting))) for waiting in (0, 8)
+    )
+    assert queued.decode_percent < before.decode_percent
+    assert queued.ttft_p90_s >= 8 / capacity_per_s(queued, load)
+
+
+# -- when it knows too little --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"times": taught(20)},
+        {"times": StepTimeModel()},
+        {"load": LOAD._replace(new_tokens=0.0)},
+    ],
+)
+def test_algorithm_2_decides_while_it_knows_too_little(change):
+    controller = Predictive(CONFIG)
+    late = seen(p90_s=1.0, **change)
+    assert controller.decide(late) == Algorithm2(CONFIG).decide(late) == Decision(80, 80)
+    assert controller.of_step(step(since_s=0.017, percent=80.0)) == 80
+
+
+def test_algorithm_2_decides_while_it_errs():
+    times = taught()
+    times.error = 0.3
+    late = seen(times=times, p90_s=1.0)
+    assert Predictive(CONFIG).decide(late) == Decision(80, 80)
+
+
+# -- a controller of one's own -------------------------------------------------------------------
+
+
+class Half:
+    """Takes half of everything away."""
+
+    def __init__(self, config):
+        pass
+
+    def decide(self, seen):
+        return Decision(50, 50)
+
+
+class Failing:
+    def __init__(self, config):
+        pass
+
+    def decide(self, seen):
+        raise RuntimeError("no idea")
+
+    def of_step(self, step):
+        return math.nan
+
+
+class Silent:
+    def __init__(self, config):
+        pass
+
+
+def test_a_controller_of_ones_own_is_named_in_the_settings():
+    controller = make_controller(SalcConfig(controller=f"{__name__}:Half"))
+    assert controller.decide(seen()) == Decision(50, 50)
+    assert controller.of_step(step(percent=50.2)) == 51
+
+
+def test_thresholds_stay_between_floor_and_ceiling():
+    config = SalcConfig(controller=f"{__name__}:Half", floor_percent=60.0)
+    assert make_controller(config).decide(seen())[:2] == (60, 60)
+    cut = GuardedController("own", helping(), SalcConfig(floor_percent=70.0))
+    assert cut.of_step(step(since_s=0.017)) == 70
+
+
+def test_where_a_controller_fails_algorithm_2_decides(caplog):
+    controller = GuardedController("failing", Failing(CONFIG), CONFIG)
+    with caplog.at_level(logging.ERROR):
+        assert controller.decide(seen(p90_s=1.0)) == Decision(80, 80)
+        assert controller.of_step(step(percent=80.0)) == 80
+        assert controller.of_step(step(percent=80.0)) == 80
+    said = [record.getMessage() for record in caplog.records]
+    assert "controller failing: decide failed, for the 1th time" in said[0]
+    assert "no idea" in said[0]
+    assert "of_step is nan; it must be between 0 and 100" in said[1]
+    assert len(said) == 2  # the third time is not told
+
+
+@pytest.mark.parametrize(
+    ("decision", "words"),
+    [(Decision(50, 101), "decode_percent is 101"), ((50, 50), "must return a Decision")],
+)
+def test_a_decision_that_is_none_is_not_taken(decision, words, caplog):
+    class Wrong(Half):
+        def decide(self, seen):
+            return decision
+
+    controller = GuardedController("wrong", Wrong(CONFIG), CONFIG)
+    assert controller.decide(seen(p90_s=1.0)) == Decision(80, 80)
+    assert words in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pid", "controller is 'pid'; it must be one of algorithm2, predictive, or module:Class"),
+        ("nowhere:Half", "controller 'nowhere:Half' cannot be made: ModuleNotFoundError"),
+        (f"{__name__}:Silent", "has no decide; Controller says what they do"),
+    ],
+)
+def test_a_controller_that_is_not_there_says_which_are(name, words):
+    with pytest.raises(ValueError, match=words):
+        make_controller(SalcConfig(controller=name))
+    with pytest.raises(ValueError, match=words):
+        SloAnalyser(BrownoutConfig(), SalcConfig(controller=name), way=8)
+
+
+def test_callers_choose_among_the_known_ones_and_that_of_the_settings():
+    slo = SloAnalyser(BrownoutConfig(), SalcConfig(controller=f"{__name__}:Half"), way=8)
+    slo.check(BrownoutChange(controller="predictive"))
+    slo.apply(BrownoutChange(controller="predictive", prefill_company=False), 0.0)
+    state = slo.state()
+    assert (state.controller, state.prefill_company) == ("predictive", False)
+    slo.check(BrownoutChange(controller=f"{__name__}:Half"))
+    # What a caller names is never imported.
+    with pytest.raises(InvalidRequest, match=r"controller is .os:system.; it must be one of"):
+        slo.check(BrownoutChange(controller="os:system"))
+
+
+# -- what is asked of the engine -----------------------------------------------------------------
+
+
+def test_the_load_is_that_of_the_last_second_and_of_what_it_was_made_of():
+    meter = LoadMeter()
+    for number in range(30):
+        meter.request_admitted(sequence_of([1] * 10), 0.1 * number)
+    meter.request_admitted(sequence_of([1] * 99, priority=Priority.BEST_EFFORT), 2.9)
+    load = meter.load(2.9, num_running=3)
+    assert load.arrivals_per_s == 10
+    assert load.prompt_tokens == 10
+    assert (load.num_running, load.new_tokens) == (3, 0)
+    assert meter.load(10.0).arrivals_per_s == 0
+
+
+def test_means_are_of_steps_with_latency_sensitive_rows():
+    meter = LoadMeter()
+    steps = [prefill_step(40, num_exempt=10), decode_step(8), prefill_step(4)]
+    steps[2] = prefill_step(4, priority=Priority.BEST_EFFORT)
+    for one in steps:
+        meter.step_read(one, None, 0.0, 1.0)
+    load = meter.load(1.0)
+    assert load.prefill_tokens == 40
+    assert load.exempt_share == pytest.approx(0.125)  # of a quarter, and of none
+    for _ in range(200):
+        meter.step_read(decode_step(8, num_exempt=8), None, 0.0, 1.0)
+    assert load.exempt_share < meter.load(1.0).exempt_share == pytest.approx(1, abs=WEIGHT)
+
+
+def test_a_step_knows_the_threshold_of_its_rows():
+    step = decode_step(8, num_exempt=2)
+    assert step.mean_threshold_percent == 100  # not launched yet
+    slo = SloAnalyser(BrownoutConfig(salc=False, decode_threshold_percent=60), CONFIG, way=8)
+    step.control = slo.control(step, since_s=0.0, num_decoding=8, now=0.0)
+    assert step.control.threshold_percent == 60
+    assert step.mean_threshold_percent == pytest.approx(70)  # six of eight rows
+    step.control = step.control._replace(strategy=0)
+    assert step.mean_threshold_percent == 100

@@ -1,0 +1,50 @@
+"""Steps as a scheduler makes them, for tests of what is decided by a step."""
+
+from serving.plan import Limits, Phase
+from serving.request import Priority, Request, SamplingParams
+from serving.scheduling.batch import ScheduledStep
+from serving.scheduling.policy import Fcfs
+from serving.scheduling.scheduler import Scheduler
+from serving.scheduling.sequence import SequenceState
+
+LIMITS = Limits(256, 1024, 16, 512, 256)
+LS = Priority.LATENCY_SENSITIVE
+
+
+def sequence_of(prompt, max_new=100, *, name="", allow_brownout=True, priority=LS, arrived_at=0.0):
+    """A request as the engine admits it."""
+    sampling = SamplingParams(max_new_tokens=max_new)
+    return SequenceState(
+        Request(name, prompt, sampling, allow_brownout, priority),
+        list(prompt),
+        seed=0,
+        arrived_at=arrived_at,
+        stop_token_ids=frozenset(),
+        tokenizer=None,
+    )
+
+
+def prefill_step(num_tokens: int, num_exempt: int = 0, priority: Priority = LS) -> ScheduledStep:
+    """Of prompts of a token each, of which some allow no brownout."""
+    return _steps(num_tokens, num_exempt, priority)[0]
+
+
+def decode_step(num_rows: int, num_exempt: int = 0, priority: Priority = LS) -> ScheduledStep:
+    """One that follows such a prefill step."""
+    return _steps(num_rows, num_exempt, priority)[1]
+
+
+def _steps(count: int, num_exempt: int, priority: Priority) -> list[ScheduledStep]:
+    scheduler = Scheduler(LIMITS, Fcfs())
+    for number in range(count):
+        allows = number >= num_exempt
+        sequence = sequence_of([1], name=str(number), allow_brownout=allows, priority=priority)
+        scheduler.add(sequence)
+    steps = []
+    for phase in Phase:
+        step = scheduler.next_step()
+        assert step is not None
+        assert step.plan.phase is phase
+        assert len(step.sequences) == count
+        steps.append(step)
+    return steps

@@ -1,0 +1,141 @@
+"""The model of step times, against steps whose times follow a rule that one can reckon."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serving.plan import Phase
+from serving.scheduling.step_time import CLIP, StepTimeModel
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def true_s(size, percent):
+    """10 ms, and for each row a half of what its threshold leaves."""
+    return 0.010 + 0.0005 * size * (0.5 + percent / 200)
+
+
+def taught(rule=true_s, num_steps=4000, sizes=SIZES, percents=(0, 25, 50, 75, 100), noise=0.0):
+    rng, model = np.random.default_rng(0), StepTimeModel()
+    for _ in range(num_steps):
+        size, percent = int(rng.choice(sizes)), float(rng.choice(percents))
+        seconds = rule(size, percent) * math.exp(noise * rng.standard_normal())
+        model.observe(Phase.DECODE, size, percent, seconds)
+    return model
+
+
+def test_before_the_first_step_nothing_is_known():
+    model = StepTimeModel()
+    assert math.isnan(model.expected_s(Phase.DECODE, 4))
+    assert model.longest_s == math.inf
+    assert model.line(Phase.PREFILL) is None
+    assert not model.knows(Phase.DECODE)
+    model.observe(Phase.DECODE, 4, 100.0, 0.02)
+    assert model.expected_s(Phase.DECODE, 4) == pytest.approx(0.02)
+    assert math.isnan(model.expected_s(Phase.PREFILL, 4))
+
+
+def test_it_learns_sizes_and_thresholds_that_come():
+    model = taught()
+    for size in SIZES:
+        for percent in (0, 25, 50, 75, 100):
+            expected_s = model.expected_s(Phase.DECODE, size, percent)
+            assert expected_s == pytest.approx(true_s(size, percent), rel=0.02)
+    # The rule is a plane, so that what lies between is known as well.
+    assert model.expected_s(Phase.DECODE, 24, 60) == pytest.approx(true_s(24, 60), rel=0.02)
+    assert model.error < 0.01
+    curve = model.curve(Phase.DECODE, 24, np.array([0.0, 60.0]))
+    assert curve.tolist() == pytest.approx([model.expected_s(Phase.DECODE, 24, p) for p in (0, 60)])
+
+
+def test_between_thresholds_that_came_it_goes_evenly():
+    model = taught(percents=(0, 100))
+    assert model.expected_s(Phase.DECODE, 16, 50) == pytest.approx(true_s(16, 50), rel=0.02)
+
+
+def test_what_brownout_saves_carries_over_to_sizes_that_saw_none():
+    def rule(size, percent):
+        return 0.001 * size * (0.6 + 0.4 * percent / 100)
+
+    model = StepTimeModel()
+    for _ in range(200):
+        model.observe(Phase.DECODE, 32, 100.0, rule(32, 100))
+        model.observe(Phase.DECODE, 32, 0.0, rule(32, 0))
+        model.observe(Phase.DECODE, 16, 100.0, rule(16, 100))
+    assert model.expected_s(Phase.DECODE, 16, 0) == pytest.approx(rule(16, 0), rel=0.02)
+    assert model.expected_s(Phase.DECODE, 16, 100) == pytest.approx(rule(16, 100), rel=0.02)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(list(Phase)),
+            st.integers(1, 5000),
+            st.floats(0, 100),
+            st.floats(1e-5, 10.0),
+        ),
+        min_size=1,
+        max_size=80,
+    )
+)
+def test_a_step_never_takes_longer_for_fewer_rows_or_a_lower_threshold(steps):
+    model = StepTimeModel()
+    for step in steps:
+        model.observe(*step)
+    sizes, percents = (1, 3, 8, 31, 100, 5000), np.array([0.0, 10, 50, 80, 100])
+    for phase in {step[0] for step in steps}:
+        grid = np.array([model.curve(phase, size, percents) for size in sizes])
+        assert np.isfinite(grid).all()
+        assert (grid > 0).all()
+        assert (np.diff(grid, axis=0) >= -1e-12 * grid[1:]).all()
+        assert (np.diff(grid, axis=1) >= -1e-12 * grid[:, 1:]).all()
+    assert 0 <= model.error <= 1
+
+
+def test_a_machine_that_slows_down_is_followed_whatever_steps_come():
+    model = taught()
+    for _ in range(60):
+        model.observe(Phase.DECODE, 16, 100.0, 2 * true_s(16, 100))
+    # Of a size that was not seen since: the whole machine is slower.
+    assert model.expected_s(Phase.DECODE, 64, 0) > 1.5 * true_s(64, 0)
+    assert model.expected_s(Phase.DECODE, 16, 100) == pytest.approx(2 * true_s(16, 100), rel=0.1)
+
+
+def test_a_step_that_stood_still_teaches_little():
+    model = taught()
+    before = model.expected_s(Phase.DECODE, 16, 100)
+    model.observe(Phase.DECODE, 16, 100.0, 1000 * before)
+    assert model.expected_s(Phase.DECODE, 16, 100) < before * (1 + CLIP)
+
+
+def test_a_first_step_that_stood_still_is_forgotten():
+    model = StepTimeModel()
+    model.observe(Phase.DECODE, 16, 100.0, 60.0)
+    for _ in range(50):
+        model.observe(Phase.DECODE, 16, 100.0, 0.02)
+    assert model.expected_s(Phase.DECODE, 16) == pytest.approx(0.02, rel=0.2)
+
+
+def test_it_knows_how_far_it_errs():
+    model = taught(noise=0.2, num_steps=6000)
+    assert model.spread == pytest.approx(0.2, rel=0.25)
+    assert model.error == pytest.approx(0.16, rel=0.25)  # the mean deviation of such noise
+
+
+def test_a_line_has_what_a_step_costs_and_what_its_rows_do():
+    fixed_s, per_row_s = taught().line(Phase.DECODE)
+    assert fixed_s == pytest.approx(0.010, rel=0.05)
+    assert per_row_s == pytest.approx(0.0005, rel=0.05)
+    halved_s, of_brownout_s = taught().line(Phase.DECODE, 0.0)
+    assert halved_s == pytest.approx(0.010, rel=0.05)
+    assert of_brownout_s == pytest.approx(0.00025, rel=0.05)
+
+
+def test_a_clock_that_stood_still_teaches_nothing():
+    model = StepTimeModel()
+    model.observe(Phase.DECODE, 4, 100.0, 0.0)
+    model.observe(Phase.DECODE, 0, 100.0, 1.0)
+    assert not model.num_observed
