@@ -17,6 +17,7 @@ from serving.errors import InvalidRequest
 from serving.plan import Phase
 from serving.request import BrownoutChange, Priority
 from serving.scheduling.step_time import StepTimeModel
+from serving.scheduling.waiting import Waiting
 
 CONFIG = SalcConfig()
 ITL_SLO_S = 0.030
@@ -304,6 +305,30 @@ def test_callers_choose_among_the_known_ones_and_that_of_the_settings():
     # What a caller names is never imported.
     with pytest.raises(InvalidRequest, match=r"controller is .os:system.; it must be one of"):
         slo.check(BrownoutChange(controller="os:system"))
+
+
+def test_the_example_of_the_page_works(request):
+    page = (request.config.rootpath / "docs" / "controllers.md").read_text(encoding="utf-8")
+    names = {}
+    exec(page.split("```python\n")[1].split("```")[0], names)
+    controller = GuardedController("own", names["QueueLength"](CONFIG), CONFIG)
+    decision = controller.decide(seen(LOAD._replace(num_waiting=30)))
+    assert decision == Decision(70, 70)
+
+
+def test_an_operator_reads_the_mean_of_steps_with_thresholds_of_their_own():
+    config = SalcConfig(controller="predictive", interval_s=1.0)
+    slo = SloAnalyser(BrownoutConfig(), config, way=8)
+    waiting = {Priority.LATENCY_SENSITIVE: Waiting()}
+    slo.maybe_update(0.0, waiting)
+    slo.ls.decode.note_step(100.0, 30)
+    slo.ls.decode.note_step(40.0, 10)
+    assert slo.state().decode_threshold_percent == 100
+    slo.maybe_update(1.0, waiting)
+    state = slo.state()
+    assert (state.prefill_threshold_percent, state.decode_threshold_percent) == (100, 85)
+    slo.apply(BrownoutChange(decode_threshold_percent=60), 1.5)
+    assert slo.state().decode_threshold_percent == 60
 
 
 # -- what is asked of the engine -----------------------------------------------------------------
