@@ -60,7 +60,7 @@ class Admission:
         """`model` None (tests) takes token prompts only."""
         self._config, self._limits, self._model = config, limits, model
         self._tokenizer = None if model is None else model.tokenizer
-        self.capacity = Capacity(limits.decode_rows)
+        self.capacity = {priority: Capacity(limits.decode_rows) for priority in Priority}
         self.num_tokenizing = Counter[Priority]()  # long texts, waiting for their tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jmoe-tokenize")
         most = config.max_model_len - 1
@@ -77,10 +77,9 @@ class Admission:
         waiting = len(scheduler.queues[priority]) + self.num_tokenizing[priority]
         if best_effort:
             most = self._config.max_best_effort_queue_len or most
-        ahead = len(scheduler.queues[Priority.LATENCY_SENSITIVE]) if best_effort else 0
-        queued = waiting - scheduler.num_free_slots(priority)
+        queued, own = waiting - scheduler.num_free_slots(priority), self.capacity[priority]
         if queued < most:
-            late_s = self.capacity.drain_s(queued + ahead + 1, 0.0) - ttft_slo_s
+            late_s = own.drain_s(queued + 1, 0.0) - ttft_slo_s
             if self._config.admission == "objective" and late_s > 0 and queued >= 0:
                 raise Overloaded(
                     f"{waiting} requests wait already: a first token would come {late_s:.2g} s "
@@ -88,10 +87,11 @@ class Admission:
                     late_s,
                 )
             return
-        raise Overloaded(
-            f"{waiting} requests wait already; try again later",
-            self.capacity.drain_s(waiting + ahead),
-        )
+        drain_s = own.drain_s(waiting)
+        if best_effort:
+            ls = Priority.LATENCY_SENSITIVE
+            drain_s += self.capacity[ls].drain_s(len(scheduler.queues[ls]), 0.0)
+        raise Overloaded(f"{waiting} requests wait already; try again later", drain_s)
 
     def check_size(self, request: Request) -> None:
         """Looks at sizes and types only. Raises InvalidRequest for what can never be served."""

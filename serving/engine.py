@@ -217,7 +217,7 @@ class Engine:
     def check_admission(self, priority: Priority = LS) -> None:
         """Raises Unavailable or Overloaded; cheap, and before anything is looked at.
 
-        Where latency-sensitive requests are refused, best effort is, too.
+        Where latency-sensitive requests are refused for a full queue, best effort is, too.
         """
         if self.status != "ready":
             why = f": {self.failure}" if self.failure else ""
@@ -393,11 +393,12 @@ class Engine:
         now = self._clock()
         num_running, since_s = len(self.scheduler.running), 0.0
         waiting = {c: self.scheduler.waits(c, now) for c in (LS, BE)}
-        self.slo.maybe_update(now, waiting, num_running, self.scheduler.limits.decode_rows)
+        self.slo.maybe_update(now, waiting, self.scheduler.limits.decode_rows)
         self.loader.advance(now)
         slack_s, company = -math.inf, self.pace.company(self.slo.ttft_slo_s, num_running)
         if before is not None:
-            since_s = self.pace.since_tokens_s(before.step, before.started_at)
+            tokens_at = self.scheduler.tokens_at()
+            since_s = self.pace.since_tokens_s(before.step, before.started_at, tokens_at)
             tokens = self.scheduler.next_prefill_tokens()
             slack_s = self.slo.itl_slack_s(before.step, before.started_at, tokens, num_running)
         step = self.scheduler.next_step(slack_s, now, company)
@@ -468,7 +469,7 @@ class Engine:
             sequence.outputs.put_nowait(output)
             if output.finish_reason is not None:
                 self.accounts.request_finished(sequence, output, now)
-                self.admission.capacity.observe(now - sequence.started_at)
+                self.admission.capacity[request.priority].observe(now - sequence.started_at)
                 self._retire(sequence)
         for priority in (LS, BE):
             self.slo.observe(priority, latencies, ended.launched_at, now)

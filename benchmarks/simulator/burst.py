@@ -11,6 +11,7 @@ the worst of each variant.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -18,19 +19,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.simulator.play import Machine, recorded_server, simulate, simulate_full
 from serving import settings
 from serving.bench.calibrate import NO_ROOM_S, Calibration, full_batch
-from serving.bench.results import Slo, quality, violations
+from serving.bench.results import Record, Sample, Slo, quality, violations
+from serving.bench.variants import ALL, VARIANTS, server_settings
 from serving.bench.workload import Arrival, piecewise_poisson_times, schedule, shuffled
 
-VARIANTS: dict[str, dict[str, object]] = {
-    "zero": {"engine.brownout.strategy": "zero", "engine.prefill_company": True},
-    "algorithm2_alone": {"engine.salc.controller": "algorithm2", "engine.prefill_company": False},
-    "algorithm2": {"engine.salc.controller": "algorithm2", "engine.prefill_company": True},
-    "predictive": {"engine.salc.controller": "predictive", "engine.prefill_company": True},
+FIGURES = {
+    "late_first": "late first %",
+    "late_other": "late other %",
+    "degraded": "degraded %",
+    "late_stretch_s": "late for s",
+    "recovered_s": "browned for s",
 }
-FIGURES = {"late_first": "late first %", "late_other": "late other %", "degraded": "degraded %"}
+LATE_STRETCH, STRETCH_S = 0.2, 0.5
+"""A stretch of time counts as late if so many tokens are, by windows of so many seconds."""
 STEADY, BURST = 0.5, 1.0  # of the capacity without brownout, as in the demo
 BURST_AT = 0.3
 
@@ -63,6 +69,7 @@ CONDITIONS = {
     "triples": Condition(shape="triples"),
     "ramps": Condition(shape="ramps"),
     "comes and goes": Condition(shape="comes and goes"),
+    "ends": Condition(shape="ends"),
     "no burst": Condition(shape="steady"),
 }
 
@@ -111,6 +118,8 @@ def pieces_of(shape: str, duration_s: float, capacity_per_s: float) -> list[tupl
         return [before, (left_s, burst)]
     if shape == "triples":
         return [before, (left_s, 1.5 * burst)]
+    if shape == "ends":
+        return [before, (left_s / 2, burst), (left_s / 2, steady)]
     if shape == "ramps":
         rates = (steady + (burst - steady) * (number + 1) / 10 for number in range(10))
         return [before, *((left_s / 10, rate) for rate in rates)]
@@ -143,11 +152,44 @@ def play(
     run = simulate(machine, engine, arrivals, seed, condition.exempt_share).run
     due = run.due(pieces[0][0])
     late, degraded = violations(due, slo), quality(due)["degraded_share"]
-    return {
+    found = {
         "late_first": 100 * (late["ttft_violation_rate"] or 0.0),
         "late_other": 100 * (late["itl_violation_rate"] or 0.0),
         "degraded": 100 * (degraded or 0.0),
+        "late_stretch_s": late_stretch_s(due, slo),
     }
+    if pieces[-1][1] < pieces[-2][1]:  # the burst has an end
+        found["recovered_s"] = recovered_s(run.samples, pieces)
+    return found
+
+
+def late_stretch_s(records: Sequence[Record], slo: Slo) -> float:
+    """The longest time in which a fifth or more of the tokens were late, of either kind."""
+    tokens = [(r.at_s, r.ttft_s > slo.ttft_s) for r in records]
+    tokens += [
+        (at_s, gap_s > slo.itl_s)
+        for r in records
+        for at_s, gap_s in zip(r.token_s[1:], r.itls_s, strict=True)
+    ]
+    at_s, late = np.array(tokens, float).reshape(-1, 2).T
+    window = (at_s / STRETCH_S).astype(int)
+    counts = np.bincount(window)
+    shares = np.bincount(window, late) / np.maximum(counts, 1)
+    runs = itertools.groupby(shares >= LATE_STRETCH)
+    return STRETCH_S * max((len(list(group)) for is_late, group in runs if is_late), default=0)
+
+
+def recovered_s(samples: Sequence[Sample], pieces: Sequence[tuple[float, float]]) -> float:
+    """Seconds from the beginning of the last piece to the last sample in it that is degraded."""
+    begins_s = sum(seconds for seconds, _ in pieces[:-1])
+    ends_s = begins_s + pieces[-1][0]
+    browned = [
+        sample.at_s - begins_s
+        for sample in samples
+        if begins_s <= sample.at_s < ends_s
+        and min(sample.prefill_threshold_percent, sample.decode_threshold_percent) < 100
+    ]
+    return max(browned, default=0.0)
 
 
 def live_shares(result: Mapping[str, Any], name: str) -> dict[str, float]:
@@ -162,7 +204,8 @@ def live_shares(result: Mapping[str, Any], name: str) -> dict[str, float]:
 
 def line_of(words: str, found: Mapping[str, float]) -> str:
     """A line of a table."""
-    return f"{words:28}" + "".join(f"{found[key]:14.1f}" for key in FIGURES)
+    cells = (f"{found[key]:14.1f}" if key in found else f"{'':14}" for key in FIGURES)
+    return f"{words:28}" + "".join(cells)
 
 
 def compare_with_live(live: Live) -> dict[str, dict[str, dict[str, float]]]:
@@ -174,7 +217,11 @@ def compare_with_live(live: Live) -> dict[str, dict[str, dict[str, float]]]:
     pieces = list(zip((burst_at_s, duration_s - burst_at_s), rates, strict=True))
     found = {}
     for name in result["runs"]:
-        changes = VARIANTS.get(name, VARIANTS["predictive"])  # "brownout": the preset's own
+        own = {
+            "engine.salc.controller": result["controller"],
+            "engine.prefill_company": result["prefill_company"],
+        }
+        changes = own | server_settings(VARIANTS[name])
         simulated = play(live, slo, pieces, changes, result["config"]["seed"])
         found[name] = {"live": live_shares(result, name), "simulated": simulated}
         print(line_of(f"live, {name}", found[name]["live"]))
@@ -214,13 +261,14 @@ def main() -> None:
         load = max(rate for _, rate in pieces[1:]) / found.full.capacity_per_s / condition.speed
         print(f"\n{words}: at most {load:.2f} of the capacity with all brownout\n{head}")
         stored[words] = {"load": load}
-        for name, changes in VARIANTS.items():
+        for name in ALL:
+            changes = server_settings(VARIANTS[name])
             runs = [
                 play(live, slo, pieces, changes, 1000 + number, condition)
                 for number in range(args.seeds)
             ]
-            medians = {key: statistics.median(one[key] for one in runs) for key in FIGURES}
-            worst = {key: max(one[key] for one in runs) for key in FIGURES}
+            medians = {key: statistics.median(one[key] for one in runs) for key in runs[0]}
+            worst = {key: max(one[key] for one in runs) for key in runs[0]}
             print(line_of(name, medians))
             print(line_of("  worst", worst), flush=True)
             stored[words][name] = {"median": medians, "worst": worst}

@@ -73,6 +73,20 @@ async def calibrate(
     """
     concurrency = (await client.server_info()).max_num_seqs
     company = (await client.get_brownout()).prefill_company
+    try:
+        return await _measure(client, samples, concurrency, strategy, window_s, say)
+    finally:
+        await client.set_brownout(prefill_company=company)
+
+
+async def _measure(
+    client: Client,
+    samples: Sequence[Arrival],
+    concurrency: int,
+    strategy: str,
+    window_s: float,
+    say: Callable[[str], None],
+) -> Calibration:
     say("calibrating: single requests, no brownout")
     await _fix_threshold(client, strategy, 100)
     unloaded = await saturate(client, samples[:13], concurrency=1, duration_s=window_s)
@@ -87,7 +101,6 @@ async def calibrate(
         await _fix_threshold(client, strategy, percent)
         batches.append(await _full_batch(client, samples, concurrency, window_s))
     zero, full = (max(batches, key=lambda b: b.capacity_per_s) for batches in found.values())
-    await client.set_brownout(prefill_company=company)
     return Calibration(float(np.median(ttfts_s)), zero, full)
 
 

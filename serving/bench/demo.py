@@ -45,6 +45,7 @@ from serving.bench.workload import (
     shuffled,
 )
 from serving.client import Client
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class DemoConfig:
     Raises ValueError for durations and counts that leave nothing to play.
     """
 
-    duration_s: float = 75.0  # of arrivals, for each of the two runs
+    duration_s: float = 75.0  # of arrivals, for each run
     burst_at: float = 0.3  # share of the time
     steady_load: float = 0.5
     burst_load: float = 1.0
@@ -65,7 +66,7 @@ class DemoConfig:
     controllers: bool = False  # play each of them, not only the server's own
     calibration_s: float = 6.0  # for each of its four full-batch measurements
     pause_s: float = 2.0  # before each run, once the server is idle
-    repeat: int = 1  # more: calibrate and play the pair this often, and store medians
+    repeat: int = 1  # more: calibrate and play the runs this often, and store medians
     seed: int = 0
     tasks: Path = BUNDLED_TASKS
     out: Path = Path("out")  # picture, JSON, server log
@@ -103,10 +104,10 @@ async def _demo(config: DemoConfig, console: Console) -> dict[str, Any]:
     results = []
     async with _server(config, console) as (address, pid), Client(address) as client:
         await client.wait_ready(config.startup_timeout_s)
-        known = await facts(client)
+        known, own = await facts(client), await client.get_brownout()
         for number in range(config.repeat):
             suffix = f"-{number + 1}" if config.repeat > 1 else ""
-            results.append(known | await _pair(client, config, tasks, pid, console))
+            results.append(known | await _play(client, config, tasks, own, pid, console))
             _show(results[-1], config.out / f"demo{suffix}.png", console)
     if config.repeat == 1:
         _store(results[0], config.out / "demo.json", console)
@@ -139,13 +140,19 @@ async def _server(config: DemoConfig, console: Console) -> AsyncIterator[tuple[s
             yield found
 
 
-# -- one pair of runs ----------------------------------------------------------------------------
+# -- one calibration, and its runs -----------------------------------------------------------------
 
 
-async def _pair(
-    client: Client, config: DemoConfig, tasks: Sequence[Arrival], pid: int, console: Console
+async def _play(
+    client: Client,
+    config: DemoConfig,
+    tasks: Sequence[Arrival],
+    own: pb.BrownoutState,
+    pid: int,
+    console: Console,
 ) -> dict[str, Any]:
-    others, own = _OtherPrograms(pid), await client.get_brownout()
+    """Calibrates, and plays each variant; `own` is the state in which the server was started."""
+    others = _OtherPrograms(pid)
     with console.status("calibrating", refresh_per_second=4) as status:
         calibration = await calibrate(
             client,
@@ -189,6 +196,8 @@ async def _pair(
         "burst_rate_per_s": burst_per_s,
         "num_requests": len(arrivals),
         "other_cpu_share": other_cpu,
+        "controller": own.controller,
+        "prefill_company": own.prefill_company,
         "runs": runs,
     }
 
@@ -338,7 +347,12 @@ def _store(result: dict[str, Any], path: Path, console: Console) -> None:
 def main() -> None:
     """Command line: `python -m serving.bench.demo`."""
     parser = argparse.ArgumentParser(prog="python -m serving.bench.demo", description=__doc__)
-    parser.add_argument("--repeat", type=int, default=1, help="pairs of runs; more: store medians")
+    parser.add_argument(
+        "--repeat",
+        type=int,
+        default=1,
+        help="calibrate and play so often; more than once: store medians",
+    )
     parser.add_argument("--duration-s", type=float, default=75.0, help="of arrivals, for each run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--controllers", action="store_true", help="play each of them")

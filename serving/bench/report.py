@@ -200,10 +200,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
             axes[1, column].set_xlabel("time in seconds")
         figure.suptitle(_headline(result), fontsize=18, fontweight="bold", x=0.01, ha="left")
         figure.text(0.01, 0.918, _subtitle(result), color="#333333")
-        figure.legend(
-            *axes[0, 0].get_legend_handles_labels(), loc="upper right", ncols=2, fontsize=15
-        )
-        figure.tight_layout(rect=(0, 0, 1, 0.925), h_pad=1.5, w_pad=2)
+        handles, labels = axes[0, 0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
+        figure.tight_layout(rect=(0, 0.045, 1, 0.925), h_pad=1.5, w_pad=2)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path)
         plt.close(figure)
@@ -213,7 +212,7 @@ def _headline(result: Mapping[str, Any]) -> str:
     factor = result["burst_rate_per_s"] / result["steady_rate_per_s"]
     count = len(result["runs"])
     times = "twice" if count == 2 else f"{count} times"
-    rise = "doubles" if factor == 2 else f"rises {factor:g}-fold"
+    rise = "doubles" if round(factor, 3) == 2 else f"rises {factor:g}-fold"
     return f"Load {rise} at {result['burst_at_s']:.0f} s: the same requests, played {times}"
 
 

@@ -199,7 +199,7 @@ def demo(
     server_args: Annotated[
         list[str] | None, typer.Argument(help="After --: flags of `jmoe serve`.")
     ] = None,
-    duration_s: Annotated[float, typer.Option(help="Of arrivals, for each of two runs.")] = 75.0,
+    duration_s: Annotated[float, typer.Option(help="Of arrivals, for each run.")] = 75.0,
     repeat: Annotated[int, typer.Option(help="Pairs of runs; more: medians are stored.")] = 1,
     strategy: Annotated[str, typer.Option(help="Brownout: partial or full.")] = "partial",
     controllers: Annotated[

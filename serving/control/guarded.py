@@ -28,41 +28,38 @@ class GuardedController:
 
     def __init__(self, name: str, controller: Controller, config: SalcConfig) -> None:
         self.name = name
+        self.by_step = isinstance(controller, StepController)
+        """Whether steps have thresholds of their own."""
         self._controller, self._config = controller, config
         self._fallback = Algorithm2(config)
         self._num_faults = 0
 
-    @property
-    def by_step(self) -> bool:
-        """Whether steps have thresholds of their own."""
-        return isinstance(self._controller, StepController)
-
     def decide(self, seen: Seen) -> Decision:
-        """Thresholds between floor and ceiling."""
+        """Thresholds between floor and ceiling, where they move."""
         try:
-            decision = self._controller.decide(seen)
-            _check(decision)
+            decision = _checked(self._controller.decide(seen))
         except Exception as error:
             self._fault("decide", error)
             decision = self._fallback.decide(seen)
-        prefill, decode = map(self._cut, decision[:2])
-        return decision._replace(prefill_percent=prefill, decode_percent=decode)
+        return decision._replace(
+            prefill_percent=self._cut(decision.prefill_percent, seen.prefill.threshold_percent),
+            decode_percent=self._cut(decision.decode_percent, seen.decode.threshold_percent),
+        )
 
     def of_step(self, step: StepSeen) -> int:
         """Threshold of a step in whole percent, rounded up: it never degrades more than allowed."""
         percent = step.percent
-        if isinstance(self._controller, StepController):  # as `by_step`
-            try:
-                percent = self._controller.of_step(step)
-                _check_percent("of_step", percent)
-                percent = self._cut(percent)
-            except Exception as error:
-                self._fault("of_step", error)
-                percent = step.percent
+        assert isinstance(self._controller, StepController)  # `by_step` says so
+        try:
+            percent = self._cut(_percent("of_step", self._controller.of_step(step)), step.percent)
+        except Exception as error:
+            self._fault("of_step", error)
         return -int(-percent // 1)
 
-    def _cut(self, percent: float) -> float:
-        return min(max(float(percent), self._config.floor_percent), self._config.ceiling_percent)
+    def _cut(self, percent: float, before: float) -> float:
+        if percent == before:
+            return percent
+        return min(max(percent, self._config.floor_percent), self._config.ceiling_percent)
 
     def _fault(self, method: str, error: Exception) -> None:
         self._num_faults += 1
@@ -76,13 +73,18 @@ class GuardedController:
             )
 
 
-def _check(decision: Decision) -> None:
+def _checked(decision: Decision) -> Decision:
     if not isinstance(decision, Decision):
         raise TypeError(f"it returned {decision!r}; it must return a Decision")
-    _check_percent("prefill_percent", decision.prefill_percent)
-    _check_percent("decode_percent", decision.decode_percent)
+    return Decision(
+        _percent("prefill_percent", decision.prefill_percent),
+        _percent("decode_percent", decision.decode_percent),
+        float(decision.ttft_p90_s),
+        float(decision.itl_p90_s),
+    )
 
 
-def _check_percent(name: str, percent: float) -> None:
+def _percent(name: str, percent: float) -> float:
     if not 0 <= percent <= 100:  # written so that NaN fails
         raise ValueError(f"{name} is {percent!r}; it must be between 0 and 100")
+    return float(percent)

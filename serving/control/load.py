@@ -43,7 +43,7 @@ class LoadMeter(Observer):
         if step.is_last and step.batch.has_ls:
             if step.plan.phase is Phase.PREFILL:
                 self._prefill_tokens.add(step.plan.size)
-            self._exempt_share.add(step.exempt_share)
+            self._exempt_share.add(step.refused_share)
 
     def load(self, now: float, **known: object) -> Load:
         """The load now; `known` are the fields that the caller counts."""

@@ -29,7 +29,8 @@ WINDOW_S = 1.0  # of the gaps that it goes by
 
 NEARLY_FULL = 0.8  # of all rows: with more, a queue is near
 ROOM = 1.05  # capacity over arrivals, then
-DRAIN_S = 0.5  # in which a queue should be gone
+DRAIN_S = 0.25, 2.0
+"""A queue should be gone in the time that a first token may take, but not in less or more."""
 QUEUE_PRICE = 20.0
 
 Curve = Float[np.ndarray, "K"]
@@ -89,7 +90,7 @@ class Predictive:
     def _expected_p90_s(self, spread: float) -> float:
         if not self._gaps:
             return math.nan
-        # Deciles of a normal distribution's fifths stand for the noise of each gap.
+        # Five values, each as likely, stand for the noise of each gap.
         noise = np.exp(spread * np.array([-1.28, -0.52, 0.0, 0.52, 1.28]))
         values = np.outer([gap.seconds for gap in self._gaps], noise).ravel()
         weights = np.repeat([gap.rows for gap in self._gaps], len(noise))
@@ -174,7 +175,9 @@ def _least_for_queue(
     cost = load.prompt_tokens * PRICE_OF_GRID[:, None] + load.new_tokens * PRICE_OF_GRID[None, :]
     cost /= load.prompt_tokens + load.new_tokens
     if there > NEARLY_FULL * load.max_running:
-        wanted_per_s = ROOM * load.arrivals_per_s + queue / DRAIN_S
+        wanted_per_s = ROOM * load.arrivals_per_s + queue / min(
+            max(ttft_slo_s, DRAIN_S[0]), DRAIN_S[1]
+        )
         cost += QUEUE_PRICE * np.maximum(0, wanted_per_s / capacity_per_s - 1)
     row, column = np.unravel_index(np.argmin(cost), cost.shape)
     company_s = 0.0

@@ -16,6 +16,7 @@ from serving.plan import Phase, StepControl
 from serving.request import BrownoutChange, BrownoutState, Priority
 from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.pace import Pace
+from serving.scheduling.scheduler import FEW_DECODING
 from serving.scheduling.waiting import Waiting
 from serving.settings import SettingsError
 
@@ -62,8 +63,11 @@ class PhaseControl:
         applied = self._applied_percent
         return self.threshold_percent if math.isnan(applied) else applied
 
-    def seen(self, now: float, slo_s: float, waiting_age_s: float) -> PhaseSeen:
-        """What a controller is told.
+    def seen(
+        self, now: float, slo_s: float, waiting_age_s: float, *, by_step: bool = False
+    ) -> PhaseSeen:
+        """What a controller is told; `by_step`: steps have thresholds of their own, and an operator
+        reads the P90 of all samples in the window.
 
         Latency that is still growing counts too: `waiting_age_s`, the age of the oldest request
         that waits for its first token, is a lower bound of what it will report.
@@ -71,9 +75,8 @@ class PhaseControl:
         (total, count), self._applied = self._applied, (0.0, 0)
         self._applied_percent = total / count if count else math.nan
         p90_s = self.window.p90(now, self.changed_at, self._min_samples)
-        lately_s = self.window.p90(now, -math.inf, self._min_samples)
-        if lately_s is not None:
-            self.p90_s = lately_s if p90_s is None else p90_s
+        shown_s = self.window.p90(now, -math.inf, self._min_samples) if by_step else p90_s
+        self.p90_s = self.p90_s if shown_s is None else shown_s
         if waiting_age_s > slo_s or (p90_s is not None and waiting_age_s > p90_s):
             p90_s = waiting_age_s
             self.p90_s = p90_s if math.isfinite(p90_s) else self.p90_s
@@ -98,6 +101,11 @@ class ClassControl:
     def of(self, phase: Phase) -> PhaseControl:
         """One of the phases."""
         return self.prefill if phase is Phase.PREFILL else self.decode
+
+    def stop(self) -> None:
+        """No controller acts."""
+        self.prefill.stop()
+        self.decode.stop()
 
     def take(self, decision: Decision, seen: Seen) -> None:
         """Takes over what the controller decided, of phases that have an objective."""
@@ -151,6 +159,7 @@ class SloAnalyser:
             for slo_s in (brownout.best_effort_ttft_slo_s, brownout.best_effort_itl_slo_s)
         )
         self._next_update = -math.inf
+        self._learnt = self.strategy, self.way  # of what kind of brownout step times are
 
     def objectives(self, priority: Priority) -> tuple[float, float]:
         """SLO of a class's first tokens and of the others, in seconds; infinite without one."""
@@ -171,21 +180,20 @@ class SloAnalyser:
         plan, percent = step.plan, self.ls.of(step.plan.phase).percent
         if not step.batch.has_ls:
             percent = min(percent, self.best_effort.of(plan.phase).percent)
-        elif self.controls:
+        elif self.controls and self.ls.controller.by_step:
             seen = StepSeen(
-                now,
-                plan.phase,
-                plan.size,
-                num_decoding,
-                since_s,
-                step.exempt_share,
-                self.ls.of(plan.phase).threshold_percent,
-                self.itl_slo_s,
-                self._pace.times,
+                now=now,
+                phase=plan.phase,
+                size=plan.size,
+                num_decoding=num_decoding,
+                since_s=since_s,
+                exempt_share=step.exempt_share,
+                percent=self.ls.of(plan.phase).threshold_percent,
+                itl_slo_s=self.itl_slo_s,
+                times=self._pace.times,
             )
             percent = self.ls.controller.of_step(seen)
-            if self.ls.controller.by_step:
-                self.ls.of(plan.phase).note_step(percent, plan.size)
+            self.ls.of(plan.phase).note_step(percent, plan.size)
         return StepControl(percent, strategy_code(self.strategy))
 
     @property
@@ -222,28 +230,29 @@ class SloAnalyser:
             of.decode.window.add(began_at, now, now - previous_at)
 
     def maybe_update(
-        self, now: float, waiting: Mapping[Priority, Waiting], num_running: int = 0, rows: int = 1
+        self, now: float, waiting: Mapping[Priority, Waiting], max_running: int = 1
     ) -> None:
-        """Once an interval: every controller with an objective decides.
-
-        `num_running` of at most `rows` requests have a slot, of whatever class.
-        """
+        """Once an interval: every controller with an objective decides."""
         if now < self._next_update:
             return
         self._next_update = now + self.config.interval_s
         for priority, of_class in waiting.items():
             of, (ttft_slo_s, itl_slo_s) = self._of(priority), self.objectives(priority)
             starved = of_class.slots_taken and of_class.oldest_s > ttft_slo_s
-            prefill = of.prefill.seen(now, ttft_slo_s, of_class.oldest_s)
-            decode = of.decode.seen(now, itl_slo_s, math.inf if starved else 0.0)
+            by_step, late_s = of.controller.by_step, math.inf if starved else 0.0
+            prefill = of.prefill.seen(now, ttft_slo_s, of_class.oldest_s, by_step=by_step)
+            decode = of.decode.seen(now, itl_slo_s, late_s, by_step=by_step)
             if not self.controls:
+                of.stop()
                 continue
+            running = of_class.num_running
+            in_company = running >= FEW_DECODING * max_running
             load = self.load.load(
                 now,
-                num_running=num_running,
+                num_running=running,
                 num_waiting=of_class.num_queued,
-                max_running=rows,
-                company=self._pace.company(self.ttft_slo_s, num_running),
+                max_running=max_running,
+                company=self._pace.company(self.ttft_slo_s, running) if in_company else None,
             )
             seen = Seen(now, prefill, decode, load, self._pace.times)
             of.take(of.controller.decide(seen), seen)
@@ -278,15 +287,23 @@ class SloAnalyser:
     def apply(self, change: BrownoutChange, now: float) -> None:
         """Takes over a checked change; `way` is the experts loader's to do.
 
+        Raises InvalidRequest for a controller that cannot be made, and changes nothing then.
+
         Samples of before count on unless steps are others now: a caller who sets nothing, or the
         same again, holds up no controller.
         """
+        named = change.controller not in (None, self.ls.controller.name)
+        controller = self.ls.controller
+        if named:
+            try:
+                controller = make_controller(self.config, change.controller or "")
+            except ValueError as error:
+                raise InvalidRequest(str(error)) from None
         steps_differ = change.strategy not in (None, self.strategy)
         self.strategy = change.strategy or self.strategy
         self.ttft_slo_s = change.ttft_slo_s or self.ttft_slo_s
         self.itl_slo_s = change.itl_slo_s or self.itl_slo_s
-        if change.controller is not None:
-            self.ls.controller = make_controller(self.config, change.controller)
+        self.ls.controller = controller
         if change.prefill_company is not None:
             self._pace.waits = change.prefill_company
         fixed = {
@@ -302,11 +319,14 @@ class SloAnalyser:
             self._start_anew(now)
         if change.salc_enabled is not None:
             self.salc_enabled = change.salc_enabled
-        if not self.salc_enabled:
-            for phase in Phase:
-                self.ls.of(phase).stop()
+        if not self.controls:
+            self.ls.stop()
 
     def _start_anew(self, now: float) -> None:
+        kind = self.strategy, self.way
+        if self.strategy != "zero" and kind != self._learnt:
+            self._learnt = kind
+            self._pace.times.forget_brownout()
         for of_class in (self.ls, self.best_effort):
             of_class.prefill.changed_at = of_class.decode.changed_at = now
 

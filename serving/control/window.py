@@ -28,10 +28,10 @@ class LatencyWindow:
     def late_share(self, now: float, slo_s: float, min_samples: int) -> float | None:
         """Of all samples inside the window, those above `slo_s`; None for too few."""
         self._forget(now)
-        count = sum(len(samples) for _, _, samples in self._batches)
-        if not count or count < min_samples:
+        taken = [samples for _, _, samples in self._batches]
+        if not taken or sum(map(len, taken)) < min_samples:
             return None
-        return sum(int((samples > slo_s).sum()) for _, _, samples in self._batches) / count
+        return float((np.concatenate(taken) > slo_s).mean())
 
     def _forget(self, now: float) -> None:
         while self._batches and self._batches[0][1] < now - self.window_s:

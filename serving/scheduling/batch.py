@@ -41,8 +41,15 @@ class ScheduledStep:
 
     @property
     def exempt_share(self) -> float:
-        """Of its visits, those that are never degraded."""
+        """Of its visits, those that are not degraded as it is launched."""
         return self.plan.num_exempt / int(self.plan.q_lens.sum())
+
+    @property
+    def refused_share(self) -> float:
+        """Of its visits, those of requests that allow no brownout."""
+        q_lens = self.plan.q_lens
+        refused = [not s.request.allow_brownout for s in self.sequences]
+        return int(q_lens[refused].sum()) / int(q_lens.sum())
 
     @property
     def mean_threshold_percent(self) -> float:

@@ -76,19 +76,24 @@ class Pace:
         self, budget_s: float, ends_at: float, steps: Iterable[tuple[Phase, int, float]]
     ) -> float:
         """What is left of an ITL of `budget_s` if steps follow `ends_at`, the end of the prefill
-        step under way: each has phase, size and threshold. -inf where a duration is not known yet.
+        step under way: each has phase, size and threshold. -inf where a duration is not known yet,
+        of a size that is twice the largest so far for one.
         """
+        steps = list(steps)
+        if any(size > 2 * self.times.largest(phase) for phase, size, _ in steps):
+            return -math.inf
         steps_s = sum(self.times.expected_s(*step) for step in steps)
         return (
             -math.inf if math.isnan(steps_s) else budget_s - (ends_at - self._decoded_at) - steps_s
         )
 
-    def since_tokens_s(self, step: ScheduledStep, started_at: float) -> float:
-        """Seconds that sequences will have waited for a token when a step is likely to end."""
-        if step.plan.phase is Phase.DECODE or self._decoded_at == -math.inf:
+    def since_tokens_s(self, step: ScheduledStep, started_at: float, tokens_at: float) -> float:
+        """Seconds that sequences will have waited for a token as a step is likely to end, which had
+        the one before at `tokens_at` (NaN: none has one); 0 where they get one of it.
+        """
+        if math.isnan(tokens_at) or (step.plan.phase is Phase.DECODE and step.is_last):
             return 0.0
-        ends_at = started_at + self._expected_s(step, 0.0)
-        return max(0.0, ends_at - self._decoded_at)
+        return max(0.0, started_at + self._expected_s(step, 0.0) - tokens_at)
 
     def ends_at(self, step: ScheduledStep, started_at: float) -> float:
         """When a step that began at `started_at` is likely to end."""

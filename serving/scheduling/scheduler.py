@@ -36,8 +36,7 @@ from serving.scheduling.waiting import Waiting
 
 FEW_DECODING = 1 / 3
 """Of the rows that a decode step may have: fewer have little to lose by a prefill step more, and
-prompts wait for nothing. Simulated, a steady load's first tokens wait less than half as long for
-it, and a burst has as few late tokens."""
+prompts wait for nothing. Simulated, a steady load's first tokens wait less than half as long."""
 
 
 class Scheduler:
@@ -113,10 +112,12 @@ class Scheduler:
         return min(len(self._free_slots), free) if priority is BE else free
 
     def waits(self, priority: Priority, now: float) -> Waiting:
-        """What waits in a class."""
+        """What waits in a class, and how many do not."""
         oldest, num_queued = self._oldest_arrival(priority), len(self.queues[priority])
         age_s = 0.0 if oldest is None else now - oldest
-        return Waiting(age_s, num_queued > self.num_free_slots(priority), num_queued)
+        num_running = sum(s.request.priority is priority for s in self.running)
+        slots_taken = num_queued > self.num_free_slots(priority)
+        return Waiting(age_s, slots_taken, num_queued, num_running)
 
     def _oldest_arrival(self, priority: Priority) -> float | None:
         """Arrival of the oldest sequence of a class that waits for its first token."""
@@ -152,7 +153,15 @@ class Scheduler:
     def num_decoding_beside(self, step: ScheduledStep) -> int:
         """Sequences that wait for a further token in this step, or until it has ended."""
         decoding = sum(s.status is SequenceStatus.DECODE for s in self.running)
-        return decoding - (sum(step.sampled) if step.plan.phase is Phase.PREFILL else 0)
+        return decoding - (sum(step.batch.sampled) if step.plan.phase is Phase.PREFILL else 0)
+
+    def tokens_at(self) -> float:
+        """When latency-sensitive sequences that decode had their last token, on average; NaN: none
+        has one.
+        """
+        decoding = self._candidates((LS,), SequenceStatus.DECODE)
+        found = [s.previous_at for s in decoding if not math.isnan(s.previous_at)]
+        return sum(found) / len(found) if found else math.nan
 
     def next_prefill_tokens(self) -> int:
         """Tokens that a prefill step planned now would have, at most."""

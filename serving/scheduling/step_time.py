@@ -1,6 +1,7 @@
 """What steps take, learnt while serving: by phase, size and threshold."""
 
 import math
+import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -13,12 +14,17 @@ SIZES = [1 << power for power in range(21)]
 """Tokens of a prefill step or rows of a decode step at which a time is kept."""
 THRESHOLDS_PERCENT = [0.0, 25.0, 50.0, 75.0, 100.0]
 
+GUESS = [0.75 + percent / 400 for percent in THRESHOLDS_PERCENT]
+"""What a threshold leaves of a step's time, until steps tell: who expects nothing of brownout never
+tries it."""
+
 MOOD_GAIN = 0.1
-GAIN = 0.02  # of an entry that many steps taught; the first ones are averaged
-YOUNG = 5  # steps that an entry was taught by
+GAIN = 0.02  # of an entry that many steps taught
+YOUNG = 5  # steps whose median an entry is, before later ones move it
 ERROR_GAIN = 0.02
 CLIP = 0.5
-"""The most that a step counts for which takes longer: one that stood still teaches little."""
+"""The most that a step's error counts for, up or down, where an entry is not young any more: a
+machine, or a host, that stood still teaches little."""
 
 
 class StepTimeModel:
@@ -26,8 +32,9 @@ class StepTimeModel:
 
     A step never takes longer for fewer rows or a lower threshold, so an entry that changes holds
     its neighbours down or up. Entries that no step came near follow those that are known: evenly
-    between two, and else in the proportions of the nearest size. One factor multiplies
-    them all, the machine's mood: other work and clocks change it sooner than what a row costs.
+    between two, and else in the proportions of the nearest size, or in guessed ones. One factor
+    multiplies them all, the machine's mood: other work and clocks change it sooner than what a row
+    costs.
     """
 
     def __init__(self) -> None:
@@ -57,11 +64,15 @@ class StepTimeModel:
             table.start(seconds / self.mood)
         error = seconds / self.expected_s(phase, size, threshold_percent) - 1
         self._note(error)
-        if table.has_seen(size, threshold_percent):
-            error = min(error, CLIP)
-            self.mood *= 1 + MOOD_GAIN * max(error, -CLIP)
+        if table.is_taught(size, threshold_percent):
+            self.mood *= 1 + MOOD_GAIN * min(max(error, -CLIP), CLIP)
             self.mood **= 0.99  # what lasts is the table's
         table.learn(size, threshold_percent, error)
+
+    def forget_brownout(self) -> None:
+        """Steps with brownout are others from now on: another strategy, or another way."""
+        for table in self._tables.values():
+            table.forget_brownout()
 
     def expected_s(self, phase: Phase, size: float, threshold_percent: float = 100.0) -> float:
         """Of a whole step; NaN before the first of its phase."""
@@ -75,20 +86,23 @@ class StepTimeModel:
 
     def line(self, phase: Phase, threshold_percent: float = 100.0) -> tuple[float, float] | None:
         """Seconds of a step, and of each row or token in it: a line through the smallest and the
-        largest that were seen. None before two sizes were.
+        largest that was seen. None before one was seen that is twice another.
         """
-        sizes = self._tables[phase].sizes
-        if len(sizes) < 2:
+        small, large = self._tables[phase].smallest, self._tables[phase].largest
+        if large < 2 * small or not large:
             return None
-        small, large = sizes[0], sizes[-1]
         small_s, large_s = (self.expected_s(phase, n, threshold_percent) for n in (small, large))
         per_row_s = (large_s - small_s) / (large - small)
         return max(0.0, small_s - per_row_s * small), per_row_s
 
+    def largest(self, phase: Phase) -> int:
+        """Size of the largest step that was seen; 0 before the first."""
+        return self._tables[phase].largest
+
     @property
     def longest_s(self) -> float:
         """Of the steps that were seen, by what is known of them now; infinite before the first."""
-        known = [t.read(t.sizes[-1], 100.0) for t in self._tables.values() if t.known]
+        known = [t.read(t.largest, 100.0) for t in self._tables.values() if t.known]
         return self.mood * max(known, default=math.inf)
 
     def _note(self, error: float) -> None:
@@ -103,18 +117,27 @@ class _Table:
     """Seconds by size and threshold; they rise along both, weakly."""
 
     def __init__(self) -> None:
-        self.known = False
-        self._seconds = [[math.nan] * len(THRESHOLDS_PERCENT) for _ in SIZES]
-        self._weights = [[0.0] * len(THRESHOLDS_PERCENT) for _ in SIZES]
+        self.smallest = self.largest = 0  # sizes that came; 0: none
+        shape = len(SIZES), len(THRESHOLDS_PERCENT)
+        self._seconds = np.full(shape, math.nan).tolist()
+        self._weights = np.zeros(shape).tolist()  # of the steps that taught an entry
+        self._first: dict[tuple[int, int], list[float]] = {}  # what a young entry's steps said
 
     @property
-    def sizes(self) -> list[int]:
-        """Those that steps came near."""
-        return [n for n, weights in zip(SIZES, self._weights, strict=True) if any(weights)]
+    def known(self) -> bool:
+        return self.largest > 0
 
     def start(self, seconds: float) -> None:
-        self.known = True
-        self._seconds = [[seconds] * len(THRESHOLDS_PERCENT) for _ in SIZES]
+        self._seconds = [[seconds * guess for guess in GUESS] for _ in SIZES]
+
+    def forget_brownout(self) -> None:
+        below = [c for c, percent in enumerate(THRESHOLDS_PERCENT) if percent < 100]
+        for row in range(len(SIZES)):
+            for column in below:
+                self._weights[row][column] = 0.0
+                self._first.pop((row, column), None)
+        if any(map(any, self._weights)):
+            self._fill()
 
     def read(self, size: float, threshold_percent: float) -> float:
         near = _near(size, threshold_percent)
@@ -127,25 +150,43 @@ class _Table:
             thresholds_percent, THRESHOLDS_PERCENT, [low + up * (high - low) for low, high in pairs]
         )
 
-    def has_seen(self, size: float, threshold_percent: float) -> bool:
+    def is_taught(self, size: float, threshold_percent: float) -> bool:
         near = _near(size, threshold_percent)
-        return all(self._weights[row][column] for row, column, _ in near)
+        return all(self._is_taught(row, column) for row, column, _ in near)
 
-    def learn(self, size: float, threshold_percent: float, error: float) -> None:
+    def _is_taught(self, row: int, column: int) -> bool:
+        return len(self._first.get((row, column), ())) == YOUNG
+
+    def learn(self, size: int, threshold_percent: float, error: float) -> None:
         """Moves the entries around a step by as much of its relative error as they had part in."""
+        self.smallest = min(self.smallest or size, size)
+        self.largest = max(self.largest, size)
         near = _near(size, threshold_percent)
         whole = sum(share**2 for _, _, share in near)
-        is_new = False
+        is_new, wanted = False, []
         for row, column, share in near:
             is_new = is_new or not self._weights[row][column]
             self._weights[row][column] += share
-            weight = self._weights[row][column]
-            # The first step of all may have stood still: a faster one counts at once.
-            gain = 1.0 if error < 0 and weight < YOUNG else max(share / weight, GAIN)
-            gain *= share / whole
-            self._move(row, column, self._seconds[row][column] * (1 + error * min(gain, 1.0)))
+            before, taught = self._seconds[row][column], self._is_taught(row, column)
+            if taught:
+                gain = min(share / whole * max(share / self._weights[row][column], GAIN), 1.0)
+                seconds = before * (1 + gain * min(max(error, -CLIP), CLIP))
+            else:
+                first = self._first.setdefault((row, column), [])
+                first.append(before * (1 + error))
+                seconds = self._between_taught(row, column, statistics.median_low(first))
+            wanted.append((row, column, seconds))
+        for entry in wanted:
+            self._move(*entry)
         if is_new:
             self._fill()
+
+    def _between_taught(self, row: int, column: int, seconds: float) -> float:
+        """A young entry holds none down or up that more steps taught."""
+        taught = [at for at, first in self._first.items() if len(first) == YOUNG]
+        low = [self._seconds[r][c] for r, c in taught if r <= row and c <= column]
+        high = [self._seconds[r][c] for r, c in taught if r >= row and c >= column]
+        return min(max(seconds, max(low, default=0.0)), min(high, default=math.inf))
 
     def _move(self, row: int, column: int, seconds: float) -> None:
         """Sets an entry, and whatever then would be out of order."""
@@ -173,13 +214,19 @@ class _Table:
             for column in range(len(THRESHOLDS_PERCENT)):
                 edge = int(min(max(column, known[0]), known[-1]))
                 other = _nearest(row, [k for k, c in columns.items() if _spans(c, column, edge)])
-                if other is not None:
-                    table[row, column] = (
-                        table[row, edge] * table[other, column] / table[other, edge]
-                    )
+                like = GUESS if other is None else table[other]
+                table[row, column] = table[row, edge] * like[column] / like[edge]
         rows = list(columns)
         for column in table.T:
             column[:] = np.interp(SIZES, np.take(SIZES, rows), column[rows])
+        # In order, and none that was taught is moved for one that was not.
+        low, high = np.zeros_like(table), np.full_like(table, np.inf)
+        for (row, column), first in self._first.items():
+            if len(first) == YOUNG:
+                low[row, column] = high[row, column] = table[row, column]
+        low = np.maximum.accumulate(np.maximum.accumulate(low, 0), 1)
+        high = np.minimum.accumulate(np.minimum.accumulate(high[::-1, ::-1], 0), 1)[::-1, ::-1]
+        table = np.clip(table, low, high)
         table = np.maximum.accumulate(np.maximum.accumulate(table, 0), 1)
         self._seconds = table.tolist()
 

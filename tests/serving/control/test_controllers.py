@@ -243,7 +243,7 @@ class Silent:
 def test_a_controller_of_ones_own_is_named_in_the_settings():
     controller = make_controller(SalcConfig(controller=f"{__name__}:Half"))
     assert controller.decide(seen()) == Decision(50, 50)
-    assert controller.of_step(step(percent=50.2)) == 51
+    assert not controller.by_step
 
 
 def test_thresholds_stay_between_floor_and_ceiling():
@@ -314,6 +314,71 @@ def test_the_example_of_the_page_works(request):
     controller = GuardedController("own", names["QueueLength"](CONFIG), CONFIG)
     decision = controller.decide(seen(LOAD._replace(num_waiting=30)))
     assert decision == Decision(70, 70)
+
+
+@pytest.mark.parametrize("odd", ["a", None, {}])
+def test_an_expected_p90_that_is_no_number_is_a_fault_of_the_controller(odd, caplog):
+    class Odd(Half):
+        def decide(self, seen):
+            return Decision(50, 50, odd)
+
+    controller = GuardedController("odd", Odd(CONFIG), CONFIG)
+    assert controller.decide(seen(p90_s=1.0)) == Decision(80, 80)
+    assert "controller odd: decide failed" in caplog.text
+
+
+def test_without_data_a_threshold_beyond_the_ceiling_stays():
+    config = SalcConfig(ceiling_percent=90.0, interval_s=1.0)
+    slo = SloAnalyser(BrownoutConfig(), config, way=8)
+    for now in range(5):
+        slo.maybe_update(float(now), {Priority.LATENCY_SENSITIVE: Waiting()})
+    assert slo.state().decode_threshold_percent == 100
+
+
+def test_the_same_controller_named_again_is_not_made_anew():
+    slo = SloAnalyser(BrownoutConfig(), SalcConfig(controller="predictive"), way=8)
+    before = slo.ls.controller
+    slo.apply(BrownoutChange(controller="predictive", itl_slo_s=0.2), 0.0)
+    assert slo.ls.controller is before
+    slo.apply(BrownoutChange(controller="algorithm2"), 0.0)
+    assert slo.ls.controller is not before
+
+
+class MadeOnce(Half):
+    made = 0
+
+    def __init__(self, config):
+        MadeOnce.made += 1
+        if MadeOnce.made > 1:
+            raise RuntimeError("only one of me")
+
+
+def test_a_controller_that_cannot_be_made_again_changes_nothing():
+    slo = SloAnalyser(BrownoutConfig(), SalcConfig(controller=f"{__name__}:MadeOnce"), way=8)
+    slo.apply(BrownoutChange(controller="algorithm2"), 0.0)
+    with pytest.raises(InvalidRequest, match="only one of me"):
+        slo.apply(BrownoutChange(controller=f"{__name__}:MadeOnce", itl_slo_s=0.5), 0.0)
+    assert slo.state().controller == "algorithm2"
+    assert slo.state().itl_slo_s != 0.5
+
+
+class Expecting(Half):
+    def decide(self, seen):
+        return Decision(50, 50, 0.25, 0.125)
+
+
+@pytest.mark.parametrize("change", [{"strategy": "zero"}, {"salc_enabled": False}])
+def test_where_no_controller_acts_nothing_is_expected(change):
+    config = SalcConfig(controller=f"{__name__}:Expecting", interval_s=1.0)
+    slo = SloAnalyser(BrownoutConfig(), config, way=8)
+    waiting = {Priority.LATENCY_SENSITIVE: Waiting()}
+    slo.maybe_update(0.0, waiting)
+    state = slo.state()
+    assert (state.predicted_ttft_p90_s, state.predicted_itl_p90_s) == (0.25, 0.125)
+    slo.apply(BrownoutChange(**change), 0.5)
+    slo.maybe_update(1.0, waiting)
+    assert math.isnan(slo.state().predicted_ttft_p90_s)
+    assert math.isnan(slo.state().predicted_itl_p90_s)
 
 
 def test_an_operator_reads_the_mean_of_steps_with_thresholds_of_their_own():

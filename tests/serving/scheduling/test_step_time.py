@@ -139,3 +139,56 @@ def test_a_clock_that_stood_still_teaches_nothing():
     model.observe(Phase.DECODE, 4, 100.0, 0.0)
     model.observe(Phase.DECODE, 0, 100.0, 1.0)
     assert not model.num_observed
+
+
+@pytest.mark.parametrize("odd_s", [1.0, 20e-6])
+@pytest.mark.parametrize(("size", "percent"), [(2, 80.0), (64, 100.0), (24, 10.0)])
+def test_one_odd_step_of_a_new_kind_moves_nothing_that_is_known(odd_s, size, percent):
+    """The machine, or the host that took the time, stood still."""
+    model = taught(sizes=(1, 4, 16, 32), percents=(0, 100))
+    before = [
+        (n, p, model.expected_s(Phase.DECODE, n, p)) for n in (1, 4, 16, 32) for p in (0, 100)
+    ]
+    model.observe(Phase.DECODE, size, percent, odd_s)
+    for n, p, expected_s in before:
+        assert model.expected_s(Phase.DECODE, n, p) == pytest.approx(expected_s, rel=0.02)
+    for _ in range(10):
+        model.observe(Phase.DECODE, size, percent, true_s(size, percent))
+    assert model.expected_s(Phase.DECODE, size, percent) == pytest.approx(
+        true_s(size, percent), rel=0.15
+    )
+
+
+def test_steps_of_one_size_say_nothing_of_a_row():
+    model = StepTimeModel()
+    for size in (40, 41, 45):
+        model.observe(Phase.PREFILL, size, 100.0, 0.02)
+        assert model.line(Phase.PREFILL) is None
+    model.observe(Phase.PREFILL, 80, 100.0, 0.03)
+    for _ in range(200):
+        model.observe(Phase.PREFILL, 80, 100.0, 0.03)
+        model.observe(Phase.PREFILL, 40, 100.0, 0.02)
+    fixed_s, per_token_s = model.line(Phase.PREFILL)
+    assert (fixed_s, per_token_s) == pytest.approx((0.01, 0.00025), rel=0.1)
+    assert model.largest(Phase.PREFILL) == 80
+
+
+def test_what_a_step_takes_longer_is_counted_once():
+    model = StepTimeModel()
+    for seconds in (0.020, 0.030, 0.030):
+        model.observe(Phase.DECODE, 24, 100.0, seconds)  # between two sizes of the table
+    assert model.expected_s(Phase.DECODE, 24) == pytest.approx(0.030, rel=0.01)
+    assert model.expected_s(Phase.DECODE, 32) == pytest.approx(0.030, rel=0.01)
+
+
+def test_another_way_of_brownout_is_learnt_anew():
+    model = taught()
+    model.forget_brownout()
+    for size in SIZES:
+        expected_s = model.expected_s(Phase.DECODE, size, 100)
+        assert expected_s == pytest.approx(true_s(size, 100), rel=0.02)
+        guessed_s = model.expected_s(Phase.DECODE, size, 0)
+        assert guessed_s == pytest.approx(0.75 * expected_s, rel=0.02)
+    for _ in range(10):
+        model.observe(Phase.DECODE, 32, 0.0, 0.5 * true_s(32, 100))
+    assert model.expected_s(Phase.DECODE, 16, 0) < 0.6 * true_s(16, 100)
