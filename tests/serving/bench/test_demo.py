@@ -14,6 +14,9 @@ from rich.console import Console
 from serving.bench import demo
 from serving.bench.demo import DemoConfig, run_demo
 from serving.bench.launch import LaunchError
+from serving.bench.results import Slo
+from serving.bench.variants import ALL, VARIANTS, use_variant
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 SCRIPTED = (scripted_server.__file__,)
 
@@ -80,6 +83,31 @@ def test_repeats_store_medians(tmp_path):
     assert result["medians"]["runs"]["zero"]["output_throughput"] == pytest.approx(sum(rates) / 2)
     assert (tmp_path / "benchmarks" / "demo.json").exists()
     assert (tmp_path / "out" / "demo-2.png").exists()
+
+
+def test_each_controller_is_played_on_one_calibration(tmp_path):
+    result = run_demo(config(tmp_path, controllers=True, duration_s=0.5), quiet())
+    assert tuple(result["runs"]) == ALL
+    assert (result["controller"], result["prefill_company"]) == ("algorithm2", True)
+    degraded = {name: run["degraded_share"] > 0 for name, run in result["runs"].items()}
+    assert degraded == {name: name != "zero" for name in ALL}
+    assert (tmp_path / "out" / "demo.png").stat().st_size > 10_000
+
+
+async def test_a_variant_is_the_servers_own_state_but_for_what_it_names():
+    server = scripted_server.Scripted()
+    client, own = scripted_server.Direct(server), pb.BrownoutState()
+    own.CopyFrom(server.state)
+    for name, expected in (
+        ("algorithm2_alone", ("algorithm2", False)),
+        ("predictive", ("predictive", True)),
+        ("brownout", ("algorithm2", True)),
+    ):
+        state = await use_variant(client, VARIANTS[name], own, "partial", Slo(0.2, 0.05))
+        assert (state.controller, state.prefill_company) == expected
+        assert (state.strategy, state.ttft_slo_s, state.itl_slo_s) == ("partial", 0.2, 0.05)
+    state = await use_variant(client, VARIANTS["zero"], own, "partial", Slo(0.2, 0.05))
+    assert (state.strategy, state.decode_threshold_percent) == ("zero", 100)
 
 
 def test_share_of_other_programs(monkeypatch):

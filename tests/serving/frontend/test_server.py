@@ -238,6 +238,12 @@ async def test_admin_reads_and_sets() -> None:
         state = await s.admin.GetBrownout(pb.GetBrownoutRequest())
         assert (state.strategy, state.way, state.decode_threshold_percent) == ("partial", 8, 62.5)
         assert math.isnan(state.ttft_p90_s)
+        assert (state.controller, state.prefill_company) == ("predictive", True)
+        assert state.predicted_itl_p90_s == 0.06
+        change = pb.SetBrownoutRequest(controller="algorithm2", prefill_company=False)
+        state = await s.admin.SetBrownout(change)
+        assert s.engine.changes == BrownoutChange(controller="algorithm2", prefill_company=False)
+        assert (state.controller, state.prefill_company) == ("algorithm2", False)
         await s.admin.SetBrownout(pb.SetBrownoutRequest(way=2, decode_threshold_percent=0))
         assert s.engine.changes == BrownoutChange(way=2, decode_threshold_percent=0)
         error = await failure(s.admin.SetBrownout(pb.SetBrownoutRequest(way=3)))
