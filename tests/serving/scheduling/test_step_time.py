@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from serving.plan import Phase
@@ -80,6 +80,12 @@ def test_what_brownout_saves_carries_over_to_sizes_that_saw_none():
         min_size=1,
         max_size=80,
     )
+)
+@example(
+    [(Phase.PREFILL, 1, 0.0, 1e-5), (Phase.PREFILL, 3, 1.0, 9.0), (Phase.PREFILL, 5, 15.0, 1e-5)]
+)
+@example(
+    [(Phase.PREFILL, 1, 0.0, 1e-5), (Phase.PREFILL, 3, 1.0, 8.0), (Phase.PREFILL, 4, 21.0, 1e-5)]
 )
 def test_a_step_never_takes_longer_for_fewer_rows_or_a_lower_threshold(steps):
     model = StepTimeModel()
