@@ -23,12 +23,17 @@ MOST_COMPANY_RATIO = 1.5
 
 @dataclass(frozen=True)
 class Line:
-    """One thing that must hold. `ok` is None where it could not be measured."""
+    """One thing that must hold. `ok` is None where it could not be measured.
+
+    `by_machine` marks times and memory: a busy machine or a short run can fail them though the
+    server does nothing wrong.
+    """
 
     name: str
     must: str
     seen: str
     ok: bool | None
+    by_machine: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,10 +96,10 @@ def memory_lines(found: dict[str, Any]) -> list[Line]:
     def line(name: str, value: str, base: str, most: float) -> Line:
         must = f"at most {most:g} x {base}"
         if not (found.get(f"{value}_bytes") and found.get(f"{base}_bytes")):
-            return Line(name, must, "not measured", None)
+            return Line(name, must, "not measured", None, by_machine=True)
         ratio = found[f"{value}_bytes"] / found[f"{base}_bytes"]
         seen = f"{found[f'{value}_bytes'] / 2**20:.0f} MiB, {ratio:.3f} x"
-        return Line(name, must, seen, ratio <= most)
+        return Line(name, must, seen, ratio <= most, by_machine=True)
 
     return [
         line("resident memory, last requests", "last", "first", MOST_GROWTH),
@@ -120,7 +125,13 @@ def health_lines(under_load: dict[str, Any], failures: list[str]) -> list[Line]:
     seen, most = under_load.get("p999_s"), HEALTH_P999_S
     ok = None if seen is None else seen <= most
     return [
-        Line("health check under load, P99.9", f"at most {most * 1e3:g} ms", _ms(seen), ok),
+        Line(
+            "health check under load, P99.9",
+            f"at most {most * 1e3:g} ms",
+            _ms(seen),
+            ok,
+            by_machine=True,
+        ),
         Line("health checks that failed", "0", f"{len(failures)}", not failures),
     ]
 
@@ -136,10 +147,10 @@ def stream_lines(
     def line(name: str, base: dict[str, Any], of: str, key: str, most: float) -> Line:
         must = f"at most {most:g} x {of}"
         if not (base["count"] and under_load["count"]):
-            return Line(name, must, "not measured", None)
+            return Line(name, must, "not measured", None, by_machine=True)
         ratio = under_load[key] / base[key]
         seen = f"{_ms(under_load[key])}, {ratio:.1f} x {_ms(base[key])}"
-        return Line(name, must, seen, ratio <= most)
+        return Line(name, must, seen, ratio <= most, by_machine=True)
 
     return [
         line("longest gap of a polite stream", idle, "idle", "max_s", MOST_GAP_RATIO),
