@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ GRID_PERCENT = np.linspace(100, 0, 21)
 """Thresholds to choose from; of two that are as good, the first."""
 TARGET = 0.04
 """Late tokens that it lets pass. A P90 objective allows 0.1; what nobody foresees comes on top."""
+NEEDED = 0.06  # late without brownout: with fewer there is none
 MIN_SAMPLES, MAX_ERROR = 30, 0.25  # below and above: it knows too little
 FEW_ROWS = 3  # in a batch so small brownout saves no time
 DEAR_PERCENT = 30.0
@@ -25,10 +27,11 @@ DEAR_PERCENT = 30.0
 
 PRICES = 0.5, 50.0
 PRICE_GAIN = 0.1
-WINDOW_S = 1.0  # of the gaps that it goes by
+WINDOWS_S = 1.0, 5.0
+"""Of the gaps that it goes by. Brownout has to help in both: a second alone is often a bad one."""
 
-NEARLY_FULL = 0.8  # of all rows: with more, a queue is near
-ROOM = 1.05  # capacity over arrivals, then
+NEARLY_FULL = 0.7  # of all slots: with more of them taken a queue is near
+ROOM = 1.1  # capacity over arrivals, then
 DRAIN_S = 0.25, 2.0
 """A queue should be gone in the time that a first token may take, but not in less or more."""
 QUEUE_PRICE = 20.0
@@ -71,32 +74,20 @@ class Predictive:
         self._knows = _knows_enough(seen)
         if not self._knows:
             return self._fallback.decide(seen)
-        while self._gaps and self._gaps[0].at < seen.now - WINDOW_S:
+        while self._gaps and self._gaps[0].at < seen.now - WINDOWS_S[-1]:
             self._gaps.popleft()
-        self._set_price(seen.decode)
+        newest = [gap for gap in self._gaps if gap.at >= seen.now - WINDOWS_S[0]]
+        self._set_price(seen.decode, min(map(_late_unhelped, (newest, self._gaps))))
         prefill, decode, ttft_s = _least_for_queue(seen.load, seen.times, seen.prefill.slo_s)
-        return Decision(prefill, decode, ttft_s, self._expected_p90_s(seen.times.spread))
+        return Decision(prefill, decode, ttft_s, _expected_p90_s(newest, seen.times.spread))
 
-    def _set_price(self, decode: PhaseSeen) -> None:
-        rows = sum(gap.rows for gap in self._gaps)
-        unhelped = sum(gap.rows * gap.late_unhelped for gap in self._gaps) / rows if rows else 0.0
+    def _set_price(self, decode: PhaseSeen, unhelped: float) -> None:
         late = decode.late_share or 0.0
-        self._helps = max(unhelped, late) > TARGET
+        self._helps = max(unhelped, late) > NEEDED
         if self._helps and decode.late_share is not None:
             off = min(max((late - TARGET) / TARGET, -1.0), 2.0)
             price = self._price * math.exp(PRICE_GAIN * off)
             self._price = min(max(price, PRICES[0]), PRICES[1])
-
-    def _expected_p90_s(self, spread: float) -> float:
-        if not self._gaps:
-            return math.nan
-        # Five values, each as likely, stand for the noise of each gap.
-        noise = np.exp(spread * np.array([-1.28, -0.52, 0.0, 0.52, 1.28]))
-        values = np.outer([gap.seconds for gap in self._gaps], noise).ravel()
-        weights = np.repeat([gap.rows for gap in self._gaps], len(noise))
-        order = np.argsort(values)
-        at = np.searchsorted(np.cumsum(weights[order]), 0.9 * weights.sum())
-        return float(values[order][at])
 
     # ---- by step ----------------------------------------------------------------------------
 
@@ -143,6 +134,25 @@ def _knows_enough(seen: Seen) -> bool:
         and all(map(times.knows, Phase))
         and seen.load.new_tokens > 0
     )
+
+
+def _late_unhelped(gaps: Collection[Gap]) -> float:
+    """Share of their tokens that would come late without brownout; 0 of none."""
+    rows = sum(gap.rows for gap in gaps)
+    return sum(gap.rows * gap.late_unhelped for gap in gaps) / rows if rows else 0.0
+
+
+def _expected_p90_s(gaps: Collection[Gap], spread: float) -> float:
+    """NaN of none."""
+    if not gaps:
+        return math.nan
+    # Five values, each as likely, stand for the noise of each gap.
+    noise = np.exp(spread * np.array([-1.28, -0.52, 0.0, 0.52, 1.28]))
+    values = np.outer([gap.seconds for gap in gaps], noise).ravel()
+    weights = np.repeat([gap.rows for gap in gaps], len(noise))
+    order = np.argsort(values)
+    at = np.searchsorted(np.cumsum(weights[order]), 0.9 * weights.sum())
+    return float(values[order][at])
 
 
 def _curve(times: StepTimeModel, phase: Phase, size: float, exempt_share: float) -> Curve:

@@ -11,7 +11,7 @@ from serving.control.algorithm2 import Algorithm2
 from serving.control.controller import Decision, Load, PhaseSeen, Seen, StepSeen
 from serving.control.guarded import GuardedController, make_controller
 from serving.control.load import WEIGHT, LoadMeter
-from serving.control.predictive import TARGET, Predictive
+from serving.control.predictive import ROOM, TARGET, Predictive
 from serving.control.slo import SloAnalyser
 from serving.errors import InvalidRequest
 from serving.plan import Phase
@@ -129,6 +129,18 @@ def test_without_late_tokens_seen_or_expected_nothing_is_degraded():
     assert controller.of_step(step(since_s=0.017)) < 100
 
 
+def test_a_bad_second_alone_is_not_enough():
+    """One gap in ten is long in it, and one in fifty of five seconds."""
+    for before, helps in ((0.0, False), (0.017, True)):
+        controller = Predictive(CONFIG)
+        controller.decide(seen())
+        for number in range(500):
+            bad = before if number < 400 else 0.017
+            controller.of_step(step(since_s=bad * (number % 10 == 0), now=number / 100))
+        controller.decide(seen(now=4.99))
+        assert (controller.of_step(step(since_s=0.017, now=5.0)) < 100) is helps
+
+
 def test_the_price_of_a_late_token_follows_what_is_late():
     near = step(since_s=0.0125)  # 28.5 ms of 30: some are late
     calm, pressed = helping(late=TARGET), helping(late=0.5, updates=30)
@@ -174,7 +186,7 @@ def test_with_a_full_batch_slots_come_free_as_fast_as_requests_arrive():
     assert decision.prefill_percent == 100
     # Not more than it takes.
     less = decision._replace(decode_percent=decision.decode_percent + 10)
-    assert capacity_per_s(less, load) < 60 * 1.05
+    assert capacity_per_s(less, load) < 60 * ROOM
 
 
 def test_a_queue_takes_more_and_is_expected_to_be_waited_for():
