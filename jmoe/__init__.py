@@ -4,11 +4,13 @@ The notebook API: `load`, `forward`, `generate`, `save`, `brownout.plan`.
 """
 
 from jmoe import brownout
-from jmoe.api import ForwardStats, Model, forward, load, save
+from jmoe.api import Model, load, save
 from jmoe.brownout import Brownout
 from jmoe.checkpoint import CheckpointError
 from jmoe.config import ConfigError, ModelConfig
+from jmoe.forward import ForwardStats, forward
 from jmoe.generate import Generation, generate
+from jmoe.parallel.home import make_mesh
 
 __version__ = "0.1.0"
 
@@ -24,5 +26,6 @@ __all__ = [
     "forward",
     "generate",
     "load",
+    "make_mesh",
     "save",
 ]

@@ -3,23 +3,21 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jax.sharding import Mesh
 
 from jmoe import checkpoint, display
-from jmoe.attention import CausalAttention
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
-from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts
-from jmoe.model import LayerStats, Rows, StepData, Wanted, embed, head, run_layers
+from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots
+from jmoe.parallel.home import Home
+from jmoe.parallel.placement import Placement, check, contiguous
 from jmoe.tokenizer import Tokenizer, TokenizerError
 from jmoe.weights import Params, ResidentWeights, Weights
 
@@ -27,6 +25,9 @@ BUNDLED = "bundled"
 """Stands for the model that comes with jmoe wherever a path is taken."""
 
 DTYPES = ("bfloat16", "float16", "float32")
+
+PlacementOf = Callable[..., Placement]
+"""Called as `jmoe.parallel.placement.contiguous` is, with num_united."""
 
 
 @dataclass(repr=False, eq=False)
@@ -39,6 +40,11 @@ class Model:
     dtype: jnp.dtype
     resident: ResidentWeights
     tokenizer: Tokenizer | None = None
+
+    @property
+    def home(self) -> Home | None:
+        """The mesh that it is spread over, and which expert is where; None: one device."""
+        return self.resident.home
 
     @property
     def weights(self) -> Weights:
@@ -134,7 +140,7 @@ class Model:
     def with_weights(self, **changed: Any) -> "Model":
         """The same model with other `params`, `pool` or `table`, and no way loaded."""
         weights = self.weights._replace(**changed)
-        return replace(self, resident=ResidentWeights(weights, self.united, self.name))
+        return replace(self, resident=ResidentWeights(weights, self.united, self.name, self.home))
 
     @property
     def num_united_slots(self) -> int:
@@ -188,6 +194,8 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     check_weights: bool = True,
     allow_unknown_config: Sequence[str] = (),
+    mesh: Mesh | None = None,
+    placement: Placement | PlacementOf | None = None,
 ) -> Model:
     """Loads a Hugging Face directory as it stands, or one written by `save`.
 
@@ -200,8 +208,13 @@ def load(
         check_weights: refuse NaN and infinity, also those that `dtype` makes of large weights.
         allow_unknown_config: keys of `config.json` that jmoe does not know and that change
             nothing; others it does not know are refused.
+        mesh: spread the experts over its devices (`make_mesh`); None keeps all on one.
+        placement: of all logical experts, for `mesh`; None gives each device a range of them. Or
+            what makes it, called with the numbers of MoE layers, logical experts and devices, and
+            `num_united=` of the experts.
 
-    Raises ConfigError, CheckpointError or TokenizerError, each naming what is wrong.
+    Raises ConfigError, CheckpointError or TokenizerError, each naming what is wrong;
+    ValueError for a placement that does not fit.
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -213,16 +226,44 @@ def load(
         cfg, weights = checkpoint.load_native(directory, kind, check_weights)
         _check_tokenizer(tokenizer, cfg, directory)
         united = _ways(checkpoint.load_united(directory, cfg, finite), ways, name)
-        missing = max((u.gate_up.shape[1] for u in united.values()), default=0)
+        missing = num_united_slots(united)
         if missing > weights.num_united_slots:
             raise ValueError(f"{name} was saved without slots for ways {sorted(united)}")
+        home = _home(cfg, weights.num_united_slots, mesh, placement)
+        weights = weights if home is None else home.spread(weights)
     else:
         cfg = read_config(directory, allow_unknown_config=allow_unknown_config)
         _check_tokenizer(tokenizer, cfg, directory)
         united = _ways(checkpoint.load_united(directory, cfg, finite), ways, name)
-        weights = checkpoint.load_hf(directory, cfg, kind, united, progress, check_weights)
-    resident = ResidentWeights(weights, united, name)
+        home = _home(cfg, num_united_slots(united), mesh, placement)
+        weights = checkpoint.load_hf(directory, cfg, kind, united, progress, check_weights, home)
+    resident = ResidentWeights(weights, united, name, home)
     return Model(name, directory, cfg, kind, resident, tokenizer)
+
+
+def _home(
+    cfg: ModelConfig,
+    num_united: int,
+    mesh: Mesh | None,
+    placement: Placement | PlacementOf | None,
+) -> Home | None:
+    """Where weights go. Raises ValueError for a placement that is not of this model and mesh."""
+    if mesh is None:
+        if placement is not None:
+            raise ValueError("a placement was given, but no mesh; give both, or neither")
+        return None
+    shape = cfg.num_moe_layers, cfg.num_experts + num_united, mesh.size
+    if placement is None:
+        return Home(mesh, contiguous(*shape, num_united=num_united))
+    if not isinstance(placement, Placement):
+        placement = placement(*shape, num_united=num_united)
+    if np.shape(placement.hosts) != shape:
+        raise ValueError(
+            f"placement.hosts is {np.shape(placement.hosts)}; this model on this mesh has "
+            f"[MoE layers, logical experts, devices] = {shape}"
+        )
+    check(placement, int(np.max(placement.local)) + 1)
+    return Home(mesh, placement)
 
 
 def _check_tokenizer(tokenizer: Tokenizer | None, cfg: ModelConfig, directory: Path) -> None:
@@ -259,10 +300,13 @@ def save(model: Model, path: str | Path) -> None:
     """Writes a model in jmoe's own format (Orbax), united experts and tokenizer included.
 
     `load` reads it back; slots that hold united experts are saved as they are and reset on load.
-    Raises FileExistsError where the directory already holds a model.
+    Raises FileExistsError where the directory already holds a model, ValueError for a model that is
+    spread over a mesh.
     """
     import shutil
 
+    if model.home is not None:
+        raise ValueError(f"{model.name} is spread over a mesh; load it without one to save it")
     directory = Path(path)
     table = model.table._replace(groups=jnp.full_like(model.table.groups, -1))
     checkpoint.save_native(directory, model.config, model.weights._replace(table=table))
@@ -274,158 +318,3 @@ def save(model: Model, path: str | Path) -> None:
     ):
         if (model.path / name).exists():
             shutil.copyfile(model.path / name, directory / name)
-
-
-class ForwardStats(NamedTuple):
-    """What `forward(..., return_stats=True)` tells of its one step.
-
-    L are the MoE layers in order (dense ones are left out), K the picks of a token, E the logical
-    experts: the m routed ones, then the united ones. Router choices and gate weights
-    are the router's own, before brownout: `jmoe.brownout.plan` of a layer's choices says what
-    became of them.
-    """
-
-    router_choices: Int[Array, "L batch length K"]  # int32: routed experts, by falling weight
-    gate_weights: Float[Array, "L batch length K"]  # float32: of these choices
-    degraded_visits: Int[Array, "L batch length"]  # int32: visits of a token that were degraded
-    expert_rows: Int[Array, "L E"]  # int32: tokens that each logical expert computed
-    hidden_states: Float[Array, "N batch length d"] | None = None
-    """In the model's dtype, N = num_layers + 1: rows before each layer (dense ones too), and after
-    the last one, before the final norm. None unless `return_hidden`."""
-
-    def __repr__(self) -> str:
-        return display.arrays(self)
-
-    @property
-    def degraded_share(self) -> float:
-        """Degraded expert visits over all of them, 0 to 1."""
-        return int(np.sum(self.degraded_visits)) / self.router_choices.size
-
-
-Tokens = ArrayLike | Sequence[Sequence[int]]
-
-
-@overload
-def forward(
-    model: Model,
-    tokens: Tokens,
-    brownout: Brownout | None = ...,
-    *,
-    exempt: ArrayLike | Sequence[bool] | None = ...,
-    return_stats: Literal[False] = ...,
-    return_hidden: bool = ...,
-) -> Float[Array, "batch length vocab"]: ...
-
-
-@overload
-def forward(
-    model: Model,
-    tokens: Tokens,
-    brownout: Brownout | None = ...,
-    *,
-    exempt: ArrayLike | Sequence[bool] | None = ...,
-    return_stats: Literal[True],
-    return_hidden: bool = ...,
-) -> tuple[Float[Array, "batch length vocab"], ForwardStats]: ...
-
-
-def forward(
-    model: Model,
-    tokens: Tokens,
-    brownout: Brownout | None = None,
-    *,
-    exempt: ArrayLike | Sequence[bool] | None = None,
-    return_stats: bool = False,
-    return_hidden: bool = False,
-) -> Float[Array, "batch length vocab"] | tuple[Float[Array, "batch length vocab"], ForwardStats]:
-    """Logits of whole sequences, without a cache.
-
-    Args:
-        model: as `load` returns it.
-        tokens: int [batch, length]; all rows are one step, as a served batch is.
-        brownout: what may be degraded; None is nothing.
-        exempt: bool [batch]; sequences that refuse brownout.
-        return_stats: return (logits, ForwardStats): the routers' choices and what was degraded.
-        return_hidden: put hidden states by layer into the stats; needs `return_stats`.
-
-    Returns float32 [batch, length, vocab], or that and the stats. Raises ValueError for tokens that
-    are no such array, outside the vocabulary, or more than the model has positions.
-    """
-    if return_hidden and not return_stats:
-        raise ValueError("return_hidden is True; it needs return_stats=True")
-    array = _sequences(model, tokens)
-    refuses = np.zeros(array.shape[0], bool) if exempt is None else np.asarray(exempt, bool)
-    if refuses.shape != array.shape[:1]:
-        raise ValueError(f"exempt must be bool [{array.shape[0]}]; got {refuses.shape}")
-    control = model.prepare(brownout)
-    logits, stats = _forward(
-        model.config,
-        Wanted(picks=return_stats, hidden=return_hidden),
-        model.weights,
-        jnp.asarray(array, jnp.int32),
-        jnp.asarray(refuses),
-        control,
-    )
-    return (logits, _by_token(stats, *array.shape)) if return_stats else logits
-
-
-def _sequences(model: Model, tokens: Tokens) -> np.ndarray:
-    """Tokens as an array. Raises ValueError as `forward` does."""
-    try:
-        array = np.asarray(tokens)
-    except ValueError:  # NumPy's word for it is inhomogeneous
-        raise ValueError("tokens must be [batch, length]; these rows differ in length") from None
-    if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer) or array.size == 0:
-        raise ValueError(
-            f"tokens must be integers [batch, length]; got {array.dtype} {array.shape}"
-        )
-    check_tokens(array, model.config.vocab_size)
-    if array.shape[1] > model.config.max_position:
-        raise ValueError(
-            f"rows have {array.shape[1]} positions; {model.name} has {model.config.max_position}"
-        )
-    return array
-
-
-def _by_token(stats: LayerStats, batch: int, length: int) -> ForwardStats:
-    def split(rows: Array) -> Array:  # [L, T, ...] -> [L, batch, length, ...]
-        return rows.reshape(rows.shape[0], batch, length, *rows.shape[2:])
-
-    assert stats.picks is not None
-    return ForwardStats(
-        split(stats.picks.ids),
-        split(stats.picks.weights),
-        split(stats.degraded),
-        stats.expert_rows,
-        None if stats.hidden is None else split(stats.hidden),
-    )
-
-
-def check_tokens(tokens: ArrayLike | Sequence[int], vocab_size: int) -> None:
-    """Raises ValueError for a token outside the vocabulary."""
-    array = np.asarray(tokens)
-    if array.size and (array.min() < 0 or array.max() >= vocab_size):
-        bad = array[(array < 0) | (array >= vocab_size)].flat[0]
-        raise ValueError(f"token {bad} is outside the vocabulary of {vocab_size}")
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _forward(
-    cfg: ModelConfig,
-    wanted: Wanted,
-    weights: Weights,
-    tokens: Int[Array, "batch length"],
-    exempt: Array,
-    control: Control,
-) -> tuple[Array, LayerStats]:
-    batch, length = tokens.shape
-    rows = Rows(
-        jnp.tile(jnp.arange(length, dtype=jnp.int32), batch),
-        jnp.ones(batch * length, bool),
-        jnp.repeat(exempt, length),
-    )
-    x = embed(weights.params, tokens.reshape(-1))
-    step = StepData(rows, CausalAttention(batch, length), control)
-    x, _, stats = run_layers(cfg, weights, x, None, step, max_active=cfg.num_experts, wanted=wanted)
-    assert stats is not None
-    return head(cfg, weights.params, x).reshape(batch, length, cfg.vocab_size), stats

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from jmoe.experts import (
 )
 from jmoe.finite import fault, seem_finite
 from jmoe.layout import Layout
+from jmoe.parallel.home import Home
 from jmoe.weights import Weights
 
 UNITED_FILE = "united.safetensors"
@@ -87,12 +89,12 @@ class TensorFiles:
         """One tensor in host memory, as it is stored."""
         return self._open[name].get_tensor(name)
 
-    def read(self, name: str, dtype: jnp.dtype) -> jax.Array | np.ndarray:
+    def read(self, name: str, dtype: jnp.dtype, *, on_host: bool = False) -> jax.Array | np.ndarray:
         """One tensor in `dtype`, where it is assembled: on the device, or in a CPU's memory, where
-        every shape of an operation would be a program to compile.
+        every shape of an operation would be a program to compile; `on_host` is there always.
         """
         raw = self.raw(name)
-        if jax.default_backend() != "cpu":
+        if jax.default_backend() != "cpu" and not on_host:
             return jnp.asarray(raw).astype(dtype)
         with np.errstate(over="ignore"):  # to infinity, which is looked for later
             return raw.astype(dtype, copy=False)
@@ -162,10 +164,20 @@ class HFLayers:
     """A Hugging Face directory read a layer at a time."""
 
     def __init__(
-        self, directory: Path, cfg: ModelConfig, dtype: jnp.dtype, check_weights: bool = True
+        self,
+        directory: Path,
+        cfg: ModelConfig,
+        dtype: jnp.dtype,
+        check_weights: bool = True,
+        *,
+        experts_on_host: bool = False,
     ) -> None:
-        """Checks every tensor's name and shape. Raises CheckpointError."""
+        """Checks every tensor's name and shape. Raises CheckpointError.
+
+        `experts_on_host` leaves them there, for who places each on a device of its own.
+        """
         self._files, self._cfg, self._dtype = TensorFiles(directory), cfg, dtype
+        self._experts_on_host = experts_on_host
         self._directory, self._check_weights = directory, check_weights
         _check(self._files, cfg, directory)
 
@@ -187,8 +199,10 @@ class HFLayers:
         if is_moe:
             count = self._cfg.num_experts
             experts = [layout.expert(self._cfg, index, number) for number in range(count)]
-            parts = [self._read(expert) for expert in experts]
-            pool = ExpertPool(*(_stack([p[key] for p in parts]) for key in parts[0]))
+            on_host = self._experts_on_host
+            parts = [self._read(expert, on_host=on_host) for expert in experts]
+            stack: Any = np.stack if on_host else _stack
+            pool = ExpertPool(*(stack([p[key] for p in parts]) for key in parts[0]))
         self._refuse_not_finite((params, pool), [own, *experts])
         return params, pool
 
@@ -199,10 +213,10 @@ class HFLayers:
         faults = (fault(name, self._files.raw(name), self._dtype) for name in names)
         _refuse(f"{self._directory} has weights that are not finite:", filter(None, faults))
 
-    def _read(self, own: Layout) -> dict[str, Any]:
-        read = self._files.read
+    def _read(self, own: Layout, *, on_host: bool = False) -> dict[str, Any]:
+        read, placed = self._files.read, np.asarray if on_host else jnp.asarray
         return {
-            key: jnp.asarray(p.assemble([read(name, self._dtype) for name in p.names]))
+            key: placed(p.assemble([read(name, self._dtype, on_host=on_host) for name in p.names]))
             for key, p in own.items()
         }
 
@@ -214,18 +228,22 @@ def load_hf(
     ways: Mapping[int, UnitedExperts],
     progress: Callable[[int, int], None] | None = None,
     check_weights: bool = True,
+    home: Home | None = None,
 ) -> Weights:
     """Loads a Hugging Face directory, one layer's experts in flight at a time.
 
-    The pool is allocated once on the device, with slots for the largest of `ways`, and filled in
-    place; host memory never holds a second copy of the model. `progress(done, total)` counts
-    layers. Raises CheckpointError.
+    The pool is allocated once, with slots for the largest of `ways`, and filled in place, on the
+    device or where `home` says; host memory never holds a second copy of the model.
+    `progress(done, total)` counts layers. Raises CheckpointError.
     """
-    files = HFLayers(directory, cfg, dtype, check_weights)
+    files = HFLayers(directory, cfg, dtype, check_weights, experts_on_host=home is not None)
     params = files.top()
     table = make_table(cfg.num_moe_layers, cfg.num_experts, num_united_slots(ways))
     slots = np.asarray(table.slots)
-    pool = empty_pool(cfg, slots.size, dtype)
+    if home is None:
+        pool = empty_pool(cfg, slots.size, dtype)
+    else:
+        pool = home.empty_pool(jax.eval_shape(partial(empty_pool, cfg, 1, dtype)))
     segments, moe_layer = [], 0
     for _, start, count in cfg.segments():
         layers = []
@@ -233,13 +251,19 @@ def load_hf(
             own, experts = files.layer(layer)
             layers.append(own)
             if experts is not None:
-                routed = jnp.asarray(slots[moe_layer, : cfg.num_experts])
-                pool = write_slots(pool, routed, *experts)
+                if home is None:
+                    routed = jnp.asarray(slots[moe_layer, : cfg.num_experts])
+                    pool = write_slots(pool, routed, *experts)
+                else:
+                    gate_up, down = map(np.asarray, experts)  # as they are: no device has all
+                    pool = home.write(pool, moe_layer, gate_up, down)
                 moe_layer += 1
             if progress is not None:
                 progress(layer + 1, cfg.num_layers)
         segments.append(jax.tree.map(lambda *parts: _stack(parts), *layers))
     params["segments"] = tuple(segments)
+    if home is not None:
+        return Weights(home.whole(params), pool, home.table(cfg.num_experts))
     return Weights(params, pool, table)
 
 
@@ -364,7 +388,8 @@ def load_native(
 def _tree(weights: Weights) -> dict[str, Any]:
     params, pool, table = weights
     plain = {**params, "segments": list(params["segments"])}
-    return {"params": plain, "pool": pool._asdict(), "table": table._asdict()}
+    stored = {"slots": table.slots, "groups": table.groups}
+    return {"params": plain, "pool": pool._asdict(), "table": stored}
 
 
 def _check_native(cfg: ModelConfig, params: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jmoe import display
 
@@ -27,10 +27,15 @@ class ExpertPool(NamedTuple):
 
 
 class ExpertTable(NamedTuple):
-    """Where logical experts live. Logical ids: m routed experts, then U united ones."""
+    """Where logical experts live. Logical ids: m routed experts, then U united ones.
+
+    With `hosts` they are spread over D devices. `slots` is [D, layers, E] then: of each device's
+    own pool, -1 where it does not have the expert. Inside `jax.shard_map` a device sees its own.
+    """
 
     slots: Int[Array, "layers E"]  # pool slot of (MoE layer, logical expert); E = m + U
     groups: Int[Array, "layers m"]  # united expert of each routed one; -1: none is loaded
+    hosts: Bool[Array, "layers E D"] | None = None  # which devices have the expert
 
     def __repr__(self) -> str:
         return display.arrays(self)
@@ -99,9 +104,10 @@ def write_slots(
 
 
 @jax.jit
-def _set_groups(
+def set_groups(
     groups: Int[Array, "layers m"], layer: Int[Array, ""], row: Int[Array, "m"]
 ) -> Int[Array, "layers m"]:
+    """One layer's groups replaced."""
     return groups.at[layer].set(row)
 
 
@@ -117,10 +123,7 @@ def load_layer(
     count = united.gate_up.shape[1]
     slots = np.asarray(table.slots)[layer, num_experts : num_experts + count]
     if len(slots) < count:
-        raise ValueError(
-            f"way {united.way} has {count} united experts a layer, but the pool has "
-            f"{len(slots)} slots for them; load the model with that way among its ways"
-        )
+        raise ValueError(no_room(united.way, count, len(slots)))
     pool = write_slots(
         pool,
         jnp.asarray(slots),
@@ -128,7 +131,15 @@ def load_layer(
         jnp.asarray(united.down[layer], pool.down.dtype),
     )
     row = jnp.asarray(united.groups[layer], jnp.int32)
-    return pool, table._replace(groups=_set_groups(table.groups, jnp.int32(layer), row))
+    return pool, table._replace(groups=set_groups(table.groups, jnp.int32(layer), row))
+
+
+def no_room(way: int, count: int, num_slots: int) -> str:
+    """The error of a way that does not fit."""
+    return (
+        f"way {way} has {count} united experts a layer, but the pool has {num_slots} slots for "
+        "them; load the model with that way among its ways"
+    )
 
 
 def num_united_slots(ways: Mapping[int, UnitedExperts]) -> int:

@@ -22,9 +22,14 @@ def seem_finite(tree: Any) -> bool:
     tree that is finite.
     """
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    if all(device.platform == "cpu" for leaf in leaves for device in leaf.devices()):
-        return all(map(is_finite, leaves))
-    return bool(sums_are_finite(leaves))
+    elsewhere = [leaf for leaf in leaves if not _on_host(leaf)]
+    if not all(is_finite(leaf) for leaf in leaves if _on_host(leaf)):
+        return False
+    return not elsewhere or bool(sums_are_finite(elsewhere))
+
+
+def _on_host(leaf: jax.Array | np.ndarray) -> bool:
+    return isinstance(leaf, np.ndarray) or all(d.platform == "cpu" for d in leaf.devices())
 
 
 @jax.jit

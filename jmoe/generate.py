@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jmoe import display
-from jmoe.api import Model, check_tokens
+from jmoe.api import Model
 from jmoe.brownout import Brownout
+from jmoe.forward import check_tokens
 from jmoe.packed_rows import Q_LEN, empty_rows, pack_row
 from jmoe.stepper import Stepper
 from jmoe.steps import StepOutput

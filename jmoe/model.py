@@ -13,28 +13,34 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jmoe.attention import Attention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool
+from jmoe.experts import ExpertTable
+from jmoe.moe import (
+    COUNTS,
+    LayerReplication,
+    LayerStats,
+    Rows,
+    Wanted,
+    dense_mlp,
+    moe,
+    moe_over_mesh,
+)
+from jmoe.parallel.probe import Probe
+from jmoe.parallel.replicas import Balance, Replicas, Replication
 from jmoe.rope import rotation
 from jmoe.weights import Params, Weights
-from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import backend
 from pallas_kernels.kv_write import Projection, rms_norm
 
+LOOKAHEAD = "lookahead"
+"""Where probes are among the parameters, if a server has them (`jmoe.parallel.probe`)."""
+
 Rotation = tuple[Float[Array, "T half"], Float[Array, "T half"]]
 """Cosines and sines of a step's rows, by `rope.rotation`."""
-
-
-class Rows(NamedTuple):
-    """What the stages have to know of a step's rows."""
-
-    positions: Int[Array, "T"]
-    valid: Bool[Array, "T"]  # False: padding
-    exempt: Bool[Array, "T"]  # True: refuses brownout
 
 
 class StepData(NamedTuple):
@@ -43,35 +49,6 @@ class StepData(NamedTuple):
     rows: Rows
     attention: Attention
     control: Control
-
-
-class Picks(NamedTuple):
-    """What one MoE layer's router chose, before the brownout plan."""
-
-    ids: Int[Array, "T K"]
-    weights: Float[Array, "T K"]  # gate weights, float32
-
-
-class LayerStats(NamedTuple):
-    """Counts of one MoE layer's step; serving asks for no more.
-
-    `run_layers` stacks them over MoE layers, and adds `hidden` itself.
-    """
-
-    degraded: Int[Array, "T"]  # degraded visits of each row
-    expert_rows: Int[Array, "E"]  # rows that each logical expert computed
-    picks: Picks | None = None
-    hidden: Float[Array, "N T d"] | None = None  # rows before each layer, dense too, and after all
-
-
-class Wanted(NamedTuple):
-    """What a program returns beyond counts (static: another choice is another program)."""
-
-    picks: bool = False
-    hidden: bool = False
-
-
-COUNTS = Wanted()
 
 
 def embed(params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
@@ -111,104 +88,12 @@ def attend(
     return (x + layer["bo"][None] if cfg.o_bias else x), cache
 
 
-def route(
-    cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]
-) -> tuple[Float[Array, "T d"], Float[Array, "T K"], Int[Array, "T K"]]:
-    """Normed rows, their gate weights (float32) and the experts their router chose (int32)."""
-    h, logits = router(cfg, layer, x)
-    weights, ids = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
-    return h, weights, ids
-
-
-def router(
-    cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]
-) -> tuple[Float[Array, "T d"], Float[Array, "T m"]]:
-    """Normed rows and their router's logits (float32)."""
-    h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
-    return h, jnp.dot(h, layer["router"], preferred_element_type=jnp.float32)
-
-
-def swiglu(h: Float[Array, "T d"], gate_up: Array, down: Array) -> Float[Array, "T d"]:
-    """`(silu(h Wg) * (h Wu)) Wd` with the two first matrices side by side."""
-    gate, up = jnp.split(h @ gate_up, 2, axis=-1)
-    return (jax.nn.silu(gate) * up) @ down
-
-
-def shared_expert(layer: Params, h: Float[Array, "T d"]) -> Float[Array, "T d"]:
-    """The expert every row visits, behind its sigmoid gate (Qwen2-MoE)."""
-    opening = jax.nn.sigmoid((h @ layer["shared_gate"][:, None]).astype(jnp.float32))
-    return opening.astype(h.dtype) * swiglu(h, layer["shared_gate_up"], layer["shared_down"])
-
-
-def experts(
-    pool: ExpertPool,
-    h: Float[Array, "T d"],
-    weights: Float[Array, "T K"],
-    expert_ids: Int[Array, "T K"],
-    slots: Int[Array, "E"],
-    *,
-    max_active: int,
-) -> tuple[Float[Array, "T d"], Int[Array, "E"]]:
-    """Routed experts of planned visits, through one layer's table row; and each expert's rows."""
-    work = routing.dispatch(
-        expert_ids, weights, slots, block_m=grouped_gemm.BLOCK_M, max_active=max_active
-    )
-    out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work)
-    return out.astype(h.dtype), work.expert_rows
-
-
-def moe(
-    cfg: ModelConfig,
-    layer: Params,
-    pool: ExpertPool,
-    slots: Int[Array, "E"],
-    groups: Int[Array, "m"],
-    x: Float[Array, "T d"],
-    rows: Rows,
-    control: Control,
-    *,
-    max_active: int,
-    wanted: Wanted = COUNTS,
-) -> tuple[Float[Array, "T d"], LayerStats]:
-    """Router, brownout plan, routed and shared experts, with the residual (the paper's eq. 5)."""
-    h, logits = router(cfg, layer, x)
-    ids, plan, work = routing.route(
-        logits,
-        top_k=cfg.experts_per_token,
-        normalize=cfg.norm_topk_prob,
-        groups=groups,
-        slots=slots,
-        threshold_percent=control.threshold_percent,
-        strategy=control.strategy,
-        valid=rows.valid,
-        exempt=rows.exempt,
-        block_m=grouped_gemm.BLOCK_M,
-        max_active=max_active,
-    )
-    out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work).astype(h.dtype)
-    if cfg.d_ff_shared:
-        out = out + shared_expert(layer, h)
-    x = x + out
-    stats = LayerStats(jnp.sum(plan.degraded, axis=-1, dtype=jnp.int32), work.expert_rows)
-    if wanted.picks:
-        logits = logits[:, : cfg.num_experts]  # without the columns of `_with_wide_router`
-        weights, _ = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
-        stats = stats._replace(picks=Picks(ids, weights))
-    return x, stats
-
-
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:
     """Final norm and output projection; float32 logits."""
     h = rms_norm(x, params["final_norm"], cfg.rms_norm_eps)
     if cfg.tie_embeddings:
         return jnp.einsum("td,vd->tv", h, params["embed"], preferred_element_type=jnp.float32)
     return jnp.dot(h, params["lm_head"], preferred_element_type=jnp.float32)
-
-
-def dense_mlp(cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]) -> Float[Array, "T d"]:
-    """The MLP of a layer without experts, with the residual."""
-    h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
-    return x + swiglu(h, layer["gate_up"], layer["down"])
 
 
 def run_layers(
@@ -221,6 +106,7 @@ def run_layers(
     halves: range | None = None,
     max_active: int,
     wanted: Wanted = COUNTS,
+    replication: Replication | None = None,
 ) -> tuple[Float[Array, "T d"], Any, LayerStats | None]:
     """Layers in order, or a part of them: attention of layer l is half 2 l, its experts 2 l + 1.
 
@@ -238,6 +124,7 @@ def run_layers(
         halves: None is all of them, `range(2 * cfg.num_layers)`.
         max_active: experts a layer that the dispatch has room for; the caller guarantees it.
         wanted: what is not wanted is not computed.
+        replication: over a mesh, how each layer copies experts for the next one; None: not at all.
 
     Returns rows and cache after the last half, and stats stacked over the MoE layers whose experts
     were among the halves, None without one. Raises ValueError for halves that the model does not
@@ -245,8 +132,8 @@ def run_layers(
     """
     part = _checked(cfg, halves, wanted)
     cos_sin = rotation(step.rows.positions, cfg.rope, cfg.head_dim)
-    run = _Run(cfg, weights, step, cos_sin, max_active, wanted)
-    state = x, cache, jnp.int32(part.start // 2)
+    run = _Run(cfg, weights, step, cos_sin, max_active, wanted, replication)
+    state = x, cache, run.no_replicas(), jnp.int32(part.start // 2)
     stats, hidden, moe_start = [], [], 0
     for (is_moe, first, count), layers in zip(
         cfg.segments(), weights.params["segments"], strict=True
@@ -258,7 +145,7 @@ def run_layers(
                 stats.append(out)
             hidden.append(before)
         moe_start += count * is_moe
-    x, cache, _ = state
+    x, cache, _, _ = state
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
     if wanted.hidden and joined is not None:
         joined = joined._replace(hidden=jnp.concatenate([*hidden, x[None]]))
@@ -275,27 +162,32 @@ def run_between(
     stop: Int[Array, ""],
     *,
     max_active: int,
+    replication: Replication | None = None,
 ) -> tuple[Float[Array, "T d"], Any, LayerStats]:
     """Layers `[first, stop)`, both traced: one program runs any part of the model.
 
     It is a loop whose length the device reads, which is free on a CPU; on a GPU the host would have
-    to wait for it. Bits do not depend on where a model is cut. Weights are stacked. Otherwise as
-    `run_layers`; of layers outside the part, stats are 0.
+    to wait for it. Bits do not depend on where a model is cut, but for copies of experts over a
+    mesh, which each part begins without. Weights are stacked. Otherwise as `run_layers`; of layers
+    outside the part, stats are 0.
     """
     cos_sin = rotation(step.rows.positions, cfg.rope, cfg.head_dim)
-    run = _Run(cfg, weights, step, cos_sin, max_active, COUNTS)
+    run = _Run(cfg, weights, step, cos_sin, max_active, COUNTS, replication)
+    by_layer = jnp.zeros(cfg.num_moe_layers, jnp.int32)
     stats = LayerStats(
         jnp.zeros((cfg.num_moe_layers, x.shape[0]), jnp.int32),
         jnp.zeros(weights.table.slots.shape, jnp.int32),
+        balance=None if replication is None else Balance(by_layer, by_layer),
     )
-    moe_start = 0
+    state, moe_start = (x, cache, run.no_replicas(), stats), 0
     for (is_moe, start, count), layers in zip(
         cfg.segments(), weights.params["segments"], strict=True
     ):
         low, high = (jnp.clip(at - start, 0, count) for at in (first, stop))
         moe_layers = slice(moe_start, moe_start + count) if is_moe else None
-        x, cache, stats = run.loop(low, high, layers, moe_layers, start, (x, cache, stats))
+        state = run.loop(low, high, layers, moe_layers, start, state)
         moe_start += count * is_moe
+    x, cache, _, stats = state
     return x, cache, stats
 
 
@@ -347,6 +239,18 @@ class _Run:
     cos_sin: Rotation
     max_active: int
     wanted: Wanted
+    replication: Replication | None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether a segment's layers are in one array."""
+        return not any(isinstance(segment, tuple) for segment in self.weights.params["segments"])
+
+    def no_replicas(self) -> Replicas | None:
+        """What the first MoE layer is given. A scan has to carry arrays, be they empty."""
+        if self.replication is None or not self.stacked:
+            return None
+        return Replicas.none(self.weights.pool, self.weights.table, self.replication)
 
     def span(
         self, span: _Span, layers: Any, moe_layers: slice | None, state: Any
@@ -354,9 +258,9 @@ class _Run:
         """Runs a span of a segment's layers; `moe_layers` are their table rows, None if dense."""
 
         def body(state: Any, xs: Any) -> Any:
-            (x, cache, index), before = state, state[0] if self.wanted.hidden else None
-            x, cache, out = self._layer(span, xs, x, cache, index)
-            return (x, cache, index + int(span.with_mlp)), (out, before)
+            (x, cache, replicas, index), before = state, state[0] if self.wanted.hidden else None
+            *carried, out = self._layer(span, xs, x, cache, replicas, index)
+            return (*carried, index + int(span.with_mlp)), (out, before)
 
         xs = self._with_table(layers, moe_layers)
         if isinstance(layers, tuple):
@@ -377,50 +281,96 @@ class _Run:
         xs, at_moe = self._with_table(layers, moe_layers), moe_layers.start if moe_layers else 0
 
         def body(at: Array, state: Any) -> Any:
-            x, cache, stats = state
-            x, cache, out = self._layer(_Span(0, 0), _layer(xs, at), x, cache, at + start)
+            x, cache, replicas, stats = state
+            whole, layer = _Span(0, 0), _layer(xs, at)
+            *carried, out = self._layer(whole, layer, x, cache, replicas, at + start)
             if out is not None:
                 stats = jax.tree.map(lambda all_, one: all_.at[at_moe + at].set(one), stats, out)
-            return x, cache, stats
+            return *carried, stats
 
         return lax.fori_loop(low, high, body, state)
 
-    def _with_table(self, layers: Any, moe_layers: slice | None) -> tuple[Any, Any, Any]:
-        """A segment's parameters, and its rows of the expert table."""
-        if moe_layers is None:
-            return layers, None, None
-        if not isinstance(layers, tuple):
-            layers = _with_wide_router(layers)
-        table = self.weights.table
-        return layers, table.slots[moe_layers], table.groups[moe_layers]
+    def _with_table(self, layers: Any, moe_layers: slice | None) -> tuple[Any, Any]:
+        """A segment's parameters, and its rows of the expert table, None of a dense one; each
+        beside those of the next MoE layers, None where they are not asked for.
+        """
+        tables, next_layers = None, None
+        if moe_layers is not None:
+            table, next_table = self.weights.table, None
+            if self.replication is not None:
+                next_layers, next_table = self._next(moe_layers)
+            tables = jax.tree.map(itemgetter(moe_layers), table), next_table
+        if isinstance(layers, tuple):
+            return tuple(zip(layers, next_layers or [None] * len(layers), strict=True)), tables
+        return (_with_wide_router(layers) if tables else layers, next_layers), tables
 
-    def _layer(self, span: _Span, xs: Any, x: Array, cache: Any, index: Array) -> tuple:
-        """Layer `index`, or the half of it that `span` has: rows, cache, and stats of its MoE."""
-        (layer, slots, groups), out = xs, None
+    def _next(self, moe_layers: slice) -> tuple[Any, ExpertTable]:
+        """What guesses the routing of the MoE layers behind these, their routers or probes, and
+        their table rows; the last one's next is the first where they are stacked (its copies are
+        for nobody), None where they are not.
+        """
+        table = jax.tree.map(lambda rows: jnp.roll(rows, -1, axis=0), self.weights.table)
+        rows = jax.tree.map(itemgetter(moe_layers), table)
+        if (probes := self.weights.params.get(LOOKAHEAD)) is not None:
+            return self._probes(probes, moe_layers), rows
+        found = [
+            segment for segment in self.weights.params["segments"] if "router" in _first(segment)
+        ]
+        if not self.stacked:
+            routers = [_router_of(layer) for segment in found for layer in segment]
+            return (*routers[1:], None)[moe_layers], rows
+        wide = map(_router_of, map(_with_wide_router, found))
+        joined = jax.tree.map(lambda *parts: jnp.roll(jnp.concatenate(parts), -1, axis=0), *wide)
+        return jax.tree.map(itemgetter(moe_layers), joined), rows
+
+    def _probes(self, probes: Probe, moe_layers: slice) -> Any:
+        """Of these MoE layers; the last one has none, or the first's where they are stacked."""
+        if self.stacked:
+            joined = jax.tree.map(lambda part: jnp.concatenate([part, part[:1]]), probes)
+            return jax.tree.map(itemgetter(moe_layers), joined)
+        count = probes.bias.shape[0]
+        each = [jax.tree.map(itemgetter(layer), probes) for layer in range(count)]
+        return (*each, None)[moe_layers]
+
+    def _layer(
+        self, span: _Span, xs: Any, x: Array, cache: Any, replicas: Any, index: Array
+    ) -> tuple:
+        """Layer `index`, or the half of it that `span` has: rows, cache, copies of the next MoE
+        layer's experts, and stats of its own.
+        """
+        ((layer, next_layer), tables), out = xs, None
         if span.with_attention:
             attention = self.step.attention
             x, cache = attend(self.cfg, layer, x, self.cos_sin, attention, index, cache)
-        if span.with_mlp and slots is not None:
-            x, out = self._moe(layer, slots, groups, x)
+        if span.with_mlp and tables is not None:
+            table, next_table = tables
+            ahead = None if next_layer is None else (next_layer, next_table)
+            copying = LayerReplication(self.replication, ahead, replicas)
+            x, out, replicas = self._moe(layer, table, x, copying)
         elif span.with_mlp:
             x = dense_mlp(self.cfg, layer, x)
-        return x, cache, out
+        return x, cache, replicas, out
 
     def _moe(
-        self, layer: Params, slots: Array, groups: Array, x: Array
-    ) -> tuple[Float[Array, "T d"], LayerStats]:
-        return moe(
-            self.cfg,
-            layer,
-            self.weights.pool,
-            slots,
-            groups,
-            x,
-            self.step.rows,
-            self.step.control,
-            max_active=self.max_active,
-            wanted=self.wanted,
-        )
+        self, layer: Params, table: ExpertTable, x: Array, copying: LayerReplication
+    ) -> tuple[Float[Array, "T d"], LayerStats, Replicas | None]:
+        """`table` is of this layer alone; `copying` matters only where it has hosts."""
+        pool, (rows, _, control) = self.weights.pool, self.step
+        given: dict[str, Any] = {"max_active": self.max_active, "wanted": self.wanted}
+        if table.hosts is not None:
+            return moe_over_mesh(self.cfg, layer, pool, table, x, rows, control, copying, **given)
+        x, stats = moe(self.cfg, layer, pool, table.slots, table.groups, x, rows, control, **given)
+        return x, stats, None
+
+
+def _first(segment: Any) -> Params:
+    """One layer's parameters, or all of them stacked."""
+    return segment[0] if isinstance(segment, tuple) else segment
+
+
+def _router_of(layer: Params) -> Params:
+    """What `jmoe.moe.router` reads."""
+    return {name: layer[name] for name in ("mlp_norm", "router")}
 
 
 def _layer(xs: Any, at: Any) -> Any:

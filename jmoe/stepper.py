@@ -31,7 +31,7 @@ class Stepper:
         max_len: positions of the longest.
         page_size: positions a KV page.
 
-    Raises ValueError for a way the model does not have.
+    Raises ValueError for a way the model does not have, and for a model that is spread over a mesh.
     """
 
     def __init__(
@@ -43,6 +43,11 @@ class Stepper:
         max_len: int,
         page_size: int = 16,
     ) -> None:
+        if model.home is not None:
+            raise ValueError(
+                f"{model.name} is spread over {model.home.mesh.size} devices, and generate runs on "
+                "one; load it without a mesh, or use serving.Engine"
+            )
         blocks = -(-max_len // page_size)
         control = model.prepare(brownout)
         self.model = model

@@ -18,7 +18,8 @@ from jmoe.attention import DecodeAttention, PrefillAttention, Written
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.kv_cache import KVPages, make_pages
-from jmoe.model import LayerStats, Rows, StepData, embed, head, run_between, run_layers, unstack
+from jmoe.model import StepData, embed, head, run_between, run_layers, unstack
+from jmoe.moe import LayerStats, Rows
 from jmoe.packed_rows import (
     DELTA_BLOCK,
     DELTA_PAGE,
@@ -35,6 +36,7 @@ from jmoe.packed_rows import (
     TOP_K,
     TOP_P,
 )
+from jmoe.parallel.replicas import Balance, Replication
 from jmoe.sampling import Sampling, greedy, sample, token_logprobs
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend, hopper
@@ -60,6 +62,8 @@ def compiler_options(layers: Literal["scan", "graph", "eager"] = "scan") -> dict
     Weights and pages are meant to fill a GPU. Where arguments take more than 80 % of its memory,
     XLA computes things again in every layer so as to save some, whole products among them, though
     all that a step needs beside its arguments is some 200 MiB, and none of that is saved.
+
+    Over a mesh, both arrays of the experts that are copied travel at once, under the same products.
     """
     if backend() == "cpu":
         return {}
@@ -68,7 +72,11 @@ def compiler_options(layers: Literal["scan", "graph", "eager"] = "scan") -> dict
         "graph": {"xla_gpu_enable_dynamic_slice_fusion": "False"},
         "eager": {"xla_gpu_enable_command_buffer": ""},
     }
-    return {"xla_disable_hlo_passes": "rematerialization", **own[layers]}
+    return {
+        "xla_disable_hlo_passes": "rematerialization",
+        "xla_gpu_experimental_parallel_collective_overlap_limit": "2",
+        **own[layers],
+    }
 
 
 class State(NamedTuple):
@@ -97,6 +105,7 @@ class StepOutput(NamedTuple):
     logits: Float[Array, "B V"] | None = None
     hidden: Float[Array, "T d"] | None = None  # rows after the last layer, where they are kept
     prompt_logprobs: Float[Array, "T"] | None = None  # by `score_step`: of the next prompt token
+    balance: Balance | None = None  # [layers], where experts are copied over a mesh meanwhile
 
 
 def make_state(
@@ -190,6 +199,7 @@ class _Part(NamedTuple):
     control: Int[Array, "controls"]
     max_active: int
     layers: range | None  # None: those that control says
+    replication: Replication | None = None
 
     @classmethod
     def of(
@@ -200,11 +210,12 @@ class _Part(NamedTuple):
         control: Int[Array, "controls"],
         max_active: int,
         layers: range | None,
+        replication: Replication | None = None,
     ) -> "_Part":
         """Without room for hidden rows, all of them."""
         if layers is None and state.hidden is None:
             layers = range(cfg.num_layers)
-        return cls(cfg, weights, state, control, max_active, layers)
+        return cls(cfg, weights, state, control, max_active, layers, replication)
 
     def run(
         self,
@@ -244,15 +255,12 @@ class _Part(NamedTuple):
         self, x: Float[Array, "T d"], step: StepData
     ) -> tuple[Float[Array, "T d"], KVPages, LayerStats]:
         cfg, weights, pages = self.cfg, self.weights, self.state.pages
+        given: dict[str, Any] = {"max_active": self.max_active, "replication": self.replication}
         if self.layers is None:
             first, stop = self.control[FIRST_LAYER], self.control[STOP_LAYER]
-            return run_between(
-                cfg, weights, x, pages, step, first, stop, max_active=self.max_active
-            )
+            return run_between(cfg, weights, x, pages, step, first, stop, **given)
         halves = range(2 * self.layers.start, 2 * self.layers.stop)
-        x, pages, stats = run_layers(
-            cfg, weights, x, pages, step, halves=halves, max_active=self.max_active
-        )
+        x, pages, stats = run_layers(cfg, weights, x, pages, step, halves=halves, **given)
         if stats is None:  # dense layers alone
             num_experts = weights.table.slots.shape[1]
             by_row, by_expert = (jnp.zeros((0, n), jnp.int32) for n in (x.shape[0], num_experts))
@@ -284,9 +292,11 @@ class _Part(NamedTuple):
         elif self.layers.stop == self.cfg.num_layers:
             tokens, logprobs, logits = tokens_of()
         else:
-            return state, StepOutput(None, None, degraded, stats.expert_rows)
+            return state, StepOutput(None, None, degraded, stats.expert_rows, balance=stats.balance)
         state = state._replace(last_token=_remember(state.last_token, slot, tokens))
-        return state, StepOutput(tokens, logprobs, degraded, stats.expert_rows, logits=logits)
+        return state, StepOutput(
+            tokens, logprobs, degraded, stats.expert_rows, logits=logits, balance=stats.balance
+        )
 
 
 def sample_step(
@@ -350,12 +360,14 @@ def prefill_step(
     max_active: int,
     keep_hidden: bool = False,
     layers: range | None = None,
+    replication: Replication | None = None,
 ) -> tuple[State, StepOutput]:
     """Chunks of prompts, packed one after another into `tokens`; row b owns its `q_len` next ones.
 
     A token comes of the last row of every chunk; the host uses it where the chunk ends its prompt.
     `keep_hidden` (static) returns rows after the last layer, for `score_step`. For parts of a step
     see `decode_step`; `places` says where in the state's hidden rows each token's row waits then.
+    `replication` (static): over a mesh, how each layer copies experts for the next one.
     """
     state = _with_deltas(state, deltas, layers)
     num_tokens, num_chunks = tokens.shape[0], rows.shape[0]
@@ -379,7 +391,7 @@ def prefill_step(
     step = StepData(
         Rows(position, valid, rows[owner, EXEMPT] > 0), attention, Control(control[0], control[1])
     )
-    part = _Part.of(cfg, weights, state, control, max_active, layers)
+    part = _Part.of(cfg, weights, state, control, max_active, layers, replication)
     x, state, stats = part.run(lambda: tokens, step, places, valid)
     last = jnp.maximum(q_start[1:] - 1, 0)
     degraded = _by_chunk(stats, owner, valid, num_chunks)

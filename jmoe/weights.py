@@ -1,9 +1,15 @@
 """A model's weights as one value, and the holder of those that lie on the device."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool
 
 from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, load_layer
+
+if TYPE_CHECKING:
+    from jmoe.parallel.home import Home
 
 Params = Mapping[str, Any]
 """`embed`, `final_norm`, `lm_head` (untied) and `segments`; docs/architecture.md has the table.
@@ -22,7 +28,7 @@ class Weights(NamedTuple):
     @property
     def num_united_slots(self) -> int:
         """United experts a layer has slots for."""
-        return self.table.slots.shape[1] - self.table.groups.shape[1]
+        return self.table.slots.shape[-1] - self.table.groups.shape[1]
 
 
 class ResidentWeights:
@@ -33,9 +39,16 @@ class ResidentWeights:
     """
 
     def __init__(
-        self, weights: Weights, united: Mapping[int, UnitedExperts], name: str = "the model"
+        self,
+        weights: Weights,
+        united: Mapping[int, UnitedExperts],
+        name: str = "the model",
+        home: "Home | None" = None,
     ) -> None:
-        """`united` lie in host memory, by way; no way is loaded. `name` is for messages."""
+        """`united` lie in host memory, by way; no way is loaded. `name` is for messages. `home`
+        says where the weights lie, None: on one device.
+        """
+        self.home = home
         self.weights = weights
         self.united = dict(united)
         self.way: int | None = None
@@ -45,7 +58,7 @@ class ResidentWeights:
         """Loads the united experts of `way`. Raises ValueError for one the model does not have."""
         if way == self.way:
             return
-        for layer in range(self.weights.table.slots.shape[0]):
+        for layer in range(self.weights.table.groups.shape[0]):
             self.load_way_layer(way, layer)
 
     def load_way_layer(self, way: int, layer: int) -> None:
@@ -56,9 +69,21 @@ class ResidentWeights:
         """
         united, (params, pool, table) = self.united_of(way), self.weights
         self.way = None
-        self.weights = Weights(params, *load_layer(pool, table, united, layer))
-        if layer == table.slots.shape[0] - 1:
+        load = load_layer if self.home is None else self.home.load_layer
+        self.weights = Weights(params, *load(pool, table, united, layer))
+        if layer == table.groups.shape[0] - 1:
             self.way = way
+
+    def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
+        """Gives one MoE layer's experts other hosts, to which they are copied from their home.
+
+        Raises ValueError as `jmoe.parallel.placement.rehosted` does, or without a mesh.
+        """
+        if self.home is None:
+            raise ValueError(f"{self._name} is on one device, which hosts all experts")
+        params, pool, table = self.weights
+        self.home, pool, table = self.home.host_layer(pool, table, layer, hosts)
+        self.weights = Weights(params, pool, table)
 
     def united_of(self, way: int) -> UnitedExperts:
         """United experts of a way in host memory. Raises ValueError where there are none."""

@@ -5,8 +5,6 @@ temporary memory, and every instruction of the program that is not inside a fusi
 slices a layer's experts out of the pool shows that both would tell.
 """
 
-import math
-import re
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -21,11 +19,11 @@ from jax import lax
 from sm90 import ptxas
 
 from jmoe import load, model
-from jmoe.api import _forward
 from jmoe.brownout import Control
 from jmoe.checkpoint import empty_pool
 from jmoe.config import ModelConfig, from_hf
 from jmoe.experts import make_table
+from jmoe.forward import _forward
 from jmoe.random_model import random_params
 from jmoe.steps import decode_step, make_state, prefill_step, sample_step, served
 from jmoe.weights import Weights
@@ -33,6 +31,7 @@ from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.launches import count_launches, count_loop_launches
+from tests.compiled import large_results
 
 BATCH, PAGES, PAGE_SIZE, MAX_BLOCKS = 64, 2048, 64, 64
 MIB = 2**20
@@ -119,55 +118,6 @@ def abstract_state(case, num_hidden=0):
             case.config, max_blocks=MAX_BLOCKS, dtype=BF16, num_hidden=num_hidden, **sizes
         )
     )
-
-
-BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "s64": 8}
-# What hands an array on without writing it.
-HANDED_ON = {"parameter", "get-tuple-element", "tuple", "while", "bitcast"}
-# What writes a few rows into a large array that is its operand.
-IN_PLACE = {"scatter", "dynamic-update-slice"}
-
-
-def large_results(hlo, large):
-    """Instructions that write an array of `large` bytes or more, computations of fusions left out.
-
-    Left out, too, is what is written in place: the result of a kernel that says which operand it
-    updates, and a fusion that ends in such a kernel, a scatter or an update of its operand. How
-    much memory that takes is for the other half of the test to say.
-    """
-    head = r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$"
-    instruction = r"^\s+(ROOT )?%?[\w.\-]+ = (.+?) ([\w\-]+)\("
-    fused = set(re.findall(r"(?:fusion\(.*?calls=|to_apply=)%?([\w.\-]+)", hlo))
-    roots, found, computation = {}, [], ""
-    for line in hlo.splitlines():
-        if start := re.match(head, line):
-            computation = start[1]
-        elif parts := re.match(instruction, line):
-            is_root, result, opcode = parts.groups()
-            if is_root:
-                roots[computation] = opcode, updated(line)
-            if computation not in fused and opcode not in HANDED_ON:
-                called = re.search(r"calls=%?([\w.\-]+)", line)
-                found.append((opcode, called and called[1], result, updated(line)))
-    large_ones = []
-    for opcode, called, result, in_place in found:
-        root, in_root = roots.get(called, ("", set()))
-        arrays = enumerate(re.findall(r"(\w+)\[([\d,]*)\]", result))
-        new = [size(array) for i, array in arrays if i not in in_place | in_root]
-        if max(new, default=0) >= large and not IN_PLACE & {opcode, root}:
-            large_ones.append(f"{opcode} {result}")
-    return large_ones
-
-
-def updated(line):
-    """Which results of an instruction are operands it updates."""
-    aliases = re.search(r"output_to_operand_aliasing=\{(.*?)\}, \w", line)
-    return {int(i) for i in re.findall(r"\{(\d+)\}: ", aliases[1])} if aliases else set()
-
-
-def size(array):
-    kind, dims = array
-    return BYTES.get(kind, 8) * math.prod(int(n) for n in dims.split(",") if n)
 
 
 class Program(NamedTuple):
@@ -332,8 +282,8 @@ def test_a_padded_router_changes_no_bit(request, monkeypatch):
     for way in (watched, lambda segment: segment):
         monkeypatch.setattr(model, "_with_wide_router", way)
         with traced_for("rocm"):
-            fresh = jax.jit(partial(_forward.__wrapped__, tiny.config, model.COUNTS))
-            arrays = tiny.weights, tokens, jnp.zeros(1, bool)
+            fresh = jax.jit(partial(_forward.__wrapped__, tiny.config, model.COUNTS, None))
+            arrays = tiny.weights, tokens, jnp.zeros(1, bool), jnp.ones(1, bool)
             logits.append(fresh(*arrays, Control.of(None))[0])
     assert set(shapes) == {-(-router.shape[-1] // 8) * 8}
     np.testing.assert_array_equal(*logits)

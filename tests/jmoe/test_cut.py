@@ -11,19 +11,8 @@ import pytest
 import jmoe
 from jmoe.attention import CausalAttention
 from jmoe.brownout import Control, strategy_code
-from jmoe.model import (
-    Rows,
-    StepData,
-    Wanted,
-    embed,
-    experts,
-    layers_of,
-    moe,
-    route,
-    run_layers,
-    shared_expert,
-    unstack,
-)
+from jmoe.model import StepData, embed, layers_of, run_layers, unstack
+from jmoe.moe import Rows, Wanted, experts, moe, route, shared_expert
 from pallas_kernels import routing
 from pallas_kernels.kv_write import split_heads
 

@@ -8,7 +8,8 @@ import pytest
 import jmoe
 from jmoe.attention import CausalAttention
 from jmoe.brownout import Brownout, plan
-from jmoe.model import attend, route
+from jmoe.model import attend
+from jmoe.moe import route
 from jmoe.rope import rotation
 
 CASES = ["qwen2_moe", "qwen2_moe_mlp_only_tied", "qwen3_moe"]

@@ -1,0 +1,166 @@
+"""What expert parallelism costs a prefill step, and how many replicas of experts can be hidden.
+
+Libra copies the replicas of the next layer while this layer computes the visits that came from
+other devices (MoE_remote, its sections 3.1 and 3.2). Copies that take longer than that window delay
+every layer. So a server asks, for each of its token buckets, how many replicas fit.
+
+Arithmetic on the host, without arrays. Letters: D devices, T rows a device, E experts a layer, K of
+them a row, N replicas a device.
+"""
+
+from typing import NamedTuple
+
+from jmoe.config import ModelConfig
+
+
+class Machine(NamedTuple):
+    """Rates of a device: operations/s of grouped products, bytes/s in one direction, bytes/s."""
+
+    name: str
+    flops_per_s: float
+    link_bytes_per_s: float
+    memory_bytes_per_s: float
+
+
+H200 = Machine("H200", 600e12, 360e9, 4.3e12)
+"""An H200 in a node of eight. Not measured by jmoe: its data sheet says 989 TFLOP/s (dense
+bfloat16), 900 GB/s of NVLink in both directions together and 4.8 TB/s of memory; taken are 0.6 of
+the first, as grouped products on ragged numbers of rows reach, 0.8 of 450 GB/s, and 0.9 of the
+third. A faster product makes the window shorter, a faster link the copies."""
+
+
+class Fit(NamedTuple):
+    """How many replicas a device may get in a layer of one token bucket, and why."""
+
+    num_replicas: int  # N; 0: none
+    per_pair: int  # experts that each device sends to each other one; 0: none
+    window_s: float  # in which the copies can be hidden
+    copy_s: float  # of these replicas; of the fewest that could be sent, where none fit
+    experts_in_window: int  # that a device's link carries in it, if it carries nothing unwanted
+    reason: str
+
+
+def expert_bytes(cfg: ModelConfig, dtype_bytes: int) -> int:
+    """Bytes of one expert: two matrices up and one down."""
+    return 3 * cfg.d_model * cfg.d_ff_expert * dtype_bytes
+
+
+def replicas_that_fit(
+    cfg: ModelConfig,
+    num_devices: int,
+    tokens_per_device: int,
+    dtype_bytes: int,
+    per_pair: int,
+    machine: Machine = H200,
+    *,
+    alpha: float = 0.5,
+    local_share: float | None = None,
+) -> Fit:
+    """The most replicas whose copies are hidden in a prefill step of `tokens_per_device` rows.
+
+    Replicas travel in a dense all-to-all: every device sends the same number of experts, at most
+    `per_pair`, to every other, wanted or not, and a device can use at most as many as it lacks. The
+    window is the time of a device's remote visits, balanced: their products, or the reading of its
+    experts' weights where that takes longer.
+
+    Args:
+        cfg: the model.
+        num_devices: D; experts are spread evenly.
+        tokens_per_device: T, computed rows; brownout computes fewer visits, so that less fits.
+        dtype_bytes: of a weight.
+        per_pair: the most experts from one device to another.
+        machine: rates.
+        alpha: 0 to 1, the share of N for experts that a device's own rows visit.
+        local_share: 0 to 1, visits that need no other device's rows; None: as many as a device has
+            of the experts, its own and `alpha` N, as if all were visited alike. Where own rows
+            prefer what is held it is more, and the window shorter: 0.38 in Libra's Table 2.
+
+    Raises ValueError for a number below 1, or a share that is none.
+    """
+    _check(num_devices, tokens_per_device, dtype_bytes, per_pair, alpha, local_share)
+    lacking = cfg.num_experts - -(-cfg.num_experts // num_devices)
+    if num_devices == 1 or not lacking:
+        return Fit(0, 0, 0.0, 0.0, 0, "every device has all experts")
+
+    def window_s(num_replicas: int) -> float:
+        held = cfg.num_experts / num_devices
+        share = (held + int(alpha * num_replicas)) / cfg.num_experts
+        remote = 1 - min(1.0, share if local_share is None else local_share)
+        visits = remote * tokens_per_device * cfg.experts_per_token
+        products = 6 * cfg.d_model * cfg.d_ff_expert * visits / machine.flops_per_s
+        read = min(visits, held + num_replicas) * expert_bytes(cfg, dtype_bytes)
+        return max(products, read / machine.memory_bytes_per_s)
+
+    one_s = expert_bytes(cfg, dtype_bytes) / machine.link_bytes_per_s
+    others = num_devices - 1
+    for pairs in range(min(per_pair, -(-lacking // others)), 0, -1):
+        num_replicas = min(pairs * others, lacking)
+        window, copy = window_s(num_replicas), pairs * others * one_s
+        if copy <= window:
+            reason = f"{pairs} a pair of devices takes {_time(copy)}, less than remote visits' "
+            reason += _time(window)
+            return Fit(num_replicas, pairs, window, copy, int(window / one_s), reason)
+    window, copy = window_s(min(others, lacking)), others * one_s
+    carried = int(window / one_s)
+    reason = f"1 a pair of devices takes {_time(copy)}, and remote visits {_time(window)}, "
+    reason += f"in which a link carries {carried} of {others}"
+    return Fit(0, 0, window, copy, carried, reason)
+
+
+def _check(
+    num_devices: int,
+    tokens_per_device: int,
+    dtype_bytes: int,
+    per_pair: int,
+    alpha: float,
+    local_share: float | None,
+) -> None:
+    counts = {
+        "num_devices": num_devices,
+        "tokens_per_device": tokens_per_device,
+        "dtype_bytes": dtype_bytes,
+        "per_pair": per_pair,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name} is {count}; it must be 1 or more")
+    for name, share in (("alpha", alpha), ("local_share", local_share)):
+        if share is not None and not 0 <= share <= 1:
+            raise ValueError(f"{name} is {share}; it must be between 0 and 1")
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-4 else f"{1e6 * seconds:.2f} us"
+
+
+class ExchangeBytes(NamedTuple):
+    """Bytes that a device sends in a step, over all MoE layers; it receives as many."""
+
+    gathered: int  # all-gather: rows with ids, gate weights and flags
+    scattered: int  # reduce-scatter: parts of the results
+
+
+def exchange_bytes(
+    cfg: ModelConfig, num_devices: int, tokens_per_device: int, dtype_bytes: int
+) -> ExchangeBytes:
+    """What `jmoe.parallel.experts.routed_experts` sends from T rows a device to D - 1 others.
+
+    Beside its elements a row has K gate weights, K ids and its flags, four bytes each.
+    """
+    hops = cfg.num_moe_layers * (num_devices - 1) * tokens_per_device
+    elements = cfg.d_model * dtype_bytes
+    return ExchangeBytes(hops * (elements + 4 * (2 * cfg.experts_per_token + 1)), hops * elements)
+
+
+def gathered_buffer_bytes(
+    cfg: ModelConfig, num_devices: int, tokens_per_device: int, dtype_bytes: int
+) -> int:
+    """Bytes that an MoE layer's rows take on each device, reckoned from shapes.
+
+    The gathered rows and their sums in float32; and the visits' rows, hidden rows and results,
+    which have room for every visit of all devices, since all may fall to one.
+    """
+    rows = num_devices * tokens_per_device
+    visits = rows * cfg.experts_per_token
+    per_visit = 2 * cfg.d_model + cfg.d_ff_expert
+    return rows * cfg.d_model * (dtype_bytes + 4) + visits * per_visit * dtype_bytes

@@ -1,0 +1,267 @@
+"""Which device's pool holds which expert of which layer, and in which slot.
+
+Letters: D devices of the mesh, L MoE layers, E logical experts of a layer: the m routed ones, then
+the united ones, which are placed like them. Every device's pool has the same number of slots, an
+equal range of them for each layer; ranges may have spare slots, for experts that are hosted twice.
+
+Placements are made on the host, before weights load, and are NumPy arrays until a program takes
+them.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int
+
+Numbers = Array | np.ndarray
+
+
+class Placement(NamedTuple):
+    """Where experts are; a pytree."""
+
+    local: Int[Numbers, "D L E"]  # int32: slot in that device's pool, -1: it does not hold it
+    hosts: Bool[Numbers, "L E D"]  # the same without slots, for what all devices decide alike
+    room: int = 0  # slots that every device has for each layer; 0: as many as are used
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return self.local.shape[0]
+
+
+def slots_per_layer(num_experts: int, num_devices: int, spare: int = 0) -> int:
+    """Slots that each device needs for a layer: its part of the experts, rounded up, and `spare`.
+
+    Raises ValueError for numbers that are no mesh, no experts, or negative spare slots.
+    """
+    if num_devices < 1:
+        raise ValueError(f"num_devices is {num_devices}; it must be 1 or more")
+    if num_experts < 1:
+        raise ValueError(f"num_experts is {num_experts}; it must be 1 or more")
+    if spare < 0:
+        raise ValueError(f"spare is {spare}; it must be 0 or more")
+    return math.ceil(num_experts / num_devices) + spare
+
+
+def contiguous(
+    num_layers: int, num_experts: int, num_devices: int, *, num_united: int = 0, spare: int = 0
+) -> Placement:
+    """Each device hosts a range of ids, and a range of the `num_united` last ones apart.
+
+    United experts are visited during brownout only, so that every device has its part of them and
+    of the others. Ranges differ by one expert at most; the longer ones are the first devices', of
+    united experts the last devices'. The spare slots stay empty.
+
+    Raises ValueError as `slots_per_layer` does, and for more united experts than experts.
+    """
+    slots_per_layer(num_experts, num_devices, spare)
+    if not 0 <= num_united < num_experts:
+        raise ValueError(f"num_united is {num_united}; it must be 0 to {num_experts - 1}")
+    routed = _ranges(num_experts - num_united, num_devices)
+    united = num_devices - 1 - _ranges(num_united, num_devices)[::-1]
+    device = np.concatenate([routed, united])
+    return from_devices(np.tile(device, (num_layers, 1)), num_devices, spare=spare)
+
+
+def _ranges(num_experts: int, num_devices: int) -> np.ndarray:
+    """The device of each expert, int [num_experts], ascending."""
+    short, longer = divmod(num_experts, num_devices)
+    return np.repeat(np.arange(num_devices), short + (np.arange(num_devices) < longer))
+
+
+def random(
+    num_layers: int, num_experts: int, num_devices: int, *, seed: int, spare: int = 0
+) -> Placement:
+    """As many experts a device as `contiguous` gives it, drawn anew for each layer.
+
+    Raises ValueError as `slots_per_layer` does.
+    """
+    slots_per_layer(num_experts, num_devices, spare)
+    rng = np.random.default_rng(seed)
+    device = np.arange(num_experts) % num_devices
+    layers = [rng.permutation(device) for _ in range(num_layers)]
+    return from_devices(np.stack(layers), num_devices, spare=spare)
+
+
+def by_load(load: ArrayLike, num_devices: int, *, spare: int = 0) -> Placement:
+    """Experts packed by their load in the past: the largest first, to the device with least load.
+
+    Among the devices that still have a slot that is not spare; ties go to the lower number.
+
+    Args:
+        load: [L, E], visits or any other measure, 0 or more.
+        num_devices: D.
+        spare: slots of each layer that stay empty.
+
+    Raises ValueError for a load that is negative or no number, and as `slots_per_layer` does.
+    """
+    load = np.asarray(load, np.float64)
+    if load.ndim != 2 or not np.isfinite(load).all() or load.min(initial=0) < 0:
+        raise ValueError(f"load must be [layers, experts], finite and 0 or more; got {load}")
+    capacity = slots_per_layer(load.shape[1], num_devices, 0)
+    slots_per_layer(load.shape[1], num_devices, spare)
+    device = np.zeros(load.shape, np.int64)
+    for layer, loads in enumerate(load):
+        total, count = np.zeros(num_devices), np.zeros(num_devices, np.int64)
+        for expert in np.argsort(-loads, kind="stable"):
+            to = int(np.argmin(np.where(count < capacity, total, np.inf)))
+            device[layer, expert] = to
+            total[to] += loads[expert]
+            count[to] += 1
+    return from_devices(device, num_devices, spare=spare)
+
+
+def from_devices(device: ArrayLike, num_devices: int, *, spare: int = 0) -> Placement:
+    """Every expert on one device: `device` is int [L, E].
+
+    Raises ValueError for a device that the mesh has not, and as `from_hosts` does.
+    """
+    array = np.asarray(device)
+    if array.min(initial=0) < 0 or array.max(initial=0) >= num_devices:
+        bad = array[(array < 0) | (array >= num_devices)].flat[0]
+        raise ValueError(f"device {bad} is not in the mesh; devices are 0 to {num_devices - 1}")
+    return from_hosts(array[..., None] == np.arange(num_devices), spare=spare)
+
+
+def from_hosts(hosts: ArrayLike, *, spare: int = 0) -> Placement:
+    """Slots for given hosts, bool [L, E, D]: on each device in the order of the experts' ids.
+
+    Experts with several hosts use spare slots. Raises ValueError where an expert has no host, or a
+    device hosts more of a layer's experts than `slots_per_layer` has room for.
+    """
+    array = np.asarray(hosts, bool)
+    if array.ndim != 3:
+        raise ValueError(f"hosts must be bool [layers, experts, devices]; got {array.shape}")
+    num_layers, num_experts, num_devices = array.shape
+    room = slots_per_layer(num_experts, num_devices, spare)
+    _check_hosted(array)
+    held = array.sum(axis=1)
+    if held.max(initial=0) > room:
+        layer, device = np.argwhere(held > room)[0]
+        needed = int(held.max()) - room + spare
+        raise ValueError(
+            f"device {device} hosts {held[layer, device]} experts of MoE layer {layer} and has "
+            f"{room} slots for them; spare={needed} would be enough"
+        )
+    before = np.cumsum(array, axis=1) - array
+    slot = before + room * np.arange(num_layers)[:, None, None]
+    local = np.where(array, slot, -1).transpose(2, 0, 1)
+    return Placement(np.ascontiguousarray(local, np.int32), array, room)
+
+
+def rehosted(placement: Placement, layer: int, hosts: ArrayLike) -> Placement:
+    """The placement with other hosts, bool [E, D], of one layer; who stays keeps its slot.
+
+    New hosts get slots of the layer that are free by then, the lowest first. Raises ValueError
+    where an expert has no host, or a device has too few slots for what it is to host.
+    """
+    array, local = np.asarray(hosts, bool), np.array(placement.local)
+    if array.shape != placement.hosts.shape[1:]:
+        raise ValueError(f"hosts must be {placement.hosts.shape[1:]} of a layer; got {array.shape}")
+    _check_hosted(array[None])
+    for device, wanted in enumerate(array.T):
+        if wanted.sum() > placement.room:
+            raise ValueError(
+                f"device {device} would host {wanted.sum()} experts of MoE layer {layer} and has "
+                f"{placement.room} slots for them; place with more spare slots"
+            )
+        slots = np.where(wanted, local[device, layer], -1)
+        own = np.arange(layer * placement.room, (layer + 1) * placement.room)
+        new = np.flatnonzero(wanted & (slots < 0))
+        slots[new] = np.setdiff1d(own, slots)[: len(new)]
+        local[device, layer] = slots
+    all_hosts = np.array(placement.hosts)
+    all_hosts[layer] = array
+    return Placement(local, all_hosts, placement.room)
+
+
+def check(placement: Placement, num_slots: int) -> None:
+    """Raises ValueError unless `placement` fits pools of `num_slots` slots a device.
+
+    What is refused: an expert that no device hosts, a slot that the pool has not, a slot that two
+    experts of a device share, hosts that disagree with the slots, shapes that disagree.
+    """
+    local, hosts = np.asarray(placement.local), np.asarray(placement.hosts)
+    if local.ndim != 3 or hosts.shape != (*local.shape[1:], local.shape[0]):
+        raise ValueError(
+            f"local is {local.shape} and hosts {hosts.shape}; they must be [devices, layers, "
+            "experts] and [layers, experts, devices]"
+        )
+    _check_hosted(hosts)
+    wrong = (local < -1) | (local >= num_slots)
+    if wrong.any():
+        device, layer, expert = np.argwhere(wrong)[0]
+        raise ValueError(
+            f"expert {expert} of MoE layer {layer} is in slot {local[wrong][0]} of device {device};"
+            f" its pool has slots 0 to {num_slots - 1}, and -1 says that it is not held"
+        )
+    for device, slots in enumerate(local):
+        used, times = np.unique(slots[slots >= 0], return_counts=True)
+        if (times > 1).any():
+            slot = used[times > 1][0]
+            pairs = [f"{e} of layer {n}" for n, e in np.argwhere(slots == slot)[:2]]
+            raise ValueError(
+                f"slot {slot} of device {device} holds expert {' and expert '.join(pairs)}; "
+                "give one of them another slot"
+            )
+    if ((local >= 0).transpose(1, 2, 0) != hosts).any():
+        layer, expert, device = np.argwhere((local >= 0).transpose(1, 2, 0) != hosts)[0]
+        raise ValueError(
+            f"hosts says {hosts[layer, expert, device]} for expert {expert} of MoE layer {layer} on"
+            f" device {device}, where local has slot {local[device, layer, expert]}; make hosts"
+            " from local >= 0"
+        )
+
+
+def check_room(
+    num_layers: int,
+    num_experts: int,
+    num_devices: int,
+    num_slots: int,
+    num_replicas: int = 0,
+    spare: int = 0,
+) -> None:
+    """Raises ValueError where a device's memory is too small for its part, before weights load.
+
+    Args:
+        num_layers: MoE layers L.
+        num_experts: E, united ones included.
+        num_devices: D.
+        num_slots: experts that fit a device, pool and replica arrays together.
+        num_replicas: N, replicas a layer and device; two layers' replicas are held at once.
+        spare: slots of each layer beside a device's part of the experts.
+
+    The message names the smallest mesh, or the most replicas, that would work.
+    """
+    home = num_layers * slots_per_layer(num_experts, num_devices, spare)
+    if home > num_slots:
+        per_layer = num_slots // num_layers - spare
+        if per_layer < 1:
+            raise ValueError(
+                f"a device has room for {num_slots} experts; {num_layers} MoE layers need at least "
+                f"{spare + 1} slots each, so no mesh is large enough"
+            )
+        smallest = math.ceil(num_experts / per_layer)
+        raise ValueError(
+            f"a mesh of {num_devices} devices is too small: each would hold {home} experts and has "
+            f"room for {num_slots}; {smallest} devices are enough"
+        )
+    fit = (num_slots - home) // 2
+    if num_replicas > fit:
+        raise ValueError(
+            f"num_replicas is {num_replicas}; beside {home} experts of its own a device has room "
+            f"for {num_slots - home}, half of them for each of two layers: {fit} would fit"
+        )
+
+
+def _check_hosted(hosts: np.ndarray) -> None:
+    """Raises ValueError for an expert without a host."""
+    nowhere = ~hosts.any(axis=2)
+    if nowhere.any():
+        layer, expert = np.argwhere(nowhere)[0]
+        raise ValueError(
+            f"no device hosts expert {expert} of MoE layer {layer} ({nowhere.sum()} such experts); "
+            "every expert needs one host or more"
+        )

@@ -1,0 +1,111 @@
+"""A linear guess of the next router's logits, fitted offline: what Libra's own predictor lacks.
+
+Libra takes the next layer's router on this layer's rows as they are. A probe is a matrix of the
+same size that was fitted to what that router says of the rows it gets (`training.lookahead`); it
+costs what a router costs. Probes of a model lie beside it, in `lookahead.safetensors`.
+
+Letters: T rows, d model width, m routed experts, L MoE layers.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from jmoe.config import ModelConfig
+
+PROBE_FILE = "lookahead.safetensors"
+TINY = 1e-9
+
+
+class Probe(NamedTuple):
+    """Of one layer; or stacked, of all MoE layers but the last."""
+
+    weight: Float[Array, "d m"]  # float32
+    bias: Float[Array, "m"]  # float32
+
+    def logits(self, x: Float[Array, "T d"]) -> Float[Array, "T m"]:
+        """Of rows `x`, float32."""
+        return normed(x) @ self.weight + self.bias[None, :]
+
+    def choices(self, x: Float[Array, "T d"], top_k: int) -> Int[Array, "T K"]:
+        """The `top_k` experts with the highest logits, int32."""
+        return lax.top_k(self.logits(x), top_k)[1].astype(jnp.int32)
+
+
+class Sums(NamedTuple):
+    """What least squares has to know of rows seen so far. float32."""
+
+    count: Float[Array, ""]
+    x: Float[Array, "d"]
+    y: Float[Array, "m"]
+    xx: Float[Array, "d d"]
+    xy: Float[Array, "d m"]
+
+    @classmethod
+    def of(
+        cls, x: Float[Array, "T d"], logits: Float[Array, "T m"], real: Float[Array, "T"]
+    ) -> "Sums":
+        """Of these rows, normed; `real` is 1 for rows that count and 0 for others."""
+        rows, y = normed(x) * real[:, None], logits.astype(jnp.float32) * real[:, None]
+        return cls(jnp.sum(real), jnp.sum(rows, 0), jnp.sum(y, 0), rows.T @ rows, rows.T @ y)
+
+    def fit(self, ridge: float) -> Probe:
+        """The probe with least squared error, by ridge regression (solved in one step)."""
+        mean_x, mean_y = self.x / self.count, self.y / self.count
+        gram = self.xx / self.count - jnp.outer(mean_x, mean_x)
+        gram = gram + ridge * jnp.eye(gram.shape[0], dtype=jnp.float32)
+        weight = jnp.linalg.solve(gram, self.xy / self.count - jnp.outer(mean_x, mean_y))
+        return Probe(weight, mean_y - mean_x @ weight)
+
+
+def fit_probe(x: Float[Array, "T d"], logits: Float[Array, "T m"], *, ridge: float = 1e-3) -> Probe:
+    """The probe of one layer, from all rows at once.
+
+    Args:
+        x: rows that enter layer l's MoE block.
+        logits: of layer l + 1's router for the same rows.
+        ridge: penalty on the weights, as a part of the mean square of the normed rows, which is 1.
+    """
+    return Sums.of(x, logits, jnp.ones(x.shape[0], jnp.float32)).fit(ridge)
+
+
+def normed(x: Float[Array, "T d"]) -> Float[Array, "T d"]:
+    """Rows of mean square 1, float32."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + TINY)
+
+
+def save_probes(directory: Path, probes: Probe) -> None:
+    """Writes stacked probes beside a model."""
+    save_file(
+        {name: np.asarray(part, np.float32) for name, part in probes._asdict().items()},
+        directory / PROBE_FILE,
+    )
+
+
+def load_probes(directory: Path, cfg: ModelConfig) -> Probe | None:
+    """Stacked probes that lie beside a model; None where there are none.
+
+    Raises ValueError for a file that is none, or is another model's.
+    """
+    path = directory / PROBE_FILE
+    if not path.exists():
+        return None
+    try:
+        found = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is not readable: {error}") from None
+    layers, m = cfg.num_moe_layers - 1, cfg.num_experts
+    shapes = {"weight": (layers, cfg.d_model, m), "bias": (layers, m)}
+    have = {name: tensor.shape for name, tensor in found.items()}
+    if have != shapes:
+        raise ValueError(f"{path} holds {have}; probes of this model are {shapes}")
+    if not all(np.isfinite(tensor).all() for tensor in found.values()):
+        raise ValueError(f"{path} has weights that are not finite")
+    return Probe(*(jnp.asarray(found[name], jnp.float32) for name in Probe._fields))

@@ -1,0 +1,374 @@
+"""Step programs over a mesh against the same steps on one device. Run by test_mesh_steps.py."""
+
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmoe
+from jmoe.brownout import strategy_code
+from jmoe.model import LOOKAHEAD, layers_of, unstack
+from jmoe.packed_rows import empty_deltas, empty_rows, pack_row
+from jmoe.parallel import steps as on
+from jmoe.parallel.copies import with_copies
+from jmoe.parallel.home import Home, make_mesh
+from jmoe.parallel.placement import Placement, contiguous, from_hosts, random
+from jmoe.parallel.probe import Probe
+from jmoe.parallel.replicas import Replication
+from jmoe.random_model import random_model
+from jmoe.steps import decode_step, make_state, prefill_step
+from jmoe.weights import ResidentWeights
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+PAGE, BLOCKS, SLOTS, TOKENS, CHUNKS = 4, 4, 3, 16, 2
+"""Of each device: positions a page, pages a sequence, slots, and a prefill step's size."""
+TOLERANCE = 5e-5  # of logits in float32: devices add a row's parts in another order
+
+
+@cache
+def model_of(name):
+    if name == "bundled":
+        model = jmoe.load(dtype="float32", ways=[4])
+        model.use_way(4)
+        return model
+    model = jmoe.load(GOLDEN / name, dtype="float32")
+    model = random_model(model.config, seed=3, ways=[2])  # the same geometry, and united experts
+    model.use_way(2)
+    return model
+
+
+@cache
+def one_device(name):
+    cfg = model_of(name).config
+    return tuple(
+        jax.jit(partial(step, cfg, max_active=cfg.num_experts))
+        for step in (prefill_step, decode_step)
+    )
+
+
+@cache
+def many_devices(name, count, replication=None):
+    cfg, mesh = model_of(name).config, make_mesh(count)
+    prefill = partial(prefill_step, replication=replication)
+    return mesh, *(
+        jax.jit(on.spread(mesh, partial(step, cfg, max_active=cfg.num_experts), on.STEPS[phase]))
+        for step, phase in ((prefill, "prefill"), (decode_step, "decode"))
+    )
+
+
+def state_of(model, num_slots):
+    """Slot s owns pages `[s BLOCKS, (s + 1) BLOCKS)`."""
+    state = make_state(
+        model.config,
+        num_slots=num_slots,
+        num_pages=num_slots * BLOCKS,
+        page_size=PAGE,
+        max_blocks=BLOCKS,
+        dtype=model.dtype,
+    )
+    pages = jnp.arange(num_slots * BLOCKS, dtype=jnp.int32).reshape(num_slots, BLOCKS)
+    return state._replace(block_table=pages)
+
+
+def prompts_of(model, count, seed=0):
+    """Two a device, but one on the first and none on the last."""
+    rng = np.random.default_rng(seed)
+    held = [2] * count
+    if count > 2:
+        held[0], held[-1] = 1, 0
+    return [
+        [rng.integers(1, model.config.vocab_size, rng.integers(2, 8)).tolist() for _ in range(n)]
+        for n in held
+    ]
+
+
+def packed(devices, *, decode_step_number=None):
+    """Tokens and rows of all devices, each padded by itself; slots count from 0 on each. The second
+    prompt of a device refuses brownout.
+    """
+    tokens, rows = np.zeros((len(devices), TOKENS), np.int32), []
+    for device, prompts in enumerate(devices):
+        flat = [token for prompt in prompts for token in prompt]
+        tokens[device, : len(flat)] = flat
+        own = empty_rows(CHUNKS)
+        for slot, prompt in enumerate(prompts):
+            length = len(prompt) if decode_step_number is None else 1
+            kv_len = len(prompt) + (decode_step_number or 0)
+            own[slot] = pack_row(slot, kv_len=kv_len, q_len=length, exempt=slot == 1)
+        rows.append(own)
+    return tokens, np.stack(rows)
+
+
+def as_one(tokens, rows):
+    """The same step for one device: no padding between devices, and slots that differ."""
+    lengths = np.where(rows[:, :, 0] >= 0, rows[:, :, 2], 0).sum(1)
+    flat = np.concatenate([own[:n] for own, n in zip(tokens, lengths, strict=True)])
+    rows = rows.copy()
+    for device, own in enumerate(rows):
+        own[own[:, 0] >= 0, 0] += device * SLOTS
+    rows = rows.reshape(-1, rows.shape[-1])
+    return flat.astype(np.int32), rows[rows[:, 0] >= 0]
+
+
+def play(model, prefill, decode, state, weights, step_arrays):
+    """Outputs of a prefill step and three decode steps."""
+    found = []
+    for number, arrays in enumerate(step_arrays):
+        state, out = (decode if number else prefill)(weights, state, *arrays)
+        found.append(jax.device_get(out))
+    return found
+
+
+def check_same(
+    name, count, placement, percent, strategy, replication=None, served=None, moved=None
+):
+    """`served` makes parameters of the model's, and `moved` changes the weights on the mesh, before
+    they are used.
+    """
+    model, (prefill, decode) = model_of(name), one_device(name)
+    control = np.array([percent, strategy_code(strategy)], np.int32)
+    devices = prompts_of(model, count)
+    steps = [packed(devices), *(packed(devices, decode_step_number=n) for n in (1, 2, 3))]
+    deltas = empty_deltas(1)
+    alone = []
+    for number, (tokens, rows) in enumerate(steps):
+        flat, own = as_one(tokens, rows)
+        alone.append((own, deltas, control) if number else (flat, own, deltas, control))
+    want = play(model, prefill, decode, state_of(model, count * SLOTS), model.weights, alone)
+
+    mesh, prefill, decode = many_devices(name, count, replication)
+    home = Home(mesh, placement)
+    resident = ResidentWeights(home.spread(model.weights), model.united, home=home)
+    resident.use_way(model.way)
+    if moved is not None:
+        moved(resident)
+        placement = resident.home.placement
+    weights = resident.weights
+    if served is not None:
+        weights = weights._replace(params=served(weights.params))
+    deltas = np.concatenate([deltas] * count)
+    together = []
+    for number, (tokens, rows) in enumerate(steps):
+        rows = rows.reshape(-1, rows.shape[-1])
+        step = (rows, deltas, control)
+        together.append(step if number else (tokens.reshape(-1), *step))
+    state = on.make_states(mesh, partial(state_of, model, SLOTS))
+    got = play(model, prefill, decode, state, weights, together)
+
+    real = [row for _, rows in steps[:1] for row in np.flatnonzero(rows.reshape(-1, 9)[:, 0] >= 0)]
+    layers = model.config.num_moe_layers
+    for one, many in zip(want, got, strict=True):
+        np.testing.assert_allclose(many.logits[real], one.logits, atol=TOLERANCE, rtol=0)
+        np.testing.assert_array_equal(many.degraded[real], one.degraded)
+        by_device = many.expert_rows.reshape(count, layers, -1)
+        np.testing.assert_array_equal(by_device.sum(0), one.expert_rows)
+        if replication is None or many is not got[0]:
+            absent = ~np.moveaxis(placement.hosts, -1, 0)
+            assert not by_device[absent].any()
+    if strategy != "zero" and percent < 100:
+        assert sum(out.degraded.sum() for out in want)
+    return got
+
+
+def size_of(model):
+    return model.config.num_moe_layers, model.config.num_experts + model.num_united_slots
+
+
+def replicated(model, count, seed=1):
+    """Every expert on one to three devices."""
+    layers, experts = size_of(model)
+    rng = np.random.default_rng(seed)
+    hosts = np.array(contiguous(layers, experts, count).hosts)
+    for _ in range(2):
+        extra = rng.integers(0, count, (layers, experts))
+        hosts |= np.eye(count, dtype=bool)[extra] & (rng.random((layers, experts, 1)) < 0.5)
+    return from_hosts(hosts, spare=int(hosts.sum(1).max()))
+
+
+def only_on(model, count, devices):
+    layers, experts = size_of(model)
+    hosts = np.zeros((layers, experts, count), bool)
+    hosts[:, np.arange(experts), np.asarray(devices)[np.arange(experts) % len(devices)]] = True
+    return from_hosts(hosts, spare=int(hosts.sum(1).max()))
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_bundled_model_on_more_and_more_devices(count):
+    model = model_of("bundled")
+    check_same("bundled", count, contiguous(*size_of(model), count), 30, "partial")
+
+
+@pytest.mark.parametrize("strategy", ["zero", "full"])
+def test_strategies(strategy):
+    model = model_of("bundled")
+    check_same("bundled", 4, contiguous(*size_of(model), 4), 40, strategy)
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen3_moe_mixed_yarn"])
+@pytest.mark.parametrize("lies", ["random", "replicated", "one device empty", "all on one"])
+def test_placements(name, lies):
+    model = model_of(name)
+    placement: Placement = {
+        "random": lambda: random(*size_of(model), 4, seed=5),
+        "replicated": lambda: replicated(model, 4),
+        "one device empty": lambda: only_on(model, 4, [0, 2, 3]),
+        "all on one": lambda: only_on(model, 4, [2]),
+    }[lies]()
+    check_same(name, 4, placement, 30, "partial" if name == "qwen2_moe" else "full")
+
+
+@pytest.mark.parametrize(
+    ("lies", "replication", "percent", "strategy"),
+    [
+        ("ranges", Replication(6, 2), 30, "partial"),
+        ("ranges", Replication(6, 2), 30, "full"),
+        ("ranges", Replication(6, 2), 100, "partial"),
+        ("replicated", Replication(3, 1, alpha=0.0), 30, "partial"),
+    ],
+)
+def test_experts_copied_while_a_step_runs(lies, replication, percent, strategy):
+    """Of the bundled model, whose five layers are one scan."""
+    model, count = model_of("bundled"), 4
+    placement = contiguous(*size_of(model), count)
+    if lies == "replicated":
+        placement = replicated(model, count)
+    got = check_same("bundled", count, placement, percent, strategy, replication)[0]
+    right, copied = (np.reshape(part, (count, -1)) for part in got.balance)
+    assert (right == right[0]).all()
+    assert (copied == copied[0]).all()
+    assert not copied[0, 0]  # nothing precedes the first layer
+    assert copied[0, 1:].all()
+    bound = min(replication.num_replicas, count * replication.per_pair)
+    assert copied.max() <= count * bound
+    made = got.expert_rows.reshape(count, model.config.num_moe_layers, -1).sum((0, 2))
+    assert (right[0] <= made).all()
+    assert right[0, 1:].sum() > 0.3 * made[1:].sum()
+
+
+def router_as_probes(model):
+    """Probes that say what the next layer's router says of a layer's rows."""
+    layers = [layer for layer, is_moe in layers_of(model.config, model.params) if is_moe]
+    weights = [layer["mlp_norm"][:, None] * layer["router"] for layer in layers[1:]]
+    stacked = jnp.stack(weights).astype(jnp.float32)
+    return Probe(stacked, jnp.zeros((len(weights), stacked.shape[2]), jnp.float32))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_copies_where_dense_layers_are_between(apart):
+    """Scanned; and one after another as on a GPU, by the next router's guess and by probes."""
+    name, replication = "qwen3_moe_mixed_yarn", Replication(2, 1)
+    model, found = model_of(name), []
+    placement, probes = contiguous(*size_of(model), 4), router_as_probes(model)
+    for more in ({}, {LOOKAHEAD: probes}) if apart else ({},):
+        found += check_same(
+            name,
+            4,
+            placement,
+            30,
+            "full",
+            replication,
+            served=lambda params, more=more: {**(unstack(params) if apart else params), **more},
+        )[:1]
+    for other in found[1:]:
+        for router, probe in zip(found[0].balance, other.balance, strict=True):
+            np.testing.assert_array_equal(router, probe)
+    assert found[0].balance.copied.any()
+
+
+@pytest.mark.parametrize("then", ["as they are", "another way and back"])
+def test_experts_with_other_hosts_answer_alike(then):
+    """Copies in every layer, of united experts too, some given up and some new."""
+    model, count = model_of("bundled"), 4
+    placement = contiguous(*size_of(model), count, spare=2)
+    rng, seen = np.random.default_rng(4), []
+
+    def host_anew(resident):
+        for layer, home in enumerate(np.array(placement.hosts)):
+            load = rng.gamma(0.3, size=len(home))
+            resident.host_layer(layer, with_copies(load, home, 2))
+            seen.append(int(resident.home.placement.hosts[layer].sum()) - len(home))
+
+    def moved(resident):
+        host_anew(resident)
+        compiled = []
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda event, _, **__: compiled.append(event)
+        )
+        host_anew(resident)
+        if then != "as they are":
+            united = resident.united[4]
+            resident.united[2] = replace(united, way=2, gate_up=0 * united.gate_up)
+            resident.use_way(2)
+            resident.use_way(4)
+        assert "/jax/core/compile/backend_compile_duration" not in compiled
+
+    check_same("bundled", count, placement, 30, "partial", moved=moved)
+    assert min(seen) > 4
+
+
+def test_hosts_without_a_slot_are_refused():
+    home = Home(make_mesh(2), contiguous(2, 8, 2, spare=1))
+    weights = [jnp.zeros((1, 4, 8)), jnp.zeros((1, 4, 4))]
+    pool, table = home.empty_pool(weights), home.table(8)
+    with pytest.raises(ValueError, match="device 0 would host 8 experts of MoE layer 1 and has 5"):
+        home.host_layer(pool, table, 1, np.ones((8, 2), bool))
+
+
+def test_copies_level_the_load():
+    """All experts on two of eight devices: with copies the others compute, too."""
+    model, count = model_of("bundled"), 8
+    placement, loads = only_on(model, count, [0, 5]), []
+    for replication in (None, Replication(8, 4)):
+        out = check_same("bundled", count, placement, 100, "partial", replication)[0]
+        loads.append(out.expert_rows.reshape(count, model.config.num_moe_layers, -1).sum(-1))
+    alone, copied = ((load.max(0) / load.mean(0))[1:] for load in loads)
+    assert (alone >= 4).all()
+    assert (copied < 2).all()
+
+
+def test_forward_over_a_mesh():
+    """Of a batch that does not divide into the devices, loaded straight onto them."""
+    whole = jmoe.load(GOLDEN / "qwen2_moe", dtype="float32")
+    spread = jmoe.load(GOLDEN / "qwen2_moe", dtype="float32", mesh=make_mesh(4))
+    tokens = np.random.default_rng(0).integers(0, whole.config.vocab_size, (5, 7))
+    setting = jmoe.Brownout("full", 40)
+    want, stats = jmoe.forward(
+        whole, tokens, setting, exempt=[False, True, False, False, False], return_stats=True
+    )
+    got, parts = jmoe.forward(
+        spread, tokens, setting, exempt=[False, True, False, False, False], return_stats=True
+    )
+    np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
+    np.testing.assert_array_equal(parts.router_choices, stats.router_choices)
+    np.testing.assert_array_equal(parts.degraded_visits, stats.degraded_visits)
+    np.testing.assert_array_equal(parts.expert_rows, stats.expert_rows)
+    assert stats.degraded_visits.sum()
+
+
+def test_no_device_holds_all_experts():
+    spread = jmoe.load(GOLDEN / "qwen2_moe", dtype="float32", mesh=make_mesh(4))
+    cfg, held = spread.config, {s.device: s.data for s in spread.pool.down.addressable_shards}
+    assert len(held) == 4
+    room = cfg.num_moe_layers * -(-cfg.num_experts // 4)
+    assert {part.shape[0] for part in held.values()} == {room}
+
+
+def test_what_a_spread_model_cannot_do_is_said(tmp_path):
+    with pytest.raises(ValueError, match="a mesh of 9 devices was asked for, and there are 8"):
+        make_mesh(9)
+    spread = jmoe.load(GOLDEN / "qwen2_moe", dtype="float32", mesh=make_mesh(2))
+    with pytest.raises(ValueError, match="load it without one to save it"):
+        jmoe.save(spread, tmp_path)
+    with pytest.raises(ValueError, match="spread over 2 devices, and generate runs on one"):
+        jmoe.generate(spread, [[1, 2]], max_new_tokens=1)
+    wrong = contiguous(1, spread.config.num_experts, 2)
+    with pytest.raises(ValueError, match=r"placement.hosts is \(1, "):
+        jmoe.load(GOLDEN / "qwen2_moe", mesh=make_mesh(2), placement=wrong)
+    with pytest.raises(ValueError, match="no mesh"):
+        jmoe.load(GOLDEN / "qwen2_moe", placement=wrong)

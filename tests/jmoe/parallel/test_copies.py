@@ -1,0 +1,143 @@
+"""Copies that stay, against a search over all of them."""
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from jmoe.parallel.copies import _Search, device_loads, imbalance, with_copies
+from jmoe.parallel.placement import contiguous, rehosted
+
+
+def homes_of(experts, devices):
+    return np.asarray(contiguous(1, experts, devices).hosts)[0]
+
+
+def all_hosts(homes, spare):
+    """Every way to fill up to `spare` slots of each device."""
+    by_device = []
+    for own in homes.T:
+        others = np.flatnonzero(~own)
+        fillings = (c for n in range(spare + 1) for c in combinations(others, n))
+        by_device.append([np.isin(np.arange(len(own)), c) | own for c in fillings])
+    return (np.stack(chosen, axis=1) for chosen in product(*by_device))
+
+
+def test_loads_by_hand():
+    load = np.array([6.0, 2.0, 1.0])
+    hosts = np.array([[True, True], [True, False], [False, True]])
+    np.testing.assert_array_equal(device_loads(load, hosts), [5, 4])
+    assert imbalance(load, hosts) == 5 / 4.5
+    assert imbalance(0 * load, hosts) == 1
+
+
+def test_near_the_best_of_all():
+    """So few experts are the hard case: where one copy alone helps nothing, the rule stops."""
+    rng, homes, over = np.random.default_rng(0), homes_of(6, 3), []
+    candidates = list(all_hosts(homes, 1))
+    for _ in range(40):
+        load = rng.gamma(0.5, size=6) * 100
+        found = imbalance(load, with_copies(load, homes, 1))
+        assert found <= imbalance(load, homes)
+        over.append(found / min(imbalance(load, hosts) for hosts in candidates))
+    assert min(over) >= 1
+    assert np.median(over) <= 1.02
+    assert max(over) <= 1.4
+
+
+def squares(load, hosts):
+    return (device_loads(load, hosts) ** 2).sum()
+
+
+def greedy(load, homes, spare):
+    """The rule in plain loops, each copy tried by itself."""
+    hosts = homes.copy()
+    while True:
+        tries = []
+        for expert, device in np.argwhere(~hosts):
+            if (hosts & ~homes)[:, device].sum() < spare:
+                one = hosts.copy()
+                one[expert, device] = True
+                tries.append((squares(load, one), expert, device))
+        if not tries or min(tries)[0] >= squares(load, hosts):
+            return hosts
+        hosts[min(tries)[1:]] = True
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+@pytest.mark.parametrize(("experts", "devices", "spare"), [(12, 4, 1), (12, 4, 2), (60, 8, 1)])
+def test_the_rule_is_that_of_plain_loops(monkeypatch, rounds, experts, devices, spare):
+    """Without giving copies up it finds the same hosts; with it, none that are worse."""
+    monkeypatch.setattr("jmoe.parallel.copies.ROUNDS", rounds)
+    rng, homes, better = np.random.default_rng(1), homes_of(experts, devices), 0
+    for _ in range(8):
+        load = rng.lognormal(0, 1.2, experts)
+        found, plain = with_copies(load, homes, spare), greedy(load, homes, spare)
+        if rounds == 0:
+            np.testing.assert_array_equal(found, plain)
+        assert squares(load, found) <= squares(load, plain) * (1 + 1e-9)
+        better += squares(load, found) < squares(load, plain) * (1 - 1e-9)
+    assert (better > 0) == (rounds > 0)
+
+
+def test_a_copy_is_given_up_for_the_best_other_one():
+    """Every swap is tried by itself; the one that is made is the best of them."""
+    rng, homes, made = np.random.default_rng(2), homes_of(9, 3), 0
+    for _ in range(30):
+        load, hosts = rng.lognormal(0, 1.2, 9), homes.copy()
+        search = _Search(load, homes, 1)
+        for device in range(3):  # any copies
+            expert = int(rng.choice(np.flatnonzero(~hosts[:, device])))
+            hosts[expert, device] = True
+            search.put(expert, device, True)
+        tries = []
+        for gone in np.argwhere(hosts & ~homes):
+            without = hosts.copy()
+            without[tuple(gone)] = False
+            for expert, device in np.argwhere(~without):
+                if (without & ~homes)[:, device].sum() < 1:
+                    one = without.copy()
+                    one[expert, device] = True
+                    tries.append(squares(load, one))
+        if search.swap():
+            made += 1
+            assert squares(load, search.hosts) == pytest.approx(min(tries))
+        else:
+            assert min(tries) >= squares(load, hosts) * (1 - 1e-8)
+        assert device_loads(load, search.hosts) == pytest.approx(search.loads)
+    assert made > 20
+
+
+@given(
+    arrays(np.float64, (9,), elements=st.floats(0, 1e6)),
+    st.integers(2, 4),
+    st.integers(0, 3),
+)
+def test_homes_stay_and_slots_suffice(load, devices, spare):
+    homes = homes_of(9, devices)
+    hosts = with_copies(load, homes, spare)
+    assert (hosts >= homes).all()
+    assert ((hosts & ~homes).sum(axis=0) <= spare).all()
+    placement = contiguous(2, 9, devices, spare=spare)
+    after = rehosted(placement, 1, hosts)
+    np.testing.assert_array_equal((after.local >= 0).transpose(1, 2, 0), after.hosts)
+    np.testing.assert_array_equal(after.local[:, 0], placement.local[:, 0])
+    for slots in after.local[:, 1]:
+        used = slots[slots >= 0]
+        assert len(set(used)) == len(used)
+        assert ((used >= placement.room) & (used < 2 * placement.room)).all()
+    stays = (placement.local[:, 1] >= 0) & (after.local[:, 1] >= 0)
+    assert (placement.local[:, 1] == after.local[:, 1])[stays].all()
+
+
+def test_hosts_without_room_are_refused():
+    placement = contiguous(1, 4, 2, spare=1)
+    with pytest.raises(ValueError, match="device 0 would host 4 experts of MoE layer 0 and has 3"):
+        rehosted(placement, 0, np.ones((4, 2), bool))
+    with pytest.raises(ValueError, match="no device hosts expert 0 of MoE layer 0"):
+        rehosted(placement, 0, np.zeros((4, 2), bool))
+    with pytest.raises(ValueError, match=r"hosts must be \(4, 2\) of a layer; got \(3, 2\)"):
+        rehosted(placement, 0, np.ones((3, 2), bool))

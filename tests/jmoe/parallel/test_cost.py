@@ -1,0 +1,183 @@
+"""The cost model: by hand, by what it may never do, and against the exchange that is served."""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jmoe.config import from_hf
+from jmoe.parallel import cost
+from jmoe.parallel.experts import AXIS, gather_rows
+
+PUBLISHED = Path(__file__).parents[2] / "published_configs"
+QWEN = from_hf(json.loads((PUBLISHED / "Qwen3-235B-A22B.json").read_text()))
+MIXTRAL = from_hf(json.loads((PUBLISHED / "Mixtral-8x7B-v0.1.json").read_text()))
+# Round numbers: 4 experts of 120 bytes, 2 a row, 60 operations of 2 a visit.
+SMALL = replace(
+    QWEN, d_model=5, d_ff_expert=4, num_experts=4, experts_per_token=2, moe_layers=(True,) * 94
+)
+SLOW = cost.Machine("slow", flops_per_s=120.0, link_bytes_per_s=120.0, memory_bytes_per_s=1e9)
+
+
+def fit(cfg=SMALL, devices=2, tokens=1, per_pair=2, machine=SLOW, **shares):
+    return cost.replicas_that_fit(cfg, devices, tokens, 2, per_pair, machine, **shares)
+
+
+def test_by_hand():
+    assert cost.expert_bytes(SMALL, 2) == 120  # a second on SLOW's link
+    # A row's two visits take two seconds, half of them remote; a copy takes one.
+    found = fit(tokens=1, per_pair=1)
+    assert found[:5] == (1, 1, pytest.approx(1.0), pytest.approx(1.0), 1)
+    # Two copies need two seconds: with one of them local, a row's window is half a second.
+    assert fit(tokens=3)[:2] == (1, 1)
+    found = fit(tokens=4)
+    assert found[:5] == (2, 2, pytest.approx(2.0), pytest.approx(2.0), 2)
+    # All in the first phase: both copies are of experts that own rows visit, and nothing is remote.
+    assert fit(tokens=4, alpha=1.0).num_replicas == 1
+    assert fit(tokens=1, per_pair=1, local_share=0.6).num_replicas == 0
+    assert fit(tokens=2, per_pair=1, local_share=0.5).window_s == pytest.approx(2.0)
+
+
+def test_weights_are_read_however_few_the_visits():
+    machine = SLOW._replace(flops_per_s=1e12, memory_bytes_per_s=60.0)
+    found = fit(tokens=1, per_pair=1, machine=machine)
+    assert found.window_s == pytest.approx(2.0)  # one remote visit reads one expert: 120 bytes
+    assert found.num_replicas == 1
+
+
+def test_what_is_reported_where_nothing_fits():
+    # Of 4 experts a device has one and, of 3 replicas, one for its own rows: half is remote.
+    found = fit(devices=4, per_pair=2, tokens=3)
+    assert found[:5] == (3, 1, pytest.approx(3.0), pytest.approx(3.0), 3)
+    found = fit(devices=4, per_pair=2, tokens=2)
+    assert found[:5] == (0, 0, pytest.approx(2.0), pytest.approx(3.0), 2)
+    assert "3000.00 ms" in found.reason
+    assert "2000.00 ms, in which a link carries 2 of 3" in found.reason
+
+
+def test_one_device_lacks_nothing():
+    found = fit(devices=1, tokens=100)
+    assert found == (0, 0, 0.0, 0.0, 0, "every device has all experts")
+    assert cost.exchange_bytes(SMALL, 1, 100, 2) == (0, 0)
+
+
+def test_no_more_than_a_device_lacks():
+    found = fit(MIXTRAL, devices=2, tokens=10**6, per_pair=100, machine=cost.H200)
+    assert found[:2] == (4, 4)
+    assert fit(MIXTRAL, devices=64, tokens=10**9, per_pair=5).num_replicas == 7
+
+
+counts = st.integers(1, 10**5)
+
+
+@given(
+    st.sampled_from([SMALL, QWEN, MIXTRAL]),
+    st.integers(1, 300),
+    counts,
+    st.integers(1, 9),
+    st.floats(0, 1),
+)
+@settings(max_examples=150, deadline=None)
+def test_what_fits_is_hidden(cfg, devices, tokens, per_pair, alpha):
+    def by(**changes):
+        numbers = {"devices": devices, "tokens": tokens, "per_pair": per_pair, **changes}
+        return fit(cfg, machine=cost.H200, alpha=alpha, **numbers)
+
+    found = by()
+    assert 0 <= found.num_replicas <= cfg.num_experts
+    assert found.num_replicas <= found.per_pair * (devices - 1)
+    assert found.per_pair <= per_pair
+    if found.num_replicas:
+        assert found.copy_s <= found.window_s
+        copies = found.per_pair * (devices - 1) * cost.expert_bytes(cfg, 2)
+        assert found.copy_s == pytest.approx(copies / cost.H200.link_bytes_per_s)
+    elif devices > 1:
+        assert found.copy_s > found.window_s
+    assert by(tokens=2 * tokens).num_replicas >= found.num_replicas
+    assert by(per_pair=per_pair + 1).num_replicas >= found.num_replicas
+
+
+def test_qwen3_235b_on_eight_h200():
+    """What docs/expert-parallelism.md says of it, at tokens a device."""
+    assert cost.expert_bytes(QWEN, 2) == 3 * 4096 * 1536 * 2 == 37_748_736
+    at = {t: fit(QWEN, 8, t, 2, cost.H200) for t in (512, 1024, 2048, 4096)}
+    assert {t: found.num_replicas for t, found in at.items()} == {
+        512: 0,
+        1024: 0,
+        2048: 7,
+        4096: 14,
+    }
+    assert at[512].experts_in_window == 2
+    assert at[2048].experts_in_window == 8
+    assert at[512].window_s == pytest.approx(109 / 128 * 512 * 8 * 6 * 4096 * 1536 / 600e12)
+    assert at[512].copy_s == pytest.approx(7 * 37_748_736 / 360e9)
+
+
+@pytest.mark.parametrize(
+    ("machine", "shares", "replicas", "tokens"),
+    [
+        (cost.H200, {}, 7, 13_704),
+        (cost.H200, {}, 14, 28_448),
+        (cost.H200._replace(flops_per_s=790e12), {}, 7, 18_040),
+        (cost.H200._replace(link_bytes_per_s=450e9), {}, 7, 10_968),
+        (cost.H200._replace(flops_per_s=169e12), {}, 7, 3_864),
+        (cost.H200, {"local_share": 0.378}, 7, 18_760),
+    ],
+)
+def test_where_qwen3_235b_gets_its_replicas(machine, shares, replicas, tokens):
+    """The least tokens a step, as the page says them."""
+    enough = fit(QWEN, 8, tokens // 8, 2, machine, **shares)
+    assert enough.num_replicas == replicas
+    assert fit(QWEN, 8, tokens // 8 - 1, 2, machine, **shares).num_replicas == replicas - 7
+
+
+def test_what_the_link_would_carry_of_qwen3_235b():
+    found = [fit(QWEN, 8, t // 8, 2, cost.H200).experts_in_window for t in (4096, 15_656, 15_664)]
+    assert found == [2, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"devices": 0}, "num_devices is 0; it must be 1 or more"),
+        ({"tokens": 0}, "tokens_per_device is 0"),
+        ({"per_pair": 0}, "per_pair is 0"),
+        ({"alpha": 1.5}, "alpha is 1.5; it must be between 0 and 1"),
+        ({"local_share": -0.1}, "local_share is -0.1"),
+    ],
+)
+def test_wrong_numbers_are_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        fit(**changes)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_bytes_are_those_of_the_all_gather_that_is_served(dtype):
+    rows, devices = 3, 8
+    k = QWEN.experts_per_token
+    args = (
+        jax.ShapeDtypeStruct((rows, QWEN.d_model), dtype),
+        jax.ShapeDtypeStruct((rows, k), jnp.float32),
+        jax.ShapeDtypeStruct((rows, k), jnp.int32),
+        jax.ShapeDtypeStruct((rows,), bool),
+        jax.ShapeDtypeStruct((rows,), bool),
+    )
+    found = jax.make_jaxpr(partial(gather_rows), axis_env=[(AXIS, devices)])(*args)
+    sent = [e.invars[0].aval for e in found.eqns if e.primitive.name == "all_gather"]
+    assert len(sent) == 1
+    per_layer = (devices - 1) * sent[0].size * sent[0].dtype.itemsize
+    bytes_ = cost.exchange_bytes(QWEN, devices, rows, jnp.dtype(dtype).itemsize)
+    assert bytes_.gathered == 94 * per_layer
+    assert bytes_.scattered == 94 * 7 * rows * 4096 * jnp.dtype(dtype).itemsize
+
+
+def test_buffers_by_hand():
+    # 2 devices, 3 rows each: 6 gathered rows of 5 with float32 sums, 12 visits.
+    expected = 6 * 5 * (2 + 4) + 12 * (5 + 4 + 5) * 2
+    assert cost.gathered_buffer_bytes(SMALL, 2, 3, 2) == expected

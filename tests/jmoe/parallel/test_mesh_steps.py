@@ -1,0 +1,14 @@
+from pathlib import Path
+
+from tests.on_devices import run_on_devices
+
+STEPS = Path(__file__).with_name("mesh_steps.py")
+SHORT = "copied_while and ranges and 30-partial or cannot or no_device"
+
+
+def test_some_steps_over_a_mesh_are_those_of_one_device():
+    run_on_devices(STEPS, 8, "-k", SHORT)
+
+
+def test_all_steps_over_a_mesh_are_those_of_one_device():
+    run_on_devices(STEPS)
