@@ -144,10 +144,10 @@ class Admission:
         wrong = next((t for t in tokens if t < 0 or (vocab and t >= vocab)), None)
         if wrong is not None:
             raise InvalidRequest(f"token {shown(wrong)} is outside the vocabulary of {vocab}")
-        if limits.pages_for(total) > limits.num_pages:
+        if limits.pages_for(total) > limits.pages_per_rank:
             raise InvalidRequest(
                 f"{total} positions need {limits.pages_for(total)} KV pages; "
-                f"this server has {limits.num_pages}"
+                f"this server has {limits.pages_per_rank}"
             )
 
     def close(self) -> None:

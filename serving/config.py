@@ -35,11 +35,39 @@ class SalcConfig:
 
 
 @dataclass(frozen=True)
+class BalanceConfig:
+    """Over a mesh: copies of experts that get much of the work, so that all devices get as much.
+
+    Copies are made while a prefill step runs, for its own rows (Libra), and between steps, for what
+    was seen lately; the latter stay in spare slots.
+    """
+
+    replicas: int = 0  # experts that a device copies for a layer of a prefill step; 0: none
+    replicas_per_pair: int = 2  # of them, that one device sends another
+    replicas_local_share: float = 0.5  # of them, for what a device's own rows visit most
+    predictor: str = (
+        "auto"  # of a step's next layer: router, probe; auto: the probe if there is one
+    )
+    replicas_min_tokens: int = 0  # a device, of the smallest step with copies; 0: by the cost model
+    spare_slots: int = 0  # a layer and device, for copies that stay; 0: experts stay where they are
+    interval_s: float = 5.0  # between two looks at the load
+    half_life_s: float = 3.0  # after which load seen counts half, and for which a copy has to pay
+    min_gain: float = 0.02  # of a layer's fullest device: what less is no reason to copy
+    load_file: str = ""  # where the load seen is kept over restarts; empty: nowhere
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything `jmoe serve` can be told. Sizes are counts; times are seconds."""
 
     model: str = "bundled"
     dtype: str = "bfloat16"
+    mesh: str = ""  # ep=N: experts spread over N devices, which share the requests; empty: one
+    coordinator: str = ""  # HOST:PORT of process 0, where a mesh spans several processes
+    num_processes: int = 0  # of that mesh, with the same number of devices each; 0: one, alone
+    process_index: int = -1  # which of them this is; 0 is who serves requests, the others follow
+    join_timeout_s: float = 300.0  # at the start, how long processes wait for each other
+    peer_timeout_s: float = 30.0  # within which a process notices that another one is gone
     max_num_seqs: int = 64  # sequences decoded together
     max_model_len: int = 2048  # positions a sequence, prompt and output; at most the model's own
     max_queue_len: int = 512  # requests that wait with every slot taken; more are refused
@@ -66,6 +94,7 @@ class EngineConfig:
     allow_unknown_config: tuple[str, ...] = ()  # keys of config.json that may be ignored
     brownout: BrownoutConfig = field(default_factory=BrownoutConfig)
     salc: SalcConfig = field(default_factory=SalcConfig)
+    balance: BalanceConfig = field(default_factory=BalanceConfig)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from jmoe.api import Model
 from serving.accounting import Accounts
@@ -98,8 +99,8 @@ class Engine:
         way = ways[0] if ways else 0
         self.slo = SloAnalyser(config.brownout, config.salc, way=way, pace=self.pace)
         observers = [observer] if isinstance(observer, Observer) else observer or ()
-        self.accounts = Accounts([self.slo.load, *observers])
-        self.loader = ExpertsLoader(runner, model, ways, self.slo)
+        self.loader = ExpertsLoader(runner, model, ways, self.slo, config.balance)
+        self.accounts = Accounts([self.slo.load, *self.loader.observers, *observers])
         self.scheduler = Scheduler(
             runner.limits,
             make_policy(config.policy),
@@ -109,7 +110,8 @@ class Engine:
         )
         self.admission = Admission(config, runner.limits, model)
         self.bounds = self.admission.bounds
-        self.watchdog = Watchdog(config.watchdog_s, self._on_stuck)
+        stuck = f"a step took longer than {config.watchdog_s:g} s (engine.watchdog_s)"
+        self.watchdog = Watchdog(config.watchdog_s, partial(self._fail_from_thread, stuck))
         self.on_unresponsive: Callable[[str], None] = log.critical
         self._clock = clock
         self._visits_per_token = (
@@ -157,6 +159,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._loop_task = asyncio.create_task(self._run(), name="jmoe-tick")
         self.watchdog.start()
+        self.runner.watch(self._fail_from_thread)
 
     async def drain(self, timeout_s: float) -> bool:
         """Admits nothing more and lets what is there finish. True if all did in time."""
@@ -202,9 +205,8 @@ class Engine:
         if self._loop_task is not None and asyncio.current_task() is not self._loop_task:
             self._loop_task.cancel()
 
-    def _on_stuck(self) -> None:
-        """In the watchdog's thread: a step does not return."""
-        reason = f"a step took longer than {self.config.watchdog_s:g} s (engine.watchdog_s)"
+    def _fail_from_thread(self, reason: str) -> None:
+        """`_fail` for the watchdog's thread, and for those in which a runner hears of its end."""
         assert self._loop is not None
         heard = threading.Event()
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -355,12 +357,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
-        pages = self.scheduler.pages
+        places = self.scheduler.places
         return self.accounts.stats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting),
-            kv_pages_used=pages.num_pages - pages.num_free,
-            kv_pages_total=pages.num_pages,
+            kv_pages_used=places.num_pages - places.num_free_pages,
+            kv_pages_total=places.num_pages,
             compilations_since_ready=self.runner.compilations_since_ready,
             uptime_s=self._clock() - self._started_at,
             parks=self.scheduler.num_parks,

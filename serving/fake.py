@@ -44,6 +44,7 @@ class FakeRunner:
         self.launches.append((plan.phase, len(plan.rows), control))
         assert 0 <= plan.first_layer < plan.stop_layer <= self.limits.num_layers
         assert plan.is_last == (plan.stop_layer == self.limits.num_layers)
+        self._check_ranks(plan)
         for delta in plan.deltas:
             key = (int(delta[DELTA_SLOT]), int(delta[DELTA_BLOCK]))
             self._table[key] = int(delta[DELTA_PAGE])
@@ -54,7 +55,7 @@ class FakeRunner:
                 new, places = plan.tokens[at : at + q_len].tolist(), plan.places[at : at + q_len]
                 at += q_len
             else:
-                new, places = [self._last[slot]], [slot]
+                new, places = [self._last[slot]], [self.limits.hidden_row(slot)]
             self._run(plan, slot, kv_len - q_len, new, places)
             tokens.append((new[-1] + 1) % self.vocab_size)
             if plan.is_last:
@@ -75,6 +76,20 @@ class FakeRunner:
         self._busy_until = max(self._busy_until, loop.time()) + whole_s * share
         loop.call_at(self._busy_until, self._finish, future, result)
         return future
+
+    def _check_ranks(self, plan: StepPlan) -> None:
+        """Every rank has room for its rows, and what a sequence has is all of one rank."""
+        limits = self.limits
+        rank = plan.rows[:, SLOT] // limits.slots_per_rank
+        delta_rank = plan.deltas[:, DELTA_SLOT] // limits.slots_per_rank
+        assert (plan.deltas[:, DELTA_PAGE] // limits.pages_per_rank == delta_rank).all()
+        if plan.phase is Phase.DECODE:
+            assert np.bincount(rank).max() <= limits.decode_rows // limits.num_ranks
+            return
+        tokens = np.bincount(rank, plan.rows[:, Q_LEN])
+        assert tokens.max() <= limits.max_prefill_tokens
+        assert np.bincount(rank).max() <= limits.max_prefill_seqs
+        assert (plan.places // limits.hidden_per_rank == np.repeat(rank, plan.q_lens)).all()
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
         """See serving.execution.runner.Runner."""
@@ -122,6 +137,12 @@ class FakeRunner:
 
     def load_way(self, way: int, layer: int) -> None:
         """See serving.execution.runner.Runner. There is nothing to load."""
+
+    def host_layer(self, layer: int, hosts: np.ndarray) -> None:
+        """See Runner. There is nothing to copy."""
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """See Runner; nothing fails."""
 
     def close(self) -> None:
         """Nothing to release."""

@@ -15,6 +15,9 @@ from jaxtyping import Bool, Float, Int
 
 from jmoe.packed_rows import EXEMPT, Q_LEN
 
+NUM_EXTENTS = 2
+"""Prefill steps that can be under way at once: one, and one that was parked for it."""
+
 
 class Phase(enum.StrEnum):
     """What a step computes: chunks of prompts, or one token for each row."""
@@ -32,38 +35,63 @@ class StepControl(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes a schedule has to keep."""
+    """Sizes a schedule has to keep.
 
-    num_slots: int
-    num_pages: int
+    Over a mesh a sequence lives on one of its devices, its rank. Slots, pages and hidden rows are
+    numbered through, the first rank's first.
+    """
+
+    num_slots: int  # of all ranks
+    num_pages: int  # of all ranks
     page_size: int
-    max_prefill_tokens: int
-    max_prefill_seqs: int
-    max_decode_seqs: int = 0  # rows a decode step; 0: a row a slot
+    max_prefill_tokens: int  # a prefill step, on each rank
+    max_prefill_seqs: int  # likewise
+    max_decode_seqs: int = 0  # rows a decode step, of all ranks; 0: a row a slot
     num_layers: int = 1  # of the model; a step can be cut between any two
-    prefill_buckets: tuple[int, ...] = ()  # tokens that programs are compiled for
+    prefill_buckets: tuple[int, ...] = ()  # tokens a rank that programs are compiled for
+    num_ranks: int = 1
 
     @property
     def decode_rows(self) -> int:
-        """Rows that a decode step may have."""
+        """Rows that a decode step may have, on all ranks."""
         return self.max_decode_seqs or self.num_slots
 
+    @property
+    def slots_per_rank(self) -> int:
+        """Slots of each rank."""
+        return self.num_slots // self.num_ranks
+
+    @property
+    def pages_per_rank(self) -> int:
+        """Pages of each rank."""
+        return self.num_pages // self.num_ranks
+
+    @property
+    def hidden_per_rank(self) -> int:
+        """Hidden rows of each rank: of decode steps, by slot, and then of prefill steps."""
+        return self.slots_per_rank + NUM_EXTENTS * self.max_prefill_tokens
+
+    def rank(self, slot: int) -> int:
+        """On which rank a slot is."""
+        return slot // self.slots_per_rank
+
     def token_bucket(self, num_tokens: int) -> int:
-        """Tokens that a prefill step of `num_tokens` costs."""
+        """Tokens that a prefill step costs which has `num_tokens` on its fullest rank."""
         at = bisect_left(self.prefill_buckets, num_tokens)
         return self.prefill_buckets[at] if at < len(self.prefill_buckets) else num_tokens
 
-    def extent(self, index: int) -> int:
-        """First hidden row of a prefill step under way: rows of decode steps lie before."""
-        return self.num_slots + index * self.max_prefill_tokens
+    def hidden_row(self, slot: int) -> int:
+        """Where a decode row waits between two parts of its step."""
+        return self.rank(slot) * self.hidden_per_rank + slot % self.slots_per_rank
+
+    def extent(self, index: int, rank: int = 0) -> int:
+        """First hidden row of a prefill step under way, of its tokens on a rank."""
+        own = self.slots_per_rank + index * self.max_prefill_tokens
+        return rank * self.hidden_per_rank + own
 
     def pages_for(self, positions: int) -> int:
         """Pages that hold so many positions."""
         return -(-positions // self.page_size)
-
-
-NUM_EXTENTS = 2
-"""Prefill steps that can be under way at once: one, and one that was parked for it."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +135,13 @@ class StepPlan:
         return int(self.q_lens[self.exempt].sum())
 
 
+class Copies(NamedTuple):
+    """What became of experts copied while a step ran; a row for each MoE layer."""
+
+    right: Int[np.ndarray, "layers"]  # visits that were expected, by device and expert, and made
+    copied: Int[np.ndarray, "layers"]  # experts sent
+
+
 @dataclass(frozen=True)
 class StepResult:
     """What the host learns of a step's layers; arrays are cut to the step's real rows.
@@ -120,3 +155,6 @@ class StepResult:
     degraded: Sequence[int]  # degraded expert visits of each row
     expert_rows: Int[np.ndarray, "layers E"]  # rows that each logical expert computed
     prompt_logprobs: Float[np.ndarray, "T"] | None
+    device_rows: Int[np.ndarray, "layers D"] | None = None  # of `expert_rows`, by device of a mesh
+    copies: Copies | None = None  # of a step that copied experts
+    padded_share: float = 0.0  # of the rows that the devices computed

@@ -1,6 +1,7 @@
 """Server settings: a YAML preset, then overrides key by key. Nothing wrong passes silently."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
@@ -29,6 +30,8 @@ _TYPES = {
 _POSITIVE = (
     "max_connections",
     "message_timeout_s",
+    "engine.join_timeout_s",
+    "engine.peer_timeout_s",
     "engine.max_num_seqs",
     "engine.max_model_len",
     "engine.max_queue_len",
@@ -41,6 +44,9 @@ _POSITIVE = (
     "engine.salc.interval_s",
     "engine.salc.window_s",
     "engine.salc.min_samples",
+    "engine.balance.replicas_per_pair",
+    "engine.balance.interval_s",
+    "engine.balance.half_life_s",
 )
 _NOT_NEGATIVE = (
     "drain_timeout_s",
@@ -55,6 +61,9 @@ _NOT_NEGATIVE = (
     "engine.brownout.way",
     "engine.brownout.best_effort_ttft_slo_s",
     "engine.brownout.best_effort_itl_slo_s",
+    "engine.balance.replicas",
+    "engine.balance.replicas_min_tokens",
+    "engine.balance.spare_slots",
 )
 _PORTS = ("port", "metrics_port", "admin_port")
 _PERCENT = (
@@ -63,7 +72,11 @@ _PERCENT = (
     "engine.salc.floor_percent",
     "engine.salc.ceiling_percent",
 )
-_PARTS = ("engine.best_effort_share",)
+_PARTS = (
+    "engine.best_effort_share",
+    "engine.balance.replicas_local_share",
+    "engine.balance.min_gain",
+)
 _SHARES = ("engine.salc.warning_factor", "engine.salc.shrink_ratio")
 _ASCENDING = (
     "engine.decode_buckets",
@@ -75,8 +88,21 @@ _CHOICES = {
     "log_format": ("text", "json"),
     "engine.admission": ("queue", "objective"),
     "engine.dtype": ("bfloat16", "float16", "float32"),
+    "engine.balance.predictor": ("auto", "router", "probe"),
     "engine.brownout.strategy": ("auto", "zero", "partial", "full"),
 }
+
+
+_MESH = re.compile(r"ep=([1-9][0-9]{0,5})")
+
+
+def mesh_devices(mesh: str) -> int:
+    """Devices of a setting `engine.mesh` that was checked; 1 for an empty one."""
+    found = _MESH.fullmatch(mesh)
+    return int(found[1]) if found else 1
+
+
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):([1-9][0-9]{0,4})")
 
 
 class _Loader(yaml.SafeLoader):
@@ -224,6 +250,40 @@ def check(config: ServerConfig) -> None:
             list(values) == sorted({v for v in values if v > 0}), name, "positive and ascending"
         )
     _check_together(config, require)
+    _check_hosts(config, require)
+
+
+def _check_hosts(config: ServerConfig, require: Any) -> None:
+    """A mesh over several processes: all of its settings, and such as fit each other."""
+    engine = config.engine
+    given = {
+        "engine.coordinator": bool(engine.coordinator),
+        "engine.num_processes": engine.num_processes != 0,
+        "engine.process_index": engine.process_index != -1,
+    }
+    if not any(given.values()):
+        return
+    missing = [name for name, there in given.items() if not there]
+    if missing:
+        flags = ", ".join("--" + name.removeprefix("engine.").replace("_", "-") for name in missing)
+        raise SettingsError(
+            f"{' and '.join(n for n in given if n not in missing)} without {' and '.join(missing)}:"
+            f" a mesh over several processes needs all three; give {flags}, too"
+        )
+    address = _ADDRESS.fullmatch(engine.coordinator)
+    require(
+        address is not None and int(address[2]) <= 65535,
+        "engine.coordinator",
+        "HOST:PORT of process 0, the same in every process, with a port that is free there",
+    )
+    count = engine.num_processes
+    require(count >= 2, "engine.num_processes", "2 or more; one process needs none of this")
+    require(0 <= engine.process_index < count, "engine.process_index", f"between 0 and {count - 1}")
+    require(
+        bool(engine.mesh) and mesh_devices(engine.mesh) % count == 0,
+        "engine.mesh",
+        f"ep=N with N a multiple of engine.num_processes, {count}: each has as many devices",
+    )
 
 
 def _check_together(config: ServerConfig, require: Any) -> None:
@@ -246,12 +306,29 @@ def _check_together(config: ServerConfig, require: Any) -> None:
     )
     require(bool(engine.model), "engine.model", "a directory, or bundled")
     require(
+        not engine.mesh or bool(_MESH.fullmatch(engine.mesh)),
+        "engine.mesh",
+        "empty, or ep=N for experts spread over N devices",
+    )
+    for name in ("replicas", "spare_slots"):
+        require(
+            not getattr(engine.balance, name) or mesh_devices(engine.mesh) > 1,
+            f"engine.balance.{name}",
+            f"0 unless engine.mesh is ep=2 or more, and it is {engine.mesh!r}",
+        )
+    require(
+        not engine.balance.load_file or bool(engine.balance.spare_slots),
+        "engine.balance.load_file",
+        "empty unless engine.balance.spare_slots is 1 or more",
+    )
+    require(
         not engine.num_pages or engine.num_pages * engine.page_size >= engine.max_model_len,
         "engine.num_pages",
         f"0, or enough for one sequence of max_model_len {engine.max_model_len}",
     )
+    seqs_per_device = -(-engine.max_num_seqs // mesh_devices(engine.mesh))
     for name, buckets, most in (
-        ("engine.decode_buckets", engine.decode_buckets, engine.max_num_seqs),
+        ("engine.decode_buckets", engine.decode_buckets, seqs_per_device),
         ("engine.prefill_buckets", engine.prefill_buckets, engine.max_prefill_tokens),
     ):
         require(not buckets or buckets[-1] >= most, name, f"empty, or reach {most}")

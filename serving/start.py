@@ -1,16 +1,34 @@
 """From settings to a runner that is ready: loading, choosing what is open, compiling, warming."""
 
+import contextlib
 import logging
+from functools import partial
 
-from jmoe.api import Model, load
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jmoe.api import Model, load, resolve
+from jmoe.checkpoint import is_native
+from jmoe.config import read_config
+from jmoe.parallel.cost import exchange_bytes
+from jmoe.parallel.home import make_mesh
 from serving.config import EngineConfig
 from serving.control.experts_loader import allowed_ways
+from serving.control.mover import starting_placement
 from serving.control.slo import starting_strategy
+from serving.execution.followers import Followers
+from serving.execution.memory import check_mesh
 from serving.execution.programs import Progress, limit_cpu_threads
 from serving.execution.runner import DeviceRunner, fit_to_model
+from serving.hosts import lead
 from serving.scheduling.policy import make_policy
+from serving.settings import SettingsError, mesh_devices
 
 log = logging.getLogger(__name__)
+
+GATHERS_WELL = 8
+"""Devices to which sending every row to all of them is the best exchange."""
 
 
 def prepare(
@@ -21,26 +39,119 @@ def prepare(
     Returns the settings as they are served, the model, and its runner.
 
     Raises SettingsError for a strategy that cannot be had, ValueError for a way that is not there,
-    and what `jmoe.load` raises.
+    what `jmoe.load` raises, and Unavailable where another process of the mesh does not come or
+    goes away.
     """
     limit_cpu_threads(config.cpu_threads)
-    loaded = model or _load(config, progress)
-    ways = allowed_ways(config.brownout, loaded)
-    first = ways[0] if ways else 0
-    starting_strategy(config.brownout.strategy, first)
-    if config.brownout.strategy == "auto" and not ways:
-        log.warning("brownout is off: %s has no united experts", loaded.name)
-    fitting = fit_to_model(config, loaded)
-    parks = getattr(make_policy(config.policy), "parks", True)
-    runner = DeviceRunner(loaded, fitting, parks=parks)
-    runner.start(first, ways, progress)
+    if not config.coordinator:
+        return _prepare(config, model, progress)
+    if model is not None:
+        raise SettingsError(
+            "engine.coordinator is given, and a model, too: each process loads its own part of one;"
+            " leave the model out"
+        )
+    if config.process_index > 0:
+        raise SettingsError(
+            f"engine.process_index is {config.process_index}: such a process follows process 0 and"
+            " serves nothing; start it with `jmoe serve`"
+        )
+    followers = lead(config)
+    try:
+        return followers.lost.unless(lambda: _prepare(config, None, progress, followers))
+    except BaseException:
+        followers.close(stop=False)
+        raise
+
+
+def _prepare(
+    config: EngineConfig,
+    model: Model | None,
+    progress: Progress,
+    followers: Followers | None = None,
+) -> tuple[EngineConfig, Model, DeviceRunner]:
+    fitting, loaded, runner, ways = build(config, model, progress, followers)
+    runner.start(ways[0] if ways else 0, ways, progress)
     return fitting, loaded, runner
 
 
-def _load(config: EngineConfig, progress: Progress) -> Model:
+def build(
+    config: EngineConfig,
+    model: Model | None,
+    progress: Progress,
+    followers: Followers | None = None,
+) -> tuple[EngineConfig, Model, DeviceRunner, tuple[int, ...]]:
+    """Loads the model unless it is given, and makes its runner; compiles nothing yet.
+
+    Returns the settings as they are served, the model, its runner, and the ways that may be served.
+    Raises as `prepare`.
+    """
+    mesh = make_mesh_of(config)
+    loaded = model or _load(config, mesh, progress)
+    if mesh is not None and (loaded.home is None or loaded.home.mesh != mesh):
+        raise SettingsError(
+            f"engine.mesh is {config.mesh!r}, and the model given is not spread over such a mesh; "
+            "load it with mesh=jmoe.make_mesh(...), or leave engine.mesh empty"
+        )
+    ways = allowed_ways(config.brownout, loaded)
+    starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
+    if config.brownout.strategy == "auto" and not ways and config.process_index <= 0:
+        log.warning("brownout is off: %s has no united experts", loaded.name)
+    fitting = fit_to_model(config, loaded)
+    warn_of_gathering(fitting, loaded)
+    parks = getattr(make_policy(config.policy), "parks", True)
+    return fitting, loaded, DeviceRunner(loaded, fitting, parks=parks, followers=followers), ways
+
+
+def warn_of_gathering(config: EngineConfig, model: Model) -> None:
+    """Says what all-gather costs on a mesh that is large for it; no other exchange is built."""
+    devices = 1 if model.home is None else model.home.mesh.size
+    if devices <= GATHERS_WELL or config.process_index > 0:
+        return
+    tokens = config.max_prefill_tokens
+    sent = exchange_bytes(model.config, devices, tokens, model.dtype.itemsize)
+    log.warning(
+        "engine.mesh is %r: rows are gathered by all devices, %.3g MiB a device in a prefill step "
+        "of %d tokens each; beyond %d devices an exchange that sends a row only where it is needed "
+        "would send less, and is not built (docs/expert-parallelism.md)",
+        config.mesh,
+        sum(sent) / 2**20,
+        tokens,
+        GATHERS_WELL,
+    )
+
+
+def make_mesh_of(config: EngineConfig) -> Mesh | None:
+    """The mesh of the settings; None without one. Raises SettingsError for one that is too large.
+
+    A CPU is taken for as many devices as are asked for, if jax has not counted it already.
+    """
+    if not config.mesh:
+        return None
+    count = mesh_devices(config.mesh)
+    own = count // max(1, config.num_processes)
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", max(own, jax.config.jax_num_cpu_devices))
+    have = len(jax.local_devices()), jax.device_count()
+    if config.coordinator and have != (own, own * config.num_processes):
+        raise SettingsError(
+            f"engine.mesh is {config.mesh!r} over {config.num_processes} processes, {own} devices "
+            f"each, and this one has {have[0]} of {have[1]}; a mesh "
+            "takes all devices of its processes, the same number of each"
+        )
+    try:
+        return make_mesh(count)
+    except ValueError as error:
+        raise SettingsError(f"engine.mesh is {config.mesh!r}: {error}") from None
+
+
+def _load(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> Model:
     def layers(done: int, total: int) -> None:
         progress("loading", done, total)
 
+    directory = resolve(config.model)
+    if mesh is not None and not is_native(directory):
+        cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
+        check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
     return load(
         config.model,
         config.dtype,
@@ -48,4 +159,6 @@ def _load(config: EngineConfig, progress: Progress) -> Model:
         progress=layers,
         check_weights=config.check_weights,
         allow_unknown_config=config.allow_unknown_config,
+        mesh=mesh,
+        placement=None if mesh is None else partial(starting_placement, config.balance),
     )

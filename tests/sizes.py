@@ -9,11 +9,13 @@ model is held to its logits there, one a family and the mixed one to what they g
 
 DEEP_FILES = {
     "tests/e2e/test_hostile_script.py",
+    "tests/e2e/test_hosts.py",
     "tests/e2e/test_readme.py",
     "tests/e2e/test_stopped_process.py",
     "tests/jmoe/test_compile_h200.py",
     "tests/jmoe/test_kernels_emulated.py",
     "tests/jmoe/test_pages.py",
+    "tests/jmoe/parallel/test_compile_eight_h200.py",
     "tests/pallas_kernels/test_grouped_gemm_mosaic.py",
     "tests/pallas_kernels/test_kv_write_mosaic.py",
     "tests/pallas_kernels/test_paged_attention_mosaic.py",
@@ -32,6 +34,22 @@ DEEP_FILES = {
 }
 DEEP_FOLDERS = ("tests/sm90/",)
 DEEP_TESTS = {
+    "tests/jmoe/test_parts.py::"
+    "test_a_program_for_each_part_is_the_whole_too[qwen3_moe_mixed_yarn-cuts0]",
+    "tests/pallas_kernels/test_grouped_gemm_quantized.py::test_kernel_equals_float64",
+    "tests/training/test_lookahead.py::test_probes_guess_better_than_the_next_router",
+    "tests/jmoe/test_parts.py::test_a_program_for_each_part_is_the_whole_too[qwen2_moe-cuts0]",
+    "tests/jmoe/test_parts.py::test_a_program_for_each_part_is_the_whole_too[qwen2_moe-cuts1]",
+    "tests/jmoe/test_parts.py::"
+    "test_a_program_for_each_part_is_the_whole_too[qwen3_moe_mixed_yarn-cuts1]",
+    "tests/serving/execution/test_programs.py::"
+    "test_a_program_for_each_part_where_the_host_would_wait_for_a_loop[zero]",
+    "tests/serving/execution/test_programs.py::"
+    "test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase",
+    "tests/training/test_train.py::test_resumed_run_equals_uninterrupted",
+    "tests/jmoe/parallel/test_mesh_steps.py::test_all_steps_over_a_mesh_are_those_of_one_device",
+    "tests/benchmarks/test_balance.py::test_a_tiny_run_writes_table_json_and_picture",
+    "tests/serving/bench/test_balance_bench.py::test_the_whole_bench_on_the_bundled_model",
     "tests/serving/bench/test_priority.py::test_the_whole_bench_on_the_bundled_model",
     "tests/serving/test_preemption.py::test_a_hundred_traces",
     "tests/serving/test_preemption.py::test_what_gave_way_answers_alike",
@@ -45,6 +63,10 @@ DEEP_TESTS = {
     "test_a_patched_run_leaves_nothing_that_an_unpatched_one_finds",
     "tests/training/test_distill.py::test_the_end_to_end_stage_is_the_same_on_two_devices",
 }
+ON_MESHES = "tests/e2e/test_hostile_load.py"
+SHORT_ON_A_MESH = "test_served_tokens_are_those_of_the_notebook[ep=4]"
+"""What a served mesh answers; the other end-to-end tests on meshes are deep."""
+
 EMULATED, INTERPRETED = "sm90", "mosaic"
 """Parameters by which contract suites name the implementation they run."""
 
@@ -69,8 +91,8 @@ class Sizes:
         function, _, parameters = test.partition("[")
         if f"{file}::{function}" == GENERATES:
             return parameters.rstrip("]") not in GENERATING
-        if EMULATED in parameters:
-            return True
+        if EMULATED in parameters or (file == ON_MESHES and "ep=" in parameters):
+            return test != SHORT_ON_A_MESH
         if INTERPRETED in parameters:
             seen = self._interpreted.setdefault(file, set())
             if function in seen or len(seen) == INTERPRETED_TESTS:

@@ -5,7 +5,6 @@ import asyncio
 import contextlib
 import json
 import math
-import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -23,6 +22,7 @@ from serving.bench.calibrate import Calibration, CalibrationError, calibrate
 from serving.bench.facts import facts
 from serving.bench.launch import LaunchError, running_server
 from serving.bench.loadgen import play
+from serving.bench.machine import Watch
 from serving.bench.report import draw, latency_series, table, verdict
 from serving.bench.results import (
     Record,
@@ -152,7 +152,7 @@ async def _play(
     console: Console,
 ) -> dict[str, Any]:
     """Calibrates, and plays each variant; `own` is the state in which the server was started."""
-    others = _OtherPrograms(pid)
+    watch = Watch(pid)
     with console.status("calibrating", refresh_per_second=4) as status:
         calibration = await calibrate(
             client,
@@ -161,7 +161,7 @@ async def _play(
             window_s=config.calibration_s,
             say=status.update,
         )
-    other_cpu = {"calibration": others.share()}
+    machine = {"calibration": watch.seen()}
     slo = calibration.slo
     steady_per_s, burst_per_s = (
         load * calibration.zero.capacity_per_s for load in (config.steady_load, config.burst_load)
@@ -174,7 +174,7 @@ async def _play(
     for name in config.variants:
         variant = VARIANTS[name]
         await wait_idle(client, config.pause_s)
-        others = _OtherPrograms(pid)
+        watch = Watch(pid)
         state = await use_variant(client, variant, own, config.strategy, slo)
         with console.status(variant.label, refresh_per_second=4) as status:
             run = await play(
@@ -183,7 +183,7 @@ async def _play(
                 time_limit_s=config.duration_s + 30,
                 on_sample=_progress(variant.label, config.duration_s, status.update),
             )
-        other_cpu[name] = others.share()
+        machine[name] = watch.seen()
         runs[name] = run_result(run, slo, burst_at_s, config.duration_s)
     return {
         "date": datetime.now().isoformat(timespec="seconds"),
@@ -195,7 +195,11 @@ async def _play(
         "steady_rate_per_s": steady_per_s,
         "burst_rate_per_s": burst_per_s,
         "num_requests": len(arrivals),
-        "other_cpu_share": other_cpu,
+        "other_cpu_share": {name: seen.others for name, seen in machine.items()},
+        "machine_speed": {
+            name: seen.work_per_s / machine["calibration"].work_per_s
+            for name, seen in machine.items()
+        },
         "controller": own.controller,
         "prefill_company": own.prefill_company,
         "runs": runs,
@@ -263,32 +267,6 @@ def _phase(
             for phase in ("prefill", "decode")
         },
     }
-
-
-class _OtherPrograms:
-    """Share of the machine's processor time that neither this process nor the server took."""
-
-    def __init__(self, server_pid: int) -> None:
-        self._pids = (os.getpid(), server_pid)
-        self._start = self._ticks()
-
-    def share(self) -> float | None:
-        """Since this object was made; None where there is no /proc."""
-        now = self._ticks()
-        if self._start is None or now is None or now[1] <= self._start[1]:
-            return None
-        return max(0.0, (now[0] - self._start[0]) / (now[1] - self._start[1]))
-
-    def _ticks(self) -> tuple[int, int] | None:
-        """Busy with others, and all there were."""
-        try:
-            total = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
-            ours = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2] for pid in self._pids]
-        except OSError:
-            return None
-        idle = total[3] + total[4]  # and waiting for a disk
-        mine = sum(int(ticks) for stat in ours for ticks in stat.split()[11:13])
-        return sum(total) - idle - mine, sum(total)
 
 
 # -- what is shown and stored --------------------------------------------------------------------

@@ -159,12 +159,20 @@ def _caution(result: Mapping[str, Any]) -> str:
     """Whatever else the machine did while the two runs were compared."""
     share = max(filter(None, result["other_cpu_share"].values()), default=0.0)
     held_up_s = max(run["latest_send_ms"] for run in result["runs"].values()) / 1e3
-    if share <= 0.15 and held_up_s <= 0.25:
+    speeds = result["machine_speed"].values()
+    seen = []
+    if share > 0.15:
+        seen.append(f"other programs took up to {_share(share, 0)} of this machine's processors")
+    if held_up_s > 0.25:
+        seen.append(f"requests left up to {held_up_s:.2f} s late")
+    if min(speeds) < 0.85 or max(speeds) > 1.15:
+        seen.append(
+            f"idle between runs, the machine did {min(speeds):.2f} to {max(speeds):.2f} times the "
+            "work that it did around calibration"
+        )
+    if not seen:
         return ""
-    return (
-        f" Caution: other programs took up to {_share(share, 0)} of this machine's processors, and "
-        f"requests left up to {held_up_s:.2f} s late; the runs may not have met the same machine."
-    )
+    return f" Caution: {', and '.join(seen)}; the runs may not have met the same machine."
 
 
 def _kept(burst: Mapping[str, Any]) -> dict[str, bool]:

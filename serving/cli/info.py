@@ -31,22 +31,34 @@ def info(
         str | None,
         typer.Option(help="Of its admin service; else what it says.", metavar="HOST:PORT"),
     ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(help="Also what ep=N, experts over N devices, would take.", metavar="ep=N"),
+    ] = None,
+    device_gb: Annotated[
+        float | None,
+        typer.Option(help="Memory of each, in 1e9 bytes; else an H200's 141.", metavar="GB"),
+    ] = None,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Parameters and memory of a model, or the state of a running server."""
     if (model, model_config, address).count(None) < 2:
         raise ValueError("give one of MODEL, --model-config and --address")
+    if address is not None and mesh is not None:
+        raise ValueError("--mesh is of a model; give MODEL or --model-config, not --address")
+    if device_gb is not None and not mesh:
+        raise ValueError("--device-gb is of a mesh; give --mesh ep=N as well")
     if address is not None:
         sections = _ask(address, admin_address)
     elif model_config is not None:
-        sections = _describe(load_model_config(model_config))
+        sections = _describe(load_model_config(model_config), mesh=mesh, device_gb=device_gb)
     else:
         from jmoe.api import resolve
         from jmoe.config import read_config
 
         directory = resolve(model or "bundled")
         cfg = read_config(directory, allow_unknown_config=allow_unknown_config or ())
-        sections = _describe(cfg, directory)
+        sections = _describe(cfg, directory, mesh, device_gb)
     print(_text(sections))
 
 
@@ -85,8 +97,13 @@ def kv_bytes_per_token(cfg: "ModelConfig", dtype: str) -> int:
     return 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * _BYTES[dtype]
 
 
-def _describe(cfg: "ModelConfig", directory: Path | None = None) -> list[Section]:
-    """What a model needs; and of a directory, which united experts lie in it."""
+def _describe(
+    cfg: "ModelConfig",
+    directory: Path | None = None,
+    mesh: str | None = None,
+    device_gb: float | None = None,
+) -> list[Section]:
+    """What a model needs; of a directory, which united experts lie in it; and over a mesh."""
     from jmoe.display import count, size
 
     total, active = num_parameters(cfg), num_parameters(cfg, cfg.experts_per_token)
@@ -115,7 +132,14 @@ def _describe(cfg: "ModelConfig", directory: Path | None = None) -> list[Section
     if directory is not None:
         sections.append(("United experts that are there", found or [("none", "")]))
     further = "What each further way would take" if there else "What united experts would take"
-    return [*sections, (further, lacking)] if lacking else sections
+    if lacking:
+        sections.append((further, lacking))
+    if mesh:
+        from serving.cli.mesh_info import DEVICE_GB, parallel_section, parse_mesh
+
+        size_gb = DEVICE_GB if device_gb is None else device_gb
+        sections.append(parallel_section(cfg, parse_mesh(mesh), size_gb, tuple(there)))
+    return sections
 
 
 def _united_bytes_of(cfg: "ModelConfig", way: int) -> int:

@@ -81,6 +81,10 @@ def common(
 _FLAGS = {
     "model": "engine.model",
     "dtype": "engine.dtype",
+    "mesh": "engine.mesh",
+    "coordinator": "engine.coordinator",
+    "num_processes": "engine.num_processes",
+    "process_index": "engine.process_index",
     "host": "host",
     "port": "port",
     "admin_host": "admin_host",
@@ -117,6 +121,17 @@ def serve(
         str | None, typer.Option(help="What clients call the model, instead of its directory.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="ep=N spreads the experts over N devices.", metavar="ep=N")
+    ] = None,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(help="Of a mesh over several processes: process 0's.", metavar="HOST:PORT"),
+    ] = None,
+    num_processes: Annotated[int | None, typer.Option(help="How many these are.")] = None,
+    process_index: Annotated[
+        int | None, typer.Option(help="Which of them this is: 0 serves, the others follow it.")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on for callers.")] = None,
     port: Annotated[int | None, typer.Option(help="For callers; 0 takes a free one.")] = None,
     admin_host: Annotated[str | None, typer.Option(help="Address of the admin service.")] = None,
@@ -197,6 +212,9 @@ def serve(
     loaded = settings.load(config, overrides(flags, set_ or []))
     verbose = verbose or logging.getLogger("serving").level == logging.DEBUG
     logs.configure(loaded.log_format, verbose=verbose)
+    if loaded.engine.process_index > 0:
+        _follow(loaded)
+        return
     metrics, path = Metrics(), Path(loaded.timeline)
     observers: list[Observer] = [metrics]
     drawn = None
@@ -217,6 +235,17 @@ def serve(
     except Unavailable as error:
         logs.say(f"jmoe: {error}", logging.ERROR)
         os._exit(1)  # an ordinary exit would wait for a device that may hang
+
+
+def _follow(config: Any) -> None:
+    from serving.follow import follow
+
+    try:
+        with progress_bar() as progress:
+            follow(config.engine, progress)
+    except Unavailable as error:
+        logs.say(f"jmoe: {error}", logging.ERROR)
+        os._exit(1)  # as above
 
 
 async def _start_engine(config: Any, *observers: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`jmoe bench serve`, `jmoe bench priority`, `jmoe demo`: flags for functions elsewhere."""
+"""`jmoe bench` (serve, priority, balance) and `jmoe demo`: flags for functions elsewhere."""
 
 import math
 import os
@@ -190,6 +190,46 @@ def priority(
         raise ValueError(f"--loads is {loads!r}; it must be numbers with commas") from None
     try:
         run_priority(PriorityConfig(**flags))
+    except LaunchError as error:
+        print(f"jmoe: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+@bench.command()
+def balance(
+    server_args: Annotated[
+        list[str] | None, typer.Argument(help="After --: flags of `jmoe serve`.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Model directory, or bundled.")] = "bundled",
+    mesh: Annotated[
+        str, typer.Option(help="ep=N: N devices, 2 or more; a CPU counts as so many.")
+    ] = "ep=8",
+    variants: Annotated[
+        str, typer.Option(help="Of none, replicas, spare and both, with commas.")
+    ] = "none,replicas,spare,both",
+    families: Annotated[
+        str, typer.Option(help="Task families of the prompts, with commas; few are uneven.")
+    ] = "fact",
+    requests: Annotated[int, typer.Option(help="That are measured, all at once.")] = 256,
+    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    replicas: Annotated[
+        int, typer.Option(help="Experts that a device copies for a layer while a step runs.")
+    ] = 4,
+    spare_slots: Annotated[
+        int, typer.Option(help="Slots of a layer and device for copies that stay.")
+    ] = 2,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out"),
+) -> None:
+    """Plays one load on a mesh without and with copies of experts: how even the devices are."""
+    flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every server that is started
+    from serving.bench.balance import BalanceBenchConfig, run_balance
+    from serving.bench.launch import LaunchError
+
+    for name in ("variants", "families"):
+        flags[name] = tuple(filter(None, flags[name].split(",")))
+    try:
+        run_balance(BalanceBenchConfig(**flags))
     except LaunchError as error:
         print(f"jmoe: {error}", file=sys.stderr)
         raise typer.Exit(1) from None

@@ -3,11 +3,14 @@
 import asyncio
 
 from jmoe.api import Model
-from serving.config import BrownoutConfig
+from serving.config import BalanceConfig, BrownoutConfig
+from serving.control.mover import make_mover
 from serving.control.slo import SloAnalyser
 from serving.errors import InvalidRequest, Overloaded
 from serving.execution.runner import Runner
+from serving.observer import Observer
 
+BALANCE = BalanceConfig()
 MAX_PENDING = 8
 """Changes of way that may wait for each other; of callers who ask for the same, one counts."""
 
@@ -38,12 +41,24 @@ class ExpertsLoader:
     """
 
     def __init__(
-        self, runner: Runner, model: Model | None, ways: tuple[int, ...], slo: SloAnalyser
+        self,
+        runner: Runner,
+        model: Model | None,
+        ways: tuple[int, ...],
+        slo: SloAnalyser,
+        balance: BalanceConfig = BALANCE,
     ) -> None:
+        """`balance` says whether a mover gets the ticks in which no way is loaded."""
+        self.mover = make_mover(balance, runner, model)
         self._runner, self._ways, self._slo = runner, ways, slo
         self._num_layers = 1 if model is None else model.config.num_moe_layers
         self._pending: list[tuple[int, asyncio.Future[None]]] = []
         self._layer = 0
+
+    @property
+    def observers(self) -> list[Observer]:
+        """Who has to see the engine's steps."""
+        return [] if self.mover is None else [self.mover]
 
     @property
     def busy(self) -> bool:
@@ -83,6 +98,8 @@ class ExpertsLoader:
     def advance(self, now: float) -> None:
         """Loads one layer of the oldest change. The tick calls it between two steps."""
         if not self._pending:
+            if self.mover is not None:
+                self.mover.advance(now)
             return
         way, done = self._pending[0]
         self._runner.load_way(way, self._layer)

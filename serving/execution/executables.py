@@ -14,10 +14,12 @@ import logging
 import os
 import pickle
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
@@ -43,8 +45,10 @@ log = logging.getLogger(__name__)
 class Executables:
     """A folder of compiled programs; None: nothing is kept."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, devices: Sequence[Any] | None = None) -> None:
+        """`devices` are those that the programs run on; None: the first."""
         self._folder = folder
+        self._devices = jax.devices()[:1] if devices is None else devices
         if folder is None:
             return
         try:
@@ -55,9 +59,9 @@ class Executables:
             self._folder = None
 
     @classmethod
-    def at(cls, directory: str) -> "Executables":
+    def at(cls, directory: str, devices: Sequence[Any] | None = None) -> "Executables":
         """In a directory of the settings; an empty name turns it off."""
-        return cls(Path(directory).expanduser() / "steps" if directory else None)
+        return cls(Path(directory).expanduser() / "steps" if directory else None, devices)
 
     def load(self, name: str, cache_key: object) -> jax.stages.Compiled | None:
         """The program that was kept under a name, made from the same; None where none can be had.
@@ -68,7 +72,7 @@ class Executables:
             return None
         try:
             compiled = deserialize_and_load(
-                *pickle.loads(path.read_bytes()), execution_devices=jax.devices()[:1]
+                *pickle.loads(path.read_bytes()), execution_devices=self._devices
             )
         except Exception as error:  # whatever another version or a torn file may raise
             log.warning("%s cannot be read (%s) and is removed; it is compiled anew", path, error)
@@ -111,21 +115,22 @@ def _remove_old(folder: Path) -> None:
 
 
 def _surroundings() -> str:
-    """What every program depends on: versions, device, switches and sources."""
+    """What every program depends on: versions, process, device, switches and sources."""
     device = jax.devices()[0]
     return json.dumps(
         {
             "jax": (jax.__version__, version("jaxlib"), device.client.platform_version),
+            "process": (jax.process_index(), jax.process_count()),
             "device": (device.device_kind, _processor() if device.platform == "cpu" else ""),
             "config": [str(jax.config.values[name]) for name in _CONFIG],
             "environment": [os.environ.get(name, "") for name in _ENVIRONMENT],
-            "sources": _sources(),
+            "sources": sources(),
         }
     )
 
 
 @cache
-def _sources() -> str:
+def sources() -> str:
     """Digest of the files of the model and its kernels, some of which tracing alone imports."""
     digest = hashlib.sha256()
     for package in (jmoe, pallas_kernels):

@@ -3,8 +3,12 @@
 import jax
 
 from jmoe.api import Model
+from jmoe.config import ModelConfig
 from jmoe.free_memory import free_device_bytes, free_host_bytes
 from jmoe.kv_cache import page_bytes
+from jmoe.parallel.cost import expert_bytes
+from jmoe.parallel.placement import check_room, slots_per_layer
+from serving.config import BalanceConfig
 from serving.plan import Limits
 from serving.settings import SettingsError
 
@@ -14,13 +18,18 @@ SHARE = 0.95
 
 
 def check_memory(model: Model, limits: Limits) -> None:
-    """Raises SettingsError, with the number of pages that would fit, where these do not."""
-    free = free_bytes()
+    """Raises SettingsError, with the number of pages that would fit, where these do not.
+
+    Over a mesh each device has its part of them; CPU devices share the host's memory.
+    """
+    free, ranks = free_bytes(), limits.num_ranks
     size = page_bytes(model.config, limits.page_size, model.dtype)
-    wanted = size * (limits.num_pages + 1)  # and the one that takes padding rows
+    if free is not None and jax.local_devices()[0].platform != "cpu":
+        free *= ranks
+    wanted = size * (limits.num_pages + ranks)  # and on each the one that takes padding rows
     if free is None or wanted <= SHARE * free:
         return
-    fitting = max(0, int(SHARE * free) // size - 1)
+    fitting = max(0, int(SHARE * free) // size - ranks)
     if fitting:
         advice = f"set engine.num_pages to {fitting} or less, or lower max_num_seqs, max_model_len"
     else:
@@ -29,6 +38,39 @@ def check_memory(model: Model, limits: Limits) -> None:
         f"engine.num_pages is {limits.num_pages}: with engine.page_size {limits.page_size} the KV "
         f"pages take {wanted / GIB:.4g} GiB and {free / GIB:.4g} GiB are free; {advice}"
     )
+
+
+def check_mesh(
+    cfg: ModelConfig, dtype_bytes: int, num_devices: int, balance: BalanceConfig
+) -> None:
+    """Raises SettingsError, before weights load, where a device's part of the routed experts and
+    the copies that the settings ask for do not fit it; other weights are not counted.
+    """
+    free = free_bytes()
+    if free is None:
+        return
+    if jax.local_devices()[0].platform == "cpu":  # whose devices share the host's memory
+        free //= num_devices
+    room = int(SHARE * free) // expert_bytes(cfg, dtype_bytes)
+    layers, spare = cfg.num_moe_layers, balance.spare_slots
+    try:
+        check_room(layers, cfg.num_experts, num_devices, room, spare=spare)
+    except ValueError as error:
+        raise SettingsError(f"engine.mesh is 'ep={num_devices}': {error}") from None
+    if not balance.replicas:
+        return
+    left = room - layers * slots_per_layer(cfg.num_experts, num_devices, spare)
+    # Of the layer that computes, of the next one, and those that are being sent.
+    of_one = 3 * num_devices
+    if of_one * balance.replicas_per_pair > left:
+        fits = left // of_one
+        advice = f"{fits} would fit" if fits else "set engine.balance.replicas to 0"
+        raise SettingsError(
+            f"engine.balance.replicas_per_pair is {balance.replicas_per_pair}: copies of as many "
+            f"from each of {num_devices} devices, held three times, are "
+            f"{of_one * balance.replicas_per_pair} experts, and beside its own a device has room "
+            f"for {left}; {advice}"
+        )
 
 
 def free_bytes() -> int | None:

@@ -15,10 +15,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Int
 
 from jmoe.api import Model
+from jmoe.model import LOOKAHEAD
 from jmoe.packed_rows import NUM_COLUMNS, NUM_CONTROL, NUM_DELTA_COLUMNS, sampling_mode
+from jmoe.parallel import steps as on_mesh
+from jmoe.parallel.replicas import Replication
 from jmoe.steps import State, StepOutput, decode_step, prefill_step, sample_step, score_step
 from jmoe.weights import Params
 from pallas_kernels.backend import backend
@@ -70,20 +74,23 @@ def sizes_up_to(largest: int, smallest: int, factor: Callable[[int], int]) -> tu
     return (*sizes, largest)
 
 
-def with_default_buckets(config: EngineConfig) -> EngineConfig:
+def with_default_buckets(config: EngineConfig, num_ranks: int = 1) -> EngineConfig:
     """`config`, with the buckets that it leaves open, and without those that no step reaches.
+
+    Over a mesh a size is each rank's.
 
     On a GPU powers of two and four capacities. On a CPU, where a program takes four seconds of a
     core to compile, few: sizes above 16 rows are four times apart, and a step at full capacity
     takes no longer than one at less, as its loop runs over the experts that are visited.
     """
     on_cpu = backend() == "cpu"
-    decode = sizes_up_to(config.max_num_seqs, 4, lambda n: 4 if on_cpu and n >= 16 else 2)
+    most = -(-config.max_num_seqs // num_ranks)
+    decode = sizes_up_to(most, 4, lambda n: 4 if on_cpu and n >= 16 else 2)
     prefill = sizes_up_to(config.max_prefill_tokens, 32, lambda n: 4 if on_cpu else 2)
     thresholds = (FULL_CAPACITY,) if on_cpu else (20, 40, 70, FULL_CAPACITY)
     return replace(
         config,
-        decode_buckets=_up_to(config.decode_buckets or decode, config.max_num_seqs),
+        decode_buckets=_up_to(config.decode_buckets or decode, most),
         prefill_buckets=_up_to(config.prefill_buckets or prefill, config.max_prefill_tokens),
         threshold_buckets_percent=config.threshold_buckets_percent or thresholds,
     )
@@ -94,10 +101,10 @@ def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 
 class Buckets:
-    """Sizes that programs are compiled for, and the choice among them."""
+    """Sizes that programs are compiled for, on each device of a mesh, and the choice among them."""
 
     def __init__(self, config: EngineConfig, limits: Limits) -> None:
-        config = with_default_buckets(config)
+        config = with_default_buckets(config, limits.num_ranks)
         self.decode = config.decode_buckets
         self.prefill = config.prefill_buckets
         self.thresholds = config.threshold_buckets_percent
@@ -170,15 +177,21 @@ class Programs:
         options: Mapping[str, str],
         *,
         parts_by_number: bool,
+        replication: Mapping[int, Replication] | None = None,
     ) -> None:
-        """`params` and XLA's options are those of `jmoe.steps.served`.
+        """`params` and XLA's options are those of `jmoe.steps.served`. A model that is spread over
+        a mesh has programs that run on all of it.
 
         `parts_by_number`: one program runs any part of a step, as its arguments say; else there is
-        a program for each.
+        a program for each. `replication` says how prefill programs copy experts, by their tokens a
+        device; sizes that are not there do not.
         """
         self._parts_by_number = parts_by_number
+        self._replication = replication or {}
         self._model, self._buckets, self._state = model, buckets, state
         self._params, self._options = params, dict(options)
+        self._mesh = None if model.home is None else model.home.mesh
+        self._ranks = 1 if self._mesh is None else self._mesh.size
         self._compiled: dict[Key, Any] = {}
         self.num_from_disk = 0  # of them, read rather than compiled
         self._ready = False
@@ -260,7 +273,7 @@ class Programs:
         if (mode := sampling_mode(rows)) == "greedy":
             return state, out
         phase = mode if mode in sampling_phases() else "sample"
-        program = self._compiled[Key(phase, len(rows), FULL_CAPACITY)]
+        program = self._compiled[Key(phase, len(rows) // self._ranks, FULL_CAPACITY)]
         last, tokens, logprobs = program(state.last_token, out.logits, rows)
         return state._replace(last_token=last), out._replace(tokens=tokens, logprobs=logprobs)
 
@@ -268,7 +281,7 @@ class Programs:
         self, out: StepOutput, tokens: Int[np.ndarray, "T"], rows: Int[np.ndarray, "B C"]
     ) -> StepOutput:
         """After a prefill step of the largest size: launches what scores its prompts' tokens."""
-        program = self._compiled[Key("score", len(tokens), FULL_CAPACITY)]
+        program = self._compiled[Key("score", len(tokens) // self._ranks, FULL_CAPACITY)]
         scores = program(_without_layers(self._params), out.hidden, tokens, rows)
         return out._replace(prompt_logprobs=scores)
 
@@ -276,10 +289,11 @@ class Programs:
         cfg, max_active = self._model.config, self._max_active(key)
         if key.phase in ("sample", "truncate"):
             truncate = None if len(sampling_phases()) == 1 else key.phase == "truncate"
-            step = partial(sample_step, truncate=truncate)
+            step = self._spread(partial(sample_step, truncate=truncate), on_mesh.SAMPLE)
             return jax.jit(step, donate_argnums=0).lower(*self._arguments(key))
         if key.phase == "score":
-            return jax.jit(partial(score_step, cfg)).lower(*self._arguments(key))
+            step = self._spread(partial(score_step, cfg), on_mesh.SCORE)
+            return jax.jit(step).lower(*self._arguments(key))
         layers = self._layers(key)
         if key.phase == "decode":
             step = partial(decode_step, cfg, max_active=max_active, layers=layers)
@@ -287,16 +301,30 @@ class Programs:
             keep = key.size == self._buckets.prefill[-1]
             keep &= layers is None or layers.stop == cfg.num_layers
             step = partial(
-                prefill_step, cfg, max_active=max_active, keep_hidden=keep, layers=layers
+                prefill_step,
+                cfg,
+                max_active=max_active,
+                keep_hidden=keep,
+                layers=layers,
+                replication=self._replicates(key),
             )
+        step = self._spread(step, on_mesh.STEPS[key.phase])
         step.__name__ = key.name.replace("-", "_")  # type: ignore[attr-defined]
         return jax.jit(step, donate_argnums=1).lower(*self._arguments(key))
+
+    def _spread(self, step: Callable, lies: on_mesh.Specs) -> Callable:
+        """A step as it runs on all devices of the model's mesh."""
+        return step if self._mesh is None else on_mesh.spread(self._mesh, step, lies)
 
     def _layers(self, key: Key) -> range | None:
         """Layers that a step's program runs; None: those that its arguments say."""
         if key.layers is not None:
             return range(*key.layers)
         return None if self._parts_by_number else range(self._model.config.num_layers)
+
+    def _replicates(self, key: Key) -> Replication | None:
+        """How a step copies experts while it runs; None: not at all."""
+        return self._replication.get(key.size) if key.phase == "prefill" else None
 
     def _max_active(self, key: Key) -> int:
         num_experts = self._model.config.num_experts
@@ -305,20 +333,23 @@ class Programs:
         )
 
     def _arguments(self, key: Key) -> tuple[Any, ...]:
-        """Shapes and dtypes of a program's arguments."""
+        """Shapes and dtypes of a program's arguments, and how they lie over a mesh."""
         buckets, model, held = self._buckets, self._model, partial(jax.tree.map, _abstract)
+        split, whole = on_mesh.shardings(self._mesh)
 
-        def int32(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.int32)
+        def by_rank(count: int, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((self._ranks * count, *shape), dtype, sharding=split)
 
-        rows, tokens = int32(buckets.rows(key), NUM_COLUMNS), int32(key.size)
+        rows, tokens = by_rank(buckets.rows(key), NUM_COLUMNS), by_rank(key.size)
         if key.phase in ("sample", "truncate"):
-            logits = jax.ShapeDtypeStruct((key.size, model.config.vocab_size), jnp.float32)
+            logits = by_rank(key.size, model.config.vocab_size, dtype=jnp.float32)
             return held(self._state.last_token), logits, rows
         if key.phase == "score":
-            hidden = jax.ShapeDtypeStruct((key.size, model.config.d_model), model.dtype)
+            hidden = by_rank(key.size, model.config.d_model, dtype=model.dtype)
             return held(_without_layers(self._params)), hidden, tokens, rows
-        packed = [rows, int32(buckets.deltas(key), NUM_DELTA_COLUMNS), int32(NUM_CONTROL)]
+        deltas = by_rank(buckets.deltas(key), NUM_DELTA_COLUMNS)
+        control = jax.ShapeDtypeStruct((NUM_CONTROL,), jnp.int32, sharding=whole)
+        packed = [rows, deltas, control]
         if key.phase == "prefill":
             packed.insert(0, tokens)
             if self._state.hidden is not None:
@@ -335,6 +366,7 @@ class Programs:
                 key,
                 self._layers(key),
                 self._max_active(key),
+                self._replicates(key),
                 self._arguments(key),
                 self._options,
             )
@@ -342,12 +374,13 @@ class Programs:
 
 
 def _abstract(a: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(a.shape, a.dtype)
+    spread = isinstance(a.sharding, NamedSharding)
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding if spread else None)
 
 
 def _without_layers(params: Params) -> Params:
     """What `embed` and `head` read."""
-    return {key: leaf for key, leaf in params.items() if key != "segments"}
+    return {key: leaf for key, leaf in params.items() if key not in ("segments", LOOKAHEAD)}
 
 
 def limit_cpu_threads(count: int) -> None:

@@ -1,4 +1,7 @@
-"""The runner: device state, launches, and reads. The only one that touches the device."""
+"""The runner: which program runs a step, on which arrays, and what is read of it.
+
+It touches the device through `serving.execution.device` alone.
+"""
 
 import logging
 import math
@@ -6,18 +9,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool
 
 from jmoe.api import Model
-from jmoe.packed_rows import empty_deltas, empty_rows, pack_row
-from jmoe.steps import StepOutput, make_state, served
+from jmoe.model import LOOKAHEAD
+from jmoe.packed_rows import pack_row
+from jmoe.parallel.steps import make_states
+from jmoe.steps import make_state, served
 from pallas_kernels.backend import backend
 from serving.config import EngineConfig
+from serving.execution.device import Calls, Device
 from serving.execution.executables import Executables
+from serving.execution.followers import STOPPED_WITHIN_S, Followers, Lost
 from serving.execution.memory import check_memory
 from serving.execution.programs import (
     FULL_CAPACITY,
@@ -27,8 +35,12 @@ from serving.execution.programs import (
     Progress,
     with_default_buckets,
 )
+from serving.execution.ranks import ByRank
 from serving.execution.reader import ResultReader
-from serving.plan import NUM_EXTENTS, Limits, Phase, StepControl, StepPlan, StepResult
+from serving.execution.replay import Led
+from serving.execution.replication import probes_of, replication_of
+from serving.execution.results import Results
+from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +87,19 @@ class Runner(Protocol):
         """Puts one layer's united experts of `way` into the pool, between two steps."""
         ...
 
+    def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
+        """Copies one MoE layer's experts to other hosts, between two steps."""
+        ...
+
+    @property
+    def copy_s(self) -> float:
+        """Seconds that `host_layer` takes of the device."""
+        ...
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """`on_failure` is told why, in any thread, once nothing can be computed any more."""
+        ...
+
     def close(self) -> None:
         """Releases what the runner holds outside the device."""
         ...
@@ -91,28 +116,38 @@ def part_layers(launch_s: float, whole_s: float, num_layers: int) -> int:
     return -(-num_layers // (num_layers // least))
 
 
-def limits_of(config: EngineConfig, num_layers: int = 1) -> Limits:
-    """Sizes of a configuration; `num_pages` 0 means enough for `max_num_seqs` at full length."""
+def limits_of(config: EngineConfig, num_layers: int = 1, num_ranks: int = 1) -> Limits:
+    """Sizes of a configuration; `num_pages` 0 means enough for `max_num_seqs` at full length.
+
+    Ranks get equal parts of sequences, slots and pages, rounded up.
+    """
     blocks = -(-config.max_model_len // config.page_size)
-    reserved = config.reserved_ls_seqs
-    reserved = max(1, config.max_num_seqs // 8) if reserved < 0 else reserved
+    seqs = -(-config.max_num_seqs // num_ranks)
+    reserved = -(-config.reserved_ls_seqs // num_ranks)
+    reserved = max(1, seqs // 8) if config.reserved_ls_seqs < 0 else reserved
     return Limits(
-        num_slots=config.max_num_seqs + reserved,
-        max_decode_seqs=config.max_num_seqs,
+        num_slots=num_ranks * (seqs + reserved),
+        max_decode_seqs=num_ranks * seqs,
         num_layers=num_layers,
         prefill_buckets=with_default_buckets(config).prefill_buckets,
-        num_pages=config.num_pages or blocks * config.max_num_seqs,
+        num_pages=num_ranks * (-(-config.num_pages // num_ranks) or blocks * seqs),
         page_size=config.page_size,
         max_prefill_tokens=config.max_prefill_tokens,
-        max_prefill_seqs=min(config.max_prefill_seqs, config.max_num_seqs),
+        max_prefill_seqs=min(config.max_prefill_seqs, seqs),
+        num_ranks=num_ranks,
     )
+
+
+def num_ranks_of(model: Model) -> int:
+    """Devices that a model is spread over."""
+    return 1 if model.home is None else model.home.mesh.size
 
 
 def fit_to_model(config: EngineConfig, model: Model) -> EngineConfig:
     """`config` as it is served: what it leaves open is chosen, and `max_model_len` cut to the
     positions that the model was made for.
     """
-    config, most = with_default_buckets(config), model.config.max_position
+    config, most = with_default_buckets(config, num_ranks_of(model)), model.config.max_position
     if config.max_model_len <= most:
         return config
     log.warning(
@@ -127,11 +162,22 @@ def fit_to_model(config: EngineConfig, model: Model) -> EngineConfig:
 class DeviceRunner:
     """A model's step programs over one device state. `start` compiles and warms them."""
 
-    def __init__(self, model: Model, config: EngineConfig, *, parks: bool = True) -> None:
-        """`parks`: whether steps may have to make way between two layers."""
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig,
+        *,
+        parks: bool = True,
+        followers: Followers | None = None,
+    ) -> None:
+        """`parks`: whether steps may have to make way between two layers. `followers` are the other
+        processes of the model's mesh, where this is process 0 of several.
+        """
         self.model = model
-        self.limits = limits_of(config, model.config.num_layers)
+        self.limits = limits_of(config, model.config.num_layers, num_ranks_of(model))
         params, options = served(model.params, eager=config.enforce_eager)
+        if (probes := probes_of(config.balance, model)) is not None:
+            params = {**params, LOOKAHEAD: probes}
         # One program runs any part of a step where a loop whose length the device reads is free. A
         # GPU's host would wait for it; there each part has a program of its own.
         stacked = not any(isinstance(segment, tuple) for segment in params["segments"])
@@ -146,25 +192,39 @@ class DeviceRunner:
             ((key.phase, key.size) for key in self.buckets.step_keys()),
             min(config.part_layers or num_layers, num_layers),
         )
-        self._executables = Executables.at(config.compilation_cache)
-        self._state = make_state(
+        devices = None if model.home is None else list(model.home.mesh.devices.flat)
+        executables = Executables.at(config.compilation_cache, devices)
+        make = partial(
+            make_state,
             model.config,
-            num_slots=self.limits.num_slots,
-            num_pages=self.limits.num_pages,
+            num_slots=self.limits.slots_per_rank,
+            num_pages=self.limits.pages_per_rank,
             page_size=self.limits.page_size,
             max_blocks=self.limits.pages_for(config.max_model_len),
             dtype=model.dtype,
-            num_hidden=self.limits.extent(NUM_EXTENTS) if self._runs_parts else 0,
+            num_hidden=self.limits.hidden_per_rank if self._runs_parts else 0,
         )
-        self.programs = Programs(
+        self.device = Device(
             model,
+            self.limits,
             self.buckets,
-            self._state,
+            make() if model.home is None else make_states(model.home.mesh, make),
             params,
             options,
+            executables,
             parts_by_number=self._parts_by_number,
+            replication=replication_of(config.balance, model, self.buckets.prefill),
         )
+        self._followers, self._failures = followers, Lost()
+        self._calls: Calls = self.device if followers is None else Led(self.device, followers)
+        self._results = Results(self.buckets, model.config.moe_layers, self.limits.num_ranks)
         self._reader = ResultReader()
+        self.copy_s = 0.0
+
+    @property
+    def programs(self) -> Programs:
+        """Compiled programs."""
+        return self.device.programs
 
     @property
     def compilations_since_ready(self) -> int:
@@ -180,21 +240,23 @@ class DeviceRunner:
         """Compiles every program, runs each once on padding, and loads `way` (0: none)."""
         self._prepare(self.buckets.keys(), progress)
         for other in [w for w in ways if w != way] + [way] * bool(way):
-            self.model.use_way(other)  # every way once: switching compiles nothing later
-        jax.block_until_ready((self._state, self.model.pool))
+            self._calls.use_way(other)  # every way once: switching compiles nothing later
+        jax.block_until_ready((self.device.state, self.model.pool))
+        if self.model.home is not None and self.model.home.spare:
+            self._measure_copies()
         if self._measures_parts:
             self._measure_parts()
         if self._runs_parts and not self._parts_by_number:
             self._prepare(self._keys_of_parts(), progress)
-        self.programs.mark_ready()
+        self._calls.ready()
 
     def _prepare(self, keys: Sequence[Key], progress: Progress | None) -> None:
         """Compiles programs, and runs each once on padding."""
-        self.programs.compile_all(keys, self._executables, progress)
+        self._calls.compile(keys, progress)
         for done, key in enumerate(keys):
             if progress is not None:
                 progress("warming", done, len(keys))
-            self._warm(key)
+            self._calls.warm(key)
 
     def _measure_parts(self) -> None:
         """Chooses how many layers to launch at once.
@@ -218,6 +280,25 @@ class DeviceRunner:
             for phase, longest in self._longest_parts().items():
                 self._layers_at_once |= {k: longest for k in self._layers_at_once if k[0] == phase}
 
+    def _measure_copies(self) -> None:
+        """What `host_layer` takes; and it is compiled now.
+
+        One expert gets a host more, or one less where every slot is taken, and all is put back.
+        """
+        assert self.model.home is not None
+        placement, took_s = self.model.home.placement, []
+        before = np.array(placement.hosts[0])
+        other, room = before.copy(), before.sum(axis=0) < placement.room
+        copied = before & (before.sum(axis=1, keepdims=True) > 1)
+        expert, device = np.argwhere(~before & room[None, :] if room.any() else copied)[-1]
+        other[expert, device] ^= True
+        for hosts in (other, before, other, before):
+            began = time.perf_counter()
+            self._calls.host_layer(0, hosts)
+            jax.block_until_ready(self.model.pool)
+            took_s.append(time.perf_counter() - began)
+        self.copy_s = max(took_s[2:])
+
     def _longest_parts(self) -> dict[str, int]:
         """Layers at once by phase, the most of any size."""
         found: dict[str, int] = {}
@@ -239,122 +320,64 @@ class DeviceRunner:
 
         A way is (first layer, layer to stop at) of each part.
         """
-        size = min(key.size, self.buckets.rows(key))
-        rows, q_len = empty_rows(size), max(1, key.size // size)
-        for slot in range(size):  # of page 0, which nobody owns yet
-            rows[slot] = pack_row(slot, kv_len=q_len, q_len=q_len if key.phase == "prefill" else 1)
+        size = min(key.size, self.buckets.rows(key), self.limits.slots_per_rank)
+        q_len, prefill = max(1, key.size // size), key.phase == "prefill"
+        rows = [  # of each rank's page 0, which nobody owns yet
+            pack_row(
+                rank * self.limits.slots_per_rank + at, kv_len=q_len, q_len=q_len if prefill else 1
+            )
+            for rank in range(self.limits.num_ranks)
+            for at in range(size)
+        ]
+        tokens = np.zeros(len(rows) * q_len * prefill, np.int32)
+        step = ByRank.of_arrays(self.limits, np.stack(rows), tokens=tokens)
         times_s: list[list[float]] = [[] for _ in ways]
         for _ in range(TIMED):
             for way, found in zip(ways, times_s, strict=True):
                 began = time.perf_counter()
                 for first, stop in way:
-                    arrays = self.arrays(key, rows, FULL_CONTROL, first=first, stop=stop)
-                    self._state, out = self.programs.run(key, self._state, *arrays)
-                    self._start_copies(out, size, first)()
+                    arrays = self.device.arrays(key, step, FULL_CONTROL, first=first, stop=stop)
+                    out = self._calls.run(key, arrays)
+                    self._results.start(out, key, step, first)()
                 found.append(time.perf_counter() - began)
         return [sorted(found)[TIMED // 2] for found in times_s]
 
-    def arrays(
-        self,
-        key: Key,
-        rows: np.ndarray,
-        control: StepControl,
-        *,
-        deltas: np.ndarray | None = None,
-        tokens: np.ndarray | None = None,
-        places: np.ndarray | None = None,
-        first: int = 0,
-        stop: int,
-    ) -> list[np.ndarray]:
-        """A program's arguments behind the state, padded to its size."""
-        padded = empty_rows(self.buckets.rows(key))
-        padded[: len(rows)] = rows
-        table = empty_deltas(self.buckets.deltas(key))
-        if deltas is not None:
-            table[: len(deltas)] = deltas
-        arrays = [padded, table, np.array([*control, first, stop], np.int32)]
-        if key.phase == "prefill":
-            arrays.insert(0, _padded(tokens, key.size))
-            if self._runs_parts:
-                arrays.append(_padded(places, key.size))
-        return arrays
-
-    def _warm(self, key: Key) -> None:
-        """Runs a program on padding."""
-        rows, cfg = empty_rows(self.buckets.rows(key)), self.model.config
-        nothing = StepOutput(*jnp.zeros((4, 1), jnp.int32))
-        if key.phase in ("sample", "truncate"):
-            logits = jnp.zeros((len(rows), cfg.vocab_size), jnp.float32)
-            rows[:] = pack_row(-1, kv_len=0, temperature=1.0, top_k=int(key.phase == "truncate"))
-            self._state, out = self.programs.sample(
-                self._state, nothing._replace(logits=logits), rows
-            )
-        elif key.phase == "score":
-            hidden = jnp.zeros((key.size, cfg.d_model), self.model.dtype)
-            tokens = np.zeros(key.size, np.int32)
-            out = self.programs.score(nothing._replace(hidden=hidden), tokens, rows)
-        else:
-            control = StepControl(key.bucket_percent, 0)
-            arrays = self.arrays(key, rows, control, stop=self.limits.num_layers)
-            self._state, out = self.programs.run(key, self._state, *arrays)
-        jax.block_until_ready(out)
-
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
         """See Runner."""
+        step = ByRank.of(plan, self.limits)
         key = self.buckets.choose(
             plan.phase,
-            plan.size,
+            step.size,
             self._capacity_percent(plan, control),
             prompt_logprobs=plan.prompt_logprobs,
         )
         if not self._parts_by_number and plan.num_layers < self.limits.num_layers:
             layers = plan.first_layer, plan.stop_layer
             key = key._replace(bucket_percent=FULL_CAPACITY, layers=layers)
-        arrays = self.arrays(
-            key,
-            plan.rows,
-            control,
-            deltas=plan.deltas,
-            tokens=plan.tokens,
-            places=plan.places,
-            first=plan.first_layer,
-            stop=plan.stop_layer,
+        arrays = self.device.arrays(
+            key, step, control, first=plan.first_layer, stop=plan.stop_layer
         )
-        self._state, out = self.programs.run(key, self._state, *arrays)
-        if plan.is_last:
-            rows = arrays[plan.phase is Phase.PREFILL]
-            if plan.prompt_logprobs:
-                out = self.programs.score(out, arrays[0], rows)
-            self._state, out = self.programs.sample(self._state, out, rows)
-        return self._reader.submit(self._start_copies(out, len(plan.rows), plan.first_layer))
 
-    def _start_copies(
-        self, out: StepOutput, count: int, first_layer: int = 0
-    ) -> Callable[[], StepResult]:
-        """Starts the copies of what the host reads. The result waits for them, and returns them
-        without the rows of padding behind the first `count`.
-        """
-        out = out._replace(logits=None, hidden=None)
-        for leaf in jax.tree.leaves(out):
-            leaf.copy_to_host_async()
-        moe_layers = self.model.config.moe_layers
+        def start() -> Callable[[], StepResult]:
+            score = plan.is_last and plan.prompt_logprobs
+            out = self._calls.run(key, arrays, score=score, sample=plan.is_last)
+            return self._results.start(out, key, step, plan.first_layer)
 
-        def read() -> StepResult:
-            read = jax.device_get(out)
-            none, expert_rows = [0] * count, read.expert_rows
-            if len(expert_rows) < sum(moe_layers):  # of a part's own layers
-                before, found = sum(moe_layers[:first_layer]), expert_rows
-                expert_rows = np.zeros((sum(moe_layers), found.shape[1]), found.dtype)
-                expert_rows[before : before + len(found)] = found
-            return StepResult(
-                none if read.tokens is None else read.tokens[:count].tolist(),
-                none if read.logprobs is None else read.logprobs[:count].tolist(),
-                read.degraded[:count].tolist(),
-                expert_rows,
-                read.prompt_logprobs,
-            )
+        if self.device.one_at_a_time:
+            return self._submit(lambda: start()())
+        return self._submit(start())
 
-        return read
+    def _submit[T](self, call: Callable[[], T]) -> "Future[T]":
+        """A call in the reader's thread, in order. A fault that comes of a lost process says so."""
+        if self._followers is None:
+            return self._reader.submit(call)
+        future = self._reader.submit(partial(self._followers.lost.named, call))
+        future.add_done_callback(self._note_failure)
+        return future
+
+    def _note_failure(self, done: "Future[Any]") -> None:
+        if (error := done.exception()) is not None:
+            self._failures.say(f"{type(error).__name__}: {error}")
 
     def _capacity_percent(self, plan: StepPlan, control: StepControl) -> int:
         """The threshold whose capacity serves the step.
@@ -369,8 +392,9 @@ class DeviceRunner:
         return min(FULL_CAPACITY, control.threshold_percent + math.ceil(pinned / cfg.num_experts))
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
-        """See Runner; measured at the start, or as the settings say."""
-        return self._layers_at_once[phase, self.buckets.bucket(phase, size)]
+        """See Runner; measured at the start, or as the settings say. Buckets are each rank's."""
+        share = -(-size // self.limits.num_ranks)
+        return self._layers_at_once[phase, self.buckets.bucket(phase, share)]
 
     @property
     def part_layers_by_size(self) -> dict[str, int]:
@@ -379,16 +403,41 @@ class DeviceRunner:
 
     def load_way(self, way: int, layer: int) -> None:
         """See Runner. Every way fits the slots that capacities are reckoned with."""
-        self.model.load_way_layer(way, layer)
+        if self.device.one_at_a_time:
+            self._submit(partial(self._calls.load_way, way, layer))  # in the order of launches
+        else:
+            self._calls.load_way(way, layer)
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """See Runner."""
+        self._failures.watch(on_failure)
+        if self._followers is not None:
+            self._followers.lost.watch(lambda reason: self._failures.say(f"PeerLost: {reason}"))
+
+    def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
+        """See Runner."""
+        if self.device.one_at_a_time:
+            self._submit(partial(self._calls.host_layer, layer, hosts.copy()))
+        else:
+            self._calls.host_layer(layer, hosts)
 
     def close(self) -> None:
-        """Stops counting compilations, and reading."""
+        """Stops counting compilations, and reading. Other processes end, too, once they have run
+        what they were told.
+        """
         self.programs.close()
+        if self._followers is not None:
+            self._end(self._followers)
         self._reader.close()
 
-
-def _padded(values: np.ndarray | None, size: int) -> np.ndarray:
-    padded = np.zeros(size, np.int32)
-    if values is not None:
-        padded[: len(values)] = values
-    return padded
+    def _end(self, followers: Followers) -> None:
+        if followers.lost.reason or self._failures.reason:
+            followers.close(stop=False)
+            return
+        if not self.device.one_at_a_time:
+            followers.close()
+            return
+        try:  # behind the steps that wait
+            self._reader.submit(followers.close).result(STOPPED_WITHIN_S)
+        except TimeoutError:  # one of them hangs
+            followers.close(stop=False)

@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import (
 )
 
 from serving.frontend import metrics_http
+from serving.frontend.mesh_metrics import MeshLoad
 from serving.observer import Observer
 from serving.request import Output, Priority
 
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
     from serving.scheduling.sequence import SequenceState
 
 PREFIX = "jmoe_"
+PHASES = ("prefill", "decode")
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
+_IMBALANCE = (1.01, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8)
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
 
 
@@ -103,6 +106,7 @@ class Metrics(Observer):
         self.violations = {"prefill": 0, "decode": 0}
         self.finished: Counter[str] = Counter(stop=0, length=0)
         self.prompt_tokens = self.prefill_tokens = self.generation_tokens = 0
+        self.mesh = MeshLoad(PREFIX, {phase: Histogram(_IMBALANCE) for phase in PHASES})
         self.engine: Engine | None = None  # set it when the engine is ready
         self.registry.register(self)
 
@@ -113,6 +117,7 @@ class Metrics(Observer):
         super().step_read(step, result, started_at, now)
         rows = result.expert_rows.astype(np.int64)
         self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
+        self.mesh.step_read(step.plan.phase, int(step.plan.q_lens.sum()), result)
         if step.plan.phase == "prefill":
             self.prefill_tokens += int(step.plan.q_lens.sum()) * step.is_last
             self._prefills.append((started_at, now))
@@ -170,6 +175,7 @@ class Metrics(Observer):
         )
         if self.expert_rows is not None:
             yield _expert_load(self.expert_rows)
+        yield from self.mesh.collect(self.engine)
         yield self.e2e.collect("e2e_request_latency_seconds", "Arrival to last token")
         yield _counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
         yield _counter(

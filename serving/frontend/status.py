@@ -286,9 +286,9 @@ def log_start(engine: "Engine", served_name: str, took_s: float) -> None:
 def _log_model(engine: "Engine", served_name: str, took_s: float) -> None:
     found = {"model": served_name, **_facts(engine), "took_s": took_s}
     log.info(
-        "model %s: %s, %s parameters, %s, on %s (%s); weights %s",
+        "model %s: %s, %s parameters, %s, on %d x %s (%s); weights %s",
         *(served_name, found["architecture"], _count(found["num_parameters"]), found["dtype"]),
-        *(found["device"], found["platform"], _size(found["weight_bytes"])),
+        *(found["num_devices"], found["device"], found["platform"], _size(found["weight_bytes"])),
         extra={"event": "model", **found},
     )
     log.info(
@@ -315,6 +315,7 @@ def _facts(engine: "Engine") -> dict[str, Any]:
         "num_parameters": model.num_parameters,
         "dtype": str(model.dtype),
         "device": device.device_kind,
+        "num_devices": engine.scheduler.limits.num_ranks,
         "platform": device.platform,
         "weight_bytes": sum(array.nbytes for array in weights),
         "kv_bytes": kv_pages * page_bytes(model.config, config.page_size, model.dtype),

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jmoe.packed_rows import EXEMPT, KV_LEN, NUM_DELTA_COLUMNS, Q_LEN
-from serving.plan import Phase, StepControl, StepPlan
+from serving.plan import Limits, Phase, StepControl, StepPlan
 from serving.request import Priority
 from serving.scheduling.policy import BE, BatchView
 from serving.scheduling.sequence import SequenceState
@@ -144,12 +144,23 @@ class Batch:
             index,
         )
 
-    def place(self, extent: int, start: int) -> None:
-        """Its tokens' rows wait in `extent`, which begins at hidden row `start`."""
+    def place(self, extent: int, limits: Limits) -> None:
+        """Its tokens' rows wait in `extent`, each on its sequence's rank."""
         self.extents.append(extent)
-        for tokens in self.tokens:
-            self.places.append(range(start, start + len(tokens)))
-            start += len(tokens)
+        start = [limits.extent(extent, rank) for rank in range(limits.num_ranks)]
+        for sequence, tokens in zip(self.sequences, self.tokens, strict=True):
+            rank = limits.rank(sequence.slot)
+            self.places.append(range(start[rank], start[rank] + len(tokens)))
+            start[rank] += len(tokens)
+
+    def on_ranks(self, limits: Limits) -> list[tuple[int, int]]:
+        """Its sequences and positions on each rank."""
+        found = [(0, 0)] * limits.num_ranks
+        for number, sequence in enumerate(self.sequences):
+            rank = limits.rank(sequence.slot)
+            seqs, tokens = found[rank]
+            found[rank] = seqs + 1, tokens + (len(self.tokens[number]) if self.tokens else 1)
+        return found
 
     def drop(self, sequence: SequenceState) -> None:
         """Takes a sequence out: its pages may be another's before the next layers run."""

@@ -17,8 +17,9 @@ from jmoe.packed_rows import NUM_COLUMNS
 from serving.plan import NUM_EXTENTS, Limits, Phase
 from serving.request import Priority
 from serving.scheduling.batch import Batch, ScheduledStep
+from serving.scheduling.chunks import Chunks
 from serving.scheduling.guarded import GuardedPolicy
-from serving.scheduling.pages import PageAllocator
+from serving.scheduling.places import Places
 from serving.scheduling.policy import (
     BE,
     LS,
@@ -61,15 +62,14 @@ class Scheduler:
     ) -> None:
         self.limits, self.share = limits, share or Share(0.0)
         self.policy = GuardedPolicy(policy)
-        self.pages = PageAllocator(limits.num_pages)
-        self.queues: dict[Priority, list[SequenceState]] = {LS: [], BE: []}  # by rank
+        self.places = Places(limits)
+        self.queues: dict[Priority, list[SequenceState]] = {LS: [], BE: []}  # in the policy's order
         self.running: list[SequenceState] = []  # in PREFILL or DECODE, by admission
         self.under_way: list[Batch] = []  # begun, and not launched to the last layer
         self.num_parks = self.num_joins = 0
         self.num_evictions = dict.fromkeys(Priority, 0)
         self._layers_at_once = layers_at_once or (lambda phase, size: limits.num_layers)
         self._max_wait_s = max_wait_s
-        self._free_slots = list(range(limits.num_slots - 1, -1, -1))
         self._free_extents = list(range(NUM_EXTENTS))
         self._last_phase = Phase.DECODE
         self._newest: Batch | None = None  # whose layers were launched last
@@ -107,9 +107,20 @@ class Scheduler:
 
         Latency-sensitive ones get those of best effort, too.
         """
-        taken = sum(priority is BE or s.request.priority is LS for s in self.running)
-        free = max(0, self.limits.decode_rows - taken)
-        return min(len(self._free_slots), free) if priority is BE else free
+        return sum(self._free_slots(priority))
+
+    def _free_slots(self, priority: Priority) -> list[int]:
+        """`num_free_slots` of each rank."""
+        limits = self.limits
+        taken = [0] * limits.num_ranks
+        for sequence in self.running:
+            if priority is BE or sequence.request.priority is LS:
+                taken[limits.rank(sequence.slot)] += 1
+        rows = limits.decode_rows // limits.num_ranks
+        free = [max(0, rows - count) for count in taken]
+        if priority is BE:
+            free = [min(self.places.free_slots(rank), n) for rank, n in enumerate(free)]
+        return free
 
     def waits(self, priority: Priority, now: float) -> Waiting:
         """What waits in a class, and how many do not."""
@@ -132,16 +143,12 @@ class Scheduler:
         return min(ages, default=None)
 
     def check_idle(self) -> None:
-        """Raises AssertionError if, with nothing to do, a page, a slot or an extent is missing."""
+        """Raises AssertionError if, with nothing to do, a slot, a page or an extent is missing."""
         if not self.idle:
             raise AssertionError(f"{len(self.waiting)} waiting and {len(self.running)} running")
-        self.pages.check_idle()
-        for free, total, what in (
-            (self._free_slots, self.limits.num_slots, "slots"),
-            (self._free_extents, NUM_EXTENTS, "extents"),
-        ):
-            if len(free) != total:
-                raise AssertionError(f"{total - len(free)} {what} leaked")
+        self.places.check_idle()
+        if lost := NUM_EXTENTS - len(self._free_extents):
+            raise AssertionError(f"{lost} extents leaked")
         if self.under_way:
             raise AssertionError(f"{len(self.under_way)} steps without rows are under way")
 
@@ -166,7 +173,8 @@ class Scheduler:
     def next_prefill_tokens(self) -> int:
         """Tokens that a prefill step planned now would have, at most."""
         heads = self.waiting[: self.limits.max_prefill_seqs]
-        return min(self.limits.max_prefill_tokens, sum(len(s.context) for s in heads))
+        most = self.limits.num_ranks * self.limits.max_prefill_tokens
+        return min(most, sum(len(s.context) for s in heads))
 
     # ---- the next layers --------------------------------------------------------------------
 
@@ -295,8 +303,11 @@ class Scheduler:
 
     # ---- prefill ----------------------------------------------------------------------------
 
-    def _next_admissible(self, group: Sequence[Priority]) -> SequenceState | None:
-        """The first waiting sequence of a group, if slot and pages for its context are there.
+    def _next_admissible(
+        self, group: Sequence[Priority], ranks: Sequence[int] | None = None
+    ) -> SequenceState | None:
+        """The first waiting sequence of a group, if slot and pages for its context are there, on
+        one of `ranks`; None: on any.
 
         Nobody of its class overtakes it: a long prompt must not starve behind short ones. A
         sequence whose last token is still in flight cannot be recomputed yet.
@@ -306,46 +317,49 @@ class Scheduler:
         )
         own = [s for s in heads if s is not None and s.priority in group]
         head = min(own, key=self.policy.rank, default=None)
-        return head if head is not None and self._admissible(head) else None
+        return head if head is not None and self._admissible(head, ranks) else None
 
-    def _admissible(self, head: SequenceState) -> bool:
+    def _admissible(self, head: SequenceState, ranks: Sequence[int] | None = None) -> bool:
         """Whether slot and pages are there, those that best effort would give up included."""
-        # One position more than it needs now, or it might be evicted as soon as it is admitted.
-        wanted = self.limits.pages_for(len(head.context) + 1)
-        own = head.request.priority
-        if not self.num_free_slots(own):
-            return False
-        if self._free_slots and wanted <= self.pages.num_free:
-            return True
-        if own is BE:  # also one that has waited too long: two of them would evict each other
-            return False
-        givers = [s for s in self.running if s.request.priority is BE]
-        return wanted <= self.pages.num_free + sum(len(s.pages) for s in givers)
+        return self._rank_for(head, ranks) is not None
 
-    def _make_room(self, head: SequenceState) -> None:
-        """Best effort gives up slot and pages for a latency-sensitive sequence, if it must."""
-        wanted = self.limits.pages_for(len(head.context) + 1)
-        while not self._free_slots or self.pages.num_free < wanted:
-            self._preempt(self.policy.victim([s for s in self.running if s.request.priority is BE]))
+    def _rank_for(self, head: SequenceState, ranks: Sequence[int] | None) -> int | None:
+        """Where it would be admitted: the rank with most free pages, or with most that best effort
+        would give up.
+        """
+        own, wanted = head.request.priority, self._pages_for(head)
+        free = self._free_slots(own)
+        ranks = [rank for rank in (range(len(free)) if ranks is None else ranks) if free[rank]]
+        found = self.places.rank_for(wanted, ranks)
+        if found is not None or own is BE:
+            # Also one that has waited too long: two of best effort would evict each other.
+            return found
+        room = {rank: self.places.free_pages(rank) for rank in ranks}
+        for sequence in self.running:
+            rank = self.limits.rank(sequence.slot)
+            if sequence.request.priority is BE and rank in room:
+                room[rank] += len(sequence.pages)
+        found = max(room, key=room.__getitem__, default=None)
+        return found if found is not None and wanted <= room[found] else None
+
+    def _pages_for(self, head: SequenceState) -> int:
+        """One position more than it needs now, or it might be evicted as soon as it is admitted."""
+        return self.limits.pages_for(len(head.context) + 1)
 
     def _begin_prefill(self, order: Order, now: float) -> Batch | None:
         if not self._free_extents:
             return None
-        limits, chunks = self.limits, []
-        parked = self._parked(Phase.PREFILL)
-        room = limits.max_prefill_tokens
+        parked, chunks = self._parked(Phase.PREFILL), Chunks(self.limits)
         for number, group in enumerate(order):
             if number and chunks:  # who fills up must not make the step dearer
-                taken = limits.max_prefill_tokens - room
-                room = limits.token_bucket(taken) - taken
                 if parked is not None:
                     break  # what is parked fills up, before anything new
-            self._fill_prefill(group, chunks, room, now)
-            room = limits.max_prefill_tokens - sum(len(part) for _, part in chunks)
+                chunks.keep_to_bucket()
+            self._fill_prefill(group, chunks, now)
         if not chunks:
             return None
-        batch = self._begin(self._pack_prefill(chunks), now)
-        batch.place(extent := self._free_extents.pop(), limits.extent(extent))
+        batch = self._begin(chunks.pack(), now)
+        batch.place(self._free_extents.pop(), self.limits)
         if parked is not None and self._fits(batch, parked):
             batch.joins = parked
         return batch
@@ -355,31 +369,25 @@ class Scheduler:
 
     def _fits(self, batch: Batch, parked: Batch) -> bool:
         """Whether the rows of both are one step that costs no more than the first alone."""
-        if len(batch.rows) + len(parked.rows) > self.limits.max_prefill_seqs:
-            return False
-        tokens = batch.num_tokens
-        return tokens + parked.num_tokens <= self.limits.token_bucket(tokens)
+        own, others = batch.on_ranks(self.limits), parked.on_ranks(self.limits)
+        bucket = self.limits.token_bucket(max(tokens for _, tokens in own))
+        return all(
+            seqs + more_seqs <= self.limits.max_prefill_seqs and tokens + more_tokens <= bucket
+            for (seqs, tokens), (more_seqs, more_tokens) in zip(own, others, strict=True)
+        )
 
-    def _fill_prefill(
-        self,
-        group: Sequence[Priority],
-        chunks: list[tuple[SequenceState, list[int]]],
-        room: int,
-        now: float,
-    ) -> None:
+    def _fill_prefill(self, group: Sequence[Priority], chunks: Chunks, now: float) -> None:
         """Takes chunks of a group's prompts: of those that are begun, then of new ones."""
         for sequence in self._candidates(group, SequenceStatus.PREFILL):
-            if room and len(chunks) < self.limits.max_prefill_seqs:
-                room -= self._take_chunk(sequence, room, chunks)
-        while room and len(chunks) < self.limits.max_prefill_seqs:
-            sequence = self._next_admissible(group)
+            if self.limits.rank(sequence.slot) in chunks.ranks():
+                chunks.take(sequence)
+        while ranks := chunks.ranks():
+            sequence = self._next_admissible(group, ranks)
             if sequence is None:
                 return
-            self._admit(sequence, now)
-            for gone in [c for c in chunks if c[0].status is SequenceStatus.WAITING]:
-                chunks.remove(gone)  # it gave way
-                room += len(gone[1])
-            room -= self._take_chunk(sequence, room, chunks)
+            self._admit(sequence, ranks, now)
+            chunks.drop_evicted()
+            chunks.take(sequence)
 
     def _candidates(self, group: Sequence[Priority], status: SequenceStatus) -> list[SequenceState]:
         """Running sequences of a group that are in no step under way."""
@@ -388,44 +396,23 @@ class Scheduler:
             return found if LS in group else []
         return [s for s in found if s.priority in group]
 
-    def _admit(self, sequence: SequenceState, now: float) -> None:
+    def _admit(self, sequence: SequenceState, ranks: Sequence[int], now: float) -> None:
+        """Best effort gives up slot and pages for a latency-sensitive one, if it must."""
+        rank, wanted = self._rank_for(sequence, ranks), self._pages_for(sequence)
+        assert rank is not None  # it is admissible
         self.queues[sequence.request.priority].remove(sequence)
-        if sequence.request.priority is LS:
-            self._make_room(sequence)
+        while self.places.rank_for(wanted, (rank,)) is None:
+            self._preempt(self.policy.victim([s for s in self._on_rank(rank) if _is_be(s)]))
         sequence.status = SequenceStatus.PREFILL
-        sequence.slot = self._free_slots.pop()
         # All at once, so that no decoding sequence can take what a later chunk will need.
-        sequence.pages = self.pages.allocate(self.limits.pages_for(len(sequence.context)))
+        num_pages = self.limits.pages_for(len(sequence.context))
+        sequence.slot, sequence.pages = self.places.take(rank, num_pages)
         self.running.append(sequence)
         if math.isnan(sequence.ready_at):
             sequence.ready_at = now
 
-    def _take_chunk(
-        self,
-        sequence: SequenceState,
-        room: int,
-        chunks: list[tuple[SequenceState, list[int]]],
-    ) -> int:
-        start = sequence.num_computed
-        part = sequence.context[start : start + room]
-        chunks.append((sequence, part))
-        return len(part)
-
-    def _pack_prefill(self, taken: list[tuple[SequenceState, list[int]]]) -> Batch:
-        rows, sampled, deltas = [], [], []
-        for sequence, part in taken:
-            mapped = self.limits.pages_for(sequence.num_computed)
-            sequence.num_computed += len(part)
-            reached = self.limits.pages_for(sequence.num_computed)
-            deltas += [(sequence.slot, b, sequence.pages[b]) for b in range(mapped, reached)]
-            ends = sequence.num_computed == len(sequence.context)
-            rows.append(sequence.packed(len(part)).copy())
-            sampled.append(ends)
-            if ends:
-                sequence.status = SequenceStatus.DECODE
-                sequence.num_sampled += 1
-        sequences, tokens = [s for s, _ in taken], [part for _, part in taken]
-        return Batch(Phase.PREFILL, sequences, np.stack(rows), sampled, deltas, tokens)
+    def _on_rank(self, rank: int) -> list[SequenceState]:
+        return [s for s in self.running if self.limits.rank(s.slot) == rank]
 
     # ---- decode -----------------------------------------------------------------------------
 
@@ -433,15 +420,21 @@ class Scheduler:
         deltas: list[tuple[int, int, int]] = []
         scheduled: list[SequenceState] = []
         parked = self._parked(Phase.DECODE)
-        room = self.limits.decode_rows - (len(parked.rows) if parked is not None else 0)
+        limits = self.limits
+        room = [limits.decode_rows // limits.num_ranks] * limits.num_ranks
+        if parked is not None:
+            taken = parked.on_ranks(limits)
+            room = [n - seqs for n, (seqs, _) in zip(room, taken, strict=True)]
         for group in order:
             for sequence in self._candidates(group, SequenceStatus.DECODE):
-                if len(scheduled) == room:
-                    break
+                rank = limits.rank(sequence.slot)
+                if not room[rank]:
+                    continue
                 if sequence.status is not SequenceStatus.DECODE or sequence.exhausted:
                     continue  # evicted for one before it
                 while not self._extend_if_free(sequence, deltas):
                     victim = self._victim_for(sequence)
+                    room[rank] += victim in scheduled
                     scheduled = [s for s in scheduled if s is not victim]
                     deltas = [delta for delta in deltas if delta[0] != victim.slot]
                     self._preempt(victim)
@@ -449,6 +442,7 @@ class Scheduler:
                         break
                 else:
                     scheduled.append(sequence)
+                    room[rank] -= 1
         if not scheduled:
             return None
         rows = np.empty((len(scheduled), NUM_COLUMNS), np.int32)
@@ -464,9 +458,9 @@ class Scheduler:
     def _extend_if_free(self, sequence: SequenceState, deltas: list[tuple[int, int, int]]) -> bool:
         """Gives a sequence the page its next position needs, if it needs one; False: none free."""
         if sequence.num_computed >= len(sequence.pages) * self.limits.page_size:
-            if not self.pages.num_free:
+            page = self.places.page_for(sequence.slot)
+            if page is None:
                 return False
-            page = self.pages.allocate(1)[0]
             deltas.append((sequence.slot, len(sequence.pages), page))
             sequence.pages.append(page)
         return True
@@ -475,8 +469,8 @@ class Scheduler:
 
     def _victim_for(self, sequence: SequenceState) -> SequenceState:
         """Who gives up pages for a running sequence: best effort first, and never for it."""
-        best_effort = [s for s in self.running if s.request.priority is BE]
-        return self.policy.victim(best_effort or self.running)
+        running = self._on_rank(self.limits.rank(sequence.slot))
+        return self.policy.victim(list(filter(_is_be, running)) or running)
 
     def _preempt(self, victim: SequenceState) -> None:
         """Takes a sequence's pages; it waits in its old place and is recomputed later."""
@@ -492,6 +486,9 @@ class Scheduler:
             if not batch.sequences:
                 self._end(batch)
         self.running.remove(sequence)
-        self.pages.free(sequence.pages)
-        self._free_slots.append(sequence.slot)
+        self.places.give_back(sequence.slot, sequence.pages)
         sequence.pages = []
+
+
+def _is_be(sequence: SequenceState) -> bool:
+    return sequence.request.priority is BE

@@ -20,6 +20,33 @@ NUM_REQUESTS, NUM_CLIENTS = 500, 32
 CODES = grpc.StatusCode
 
 
+ON_A_MESH = (
+    "engine.decode_buckets=8",
+    "engine.prefill_buckets=128",
+    "engine.balance.replicas=4",
+    "engine.balance.spare_slots=1",
+    "engine.balance.interval_s=0.2",
+    "engine.balance.min_gain=0",
+)
+"""One program a phase. Experts are copied in every prefill step, and between steps as often as can
+be."""
+
+
+def settings_of(mesh):
+    if mesh == "one":
+        return FEW_PROGRAMS
+    names = {setting.partition("=")[0] for setting in ON_A_MESH}
+    others = [setting for setting in FEW_PROGRAMS if setting.partition("=")[0] not in names]
+    return *others, f"engine.mesh={mesh}", *ON_A_MESH
+
+
+@pytest.fixture(scope="module", params=["one", "ep=4", "ep=8"])
+def server(request):
+    """One server for all of these tests, on one device or on a mesh of them."""
+    with serving(*settings_of(request.param)) as found:
+        yield found
+
+
 @pytest.fixture(scope="module")
 def model():
     return jmoe.load("bundled", "float32")

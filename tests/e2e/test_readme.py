@@ -24,6 +24,7 @@ SHORT = {
     "make demo": None,  # only looked up: it takes minutes
     "make test": None,
     "jmoe serve --model DIR": FEW_PROGRAMS,
+    "jmoe serve --model DIR --mesh": FEW_PROGRAMS,
     "jmoe serve --config demo": FEW_PROGRAMS,
     "jmoe info": (),
     "jmoe bench serve": ("--num-prompts", "3"),
@@ -114,12 +115,17 @@ def serve_settings(command, names):
     """The settings that a `jmoe serve` of README has, as `tests/e2e/conftest.py` takes them."""
     words = [names.get(word, word) for word in shlex.split(command)[2:]]
     given = {flag: words[i + 1] for i, flag in enumerate(words[:-1]) if flag.startswith("--")}
-    assert set(given) <= {"--set", "--config", "--model", "--port"}
+    assert set(given) <= {"--set", "--config", "--model", "--mesh", "--port"}
     settings = [given["--set"]] if "--set" in given else []
-    return [*settings, f"engine.model={given['--model']}"] if "--model" in given else settings
+    for flag in ("model", "mesh"):
+        settings += [f"engine.{flag}={given[f'--{flag}']}"] if f"--{flag}" in given else []
+    return settings
 
 
-@pytest.mark.parametrize("name", ["jmoe serve --model DIR", "jmoe serve --config demo"])
+@pytest.mark.parametrize(
+    "name",
+    ["jmoe serve --model DIR", "jmoe serve --model DIR --mesh", "jmoe serve --config demo"],
+)
 async def test_a_server_and_what_asks_it(files, name):
     folder, names = files
     (command,) = [command for command in commands() if kind(command) == name]

@@ -293,7 +293,7 @@ async def test_a_burst_fills_free_slots_before_it_is_refused(start):
 
 
 def test_no_more_positions_are_served_than_the_model_has(caplog):
-    model = SimpleNamespace(name="small", config=SimpleNamespace(max_position=128))
+    model = SimpleNamespace(name="small", home=None, config=SimpleNamespace(max_position=128))
     assert fit_to_model(EngineConfig(max_model_len=2048), model).max_model_len == 128
     assert "max_model_len is 2048; small has 128 positions" in caplog.text
     assert fit_to_model(EngineConfig(max_model_len=100), model).max_model_len == 100

@@ -1,4 +1,5 @@
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -11,7 +12,7 @@ import pytest
 import scripted_server
 from rich.console import Console
 
-from serving.bench import demo
+from serving.bench import demo, machine
 from serving.bench.demo import DemoConfig, run_demo
 from serving.bench.launch import LaunchError
 from serving.bench.results import Slo
@@ -110,12 +111,18 @@ async def test_a_variant_is_the_servers_own_state_but_for_what_it_names():
     assert (state.strategy, state.decode_threshold_percent) == ("zero", 100)
 
 
-def test_share_of_other_programs(monkeypatch):
-    real = demo._OtherPrograms(os.getpid()).share()
-    assert real is None or 0 <= real <= 1
-    ticks = iter([(10, 100), (40, 200), (40, 200)])
-    monkeypatch.setattr(demo._OtherPrograms, "_ticks", lambda _: next(ticks))
-    assert demo._OtherPrograms(1).share() == pytest.approx(0.3)
+def test_what_else_the_machine_did(monkeypatch):
+    real = machine.Watch(os.getpid()).seen()
+    assert real.others is None or 0 <= real.others <= 1
+    ticks, work = iter([(10, 100), (40, 200)]), iter([800.0, 600.0])
+    monkeypatch.setattr(machine.Watch, "_ticks", lambda _: next(ticks))
+    monkeypatch.setattr(machine, "work_per_s", lambda: next(work))
+    assert machine.Watch(1).seen() == (pytest.approx(0.3), 700.0)
+
+
+def test_work_is_counted_by_the_second():
+    clock = itertools.count(0.0, machine.WORK_S / 4)
+    assert machine.work_per_s(lambda: next(clock)) == pytest.approx(3 / machine.WORK_S)
 
 
 def test_medians_go_number_by_number():

@@ -52,6 +52,7 @@ def result(zero=(0.9, 0.8), brownout=(0.02, 0.05), ttft_s=40.0):
         "steady_rate_per_s": 5.0,
         "burst_rate_per_s": 10.0,
         "other_cpu_share": {"calibration": None, "zero": 0.01, "brownout": 0.02},
+        "machine_speed": {"calibration": 1.0, "zero": 0.97, "brownout": 1.04},
         "runs": {"zero": run(zero), "brownout": run(brownout)},
     }
 
@@ -118,3 +119,6 @@ def test_a_busy_machine_is_told():
     busy = result()
     busy["other_cpu_share"]["brownout"] = 0.4
     assert "up to 40 % of this machine" in verdict(busy)
+    slow = result()
+    slow["machine_speed"]["brownout"] = 0.7
+    assert "did 0.70 to 1.00 times the work" in verdict(slow)

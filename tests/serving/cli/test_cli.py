@@ -125,7 +125,34 @@ def test_version(monkeypatch, capsys) -> None:
         (["generate", "--brownout-threshold", "101", "hello"], "threshold is 101 %"),
         (["info", "bundled", "--address", "127.0.0.1:1"], "give one of"),
         (["info", "--model-config", "qwen"], "qwen3-30b-a3b"),
+        (["info", "bundled", "--mesh", "ep=0"], "engine.mesh is 'ep=0'; it must be empty, or ep=N"),
+        (["info", "bundled", "--mesh", "tp=2"], "engine.mesh is 'tp=2'; it must be empty, or ep=N"),
+        (["info", "bundled", "--mesh", "ep=x"], "engine.mesh is 'ep=x'; it must be empty, or ep=N"),
+        (
+            ["info", "--address", "127.0.0.1:1", "--mesh", "ep=2"],
+            "--mesh is of a model; give MODEL",
+        ),
+        (["info", "bundled", "--device-gb", "80"], "--device-gb is of a mesh; give --mesh ep=N"),
+        (
+            ["info", "--mesh", "ep=2", "--device-gb", "nan"],
+            "--device-gb is nan; it must be above 0",
+        ),
         (["info", "--address", "127.0.0.1:1"], "127.0.0.1:1 does not answer"),
+        (
+            ["bench", "balance", "--variants", "none,all"],
+            "variant 'all' is unknown; there are none",
+        ),
+        (["bench", "balance", "--mesh", "ep=1"], "mesh is 'ep=1'; it must be ep=N with 2 devices"),
+        (
+            ["bench", "balance", "--replicas", "40"],
+            "replicas is 40; the other 7 devices send 2 each",
+        ),
+        (["bench", "balance", "--spare-slots", "60"], "spare_slots is 60; a device lacks 52 of 60"),
+        (["bench", "balance", "--model", "nowhere"], "nowhere/config.json does not exist"),
+        (
+            ["bench", "balance", "--families", "sums"],
+            "task family 'sums' is unknown; there are add",
+        ),
         (["distill", "--model", "m", "--data", "d", "--out", "o", "--ways", "2;4"], "--ways is"),
     ],
 )
@@ -160,6 +187,7 @@ def test_flags_are_the_keys_of_what_they_set() -> None:
 
 
 def test_tool_flags_follow_the_configurations() -> None:
+    from serving.bench.balance import BalanceBenchConfig
     from serving.bench.demo import DemoConfig
     from serving.bench.loadgen import BenchConfig
     from training.distill import DistillConfig
@@ -168,6 +196,7 @@ def test_tool_flags_follow_the_configurations() -> None:
         return {field.name for field in dataclasses.fields(config)}
 
     assert flags_of("bench", "serve") == names(BenchConfig)
+    assert flags_of("bench", "balance") <= names(BalanceBenchConfig)
     assert flags_of("demo") <= names(DemoConfig)
     assert flags_of("distill") >= names(DistillConfig) | {"model", "data", "out", "ways"}
     for command, config in ((["bench", "serve"], BenchConfig), (["distill"], DistillConfig)):
@@ -208,6 +237,7 @@ def test_parameters_are_those_of_the_loaded_model(name: str) -> None:
     [
         ("qwen1.5-moe-a2.7b", 14.3, 2.7, 2 * 24 * 16 * 128 * 2),
         ("qwen3-30b-a3b", 30.5, 3.3, 2 * 48 * 4 * 128 * 2),
+        ("qwen3-235b-a22b", 235.1, 22.2, 2 * 94 * 4 * 128 * 2),
         ("mixtral-8x7b", 46.7, 12.9, 2 * 32 * 8 * 128 * 2),
     ],
 )

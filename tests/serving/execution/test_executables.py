@@ -48,7 +48,7 @@ def test_other_sources_or_switches_are_other_programs(tmp_path, compiled, monkey
         patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
         assert kept.load("a", "") is None
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_sources", lambda: "edited")
+        patch.setattr(module, "sources", lambda: "edited")
         assert kept.load("a", "") is None
     with jax.default_matmul_precision("highest"):
         assert kept.load("a", "") is None

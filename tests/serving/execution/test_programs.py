@@ -149,7 +149,7 @@ def test_parts_are_as_short_as_a_launch_is_cheap(launch_s, whole_s, layers, foun
 async def test_a_policy_that_never_parks_needs_no_programs_for_parts(as_on_a_gpu):
     async with serving(policy="fcfs", part_layers=1) as engine:
         assert all(key.layers is None for key in engine.runner.programs.compiled())
-        assert engine.runner._state.hidden is None
+        assert engine.runner.device.state.hidden is None
 
 
 def buckets(**sizes):
@@ -223,3 +223,16 @@ def test_an_exempt_row_costs_the_experts_it_pins_and_no_more():
             bucket = percent(rows, threshold)
             touched = min(60, math.ceil(threshold * 60 / 100) + 3 * rows)
             assert math.ceil(bucket * 60 / 100) >= touched
+
+
+def test_how_many_layers_at_once_goes_by_a_ranks_share_of_a_step():
+    """A step of a mesh has more rows than any program, which are of one rank each."""
+    mesh = config(max_num_seqs=32, decode_buckets=(4, 8), mesh="ep=4")
+    limits = limits_of(mesh, num_layers=4, num_ranks=4)
+    holder = SimpleNamespace(
+        limits=limits,
+        buckets=programs.Buckets(mesh, limits),
+        _layers_at_once={("decode", 4): 2, ("decode", 8): 1},
+    )
+    for size, layers in ((1, 2), (16, 2), (17, 1), (32, 1)):
+        assert runner.DeviceRunner.layers_at_once(holder, "decode", size) == layers

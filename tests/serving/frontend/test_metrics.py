@@ -158,7 +158,7 @@ def step(phase: str, *previous_at: float) -> SimpleNamespace:
 
 
 def read(expert_rows: list[list[int]]) -> SimpleNamespace:
-    return SimpleNamespace(expert_rows=np.array(expert_rows, np.int32))
+    return SimpleNamespace(expert_rows=np.array(expert_rows, np.int32), device_rows=None)
 
 
 def test_prefill_inside_an_inter_token_latency_is_metered_apart() -> None:

@@ -28,7 +28,8 @@ from serving.request import BrownoutChange, Priority, SamplingParams
 def test_stubs_are_those_of_the_proto(tmp_path: Path) -> None:
     build.build(tmp_path)
     below = Path("serving/proto/jmoe/v1")
-    names = ["jmoe_pb2.py", "jmoe_pb2.pyi", "jmoe_pb2_grpc.py"]
+    endings = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
+    names = [stem + ending for stem in ("jmoe", "hosts") for ending in endings]
     same, *_ = filecmp.cmpfiles(build.ROOT / below, tmp_path / below, names, shallow=False)
     assert same == names, "run python -m serving.proto.build"
 

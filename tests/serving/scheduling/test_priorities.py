@@ -417,19 +417,19 @@ Whims.parks = True
 def random_trace(seed, make):
     """One trace: arrivals of both classes, cancellations, evictions, parks and joins."""
     rng = random.Random(seed)
-    num_layers = rng.randrange(1, 8)
+    num_layers, num_ranks = rng.randrange(1, 8), rng.choice((1, 1, 2, 3))
+    num_slots, decode_rows = rng.randrange(2, 7), rng.randrange(1, 5)
     limits = Limits(
-        num_slots=rng.randrange(2, 7),
-        num_pages=rng.randrange(9, 30),
+        num_slots=num_ranks * num_slots,
+        num_pages=num_ranks * rng.randrange(9, 30),
         page_size=4,
         max_prefill_tokens=(tokens := rng.choice((4, 8, 16))),
         max_prefill_seqs=rng.randrange(1, 5),
-        max_decode_seqs=rng.randrange(1, 5),
+        max_decode_seqs=num_ranks * decode_rows if decode_rows <= num_slots else 0,
         num_layers=num_layers,
         prefill_buckets=rng.choice(((), (tokens,), (4, tokens))),
+        num_ranks=num_ranks,
     )
-    if limits.max_decode_seqs > limits.num_slots:
-        limits = Limits(limits.num_slots, *list(limits.__dict__.values())[1:5], 0, num_layers)
     play = Play(
         make(rng),
         limits=limits,

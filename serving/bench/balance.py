@@ -1,0 +1,265 @@
+"""`jmoe bench balance`: how even the devices of a mesh are, without and with copies of experts.
+
+A server for each variant gets the same requests, prompts of few task families, so that some experts
+are visited far more than others. A part of the load is played first, for the copies that stay to
+find their places; what is measured is the rest, by the server's own metrics.
+"""
+
+import asyncio
+import json
+import socket
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import grpc
+import numpy as np
+import uvloop
+
+from serving.bench.balance_figures import Samples, between, draw, parse, table
+from serving.bench.facts import facts
+from serving.bench.launch import running_server
+from serving.bench.loadgen import play
+from serving.bench.results import summarize
+from serving.bench.workload import BUNDLED_TASKS, Arrival, WorkloadError, load_tasks
+from serving.client import Client
+from serving.settings import mesh_devices
+
+PER_PAIR = 2  # copies of a layer that one device sends another
+NEW_TOKENS = 8  # each request, so that decode steps are measured as well
+PROMPT_TASKS = 3  # joined to a prompt, the last one without its answer
+FIRST_SHARE = 0.5  # of the requests: played besides, before the measured ones
+TIME_LIMIT_S = 1800.0
+SCRAPE_S = 30.0
+
+
+class Variant(NamedTuple):
+    """One way to copy experts."""
+
+    name: str
+    words: str
+    replicas: bool
+    spare_slots: bool
+
+
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("none", "no copies", False, False),
+        Variant("replicas", "copies while a step runs", True, False),
+        Variant("spare", "copies that stay", False, True),
+        Variant("both", "both kinds of copies", True, True),
+    )
+}
+
+SMALL = {
+    "dtype": "float32",
+    "max_model_len": "256",
+    "page_size": "16",
+    "max_prefill_tokens": "256",
+    "max_prefill_seqs": "4",
+    "prefill_buckets": "256",
+    "threshold_buckets_percent": "100",
+    "brownout.ways": "8",
+}
+"""The bundled model's sizes: one program a phase, and prefill steps of a thousand tokens. United
+experts of one way alone: they are placed like others, and without brownout nothing visits them."""
+
+
+@dataclass(frozen=True)
+class BalanceBenchConfig:
+    """What is played.
+
+    Raises ValueError for what leaves nothing to compare: an unknown variant, a mesh of one device,
+    fewer requests than devices, more copies than there are other devices' experts.
+    """
+
+    model: str = "bundled"  # or a directory
+    mesh: str = "ep=8"
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    families: tuple[str, ...] = ("fact",)  # of the bundled tasks; the fewer, the more uneven
+    requests: int = 256
+    seed: int = 0
+    replicas: int = 4  # a layer and device, where copies are made while a step runs
+    spare_slots: int = 2  # a layer and device, where copies stay
+    out: Path = Path("out")  # table, picture, JSON, server logs
+    server: tuple[str, ...] = ("-m", "serving.cli", "serve", "--port", "0")
+    server_args: tuple[str, ...] = ()  # more flags for the server
+    startup_timeout_s: float = 1800.0
+
+    def __post_init__(self) -> None:
+        """Checks what needs no model."""
+        for name in self.variants:
+            if name not in VARIANTS:
+                raise ValueError(f"variant {name!r} is unknown; there are {', '.join(VARIANTS)}")
+        if not self.variants:
+            raise ValueError(f"variants is empty; name some of {', '.join(VARIANTS)}")
+        if self.num_devices < 2:
+            raise ValueError(
+                f"mesh is {self.mesh!r}; it must be ep=N with 2 devices or more: there is nothing "
+                "to balance on one"
+            )
+        if self.requests < self.num_devices:
+            raise ValueError(
+                f"requests is {self.requests}; a mesh of {self.num_devices} devices needs as many "
+                "or more"
+            )
+        for name in ("replicas", "spare_slots"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}; it must be 1 or more. The variant that has "
+                    "no copies is none (--variants none)"
+                )
+
+    @property
+    def num_devices(self) -> int:
+        """Of the mesh; 1 for what is no mesh."""
+        return mesh_devices(self.mesh)
+
+    def check_experts(self, num_experts: int) -> None:
+        """Raises ValueError for more copies than a model of `num_experts` has use for."""
+        lacking = num_experts - -(-num_experts // self.num_devices)
+        for name in ("replicas", "spare_slots"):
+            wanted = getattr(self, name)
+            sent = PER_PAIR * (self.num_devices - 1) if name == "replicas" else lacking
+            if wanted > min(lacking, sent):
+                why = (
+                    f"the other {self.num_devices - 1} devices send {PER_PAIR} each at most"
+                    if sent < lacking
+                    else f"a device lacks {lacking} of {num_experts} experts"
+                )
+                raise ValueError(
+                    f"{name} is {wanted}; {why}, so that {min(lacking, sent)} is the most that "
+                    "makes sense"
+                )
+
+
+def run_balance(config: BalanceBenchConfig, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Plays every variant; prints and stores table, picture and JSON.
+
+    Raises ValueError where the model has too few experts, CheckpointError where it is none,
+    LaunchError where a server does not come up, or WorkloadError for families that are none.
+    """
+    from jmoe.api import resolve
+    from jmoe.config import read_config
+
+    config.check_experts(read_config(resolve(config.model)).num_experts)
+    return uvloop.run(_run(config, say))
+
+
+async def _run(config: BalanceBenchConfig, say: Callable[[str], None]) -> dict[str, Any]:
+    tasks = of_families(load_tasks(BUNDLED_TASKS), config.families)
+    first = prompts(tasks, int(FIRST_SHARE * config.requests), config.seed + 1)
+    measured = prompts(tasks, config.requests, config.seed)
+    config.out.mkdir(parents=True, exist_ok=True)
+    known: dict[str, Any] = {}
+    runs = []
+    for name in config.variants:
+        say(f"{VARIANTS[name].words}: {config.requests} requests")
+        async with _server(config, VARIANTS[name]) as (client, metrics_url):
+            known = known or await facts(client)
+            await play(client, first, time_limit_s=TIME_LIMIT_S)
+            before = await _scrape(metrics_url)
+            run = await play(client, measured, time_limit_s=TIME_LIMIT_S)
+            after = await _scrape(metrics_url)
+        summary = summarize(run)
+        words = {"variant": name, "words": VARIANTS[name].words, "failed": summary["failed"]}
+        rate = {"tokens_per_s": summary["total_token_throughput"]}
+        runs.append(words | between(before, after) | rate)
+    keys = ("model", "mesh", "variants", "families", "requests", "seed", "replicas", "spare_slots")
+    result = {
+        **known,
+        "date": datetime.now().isoformat(timespec="seconds"),
+        "config": {key: asdict(config)[key] for key in keys},
+        "runs": runs,
+    }
+    (config.out / "balance_served.json").write_text(json.dumps(result, indent=1) + "\n")
+    (config.out / "balance_served.txt").write_text(table(result) + "\n")
+    say(table(result))
+    draw(result, config.out / "balance_served.png")
+    say(f"picture: {config.out / 'balance_served.png'}")
+    return result
+
+
+def of_families(tasks: Sequence[Arrival], families: Sequence[str]) -> list[Arrival]:
+    """The tasks of some families. Raises WorkloadError for a family that there is not."""
+    known = sorted({task.family for task in tasks})
+    for family in families:
+        if family not in known:
+            raise WorkloadError(f"task family {family!r} is unknown; there are {', '.join(known)}")
+    if not families:
+        raise WorkloadError(f"no task family is named; there are {', '.join(known)}")
+    return [task for task in tasks if task.family in families]
+
+
+def prompts(tasks: Sequence[Arrival], num: int, seed: int) -> list[Arrival]:
+    """`num` requests, all at once: solved tasks and an unsolved one, drawn by the seed."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(num):
+        *solved, last = (tasks[i] for i in rng.integers(len(tasks), size=PROMPT_TASKS))
+        texts = [*(f"{task.prompt}{task.answer}" for task in solved), last.prompt]
+        text = "\n".join(map(str, texts))
+        found.append(Arrival(text, NEW_TOKENS, family=last.family, ignore_eos=True))
+    return found
+
+
+def variant_settings(config: BalanceBenchConfig, variant: Variant) -> dict[str, str]:
+    """What a variant's server is told.
+
+    No brownout, which changes who is visited; whole steps, which are counted as one each; and a
+    mover that has looked before the first requests are over.
+    """
+    settings = {"model": config.model, "mesh": config.mesh, "max_queue_len": "1000000"}
+    settings |= {"brownout.strategy": "zero", "part_layers": "1000000"}
+    if config.model == "bundled":
+        settings |= SMALL | {"max_num_seqs": str(4 * config.num_devices), "decode_buckets": "4"}
+    if variant.replicas:
+        settings |= {"balance.replicas": str(config.replicas)}
+        settings |= {"balance.replicas_per_pair": str(PER_PAIR)}
+    if variant.spare_slots:
+        settings |= {"balance.spare_slots": str(config.spare_slots)}
+        settings |= {"balance.interval_s": "1"}
+    settings = {f"engine.{key}": value for key, value in settings.items()}
+    own = {flag.partition("=")[0] for flag in config.server_args}
+    return {key: value for key, value in settings.items() if key not in own}
+
+
+@asynccontextmanager
+async def _server(
+    config: BalanceBenchConfig, variant: Variant
+) -> AsyncIterator[tuple[Client, str]]:
+    port = _free_port()
+    flags = [f"{key}={value}" for key, value in variant_settings(config, variant).items()]
+    flags += [f"metrics_port={port}", "max_concurrent_calls=100000"]
+    sets = [word for flag in flags for word in ("--set", flag)]
+    async with (
+        running_server(
+            [*config.server, *sets, *config.server_args],
+            config.out / f"server-{variant.name}.log",
+            config.startup_timeout_s,
+            failures=(grpc.aio.AioRpcError, TimeoutError, OSError),
+        ) as (address, _),
+        Client(address) as client,
+    ):
+        await client.wait_ready(config.startup_timeout_s)
+        yield client, f"http://127.0.0.1:{port}/metrics"
+
+
+def _free_port() -> int:
+    """A port that was free a moment ago: the server does not print which one it chose."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+async def _scrape(url: str) -> Samples:
+    def read() -> bytes:
+        with urllib.request.urlopen(url, timeout=SCRAPE_S) as answer:
+            return answer.read()
+
+    return parse((await asyncio.to_thread(read)).decode())

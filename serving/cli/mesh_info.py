@@ -1,0 +1,109 @@
+"""`jmoe info MODEL --mesh ep=N`: what lies and travels where, and where replicas of experts fit."""
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from serving.cli.info import Section, expert_parameters, kv_bytes_per_token, num_parameters
+
+if TYPE_CHECKING:
+    from jmoe.config import ModelConfig
+
+DEVICE_GB = 141.0
+"""Memory of an H200, in 1e9 bytes."""
+DECODE_BUCKET, PREFILL_BUCKETS = 64, (512, 1024, 2048, 4096)
+"""Tokens a device in a step. Replicas are copied in prefill only."""
+KV_BUCKET = 2048
+"""The largest step that KV pages are to leave room for."""
+PER_PAIR = 2
+"""Experts from one device to another at most, as the balance benchmark bounds them."""
+DTYPE, DTYPE_BYTES = "bfloat16", 2
+
+
+def parse_mesh(mesh: str) -> int:
+    """Devices of `ep=N`, as the setting `engine.mesh` is read; 1 where it is empty.
+
+    Raises SettingsError for what is no mesh.
+    """
+    from serving import settings
+
+    loaded = settings.load(overrides={"engine.mesh": mesh})
+    return settings.mesh_devices(loaded.engine.mesh)
+
+
+def parallel_section(
+    cfg: "ModelConfig", num_devices: int, device_gb: float = DEVICE_GB, ways: Collection[int] = ()
+) -> Section:
+    """Memory, exchanges and replicas of a model over a mesh. Everything is in bfloat16.
+
+    Args:
+        cfg: the model.
+        num_devices: of the mesh.
+        device_gb: memory of each, in 1e9 bytes.
+        ways: of its united experts; the pool has slots for the way that has most of them.
+
+    Raises ValueError for a memory that is none.
+    """
+    from jmoe.display import size
+    from jmoe.parallel.placement import slots_per_layer
+
+    if not (math.isfinite(device_gb) and device_gb > 0):
+        raise ValueError(f"--device-gb is {device_gb}; it must be above 0")
+    united = -(-cfg.num_experts // min(ways)) if ways else 0
+    slots = slots_per_layer(cfg.num_experts + united, num_devices)
+    held = f"{slots} of {cfg.num_experts}" + f" and {united} united ones" * bool(united)
+    experts = cfg.num_moe_layers * slots * expert_parameters(cfg) * DTYPE_BYTES
+    others = num_parameters(cfg, 0) * DTYPE_BYTES
+    return (
+        f"Expert parallelism, ep={num_devices}, {DTYPE}, reckoned and not measured",
+        [
+            ("experts a device and layer", held),
+            ("experts a device", size(experts)),
+            ("other weights a device", size(others)),
+            *_room(cfg, num_devices, device_gb, experts + others),
+            *_steps(cfg, num_devices),
+        ],
+    )
+
+
+def _room(
+    cfg: "ModelConfig", num_devices: int, device_gb: float, weights: int
+) -> list[tuple[str, str]]:
+    """What a device has left for KV pages beside its weights and the largest step."""
+    from jmoe.display import size
+    from jmoe.parallel.cost import gathered_buffer_bytes
+
+    embeddings = cfg.vocab_size * cfg.d_model * (1 if cfg.tie_embeddings else 2)
+    again = (num_parameters(cfg, 0) - embeddings) * DTYPE_BYTES
+    rows = gathered_buffer_bytes(cfg, num_devices, KV_BUCKET, DTYPE_BYTES)
+    left = int(1e9 * device_gb) - weights - again - rows
+    tokens = left // kv_bytes_per_token(cfg, DTYPE)
+    if left > 0:
+        kv = f"{size(left)}, {tokens:,} tokens; {num_devices * tokens:,} on all devices"
+    else:
+        advice = "more devices, or larger ones" if left + rows <= 0 else "a smaller step"
+        kv = f"nothing: {size(-left)} are missing; take {advice}"
+    return [
+        ("layers without experts, again", f"{size(again)}, on a GPU, for CUDA graphs"),
+        (f"a step of {KV_BUCKET:,} tokens a device", size(rows)),
+        (f"left for KV of {device_gb:g} GB", kv),
+    ]
+
+
+def _steps(cfg: "ModelConfig", num_devices: int) -> list[tuple[str, str]]:
+    """By bucket: what a device sends in a step, and how many replicas' copies are hidden."""
+    from jmoe.display import size
+    from jmoe.parallel.cost import H200, exchange_bytes, expert_bytes, replicas_that_fit
+
+    sent, replicas = [], []
+    for tokens in (DECODE_BUCKET, *PREFILL_BUCKETS):
+        gathered, scattered = exchange_bytes(cfg, num_devices, tokens, DTYPE_BYTES)
+        text = f"{size(gathered)} by all-gather, {size(scattered)} by reduce-scatter"
+        sent.append((f"sent at {tokens:,} tokens a device", text))
+    for tokens in PREFILL_BUCKETS:
+        fit = replicas_that_fit(cfg, num_devices, tokens, DTYPE_BYTES, PER_PAIR, H200)
+        room = 2 * fit.num_replicas * expert_bytes(cfg, DTYPE_BYTES)
+        takes = f" ({size(room)} for two layers)" if room else ""
+        text = f"{fit.num_replicas}{takes}: {fit.reason}"
+        replicas.append((f"replicas at {tokens:,} tokens a device", text))
+    return sent + replicas

@@ -1,0 +1,184 @@
+"""The mover: copies experts that are busy for long to devices that are less so, while serving.
+
+Libra's copies last for one step and pay in large ones. In decode steps, too small for that, load
+changes slowly: the mover averages the rows that each expert computed, and every few seconds looks
+which copies in the devices' spare slots would even it out. What it wants to change it changes one
+layer a tick, between two steps, as another way of united experts is loaded; nothing stops for it.
+"""
+
+import logging
+import os
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from jmoe.api import Model
+from jmoe.parallel.copies import imbalance, with_copies
+from jmoe.parallel.placement import Placement, contiguous, from_hosts
+from serving.config import BalanceConfig
+from serving.errors import NOT_OURS
+from serving.execution.runner import Runner
+from serving.observer import Observer
+from serving.plan import StepResult
+from serving.scheduling.batch import ScheduledStep
+from serving.settings import SettingsError
+
+log = logging.getLogger(__name__)
+
+
+class Mover(Observer):
+    """Sees every step's load, and moves one layer's copies at a time."""
+
+    def __init__(
+        self,
+        config: BalanceConfig,
+        runner: Runner,
+        placement: Placement,
+        copy_s: float,
+        num_united: int = 0,
+    ) -> None:
+        """`placement` is the one that is served; `copy_s` what copying a layer's experts takes;
+        `num_united` of the experts are united ones.
+        """
+        super().__init__()
+        self._config, self._runner, self._copy_s = config, runner, copy_s
+        self.hosts = np.array(placement.hosts)
+        layers, experts, devices = self.hosts.shape
+        homes = contiguous(layers, experts, devices, num_united=num_united)
+        self._homes = np.asarray(homes.hosts)
+        found = read_load(config, (layers, experts))
+        self.load = np.zeros((layers, experts)) if found is None else found
+        self._seen_at = self._look_at = -1.0
+        self._busy_s = 0.0
+        self._to_look_at: list[int] = []  # MoE layers, the worst last
+        self._busy = 0.0  # share of the time that the device had work in
+        self.layers_looked_at = self.layers_moved = self.experts_copied = 0
+        self.failure = ""
+
+    def step_read(
+        self, step: ScheduledStep, result: StepResult, started_at: float, now: float
+    ) -> None:
+        """See Observer."""
+        super().step_read(step, result, started_at, now)
+        if self._seen_at >= 0:
+            self.load *= 0.5 ** ((now - self._seen_at) / self._config.half_life_s)
+        self.load += result.expert_rows
+        self._seen_at = now
+        self._busy_s += max(0.0, now - started_at)
+
+    def imbalances(self) -> list[float]:
+        """By MoE layer: what is expected of the hosts that are served."""
+        return [imbalance(load, hosts) for load, hosts in zip(self.load, self.hosts, strict=True)]
+
+    def advance(self, now: float) -> None:
+        """Looks at one layer, every interval at each. Called between two steps."""
+        if self.failure:
+            return
+        if self._to_look_at:
+            self._look(self._to_look_at.pop())
+        elif self._look_at < 0:
+            self._look_at = now + self._config.interval_s
+        elif now >= self._look_at:
+            elapsed_s = now - self._look_at + self._config.interval_s
+            self._busy = min(1.0, self._busy_s / elapsed_s)
+            self._look_at, self._busy_s = now + self._config.interval_s, 0.0
+            self._to_look_at = np.argsort(self.imbalances()).tolist()
+            self._keep_load()
+
+    def _look(self, layer: int) -> None:
+        """Changes a layer's copies where others would pay."""
+        self.layers_looked_at += 1
+        load, hosts = self.load[layer], self.hosts[layer]
+        wanted = with_copies(load, self._homes[layer], self._config.spare_slots)
+        gain = 1 - imbalance(load, wanted) / imbalance(load, hosts)
+        # What the layer's part of the device's time shrinks by while the load is as it was.
+        saved_s = gain * self._busy * self._config.half_life_s / len(self.load)
+        if gain >= self._config.min_gain and saved_s > self._copy_s:
+            self._move(layer, wanted)
+
+    def _move(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
+        try:
+            self._runner.host_layer(layer, hosts)
+        except NOT_OURS:
+            raise
+        except Exception as error:
+            self.failure = f"{type(error).__name__}: {error}"
+            log.exception(
+                "copies of MoE layer %d's experts could not be moved; they stay where they are from"
+                " here on, and the load with them",
+                layer,
+            )
+            return
+        self.layers_moved += 1
+        self.experts_copied += int((hosts & ~self.hosts[layer]).sum())
+        self.hosts[layer] = hosts
+
+    def _keep_load(self) -> None:
+        if not self._config.load_file:
+            return
+        path = Path(self._config.load_file).expanduser()
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            with beside.open("wb") as file:
+                np.save(file, self.load.astype(np.float32))
+            beside.replace(path)
+        except OSError as error:
+            log.warning("engine.balance.load_file could not be written: %s", error)
+
+
+def make_mover(config: BalanceConfig, runner: Runner, model: Model | None) -> Mover | None:
+    """The mover that the settings ask for; None: experts stay where they are."""
+    if not config.spare_slots or model is None or model.home is None:
+        return None
+    united = model.num_united_slots
+    return Mover(config, runner, model.home.placement, runner.copy_s, united)
+
+
+def read_load(
+    config: BalanceConfig, shape: tuple[int, int]
+) -> Float[np.ndarray, "layers E"] | None:
+    """The load that an earlier server kept; None where none did.
+
+    Raises SettingsError for a file that is something else, or of another model.
+    """
+    if not config.load_file:
+        return None
+    path, key = Path(config.load_file).expanduser(), "engine.balance.load_file"
+    if not path.parent.is_dir():
+        raise SettingsError(f"{key} is {config.load_file!r}; there is no folder {path.parent}")
+    if not path.exists():
+        return None
+    try:
+        load = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise SettingsError(f"{key} is {config.load_file!r}, and cannot be read: {error}") from None
+    if load.shape != shape or not np.isfinite(load).all() or load.min(initial=0) < 0:
+        raise SettingsError(
+            f"{key} is {config.load_file!r}, which holds {load.shape}; of this model it must hold "
+            f"[MoE layers, logical experts] = {shape}; name another file, or remove it"
+        )
+    return load.astype(np.float64)
+
+
+def starting_placement(
+    config: BalanceConfig,
+    num_layers: int,
+    num_experts: int,
+    num_devices: int,
+    *,
+    num_united: int = 0,
+) -> Placement:
+    """Ranges of experts, and copies by the load that an earlier server kept.
+
+    Raises SettingsError as `read_load` does.
+    """
+    base = contiguous(
+        num_layers, num_experts, num_devices, num_united=num_united, spare=config.spare_slots
+    )
+    load = read_load(config, (num_layers, num_experts))
+    if load is None:
+        return base
+    homes = np.asarray(base.hosts)
+    hosts = [with_copies(*one, config.spare_slots) for one in zip(load, homes, strict=True)]
+    return from_hosts(np.stack(hosts), spare=config.spare_slots)

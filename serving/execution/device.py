@@ -1,0 +1,175 @@
+"""Everything that a runner has its devices do, as a few calls whose arguments are plain values.
+
+Where a mesh spans several processes, each of them has to make the same calls in the same order:
+process 0 decides what they are and tells the others (`serving.execution.followers`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool
+
+from jmoe.api import Model
+from jmoe.packed_rows import empty_rows, pack_row
+from jmoe.parallel.replicas import Replication
+from jmoe.parallel.steps import shardings
+from jmoe.steps import State, StepOutput
+from jmoe.weights import Params
+from pallas_kernels.backend import backend
+from serving.execution.executables import Executables
+from serving.execution.programs import Buckets, Key, Programs, Progress
+from serving.execution.ranks import ByRank
+from serving.plan import Limits, StepControl
+
+
+class Calls(Protocol):
+    """What may be asked of the devices. One thread calls at a time."""
+
+    def compile(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
+        """Compiles programs, or reads them from disk."""
+        ...
+
+    def warm(self, key: Key) -> None:
+        """Runs a program on padding, and waits for it."""
+        ...
+
+    def run(
+        self, key: Key, arrays: Sequence[np.ndarray], *, score: bool = False, sample: bool = False
+    ) -> StepOutput:
+        """Launches a step or a part of one, and what may follow it: scores, sampled tokens."""
+        ...
+
+    def use_way(self, way: int) -> None:
+        """Loads the united experts of a way into every layer."""
+        ...
+
+    def load_way(self, way: int, layer: int) -> None:
+        """Loads them into one layer."""
+        ...
+
+    def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
+        """Copies one MoE layer's experts to other hosts."""
+        ...
+
+    def ready(self) -> None:
+        """Waits for what was launched; from here on every compilation counts as a fault."""
+        ...
+
+
+class Device:
+    """A model's programs, weights and state on the devices of this process."""
+
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        buckets: Buckets,
+        state: State,
+        params: Params,
+        options: Mapping[str, str],
+        executables: Executables,
+        *,
+        parts_by_number: bool,
+        replication: Mapping[int, Replication] | None = None,
+    ) -> None:
+        """See `Programs`; `executables` are those on disk. The state is this object's own now."""
+        self.model, self.limits, self.buckets, self.state = model, limits, buckets, state
+        self._executables = executables
+        mesh = None if model.home is None else model.home.mesh
+        self.several_processes = mesh is not None and mesh.is_multi_process
+        # On a CPU the collectives of two programs under way would wait for each other for ever.
+        self.one_at_a_time = self.several_processes and backend() == "cpu"
+        self._split, _ = shardings(mesh)
+        self.programs = Programs(
+            model,
+            buckets,
+            state,
+            params,
+            options,
+            parts_by_number=parts_by_number,
+            replication=replication,
+        )
+
+    def compile(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
+        """See Calls."""
+        self.programs.compile_all(keys, self._executables, progress)
+
+    def run(
+        self, key: Key, arrays: Sequence[np.ndarray], *, score: bool = False, sample: bool = False
+    ) -> StepOutput:
+        """See Calls."""
+        prefill = key.phase == "prefill"
+        self.state, out = self.programs.run(key, self.state, *arrays)
+        self._settle(out)
+        if score:
+            out = self.programs.score(out, arrays[0], arrays[prefill])
+            self._settle(out)
+        if sample:
+            self.state, out = self.programs.sample(self.state, out, arrays[prefill])
+            self._settle(out)
+        return out
+
+    def arrays(
+        self, key: Key, step: ByRank, control: StepControl, *, first: int = 0, stop: int
+    ) -> list[np.ndarray]:
+        """A program's arguments behind the state, padded to its size on each rank."""
+        of_program = self.buckets.rows(key), self.buckets.deltas(key), key.size
+        tokens, rows, deltas, places = step.arrays(*of_program)
+        arrays = [rows, deltas, np.array([*control, first, stop], np.int32)]
+        if key.phase == "prefill":
+            arrays.insert(0, tokens)
+            if self.state.hidden is not None:
+                arrays.append(places)
+        return arrays
+
+    def warm(self, key: Key) -> None:
+        """See Calls."""
+        num_ranks, cfg = self.limits.num_ranks, self.model.config
+        rows = empty_rows(num_ranks * self.buckets.rows(key))
+        nothing = StepOutput(*jnp.zeros((4, 1), jnp.int32))
+        if key.phase in ("sample", "truncate"):
+            logits = jnp.zeros((len(rows), cfg.vocab_size), jnp.float32, device=self._split)
+            rows[:] = pack_row(-1, kv_len=0, temperature=1.0, top_k=int(key.phase == "truncate"))
+            self.state, out = self.programs.sample(
+                self.state, nothing._replace(logits=logits), rows
+            )
+        elif key.phase == "score":
+            shape = num_ranks * key.size, cfg.d_model
+            hidden = jnp.zeros(shape, self.model.dtype, device=self._split)
+            tokens = np.zeros(num_ranks * key.size, np.int32)
+            out = self.programs.score(nothing._replace(hidden=hidden), tokens, rows)
+        else:
+            control = StepControl(key.bucket_percent, 0)
+            padding = ByRank.of_arrays(self.limits, empty_rows(0))
+            out = self.run(key, self.arrays(key, padding, control, stop=self.limits.num_layers))
+        jax.block_until_ready(out)
+
+    def use_way(self, way: int) -> None:
+        """See Calls."""
+        self.model.use_way(way)
+
+    def load_way(self, way: int, layer: int) -> None:
+        """See Calls."""
+        self.model.load_way_layer(way, layer)
+
+    def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
+        """See Calls."""
+        self.model.resident.host_layer(layer, hosts)
+
+    def ready(self) -> None:
+        """See Calls. Processes of one mesh look after each other by themselves from here on.
+
+        jax's own service, which ends a process without a word when another one is gone, is needed
+        for as long as programs are compiled and meet each other for the first time.
+        """
+        jax.block_until_ready((self.state, self.model.pool))
+        self.programs.mark_ready()
+        if self.several_processes:
+            jax.distributed.shutdown()
+
+    def _settle(self, out: Any) -> None:
+        if self.one_at_a_time:
+            jax.block_until_ready((self.state, out))

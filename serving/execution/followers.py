@@ -1,0 +1,358 @@
+"""How process 0 tells the other processes of a mesh what to run, and how they notice each other's
+end.
+
+A gRPC stream a follower, opened by the follower at the address of `engine.coordinator`. It is
+grpcio's, which is here already; messages stay in order; and it says within `peer_timeout_s` that
+the other end is gone, even of a machine that fell silent, which jax's key-value store would leave
+to be found out. Messages are protobuf, arrays are bytes: nothing that comes from the network is
+ever run.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
+
+import grpc
+
+from serving.errors import Unavailable
+from serving.proto.jmoe.v1 import hosts_pb2 as pb
+from serving.proto.jmoe.v1 import hosts_pb2_grpc as rpc
+from serving.settings import SettingsError
+
+log = logging.getLogger(__name__)
+
+NAMED_WITHIN_S = 3.0
+"""How long a failed step waits to hear whether it failed because a process is gone."""
+STOPPED_WITHIN_S = 5.0
+"""How long the last calls and Stop may take to reach everybody."""
+
+
+class PeerLost(Unavailable):
+    """Another process of the mesh is gone or has failed; nothing can be computed any more."""
+
+
+def channel_options(peer_timeout_s: float) -> list[tuple[str, int]]:
+    """gRPC's, with which a silent end is noticed within that time."""
+    ping_ms = max(1, int(1000 * peer_timeout_s / 3))
+    return [
+        ("grpc.keepalive_time_ms", ping_ms),
+        ("grpc.keepalive_timeout_ms", ping_ms),
+        ("grpc.http2.ping_timeout_ms", ping_ms),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", ping_ms // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.max_receive_message_length", -1),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.so_reuseport", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+class Lost:
+    """Whether another process is gone, and who wants to know; for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._said = threading.Event()
+        self._tell: list[Callable[[str], None]] = []
+        self.reason = ""
+
+    def say(self, reason: str) -> None:
+        """Tells everybody who waits. What comes later is a consequence, and changes nothing."""
+        with self._lock:
+            if self.reason:
+                return
+            self.reason, told = reason, list(self._tell)
+        self._said.set()
+        for tell in told:
+            tell(reason)
+
+    def watch(self, tell: Callable[[str], None]) -> None:
+        """`tell` is called once with the reason, in another thread than this one; at once where
+        there is a reason already.
+        """
+        with self._lock:
+            self._tell.append(tell)
+            reason = self.reason
+        if reason:
+            threading.Thread(target=tell, args=(reason,), daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether there is a reason, now or within a time."""
+        return self._said.wait(timeout_s)
+
+    def named[T](self, call: Callable[[], T]) -> T:
+        """What `call` returns. Raises PeerLost where it fails since a process is gone.
+
+        What its collectives raise then comes a little earlier than the reason does.
+        """
+        try:
+            return call()
+        except Exception as error:
+            if isinstance(error, ValueError) or not self.wait(NAMED_WITHIN_S):
+                raise  # bad input is bad in every process
+            raise PeerLost(self.reason) from None
+
+    def unless[T](self, call: Callable[[], T]) -> T:
+        """What `call` returns. Raises PeerLost as soon as a process is gone, though `call` may hang
+        for ever: it runs in a thread of its own, which keeps no process alive.
+        """
+        done: Future[T] = Future()
+        deciding = threading.Lock()
+
+        def decide(how: Callable[[], None]) -> None:
+            with deciding:
+                if not done.done():
+                    how()
+
+        def run() -> None:
+            try:
+                found = self.named(call)
+            except BaseException as error:
+                failure = error
+                decide(lambda: done.set_exception(failure))
+            else:
+                decide(lambda: done.set_result(found))
+
+        self.watch(lambda reason: decide(lambda: done.set_exception(PeerLost(reason))))
+        threading.Thread(target=run, name="jmoe-start", daemon=True).start()
+        return done.result()
+
+
+class Followers(rpc.HostsServicer):
+    """The other processes, as process 0 sees them."""
+
+    def __init__(
+        self, address: str, num_processes: int, facts: Mapping[str, str], *, peer_timeout_s: float
+    ) -> None:
+        """Listens at an address. `facts` have to be those of every process that joins.
+
+        Raises SettingsError where it cannot listen there.
+        """
+        self.address, self.num_processes = address, num_processes
+        self.lost = Lost()
+        self._facts = dict(facts)
+        self._changed = threading.Condition()
+        self._queues: dict[int, SimpleQueue[pb.ToFollower | None]] = {}
+        self._ending = False
+        pool = ThreadPoolExecutor(2 * num_processes + 2, thread_name_prefix="jmoe-followers")
+        self._server = grpc.server(pool, options=channel_options(peer_timeout_s))
+        rpc.add_HostsServicer_to_server(self, self._server)
+        try:
+            self.port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise SettingsError(
+                f"engine.coordinator is {address!r}, and this process, number 0, cannot listen "
+                f"there ({error}); give an address of its machine and a port that is free"
+            ) from None
+        self._server.start()
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        """Returns when every process has joined. Raises Unavailable, naming who is missing."""
+        wanted = set(range(1, self.num_processes))
+        with self._changed:
+            self._changed.wait_for(
+                lambda: wanted <= self._queues.keys() or self.lost.reason, timeout_s
+            )
+            missing = sorted(wanted - self._queues.keys())
+        if self.lost.reason:
+            raise PeerLost(self.lost.reason)
+        if missing:
+            raise Unavailable(
+                f"of {self.num_processes} processes, {', '.join(map(str, missing))} did not join "
+                f"at {self.address} within {timeout_s:g} s (engine.join_timeout_s); start one with "
+                f"--process-index {missing[0]} and the same other settings"
+            )
+
+    def begin(self, jax_coordinator: str) -> None:
+        """Tells everybody where jax's own service is."""
+        self._send(pb.ToFollower(begin=pb.Begin(jax_coordinator=jax_coordinator)))
+
+    def call(self, call: pb.Call) -> None:
+        """Tells everybody to make a call. Returns at once. Raises PeerLost."""
+        if self.lost.reason:
+            raise PeerLost(self.lost.reason)
+        self._send(pb.ToFollower(call=call))
+
+    def close(self, *, stop: bool = True) -> None:
+        """Ends what the others do: with Stop, or as if this process had died. Safe to call again.
+
+        Waits until they have heard it.
+        """
+        with self._changed:
+            if self._ending:
+                return
+            self._ending = True
+        if stop and not self.lost.reason:
+            self._send(pb.ToFollower(stop=pb.Stop()))
+            self._send(None)
+        self._server.stop(STOPPED_WITHIN_S if stop and not self.lost.reason else 0).wait(
+            STOPPED_WITHIN_S
+        )
+        self._send(None)  # what is left of their threads
+
+    def _send(self, message: pb.ToFollower | None) -> None:
+        with self._changed:
+            for queue in self._queues.values():
+                queue.put(message)
+
+    def Follow(self, request_iterator: Any, context: Any) -> Iterator[pb.ToFollower]:
+        """A follower's stream; in a thread of its own."""
+        join = next(request_iterator, pb.FromFollower()).join
+        queue: SimpleQueue[pb.ToFollower | None] = SimpleQueue()
+        with self._changed:
+            refusal = self._refusal(join)
+            if not refusal:
+                self._queues[join.process_index] = queue
+                self._changed.notify_all()
+        if refusal:
+            log.warning("a process was refused: %s", refusal)
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+        log.info("process %d of %d joined", join.process_index, self.num_processes)
+        listen = threading.Thread(
+            target=self._listen, args=(request_iterator, join.process_index, queue), daemon=True
+        )
+        listen.start()
+        while (message := queue.get()) is not None:
+            yield message
+
+    def _refusal(self, join: pb.Join) -> str:
+        """Why a process may not follow; empty: it may."""
+        index = join.process_index
+        if not 0 < index < self.num_processes:
+            return (
+                f"engine.process_index is {index}; process 0 waits for {self.num_processes} in "
+                "all, so that it must be above 0 and below that"
+            )
+        if index in self._queues:
+            return (
+                f"engine.process_index is {index}, and such a process has joined already; give "
+                "each its own"
+            )
+        for name in sorted(self._facts.keys() | join.facts.keys()):
+            here, there = self._facts.get(name, ""), join.facts.get(name, "")
+            if here != there:
+                return (
+                    f"{name} is {there} in process {index} and {here} in process 0; it has to "
+                    "be alike in every process"
+                )
+        return ""
+
+    def _listen(
+        self, messages: Iterator[Any], index: int, queue: SimpleQueue[pb.ToFollower | None]
+    ) -> None:
+        """Waits for what a follower says, and for its end."""
+        who, reason = f"process {index} of {self.num_processes}", ""
+        try:
+            for message in messages:
+                reason = reason or f"{who} failed: {message.failed}"
+        except Exception:  # the stream broke: that is what is waited for
+            log.debug("the stream of %s broke", who, exc_info=True)
+        queue.put(None)
+        with self._changed:
+            ending = self._ending
+            self._changed.notify_all()
+        if not ending:
+            self.lost.say(reason or f"{who} is gone; start all of them again")
+            with self._changed:
+                self._changed.notify_all()
+
+
+class Leader:
+    """Process 0, as a follower sees it."""
+
+    def __init__(
+        self,
+        address: str,
+        num_processes: int,
+        process_index: int,
+        facts: Mapping[str, str],
+        *,
+        peer_timeout_s: float,
+    ) -> None:
+        """`facts` have to be those of process 0."""
+        self.address, self.num_processes, self.index = address, num_processes, process_index
+        self.lost = Lost()
+        self._facts = dict(facts)
+        self._channel = grpc.insecure_channel(address, options=channel_options(peer_timeout_s))
+        self._said: SimpleQueue[pb.FromFollower | None] = SimpleQueue()
+        self._heard: SimpleQueue[pb.ToFollower] = SimpleQueue()
+        self._began: Future[str] = Future()
+        self._listens: threading.Thread | None = None
+        self._stopped = False
+
+    def join(self, timeout_s: float) -> str:
+        """Joins, waits until all have, and returns the address of jax's own service.
+
+        Raises Unavailable where process 0 does not answer in time, SettingsError where it refuses
+        this process, and PeerLost where it ends before.
+        """
+        try:
+            grpc.channel_ready_future(self._channel).result(timeout=timeout_s)
+        except grpc.FutureTimeoutError:
+            self._channel.close()
+            raise Unavailable(
+                f"process 0 did not answer at {self.address} within {timeout_s:g} s "
+                "(engine.join_timeout_s); start it with --process-index 0, or correct "
+                "engine.coordinator"
+            ) from None
+        join = pb.Join(process_index=self.index, facts=self._facts)
+        self._said.put(pb.FromFollower(join=join))
+        stream = rpc.HostsStub(self._channel).Follow(iter(self._said.get, None))
+        self._listens = threading.Thread(target=self._listen, args=(stream,), daemon=True)
+        self._listens.start()
+        try:
+            return self._began.result()
+        except Exception:
+            self.close()
+            raise
+
+    def calls(self) -> Iterator[pb.Call]:
+        """What process 0 wants to be called, in order, until it stops."""
+        while True:
+            message = self._heard.get()
+            if message.WhichOneof("kind") == "stop":
+                return
+            yield message.call
+
+    def fail(self, reason: str) -> None:
+        """Tells process 0 that this one cannot go on, and ends the stream."""
+        self._said.put(pb.FromFollower(failed=reason))
+        self.close()
+
+    def close(self) -> None:
+        """Ends the stream, once process 0 has heard everything. Safe to call again."""
+        self._stopped = True
+        self._said.put(None)
+        if self._listens is not None:
+            self._listens.join(STOPPED_WITHIN_S)
+        self._channel.close()
+
+    def _listen(self, stream: Any) -> None:
+        """Reads the stream to its end: not in the thread that runs programs, which may hang."""
+        try:
+            for message in stream:
+                kind = message.WhichOneof("kind")
+                if kind == "begin":
+                    self._began.set_result(message.begin.jax_coordinator)
+                    continue
+                self._stopped |= kind == "stop"
+                self._heard.put(message)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION and not self._began.done():
+                self._began.set_exception(SettingsError(error.details()))
+                return
+            log.debug("the stream of process 0 broke", exc_info=True)
+        if self._stopped:
+            return
+        reason = f"process 0 at {self.address} is gone; start all processes again"
+        if not self._began.done():
+            self._began.set_exception(PeerLost(reason))
+        self.lost.say(reason)

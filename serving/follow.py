@@ -1,0 +1,74 @@
+"""A process that follows another one: it has devices of the same mesh, and serves nobody."""
+
+import logging
+import os
+import signal
+from types import FrameType
+
+from serving import hosts, logs
+from serving.config import EngineConfig
+from serving.errors import Unavailable
+from serving.execution.followers import Leader
+from serving.execution.programs import Progress
+from serving.execution.replay import replay
+from serving.execution.runner import DeviceRunner
+from serving.start import build, limit_cpu_threads
+
+log = logging.getLogger(__name__)
+
+
+def follow(config: EngineConfig, progress: Progress) -> None:
+    """Joins process 0, loads this process's part of the model, and makes the calls that process 0
+    makes, until that one stops. Prints `jmoe follows HOST:PORT as process N of M` when it has
+    joined.
+
+    Where process 0 is gone the process ends at once, with a line and status 1: a program under way
+    waits for it for ever. Raises SettingsError, Unavailable, and what `jmoe.load` raises.
+    """
+    who = f"process {config.process_index} of {config.num_processes}"
+    limit_cpu_threads(config.cpu_threads)
+    leader = hosts.join(config)
+    print(f"jmoe follows {config.coordinator} as {who}", flush=True)
+    leader.lost.watch(_exit)
+    _leave_signals_to_the_leader(who)
+    try:
+        _, _, runner, _ = build(config, None, progress)
+    except BaseException as error:
+        leader.fail(f"{type(error).__name__}: {error}")
+        raise
+    _make_calls(leader, runner, progress, who)
+    runner.close()
+    leader.close()
+    log.info("%s ends, as process 0 does", who)
+
+
+def _make_calls(leader: Leader, runner: DeviceRunner, progress: Progress, who: str) -> None:
+    try:
+        leader.lost.named(lambda: replay(runner.device, leader.calls(), progress))
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        log.debug("where it came from", exc_info=True)
+        leader.fail(reason)
+        raise Unavailable(f"{who} failed: {reason}") from None
+
+
+def _exit(reason: str) -> None:
+    logs.say(f"jmoe: {reason}", logging.ERROR)
+    os._exit(1)
+
+
+def _leave_signals_to_the_leader(who: str) -> None:
+    """Whoever stops all processes at once wants streams to finish first, and process 0 knows when
+    they have. A second signal ends this process alone.
+    """
+    seen: list[int] = []
+
+    def on_signal(number: int, _: FrameType | None) -> None:
+        if seen:
+            os._exit(1)
+        seen.append(number)
+        name = signal.Signals(number).name
+        logs.say(f"jmoe: {name}: {who} ends when process 0 does; a second signal ends it at once")
+
+    for name in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(name, on_signal)

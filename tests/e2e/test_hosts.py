@@ -1,0 +1,228 @@
+"""One server over two processes of four devices each: its answers, and how it ends."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+import jmoe
+from serving.client import Client
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+
+from .conftest import FEW_PROGRAMS, serving
+from .test_hostile_load import _near_tie, prompts
+
+PEER_TIMEOUT_S = 4.0
+EXIT_S = 10.0
+"""For an exit beside what it waits for: two cores, and jax to take down."""
+ENDLESS = pb.SamplingParams(max_new_tokens=200, ignore_eos=True)
+LONG = pb.SamplingParams(max_new_tokens=60, ignore_eos=True)
+
+
+class Hosts:
+    """Two processes, and what they have said."""
+
+    def __init__(self, folder, ports, changes):
+        self.processes, self._folder, self.started_at = [], folder, time.monotonic()
+        coordinator, port = ports
+        for index in (0, 1):
+            settings = (*FEW_PROGRAMS, f"engine.peer_timeout_s={PEER_TIMEOUT_S}", *changes[index])
+            command = [sys.executable, "-m", "serving.cli", "serve", "--config", "demo"]
+            command += ["--mesh", "ep=8", "--coordinator", f"127.0.0.1:{coordinator}"]
+            command += ["--num-processes", "2", "--process-index", str(index), "--port", str(port)]
+            command += ["--set", f"engine.compilation_cache={folder.parent / 'programs'}"]
+            command += [part for value in settings for part in ("--set", value)]
+            with self._out(index).open("w") as out, self._err(index).open("w") as err:
+                self.processes.append(
+                    subprocess.Popen(
+                        command,
+                        stdout=out,
+                        stderr=err,
+                        cwd=Path(__file__).parents[2],
+                        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"},
+                    )
+                )
+
+    def _out(self, index):
+        return self._folder / f"out{index}"
+
+    def _err(self, index):
+        return self._folder / f"err{index}"
+
+    def log(self, index):
+        return self._err(index).read_text()
+
+    def wait_for(self, index, pattern, timeout_s=300):
+        """What a process has printed, once it has."""
+        until = time.monotonic() + timeout_s
+        while (found := re.search(pattern, self._out(index).read_text())) is None:
+            ended = [process.poll() for process in self.processes]
+            assert ended == [None, None], f"{ended}: {self.log(0)[-2000:]} {self.log(1)[-2000:]}"
+            assert time.monotonic() < until, f"{self.log(0)[-2000:]} {self.log(1)[-2000:]}"
+            time.sleep(0.1)
+        return found
+
+    def address(self):
+        """Where requests are served, once they are."""
+        return self.wait_for(0, r"jmoe ready on (\S+)").group(1)
+
+    def ended(self, timeout_s):
+        """Exit statuses."""
+        return [process.wait(timeout_s) for process in self.processes]
+
+    def kill(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def ports():
+    """Two free ones: every server of this module uses the same, one after another."""
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory, ports):
+    """Starts two processes, with changes of the settings of each."""
+    folder = tmp_path_factory.mktemp("hosts")
+
+    @contextmanager
+    def start(leaders=(), followers=()):
+        own = folder / f"run{len(list(folder.iterdir()))}"
+        own.mkdir()
+        started = Hosts(own, ports, (leaders, followers))
+        try:
+            yield started
+        finally:
+            started.kill()
+
+    return start
+
+
+async def tokens(client, text, **sampling):
+    call = client.generate(
+        text, pb.SamplingParams(max_new_tokens=24, **sampling), allow_brownout=False
+    )
+    return [token async for message in call for token in message.token_ids]
+
+
+async def answers(address, texts):
+    async with Client(address) as client:
+        await client.set_brownout(strategy="partial", decode_threshold_percent=0)
+        return await asyncio.gather(*(tokens(client, text) for text in texts))
+
+
+async def streams(address, count, begun, sampling=ENDLESS):
+    """How streams end; `begun` is called in the middle of them."""
+    async with Client(address) as client:
+
+        async def one(number):
+            seen = 0
+            try:
+                async for _ in client.generate([number, 2, 3], sampling):
+                    seen += 1
+                    if number == 0 and seen == 3:
+                        begun()
+            except grpc.aio.AioRpcError as error:
+                return error.code(), error.details()
+            return grpc.StatusCode.OK, seen
+
+        return await asyncio.gather(*map(one, range(count)))
+
+
+async def test_two_processes_answer_as_one_and_end_together(hosts):
+    model = jmoe.load("bundled", "float32")
+    texts = prompts(model)[:24]
+    with serving(*FEW_PROGRAMS, "engine.mesh=ep=8") as (_, address):
+        want = await answers(address, texts)
+    with hosts(leaders=("drain_timeout_s=120",)) as started:
+        address = started.address()
+        assert "jmoe follows 127.0.0.1" in started.wait_for(1, ".*as process 1 of 2").group(0)
+        got = await answers(address, texts)
+        parted = [i for i in range(len(texts)) if got[i] != want[i]]
+        assert len(parted) <= 2
+        assert all(_near_tie(model, texts[i], got[i], want[i]) for i in parted)
+        async with Client(address) as client:
+            assert (await client.set_brownout(way=2)).way == 2
+            sampled = [tokens(client, text, temperature=0.8, top_k=5) for text in texts[:4]]
+            best_effort = [
+                client.generate(text, LONG, priority=pb.BEST_EFFORT) for text in texts[4:12]
+            ]
+
+            async def read(call):
+                return sum([len(message.token_ids) async for message in call])
+
+            counts = asyncio.gather(*map(read, best_effort))
+            assert all(await asyncio.gather(*sampled))
+            assert await counts == [60] * 8
+            stats = await client.stats()
+            assert (stats.compilations_since_ready, stats.kv_pages_used) == (0, 0)
+            assert stats.degraded_visits > 0
+        leader = started.processes[0]
+        ends = await streams(address, 2, lambda: leader.send_signal(signal.SIGTERM), LONG)
+        assert ends == [(grpc.StatusCode.OK, 60)] * 2  # drained
+        assert started.ended(EXIT_S) == [0, 0]
+
+
+async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts):
+    with hosts() as started:
+        address = started.address()
+        ends = await streams(address, 2, started.processes[1].kill)
+        for code, details in ends:
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert "PeerLost: process 1 of 2 is gone" in details
+        assert started.processes[0].wait(PEER_TIMEOUT_S + EXIT_S) == 1
+        assert "health is NOT_SERVING from now on" in started.log(0)
+        assert "jmoe: the engine failed: PeerLost: process 1 of 2" in started.log(0)
+    with hosts() as started:
+        address = started.address()
+        ends = await streams(address, 1, started.processes[0].kill)
+        assert ends[0][0] is grpc.StatusCode.UNAVAILABLE
+        assert started.processes[1].wait(PEER_TIMEOUT_S + EXIT_S) == 1
+        assert re.search("\njmoe: process 0 at .* is gone; .*\n$", started.log(1))
+
+
+async def test_a_follower_that_falls_silent_is_noticed_within_the_time(hosts):
+    with hosts() as started:
+        address, begun = started.address(), []
+
+        def stop():
+            begun.append(time.monotonic())
+            started.processes[1].send_signal(signal.SIGSTOP)
+
+        ends = await streams(address, 2, stop)
+        assert time.monotonic() - begun[0] < PEER_TIMEOUT_S + 2.0  # and two busy cores
+        for code, details in ends:
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert "PeerLost: process 1 of 2 is gone" in details
+        assert started.processes[0].wait(EXIT_S) == 1
+
+
+async def test_other_settings_are_refused_before_anything_is_loaded(hosts):
+    with hosts(followers=("engine.page_size=32",), leaders=("engine.join_timeout_s=30",)) as it:
+        assert it.processes[1].wait(60) == 2
+        assert "engine.page_size is 32 in process 1 and 16 in process 0" in it.log(1)
+        assert "loading" not in it.log(1)
+        it.processes[0].send_signal(signal.SIGTERM)  # while it waits for the other one
+        assert it.processes[0].wait(EXIT_S) == 0
+
+
+async def test_a_follower_lost_while_the_server_starts_ends_it(hosts):
+    with hosts() as started:
+        started.wait_for(1, "jmoe follows")
+        started.processes[1].kill()
+        assert started.processes[0].wait(PEER_TIMEOUT_S + EXIT_S) == 1
+        assert "jmoe: process 1 of 2 is gone" in started.log(0)

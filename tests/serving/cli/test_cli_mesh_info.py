@@ -1,0 +1,108 @@
+"""`jmoe info MODEL --mesh ep=N`: memory by hand, and what is printed."""
+
+import re
+import sys
+
+import jax
+import pytest
+
+from jmoe.api import load
+from jmoe.parallel.home import make_mesh
+from serving.cli import main as cli
+from serving.cli.info import load_model_config, num_parameters
+from serving.cli.mesh_info import parallel_section, parse_mesh
+from serving.settings import SettingsError
+
+HEADING = "Expert parallelism, ep="
+GIB = 2**30
+
+
+def shown(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["jmoe", "info", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert not caught.value.code
+    return capsys.readouterr().out
+
+
+def gib(text):
+    """The first GiB in a row."""
+    return float(re.search(r"([\d.]+) GiB", text)[1])
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return dict(parallel_section(load_model_config("qwen3-235b-a22b"), 8)[1])
+
+
+def test_memory_of_qwen3_235b_on_eight_h200_by_hand(qwen):
+    assert qwen["experts a device and layer"] == "16 of 128"
+    experts = 94 * 16 * 3 * 4096 * 1536 * 2
+    assert gib(qwen["experts a device"]) == pytest.approx(experts / GIB, abs=0.05)
+    attention = 4096 * (64 + 4 + 4) * 128 + 64 * 128 * 4096 + 2 * 128 + 2 * 4096
+    layers = 94 * (attention + 4096 * 128) * 2 + 4096 * 2
+    embeddings = 2 * 151936 * 4096 * 2
+    assert gib(qwen["other weights a device"]) == pytest.approx(
+        (layers + embeddings) / GIB, abs=0.05
+    )
+    assert gib(qwen["layers without experts, again"]) == pytest.approx(layers / GIB, abs=0.05)
+    rows, visits = 8 * 2048, 8 * 2048 * 8
+    step = rows * 4096 * (2 + 4) + visits * (4096 + 1536 + 4096) * 2
+    assert gib(qwen["a step of 2,048 tokens a device"]) == pytest.approx(step / GIB, abs=0.05)
+    left = 141 * 10**9 - experts - 2 * layers - embeddings - step
+    tokens = left // (2 * 94 * 4 * 128 * 2)
+    assert gib(qwen["left for KV of 141 GB"]) == pytest.approx(left / GIB, abs=0.05)
+    assert f" {tokens:,} tokens; {8 * tokens:,} on all devices" in qwen["left for KV of 141 GB"]
+
+
+def test_replicas_of_qwen3_235b_on_eight_h200(qwen):
+    found = {name: text for name, text in qwen.items() if name.startswith("replicas at ")}
+    counts = [re.match(r"\d+", text)[0] for text in found.values()]
+    assert counts == ["0", "0", "7", "14"]
+    assert [re.findall(r"[\d,]+", name)[0] for name in found] == ["512", "1,024", "2,048", "4,096"]
+    assert "less than remote visits'" in found["replicas at 2,048 tokens a device"]
+    assert "carries 2 of 7" in found["replicas at 512 tokens a device"]
+
+
+def test_a_model_that_does_not_fit_is_told_what_is_missing():
+    cfg = load_model_config("qwen3-235b-a22b")
+    text = dict(parallel_section(cfg, 2, 80.0)[1])["left for KV of 80 GB"]
+    assert re.fullmatch(r"nothing: [\d.]+ GiB are missing; take more devices, or larger ones", text)
+    text = dict(parallel_section(cfg, 2000, 80.0)[1])["left for KV of 80 GB"]
+    assert text.endswith("take a smaller step")
+
+
+def test_the_section_follows_what_is_shown_without_a_mesh(monkeypatch, capsys):
+    for model in (["bundled"], ["--model-config", "mixtral-8x7b"]):
+        alone = shown(monkeypatch, capsys, *model)
+        assert HEADING not in alone
+        assert shown(monkeypatch, capsys, *model, "--mesh", "") == alone
+        text = shown(monkeypatch, capsys, *model, "--mesh", "ep=4", "--device-gb", "80")
+        assert "left for KV of 80 GB" in text
+        ours, theirs = (re.sub(" +", " ", part) for part in (text, alone))  # columns are wider
+        assert ours.startswith(theirs.rstrip("\n") + f"\n\n{HEADING}4, ")
+
+
+def test_slots_are_those_of_the_loaded_model():
+    devices = min(4, jax.device_count())
+    model = load("bundled", mesh=make_mesh(devices))
+    cfg = model.config
+    per_layer = model.weights.pool.down.shape[0] // devices // cfg.num_moe_layers
+    rows = dict(parallel_section(cfg, devices, ways=tuple(model.united))[1])
+    united = model.num_united_slots
+    expected = f"{per_layer} of {cfg.num_experts} and {united} united ones"
+    assert united > 0
+    assert rows["experts a device and layer"] == expected
+
+
+def test_other_weights_are_all_but_experts():
+    cfg = load_model_config("mixtral-8x7b")
+    active = num_parameters(cfg, 1) - num_parameters(cfg, 0)
+    assert active == cfg.num_moe_layers * 3 * cfg.d_model * cfg.d_ff_expert
+
+
+def test_a_mesh_is_read_as_the_setting():
+    assert [parse_mesh(mesh) for mesh in ("ep=1", "ep=64", "")] == [1, 64, 1]
+    for mesh in ("ep=0", "tp=2", "ep=x", "8"):
+        with pytest.raises(SettingsError, match=f"engine.mesh is '{mesh}'.*or ep=N"):
+            parse_mesh(mesh)

@@ -1,0 +1,142 @@
+"""The mover on a runner that only notes what it is told."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from jmoe.parallel.placement import contiguous
+from serving.config import BalanceConfig
+from serving.control.mover import Mover, read_load, starting_placement
+from serving.settings import SettingsError
+
+LAYERS, EXPERTS, DEVICES = 3, 8, 4
+
+
+class Noting:
+    def __init__(self, fails=False):
+        self.told, self.fails = [], fails
+
+    def host_layer(self, layer, hosts):
+        if self.fails:
+            raise RuntimeError("out of memory")
+        self.told.append((layer, hosts.copy()))
+
+
+def mover_of(runner, copy_s=0.001, **settings):
+    config = BalanceConfig(spare_slots=1, interval_s=10.0, half_life_s=60.0, **settings)
+    return Mover(config, runner, contiguous(LAYERS, EXPERTS, DEVICES, spare=1), copy_s)
+
+
+def read(mover, rows, now, took_s=1.0):
+    mover.step_read(None, SimpleNamespace(expert_rows=np.asarray(rows)), now - took_s, now)
+
+
+def skewed():
+    """Layer 1: one expert has most of the load. The others: all have the same."""
+    rows = np.full((LAYERS, EXPERTS), 10)
+    rows[1, 2] = 200
+    return rows
+
+
+def test_a_busy_expert_is_copied_one_layer_a_tick():
+    runner = Noting()
+    mover = mover_of(runner)
+    mover.advance(0.0)
+    for now in range(1, 10):
+        read(mover, skewed(), float(now))
+        mover.advance(float(now))
+    assert not runner.told  # not before the first look
+    mover.advance(10.0)  # looks
+    assert not runner.told
+    mover.advance(10.1)
+    ((layer, hosts),) = runner.told
+    assert layer == 1
+    assert hosts[2].sum() == DEVICES
+    for now in (10.2, 10.3, 20.0, 20.1, 20.2, 20.3):
+        mover.advance(now)
+    assert len(runner.told) == 1  # it is as it should be
+    assert mover.layers_moved == 1
+    assert mover.experts_copied == hosts.sum() - EXPERTS
+    assert mover.imbalances()[1] < 1.4
+
+
+def test_what_would_not_pay_back_is_left():
+    runner = Noting()
+    mover = mover_of(runner, copy_s=60.0)  # as long as all that it could save
+    for now in range(40):
+        read(mover, skewed(), float(now))
+        mover.advance(float(now))
+    assert not runner.told
+
+
+def test_a_device_that_is_seldom_busy_is_left_alone():
+    """One ms in ten seconds: less than a copy takes."""
+    told = []
+    for took_s in (0.0001, 5.0):
+        runner = Noting()
+        mover = mover_of(runner, copy_s=0.01)
+        for now in range(0, 40, 5):
+            read(mover, skewed(), float(now), took_s)
+            mover.advance(float(now))
+        told.append(len(runner.told))
+    assert told == [0, 1]
+
+
+def test_old_load_counts_half_after_the_half_life():
+    mover = mover_of(Noting())
+    read(mover, np.full((LAYERS, EXPERTS), 8), 0.0)
+    read(mover, np.zeros((LAYERS, EXPERTS)), 60.0)
+    np.testing.assert_allclose(mover.load, 4)
+
+
+def test_a_move_that_fails_is_told_and_the_last(caplog):
+    mover = mover_of(Noting(fails=True))
+    for now in range(40):
+        read(mover, skewed(), float(now))
+        mover.advance(float(now))
+    assert mover.failure == "RuntimeError: out of memory"
+    assert caplog.text.count("copies of MoE layer 1's experts could not be moved") == 1
+    assert mover.layers_moved == 0
+    assert (mover.hosts.sum(-1) == 1).all()
+
+
+def test_load_is_kept_over_a_restart(tmp_path):
+    file = str(tmp_path / "load.npy")
+    mover = mover_of(Noting(), load_file=file)
+    for now in range(20):
+        read(mover, skewed(), float(now))
+        mover.advance(float(now))
+    config = BalanceConfig(spare_slots=1, load_file=file)
+    placement = starting_placement(config, LAYERS, EXPERTS, DEVICES)
+    np.testing.assert_array_equal(placement.hosts[1], mover.hosts[1])
+    assert placement.hosts[1, 2].all()
+    assert Mover(config, Noting(), placement, 0.0).load[1, 2] > 100
+    assert [path.name for path in tmp_path.iterdir()] == ["load.npy"]
+
+
+def test_a_load_file_that_is_none_is_refused(tmp_path):
+    config = BalanceConfig(spare_slots=1, load_file=str(tmp_path / "load.npy"))
+    assert read_load(config, (LAYERS, EXPERTS)) is None
+    (tmp_path / "load.npy").write_text("no array")
+    with pytest.raises(SettingsError, match=r"engine.balance.load_file is .* and cannot be read"):
+        read_load(config, (LAYERS, EXPERTS))
+    np.save(tmp_path / "load.npy", np.ones((2, 2)))
+    with pytest.raises(SettingsError, match=r"holds \(2, 2\); of this model it must .*\(3, 8\)"):
+        read_load(config, (LAYERS, EXPERTS))
+    lost = BalanceConfig(spare_slots=1, load_file=str(tmp_path / "none" / "load.npy"))
+    with pytest.raises(SettingsError, match="there is no folder"):
+        read_load(lost, (LAYERS, EXPERTS))
+
+
+def test_a_file_that_cannot_be_written_is_told_and_nothing_stops(tmp_path, caplog):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    runner = Noting()
+    mover = mover_of(runner, load_file=str(folder / "load.npy"))
+    folder.rmdir()
+    for now in range(20):
+        read(mover, skewed(), float(now))
+        mover.advance(float(now))
+    assert "engine.balance.load_file could not be written" in caplog.text
+    assert runner.told

@@ -1,0 +1,238 @@
+"""Process 0 and its followers over a real socket, in threads of one process."""
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import grpc
+import numpy as np
+import pytest
+
+from serving.errors import Unavailable
+from serving.execution import followers as module
+from serving.execution.followers import Followers, Leader, Lost, PeerLost
+from serving.execution.programs import Key
+from serving.execution.replay import Led, replay, to_array, to_key, to_message, to_program
+from serving.proto.jmoe.v1 import hosts_pb2 as pb
+from serving.settings import SettingsError
+
+FACTS = {"engine.page_size": "16"}
+ROWS = np.arange(-6, 12, dtype=np.int32).reshape(2, 9)
+PART = Key("prefill", 128, 100, (2, 4))
+
+
+class Recorder:
+    """Writes down what it is asked to do."""
+
+    def __init__(self):
+        self.made = []
+
+    def compile(self, keys, progress=None):
+        self.made.append(("compile", list(keys)))
+
+    def warm(self, key):
+        self.made.append(("warm", key))
+
+    def run(self, key, arrays, *, score=False, sample=False):
+        self.made.append(("run", key, [a.tolist() for a in arrays], score, sample))
+        assert all(a.dtype == np.int32 for a in arrays)
+
+    def use_way(self, way):
+        self.made.append(("use_way", way))
+
+    def load_way(self, way, layer):
+        self.made.append(("load_way", way, layer))
+
+    def ready(self):
+        self.made.append(("ready",))
+
+
+@contextmanager
+def leading(count=2, facts=FACTS):
+    leader = Followers("127.0.0.1:0", count, facts, peer_timeout_s=30)
+    try:
+        yield leader
+    finally:
+        leader.close(stop=False)
+
+
+def follower(leader, index=1, facts=FACTS):
+    address = f"127.0.0.1:{leader.port}"
+    return Leader(address, leader.num_processes, index, facts, peer_timeout_s=30)
+
+
+@contextmanager
+def joined(count=2):
+    """Process 0 and the others, which have joined."""
+    with leading(count) as leader, ThreadPoolExecutor(count) as pool:
+        others = [follower(leader, index) for index in range(1, count)]
+        joins = [pool.submit(other.join, 60) for other in others]
+        leader.wait_for_all(60)
+        leader.begin("10.0.0.1:7001")
+        assert {join.result() for join in joins} == {"10.0.0.1:7001"}
+        try:
+            yield leader, *others
+        finally:
+            for other in others:
+                other.close()
+
+
+def reason(lost):
+    """Why it is lost, once it is."""
+    told: Future[str] = Future()
+    lost.watch(told.set_result)
+    return told.result(60)
+
+
+def test_followers_make_the_calls_of_process_0_in_their_order():
+    here, there = Recorder(), [Recorder(), Recorder()]
+    with joined(3) as (leader, *others), ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(replay, d, o.calls()) for d, o in zip(there, others, strict=True)]
+        led = Led(here, leader)
+        led.compile([PART, Key("sample", 8, 100)])
+        led.warm(PART)
+        led.use_way(4)
+        for n in range(50):
+            led.run(PART, [ROWS + n, np.zeros((0, 3), np.int32)], score=n % 2 == 0, sample=True)
+        led.load_way(2, 3)
+        led.ready()
+        leader.close()
+        for job in jobs:
+            job.result(60)
+        assert not leader.lost.reason
+        assert not any(other.lost.reason for other in others)
+    assert len(here.made) == 55
+    assert here.made == there[0].made == there[1].made
+
+
+def test_what_has_to_be_alike_is_refused_by_name_and_may_come_again():
+    with leading() as leader:
+        with pytest.raises(SettingsError, match=r"engine.page_size is 32 in process 1 and 16 in"):
+            follower(leader, facts={"engine.page_size": "32"}).join(60)
+        with pytest.raises(SettingsError, match=r"engine.process_index is 2; .* below that"):
+            follower(leader, index=2).join(60)
+        with ThreadPoolExecutor(1) as pool:
+            right = follower(leader)
+            join = pool.submit(right.join, 60)
+            leader.wait_for_all(60)
+            with pytest.raises(SettingsError, match="such a process has joined already"):
+                follower(leader).join(60)
+            leader.begin("there:1")
+            assert join.result() == "there:1"
+            right.close()
+
+
+def test_who_does_not_come_is_named():
+    with leading(4) as leader, ThreadPoolExecutor(1) as pool:
+        other = follower(leader, 2)
+        join = pool.submit(other.join, 60)
+        with leader._changed:
+            assert leader._changed.wait_for(lambda: 2 in leader._queues, 60)
+        with pytest.raises(Unavailable, match=r"of 4 processes, 1, 3 did not join .*index 1 and"):
+            leader.wait_for_all(0.01)
+        leader.close(stop=False)
+        with pytest.raises(PeerLost, match=r"process 0 at .* is gone"):
+            join.result()
+
+
+def test_process_0_may_be_missing():
+    with leading() as leader:
+        nobody = follower(leader)
+    with pytest.raises(Unavailable, match=r"process 0 did not answer at .* start it with"):
+        nobody.join(0.05)
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(SettingsError, match=r"engine.coordinator is '192.0.2.1:7000', and this"):
+        Followers("192.0.2.1:7000", 2, FACTS, peer_timeout_s=30)
+
+
+def test_a_follower_that_is_gone_is_named_at_once_and_calls_are_refused():
+    with joined(3) as (leader, one, two):
+        two._channel.close()  # as if its process had died
+        assert reason(leader.lost) == "process 2 of 3 is gone; start all of them again"
+        with pytest.raises(PeerLost, match="process 2 of 3"):
+            leader.call(pb.Call(ready=pb.Ready()))
+        leader.close(stop=False)
+        assert "process 0 at 127.0.0.1" in reason(one.lost)
+
+
+def test_a_follower_that_fails_says_why():
+    with joined() as (leader, other):
+        other.fail("CheckpointError: weights that are not finite")
+        assert reason(leader.lost) == (
+            "process 1 of 2 failed: CheckpointError: weights that are not finite"
+        )
+        assert not other.lost.reason
+
+
+def test_a_failed_leader_is_no_stopped_one():
+    with joined() as (leader, other):
+        leader.close(stop=False)
+        assert "is gone; start all processes again" in reason(other.lost)
+
+
+def test_a_silent_end_is_looked_for_within_the_time():
+    options = dict(module.channel_options(30.0))
+    assert options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"] <= 30_000
+    assert options["grpc.http2.ping_timeout_ms"] == options["grpc.keepalive_timeout_ms"]
+    assert module.channel_options(1e-6)  # gRPC takes no 0
+
+
+def test_a_start_that_hangs_ends_with_the_process_it_waits_for():
+    lost, hangs, for_ever = Lost(), threading.Event(), threading.Event()
+
+    def start():
+        hangs.set()
+        for_ever.wait()
+
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(lost.unless, start)
+        assert hangs.wait(60)
+        lost.say("process 1 of 2 is gone")
+        lost.say("what comes of that")
+        with pytest.raises(PeerLost, match="process 1 of 2 is gone"):
+            job.result(60)
+    for_ever.set()
+    assert Lost().unless(lambda: 7) == 7
+
+
+def test_a_fault_has_its_own_name_or_that_of_the_process_it_comes_of(monkeypatch):
+    def fail(error):
+        raise error
+
+    lost = Lost()
+    with pytest.raises(ValueError, match="bad input"):  # without waiting
+        lost.named(lambda: fail(ValueError("bad input")))
+    monkeypatch.setattr(module, "NAMED_WITHIN_S", 0.0)
+    with pytest.raises(RuntimeError, match="of its own"):
+        lost.named(lambda: fail(RuntimeError("of its own")))
+    lost.say("process 1 of 2 is gone")
+    with pytest.raises(PeerLost, match="process 1 of 2 is gone"):
+        lost.named(lambda: fail(RuntimeError("a collective broke")))
+
+
+@pytest.mark.parametrize("key", [PART, Key("decode", 4, 40), Key("prefill", 32, 100, (0, 2))])
+def test_keys_travel(key):
+    assert to_key(pb.Program.FromString(to_program(key).SerializeToString())) == key
+
+
+def test_arrays_travel_and_what_is_none_is_refused():
+    for array in (ROWS, ROWS.T, ROWS[0], np.zeros((0, 3), np.int32)):
+        there = to_array(pb.Int32Array.FromString(to_message(array).SerializeToString()))
+        assert there.dtype == np.int32
+        np.testing.assert_array_equal(there, array)
+    with pytest.raises(TypeError, match="float64"):
+        to_message(np.zeros(3))
+    with pytest.raises(ValueError, match="reshape"):
+        to_array(pb.Int32Array(shape=[3], data=bytes(8)))
+    with pytest.raises(ValueError, match="not known here"):
+        replay(Recorder(), [pb.Call()])
+
+
+def test_whoever_joins_without_a_word_is_refused():
+    with leading() as leader, grpc.insecure_channel(f"127.0.0.1:{leader.port}") as channel:
+        follow = channel.stream_stream("/jmoe.v1.Hosts/Follow")
+        with pytest.raises(grpc.RpcError) as refused:
+            next(follow(iter([])))
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -1,0 +1,83 @@
+"""What can be wrong with a mesh over several processes, told before anything is loaded."""
+
+from dataclasses import replace
+
+import pytest
+
+from serving import hosts, settings
+from serving.config import EngineConfig
+from serving.settings import SettingsError
+from serving.start import prepare
+
+GIVEN = {
+    "engine.mesh": "ep=4",
+    "engine.coordinator": "10.0.0.1:7000",
+    "engine.num_processes": "2",
+    "engine.process_index": "0",
+}
+
+
+def load(**changes):
+    return settings.load("demo", {**GIVEN, **{f"engine.{k}": v for k, v in changes.items()}}).engine
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:7000", "host-0.pods:65535", "[::1]:7000"])
+def test_all_three_are_taken(address):
+    assert load(coordinator=address).coordinator == address
+
+
+@pytest.mark.parametrize("missing", ["coordinator", "num_processes", "process_index"])
+def test_all_or_none(missing):
+    given = {k: v for k, v in GIVEN.items() if not k.endswith(missing)}
+    flag = "--" + missing.replace("_", "-")
+    with pytest.raises(SettingsError, match=rf"without engine\.{missing}: .* give {flag}, too"):
+        settings.load("demo", given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"coordinator": "10.0.0.1"}, "engine.coordinator is '10.0.0.1'; it must be HOST:PORT"),
+        ({"coordinator": ":7000"}, "HOST:PORT"),
+        ({"coordinator": "host:0"}, "HOST:PORT"),
+        ({"coordinator": "host:65536"}, "HOST:PORT"),
+        ({"coordinator": "http://host:7000"}, "HOST:PORT"),
+        ({"num_processes": "1"}, "engine.num_processes is 1; it must be 2 or more"),
+        ({"num_processes": "-3"}, "2 or more"),
+        ({"process_index": "2"}, "engine.process_index is 2; it must be between 0 and 1"),
+        ({"process_index": "-2"}, "between 0 and 1"),
+        ({"mesh": ""}, "engine.mesh is ''; it must be ep=N with N a multiple of"),
+        ({"mesh": "ep=3"}, "a multiple of engine.num_processes, 2"),
+        ({"peer_timeout_s": "0"}, "engine.peer_timeout_s is 0.0; it must be above 0"),
+        ({"join_timeout_s": "nan"}, "engine.join_timeout_s"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(changes, words):
+    with pytest.raises(SettingsError) as refused:
+        load(**changes)
+    assert words in str(refused.value)
+
+
+def test_an_engine_is_process_0_and_loads_its_own_model():
+    with pytest.raises(SettingsError, match="follows process 0 and serves nothing"):
+        prepare(load(process_index="1"), None, lambda *_: None)
+    with pytest.raises(SettingsError, match="leave the model out"):
+        prepare(load(), object(), lambda *_: None)
+
+
+def test_jmoes_own_format_is_refused(tmp_path):
+    (tmp_path / "jmoe.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(SettingsError, match="load Hugging Face directories"):
+        hosts.check(EngineConfig(model=str(tmp_path), num_processes=2))
+
+
+def test_facts_are_those_that_programs_and_weights_follow_from(tmp_path):
+    config = load()
+    assert hosts.facts(config) == hosts.facts(replace(config, process_index=1, watchdog_s=1.0))
+    assert hosts.facts(config) != hosts.facts(replace(config, page_size=32))
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    (tmp_path / "model.safetensors").write_bytes(b"12345678")
+    one = hosts.facts(replace(config, model=str(tmp_path)))
+    (tmp_path / "model.safetensors").write_bytes(b"123456789")
+    other = hosts.facts(replace(config, model=str(tmp_path)))
+    assert {name for name in one if one[name] != other[name]} == {"the model in engine.model"}

@@ -1,0 +1,121 @@
+"""What can be wrong with `engine.mesh`."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+
+import jmoe
+from jmoe.config import read_config
+from jmoe.parallel.home import make_mesh
+from serving import settings
+from serving.config import BalanceConfig, EngineConfig
+from serving.execution import memory
+from serving.settings import SettingsError, mesh_devices
+from serving.start import prepare, warn_of_gathering
+
+
+def test_devices_of_a_mesh():
+    assert mesh_devices("") == 1
+    assert mesh_devices("ep=8") == 8
+
+
+@pytest.mark.parametrize("mesh", ["8", "ep=0", "ep=", "tp=2", "ep=2,dp=2", "ep=-1", "ep=1.5"])
+def test_what_is_no_mesh_is_refused_by_name(mesh):
+    with pytest.raises(SettingsError, match=r"engine.mesh is .*ep=N for experts spread over N"):
+        settings.load("demo", {"engine.mesh": mesh})
+
+
+def test_decode_buckets_have_to_hold_the_rows_of_one_device():
+    sizes = {"engine.max_num_seqs": 32, "engine.decode_buckets": (8,)}
+    settings.load("demo", {**sizes, "engine.mesh": "ep=4"})
+    with pytest.raises(SettingsError, match="reach 16"):
+        settings.load("demo", {**sizes, "engine.mesh": "ep=2"})
+
+
+def test_a_mesh_needs_its_devices():
+    count = jax.device_count() + 1  # jax has counted them: no CPU becomes several now
+    with pytest.raises(SettingsError, match=f"engine.mesh is 'ep={count}'.*there are {count - 1}"):
+        prepare(EngineConfig(mesh=f"ep={count}"), None, lambda *_: None)
+
+
+def test_a_model_has_to_lie_on_the_mesh_that_is_asked_for():
+    model = jmoe.load("bundled", "float32")
+    with pytest.raises(SettingsError, match="not spread over such a mesh"):
+        prepare(EngineConfig(mesh="ep=1"), model, lambda *_: None)
+    assert make_mesh(1).size == 1
+
+
+@pytest.mark.parametrize("name", ["replicas", "spare_slots"])
+def test_copies_need_a_mesh(name):
+    key = f"engine.balance.{name}"
+    with pytest.raises(SettingsError, match=rf"{key} is 2; it must be 0 unless engine.mesh is ep="):
+        settings.load("demo", {key: 2})
+    settings.load("demo", {key: 2, "engine.mesh": "ep=2"})
+    with pytest.raises(SettingsError, match=rf"{key} is -1"):
+        settings.load("demo", {key: -1, "engine.mesh": "ep=2"})
+
+
+def test_a_file_for_load_that_nobody_looks_at_is_refused():
+    with pytest.raises(
+        SettingsError, match=r"load_file is .* empty unless engine.*spare_slots is 1"
+    ):
+        settings.load("demo", {"engine.balance.load_file": "load.npy"})
+
+
+def geometry():
+    """64 experts of 24,576 bytes in bfloat16 in each of two layers."""
+    found = read_config(Path(__file__).parents[1] / "golden/qwen2_moe")
+    found = replace(found, num_layers=2, num_experts=64, d_model=64, d_ff_expert=64)
+    assert found.num_moe_layers == 2
+    return found
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """Says how many experts a device has room for."""
+
+    def has_room_for(num_experts, num_devices):
+        expert = 3 * 64 * 64 * 2
+        free = num_devices * (num_experts + 0.5) * expert / memory.SHARE  # a CPU's share it
+        monkeypatch.setattr(memory, "free_bytes", lambda: int(free))
+
+    return has_room_for
+
+
+def test_a_mesh_too_small_names_the_smallest_that_works(room):
+    room(40, 2)
+    message = r"engine.mesh is 'ep=2': .* too small: each would hold 64 .* room for 40; 4 devices"
+    with pytest.raises(SettingsError, match=message):
+        memory.check_mesh(geometry(), 2, 2, BalanceConfig())
+    room(40, 4)
+    memory.check_mesh(geometry(), 2, 4, BalanceConfig())
+
+
+def test_more_copies_than_fit_name_how_many_would(room):
+    room(32 + 30, 4)
+    with pytest.raises(SettingsError, match=r"replicas_per_pair is 3: .*36 .*room for 30; 2 would"):
+        memory.check_mesh(geometry(), 2, 4, BalanceConfig(replicas=8, replicas_per_pair=3))
+    memory.check_mesh(geometry(), 2, 4, BalanceConfig(replicas=8, replicas_per_pair=2))
+    room(32 + 5, 4)
+    with pytest.raises(SettingsError, match=r"room for 5; set engine.balance.replicas to 0"):
+        memory.check_mesh(geometry(), 2, 4, BalanceConfig(replicas=8, replicas_per_pair=2))
+    with pytest.raises(SettingsError, match=r"each would hold 40 experts and has room for 37"):
+        memory.check_mesh(geometry(), 2, 4, BalanceConfig(spare_slots=4))
+
+
+def test_a_mesh_that_is_large_for_all_gather_is_warned_of(caplog):
+    cfg = geometry()
+    for devices, said in ((8, False), (16, True)):
+        home = SimpleNamespace(mesh=SimpleNamespace(size=devices))
+        model = SimpleNamespace(home=home, config=cfg, dtype=np.dtype("float32"))
+        config = EngineConfig(mesh=f"ep={devices}", max_prefill_tokens=64)
+        caplog.clear()
+        warn_of_gathering(config, model)
+        assert ("rows are gathered by all devices" in caplog.text) is said
+    # Two layers, 15 others, 64 rows: 64 elements and 2 K + 1 words there, 64 elements back.
+    words = 2 * 64 + 2 * cfg.experts_per_token + 1
+    assert f"{2 * 15 * 64 * 4 * words / 2**20:.3g} MiB" in caplog.text
