@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from itertools import repeat
@@ -80,6 +80,14 @@ class PassingTime:
     def layers_at_once(self, phase: Any, size: int) -> int:
         """All: there is no best effort."""
         return self.limits.num_layers
+
+    copy_s = 0.0
+
+    def host_layer(self, layer: int, hosts: np.ndarray) -> None:
+        """There is nothing to copy."""
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """Nothing fails."""
 
     def load_way(self, way: int, layer: int) -> None:
         """There is nothing to load."""

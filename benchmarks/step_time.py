@@ -23,6 +23,7 @@ from jmoe.packed_rows import pack_row
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.execution.programs import Key
+from serving.execution.ranks import ByRank
 from serving.execution.runner import DeviceRunner
 from serving.observer import Observer
 from serving.plan import StepControl
@@ -58,12 +59,13 @@ def prompts(model: jmoe.Model, length: int) -> list[list[int]]:
 
 def step_times(runner: DeviceRunner, rounds: int) -> dict[str, list[float]]:
     """Seconds of one decode step by setting, the settings in turn; the context stays at CONTEXT."""
-    model, state = runner.model, runner._state
+    model, state = runner.model, runner.device.state
     slots, blocks = state.block_table.shape
     pages = np.arange(slots * blocks, dtype=np.int32).reshape(slots, blocks)
     pages[BATCH:] = 0  # slots that no sequence of these has
     state = state._replace(block_table=jnp.asarray(pages))
     rows = np.stack([pack_row(slot, kv_len=CONTEXT) for slot in range(BATCH)])
+    step = ByRank.of_arrays(runner.limits, rows)
     layers = model.config.num_layers
     times: dict[str, list[float]] = {name: [] for name in SETTINGS}
     for n, prompt in enumerate(prompts(model, CONTEXT)):  # real keys, so that routing is real
@@ -75,13 +77,13 @@ def step_times(runner: DeviceRunner, rounds: int) -> dict[str, list[float]]:
             bucket = 40 if control[1] else 100
             state = state._replace(last_token=jnp.array(newest))  # a copy: the state is donated
             key = Key("decode", BATCH, bucket)
-            args = runner.arrays(key, rows, StepControl(*control), stop=layers)
+            args = runner.device.arrays(key, step, StepControl(*control), stop=layers)
             jax.block_until_ready(state)
             start = time.perf_counter()
             state, out = runner.programs.run(key, state, *args)
             jax.block_until_ready(out)
             times[name].append(time.perf_counter() - start)
-    runner._state = state
+    runner.device.state = state
     return times
 
 
@@ -89,9 +91,8 @@ def _prefill(runner: DeviceRunner, state, slot: int, prompt: list[int]):
     key = Key("prefill", 256, 100)
     rows = np.stack([pack_row(slot, kv_len=len(prompt), q_len=len(prompt))])
     layers = runner.model.config.num_layers
-    args = runner.arrays(
-        key, rows, StepControl(100, 0), tokens=np.array(prompt, np.int32), stop=layers
-    )
+    step = ByRank.of_arrays(runner.limits, rows, tokens=np.array(prompt, np.int32))
+    args = runner.device.arrays(key, step, StepControl(100, 0), stop=layers)
     return runner.programs.run(key, state, *args)[0]
 
 

@@ -25,6 +25,7 @@ from benchmarks.gpu.sizes import Sizes, hf_config, skew_of
 from jmoe import api
 from jmoe.api import Model
 from jmoe.config import from_hf
+from jmoe.forward import forward
 from jmoe.packed_rows import empty_deltas, pack_row
 from jmoe.random_model import random_model
 from jmoe.sampling import token_logprobs
@@ -104,7 +105,7 @@ def compare(context: Context, case: Case, reference: Logits | None = None) -> di
 def _stand_in(directory: Path, batches: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
     """For a machine without PyTorch: jmoe in two dtypes. Tests the comparison, nothing else."""
     return {
-        dtype: [np.asarray(api.forward(api.load(directory, dtype), tokens)) for tokens in batches]
+        dtype: [np.asarray(forward(api.load(directory, dtype), tokens)) for tokens in batches]
         for dtype in torch_logits.DTYPES
     }
 
@@ -113,7 +114,7 @@ def _check(
     model: Model, tokens: np.ndarray, decoded: int, exact: Any, theirs: Any
 ) -> dict[str, Any]:
     """Errors of whole sequences, of a prefill step and of `decoded` decode steps."""
-    whole = api.forward(model, tokens)
+    whole = forward(model, tokens)
     theirs, exact = jnp.asarray(theirs), jnp.asarray(exact)
     errors = {"logits": judge(*map(np.asarray, _row_errors(whole, theirs, exact)))}
     prefill, steps = paged_logprobs(model, tokens, decoded)

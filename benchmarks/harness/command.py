@@ -100,3 +100,12 @@ def markdown(columns: list[str], rows: list[list[Any]]) -> list[str]:
         f"|{'---|' * len(columns)}",
         *(f"| {' | '.join(row)} |" for row in cells),
     ]
+
+
+def rounded(value: Any) -> Any:
+    """What goes to a JSON file, with six digits a figure."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -25,7 +25,8 @@ from jmoe.brownout import Control
 from jmoe.config import ModelConfig, from_hf
 from jmoe.experts import ExpertPool
 from jmoe.kv_cache import KVPages
-from jmoe.model import Rows, attend, moe
+from jmoe.model import attend
+from jmoe.moe import Rows, moe
 from jmoe.random_model import random_params
 from jmoe.rope import rotation
 from pallas_kernels.shapes import MODELS, Shape

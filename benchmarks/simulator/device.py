@@ -1,7 +1,7 @@
 """A runner whose steps only pass simulated time."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -68,6 +68,17 @@ class SimulatedDevice:
 
     def load_way(self, way: int, layer: int) -> None:
         """There is nothing to load."""
+
+    def host_layer(self, layer: int, hosts: np.ndarray) -> None:
+        """See Runner. There is nothing to copy."""
+
+    @property
+    def copy_s(self) -> float:
+        """There is nothing to copy."""
+        return 0.0
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """Nothing fails."""
 
     def close(self) -> None:
         """There is nothing to release."""

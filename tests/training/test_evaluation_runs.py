@@ -11,7 +11,8 @@ from safetensors.numpy import save_file
 import jmoe
 from jmoe import stepper
 from jmoe.brownout import Brownout, Control, plan
-from jmoe.model import Rows, head, moe, route
+from jmoe.model import head
+from jmoe.moe import Rows, moe, route
 from jmoe.steps import StepOutput
 from training.evaluation import run as run_module
 from training.evaluation.answers import answer

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jmoe.api import Model, forward
+from jmoe.api import Model
 from jmoe.attention import CausalAttention
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
-from jmoe.model import Rows, StepData, embed, experts, layers_of, route, run_layers
+from jmoe.forward import forward
+from jmoe.model import StepData, embed, layers_of, run_layers
+from jmoe.moe import Rows, experts, route
 from jmoe.sampling import token_logprobs
 from jmoe.weights import Params, Weights
 from pallas_kernels import routing
@@ -139,7 +141,7 @@ class OutputError:
 
     def _outputs(self, brownout: Brownout | None) -> list[Float[Array, "N B d"]]:
         model, control = self.model, self.model.prepare(brownout)
-        slots, groups = model.table
+        slots, groups = model.table.slots, model.table.groups
         return [
             _routed(model.config, layer, model.pool, slots[i], groups[i], x, control)
             for i, (layer, x) in enumerate(zip(self.layers, self.inputs, strict=True))

@@ -1,0 +1,75 @@
+"""Simulated drift before the mover: scenes by hand, popularities from their seeds, a short run."""
+
+import json
+
+import numpy as np
+import pytest
+
+from benchmarks.balance import drift
+from serving.config import BalanceConfig
+
+SCENE = drift.Scene(seconds=20, layers=1, experts=4, devices=2)
+FIRST, THEN = [0.5, 0.25, 0.125, 0.125], [0.125, 0.125, 0.5, 0.25]
+POPULARITY = np.array([[FIRST]] * 12 + [[THEN]] * 8)
+CONFIG = BalanceConfig(spare_slots=1, interval_s=4.0, half_life_s=1.0)
+
+
+def test_a_scene_by_hand():
+    """Experts 0 and 1 are at home on device 0; the busiest one's copy evens both out.
+
+    After 4 s the mover sees it. The load turns round at 12 s: the copy that is there still makes
+    it worse for 4 s, until the mover looks the next time but one tick.
+    """
+    np.testing.assert_allclose(drift.at_home(SCENE, POPULARITY), 1.5)
+    np.testing.assert_allclose(drift.placed_anew(SCENE, POPULARITY, 1), 1)
+    played = drift.play(SCENE, POPULARITY, CONFIG)
+    stale = 2 * (0.5 + 0.25 + 0.125 / 2)
+    wanted = [1.5] * 5 + [1.0] * 7 + [stale] * 5 + [1.0] * 3
+    np.testing.assert_allclose(played["imbalance"], wanted)
+    assert (played["layers_written"], played["most_in_a_tick"]) == (2, 1)
+    assert played["experts_copied"] == 2
+    assert len(played["ms"]) == 20 / drift.STEP_S
+    assert played["looked"].sum() == 4
+    found = drift.figures(SCENE, CONFIG, POPULARITY, np.ones(20))
+    assert found["mover"] == pytest.approx((9 * 1.0 + 5 * stale) / 14)  # of 6 s and later
+    assert found["excess"] == pytest.approx(found["mover"] - 1)
+    assert found["worst_second"] == pytest.approx(stale)
+    assert found["advance_with_a_look_ms"]["ticks"] == 4
+
+
+def test_at_most_one_layer_is_written_a_tick():
+    scene = drift.Scene(seconds=30, layers=3)
+    config = BalanceConfig(spare_slots=1, interval_s=1.0, half_life_s=2.0)
+    played = drift.play(scene, scene.popularity(), config)
+    assert played["most_in_a_tick"] == 1
+    assert played["layers_written"] > 3
+
+
+@pytest.mark.parametrize("kind", drift.KINDS)
+def test_popularities_follow_from_the_seed_and_change(kind):
+    scene = drift.Scene(kind, 5, 400, layers=2)
+    found = scene.popularity()
+    np.testing.assert_array_equal(found, scene.popularity())
+    assert (found != drift.Scene(kind, 6, 400, layers=2).popularity()).any()
+    assert found.shape == (400, 2, 128)
+    np.testing.assert_allclose(found.sum(axis=2), 1)
+    logs = np.log(found).reshape(400, -1)
+    assert np.corrcoef(logs[0], logs[2])[0, 1] > 0.95
+    assert np.corrcoef(logs[0], logs[399])[0, 1] < 0.5
+    assert logs.std(axis=1) == pytest.approx(drift.SKEW, rel=0.25)
+
+
+def test_a_short_run_writes_tables_and_json(tmp_path, capsys, monkeypatch):
+    for name, value in (("SPARE", (1,)), ("INTERVALS_S", (2.0,)), ("HALF_LIVES_S", (2.0, 5.0))):
+        monkeypatch.setattr(drift, name, value)
+    file = tmp_path / "drift.json"
+    drift.main(["--seconds", "14", "--seeds", "1", "--json", str(file)])
+    printed = capsys.readouterr().out
+    stored = json.loads(file.read_text())
+    assert [one["kind"] for one in stored["drift"]] == list(drift.KINDS)
+    for one in stored["drift"]:
+        assert 1 <= one["anew"] <= one["mover"] * 1.01
+        assert one["most_in_a_tick"] <= 1
+        assert f"| {one['kind']} | 1 |" in printed
+    assert len(stored["tuning"]) == len(drift.KINDS) * len(drift.TUNED_ROWS) * 2
+    assert "| interval \\ half-life, s | 2 | 5 |" in printed

@@ -1,0 +1,249 @@
+"""The simulator of Libra's prefill: fits and sums by hand, exchanges by sampling, errors anew."""
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from benchmarks.balance import exchanges, paper_layer, paper_times
+
+ROOT = Path(__file__).parents[2]
+PAPER = paper_layer.read_paper()
+SCHEMES, MODELS = paper_layer.fit(PAPER), paper_layer.geometries(PAPER)
+LIBRA, QWEN = SCHEMES["Libra"], MODELS["Qwen3MoE"]
+TINY = paper_layer.Geometry(
+    num_layers=3,
+    num_dense_layers=1,
+    d_model=10,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=5,
+    num_experts=16,
+    experts_per_token=2,
+    d_ff_expert=4,
+    d_ff_shared=0,
+    d_ff_dense=7,
+)
+PLAIN = paper_layer.Scheme(
+    name="plain",
+    imbalance=1.5,
+    local_share=0.0,
+    visit_flops_per_s=1e6,
+    dispatch_bytes_per_s=1e5,
+    combine_bytes_per_s=2e5,
+    per_element_s=1e-6,
+    broadcast_s=0.0,
+    host_s=2e-3,
+    planning_s=3e-3,
+)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return paper_times.simulate()
+
+
+def test_a_layer_by_hand():
+    times = paper_layer.layer_times(PLAIN, TINY, own=100, length=10)
+    assert times.local == 0
+    assert times.remote == pytest.approx(1.5 * 100 * 2 * 6 * 10 * 4 / 1e6)
+    assert times.combine == pytest.approx(7 * 100 * 10 * 2 / 2e5)
+    assert times.exposed == pytest.approx(7 * 100 * 10 * 2 / 1e5 + 2e-3 + 3e-3)
+    assert times.others == pytest.approx(100 * 10 * 1e-6)
+    products = 2 * 100 * 10 * (10 + 5 + 5 + 10)  # queries, keys, values, output
+    scores = 2 * 2 * 100 * 5 * 10  # two products of 5 keys on average, 10 wide over the heads
+    moved = 2 * 100 * (8 * 10 + 2 * (10 + 10))
+    attention = products / 790e12 + scores / 550e12 + moved / 4.3e12
+    assert times.attention == pytest.approx(attention)
+    dense = attention + 6 * 100 * 10 * 7 / 790e12
+    step = paper_layer.step_s(PLAIN, TINY, rows=800, length=10)
+    assert step == pytest.approx(2 * times.total + dense)
+
+
+def test_the_local_stage_hides_what_fits_in_it():
+    def times(share, **exchange):
+        sent = paper_layer.Exchange(**{"dispatch": 0.0, "combine": 0.0, **exchange})
+        return paper_layer.layer_times(
+            PLAIN, TINY, own=100, length=10, imbalance=1.0, local_share=share, exchange=sent
+        )
+
+    computing = 100 * 2 * 6 * 10 * 4 / 1e6  # 48 ms
+    assert times(0.5).exposed == 0
+    assert times(0.5).local == times(0.5).remote == pytest.approx(computing / 2)
+    assert times(0.5, dispatch=0.030).exposed == pytest.approx(0.030 - 0.024)  # beside the host's
+    assert times(0.5, dispatch=0.030, waits=True).exposed == pytest.approx(0.032 - 0.024)
+    assert times(0.99).exposed == pytest.approx(3e-3 - 0.01 * computing)  # planning is left
+    assert times(0.01).exposed == pytest.approx(2e-3 - 0.01 * computing)  # the host's work is left
+
+
+def test_table_2_comes_back(found):
+    for row in found["breakdown"]:
+        assert row["model_ms"] == pytest.approx(row["paper_ms"], abs=0.005)
+    parts = PAPER["breakdown"]["SGLang"]
+    assert SCHEMES["SGLang"].imbalance == pytest.approx(parts["moe_remote"] / (2.77 + 4.55))
+    received = 7 * 4096 * 4096 * 2  # rows of seven others, 4,096 elements of two bytes
+    assert SCHEMES["SGLang"].combine_bytes_per_s == pytest.approx(received / 1.34e-3)
+
+
+def test_more_rows_imbalance_or_context_take_longer():
+    for scheme in SCHEMES.values():
+        for geometry in MODELS.values():
+            for rows in (1024, 8192, 262144):
+                base = paper_layer.step_s(scheme, geometry, rows, 1024, 1.2)
+                assert paper_layer.step_s(scheme, geometry, 2 * rows, 1024, 1.2) > base
+                assert paper_layer.step_s(scheme, geometry, rows, 2048, 1.2) > base
+                slower = paper_layer.step_s(scheme, geometry, rows, 1024, 1.3)
+                hidden = scheme is LIBRA and rows == 1024  # under the host's work
+                assert slower == base if hidden else slower > base
+
+
+def test_the_data_are_as_the_paper_prints_them():
+    rows = PAPER["prefill_s"]
+    assert [row["table"] for row in rows] == [table for table in range(4, 14) for _ in range(5)]
+    lengths = {4: 1024, 5: 2048, 6: 4096, 7: 6144, 8: 8192}
+    for row in rows:
+        assert row["model"] == ("Qwen3MoE" if row["table"] < 9 else "GLM-4.5")
+        assert row["input_length"] == lengths[(row["table"] - 4) % 5 + 4]
+    assert [row["batch"] for row in rows] == [8, 16, 32, 48, 64] * 10
+    # Printed: 15 rows a table, of which these many ran out of memory.
+    out = [sum(row[name] is None for name in paper_layer.SCHEMES) for row in rows]
+    assert [sum(out[i : i + 5]) for i in range(0, 50, 5)] == [0, 0, 1, 2, 4, 0, 5, 9, 12, 12]
+    assert rows[0]["Libra"] == 0.38
+    assert rows[24] == {
+        "table": 8,
+        "model": "Qwen3MoE",
+        "input_length": 8192,
+        "batch": 64,
+        "Libra": None,
+        "Lina": None,
+        "SGLang": 23.21,
+    }
+
+
+def test_errors_follow_from_the_data_file(found):
+    for entry in found["errors"]:
+        expected = []
+        for row in PAPER["prefill_s"]:
+            rows = row["batch"] * row["input_length"]
+            size = "small" if rows < 32 * 1024 else "whole"
+            if (row["model"], size) != (entry["model"], entry["size"]):
+                continue
+            for name in ("Libra", "Lina", "SGLang"):
+                if row[name] is not None and entry["scheme"] in (name, "all"):
+                    made = paper_layer.step_s(
+                        SCHEMES[name], MODELS[row["model"]], rows, row["input_length"]
+                    )
+                    expected.append((made - row[name]) / row[name])
+        assert entry["steps"] == len(expected)
+        assert entry["mean_absolute"] == pytest.approx(fmean(map(abs, expected)))
+        assert entry["mean"] == pytest.approx(fmean(expected))
+        assert abs(entry["worst"]) == pytest.approx(max(map(abs, expected)))
+    assert len(found["errors"]) == 2 * 4 * 2
+
+
+def test_other_rates_change_errors_and_the_assumed_ones_come_first(found):
+    first, *others = found["errors_by_rates"]
+    by = {(e["model"], e["scheme"], e["size"]): e["mean_absolute"] for e in found["errors"]}
+    for model in MODELS:
+        assert first[model] == by[model, "all", "whole"]
+        assert all(other[model] != first[model] for other in others)
+    slow = paper_layer.Rates(79e12, 55e12, 0.43e12)
+    times = [paper_layer.attention_s(QWEN, 100, 1024, rates) for rates in (slow, paper_layer.RATES)]
+    assert times[0] == pytest.approx(10 * times[1])
+
+
+def test_the_file_that_is_kept_is_what_the_command_writes(found, tmp_path, capsys):
+    file = tmp_path / "times.json"
+    paper_times.main(["--json", str(file)])
+    assert file.read_text() == (ROOT / "benchmarks" / "libra_times.json").read_text()
+    printed = capsys.readouterr().out
+    for entry in found["errors"]:
+        assert f"{100 * entry['mean_absolute']:.1f} %" in printed
+    stored = json.loads(file.read_text())
+    assert stored["scales_to"] == found["scales_to"]
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "parts"), [(128, 8, 16), (128, 8, 8), (160, 8, 64), (60, 4, 8), (8, 2, 16)]
+)
+def test_distinct_parts_by_sampling(experts, top_k, parts):
+    rng = random.Random(7)
+    short, longer = divmod(experts, parts)
+    part_of = [p for p in range(parts) for _ in range(short + (p < longer))]
+    draws = 4000
+    seen = sum(len({part_of[e] for e in rng.sample(range(experts), top_k)}) for _ in range(draws))
+    assert exchanges.distinct_parts(experts, top_k, parts) == pytest.approx(seen / draws, rel=0.01)
+
+
+def test_distinct_parts_by_hand():
+    assert exchanges.distinct_parts(4, 2, 2) == pytest.approx(1 / 3 * 1 + 2 / 3 * 2)
+    assert exchanges.distinct_parts(4, 2, 1) == 1
+    assert exchanges.distinct_parts(4, 2, 512) == pytest.approx(2)
+    assert exchanges.independent_parts(2, 2) == 1.5
+    # The design's ratios of bytes, all-gather over deduplicated, are of independent picks.
+    assert 16 / exchanges.independent_parts(8, 16) == pytest.approx(2.5, abs=0.03)
+    assert 64 / exchanges.independent_parts(8, 64) == pytest.approx(8.4, abs=0.06)
+
+
+@pytest.mark.parametrize("devices", [8, 16, 64])
+def test_rows_moved_by_counting_them(devices):
+    """Each row's way, hop by hop, from drawn picks: what the average device receives."""
+    rng, draws = random.Random(3), 3000
+    experts, top_k = QWEN.num_experts, QWEN.experts_per_token
+    counts = {way: [0, 0] for way in exchanges.WAYS}  # by NVLink, by network
+    for _ in range(draws):
+        sender = rng.randrange(devices)
+        needed = {e * devices // experts for e in rng.sample(range(experts), top_k)}
+        for way, there in (("all-gather", set(range(devices))), ("forwarded", needed)):
+            for node in {device // 8 for device in there}:
+                landing = 8 * node + sender % 8
+                counts[way][1] += node != sender // 8
+                counts[way][0] += sum(d // 8 == node and d != landing for d in there)
+        for device in needed - {sender}:
+            counts["direct"][device // 8 != sender // 8] += 1
+    for way, (nvlink, nic) in counts.items():
+        moved = exchanges.rows_moved(way, QWEN, devices)
+        assert moved.nvlink == pytest.approx(nvlink / draws, rel=0.03)
+        assert moved.nic == pytest.approx(nic / draws, rel=0.03, abs=1e-9)
+
+
+def test_an_exchange_takes_as_long_as_its_slower_link():
+    geometry = QWEN._replace(d_model=1000)
+    scheme = LIBRA._replace(dispatch_bytes_per_s=14e9, combine_bytes_per_s=1e15)
+    sent = exchanges.exchange("all-gather", scheme, geometry, own=1000, devices=16)
+    assert sent.dispatch == pytest.approx(14 * 2e6 / 14e9)
+    assert sent.combine == pytest.approx(1 * 2e6 / exchanges.NIC_BYTES_PER_S)
+    assert not sent.waits
+    assert exchanges.exchange("direct", scheme, geometry, 1000, 16).waits
+
+
+def test_all_gather_stops_scaling_and_all_to_all_does_not(found):
+    for model, sizes in found["scaling"].items():
+        assert [size["devices"] for size in sizes] == list(exchanges.SIZES)
+        for smaller, larger in pairwise(sizes):
+            for way in exchanges.WAYS:
+                a, b = smaller["ways"][way], larger["ways"][way]
+                assert b["mbytes"] > a["mbytes"]
+                assert a["rows_per_s"] < b["rows_per_s"] < 2.05 * a["rows_per_s"]
+        last = sizes[-1]["ways"]
+        k = MODELS[model].experts_per_token
+        assert last["direct"]["rows"] < k < last["all-gather"]["rows"] == 511
+        assert found["scales_to"][model] == {"all-gather": 16, "direct": 512, "forwarded": 512}
+    own, in_node = 4096, found["scaling"]["Qwen3MoE"][0]["ways"]["all-gather"]
+    table_2 = paper_layer.layer_times(LIBRA, QWEN, own, 1024)
+    assert in_node["layer_ms"] == pytest.approx(1e3 * table_2.total)
+
+
+def test_what_is_chosen():
+    assert exchanges.choose({"all-gather": 1.04, "direct": 1.0, "forwarded": 1.0}) == "all-gather"
+    assert exchanges.choose({"all-gather": 2.0, "direct": 1.06, "forwarded": 1.0}) == "forwarded"
+    assert exchanges.choose({"all-gather": 2.0, "direct": 1.04, "forwarded": 1.0}) == "direct"
+
+
+def test_rows_that_are_none_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        paper_times.main(["--rows", "0"])
+    assert "--rows is 0; it must be 1 or more" in capsys.readouterr().err
