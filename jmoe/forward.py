@@ -190,11 +190,12 @@ def _forward(
         return logits, stats._replace(expert_rows=lax.psum(stats.expert_rows, AXIS))
 
     by_row = P(None, AXIS)
+    stats_are = LayerStats._make([by_row] * len(LayerStats._fields))._replace(expert_rows=WHOLE)
     return jax.shard_map(
         one_device,
         mesh=mesh,
         in_specs=(WEIGHTS, SPLIT, SPLIT, SPLIT, WHOLE),
-        out_specs=(SPLIT, LayerStats._make((by_row, WHOLE, by_row, by_row, None))),
+        out_specs=(SPLIT, stats_are),
         check_vma=False,
     )(weights, tokens, exempt, valid, control)
 

@@ -13,46 +13,34 @@ from jmoe.checkpoint import is_native
 from serving.config import EngineConfig
 from serving.execution.executables import sources
 from serving.execution.followers import Followers, Leader
-from serving.settings import SettingsError
+from serving.settings import SettingsError, keys
 
 log = logging.getLogger(__name__)
 
-ALIKE = (
-    "dtype",
-    "mesh",
-    "num_processes",
-    "max_num_seqs",
-    "max_model_len",
-    "page_size",
-    "num_pages",
-    "max_prefill_tokens",
-    "max_prefill_seqs",
-    "decode_buckets",
-    "prefill_buckets",
-    "threshold_buckets_percent",
-    "policy",
-    "part_layers",
-    "reserved_ls_seqs",
-    "enforce_eager",
-    "brownout.way",
-    "brownout.ways",
-    "balance.replicas",
-    "balance.replicas_per_pair",
-    "balance.replicas_local_share",
-    "balance.replicas_min_tokens",
-    "balance.predictor",
-    "balance.spare_slots",
+OWN = frozenset(
+    {
+        "model",  # compared by what is in the directory
+        "coordinator",  # process 0 may listen on all addresses
+        "process_index",
+        "join_timeout_s",
+        "peer_timeout_s",
+        "compilation_cache",
+        "cpu_threads",
+        "watchdog_s",
+        "check_weights",
+        "allow_unknown_config",
+    }
 )
-"""Settings of the engine that programs, state and weights follow from."""
+"""Settings of the engine that a process may have of its own; all others must be alike."""
 
 
 def facts(config: EngineConfig) -> dict[str, str]:
-    """What has to be alike in every process, by name.
+    """What has to be alike in every process, by name: all settings but `OWN`, versions, files.
 
     Model files are compared by name and size: whole checkpoints would take minutes to read.
     """
     found = {}
-    for name in ALIKE:
+    for name in keys(EngineConfig).keys() - OWN:
         value: object = config
         for part in name.split("."):
             value = getattr(value, part)

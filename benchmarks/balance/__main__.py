@@ -5,7 +5,6 @@ from the seed and does not depend on the machine. Nothing here speaks of a GPU's
 """
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from benchmarks.balance import picture, real, timing
 from benchmarks.balance.strategies import STRATEGIES, Case
 from benchmarks.balance.traces import Trace, draw, imbalance
 from benchmarks.harness import store
-from benchmarks.harness.command import markdown, rounded
+from benchmarks.harness.command import markdown, write_figures
 
 ACCURACIES = (0.85, 0.60)
 LINAS_ACCURACY = 0.437  # of Lina on Qwen3MoE in Libra's Table 1, on average
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     print("\n".join(table(found)))
     if args.json:
-        args.json.write_text(json.dumps(rounded(found), indent=1) + "\n", encoding="utf-8")
+        write_figures(args.json, found)
     if args.out:
         skewed = max(traces, key=lambda trace: imbalance(trace.at_home))
         picture.draw(found, skewed, args.out / "balance.png")

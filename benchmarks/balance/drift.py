@@ -10,7 +10,6 @@ that second. All follows from seeds, but for the time that the mover itself take
 """
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ import numpy as np
 from jaxtyping import Float
 
 from benchmarks.harness import store
-from benchmarks.harness.command import markdown, rounded
+from benchmarks.harness.command import markdown, write_figures
 from jmoe.parallel.copies import device_loads, with_copies
 from jmoe.parallel.placement import contiguous
 from serving.config import BalanceConfig
@@ -186,10 +185,6 @@ def figures(
         "advance_ms": _times(played["ms"]),
         "advance_with_a_look_ms": _times(played["ms"][played["looked"]]),
         "its_processor_ms": _times(played["cpu_ms"][played["looked"]]),
-        "every_10_s": {
-            name: [float(part.mean()) for part in np.array_split(values, max(1, len(values) // 10))]
-            for name, values in (("home", home), ("mover", played["imbalance"]), ("anew", anew))
-        },
     }
 
 
@@ -228,7 +223,6 @@ def tuning(seconds: int) -> list[dict[str, Any]]:
             found.append({"kind": kind, "rows": rows})
             found[-1] |= {"interval_s": interval_s, "half_life_s": half_life_s}
             found[-1] |= figures(replace(base, rows=rows), config, popularity, anew)
-            del found[-1]["every_10_s"]
     return found
 
 
@@ -301,7 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     }
     print("\n".join(table(found)))
     if args.json:
-        args.json.write_text(json.dumps(rounded(found), indent=1) + "\n", encoding="utf-8")
+        write_figures(args.json, found)
     return found
 
 

@@ -10,7 +10,6 @@ that is one prefill step. Steps smaller than the one of Table 2 are reported apa
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -18,7 +17,7 @@ from typing import Any
 
 from benchmarks.balance import exchanges, paper_layer
 from benchmarks.balance.paper_layer import RATES, SCHEMES, Geometry, Rates, Scheme
-from benchmarks.harness.command import markdown, rounded
+from benchmarks.harness.command import markdown, write_figures
 
 ROWS, LENGTH = 4096, 1024  # a device and a sequence; Table 2's
 OTHER_RATES = (
@@ -46,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     found = simulate(args.rows)
     print("\n".join(table(found)))
     if args.json:
-        args.json.write_text(json.dumps(rounded(found), indent=1) + "\n", encoding="utf-8")
+        write_figures(args.json, found)
     return found
 
 

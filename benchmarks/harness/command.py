@@ -4,6 +4,7 @@ No jax here: a benchmark whose figures come from other processes must not hold t
 """
 
 import argparse
+import json
 import math
 import time
 import traceback
@@ -102,10 +103,24 @@ def markdown(columns: list[str], rows: list[list[Any]]) -> list[str]:
     ]
 
 
-def rounded(value: Any) -> Any:
-    """What goes to a JSON file, with six digits a figure."""
+def write_figures(path: Path, found: dict[str, Any]) -> None:
+    """Writes JSON for people to read and to compare: a record a line, six digits a figure."""
+    lines = []
+    for name, value in _rounded(found).items():
+        text = json.dumps(value)
+        if isinstance(value, list | dict) and len(text) > 100:
+            records = [json.dumps(record) for record in value]
+            if isinstance(value, dict):
+                records = [f"{json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()]
+            ends = "[]" if isinstance(value, list) else "{}"
+            text = f"{ends[0]}\n  " + ",\n  ".join(records) + f"\n {ends[1]}"
+        lines.append(f" {json.dumps(name)}: {text}")
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
+        return {key: _rounded(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [rounded(item) for item in value]
+        return [_rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value

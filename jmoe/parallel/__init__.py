@@ -2,5 +2,5 @@
 
 `placement` says which device's pool holds an expert, `predictor` guesses the next layer's visits,
 `planning` turns guesses into replicas and real visits into shares. All of it is plain functions on
-arrays that every device can repeat from the same gathered bits (Libra, arXiv text in DESIGN).
+arrays that every device can repeat from the same gathered bits (Libra, Algorithms 1 and 2).
 """

@@ -45,6 +45,28 @@ def expert_bytes(cfg: ModelConfig, dtype_bytes: int) -> int:
     return 3 * cfg.d_model * cfg.d_ff_expert * dtype_bytes
 
 
+def check_copies(
+    num_experts: int, num_devices: int, *, replicas: int, per_pair: int, spare_slots: int
+) -> None:
+    """Raises ValueError for more copies than a device of a mesh can get, or has a use for.
+
+    Args:
+        num_experts: of a layer, routed ones.
+        num_devices: D; experts are spread evenly.
+        replicas: of a layer and step that a device asks for.
+        per_pair: the most of them from one other device.
+        spare_slots: of a layer and device.
+    """
+    lacking, sent = num_experts - -(-num_experts // num_devices), per_pair * (num_devices - 1)
+    lacks = f"a device lacks {lacking} of {num_experts} experts"
+    if replicas > min(lacking, sent):
+        others = f"the other {num_devices - 1} devices send {per_pair} each at most"
+        why = lacks if lacking <= sent else others
+        raise ValueError(f"replicas is {replicas}; {why}: set it to {min(lacking, sent)} or less")
+    if spare_slots > lacking:
+        raise ValueError(f"spare_slots is {spare_slots}; {lacks}: set it to {lacking} or less")
+
+
 def replicas_that_fit(
     cfg: ModelConfig,
     num_devices: int,

@@ -48,11 +48,12 @@ def slots_per_layer(num_experts: int, num_devices: int, spare: int = 0) -> int:
 def contiguous(
     num_layers: int, num_experts: int, num_devices: int, *, num_united: int = 0, spare: int = 0
 ) -> Placement:
-    """Each device hosts a range of ids, and a range of the `num_united` last ones apart.
+    """Each device hosts a range of ids; the `num_united` last ones are dealt out in turn.
 
     United experts are visited during brownout only, so that every device has its part of them and
-    of the others. Ranges differ by one expert at most; the longer ones are the first devices', of
-    united experts the last devices'. The spare slots stay empty.
+    of the others. A way that uses only the first n of them has them on all devices as well, at most
+    n / D rounded up on each. Ranges differ by one expert at most, the first devices have the longer
+    ones, and united experts are dealt from the last device on. The spare slots stay empty.
 
     Raises ValueError as `slots_per_layer` does, and for more united experts than experts.
     """
@@ -60,7 +61,7 @@ def contiguous(
     if not 0 <= num_united < num_experts:
         raise ValueError(f"num_united is {num_united}; it must be 0 to {num_experts - 1}")
     routed = _ranges(num_experts - num_united, num_devices)
-    united = num_devices - 1 - _ranges(num_united, num_devices)[::-1]
+    united = num_devices - 1 - np.arange(num_united) % num_devices
     device = np.concatenate([routed, united])
     return from_devices(np.tile(device, (num_layers, 1)), num_devices, spare=spare)
 

@@ -122,20 +122,15 @@ class BalanceBenchConfig:
 
     def check_experts(self, num_experts: int) -> None:
         """Raises ValueError for more copies than a model of `num_experts` has use for."""
-        lacking = num_experts - -(-num_experts // self.num_devices)
-        for name in ("replicas", "spare_slots"):
-            wanted = getattr(self, name)
-            sent = PER_PAIR * (self.num_devices - 1) if name == "replicas" else lacking
-            if wanted > min(lacking, sent):
-                why = (
-                    f"the other {self.num_devices - 1} devices send {PER_PAIR} each at most"
-                    if sent < lacking
-                    else f"a device lacks {lacking} of {num_experts} experts"
-                )
-                raise ValueError(
-                    f"{name} is {wanted}; {why}, so that {min(lacking, sent)} is the most that "
-                    "makes sense"
-                )
+        from jmoe.parallel.cost import check_copies
+
+        check_copies(
+            num_experts,
+            self.num_devices,
+            replicas=self.replicas,
+            per_pair=PER_PAIR,
+            spare_slots=self.spare_slots,
+        )
 
 
 def run_balance(config: BalanceBenchConfig, say: Callable[[str], None] = print) -> dict[str, Any]:

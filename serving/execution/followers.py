@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 NAMED_WITHIN_S = 3.0
 """How long a failed step waits to hear whether it failed because a process is gone."""
-STOPPED_WITHIN_S = 5.0
-"""How long the last calls and Stop may take to reach everybody."""
+CALLS_OF_ANY_SIZE = ("grpc.max_receive_message_length", -1)
+"""For a follower alone: united experts travel in calls. What process 0 receives is short."""
 
 
 class PeerLost(Unavailable):
@@ -47,7 +47,6 @@ def channel_options(peer_timeout_s: float) -> list[tuple[str, int]]:
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
         ("grpc.enable_http_proxy", 0),
         ("grpc.so_reuseport", 0),
@@ -137,6 +136,7 @@ class Followers(rpc.HostsServicer):
         Raises SettingsError where it cannot listen there.
         """
         self.address, self.num_processes = address, num_processes
+        self.stops_within_s = peer_timeout_s  # those who have not heard Stop by then are gone
         self.lost = Lost()
         self._facts = dict(facts)
         self._changed = threading.Condition()
@@ -193,9 +193,8 @@ class Followers(rpc.HostsServicer):
         if stop and not self.lost.reason:
             self._send(pb.ToFollower(stop=pb.Stop()))
             self._send(None)
-        self._server.stop(STOPPED_WITHIN_S if stop and not self.lost.reason else 0).wait(
-            STOPPED_WITHIN_S
-        )
+        grace_s = self.stops_within_s if stop and not self.lost.reason else 0.0
+        self._server.stop(grace_s).wait(self.stops_within_s)
         self._send(None)  # what is left of their threads
 
     def _send(self, message: pb.ToFollower | None) -> None:
@@ -278,12 +277,15 @@ class Leader:
         peer_timeout_s: float,
     ) -> None:
         """`facts` have to be those of process 0."""
+        self._stops_within_s = peer_timeout_s
         self.address, self.num_processes, self.index = address, num_processes, process_index
         self.lost = Lost()
         self._facts = dict(facts)
-        self._channel = grpc.insecure_channel(address, options=channel_options(peer_timeout_s))
+        self._channel = grpc.insecure_channel(
+            address, options=[*channel_options(peer_timeout_s), CALLS_OF_ANY_SIZE]
+        )
         self._said: SimpleQueue[pb.FromFollower | None] = SimpleQueue()
-        self._heard: SimpleQueue[pb.ToFollower] = SimpleQueue()
+        self._heard: SimpleQueue[pb.ToFollower | None] = SimpleQueue()
         self._began: Future[str] = Future()
         self._listens: threading.Thread | None = None
         self._stopped = False
@@ -315,12 +317,15 @@ class Leader:
             raise
 
     def calls(self) -> Iterator[pb.Call]:
-        """What process 0 wants to be called, in order, until it stops."""
-        while True:
-            message = self._heard.get()
+        """What process 0 wants to be called, in order, until it stops.
+
+        Raises PeerLost where it is gone before.
+        """
+        while (message := self._heard.get()) is not None:
             if message.WhichOneof("kind") == "stop":
                 return
             yield message.call
+        raise PeerLost(self.lost.reason)
 
     def fail(self, reason: str) -> None:
         """Tells process 0 that this one cannot go on, and ends the stream."""
@@ -332,7 +337,7 @@ class Leader:
         self._stopped = True
         self._said.put(None)
         if self._listens is not None:
-            self._listens.join(STOPPED_WITHIN_S)
+            self._listens.join(self._stops_within_s)
         self._channel.close()
 
     def _listen(self, stream: Any) -> None:
@@ -356,3 +361,4 @@ class Leader:
         if not self._began.done():
             self._began.set_exception(PeerLost(reason))
         self.lost.say(reason)
+        self._heard.put(None)

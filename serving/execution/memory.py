@@ -6,7 +6,7 @@ from jmoe.api import Model
 from jmoe.config import ModelConfig
 from jmoe.free_memory import free_device_bytes, free_host_bytes
 from jmoe.kv_cache import page_bytes
-from jmoe.parallel.cost import expert_bytes
+from jmoe.parallel.cost import check_copies, expert_bytes
 from jmoe.parallel.placement import check_room, slots_per_layer
 from serving.config import BalanceConfig
 from serving.plan import Limits
@@ -43,9 +43,19 @@ def check_memory(model: Model, limits: Limits) -> None:
 def check_mesh(
     cfg: ModelConfig, dtype_bytes: int, num_devices: int, balance: BalanceConfig
 ) -> None:
-    """Raises SettingsError, before weights load, where a device's part of the routed experts and
-    the copies that the settings ask for do not fit it; other weights are not counted.
+    """Raises SettingsError, before weights load, for more copies than a device can get or use, and
+    where its part of the routed experts and its copies do not fit; other weights are not counted.
     """
+    try:
+        check_copies(
+            cfg.num_experts,
+            num_devices,
+            replicas=balance.replicas,
+            per_pair=balance.replicas_per_pair,
+            spare_slots=balance.spare_slots,
+        )
+    except ValueError as error:
+        raise SettingsError(f"engine.balance.{error}") from None
     free = free_bytes()
     if free is None:
         return

@@ -24,6 +24,13 @@ def replication_of(
     """
     if not config.replicas or model.home is None:
         return {}
+    if backend() != "cpu":
+        log.warning(
+            "engine.balance.replicas is %d: on a GPU, planning copies takes dozens of kernels a "
+            "layer and loops that wait for the host, and has not been measured; copies that stay "
+            "(engine.balance.spare_slots) cost a step nothing",
+            config.replicas,
+        )
     asked = Replication(config.replicas, config.replicas_per_pair, config.replicas_local_share)
     if config.replicas_min_tokens or backend() == "cpu":
         return {size: asked for size in sizes if size >= config.replicas_min_tokens}

@@ -25,7 +25,7 @@ from pallas_kernels.backend import backend
 from serving.config import EngineConfig
 from serving.execution.device import Calls, Device
 from serving.execution.executables import Executables
-from serving.execution.followers import STOPPED_WITHIN_S, Followers, Lost
+from serving.execution.followers import Followers, Lost
 from serving.execution.memory import check_memory
 from serving.execution.programs import (
     FULL_CAPACITY,
@@ -438,6 +438,6 @@ class DeviceRunner:
             followers.close()
             return
         try:  # behind the steps that wait
-            self._reader.submit(followers.close).result(STOPPED_WITHIN_S)
+            self._reader.submit(followers.close).result(followers.stops_within_s)
         except TimeoutError:  # one of them hangs
             followers.close(stop=False)

@@ -96,3 +96,15 @@ def test_choices_name_what_is_none_of_them(capsys):
     with pytest.raises(SystemExit):
         parser.parse_args(["--only", "a,c"])
     assert "'c' is none of a, b" in capsys.readouterr().err
+
+
+def test_figures_are_written_a_record_a_line(tmp_path):
+    long = [{"rows": n, "us": [n / 3, None, True]} for n in range(9)]
+    found = {"commit": "a", "few": [1, 2], "none": {}, "records": long, "by": {"x": long, "y": 1}}
+    path = tmp_path / "found.json"
+    command.write_figures(path, found)
+    text = path.read_text(encoding="utf-8")
+    for record in long:
+        record["us"][0] = float(f"{record['us'][0]:.6g}")
+    assert json.loads(text) == found
+    assert len(text.splitlines()) == 2 + 3 + (2 + 9) + (2 + 2)

@@ -25,7 +25,7 @@ async def test_a_server_withstands_a_small_run(server, tmp_path):
     assert ended.returncode in (0, 1), ended.stderr
     found = json.loads(out.read_text(encoding="utf-8"))
     lines = {line["name"]: line for line in found["lines"]}
-    assert 5 == sum(line["by_machine"] for line in lines.values())
+    assert sum(line["by_machine"] for line in lines.values()) == 5
     wrong = [line for line in lines.values() if not line["by_machine"] and not line["ok"]]
     assert not wrong, (wrong, found["problems"], ended.stdout)
     assert lines["KV pages used after the load"]["seen"] == "0"

@@ -74,10 +74,19 @@ def test_jmoes_own_format_is_refused(tmp_path):
 def test_facts_are_those_that_programs_and_weights_follow_from(tmp_path):
     config = load()
     assert hosts.facts(config) == hosts.facts(replace(config, process_index=1, watchdog_s=1.0))
-    assert hosts.facts(config) != hosts.facts(replace(config, page_size=32))
+    other = replace(config, page_size=32, balance=replace(config.balance, spare_slots=1))
+    one, other = hosts.facts(config), hosts.facts(other)
+    differ = {name for name in one if one[name] != other[name]}
+    assert differ == {"engine.page_size", "engine.balance.spare_slots"}
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "model.safetensors").write_bytes(b"12345678")
     one = hosts.facts(replace(config, model=str(tmp_path)))
     (tmp_path / "model.safetensors").write_bytes(b"123456789")
     other = hosts.facts(replace(config, model=str(tmp_path)))
     assert {name for name in one if one[name] != other[name]} == {"the model in engine.model"}
+
+
+def test_all_settings_are_compared_but_those_that_are_a_processes_own():
+    named = {name.removeprefix("engine.") for name in hosts.facts(load())}
+    assert settings.keys(EngineConfig).keys() > hosts.OWN
+    assert settings.keys(EngineConfig).keys() - named == hosts.OWN

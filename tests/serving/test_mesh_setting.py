@@ -98,13 +98,34 @@ def test_a_mesh_too_small_names_the_smallest_that_works(room):
 def test_more_copies_than_fit_name_how_many_would(room):
     room(32 + 30, 4)
     with pytest.raises(SettingsError, match=r"replicas_per_pair is 3: .*36 .*room for 30; 2 would"):
-        memory.check_mesh(geometry(), 2, 4, BalanceConfig(replicas=8, replicas_per_pair=3))
-    memory.check_mesh(geometry(), 2, 4, BalanceConfig(replicas=8, replicas_per_pair=2))
+        memory.check_mesh(geometry(), 2, 4, BalanceConfig(replicas=6, replicas_per_pair=3))
+    memory.check_mesh(geometry(), 2, 4, BalanceConfig(replicas=6, replicas_per_pair=2))
     room(32 + 5, 4)
     with pytest.raises(SettingsError, match=r"room for 5; set engine.balance.replicas to 0"):
-        memory.check_mesh(geometry(), 2, 4, BalanceConfig(replicas=8, replicas_per_pair=2))
+        memory.check_mesh(geometry(), 2, 4, BalanceConfig(replicas=6, replicas_per_pair=2))
     with pytest.raises(SettingsError, match=r"each would hold 40 experts and has room for 37"):
         memory.check_mesh(geometry(), 2, 4, BalanceConfig(spare_slots=4))
+
+
+@pytest.mark.parametrize(
+    ("copies", "words"),
+    [
+        (
+            {"replicas": 7},
+            "engine.balance.replicas is 7; the other 3 devices send 2 each at most: ",
+        ),
+        ({"replicas": 7}, "set it to 6 or less"),
+        (
+            {"replicas": 60, "replicas_per_pair": 64},
+            "a device lacks 48 of 64 experts: set it to 48",
+        ),
+        ({"spare_slots": 49}, "engine.balance.spare_slots is 49; .*set it to 48 or less"),
+    ],
+)
+def test_more_copies_than_a_device_can_get_are_refused(copies, words, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda: None)  # whether memory is known or not
+    with pytest.raises(SettingsError, match=words):
+        memory.check_mesh(geometry(), 2, 4, BalanceConfig(**copies))
 
 
 def test_a_mesh_that_is_large_for_all_gather_is_warned_of(caplog):

@@ -168,7 +168,12 @@ def test_a_follower_that_fails_says_why():
 
 def test_a_failed_leader_is_no_stopped_one():
     with joined() as (leader, other):
+        leader.call(pb.Call(use_way=4))
+        calls = other.calls()
+        assert next(calls).use_way == 4
         leader.close(stop=False)
+        with pytest.raises(PeerLost, match="is gone; start all processes again"):
+            next(calls)
         assert "is gone; start all processes again" in reason(other.lost)
 
 
