@@ -45,6 +45,17 @@ DEEP_TESTS = {
     "tests/serving/execution/test_programs.py::"
     "test_a_program_for_each_part_where_the_host_would_wait_for_a_loop[zero]",
     "tests/serving/execution/test_programs.py::"
+    "test_a_program_for_each_part_where_the_host_would_wait_for_a_loop[full]",
+    "tests/serving/execution/test_programs.py::"
+    "test_layers_one_after_another_answer_as_scanned_ones",
+    "tests/jmoe/test_cut.py::test_two_parts_are_the_whole_wherever_it_is_cut[qwen2_moe-True]",
+    "tests/jmoe/test_generate.py::"
+    "test_layers_in_arrays_of_their_own_are_the_same_model[qwen3_moe_mixed_yarn]",
+    "tests/benchmarks/test_simulator.py::"
+    "test_a_steady_load_that_needs_no_brownout_gets_none[300.0]",
+    "tests/benchmarks/test_host_path.py::test_a_slow_device_is_kept_busy",
+    "tests/pallas_kernels/test_grouped_gemm_quantized.py::test_reference_equals_float64",
+    "tests/serving/execution/test_programs.py::"
     "test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase",
     "tests/training/test_train.py::test_resumed_run_equals_uninterrupted",
     "tests/jmoe/parallel/test_mesh_steps.py::test_all_steps_over_a_mesh_are_those_of_one_device",
@@ -58,7 +69,7 @@ DEEP_TESTS = {
     "test_answers_do_not_depend_on_what_went_between[test_preemption:Restless]",
     "tests/jmoe/test_generate.py::test_layers_in_arrays_of_their_own_write_the_same",
     "tests/pallas_kernels/test_grouped_gemm_quantized.py::test_compiles_for_an_h200_without_spills",
-    "tests/serving/scheduling/test_priorities.py::test_ten_thousand_random_traces_lose_nothing",
+    "tests/serving/scheduling/test_priorities.py::test_thousands_of_random_traces_lose_nothing",
     "tests/serving/execution/test_executables.py::"
     "test_a_patched_run_leaves_nothing_that_an_unpatched_one_finds",
     "tests/training/test_distill.py::test_the_end_to_end_stage_is_the_same_on_two_devices",
@@ -70,7 +81,7 @@ SHORT_ON_A_MESH = "test_served_tokens_are_those_of_the_notebook[ep=4]"
 EMULATED, INTERPRETED = "sm90", "mosaic"
 """Parameters by which contract suites name the implementation they run."""
 
-INTERPRETED_TESTS = 3
+INTERPRETED_TESTS = 2
 """Of a contract suite, not deep; each on its first shape."""
 
 GENERATES = "tests/jmoe/test_golden.py::test_paged_generation_equals_transformers_greedy"

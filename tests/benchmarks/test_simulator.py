@@ -154,10 +154,10 @@ def test_prediction_keeps_more_tokens_in_time_with_fewer_degraded_visits():
     assert predictive["degraded"] < 0.9 * alone["degraded"]
 
 
-def test_a_steady_load_that_needs_no_brownout_gets_none():
-    """For five minutes."""
+@pytest.mark.parametrize("seconds", [60.0, 300.0])
+def test_a_steady_load_that_needs_no_brownout_gets_none(seconds):
     live = burst.Live({}, machine(), tuple(Arrival((7,) * 20, 12) for _ in range(8)))
-    slo, pieces = Slo(0.1, 0.030), [(1.0, 5.0), (300.0, 5.0)]
+    slo, pieces = Slo(0.1, 0.030), [(1.0, 5.0), (seconds, 5.0)]
     found = burst.play(live, slo, pieces, server_settings(VARIANTS["predictive"]), 0)
     assert found["degraded"] == 0
     assert max(found["late_first"], found["late_other"]) < 1

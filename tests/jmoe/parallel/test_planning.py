@@ -61,7 +61,7 @@ def home_of(hosts):
 
 @pytest.mark.parametrize(("alpha", "per_pair"), [(0.0, None), (0.5, None), (0.5, 1), (1.0, 1)])
 def test_literal_plan_equals_algorithm_1(alpha, per_pair):
-    for counts, hosts in cases(80, seed=int(10 * alpha)):
+    for counts, hosts in cases(30, seed=int(10 * alpha)):
         for n in (0, 1, 4):
             got = _plan(counts, hosts, num_replicas=n, per_pair=per_pair, alpha=alpha, literal=True)
             want = oracle.algorithm_1(counts.tolist(), hosts.tolist(), n, alpha, per_pair)
@@ -71,7 +71,7 @@ def test_literal_plan_equals_algorithm_1(alpha, per_pair):
 @pytest.mark.parametrize(("tolerance", "move_local"), [(0.0, False), (0.1, False), (0.0, True)])
 def test_shares_equal_algorithm_2(tolerance, move_local):
     rng = np.random.default_rng(3)
-    for counts, hosts in cases(120, seed=4):
+    for counts, hosts in cases(60, seed=4):
         held, home = hosts | (rng.random(hosts.shape) < rng.choice([0.0, 0.2, 0.6])), home_of(hosts)
         kept, remote = _shard(counts, held, home, tolerance=tolerance, move_local=move_local)
         want = oracle.algorithm_2(

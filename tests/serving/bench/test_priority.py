@@ -97,7 +97,7 @@ def test_what_leaves_nothing_to_play_is_named(changes, words):
 def test_the_whole_bench_on_the_bundled_model(tmp_path):
     said = []
     config = PriorityConfig(
-        num_requests=120, loads=(0.9,), part_layers=2, saturation_s=2.0, out=tmp_path
+        num_requests=60, loads=(0.9,), part_layers=2, saturation_s=2.0, out=tmp_path
     )
     run_priority(config, said.append)
     stored = json.loads((tmp_path / "priority.json").read_text())

@@ -483,6 +483,6 @@ def test_random_traces_lose_nothing_under_any_policy(name):
         assert joins > 5
 
 
-def test_ten_thousand_random_traces_lose_nothing():
-    for seed in range(1000, 11_000):
+def test_thousands_of_random_traces_lose_nothing():
+    for seed in range(1000, 4000):
         random_trace(seed, lambda rng: rng.choice((LsFirst(), Whims(rng), make_policy("qllm"))))
