@@ -19,6 +19,7 @@ DEEP_FILES = {
     "tests/pallas_kernels/test_grouped_gemm_mosaic.py",
     "tests/pallas_kernels/test_kv_write_mosaic.py",
     "tests/pallas_kernels/test_paged_attention_mosaic.py",
+    "tests/pallas_kernels/test_planning_mosaic.py",
     "tests/pallas_kernels/test_prefill_attention_mosaic.py",
     "tests/pallas_kernels/test_routing_mosaic.py",
     "tests/pallas_kernels/test_past_2_31.py",

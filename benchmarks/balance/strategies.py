@@ -1,7 +1,7 @@
 """Ways to balance one layer's step, each from what it may know to the load of every device.
 
 Written from the papers' descriptions; the shares and replicas of Libra are jmoe's own
-(`jmoe.parallel.planning`), everything else is plain NumPy.
+(`pallas_kernels.planning`), everything else is plain NumPy.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from functools import cached_property, partial
 import jax
 import numpy as np
 
-from jmoe.parallel import placement, planning
+from jmoe.parallel import placement
+from pallas_kernels import planning
 
 Load = np.ndarray
 

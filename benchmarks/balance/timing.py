@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.balance.traces import Trace, draw
-from jmoe.parallel import placement, planning
+from jmoe.parallel import placement
+from pallas_kernels import planning
 
 MEDIANS, ACCURACY = 5, 0.85
 

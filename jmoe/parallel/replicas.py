@@ -22,14 +22,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jmoe.brownout import Control
 from jmoe.experts import ExpertPool, ExpertTable
 from jmoe.parallel.experts import AXIS, EXEMPT, VALID
-from jmoe.parallel.planning import (
-    count_visits,
-    device_of_visits,
-    home_of,
-    plan_replicas,
-    shard_visits,
-)
+from jmoe.parallel.visits import count_visits, device_of_visits
 from pallas_kernels import grouped_gemm, routing
+from pallas_kernels.planning import home_of, plan_replicas, shard_visits
 
 
 class Replication(NamedTuple):

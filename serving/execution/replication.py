@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from jmoe.api import Model
 from jmoe.parallel.cost import replicas_that_fit
+from jmoe.parallel.home import Home
 from jmoe.parallel.probe import PROBE_FILE, Probe, load_probes
 from jmoe.parallel.replicas import Replication
 from pallas_kernels.backend import backend
@@ -25,12 +26,7 @@ def replication_of(
     if not config.replicas or model.home is None:
         return {}
     if backend() != "cpu":
-        log.warning(
-            "engine.balance.replicas is %d: on a GPU, planning copies takes dozens of kernels a "
-            "layer and loops that wait for the host, and has not been measured; copies that stay "
-            "(engine.balance.spare_slots) cost a step nothing",
-            config.replicas,
-        )
+        _warn_of_loops(config, model.config.num_experts + model.num_united_slots, model.home)
     asked = Replication(config.replicas, config.replicas_per_pair, config.replicas_local_share)
     if config.replicas_min_tokens or backend() == "cpu":
         return {size: asked for size in sizes if size >= config.replicas_min_tokens}
@@ -58,6 +54,21 @@ def replication_of(
             reason,
         )
     return found
+
+
+def _warn_of_loops(config: BalanceConfig, num_experts: int, home: Home) -> None:
+    """Said where planning is no kernel on a GPU."""
+    from pallas_kernels.planning import mosaic  # Pallas is not imported where it is unused
+
+    if not mosaic.supports(num_experts, home.mesh.size):
+        log.warning(
+            "engine.balance.replicas is %d: for %d experts on %d devices planning copies is loops "
+            "that wait for the host in every layer; copies that stay (engine.balance.spare_slots) "
+            "cost a step nothing",
+            config.replicas,
+            num_experts,
+            home.mesh.size,
+        )
 
 
 def probes_of(config: BalanceConfig, model: Model) -> Probe | None:

@@ -228,10 +228,10 @@ class TestCopiesOfExperts:
         assert program.synchronous() == {"reduce-scatter": 3}
 
     def test_launches(self, program):
-        """Planning's loops count as one each: two of a layer's four wait for their host."""
+        """Planning is two kernels a layer, and none of its loops is the host's."""
         counts = count_launches(program.hlo)
-        assert counts["while"] == 9
-        assert sum(counts.values()) <= 385
+        assert "while" not in counts
+        assert sum(counts.values()) <= 335
 
 
 @pytest.mark.parametrize("joined", [False, True])

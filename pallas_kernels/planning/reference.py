@@ -1,18 +1,4 @@
-"""Which experts to replicate, how to split their visits, and which device computes each visit.
-
-Libra plans in two places. Before a layer, `plan_replicas` (its Algorithm 1) takes the visits that a
-predictor expects and chooses experts that devices should hold beside their own. In the layer,
-`shard_visits` (its Algorithm 2) takes the visits that the router really made and divides each
-expert's among the devices that hold it; `device_of_visits` then names a device for every visit.
-
-Letters: G devices of the mesh, E logical experts of a layer (routed, then united), R rows of the
-gathered batch, K picks a row. `counts[g, e]` are visits that rows of device g make to expert e;
-`hosts[e, g]` says that g holds e. An expert's *home* is its lowest-numbered host before replicas:
-visits of rows whose own device does not hold the expert start there.
-
-Everything is int32 arithmetic on replicated inputs, and the lowest index wins ties, so all devices
-reach the same decision. All visits of one layer's step together must stay below 2^31.
-"""
+"""XLA reference of planning: loops of small integer operations. Docstrings are in `op`."""
 
 from typing import Any, NamedTuple
 
@@ -27,60 +13,24 @@ GRAIN = 256
 """Visits are passed on between overloaded devices in parts of 1/GRAIN of the mean or more."""
 
 
-class Shares(NamedTuple):
-    """How many visits of each expert each device computes."""
-
-    kept: Int[Array, "G E"]  # of its own rows' visits
-    remote: Int[Array, "G E"]  # of other devices' rows' visits
-
-
 def plan_replicas(
     counts: Int[Array, "G E"],
     hosts: Bool[Array, "E G"],
     *,
     num_replicas: int,
-    per_pair: int | None = None,
-    alpha: float = 0.5,
-    literal: bool = False,
+    per_pair: int,
+    num_local: int,
+    literal: bool,
 ) -> Bool[Array, "E G"]:
-    """Replicas that devices should hold beside `hosts` (Libra, Algorithm 1).
-
-    First every device takes the `floor(alpha * num_replicas)` experts that its own rows visit most
-    and that it lacks, so that more visits stay local; an expert without visits is not taken. The
-    second phase balances. As printed in the paper (`literal`) it copies the expert with most remote
-    visits from the most loaded device to the least loaded one that can take it, and credits the
-    copy with the taker's own visits; once a copy cannot be placed nothing changes any more. The
-    other form moves visits between hosts as `shard_visits` will, copying an expert where that is
-    what a move lacks, and then spends what is left against errors of the prediction: each time on
-    the expert with most visits a host.
-
-    Args:
-        counts: int32, the visits that are expected.
-        hosts: every expert has one or more hosts.
-        num_replicas: N, the most that one device takes (static).
-        per_pair: the most that one device sends to another, an expert's home being its sender
-            (static); None is no bound.
-        alpha: 0 to 1, the share of N for the first phase (static).
-        literal: the second phase as printed (static).
-
-    Raises ValueError for a negative number of replicas, a bound below 1, or alpha out of range.
-    """
-    if num_replicas < 0:
-        raise ValueError(f"num_replicas is {num_replicas}; it must be 0 or more")
-    if per_pair is not None and per_pair < 1:
-        raise ValueError(f"per_pair is {per_pair}; it must be 1 or more, or None for no bound")
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha is {alpha}; it must be between 0 and 1")
+    """See `op.plan_replicas`; `num_local` of the replicas are the first phase's."""
     devices = hosts.shape[1]
-    num_local = int(alpha * num_replicas)
-    bound = num_replicas if per_pair is None else per_pair
     plan = _Plan(
         hosts,
         home_of(hosts),
         jnp.full((devices,), num_replicas, jnp.int32),
-        jnp.full((devices, devices), bound, jnp.int32),
+        jnp.full((devices, devices), per_pair, jnp.int32),
     )
-    plan = _take_local(counts, plan, num_local, bounded=bound < num_local)
+    plan = _take_local(counts, plan, num_local, bounded=per_pair < num_local)
     if literal:
         plan = _balance_as_printed(counts, plan, (num_replicas - num_local) * devices)
     else:
@@ -91,39 +41,13 @@ def plan_replicas(
 def shard_visits(
     counts: Int[Array, "G E"],
     hosts: Bool[Array, "E G"],
+    home: Int[Array, "E"],
     *,
-    home: Int[Array, "E"] | None = None,
-    tolerance: float = 0.0,
-    move_local: bool = True,
-) -> Shares:
-    """Divides every expert's visits among its hosts (Libra, Algorithm 2, with whole visits).
-
-    Visits start on their own device where it holds the expert, else at the expert's home. While a
-    device is above `(1 + tolerance)` times the mean (rounded up, as is the mean itself), the most
-    loaded device that can gives visits of its hottest movable expert to that expert's least loaded
-    host, as many as this one has room for below the mean. After each move all devices are looked at
-    again: the paper's text says so, its listing would first finish a round.
-
-    As printed (`move_local` False) only visits of other devices' rows move, and a move may take
-    more than the excess. With `move_local` a device may give away its own rows' visits as well,
-    the others' first, and never more than the excess. And where no host has room below the mean
-    it may pass visits on to a less loaded one, half of the difference, which then is the one to
-    give; differences that this moves by less than 1/GRAIN of the mean are left.
-
-    Args:
-        counts: int32, the visits that were made.
-        hosts: homes and replicas.
-        home: int32, `home_of` the hosts before there were replicas; None takes the hosts as given.
-        tolerance: how far above the mean is left alone, in steps of 0.001 (static).
-        move_local: own visits may move (static).
-
-    Returns int32 shares: for each expert they add up to its visits, only hosts have any, and no
-    device keeps more than its own rows made. Raises ValueError for a negative tolerance.
-    """
-    if tolerance < 0:
-        raise ValueError(f"tolerance is {tolerance}; it must be 0 or more")
+    tolerance: float,
+    move_local: bool,
+) -> Int[Array, "G E"]:
+    """The visits that each device computes; see `op.shard_visits`."""
     own = jnp.where(hosts.T, counts, 0)
-    home = home_of(hosts) if home is None else home
     others = _at_home(_sum(counts - own, axis=0), home, counts.shape[0])
     mean = _mean(counts)
     permille = round(1000 * tolerance)
@@ -140,67 +64,7 @@ def shard_visits(
     loads = _Loads.of(others + own if move_local else others, _sum(own + others, axis=1))
     loads = lax.while_loop(unbalanced, move, loads)
     computed = loads.movable if move_local else loads.movable + own
-    kept = jnp.minimum(own, computed)
-    return Shares(kept, computed - kept)
-
-
-def count_visits(
-    ids: Int[Array, "R K"], valid: Bool[Array, "R K"], *, num_experts: int, num_devices: int
-) -> Int[Array, "G E"]:
-    """Visits by device and expert as `device_of_visits` counts them, int32.
-
-    Args: as there; `num_experts` and `num_devices` are static.
-    """
-    visited = _visited(ids, valid, num_experts).reshape(num_devices, -1, num_experts)
-    return _sum(_int(visited), axis=1)
-
-
-def device_of_visits(
-    ids: Int[Array, "R K"], valid: Bool[Array, "R K"], shares: Shares, hosts: Bool[Array, "E G"]
-) -> Int[Array, "R K"]:
-    """The device that computes each visit of a gathered batch, int32; -1 where it is not valid.
-
-    Visits of an expert stand in line by the device of their row, then by row. Of a device's own the
-    first `kept` stay; all others, still in line, fill the hosts' `remote` shares in the order of
-    the devices. If the shares come from `count_visits` of the same batch, devices get exactly
-    theirs. Whatever the shares leave over goes to the expert's lowest-numbered host.
-
-    A row that names an expert twice (merged picks of united experts) counts once, and both of its
-    visits go to one device.
-
-    Args:
-        ids: int32, logical experts; anything where `valid` is False. Rows are in the order of the
-            devices that they come from, the same number of each.
-        valid: False for padding and for visits that were dropped.
-        shares: of this batch.
-        hosts: homes and replicas.
-    """
-    num_devices, num_experts = shares.kept.shape
-    rows = ids.shape[0] // num_devices
-    visited = _int(_visited(ids, valid, num_experts)).reshape(num_devices, rows, num_experts)
-    counts = _sum(visited, axis=1)
-    before = jnp.cumsum(visited, axis=1, dtype=jnp.int32) - visited  # of the same device
-    expert = jnp.where(valid, ids, 0)
-    place = jnp.take_along_axis(before.reshape(-1, num_experts), expert, axis=1)
-
-    away = jnp.maximum(counts - shares.kept, 0)
-    away_before = jnp.cumsum(away, axis=0, dtype=jnp.int32) - away
-    remote_end = jnp.cumsum(shares.remote, axis=0, dtype=jnp.int32)
-    source = jnp.repeat(jnp.arange(num_devices, dtype=jnp.int32), rows)[:, None]
-    kept = shares.kept[source, expert]
-    in_line = away_before[source, expert] + place - kept
-    ends = remote_end.T[expert]  # [R, K, G]
-    other = _sum(_int(ends <= in_line[..., None]), axis=-1)
-    other = jnp.where(other < num_devices, other, home_of(hosts)[expert])
-    return jnp.where(valid, jnp.where(place < kept, source, other), -1)
-
-
-def _visited(
-    ids: Int[Array, "R K"], valid: Bool[Array, "R K"], num_experts: int
-) -> Bool[Array, "R E"]:
-    """Which experts each row visits. Not by sorting: on a GPU these are a few plain kernels."""
-    experts = jnp.arange(num_experts, dtype=jnp.int32)
-    return jnp.any((ids[:, :, None] == experts[None, None]) & valid[:, :, None], axis=1)
+    return computed
 
 
 def home_of(hosts: Bool[Array, "E G"]) -> Int[Array, "E"]:
