@@ -19,20 +19,20 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from pallas_kernels.planning.reference import GRAIN, MANY, SPREAD
-from pallas_kernels.routing.parts import (
-    BY_EXPERT,
+from pallas_kernels.layouts import (
     BY_ROW,
-    EXPERTS,
+    BY_SINGLE_COLUMN,
     I32,
+    ROWS,
+    SINGLE_COLUMNS,
     across,
     by_row,
     down,
     iota,
 )
+from pallas_kernels.planning.reference import GRAIN, MANY, SPREAD
 
 LANES = 4  # of an expert, each with some of the devices
-ROWS = 64  # experts that the warps hold at once
 MAX_EXPERTS = 256  # elements of a TMA box
 MAX_ELEMENTS = 2048  # of an array in registers, sixteen a thread
 
@@ -92,8 +92,8 @@ def _run(
             plgpu.copy_gmem_to_smem(source, target, full)
         plgpu.barrier_wait(full)
         at = _Problem(
-            plgpu.load(counts_smem, layout=EXPERTS, optimized=False),
-            plgpu.load(hosts_smem, layout=EXPERTS, optimized=False),
+            plgpu.load(counts_smem, layout=SINGLE_COLUMNS, optimized=False),
+            plgpu.load(hosts_smem, layout=SINGLE_COLUMNS, optimized=False),
             by_row(home_smem),
             devices,
         )
@@ -133,12 +133,12 @@ class _Problem(NamedTuple):
     @property
     def expert(self):
         """Number of each row of a matrix."""
-        return iota(self.shape, 0, EXPERTS)
+        return iota(self.shape, 0, SINGLE_COLUMNS)
 
     @property
     def device(self):
         """Number of each column of a matrix."""
-        return iota(self.shape, 1, EXPERTS)
+        return iota(self.shape, 1, SINGLE_COLUMNS)
 
     @property
     def experts(self):
@@ -148,7 +148,7 @@ class _Problem(NamedTuple):
     @property
     def devices(self):
         """Numbers of devices, of which each has a value."""
-        return iota(self.shape[1:], 0, BY_EXPERT)
+        return iota(self.shape[1:], 0, BY_SINGLE_COLUMN)
 
     def of_expert(self, matrix, expert):
         """An expert's row, by device."""

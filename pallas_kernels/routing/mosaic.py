@@ -32,28 +32,30 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.layouts import (
+    I32,
+    ROWS,
+    WGMMA,
+    by_column,
+    by_row,
+    iota,
+)
 from pallas_kernels.routing import stages
 from pallas_kernels.routing.op import Dispatch, Plan
 from pallas_kernels.routing.parts import (
     DEGRADABLE,
     EXEMPT,
     GAP,
-    I32,
     MAX_BLOCKS,
     MAX_EXPERTS,
     MAX_PICKS,
     PADDING,
-    ROWS,
-    WGMMA,
     Block,
     Given,
     Out,
     Sizes,
     Smem,
-    by_column,
     by_expert,
-    by_row,
-    iota,
     scratch,
 )
 

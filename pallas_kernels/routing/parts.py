@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
-ROWS = 64
-"""Rows of a block: wgmma's M."""
+from pallas_kernels.layouts import BY_SINGLE_COLUMN, I32, ROWS, SINGLE_COLUMNS
 
 MAX_BLOCKS = 8
 """Blocks of a cluster, the most that every GPU can place."""
@@ -20,18 +18,7 @@ MAX_EXPERTS = 256
 MAX_PICKS = 8
 """A row's picks are compared with each other in registers."""
 
-I32 = jnp.int32
-WGMMA = plgpu.Layout.WGMMA
-# As WGMMA, but of columns one by one: experts need be multiples of four only.
-EXPERTS = plgpu.Layout.TILED(
-    plgpu.Tiling(((64, 4), (16, 4), (8, 4), (1,))),
-    warp_dims=(-7,),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
-)
-BY_ROW = EXPERTS.reduce(1)  # which is also WGMMA's
-BY_EXPERT = EXPERTS.reduce(0)
-BY_COLUMN = WGMMA.reduce(0)
+EXPERTS, BY_EXPERT = SINGLE_COLUMNS, BY_SINGLE_COLUMN  # rows by experts
 
 PADDING, DEGRADABLE, EXEMPT = range(3)  # kinds of rows
 EXEMPT_VISIT = 1 << 16  # beside which visits that may be degraded are counted
@@ -183,34 +170,9 @@ def own(chunk):
     return pl.ds(pl.multiple_of(chunk * ROWS, ROWS), ROWS)
 
 
-def iota(shape, axis, layout):
-    """Numbers along an axis."""
-    return plgpu.broadcasted_iota(I32, shape, axis, layout=layout)
-
-
-def across(vector, shape, layout: Any = EXPERTS):
-    """A value for each row, in all columns."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (0,)), layout)
-
-
-def down(vector, shape, layout: Any = EXPERTS):
-    """A value for each column, in all rows."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (1,)), layout)
-
-
-def by_row(ref):
-    """A vector that has a value for each row."""
-    return plgpu.load(ref, layout=BY_ROW, optimized=False)
-
-
 def by_expert(ref):
     """A vector that has a value for each routed expert, for use with `EXPERTS`."""
     return plgpu.load(ref, layout=BY_EXPERT, optimized=False)
-
-
-def by_column(ref):
-    """A vector that has a value for each column, for use with `WGMMA`."""
-    return plgpu.load(ref, layout=BY_COLUMN, optimized=False)
 
 
 def product(a, b):

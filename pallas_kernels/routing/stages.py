@@ -7,25 +7,27 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.layouts import (
+    BY_ROW,
+    I32,
+    ROWS,
+    WGMMA,
+    across,
+    by_column,
+    by_row,
+    down,
+    iota,
+)
 from pallas_kernels.routing.parts import (
     BY_EXPERT,
-    BY_ROW,
     DEGRADABLE,
     EXEMPT,
     EXEMPT_VISIT,
     EXPERTS,
-    I32,
     PADDING,
     PINNED,
-    ROWS,
-    WGMMA,
     Block,
-    across,
-    by_column,
     by_expert,
-    by_row,
-    down,
-    iota,
     own,
     product,
 )

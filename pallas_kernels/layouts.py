@@ -1,0 +1,48 @@
+"""Layouts of a warpgroup's registers, and vectors along them, for kernels under Lane semantics."""
+
+from typing import Any
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+ROWS = 64
+"""Rows that a warpgroup holds at once: wgmma's M."""
+
+I32 = jnp.int32
+WGMMA = plgpu.Layout.WGMMA
+# As WGMMA, but of columns one by one: there need be a multiple of four only.
+SINGLE_COLUMNS = plgpu.Layout.TILED(
+    plgpu.Tiling(((ROWS, 4), (16, 4), (8, 4), (1,))),
+    warp_dims=(-7,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+BY_ROW = SINGLE_COLUMNS.reduce(1)  # which is also WGMMA's
+BY_SINGLE_COLUMN = SINGLE_COLUMNS.reduce(0)
+BY_COLUMN = WGMMA.reduce(0)
+
+
+def iota(shape, axis, layout):
+    """Numbers along an axis."""
+    return plgpu.broadcasted_iota(I32, shape, axis, layout=layout)
+
+
+def across(vector, shape, layout: Any = SINGLE_COLUMNS):
+    """A value for each row, in all columns."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (0,)), layout)
+
+
+def down(vector, shape, layout: Any = SINGLE_COLUMNS):
+    """A value for each column, in all rows."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (1,)), layout)
+
+
+def by_row(ref):
+    """A vector that has a value for each row."""
+    return plgpu.load(ref, layout=BY_ROW, optimized=False)
+
+
+def by_column(ref):
+    """A vector that has a value for each column, for use with `WGMMA`."""
+    return plgpu.load(ref, layout=BY_COLUMN, optimized=False)
