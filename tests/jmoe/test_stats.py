@@ -12,6 +12,8 @@ from jmoe.model import attend
 from jmoe.moe import route
 from jmoe.rope import rotation
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 CASES = ["qwen2_moe", "qwen2_moe_mlp_only_tied", "qwen3_moe"]
 TOKENS = np.random.default_rng(0).integers(0, 70, (3, 8))
 SETTINGS = [
