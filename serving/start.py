@@ -18,7 +18,7 @@ from serving.control.experts_loader import allowed_ways
 from serving.control.mover import starting_placement
 from serving.control.slo import starting_strategy
 from serving.execution.followers import Followers
-from serving.execution.memory import check_mesh
+from serving.execution.memory import check_balance, check_mesh
 from serving.execution.programs import Progress, limit_cpu_threads
 from serving.execution.runner import DeviceRunner, fit_to_model
 from serving.hosts import lead
@@ -92,6 +92,9 @@ def build(
             f"engine.mesh is {config.mesh!r}, and the model given is not spread over such a mesh; "
             "load it with mesh=jmoe.make_mesh(...), or leave engine.mesh empty"
         )
+    if loaded.home is not None:
+        home = loaded.home
+        check_balance(loaded.config, home.mesh.size, config.balance, spare=home.spare)
     ways = allowed_ways(config.brownout, loaded)
     starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
     if config.brownout.strategy == "auto" and not ways and config.process_index <= 0:

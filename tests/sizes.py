@@ -59,7 +59,7 @@ DEEP_TESTS = {
     "tests/serving/execution/test_programs.py::"
     "test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase",
     "tests/training/test_train.py::test_resumed_run_equals_uninterrupted",
-    "tests/jmoe/parallel/test_mesh_steps.py::test_all_steps_over_a_mesh_are_those_of_one_device",
+    "tests/jmoe/parallel/test_mesh_steps.py::test_all_other_steps_over_a_mesh_are_those_of_one_device",
     "tests/benchmarks/test_balance.py::test_a_tiny_run_writes_table_json_and_picture",
     "tests/serving/bench/test_balance_bench.py::test_the_whole_bench_on_the_bundled_model",
     "tests/serving/bench/test_priority.py::test_the_whole_bench_on_the_bundled_model",

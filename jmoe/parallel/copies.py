@@ -1,7 +1,7 @@
 """Copies of busy experts that stay: which experts get a second host, by the load seen lately.
 
 Letters: E logical experts of a layer, D devices, C copies. An expert's visits are divided alike
-among its hosts (`jmoe.parallel.experts.device_of_visits`), so that a device's load is the sum of
+among its hosts (`jmoe.parallel.experts.hosts_in_turn`), so that a device's load is the sum of
 its experts' shares. On the host, in NumPy, between two steps of a server: few calls on large
 arrays, since at 128 experts a call costs more than what it computes.
 """

@@ -75,7 +75,7 @@ def _from_words(words: Array, kind: jnp.dtype | type) -> Array:
     return lax.bitcast_convert_type(words, kind)
 
 
-def device_of_visits(expert_ids: Int[Array, "N K"], hosts: Bool[Array, "E D"]) -> Int[Array, "N K"]:
+def hosts_in_turn(expert_ids: Int[Array, "N K"], hosts: Bool[Array, "E D"]) -> Int[Array, "N K"]:
     """The device that computes each visit, -1 for none: an expert's hosts take turns, row by row.
 
     Chosen per (row, expert), so that two picks of a row that met in one expert are computed once.
@@ -131,7 +131,7 @@ def routed_experts(
         exempt=rows.exempt,
     )
     device = lax.axis_index(AXIS)
-    own = device_of_visits(plan.expert_ids, hosts) == device
+    own = hosts_in_turn(plan.expert_ids, hosts) == device
     work = routing.dispatch(
         jnp.where(own, plan.expert_ids, -1),
         rows.weights,

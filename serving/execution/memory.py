@@ -40,11 +40,11 @@ def check_memory(model: Model, limits: Limits) -> None:
     )
 
 
-def check_mesh(
-    cfg: ModelConfig, dtype_bytes: int, num_devices: int, balance: BalanceConfig
+def check_balance(
+    cfg: ModelConfig, num_devices: int, balance: BalanceConfig, *, spare: int | None = None
 ) -> None:
-    """Raises SettingsError, before weights load, for more copies than a device can get or use, and
-    where its part of the routed experts and its copies do not fit; other weights are not counted.
+    """Raises SettingsError for more copies than a device can get or use, or than a loaded model has
+    spare slots for: `spare` of each layer.
     """
     try:
         check_copies(
@@ -56,6 +56,20 @@ def check_mesh(
         )
     except ValueError as error:
         raise SettingsError(f"engine.balance.{error}") from None
+    if spare is not None and balance.spare_slots > spare:
+        raise SettingsError(
+            f"engine.balance.spare_slots is {balance.spare_slots}, and the model given was spread "
+            f"with {spare}: set it to {spare}, or load the model with a placement that has as many"
+        )
+
+
+def check_mesh(
+    cfg: ModelConfig, dtype_bytes: int, num_devices: int, balance: BalanceConfig
+) -> None:
+    """Raises SettingsError, before weights load, as `check_balance` does, and where a device's part
+    of the routed experts and its copies do not fit; other weights are not counted.
+    """
+    check_balance(cfg, num_devices, balance)
     free = free_bytes()
     if free is None:
         return

@@ -128,6 +128,21 @@ def test_more_copies_than_a_device_can_get_are_refused(copies, words, monkeypatc
         memory.check_mesh(geometry(), 2, 4, BalanceConfig(**copies))
 
 
+def test_a_model_given_has_to_have_the_spare_slots():
+    memory.check_balance(geometry(), 4, BalanceConfig(spare_slots=2), spare=2)
+    with pytest.raises(
+        SettingsError, match=r"spare_slots is 3, and the model .* with 2: set it to"
+    ):
+        memory.check_balance(geometry(), 4, BalanceConfig(spare_slots=3), spare=2)
+
+
+@pytest.mark.parametrize("copies", [{"replicas": 1}, {"spare_slots": 1}])
+def test_copies_of_a_model_that_is_given_are_checked_too(copies):
+    model = jmoe.load("bundled", "float32", mesh=make_mesh(1))
+    with pytest.raises(SettingsError, match="is 1; a device lacks 0 of 60 experts: set it to 0"):
+        prepare(EngineConfig(mesh="ep=1", balance=BalanceConfig(**copies)), model, lambda *_: None)
+
+
 def test_a_mesh_that_is_large_for_all_gather_is_warned_of(caplog):
     cfg = geometry()
     for devices, said in ((8, False), (16, True)):
