@@ -216,16 +216,14 @@ def load(
     Raises ConfigError, CheckpointError or TokenizerError, each naming what is wrong;
     ValueError for a placement that does not fit.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    directory, kind = resolve(path), jnp.dtype(dtype)
+    directory, kind = resolve(path), check_dtype(dtype)
     name = BUNDLED if str(path) == BUNDLED else directory.absolute().name
     tokenizer = Tokenizer.load(directory)
     finite = kind if check_weights else None
     if checkpoint.is_native(directory):
         cfg, weights = checkpoint.load_native(directory, kind, check_weights)
-        _check_tokenizer(tokenizer, cfg, directory)
-        united = _ways(checkpoint.load_united(directory, cfg, finite), ways, name)
+        check_tokenizer(tokenizer, cfg, directory)
+        united = choose_ways(checkpoint.load_united(directory, cfg, finite), ways, name)
         missing = num_united_slots(united)
         if missing > weights.num_united_slots:
             raise ValueError(f"{name} was saved without slots for ways {sorted(united)}")
@@ -233,12 +231,19 @@ def load(
         weights = weights if home is None else home.spread(weights)
     else:
         cfg = read_config(directory, allow_unknown_config=allow_unknown_config)
-        _check_tokenizer(tokenizer, cfg, directory)
-        united = _ways(checkpoint.load_united(directory, cfg, finite), ways, name)
+        check_tokenizer(tokenizer, cfg, directory)
+        united = choose_ways(checkpoint.load_united(directory, cfg, finite), ways, name)
         home = _home(cfg, num_united_slots(united), mesh, placement)
         weights = checkpoint.load_hf(directory, cfg, kind, united, progress, check_weights, home)
     resident = ResidentWeights(weights, united, name, home)
     return Model(name, directory, cfg, kind, resident, tokenizer)
+
+
+def check_dtype(dtype: str) -> jnp.dtype:
+    """The type by its name. Raises ValueError for one that weights cannot have."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    return jnp.dtype(dtype)
 
 
 def _home(
@@ -266,7 +271,7 @@ def _home(
     return Home(mesh, placement)
 
 
-def _check_tokenizer(tokenizer: Tokenizer | None, cfg: ModelConfig, directory: Path) -> None:
+def check_tokenizer(tokenizer: Tokenizer | None, cfg: ModelConfig, directory: Path) -> None:
     """Raises TokenizerError for a token that the model has no embedding for.
 
     The other way round is common: published models round `vocab_size` up.
@@ -284,7 +289,7 @@ def _check_tokenizer(tokenizer: Tokenizer | None, cfg: ModelConfig, directory: P
         )
 
 
-def _ways(
+def choose_ways(
     found: dict[int, UnitedExperts], wanted: Sequence[int] | None, name: str
 ) -> dict[int, UnitedExperts]:
     if wanted is None:

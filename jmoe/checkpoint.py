@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 
 from jmoe import layout
@@ -26,7 +27,7 @@ from jmoe.experts import (
 from jmoe.finite import fault, seem_finite
 from jmoe.layout import Layout
 from jmoe.parallel.home import Home
-from jmoe.weights import Weights
+from jmoe.weights import PoolHolder, Weights
 
 UNITED_FILE = "united.safetensors"
 FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors names them
@@ -88,6 +89,15 @@ class TensorFiles:
     def raw(self, name: str) -> np.ndarray:
         """One tensor in host memory, as it is stored."""
         return self._open[name].get_tensor(name)
+
+    def sampled(self, name: str, count: int, num_bytes: int) -> bytes:
+        """Out of a tensor as it is stored: the first `num_bytes` of `count` of its rows, spread
+        over it, the last among them.
+        """
+        part = self._open[name].get_slice(name)
+        rows = (part.get_shape() or [0])[0]
+        at = sorted({rows - 1 - rows * k // count for k in range(count)} if rows else ())
+        return b"".join(part[row : row + 1].tobytes()[:num_bytes] for row in at)
 
     def read(self, name: str, dtype: jnp.dtype, *, on_host: bool = False) -> jax.Array | np.ndarray:
         """One tensor in `dtype`, where it is assembled: on the device, or in a CPU's memory, where
@@ -188,8 +198,11 @@ class HFLayers:
         self._refuse_not_finite(params, [own])
         return params
 
-    def layer(self, index: int) -> tuple[dict[str, Any], ExpertPool | None]:
-        """One layer's parameters, and its routed experts in order; None for a dense layer.
+    def layer(
+        self, index: int, numbers: Sequence[int] | None = None
+    ) -> tuple[dict[str, Any], ExpertPool | None]:
+        """One layer's parameters, and its routed experts in order; None for a dense layer, and
+        where there are no `numbers` of experts to read (None: of all).
 
         Raises CheckpointError for weights that are not finite.
         """
@@ -197,8 +210,9 @@ class HFLayers:
         own = layout.layer(self._cfg, index, is_moe)
         params, pool, experts = self._read(own), None, []
         if is_moe:
-            count = self._cfg.num_experts
-            experts = [layout.expert(self._cfg, index, number) for number in range(count)]
+            numbers = range(self._cfg.num_experts) if numbers is None else numbers
+            experts = [layout.expert(self._cfg, index, number) for number in numbers]
+        if experts:
             on_host = self._experts_on_host
             parts = [self._read(expert, on_host=on_host) for expert in experts]
             stack: Any = np.stack if on_host else _stack
@@ -237,34 +251,56 @@ def load_hf(
     `progress(done, total)` counts layers. Raises CheckpointError.
     """
     files = HFLayers(directory, cfg, dtype, check_weights, experts_on_host=home is not None)
-    params = files.top()
     table = make_table(cfg.num_moe_layers, cfg.num_experts, num_united_slots(ways))
-    slots = np.asarray(table.slots)
     if home is None:
-        pool = empty_pool(cfg, slots.size, dtype)
-    else:
-        pool = home.empty_pool(jax.eval_shape(partial(empty_pool, cfg, 1, dtype)))
-    segments, moe_layer = [], 0
-    for _, start, count in cfg.segments():
+        held = PoolHolder(empty_pool(cfg, table.slots.size, dtype))
+        routed = np.asarray(table.slots)[:, : cfg.num_experts]
+        params = read_layers(files, cfg, progress, partial(write_routed, held, routed))
+        return Weights(params, held.pool, table)
+    held = PoolHolder(home.empty_pool(jax.eval_shape(partial(empty_pool, cfg, 1, dtype))))
+
+    def write(moe_layer: int, experts: ExpertPool) -> None:
+        gate_up, down = map(np.asarray, experts)  # as they are: no device has all
+        held.pool = home.write(held.pool, moe_layer, gate_up, down)
+
+    params = read_layers(files, cfg, progress, write)
+    return Weights(home.whole(params), held.pool, home.table(cfg.num_experts))
+
+
+def read_layers(
+    files: HFLayers,
+    cfg: ModelConfig,
+    progress: Callable[[int, int], None] | None,
+    write: Callable[[int, ExpertPool], None],
+    numbers: Sequence[Sequence[int]] | None = None,
+) -> dict[str, Any]:
+    """Reads a model layer by layer, and returns all but its experts; those of each MoE layer go to
+    `write(MoE layer, experts)`. `numbers` says which, by MoE layer; None: all.
+
+    Raises CheckpointError.
+    """
+    params, segments, moe_layer = files.top(), [], 0
+    for is_moe, start, count in cfg.segments():
         layers = []
         for layer in range(start, start + count):
-            own, experts = files.layer(layer)
+            wanted = numbers[moe_layer] if is_moe and numbers is not None else None
+            own, experts = files.layer(layer, wanted)
             layers.append(own)
             if experts is not None:
-                if home is None:
-                    routed = jnp.asarray(slots[moe_layer, : cfg.num_experts])
-                    pool = write_slots(pool, routed, *experts)
-                else:
-                    gate_up, down = map(np.asarray, experts)  # as they are: no device has all
-                    pool = home.write(pool, moe_layer, gate_up, down)
-                moe_layer += 1
+                write(moe_layer, experts)
+            moe_layer += is_moe
             if progress is not None:
                 progress(layer + 1, cfg.num_layers)
         segments.append(jax.tree.map(lambda *parts: _stack(parts), *layers))
     params["segments"] = tuple(segments)
-    if home is not None:
-        return Weights(home.whole(params), pool, home.table(cfg.num_experts))
-    return Weights(params, pool, table)
+    return params
+
+
+def write_routed(
+    held: PoolHolder, slots: Sequence[Int[np.ndarray, "n"]], moe_layer: int, experts: ExpertPool
+) -> None:
+    """Puts experts of a layer into the slots that `slots` has for it."""
+    held.pool = write_slots(held.pool, jnp.asarray(slots[moe_layer]), *experts)
 
 
 def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype) -> ExpertPool:

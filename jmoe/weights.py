@@ -1,6 +1,7 @@
 """A model's weights as one value, and the holder of those that lie on the device."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -31,11 +32,18 @@ class Weights(NamedTuple):
         return self.table.slots.shape[-1] - self.table.groups.shape[1]
 
 
-class ResidentWeights:
-    """The weights on the device, and the one record of whose united experts are among them.
+@dataclass(eq=False)
+class PoolHolder:
+    """The one holder of a pool, whoever's experts are in it: writing a slot donates the pool."""
 
-    Loading a way donates the pool, so that there is one holder of a pool and everybody reads
-    `weights` of it, at each use.
+    pool: ExpertPool
+
+
+class ResidentWeights:
+    """A model's weights on the device, and the one record of whose united experts are among them.
+
+    Loading a way donates the pool, so that a pool has one holder, shared by the models of a family,
+    and everybody reads `weights` at each use.
     """
 
     def __init__(
@@ -44,15 +52,27 @@ class ResidentWeights:
         united: Mapping[int, UnitedExperts],
         name: str = "the model",
         home: "Home | None" = None,
+        held: PoolHolder | None = None,
     ) -> None:
         """`united` lie in host memory, by way; no way is loaded. `name` is for messages. `home`
-        says where the weights lie, None: on one device.
+        says where the weights lie, None: on one device. `held` holds a pool that other models have
+        experts in as well; None: the pool is this model's alone.
         """
         self.home = home
+        self._held = held or PoolHolder(weights.pool)
         self.weights = weights
         self.united = dict(united)
         self.way: int | None = None
         self._name = name
+
+    @property
+    def weights(self) -> Weights:
+        """As they are now."""
+        return Weights(self._params, self._held.pool, self._table)
+
+    @weights.setter
+    def weights(self, weights: Weights) -> None:
+        self._params, self._held.pool, self._table = weights
 
     def use_way(self, way: int) -> None:
         """Loads the united experts of `way`. Raises ValueError for one the model does not have."""

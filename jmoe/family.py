@@ -1,0 +1,334 @@
+"""Several fine-tuned models over one pool of experts (Multi-MoE): a family, and loading one.
+
+A model of a family is what any model is: parameters, and a table over the pool. The pool is the
+same for all, and a slot may be in several tables. So whatever runs one model runs each of them,
+with the same programs.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+from safetensors import SafetensorError, safe_open
+
+from jmoe import checkpoint, display
+from jmoe.api import Model, check_dtype, check_tokenizer, choose_ways, resolve
+from jmoe.checkpoint import CheckpointError, HFLayers
+from jmoe.config import ConfigError, ModelConfig, read_config
+from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots, write_slots
+from jmoe.finite import seem_finite
+from jmoe.sharing import MERGED, MERGED_FILE, Sharing, SharingError, read_sharing
+from jmoe.tokenizer import Tokenizer
+from jmoe.weights import Params, PoolHolder, ResidentWeights, Weights
+
+MAY_DIFFER = frozenset({"eos_token_ids"})
+"""Of a configuration, what programs do not depend on."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Family(Sequence[Model]):
+    """Models of one architecture over one pool, in the order in which they were named."""
+
+    models: tuple[Model, ...]
+    sharing: Sharing
+
+    @classmethod
+    def of(cls, model: "Model | Family") -> "Family":
+        """A model as a family of one; a family as it is."""
+        if isinstance(model, Family):
+            return model
+        cfg = model.config
+        return cls((model,), Sharing.none((model.name,), cfg.num_moe_layers, cfg.num_experts))
+
+    @property
+    def config(self) -> ModelConfig:
+        """What all have in common; end-of-sequence tokens are the first one's."""
+        return self.models[0].config
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What they are called."""
+        return tuple(model.name for model in self.models)
+
+    def number(self, name: str) -> int | None:
+        """Which one is called `name`; None: none is."""
+        return self.names.index(name) if name in self.names else None
+
+    def __len__(self) -> int:
+        return len(self.models)
+
+    def __getitem__(self, number: Any) -> Any:
+        """A model by its number."""
+        return self.models[number]
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self.models)
+
+    def __repr__(self) -> str:
+        cfg = self.config
+        own = len(self) * cfg.num_moe_layers * cfg.num_experts
+        return (
+            f"Family({', '.join(self.names)}: {cfg.architecture}, {self.sharing.num_slots} routed "
+            f"experts for {own} positions, {self.sharing.shared_percent:.0f} % shared)"
+        )
+
+    def _repr_html_(self) -> str:
+        cfg, pool = self.config, self.models[0].pool
+        rows = [
+            ("models", ", ".join(self.names)),
+            ("architecture", cfg.architecture),
+            ("routed experts", f"{self.sharing.num_slots:,} slots for {len(self)} models"),
+            ("shared", f"{self.sharing.shared_percent:.0f} % of what could be"),
+            ("memory, pool", display.size(sum(leaf.nbytes for leaf in pool))),
+            ("memory, all other weights", display.size(_num_bytes(self))),
+        ]
+        return display.table("family", rows)
+
+
+def load_family(
+    directories: Mapping[str, str | Path],
+    sharing: str | Path | Sharing | None = None,
+    dtype: str = "bfloat16",
+    *,
+    ways: Sequence[int] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    check_weights: bool = True,
+    allow_unknown_config: Sequence[str] = (),
+) -> Family:
+    """Loads Hugging Face directories of one architecture into one pool.
+
+    Args:
+        directories: by the models' names, in order; the first is the default of whoever names none.
+        sharing: `family.json` of `jmoe consolidate`, or the map itself; None: nothing is shared.
+        dtype: as for `jmoe.load`, likewise the arguments that follow.
+        ways: united experts to keep at hand; None keeps those that every model has.
+        progress: called with (layers done, layers of all models).
+        check_weights: as for `jmoe.load`.
+        allow_unknown_config: as for `jmoe.load`.
+
+    A tensor beside the experts that is equal in two models is on the device once.
+
+    Raises, before any weights are read, ValueError for no directories or a way that one lacks,
+    ConfigError for models that are not of one architecture and vocabulary, SharingError for a map
+    of other models; then as `jmoe.load`.
+    """
+    kind, found = check_dtype(dtype), _directories(directories)
+    cfgs = {name: _config(path, tuple(allow_unknown_config)) for name, path in found.items()}
+    cfg = _common(cfgs)
+    tokenizers = {name: Tokenizer.load(path) for name, path in found.items()}
+    _check_tokenizers(tokenizers, cfgs, found)
+    shape = cfg.num_moe_layers, cfg.num_experts
+    if not isinstance(sharing, Sharing):
+        sharing = (
+            Sharing.none(tuple(found), *shape)
+            if sharing is None
+            else read_sharing(Path(sharing), found, shape)
+        )
+    elif sharing.names != tuple(found) or sharing.owners.shape[1:] != shape:
+        raise SharingError(
+            f"the map of shared experts is of {', '.join(sharing.names)}, {sharing.owners.shape}; "
+            f"those to load are {', '.join(found)}, {(len(found), *shape)}"
+        )
+    finite = kind if check_weights else None
+    united = _common_ways(
+        {n: checkpoint.load_united(path, cfg, finite) for n, path in found.items()}, ways
+    )
+    files = {n: HFLayers(path, cfg, kind, check_weights) for n, path in found.items()}
+    routed, held_experts = sharing.slots()
+    tables = _tables(routed, len(held_experts), num_united_slots(next(iter(united.values()))))
+    num_slots = int(max(np.max(np.asarray(table.slots)) for table in tables)) + 1
+    held = PoolHolder(checkpoint.empty_pool(cfg, num_slots, kind))
+    if (sharing.owners == MERGED).any():
+        _write_merged(held, sharing, held_experts, cfg, kind, check_weights)
+    models: list[Model] = []
+    for number, (name, path) in enumerate(found.items()):
+        done = _Progress(progress, number, len(found))
+        params = _read(files[name], cfg, held, held_experts, number, done)
+        params = _shared_leaves(params, [model.params for model in models])
+        weights = Weights(params, held.pool, tables[number])
+        resident = ResidentWeights(weights, united[name], name, held=held)
+        models.append(Model(name, path, cfgs[name], kind, resident, tokenizers[name]))
+    return Family(tuple(models), sharing)
+
+
+class _Progress:
+    """Layers of one model, counted on from those of the models before it."""
+
+    def __init__(self, tell: Callable[[int, int], None] | None, number: int, count: int) -> None:
+        self._tell, self._number, self._count = tell, number, count
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._tell is not None:
+            self._tell(self._number * total + done, self._count * total)
+
+
+def _directories(directories: Mapping[str, str | Path]) -> dict[str, Path]:
+    if not directories:
+        raise ValueError("no directory is named; give the models of a family as {name: directory}")
+    for name in directories:
+        if not name or name != name.strip():
+            raise ValueError(
+                f"a model's name is {name!r}; it must be neither empty nor begin or end with space"
+            )
+    return {name: resolve(path) for name, path in directories.items()}
+
+
+def _config(path: Path, allowed: Sequence[str]) -> ModelConfig:
+    if checkpoint.is_native(path):
+        raise ConfigError(
+            f"{path} is in jmoe's own format; a family is made of Hugging Face directories"
+        )
+    return read_config(path, allow_unknown_config=allowed)
+
+
+def _common(cfgs: Mapping[str, ModelConfig]) -> ModelConfig:
+    """What all models have in common. Raises ConfigError where that is not all of it."""
+    (first, cfg), *others = cfgs.items()
+    for name, other in others:
+        differing = [
+            f"{field.name} is {getattr(other, field.name)} and {getattr(cfg, field.name)}"
+            for field in fields(cfg)
+            if field.name not in MAY_DIFFER
+            and getattr(other, field.name) != getattr(cfg, field.name)
+        ]
+        if differing:
+            raise ConfigError(
+                f"{name} and {first} are not of one architecture, as models over one pool have to "
+                f"be: {'; '.join(differing)}. Serve {name} by itself"
+            )
+    return cfg
+
+
+def _check_tokenizers(
+    tokenizers: Mapping[str, Tokenizer | None],
+    cfgs: Mapping[str, ModelConfig],
+    directories: Mapping[str, Path],
+) -> None:
+    """Raises ConfigError where one text means other tokens to two models, but for tokens that one
+    has beyond the other's; TokenizerError for a token without an embedding.
+    """
+    first, known = "", {}
+    for name, tokenizer in tokenizers.items():
+        check_tokenizer(tokenizer, cfgs[name], directories[name])
+        if tokenizer is None:
+            continue
+        own = tokenizer.backend.get_vocab(True)
+        if not first:
+            first, known = name, own
+        other = next((t for t in own if t in known and own[t] != known[t]), None)
+        if other is not None:
+            raise ConfigError(
+                f"{name} and {first} do not have one vocabulary, as models over one pool have to: "
+                f"{other!r} is token {own[other]} of {name} and {known[other]} of {first}. Serve "
+                f"{name} by itself"
+            )
+
+
+def _common_ways(
+    found: Mapping[str, dict[int, UnitedExperts]], wanted: Sequence[int] | None
+) -> dict[str, dict[int, UnitedExperts]]:
+    """United experts of each model: those of `wanted` ways, or of all that every model has."""
+    if wanted is None:
+        everyone = set.intersection(*(set(ways) for ways in found.values()))
+        wanted = [way for way in next(iter(found.values())) if way in everyone]
+    return {name: choose_ways(ways, wanted, name) for name, ways in found.items()}
+
+
+def _tables(
+    routed: Int[np.ndarray, "N layers m"], num_routed: int, num_united: int
+) -> list[ExpertTable]:
+    """A table for each model: its routed experts' slots, and behind all of those its own slots for
+    united ones.
+    """
+    count, layers, experts = routed.shape
+    own = np.arange(count * layers * num_united, dtype=np.int32) + num_routed
+    own = own.reshape(count, layers, num_united)
+    groups = jnp.full((layers, experts), -1, jnp.int32)
+    return [
+        ExpertTable(jnp.asarray(np.concatenate([r, u], axis=1)), groups)
+        for r, u in zip(routed, own, strict=True)
+    ]
+
+
+def _read(
+    files: HFLayers,
+    cfg: ModelConfig,
+    held: PoolHolder,
+    held_experts: Int[np.ndarray, "slots 3"],
+    number: int,
+    progress: Callable[[int, int], None],
+) -> Params:
+    """A model's parameters; its experts that any model uses go into the pool."""
+    own = held_experts[:, 0] == number
+    slots = [
+        np.flatnonzero(own & (held_experts[:, 1] == layer)).astype(np.int32)
+        for layer in range(cfg.num_moe_layers)
+    ]
+    numbers = [held_experts[at, 2].tolist() for at in slots]
+
+    def write(moe_layer: int, experts: ExpertPool) -> None:
+        at = slots[moe_layer]
+        if len(at) == cfg.num_experts:
+            checkpoint.write_routed(held, slots, moe_layer, experts)
+            return
+        for place, slot in enumerate(at):  # one by one: every number of them would be a program
+            one = (leaf[place : place + 1] for leaf in map(np.asarray, experts))
+            held.pool = write_slots(held.pool, jnp.asarray(slot[None]), *map(jnp.asarray, one))
+
+    return checkpoint.read_layers(files, cfg, progress, write, numbers)
+
+
+def _write_merged(
+    held: PoolHolder,
+    sharing: Sharing,
+    held_experts: Int[np.ndarray, "slots 3"],
+    cfg: ModelConfig,
+    dtype: jnp.dtype,
+    check_weights: bool,
+) -> None:
+    """Merged experts go into the pool. Raises CheckpointError."""
+    if sharing.directory is None:
+        raise SharingError("the map has merged experts, and no directory that holds them")
+    path, (d, f) = sharing.directory / MERGED_FILE, (cfg.d_model, cfg.d_ff_expert)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for slot in np.flatnonzero(held_experts[:, 0] == MERGED):
+                _, layer, expert = held_experts[slot]
+                found = []
+                for key, shape in (("gate_up", (d, 2 * f)), ("down", (f, d))):
+                    name = f"layers.{layer}.experts.{expert}.{key}"
+                    tensor = file.get_tensor(name).astype(dtype)
+                    if tensor.shape != shape:
+                        raise CheckpointError(
+                            f"{path}: {name} is {list(tensor.shape)}, expected {list(shape)}"
+                        )
+                    if check_weights and not seem_finite(tensor):
+                        raise CheckpointError(f"{path}: {name} has weights that are not finite")
+                    found.append(jnp.asarray(tensor[None]))
+                held.pool = write_slots(held.pool, jnp.asarray([slot], jnp.int32), *found)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not readable: {error}") from None
+
+
+def _shared_leaves(params: Params, others: Sequence[Params]) -> Params:
+    """`params`, with the arrays of others where those are equal."""
+
+    def shared(leaf: jax.Array, *same: jax.Array) -> jax.Array:
+        return next((other for other in same if _equal(leaf, other)), leaf)
+
+    return jax.tree.map(shared, params, *others)
+
+
+def _equal(one: jax.Array, other: jax.Array) -> bool:
+    return one.shape == other.shape and np.array_equal(np.asarray(one), np.asarray(other))
+
+
+def _num_bytes(family: Family) -> int:
+    """Of all models' weights beside experts; what two share counts once."""
+    leaves = {id(leaf): leaf for model in family for leaf in jax.tree.leaves(model.params)}
+    return sum(leaf.nbytes for leaf in leaves.values())

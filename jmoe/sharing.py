@@ -1,0 +1,189 @@
+"""Which experts the models of a family share, and `family.json`, which keeps it.
+
+Models of one architecture that were fine-tuned from one another have experts at the same positions,
+(MoE layer, expert). Where two models share one, a single slot of the pool serves both. The map lies
+over the models' directories as they stand; only merged experts are weights of its own.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from jmoe.checkpoint import TensorFiles
+
+FORMAT = "jmoe-family-1"
+MERGED = -1
+"""As an owner: no model's expert, but the merged one of its position, in `MERGED_FILE`."""
+MERGED_FILE = "family.safetensors"
+"""Beside `family.json`: `layers.{i}.experts.{e}.gate_up [d, 2 f]` and `.down [f, d]`, i counting MoE
+layers."""
+
+SAMPLED_BYTES, SAMPLES = 256, 8
+"""Of each tensor, what a fingerprint reads: so many bytes at so many places."""
+
+
+class SharingError(ValueError):
+    """A map of shared experts that cannot be used; says which value is wrong and what would do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """Whose expert serves at each position of each model.
+
+    `owners[i, l, e]` is the model whose expert computes what model i routes to expert e of MoE
+    layer l: i itself where the expert is its own, `MERGED` for a merged one.
+    """
+
+    names: tuple[str, ...]
+    owners: Int[np.ndarray, "N layers m"]
+    fingerprints: tuple[str, ...] = ()  # of the models' directories; empty: not known
+    facts: Mapping[str, Any] = field(default_factory=dict)  # how it was made, for people
+    directory: Path | None = None  # where merged experts lie
+
+    def __post_init__(self) -> None:
+        """Raises SharingError for owners that are none of the models."""
+        count, found = len(self.names), self.owners
+        if found.ndim != 3 or len(found) != count:
+            raise SharingError(
+                f"owners have the shape {found.shape}; {count} models take "
+                f"[{count}, MoE layers, experts]"
+            )
+        if found.size and not MERGED <= found.min() <= found.max() < count:
+            raise SharingError(
+                f"owners are {found.min()} to {found.max()}; they must be numbers of the {count} "
+                f"models, 0 to {count - 1}, or {MERGED} for a merged expert"
+            )
+
+    @classmethod
+    def none(cls, names: Sequence[str], num_layers: int, num_experts: int) -> "Sharing":
+        """Every model has all experts for itself."""
+        own = np.arange(len(names), dtype=np.int32)[:, None, None]
+        return cls(tuple(names), np.tile(own, (1, num_layers, num_experts)))
+
+    @property
+    def num_slots(self) -> int:
+        """Routed experts that the pool holds: the distinct owners of each position."""
+        return sum(int((self.owners == owner).any(axis=0).sum()) for owner in self._all_owners)
+
+    @property
+    def shared_percent(self) -> float:
+        """Of the slots that sharing can save, those that it does; 100: one slot a position."""
+        count, *position = self.owners.shape
+        positions = int(np.prod(position))
+        if count == 1 or not positions:
+            return 0.0
+        return 100 * (count * positions - self.num_slots) / ((count - 1) * positions)
+
+    def slots(self) -> tuple[Int[np.ndarray, "N layers m"], Int[np.ndarray, "slots 3"]]:
+        """A slot for each distinct expert: of each position of each model; and what each slot
+        holds, as (owner, layer, expert). A layer's slots lie together.
+        """
+        found = np.empty_like(self.owners)
+        held: list[tuple[int, int, int]] = []
+        for layer in range(self.owners.shape[1]):
+            for owner in self._all_owners:
+                users = self.owners[:, layer] == owner
+                for expert in np.flatnonzero(users.any(axis=0)).tolist():
+                    found[users[:, expert], layer, expert] = len(held)
+                    held.append((owner, layer, expert))
+        return found, np.array(held, np.int32).reshape(-1, 3)
+
+    @property
+    def _all_owners(self) -> range:
+        return range(MERGED, len(self.names))
+
+
+def write_sharing(path: Path, sharing: Sharing) -> None:
+    """Writes `family.json`, a layer of a model a line. Raises OSError."""
+    identities = [
+        {"name": name, "fingerprint": print_}
+        for name, print_ in zip(sharing.names, sharing.fingerprints, strict=True)
+    ]
+    models = [
+        "  [\n   " + ",\n   ".join(json.dumps(layer) for layer in model) + "\n  ]"
+        for model in sharing.owners.tolist()
+    ]
+    head = {"format": FORMAT, "models": identities, "facts": dict(sharing.facts)}
+    text = json.dumps(head, indent=1).removesuffix("\n}")
+    path.write_text(text + ',\n "owners": [\n' + ",\n".join(models) + "\n ]\n}\n", encoding="utf-8")
+
+
+def read_sharing(path: Path, directories: Mapping[str, Path], shape: tuple[int, int]) -> Sharing:
+    """The map of a family that is served as `directories` say, in their order.
+
+    `shape` is the models' (MoE layers, experts). Models are known by what their directories hold,
+    whatever they are called. Raises SharingError for a file that is none, of other models, or of
+    another shape.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format"] != FORMAT:
+            raise ValueError(f"its format is {raw['format']!r}, not {FORMAT!r}")
+        prints = [str(model["fingerprint"]) for model in raw["models"]]
+        names = [str(model["name"]) for model in raw["models"]]
+        owners = np.array(raw["owners"])
+        if owners.dtype.kind != "i":
+            raise ValueError("owners are no table of integers")
+        facts = dict(raw.get("facts", {}))
+    except OSError as error:
+        raise SharingError(f"{path} is not readable: {error}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise SharingError(
+            f"{path} is no map of shared experts: {error!r}; `jmoe consolidate` writes one"
+        ) from None
+    if owners.shape[1:] != shape:
+        raise SharingError(
+            f"{path} is of models with {list(owners.shape[1:])} (MoE layers, experts); those named "
+            f"have {list(shape)}"
+        )
+    order = [
+        _known(path, name, directory, prints, names) for name, directory in directories.items()
+    ]
+    left = sorted(set(range(len(names))) - set(order))
+    if left or len(order) != len(names):
+        missing = ", ".join(names[at] for at in left) or "another model twice"
+        raise SharingError(
+            f"{path} is of {len(names)} models; {missing} was made with them and is not named. "
+            "Serve all of them, or run `jmoe consolidate` for these"
+        )
+    sharing = Sharing(tuple(names), owners.astype(np.int32), tuple(prints), facts, path.parent)
+    return _reordered(sharing, order, tuple(directories))
+
+
+def _known(path: Path, name: str, directory: Path, prints: list[str], names: list[str]) -> int:
+    """Which of the file's models a directory is."""
+    found = fingerprint(directory)
+    if found in prints:
+        return prints.index(found)
+    known = f"; its {name} had other weights" if name in names else ""
+    raise SharingError(
+        f"{path} was not made with {directory}, which is served as {name}{known}. It knows "
+        f"{', '.join(names)}; run `jmoe consolidate` again for the directories that you serve"
+    )
+
+
+def _reordered(sharing: Sharing, order: Sequence[int], names: tuple[str, ...]) -> Sharing:
+    number = np.empty(len(order) + 1, np.int32)
+    number[order] = np.arange(len(order))
+    number[MERGED] = MERGED  # the last entry
+    owners = number[sharing.owners[list(order)]]
+    prints = tuple(sharing.fingerprints[at] for at in order)
+    return Sharing(names, owners, prints, sharing.facts, sharing.directory)
+
+
+def fingerprint(directory: Path) -> str:
+    """What tells a directory's weights from others: names, types, shapes, and bytes out of each
+    tensor; it reads little of them. Raises CheckpointError.
+    """
+    files, digest = TensorFiles(directory), hashlib.sha256()
+    for name in files.names():
+        digest.update(f"{name} {files.kind(name)} {files.shape(name)}\n".encode())
+        rows = files.sampled(name, SAMPLES, SAMPLED_BYTES)
+        digest.update(rows)
+    return f"sha256:{digest.hexdigest()}"
