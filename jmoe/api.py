@@ -292,6 +292,7 @@ def check_tokenizer(tokenizer: Tokenizer | None, cfg: ModelConfig, directory: Pa
 def choose_ways(
     found: dict[int, UnitedExperts], wanted: Sequence[int] | None, name: str
 ) -> dict[int, UnitedExperts]:
+    """Those of the wanted ways; None: all. Raises ValueError for one that is not there."""
     if wanted is None:
         return found
     lacking = [way for way in wanted if way not in found]

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Int
 from safetensors import SafetensorError, safe_open
 
 from jmoe import layout
@@ -255,7 +254,7 @@ def load_hf(
     if home is None:
         held = PoolHolder(empty_pool(cfg, table.slots.size, dtype))
         routed = np.asarray(table.slots)[:, : cfg.num_experts]
-        params = read_layers(files, cfg, progress, partial(write_routed, held, routed))
+        params = read_layers(files, cfg, progress, partial(write_routed, held, list(routed)))
         return Weights(params, held.pool, table)
     held = PoolHolder(home.empty_pool(jax.eval_shape(partial(empty_pool, cfg, 1, dtype))))
 
@@ -297,9 +296,9 @@ def read_layers(
 
 
 def write_routed(
-    held: PoolHolder, slots: Sequence[Int[np.ndarray, "n"]], moe_layer: int, experts: ExpertPool
+    held: PoolHolder, slots: Sequence[np.ndarray], moe_layer: int, experts: ExpertPool
 ) -> None:
-    """Puts experts of a layer into the slots that `slots` has for it."""
+    """Puts experts of a layer into the slots that `slots` has for it, int32 [n]."""
     held.pool = write_slots(held.pool, jnp.asarray(slots[moe_layer]), *experts)
 
 

@@ -21,7 +21,7 @@ FORMAT = "jmoe-family-1"
 MERGED = -1
 """As an owner: no model's expert, but the merged one of its position, in `MERGED_FILE`."""
 MERGED_FILE = "family.safetensors"
-"""Beside `family.json`: `layers.{i}.experts.{e}.gate_up [d, 2 f]` and `.down [f, d]`, i counting MoE
+"""Beside `family.json`: `layers.{i}.experts.{e}.gate_up [d, 2 f]` and `.down [f, d]`; i counts MoE
 layers."""
 
 SAMPLED_BYTES, SAMPLES = 256, 8

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jmoe.api import Model
+from jmoe.family import Family
+from jmoe.tokenizer import Tokenizer
 from serving.config import EngineConfig
 from serving.errors import NOT_OURS, InvalidRequest, Overloaded, RequestFailed, shown
 from serving.plan import Limits
@@ -54,18 +55,30 @@ class Capacity:
 
 
 class Admission:
-    """The checks of one engine, and its tokenizer's thread."""
+    """The checks of one engine, and its tokenizers' thread."""
 
-    def __init__(self, config: EngineConfig, limits: Limits, model: Model | None) -> None:
-        """`model` None (tests) takes token prompts only."""
-        self._config, self._limits, self._model = config, limits, model
-        self._tokenizer = None if model is None else model.tokenizer
+    def __init__(self, config: EngineConfig, limits: Limits, family: Family | None) -> None:
+        """`family` None (tests) takes token prompts only."""
+        self._config, self._limits = config, limits
+        self._tokenizers = [None] if family is None else [model.tokenizer for model in family]
+        self._eos = [()] if family is None else [model.config.eos_token_ids for model in family]
         self.capacity = {priority: Capacity(limits.decode_rows) for priority in Priority}
         self.num_tokenizing = Counter[Priority]()  # long texts, waiting for their tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jmoe-tokenize")
         most = config.max_model_len - 1
-        longest = 1 if self._tokenizer is None else self._tokenizer.longest_token
-        self.bounds = Bounds(most, most * longest, 0 if model is None else model.config.vocab_size)
+        longest = max(1 if one is None else one.longest_token for one in self._tokenizers)
+        vocab_size = 0 if family is None else family.config.vocab_size
+        self.bounds = Bounds(most, most * longest, vocab_size)
+
+    def tokenizer(self, request: Request) -> Tokenizer | None:
+        """Of the model that a request asks; None: it takes token ids only."""
+        return self._tokenizers[request.model]
+
+    def stop_token_ids(self, request: Request) -> frozenset[int]:
+        """Tokens that end a request: its own, and its model's unless it ignores those."""
+        sampling = request.sampling
+        own = () if sampling.ignore_eos else self._eos[request.model]
+        return frozenset((*sampling.stop_token_ids, *own))
 
     def check_queue(
         self, priority: Priority, scheduler: "Scheduler", ttft_slo_s: float = math.inf
@@ -96,13 +109,14 @@ class Admission:
     def check_size(self, request: Request) -> None:
         """Looks at sizes and types only. Raises InvalidRequest for what can never be served."""
         bounds, prompt, timeout_s = self.bounds, request.prompt, request.timeout_s
+        tokenizer = self.tokenizer(request)
         check_count("characters of request_id", len(request.request_id), MAX_REQUEST_ID_CHARS)
         if timeout_s is not None and not (
             isinstance(timeout_s, int | float) and math.isfinite(timeout_s)
         ):
             raise InvalidRequest(f"timeout_s is {shown(timeout_s)}; it must be a number of seconds")
         if isinstance(prompt, str):
-            if self._tokenizer is None:
+            if tokenizer is None:
                 raise InvalidRequest("this model has no tokenizer; send token ids")
             if len(prompt) > bounds.max_prompt_chars:
                 raise InvalidRequest(
@@ -115,7 +129,7 @@ class Admission:
             raise InvalidRequest(f"the prompt is of type {kind}; send text or token ids")
         elif len(prompt) > bounds.max_prompt_tokens:
             raise self._too_long(len(prompt), request)
-        if request.sampling.stop and self._tokenizer is None:
+        if request.sampling.stop and tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; this model has none")
         for token in request.sampling.stop_token_ids:
             if token < 0 or (bounds.vocab_size and token >= bounds.vocab_size):
@@ -128,7 +142,9 @@ class Admission:
         """Token ids of a prompt whose size was checked. Raises InvalidRequest."""
         prompt = request.prompt
         if isinstance(prompt, str):
-            tokens = await self._encode(prompt, request.priority)
+            tokenizer = self.tokenizer(request)
+            assert tokenizer is not None  # its size was checked
+            tokens = await self._encode(tokenizer, prompt, request.priority)
         else:
             tokens = _ids(prompt)
         if not tokens:
@@ -161,13 +177,12 @@ class Admission:
             f"positions; this server has {self._config.max_model_len}"
         )
 
-    async def _encode(self, text: str, priority: Priority) -> list[int]:
-        assert self._tokenizer is not None
+    async def _encode(self, tokenizer: Tokenizer, text: str, priority: Priority) -> list[int]:
         try:
             if len(text) <= LONG_TEXT:
-                return self._tokenizer.encode(text)
+                return tokenizer.encode(text)
             # Others' steps go on meanwhile; one such text at a time.
-            job = self._thread.submit(self._tokenizer.encode, text)
+            job = self._thread.submit(tokenizer.encode, text)
             self.num_tokenizing[priority] += 1
             try:
                 return await asyncio.wrap_future(job)

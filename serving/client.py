@@ -75,7 +75,7 @@ class Client:
     ) -> "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]":
         """Starts a request; iterate over the messages, or `cancel()` to free what it holds.
 
-        `model` must be the name of what is served, or empty.
+        `model` must be the name of a served model; empty: the first of them.
         """
         request = pb.GenerateRequest(
             request_id=request_id,
@@ -107,9 +107,9 @@ class Client:
         """Version, status, and the server's limits. Fails at once where nothing listens."""
         return await self._generation.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)
 
-    async def model_info(self) -> pb.ModelInfo:
-        """Architecture and sizes of the served model."""
-        return await self._generation.GetModelInfo(pb.GetModelInfoRequest())
+    async def model_info(self, model: str = "") -> pb.ModelInfo:
+        """Architecture and sizes of a served model; of the first, where none is named."""
+        return await self._generation.GetModelInfo(pb.GetModelInfoRequest(model=model))
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Returns once the health service says SERVING. Raises TimeoutError."""

@@ -61,6 +61,8 @@ class EngineConfig:
     """Everything `jmoe serve` can be told. Sizes are counts; times are seconds."""
 
     model: str = "bundled"
+    models: tuple[str, ...] = ()  # NAME=DIR of each model of a family, in place of model
+    family: str = ""  # family.json of jmoe consolidate; empty: the models share no expert
     dtype: str = "bfloat16"
     mesh: str = ""  # ep=N: experts spread over N devices, which share the requests; empty: one
     coordinator: str = ""  # HOST:PORT of process 0, where a mesh spans several processes

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from jmoe.api import Model
+from jmoe.family import Family
 from serving.accounting import Accounts
 from serving.admission import Admission
 from serving.config import EngineConfig, ServerConfig
@@ -28,7 +29,6 @@ from serving.errors import (
     NOT_OURS,
     Aborted,
     DeadlineExceeded,
-    InvalidRequest,
     Overloaded,
     RequestFailed,
     ServingError,
@@ -49,6 +49,7 @@ from serving.request import (
     Priority,
     Request,
     SamplingParams,
+    number_of,
 )
 from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.pace import Pace
@@ -77,13 +78,13 @@ class InFlight:
 
 
 class Engine:
-    """Serves one model in one event loop. Make it with `await Engine.start(config)`."""
+    """Serves a model or a family in one event loop. Make it with `await Engine.start(config)`."""
 
     def __init__(
         self,
         config: EngineConfig,
         runner: Runner,
-        model: Model | None,
+        model: Model | Family | None,
         observer: Observer | Sequence[Observer] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -91,15 +92,17 @@ class Engine:
 
         `clock` is what the event loop's timers go by, in seconds.
         """
-        self.config, self.model, self.runner = config, model, runner
+        self.config, self.runner = config, runner
+        self.family = None if model is None else Family.of(model)
+        self.names = ("",) if self.family is None else self.family.names  # as requests name them
         self.status = "starting"
         self.failure = ""  # why it failed, once it did
         self.pace = Pace(runner.limits.num_layers, waits=config.prefill_company)
-        ways = allowed_ways(config.brownout, model)
+        ways = allowed_ways(config.brownout, self.family)
         way = ways[0] if ways else 0
         self.slo = SloAnalyser(config.brownout, config.salc, way=way, pace=self.pace)
         observers = [observer] if isinstance(observer, Observer) else observer or ()
-        self.loader = ExpertsLoader(runner, model, ways, self.slo, config.balance)
+        self.loader = ExpertsLoader(runner, self.family, ways, self.slo, config.balance)
         self.accounts = Accounts([self.slo.load, *self.loader.observers, *observers])
         self.scheduler = Scheduler(
             runner.limits,
@@ -108,15 +111,14 @@ class Engine:
             Share(config.best_effort_share),
             config.best_effort_max_wait_s or math.inf,
         )
-        self.admission = Admission(config, runner.limits, model)
+        self.admission = Admission(config, runner.limits, self.family)
         self.bounds = self.admission.bounds
         stuck = f"a step took longer than {config.watchdog_s:g} s (engine.watchdog_s)"
         self.watchdog = Watchdog(config.watchdog_s, partial(self._fail_from_thread, stuck))
         self.on_unresponsive: Callable[[str], None] = log.critical
         self._clock = clock
-        self._visits_per_token = (
-            model.config.num_moe_layers * model.config.experts_per_token if model else 1
-        )
+        cfg = None if self.family is None else self.family.config
+        self._visits_per_token = cfg.num_moe_layers * cfg.experts_per_token if cfg else 1
         self._in_flight: InFlight | None = None
         self._open: set[SequenceState] = set()  # admitted and not at their end
         self._work = asyncio.Event()
@@ -133,7 +135,7 @@ class Engine:
         cls,
         config: EngineConfig,
         *,
-        model: Model | None = None,
+        model: Model | Family | None = None,
         observer: Observer | Sequence[Observer] | None = None,
         progress: Progress | None = None,
     ) -> "Engine":
@@ -216,6 +218,11 @@ class Engine:
 
     # ---- callers ----------------------------------------------------------------------------
 
+    @property
+    def model(self) -> Model | None:
+        """The first model, which answers whoever names none; None in tests."""
+        return None if self.family is None else self.family[0]
+
     def check_admission(self, priority: Priority = LS) -> None:
         """Raises Unavailable or Overloaded; cheap, and before anything is looked at.
 
@@ -242,12 +249,15 @@ class Engine:
         allow_brownout: bool = True,
         priority: Priority = Priority.LATENCY_SENSITIVE,
         timeout_s: float | None = None,
+        model: str = "",
     ) -> AsyncGenerator[Output]:
         """Streams a request's outputs; the last one has a `finish_reason`.
 
-        Closing the iterator aborts the request and frees its pages.
+        `model` is one of `names`; empty: the first. Closing the iterator aborts the request and
+        frees its pages.
 
-        Raises InvalidRequest, Overloaded, Unavailable, DeadlineExceeded, Aborted, or RequestFailed.
+        Raises NotFound, InvalidRequest, Overloaded, Unavailable, DeadlineExceeded, Aborted, or
+        RequestFailed.
         """
         self.check_admission(priority)
         request = Request(
@@ -257,6 +267,7 @@ class Engine:
             allow_brownout,
             priority,
             timeout_s,
+            number_of(model, self.names),
         )
         sequence = await self._admit(request)
         try:
@@ -271,21 +282,18 @@ class Engine:
             self._abandon(sequence)
 
     async def _admit(self, request: Request) -> SequenceState:
-        arrived_at, sampling = self._clock(), request.sampling
+        arrived_at, seed = self._clock(), request.sampling.seed
         self.admission.check_size(request)
         prompt = await self.admission.tokenize(request)
         self.admission.check_fit(request, prompt)
         self.check_admission(request.priority)  # again: a long text took its time
-        stops = set(sampling.stop_token_ids)
-        if self.model is not None and not sampling.ignore_eos:
-            stops |= set(self.model.config.eos_token_ids)
         sequence = SequenceState(
             request,
             prompt,
-            seed=random.getrandbits(64) if sampling.seed is None else sampling.seed,
+            seed=random.getrandbits(64) if seed is None else seed,
             arrived_at=arrived_at,
-            stop_token_ids=frozenset(stops),
-            tokenizer=None if self.model is None else self.model.tokenizer,
+            stop_token_ids=self.admission.stop_token_ids(request),
+            tokenizer=self.admission.tokenizer(request),
         )
         if request.timeout_s is not None:
             left_s = arrived_at + request.timeout_s - self._clock()
@@ -340,12 +348,6 @@ class Engine:
         or Unavailable for another way when nothing ticks any more.
         """
         self.slo.check(change)
-        strategy = change.strategy or self.slo.strategy
-        if strategy == "partial" and not (change.way or self.slo.way):
-            raise InvalidRequest(
-                "partial brownout needs united experts; this model has none (`jmoe distill` makes "
-                "them)"
-            )
         if change.way is not None:
             if self.status in ("failed", "stopped"):
                 raise Unavailable(f"the engine is {self.status}; no other way can be loaded")

@@ -1,7 +1,8 @@
 """A runner without a device, whose outputs and times one can compute by hand.
 
-The next token of a sequence is its newest one plus one, modulo the vocabulary; a step takes a time
-that the test sets. It tests the real scheduler and the real tick.
+The next token of a sequence is its newest one plus one, and plus its model's number in a family,
+modulo the vocabulary; a step takes a time that the test sets. It tests the real scheduler and the
+real tick.
 """
 
 import asyncio
@@ -57,7 +58,7 @@ class FakeRunner:
             else:
                 new, places = [self._last[slot]], [self.limits.hidden_row(slot)]
             self._run(plan, slot, kv_len - q_len, new, places)
-            tokens.append((new[-1] + 1) % self.vocab_size)
+            tokens.append((new[-1] + 1 + plan.model) % self.vocab_size)
             if plan.is_last:
                 self._last[slot] = tokens[-1]
         count = len(tokens)

@@ -105,6 +105,7 @@ class StepPlan:
     prompt_logprobs: bool  # whether the prompts' tokens are scored
     places: Int[np.ndarray, "T"] = field(default_factory=lambda: np.zeros(0, np.int32))
     """Hidden rows of a prefill step's tokens; else empty."""
+    model: int = 0  # of a family, whose weights all rows need
     first_layer: int = 0
     stop_layer: int = 1
     is_last: bool = True  # whether tokens come of it: the model's last layer is among them

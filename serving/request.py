@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
-from serving.errors import InvalidRequest, shown
+from serving.errors import InvalidRequest, NotFound, shown
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -87,6 +87,15 @@ def check_count(what: str, count: int, most: int) -> None:
         raise InvalidRequest(f"number of {what} is {count}; it must be {most} at most")
 
 
+def number_of(model: str, names: Sequence[str]) -> int:
+    """Which of the served models is called so; empty: the first. Raises NotFound, naming them."""
+    if model and model not in names:
+        have = ", ".join(map(shown, names))
+        verb = "is" if len(names) == 1 else "are"
+        raise NotFound(f"model {shown(model)} is not served; {have} {verb}")
+    return names.index(model) if model else 0
+
+
 @dataclass(frozen=True)
 class Request:
     """One generation request."""
@@ -97,6 +106,7 @@ class Request:
     allow_brownout: bool = True  # False: its rows are exempt
     priority: Priority = Priority.LATENCY_SENSITIVE
     timeout_s: float | None = None  # from admission
+    model: int = 0  # which of a family's models it asks
 
 
 @dataclass(frozen=True)

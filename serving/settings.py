@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -100,6 +100,49 @@ def mesh_devices(mesh: str) -> int:
     """Devices of a setting `engine.mesh` that was checked; 1 for an empty one."""
     found = _MESH.fullmatch(mesh)
     return int(found[1]) if found else 1
+
+
+def named_models(models: Sequence[str]) -> dict[str, str]:
+    """Directories by name, of settings `engine.models` that were checked."""
+    return dict(_name_and_directory(model) for model in models)
+
+
+def _name_and_directory(model: str) -> tuple[str, str]:
+    name, _, directory = model.partition("=")
+    return name.strip(), directory.strip()
+
+
+def _check_models(config: ServerConfig, require: Any) -> None:
+    """Models of a family, as far as settings say what they are."""
+    engine = config.engine
+    require(
+        not engine.models or not engine.mesh,
+        "engine.mesh",
+        "empty where engine.models names several: a family is served on one device",
+    )
+    require(
+        not engine.family or bool(engine.models),
+        "engine.family",
+        "empty unless engine.models names the models (--model NAME=DIR, for each)",
+    )
+    models = [_name_and_directory(model) for model in engine.models]
+    names = [name for name, _ in models]
+    for model, (name, directory) in zip(engine.models, models, strict=True):
+        require(
+            bool(name and directory),
+            "engine.models",
+            f"NAME=DIR of each model, and one is {model!r}",
+        )
+        require(
+            names.count(name) == 1,
+            "engine.models",
+            f"a name of its own for each model, and {name!r} is there twice",
+        )
+    require(
+        not names or not config.served_model_name,
+        "served_model_name",
+        "empty where engine.models names several: each is called by its own name",
+    )
 
 
 _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):([1-9][0-9]{0,4})")
@@ -305,6 +348,7 @@ def _check_together(config: ServerConfig, require: Any) -> None:
         "0 or more, or -1: by max_num_seqs",
     )
     require(bool(engine.model), "engine.model", "a directory, or bundled")
+    _check_models(config, require)
     require(
         not engine.mesh or bool(_MESH.fullmatch(engine.mesh)),
         "engine.mesh",

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jmoe.api import Model, load, resolve
 from jmoe.checkpoint import is_native
 from jmoe.config import read_config
+from jmoe.family import Family, load_family
 from jmoe.parallel.cost import exchange_bytes
 from jmoe.parallel.home import make_mesh
 from serving.config import EngineConfig
@@ -23,7 +24,7 @@ from serving.execution.programs import Progress, limit_cpu_threads
 from serving.execution.runner import DeviceRunner, fit_to_model
 from serving.hosts import lead
 from serving.scheduling.policy import make_policy
-from serving.settings import SettingsError, mesh_devices
+from serving.settings import SettingsError, mesh_devices, named_models
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +33,11 @@ GATHERS_WELL = 8
 
 
 def prepare(
-    config: EngineConfig, model: Model | None, progress: Progress
-) -> tuple[EngineConfig, Model, DeviceRunner]:
-    """Loads the model unless it is given; compiles and warms every program. Takes its time.
+    config: EngineConfig, model: Model | Family | None, progress: Progress
+) -> tuple[EngineConfig, Family, DeviceRunner]:
+    """Loads the models unless they are given; compiles and warms every program. Takes its time.
 
-    Returns the settings as they are served, the model, and its runner.
+    Returns the settings as they are served, the models, and their runner.
 
     Raises SettingsError for a strategy that cannot be had, ValueError for a way that is not there,
     what `jmoe.load` raises, and Unavailable where another process of the mesh does not come or
@@ -65,10 +66,10 @@ def prepare(
 
 def _prepare(
     config: EngineConfig,
-    model: Model | None,
+    model: Model | Family | None,
     progress: Progress,
     followers: Followers | None = None,
-) -> tuple[EngineConfig, Model, DeviceRunner]:
+) -> tuple[EngineConfig, Family, DeviceRunner]:
     fitting, loaded, runner, ways = build(config, model, progress, followers)
     runner.start(ways[0] if ways else 0, ways, progress)
     return fitting, loaded, runner
@@ -76,17 +77,23 @@ def _prepare(
 
 def build(
     config: EngineConfig,
-    model: Model | None,
+    model: Model | Family | None,
     progress: Progress,
     followers: Followers | None = None,
-) -> tuple[EngineConfig, Model, DeviceRunner, tuple[int, ...]]:
-    """Loads the model unless it is given, and makes its runner; compiles nothing yet.
+) -> tuple[EngineConfig, Family, DeviceRunner, tuple[int, ...]]:
+    """Loads the models unless they are given, and makes their runner; compiles nothing yet.
 
-    Returns the settings as they are served, the model, its runner, and the ways that may be served.
-    Raises as `prepare`.
+    Returns the settings as they are served, the models, their runner, and the ways that may be
+    served. Raises as `prepare`.
     """
     mesh = make_mesh_of(config)
-    loaded = model or _load(config, mesh, progress)
+    family = Family.of(_load(config, mesh, progress) if model is None else model)
+    loaded = family[0]
+    if len(family) > 1 and (mesh is not None or any(one.home is not None for one in family)):
+        raise SettingsError(
+            f"engine.mesh is {config.mesh!r}, and {len(family)} models are given: a family is "
+            "served on one device; leave engine.mesh empty, or serve one model"
+        )
     if mesh is not None and (loaded.home is None or loaded.home.mesh != mesh):
         raise SettingsError(
             f"engine.mesh is {config.mesh!r}, and the model given is not spread over such a mesh; "
@@ -95,14 +102,14 @@ def build(
     if loaded.home is not None:
         home = loaded.home
         check_balance(loaded.config, home.mesh.size, config.balance, spare=home.spare)
-    ways = allowed_ways(config.brownout, loaded)
+    ways = allowed_ways(config.brownout, family)
     starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
     if config.brownout.strategy == "auto" and not ways and config.process_index <= 0:
         log.warning("brownout is off: %s has no united experts", loaded.name)
     fitting = fit_to_model(config, loaded)
     warn_of_gathering(fitting, loaded)
     parks = getattr(make_policy(config.policy), "parks", True)
-    return fitting, loaded, DeviceRunner(loaded, fitting, parks=parks, followers=followers), ways
+    return fitting, family, DeviceRunner(family, fitting, parks=parks, followers=followers), ways
 
 
 def warn_of_gathering(config: EngineConfig, model: Model) -> None:
@@ -147,10 +154,20 @@ def make_mesh_of(config: EngineConfig) -> Mesh | None:
         raise SettingsError(f"engine.mesh is {config.mesh!r}: {error}") from None
 
 
-def _load(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> Model:
+def _load(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> Model | Family:
     def layers(done: int, total: int) -> None:
         progress("loading", done, total)
 
+    if config.models:
+        return load_family(
+            named_models(config.models),
+            config.family or None,
+            config.dtype,
+            ways=config.brownout.ways or None,
+            progress=layers,
+            check_weights=config.check_weights,
+            allow_unknown_config=config.allow_unknown_config,
+        )
     directory = resolve(config.model)
     if mesh is not None and not is_native(directory):
         cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)

@@ -67,7 +67,7 @@ DEEP_TESTS = {
     "tests/serving/test_preemption.py::test_what_gave_way_answers_alike",
     "tests/serving/test_preemption.py::test_layers_at_once_are_measured_and_within_the_model",
     "tests/serving/test_preemption.py::"
-    "test_answers_do_not_depend_on_what_went_between[test_preemption:Restless]",
+    "test_answers_do_not_depend_on_what_went_between[restless:Restless]",
     "tests/jmoe/test_generate.py::test_layers_in_arrays_of_their_own_write_the_same",
     "tests/pallas_kernels/test_grouped_gemm_quantized.py::test_compiles_for_an_h200_without_spills",
     "tests/serving/scheduling/test_priorities.py::test_thousands_of_random_traces_lose_nothing",

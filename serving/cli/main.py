@@ -16,7 +16,7 @@ from serving import logs
 from serving.cli.distill import distill
 from serving.cli.evaluate import evaluate
 from serving.cli.info import info
-from serving.cli.options import AllowUnknownConfig, overrides
+from serving.cli.options import AllowUnknownConfig, models_flag, overrides
 from serving.cli.tools import bench, demo
 from serving.errors import ServingError, Unavailable
 from serving.progress import progress_bar
@@ -79,7 +79,7 @@ def common(
 
 
 _FLAGS = {
-    "model": "engine.model",
+    "family": "engine.family",
     "dtype": "engine.dtype",
     "mesh": "engine.mesh",
     "coordinator": "engine.coordinator",
@@ -116,7 +116,16 @@ _FLAGS = {
 @app.command()
 def serve(
     config: Annotated[str, typer.Option(help="YAML file, or a preset's name.")] = "default",
-    model: Annotated[str | None, typer.Option(help="Hugging Face directory, or bundled.")] = None,
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]DIR",
+            help="Hugging Face directory, or bundled; NAME=DIR several times for a family.",
+        ),
+    ] = None,
+    family: Annotated[
+        str | None, typer.Option(help="family.json of `jmoe consolidate`: what they share.")
+    ] = None,
     served_model_name: Annotated[
         str | None, typer.Option(help="What clients call the model, instead of its directory.")
     ] = None,
@@ -198,7 +207,7 @@ def serve(
         typer.Option("--set", metavar="KEY=VALUE", help="Any key, as engine.salc.window_s=4."),
     ] = None,
 ) -> None:
-    """Serves a model over gRPC until SIGTERM or SIGINT, then drains."""
+    """Serves a model, or a family of them, over gRPC until SIGTERM or SIGINT, then drains."""
     given = locals()
     import uvloop
 
@@ -209,6 +218,7 @@ def serve(
     from serving.timeline import Timeline
 
     flags = {key: given[name] for name, key in _FLAGS.items() if given[name] != []}
+    flags |= models_flag(model or [])
     loaded = settings.load(config, overrides(flags, set_ or []))
     verbose = verbose or logging.getLogger("serving").level == logging.DEBUG
     logs.configure(loaded.log_format, verbose=verbose)
@@ -263,7 +273,8 @@ async def _start_engine(config: Any, *observers: Any) -> Any:
 
     from serving.frontend.status import log_start
 
-    log_start(engine, config.served_model_name or engine.model.name, time.monotonic() - began_at)
+    names = [config.served_model_name] if config.served_model_name else engine.names
+    log_start(engine, ", ".join(names), time.monotonic() - began_at)
     return engine
 
 

@@ -1,6 +1,7 @@
 """What commands share: options, and settings from flags."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -28,3 +29,21 @@ def overrides(flags: Mapping[str, object], pairs: Sequence[str]) -> dict[str, ob
             raise ValueError(f"{key} is set twice")
         found[key] = value
     return found
+
+
+def models_flag(models: Sequence[str]) -> dict[str, object]:
+    """What `--model` sets: one directory, or NAME=DIR of each model of a family.
+
+    Raises ValueError for several that are not all named.
+    """
+    if not models:
+        return {}
+    if len(models) == 1 and ("=" not in models[0] or Path(models[0]).exists()):
+        return {"engine.model": models[0]}
+    for model in models:
+        if "=" not in model:
+            raise ValueError(
+                f"--model {model} is one of {len(models)} and has no name; write --model "
+                f"NAME={model}"
+            )
+    return {"engine.models": tuple(models)}

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from jmoe.api import Model
+from jmoe.family import Family
 from serving.config import BalanceConfig, BrownoutConfig
 from serving.control.mover import make_mover
 from serving.control.slo import SloAnalyser
@@ -15,12 +15,12 @@ MAX_PENDING = 8
 """Changes of way that may wait for each other; of callers who ask for the same, one counts."""
 
 
-def allowed_ways(config: BrownoutConfig, model: Model | None) -> tuple[int, ...]:
+def allowed_ways(config: BrownoutConfig, family: Family | None) -> tuple[int, ...]:
     """Ways that may be served, the one to start with first; empty without united experts.
 
-    Raises ValueError for a way that the model lacks.
+    Raises ValueError for a way that a model lacks; those of a family have the same ones.
     """
-    have = {} if model is None else model.united
+    have = {} if family is None else family[0].united
     wanted = config.ways or tuple(have)
     for way in (*wanted, *([config.way] if config.way else [])):
         if way not in have:
@@ -43,15 +43,15 @@ class ExpertsLoader:
     def __init__(
         self,
         runner: Runner,
-        model: Model | None,
+        family: Family | None,
         ways: tuple[int, ...],
         slo: SloAnalyser,
         balance: BalanceConfig = BALANCE,
     ) -> None:
         """`balance` says whether a mover gets the ticks in which no way is loaded."""
-        self.mover = make_mover(balance, runner, model)
+        self.mover = make_mover(balance, runner, None if family is None else family[0])
         self._runner, self._ways, self._slo = runner, ways, slo
-        self._num_layers = 1 if model is None else model.config.num_moe_layers
+        self._num_layers = 1 if family is None else len(family) * family.config.num_moe_layers
         self._pending: list[tuple[int, asyncio.Future[None]]] = []
         self._layer = 0
 

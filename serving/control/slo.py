@@ -277,6 +277,11 @@ class SloAnalyser:
             value = getattr(change, name)
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise InvalidRequest(f"{name} is {value}; it must be a positive number of seconds")
+        if (change.strategy or self.strategy) == "partial" and not (change.way or self.way):
+            raise InvalidRequest(
+                "partial brownout needs united experts; this model has none (`jmoe distill` makes "
+                "them)"
+            )
 
     def use_way(self, way: int, now: float) -> None:
         """Every layer has the united experts of `way` now; samples from before count no more."""

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from jmoe.api import Model
+from jmoe.family import Family
 from jmoe.packed_rows import empty_rows, pack_row
 from jmoe.parallel.replicas import Replication
 from jmoe.parallel.steps import shardings
@@ -37,9 +37,15 @@ class Calls(Protocol):
         ...
 
     def run(
-        self, key: Key, arrays: Sequence[np.ndarray], *, score: bool = False, sample: bool = False
+        self,
+        key: Key,
+        arrays: Sequence[np.ndarray],
+        *,
+        model: int = 0,
+        score: bool = False,
+        sample: bool = False,
     ) -> StepOutput:
-        """Launches a step or a part of one, and what may follow it: scores, sampled tokens."""
+        """Launches a step of a model or a part of one, and what may follow it: scores, tokens."""
         ...
 
     def use_way(self, way: int) -> None:
@@ -47,7 +53,7 @@ class Calls(Protocol):
         ...
 
     def load_way(self, way: int, layer: int) -> None:
-        """Loads them into one layer."""
+        """Loads them into one MoE layer, counted through the models of a family."""
         ...
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
@@ -60,15 +66,15 @@ class Calls(Protocol):
 
 
 class Device:
-    """A model's programs, weights and state on the devices of this process."""
+    """A family's programs, weights and state on the devices of this process."""
 
     def __init__(
         self,
-        model: Model,
+        family: Family,
         limits: Limits,
         buckets: Buckets,
         state: State,
-        params: Params,
+        params: Sequence[Params],
         options: Mapping[str, str],
         executables: Executables,
         *,
@@ -76,15 +82,16 @@ class Device:
         replication: Mapping[int, Replication] | None = None,
     ) -> None:
         """See `Programs`; `executables` are those on disk. The state is this object's own now."""
-        self.model, self.limits, self.buckets, self.state = model, limits, buckets, state
+        self.family, self.model = family, family[0]
+        self.limits, self.buckets, self.state = limits, buckets, state
         self._executables = executables
-        mesh = None if model.home is None else model.home.mesh
+        mesh = None if self.model.home is None else self.model.home.mesh
         self.several_processes = mesh is not None and mesh.is_multi_process
         # On a CPU the collectives of two programs under way would wait for each other for ever.
         self.one_at_a_time = self.several_processes and backend() == "cpu"
         self._split, _ = shardings(mesh)
         self.programs = Programs(
-            model,
+            family,
             buckets,
             state,
             params,
@@ -98,14 +105,20 @@ class Device:
         self.programs.compile_all(keys, self._executables, progress)
 
     def run(
-        self, key: Key, arrays: Sequence[np.ndarray], *, score: bool = False, sample: bool = False
+        self,
+        key: Key,
+        arrays: Sequence[np.ndarray],
+        *,
+        model: int = 0,
+        score: bool = False,
+        sample: bool = False,
     ) -> StepOutput:
         """See Calls."""
         prefill = key.phase == "prefill"
-        self.state, out = self.programs.run(key, self.state, *arrays)
+        self.state, out = self.programs.run(key, self.state, *arrays, model=model)
         self._settle(out)
         if score:
-            out = self.programs.score(out, arrays[0], arrays[prefill])
+            out = self.programs.score(out, arrays[0], arrays[prefill], model)
             self._settle(out)
         if sample:
             self.state, out = self.programs.sample(self.state, out, arrays[prefill])
@@ -149,11 +162,13 @@ class Device:
 
     def use_way(self, way: int) -> None:
         """See Calls."""
-        self.model.use_way(way)
+        for model in self.family:
+            model.use_way(way)
 
     def load_way(self, way: int, layer: int) -> None:
         """See Calls."""
-        self.model.load_way_layer(way, layer)
+        model, own = divmod(layer, self.model.config.num_moe_layers)
+        self.family[model].load_way_layer(way, own)
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
         """See Calls."""

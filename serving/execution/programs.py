@@ -18,13 +18,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int
 
-from jmoe.api import Model
+from jmoe.family import Family
 from jmoe.model import LOOKAHEAD
 from jmoe.packed_rows import NUM_COLUMNS, NUM_CONTROL, NUM_DELTA_COLUMNS, sampling_mode
 from jmoe.parallel import steps as on_mesh
 from jmoe.parallel.replicas import Replication
 from jmoe.steps import State, StepOutput, decode_step, prefill_step, sample_step, score_step
-from jmoe.weights import Params
+from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend
 from pallas_kernels.routing import max_active_experts
 from serving.config import EngineConfig
@@ -162,7 +162,9 @@ class Buckets:
 
 
 class Programs:
-    """Compiled programs of one model, and the count of compilations since they were ready.
+    """Compiled programs of one architecture, and the count of compilations since they were ready.
+
+    Models of a family run the same ones: a program's weights are an argument.
 
     On a Hopper GPU a step is one CUDA graph; all weights of layers but the routed experts are there
     twice then (`jmoe.steps.served`).
@@ -170,17 +172,17 @@ class Programs:
 
     def __init__(
         self,
-        model: Model,
+        family: Family,
         buckets: Buckets,
         state: State,
-        params: Params,
+        params: Sequence[Params],
         options: Mapping[str, str],
         *,
         parts_by_number: bool,
         replication: Mapping[int, Replication] | None = None,
     ) -> None:
-        """`params` and XLA's options are those of `jmoe.steps.served`. A model that is spread over
-        a mesh has programs that run on all of it.
+        """`params`, of each model, and XLA's options are those of `jmoe.steps.served`. A model that
+        is spread over a mesh has programs that run on all of it.
 
         `parts_by_number`: one program runs any part of a step, as its arguments say; else there is
         a program for each. `replication` says how prefill programs copy experts, by their tokens a
@@ -188,9 +190,11 @@ class Programs:
         """
         self._parts_by_number = parts_by_number
         self._replication = replication or {}
-        self._model, self._buckets, self._state = model, buckets, state
+        self._family, self._model = family, family[0]  # programs are made by the first
+        self._buckets, self._state = buckets, state
         self._params, self._options = params, dict(options)
-        self._mesh = None if model.home is None else model.home.mesh
+        home = self._model.home
+        self._mesh = None if home is None else home.mesh
         self._ranks = 1 if self._mesh is None else self._mesh.size
         self._compiled: dict[Key, Any] = {}
         self.num_from_disk = 0  # of them, read rather than compiled
@@ -261,10 +265,12 @@ class Programs:
         """Programs that there are."""
         return list(self._compiled)
 
-    def run(self, key: Key, state: State, *arrays: Any) -> Any:
-        """Launches a program; `state` is donated. Returns (state, output)."""
-        weights = self._model.weights._replace(params=self._params)
-        return self._compiled[key](weights, state, *arrays)
+    def run(self, key: Key, state: State, *arrays: Any, model: int = 0) -> Any:
+        """Launches a program on a model's weights; `state` is donated. Returns (state, output)."""
+        return self._compiled[key](self._weights(model), state, *arrays)
+
+    def _weights(self, model: int) -> Weights:
+        return self._family[model].weights._replace(params=self._params[model])
 
     def sample(
         self, state: State, out: StepOutput, rows: Int[np.ndarray, "B C"]
@@ -278,11 +284,15 @@ class Programs:
         return state._replace(last_token=last), out._replace(tokens=tokens, logprobs=logprobs)
 
     def score(
-        self, out: StepOutput, tokens: Int[np.ndarray, "T"], rows: Int[np.ndarray, "B C"]
+        self,
+        out: StepOutput,
+        tokens: Int[np.ndarray, "T"],
+        rows: Int[np.ndarray, "B C"],
+        model: int = 0,
     ) -> StepOutput:
         """After a prefill step of the largest size: launches what scores its prompts' tokens."""
         program = self._compiled[Key("score", len(tokens) // self._ranks, FULL_CAPACITY)]
-        scores = program(_without_layers(self._params), out.hidden, tokens, rows)
+        scores = program(_without_layers(self._params[model]), out.hidden, tokens, rows)
         return out._replace(prompt_logprobs=scores)
 
     def _lower(self, key: Key) -> jax.stages.Lowered:
@@ -346,7 +356,7 @@ class Programs:
             return held(self._state.last_token), logits, rows
         if key.phase == "score":
             hidden = by_rank(key.size, model.config.d_model, dtype=model.dtype)
-            return held(_without_layers(self._params)), hidden, tokens, rows
+            return held(_without_layers(self._params[0])), hidden, tokens, rows
         deltas = by_rank(buckets.deltas(key), NUM_DELTA_COLUMNS)
         control = jax.ShapeDtypeStruct((NUM_CONTROL,), jnp.int32, sharding=whole)
         packed = [rows, deltas, control]
@@ -354,7 +364,7 @@ class Programs:
             packed.insert(0, tokens)
             if self._state.hidden is not None:
                 packed.append(tokens)  # where their rows wait
-        weights = model.weights._replace(params=self._params)
+        weights = self._weights(0)
         return *held((weights, self._state)), *packed
 
     def _cache_key(self, key: Key, code: str) -> str:

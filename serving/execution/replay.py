@@ -32,13 +32,19 @@ class Led:
         self._device.warm(key)
 
     def run(
-        self, key: Key, arrays: Sequence[np.ndarray], *, score: bool = False, sample: bool = False
+        self,
+        key: Key,
+        arrays: Sequence[np.ndarray],
+        *,
+        model: int = 0,
+        score: bool = False,
+        sample: bool = False,
     ) -> StepOutput:
-        """See Calls."""
+        """See Calls. A mesh of several processes has one model."""
         sent = [to_message(array) for array in arrays]
         run = pb.Run(program=to_program(key), arrays=sent, score=score, sample=sample)
         self._followers.call(pb.Call(run=run))
-        return self._device.run(key, arrays, score=score, sample=sample)
+        return self._device.run(key, arrays, model=model, score=score, sample=sample)
 
     def use_way(self, way: int) -> None:
         """See Calls."""

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from jmoe.api import Model
+from jmoe.family import Family
 from jmoe.model import LOOKAHEAD
 from jmoe.packed_rows import pack_row
 from jmoe.parallel.steps import make_states
@@ -84,7 +85,10 @@ class Runner(Protocol):
         ...
 
     def load_way(self, way: int, layer: int) -> None:
-        """Puts one layer's united experts of `way` into the pool, between two steps."""
+        """Puts one MoE layer's united experts of `way` into the pool, between two steps.
+
+        Layers of a family's models are counted through, those of the first one first.
+        """
         ...
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
@@ -160,11 +164,13 @@ def fit_to_model(config: EngineConfig, model: Model) -> EngineConfig:
 
 
 class DeviceRunner:
-    """A model's step programs over one device state. `start` compiles and warms them."""
+    """Step programs of a model, or of a family, over one device state. `start` compiles and warms
+    them.
+    """
 
     def __init__(
         self,
-        model: Model,
+        models: Model | Family,
         config: EngineConfig,
         *,
         parks: bool = True,
@@ -173,10 +179,12 @@ class DeviceRunner:
         """`parks`: whether steps may have to make way between two layers. `followers` are the other
         processes of the model's mesh, where this is process 0 of several.
         """
-        self.model = model
+        self.family = family = Family.of(models)
+        self.model = model = family[0]
         self.limits = limits_of(config, model.config.num_layers, num_ranks_of(model))
-        params, options = served(model.params, eager=config.enforce_eager)
-        if (probes := probes_of(config.balance, model)) is not None:
+        each = [served(one.params, eager=config.enforce_eager) for one in family]
+        (params, options), *_ = each
+        if (probes := probes_of(config.balance, model)) is not None:  # on a mesh, which has one
             params = {**params, LOOKAHEAD: probes}
         # One program runs any part of a step where a loop whose length the device reads is free. A
         # GPU's host would wait for it; there each part has a program of its own.
@@ -205,11 +213,11 @@ class DeviceRunner:
             num_hidden=self.limits.hidden_per_rank if self._runs_parts else 0,
         )
         self.device = Device(
-            model,
+            family,
             self.limits,
             self.buckets,
             make() if model.home is None else make_states(model.home.mesh, make),
-            params,
+            [params, *(others for others, _ in each[1:])],
             options,
             executables,
             parts_by_number=self._parts_by_number,
@@ -360,7 +368,7 @@ class DeviceRunner:
 
         def start() -> Callable[[], StepResult]:
             score = plan.is_last and plan.prompt_logprobs
-            out = self._calls.run(key, arrays, score=score, sample=plan.is_last)
+            out = self._calls.run(key, arrays, model=plan.model, score=score, sample=plan.is_last)
             return self._results.start(out, key, step, plan.first_layer)
 
         if self.device.one_at_a_time:

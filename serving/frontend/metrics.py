@@ -23,6 +23,7 @@ from prometheus_client.metrics_core import (
 
 from serving.frontend import metrics_http
 from serving.frontend.mesh_metrics import MeshLoad
+from serving.frontend.model_metrics import ModelLoad
 from serving.observer import Observer
 from serving.request import Output, Priority
 
@@ -106,6 +107,7 @@ class Metrics(Observer):
         self.violations = {"prefill": 0, "decode": 0}
         self.finished: Counter[str] = Counter(stop=0, length=0)
         self.prompt_tokens = self.prefill_tokens = self.generation_tokens = 0
+        self.by_model = ModelLoad(PREFIX)
         self.mesh = MeshLoad(PREFIX, {phase: Histogram(_IMBALANCE) for phase in PHASES})
         self.engine: Engine | None = None  # set it when the engine is ready
         self.registry.register(self)
@@ -159,6 +161,7 @@ class Metrics(Observer):
         self.finished[output.finish_reason or "stop"] += 1
         took_s = np.array([now - sequence.arrived_at])
         self.e2e.of[sequence.request.priority].observe(took_s)
+        self.by_model.request_finished(sequence.request.model, output)
 
     def collect(self) -> Iterator[Metric]:
         """Yields every family; the registry calls it at a scrape."""
@@ -176,6 +179,7 @@ class Metrics(Observer):
         if self.expert_rows is not None:
             yield _expert_load(self.expert_rows)
         yield from self.mesh.collect(self.engine)
+        yield from self.by_model.collect(self.engine)
         yield self.e2e.collect("e2e_request_latency_seconds", "Arrival to last token")
         yield _counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
         yield _counter(

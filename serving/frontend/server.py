@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
@@ -28,6 +28,7 @@ from serving.frontend.metrics import Metrics
 from serving.frontend.services import GENERATE, SERVICES, AdminService, GenerationService
 from serving.frontend.status import StatusLog
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
+from serving.settings import named_models
 
 if TYPE_CHECKING:
     from serving.engine import Engine
@@ -83,12 +84,17 @@ class Server:
         return "starting" if self.engine is None else self.engine.status
 
     @property
-    def model_name(self) -> str:
-        """The name that clients use, the same before and after loading."""
-        if self.config.served_model_name:
-            return self.config.served_model_name
-        model = None if self.engine is None else self.engine.model
-        return Path(self.config.engine.model).absolute().name if model is None else model.name
+    def model_names(self) -> Sequence[str]:
+        """The names that clients use, the same before and after loading."""
+        config = self.config
+        if config.engine.models:
+            return list(named_models(config.engine.models))
+        if config.served_model_name:
+            return [config.served_model_name]
+        family = None if self.engine is None else self.engine.family
+        if family is not None:
+            return family.names
+        return [Path(config.engine.model).absolute().name]
 
     def readiness(self) -> tuple[bool, str]:
         """Whether health is SERVING, and a word that says why; other threads may ask."""
@@ -123,6 +129,7 @@ class Server:
     async def attach(self, engine: "Engine") -> None:
         """Serves with `engine` from now on. The server stops it in `drain` and `stop`."""
         self.engine = engine
+        engine.names = tuple(self.model_names)
         if self.config.exit_on_failure:
             engine.on_unresponsive = _exit_at_once
         self.metrics.engine = engine
@@ -274,11 +281,11 @@ def _log_addresses(server: Server) -> None:
     http = f"http://{join(config.host, config.metrics_port)}/metrics" if config.metrics_port else ""
     log.info(
         "loading %s; listening on %s, admin on %s, metrics %s",
-        *(server.model_name, server.address, server.admin_address),
+        *(", ".join(server.model_names), server.address, server.admin_address),
         f"on {http}" if http else "off",
         extra={
             "event": "listening",
-            "model": server.model_name,
+            "model": ", ".join(server.model_names),
             "address": server.address,
             "admin_address": server.admin_address,
             "metrics": http or None,

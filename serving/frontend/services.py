@@ -6,10 +6,11 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
-from serving.errors import NotFound, shown
+from serving.errors import NotFound
 from serving.frontend import convert, status
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
+from serving.request import number_of
 from serving.version import jmoe_version
 
 if TYPE_CHECKING:
@@ -27,9 +28,7 @@ class GenerationService(rpc.GenerationServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Streams one request. A caller that goes away cancels this, which aborts the request."""
-        engine, served = self._server.ready_engine(), self._server.model_name
-        if request.model and request.model != served:
-            raise NotFound(f"model {shown(request.model)} is not served; {shown(served)} is")
+        engine = self._server.ready_engine()
         outputs = engine.generate(
             convert.prompt(request, engine.bounds),
             convert.sampling(request.sampling, engine.bounds),
@@ -37,6 +36,7 @@ class GenerationService(rpc.GenerationServicer):
             allow_brownout=request.allow_brownout or not request.HasField("allow_brownout"),
             priority=convert.priority(request),
             timeout_s=context.time_remaining(),
+            model=request.model,
         )
         entry = status.request_entry(request.request_id)
         # Closed here and now: a generator left to the collector would keep its pages.
@@ -54,7 +54,8 @@ class GenerationService(rpc.GenerationServicer):
         return pb.ServerInfo(
             version=jmoe_version(),
             status=server.status,
-            model=server.model_name,
+            model=server.model_names[0],
+            models=server.model_names,
             platform="" if engine is None else _platform(),
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
@@ -72,12 +73,13 @@ class GenerationService(rpc.GenerationServicer):
         )
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.ModelInfo:
-        """Geometry of the served model."""
-        model = self._server.ready_engine().model
-        if model is None:
+        """Geometry of a served model; the first, where none is named."""
+        engine = self._server.ready_engine()
+        number = number_of(request.model, engine.names)
+        if engine.family is None:
             raise NotFound("this engine runs without a model")
-        info = convert.model_info(model)
-        info.name = self._server.model_name
+        info = convert.model_info(engine.family[number])
+        info.name = engine.names[number]
         return info
 
 

@@ -1,4 +1,4 @@
-"""A step while the scheduler holds it: its rows, and the layer it has come to.
+"""A step while the scheduler holds it: its rows, all of one model, and the layer it has come to.
 
 A batch is launched in parts of some layers. Between two parts rows may leave it (their request
 ended or was evicted), and another batch that has come as far may join.
@@ -118,6 +118,7 @@ class Batch:
         self.joins: Batch | None = None  # a parked one, taken along when this has come as far
         self.extents: list[int] = []  # of hidden rows
         self.has_best_effort = any(s.request.priority is BE for s in sequences)
+        self.model = sequences[0].request.model
         self._deltas = deltas
         for sequence in sequences:
             sequence.batch = self
@@ -175,7 +176,8 @@ class Batch:
 
     def absorb(self, other: "Batch") -> None:
         """Takes over the rows of another that has come to the same layer."""
-        assert (self.phase, self.next_layer) == (other.phase, other.next_layer)
+        assert (self.phase, self.model) == (other.phase, other.model)
+        assert self.next_layer == other.next_layer
         for sequence in other.sequences:
             sequence.batch = self
         self.rows = np.concatenate([self.rows, other.rows])
@@ -203,6 +205,7 @@ class Batch:
             prompt_logprobs=prefill
             and any(s.request.sampling.prompt_logprobs and not s.tokens for s in sequences),
             places=_joined(self.places),
+            model=self.model,
             first_layer=self.next_layer,
             stop_layer=stop,
             is_last=is_last,

@@ -20,6 +20,11 @@ class Chunks:
     def __bool__(self) -> bool:
         return bool(self._taken)
 
+    @property
+    def model(self) -> int | None:
+        """Whose prompts these are; None: anybody's yet."""
+        return self._taken[0][0].request.model if self._taken else None
+
     def ranks(self) -> list[int]:
         """Those with room for a token more."""
         seqs = Counter(self._limits.rank(sequence.slot) for sequence, _ in self._taken)

@@ -8,7 +8,6 @@ come do not write.
 """
 
 import math
-from bisect import insort
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -31,8 +30,10 @@ from serving.scheduling.policy import (
     RequestViews,
     View,
 )
+from serving.scheduling.queues import Queues, of_one_model
 from serving.scheduling.sequence import SequenceState, SequenceStatus
 from serving.scheduling.share import Share
+from serving.scheduling.turns import Turns
 from serving.scheduling.waiting import Waiting
 
 FEW_DECODING = 1 / 3
@@ -63,7 +64,8 @@ class Scheduler:
         self.limits, self.share = limits, share or Share(0.0)
         self.policy = GuardedPolicy(policy)
         self.places = Places(limits)
-        self.queues: dict[Priority, list[SequenceState]] = {LS: [], BE: []}  # in the policy's order
+        self._turns = Turns()
+        self.queues = Queues(self.policy)
         self.running: list[SequenceState] = []  # in PREFILL or DECODE, by admission
         self.under_way: list[Batch] = []  # begun, and not launched to the last layer
         self.num_parks = self.num_joins = 0
@@ -80,7 +82,7 @@ class Scheduler:
     @property
     def waiting(self) -> list[SequenceState]:
         """All that wait, class by class."""
-        return [*self.queues[LS], *self.queues[BE]]
+        return self.queues.all()
 
     @property
     def idle(self) -> bool:
@@ -89,16 +91,15 @@ class Scheduler:
 
     def add(self, sequence: SequenceState, now: float = 0.0) -> None:
         """Queues a sequence in its place."""
-        queue = self.queues[sequence.request.priority]
-        insort(queue, sequence, key=self.policy.rank)
-        if queue[0] is sequence and math.isnan(sequence.ready_at) and self._admissible(sequence):
+        is_next = self.queues.add(sequence)
+        if is_next and math.isnan(sequence.ready_at) and self._admissible(sequence):
             sequence.ready_at = now
 
     def finish(self, sequence: SequenceState) -> None:
         """Takes a sequence out, wherever it is, and frees what it holds. Again is no error."""
         status, sequence.status = sequence.status, SequenceStatus.DONE
         if status is SequenceStatus.WAITING:
-            self.queues[sequence.request.priority].remove(sequence)
+            self.queues.remove(sequence)
         elif status is not SequenceStatus.DONE:
             self._release(sequence)
 
@@ -124,23 +125,8 @@ class Scheduler:
 
     def waits(self, priority: Priority, now: float) -> Waiting:
         """What waits in a class, and how many do not."""
-        oldest, num_queued = self._oldest_arrival(priority), len(self.queues[priority])
-        age_s = 0.0 if oldest is None else now - oldest
-        num_running = sum(s.request.priority is priority for s in self.running)
-        slots_taken = num_queued > self.num_free_slots(priority)
-        return Waiting(age_s, slots_taken, num_queued, num_running)
-
-    def _oldest_arrival(self, priority: Priority) -> float | None:
-        """Arrival of the oldest sequence of a class that waits for its first token."""
-        ages = [s.arrived_at for s in self.queues[priority] if not s.tokens]
-        ages += [
-            s.arrived_at
-            for s in self.running
-            if s.status is SequenceStatus.PREFILL
-            and not s.tokens
-            and s.request.priority is priority
-        ]
-        return min(ages, default=None)
+        running = [s for s in self.running if s.request.priority is priority]
+        return Waiting.of(self.queues[priority], running, self.num_free_slots(priority), now)
 
     def check_idle(self) -> None:
         """Raises AssertionError if, with nothing to do, a slot, a page or an extent is missing."""
@@ -172,7 +158,7 @@ class Scheduler:
 
     def next_prefill_tokens(self) -> int:
         """Tokens that a prefill step planned now would have, at most."""
-        heads = self.waiting[: self.limits.max_prefill_seqs]
+        heads = of_one_model(self.waiting, self.limits.max_prefill_seqs)
         most = self.limits.num_ranks * self.limits.max_prefill_tokens
         return min(most, sum(len(s.context) for s in heads))
 
@@ -222,7 +208,8 @@ class Scheduler:
         few = len(decoding) < FEW_DECODING * self.limits.decode_rows
         if prefilling or few or self._has_best_effort:
             company = None
-        heads = self.queues[LS][: self.limits.max_prefill_seqs] if company is not None else []
+        most = 0 if company is None else self.limits.max_prefill_seqs
+        heads = of_one_model(self.queues[LS], most)
         return View(
             now=now,
             max_batch=self.limits.decode_rows,
@@ -304,19 +291,18 @@ class Scheduler:
     # ---- prefill ----------------------------------------------------------------------------
 
     def _next_admissible(
-        self, group: Sequence[Priority], ranks: Sequence[int] | None = None
+        self,
+        group: Sequence[Priority],
+        ranks: Sequence[int] | None = None,
+        model: int | None = None,
     ) -> SequenceState | None:
         """The first waiting sequence of a group, if slot and pages for its context are there, on
-        one of `ranks`; None: on any.
+        one of `ranks`; None: on any. With a `model`, the first of those that ask it.
 
-        Nobody of its class overtakes it: a long prompt must not starve behind short ones. A
-        sequence whose last token is still in flight cannot be recomputed yet.
+        Nobody of its class and model overtakes it: a long prompt must not starve behind short ones;
+        of another model, only who fills up a step that is not its own.
         """
-        heads = (
-            next((s for s in queue if not s.in_flight), None) for queue in self.queues.values()
-        )
-        own = [s for s in heads if s is not None and s.priority in group]
-        head = min(own, key=self.policy.rank, default=None)
+        head = self.queues.head(group, model)
         return head if head is not None and self._admissible(head, ranks) else None
 
     def _admissible(self, head: SequenceState, ranks: Sequence[int] | None = None) -> bool:
@@ -349,10 +335,10 @@ class Scheduler:
     def _begin_prefill(self, order: Order, now: float) -> Batch | None:
         if not self._free_extents:
             return None
-        parked, chunks = self._parked(Phase.PREFILL), Chunks(self.limits)
+        chunks = Chunks(self.limits)
         for number, group in enumerate(order):
             if number and chunks:  # who fills up must not make the step dearer
-                if parked is not None:
+                if self._parked(Phase.PREFILL, chunks.model) is not None:
                     break  # what is parked fills up, before anything new
                 chunks.keep_to_bucket()
             self._fill_prefill(group, chunks, now)
@@ -360,12 +346,14 @@ class Scheduler:
             return None
         batch = self._begin(chunks.pack(), now)
         batch.place(self._free_extents.pop(), self.limits)
+        parked = self._parked(Phase.PREFILL, batch.model)
         if parked is not None and self._fits(batch, parked):
             batch.joins = parked
         return batch
 
-    def _parked(self, phase: Phase) -> Batch | None:
-        return next((b for b in self.under_way if b.phase is phase and b.next_layer), None)
+    def _parked(self, phase: Phase, model: int | None) -> Batch | None:
+        own = (b for b in self.under_way if b.phase is phase and b.model == model)
+        return next((batch for batch in own if batch.next_layer), None)
 
     def _fits(self, batch: Batch, parked: Batch) -> bool:
         """Whether the rows of both are one step that costs no more than the first alone."""
@@ -379,10 +367,11 @@ class Scheduler:
     def _fill_prefill(self, group: Sequence[Priority], chunks: Chunks, now: float) -> None:
         """Takes chunks of a group's prompts: of those that are begun, then of new ones."""
         for sequence in self._candidates(group, SequenceStatus.PREFILL):
-            if self.limits.rank(sequence.slot) in chunks.ranks():
+            others = chunks.model not in (None, sequence.request.model)
+            if not others and self.limits.rank(sequence.slot) in chunks.ranks():
                 chunks.take(sequence)
         while ranks := chunks.ranks():
-            sequence = self._next_admissible(group, ranks)
+            sequence = self._next_admissible(group, ranks, chunks.model)
             if sequence is None:
                 return
             self._admit(sequence, ranks, now)
@@ -400,7 +389,7 @@ class Scheduler:
         """Best effort gives up slot and pages for a latency-sensitive one, if it must."""
         rank, wanted = self._rank_for(sequence, ranks), self._pages_for(sequence)
         assert rank is not None  # it is admissible
-        self.queues[sequence.request.priority].remove(sequence)
+        self.queues.remove(sequence)
         while self.places.rank_for(wanted, (rank,)) is None:
             self._preempt(self.policy.victim([s for s in self._on_rank(rank) if _is_be(s)]))
         sequence.status = SequenceStatus.PREFILL
@@ -419,30 +408,30 @@ class Scheduler:
     def _begin_decode(self, order: Order, now: float) -> Batch | None:
         deltas: list[tuple[int, int, int]] = []
         scheduled: list[SequenceState] = []
-        parked = self._parked(Phase.DECODE)
+        candidates = self._decoding(order)
+        if not candidates:
+            return None
+        parked = self._parked(Phase.DECODE, candidates[0].request.model)
         limits = self.limits
         room = [limits.decode_rows // limits.num_ranks] * limits.num_ranks
         if parked is not None:
             taken = parked.on_ranks(limits)
             room = [n - seqs for n, (seqs, _) in zip(room, taken, strict=True)]
-        for group in order:
-            for sequence in self._candidates(group, SequenceStatus.DECODE):
-                rank = limits.rank(sequence.slot)
-                if not room[rank]:
-                    continue
-                if sequence.status is not SequenceStatus.DECODE or sequence.exhausted:
-                    continue  # evicted for one before it
-                while not self._extend_if_free(sequence, deltas):
-                    victim = self._victim_for(sequence)
-                    room[rank] += victim in scheduled
-                    scheduled = [s for s in scheduled if s is not victim]
-                    deltas = [delta for delta in deltas if delta[0] != victim.slot]
-                    self._preempt(victim)
-                    if victim is sequence:
-                        break
-                else:
-                    scheduled.append(sequence)
-                    room[rank] -= 1
+        for sequence in candidates:
+            rank = limits.rank(sequence.slot)
+            if not room[rank] or sequence.status is not SequenceStatus.DECODE:
+                continue  # no row is left, or it was evicted for one before it
+            while not self._extend_if_free(sequence, deltas):
+                victim = self._victim_for(sequence)
+                room[rank] += victim in scheduled
+                scheduled = [s for s in scheduled if s is not victim]
+                deltas = [delta for delta in deltas if delta[0] != victim.slot]
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+            else:
+                scheduled.append(sequence)
+                room[rank] -= 1
         if not scheduled:
             return None
         rows = np.empty((len(scheduled), NUM_COLUMNS), np.int32)
@@ -454,6 +443,14 @@ class Scheduler:
         self._begin(batch, now)
         batch.joins = parked if parked in self.under_way else None
         return batch
+
+    def _decoding(self, order: Order) -> list[SequenceState]:
+        """Rows that could decode, of one model, group by group."""
+        groups = [
+            [s for s in self._candidates(group, SequenceStatus.DECODE) if not s.exhausted]
+            for group in order
+        ]
+        return self._turns.take(groups, for_all=not self.share.may_park)
 
     def _extend_if_free(self, sequence: SequenceState, deltas: list[tuple[int, int, int]]) -> bool:
         """Gives a sequence the page its next position needs, if it needs one; False: none free."""

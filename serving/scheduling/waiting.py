@@ -1,6 +1,9 @@
 """What waits in a class of requests, and what does not."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+from serving.scheduling.sequence import SequenceState, SequenceStatus
 
 
 class Waiting(NamedTuple):
@@ -14,3 +17,17 @@ class Waiting(NamedTuple):
     slots_taken: bool = False
     num_queued: int = 0  # without a slot
     num_running: int = 0  # with one
+
+    @classmethod
+    def of(
+        cls,
+        queue: Sequence[SequenceState],
+        running: Sequence[SequenceState],
+        num_free_slots: int,
+        now: float,
+    ) -> Self:
+        """A class whose sequences wait in `queue`, or have a slot already."""
+        begun = (s for s in running if s.status is SequenceStatus.PREFILL)
+        arrived_at = [s.arrived_at for s in (*queue, *begun) if not s.tokens]
+        oldest_s = max((now - at for at in arrived_at), default=0.0)
+        return cls(oldest_s, len(queue) > num_free_slots, len(queue), len(running))

@@ -17,12 +17,21 @@ from serving.request import (
     SamplingParams,
     ThresholdSpan,
     Usage,
+    number_of,
 )
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 
 UNLUCKY = 66
 """An engine that gets a prompt with this last token fails."""
+
+
+class FakeFamily(list):
+    """Of one model."""
+
+    @property
+    def names(self):
+        return tuple(model.name for model in self)
 
 
 class FakeEngine:
@@ -32,9 +41,9 @@ class FakeEngine:
 
     def __init__(self, config: EngineConfig | None = None) -> None:
         self.config = config or EngineConfig(threshold_buckets_percent=(20, 40, 70, 100))
-        self.status = "ready"
+        self.status, self.names = "ready", ("counter",)
         self.bounds = Bounds(self.config.max_model_len - 1, 4 * self.config.max_model_len, 100)
-        self.model = SimpleNamespace(
+        model = SimpleNamespace(
             name="counter",
             united={2: None, 8: None},
             num_parameters=2**40,
@@ -49,6 +58,7 @@ class FakeEngine:
                 max_position=64,
             ),
         )
+        self.model, self.family = model, FakeFamily([model])
         self.refusal: ServingError | None = None
         self.failure: Exception | None = None
         self.gate = asyncio.Event()
@@ -104,6 +114,7 @@ class FakeEngine:
 
     async def generate(self, prompt, sampling: SamplingParams, **options):
         self.check_admission()
+        number_of(options.get("model", ""), self.names)
         if self.failure is not None:
             raise self.failure
         if not isinstance(prompt, str) and not all(0 <= t < self.bounds.vocab_size for t in prompt):

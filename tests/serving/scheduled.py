@@ -11,11 +11,13 @@ LIMITS = Limits(256, 1024, 16, 512, 256)
 LS = Priority.LATENCY_SENSITIVE
 
 
-def sequence_of(prompt, max_new=100, *, name="", allow_brownout=True, priority=LS, arrived_at=0.0):
+def sequence_of(
+    prompt, max_new=100, *, name="", allow_brownout=True, priority=LS, arrived_at=0.0, model=0
+):
     """A request as the engine admits it."""
     sampling = SamplingParams(max_new_tokens=max_new)
     return SequenceState(
-        Request(name, prompt, sampling, allow_brownout, priority),
+        Request(name, prompt, sampling, allow_brownout, priority, model=model),
         list(prompt),
         seed=0,
         arrived_at=arrived_at,

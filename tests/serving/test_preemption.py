@@ -11,9 +11,7 @@ import pytest
 
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
-from serving.plan import Phase
 from serving.request import Priority, SamplingParams
-from serving.scheduling.policy import Choice, Fcfs
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -40,20 +38,6 @@ def config(**changes):
         **changes,
     }
     return EngineConfig(**given)
-
-
-class Restless(Fcfs):
-    """Parks, resumes and starts as a coin falls."""
-
-    parks = True
-
-    def __init__(self):
-        self.rng = random.Random(7)
-
-    def choose(self, view):
-        options = [Choice.go_on(batch) for batch in view.under_way]
-        options += [Choice(Phase.PREFILL), Choice(Phase.DECODE)]
-        return self.rng.choice(options)
 
 
 async def answer(engine, prompt, sampling, priority, wait=0):
@@ -98,7 +82,7 @@ async def traces(engine, count, seed, *, exact=True):
     assert exact == (sum(engine.scheduler.num_evictions.values()) == 0)
 
 
-@pytest.mark.parametrize("policy", ["ls_first", f"{__name__}:Restless"])
+@pytest.mark.parametrize("policy", ["ls_first", "restless:Restless"])
 async def test_answers_do_not_depend_on_what_went_between(policy):
     engine = await Engine.start(config(policy=policy))
     try:
@@ -110,7 +94,7 @@ async def test_answers_do_not_depend_on_what_went_between(policy):
 
 
 async def test_a_hundred_traces():
-    engine = await Engine.start(config(policy=f"{__name__}:Restless", part_layers=2))
+    engine = await Engine.start(config(policy="restless:Restless", part_layers=2))
     try:
         await traces(engine, 100, seed=2)
         assert engine.scheduler.num_parks > 100

@@ -278,7 +278,7 @@ def test_the_format_can_change_and_foreign_handlers_are_left_alone(monkeypatch, 
 async def test_a_model_keeps_its_name_while_it_is_loaded(tmp_path) -> None:
     for path, name in ((f"{tmp_path}/", tmp_path.name), ("bundled", "bundled")):
         server = Server(ServerConfig(port=0, engine=EngineConfig(model=path)))
-        assert server.model_name == name
+        assert list(server.model_names) == [name]
     async with Setup(ServerConfig(port=0, served_model_name="mine")) as s:
         names = [(await s.stub.GetServerInfo(pb.GetServerInfoRequest())).model]
         await s.ready()

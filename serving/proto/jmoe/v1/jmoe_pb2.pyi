@@ -111,7 +111,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "status", "model", "platform", "max_num_seqs", "max_model_len", "max_queue_len", "num_kv_pages", "kv_page_size", "threshold_buckets_percent", "admin_port", "policy", "part_layers", "num_programs", "best_effort_wait_s")
+    __slots__ = ("version", "status", "model", "platform", "max_num_seqs", "max_model_len", "max_queue_len", "num_kv_pages", "kv_page_size", "threshold_buckets_percent", "admin_port", "policy", "part_layers", "num_programs", "best_effort_wait_s", "models")
     class PartLayersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class ServerInfo(_message.Message):
     PART_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_PROGRAMS_FIELD_NUMBER: _ClassVar[int]
     BEST_EFFORT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     version: str
     status: str
     model: str
@@ -149,11 +150,14 @@ class ServerInfo(_message.Message):
     part_layers: _containers.ScalarMap[str, int]
     num_programs: int
     best_effort_wait_s: float
-    def __init__(self, version: _Optional[str] = ..., status: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., num_kv_pages: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., threshold_buckets_percent: _Optional[_Iterable[int]] = ..., admin_port: _Optional[int] = ..., policy: _Optional[str] = ..., part_layers: _Optional[_Mapping[str, int]] = ..., num_programs: _Optional[int] = ..., best_effort_wait_s: _Optional[float] = ...) -> None: ...
+    models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., status: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., num_kv_pages: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., threshold_buckets_percent: _Optional[_Iterable[int]] = ..., admin_port: _Optional[int] = ..., policy: _Optional[str] = ..., part_layers: _Optional[_Mapping[str, int]] = ..., num_programs: _Optional[int] = ..., best_effort_wait_s: _Optional[float] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "architecture", "num_layers", "d_model", "vocab_size", "num_experts", "experts_per_token", "united_ways", "num_parameters", "dtype", "max_position")

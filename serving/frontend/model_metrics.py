@@ -1,0 +1,62 @@
+"""Metrics of each model of a family, beside those of all together. Nothing here imports jax."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from serving.request import Output
+
+if TYPE_CHECKING:
+    from serving.engine import Engine
+
+
+class ModelLoad:
+    """What each model was asked and has answered; nothing where one model is served."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix = prefix
+        self.finished, self.prompt_tokens = Counter[int](), Counter[int]()
+        self.generation_tokens, self.degraded = Counter[int](), Counter[int]()
+
+    def request_finished(self, model: int, output: Output) -> None:
+        """A request of a model got its last token."""
+        usage = output.usage
+        self.finished[model] += 1
+        self.prompt_tokens[model] += usage.prompt_tokens
+        self.generation_tokens[model] += usage.completion_tokens
+        self.degraded[model] += usage.degraded_visits
+
+    def collect(self, engine: "Engine | None") -> Iterator[Metric]:
+        """Families with the model as label."""
+        if engine is None or len(engine.names) < 2:
+            return
+        for name, about, counts in (
+            ("requests_finished", "Requests that got their last token", self.finished),
+            ("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens),
+            ("generation_tokens", "Tokens of finished requests", self.generation_tokens),
+            ("degraded_visits", "Degraded visits of finished requests", self.degraded),
+        ):
+            yield self._family(CounterMetricFamily, name, about, counts, engine.names)
+        scheduler = engine.scheduler
+        running = Counter(s.request.model for s in list(scheduler.running))
+        waiting = Counter(s.request.model for s in scheduler.waiting)
+        for name, about, counts in (
+            ("num_requests_running", "Requests that hold pages", running),
+            ("num_requests_waiting", "Requests in the queue", waiting),
+        ):
+            yield self._family(GaugeMetricFamily, name, about, counts, engine.names)
+
+    def _family(
+        self,
+        kind: type,
+        name: str,
+        about: str,
+        counts: Mapping[int, int],
+        names: tuple[str, ...],
+    ) -> Metric:
+        family = kind(f"{self._prefix}{name}_by_model", about, labels=["model"])
+        for number, model in enumerate(names):
+            family.add_metric([model], counts[number])
+        return family

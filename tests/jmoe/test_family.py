@@ -1,0 +1,245 @@
+"""Models over one pool: each is, bit for bit, what its directory and its owners' make it."""
+
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import GOLDEN, add_united
+from safetensors.numpy import load_file, save_file
+
+import jmoe
+from jmoe.config import ConfigError
+from jmoe.family import Family, load_family
+from jmoe.sharing import MERGED, Sharing, SharingError, fingerprint, write_sharing
+from tests.variants import change, tensors, variant
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+CASE = "qwen2_moe"
+TOKENS = np.array([[3, 17, 60, 5, 41, 22, 9, 70]], np.int32)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """A base with united experts, and two variants; one of them has the base's embeddings."""
+    where = tmp_path_factory.mktemp("family")
+    base = variant(GOLDEN / CASE, where / "base", 0, scale=0.0)
+    own = {
+        "base": base,
+        "law": variant(base, where / "law", 1, only="layers"),
+        "code": variant(base, where / "code", 2),
+    }
+    for seed, directory in enumerate(own.values()):
+        add_united(directory, seed=seed)
+    return own
+
+
+@pytest.fixture(scope="module")
+def unshared(directories):
+    return load_family(directories, dtype="float32")
+
+
+def logits(model, brownout=None):
+    return np.asarray(jmoe.forward(model, TOKENS, brownout=brownout))
+
+
+def alone(directory, **options):
+    return jmoe.load(directory, dtype="float32", **options)
+
+
+def drawn_map(names, cfg, seed=0, merged=False):
+    shape = len(names), cfg.num_moe_layers, cfg.num_experts
+    low = MERGED if merged else 0
+    owners = np.random.default_rng(seed).integers(low, len(names), shape)
+    return Sharing(tuple(names), owners.astype(np.int32))
+
+
+def with_owners_experts(directories, sharing, number, to, merged=None):
+    """The oracle: a model's directory with its owners' experts written into it."""
+    names = list(directories)
+    every = [tensors(directories[name]) for name in names]
+    cfg = jmoe.config.read_config(directories[names[number]])
+    moe_layers = [at for at, is_moe in enumerate(cfg.moe_layers) if is_moe]
+
+    def changed(name, tensor):
+        found = re.match(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name)
+        if not found:
+            return tensor
+        layer, expert = moe_layers.index(int(found[1])), int(found[2])
+        owner = int(sharing.owners[number, layer, expert])
+        if owner != MERGED:
+            return every[owner][name]
+        gate_up = merged[f"layers.{layer}.experts.{expert}.gate_up"]
+        half = gate_up.shape[1] // 2
+        part = {"gate": gate_up[:, :half], "up": gate_up[:, half:]}
+        part["down"] = merged[f"layers.{layer}.experts.{expert}.down"]
+        return np.ascontiguousarray(part[found[3]].T)
+
+    path = variant(directories[names[number]], to, 0, scale=0.0)
+    change(path, changed)
+    return path
+
+
+def test_unshared_every_model_is_what_it_is_alone(directories, unshared):
+    for name, model in zip(directories, unshared, strict=True):
+        assert model.name == name
+        np.testing.assert_array_equal(logits(model), logits(alone(directories[name])))
+    cfg = unshared.config
+    count = cfg.num_moe_layers * (3 * cfg.num_experts + 3 * unshared[0].num_united_slots)
+    assert unshared[0].pool.down.shape[0] == count
+
+
+def test_a_shared_expert_is_its_owners(directories, tmp_path):
+    sharing = drawn_map(directories, jmoe.config.read_config(directories["base"]))
+    family = load_family(directories, sharing, dtype="float32")
+    assert family[0].pool is family[2].pool
+    routed = {int(s) for m in family for s in m.table.slots[:, : family.config.num_experts].ravel()}
+    assert len(routed) == sharing.num_slots
+    for number, name in enumerate(directories):
+        oracle = with_owners_experts(directories, sharing, number, tmp_path / name)
+        np.testing.assert_array_equal(logits(family[number]), logits(alone(oracle)))
+
+
+def test_united_experts_are_each_models_own(directories, unshared):
+    for way in (2, 3, 2):
+        brownout = jmoe.Brownout("partial", way=way, threshold_percent=30)
+        for name, model in zip(directories, unshared, strict=True):
+            expected = logits(alone(directories[name]), brownout)
+            np.testing.assert_array_equal(logits(model, brownout), expected)
+            assert model.way == way
+
+
+def test_what_two_models_have_alike_is_there_once(unshared):
+    base, law, code = unshared
+    assert law.params["embed"] is base.params["embed"]
+    assert code.params["embed"] is not base.params["embed"]
+    assert law.params["segments"][0]["wqkv"] is not base.params["segments"][0]["wqkv"]
+
+
+def test_a_file_says_what_is_shared_and_holds_what_was_merged(directories, tmp_path):
+    cfg = jmoe.config.read_config(directories["base"])
+    prints = tuple(map(fingerprint, directories.values()))
+    owners = drawn_map(directories, cfg, seed=3, merged=True).owners
+    sharing = Sharing(tuple(directories), owners, prints)
+    write_sharing(tmp_path / "family.json", sharing)
+    with pytest.raises(jmoe.CheckpointError, match=r"family\.safetensors is not readable"):
+        load_family(directories, tmp_path / "family.json", dtype="float32")
+    rng, merged, (d, f) = np.random.default_rng(5), {}, (cfg.d_model, cfg.d_ff_expert)
+    for layer, expert in np.ndindex(owners.shape[1:]):
+        at = f"layers.{layer}.experts.{expert}."
+        merged[at + "gate_up"] = rng.normal(size=(d, 2 * f)).astype(np.float32) * d**-0.5
+        merged[at + "down"] = rng.normal(size=(f, d)).astype(np.float32) * f**-0.5
+    save_file(merged, tmp_path / "family.safetensors")
+    family = load_family(directories, tmp_path / "family.json", dtype="float32")
+    for number, name in enumerate(directories):
+        oracle = with_owners_experts(directories, sharing, number, tmp_path / name, merged)
+        np.testing.assert_array_equal(logits(family[number]), logits(alone(oracle)))
+
+
+def test_a_model_is_a_family_of_one(unshared):
+    one = Family.of(unshared[1])
+    assert (one.names, len(one), one[0]) == (("law",), 1, unshared[1])
+    assert Family.of(unshared) is unshared
+    assert "3 models" not in repr(one)
+    assert "0 % shared" in repr(unshared)
+    assert "base, law, code" in unshared._repr_html_()
+
+
+def test_progress_counts_the_layers_of_all(directories):
+    told = []
+    load_family(
+        {name: directories[name] for name in ("base", "law")},
+        dtype="float32",
+        progress=lambda done, total: told.append((done, total)),
+    )
+    layers = jmoe.config.read_config(directories["base"]).num_layers
+    assert told == [(done + 1, 2 * layers) for done in range(2 * layers)]
+
+
+# ---- what is refused, before weights are read ----
+
+
+@pytest.fixture
+def edited(directories, tmp_path):
+    """A family of the base and a copy of it whose config.json says something else."""
+
+    def edit(**changes):
+        path = variant(directories["base"], tmp_path / "edited", 0, scale=0.0)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, **changes}))
+        (path / "model.safetensors").unlink()  # nobody is to look for it
+        return {"base": directories["base"], "other": path}
+
+    return edit
+
+
+def test_another_architecture_or_vocabulary(edited):
+    with pytest.raises(ConfigError, match=r"other and base .*rms_norm_eps is 0\.5 and 1e-06"):
+        load_family(edited(rms_norm_eps=0.5))
+
+
+def test_end_of_sequence_tokens_may_differ(directories, tmp_path):
+    path = variant(directories["base"], tmp_path / "chat", 0, scale=0.0)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "eos_token_id": [5, 7]}))
+    family = load_family({"base": directories["base"], "chat": path}, dtype="float32")
+    assert family[1].config.eos_token_ids == (5, 7)
+    assert family[0].config.eos_token_ids != (5, 7)
+
+
+def test_a_map_of_other_models(directories, tmp_path):
+    cfg = jmoe.config.read_config(directories["base"])
+    with pytest.raises(SharingError, match="those to load are base, law"):
+        load_family(
+            {name: directories[name] for name in ("base", "law")}, drawn_map(directories, cfg)
+        )
+
+
+def test_ways_that_one_of_them_lacks(directories, tmp_path):
+    bare = variant(directories["law"], tmp_path / "bare", 0, scale=0.0)
+    united = load_file(bare / "united.safetensors")
+    only = {name: tensor for name, tensor in united.items() if name.startswith("way2")}
+    save_file(only, bare / "united.safetensors")
+    two = {"base": directories["base"], "bare": bare}
+    assert list(load_family(two, dtype="float32")[0].united) == [2]
+    with pytest.raises(ValueError, match=r"ways are \[3\]; bare has united experts for: 2"):
+        load_family(two, ways=[3])
+
+
+def test_names_and_directories(directories):
+    with pytest.raises(ValueError, match="no directory is named"):
+        load_family({})
+    with pytest.raises(ValueError, match="a model's name is ' a'"):
+        load_family({" a": directories["base"]})
+    with pytest.raises(ValueError, match="dtype is 'int8'"):
+        load_family(directories, dtype="int8")
+
+
+def test_jmoes_own_format(directories, unshared, tmp_path):
+    jmoe.save(alone(directories["base"]), tmp_path / "saved")
+    with pytest.raises(ConfigError, match="saved is in jmoe's own format"):
+        load_family({"base": tmp_path / "saved"})
+
+
+def test_another_vocabulary(tmp_path):
+    bundled = jmoe.api.resolve("bundled")
+    other = variant(bundled, tmp_path / "other", 0, scale=0.0)
+    path = other / "tokenizer.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    vocab = found["model"]["vocab"]
+    (one, first), (two, second) = list(vocab.items())[-2:]
+    vocab[one], vocab[two] = second, first
+    path.write_text(json.dumps(found), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"one vocabulary.* is token \d+ of other and \d+ of b"):
+        load_family({"base": bundled, "other": other})
+
+
+def test_writing_one_models_united_experts_leaves_the_others_alone(directories, unshared):
+    base, law, _ = unshared
+    brownout = jmoe.Brownout("partial", way=2, threshold_percent=0)
+    before = logits(law, brownout)
+    base.use_way(3)
+    np.testing.assert_array_equal(logits(law, brownout), before)
+    assert isinstance(law.pool.down, jnp.ndarray)

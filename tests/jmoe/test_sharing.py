@@ -1,0 +1,159 @@
+"""The map of shared experts: its slots against a dictionary, and family.json as a file."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import GOLDEN
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from jmoe.sharing import (
+    MERGED,
+    Sharing,
+    SharingError,
+    fingerprint,
+    read_sharing,
+    write_sharing,
+)
+from tests.variants import change, variant
+
+SHAPE = (2, 3)
+
+
+@st.composite
+def maps(draw):
+    count = draw(st.integers(1, 4))
+    owners = arrays.arrays(np.int32, (count, *SHAPE), elements=st.integers(MERGED, count - 1))
+    return Sharing(tuple("abcd"[:count]), draw(owners))
+
+
+@given(maps())
+def test_a_slot_for_each_expert_that_somebody_uses(sharing):
+    slots, held = sharing.slots()
+    experts = {}  # by slot, as models find them
+    for model, layer, expert in np.ndindex(slots.shape):
+        wanted = int(sharing.owners[model, layer, expert]), layer, expert
+        assert experts.setdefault(int(slots[model, layer, expert]), wanted) == wanted
+    assert sorted(experts) == list(range(sharing.num_slots))
+    assert len(set(experts.values())) == sharing.num_slots
+    assert [tuple(row) for row in held.tolist()] == [experts[slot] for slot in sorted(experts)]
+    assert (np.diff(held[:, 1]) >= 0).all()  # a layer's lie together
+
+
+def test_how_much_is_shared_by_hand():
+    assert Sharing.none("ab", *SHAPE).num_slots == 12
+    assert Sharing.none("ab", *SHAPE).shared_percent == 0
+    owners = Sharing.none("abc", *SHAPE).owners
+    owners[:, 0, 0] = 1  # three models, one expert: two slots of twelve that could be saved
+    owners[2, 1, 1] = 0  # two of them
+    owners[:2, 1, 2] = MERGED
+    sharing = Sharing(("a", "b", "c"), owners)
+    assert sharing.num_slots == 18 - 2 - 1 - 1
+    assert sharing.shared_percent == pytest.approx(100 * 4 / 12)
+    owners[:] = 2
+    assert Sharing(("a", "b", "c"), owners).shared_percent == 100
+    assert Sharing.none(["alone"], *SHAPE).shared_percent == 0
+
+
+def test_owners_that_are_none():
+    owners = Sharing.none("ab", *SHAPE).owners
+    owners[0, 0, 0] = 2
+    with pytest.raises(SharingError, match=r"0 to 2; they must be numbers of the 2 models, 0 to 1"):
+        Sharing(("a", "b"), owners)
+    with pytest.raises(SharingError, match=r"shape \(2, 2, 3\); 3 models"):
+        Sharing(("a", "b", "c"), Sharing.none("ab", *SHAPE).owners)
+
+
+# ---- the file ----
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    golden, where = GOLDEN / "mixtral", tmp_path_factory.mktemp("family")
+    own = {"base": golden}
+    own |= {name: variant(golden, where / name, at) for at, name in enumerate(("law", "code"))}
+    return own
+
+
+@pytest.fixture
+def written(directories, tmp_path):
+    owners = np.random.default_rng(0).integers(MERGED, 3, (3, *SHAPE)).astype(np.int32)
+    prints = tuple(map(fingerprint, directories.values()))
+    sharing = Sharing(tuple(directories), owners, prints, {"rule": "drawn"})
+    write_sharing(tmp_path / "family.json", sharing)
+    return tmp_path / "family.json", sharing
+
+
+def test_a_file_is_read_as_it_was_written(written, directories):
+    path, sharing = written
+    found = read_sharing(path, directories, SHAPE)
+    assert found.names == sharing.names
+    assert (found.owners == sharing.owners).all()
+    assert found.facts == {"rule": "drawn"}
+    assert found.directory == path.parent
+
+
+def test_models_are_known_by_their_weights_whatever_they_are_called(written, directories):
+    path, sharing = written
+    renamed = {
+        "c": directories["code"],
+        "b": directories["base"],
+        "l": directories["law"],
+    }
+    found = read_sharing(path, renamed, SHAPE)
+    order = [2, 0, 1]  # of those in the file
+    assert found.names == ("c", "b", "l")
+    for new, old in enumerate(order):
+        for at in np.ndindex(SHAPE):
+            owner = int(sharing.owners[(old, *at)])
+            expected = owner if owner == MERGED else order.index(owner)
+            assert found.owners[(new, *at)] == expected
+
+
+def test_a_fingerprint_sees_any_tensor_that_changed(directories, tmp_path):
+    golden = directories["base"]
+    assert fingerprint(golden) == fingerprint(variant(golden, tmp_path / "same", 0, scale=0.0))
+    last = tmp_path / "last"
+    variant(golden, last, 0, scale=0.0)
+    change(last, lambda name, t: t * 2 if name == "model.norm.weight" else t)
+    assert fingerprint(last) != fingerprint(golden)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda raw: raw.update(format="x"), r"format is 'x'.*jmoe consolidate"),
+        (lambda raw: raw.pop("owners"), r"KeyError\('owners'\)"),
+        (lambda raw: raw.update(owners=[[[0.5]]]), "no table of integers"),
+        (lambda raw: raw["owners"][0][0].__setitem__(0, 9), "must be numbers of the 3 models"),
+    ],
+)
+def test_files_that_are_none(written, directories, damage, words):
+    path, _ = written
+    raw = json.loads(path.read_text())
+    damage(raw)
+    path.write_text(json.dumps(raw))
+    with pytest.raises(SharingError, match=words):
+        read_sharing(path, directories, SHAPE)
+
+
+def test_a_file_that_is_not_there(tmp_path, directories):
+    with pytest.raises(SharingError, match=r"nowhere\.json is not readable"):
+        read_sharing(tmp_path / "nowhere.json", directories, SHAPE)
+
+
+def test_a_file_of_other_models(written, directories, tmp_path):
+    path, _ = written
+    other = variant(directories["law"], tmp_path / "other", 9)
+    with pytest.raises(SharingError, match=r"not made with .*other, which is .* law; its law"):
+        read_sharing(path, {**directories, "law": other}, SHAPE)
+    two = {name: directories[name] for name in ("base", "law")}
+    with pytest.raises(SharingError, match="code was made with them and is not named"):
+        read_sharing(path, two, SHAPE)
+    with pytest.raises(SharingError, match=r"\[2, 3\] .*those named have \[4, 3\]"):
+        read_sharing(path, directories, (4, 3))
+    again = {**directories, "law": directories["base"]}
+    with pytest.raises(SharingError, match="law was made with them and is not named"):
+        read_sharing(path, again, SHAPE)

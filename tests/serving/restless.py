@@ -1,0 +1,20 @@
+"""A policy that parks, resumes and starts as a coin falls."""
+
+import random
+
+from serving.plan import Phase
+from serving.scheduling.policy import Choice, Fcfs
+
+
+class Restless(Fcfs):
+    """Whatever it does, answers have to be the same."""
+
+    parks = True
+
+    def __init__(self, seed=7):
+        self.rng = random.Random(seed)
+
+    def choose(self, view):
+        options = [Choice.go_on(batch) for batch in view.under_way]
+        options += [Choice(Phase.PREFILL), Choice(Phase.DECODE)]
+        return self.rng.choice(options)

@@ -1,0 +1,208 @@
+"""A family on the real engine: each model's answers are those it gives on an engine of its own."""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from jmoe.family import load_family
+from jmoe.sharing import Sharing, fingerprint, write_sharing
+from serving.client import Client
+from serving.config import BrownoutConfig, EngineConfig, ServerConfig
+from serving.engine import Engine
+from serving.errors import NotFound
+from serving.frontend.metrics import Metrics
+from serving.frontend.server import Server
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.request import BrownoutChange, Priority, SamplingParams
+from serving.settings import SettingsError
+from tests.jmoe.conftest import add_united
+from tests.variants import variant
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
+LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
+NAMES = ("base", "law", "code")
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    where = tmp_path_factory.mktemp("served")
+    own = {name: variant(GOLDEN, where / name, seed) for seed, name in enumerate(NAMES)}
+    for seed, directory in enumerate(own.values()):
+        add_united(directory, seed=seed)
+    return own
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    """Makes settings whose programs are compiled once for all engines of one shape."""
+    cache = str(tmp_path_factory.mktemp("programs"))
+
+    def make(directories, **changes):
+        return settings_of(directories, cache, **changes)
+
+    return make
+
+
+def settings_of(directories, cache, **changes):
+    given = {
+        "models": tuple(f"{name}={path}" for name, path in directories.items()),
+        "dtype": "float32",
+        "max_num_seqs": 4,
+        "max_model_len": 48,
+        "page_size": 8,
+        "reserved_ls_seqs": 2,
+        "num_pages": 36,
+        "max_prefill_tokens": 16,
+        "max_prefill_seqs": 4,
+        "decode_buckets": (4,),
+        "prefill_buckets": (16,),
+        "threshold_buckets_percent": (100,),
+        "compilation_cache": cache,
+        "part_layers": 1,
+        "brownout": BrownoutConfig(strategy="zero", salc=False),
+        **changes,
+    }
+    return EngineConfig(**given)
+
+
+async def answer(engine, prompt, sampling, model="", **options):
+    tokens, logprobs, degraded = [], [], 0
+    async for out in engine.generate(prompt, sampling, model=model, **options):
+        tokens += out.token_ids
+        logprobs += out.logprobs
+        degraded = out.usage.degraded_visits
+    return tokens, logprobs, degraded
+
+
+def requests(rng, count):
+    for _ in range(count):
+        prompt = [rng.randrange(1, 60) for _ in range(rng.randrange(1, 24))]
+        sampling = SamplingParams(
+            max_new_tokens=rng.randrange(1, 14),
+            temperature=rng.choice((0.0, 0.7)),
+            seed=rng.randrange(100),
+            ignore_eos=True,
+            logprobs=True,
+        )
+        yield prompt, sampling, rng.choice(NAMES), rng.choice((LS, BE))
+
+
+async def test_answers_are_those_of_each_model_alone(config, directories):
+    asked = list(requests(random.Random(0), 36))
+    family = await Engine.start(config(directories, policy="restless:Restless"))
+    try:
+        together = await asyncio.gather(*(answer(family, *r[:3], priority=r[3]) for r in asked))
+        family.scheduler.check_idle()
+        assert family.runner.compilations_since_ready == 0
+        assert family.scheduler.num_parks > 0
+        with pytest.raises(NotFound, match="model 'tax' is not served; 'base', 'law', 'code' are"):
+            await answer(family, [1], SamplingParams(), "tax")
+    finally:
+        await family.stop()
+    for name in NAMES:
+        alone = await Engine.start(config({}, model=str(directories[name])))
+        try:
+            own = [at for at, request in enumerate(asked) if request[2] == name]
+            found = await asyncio.gather(*(answer(alone, *asked[at][:2]) for at in own))
+        finally:
+            await alone.stop()
+        assert len(own) > 5
+        assert [together[at] for at in own] == found
+
+
+async def test_under_brownout_each_has_its_own_united_experts(config, directories):
+    """One at a time, so that what is degraded depends on nobody else."""
+    brownout = BrownoutConfig("partial", 2, (), 30, 30, salc=False)
+    asked = [([5, 9, 2, 40], SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=True))] * 3
+    family = await Engine.start(config(directories, brownout=brownout))
+    try:
+        found = {name: await answer(family, *asked[0], name) for name in NAMES}
+        changed = await family.set_brownout(BrownoutChange(way=3))
+        assert changed.way == 3
+        other = {name: await answer(family, *asked[0], name) for name in NAMES}
+        assert family.runner.compilations_since_ready == 0
+    finally:
+        await family.stop()
+    for name in NAMES:
+        model = {"model": str(directories[name])}
+        alone = await Engine.start(config({}, **model, brownout=brownout))
+        try:
+            assert found[name] == await answer(alone, *asked[0])
+            assert found[name][2] > 0
+            await alone.set_brownout(BrownoutChange(way=3))
+            assert other[name] == await answer(alone, *asked[0])
+        finally:
+            await alone.stop()
+
+
+async def test_over_a_socket_with_shared_experts(config, directories, tmp_path):
+    """What `family.json` says is served, each model by its name."""
+    shape = (3, 2, 7)
+    owners = Sharing.none(NAMES, *shape[1:]).owners
+    owners[:, :, ::2] = 1
+    prints = tuple(map(fingerprint, directories.values()))
+    write_sharing(tmp_path / "family.json", Sharing(NAMES, owners, prints))
+    settings = config(directories, family=str(tmp_path / "family.json"))
+    metrics = Metrics()
+    server = Server(ServerConfig(port=0, engine=settings), metrics)
+    await server.start()
+    engine = await Engine.start(settings, observer=metrics)
+    await server.attach(engine)
+    try:
+        async with Client(server.address) as client:
+            info = await client.server_info()
+            assert (info.model, list(info.models)) == ("base", list(NAMES))
+            assert (await client.model_info("law")).name == "law"
+            assert (await client.model_info()).name == "base"
+            sampling = pb.SamplingParams(max_new_tokens=5)
+            served = {}
+            for name in ("", *NAMES):
+                served[name] = [
+                    token
+                    async for out in client.generate([3, 1, 4], sampling, model=name)
+                    for token in out.token_ids
+                ]
+    finally:
+        await server.stop()
+    assert served[""] == served["base"]
+    expected = load_family(directories, Sharing(NAMES, owners), "float32")
+    import jmoe
+
+    for model in expected:
+        found = jmoe.generate(model, [[3, 1, 4]], max_new_tokens=5)
+        assert served[model.name] == found.tokens[0]
+    lines = {f.name: f for f in metrics.by_model.collect(engine)}
+    finished = lines["jmoe_requests_finished_by_model"].samples
+    assert {s.labels["model"]: s.value for s in finished} == {"base": 2, "law": 1, "code": 1}
+    generated = lines["jmoe_generation_tokens_by_model"].samples
+    assert [s.value for s in generated] == [10, 5, 5]
+
+
+# ---- what is refused at the start ----
+
+
+async def test_a_mesh_of_several_models(config, directories):
+    with pytest.raises(SettingsError, match=r"engine\.mesh is 'ep=2'; it must be empty where"):
+        await Engine.start(config(directories, mesh="ep=2"))
+
+
+async def test_a_map_without_models(config):
+    with pytest.raises(SettingsError, match=r"engine\.family is 'x.json'; it must be empty unless"):
+        await Engine.start(config({}, model=str(GOLDEN), family="x.json"))
+
+
+@pytest.mark.parametrize(
+    ("models", "words"),
+    [
+        (("base",), "NAME=DIR of each model, and one is 'base'"),
+        (("base=", "b=x"), "one is 'base='"),
+        (("a=x", "a=y"), "'a' is there twice"),
+    ],
+)
+async def test_models_that_are_not_named(config, models, words):
+    with pytest.raises(SettingsError, match=words):
+        await Engine.start(config({}, models=models))
