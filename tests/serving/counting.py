@@ -1,8 +1,10 @@
 """An engine over a runner that counts up, as tests of the tick use it."""
 
 import asyncio
-from types import SimpleNamespace
+from unittest.mock import Mock
 
+from jmoe.api import Model
+from jmoe.config import ModelConfig
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.fake import FakeRunner
@@ -14,10 +16,11 @@ LIMITS = Limits(num_slots=4, num_pages=64, page_size=4, max_prefill_tokens=16, m
 
 def model_with(tokenizer):
     """What an engine looks at in a model of a thousand tokens."""
-    config = SimpleNamespace(
-        vocab_size=1000, eos_token_ids=(), num_moe_layers=1, experts_per_token=1
-    )
-    return SimpleNamespace(tokenizer=tokenizer, config=config, united={})
+    sizes = {"num_moe_layers": 1, "experts_per_token": 1, "num_experts": 1}
+    config = Mock(spec=ModelConfig, vocab_size=1000, eos_token_ids=(), **sizes)
+    model = Mock(spec=Model, tokenizer=tokenizer, config=config, united={})
+    model.name = "counter"
+    return model
 
 
 async def collect(engine, prompt, max_new=5, **kwargs):

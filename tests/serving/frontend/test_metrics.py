@@ -67,7 +67,7 @@ def busy() -> Metrics:
     metrics.further_tokens(np.array([0.01, 0.2, 0.1]), 0.1, LS)
     metrics.step_read(step("prefill"), read([[1, 2]]), 0.0, 1.0)
     last = Output("a", "", (1,), (), Usage(7, 3, 0, 0), "length")
-    asked = SimpleNamespace(arrived_at=10.0, request=SimpleNamespace(priority=LS))
+    asked = SimpleNamespace(arrived_at=10.0, request=SimpleNamespace(priority=LS, model=0))
     metrics.request_finished(asked, last, now=14.0)
     metrics.engine = FakeEngine()
     return metrics
