@@ -83,6 +83,12 @@ class PassingTime:
 
     copy_s = 0.0
 
+    resident_models = None
+
+    def replace_set(self, victim: int, model: int) -> "Future[None]":
+        """There is one model."""
+        raise NotImplementedError
+
     def host_layer(self, layer: int, hosts: np.ndarray) -> None:
         """There is nothing to copy."""
 

@@ -162,8 +162,10 @@ def _equal(files: TensorFiles, one: str, other: str) -> bool:
     )
 
 
-def _stack(parts: Sequence[jax.Array]) -> jax.Array:
+def _stack(parts: Sequence[Any]) -> Any:
     """Like `jnp.stack`, where the arrays are (see `TensorFiles.read`)."""
+    if isinstance(parts[0], np.ndarray):
+        return np.stack(parts)
     if jax.default_backend() != "cpu":
         return jnp.stack(parts)
     return jnp.asarray(np.stack([np.asarray(part) for part in parts]))
@@ -180,20 +182,22 @@ class HFLayers:
         check_weights: bool = True,
         *,
         experts_on_host: bool = False,
+        params_on_host: bool = False,
     ) -> None:
         """Checks every tensor's name and shape. Raises CheckpointError.
 
-        `experts_on_host` leaves them there, for who places each on a device of its own.
+        `experts_on_host` leaves them there, for who places each on a device of its own, and
+        `params_on_host` all other weights.
         """
         self._files, self._cfg, self._dtype = TensorFiles(directory), cfg, dtype
-        self._experts_on_host = experts_on_host
+        self._experts_on_host, self._params_on_host = experts_on_host, params_on_host
         self._directory, self._check_weights = directory, check_weights
         _check(self._files, cfg, directory)
 
     def top(self) -> dict[str, Any]:
         """Parameters outside the layers. Raises CheckpointError for weights that are not finite."""
         own = layout.top(self._cfg)
-        params = self._read(own)
+        params = self._read(own, on_host=self._params_on_host)
         self._refuse_not_finite(params, [own])
         return params
 
@@ -207,7 +211,8 @@ class HFLayers:
         """
         is_moe = self._cfg.moe_layers[index]
         own = layout.layer(self._cfg, index, is_moe)
-        params, pool, experts = self._read(own), None, []
+        params, pool = self._read(own, on_host=self._params_on_host), None
+        experts: list[Layout] = []
         if is_moe:
             numbers = range(self._cfg.num_experts) if numbers is None else numbers
             experts = [layout.expert(self._cfg, index, number) for number in numbers]

@@ -99,6 +99,7 @@ def load_family(
     progress: Callable[[int, int], None] | None = None,
     check_weights: bool = True,
     allow_unknown_config: Sequence[str] = (),
+    params_on_host: bool = False,
 ) -> Family:
     """Loads Hugging Face directories of one architecture into one pool.
 
@@ -110,6 +111,8 @@ def load_family(
         progress: called with (layers done, layers of all models).
         check_weights: as for `jmoe.load`.
         allow_unknown_config: as for `jmoe.load`.
+        params_on_host: leave all but experts in host memory, for who puts some models' sets of them
+            onto the device at a time; such a model's `params` are NumPy arrays.
 
     A tensor beside the experts that is equal in two models is on the device once.
 
@@ -138,7 +141,10 @@ def load_family(
     united = _common_ways(
         {n: checkpoint.load_united(path, cfg, finite) for n, path in found.items()}, ways
     )
-    files = {n: HFLayers(path, cfg, kind, check_weights) for n, path in found.items()}
+    files = {
+        n: HFLayers(path, cfg, kind, check_weights, params_on_host=params_on_host)
+        for n, path in found.items()
+    }
     routed, held_experts = sharing.slots()
     tables = _tables(routed, len(held_experts), num_united_slots(next(iter(united.values()))))
     num_slots = int(max(np.max(np.asarray(table.slots)) for table in tables)) + 1
@@ -318,14 +324,14 @@ def _write_merged(
 def _shared_leaves(params: Params, others: Sequence[Params]) -> Params:
     """`params`, with the arrays of others where those are equal."""
 
-    def shared(leaf: jax.Array, *same: jax.Array) -> jax.Array:
+    def shared(leaf: Any, *same: Any) -> Any:
         return next((other for other in same if _equal(leaf, other)), leaf)
 
     return jax.tree.map(shared, params, *others)
 
 
-def _equal(one: jax.Array, other: jax.Array) -> bool:
-    return one.shape == other.shape and np.array_equal(np.asarray(one), np.asarray(other))
+def _equal(one: Any, other: Any) -> bool:
+    return np.array_equal(np.asarray(one), np.asarray(other))
 
 
 def _num_bytes(family: Family) -> int:

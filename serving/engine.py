@@ -24,6 +24,7 @@ from serving.admission import Admission
 from serving.config import EngineConfig, ServerConfig
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
 from serving.control.guarded import make_controller
+from serving.control.registry import Registry
 from serving.control.slo import SloAnalyser
 from serving.errors import (
     NOT_OURS,
@@ -33,7 +34,6 @@ from serving.errors import (
     RequestFailed,
     ServingError,
     Unavailable,
-    shown,
 )
 from serving.execution.programs import Progress
 from serving.execution.runner import Runner
@@ -111,6 +111,9 @@ class Engine:
             Share(config.best_effort_share),
             config.best_effort_max_wait_s or math.inf,
         )
+        self._work = asyncio.Event()
+        wake = self._work.set
+        self.registry = Registry(runner, self.scheduler, config.model_stay_s, wake)
         self.admission = Admission(config, runner.limits, self.family)
         self.bounds = self.admission.bounds
         stuck = f"a step took longer than {config.watchdog_s:g} s (engine.watchdog_s)"
@@ -121,7 +124,6 @@ class Engine:
         self._visits_per_token = cfg.num_moe_layers * cfg.experts_per_token if cfg else 1
         self._in_flight: InFlight | None = None
         self._open: set[SequenceState] = set()  # admitted and not at their end
-        self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._failed = asyncio.Event()
         self._started_at = clock()
@@ -380,7 +382,8 @@ class Engine:
             while True:
                 if not await self._tick():
                     self._work.clear()
-                    self.scheduler.check_idle()
+                    if not self.registry.swapping:
+                        self.scheduler.check_idle()
                     await self._work.wait()
         except BaseException as error:
             # Whatever it is, nobody is left waiting for an engine that does not tick.
@@ -399,6 +402,7 @@ class Engine:
         waiting = {c: self.scheduler.waits(c, now) for c in (LS, BE)}
         self.slo.maybe_update(now, waiting, self.scheduler.limits.decode_rows)
         self.loader.advance(now)
+        self.registry.advance(now)
         slack_s, company = -math.inf, self.pace.company(self.slo.ttft_slo_s, num_running)
         if before is not None:
             tokens_at = self.scheduler.tokens_at()
@@ -417,6 +421,7 @@ class Engine:
             self._accept(before, result, now)
         elif self._in_flight is None:
             if not self.loader.busy:
+                self.registry.advance(now, idle=True)
                 return False
             await asyncio.sleep(0)  # callers get their turn between two layers of another way
         return True
@@ -467,8 +472,11 @@ class Engine:
             request = sequence.request
             latencies.add(request.priority, sequence.arrived_at, sequence.previous_at)
             sequence.previous_at = now
-            output = self._output(sequence, result.tokens[at], result.logprobs[at])
-            if output is None:
+            token, logprob = result.tokens[at], result.logprobs[at]
+            try:
+                output = sequence.accept_checked(token, logprob, self._visits_per_token)
+            except RequestFailed as error:
+                self._end(sequence, error)
                 continue
             sequence.outputs.put_nowait(output)
             if output.finish_reason is not None:
@@ -478,25 +486,3 @@ class Engine:
         for priority in (LS, BE):
             self.slo.observe(priority, latencies, ended.launched_at, now)
             self.accounts.tokens(priority, latencies, self.slo.objectives(priority), now)
-
-    def _output(self, sequence: SequenceState, token: int, logprob: float) -> Output | None:
-        """What a caller gets to see of a token; None where that failed, which ends its request."""
-        if math.isnan(logprob):
-            self._end(
-                sequence,
-                RequestFailed(
-                    f"the model's logits at position {len(sequence.context)} are not numbers (NaN);"
-                    " its activations may exceed the range of its dtype"
-                ),
-            )
-            return None
-        try:
-            return sequence.accept(token, logprob, self._visits_per_token)
-        except NOT_OURS:
-            raise
-        except BaseException as error:
-            log.exception("request %s failed", shown(sequence.request.request_id))
-            self._end(
-                sequence, RequestFailed(f"token {token} could not be turned into text: {error}")
-            )
-            return None

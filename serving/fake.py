@@ -30,6 +30,8 @@ class FakeRunner:
     step_s: float | Callable[[StepPlan], float] = 0.0
     part_layers: int = 0  # launched at once; 0: all
     checks_context: bool = True  # whether pages hold what attention would read, at every token
+    resident: list[int] | None = None  # models whose weights are there; None: all
+    set_s: float = 0.0  # that `replace_set` takes
     compilations_since_ready: int = 0
     num_programs: int = 0
     launches: list[tuple[Phase, int, StepControl]] = field(default_factory=list)
@@ -43,6 +45,7 @@ class FakeRunner:
     def launch(self, plan: StepPlan, control: StepControl) -> Future[StepResult]:
         """See serving.execution.runner.Runner."""
         self.launches.append((plan.phase, len(plan.rows), control))
+        assert self.resident is None or plan.model in self.resident
         assert 0 <= plan.first_layer < plan.stop_layer <= self.limits.num_layers
         assert plan.is_last == (plan.stop_layer == self.limits.num_layers)
         self._check_ranks(plan)
@@ -138,6 +141,25 @@ class FakeRunner:
 
     def load_way(self, way: int, layer: int) -> None:
         """See serving.execution.runner.Runner. There is nothing to load."""
+
+    @property
+    def resident_models(self) -> list[int] | None:
+        """See Runner."""
+        return self.resident
+
+    def replace_set(self, victim: int, model: int) -> Future[None]:
+        """See Runner; done after `set_s` by the running event loop's clock."""
+        assert self.resident is not None
+        self.resident.remove(victim)
+        future: Future[None] = Future()
+
+        def done() -> None:
+            assert self.resident is not None
+            self.resident.append(model)
+            future.set_result(None)
+
+        asyncio.get_running_loop().call_later(self.set_s, done)
+        return future
 
     def host_layer(self, layer: int, hosts: np.ndarray) -> None:
         """See Runner. There is nothing to copy."""

@@ -125,6 +125,11 @@ def _check_models(config: ServerConfig, require: Any) -> None:
         "engine.family",
         "empty unless engine.models names the models (--model NAME=DIR, for each)",
     )
+    require(
+        0 <= engine.resident_sets <= max(1, len(engine.models)),
+        "engine.resident_sets",
+        f"0 (all), or up to the number of models, {len(engine.models) or 1}",
+    )
     models = [_name_and_directory(model) for model in engine.models]
     names = [name for name, _ in models]
     for model, (name, directory) in zip(engine.models, models, strict=True):

@@ -167,6 +167,7 @@ def _load(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> Model 
             progress=layers,
             check_weights=config.check_weights,
             allow_unknown_config=config.allow_unknown_config,
+            params_on_host=0 < config.resident_sets < len(config.models),
         )
     directory = resolve(config.model)
     if mesh is not None and not is_native(directory):

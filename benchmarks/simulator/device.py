@@ -69,6 +69,14 @@ class SimulatedDevice:
     def load_way(self, way: int, layer: int) -> None:
         """There is nothing to load."""
 
+    @property
+    def resident_models(self) -> None:
+        """See Runner. There is one model."""
+
+    def replace_set(self, victim: int, model: int) -> "Future[None]":
+        """See Runner."""
+        raise NotImplementedError("one model is simulated")
+
     def host_layer(self, layer: int, hosts: np.ndarray) -> None:
         """See Runner. There is nothing to copy."""
 

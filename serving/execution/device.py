@@ -17,9 +17,9 @@ from jmoe.packed_rows import empty_rows, pack_row
 from jmoe.parallel.replicas import Replication
 from jmoe.parallel.steps import shardings
 from jmoe.steps import State, StepOutput
-from jmoe.weights import Params
 from pallas_kernels.backend import backend
 from serving.execution.executables import Executables
+from serving.execution.param_sets import ParamSets
 from serving.execution.programs import Buckets, Key, Programs, Progress
 from serving.execution.ranks import ByRank
 from serving.plan import Limits, StepControl
@@ -74,7 +74,7 @@ class Device:
         limits: Limits,
         buckets: Buckets,
         state: State,
-        params: Sequence[Params],
+        params: ParamSets,
         options: Mapping[str, str],
         executables: Executables,
         *,

@@ -30,6 +30,7 @@ from pallas_kernels.routing import max_active_experts
 from serving.config import EngineConfig
 from serving.execution import traced_code
 from serving.execution.executables import Executables
+from serving.execution.param_sets import ParamSets
 from serving.plan import Limits
 
 FULL_CAPACITY = 100
@@ -175,7 +176,7 @@ class Programs:
         family: Family,
         buckets: Buckets,
         state: State,
-        params: Sequence[Params],
+        params: ParamSets,
         options: Mapping[str, str],
         *,
         parts_by_number: bool,

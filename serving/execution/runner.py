@@ -21,13 +21,14 @@ from jmoe.family import Family
 from jmoe.model import LOOKAHEAD
 from jmoe.packed_rows import pack_row
 from jmoe.parallel.steps import make_states
-from jmoe.steps import make_state, served
+from jmoe.steps import make_state
 from pallas_kernels.backend import backend
 from serving.config import EngineConfig
 from serving.execution.device import Calls, Device
 from serving.execution.executables import Executables
 from serving.execution.followers import Followers, Lost
 from serving.execution.memory import check_memory
+from serving.execution.param_sets import ParamSets
 from serving.execution.programs import (
     FULL_CAPACITY,
     Buckets,
@@ -93,6 +94,18 @@ class Runner(Protocol):
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
         """Copies one MoE layer's experts to other hosts, between two steps."""
+        ...
+
+    @property
+    def resident_models(self) -> Sequence[int] | None:
+        """Models of a family whose non-expert weights are on the device; None: all, for good."""
+        ...
+
+    def replace_set(self, victim: int, model: int) -> "Future[None]":
+        """Copies a model's non-expert weights in the place of another's, which runs no more.
+
+        The future is done when the model can run.
+        """
         ...
 
     @property
@@ -182,13 +195,13 @@ class DeviceRunner:
         self.family = family = Family.of(models)
         self.model = model = family[0]
         self.limits = limits_of(config, model.config.num_layers, num_ranks_of(model))
-        each = [served(one.params, eager=config.enforce_eager) for one in family]
-        (params, options), *_ = each
+        each = [one.params for one in family]
         if (probes := probes_of(config.balance, model)) is not None:  # on a mesh, which has one
-            params = {**params, LOOKAHEAD: probes}
+            each = [{**model.params, LOOKAHEAD: probes}]
+        self.sets = ParamSets(each, eager=config.enforce_eager, num_resident=config.resident_sets)
         # One program runs any part of a step where a loop whose length the device reads is free. A
         # GPU's host would wait for it; there each part has a program of its own.
-        stacked = not any(isinstance(segment, tuple) for segment in params["segments"])
+        stacked = not any(isinstance(segment, tuple) for segment in self.sets[0]["segments"])
         self._parts_by_number = stacked and backend() == "cpu"
         check_memory(model, self.limits)
         self.buckets = Buckets(config, self.limits)
@@ -217,8 +230,8 @@ class DeviceRunner:
             self.limits,
             self.buckets,
             make() if model.home is None else make_states(model.home.mesh, make),
-            [params, *(others for others, _ in each[1:])],
-            options,
+            self.sets,
+            self.sets.options,
             executables,
             parts_by_number=self._parts_by_number,
             replication=replication_of(config.balance, model, self.buckets.prefill),
@@ -429,11 +442,21 @@ class DeviceRunner:
         else:
             self._calls.host_layer(layer, hosts)
 
+    @property
+    def resident_models(self) -> Sequence[int] | None:
+        """See Runner."""
+        return None if self.sets.all_resident else self.sets.resident
+
+    def replace_set(self, victim: int, model: int) -> "Future[None]":
+        """See Runner."""
+        return self.sets.replace(victim, model)
+
     def close(self) -> None:
         """Stops counting compilations, and reading. Other processes end, too, once they have run
         what they were told.
         """
         self.programs.close()
+        self.sets.close()
         if self._followers is not None:
             self._end(self._followers)
         self._reader.close()

@@ -163,6 +163,15 @@ class Batch:
             found[rank] = seqs + 1, tokens + (len(self.tokens[number]) if self.tokens else 1)
         return found
 
+    def has_room_for(self, other: "Batch", limits: Limits) -> bool:
+        """Whether the rows of both prefill steps are one that costs no more than this alone."""
+        own, others = self.on_ranks(limits), other.on_ranks(limits)
+        bucket = limits.token_bucket(max(tokens for _, tokens in own))
+        return all(
+            seqs + more_seqs <= limits.max_prefill_seqs and tokens + more_tokens <= bucket
+            for (seqs, tokens), (more_seqs, more_tokens) in zip(own, others, strict=True)
+        )
+
     def drop(self, sequence: SequenceState) -> None:
         """Takes a sequence out: its pages may be another's before the next layers run."""
         at = self.sequences.index(sequence)

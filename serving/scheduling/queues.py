@@ -30,17 +30,23 @@ class Queues(dict[Priority, list[SequenceState]]):
         """All that wait, class by class."""
         return [*self[LS], *self[BE]]
 
-    def head(self, group: Collection[Priority], model: int | None = None) -> SequenceState | None:
-        """The first of those that count as one of `group`, of any model or one.
+    def head(
+        self, group: Collection[Priority], models: Collection[int] | None = None
+    ) -> SequenceState | None:
+        """The first of those that count as one of `group` and ask one of `models`; None: any.
 
         A sequence whose last token is still in flight cannot be recomputed yet, and is passed over.
         """
         heads = (
-            next((s for s in queue if not s.in_flight and model in (None, s.request.model)), None)
+            next((s for s in queue if not s.in_flight and _asks(s, models)), None)
             for queue in self.values()
         )
         own = [s for s in heads if s is not None and s.priority in group]
         return min(own, key=self._policy.rank, default=None)
+
+
+def _asks(sequence: SequenceState, models: Collection[int] | None) -> bool:
+    return models is None or sequence.request.model in models
 
 
 def of_one_model(waiting: list[SequenceState], most: int) -> list[SequenceState]:

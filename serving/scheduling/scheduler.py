@@ -65,6 +65,7 @@ class Scheduler:
         self.policy = GuardedPolicy(policy)
         self.places = Places(limits)
         self._turns = Turns()
+        self.models: set[int] | None = None  # that may begin steps; None: all
         self.queues = Queues(self.policy)
         self.running: list[SequenceState] = []  # in PREFILL or DECODE, by admission
         self.under_way: list[Batch] = []  # begun, and not launched to the last layer
@@ -102,6 +103,14 @@ class Scheduler:
             self.queues.remove(sequence)
         elif status is not SequenceStatus.DONE:
             self._release(sequence)
+
+    def has_begun(self, model: int) -> bool:
+        """Whether a step of a model is begun, and not launched to the last layer."""
+        return any(batch.model == model for batch in self.under_way)
+
+    def _runs(self, sequence: SequenceState) -> bool:
+        """Whether its model's weights are there."""
+        return self.models is None or sequence.request.model in self.models
 
     def num_free_slots(self, priority: Priority = LS) -> int:
         """Sequences of a class that could still be admitted, pages aside.
@@ -196,7 +205,7 @@ class Scheduler:
                 sequence.priority = LS if late else BE
 
     def _view(self, itl_slack_s: float, now: float, company: Company | None) -> View:
-        free = [s for s in self.running if s.batch is None]
+        free = [s for s in self.running if s.batch is None and self._runs(s)]
         prefilling = [s for s in free if s.status is SequenceStatus.PREFILL]
         decoding = [s for s in free if s.status is SequenceStatus.DECODE and not s.exhausted]
         prefill, decode = self._by_class(prefilling), self._by_class(decoding)
@@ -302,7 +311,7 @@ class Scheduler:
         Nobody of its class and model overtakes it: a long prompt must not starve behind short ones;
         of another model, only who fills up a step that is not its own.
         """
-        head = self.queues.head(group, model)
+        head = self.queues.head(group, self.models if model is None else (model,))
         return head if head is not None and self._admissible(head, ranks) else None
 
     def _admissible(self, head: SequenceState, ranks: Sequence[int] | None = None) -> bool:
@@ -347,22 +356,13 @@ class Scheduler:
         batch = self._begin(chunks.pack(), now)
         batch.place(self._free_extents.pop(), self.limits)
         parked = self._parked(Phase.PREFILL, batch.model)
-        if parked is not None and self._fits(batch, parked):
+        if parked is not None and batch.has_room_for(parked, self.limits):
             batch.joins = parked
         return batch
 
     def _parked(self, phase: Phase, model: int | None) -> Batch | None:
         own = (b for b in self.under_way if b.phase is phase and b.model == model)
         return next((batch for batch in own if batch.next_layer), None)
-
-    def _fits(self, batch: Batch, parked: Batch) -> bool:
-        """Whether the rows of both are one step that costs no more than the first alone."""
-        own, others = batch.on_ranks(self.limits), parked.on_ranks(self.limits)
-        bucket = self.limits.token_bucket(max(tokens for _, tokens in own))
-        return all(
-            seqs + more_seqs <= self.limits.max_prefill_seqs and tokens + more_tokens <= bucket
-            for (seqs, tokens), (more_seqs, more_tokens) in zip(own, others, strict=True)
-        )
 
     def _fill_prefill(self, group: Sequence[Priority], chunks: Chunks, now: float) -> None:
         """Takes chunks of a group's prompts: of those that are begun, then of new ones."""
@@ -380,7 +380,8 @@ class Scheduler:
 
     def _candidates(self, group: Sequence[Priority], status: SequenceStatus) -> list[SequenceState]:
         """Running sequences of a group that are in no step under way."""
-        found = [s for s in self.running if s.batch is None and s.status is status]
+        free = (s for s in self.running if s.batch is None and s.status is status)
+        found = list(filter(self._runs, free))
         if not self._has_best_effort:
             return found if LS in group else []
         return [s for s in found if s.priority in group]
@@ -465,9 +466,12 @@ class Scheduler:
     # ---- who gives way ----------------------------------------------------------------------
 
     def _victim_for(self, sequence: SequenceState) -> SequenceState:
-        """Who gives up pages for a running sequence: best effort first, and never for it."""
+        """Who gives up pages for a running sequence: best effort first, and never for it; of those
+        that could, one whose model cannot run now.
+        """
         running = self._on_rank(self.limits.rank(sequence.slot))
-        return self.policy.victim(list(filter(_is_be, running)) or running)
+        running = list(filter(_is_be, running)) or running
+        return self.policy.victim([s for s in running if not self._runs(s)] or running)
 
     def _preempt(self, victim: SequenceState) -> None:
         """Takes a sequence's pages; it waits in its old place and is recomputed later."""

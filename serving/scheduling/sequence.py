@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+import logging
 import math
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,16 @@ import numpy as np
 
 from jmoe.packed_rows import NEXT_TOKEN, pack_row
 from jmoe.tokenizer import Tokenizer
+from serving.errors import NOT_OURS, RequestFailed, shown
 from serving.plan import Phase
 from serving.request import Output, Request, ThresholdSpan, Usage
 from serving.scheduling.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from serving.scheduling.batch import Batch
+
+
+log = logging.getLogger(__name__)
 
 
 class SequenceStatus(enum.Enum):
@@ -120,6 +125,23 @@ class SequenceState:
             self.spans[phase] = ThresholdSpan(
                 min(span.min_percent, percent), max(span.max_percent, percent)
             )
+
+    def accept_checked(self, token: int, logprob: float, visits_per_token: int) -> Output:
+        """`accept`, for a token as a device returns it. Raises RequestFailed where its
+        log-probability is not a number, or no text can be made of it.
+        """
+        if math.isnan(logprob):
+            raise RequestFailed(
+                f"the model's logits at position {len(self.context)} are not numbers (NaN); its "
+                "activations may exceed the range of its dtype"
+            )
+        try:
+            return self.accept(token, logprob, visits_per_token)
+        except NOT_OURS:
+            raise
+        except BaseException as error:  # a panic of an extension module is no Exception
+            log.exception("request %s failed", shown(self.request.request_id))
+            raise RequestFailed(f"token {token} could not be turned into text: {error}") from None
 
     def accept(self, token: int, logprob: float, visits_per_token: int) -> Output:
         """Takes a sampled token and says what the caller gets to see of it."""

@@ -5,6 +5,8 @@ from unittest.mock import Mock
 
 from jmoe.api import Model
 from jmoe.config import ModelConfig
+from jmoe.family import Family
+from jmoe.sharing import Sharing
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.fake import FakeRunner
@@ -21,6 +23,15 @@ def model_with(tokenizer):
     model = Mock(spec=Model, tokenizer=tokenizer, config=config, united={})
     model.name = "counter"
     return model
+
+
+def family_of(names):
+    """Such models without a tokenizer, which share nothing."""
+    models = []
+    for name in names:
+        models.append(model_with(None))
+        models[-1].name = name
+    return Family(tuple(models), Sharing.none(names, 1, 1))
 
 
 async def collect(engine, prompt, max_new=5, **kwargs):
