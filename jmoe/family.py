@@ -55,9 +55,12 @@ class Family(Sequence[Model]):
         """What they are called."""
         return tuple(model.name for model in self.models)
 
-    def number(self, name: str) -> int | None:
-        """Which one is called `name`; None: none is."""
-        return self.names.index(name) if name in self.names else None
+    @property
+    def weight_bytes(self) -> int:
+        """Of the pool and of all other weights; what two models have alike counts once."""
+        trees = [self.models[0].pool, [(model.params, model.table) for model in self]]
+        leaves = {id(leaf): leaf for leaf in jax.tree.leaves(trees)}
+        return sum(leaf.nbytes for leaf in leaves.values())
 
     def __len__(self) -> int:
         return len(self.models)
@@ -85,7 +88,7 @@ class Family(Sequence[Model]):
             ("routed experts", f"{self.sharing.num_slots:,} slots for {len(self)} models"),
             ("shared", f"{self.sharing.shared_percent:.0f} % of what could be"),
             ("memory, pool", display.size(sum(leaf.nbytes for leaf in pool))),
-            ("memory, all other weights", display.size(_num_bytes(self))),
+            ("memory, all weights", display.size(self.weight_bytes)),
         ]
         return display.table("family", rows)
 
@@ -332,9 +335,3 @@ def _shared_leaves(params: Params, others: Sequence[Params]) -> Params:
 
 def _equal(one: Any, other: Any) -> bool:
     return np.array_equal(np.asarray(one), np.asarray(other))
-
-
-def _num_bytes(family: Family) -> int:
-    """Of all models' weights beside experts; what two share counts once."""
-    leaves = {id(leaf): leaf for model in family for leaf in jax.tree.leaves(model.params)}
-    return sum(leaf.nbytes for leaf in leaves.values())

@@ -113,7 +113,8 @@ class Engine:
         )
         self._work = asyncio.Event()
         wake = self._work.set
-        self.registry = Registry(runner, self.scheduler, config.model_stay_s, wake)
+        count = len(self.names)
+        self.registry = Registry(runner, self.scheduler, count, config.model_stay_s, wake)
         self.admission = Admission(config, runner.limits, self.family)
         self.bounds = self.admission.bounds
         stuck = f"a step took longer than {config.watchdog_s:g} s (engine.watchdog_s)"

@@ -126,9 +126,10 @@ def _check_models(config: ServerConfig, require: Any) -> None:
         "empty unless engine.models names the models (--model NAME=DIR, for each)",
     )
     require(
-        0 <= engine.resident_sets <= max(1, len(engine.models)),
+        engine.resident_sets >= 0
+        and (not engine.models or engine.resident_sets <= len(engine.models)),
         "engine.resident_sets",
-        f"0 (all), or up to the number of models, {len(engine.models) or 1}",
+        f"0 (all), or up to the number of models, {len(engine.models)}",
     )
     models = [_name_and_directory(model) for model in engine.models]
     names = [name for name, _ in models]

@@ -99,6 +99,11 @@ def build(
             f"engine.mesh is {config.mesh!r}, and the model given is not spread over such a mesh; "
             "load it with mesh=jmoe.make_mesh(...), or leave engine.mesh empty"
         )
+    if config.resident_sets > len(family):
+        raise SettingsError(
+            f"engine.resident_sets is {config.resident_sets}; it must be 0 (all), or up to the "
+            f"number of models, {len(family)}"
+        )
     if loaded.home is not None:
         home = loaded.home
         check_balance(loaded.config, home.mesh.size, config.balance, spare=home.spare)

@@ -32,11 +32,13 @@ class Registry:
         self,
         runner: Runner,
         scheduler: Scheduler,
+        num_models: int,
         stay_s: float,
         wake: Callable[[], None],
     ) -> None:
         """`stay_s` 0 is derived from what a change takes. `wake` is called when one is done."""
         self._runner, self._scheduler, self._wake = runner, scheduler, wake
+        self._num_models = num_models
         resident = runner.resident_models
         self._since = dict.fromkeys(resident or (), 0.0)  # resident models; since when
         self._used: dict[int, float] = {}  # when a model last had a request
@@ -53,6 +55,12 @@ class Registry:
     def stay_s(self) -> float:
         """For how long a busy model keeps its place, at least."""
         return self._stay_s or self.swap_s * (1 / SHARE_OF_COPIES - 1)
+
+    @property
+    def num_resident(self) -> int:
+        """Models that may run."""
+        models = self._scheduler.models
+        return self._num_models if models is None else len(models)
 
     @property
     def swapping(self) -> bool:

@@ -80,9 +80,9 @@ class ParamSets:
         """Models whose sets are on the device."""
         return [model for model, found in enumerate(self._on_device) if found is not None]
 
-    def num_bytes(self, model: int) -> int:
-        """Of a model's set in host memory."""
-        return sum(leaf.nbytes for leaf in self._host[model])
+    def host_set(self, model: int) -> Sequence[np.ndarray]:
+        """A model's set in host memory, tensor by tensor; empty where all are on the device."""
+        return [] if self.all_resident else self._host[model]
 
     def replace(self, victim: int, model: int) -> "Future[None]":
         """Copies a model's set in the place of another's, which no step may use any more.

@@ -48,6 +48,18 @@ class ModelLoad:
         ):
             yield self._family(GaugeMetricFamily, name, about, counts, engine.names)
 
+        registry = engine.registry
+        yield GaugeMetricFamily(
+            f"{self._prefix}resident_models",
+            "Models whose weights are on the device",
+            registry.num_resident,
+        )
+        yield CounterMetricFamily(
+            f"{self._prefix}model_swaps",
+            "Sets of non-expert weights copied in the place of others",
+            registry.num_swaps,
+        )
+
     def _family(
         self,
         kind: type,

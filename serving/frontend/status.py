@@ -305,10 +305,10 @@ def _facts(engine: "Engine") -> dict[str, Any]:
 
     from jmoe.kv_cache import page_bytes
 
-    model, runner, config = engine.model, engine.runner, engine.config
+    model, runner, config, family = engine.model, engine.runner, engine.config, engine.family
     assert model is not None
+    assert family is not None
     kv_pages, device = engine.stats().kv_pages_total, jax.devices()[0]
-    weights = jax.tree.leaves(model.weights)
     return {
         "path": str(model.path),
         "architecture": model.config.architecture,
@@ -317,7 +317,7 @@ def _facts(engine: "Engine") -> dict[str, Any]:
         "device": device.device_kind,
         "num_devices": engine.scheduler.limits.num_ranks,
         "platform": device.platform,
-        "weight_bytes": sum(array.nbytes for array in weights),
+        "weight_bytes": family.weight_bytes,
         "kv_bytes": kv_pages * page_bytes(model.config, config.page_size, model.dtype),
         "kv_pages": kv_pages,
         "page_size": config.page_size,
