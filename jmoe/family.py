@@ -123,11 +123,9 @@ def load_family(
     ConfigError for models that are not of one architecture and vocabulary, SharingError for a map
     of other models; then as `jmoe.load`.
     """
-    kind, found = check_dtype(dtype), _directories(directories)
-    cfgs = {name: _config(path, tuple(allow_unknown_config)) for name, path in found.items()}
-    cfg = _common(cfgs)
-    tokenizers = {name: Tokenizer.load(path) for name, path in found.items()}
-    _check_tokenizers(tokenizers, cfgs, found)
+    kind = check_dtype(dtype)
+    found, cfgs, tokenizers = check_family(directories, allow_unknown_config)
+    cfg = next(iter(cfgs.values()))
     shape = cfg.num_moe_layers, cfg.num_experts
     if not isinstance(sharing, Sharing):
         sharing = (
@@ -165,6 +163,22 @@ def load_family(
     return Family(tuple(models), sharing)
 
 
+def check_family(
+    directories: Mapping[str, str | Path], allow_unknown_config: Sequence[str] = ()
+) -> tuple[dict[str, Path], dict[str, ModelConfig], dict[str, Tokenizer | None]]:
+    """Directories, configurations and tokenizers of models that can lie over one pool, by name.
+
+    Reads no weights. Raises ValueError and ConfigError as `load_family`, TokenizerError for a
+    tokenizer that does not fit its model.
+    """
+    found = _directories(directories)
+    cfgs = {name: _config(path, tuple(allow_unknown_config)) for name, path in found.items()}
+    _check_architecture(cfgs)
+    tokenizers = {name: Tokenizer.load(path) for name, path in found.items()}
+    _check_tokenizers(tokenizers, cfgs, found)
+    return found, cfgs, tokenizers
+
+
 class _Progress:
     """Layers of one model, counted on from those of the models before it."""
 
@@ -195,8 +209,8 @@ def _config(path: Path, allowed: Sequence[str]) -> ModelConfig:
     return read_config(path, allow_unknown_config=allowed)
 
 
-def _common(cfgs: Mapping[str, ModelConfig]) -> ModelConfig:
-    """What all models have in common. Raises ConfigError where that is not all of it."""
+def _check_architecture(cfgs: Mapping[str, ModelConfig]) -> None:
+    """Raises ConfigError for models that differ in what programs depend on."""
     (first, cfg), *others = cfgs.items()
     for name, other in others:
         differing = [
@@ -210,7 +224,6 @@ def _common(cfgs: Mapping[str, ModelConfig]) -> ModelConfig:
                 f"{name} and {first} are not of one architecture, as models over one pool have to "
                 f"be: {'; '.join(differing)}. Serve {name} by itself"
             )
-    return cfg
 
 
 def _check_tokenizers(

@@ -1,4 +1,4 @@
-"""The command line: `jmoe serve, generate, bench, demo, distill, evaluate, info`.
+"""The command line: `jmoe serve, generate, bench, demo, distill, consolidate, evaluate, info`.
 
 Commands import what they need when they run, so that `jmoe --help` is quick.
 """
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from serving import logs
+from serving.cli.consolidate import consolidate
 from serving.cli.distill import distill
 from serving.cli.evaluate import evaluate
 from serving.cli.info import info
@@ -31,6 +32,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(bench, name="bench")
+app.command()(consolidate)
 app.command()(demo)
 app.command()(distill)
 app.command()(evaluate)

@@ -1,0 +1,91 @@
+"""`jmoe consolidate`: flags for `training.consolidate`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from serving import logs
+from serving.cli.options import AllowUnknownConfig
+from serving.progress import progress_bar
+
+
+def consolidate(
+    model: Annotated[
+        list[str],
+        typer.Option(metavar="NAME=DIR", help="A fine-tuned model; at least two of them."),
+    ],
+    out: Annotated[Path, typer.Option(help="The map to write, such as family.json.")],
+    rule: Annotated[
+        str, typer.Option(help="functional, paper (closest weights), random or average.")
+    ] = "functional",
+    share: Annotated[
+        float | None,
+        typer.Option(metavar="PERCENT", help="Of what sharing can save; 100: one slot a position."),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Instead of --share: slots, or bytes such as 12GiB.")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[NAME=]FILE",
+            help="Texts as for distill, of one model or of all; repeatable.",
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(help="Captured rows (tokens) a model.")] = 16_384,
+    length: Annotated[int, typer.Option(help="Tokens a packed row.")] = 128,
+    seed: Annotated[int, typer.Option(help="Of rows, and of the random rule.")] = 0,
+    allow_unknown_config: AllowUnknownConfig = None,
+) -> None:
+    """Chooses which experts fine-tuned models share, so that they fit one pool of experts."""
+    from training.consolidate.run import ConsolidateConfig
+    from training.consolidate.run import consolidate as run
+
+    directories = _directories(model)
+    config = ConsolidateConfig(
+        rule=rule,
+        share=share,
+        budget=budget,
+        data=_texts(data or (), directories),
+        rows=rows,
+        length=length,
+        seed=seed,
+        allow_unknown_config=tuple(allow_unknown_config or ()),
+    )
+    with progress_bar() as progress:
+        done = run(directories, out, config, progress, logs.say)
+    sharing = done.sharing
+    positions = sharing.owners[0].size
+    print(
+        f"{', '.join(sharing.names)}: {sharing.num_slots:,} slots for "
+        f"{len(sharing.names) * positions:,} experts, {sharing.shared_percent:.1f} % shared"
+    )
+    for name, loss in (done.losses or {}).items():
+        print(f"{name}: relative squared error {loss:.6f} a row, all layers")
+    print(f"map: {out}")
+
+
+def _directories(models: Sequence[str]) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for text in models:
+        name, equals, directory = text.partition("=")
+        if not (name and equals and directory):
+            raise ValueError(f"--model is {text!r}; write --model NAME=DIR")
+        if name in found:
+            raise ValueError(f"--model {name} is given twice; every model has a name of its own")
+        found[name] = Path(directory)
+    return found
+
+
+def _texts(data: Sequence[str], models: dict[str, Path]) -> dict[str, list[Path]]:
+    """By model; a `=` that no model's name stands before belongs to the path."""
+    from training.consolidate.run import ALL
+
+    found: dict[str, list[Path]] = {}
+    for text in data:
+        name, equals, path = text.partition("=")
+        own = bool(equals) and name in models
+        found.setdefault(name if own else ALL, []).append(Path(path if own else text))
+    return found

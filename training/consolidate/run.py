@@ -1,0 +1,279 @@
+"""`consolidate`: a map of the experts that models of one architecture share, and its file."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from jmoe.config import ModelConfig
+from jmoe.family import check_family
+from jmoe.layers import Layers
+from jmoe.sharing import MERGED, MERGED_FILE, Sharing, fingerprint, write_sharing
+from jmoe.tokenizer import Tokenizer
+from training.consolidate.budget import slots_of_budget, slots_of_share
+from training.consolidate.measure import differences
+from training.consolidate.merge import Merged, mean_experts, write_merged
+from training.consolidate.rules import (
+    losses_of,
+    owners_functional,
+    owners_paper,
+    owners_random,
+)
+from training.distill.data import pack_files
+from training.distill.stream import first_rows
+from training.packing import Batch
+
+RuleName = Literal["functional", "paper", "random", "average"]
+RULES: tuple[str, ...] = get_args(RuleName)
+ALL = ""
+"""In data by model's name: texts of all models."""
+
+Progress = Callable[[str, int, int], None]
+"""`(what is being done, units done, units in all)`."""
+
+
+@dataclass(frozen=True)
+class ConsolidateConfig:
+    """How a family is consolidated; one of `share` and `budget` is given."""
+
+    rule: str = "functional"
+    share: float | None = None  # percent
+    budget: str | None = None  # slots, or bytes with their unit
+    data: Mapping[str, Sequence[Path]] = field(default_factory=dict)  # by model, or ALL
+    rows: int = 16_384  # captured, tokens a model
+    length: int = 128  # tokens a packed row
+    seed: int = 0  # of the rows that are captured, and of the random rule
+    allow_unknown_config: tuple[str, ...] = ()  # as of `jmoe.load`
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for settings that cannot be."""
+        if self.rule not in RULES:
+            raise ValueError(f"rule is {self.rule!r}; it must be one of {', '.join(RULES)}")
+        if (self.share is None) == (self.budget is None):
+            raise ValueError("give either --share PERCENT or --budget SLOTS (or bytes: 12GiB)")
+        if self.rule == "functional" and not self.data:
+            raise ValueError(
+                "the functional rule measures what each model's own rows lose, and no texts are "
+                "given; name some with --data, or choose --rule paper, which needs none"
+            )
+        for name, low in {"rows": 1, "length": 2, "seed": 0}.items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of all MoE layers: distances `[N, N, L, m]` of weights, and costs, None without data."""
+
+    distances: Float[np.ndarray, "N N L m"]
+    costs: Float[np.ndarray, "N N L m"] | None
+
+
+@dataclass(frozen=True)
+class Consolidation:
+    """A map, and what each model loses by it as `LayerDifferences` says, summed over layers; None
+    without data, and where experts are merged.
+    """
+
+    sharing: Sharing
+    losses: Mapping[str, float] | None
+
+
+def consolidate(
+    directories: Mapping[str, str | Path],
+    out: Path,
+    config: ConsolidateConfig,
+    progress: Progress = lambda what, done, total: None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Consolidation:
+    """Chooses which experts the models share, and writes `out` (merged experts beside it).
+
+    Reads a layer of each model at a time. Nothing is written before all is known.
+
+    Args:
+        directories: Hugging Face directories of one architecture by the models' names, at least
+            two. Their order is that of the paper's rule's turns.
+        out: the map to write, as `family.json`; its directory is made if absent.
+        config: rule, budget and data.
+        progress: called as layers of models are done.
+        say: called with each warning.
+
+    Raises ValueError for settings, data and budgets that cannot be used, ConfigError and
+    TokenizerError for models that cannot lie over one pool, and CheckpointError.
+    """
+    found, cfgs, tokenizers = check_family(directories, config.allow_unknown_config)
+    if len(found) < 2:
+        raise ValueError(
+            f"{', '.join(found)} is one model, which has nobody to share experts with; name at "
+            "least two with --model NAME=DIR"
+        )
+    if out.suffix != ".json":
+        raise ValueError(f"out is {out}; name a file such as {out / 'family.json'}")
+    cfg = next(iter(cfgs.values()))
+    slots = _slots(config, cfg, len(found), say)
+    data = read_data(config, cfg, tokenizers)
+    prints = _fingerprints(found)
+    models = [Layers(path, layers_dtype(), **_allowed(config)) for path in found.values()]
+    passes = 2 if config.rule == "average" else 1
+    advance = _Advance(progress, passes * len(found) * cfg.num_layers)
+    measured = measure(models, data, advance)
+    owners = choose(config, measured, slots)
+    merged = _merged(models, owners, advance) if config.rule == "average" else {}
+    losses = None
+    if measured.costs is not None and not merged:
+        losses = dict(zip(found, losses_of(measured.costs, owners).tolist(), strict=True))
+    draft = Sharing(tuple(found), owners, prints, directory=out.parent)
+    sharing = Sharing(tuple(found), owners, prints, _facts(config, draft, losses, data), out.parent)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if merged:
+        write_merged(out.parent, merged)
+        say(f"merged experts: {out.parent / MERGED_FILE}")
+    write_sharing(out, sharing)
+    return Consolidation(sharing, losses)
+
+
+def _allowed(config: ConsolidateConfig) -> dict[str, Any]:
+    return {"allow_unknown_config": config.allow_unknown_config}
+
+
+def layers_dtype() -> str:
+    """A CPU's reference of the grouped GEMM is fast in float32, a GPU's kernel in bfloat16."""
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+class _Advance:
+    """Layers of models as `progress` has them."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def __call__(self, done: int) -> None:
+        self._done += done
+        self._progress("consolidate", self._done, self._total)
+
+
+def _slots(
+    config: ConsolidateConfig, cfg: ModelConfig, count: int, say: Callable[[str], None]
+) -> int:
+    positions = cfg.num_moe_layers * cfg.num_experts
+    if config.share is not None:
+        return slots_of_share(config.share, count, positions)
+    assert config.budget is not None
+    expert_bytes = 3 * cfg.d_model * cfg.d_ff_expert * 2  # as served, in 16 bits
+    slots = slots_of_budget(config.budget, count, positions, expert_bytes)
+    if slots >= count * positions:
+        say(
+            f"warning: a budget of {config.budget} holds {slots:,} experts, and all of {count} "
+            f"models' are {count * positions:,}: nothing is shared"
+        )
+    return min(slots, count * positions)
+
+
+def _fingerprints(directories: Mapping[str, Path]) -> tuple[str, ...]:
+    """Raises ValueError for one model under two names: a map could not tell them apart."""
+    prints: dict[str, str] = {}
+    for name, path in directories.items():
+        found = fingerprint(path)
+        if found in prints:
+            raise ValueError(
+                f"{name} and {prints[found]} have the same weights; name this model once"
+            )
+        prints[found] = name
+    return tuple(prints)
+
+
+def read_data(
+    config: ConsolidateConfig, cfg: ModelConfig, tokenizers: Mapping[str, Tokenizer | None]
+) -> list[Batch] | None:
+    """Packed rows of each model's texts, its own or those of all; None where none are given.
+
+    Raises ValueError for texts of a model that is none of these, for a model without any, and for
+    data that cannot be used.
+    """
+    if not config.data:
+        return None
+    if unknown := set(config.data) - set(tokenizers) - {ALL}:
+        raise ValueError(
+            f"--data is given for {', '.join(sorted(unknown))}; the models are "
+            f"{', '.join(tokenizers)}"
+        )
+    batches = []
+    for name, tokenizer in tokenizers.items():
+        files = [*config.data.get(ALL, ()), *config.data.get(name, ())]
+        if not files:
+            raise ValueError(
+                f"no texts are given for {name}; add --data {name}=FILE, or --data FILE for all"
+            )
+        packed = pack_files(files, cfg, tokenizer, config.length, config.seed)
+        batches.append(first_rows(packed, config.rows))
+    return batches
+
+
+def measure(
+    models: Sequence[Layers], data: Sequence[Batch] | None, advance: Callable[[int], None]
+) -> Measured:
+    """Distances and costs of all MoE layers. Raises CheckpointError."""
+    found = [(layer.distances, layer.costs) for layer in differences(models, data, advance)]
+    distances, costs = zip(*found, strict=True)
+    return Measured(np.stack(distances, axis=2), None if data is None else np.stack(costs, axis=2))
+
+
+def choose(config: ConsolidateConfig, measured: Measured, slots: int) -> np.ndarray:
+    """`owners [N, L, m]` by the rule. Raises ValueError as `owners_functional`."""
+    if config.rule == "functional":
+        assert measured.costs is not None
+        return owners_functional(measured.costs, slots)
+    if config.rule == "random":
+        count, _, layers, experts = measured.distances.shape
+        return owners_random((count, layers, experts), slots, config.seed)
+    return owners_paper(measured.distances, slots, merged=config.rule == "average")
+
+
+def _merged(models: Sequence[Layers], owners: np.ndarray, advance: Callable[[int], None]) -> Merged:
+    found: Merged = {}
+    for moe_layer, index in enumerate(_moe_indices(models[0].cfg)):
+        experts = np.flatnonzero(owners[0, moe_layer] == MERGED).tolist()
+        if experts:
+            pools = [pool for model in models if (pool := model.layer(index)[1]) is not None]
+            found |= mean_experts(moe_layer, pools, experts)
+        advance(len(models))
+    return found
+
+
+def _moe_indices(cfg: ModelConfig) -> Iterator[int]:
+    return (index for index, is_moe in enumerate(cfg.moe_layers) if is_moe)
+
+
+def _facts(
+    config: ConsolidateConfig,
+    sharing: Sharing,
+    losses: Mapping[str, float] | None,
+    data: Sequence[Batch] | None,
+) -> dict[str, Any]:
+    """What `family.json` says of how it was made."""
+    facts: dict[str, Any] = {
+        "rule": config.rule,
+        "slots": sharing.num_slots,
+        "shared_percent": round(sharing.shared_percent, 2),
+        "seed": config.seed,
+    }
+    if losses is not None:
+        facts["loss"] = {name: round(loss, 8) for name, loss in losses.items()}
+    if data is not None:
+        rows = [int(np.count_nonzero(batch.items)) for batch in data]
+        facts["rows"] = dict(zip(sharing.names, rows, strict=True))
+        facts["data"] = {
+            f"{name}={path.name}" if name else path.name: _digest(path)
+            for name, paths in config.data.items()
+            for path in paths
+        }
+    return facts
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
