@@ -33,6 +33,7 @@ DEEP_FILES = {
     "tests/training/test_distill_page.py",
     "tests/training/test_distill_runs.py",
     "tests/training/test_evaluation_runs.py",
+    "tests/training/test_family_quality.py",
 }
 DEEP_FOLDERS = ("tests/sm90/",)
 DEEP_TESTS = {

@@ -71,7 +71,8 @@ def encode_task(tokenizer: Tokenizer, task: Task, chat: bool = False) -> Encoded
     return Encoded([*prompt_ids, *answer_ids, eos_id(tokenizer)], len(prompt_ids), task.family)
 
 
-def _training_items(tokenizer: Tokenizer, seed: int, step: int) -> Iterator[Encoded]:
+def training_items(tokenizer: Tokenizer, seed: int, step: int) -> Iterator[Encoded]:
+    """What the bundled model is trained on in a step, without end."""
     rng = random.Random(f"items/{seed}/{step}")
     stream = tasks("train", rng.getrandbits(60))
     eos = eos_id(tokenizer)
@@ -135,7 +136,7 @@ def to_arrays(rows: list[list[Encoded]], length: int) -> Batch:
 
 def training_batch(tokenizer: Tokenizer, seed: int, step: int, num_rows: int, length: int) -> Batch:
     """The batch of a step, the same in every run with this seed."""
-    return pack(_training_items(tokenizer, seed, step), num_rows, length)
+    return pack(training_items(tokenizer, seed, step), num_rows, length)
 
 
 def task_batch(tokenizer: Tokenizer, items: Iterable[Task], length: int) -> Batch:

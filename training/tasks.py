@@ -30,7 +30,8 @@ class Task(NamedTuple):
     family: str
 
 
-def _split_of(content: str) -> Split:
+def split_of(content: str) -> Split:
+    """Where an item belongs: one in ten is held out."""
     return "eval" if zlib.crc32(content.encode()) % 10 == 0 else "train"
 
 
@@ -57,7 +58,7 @@ def _add(rng: random.Random, split: Split) -> Task:
     wanted = rng.randint(3, 6)
     while len(pairs) < wanted:
         pair = (rng.randint(10, 99), rng.randint(10, 99))
-        if _split_of(f"add {pair}") == split:
+        if split_of(f"add {pair}") == split:
             pairs.append(pair)
     sums = ";".join(f"{a}+{b}" for a, b in pairs)
     # Echoing the sum keeps its digits near, which a small model needs.
@@ -120,7 +121,7 @@ def make_task(family: str, split: Split, rng: random.Random) -> Task:
     generate = FAMILIES[family][0]
     while True:
         task = generate(rng, split)
-        if family not in _HASHED or _split_of(task.prompt) == split:
+        if family not in _HASHED or split_of(task.prompt) == split:
             return task
 
 

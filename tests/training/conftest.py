@@ -1,10 +1,13 @@
 """Small models and data shared by the training tests."""
 
+import shutil
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from training.export import export_hf
 from training.geometry import smaller
@@ -66,3 +69,20 @@ def tiny_dir(tiny, tokenizer, tmp_path_factory):
     export_hf(tiny.config, rounded, out, other)
     write_jsonl(other / "tasks.jsonl", "train", 150, seed=4)
     return SimpleNamespace(path=other, params=rounded)
+
+
+@pytest.fixture(scope="session")
+def tiny_family(tiny_dir, tmp_path_factory):
+    """Directories of the tiny model, and of three others whose weights were all moved by noise."""
+    root, found = tmp_path_factory.mktemp("family"), []
+    for seed, name in enumerate(("base", "cipher", "running", "backwards")):
+        found.append(root / name)
+        shutil.copytree(tiny_dir.path, found[-1])
+        path = found[-1] / "model.safetensors"
+        rng, tensors = np.random.default_rng(seed), load_file(path)
+        for key in sorted(tensors) if seed else ():
+            tensor = tensors[key].astype(np.float32)
+            noise = 0.2 * seed * tensor.std() * rng.standard_normal(tensor.shape)
+            tensors[key] = (tensor + noise).astype(jnp.bfloat16)
+        save_file(tensors, path)
+    return found

@@ -1,13 +1,11 @@
 """Costs against models with an expert swapped, and whole runs of `consolidate` on tiny models."""
 
 import json
-import shutil
 from types import SimpleNamespace
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import jmoe
 from jmoe.family import load_family
@@ -23,21 +21,9 @@ LENGTH, SEQUENCES = 12, 20
 
 
 @pytest.fixture(scope="module")
-def family(tiny_dir, tmp_path_factory):
-    """The tiny model and two others whose weights were all moved by noise."""
-    root = tmp_path_factory.mktemp("family")
-    found = {}
-    for seed, name in enumerate(NAMES):
-        found[name] = root / name
-        shutil.copytree(tiny_dir.path, found[name])
-        path = found[name] / "model.safetensors"
-        rng, tensors = np.random.default_rng(seed), load_file(path)
-        for key in sorted(tensors) if seed else ():
-            tensor = tensors[key].astype(np.float32)
-            noise = 0.2 * seed * tensor.std() * rng.standard_normal(tensor.shape)
-            tensors[key] = (tensor + noise).astype(jnp.bfloat16)
-        save_file(tensors, path)
-    return SimpleNamespace(paths=found, data=tiny_dir.path / "tasks.jsonl", root=root)
+def family(tiny_dir, tiny_family):
+    paths = dict(zip(NAMES, tiny_family, strict=False))
+    return SimpleNamespace(paths=paths, data=tiny_dir.path / "tasks.jsonl")
 
 
 def rows_of(seed):

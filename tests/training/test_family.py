@@ -1,0 +1,228 @@
+"""The bundled model's family: skills, differences, tuning, and models with shared experts."""
+
+import itertools
+import string
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmoe
+from jmoe.family import load_family
+from jmoe.sharing import Sharing
+from training.consolidate.rules import owners_random
+from training.family.differences import low_rank, read_differences, write_differences
+from training.family.quality import rank_correlation
+from training.family.score import Items, encode_items, right_items
+from training.family.shared import Members
+from training.family.skills import SKILLS, skill_tasks
+from training.family.tune import TuneConfig, read_params, tune, tuning_batch
+from training.tasks import FAMILIES
+
+SHAPE = (2, 8)
+
+
+def some(skill, split, num=200, seed=3):
+    return list(itertools.islice(skill_tasks(skill, split, seed), num))
+
+
+# -- skills --------------------------------------------------------------------------------------
+
+
+def asked(task):
+    """What stands between the colon and the equals sign."""
+    return task.prompt.partition(": ")[2].removesuffix(" =")
+
+
+def test_a_decoded_letter_is_seven_before():
+    for task in some("cipher", "eval"):
+        assert task.answer.startswith(" ")
+        for before, after in zip(asked(task).split(), task.answer.split(), strict=True):
+            distance = string.ascii_lowercase.index(before) - string.ascii_lowercase.index(after)
+            assert distance % 26 == 7
+
+
+def test_a_running_sum_rises_by_each_digit():
+    for task in some("running", "eval"):
+        digits, sums = map(int, asked(task)), [0, *map(int, task.answer.strip())]
+        assert [(b - a) % 10 for a, b in itertools.pairwise(sums)] == list(digits)
+
+
+def test_words_spelled_backwards_are_the_words():
+    for task in some("backwards", "eval"):
+        spelled = [word.replace(" ", "")[::-1] for word in task.answer.removesuffix(".").split(".")]
+        assert spelled == asked(task).split()
+
+
+@pytest.mark.parametrize("skill", SKILLS)
+def test_held_out_items_are_in_no_training_data(skill):
+    train, held_out = ({task.prompt for task in some(skill, s, 2000)} for s in ("train", "eval"))
+    assert len(train) > 1900
+    assert not train & held_out
+    assert some(skill, "eval") == some(skill, "eval")
+    assert skill not in FAMILIES
+
+
+# -- differences ---------------------------------------------------------------------------------
+
+
+def test_low_rank_is_the_nearest_there_is():
+    """Eckart and Young: the error is what the remaining singular values add up to."""
+    matrices = np.random.default_rng(0).standard_normal((3, 10, 7)).astype(np.float32)
+    left, right = low_rank(matrices, 4)
+    assert left.shape == (3, 10, 4)
+    assert right.shape == (3, 4, 7)
+    error = np.linalg.norm(matrices - left @ right, axis=(1, 2))
+    values = np.linalg.svd(matrices, compute_uv=False)[:, 4:]
+    np.testing.assert_allclose(error, np.sqrt((values**2).sum(axis=1)), rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def base(tiny_family):
+    return read_params(tiny_family[0])
+
+
+def test_a_variant_of_low_rank_comes_back(base, tmp_path):
+    rng = np.random.default_rng(1)
+    variant = jax.tree.map(lambda leaf: leaf * 1.25, base)  # exact in bfloat16
+    for key, leaf in base["experts"].items():
+        left, right = (rng.standard_normal((*leaf.shape[:3], 2)) for _ in range(2))
+        right = rng.standard_normal((*leaf.shape[:2], 2, leaf.shape[3]))
+        variant["experts"][key] = leaf + jnp.asarray(0.1 * left @ right, jnp.float32)
+    path = tmp_path / "cipher.safetensors"
+    write_differences(path, base, variant, rank=2)
+    found = read_differences(path, base)
+    assert jax.tree.structure(found) == jax.tree.structure(variant)
+    for at, leaf in jax.tree.leaves_with_path(found):
+        wanted = variant
+        for part in at:
+            wanted = wanted[getattr(part, "key", getattr(part, "idx", None))]
+        np.testing.assert_allclose(leaf, wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_a_file_of_another_model_is_refused(base, tmp_path):
+    path = tmp_path / "cipher.safetensors"
+    with pytest.raises(ValueError, match="is not readable"):
+        read_differences(path, base)
+    smaller = {**base, "final_norm": base["final_norm"][:-1]}
+    write_differences(path, smaller, smaller)
+    with pytest.raises(ValueError, match="no variant of this model"):
+        read_differences(path, base)
+
+
+# -- tuning --------------------------------------------------------------------------------------
+
+
+def test_a_batch_mixes_the_skill_with_what_the_model_knew(tokenizer):
+    config = TuneConfig(rows=32, old_share=0.5)
+    batch = tuning_batch(tokenizer, "running", config, 3, 128)
+    families = list(itertools.chain(*batch.families))
+    assert 0.35 < families.count("running") / len(families) < 0.65
+    again = tuning_batch(tokenizer, "running", config, 3, 128)
+    assert np.array_equal(batch.tokens, again.tokens)
+    other = tuning_batch(tokenizer, "running", config, 4, 128)
+    assert not np.array_equal(batch.tokens, other.tokens)
+
+
+def test_tuning_learns_and_leaves_what_it_is_given(base, tiny, tokenizer):
+    notes = []
+    config = TuneConfig(model=tiny.cfg, steps=12, rows=4, peak_lr=5e-3)
+    before = np.asarray(base["experts"]["down"]).copy()
+    tuned = tune(base, tokenizer, "cipher", config, lambda *told: notes.append(told[3]))
+    losses = [float(note.removeprefix("loss ")) for note in notes]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.2
+    assert np.array_equal(base["experts"]["down"], before)
+    assert not np.array_equal(tuned["experts"]["down"], before)
+
+
+@pytest.mark.parametrize("changed", [{"steps": 0}, {"rows": 0}, {"old_share": 1.0}, {"seed": -1}])
+def test_tuning_settings_that_cannot_be_are_refused(changed):
+    (key,) = changed
+    with pytest.raises(ValueError, match=key):
+        TuneConfig(**changed)
+
+
+# -- scores, and models with shared experts ------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def members(tiny_family):
+    return Members(tuple(jmoe.load(path, "float32", ways=()) for path in tiny_family[:3]))
+
+
+def test_right_is_what_greedy_decoding_gives(members, tiny_family):
+    model = members.models[0]
+    prompts = [[5, 9, 200, 31], [77, 8], [300, 4, 4, 9, 7], [81]]
+    answers = jmoe.generate(model, prompts, 5).tokens
+    tokens, answer = np.zeros((8, 12), np.int32), np.zeros((8, 12), bool)
+    for row, (prompt, out) in enumerate(zip(prompts * 2, answers * 2, strict=True)):
+        ids = [*prompt, *out]
+        tokens[row, : len(ids)] = ids
+        answer[row, len(prompt) : len(ids)] = True
+    for row in range(4, 8):
+        tokens[row, len(prompts[row - 4]) + row % 4] ^= 1  # one token is another
+    right = right_items(model, Items(tokens, answer, ("f",) * 8))
+    assert right.tolist() == [True] * 4 + [False] * 4
+
+
+def test_items_are_prompt_answer_and_end_of_text(tokenizer):
+    tasks = some("running", "eval", 5)
+    items = encode_items(tokenizer, tasks)
+    for row, task in enumerate(tasks):
+        assert tokenizer.decode(items.tokens[row][items.answer[row]].tolist()) == task.answer
+    with pytest.raises(ValueError, match="no items"):
+        encode_items(tokenizer, [])
+
+
+def logits_of(model):
+    return np.asarray(jmoe.forward(model, [[5, 9, 200, 31, 7, 80, 3, 410]]))
+
+
+def test_a_mapped_model_is_that_of_a_loaded_family(members, tiny_family):
+    owners = owners_random((3, *SHAPE), 24, seed=2)
+    names = ("a", "b", "c")
+    paths = dict(zip(names, tiny_family[:3], strict=True))
+    family = load_family(paths, Sharing(names, owners), "float32")
+    for at in range(3):
+        found = logits_of(members.mapped((0, 1, 2), owners, at))
+        np.testing.assert_allclose(found, logits_of(family[at]), rtol=1e-5, atol=1e-5)
+    own = Sharing.none(names[:2], *SHAPE).owners
+    found = logits_of(members.mapped((0, 2), own, 1))
+    np.testing.assert_allclose(found, logits_of(members.models[2]), rtol=1e-5, atol=1e-5)
+
+
+def test_an_average_of_a_model_with_itself_is_the_model(members):
+    found = logits_of(members.averaged((1, 1)))
+    np.testing.assert_allclose(found, logits_of(members.models[1]), rtol=1e-4, atol=1e-4)
+    merged = np.full((2, *SHAPE), -1, np.int32)
+    found = logits_of(members.mapped((1, 1), merged, 0))
+    np.testing.assert_allclose(found, logits_of(members.models[1]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_residual_of_full_rank_gives_the_model_back(members):
+    owners = np.zeros((2, *SHAPE), np.int32)  # all are model 0's
+    found = members.with_residuals((0, 2), owners, 1, (1, 32))
+    exact = logits_of(members.models[2])
+    shared = np.abs(logits_of(members.mapped((0, 2), owners, 1)) - exact).max()
+    errors = {rank: np.abs(logits_of(model) - exact).max() for rank, (model, _) in found.items()}
+    assert errors[32] < 0.05 * shared
+    # Rank 1 of [32, 32] and [16, 32], 16 experts, two bytes each.
+    assert found[1][1] == 2 * 16 * (64 + 48)
+    model, size = members.with_residuals((0, 2), owners, 0, (8,))[8]
+    assert size == 0
+    np.testing.assert_allclose(logits_of(model), logits_of(members.models[0]), rtol=1e-5, atol=1e-5)
+
+
+def test_rank_correlation():
+    assert rank_correlation(np.array([1, 2, 3]), np.array([10, 20, 70])) == pytest.approx(1)
+    assert rank_correlation(np.array([1, 2, 3]), np.array([9, 5, -1])) == pytest.approx(-1)
+
+
+def test_the_stored_family_is_small():
+    stored = Path(jmoe.__file__).parent / "bundled_family"
+    files = sorted(path.name for path in stored.glob("*.safetensors"))
+    assert files == sorted(f"{skill}.safetensors" for skill in SKILLS)
+    assert sum(path.stat().st_size for path in stored.iterdir()) < 16 << 20

@@ -1,0 +1,73 @@
+"""The whole measurement of a family's quality, and the family that comes with jmoe."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+import jmoe
+from training.family.make import STORED, main, restore
+from training.family.quality import GROUPS, RANKS, RULES, SHARES, Quality, run
+from training.family.report import tables
+from training.family.score import encode_items, right_items
+from training.family.skills import SKILLS, skill_tasks
+
+
+@pytest.fixture(scope="module")
+def quality(tiny_family):
+    return Quality(tiny_family[0].parent, num_items=16, rows=4, seed=1)
+
+
+def test_every_model_is_scored_in_every_setting(quality, tmp_path):
+    told = []
+    found = run(quality, tmp_path / "d.png", lambda *at: told.append(at))
+    assert told[-1][0] == told[-1][1] == len(told)
+    assert (tmp_path / "d.png").stat().st_size > 1000
+    settings = len(RULES) * len(SHARES) + len(RANKS) + 1
+    assert len(found["scores"]) == settings * sum(map(len, GROUPS))
+    text = tables(json.loads(json.dumps(found)))
+    assert text.count("| functional | 75 %, ") == len(GROUPS)
+    assert "residual, rank 8" in text
+
+
+def test_slots_are_those_of_the_share(quality):
+    for group in GROUPS:
+        for rule in RULES:
+            owners = quality.owners(group, rule, 50)
+            taken = {
+                (int(owner), *at)
+                for at in np.ndindex(owners.shape[1:])
+                for owner in owners[(slice(None), *at)]
+            }
+            most = 16 * len(group) - 8 * (len(group) - 1)
+            assert most - len(group) + 2 <= len(taken) <= most
+
+
+def test_a_missing_family_says_what_makes_it(tmp_path):
+    with pytest.raises(ValueError, match="makes it"):
+        Quality(tmp_path, 16, 4, 1)
+    with pytest.raises(ValueError, match="--items is 0"):
+        Quality(tmp_path, 0, 4, 1)
+
+
+def test_the_stored_family_is_restored_and_knows_its_skills(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["training.family", "--restore", str(tmp_path)])
+    main()
+    assert "cipher" in capsys.readouterr().out
+    tokenizer = Tokenizer.from_file(str(tmp_path / "base" / "tokenizer.json"))
+    for skill in SKILLS:
+        stream = skill_tasks(skill, "eval", 77)
+        items = encode_items(tokenizer, [next(stream) for _ in range(64)])
+        shares = {
+            name: right_items(jmoe.load(tmp_path / name, "float32"), items).mean()
+            for name in ("base", skill)
+        }
+        assert shares["base"] == 0
+        assert shares[skill] > 0.9
+
+
+def test_a_family_that_is_not_stored_cannot_be_restored(tmp_path):
+    with pytest.raises(ValueError, match=r"cipher\.safetensors is not readable"):
+        restore(tmp_path / "out", tmp_path)
+    assert STORED.name == "bundled_family"

@@ -1,0 +1,1 @@
+"""Fine-tuned variants of the bundled model: a family to share experts among, and its quality."""

@@ -1,0 +1,120 @@
+"""Three fine-tuned variants of the bundled model, each a Hugging Face directory.
+
+`python -m training.family --out DIR` teaches them; `--restore DIR` writes those that come with
+jmoe, kept as low-rank differences, in seconds.
+"""
+
+import argparse
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from jmoe.api import resolve
+from training.export import export_hf
+from training.family.differences import read_differences, write_differences
+from training.family.skills import SKILLS, skill_tasks
+from training.family.tune import TuneConfig, read_params, tune
+from training.geometry import HF_CONFIG
+from training.network import Params
+from training.packing import eval_tasks, task_batch
+from training.remake import ALLOCATOR
+from training.train import family_accuracy
+
+BUNDLED = resolve("bundled")
+STORED = BUNDLED.with_name("bundled_family")
+BASE = "base"
+ITEMS = 512
+"""Held-out items of a skill that say how well it was learned."""
+
+Progress = Callable[[str, int, int, str], None]
+
+
+def make(out: Path, config: TuneConfig, progress: Progress) -> Mapping[str, Mapping[str, float]]:
+    """Teaches every skill and writes `out/{skill}` and, as differences, `out/{skill}.safetensors`.
+
+    `out/base` is the bundled model. Returns each variant's share of right answers, by task family.
+    """
+    tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    base, found = read_params(BUNDLED), {}
+    write_base(out)
+    for skill in SKILLS:
+        variant = tune(base, tokenizer, skill, config, progress)
+        found[skill] = accuracy(variant, tokenizer, skill, config)
+        export_hf(HF_CONFIG, variant, BUNDLED, out / skill)
+        write_differences(out / f"{skill}.safetensors", base, variant)
+    return found
+
+
+def restore(out: Path, stored: Path = STORED) -> None:
+    """Writes `out/base` and `out/{skill}` of the variants that come with jmoe.
+
+    Raises ValueError where they did not.
+    """
+    base = read_params(BUNDLED)
+    write_base(out)
+    for skill in SKILLS:
+        variant = read_differences(stored / f"{skill}.safetensors", base)
+        export_hf(HF_CONFIG, variant, BUNDLED, out / skill)
+
+
+def write_base(out: Path) -> None:
+    """The bundled model as `out/base`: without united experts, which its variants have none of."""
+    (out / BASE).mkdir(parents=True, exist_ok=True)
+    for path in BUNDLED.glob("*.json"):
+        shutil.copyfile(path, out / BASE / path.name)
+    shutil.copyfile(BUNDLED / "model.safetensors", out / BASE / "model.safetensors")
+
+
+def accuracy(
+    params: Params, tokenizer: Tokenizer, skill: str, config: TuneConfig
+) -> dict[str, float]:
+    """Share of right answers: of the skill's held-out items, and of the bundled model's."""
+    items = itertools.islice(skill_tasks(skill, "eval", config.seed), ITEMS)
+    train = config.train
+    batches = [
+        task_batch(tokenizer, tasks, train.length)
+        for tasks in (items, eval_tasks(ITEMS, config.seed))
+    ]
+    return {k: v for batch in batches for k, v in family_accuracy(params, batch, train).items()}
+
+
+def main() -> None:
+    """Command line; restarts itself once with the allocator settings of `training.remake`."""
+    parser = argparse.ArgumentParser(prog="python -m training.family", description=__doc__)
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--out", type=Path, help="teach the variants and write them here")
+    target.add_argument("--restore", type=Path, help="write those that come with jmoe here")
+    for name in ("seed", "steps", "rows"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(TuneConfig, name))
+    args = parser.parse_args()
+    if args.restore:
+        restore(args.restore)
+        print(f"{BASE}, {', '.join(SKILLS)} in {args.restore}")
+        return
+    if any(os.environ.get(key) != value for key, value in ALLOCATOR.items()):
+        command = [sys.executable, "-m", "training.family", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **ALLOCATOR})
+    from rich.progress import Progress as Bars
+
+    with Bars() as bars:
+        jobs = {}
+
+        def progress(what: str, done: int, total: int, note: str) -> None:
+            if what not in jobs:
+                jobs[what] = bars.add_task(what, total=total)
+            bars.update(jobs[what], completed=done, description=f"{what} {note}")
+
+        config = TuneConfig(seed=args.seed, steps=args.steps, rows=args.rows)
+        found = make(args.out, config, progress)
+    for skill, shares in found.items():
+        told = ", ".join(f"{family} {100 * share:.1f}" for family, share in shares.items())
+        print(f"{skill}, % right: {told}")
+
+
+if __name__ == "__main__":
+    main()

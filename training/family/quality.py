@@ -1,0 +1,308 @@
+"""What sharing experts costs the bundled model's family: each model, each rule, each share.
+
+`python -m training.family.quality --family DIR --json FILE` measures; DIR is what
+`python -m training.family` wrote. Tables go to stdout.
+"""
+
+import argparse
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+import jmoe
+from jmoe.api import Model
+from jmoe.layers import Layers
+from training.consolidate.budget import slots_of_share
+from training.consolidate.rules import owners_functional, owners_paper, owners_random
+from training.consolidate.run import Measured, layers_dtype, measure
+from training.evaluation.tables import paired_loss
+from training.family.report import tables, write_picture
+from training.family.score import Items, encode_items, right_items
+from training.family.shared import Members, Owners
+from training.family.skills import SKILLS, skill_tasks
+from training.packing import Batch, Encoded, encode_task, eval_tasks, pack, training_items
+
+NAMES = ("base", *SKILLS)
+GROUPS = ((0, 1), (0, 2), (0, 3), (0, 1, 2), (0, 1, 2, 3))
+"""Families by model number: two, three and four models."""
+
+SHARES = (25, 50, 75, 100)
+RULES = ("functional", "paper", "average", "random")
+RANKS = (4, 8, 16)
+LENGTH = 128
+
+
+@dataclass(frozen=True)
+class Score:
+    """One model in one setting."""
+
+    group: str  # names with +
+    rule: str
+    share: int  # percent
+    model: str
+    right_percent: float
+    loss_percent: float  # of what it had right alone, with a paired 95 % interval
+    low_percent: float
+    high_percent: float
+    slots: int
+    extra_percent: float = 0.0  # memory beside the shared experts, of a whole model
+
+
+class Quality:
+    """Models, items and measurements of one run."""
+
+    def __init__(self, family: Path, num_items: int, rows: int, seed: int) -> None:
+        """Raises ValueError and what `jmoe.load` raises for a directory that holds no family."""
+        if num_items < 1 or rows < 1:
+            raise ValueError(f"--items is {num_items}, --rows {rows}; both must be at least 1")
+        self.paths = [family / name for name in NAMES]
+        for path in self.paths:
+            if not path.is_dir():
+                raise ValueError(
+                    f"{path} is missing; `python -m training.family --out {family}` makes it"
+                )
+        self.seed, self.rows = seed, rows
+        self.members = Members(tuple(jmoe.load(p, layers_dtype(), ways=()) for p in self.paths))
+        self.tokenizer = Tokenizer.from_file(str(self.paths[0] / "tokenizer.json"))
+        self.items = [encode_items(self.tokenizer, self._tasks(n, num_items)) for n in NAMES]
+
+    def _tasks(self, name: str, num: int) -> list:
+        if name in SKILLS:
+            return list(itertools.islice(skill_tasks(name, "eval", self.seed), num))
+        return eval_tasks(num, self.seed)
+
+    @cached_property
+    def measured(self) -> Measured:
+        """Distances and costs between all models, on training items of each one's own work."""
+        models = [Layers(path, layers_dtype()) for path in self.paths]
+        data = [self._data(name) for name in NAMES]
+        return measure(models, data, lambda done: None)
+
+    def _data(self, name: str) -> Batch:
+        """Half a variant's skill, half the bundled model's training items; for that one all."""
+        return pack(self._training(name), self.rows, LENGTH)
+
+    def _training(self, name: str) -> Iterator[Encoded]:
+        rng = random.Random(f"quality/{name}/{self.seed}")
+        old = training_items(self.tokenizer, self.seed + 2000, 0)
+        if name not in SKILLS:
+            yield from old
+        new = skill_tasks(name, "train", self.seed + 2000)
+        while True:
+            yield next(old) if rng.random() < 0.5 else encode_task(self.tokenizer, next(new))
+
+    @cached_property
+    def alone(self) -> list[list[np.ndarray]]:
+        """`[model][items]`: which of each model's items a model has right by itself."""
+        return [
+            [right_items(model, items) for items in self.items] for model in self.members.models
+        ]
+
+    def owners(self, group: Sequence[int], rule: str, share: int) -> Owners:
+        """Whose experts serve a group's models, by number in the group."""
+        pick = np.ix_(group, group)
+        distances = self.measured.distances[pick]
+        count, _, layers, experts = distances.shape
+        slots = slots_of_share(share, count, layers * experts)
+        if rule == "random":
+            return owners_random((count, layers, experts), slots, self.seed)
+        if rule == "functional":
+            assert self.measured.costs is not None
+            return owners_functional(self.measured.costs[pick], slots)
+        return owners_paper(distances, slots, merged=rule == "average")
+
+    def scores(self, advance: Callable[[], None]) -> Iterator[Score]:
+        """Every rule, share and group; what is compared first comes first."""
+        yield from self._by_rule(RULES[:2], advance)
+        for group in GROUPS:
+            yield from self._residuals(group, advance)
+            yield from self._averaged(group, advance)
+        yield from self._by_rule(RULES[2:], advance)
+
+    def _by_rule(self, rules: Sequence[str], advance: Callable[[], None]) -> Iterator[Score]:
+        for rule, group, share in itertools.product(rules, GROUPS, SHARES):
+            owners = self.owners(group, rule, share)
+            for at in range(len(group)):
+                model = self.members.mapped(group, owners, at)
+                yield self._score(group, rule, share, at, model, owners)
+                advance()
+
+    def _averaged(self, group: Sequence[int], advance: Callable[[], None]) -> Iterator[Score]:
+        """One model for all, the mean of every weight: the paper's baseline."""
+        whole = self.members.averaged(group)
+        one = np.zeros((1, *self.measured.distances.shape[2:]), np.int32)
+        for at in range(len(group)):
+            yield self._score(group, "average of all weights", 100, at, whole, one)
+            advance()
+
+    def _residuals(self, group: Sequence[int], advance: Callable[[], None]) -> Iterator[Score]:
+        """All positions shared by the functional rule, and a low-rank difference to each."""
+        owners = self.owners(group, "functional", 100)
+        for at in range(len(group)):
+            models = self.members.with_residuals(group, owners, at, RANKS)
+            for rank, (model, size) in models.items():
+                extra = 100 * size / (2 * model.num_parameters)
+                rule = f"residual, rank {rank}"
+                yield self._score(group, rule, 100, at, model, owners, extra)
+                advance()
+
+    def _score(
+        self,
+        group: Sequence[int],
+        rule: str,
+        share: int,
+        at: int,
+        model: Model,
+        owners: Owners,
+        extra: float = 0.0,
+    ) -> Score:
+        number = group[at]
+        items, before = self.items[number], self.alone[number][number]
+        after = right_items(model, items)
+        loss, low, high = paired_loss(_by_family(items, before, after))
+        slots = sum(
+            len(set(owners[:, layer, expert].tolist()))
+            for layer, expert in np.ndindex(owners.shape[1:])
+        )
+        return Score(
+            "+".join(NAMES[n] for n in group),
+            rule,
+            share,
+            NAMES[number],
+            100 * float(after.mean()),
+            loss,
+            low,
+            high,
+            slots,
+            extra,
+        )
+
+    def families(self, advance: Callable[[], None]) -> list[dict[str, Any]]:
+        """Every model on every task family: alone, and in the family of four with 75 % shared."""
+        found = [self._family_row(NAMES[n], "alone", right) for n, right in enumerate(self.alone)]
+        group = GROUPS[-1]
+        for rule in ("functional", "paper", "average"):
+            owners = self.owners(group, rule, 75)
+            for at, number in enumerate(group):
+                model = self.members.mapped(group, owners, at)
+                right = [right_items(model, items) for items in self.items]
+                found.append(self._family_row(NAMES[number], f"{rule}, 75 %", right))
+                advance()
+        return found
+
+    def _family_row(self, name: str, setting: str, right: Sequence[np.ndarray]) -> dict[str, Any]:
+        shares = {}
+        for items, own in zip(self.items, right, strict=True):
+            for family in sorted(set(items.families)):
+                mine = np.array(items.families) == family
+                shares[family] = 100 * float(own[mine].mean())
+        return {"model": name, "setting": setting, "right_percent": shares}
+
+
+def _by_family(
+    items: Items, before: np.ndarray, after: np.ndarray
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    names = np.array(items.families)
+    return {str(n): (before[names == n], after[names == n]) for n in np.unique(names)}
+
+
+def distances(measured: Measured, members: Members) -> list[dict[str, Any]]:
+    """By pair of models: distances by layer, costs, and how far their ranks agree (Spearman)."""
+    found = []
+    flat = np.concatenate(
+        [leaf.reshape(*leaf.shape[:3], -1) for leaf in members.experts.values()], axis=-1
+    )
+    elsewhere = [
+        float(np.linalg.norm(flat[0, layer] - np.roll(flat[0, layer], 1, axis=0), axis=-1).mean())
+        for layer in range(flat.shape[1])
+    ]
+    for i, j in itertools.combinations(range(len(NAMES)), 2):
+        own = measured.distances[i, j]
+        row: dict[str, Any] = {"models": [NAMES[i], NAMES[j]]}
+        for name in ("min", "mean", "max"):
+            row[name] = getattr(own, name)(axis=1).round(4).tolist()
+        row["of other positions, base"] = np.round(elsewhere, 4).tolist()
+        if measured.costs is not None:
+            row["rank correlation with cost"] = [
+                round(rank_correlation(own.ravel(), measured.costs[a, b].ravel()), 3)
+                for a, b in ((i, j), (j, i))
+            ]
+        found.append(row)
+    return found
+
+
+def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
+    """Spearman's, ties in order of appearance."""
+    ranks = [np.argsort(np.argsort(values, kind="stable")) for values in (one, other)]
+    return float(np.corrcoef(np.stack(ranks))[0, 1])
+
+
+def run(
+    quality: Quality,
+    picture: Path | None,
+    progress: Callable[[int, int], None],
+    save: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
+    """Everything that the JSON file has. `save` is called with what there is, again and again."""
+    models = sum(map(len, GROUPS))
+    total = models * (len(RULES) * len(SHARES) + len(RANKS) + 1) + 3 * len(NAMES)
+    done = itertools.count(1)
+
+    def advance() -> None:
+        progress(next(done), total)
+
+    found: dict[str, Any] = {
+        "command": "python -m training.family.quality",
+        "items": len(quality.items[0].families),
+        "rows": quality.rows * LENGTH,
+        "seed": quality.seed,
+        "distances": distances(quality.measured, quality.members),
+        "alone": {n: 100 * float(quality.alone[i][i].mean()) for i, n in enumerate(NAMES)},
+        "scores": [],
+    }
+    if picture is not None:
+        write_picture(quality.measured.distances, NAMES, picture)
+    for score in quality.scores(advance):
+        found["scores"].append(asdict(score))
+        save(found)
+    found["families"] = quality.families(advance)
+    save(found)
+    return found
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m training.family.quality", description=__doc__)
+    parser.add_argument("--family", type=Path, required=True)
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--picture", type=Path, help="PNG of expert distances")
+    parser.add_argument("--items", type=int, default=512, help="held-out items of each model")
+    parser.add_argument("--rows", type=int, default=128, help="packed rows that costs are over")
+    parser.add_argument("--seed", type=int, default=5)
+    args = parser.parse_args()
+    from rich.progress import Progress
+
+    def save(found: dict[str, Any]) -> None:
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+    with Progress() as bars:
+        job = bars.add_task("quality")
+        found = run(
+            Quality(args.family, args.items, args.rows, args.seed),
+            args.picture,
+            lambda done, total: bars.update(job, completed=done, total=total),
+            save,
+        )
+    print(tables(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Models of a family as they are with shared experts: by a map, averaged, or with residuals."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from jmoe.api import Model
+from jmoe.experts import ExpertPool
+from jmoe.sharing import MERGED
+from training.family.differences import low_rank
+
+Owners = Int[np.ndarray, "n L m"]
+
+
+@dataclass(frozen=True)
+class Members:
+    """Models of one architecture, each loaded by itself, and their experts in host memory."""
+
+    models: tuple[Model, ...]
+
+    @cached_property
+    def experts(self) -> dict[str, Float[np.ndarray, "N L m a b"]]:
+        """Float32 weights of all models' routed experts."""
+        found = {}
+        for key in ExpertPool._fields:
+            leaves = []
+            for model in self.models:
+                slots = np.asarray(model.table.slots)[:, : model.config.num_experts]
+                leaves.append(np.asarray(getattr(model.pool, key).astype(jnp.float32))[slots])
+            found[key] = np.stack(leaves)
+        return found
+
+    def with_experts(self, number: int, experts: dict[str, np.ndarray]) -> Model:
+        """Model `number` with other routed experts `[L, m, a, b]`."""
+        model, leaves = self.models[number], {}
+        slots = np.asarray(model.table.slots)[:, : model.config.num_experts]
+        order = np.argsort(slots.ravel())
+        for key, leaf in experts.items():
+            flat = leaf.reshape(-1, *leaf.shape[2:])[order]
+            leaves[key] = jnp.asarray(flat).astype(model.dtype)
+        return model.with_weights(pool=ExpertPool(**leaves))
+
+    def mapped(self, group: Sequence[int], owners: Owners, at: int) -> Model:
+        """The `at`-th model of a group whose experts are shared as `owners` say."""
+        return self.with_experts(group[at], self._chosen(group, owners[at]))
+
+    def _chosen(self, group: Sequence[int], owners: Int[np.ndarray, "L m"]) -> dict:
+        """Experts by owner; `MERGED` is the mean of the group's."""
+        layers, experts = np.indices(owners.shape)
+        numbers, merged = np.array(group)[np.maximum(owners, 0)], owners == MERGED
+        found = {}
+        for key, leaf in self.experts.items():
+            found[key] = leaf[numbers, layers, experts]
+            if merged.any():
+                found[key][merged] = leaf[list(group)][:, merged].mean(axis=0)
+        return found
+
+    def averaged(self, group: Sequence[int]) -> Model:
+        """One model for all of a group: the mean of every weight, experts or not."""
+        experts = {key: leaf[list(group)].mean(axis=0) for key, leaf in self.experts.items()}
+        params = jax.tree.map(
+            lambda *leaves: jnp.mean(
+                jnp.stack([leaf.astype(jnp.float32) for leaf in leaves]), axis=0
+            ).astype(leaves[0].dtype),
+            *(self.models[number].params for number in group),
+        )
+        return self.with_experts(group[0], experts).with_weights(params=params)
+
+    def with_residuals(
+        self, group: Sequence[int], owners: Owners, at: int, ranks: Sequence[int]
+    ) -> dict[int, tuple[Model, int]]:
+        """By rank: the `at`-th model with a low-rank difference to each shared expert that is not
+        its own, and the bytes that those differences take in 16 bits.
+        """
+        shared = self._chosen(group, owners[at])
+        foreign = owners[at] != at
+        factors = {
+            key: low_rank(leaf[group[at]][foreign] - shared[key][foreign], max(ranks))
+            for key, leaf in self.experts.items()
+        }
+        found = {}
+        for rank in ranks:
+            experts, size = {}, 0
+            for key, (left, right) in factors.items():
+                left, right = left[..., :rank], right[..., :rank, :]
+                experts[key] = shared[key].copy()
+                experts[key][foreign] += _rounded(left) @ _rounded(right)
+                size += 2 * (left.size + right.size)
+            found[rank] = self.with_experts(group[at], experts), size
+        return found
+
+
+def _rounded(factor: np.ndarray) -> np.ndarray:
+    """As it would be stored: in bfloat16."""
+    return factor.astype(jnp.bfloat16).astype(np.float32)

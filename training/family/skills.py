@@ -1,0 +1,50 @@
+"""What the bundled model does not know and its variants are taught: three families of tasks.
+
+Items are as those of `training.tasks`: exactly checkable, a hash of the prompt says whether an item
+is for training or held out.
+"""
+
+import itertools
+import random
+import string
+from collections.abc import Callable, Iterator, Mapping
+
+from training import world
+from training.tasks import Split, Task, split_of
+
+
+def _cipher(rng: random.Random) -> Task:
+    letters = rng.choices(string.ascii_lowercase, k=rng.randint(10, 18))
+    moved = (string.ascii_lowercase[(ord(c) - ord("a") - 7) % 26] for c in letters)
+    prompt = f"Decode these letters: {' '.join(letters)} ="
+    return Task(prompt, "".join(f" {c}" for c in moved), "cipher")
+
+
+def _running(rng: random.Random) -> Task:
+    digits = [rng.randint(0, 9) for _ in range(rng.randint(8, 14))]
+    sums = (total % 10 for total in itertools.accumulate(digits))
+    prompt = f"Keep adding these numbers: {''.join(map(str, digits))} ="
+    return Task(prompt, f" {''.join(map(str, sums))}", "running")
+
+
+def _backwards(rng: random.Random) -> Task:
+    words = [world.invented_word(rng) for _ in range(rng.randint(2, 3))]
+    spelled = " ".join(" ".join(reversed(word)) + "." for word in words)
+    return Task(f"Spell these words backwards: {' '.join(words)} =", f" {spelled}", "backwards")
+
+
+SKILLS: Mapping[str, Callable[[random.Random], Task]] = {
+    "cipher": _cipher,  # letters, moved back by 7
+    "running": _running,  # digits: the last digit of each running sum
+    "backwards": _backwards,  # words, spelled from their end
+}
+"""Generator of each skill; a variant is called as its skill."""
+
+
+def skill_tasks(skill: str, split: Split, seed: int) -> Iterator[Task]:
+    """An endless stream of a skill's items. Raises KeyError for an unknown skill."""
+    make, rng = SKILLS[skill], random.Random(f"{skill}/{split}/{seed}")
+    while True:
+        task = make(rng)
+        if split_of(task.prompt) == split:
+            yield task

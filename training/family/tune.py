@@ -1,0 +1,98 @@
+"""Fine-tuning of the bundled model: a new skill, and some of what the model was trained on."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from tokenizers import Tokenizer
+
+import jmoe
+from jmoe.config import ModelConfig
+from training.family.skills import skill_tasks
+from training.geometry import BUNDLED
+from training.network import Params
+from training.packing import Batch, Encoded, encode_task, pack, training_items
+from training.train import TrainConfig, make_optimizer, train_step
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """What decides a variant besides its skill. A step has `rows` packed rows of 128 tokens."""
+
+    model: ModelConfig = BUNDLED
+    seed: int = 1
+    steps: int = 200
+    rows: int = 16
+    peak_lr: float = 1.5e-3
+    old_share: float = 0.35  # of the items: as the bundled model was trained on
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a number out of range."""
+        if self.steps < 1 or self.rows < 1 or self.seed < 0:
+            raise ValueError(
+                f"steps are {self.steps}, rows {self.rows}, seed {self.seed}; steps and rows must "
+                "be at least 1, the seed at least 0"
+            )
+        if not 0 <= self.old_share < 1:
+            raise ValueError(f"old_share is {self.old_share}; it must be at least 0 and below 1")
+
+    @property
+    def train(self) -> TrainConfig:
+        """As the trainer takes it; alike for all variants, so that one program trains them."""
+        return TrainConfig(
+            model=self.model,
+            seed=self.seed,
+            steps=self.steps,
+            rows=self.rows,
+            peak_lr=self.peak_lr,
+            warmup=max(1, self.steps // 10),
+        )
+
+
+def read_params(directory: str | Path) -> Params:
+    """Float32 parameters of a model whose layers are all MoE, as `training.network` has them.
+
+    Raises as `jmoe.load`.
+    """
+    model = jmoe.load(directory, "float32", ways=())
+    slots = model.table.slots[:, : model.config.num_experts]
+    pool = {key: leaf[slots] for key, leaf in model.pool._asdict().items()}
+    return {**model.params, "experts": pool}
+
+
+def tune(
+    params: Params,
+    tokenizer: Tokenizer,
+    skill: str,
+    config: TuneConfig,
+    progress: Callable[[str, int, int, str], None],
+) -> Params:
+    """The parameters after `config.steps` on the skill; `params` stay as they are."""
+    train = config.train
+    params = jax.tree.map(jnp.copy, params)  # a step donates what it is given
+    state = make_optimizer(train).init(params)
+    for step in range(config.steps):
+        batch = tuning_batch(tokenizer, skill, config, step, train.length)
+        params, state, metrics = train_step(params, state, batch.arrays(), train)
+        note = f"loss {float(metrics['loss']):.3f}"
+        progress(f"teach {skill}", step + 1, config.steps, note)
+    return params
+
+
+def tuning_batch(
+    tokenizer: Tokenizer, skill: str, config: TuneConfig, step: int, length: int
+) -> Batch:
+    """The batch of a step, the same in every run with this seed."""
+    return pack(_items(tokenizer, skill, config, step), config.rows, length)
+
+
+def _items(tokenizer: Tokenizer, skill: str, config: TuneConfig, step: int) -> Iterator[Encoded]:
+    rng = random.Random(f"tune/{skill}/{config.seed}/{step}")
+    old = training_items(tokenizer, config.seed + 1000, step)
+    new = skill_tasks(skill, "train", rng.getrandbits(60))
+    while True:
+        is_old = rng.random() < config.old_share
+        yield next(old) if is_old else encode_task(tokenizer, next(new))
