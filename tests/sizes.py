@@ -28,6 +28,7 @@ DEEP_FILES = {
     "tests/benchmarks/test_kernel_benchmark.py",
     "tests/benchmarks/test_kernel_benchmark_run.py",
     "tests/training/test_accuracy_benchmark.py",
+    "tests/training/test_consolidate_runs.py",
     "tests/training/test_distill_h200.py",
     "tests/training/test_distill_measured.py",
     "tests/training/test_distill_page.py",
@@ -40,6 +41,7 @@ DEEP_TESTS = {
     "tests/jmoe/test_parts.py::"
     "test_a_program_for_each_part_is_the_whole_too[qwen3_moe_mixed_yarn-cuts0]",
     "tests/pallas_kernels/test_grouped_gemm_quantized.py::test_kernel_equals_float64",
+    "tests/training/test_family.py::test_tuning_learns_and_leaves_what_it_is_given",
     "tests/training/test_lookahead.py::test_probes_guess_better_than_the_next_router",
     "tests/jmoe/test_parts.py::test_a_program_for_each_part_is_the_whole_too[qwen2_moe-cuts0]",
     "tests/jmoe/test_parts.py::test_a_program_for_each_part_is_the_whole_too[qwen2_moe-cuts1]",

@@ -75,7 +75,7 @@ def tiny_dir(tiny, tokenizer, tmp_path_factory):
 def tiny_family(tiny_dir, tmp_path_factory):
     """Directories of the tiny model, and of three others whose weights were all moved by noise."""
     root, found = tmp_path_factory.mktemp("family"), []
-    for seed, name in enumerate(("base", "cipher", "running", "backwards")):
+    for seed, name in enumerate(("base", "cipher", "nines", "backwards")):
         found.append(root / name)
         shutil.copytree(tiny_dir.path, found[-1])
         path = found[-1] / "model.safetensors"

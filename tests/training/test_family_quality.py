@@ -7,8 +7,9 @@ import pytest
 from tokenizers import Tokenizer
 
 import jmoe
+from training.family import quality as quality_module
 from training.family.make import STORED, main, restore
-from training.family.quality import GROUPS, RANKS, RULES, SHARES, Quality, run
+from training.family.quality import GROUPS, RANKS, RULES, Quality, run
 from training.family.report import tables
 from training.family.score import encode_items, right_items
 from training.family.skills import SKILLS, skill_tasks
@@ -19,15 +20,18 @@ def quality(tiny_family):
     return Quality(tiny_family[0].parent, num_items=16, rows=4, seed=1)
 
 
-def test_every_model_is_scored_in_every_setting(quality, tmp_path):
+def test_every_model_is_scored_in_every_setting(quality, tmp_path, monkeypatch):
+    groups, shares = ((0, 1), (0, 1, 2, 3)), (75,)
+    monkeypatch.setattr(quality_module, "GROUPS", groups)
+    monkeypatch.setattr(quality_module, "SHARES", shares)
     told = []
     found = run(quality, tmp_path / "d.png", lambda *at: told.append(at))
     assert told[-1][0] == told[-1][1] == len(told)
     assert (tmp_path / "d.png").stat().st_size > 1000
-    settings = len(RULES) * len(SHARES) + len(RANKS) + 1
-    assert len(found["scores"]) == settings * sum(map(len, GROUPS))
+    settings = len(RULES) * len(shares) + len(RANKS) + 1
+    assert len(found["scores"]) == settings * sum(map(len, groups))
     text = tables(json.loads(json.dumps(found)))
-    assert text.count("| functional | 75 %, ") == len(GROUPS)
+    assert text.count("| functional | 75 %, ") == len(groups)
     assert "residual, rank 8" in text
 
 

@@ -4,7 +4,6 @@ Items are as those of `training.tasks`: exactly checkable, a hash of the prompt 
 is for training or held out.
 """
 
-import itertools
 import random
 import string
 from collections.abc import Callable, Iterator, Mapping
@@ -20,11 +19,10 @@ def _cipher(rng: random.Random) -> Task:
     return Task(prompt, "".join(f" {c}" for c in moved), "cipher")
 
 
-def _running(rng: random.Random) -> Task:
-    digits = [rng.randint(0, 9) for _ in range(rng.randint(8, 14))]
-    sums = (total % 10 for total in itertools.accumulate(digits))
-    prompt = f"Keep adding these numbers: {''.join(map(str, digits))} ="
-    return Task(prompt, f" {''.join(map(str, sums))}", "running")
+def _nines(rng: random.Random) -> Task:
+    digits = [rng.randint(0, 9) for _ in range(rng.randint(10, 18))]
+    prompt = f"Take these numbers from nine: {''.join(map(str, digits))} ="
+    return Task(prompt, f" {''.join(str(9 - digit) for digit in digits)}", "nines")
 
 
 def _backwards(rng: random.Random) -> Task:
@@ -35,7 +33,7 @@ def _backwards(rng: random.Random) -> Task:
 
 SKILLS: Mapping[str, Callable[[random.Random], Task]] = {
     "cipher": _cipher,  # letters, moved back by 7
-    "running": _running,  # digits: the last digit of each running sum
+    "nines": _nines,  # digits: what each lacks to nine
     "backwards": _backwards,  # words, spelled from their end
 }
 """Generator of each skill; a variant is called as its skill."""

@@ -24,9 +24,9 @@ class TuneConfig:
 
     model: ModelConfig = BUNDLED
     seed: int = 1
-    steps: int = 200
-    rows: int = 16
-    peak_lr: float = 1.5e-3
+    steps: int = 220
+    rows: int = 32
+    peak_lr: float = 1.2e-3
     old_share: float = 0.35  # of the items: as the bundled model was trained on
 
     def __post_init__(self) -> None:
