@@ -38,7 +38,7 @@ def owners_paper(
         merged: positions are the same, and their owner is MERGED instead of a model.
     """
     count, _, layers, experts = distances.shape
-    ranked = np.argsort(distances.sum(axis=(0, 1)).ravel(), kind="stable")
+    ranked = np.argsort(distances.sum(axis=0).sum(axis=0).ravel(), kind="stable")
     chosen = ranked[: _shared_by_all(count, layers * experts, slots)]
     turns = np.arange(len(chosen)) % count
     return _with(count, layers, experts, chosen, np.full(len(chosen), MERGED) if merged else turns)
