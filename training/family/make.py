@@ -6,6 +6,7 @@ jmoe, kept as low-rank differences, in seconds.
 
 import argparse
 import itertools
+import json
 import os
 import shutil
 import sys
@@ -23,6 +24,7 @@ from training.geometry import HF_CONFIG
 from training.network import Params
 from training.packing import eval_tasks, task_batch
 from training.remake import ALLOCATOR
+from training.tasks import tasks
 from training.train import family_accuracy
 
 BUNDLED = resolve("bundled")
@@ -30,6 +32,9 @@ STORED = BUNDLED.with_name("bundled_family")
 BASE = "base"
 ITEMS = 512
 """Held-out items of a skill that say how well it was learned."""
+
+TEXTS = 1000
+"""Training items that are written beside each model."""
 
 Progress = Callable[[str, int, int, str], None]
 
@@ -42,6 +47,7 @@ def make(out: Path, config: TuneConfig, progress: Progress) -> Mapping[str, Mapp
     tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
     base, found = read_params(BUNDLED), {}
     write_base(out)
+    write_texts(out, config.seed)
     for skill in SKILLS:
         variant = tune(base, tokenizer, skill, config, progress)
         found[skill] = accuracy(variant, tokenizer, skill, config)
@@ -57,6 +63,7 @@ def restore(out: Path, stored: Path = STORED) -> None:
     """
     base = read_params(BUNDLED)
     write_base(out)
+    write_texts(out, TuneConfig.seed)
     for skill in SKILLS:
         variant = read_differences(stored / f"{skill}.safetensors", base)
         export_hf(HF_CONFIG, variant, BUNDLED, out / skill)
@@ -70,6 +77,19 @@ def write_base(out: Path) -> None:
     shutil.copyfile(BUNDLED / "model.safetensors", out / BASE / "model.safetensors")
 
 
+def write_texts(out: Path, seed: int) -> None:
+    """`out/{name}.jsonl` for `jmoe consolidate --data`: training items as quality.py measures on,
+    half of a variant's skill and half of what the bundled model knows; for that one all.
+    """
+    for name in (BASE, *SKILLS):
+        old = tasks("train", seed + 1000)
+        items = itertools.islice(old, TEXTS if name == BASE else TEXTS // 2)
+        if name != BASE:
+            items = [*items, *itertools.islice(skill_tasks(name, "train", seed + 1000), TEXTS // 2)]
+        rows = (json.dumps(item._asdict()) + "\n" for item in items)
+        (out / f"{name}.jsonl").write_text("".join(rows), encoding="utf-8")
+
+
 def accuracy(
     params: Params, tokenizer: Tokenizer, skill: str, config: TuneConfig
 ) -> dict[str, float]:
@@ -77,8 +97,7 @@ def accuracy(
     items = itertools.islice(skill_tasks(skill, "eval", config.seed), ITEMS)
     train = config.train
     batches = [
-        task_batch(tokenizer, tasks, train.length)
-        for tasks in (items, eval_tasks(ITEMS, config.seed))
+        task_batch(tokenizer, own, train.length) for own in (items, eval_tasks(ITEMS, config.seed))
     ]
     return {k: v for batch in batches for k, v in family_accuracy(params, batch, train).items()}
 
