@@ -228,7 +228,7 @@ def distances(measured: Measured, members: Members) -> list[dict[str, Any]]:
         own = measured.distances[i, j]
         row: dict[str, Any] = {"models": [NAMES[i], NAMES[j]]}
         for name in ("min", "mean", "max"):
-            row[name] = getattr(own, name)(axis=1).round(4).tolist()
+            row[name] = getattr(own, name)(axis=1).astype(np.float64).round(4).tolist()
         row["of other positions, base"] = np.round(elsewhere, 4).tolist()
         if measured.costs is not None:
             row["rank correlation with cost"] = [
