@@ -242,7 +242,8 @@ def distances(measured: Measured, members: Members) -> list[dict[str, Any]]:
 def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
     """Spearman's, ties in order of appearance."""
     ranks = [np.argsort(np.argsort(values, kind="stable")) for values in (one, other)]
-    return float(np.corrcoef(np.stack(ranks))[0, 1])
+    one, other = (own - own.mean() for own in ranks)
+    return float(one @ other / np.sqrt((one @ one) * (other @ other)))
 
 
 def run(
