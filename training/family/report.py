@@ -18,6 +18,7 @@ def losses(found: Mapping[str, Any]) -> str:
     parts = []
     for group in dict.fromkeys(score["group"] for score in found["scores"]):
         own = [score for score in found["scores"] if score["group"] == group]
+        own.sort(key=_place)
         names = group.split("+")
         rows = [["alone, % right", "", *(f"{found['alone'][n]:.1f}" for n in names), ""]]
         for rule, share in dict.fromkeys((s["rule"], s["share"]) for s in own):
@@ -56,6 +57,12 @@ def distances(found: Mapping[str, Any]) -> str:
     rows.append(["base, another position", *elsewhere, ""])
     head = ["models", *(f"layer {layer}" for layer in range(layers)), "rank correlation with cost"]
     return _table(head, rows)
+
+
+def _place(score: Mapping[str, Any]) -> int:
+    """Where a score's row is: rules in the order of comparison, whatever was measured first."""
+    order = ("functional", "paper", "average", "random", "residual", "average of all weights")
+    return order.index(score["rule"].partition(",")[0])
 
 
 def _loss(score: Mapping[str, Any]) -> str:
