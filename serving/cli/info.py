@@ -187,7 +187,8 @@ def _ask(address: str, admin_address: str | None) -> list[Section]:
             admin = admin_address or (admin_address_of(address, found[0]) if port else "none")
             if found[0].status != "ready":
                 return found, admin
-            found.append(await client.model_info())
+            names = found[0].models or [""]  # an older server names none
+            found += [await client.model_info(name) for name in names]
             try:
                 found += [await client.get_brownout(), await client.stats()]
                 admin = client.admin_address or admin

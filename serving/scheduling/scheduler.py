@@ -108,6 +108,11 @@ class Scheduler:
         """Whether a step of a model is begun, and not launched to the last layer."""
         return any(batch.model == model for batch in self.under_way)
 
+    def _free(self) -> list[SequenceState]:
+        """Running sequences that are in no step under way, and whose models' weights are there."""
+        free = [s for s in self.running if s.batch is None]
+        return free if self.models is None else list(filter(self._runs, free))
+
     def _runs(self, sequence: SequenceState) -> bool:
         """Whether its model's weights are there."""
         return self.models is None or sequence.request.model in self.models
@@ -205,7 +210,7 @@ class Scheduler:
                 sequence.priority = LS if late else BE
 
     def _view(self, itl_slack_s: float, now: float, company: Company | None) -> View:
-        free = [s for s in self.running if s.batch is None and self._runs(s)]
+        free = self._free()
         prefilling = [s for s in free if s.status is SequenceStatus.PREFILL]
         decoding = [s for s in free if s.status is SequenceStatus.DECODE and not s.exhausted]
         prefill, decode = self._by_class(prefilling), self._by_class(decoding)
@@ -380,8 +385,7 @@ class Scheduler:
 
     def _candidates(self, group: Sequence[Priority], status: SequenceStatus) -> list[SequenceState]:
         """Running sequences of a group that are in no step under way."""
-        free = (s for s in self.running if s.batch is None and s.status is status)
-        found = list(filter(self._runs, free))
+        found = [s for s in self._free() if s.status is status]
         if not self._has_best_effort:
             return found if LS in group else []
         return [s for s in found if s.priority in group]

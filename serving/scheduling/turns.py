@@ -23,11 +23,11 @@ class Turns:
 
         Models with rows in the first group that has any take turns; `for_all`: all of them.
         """
-        own = [[s.request.model for s in group] for group in groups]
-        all_models = {model for group in own for model in group}
+        all_models = {s.request.model for group in groups for s in group}
         if len(all_models) < 2:  # nothing to choose, as with one model
             return [sequence for group in groups for sequence in group]
-        models = all_models if for_all else set(next(group for group in own if group))
+        first = next(group for group in groups if group)
+        models = all_models if for_all else {s.request.model for s in first}
         chosen = min(models, key=lambda model: (self._last.get(model, 0), model))
         self._last[chosen] = next(self._steps)
         return [s for group in groups for s in group if s.request.model == chosen]
