@@ -40,8 +40,9 @@ def test_what_the_pages_import_is_there(request):
 
 def test_the_notebook_api():
     assert set(jmoe.__all__) == {
-        "Brownout", "CheckpointError", "ConfigError", "ForwardStats", "Generation", "Model",
-        "ModelConfig", "brownout", "forward", "generate", "load", "make_mesh", "save",
+        "Brownout", "CheckpointError", "ConfigError", "Family", "ForwardStats", "Generation",
+        "Model", "ModelConfig", "Sharing", "SharingError", "brownout", "forward", "generate",
+        "load", "load_family", "make_mesh", "save",
     }  # fmt: skip
     assert all(hasattr(jmoe, name) for name in jmoe.__all__)
 

@@ -3,13 +3,17 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.simulator.step_times import StepTimes
+from jmoe.api import Model, resolve
+from jmoe.config import read_config
+from jmoe.experts import ExpertPool, UnitedExperts, make_table
+from jmoe.weights import ResidentWeights, Weights
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
 
@@ -116,12 +120,23 @@ def _finish(future: "Future[StepResult]", result: StepResult) -> None:
         future.set_result(result)
 
 
-def simulated_model(limits: Limits, visits_per_layer: int, way: int) -> Any:
-    """What an engine looks at in a model; prompts are token ids, and none ends an answer."""
-    config = SimpleNamespace(
+def simulated_model(limits: Limits, visits_per_layer: int, way: int) -> Model:
+    """A model of the right sizes without weights; it takes token ids, and none ends an answer."""
+    layers = limits.num_layers
+    cfg = replace(
+        read_config(resolve("bundled")),
         vocab_size=1 << 30,
         eos_token_ids=(),
-        num_moe_layers=limits.num_layers,
+        num_layers=layers,
+        moe_layers=(True,) * layers,
         experts_per_token=visits_per_layer,
     )
-    return SimpleNamespace(tokenizer=None, config=config, united={way: None} if way else {})
+    united = {}
+    if way:
+        shapes = (layers, 1, 1, 2), (layers, 1, 1, 1), (layers, cfg.num_experts)
+        gate_up, down, groups = (np.zeros(shape, np.int32) for shape in shapes)
+        united[way] = UnitedExperts(way, gate_up, down, groups)
+    pool = ExpertPool(jnp.zeros((1, 1, 2)), jnp.zeros((1, 1, 1)))
+    weights = Weights({}, pool, make_table(layers, cfg.num_experts, len(united)))
+    resident = ResidentWeights(weights, united)
+    return Model("simulated", Path(), cfg, jnp.dtype(jnp.float32), resident)

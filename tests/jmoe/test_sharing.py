@@ -4,7 +4,6 @@ import json
 
 import numpy as np
 import pytest
-from conftest import GOLDEN
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -17,6 +16,7 @@ from jmoe.sharing import (
     read_sharing,
     write_sharing,
 )
+from tests.jmoe.conftest import GOLDEN
 from tests.variants import change, variant
 
 SHAPE = (2, 3)

@@ -13,7 +13,7 @@ from jmoe.model import unstack
 from pallas_kernels.backend import traced_for
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
-from serving.execution import programs, runner
+from serving.execution import param_sets, programs, runner
 from serving.execution.runner import limits_of
 from serving.plan import StepControl
 from serving.request import Priority, SamplingParams
@@ -73,7 +73,7 @@ def as_on_a_gpu(monkeypatch):
         return (params if eager else unstack(params)), {}
 
     chosen = []
-    monkeypatch.setattr(runner, "served", served)
+    monkeypatch.setattr(param_sets, "served", served)
     return chosen
 
 

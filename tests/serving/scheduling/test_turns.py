@@ -171,7 +171,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(REQUESTS, st.integers(0, 999), st.integers(11, 40), st.sampled_from([1, 3, LAYERS]))
 def test_whatever_comes_everybody_gets_their_own_models_answer(requests, seed, pages, part_layers):
     policy = Restless(seed) if seed % 3 else LsFirst()

@@ -6,13 +6,13 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import GOLDEN, add_united
 from safetensors.numpy import load_file, save_file
 
 import jmoe
 from jmoe.config import ConfigError
 from jmoe.family import Family, load_family
 from jmoe.sharing import MERGED, Sharing, SharingError, fingerprint, write_sharing
+from tests.jmoe.conftest import GOLDEN, add_united
 from tests.variants import change, tensors, variant
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
