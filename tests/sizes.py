@@ -68,11 +68,9 @@ DEEP_TESTS = {
     "tests/serving/bench/test_balance_bench.py::test_the_whole_bench_on_the_bundled_model",
     "tests/serving/bench/test_priority.py::test_the_whole_bench_on_the_bundled_model",
     "tests/serving/test_preemption.py::test_a_hundred_traces",
-    "tests/serving/test_preemption.py::"
-    "test_answers_do_not_depend_on_what_went_between[ls_first]",
+    "tests/serving/test_preemption.py::test_answers_do_not_depend_on_what_went_between[ls_first]",
     "tests/serving/test_family_served.py::test_answers_are_those_of_each_model_alone[0]",
-    "tests/jmoe/parallel/test_mesh_steps.py::"
-    "test_some_steps_over_a_mesh_are_those_of_one_device",
+    "tests/jmoe/parallel/test_mesh_steps.py::test_some_steps_over_a_mesh_are_those_of_one_device",
     "tests/jmoe/test_cut.py::test_two_parts_are_the_whole_wherever_it_is_cut[qwen2_moe-False]",
     "tests/training/test_train.py::test_loss_falls",
     *(
