@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import inspect
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.variants import variant
 
 from .conftest import FEW_PROGRAMS, serving
 
@@ -25,6 +28,7 @@ SHORT = {
     "make test": None,
     "jmoe serve --model DIR": FEW_PROGRAMS,
     "jmoe serve --model DIR --mesh": FEW_PROGRAMS,
+    "jmoe serve --model base=": FEW_PROGRAMS,
     "jmoe serve --config demo": FEW_PROGRAMS,
     "jmoe info": (),
     "jmoe bench serve": ("--num-prompts", "3"),
@@ -33,6 +37,7 @@ SHORT = {
         *("--batch", "512", "--ways", "8"),
     ),
     "jmoe evaluate": ("--num", "8", "--only", "8:40", "--error-steps", "1"),
+    "jmoe consolidate": ("--rows", "4"),
     "python -m training.remake": ("--help",),
 }
 
@@ -83,7 +88,14 @@ def files(tmp_path_factory):
     conversations = [{"id": str(i), "conversations": told} for i in range(8)]
     (folder / "sharegpt.json").write_text(json.dumps(conversations), encoding="utf-8")
     bundled = ROOT / "jmoe" / "bundled"
-    return folder, {"DIR": str(bundled), "FILE": str(bundled / "tasks.jsonl")}
+    legal = variant(bundled, folder / "legal", seed=1, scale=0.01)
+    return folder, {
+        "DIR": str(bundled),
+        "base=DIR": f"base={bundled}",
+        "legal=DIR": f"legal={legal}",
+        "FILE": str(bundled / "tasks.jsonl"),
+        "family.json": str(folder / "out" / "family.json"),
+    }
 
 
 def run(command, folder, names, **replaced):
@@ -91,7 +103,7 @@ def run(command, folder, names, **replaced):
     words = shlex.split(command)
     for i, word in enumerate(words):
         if words[i - 1] == "--out":
-            words[i] = str(folder / "out" / words[1])
+            words[i] = str(folder / "out" / (word if Path(word).suffix else words[1]))
         else:
             words[i] = names.get(word, word)
         flag = words[i - 1].lstrip("-")
@@ -114,11 +126,19 @@ def run(command, folder, names, **replaced):
 def serve_settings(command, names):
     """The settings that a `jmoe serve` of README has, as `tests/e2e/conftest.py` takes them."""
     words = [names.get(word, word) for word in shlex.split(command)[2:]]
-    given = {flag: words[i + 1] for i, flag in enumerate(words[:-1]) if flag.startswith("--")}
-    assert set(given) <= {"--set", "--config", "--model", "--mesh", "--port"}
-    settings = [given["--set"]] if "--set" in given else []
-    for flag in ("model", "mesh"):
-        settings += [f"engine.{flag}={given[f'--{flag}']}"] if f"--{flag}" in given else []
+    given = {flag: [] for flag in words if flag.startswith("--")}
+    for flag, word in itertools.pairwise(words):
+        if flag in given:
+            given[flag].append(word)
+    assert set(given) <= {"--set", "--config", "--model", "--mesh", "--port", "--family"}
+    settings = given.get("--set", [])
+    models = given.get("--model", [])
+    if any("=" in model for model in models):
+        settings += [f"engine.models={','.join(models)}"]
+    elif models:
+        settings += [f"engine.model={models[0]}"]
+    for flag in ("mesh", "family"):
+        settings += [f"engine.{flag}={word}" for word in given.get(f"--{flag}", ())]
     return settings
 
 
@@ -135,6 +155,16 @@ async def test_a_server_and_what_asks_it(files, name):
             if kind(asking) in ("jmoe info", "jmoe bench serve"):
                 shown = await asyncio.to_thread(run, asking, folder, names, **options)
                 assert "bundled" in shown or "Benchmark Result" in shown
+
+
+def test_a_family_is_consolidated_and_served(files):
+    folder, names = files
+    (consolidate,) = [command for command in commands() if kind(command) == "jmoe consolidate"]
+    assert "experts" in run(consolidate, folder, names)
+    (_, serve) = [c for c in commands() if kind(c) == "jmoe serve --model base="]
+    with serving(*FEW_PROGRAMS, *serve_settings(serve, names)) as (_, address):
+        shown = run("jmoe info --address A", folder, names, address=address)
+        assert "legal" in shown
 
 
 @pytest.mark.parametrize("name", ["jmoe distill", "jmoe evaluate", "python -m training.remake"])
