@@ -89,6 +89,10 @@ class PassingTime:
         """There is one model."""
         raise NotImplementedError
 
+    def fetch_expert(self, expert: Any, slot: int) -> None:
+        """All experts are there."""
+        raise NotImplementedError
+
     def host_layer(self, layer: int, hosts: np.ndarray) -> None:
         """There is nothing to copy."""
 

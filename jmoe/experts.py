@@ -12,6 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jmoe import display
 
+FETCHED, ABSENT = 1, 2
+"""Of `ExpertTable.away`."""
+
 
 class ExpertPool(NamedTuple):
     """Weights of every routed and united expert; a slot holds one expert.
@@ -36,6 +39,10 @@ class ExpertTable(NamedTuple):
     slots: Int[Array, "layers E"]  # pool slot of (MoE layer, logical expert); E = m + U
     groups: Int[Array, "layers m"]  # united expert of each routed one; -1: none is loaded
     hosts: Bool[Array, "layers E D"] | None = None  # which devices have the expert
+    away: Int[Array, "layers m"] | None = None
+    """Where some routed experts lie in host memory: 0 for one that is on the device for good,
+    `FETCHED` for one that is there now, `ABSENT` for one whose slot is its stand-in's.
+    """
 
     def __repr__(self) -> str:
         return display.arrays(self)

@@ -6,7 +6,7 @@ with the same programs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jmoe.checkpoint import CheckpointError, HFLayers
 from jmoe.config import ConfigError, ModelConfig, read_config
 from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots, write_slots
 from jmoe.finite import seem_finite
+from jmoe.host_experts import Expert, Homes, HostExperts, check_spare, needed_by_a_row
 from jmoe.sharing import MERGED, MERGED_FILE, Sharing, SharingError, read_sharing
 from jmoe.tokenizer import Tokenizer
 from jmoe.weights import Params, PoolHolder, ResidentWeights, Weights
@@ -36,6 +37,7 @@ class Family(Sequence[Model]):
 
     models: tuple[Model, ...]
     sharing: Sharing
+    host: HostExperts | None = None  # experts that are not on the device for good
 
     @classmethod
     def of(cls, model: "Model | Family") -> "Family":
@@ -61,6 +63,12 @@ class Family(Sequence[Model]):
         trees = [self.models[0].pool, [(model.params, model.table) for model in self]]
         leaves = {id(leaf): leaf for leaf in jax.tree.leaves(trees)}
         return sum(leaf.nbytes for leaf in leaves.values())
+
+    def fetch(self, expert: Expert, slot: int) -> None:
+        """Copies an expert of host memory into a spare slot, between two programs."""
+        assert self.host is not None
+        residents = {number: model.resident for number, model in enumerate(self.models)}
+        self.host.fetch(expert, slot, self.models[0].resident.held, residents)
 
     def __len__(self) -> int:
         return len(self.models)
@@ -103,6 +111,8 @@ def load_family(
     check_weights: bool = True,
     allow_unknown_config: Sequence[str] = (),
     params_on_host: bool = False,
+    resident_experts: int = 0,
+    spare_experts: int = 0,
 ) -> Family:
     """Loads Hugging Face directories of one architecture into one pool.
 
@@ -116,12 +126,16 @@ def load_family(
         allow_unknown_config: as for `jmoe.load`.
         params_on_host: leave all but experts in host memory, for who puts some models' sets of them
             onto the device at a time; such a model's `params` are NumPy arrays.
+        resident_experts: distinct routed experts on the device for good, 0: all; the others stay
+            in host memory, and a sibling's stands in for them (`jmoe.host_experts`).
+        spare_experts: slots that those can be fetched into; 0: they never are.
 
     A tensor beside the experts that is equal in two models is on the device once.
 
-    Raises, before any weights are read, ValueError for no directories or a way that one lacks,
-    ConfigError for models that are not of one architecture and vocabulary, SharingError for a map
-    of other models; then as `jmoe.load`.
+    Raises, before any weights are read, ValueError for no directories, a way that one lacks,
+    fewer resident experts than one model has or fewer spare slots than a row can need, ConfigError
+    for models that are not of one architecture and vocabulary, SharingError for a map of other
+    models; then as `jmoe.load`.
     """
     kind = check_dtype(dtype)
     found, cfgs, tokenizers = check_family(directories, allow_unknown_config)
@@ -146,21 +160,29 @@ def load_family(
         n: HFLayers(path, cfg, kind, check_weights, params_on_host=params_on_host)
         for n, path in found.items()
     }
-    routed, held_experts = sharing.slots()
-    tables = _tables(routed, len(held_experts), num_united_slots(next(iter(united.values()))))
-    num_slots = int(max(np.max(np.asarray(table.slots)) for table in tables)) + 1
+    homes = Homes.of(sharing, resident_experts, spare_experts)
+    if spare_experts:
+        check_spare(spare_experts, needed_by_a_row(homes.users, cfg.experts_per_token))
+    held_experts = sharing.slots()[1]
+    num_united = num_united_slots(next(iter(united.values())))
+    tables = _tables(homes, num_united)
+    num_slots = homes.num_slots + len(found) * cfg.num_moe_layers * num_united
     held = PoolHolder(checkpoint.empty_pool(cfg, num_slots, kind))
+    reader = _Reader(held, held_experts, homes, cfg)
     if (sharing.owners == MERGED).any():
-        _write_merged(held, sharing, held_experts, cfg, kind, check_weights)
+        _write_merged(reader, sharing, kind, check_weights)
     models: list[Model] = []
     for number, (name, path) in enumerate(found.items()):
         done = _Progress(progress, number, len(found))
-        params = _read(files[name], cfg, held, held_experts, number, done)
+        params = reader.read(files[name], number, done)
         params = _shared_leaves(params, [model.params for model in models])
         weights = Weights(params, held.pool, tables[number])
         resident = ResidentWeights(weights, united[name], name, held=held)
         models.append(Model(name, path, cfgs[name], kind, resident, tokenizers[name]))
-    return Family(tuple(models), sharing)
+    host = None
+    if homes.away is not None:
+        host = HostExperts(homes.spare, reader.on_host, homes.users, homes.stand_in)
+    return Family(tuple(models), sharing, host)
 
 
 def check_family(
@@ -214,10 +236,9 @@ def _check_architecture(cfgs: Mapping[str, ModelConfig]) -> None:
     (first, cfg), *others = cfgs.items()
     for name, other in others:
         differing = [
-            f"{field.name} is {getattr(other, field.name)} and {getattr(cfg, field.name)}"
-            for field in fields(cfg)
-            if field.name not in MAY_DIFFER
-            and getattr(other, field.name) != getattr(cfg, field.name)
+            f"{each.name} is {getattr(other, each.name)} and {getattr(cfg, each.name)}"
+            for each in fields(cfg)
+            if each.name not in MAY_DIFFER and getattr(other, each.name) != getattr(cfg, each.name)
         ]
         if differing:
             raise ConfigError(
@@ -261,66 +282,70 @@ def _common_ways(
     return {name: choose_ways(ways, wanted, name) for name, ways in found.items()}
 
 
-def _tables(
-    routed: Int[np.ndarray, "N layers m"], num_routed: int, num_united: int
-) -> list[ExpertTable]:
+def _tables(homes: Homes, num_united: int) -> list[ExpertTable]:
     """A table for each model: its routed experts' slots, and behind all of those its own slots for
     united ones.
     """
-    count, layers, experts = routed.shape
-    own = np.arange(count * layers * num_united, dtype=np.int32) + num_routed
+    count, layers, experts = homes.routed.shape
+    own = np.arange(count * layers * num_united, dtype=np.int32) + homes.num_slots
     own = own.reshape(count, layers, num_united)
     groups = jnp.full((layers, experts), -1, jnp.int32)
+    away = [None] * count if homes.away is None else map(jnp.asarray, homes.away)
     return [
-        ExpertTable(jnp.asarray(np.concatenate([r, u], axis=1)), groups)
-        for r, u in zip(routed, own, strict=True)
+        ExpertTable(jnp.asarray(np.concatenate([r, u], axis=1)), groups, away=gone)
+        for r, u, gone in zip(homes.routed, own, away, strict=True)
     ]
 
 
-def _read(
-    files: HFLayers,
-    cfg: ModelConfig,
-    held: PoolHolder,
-    held_experts: Int[np.ndarray, "slots 3"],
-    number: int,
-    progress: Callable[[int, int], None],
-) -> Params:
-    """A model's parameters; its experts that any model uses go into the pool."""
-    own = held_experts[:, 0] == number
-    slots = [
-        np.flatnonzero(own & (held_experts[:, 1] == layer)).astype(np.int32)
-        for layer in range(cfg.num_moe_layers)
-    ]
-    numbers = [held_experts[at, 2].tolist() for at in slots]
+@dataclass
+class _Reader:
+    """Reads models of a family; their experts that any model uses go to where they live."""
 
-    def write(moe_layer: int, experts: ExpertPool) -> None:
-        at = slots[moe_layer]
-        if len(at) == cfg.num_experts:
-            checkpoint.write_routed(held, slots, moe_layer, experts)
+    held: PoolHolder
+    held_experts: Int[np.ndarray, "slots 3"]
+    homes: Homes
+    cfg: ModelConfig
+    on_host: dict[Expert, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+
+    def read(self, files: HFLayers, number: int, progress: Callable[[int, int], None]) -> Params:
+        """A model's parameters. Raises CheckpointError."""
+        owner, layer, _ = self.held_experts.T
+        at = [
+            np.flatnonzero((owner == number) & (layer == moe_layer))
+            for moe_layer in range(self.cfg.num_moe_layers)
+        ]
+        numbers = [self.held_experts[own, 2].tolist() for own in at]
+
+        def write(moe_layer: int, experts: ExpertPool) -> None:
+            self._write(at[moe_layer], experts)
+
+        return checkpoint.read_layers(files, self.cfg, progress, write, numbers)
+
+    def _write(self, at: Int[np.ndarray, "n"], experts: ExpertPool) -> None:
+        slots = self.homes.slot[at]
+        if len(at) == self.cfg.num_experts and (slots >= 0).all():
+            self.held.pool = write_slots(self.held.pool, jnp.asarray(slots), *experts)
             return
-        for place, slot in enumerate(at):  # one by one: every number of them would be a program
-            one = (leaf[place : place + 1] for leaf in map(np.asarray, experts))
-            held.pool = write_slots(held.pool, jnp.asarray(slot[None]), *map(jnp.asarray, one))
+        parts = list(map(np.asarray, experts))
+        for place, slot in enumerate(slots):  # one by one: every number of them would be a program
+            if slot < 0:
+                owner, layer, expert = self.held_experts[at[place]].tolist()
+                self.on_host[owner, layer, expert] = parts[0][place].copy(), parts[1][place].copy()
+                continue
+            one = (jnp.asarray(part[place : place + 1]) for part in parts)
+            self.held.pool = write_slots(self.held.pool, jnp.asarray(slot[None]), *one)
 
-    return checkpoint.read_layers(files, cfg, progress, write, numbers)
 
-
-def _write_merged(
-    held: PoolHolder,
-    sharing: Sharing,
-    held_experts: Int[np.ndarray, "slots 3"],
-    cfg: ModelConfig,
-    dtype: jnp.dtype,
-    check_weights: bool,
-) -> None:
+def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_weights: bool) -> None:
     """Merged experts go into the pool. Raises CheckpointError."""
+    cfg, held = reader.cfg, reader.held
     if sharing.directory is None:
         raise SharingError("the map has merged experts, and no directory that holds them")
     path, (d, f) = sharing.directory / MERGED_FILE, (cfg.d_model, cfg.d_ff_expert)
     try:
         with safe_open(path, framework="numpy") as file:
-            for slot in np.flatnonzero(held_experts[:, 0] == MERGED):
-                _, layer, expert = held_experts[slot]
+            for at in np.flatnonzero(reader.held_experts[:, 0] == MERGED):
+                (_, layer, expert), slot = reader.held_experts[at], reader.homes.slot[at]
                 found = []
                 for key, shape in (("gate_up", (d, 2 * f)), ("down", (f, d))):
                     name = f"layers.{layer}.experts.{expert}.{key}"

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, ExpertTable
+from jmoe.experts import ABSENT, ExpertPool, ExpertTable
 from jmoe.parallel.experts import routed_experts
 from jmoe.parallel.probe import Probe
 from jmoe.parallel.replicas import (
@@ -31,7 +31,9 @@ class Rows(NamedTuple):
 
     positions: Int[Array, "T"]
     valid: Bool[Array, "T"]  # False: padding
-    exempt: Bool[Array, "T"]  # True: refuses brownout
+    exempt: Bool[Array, "T"]  # True: not degraded in this step
+    exact: Bool[Array, "T"] | None = None
+    """Of those, the rows that no stand-in may serve; None: not asked for."""
 
 
 class Picks(NamedTuple):
@@ -52,6 +54,8 @@ class LayerStats(NamedTuple):
     picks: Picks | None = None
     hidden: Float[Array, "N T d"] | None = None  # rows before each layer, dense too, and after all
     balance: Balance | None = None  # where experts are copied while the step runs
+    needed: Int[Array, "m"] | None = None
+    """Visits of exact rows to experts that are not on the device for good, where there are any."""
 
 
 class Wanted(NamedTuple):
@@ -122,8 +126,12 @@ def moe(
     *,
     max_active: int,
     wanted: Wanted = COUNTS,
+    away: Int[Array, "m"] | None = None,
 ) -> tuple[Float[Array, "T d"], LayerStats]:
-    """Router, brownout plan, routed and shared experts, with the residual (the paper's eq. 5)."""
+    """Router, brownout plan, routed and shared experts, with the residual (the paper's eq. 5).
+
+    With `away` (see ExpertTable), a visit that a stand-in serves counts as degraded.
+    """
     h, logits = router(cfg, layer, x)
     ids, plan, work = routing.route(
         logits,
@@ -139,10 +147,23 @@ def moe(
         exempt=rows.exempt,
     )
     out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work).astype(h.dtype)
-    stats = LayerStats(jnp.sum(plan.degraded, axis=-1, dtype=jnp.int32), work.expert_rows)
+    degraded, needed = plan.degraded, None
+    if away is not None:
+        stands_in = (away[ids] == ABSENT) & (plan.expert_ids == ids)
+        degraded, needed = degraded | stands_in, _needed(ids, away, rows)
+    stats = LayerStats(jnp.sum(degraded, axis=-1, dtype=jnp.int32), work.expert_rows, needed=needed)
     if wanted.picks:
         stats = stats._replace(picks=_picks(cfg, logits, ids))
     return _joined(cfg, layer, x, h, out), stats
+
+
+def _needed(ids: Int[Array, "T K"], away: Int[Array, "m"], rows: Rows) -> Int[Array, "m"] | None:
+    """Visits of exact rows to experts that are not on the device for good."""
+    if rows.exact is None:
+        return None
+    asked = ids[:, :, None] == jnp.arange(away.shape[0], dtype=jnp.int32)[None, None, :]
+    asked &= (rows.valid & rows.exact)[:, None, None] & (away > 0)[None, None, :]
+    return jnp.sum(asked, axis=(0, 1), dtype=jnp.int32)
 
 
 class LayerReplication(NamedTuple):
@@ -182,7 +203,7 @@ def moe_over_mesh(
     }
     replicas, balance = None, None
     if copying.replication is None:
-        slots, groups, hosts = table
+        slots, groups, hosts, _ = table
         assert hosts is not None
         out, ids, degraded, expert_rows = routed_experts(
             pool, h, logits, slots=slots, groups=groups, hosts=hosts, **given

@@ -15,6 +15,8 @@ THRESHOLD_PERCENT, STRATEGY, FIRST_LAYER, STOP_LAYER = range(4)
 # A delta of the block table: where, and which page. A slot of -1 is no delta.
 DELTA_SLOT, DELTA_BLOCK, DELTA_PAGE = range(3)
 NUM_COLUMNS, NUM_DELTA_COLUMNS, NUM_CONTROL = 9, 3, 4
+# What EXEMPT says of a row beside 0, degradable: in this step it is not degraded, or never may be.
+SPARED, REFUSES = 1, 2
 
 
 def empty_rows(count: int) -> np.ndarray:
@@ -37,7 +39,7 @@ def pack_row(
     *,
     kv_len: int,
     q_len: int = 1,
-    exempt: bool = False,
+    exempt: int = 0,
     seed: int = 0,
     top_k: int = 0,
     temperature: float = 0.0,
@@ -46,7 +48,8 @@ def pack_row(
 ) -> np.ndarray:
     """One packed row. `kv_len` counts the positions after the step, its own `q_len` included.
 
-    `next_token` is what follows a chunk in its prompt, for the prompt's log-probabilities.
+    `exempt` is 0, `SPARED` or `REFUSES`. `next_token` is what follows a chunk in its prompt, for
+    the prompt's log-probabilities.
     """
     row = np.array([slot, kv_len, q_len, exempt, 0, top_k, 0, 0, next_token], np.int32)
     row[SEED] = np.uint32(seed & 0xFFFFFFFF).view(np.int32)

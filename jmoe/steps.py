@@ -29,6 +29,7 @@ from jmoe.packed_rows import (
     KV_LEN,
     NEXT_TOKEN,
     Q_LEN,
+    REFUSES,
     SEED,
     SLOT,
     STOP_LAYER,
@@ -106,6 +107,7 @@ class StepOutput(NamedTuple):
     hidden: Float[Array, "T d"] | None = None  # rows after the last layer, where they are kept
     prompt_logprobs: Float[Array, "T"] | None = None  # by `score_step`: of the next prompt token
     balance: Balance | None = None  # [layers], where experts are copied over a mesh meanwhile
+    needed: Int[Array, "layers m"] | None = None  # as in LayerStats
 
 
 def make_state(
@@ -181,8 +183,11 @@ def decode_step(
     position = jnp.maximum(kv_len - 1, 0)
     written = Written.at(state.pages, state.block_table, slot, position, valid)
     attention = DecodeAttention(written, state.block_table[slot], kv_len)
+    exempt = rows[:, EXEMPT]
     step = StepData(
-        Rows(position, valid, rows[:, EXEMPT] > 0), attention, Control(control[0], control[1])
+        Rows(position, valid, exempt > 0, exempt >= REFUSES),
+        attention,
+        Control(control[0], control[1]),
     )
     part = _Part.of(cfg, weights, state, control, max_active, layers)
     x, state, stats = part.run(lambda: state.last_token[slot], step, slot, valid)
@@ -264,7 +269,8 @@ class _Part(NamedTuple):
         if stats is None:  # dense layers alone
             num_experts = weights.table.slots.shape[1]
             by_row, by_expert = (jnp.zeros((0, n), jnp.int32) for n in (x.shape[0], num_experts))
-            stats = LayerStats(by_row, by_expert)
+            away = weights.table.away
+            stats = LayerStats(by_row, by_expert, needed=None if away is None else away[:0])
         return x, pages, stats
 
     def sample(
@@ -292,10 +298,17 @@ class _Part(NamedTuple):
         elif self.layers.stop == self.cfg.num_layers:
             tokens, logprobs, logits = tokens_of()
         else:
-            return state, StepOutput(None, None, degraded, stats.expert_rows, balance=stats.balance)
-        state = state._replace(last_token=_remember(state.last_token, slot, tokens))
+            tokens, logprobs, logits = None, None, None
+        if tokens is not None:
+            state = state._replace(last_token=_remember(state.last_token, slot, tokens))
         return state, StepOutput(
-            tokens, logprobs, degraded, stats.expert_rows, logits=logits, balance=stats.balance
+            tokens,
+            logprobs,
+            degraded,
+            stats.expert_rows,
+            logits=logits,
+            balance=stats.balance,
+            needed=stats.needed,
         )
 
 
@@ -388,8 +401,11 @@ def prefill_step(
         q_start=q_start,
         kv_len=rows[:, KV_LEN],
     )
+    exempt = rows[owner, EXEMPT]
     step = StepData(
-        Rows(position, valid, rows[owner, EXEMPT] > 0), attention, Control(control[0], control[1])
+        Rows(position, valid, exempt > 0, exempt >= REFUSES),
+        attention,
+        Control(control[0], control[1]),
     )
     part = _Part.of(cfg, weights, state, control, max_active, layers, replication)
     x, state, stats = part.run(lambda: tokens, step, places, valid)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
@@ -59,7 +60,7 @@ class ResidentWeights:
         experts in as well; None: the pool is this model's alone.
         """
         self.home = home
-        self._held = held or PoolHolder(weights.pool)
+        self.held = held or PoolHolder(weights.pool)
         self.weights = weights
         self.united = dict(united)
         self.way: int | None = None
@@ -68,11 +69,11 @@ class ResidentWeights:
     @property
     def weights(self) -> Weights:
         """As they are now."""
-        return Weights(self._params, self._held.pool, self._table)
+        return Weights(self._params, self.held.pool, self._table)
 
     @weights.setter
     def weights(self, weights: Weights) -> None:
-        self._params, self._held.pool, self._table = weights
+        self._params, self.held.pool, self._table = weights
 
     def use_way(self, way: int) -> None:
         """Loads the united experts of `way`. Raises ValueError for one the model does not have."""
@@ -93,6 +94,17 @@ class ResidentWeights:
         self.weights = Weights(params, *load(pool, table, united, layer))
         if layer == table.groups.shape[0] - 1:
             self.way = way
+
+    def point(self, layer: int, expert: int, slot: int, away: int) -> None:
+        """Lets one routed expert of an MoE layer be served by another slot of the pool, and notes
+        what that means (`ExpertTable.away`); nothing is copied.
+        """
+        params, pool, table = self.weights
+        assert table.away is not None
+        slots, gone = np.array(table.slots), np.array(table.away)
+        slots[layer, expert], gone[layer, expert] = slot, away
+        table = table._replace(slots=jnp.asarray(slots), away=jnp.asarray(gone))
+        self.weights = Weights(params, pool, table)
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
         """Gives one MoE layer's experts other hosts, to which they are copied from their home.

@@ -64,6 +64,8 @@ class EngineConfig:
     models: tuple[str, ...] = ()  # NAME=DIR of each model of a family, in place of model
     family: str = ""  # family.json of jmoe consolidate; empty: the models share no expert
     resident_sets: int = 0  # models whose other weights are on the device at a time; 0: all
+    resident_experts: int = 0  # routed ones of a family on the device for good; 0: all
+    spare_experts: int = 0  # slots that others, of host memory, can be fetched into
     model_stay_s: float = 0.0  # that a busy one stays there; 0: nine times what a change takes
     dtype: str = "bfloat16"
     mesh: str = ""  # ep=N: experts spread over N devices, which share the requests; empty: one

@@ -23,6 +23,7 @@ from serving.accounting import Accounts
 from serving.admission import Admission
 from serving.config import EngineConfig, ServerConfig
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
+from serving.control.fetcher import Fetcher
 from serving.control.guarded import make_controller
 from serving.control.registry import Registry
 from serving.control.slo import SloAnalyser
@@ -115,6 +116,7 @@ class Engine:
         wake = self._work.set
         count = len(self.names)
         self.registry = Registry(runner, self.scheduler, count, config.model_stay_s, wake)
+        self.fetcher = Fetcher(runner, self.scheduler, self.family, clock)
         self.admission = Admission(config, runner.limits, self.family)
         self.bounds = self.admission.bounds
         stuck = f"a step took longer than {config.watchdog_s:g} s (engine.watchdog_s)"
@@ -404,6 +406,7 @@ class Engine:
         self.slo.maybe_update(now, waiting, self.scheduler.limits.decode_rows)
         self.loader.advance(now)
         self.registry.advance(now)
+        self.fetcher.advance(now)
         slack_s, company = -math.inf, self.pace.company(self.slo.ttft_slo_s, num_running)
         if before is not None:
             tokens_at = self.scheduler.tokens_at()
@@ -447,6 +450,7 @@ class Engine:
         for sequence, exempt in zip(step.sequences, step.plan.exempt.tolist(), strict=True):
             sequence.note_threshold(step.plan.phase, 100 if exempt else percent)
             sequence.note_start(launched_at)
+        self.fetcher.launched(step)
         self.watchdog.launched += 1
         result = asyncio.wrap_future(self.runner.launch(step.plan, control))
         result.add_done_callback(self._step_ended)
@@ -463,9 +467,10 @@ class Engine:
         self.accounts.step_read(step, result, ended.started_at, now, self._visits_per_token)
         if result.prompt_logprobs is not None:
             step.share_prompt_logprobs(result.prompt_logprobs)
+        again = self.fetcher.accept(step, result)
         for at, sequence in enumerate(step.sequences):
-            if sequence.done:
-                continue  # it ended while this step was in flight
+            if sequence.done or at in again:
+                continue  # it ended while this step was in flight, or runs again
             sequence.degraded_visits += result.degraded[at]
             sequence.visited_tokens += q_lens[at]
             if not step.sampled[at]:

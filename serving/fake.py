@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jmoe.host_experts import Expert
 from jmoe.packed_rows import DELTA_BLOCK, DELTA_PAGE, DELTA_SLOT, KV_LEN, Q_LEN, SLOT
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
@@ -160,6 +161,10 @@ class FakeRunner:
 
         asyncio.get_running_loop().call_later(self.set_s, done)
         return future
+
+    def fetch_expert(self, expert: Expert, slot: int) -> None:
+        """See Runner. All experts are there."""
+        raise NotImplementedError
 
     def host_layer(self, layer: int, hosts: np.ndarray) -> None:
         """See Runner. There is nothing to copy."""

@@ -158,4 +158,6 @@ class StepResult:
     prompt_logprobs: Float[np.ndarray, "T"] | None
     device_rows: Int[np.ndarray, "layers D"] | None = None  # of `expert_rows`, by device of a mesh
     copies: Copies | None = None  # of a step that copied experts
+    needed: Int[np.ndarray, "layers m"] | None = None
+    """Visits of rows that no stand-in may serve, to experts that are not on the device for good."""
     padded_share: float = 0.0  # of the rows that the devices computed

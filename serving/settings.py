@@ -131,6 +131,19 @@ def _check_models(config: ServerConfig, require: Any) -> None:
         "engine.resident_sets",
         f"0 (all), or up to the number of models, {len(engine.models)}",
     )
+    require(
+        engine.resident_experts >= 0
+        and (not engine.resident_experts or (bool(engine.models) and engine.spare_experts > 0)),
+        "engine.resident_experts",
+        "0 (all) unless engine.models names several models and engine.spare_experts is 1 or more: "
+        "a sibling's expert stands in for one that is not there, and what refuses that needs slots "
+        "to fetch its own into",
+    )
+    require(
+        engine.spare_experts >= 0 and (not engine.spare_experts or engine.resident_experts > 0),
+        "engine.spare_experts",
+        "0 unless engine.resident_experts leaves experts in host memory",
+    )
     models = [_name_and_directory(model) for model in engine.models]
     names = [name for name, _ in models]
     for model, (name, directory) in zip(engine.models, models, strict=True):

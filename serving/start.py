@@ -172,6 +172,8 @@ def _load(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> Model 
             progress=layers,
             check_weights=config.check_weights,
             allow_unknown_config=config.allow_unknown_config,
+            resident_experts=config.resident_experts,
+            spare_experts=config.spare_experts,
             params_on_host=0 < config.resident_sets < len(config.models),
         )
     directory = resolve(config.model)

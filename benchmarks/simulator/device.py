@@ -13,6 +13,7 @@ from benchmarks.simulator.step_times import StepTimes
 from jmoe.api import Model, resolve
 from jmoe.config import read_config
 from jmoe.experts import ExpertPool, UnitedExperts, make_table
+from jmoe.host_experts import Expert
 from jmoe.weights import ResidentWeights, Weights
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
@@ -80,6 +81,10 @@ class SimulatedDevice:
     def replace_set(self, victim: int, model: int) -> "Future[None]":
         """See Runner."""
         raise NotImplementedError("one model is simulated")
+
+    def fetch_expert(self, expert: Expert, slot: int) -> None:
+        """See Runner. All experts are there."""
+        raise NotImplementedError
 
     def host_layer(self, layer: int, hosts: np.ndarray) -> None:
         """See Runner. There is nothing to copy."""

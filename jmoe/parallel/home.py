@@ -20,7 +20,7 @@ WHOLE, SPLIT = P(), P(AXIS)
 """All of it on every device; split along the first axis."""
 
 WEIGHTS = Weights._make(
-    (WHOLE, ExpertPool._make((SPLIT, SPLIT)), ExpertTable._make((SPLIT, WHOLE, WHOLE)))
+    (WHOLE, ExpertPool._make((SPLIT, SPLIT)), ExpertTable._make((SPLIT, WHOLE, WHOLE, None)))
 )
 """How weights lie: a prefix of their pytree."""
 

@@ -44,6 +44,7 @@ class Results:
                 None if read.prompt_logprobs is None else read.prompt_logprobs[token_at],
                 self._of_all(by_rank.sum(-1).T, first_layer) if num_ranks > 1 else None,
                 copies,
+                None if read.needed is None else self._of_all(read.needed, first_layer),
                 1 - step.num_positions / (num_ranks * key.size),
             )
 

@@ -18,6 +18,7 @@ from jaxtyping import Bool
 
 from jmoe.api import Model
 from jmoe.family import Family
+from jmoe.host_experts import Expert
 from jmoe.model import LOOKAHEAD
 from jmoe.packed_rows import pack_row
 from jmoe.parallel.steps import make_states
@@ -106,6 +107,10 @@ class Runner(Protocol):
 
         The future is done when the model can run.
         """
+        ...
+
+    def fetch_expert(self, expert: Expert, slot: int) -> None:
+        """Copies an expert of host memory into a spare slot of the pool, between two steps."""
         ...
 
     @property
@@ -265,6 +270,8 @@ class DeviceRunner:
         jax.block_until_ready((self.device.state, self.model.pool))
         if self.model.home is not None and self.model.home.spare:
             self._measure_copies()
+        if (host := self.family.host) is not None and host.spare:
+            self.fetch_expert(min(host.weights), host.spare[0])  # compiled now
         if self._measures_parts:
             self._measure_parts()
         if self._runs_parts and not self._parts_by_number:
@@ -450,6 +457,10 @@ class DeviceRunner:
     def replace_set(self, victim: int, model: int) -> "Future[None]":
         """See Runner."""
         return self.sets.replace(victim, model)
+
+    def fetch_expert(self, expert: Expert, slot: int) -> None:
+        """See Runner."""
+        self.family.fetch(expert, slot)
 
     def close(self) -> None:
         """Stops counting compilations, and reading. Other processes end, too, once they have run

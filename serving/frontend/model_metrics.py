@@ -59,6 +59,27 @@ class ModelLoad:
             "Sets of non-expert weights copied in the place of others",
             registry.num_swaps,
         )
+        yield from self._experts(engine)
+
+    def _experts(self, engine: "Engine") -> Iterator[Metric]:
+        """Of experts in host memory."""
+        fetcher = engine.fetcher
+        fetches = CounterMetricFamily(
+            f"{self._prefix}expert_fetches",
+            "Experts of host memory copied into spare slots",
+            labels=["reason"],
+        )
+        for reason in ("miss", "ahead"):
+            fetches.add_metric([reason], fetcher.fetches[reason])
+        yield fetches
+        yield CounterMetricFamily(
+            f"{self._prefix}expert_fetched_bytes", "Bytes of those", fetcher.fetched_bytes
+        )
+        yield CounterMetricFamily(
+            f"{self._prefix}exact_reruns",
+            "Rows that ran again, since a stand-in had served what refuses one",
+            fetcher.num_reruns,
+        )
 
     def _family(
         self,

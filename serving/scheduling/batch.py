@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from jmoe.packed_rows import EXEMPT, KV_LEN, NUM_DELTA_COLUMNS, Q_LEN
+from jmoe.packed_rows import EXEMPT, KV_LEN, NUM_DELTA_COLUMNS, Q_LEN, SPARED
 from serving.plan import Limits, Phase, StepControl, StepPlan
 from serving.request import Priority
 from serving.scheduling.policy import BE, BatchView
@@ -74,7 +74,7 @@ class ScheduledStep:
         kept = threshold_percent * total - 100 * (total - left)
         if not left or not ls.any() or kept < 0:
             return threshold_percent
-        rows[ls, EXEMPT] = 1
+        rows[ls, EXEMPT] = np.maximum(rows[ls, EXEMPT], SPARED)
         return -(-kept // left)
 
     def share_prompt_logprobs(self, values: Float[np.ndarray, "T"]) -> None:
@@ -117,6 +117,7 @@ class Batch:
         self.control: StepControl | None = None  # of all its layers, from its first launch on
         self.joins: Batch | None = None  # a parked one, taken along when this has come as far
         self.extents: list[int] = []  # of hidden rows
+        self.needed = np.zeros(0, np.int32)  # of its parts that were read (`StepResult.needed`)
         self.has_best_effort = any(s.request.priority is BE for s in sequences)
         self.model = sequences[0].request.model
         self._deltas = deltas
@@ -177,6 +178,8 @@ class Batch:
         at = self.sequences.index(sequence)
         sequence.num_sampled -= self.sampled[at]
         sequence.batch = None
+        sequence.unread = False
+        sequence.forget_missed()
         self.rows = np.delete(self.rows, at, axis=0)
         for column in (self.sequences, self.sampled, self.tokens, self.places):
             if column:

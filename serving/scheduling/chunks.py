@@ -6,14 +6,15 @@ import numpy as np
 
 from serving.plan import Limits, Phase
 from serving.scheduling.batch import Batch
+from serving.scheduling.exact import ExactRows
 from serving.scheduling.sequence import SequenceState, SequenceStatus
 
 
 class Chunks:
     """What a prefill step is made of while it is filled."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, limits: Limits, exact: ExactRows) -> None:
+        self._limits, self._exact = limits, exact
         self._most = limits.max_prefill_tokens  # of a rank
         self._taken: list[tuple[SequenceState, list[int]]] = []
 
@@ -34,10 +35,14 @@ class Chunks:
             if tokens < self._most and seqs[rank] < self._limits.max_prefill_seqs
         ]
 
+    def may_take(self, sequence: SequenceState) -> bool:
+        """Whether the step may have a token of it, on a rank that has room."""
+        return self._exact.may_run(sequence) and self._room_for(sequence) > 0
+
     def take(self, sequence: SequenceState) -> None:
         """The next chunk of a prompt, as long as its rank has room for."""
         rank, start = self._limits.rank(sequence.slot), sequence.num_computed
-        room = self._most - self._tokens()[rank]
+        room = min(self._most - self._tokens()[rank], self._room_for(sequence))
         self._taken.append((sequence, sequence.context[start : start + room]))
 
     def drop_evicted(self) -> None:
@@ -65,6 +70,12 @@ class Chunks:
                 sequence.num_sampled += 1
         sequences, tokens = [s for s, _ in self._taken], [part for _, part in self._taken]
         return Batch(Phase.PREFILL, sequences, np.stack(rows), sampled, deltas, tokens)
+
+    def _room_for(self, sequence: SequenceState) -> int:
+        """Tokens that it may have, ranks aside."""
+        if not self._exact.concerns(sequence):
+            return self._most
+        return self._exact.most - sum(len(p) for s, p in self._taken if self._exact.concerns(s))
 
     def _tokens(self) -> list[int]:
         """Of each rank."""

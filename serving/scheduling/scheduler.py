@@ -17,6 +17,7 @@ from serving.plan import NUM_EXTENTS, Limits, Phase
 from serving.request import Priority
 from serving.scheduling.batch import Batch, ScheduledStep
 from serving.scheduling.chunks import Chunks
+from serving.scheduling.exact import ExactRows
 from serving.scheduling.guarded import GuardedPolicy
 from serving.scheduling.places import Places
 from serving.scheduling.policy import (
@@ -66,6 +67,7 @@ class Scheduler:
         self.places = Places(limits)
         self._turns = Turns()
         self.models: set[int] | None = None  # that may begin steps; None: all
+        self.exact = ExactRows()
         self.queues = Queues(self.policy)
         self.running: list[SequenceState] = []  # in PREFILL or DECODE, by admission
         self.under_way: list[Batch] = []  # begun, and not launched to the last layer
@@ -109,9 +111,10 @@ class Scheduler:
         return any(batch.model == model for batch in self.under_way)
 
     def _free(self) -> list[SequenceState]:
-        """Running sequences that are in no step under way, and whose models' weights are there."""
+        """Running sequences that are in no step under way, and may be in the next one."""
         free = [s for s in self.running if s.batch is None]
-        return free if self.models is None else list(filter(self._runs, free))
+        free = free if self.models is None else list(filter(self._runs, free))
+        return list(filter(self.exact.may_run, free)) if self.exact.models else free
 
     def _runs(self, sequence: SequenceState) -> bool:
         """Whether its model's weights are there."""
@@ -349,7 +352,7 @@ class Scheduler:
     def _begin_prefill(self, order: Order, now: float) -> Batch | None:
         if not self._free_extents:
             return None
-        chunks = Chunks(self.limits)
+        chunks = Chunks(self.limits, self.exact)
         for number, group in enumerate(order):
             if number and chunks:  # who fills up must not make the step dearer
                 if self._parked(Phase.PREFILL, chunks.model) is not None:
@@ -366,6 +369,8 @@ class Scheduler:
         return batch
 
     def _parked(self, phase: Phase, model: int | None) -> Batch | None:
+        if self.exact.models:
+            return None  # the rows of both could need too many experts
         own = (b for b in self.under_way if b.phase is phase and b.model == model)
         return next((batch for batch in own if batch.next_layer), None)
 
@@ -373,11 +378,12 @@ class Scheduler:
         """Takes chunks of a group's prompts: of those that are begun, then of new ones."""
         for sequence in self._candidates(group, SequenceStatus.PREFILL):
             others = chunks.model not in (None, sequence.request.model)
-            if not others and self.limits.rank(sequence.slot) in chunks.ranks():
+            on_rank = self.limits.rank(sequence.slot) in chunks.ranks()
+            if not others and on_rank and chunks.may_take(sequence):
                 chunks.take(sequence)
         while ranks := chunks.ranks():
             sequence = self._next_admissible(group, ranks, chunks.model)
-            if sequence is None:
+            if sequence is None or not chunks.may_take(sequence):
                 return
             self._admit(sequence, ranks, now)
             chunks.drop_evicted()
@@ -455,7 +461,8 @@ class Scheduler:
             [s for s in self._candidates(group, SequenceStatus.DECODE) if not s.exhausted]
             for group in order
         ]
-        return self._turns.take(groups, for_all=not self.share.may_park)
+        rows = self._turns.take(groups, for_all=not self.share.may_park)
+        return self.exact.limited(rows) if self.exact.models else rows
 
     def _extend_if_free(self, sequence: SequenceState, deltas: list[tuple[int, int, int]]) -> bool:
         """Gives a sequence the page its next position needs, if it needs one; False: none free."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jmoe.packed_rows import NEXT_TOKEN, pack_row
+from jmoe.packed_rows import NEXT_TOKEN, REFUSES, pack_row
 from jmoe.tokenizer import Tokenizer
 from serving.errors import NOT_OURS, RequestFailed, shown
 from serving.plan import Phase
@@ -62,7 +62,7 @@ class SequenceState:
         self.row = pack_row(
             -1,
             kv_len=0,
-            exempt=not request.allow_brownout,
+            exempt=0 if request.allow_brownout else REFUSES,
             seed=(seed ^ (seed >> 32)) & 0xFFFFFFFF,
             top_k=sampling.top_k,
             temperature=sampling.temperature,
@@ -76,6 +76,8 @@ class SequenceState:
         self.visited_tokens = 0
         self.spans: dict[Phase, ThresholdSpan] = {}
         self.batch: "Batch | None" = None  # the step under way that it is in
+        self.unread = False  # a step of it has to be read before its next one (`ExactRows`)
+        self.missed = 0  # visits to stand-ins in a step of it that is not read to its end
         self.priority = request.priority  # best effort that has waited too long is promoted
         self.waiting_since = arrived_at  # when it was last in a step that began, or arrived
         self.ready_at = math.nan  # when slot and pages for its first step were there
@@ -110,6 +112,19 @@ class SequenceState:
         self.slot = -1
         self.pages = []
         self.batch = None
+
+    def forget_missed(self) -> None:
+        """A step that it was in counts for nothing."""
+        self.degraded_visits -= self.missed
+        self.missed = 0
+
+    def run_again(self, q_len: int, sampled: bool) -> None:
+        """Takes back a step that was read: its positions are computed once more, as a chunk."""
+        self.forget_missed()
+        self.num_sampled -= sampled
+        if self.status is not SequenceStatus.WAITING:  # evicted meanwhile: it computes all again
+            self.num_computed -= q_len
+            self.status = SequenceStatus.PREFILL
 
     def note_start(self, launched_at: float) -> None:
         """A step of it is launched; the first one counts."""

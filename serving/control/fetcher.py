@@ -1,0 +1,206 @@
+"""Which experts of host memory lie in the spare slots, where not all of a family's fit.
+
+Rows that allow brownout are served by a sibling's expert meanwhile, and that counts as degraded. A
+row that refuses it gets its model's own: the step that missed some shows which, they are fetched,
+and it runs again over the same positions. Its first layers are exact now, so each pass makes one
+MoE layer more exact, and needs no more experts than one row can visit: passes are bounded by the
+MoE layers. Where a step's rows need more experts than there are spare slots, the next one has half
+as many positions of such rows.
+
+Slots that nobody waits for hold what is visited most, of models that are asked.
+"""
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import numpy as np
+from jaxtyping import Int
+
+from jmoe.family import Family
+from jmoe.host_experts import Expert, HostExperts, check_spare
+from serving.plan import StepResult
+from serving.scheduling.batch import ScheduledStep
+from serving.scheduling.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+PREFETCH_SHARE = 0.1
+"""Of the time, what fetching experts ahead may take."""
+KEPT = 0.9
+"""Of an average of visits, what the next step of that model leaves."""
+GAIN = 1.5
+"""How many times the visits of what it takes the place of, for an expert to be fetched ahead."""
+CALM_STEPS = 16
+"""Steps that had all they needed, after which a step may have half as many positions more."""
+
+
+class FetchesExperts(Protocol):
+    """What is asked of a runner."""
+
+    def fetch_expert(self, expert: Expert, slot: int) -> None:
+        """Copies an expert into a spare slot between two steps."""
+        ...
+
+
+class Fetcher:
+    """Fetches experts between two steps. Does nothing where all experts are on the device."""
+
+    def __init__(
+        self,
+        runner: FetchesExperts,
+        scheduler: Scheduler,
+        family: Family | None,
+        clock: Callable[[], float],
+    ) -> None:
+        """Raises ValueError for fewer spare slots than one row can need."""
+        self._runner, self._scheduler, self._clock = runner, scheduler, clock
+        self._host = host = None if family is None else family.host
+        self._exact = scheduler.exact
+        self.fetches = Counter[str]()  # by reason, "miss" and "ahead"
+        self.fetched_bytes, self.num_reruns = 0, 0
+        self._steps = self._calm = 0
+        self._used: dict[Expert, int] = {}  # the step that last needed it
+        self._next_ahead_at = -math.inf
+        if host is None or family is None:
+            return
+        self._models = frozenset(n for n in range(len(family)) if host.away_of(n))
+        per_row = host.needed_by_a_row(family.config.experts_per_token)
+        check_spare(len(host.spare), per_row)
+        self._exact.models = self._models
+        self._exact.most = len(host.spare) // per_row
+        self._visits = Visits(host, len(family))
+
+    def launched(self, step: ScheduledStep) -> None:
+        """Nothing comes after a row that a stand-in may have served, until that is known."""
+        if self._exact.models:
+            for sequence in step.sequences:
+                sequence.unread = self._exact.concerns(sequence)
+
+    def accept(self, step: ScheduledStep, result: StepResult) -> set[int]:
+        """Reads which experts a step visited, and fetches those that its exact rows missed.
+
+        Returns the rows whose tokens are not theirs: they run again.
+        """
+        if self._host is None:
+            return set()
+        assert result.needed is not None
+        self._steps += 1
+        self._observe(step.plan.model, result)
+        exact = [at for at, s in enumerate(step.sequences) if self._exact.concerns(s)]
+        batch = step.batch
+        batch.needed = batch.needed + result.needed if len(batch.needed) else result.needed
+        if not step.is_last:
+            for at in exact:
+                step.sequences[at].missed += result.degraded[at]
+        if not exact or not step.is_last:
+            return set()
+        before, again = self._exact.again, set[int]()
+        for at in exact:
+            step.sequences[at].unread = False
+            if step.sequences[at].missed or result.degraded[at]:
+                again.add(at)
+        positions = int(step.plan.q_lens[exact].sum())
+        if not again:
+            self._exact.again = [s for s in before if s not in step.sequences]
+            self._grow(positions)
+            return again
+        self.num_reruns += len(again)
+        rows = [step.sequences[at] for at in sorted(again)]
+        for at, sequence in zip(sorted(again), rows, strict=True):
+            if not sequence.done:
+                sequence.run_again(int(step.plan.q_lens[at]), step.sampled[at])
+        if before and not any(s in before for s in rows):
+            return again  # launched before those: the slots are theirs
+        fits = self._fetch_all(self._experts(step.plan.model, batch.needed))
+        self._exact.again = rows if fits else []
+        if not fits:
+            self._exact.most = max(1, positions // 2)
+        self._calm = 0
+        return again
+
+    def advance(self, now: float) -> None:
+        """Fetches the expert ahead that would be visited most, if it is worth its time."""
+        if self._host is None or now < self._next_ahead_at or self._exact.again:
+            return
+        asked = {s.request.model for s in self._scheduler.running}
+        asked |= {s.request.model for s in self._scheduler.waiting}
+        fetched, free = self._host.fetched, self._host.free
+        best, gain, worst, loss = self._visits.change(sorted(asked), fetched)
+        if not gain or not (free or gain > GAIN * loss):
+            return
+        slot = free[0] if free else fetched[worst]
+        began = self._clock()
+        self._fetch(best, slot, "ahead")
+        took_s = self._clock() - began
+        self._next_ahead_at = now + took_s * (1 / PREFETCH_SHARE - 1)
+
+    def _observe(self, model: int, result: StepResult) -> None:
+        if model in self._models:
+            self._visits.observe(model, result.expert_rows)
+
+    def _experts(self, model: int, needed: np.ndarray) -> set[Expert]:
+        assert self._host is not None
+        return {self._host.of(model, *map(int, at)) for at in np.argwhere(needed)}
+
+    def _grow(self, positions: int) -> None:
+        """After many steps of as many positions as may be without a miss, they may have more."""
+        self._calm += positions >= self._exact.most
+        if self._calm >= CALM_STEPS:
+            most = self._scheduler.limits.max_prefill_tokens
+            self._exact.most = min(most, self._exact.most * 3 // 2 + 1)
+            self._calm = 0
+
+    def _fetch_all(self, experts: set[Expert]) -> bool:
+        """Whether all fit the spare slots; they are there then. Those used longest ago go."""
+        assert self._host is not None
+        if len(experts) > len(self._host.spare):
+            return False
+        self._used |= dict.fromkeys(experts, self._steps)
+        leaving = [e for e in self._host.fetched if e not in experts]
+        leaving.sort(key=lambda e: (-self._used.get(e, 0), e))  # the last one goes first
+        for expert in sorted(experts - self._host.fetched.keys()):
+            free = self._host.free
+            self._fetch(expert, free[0] if free else self._host.fetched[leaving.pop()], "miss")
+        return True
+
+    def _fetch(self, expert: Expert, slot: int, reason: str) -> None:
+        assert self._host is not None
+        self._runner.fetch_expert(expert, slot)
+        self.fetches[reason] += 1
+        self.fetched_bytes += self._host.expert_bytes
+
+
+class Visits:
+    """Moving averages of the rows a step that visit each expert of host memory."""
+
+    def __init__(self, host: HostExperts, num_models: int) -> None:
+        self._experts = list(host.weights)
+        self._number = {expert: at for at, expert in enumerate(self._experts)}
+        self._mean = np.zeros(len(self._experts))
+        self._of = np.zeros((num_models, len(self._experts)), bool)
+        for at, expert in enumerate(self._experts):
+            self._of[list(host.users[expert]), at] = True
+        self._layer, self._expert = np.array(self._experts, int).T[1:]
+
+    def observe(self, model: int, expert_rows: Int[np.ndarray, "layers E"]) -> None:
+        """A step of a model ran."""
+        own = self._of[model]
+        rows = expert_rows[self._layer[own], self._expert[own]]
+        self._mean[own] = KEPT * self._mean[own] + (1 - KEPT) * rows
+
+    def change(
+        self, asked: Sequence[int], fetched: Collection[Expert]
+    ) -> tuple[Expert, float, Expert, float]:
+        """The most visited expert that is not fetched, the least visited one that is, and the mean
+        visits of each; those of models that are not asked count as none.
+        """
+        mean = self._mean * self._of[list(asked)].any(axis=0)
+        there = np.zeros(len(mean), bool)
+        there[[self._number[expert] for expert in fetched]] = True
+        best = int(np.argmax(np.where(there, -1.0, mean)))
+        worst = int(np.argmin(np.where(there, mean, np.inf)))
+        gain = 0.0 if there[best] else float(mean[best])
+        return self._experts[best], gain, self._experts[worst], float(mean[worst])

@@ -1,0 +1,110 @@
+"""A family whose experts do not all fit: stand-ins serve, and who refuses them gets the exact ones."""
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+
+from jmoe.config import read_config
+from jmoe.family import load_family
+from serving.config import ServerConfig
+from serving.engine import Engine
+from serving.request import SamplingParams
+from serving.settings import SettingsError, check
+from tests.serving.test_family_served import (
+    answer,
+    config,  # noqa: F401
+    directories,  # noqa: F401
+    requests,
+)
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+
+def room(directories, more=0, **changes):
+    """Settings with room for the first model's experts and `more`."""
+    cfg = read_config(directories["base"])
+    positions = cfg.num_moe_layers * cfg.num_experts
+    per_row = cfg.num_moe_layers * cfg.experts_per_token
+    return {"resident_experts": positions + more, "spare_experts": per_row, **changes}
+
+
+@pytest.mark.parametrize("changes", [{}, {"policy": "restless:Restless"}, {"resident_sets": 2}])
+async def test_who_refuses_brownout_gets_its_models_experts(config, directories, changes):  # noqa: F811
+    rng = random.Random(3)
+    asked = [(*r, rng.random() < 0.6) for r in requests(rng, 24)]
+    engine = await Engine.start(config(directories, **room(directories, **changes)))
+    try:
+        found = await asyncio.gather(
+            *(answer(engine, *r[:3], priority=r[3], allow_brownout=not r[4]) for r in asked)
+        )
+        engine.scheduler.check_idle()
+        assert engine.runner.compilations_since_ready == 0
+        assert engine.fetcher.num_reruns > 0
+        assert engine.fetcher.fetches["miss"] > 0
+    finally:
+        await engine.stop()
+    whole = await Engine.start(config(directories))
+    try:
+        for request, (tokens, logprobs, degraded) in zip(asked, found, strict=True):
+            prompt, sampling, model, _, refuses = request
+            if refuses or model == "base":
+                expected = await answer(whole, prompt, sampling, model, allow_brownout=False)
+                assert tokens == expected[0]
+                np.testing.assert_allclose(logprobs, expected[1], atol=2e-4)
+                assert not degraded
+            else:
+                assert degraded > 0
+    finally:
+        await whole.stop()
+
+
+async def test_passes_of_a_token_are_bounded_by_the_moe_layers(config, directories):  # noqa: F811
+    cfg = read_config(directories["law"])
+    engine = await Engine.start(config(directories, **room(directories)))
+    sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    try:
+        tokens, _, degraded = await answer(
+            engine, [5, 9, 33], sampling, "law", allow_brownout=False
+        )
+        positions = 3 + len(tokens) - 1  # a position a pass: spare slots are as few as may be
+        assert 0 < engine.fetcher.num_reruns <= positions * cfg.num_moe_layers
+        assert not degraded
+    finally:
+        await engine.stop()
+
+
+async def test_what_is_asked_most_is_fetched_ahead(config, directories):  # noqa: F811
+    """Degradable requests alone: fewer visits are degraded once experts are there."""
+    engine = await Engine.start(config(directories, **room(directories)))
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    try:
+        shares = []
+        for _ in range(12):
+            _, _, degraded = await answer(engine, [5, 9, 33], sampling, "law")
+            shares.append(degraded)
+        assert engine.fetcher.fetches["ahead"] > 0
+        assert engine.fetcher.fetches["miss"] == 0
+        assert engine.fetcher.num_reruns == 0
+        assert shares[-1] < shares[0]
+        assert engine.runner.compilations_since_ready == 0
+    finally:
+        await engine.stop()
+
+
+def test_settings_that_cannot_work(config, directories):  # noqa: F811
+    for changes, message in (
+        (
+            {"spare_experts": 0},
+            r"engine.resident_experts is \d+.*engine.spare_experts is 1 or more",
+        ),
+        ({"resident_experts": 0}, r"engine.spare_experts is 6.*leaves experts in host memory"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            check(ServerConfig(engine=config(directories, **room(directories, **changes))))
+    given = room(directories)
+    with pytest.raises(ValueError, match=r"spare_experts is 3; .* set it to 6 or more"):
+        load_family(directories, dtype="float32", **given | {"spare_experts": 3})
+    with pytest.raises(ValueError, match=r"do not hold one model's"):
+        load_family(directories, dtype="float32", **given | {"resident_experts": 3})
