@@ -125,6 +125,29 @@ def moe(
 ) -> tuple[Float[Array, "T d"], LayerStats]:
     """Router, brownout plan, routed and shared experts, with the residual (the paper's eq. 5)."""
     h, logits = router(cfg, layer, x)
+    out, ids, stats = routed(
+        cfg, pool, slots, groups, h, logits, rows, control, max_active=max_active
+    )
+    if wanted.picks:
+        stats = stats._replace(picks=_picks(cfg, logits, ids))
+    return with_residual(cfg, layer, x, h, out), stats
+
+
+def routed(
+    cfg: ModelConfig,
+    pool: ExpertPool,
+    slots: Int[Array, "E"],
+    groups: Int[Array, "m"],
+    h: Float[Array, "T d"],
+    logits: Float[Array, "T columns"],
+    rows: Rows,
+    control: Control,
+    *,
+    max_active: int,
+) -> tuple[Float[Array, "T d"], Int[Array, "T K"], LayerStats]:
+    """Routed experts of normed rows whose router said `logits`: brownout plan, dispatch and the
+    experts themselves. Returns their sum, the router's choices, and counts.
+    """
     ids, plan, work = routing.route(
         logits,
         threshold_percent=control.threshold_percent,
@@ -139,10 +162,8 @@ def moe(
         exempt=rows.exempt,
     )
     out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work).astype(h.dtype)
-    stats = LayerStats(jnp.sum(plan.degraded, axis=-1, dtype=jnp.int32), work.expert_rows)
-    if wanted.picks:
-        stats = stats._replace(picks=_picks(cfg, logits, ids))
-    return _joined(cfg, layer, x, h, out), stats
+    degraded = jnp.sum(plan.degraded, axis=-1, dtype=jnp.int32)
+    return out, ids, LayerStats(degraded, work.expert_rows)
 
 
 class LayerReplication(NamedTuple):
@@ -207,10 +228,10 @@ def moe_over_mesh(
     stats = LayerStats(jnp.sum(degraded, axis=-1, dtype=jnp.int32), expert_rows, balance=balance)
     if wanted.picks:
         stats = stats._replace(picks=_picks(cfg, logits, ids))
-    return _joined(cfg, layer, x, h, out), stats, replicas
+    return with_residual(cfg, layer, x, h, out), stats, replicas
 
 
-def _joined(cfg: ModelConfig, layer: Params, x: Array, h: Array, out: Array) -> Array:
+def with_residual(cfg: ModelConfig, layer: Params, x: Array, h: Array, out: Array) -> Array:
     """Routed and shared experts with the residual."""
     return x + (out + shared_expert(layer, h) if cfg.d_ff_shared else out)
 
