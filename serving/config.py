@@ -65,6 +65,7 @@ class EngineConfig:
     family: str = ""  # family.json of jmoe consolidate; empty: the models share no expert
     resident_sets: int = 0  # models whose other weights are on the device at a time; 0: all
     model_stay_s: float = 0.0  # that a busy one stays there; 0: nine times what a change takes
+    mixed_models: int = 2  # whose rows a decode step may have where that pays; 0 or 1: one model's
     dtype: str = "bfloat16"
     mesh: str = ""  # ep=N: experts spread over N devices, which share the requests; empty: one
     coordinator: str = ""  # HOST:PORT of process 0, where a mesh spans several processes

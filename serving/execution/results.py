@@ -44,7 +44,7 @@ class Results:
                 None if read.prompt_logprobs is None else read.prompt_logprobs[token_at],
                 self._of_all(by_rank.sum(-1).T, first_layer) if num_ranks > 1 else None,
                 copies,
-                1 - step.num_positions / (num_ranks * key.size),
+                1 - step.num_positions / (step.num_ranks * key.size),
             )
 
         return read
