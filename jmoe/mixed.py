@@ -19,15 +19,27 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jmoe.attention import DecodeAttention
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool, ExpertTable
-from jmoe.model import StepData, attend, embed, head, in_turn, with_wide_router
+from jmoe.kv_cache import KVPages
+from jmoe.model import (
+    Rotation,
+    StepData,
+    attended,
+    embed,
+    head,
+    in_turn,
+    project,
+    with_wide_router,
+)
 from jmoe.moe import LayerStats, dense_mlp, routed, router, with_residual
 from jmoe.packed_rows import SLOT
 from jmoe.rope import rotation
 from jmoe.sampling import greedy
 from jmoe.steps import State, StepOutput, decode_data, remember, with_deltas
 from jmoe.weights import Params, Weights
+from pallas_kernels.kv_write import rms_norm
 
 Segments = tuple[Float[Array, "B d"], ...]
 """Rows of each of the step's models."""
@@ -98,6 +110,31 @@ def wide_logits(
     return jnp.concatenate(rows)
 
 
+def mixed_attend(
+    cfg: ModelConfig,
+    layers: Sequence[Params],
+    xs: Segments,
+    turns: Sequence[Rotation],
+    attention: DecodeAttention,
+    index: Int[Array, ""],
+    cache: KVPages,
+) -> tuple[Segments, KVPages]:
+    """Attention of layer `index` for all segments, with its residual; and the cache afterwards.
+
+    `attention` is of all rows. All write before any reads: between two writes to the cache a read
+    would have XLA copy it.
+    """
+    queries, size = [], xs[0].shape[0]
+    for number, (layer, x, turn) in enumerate(zip(layers, xs, turns, strict=True)):
+        rows = slice(number * size, (number + 1) * size)
+        own = jax.tree.map(itemgetter(rows), attention)
+        h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
+        q, cache = own.write(project(cfg, layer, h, turn), index, cache)
+        queries.append(q)
+    outs = jnp.split(attention.read(jnp.concatenate(queries), index, cache), len(xs))
+    return tuple(map(attended, [cfg] * len(xs), layers, xs, outs)), cache
+
+
 def mixed_moe(
     cfg: ModelConfig,
     layers: Sequence[Params],
@@ -147,27 +184,26 @@ def run_mixed_layers(
         weights: of the models.
         xs: their rows, as `embed` makes them.
         cache: what attention reads and writes, for all.
-        step: of all rows, segment after segment; attention is a pytree of arrays by row.
+        step: of all rows, segment after segment; its attention is `DecodeAttention`.
         max_active: columns that the dispatch has room for; the caller guarantees it.
 
     Returns rows, cache, and stats stacked over MoE layers: rows by column are `[layers, E]`.
     """
-    parts = [_segment(step, number, len(xs)) for number in range(len(xs))]
-    turns = [rotation(part.rows.positions, cfg.rope, cfg.head_dim) for part in parts]
+    attention = step.attention
+    assert isinstance(attention, DecodeAttention)
+    positions = jnp.split(step.rows.positions, len(xs))
+    turns = [rotation(own, cfg.rope, cfg.head_dim) for own in positions]
     table = JoinedTable.of(weights.tables)
 
     def body(state: Any, given: Any) -> Any:
         (xs, cache, index), (layers, row), out = state, given, None
-        after = []
-        for layer, x, turn, part in zip(layers, xs, turns, parts, strict=True):
-            x, cache = attend(cfg, layer, x, turn, part.attention, index, cache)
-            after.append(x)
+        xs, cache = mixed_attend(cfg, layers, xs, turns, attention, index, cache)
         if row is None:
-            after = [dense_mlp(cfg, layer, x) for layer, x in zip(layers, after, strict=True)]
+            xs = tuple(dense_mlp(cfg, layer, x) for layer, x in zip(layers, xs, strict=True))
         else:
-            given = {"max_active": max_active}
-            after, out = mixed_moe(cfg, layers, weights.pool, row, tuple(after), step, **given)
-        return (tuple(after), cache, index + 1), out
+            pool = weights.pool
+            xs, out = mixed_moe(cfg, layers, pool, row, xs, step, max_active=max_active)
+        return (xs, cache, index + 1), out
 
     state, stats, moe_start = (xs, cache, jnp.int32(0)), [], 0
     segments = zip(*(params["segments"] for params in weights.params), strict=True)
@@ -192,14 +228,6 @@ def _run(
         return in_turn(body, state, (tuple(zip(*layers, strict=True)), rows), range(count))
     each = tuple(map(with_wide_router, layers)) if rows is not None else tuple(layers)
     return lax.scan(body, state, (each, rows))
-
-
-def _segment(step: StepData, number: int, count: int) -> StepData:
-    """What one model's layers need of a step."""
-    size = step.rows.valid.shape[0] // count
-    own = slice(number * size, (number + 1) * size)
-    rows, attention = jax.tree.map(itemgetter(own), (step.rows, step.attention))
-    return StepData(rows, attention, step.control)
 
 
 def mixed_decode_step(

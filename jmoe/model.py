@@ -84,8 +84,15 @@ def attend(
     """Attention of layer `index` with its residual; and the cache afterwards."""
     h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
     out, cache = attention(project(cfg, layer, h, cos_sin), index, cache)
+    return attended(cfg, layer, x, out), cache
+
+
+def attended(
+    cfg: ModelConfig, layer: Params, x: Float[Array, "T d"], out: Float[Array, "T H D"]
+) -> Float[Array, "T d"]:
+    """Rows with what their heads have read."""
     x = x + out.reshape(x.shape[0], -1) @ layer["wo"]
-    return (x + layer["bo"][None] if cfg.o_bias else x), cache
+    return x + layer["bo"][None] if cfg.o_bias else x
 
 
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:

@@ -62,6 +62,7 @@ class MixedSteps:
         if not self._device.buckets.mixed:
             return
         self._spread_tokens()
+        self._alone_s.clear()
         for count in self._device.buckets.mixed:
             for size in self._device.buckets.decode:
                 mixed_s, alone_s = self._time(count, size)
