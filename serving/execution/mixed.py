@@ -6,6 +6,7 @@ that is less than the models' steps one after another is a question of the machi
 of what is shared, so it is measured.
 """
 
+import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from serving.execution.programs import FULL_CAPACITY, Key
 from serving.execution.ranks import ByRank
 from serving.execution.results import Results
 from serving.plan import StepControl
+
+log = logging.getLogger(__name__)
 
 TIMED = 7  # runs of a step whose median counts
 STRIDE = 7919
@@ -42,8 +45,8 @@ class MixedSteps:
     def __init__(self, device: Device, results: Results) -> None:
         """`device` is warmed before anything is measured."""
         self._device, self._results = device, results
-        self._alone_s: dict[int, float] = {}  # by size: mean of the models
-        self._mixed_s: dict[tuple[int, int], float] = {}  # by models and size
+        self.alone_s: dict[int, float] = {}  # by rows that a program has: mean of the models
+        self.mixed_s: dict[tuple[int, int], float] = {}  # by models, and rows of each
 
     def pays(self, counts: Sequence[int]) -> bool:
         """Whether a step with so many rows of each of several models takes less than their steps.
@@ -54,20 +57,28 @@ class MixedSteps:
         if sum(counts) > self._device.limits.decode_rows:
             return False
         sizes = [buckets.bucket("decode", count) for count in counts]
-        mixed_s = self._mixed_s.get((len(counts), max(sizes)))
-        return mixed_s is not None and mixed_s < sum(self._alone_s[size] for size in sizes)
+        mixed_s = self.mixed_s.get((len(counts), max(sizes)))
+        return mixed_s is not None and mixed_s < sum(self.alone_s[size] for size in sizes)
 
     def measure(self) -> None:
         """Times steps of every size, mixed and alone in turn."""
         if not self._device.buckets.mixed:
             return
         self._spread_tokens()
-        self._alone_s.clear()
+        self.alone_s.clear()
         for count in self._device.buckets.mixed:
             for size in self._device.buckets.decode:
                 mixed_s, alone_s = self._time(count, size)
-                self._mixed_s[count, size] = mixed_s
-                self._alone_s.setdefault(size, alone_s)
+                self.mixed_s[count, size] = mixed_s
+                self.alone_s.setdefault(size, alone_s)
+                log.info(
+                    "a decode step of %d models, up to %d rows of each: %.3g ms mixed, %.3g ms "
+                    "one after another",
+                    count,
+                    size,
+                    1e3 * mixed_s,
+                    1e3 * count * alone_s,
+                )
 
     def _time(self, count: int, size: int) -> tuple[float, float]:
         """Of a step of `count` models with as many rows of each as there are slots, up to `size`;
