@@ -25,6 +25,8 @@ from serving.plan import StepControl
 log = logging.getLogger(__name__)
 
 TIMED = 7  # runs of a step whose median counts
+LEAST_GAIN = 0.05
+"""Of the time of a step for each model: what less is as likely noise."""
 STRIDE = 7919
 """Between two rows' tokens as steps are measured: other tokens visit other experts."""
 
@@ -58,7 +60,9 @@ class MixedSteps:
             return False
         sizes = [buckets.bucket("decode", count) for count in counts]
         mixed_s = self.mixed_s.get((len(counts), max(sizes)))
-        return mixed_s is not None and mixed_s < sum(self.alone_s[size] for size in sizes)
+        if mixed_s is None:
+            return False
+        return mixed_s < (1 - LEAST_GAIN) * sum(self.alone_s[size] for size in sizes)
 
     def measure(self) -> None:
         """Times steps of every size, mixed and alone in turn."""

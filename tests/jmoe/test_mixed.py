@@ -160,6 +160,7 @@ def check_segments(models, counts, state, out):
         ("qwen3_moe_attention_bias", "some", (0, 2), (2, 4)),
         ("qwen3_moe_mixed_yarn", "some", (0, 1), (4, 2)),
     ],
+    ids=["unshared", "three", "shared", "padding", "attention_bias", "dense_layers"],
 )
 def test_rows_are_those_of_each_model_alone(family, case, shared, numbers, counts):
     loaded = family(case, shared)
