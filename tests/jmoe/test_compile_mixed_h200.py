@@ -21,6 +21,7 @@ from jmoe.mixed import MixedWeights, mixed_decode_step
 from jmoe.steps import served
 from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for
+from pallas_kernels.routing.parts import MAX_EXPERTS
 
 __all__ = ["_kernels_are_assembled_well", "mesh"]  # fixtures
 
@@ -41,4 +42,8 @@ def test_a_mixed_step_copies_neither_experts_nor_pages(mesh, case):
     rows = int32(2 * ROWS, 9), int32(2 * ROWS, 3), int32(4)
     held = weights, abstract_state(case)
     exe = compile_for(mesh, step, *held, *rows, donate_argnums=1, options=options)
-    check_copies(Program(exe.as_text(), exe.memory_analysis(), None))
+    program = Program(exe.as_text(), exe.memory_analysis(), None)
+    check_copies(program)
+    # A KV write for each model; attention and its merge, two products, and routing if it fits.
+    fused = 2 * case.num_slots <= MAX_EXPERTS
+    assert program.mosaic_kernels == (2 + 4 + fused) * cfg.num_layers
