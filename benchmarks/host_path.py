@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from itertools import repeat
@@ -80,6 +80,10 @@ class PassingTime:
     def layers_at_once(self, phase: Any, size: int) -> int:
         """All: there is no best effort."""
         return self.limits.num_layers
+
+    def mixes(self, counts: Sequence[int]) -> bool:
+        """There is one model."""
+        return False
 
     copy_s = 0.0
 

@@ -63,19 +63,28 @@ class DecodeAttention(NamedTuple):
         self, projection: Projection, layer: Int[Array, ""], cache: KVPages
     ) -> tuple[Float[Array, "B H D"], KVPages]:
         """See Attention."""
+        q, pages = self.write(projection, layer, cache)
+        return self.read(q, layer, pages), pages
+
+    def write(
+        self, projection: Projection, layer: Int[Array, ""], cache: KVPages
+    ) -> tuple[Float[Array, "B H D"], KVPages]:
+        """Query heads, and the cache with the rows' keys and values."""
         q, *new = write_kv(projection, *cache, layer=layer, **self.written._asdict())
-        pages = KVPages(*new)
-        return (
-            paged_attention(
-                q,
-                pages.k,
-                pages.v,
-                layer=layer,
-                block_table=self.block_table,
-                kv_len=self.kv_len,
-                scale=q.shape[-1] ** -0.5,
-            ),
-            pages,
+        return q, KVPages(*new)
+
+    def read(
+        self, q: Float[Array, "B H D"], layer: Int[Array, ""], cache: KVPages
+    ) -> Float[Array, "B H D"]:
+        """What the heads read of a cache that the rows are written to."""
+        return paged_attention(
+            q,
+            cache.k,
+            cache.v,
+            layer=layer,
+            block_table=self.block_table,
+            kv_len=self.kv_len,
+            scale=q.shape[-1] ** -0.5,
         )
 
 

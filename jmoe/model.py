@@ -84,8 +84,15 @@ def attend(
     """Attention of layer `index` with its residual; and the cache afterwards."""
     h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
     out, cache = attention(project(cfg, layer, h, cos_sin), index, cache)
+    return attended(cfg, layer, x, out), cache
+
+
+def attended(
+    cfg: ModelConfig, layer: Params, x: Float[Array, "T d"], out: Float[Array, "T H D"]
+) -> Float[Array, "T d"]:
+    """Rows with what their heads have read."""
     x = x + out.reshape(x.shape[0], -1) @ layer["wo"]
-    return (x + layer["bo"][None] if cfg.o_bias else x), cache
+    return x + layer["bo"][None] if cfg.o_bias else x
 
 
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:
@@ -265,7 +272,7 @@ class _Run:
 
         xs = self._with_table(layers, moe_layers)
         if isinstance(layers, tuple):
-            return _in_turn(body, state, xs, range(span.start, span.stop))
+            return in_turn(body, state, xs, range(span.start, span.stop))
         if (span.start, span.stop) == (0, len(jax.tree.leaves(layers)[0])):
             return lax.scan(body, state, xs)
         # By number: a part of the stacked weights as the scanned input would be a copy of them.
@@ -303,7 +310,7 @@ class _Run:
             tables = jax.tree.map(itemgetter(moe_layers), table), next_table
         if isinstance(layers, tuple):
             return tuple(zip(layers, next_layers or [None] * len(layers), strict=True)), tables
-        return (_with_wide_router(layers) if tables else layers, next_layers), tables
+        return (with_wide_router(layers) if tables else layers, next_layers), tables
 
     def _next(self, moe_layers: slice) -> tuple[Any, ExpertTable]:
         """What guesses the routing of the MoE layers behind these, their routers or probes, and
@@ -320,7 +327,7 @@ class _Run:
         if not self.stacked:
             routers = [_router_of(layer) for segment in found for layer in segment]
             return (*routers[1:], None)[moe_layers], rows
-        wide = map(_router_of, map(_with_wide_router, found))
+        wide = map(_router_of, map(with_wide_router, found))
         joined = jax.tree.map(lambda *parts: jnp.roll(jnp.concatenate(parts), -1, axis=0), *wide)
         return jax.tree.map(itemgetter(moe_layers), joined), rows
 
@@ -402,13 +409,13 @@ def unstack(params: Params) -> Params:
     segments = []
     for segment in params["segments"]:
         if "router" in segment:
-            segment = _with_wide_router(segment)
+            segment = with_wide_router(segment)
         count = len(jax.tree.leaves(segment)[0])
         segments.append(tuple(jax.tree.map(itemgetter(i), segment) for i in range(count)))
     return {**params, "segments": segments}
 
 
-def _in_turn(body: Callable, state: Any, xs: Any, layers: range) -> Any:
+def in_turn(body: Callable, state: Any, xs: Any, layers: range) -> Any:
     """What `lax.scan` returns, layer by layer in the program itself."""
     one = jax.jit(body)  # traced and lowered once, not once a layer
     outs = []
@@ -419,7 +426,7 @@ def _in_turn(body: Callable, state: Any, xs: Any, layers: range) -> Any:
     return state, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
 
 
-def _with_wide_router(segment: Params) -> Params:
+def with_wide_router(segment: Params) -> Params:
     """The same layers, their router's columns a multiple of eight: `routing.route` drops the rest.
 
     cuBLAS takes no other number of columns. XLA would pad the weights and cut the logits, to the

@@ -133,6 +133,30 @@ def moe(
     With `away` (see ExpertTable), a visit that a stand-in serves counts as degraded.
     """
     h, logits = router(cfg, layer, x)
+    out, ids, stats = routed(
+        cfg, pool, slots, groups, h, logits, rows, control, max_active=max_active, away=away
+    )
+    if wanted.picks:
+        stats = stats._replace(picks=_picks(cfg, logits, ids))
+    return with_residual(cfg, layer, x, h, out), stats
+
+
+def routed(
+    cfg: ModelConfig,
+    pool: ExpertPool,
+    slots: Int[Array, "E"],
+    groups: Int[Array, "m"],
+    h: Float[Array, "T d"],
+    logits: Float[Array, "T columns"],
+    rows: Rows,
+    control: Control,
+    *,
+    max_active: int,
+    away: Int[Array, "m"] | None = None,
+) -> tuple[Float[Array, "T d"], Int[Array, "T K"], LayerStats]:
+    """Routed experts of normed rows whose router said `logits`: brownout plan, dispatch and the
+    experts themselves. Returns their sum, the router's choices, and counts.
+    """
     ids, plan, work = routing.route(
         logits,
         threshold_percent=control.threshold_percent,
@@ -151,10 +175,8 @@ def moe(
     if away is not None:
         stands_in = (away[ids] == ABSENT) & (plan.expert_ids == ids)
         degraded, needed = degraded | stands_in, _needed(ids, away, rows)
-    stats = LayerStats(jnp.sum(degraded, axis=-1, dtype=jnp.int32), work.expert_rows, needed=needed)
-    if wanted.picks:
-        stats = stats._replace(picks=_picks(cfg, logits, ids))
-    return _joined(cfg, layer, x, h, out), stats
+    by_row = jnp.sum(degraded, axis=-1, dtype=jnp.int32)
+    return out, ids, LayerStats(by_row, work.expert_rows, needed=needed)
 
 
 def _needed(ids: Int[Array, "T K"], away: Int[Array, "m"], rows: Rows) -> Int[Array, "m"] | None:
@@ -228,10 +250,10 @@ def moe_over_mesh(
     stats = LayerStats(jnp.sum(degraded, axis=-1, dtype=jnp.int32), expert_rows, balance=balance)
     if wanted.picks:
         stats = stats._replace(picks=_picks(cfg, logits, ids))
-    return _joined(cfg, layer, x, h, out), stats, replicas
+    return with_residual(cfg, layer, x, h, out), stats, replicas
 
 
-def _joined(cfg: ModelConfig, layer: Params, x: Array, h: Array, out: Array) -> Array:
+def with_residual(cfg: ModelConfig, layer: Params, x: Array, h: Array, out: Array) -> Array:
     """Routed and shared experts with the residual."""
     return x + (out + shared_expert(layer, h) if cfg.d_ff_shared else out)
 

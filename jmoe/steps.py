@@ -144,8 +144,8 @@ def _apply_deltas(table: Int[Array, "S M"], deltas: Int[Array, "N 3"]) -> Int[Ar
     return table.at[slot, deltas[:, DELTA_BLOCK]].set(deltas[:, DELTA_PAGE], mode="drop")
 
 
-def _with_deltas(state: State, deltas: Int[Array, "N 3"], layers: range | None) -> State:
-    """Before a step's first part; a program for later ones is given none."""
+def with_deltas(state: State, deltas: Int[Array, "N 3"], layers: range | None = None) -> State:
+    """Block tables before a step's first part; a program for later ones is given no deltas."""
     if layers is not None and layers.start:
         return state
     return state._replace(block_table=_apply_deltas(state.block_table, deltas))
@@ -176,7 +176,18 @@ def decode_step(
     `layers` (static) are those of this program, whatever control says: a program for each part,
     where a loop whose length the device reads would hold up its host.
     """
-    state = _with_deltas(state, deltas, layers)
+    state = with_deltas(state, deltas, layers)
+    slot, step = decode_data(state, rows, control)
+    part = _Part.of(cfg, weights, state, control, max_active, layers)
+    x, state, stats = part.run(lambda: state.last_token[slot], step, slot, step.rows.valid)
+    degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
+    return part.sample(x, rows, state, degraded, stats)
+
+
+def decode_data(
+    state: State, rows: Int[Array, "B C"], control: Int[Array, "controls"]
+) -> tuple[Int[Array, "B"], StepData]:
+    """Sequence slots of a decode step's rows, 0 for padding, and what its layers need of them."""
     valid = rows[:, SLOT] >= 0
     slot = jnp.where(valid, rows[:, SLOT], 0)
     kv_len = jnp.where(valid, rows[:, KV_LEN], 0)
@@ -184,15 +195,8 @@ def decode_step(
     written = Written.at(state.pages, state.block_table, slot, position, valid)
     attention = DecodeAttention(written, state.block_table[slot], kv_len)
     exempt = rows[:, EXEMPT]
-    step = StepData(
-        Rows(position, valid, exempt > 0, exempt >= REFUSES),
-        attention,
-        Control(control[0], control[1]),
-    )
-    part = _Part.of(cfg, weights, state, control, max_active, layers)
-    x, state, stats = part.run(lambda: state.last_token[slot], step, slot, valid)
-    degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
-    return part.sample(x, rows, state, degraded, stats)
+    own = Rows(position, valid, exempt > 0, exempt >= REFUSES)
+    return slot, StepData(own, attention, Control(control[0], control[1]))
 
 
 class _Part(NamedTuple):
@@ -300,7 +304,7 @@ class _Part(NamedTuple):
         else:
             tokens, logprobs, logits = None, None, None
         if tokens is not None:
-            state = state._replace(last_token=_remember(state.last_token, slot, tokens))
+            state = state._replace(last_token=remember(state.last_token, slot, tokens))
         return state, StepOutput(
             tokens,
             logprobs,
@@ -333,7 +337,7 @@ def sample_step(
     sampling = _sampling(rows)
     wanted = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1)) if truncate is None else truncate
     tokens, logprobs = sample(logits, sampling, rows[:, KV_LEN], truncate=wanted)
-    return _remember(last_token, rows[:, SLOT], tokens), tokens, logprobs
+    return remember(last_token, rows[:, SLOT], tokens), tokens, logprobs
 
 
 def score_step(
@@ -354,9 +358,10 @@ def score_step(
     return token_logprobs(head(cfg, params, hidden), following)
 
 
-def _remember(
+def remember(
     last: Int[Array, "S"], slot: Int[Array, "B"], tokens: Int[Array, "B"]
 ) -> Int[Array, "S"]:
+    """Newest tokens of slots, where rows have sampled; a row of slot -1 has none."""
     return last.at[jnp.where(slot < 0, last.shape[0], slot)].set(tokens, mode="drop")
 
 
@@ -382,7 +387,7 @@ def prefill_step(
     see `decode_step`; `places` says where in the state's hidden rows each token's row waits then.
     `replication` (static): over a mesh, how each layer copies experts for the next one.
     """
-    state = _with_deltas(state, deltas, layers)
+    state = with_deltas(state, deltas, layers)
     num_tokens, num_chunks = tokens.shape[0], rows.shape[0]
     q_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows[:, Q_LEN])])
     index = jnp.arange(num_tokens, dtype=jnp.int32)

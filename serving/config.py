@@ -67,6 +67,7 @@ class EngineConfig:
     resident_experts: int = 0  # routed ones of a family on the device for good; 0: all
     spare_experts: int = 0  # slots that others, of host memory, can be fetched into
     model_stay_s: float = 0.0  # that a busy one stays there; 0: nine times what a change takes
+    mixed_models: int = 2  # whose rows a decode step may have where that pays; 0 or 1: one model's
     dtype: str = "bfloat16"
     mesh: str = ""  # ep=N: experts spread over N devices, which share the requests; empty: one
     coordinator: str = ""  # HOST:PORT of process 0, where a mesh spans several processes

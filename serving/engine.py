@@ -111,6 +111,7 @@ class Engine:
             runner.layers_at_once,
             Share(config.best_effort_share),
             config.best_effort_max_wait_s or math.inf,
+            runner.mixes,
         )
         self._work = asyncio.Event()
         wake = self._work.set

@@ -6,7 +6,7 @@ real tick.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -33,6 +33,7 @@ class FakeRunner:
     checks_context: bool = True  # whether pages hold what attention would read, at every token
     resident: list[int] | None = None  # models whose weights are there; None: all
     set_s: float = 0.0  # that `replace_set` takes
+    mixed_models: int = 0  # whose rows a decode step may have; less than 2: one model's
     compilations_since_ready: int = 0
     num_programs: int = 0
     launches: list[tuple[Phase, int, StepControl]] = field(default_factory=list)
@@ -46,7 +47,9 @@ class FakeRunner:
     def launch(self, plan: StepPlan, control: StepControl) -> Future[StepResult]:
         """See serving.execution.runner.Runner."""
         self.launches.append((plan.phase, len(plan.rows), control))
-        assert self.resident is None or plan.model in self.resident
+        assert self.resident is None or set(plan.models) <= set(self.resident)
+        row_models = plan.row_models.tolist() or [plan.model] * len(plan.rows)
+        assert len(plan.models) == 1 or (plan.is_last and not plan.first_layer)
         assert 0 <= plan.first_layer < plan.stop_layer <= self.limits.num_layers
         assert plan.is_last == (plan.stop_layer == self.limits.num_layers)
         self._check_ranks(plan)
@@ -54,7 +57,7 @@ class FakeRunner:
             key = (int(delta[DELTA_SLOT]), int(delta[DELTA_BLOCK]))
             self._table[key] = int(delta[DELTA_PAGE])
         tokens, at = [], 0
-        for row in plan.rows:
+        for row, model in zip(plan.rows, row_models, strict=True):
             slot, kv_len, q_len = int(row[SLOT]), int(row[KV_LEN]), int(row[Q_LEN])
             if plan.phase is Phase.PREFILL:
                 new, places = plan.tokens[at : at + q_len].tolist(), plan.places[at : at + q_len]
@@ -62,7 +65,7 @@ class FakeRunner:
             else:
                 new, places = [self._last[slot]], [self.limits.hidden_row(slot)]
             self._run(plan, slot, kv_len - q_len, new, places)
-            tokens.append((new[-1] + 1 + plan.model) % self.vocab_size)
+            tokens.append((new[-1] + 1 + model) % self.vocab_size)
             if plan.is_last:
                 self._last[slot] = tokens[-1]
         count = len(tokens)
@@ -104,6 +107,10 @@ class FakeRunner:
     def part_layers_by_size(self) -> dict[str, int]:
         """See serving.execution.runner.Runner."""
         return {}
+
+    def mixes(self, counts: Sequence[int]) -> bool:
+        """See Runner: whenever it may."""
+        return 1 < len(counts) <= self.mixed_models
 
     def _finish(self, future: Future[StepResult], result: StepResult) -> None:
         if future.set_running_or_notify_cancel():

@@ -105,7 +105,9 @@ class StepPlan:
     prompt_logprobs: bool  # whether the prompts' tokens are scored
     places: Int[np.ndarray, "T"] = field(default_factory=lambda: np.zeros(0, np.int32))
     """Hidden rows of a prefill step's tokens; else empty."""
-    model: int = 0  # of a family, whose weights all rows need
+    model: int = 0  # of a family, whose weights all rows need; of a mixed step, the first row's
+    row_models: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Of a mixed decode step, each row's model; else empty."""
     first_layer: int = 0
     stop_layer: int = 1
     is_last: bool = True  # whether tokens come of it: the model's last layer is among them
@@ -114,6 +116,11 @@ class StepPlan:
     def size(self) -> int:
         """Tokens of a prefill step, rows of a decode step: what programs are chosen by."""
         return len(self.tokens) if self.phase is Phase.PREFILL else len(self.rows)
+
+    @property
+    def models(self) -> tuple[int, ...]:
+        """Whose weights it needs, by number."""
+        return tuple(np.unique(self.row_models).tolist()) or (self.model,)
 
     @property
     def num_layers(self) -> int:

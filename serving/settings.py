@@ -57,6 +57,7 @@ _NOT_NEGATIVE = (
     "engine.watchdog_s",
     "engine.part_layers",
     "engine.max_best_effort_queue_len",
+    "engine.mixed_models",
     "engine.best_effort_max_wait_s",
     "engine.brownout.way",
     "engine.brownout.best_effort_ttft_slo_s",

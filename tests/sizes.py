@@ -14,6 +14,7 @@ DEEP_FILES = {
     "tests/e2e/test_readme.py",
     "tests/e2e/test_stopped_process.py",
     "tests/jmoe/test_compile_h200.py",
+    "tests/jmoe/test_compile_mixed_h200.py",
     "tests/jmoe/test_kernels_emulated.py",
     "tests/jmoe/test_pages.py",
     "tests/jmoe/parallel/test_compile_eight_h200.py",
@@ -80,6 +81,11 @@ DEEP_TESTS = {
         f"test_costs_are_what_a_model_with_one_expert_swapped_differs_by[{case}]"
         for case in ("1-2-0", "2-0-1", "0-2-1")
     ),
+    *(
+        f"tests/jmoe/test_mixed.py::test_rows_are_those_of_each_model_alone[{case}]"
+        for case in ("unshared", "shared", "attention_bias", "dense_layers")
+    ),
+    "tests/jmoe/test_mixed.py::test_layers_in_arrays_of_their_own_are_the_same_step",
     "tests/serving/bench/test_demo.py::test_repeats_store_medians",
     "tests/pallas_kernels/test_grouped_gemm_quantized.py::"
     "test_slots_that_nobody_visits_are_not_read",

@@ -1,7 +1,7 @@
 """A runner whose steps only pass simulated time."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,6 +73,10 @@ class SimulatedDevice:
 
     def load_way(self, way: int, layer: int) -> None:
         """There is nothing to load."""
+
+    def mixes(self, counts: Sequence[int]) -> bool:
+        """See Runner. There is one model."""
+        return False
 
     @property
     def resident_models(self) -> None:

@@ -41,11 +41,13 @@ class Calls(Protocol):
         key: Key,
         arrays: Sequence[np.ndarray],
         *,
-        model: int = 0,
+        models: Sequence[int] = (0,),
         score: bool = False,
         sample: bool = False,
     ) -> StepOutput:
-        """Launches a step of a model or a part of one, and what may follow it: scores, tokens."""
+        """Launches a step of these models, one but for a mixed step, or a part of one, and what may
+        follow it: scores, tokens.
+        """
         ...
 
     def use_way(self, way: int) -> None:
@@ -109,16 +111,16 @@ class Device:
         key: Key,
         arrays: Sequence[np.ndarray],
         *,
-        model: int = 0,
+        models: Sequence[int] = (0,),
         score: bool = False,
         sample: bool = False,
     ) -> StepOutput:
         """See Calls."""
         prefill = key.phase == "prefill"
-        self.state, out = self.programs.run(key, self.state, *arrays, model=model)
+        self.state, out = self.programs.run(key, self.state, *arrays, models=models)
         self._settle(out)
         if score:
-            out = self.programs.score(out, arrays[0], arrays[prefill], model)
+            out = self.programs.score(out, arrays[0], arrays[prefill], models[0])
             self._settle(out)
         if sample:
             self.state, out = self.programs.sample(self.state, out, arrays[prefill])
@@ -157,7 +159,10 @@ class Device:
         else:
             control = StepControl(key.bucket_percent, 0)
             padding = ByRank.of_arrays(self.limits, empty_rows(0))
-            out = self.run(key, self.arrays(key, padding, control, stop=self.limits.num_layers))
+            if key.models > 1:
+                padding = padding._replace(num_ranks=key.models)
+            arrays = self.arrays(key, padding, control, stop=self.limits.num_layers)
+            out = self.run(key, arrays, models=self.programs.resident[: key.models])
         jax.block_until_ready(out)
 
     def use_way(self, way: int) -> None:

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Int
 
 from jmoe.family import Family
+from jmoe.mixed import MixedWeights, mixed_decode_step
 from jmoe.model import LOOKAHEAD
 from jmoe.packed_rows import NUM_COLUMNS, NUM_CONTROL, NUM_DELTA_COLUMNS, sampling_mode
 from jmoe.parallel import steps as on_mesh
@@ -45,6 +46,7 @@ class Key(NamedTuple):
     """Which program. `size` is tokens of a `prefill` step and of `score`, else rows.
 
     `layers` are the first and the one to stop at of a program for a part of a step, None of others.
+    A mixed decode step has `size` rows of each of several `models`.
     `score` and `sample` run behind a step whose rows ask for it; `truncate` is `sample` with top-k
     and top-p, where that is a program of its own (`sampling_phases`).
     """
@@ -53,11 +55,13 @@ class Key(NamedTuple):
     size: int
     bucket_percent: int
     layers: tuple[int, int] | None = None
+    models: int = 1
 
     @property
     def name(self) -> str:
         """Of its entry on disk."""
         part = "" if self.layers is None else "-layers-{}-{}".format(*self.layers)
+        part += "" if self.models == 1 else f"-models-{self.models}"
         return f"{self.phase}-{self.size}-{self.bucket_percent}{part}"
 
 
@@ -104,8 +108,10 @@ def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
 class Buckets:
     """Sizes that programs are compiled for, on each device of a mesh, and the choice among them."""
 
-    def __init__(self, config: EngineConfig, limits: Limits) -> None:
+    def __init__(self, config: EngineConfig, limits: Limits, num_models: int = 1) -> None:
+        """`num_models` is how many a decode step may have rows of."""
         config = with_default_buckets(config, limits.num_ranks)
+        self.mixed = range(2, num_models + 1)
         self.decode = config.decode_buckets
         self.prefill = config.prefill_buckets
         self.thresholds = config.threshold_buckets_percent
@@ -117,13 +123,26 @@ class Buckets:
         thresholds = sorted(self.thresholds, reverse=True)
         keys = [Key("decode", n, t) for t in thresholds for n in reversed(self.decode)]
         keys += [Key("prefill", n, t) for t in thresholds for n in reversed(self.prefill)]
+        keys += self.mixed_keys()
         keys.append(Key("score", self.prefill[-1], FULL_CAPACITY))
-        rows = sorted({*self.decode, self.chunks})
+        mixed = {count * size for count in self.mixed for size in self.decode}
+        rows = sorted({*self.decode, self.chunks, *mixed})
         return keys + [Key(phase, n, FULL_CAPACITY) for phase in sampling_phases() for n in rows]
 
+    def mixed_keys(self) -> list[Key]:
+        """Those of mixed decode steps."""
+        thresholds = sorted(self.thresholds, reverse=True)
+        return [
+            Key("decode", size, percent, models=count)
+            for count in self.mixed
+            for percent in thresholds
+            for size in reversed(self.decode)
+        ]
+
     def step_keys(self) -> list[Key]:
-        """Those of whole steps."""
-        return [key for key in self.keys() if key.phase in ("prefill", "decode")]
+        """Those of whole steps of one model."""
+        steps = (key for key in self.keys() if key.phase in ("prefill", "decode"))
+        return [key for key in steps if key.models == 1]
 
     def parts(self, phase: str, num_layers: int, at_once: int) -> list[Key]:
         """Programs for parts of a phase's steps, of `at_once` layers each; the last may have fewer.
@@ -138,7 +157,13 @@ class Buckets:
         ]
 
     def choose(
-        self, phase: str, size: int, threshold_percent: int, *, prompt_logprobs: bool
+        self,
+        phase: str,
+        size: int,
+        threshold_percent: int,
+        *,
+        prompt_logprobs: bool,
+        models: int = 1,
     ) -> Key:
         """The smallest program that serves a step whose experts a threshold bounds.
 
@@ -146,7 +171,8 @@ class Buckets:
         """
         sizes = self.decode if phase == "decode" else self.prefill
         fits = sizes[-1] if prompt_logprobs else self.bucket(phase, size)
-        return Key(phase, fits, self.thresholds[bisect_left(self.thresholds, threshold_percent)])
+        percent = self.thresholds[bisect_left(self.thresholds, threshold_percent)]
+        return Key(phase, fits, percent, models=models)
 
     def bucket(self, phase: str, size: int) -> int:
         """The smallest size of a phase's programs that holds `size`."""
@@ -215,6 +241,7 @@ class Programs:
         code = traced_code.digest(
             (
                 decode_step,
+                mixed_decode_step,
                 prefill_step,
                 sample_step,
                 score_step,
@@ -266,12 +293,15 @@ class Programs:
         """Programs that there are."""
         return list(self._compiled)
 
-    def run(self, key: Key, state: State, *arrays: Any, model: int = 0) -> Any:
-        """Launches a program on a model's weights; `state` is donated. Returns (state, output)."""
-        return self._compiled[key](self._weights(model), state, *arrays)
+    def run(self, key: Key, state: State, *arrays: Any, models: Sequence[int] = (0,)) -> Any:
+        """Launches a program on the weights of its models, one but for a mixed step; `state` is
+        donated. Returns (state, output).
+        """
+        return self._compiled[key](self._weights(models), state, *arrays)
 
-    def _weights(self, model: int) -> Weights:
-        return self._family[model].weights._replace(params=self._params[model])
+    def _weights(self, models: Sequence[int]) -> Weights | MixedWeights:
+        each = [self._family[at].weights._replace(params=self._params[at]) for at in models]
+        return each[0] if len(each) == 1 else MixedWeights.of(each)
 
     def sample(
         self, state: State, out: StepOutput, rows: Int[np.ndarray, "B C"]
@@ -306,7 +336,9 @@ class Programs:
             step = self._spread(partial(score_step, cfg), on_mesh.SCORE)
             return jax.jit(step).lower(*self._arguments(key))
         layers = self._layers(key)
-        if key.phase == "decode":
+        if key.models > 1:
+            step = partial(mixed_decode_step, cfg, max_active=max_active)
+        elif key.phase == "decode":
             step = partial(decode_step, cfg, max_active=max_active, layers=layers)
         else:  # `score` follows the largest one alone
             keep = key.size == self._buckets.prefill[-1]
@@ -327,6 +359,11 @@ class Programs:
         """A step as it runs on all devices of the model's mesh."""
         return step if self._mesh is None else on_mesh.spread(self._mesh, step, lies)
 
+    @property
+    def resident(self) -> Sequence[int]:
+        """Models that programs can run now."""
+        return range(len(self._params)) if self._params.all_resident else self._params.resident
+
     def _layers(self, key: Key) -> range | None:
         """Layers that a step's program runs; None: those that its arguments say."""
         if key.layers is not None:
@@ -338,10 +375,9 @@ class Programs:
         return self._replication.get(key.size) if key.phase == "prefill" else None
 
     def _max_active(self, key: Key) -> int:
-        num_experts = self._model.config.num_experts
-        return max_active_experts(
-            key.bucket_percent, num_experts, self._model.num_united_slots, num_experts
-        )
+        num_experts = key.models * self._model.config.num_experts
+        num_united = key.models * self._model.num_united_slots
+        return max_active_experts(key.bucket_percent, num_experts, num_united, num_experts)
 
     def _arguments(self, key: Key) -> tuple[Any, ...]:
         """Shapes and dtypes of a program's arguments, and how they lie over a mesh."""
@@ -349,7 +385,8 @@ class Programs:
         split, whole = on_mesh.shardings(self._mesh)
 
         def by_rank(count: int, *shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((self._ranks * count, *shape), dtype, sharding=split)
+            rows = self._ranks * key.models * count
+            return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=split)
 
         rows, tokens = by_rank(buckets.rows(key), NUM_COLUMNS), by_rank(key.size)
         if key.phase in ("sample", "truncate"):
@@ -365,8 +402,8 @@ class Programs:
             packed.insert(0, tokens)
             if self._state.hidden is not None:
                 packed.append(tokens)  # where their rows wait
-        weights = self._weights(0)
-        return *held((weights, self._state)), *packed
+        first = self.resident[: key.models]
+        return *held((self._weights(first), self._state)), *packed
 
     def _cache_key(self, key: Key, code: str) -> str:
         """All that tells this program from any other of the same versions on the same device."""

@@ -1,4 +1,7 @@
-"""A step's arrays as its ranks take them: each has rows, tokens and numbers of its own."""
+"""A step's arrays as its ranks take them: each has rows, tokens and numbers of its own.
+
+A mixed decode step has a segment of the same form for each of its models, on one device.
+"""
 
 from typing import Any, NamedTuple
 
@@ -29,7 +32,9 @@ class ByRank(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan, limits: Limits) -> "ByRank":
-        """The plan, taken apart."""
+        """The plan, taken apart: by rank, or by model."""
+        if len(plan.models) > 1:
+            return cls.by_model(plan.row_models, plan.rows, plan.deltas)
         return cls.of_arrays(limits, plan.rows, plan.deltas, plan.tokens, plan.places)
 
     @classmethod
@@ -54,6 +59,22 @@ class ByRank(NamedTuple):
         token_rank = np.repeat(rank, rows[:, Q_LEN]) if len(tokens) else NOTHING
         places = places % limits.hidden_per_rank
         return cls(limits.num_ranks, rows, rank, deltas, delta_rank, tokens, token_rank, places)
+
+    @classmethod
+    def by_model(
+        cls,
+        row_models: Int[np.ndarray, "B"],
+        rows: Int[np.ndarray, "B C"],
+        deltas: Int[np.ndarray, "N 3"],
+    ) -> "ByRank":
+        """A mixed decode step: a segment for each model, by number, where ranks would be.
+
+        Slots and pages are numbered through; which segment a delta is in does not matter.
+        """
+        models, segment = np.unique(row_models, return_inverse=True)
+        count, none = len(models), (NOTHING, NOTHING, NOTHING)
+        spread = np.arange(len(deltas), dtype=np.int32) % count
+        return cls(count, rows, segment.astype(np.int32), deltas, spread, *none)
 
     @property
     def size(self) -> int:

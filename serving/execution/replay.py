@@ -36,7 +36,7 @@ class Led:
         key: Key,
         arrays: Sequence[np.ndarray],
         *,
-        model: int = 0,
+        models: Sequence[int] = (0,),
         score: bool = False,
         sample: bool = False,
     ) -> StepOutput:
@@ -44,7 +44,7 @@ class Led:
         sent = [to_message(array) for array in arrays]
         run = pb.Run(program=to_program(key), arrays=sent, score=score, sample=sample)
         self._followers.call(pb.Call(run=run))
-        return self._device.run(key, arrays, model=model, score=score, sample=sample)
+        return self._device.run(key, arrays, models=models, score=score, sample=sample)
 
     def use_way(self, way: int) -> None:
         """See Calls."""

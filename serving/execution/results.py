@@ -45,7 +45,7 @@ class Results:
                 self._of_all(by_rank.sum(-1).T, first_layer) if num_ranks > 1 else None,
                 copies,
                 None if read.needed is None else self._of_all(read.needed, first_layer),
-                1 - step.num_positions / (num_ranks * key.size),
+                1 - step.num_positions / (step.num_ranks * key.size),
             )
 
         return read

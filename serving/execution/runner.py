@@ -29,6 +29,7 @@ from serving.execution.device import Calls, Device
 from serving.execution.executables import Executables
 from serving.execution.followers import Followers, Lost
 from serving.execution.memory import check_memory
+from serving.execution.mixed import MixedSteps, mixed_models
 from serving.execution.param_sets import ParamSets
 from serving.execution.programs import (
     FULL_CAPACITY,
@@ -95,6 +96,12 @@ class Runner(Protocol):
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
         """Copies one MoE layer's experts to other hosts, between two steps."""
+        ...
+
+    def mixes(self, counts: Sequence[int]) -> bool:
+        """Whether one decode step with so many rows of each of several models takes less than
+        their steps one after another.
+        """
         ...
 
     @property
@@ -209,7 +216,7 @@ class DeviceRunner:
         stacked = not any(isinstance(segment, tuple) for segment in self.sets[0]["segments"])
         self._parts_by_number = stacked and backend() == "cpu"
         check_memory(model, self.limits)
-        self.buckets = Buckets(config, self.limits)
+        self.buckets = Buckets(config, self.limits, mixed_models(config, family))
         num_layers = self.limits.num_layers
         wanted = parks and config.part_layers < num_layers
         self._runs_parts = self._parts_by_number or wanted
@@ -245,6 +252,7 @@ class DeviceRunner:
         self._calls: Calls = self.device if followers is None else Led(self.device, followers)
         self._results = Results(self.buckets, model.config.moe_layers, self.limits.num_ranks)
         self._reader = ResultReader()
+        self.mixed = MixedSteps(self.device, self._results)
         self.copy_s = 0.0
 
     @property
@@ -274,6 +282,7 @@ class DeviceRunner:
             self.fetch_expert(min(host.weights), host.spare[0])  # compiled now
         if self._measures_parts:
             self._measure_parts()
+        self.mixed.measure()
         if self._runs_parts and not self._parts_by_number:
             self._prepare(self._keys_of_parts(), progress)
         self._calls.ready()
@@ -378,6 +387,7 @@ class DeviceRunner:
             step.size,
             self._capacity_percent(plan, control),
             prompt_logprobs=plan.prompt_logprobs,
+            models=len(plan.models),
         )
         if not self._parts_by_number and plan.num_layers < self.limits.num_layers:
             layers = plan.first_layer, plan.stop_layer
@@ -388,7 +398,7 @@ class DeviceRunner:
 
         def start() -> Callable[[], StepResult]:
             score = plan.is_last and plan.prompt_logprobs
-            out = self._calls.run(key, arrays, model=plan.model, score=score, sample=plan.is_last)
+            out = self._calls.run(key, arrays, models=plan.models, score=score, sample=plan.is_last)
             return self._results.start(out, key, step, plan.first_layer)
 
         if self.device.one_at_a_time:
@@ -411,18 +421,23 @@ class DeviceRunner:
         """The threshold whose capacity serves the step.
 
         Experts that exempt rows visit are loaded beside those of the threshold: with m experts and
-        K picks a row, each row may add K / m to it.
+        K picks a row, each row may add K / m to it; K / (N m) in a mixed step of N models.
         """
         cfg = self.model.config
         if control.strategy == 0:
             return FULL_CAPACITY
+        num_experts = len(plan.models) * cfg.num_experts
         pinned = 100 * plan.num_exempt * cfg.experts_per_token
-        return min(FULL_CAPACITY, control.threshold_percent + math.ceil(pinned / cfg.num_experts))
+        return min(FULL_CAPACITY, control.threshold_percent + math.ceil(pinned / num_experts))
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
         """See Runner; measured at the start, or as the settings say. Buckets are each rank's."""
         share = -(-size // self.limits.num_ranks)
         return self._layers_at_once[phase, self.buckets.bucket(phase, share)]
+
+    def mixes(self, counts: Sequence[int]) -> bool:
+        """See Runner; measured at the start."""
+        return self.mixed.pays(counts)
 
     @property
     def part_layers_by_size(self) -> dict[str, int]:

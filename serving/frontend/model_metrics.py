@@ -48,6 +48,11 @@ class ModelLoad:
         ):
             yield self._family(GaugeMetricFamily, name, about, counts, engine.names)
 
+        yield CounterMetricFamily(
+            f"{self._prefix}mixed_steps",
+            "Decode steps with rows of several models",
+            scheduler.num_mixed,
+        )
         registry = engine.registry
         yield GaugeMetricFamily(
             f"{self._prefix}resident_models",

@@ -1,6 +1,7 @@
-"""A step while the scheduler holds it: its rows, all of one model, and the layer it has come to.
+"""A step while the scheduler holds it: its rows, and the layer it has come to.
 
-A batch is launched in parts of some layers. Between two parts rows may leave it (their request
+Rows are all of one model, but for those of a mixed decode step, which runs whole. Another batch is
+launched in parts of some layers. Between two parts rows may leave it (their request
 ended or was evicted), and another batch that has come as far may join.
 """
 
@@ -119,7 +120,8 @@ class Batch:
         self.extents: list[int] = []  # of hidden rows
         self.needed = np.zeros(0, np.int32)  # of its parts that were read (`StepResult.needed`)
         self.has_best_effort = any(s.request.priority is BE for s in sequences)
-        self.model = sequences[0].request.model
+        self.model = sequences[0].request.model  # of a mixed step, the first one's
+        self.models = frozenset(s.request.model for s in sequences)
         self._deltas = deltas
         for sequence in sequences:
             sequence.batch = self
@@ -188,7 +190,7 @@ class Batch:
 
     def absorb(self, other: "Batch") -> None:
         """Takes over the rows of another that has come to the same layer."""
-        assert (self.phase, self.model) == (other.phase, other.model)
+        assert (self.phase, self.models) == (other.phase, other.models)
         assert self.next_layer == other.next_layer
         for sequence in other.sequences:
             sequence.batch = self
@@ -201,6 +203,10 @@ class Batch:
         self.has_best_effort |= other.has_best_effort
         self.num_parks = max(self.num_parks, other.num_parks)
         self.joins = None
+
+    def _row_models(self) -> Int[np.ndarray, "B"]:
+        mixed = self.sequences if len(self.models) > 1 else ()
+        return np.array([s.request.model for s in mixed], np.int32)
 
     def take_layers(self, stop: int, num_layers: int) -> ScheduledStep:
         """The step that runs layers up to `stop`; after the last one, sequences are free again."""
@@ -218,6 +224,7 @@ class Batch:
             and any(s.request.sampling.prompt_logprobs and not s.tokens for s in sequences),
             places=_joined(self.places),
             model=self.model,
+            row_models=self._row_models(),
             first_layer=self.next_layer,
             stop_layer=stop,
             is_last=is_last,

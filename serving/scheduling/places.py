@@ -1,9 +1,12 @@
 """Where sequences live on the device: slots and KV pages, by rank."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 from serving.plan import Limits
+from serving.request import Priority
 from serving.scheduling.pages import PageAllocator
+from serving.scheduling.policy import BE, LS
+from serving.scheduling.sequence import SequenceState
 
 
 class Places:
@@ -27,6 +30,21 @@ class Places:
     def num_free_pages(self) -> int:
         """Of all ranks."""
         return sum(pages.num_free for pages in self._pages)
+
+    def admissible(self, running: Iterable[SequenceState], priority: Priority) -> list[int]:
+        """Sequences of a class that each rank could still take, pages aside; latency-sensitive ones
+        get those of best effort, too.
+        """
+        limits = self._limits
+        taken = [0] * limits.num_ranks
+        for sequence in running:
+            if priority is BE or sequence.request.priority is LS:
+                taken[limits.rank(sequence.slot)] += 1
+        rows = limits.decode_rows // limits.num_ranks
+        free = [max(0, rows - count) for count in taken]
+        if priority is BE:
+            free = [min(self.free_slots(rank), n) for rank, n in enumerate(free)]
+        return free
 
     def free_slots(self, rank: int) -> int:
         """Slots of a rank that nobody has."""

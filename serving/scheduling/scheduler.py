@@ -32,7 +32,7 @@ from serving.scheduling.policy import (
     View,
 )
 from serving.scheduling.queues import Queues, of_one_model
-from serving.scheduling.sequence import SequenceState, SequenceStatus
+from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
 from serving.scheduling.share import Share
 from serving.scheduling.turns import Turns
 from serving.scheduling.waiting import Waiting
@@ -52,6 +52,7 @@ class Scheduler:
             best-effort work; without, a step is launched whole.
         share: of device time, best effort's. None: it has no claim.
         max_wait_s: best effort that has waited so long counts as latency-sensitive.
+        mixes: whether a decode step of so many rows of each of several models pays; None: never.
     """
 
     def __init__(
@@ -61,17 +62,18 @@ class Scheduler:
         layers_at_once: Callable[[Phase, int], int] | None = None,
         share: Share | None = None,
         max_wait_s: float = math.inf,
+        mixes: Callable[[Sequence[int]], bool] | None = None,
     ) -> None:
         self.limits, self.share = limits, share or Share(0.0)
         self.policy = GuardedPolicy(policy)
         self.places = Places(limits)
-        self._turns = Turns()
+        self._turns = Turns(mixes)
         self.models: set[int] | None = None  # that may begin steps; None: all
         self.exact = ExactRows()
         self.queues = Queues(self.policy)
         self.running: list[SequenceState] = []  # in PREFILL or DECODE, by admission
         self.under_way: list[Batch] = []  # begun, and not launched to the last layer
-        self.num_parks = self.num_joins = 0
+        self.num_parks = self.num_joins = self.num_mixed = 0
         self.num_evictions = dict.fromkeys(Priority, 0)
         self._layers_at_once = layers_at_once or (lambda phase, size: limits.num_layers)
         self._max_wait_s = max_wait_s
@@ -108,13 +110,14 @@ class Scheduler:
 
     def has_begun(self, model: int) -> bool:
         """Whether a step of a model is begun, and not launched to the last layer."""
-        return any(batch.model == model for batch in self.under_way)
+        return any(model in batch.models for batch in self.under_way)
 
     def _free(self) -> list[SequenceState]:
         """Running sequences that are in no step under way, and may be in the next one."""
-        free = [s for s in self.running if s.batch is None]
-        free = free if self.models is None else list(filter(self._runs, free))
-        return list(filter(self.exact.may_run, free)) if self.exact.models else free
+        return [s for s in self.running if s.batch is None and self._may_run(s)]
+
+    def _may_run(self, sequence: SequenceState) -> bool:
+        return self._runs(sequence) and (not self.exact.models or self.exact.may_run(sequence))
 
     def _runs(self, sequence: SequenceState) -> bool:
         """Whether its model's weights are there."""
@@ -125,20 +128,7 @@ class Scheduler:
 
         Latency-sensitive ones get those of best effort, too.
         """
-        return sum(self._free_slots(priority))
-
-    def _free_slots(self, priority: Priority) -> list[int]:
-        """`num_free_slots` of each rank."""
-        limits = self.limits
-        taken = [0] * limits.num_ranks
-        for sequence in self.running:
-            if priority is BE or sequence.request.priority is LS:
-                taken[limits.rank(sequence.slot)] += 1
-        rows = limits.decode_rows // limits.num_ranks
-        free = [max(0, rows - count) for count in taken]
-        if priority is BE:
-            free = [min(self.places.free_slots(rank), n) for rank, n in enumerate(free)]
-        return free
+        return sum(self.places.admissible(self.running, priority))
 
     def waits(self, priority: Priority, now: float) -> Waiting:
         """What waits in a class, and how many do not."""
@@ -331,7 +321,7 @@ class Scheduler:
         would give up.
         """
         own, wanted = head.request.priority, self._pages_for(head)
-        free = self._free_slots(own)
+        free = self.places.admissible(self.running, own)
         ranks = [rank for rank in (range(len(free)) if ranks is None else ranks) if free[rank]]
         found = self.places.rank_for(wanted, ranks)
         if found is not None or own is BE:
@@ -402,7 +392,7 @@ class Scheduler:
         assert rank is not None  # it is admissible
         self.queues.remove(sequence)
         while self.places.rank_for(wanted, (rank,)) is None:
-            self._preempt(self.policy.victim([s for s in self._on_rank(rank) if _is_be(s)]))
+            self._preempt(self.policy.victim([s for s in self._on_rank(rank) if is_best_effort(s)]))
         sequence.status = SequenceStatus.PREFILL
         # All at once, so that no decoding sequence can take what a later chunk will need.
         num_pages = self.limits.pages_for(len(sequence.context))
@@ -452,16 +442,20 @@ class Scheduler:
             rows[at] = sequence.packed(1)
         batch = Batch(Phase.DECODE, scheduled, rows, [True] * len(scheduled), deltas)
         self._begin(batch, now)
+        self.num_mixed += len(batch.models) > 1
         batch.joins = parked if parked in self.under_way else None
         return batch
 
     def _decoding(self, order: Order) -> list[SequenceState]:
-        """Rows that could decode, of one model, group by group."""
+        """Rows that could decode, group by group: of one model, or of several in a step that
+        nothing can park.
+        """
         groups = [
             [s for s in self._candidates(group, SequenceStatus.DECODE) if not s.exhausted]
             for group in order
         ]
-        rows = self._turns.take(groups, for_all=not self.share.may_park)
+        alone = bool(self.under_way) or (self.policy.parks and self._has_best_effort)
+        rows = self._turns.take(groups, for_all=not self.share.may_park, alone=alone)
         return self.exact.limited(rows) if self.exact.models else rows
 
     def _extend_if_free(self, sequence: SequenceState, deltas: list[tuple[int, int, int]]) -> bool:
@@ -481,7 +475,7 @@ class Scheduler:
         that could, one whose model cannot run now.
         """
         running = self._on_rank(self.limits.rank(sequence.slot))
-        running = list(filter(_is_be, running)) or running
+        running = list(filter(is_best_effort, running)) or running
         return self.policy.victim([s for s in running if not self._runs(s)] or running)
 
     def _preempt(self, victim: SequenceState) -> None:
@@ -500,7 +494,3 @@ class Scheduler:
         self.running.remove(sequence)
         self.places.give_back(sequence.slot, sequence.pages)
         sequence.pages = []
-
-
-def _is_be(sequence: SequenceState) -> bool:
-    return sequence.request.priority is BE

@@ -12,7 +12,7 @@ from jmoe.packed_rows import NEXT_TOKEN, REFUSES, pack_row
 from jmoe.tokenizer import Tokenizer
 from serving.errors import NOT_OURS, RequestFailed, shown
 from serving.plan import Phase
-from serving.request import Output, Request, ThresholdSpan, Usage
+from serving.request import Output, Priority, Request, ThresholdSpan, Usage
 from serving.scheduling.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
@@ -193,3 +193,8 @@ class SequenceState:
         if self.num_computed < len(self.prompt):
             self.row[NEXT_TOKEN] = self.prompt[self.num_computed]
         return self.row
+
+
+def is_best_effort(sequence: SequenceState) -> bool:
+    """Whether it was asked for as best effort, however long it has waited."""
+    return sequence.request.priority is Priority.BEST_EFFORT

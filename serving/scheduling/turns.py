@@ -1,9 +1,12 @@
-"""Which model's rows the next step has, where several are served from one pool (Multi-MoE).
+"""Which models' rows the next step has, where several are served from one pool (Multi-MoE).
 
-A step reads the weights of one model, so rows of different models are in different steps.
+A prefill step reads the weights of one model, so rows of different models are in different steps.
+So it is with decode steps, but where one with rows of several models takes less time than theirs
+one after another.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import count
 
 from serving.scheduling.sequence import SequenceState
@@ -12,22 +15,33 @@ from serving.scheduling.sequence import SequenceState
 class Turns:
     """Models decode in turn: the one whose last decode step is longest ago goes first."""
 
-    def __init__(self) -> None:
+    def __init__(self, mixes: Callable[[Sequence[int]], bool] | None = None) -> None:
+        """`mixes`: whether a step of so many rows of each of several models pays; None: never."""
+        self._mixes = mixes or (lambda counts: False)
         self._steps = count(1)
         self._last: dict[int, int] = {}  # by model; none: it has not decoded yet
 
     def take(
-        self, groups: Sequence[Sequence[SequenceState]], *, for_all: bool
+        self, groups: Sequence[Sequence[SequenceState]], *, for_all: bool, alone: bool = True
     ) -> list[SequenceState]:
-        """Of rows that could decode, those of the model whose turn it is, group by group.
+        """Of rows that could decode, those of the models whose turn it is, group by group.
 
         Models with rows in the first group that has any take turns; `for_all`: all of them.
+        `alone`: one at a time; else as many together as pay.
         """
-        all_models = {s.request.model for group in groups for s in group}
-        if len(all_models) < 2:  # nothing to choose, as with one model
+        rows = Counter(s.request.model for group in groups for s in group)
+        if len(rows) < 2:  # nothing to choose, as with one model
             return [sequence for group in groups for sequence in group]
         first = next(group for group in groups if group)
-        models = all_models if for_all else {s.request.model for s in first}
-        chosen = min(models, key=lambda model: (self._last.get(model, 0), model))
-        self._last[chosen] = next(self._steps)
-        return [s for group in groups for s in group if s.request.model == chosen]
+        models = rows.keys() if for_all else {s.request.model for s in first}
+        line = sorted(models, key=lambda model: (self._last.get(model, 0), model))
+        chosen = line[:1] if alone else self._together(line, rows)
+        self._last |= {model: next(self._steps) for model in chosen}
+        return [s for group in groups for s in group if s.request.model in chosen]
+
+    def _together(self, line: Sequence[int], rows: Counter[int]) -> Sequence[int]:
+        """The most of those who are first in line whose step pays."""
+        for number in range(len(line), 1, -1):
+            if self._mixes([rows[model] for model in line[:number]]):
+                return line[:number]
+        return line[:1]

@@ -63,6 +63,7 @@ def settings_of(directories, cache, **changes):
         "threshold_buckets_percent": (100,),
         "compilation_cache": cache,
         "part_layers": 1,
+        "mixed_models": 0,
         "brownout": BrownoutConfig(strategy="zero", salc=False),
         **changes,
     }

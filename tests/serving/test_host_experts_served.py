@@ -1,4 +1,4 @@
-"""A family whose experts do not all fit: stand-ins serve, and who refuses them gets the exact ones."""
+"""A family whose experts do not all fit: stand-ins serve, and who refuses them gets exact ones."""
 
 import asyncio
 import random
@@ -12,14 +12,22 @@ from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.request import SamplingParams
 from serving.settings import SettingsError, check
-from tests.serving.test_family_served import (
-    answer,
-    config,  # noqa: F401
-    directories,  # noqa: F401
-    requests,
-)
+from tests.serving.test_family_served import GOLDEN, NAMES, answer, requests, settings_of
+from tests.variants import variant
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    where = tmp_path_factory.mktemp("host")
+    return {name: variant(GOLDEN, where / name, seed) for seed, name in enumerate(NAMES)}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    cache = str(tmp_path_factory.mktemp("programs"))
+    return lambda directories, **changes: settings_of(directories, cache, **changes)
 
 
 def room(directories, more=0, **changes):
@@ -31,7 +39,7 @@ def room(directories, more=0, **changes):
 
 
 @pytest.mark.parametrize("changes", [{}, {"policy": "restless:Restless"}, {"resident_sets": 2}])
-async def test_who_refuses_brownout_gets_its_models_experts(config, directories, changes):  # noqa: F811
+async def test_who_refuses_brownout_gets_its_models_experts(config, directories, changes):
     rng = random.Random(3)
     asked = [(*r, rng.random() < 0.6) for r in requests(rng, 24)]
     engine = await Engine.start(config(directories, **room(directories, **changes)))
@@ -60,7 +68,7 @@ async def test_who_refuses_brownout_gets_its_models_experts(config, directories,
         await whole.stop()
 
 
-async def test_passes_of_a_token_are_bounded_by_the_moe_layers(config, directories):  # noqa: F811
+async def test_passes_of_a_token_are_bounded_by_the_moe_layers(config, directories):
     cfg = read_config(directories["law"])
     engine = await Engine.start(config(directories, **room(directories)))
     sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)
@@ -75,7 +83,7 @@ async def test_passes_of_a_token_are_bounded_by_the_moe_layers(config, directori
         await engine.stop()
 
 
-async def test_what_is_asked_most_is_fetched_ahead(config, directories):  # noqa: F811
+async def test_what_is_asked_most_is_fetched_ahead(config, directories):
     """Degradable requests alone: fewer visits are degraded once experts are there."""
     engine = await Engine.start(config(directories, **room(directories)))
     sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -93,7 +101,7 @@ async def test_what_is_asked_most_is_fetched_ahead(config, directories):  # noqa
         await engine.stop()
 
 
-def test_settings_that_cannot_work(config, directories):  # noqa: F811
+def test_settings_that_cannot_work(config, directories):
     for changes, message in (
         (
             {"spare_experts": 0},

@@ -203,7 +203,7 @@ def test_what_is_served_where():
 
 def test_an_exempt_row_costs_the_experts_it_pins_and_no_more():
     """Of m experts it may visit K beside those of the threshold."""
-    plan = SimpleNamespace(num_exempt=0)
+    plan = SimpleNamespace(num_exempt=0, models=(0,))
     holder = SimpleNamespace(
         model=SimpleNamespace(config=SimpleNamespace(experts_per_token=3, num_experts=60))
     )
@@ -223,6 +223,9 @@ def test_an_exempt_row_costs_the_experts_it_pins_and_no_more():
             bucket = percent(rows, threshold)
             touched = min(60, math.ceil(threshold * 60 / 100) + 3 * rows)
             assert math.ceil(bucket * 60 / 100) >= touched
+    plan.models = (0, 2)  # of a mixed step, twice as many columns
+    assert percent(2, 20) == 25
+    assert percent(20, 20) == 70
 
 
 def test_how_many_layers_at_once_goes_by_a_ranks_share_of_a_step():

@@ -1,4 +1,5 @@
-"""Several models in one queue: a step has rows of one, all get their turns, and nothing is lost.
+"""Several models in one queue: a step has rows of one, or a mixed one of several; all get their
+turns, and nothing is lost.
 
 The runner counts up by one and the model's number, so that every answer says who computed it.
 """
@@ -27,9 +28,10 @@ def limits_of(num_slots=8, num_pages=40):
 class Play:
     """Ticks as the engine does, a step ahead; each step is (phase, model, names)."""
 
-    def __init__(self, policy=None, limits=None, part_layers=LAYERS, **options):
+    def __init__(self, policy=None, limits=None, part_layers=LAYERS, mixed=0, **options):
         limits = limits or limits_of()
-        self.runner = FakeRunner(limits, part_layers=part_layers)
+        self.runner = FakeRunner(limits, part_layers=part_layers, mixed_models=mixed)
+        options.setdefault("mixes", self.runner.mixes)
         at_once = self.runner.layers_at_once
         self.scheduler = Scheduler(limits, policy or Fcfs(), at_once, **options)
         self.steps, self.answers, self._before, self.now = [], {}, None, 0.0
@@ -45,9 +47,12 @@ class Play:
     def tick(self):
         step = self.scheduler.next_step(now=self.now)
         if step is not None:
-            assert {s.request.model for s in step.sequences} == {step.plan.model}
+            models = tuple(sorted({s.request.model for s in step.sequences}))
+            assert models == step.plan.models
+            assert len(models) == 1 or step.plan.phase is Phase.DECODE
             names = "".join(s.request.request_id for s in step.sequences)
-            self.steps.append((step.plan.phase, step.plan.model, names))
+            model = models if len(models) > 1 else step.plan.model
+            self.steps.append((step.plan.phase, model, names))
         result = step and self.runner.launch(step.plan, StepControl(100, 0)).result()
         before, self._before = self._before, step and (step, result)
         if before is not None:
@@ -159,6 +164,101 @@ def test_best_effort_of_another_model_gets_its_share(claim, gets):
     assert play.answers["b"] == counted(1, 20)
 
 
+def test_two_models_whose_step_pays_decode_together():
+    play = Play(mixed=2)
+    for name, model in zip("abc", (0, 1, 0), strict=True):
+        play.add(name, model, 2, 12)
+    play.finish()
+    decoded = play.decoded()
+    assert decoded.count((0, 1)) == play.scheduler.num_mixed >= 9
+    assert play.answers == {n: counted(m, 12) for n, m in zip("abc", (0, 1, 0), strict=True)}
+
+
+def test_of_three_models_the_two_who_waited_longest_go_together():
+    play = Play(mixed=2)
+    for name, model in zip("abc", (0, 1, 2), strict=True):
+        play.add(name, model, 2, 24)
+    play.finish()
+    pairs = [models for models in play.decoded() if isinstance(models, tuple)]
+    for at in range(3, 18, 3):  # once all have their prompts behind them, and before any ends
+        assert set(pairs[at : at + 3]) == {(0, 1), (0, 2), (1, 2)}
+    assert play.answers == {n: counted(m, 24) for n, m in zip("abc", (0, 1, 2), strict=True)}
+
+
+def test_models_are_mixed_where_it_pays_alone():
+    """Asked with the rows of each, in the order of their turns; here, two of each are enough."""
+    asked = []
+
+    def mixes(counts):
+        asked.append(tuple(counts))
+        return len(counts) == 2 and min(counts) >= 2
+
+    play = Play(mixes=mixes)
+    for name, model in zip("abc", (0, 1, 0), strict=True):
+        play.add(name, model, 2, 6)
+    play.finish()
+    assert play.scheduler.num_mixed == 0
+    assert set(asked) >= {(2, 1), (1, 2)}
+    for name, model in zip("defg", (0, 1, 0, 1), strict=True):
+        play.add(name, model, 2, 6)
+    play.finish()
+    assert play.scheduler.num_mixed >= 4
+
+
+def test_a_step_that_best_effort_may_park_is_of_one_model():
+    play = Play(LsFirst(), part_layers=1, mixed=2)
+    play.add("b", 1, 2, 8, BE)
+    for name, model in zip("ac", (0, 1), strict=True):
+        play.add(name, model, 2, 20)
+    seen = []
+    while not play.scheduler.idle or not seen:
+        there = any(s.request.priority is BE for s in play.scheduler.running)
+        before = play.scheduler.num_mixed
+        play.tick()
+        seen.append((there, play.scheduler.num_mixed - before))
+    assert not any(mixed for there, mixed in seen if there)
+    assert play.scheduler.num_mixed > 0
+    assert play.answers == {"b": counted(1, 8), "a": counted(0, 20), "c": counted(1, 20)}
+
+
+def test_a_policy_that_parks_nothing_mixes_best_effort_too():
+    play = Play(mixed=2)
+    play.add("a", 0, 2, 8)
+    play.add("b", 1, 2, 8, BE)
+    play.finish()
+    assert play.scheduler.num_mixed > 4
+    assert play.answers == {"a": counted(0, 8), "b": counted(1, 8)}
+
+
+def test_a_model_whose_weights_are_not_there_is_in_no_step():
+    play = Play(mixed=3)
+    for name, model in zip("abc", (0, 1, 2), strict=True):
+        play.add(name, model, 2, 10)
+    for _ in range(6):
+        play.tick()
+    play.scheduler.models = {0, 2}
+    before = len(play.steps)
+    for _ in range(3):
+        play.tick()
+    assert set(play.decoded()[-3:]) == {(0, 2)}
+    assert len(play.steps) == before + 3
+    play.scheduler.models = None
+    play.finish()
+    assert play.answers == {n: counted(m, 10) for n, m in zip("abc", (0, 1, 2), strict=True)}
+
+
+def test_what_leaves_between_two_mixed_steps_is_not_missed():
+    play = Play(mixed=2)
+    for name, model in zip("abc", (0, 1, 1), strict=True):
+        play.add(name, model, 2, 12)
+    for _ in range(5):
+        play.tick()
+    gone = next(s for s in play.scheduler.running if s.request.request_id == "b")
+    play.scheduler.finish(gone)
+    play.finish()
+    assert (play.answers["a"], play.answers["c"]) == (counted(0, 12), counted(1, 12))
+
+
 REQUESTS = st.lists(
     st.tuples(
         st.integers(0, 3),  # model
@@ -172,10 +272,18 @@ REQUESTS = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(REQUESTS, st.integers(0, 999), st.integers(11, 40), st.sampled_from([1, 3, LAYERS]))
-def test_whatever_comes_everybody_gets_their_own_models_answer(requests, seed, pages, part_layers):
-    policy = Restless(seed) if seed % 3 else LsFirst()
-    play = Play(policy, limits_of(num_pages=pages), part_layers)
+@given(
+    REQUESTS,
+    st.integers(0, 999),
+    st.integers(11, 40),
+    st.sampled_from([1, 3, LAYERS]),
+    st.sampled_from([0, 2, 3, 4]),
+)
+def test_whatever_comes_everybody_gets_their_own_models_answer(
+    requests, seed, pages, part_layers, mixed
+):
+    policy = (LsFirst(), Fcfs(), Restless(seed))[seed % 3]
+    play = Play(policy, limits_of(num_pages=pages), part_layers, mixed)
     wanted = {}
     for number, (model, length, new, priority, wait) in enumerate(requests):
         name = f"{number};"

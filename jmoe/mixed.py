@@ -1,0 +1,278 @@
+"""One decode step for rows of several models of a family (Multi-MoE).
+
+The models' rows lie in segments of one size, padded. What is a model's own (embeddings, norms,
+attention, router, shared expert, head) runs segment by segment, as in a step of that model alone.
+Routed experts run once, for the rows of all segments: an expert that two models share is read once.
+
+Letters: N models, B rows of each, d model width, m routed experts of a model, U united ones. The
+experts of a step are columns: expert e of the step's model i is column `i m + e`, or that of the
+first model of the step whose expert e lies in the same slot. United experts follow them, model by
+model, and a column's is that of the model whose column it is.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jmoe.attention import DecodeAttention
+from jmoe.config import ModelConfig
+from jmoe.experts import ExpertPool, ExpertTable
+from jmoe.kv_cache import KVPages
+from jmoe.model import (
+    Rotation,
+    StepData,
+    attended,
+    embed,
+    head,
+    in_turn,
+    project,
+    with_wide_router,
+)
+from jmoe.moe import LayerStats, dense_mlp, routed, router, with_residual
+from jmoe.packed_rows import SLOT
+from jmoe.rope import rotation
+from jmoe.sampling import greedy
+from jmoe.steps import State, StepOutput, decode_data, remember, with_deltas
+from jmoe.weights import Params, Weights
+from pallas_kernels.kv_write import rms_norm
+
+Segments = tuple[Float[Array, "B d"], ...]
+"""Rows of each of the step's models."""
+
+
+class MixedWeights(NamedTuple):
+    """Weights of the models of one step, in the order of their segments. A pytree."""
+
+    pool: ExpertPool
+    params: tuple[Params, ...]
+    tables: tuple[ExpertTable, ...]
+
+    @classmethod
+    def of(cls, models: Sequence[Weights]) -> "MixedWeights":
+        """Of models over one pool."""
+        return cls(
+            models[0].pool,
+            tuple(weights.params for weights in models),
+            tuple(weights.table for weights in models),
+        )
+
+
+class JoinedTable(NamedTuple):
+    """The experts of several models as columns of one table; a row for each MoE layer."""
+
+    slots: Int[Array, "layers E"]  # pool slot of a column; E = N m + N U
+    groups: Int[Array, "layers columns"]  # united expert of each of the N m columns; -1: none
+    owner: Int[Array, "layers N m"]  # model of the step in whose columns a model's expert is
+
+    @classmethod
+    def of(cls, tables: Sequence[ExpertTable]) -> "JoinedTable":
+        """Experts are shared at one position: only experts of one number are compared."""
+        num_experts = tables[0].groups.shape[1]
+        num_united = tables[0].slots.shape[1] - num_experts
+        own = jnp.stack([table.slots[:, :num_experts] for table in tables], axis=1)
+        same = own[:, :, None, :] == own[:, None, :, :]  # [layers, of a model, another's, m]
+        united = [table.slots[:, num_experts:] for table in tables]
+        groups = [
+            jnp.where(table.groups < 0, -1, table.groups + number * num_united)
+            for number, table in enumerate(tables)
+        ]
+        return cls(
+            jnp.concatenate([own.reshape(own.shape[0], -1), *united], axis=1),
+            jnp.concatenate(groups, axis=1),
+            jnp.argmax(same, axis=2).astype(jnp.int32),  # the first
+        )
+
+
+def wide_logits(
+    logits: Sequence[Float[Array, "B m"]], owner: Int[Array, "N m"]
+) -> Float[Array, "T columns"]:
+    """Logits of all rows over the step's columns, -inf where a row's model has no expert.
+
+    Gating these picks what gating a segment by itself does: -inf adds nothing to a softmax. Where
+    logits are equal to the last bit, another of their experts may be picked.
+    """
+    count = len(logits)
+    rows = [
+        jnp.concatenate(
+            [
+                jnp.where((owner[number] == column)[None, :], own, -jnp.inf)
+                for column in range(count)
+            ],
+            axis=1,
+        )
+        for number, own in enumerate(logits)
+    ]
+    return jnp.concatenate(rows)
+
+
+def mixed_attend(
+    cfg: ModelConfig,
+    layers: Sequence[Params],
+    xs: Segments,
+    turns: Sequence[Rotation],
+    attention: DecodeAttention,
+    index: Int[Array, ""],
+    cache: KVPages,
+) -> tuple[Segments, KVPages]:
+    """Attention of layer `index` for all segments, with its residual; and the cache afterwards.
+
+    `attention` is of all rows. All write before any reads: between two writes to the cache a read
+    would have XLA copy it.
+    """
+    queries, size = [], xs[0].shape[0]
+    for number, (layer, x, turn) in enumerate(zip(layers, xs, turns, strict=True)):
+        rows = slice(number * size, (number + 1) * size)
+        own = jax.tree.map(itemgetter(rows), attention)
+        h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
+        q, cache = own.write(project(cfg, layer, h, turn), index, cache)
+        queries.append(q)
+    outs = jnp.split(attention.read(jnp.concatenate(queries), index, cache), len(xs))
+    return tuple(map(attended, [cfg] * len(xs), layers, xs, outs)), cache
+
+
+def mixed_moe(
+    cfg: ModelConfig,
+    layers: Sequence[Params],
+    pool: ExpertPool,
+    table: JoinedTable,
+    xs: Segments,
+    step: StepData,
+    *,
+    max_active: int,
+) -> tuple[Segments, LayerStats]:
+    """The MLP half of one layer for all segments; `table` is this layer's row, `step` of all rows.
+
+    The brownout plan is one for all rows, over the experts of the step.
+    """
+    num_experts = table.owner.shape[1]
+    hs, logits = zip(*map(router, [cfg] * len(xs), layers, xs), strict=True)
+    wide = wide_logits([own[:, :num_experts] for own in logits], table.owner)
+    out, _, stats = routed(
+        cfg,
+        pool,
+        table.slots,
+        table.groups,
+        jnp.concatenate(hs),
+        wide,
+        step.rows,
+        step.control,
+        max_active=max_active,
+    )
+    outs = jnp.split(out, len(xs))
+    joined = [with_residual(cfg, *of_model) for of_model in zip(layers, xs, hs, outs, strict=True)]
+    return tuple(joined), stats
+
+
+def run_mixed_layers(
+    cfg: ModelConfig,
+    weights: MixedWeights,
+    xs: Segments,
+    cache: Any,
+    step: StepData,
+    *,
+    max_active: int,
+) -> tuple[Segments, Any, LayerStats | None]:
+    """All layers over rows of several models; otherwise as `jmoe.model.run_layers`.
+
+    Args:
+        cfg: what the models have in common.
+        weights: of the models.
+        xs: their rows, as `embed` makes them.
+        cache: what attention reads and writes, for all.
+        step: of all rows, segment after segment; its attention is `DecodeAttention`.
+        max_active: columns that the dispatch has room for; the caller guarantees it.
+
+    Returns rows, cache, and stats stacked over MoE layers: rows by column are `[layers, E]`.
+    """
+    attention = step.attention
+    assert isinstance(attention, DecodeAttention)
+    positions = jnp.split(step.rows.positions, len(xs))
+    turns = [rotation(own, cfg.rope, cfg.head_dim) for own in positions]
+    table = JoinedTable.of(weights.tables)
+
+    def body(state: Any, given: Any) -> Any:
+        (xs, cache, index), (layers, row), out = state, given, None
+        xs, cache = mixed_attend(cfg, layers, xs, turns, attention, index, cache)
+        if row is None:
+            xs = tuple(dense_mlp(cfg, layer, x) for layer, x in zip(layers, xs, strict=True))
+        else:
+            pool = weights.pool
+            xs, out = mixed_moe(cfg, layers, pool, row, xs, step, max_active=max_active)
+        return (xs, cache, index + 1), out
+
+    state, stats, moe_start = (xs, cache, jnp.int32(0)), [], 0
+    segments = zip(*(params["segments"] for params in weights.params), strict=True)
+    for (is_moe, _, count), layers in zip(cfg.segments(), segments, strict=True):
+        rows = None
+        if is_moe:
+            rows = jax.tree.map(itemgetter(slice(moe_start, moe_start + count)), table)
+            moe_start += count
+        state, out = _run(body, state, layers, rows, count)
+        if is_moe:
+            stats.append(out)
+    xs, cache, _ = state
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
+    return xs, cache, joined
+
+
+def _run(
+    body: Callable, state: Any, layers: Sequence[Any], rows: JoinedTable | None, count: int
+) -> Any:
+    """Layers of one kind that follow each other: `layers` are each model's, stacked or not."""
+    if isinstance(layers[0], tuple):
+        return in_turn(body, state, (tuple(zip(*layers, strict=True)), rows), range(count))
+    each = tuple(map(with_wide_router, layers)) if rows is not None else tuple(layers)
+    return lax.scan(body, state, (each, rows))
+
+
+def mixed_decode_step(
+    cfg: ModelConfig,
+    weights: MixedWeights,
+    state: State,
+    rows: Int[Array, "T C"],
+    deltas: Int[Array, "D 3"],
+    control: Int[Array, "controls"],
+    *,
+    max_active: int,
+) -> tuple[State, StepOutput]:
+    """`jmoe.steps.decode_step` for rows of N models: rows `[i B, (i + 1) B)` are of the i-th.
+
+    It runs whole: what `control` says of layers is not read. `max_active` counts the step's
+    columns. In the output `expert_rows` are by a model's own numbers, those of all models added up,
+    as steps of one model after another would count them.
+    """
+    count = len(weights.params)
+    state = with_deltas(state, deltas)
+    slot, step = decode_data(state, rows, control)
+    tokens = jnp.split(state.last_token[slot], count)
+    xs = tuple(map(embed, weights.params, tokens))
+    xs, pages, stats = run_mixed_layers(cfg, weights, xs, state.pages, step, max_active=max_active)
+    logits = jnp.concatenate(
+        [head(cfg, params, x) for params, x in zip(weights.params, xs, strict=True)]
+    )
+    tokens, logprobs = greedy(logits)
+    if stats is None:  # dense layers alone
+        degraded = jnp.zeros(rows.shape[0], jnp.int32)
+        by_expert = jnp.zeros((0, weights.tables[0].slots.shape[1]), jnp.int32)
+    else:
+        degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
+        by_expert = _by_number(stats.expert_rows, count, cfg.num_experts)
+    state = state._replace(
+        pages=pages, last_token=remember(state.last_token, rows[:, SLOT], tokens)
+    )
+    return state, StepOutput(tokens, logprobs, degraded, by_expert, logits=logits)
+
+
+def _by_number(
+    columns: Int[Array, "layers E"], count: int, num_experts: int
+) -> Int[Array, "layers logical"]:
+    """Rows by column added up over the models."""
+    layers = columns.shape[0]
+    parts = columns[:, : count * num_experts], columns[:, count * num_experts :]
+    each = [jnp.sum(part.reshape(layers, count, -1), axis=1, dtype=jnp.int32) for part in parts]
+    return jnp.concatenate(each, axis=1)

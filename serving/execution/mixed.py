@@ -1,0 +1,134 @@
+"""Mixed decode steps, and when they pay: measured at the start (Multi-MoE).
+
+A mixed step reads an expert that two models share once, and starts one program where there would be
+two; but what is a model's own runs on as many rows for each model as the fullest one has. Whether
+that is less than the models' steps one after another is a question of the machine, of the rows and
+of what is shared, so it is measured.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from jmoe.family import Family
+from jmoe.packed_rows import empty_deltas, pack_row
+from serving.config import EngineConfig
+from serving.execution.device import Device
+from serving.execution.programs import FULL_CAPACITY, Key
+from serving.execution.ranks import ByRank
+from serving.execution.results import Results
+from serving.plan import StepControl
+
+log = logging.getLogger(__name__)
+
+TIMED = 7  # runs of a step whose median counts
+LEAST_GAIN = 0.05
+"""Of the time of a step for each model: what less is as likely noise."""
+STRIDE = 7919
+"""Between two rows' tokens as steps are measured: other tokens visit other experts."""
+
+
+def mixed_models(config: EngineConfig, family: Family) -> int:
+    """Models that a decode step may have rows of: no more than can have weights on the device, and
+    one where experts lie in host memory, since a row that meets a stand-in's runs again alone.
+    """
+    if family.host is not None:
+        return 1
+    resident = config.resident_sets or len(family)
+    return max(1, min(config.mixed_models, len(family), resident))
+
+
+class MixedSteps:
+    """Seconds of decode steps by the rows of a model: of one model's, and of mixed ones.
+
+    They are those of the models that are on the device at the start, the first of them; a map of
+    shared experts that differs much from pair to pair is not told apart.
+    """
+
+    def __init__(self, device: Device, results: Results) -> None:
+        """`device` is warmed before anything is measured."""
+        self._device, self._results = device, results
+        self.alone_s: dict[int, float] = {}  # by rows that a program has: mean of the models
+        self.mixed_s: dict[tuple[int, int], float] = {}  # by models, and rows of each
+
+    def pays(self, counts: Sequence[int]) -> bool:
+        """Whether a step with so many rows of each of several models takes less than their steps.
+
+        False for more models than there are programs for, or more rows than a step may have.
+        """
+        buckets = self._device.buckets
+        if sum(counts) > self._device.limits.decode_rows:
+            return False
+        sizes = [buckets.bucket("decode", count) for count in counts]
+        mixed_s = self.mixed_s.get((len(counts), max(sizes)))
+        if mixed_s is None:
+            return False
+        return mixed_s < (1 - LEAST_GAIN) * sum(self.alone_s[size] for size in sizes)
+
+    def measure(self) -> None:
+        """Times steps of every size, mixed and alone in turn."""
+        if not self._device.buckets.mixed:
+            return
+        self._spread_tokens()
+        self.alone_s.clear()
+        for count in self._device.buckets.mixed:
+            for size in self._device.buckets.decode:
+                mixed_s, alone_s = self._time(count, size)
+                self.mixed_s[count, size] = mixed_s
+                self.alone_s.setdefault(size, alone_s)
+                log.info(
+                    "a decode step of %d models, up to %d rows of each: %.3g ms mixed, %.3g ms "
+                    "one after another",
+                    count,
+                    size,
+                    1e3 * mixed_s,
+                    1e3 * count * alone_s,
+                )
+
+    def _time(self, count: int, size: int) -> tuple[float, float]:
+        """Of a step of `count` models with as many rows of each as there are slots, up to `size`;
+        and the mean of their own.
+        """
+        rows = min(size, self._device.limits.num_slots // count)
+        models = list(self._device.programs.resident[:count])
+        every = _step(models, rows)
+        mixed, alone = Key("decode", size, FULL_CAPACITY, models=count), []
+        own = Key("decode", size, FULL_CAPACITY)
+        mixed_s: list[float] = []
+        for _ in range(TIMED):
+            mixed_s.append(self._run(mixed, every, models))
+            alone.append(
+                [
+                    self._run(own, _step([model], rows, first=at * rows), [model])
+                    for at, model in enumerate(models)
+                ]
+            )
+        alone_s = [statistics.median(of_model) for of_model in zip(*alone, strict=True)]
+        return statistics.median(mixed_s), statistics.fmean(alone_s)
+
+    def _run(self, key: Key, step: ByRank, models: Sequence[int]) -> float:
+        began, stop = time.perf_counter(), self._device.limits.num_layers
+        arrays = self._device.arrays(key, step, StepControl(100, 0), stop=stop)
+        out = self._device.run(key, arrays, models=models)
+        self._results.start(out, key, step)()
+        return time.perf_counter() - began
+
+    def _spread_tokens(self) -> None:
+        """Every slot's newest token is another, as where requests are served."""
+        state, vocab = self._device.state, self._device.model.config.vocab_size
+        tokens = np.arange(len(state.last_token), dtype=np.int64) * STRIDE % vocab
+        last_token = jnp.asarray(tokens.astype(np.int32))
+        self._device.state = state._replace(last_token=last_token)
+
+
+def _step(models: Sequence[int], rows: int, first: int = 0) -> ByRank:
+    """A decode step with `rows` rows of each model, at slots from `first` on; of page 0, which
+    nobody owns yet.
+    """
+    packed = np.stack([pack_row(first + at, kv_len=1) for at in range(rows * len(models))])
+    row_models = np.repeat(np.array(models, np.int32), rows)
+    return ByRank.by_model(row_models, packed, empty_deltas(0))

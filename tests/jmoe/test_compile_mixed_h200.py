@@ -1,0 +1,49 @@
+"""A mixed decode step of real models, compiled for an H200 that is not there."""
+
+from functools import partial
+
+import jax
+import pytest
+from test_compile_h200 import (
+    BATCH,
+    MIXTRAL,
+    QWEN3,
+    Program,
+    _kernels_are_assembled_well,
+    abstract_model,
+    abstract_state,
+    check_copies,
+    int32,
+    mesh,
+)
+
+from jmoe.mixed import MixedWeights, mixed_decode_step
+from jmoe.steps import served
+from pallas_kernels.backend import traced_for
+from pallas_kernels.compile_for import compile_for
+from pallas_kernels.routing.parts import MAX_EXPERTS
+
+__all__ = ["_kernels_are_assembled_well", "mesh"]  # fixtures
+
+ROWS = BATCH // 2
+
+
+@pytest.mark.parametrize(
+    "case", [MIXTRAL._replace(depth=2), QWEN3._replace(depth=2)], ids=lambda case: case.name
+)
+def test_a_mixed_step_copies_neither_experts_nor_pages(mesh, case):
+    """And none of its kernels spills."""
+    one, cfg = abstract_model(case), case.config
+    with traced_for("cuda"):
+        _, options = served({"segments": ()})
+        params = jax.eval_shape(lambda params: served(params)[0], one.params)
+    weights = MixedWeights(one.pool, (params, params), (one.table, one.table))
+    step = partial(mixed_decode_step, cfg, max_active=2 * cfg.num_experts)
+    rows = int32(2 * ROWS, 9), int32(2 * ROWS, 3), int32(4)
+    held = weights, abstract_state(case)
+    exe = compile_for(mesh, step, *held, *rows, donate_argnums=1, options=options)
+    program = Program(exe.as_text(), exe.memory_analysis(), None)
+    check_copies(program)
+    # A KV write for each model; attention and its merge, two products, and routing if it fits.
+    fused = 2 * case.num_slots <= MAX_EXPERTS
+    assert program.mosaic_kernels == (2 + 4 + fused) * cfg.num_layers
