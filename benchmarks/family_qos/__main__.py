@@ -21,7 +21,7 @@ order that changes:
   split, as NVIDIA MIG would.
 
 One client, one request at a time, says what sharing costs with nothing beside: against one model
-alone, request by request; and against half of the sets, by whether a set was copied (a change of
+alone, request by request; and with half of the sets, by whether one was copied (a change of
 `jmoe_model_swaps_total` says so). The paper's Table 1 has experts that were not there; here all
 experts are in the pool, and what may be missing is a model's other weights.
 
@@ -29,7 +29,6 @@ The load generator takes processor time from what it measures, as much from each
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +48,6 @@ from serving.bench.launch import LaunchError
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measures, writes the JSON file and the picture that are asked for, and prints the tables."""
     args = vars(_parser().parse_args(arguments))
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every server that is started
     figures, picture = args.pop("json"), args.pop("picture")
     try:
         config = QosConfig(**{**args, "server_args": tuple(args["server_args"])})
@@ -92,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
         ("share", "percent of what sharing experts can save"),
         ("rows", "tokens a model that choose the shared experts"),
         ("slots", "sequences decoded together on the whole machine"),
+        ("threads", "of XLA on the whole machine; 0: all cores but one"),
         ("prompt_tokens", "of a request"),
         ("output_tokens", "of its answer"),
         ("seed", "of prompts, arrivals and models"),

@@ -41,10 +41,11 @@ class QosConfig:
     rounds: int = 2  # a trace each; figures are over all of them
     singles: int = 80  # requests one at a time
     capacity_s: float = 5.0  # of full batches of one model alone
-    quantum_s: float = 1.0  # of a model's term, where time is shared
+    quantum_s: float = 0.5  # of a model's term, where time is shared
     share: float = 75.0  # percent of what sharing experts can save
     rows: int = 16_384  # tokens a model that choose the shared experts
     slots: int = 32  # sequences decoded together by a server that has the machine to itself
+    threads: int = 0  # of XLA in such a server; 0: all cores but one, which is the host's
     prompt_tokens: int = 20  # the paper's, and so are the output's
     output_tokens: int = 25
     seed: int = 0
@@ -57,7 +58,7 @@ class QosConfig:
             if not 2 <= size <= len(NAMES) or size % 2:
                 raise ValueError(f"sizes has {size}; it must be an even number up to {len(NAMES)}")
         least = {"rounds": 1, "singles": 1, "rows": 1, "prompt_tokens": 1, "output_tokens": 2}
-        least |= {"slots": 2 * max(self.sizes, default=1), "seed": 0}
+        least |= {"slots": 2 * max(self.sizes, default=1), "threads": 0, "seed": 0}
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be {bound} or more")

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.family_qos.config import ALTERNATIVES, QosConfig
 from benchmarks.family_qos.figures import (
+    SINGLE_WORDS,
     point,
     single_figures,
     single_ratios,
@@ -35,7 +36,7 @@ WARM_S = 0.5
 PAUSE_S = 0.2
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _KEPT = ("loads", "duration_s", "rounds", "singles", "quantum_s", "share", "slots")
-_KEPT += ("prompt_tokens", "output_tokens", "seed")
+_KEPT += ("threads", "prompt_tokens", "output_tokens", "seed")
 
 Say = Callable[[str], None]
 
@@ -91,8 +92,8 @@ class _Size:
             "model_bytes": num_bytes,
             "capacity_per_s": capacity_per_s,
             "singles": await self._singles(),
-            "misses": await self._misses(),
         }
+        work_per_s()  # the first call finds its threads asleep
         points, speeds = [], []
         for number, load in enumerate(self._config.loads):
             self._say(f"{len(self._names)} models at {load:g} of capacity")
@@ -139,38 +140,30 @@ class _Size:
     # -- one request at a time -------------------------------------------------------------------
 
     async def _singles(self) -> dict[str, Any]:
-        """The same request to one model alone, to the family, and to its own model's server.
+        """The same request to one model alone, to the family, and to its own model's server; and
+        to the server with half of the sets, by whether one was copied for it.
 
-        The last is a control: two processes that do the same differ by as much as it says.
+        The third is a control: two processes that do the same differ by as much as it says.
         """
-        config, found = self._config, {"alone": [], "family": [], "control": []}
+        config, servers = self._config, self._servers
+        found: dict[str, list[Record]] = {name: [] for name in SINGLE_WORDS}
         asked = self._mixed(self._prompts(config.singles, config.seed), config.seed)
-        first = self._servers.alone[self._names[0]]
+        swaps = await servers.swaps()
         for number, arrival in enumerate(asked):
-            of_first = replace(arrival, model=self._names[0])
             turns: list[tuple[str, Target, Arrival]] = [
-                ("alone", first, of_first),
-                ("family", self._servers.family, arrival),
-                ("control", self._servers.alone[arrival.model], arrival),
+                ("alone", servers.alone[self._names[0]], replace(arrival, model=self._names[0])),
+                ("family", servers.family, arrival),
+                ("control", servers.alone[arrival.model], arrival),
+                ("half", servers.half, arrival),
             ]
             at = number % len(turns)
             for name, client, own in turns[at:] + turns[:at]:
-                found[name].append(await _ask(client, own))
-        return {name: single_figures(records) for name, records in found.items()} | single_ratios(
-            found
-        )
-
-    async def _misses(self) -> dict[str, Any]:
-        """Requests one at a time where half of the sets are resident, by whether one was copied."""
-        config, found = self._config, {"hit": [], "miss": []}
-        asked = self._mixed(self._prompts(config.singles, config.seed + 1), config.seed + 1)
-        before = await self._servers.swaps()
-        for arrival in asked:
-            record = await _ask(self._servers.half, arrival)
-            after = await self._servers.swaps()
-            found["miss" if after > before else "hit"].append(record)
-            before = after
-        return {name: single_figures(records) for name, records in found.items()}
+                record = await _ask(client, own)
+                if name == "half":
+                    before, swaps = swaps, await servers.swaps()
+                    name = "miss" if swaps > before else "hit"
+                found[name].append(record)
+        return {name: single_figures(each) for name, each in found.items()} | single_ratios(found)
 
     # -- over request rate -----------------------------------------------------------------------
 

@@ -58,13 +58,13 @@ def part_of(cores: Sequence[int], number: int, parts: int) -> list[int]:
     return list(cores[begin : max(end, begin + 1)])
 
 
-def server_settings(slots: int, cores: int) -> dict[str, str]:
-    """Of a server with so many cores, one of which is the host's where there are several."""
+def server_settings(slots: int, threads: int) -> dict[str, str]:
+    """Of a server that decodes so many sequences together with so many threads of XLA."""
     buckets = sorted({max(1, slots // part) for part in (8, 4, 2, 1)})
     return SETTINGS | {
         "engine.max_num_seqs": str(slots),
         "engine.decode_buckets": ",".join(map(str, buckets)),
-        "engine.cpu_threads": str(max(1, cores - 1)),
+        "engine.cpu_threads": str(threads),
     }
 
 
@@ -90,7 +90,7 @@ async def servers(config: QosConfig, size: int) -> AsyncIterator[Servers]:
     names, cores = NAMES[:size], sorted(os.sched_getaffinity(0))
     models = {name: config.family / name for name in names}
     family = await consolidate(config, names)
-    whole = server_settings(config.slots, len(cores))
+    whole = server_settings(config.slots, config.threads or max(1, len(cores) - 1))
     port = free_port()
     async with contextlib.AsyncExitStack() as stack:
 
@@ -111,7 +111,7 @@ async def servers(config: QosConfig, size: int) -> AsyncIterator[Servers]:
                 parts[name] = await start(
                     f"part-{name}",
                     {name: models[name]},
-                    server_settings(config.slots // size, len(own)),
+                    server_settings(config.slots // size, max(1, len(own) - 1)),
                 )
         yield Servers(names, alone, parts, everything, half, port)
 
