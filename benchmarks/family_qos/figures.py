@@ -100,8 +100,10 @@ def tables(result: Mapping[str, Any]) -> list[str]:
         if title.endswith(" models"):
             lines += ["", f"{title}, one alone is saturated at {size['capacity_per_s']:.1f} req/s"]
             lines += _rates_table(size["points"])
+            lines += ["", f"{title}, medians: turnaround / TTFT in ms; requests answered a second"]
+            lines += _medians_table(size["points"])
             lines += ["", f"{title}, one request at a time", *_singles_table(size), ""]
-            singles = size["singles"]
+            singles, (slow, fast) = size["singles"], size["machine_speed"]
             lines += [
                 *(
                     f"Turnaround of the {name} over one model alone: medians "
@@ -109,9 +111,7 @@ def tables(result: Mapping[str, Any]) -> list[str]:
                     f"{singles[f'{name}_to_alone_paired']:.3f}"
                     for name in ("family", "control")
                 ),
-                "The machine did {:.2f} to {:.2f} times the work that it did first.".format(
-                    *size["machine_speed"]
-                ),
+                f"Between plays the machine did {slow:.2f} to {fast:.2f} times its median's work",
             ]
     return lines
 
@@ -137,6 +137,22 @@ def _rates_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
             ]
         )
     return markdown(columns, rows)
+
+
+def _medians_table(points: Sequence[Mapping[str, Any]]) -> list[str]:
+    loads = sorted({one["load"] for one in points})
+    by = {(one["alternative"], one["load"]): one for one in points}
+    rates = {one["load"]: f"{one['load']:g}: {one['rate_per_s']:.1f} req/s" for one in points}
+    rows = []
+    for name, words in WORDS.items():
+        each = [by[name, load] for load in loads]
+        cells = (
+            f"{_ms(one.get('turnaround_median_ms'))} / {_ms(one.get('ttft_median_ms'))}; "
+            f"{one['requests_per_s']:.1f}"
+            for one in each
+        )
+        rows.append([words, *cells])
+    return markdown(["", *(rates[load] for load in loads)], rows)
 
 
 def _singles_table(size: Mapping[str, Any]) -> list[str]:

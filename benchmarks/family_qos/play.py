@@ -1,6 +1,7 @@
 """Plays the same requests against every alternative, and takes the figures."""
 
 import asyncio
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -104,7 +105,8 @@ class _Size:
                 own = point([one.run for one in plays], self._names, *swaps)
                 rate = {"load": load, "rate_per_s": load * capacity_per_s}
                 points.append({"alternative": name} | rate | own)
-        spread = [min(speeds) / speeds[0], max(speeds) / speeds[0]]
+        usual = statistics.median(speeds)
+        spread = [min(speeds) / usual, max(speeds) / usual]
         return found | {"points": points, "machine_speed": spread}
 
     def _prompts(self, num: int, seed: int) -> list[Arrival]:

@@ -365,10 +365,11 @@ def test_tables_and_picture(tmp_path):
     result = synthetic_result()
     lines = tables(json.loads(json.dumps(result)))
     for each in ALTERNATIVES:
-        assert sum(f"| {each.words} |" in line for line in lines) == 6 + 2 * (each.name == "alone")
+        assert sum(f"| {each.words} |" in line for line in lines) == 8 + 2 * (each.name == "alone")
     assert "| 0.9: 45.0 req/s | one pool, all sets resident | 500 / 500 | 167 / 167 |" in "\n".join(
         lines
     )
+    assert "| one pool, all sets resident | 200 / 66.7; 6.0 | 500 / 167; 18.0 |" in "\n".join(lines)
     assert any("request by request 1.000" in line for line in lines)
     draw(result, tmp_path / "docs" / "qos.png")
     assert (tmp_path / "docs" / "qos.png").stat().st_size > 40_000

@@ -12,7 +12,7 @@ def test_a_short_run_measures_every_alternative(tmp_path, capsys):
     file, picture = tmp_path / "qos.json", tmp_path / "qos.png"
     where = ["--family", tmp_path / "family", "--out", tmp_path / "out"]
     short = ["--sizes", "2", "--loads", "0.5", "--duration-s", "1", "--rounds", "1"]
-    short += ["--singles", "8", "--capacity-s", "2", "--rows", "256", "--slots", "8"]
+    short += ["--singles", "8", "--capacity-s", "2", "--rows", "256", "--slots", "4", "--seed", "1"]
     main([str(word) for word in [*where, *short, "--json", file, "--picture", picture]])
     printed = capsys.readouterr().out
     stored = json.loads(file.read_text())["2 models"]
