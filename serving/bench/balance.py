@@ -5,10 +5,7 @@ are visited far more than others. A part of the load is played first, for the co
 find their places; what is measured is the rest, by the server's own metrics.
 """
 
-import asyncio
 import json
-import socket
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -20,11 +17,12 @@ import grpc
 import numpy as np
 import uvloop
 
-from serving.bench.balance_figures import Samples, between, draw, parse, table
+from serving.bench.balance_figures import between, draw, table
 from serving.bench.facts import facts
 from serving.bench.launch import running_server
 from serving.bench.loadgen import play
 from serving.bench.results import summarize
+from serving.bench.scrape import free_port, scrape
 from serving.bench.workload import BUNDLED_TASKS, Arrival, WorkloadError, load_tasks
 from serving.client import Client
 from serving.settings import mesh_devices
@@ -34,7 +32,6 @@ NEW_TOKENS = 8  # each request, so that decode steps are measured as well
 PROMPT_TASKS = 3  # joined to a prompt, the last one without its answer
 FIRST_SHARE = 0.5  # of the requests: played besides, before the measured ones
 TIME_LIMIT_S = 1800.0
-SCRAPE_S = 30.0
 
 
 class Variant(NamedTuple):
@@ -155,12 +152,12 @@ async def _run(config: BalanceBenchConfig, say: Callable[[str], None]) -> dict[s
     runs = []
     for name in config.variants:
         say(f"{VARIANTS[name].words}: {config.requests} requests")
-        async with _server(config, VARIANTS[name]) as (client, metrics_url):
+        async with _server(config, VARIANTS[name]) as (client, metrics_port):
             known = known or await facts(client)
             await play(client, first, time_limit_s=TIME_LIMIT_S)
-            before = await _scrape(metrics_url)
+            before = await scrape(metrics_port)
             run = await play(client, measured, time_limit_s=TIME_LIMIT_S)
-            after = await _scrape(metrics_url)
+            after = await scrape(metrics_port)
         summary = summarize(run)
         words = {"variant": name, "words": VARIANTS[name].words, "failed": summary["failed"]}
         rate = {"tokens_per_s": summary["total_token_throughput"]}
@@ -227,8 +224,8 @@ def variant_settings(config: BalanceBenchConfig, variant: Variant) -> dict[str, 
 @asynccontextmanager
 async def _server(
     config: BalanceBenchConfig, variant: Variant
-) -> AsyncIterator[tuple[Client, str]]:
-    port = _free_port()
+) -> AsyncIterator[tuple[Client, int]]:
+    port = free_port()
     flags = [f"{key}={value}" for key, value in variant_settings(config, variant).items()]
     flags += [f"metrics_port={port}", "max_concurrent_calls=100000"]
     sets = [word for flag in flags for word in ("--set", flag)]
@@ -242,19 +239,4 @@ async def _server(
         Client(address) as client,
     ):
         await client.wait_ready(config.startup_timeout_s)
-        yield client, f"http://127.0.0.1:{port}/metrics"
-
-
-def _free_port() -> int:
-    """A port that was free a moment ago: the server does not print which one it chose."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
-
-
-async def _scrape(url: str) -> Samples:
-    def read() -> bytes:
-        with urllib.request.urlopen(url, timeout=SCRAPE_S) as answer:
-            return answer.read()
-
-    return parse((await asyncio.to_thread(read)).decode())
+        yield client, port

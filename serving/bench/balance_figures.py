@@ -6,27 +6,11 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float
-from prometheus_client.parser import text_string_to_metric_families
 
-Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
-"""Values by name and labels, the labels in alphabetical order."""
+from serving.bench.scrape import Samples, value
 
 PHASES = ("prefill", "decode")
 MEGABYTE = 1e6
-
-
-def parse(text: str) -> Samples:
-    """The samples of Prometheus' text format. Raises ValueError for what is something else."""
-    return {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def value(samples: Samples, name: str, **labels: str) -> float:
-    """One sample; `name` is without the prefix. 0 where there is none yet."""
-    return samples.get((f"jmoe_{name}", tuple(sorted(labels.items()))), 0.0)
 
 
 def rows_by_device(samples: Samples) -> Float[np.ndarray, "layers D"]:

@@ -2,8 +2,8 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -33,7 +33,8 @@ class BenchConfig:
     port: int = 50051
     admin_address: str | None = None  # none: where the server says its admin service is
     ready_check_timeout_sec: float = 600.0  # for a server that is still starting
-    model: str | None = None  # the name that must be served; none: whatever is
+    model: str | None = None  # the name that must be served; none: the server's first
+    model_mix: tuple[str, ...] = ()  # "NAME=WEIGHT" of models that requests go to, by lot
     dataset_name: str = "random"  # one of DATASETS
     dataset_path: Path | None = None  # none: the bundled tasks; lengths like ShareGPT's or Alpaca's
     tokenizer: Path | None = None  # tokenizer.json that counts a dataset's tokens; none: estimated
@@ -81,6 +82,7 @@ class Plan:
     percentiles: list[float]
     goodput: dict[str, float]  # milliseconds
     dataset: Dataset | None
+    model_mix: Mapping[str, float] = field(default_factory=dict)  # weights by model
 
 
 def prepare(config: BenchConfig) -> Plan:
@@ -100,6 +102,7 @@ def prepare(config: BenchConfig) -> Plan:
         _percentiles(config.metric_percentiles),
         _goodput(config.goodput),
         _read_dataset(config),
+        _model_mix(config),
     )
     if config.saves:
         _check_writable((config.result_dir / (config.result_filename or "result")).parent)
@@ -216,6 +219,27 @@ def _goodput(limits: Iterable[str]) -> dict[str, float]:
         if not parsed[metric] >= 0:
             raise WorkloadError(f"--goodput {limit} is no time; it must be at least 0")
     return parsed
+
+
+def _model_mix(config: BenchConfig) -> dict[str, float]:
+    weights: dict[str, float] = {}
+    for given in config.model_mix:
+        name, _, weight = given.rpartition("=")
+        if not name:
+            raise WorkloadError(f"--model-mix {given!r} is not NAME=WEIGHT, such as {given}=1")
+        if name in weights:
+            raise WorkloadError(f"--model-mix names {name} twice; give it one weight")
+        try:
+            weights[name] = float(weight)
+        except ValueError:
+            weights[name] = math.nan
+        if not 0 < weights[name] < math.inf:
+            raise WorkloadError(
+                f"--model-mix {given!r}: a weight is a number above 0, such as {name}=1"
+            )
+    if weights and config.model is not None:
+        raise WorkloadError("give --model or --model-mix, not both")
+    return weights
 
 
 def _read_dataset(config: BenchConfig) -> Dataset | None:

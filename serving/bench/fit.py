@@ -4,6 +4,7 @@ What a flag says is kept or refused; what no flag says is made to fit.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -19,6 +20,7 @@ from serving.bench.workload import (
     gamma_times,
     ramp_rates,
     schedule,
+    several_models,
     synthetic,
     two_classes,
 )
@@ -53,6 +55,10 @@ def fit(plan: Plan, server: pb.ServerInfo, vocab_size: int) -> Load:
     if config.best_effort_share:
         arrivals = two_classes(arrivals, config.best_effort_share, config.seed)
         words += f"; {sum(a.best_effort for a in arrivals)} of them best effort"
+    if plan.model_mix:
+        arrivals = several_models(arrivals, plan.model_mix, config.seed)
+        asked = Counter(a.model for a in arrivals)
+        words += f"; {', '.join(f'{asked[name]} to {name}' for name in plan.model_mix)}"
     return Load(arrivals, f"{num} requests: {words}")
 
 

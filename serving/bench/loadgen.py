@@ -8,15 +8,14 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import AsyncIterable, Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import grpc
 
 from serving.bench.config import BenchConfig as BenchConfig  # its name before it moved
 from serving.bench.results import Record, Run, Sample
 from serving.bench.workload import Arrival
-from serving.client import Client
 from serving.frontend import gc_freeze
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
@@ -24,10 +23,37 @@ FIRST_SAMPLE_S = 10.0  # the longest wait for the first answer of the admin serv
 clock = time.monotonic  # uvloop's own counts whole milliseconds
 
 
+class Target(Protocol):
+    """What a workload is played against: `serving.client.Client`, or what stands before several.
+
+    Calls raise `grpc.aio.AioRpcError`.
+    """
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: pb.SamplingParams | None = None,
+        *,
+        priority: pb.Priority = ...,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncIterable[pb.GenerateResponse]:
+        """See Client."""
+        ...
+
+    async def get_brownout(self) -> pb.BrownoutState:
+        """See Client."""
+        ...
+
+    async def stats(self) -> pb.Stats:
+        """See Client."""
+        ...
+
+
 class _Player:
     """The clock, the deadline and the records of one run."""
 
-    def __init__(self, client: Client, time_limit_s: float, model: str = "") -> None:
+    def __init__(self, client: Target, time_limit_s: float, model: str = "") -> None:
         self.client = client
         self.time_limit_s = time_limit_s
         self.model = model
@@ -42,7 +68,10 @@ class _Player:
 
     async def ask(self, arrival: Arrival, at_s: float) -> Record:
         """Sends one request and reads it to its end, which the run's time limit bounds."""
-        record = Record(arrival.family, at_s, self.now_s(), best_effort=arrival.best_effort)
+        model = arrival.model or self.model
+        record = Record(
+            arrival.family, at_s, self.now_s(), best_effort=arrival.best_effort, model=model
+        )
         self.records.append(record)
         left_s = self.time_limit_s - record.sent_s
         if left_s <= 0:
@@ -59,7 +88,7 @@ class _Player:
             call = self.client.generate(
                 arrival.prompt,
                 sampling,
-                model=self.model,
+                model=model,
                 timeout_s=left_s,
                 **own,
             )
@@ -136,7 +165,7 @@ def _known(value: float) -> float | None:
 
 
 async def play(
-    client: Client,
+    client: Target,
     arrivals: Sequence[Arrival],
     *,
     time_limit_s: float,
@@ -149,7 +178,8 @@ async def play(
     """Plays `arrivals`, which are in order of time. Returns within `time_limit_s` and a moment.
 
     With `max_concurrency`, a request is due when it is scheduled and a place is free. `model` is
-    what requests name; none: whatever is served. `on_record` gets each request when it has ended.
+    what requests name that have no model of their own; none: whatever is served. `on_record` gets
+    each request when it has ended.
     """
     gc_freeze.freeze()  # or a collection would make requests leave late
     player = _Player(client, time_limit_s, model)
@@ -185,7 +215,7 @@ async def play(
 
 
 async def saturate(
-    client: Client, samples: Iterable[Arrival], *, concurrency: int, duration_s: float
+    client: Target, samples: Iterable[Arrival], *, concurrency: int, duration_s: float
 ) -> Run:
     """Keeps `concurrency` requests in flight for `duration_s`, then lets them finish."""
     gc_freeze.freeze()

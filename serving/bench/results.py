@@ -32,6 +32,7 @@ class Record:
     prefill_threshold: tuple[int, int] | None = None  # smallest and largest percent seen
     decode_threshold: tuple[int, int] | None = None
     best_effort: bool = False
+    model: str = ""  # that was asked; "": the server's first
 
     @property
     def ok(self) -> bool:

@@ -69,15 +69,11 @@ async def _bench(plan: Plan, say: Say, progress: Progress) -> tuple[Run, str]:
     async with Client(plan.address, config.admin_address) as client:
         try:
             server = await _ready_server(client, config.ready_check_timeout_sec, say)
-            model = await client.model_info()
+            names = _models(plan, server)
+            infos = [await client.model_info(name) for name in names]
         except grpc.aio.AioRpcError as error:
             raise ConnectionError(_no_answer(plan.address, error)) from None
-        if config.model not in (None, server.model):
-            raise WorkloadError(
-                f"--model is {config.model}; {plan.address} serves {server.model}: name that, or "
-                "leave --model out"
-            )
-        load = fit(plan, server, model.vocab_size)
+        load = fit(plan, server, min(info.vocab_size for info in infos))
         await _check_takes(client, load.arrivals[0])
         say(load.words)
         run = await play(
@@ -88,7 +84,21 @@ async def _bench(plan: Plan, say: Say, progress: Progress) -> tuple[Run, str]:
             model=config.model or "",
             on_record=_counting(len(load.arrivals), progress),
         )
-    return run, model.name
+    return run, ",".join(info.name for info in infos)
+
+
+def _models(plan: Plan, server: pb.ServerInfo) -> list[str]:
+    """Names of the models that are asked. Raises WorkloadError for one that is not served."""
+    config, served = plan.config, list(server.models) or [server.model]
+    have = f"{plan.address} serves {', '.join(served)}"
+    if config.model is not None and config.model not in served:
+        raise WorkloadError(
+            f"--model is {config.model}; {have}: name what is served, or leave --model out"
+        )
+    for name in plan.model_mix:
+        if name not in served:
+            raise WorkloadError(f"--model-mix has {name}; {have}")
+    return list(plan.model_mix) or [config.model or server.model]
 
 
 async def _ready_server(client: Client, timeout_s: float, say: Say) -> pb.ServerInfo:
@@ -123,7 +133,10 @@ async def _check_takes(client: Client, arrival: Arrival) -> None:
     if not isinstance(arrival.prompt, str):
         return
     call = client.generate(
-        arrival.prompt, pb.SamplingParams(max_new_tokens=1), timeout_s=ANSWER_TIMEOUT_S
+        arrival.prompt,
+        pb.SamplingParams(max_new_tokens=1),
+        model=arrival.model,
+        timeout_s=ANSWER_TIMEOUT_S,
     )
     try:
         async for _ in call:
@@ -195,6 +208,12 @@ def _result(plan: Plan, run: Run, model: str, now: datetime) -> dict[str, Any]:
             words: _of_class([r for r in run.records if r.best_effort == best_effort], plan)
             for words, best_effort in (("latency_sensitive", False), ("best_effort", True))
         }
+    if plan.model_mix:
+        result["model_mix"] = dict(plan.model_mix)
+        result["models"] = {
+            name: _of_model([r for r in run.records if r.model == name], plan, run.duration_s)
+            for name in plan.model_mix
+        }
     return result | _details(run.records) if config.save_detailed else result
 
 
@@ -202,6 +221,16 @@ def _of_class(records: list[Record], plan: Plan) -> dict[str, Any]:
     done = sum(r.ok for r in records)
     latencies = latency_summary(records, plan.metrics, plan.percentiles) if done else {}
     return {"requests": len(records), "completed": done, **latencies}
+
+
+def _of_model(records: list[Record], plan: Plan, duration_s: float) -> dict[str, Any]:
+    of_class = _of_class(records, plan)
+    num_output = sum(len(r.token_s) for r in records if r.ok)
+    rates = {
+        "request_throughput": of_class["completed"] / duration_s,
+        "output_throughput": num_output / duration_s,
+    }
+    return of_class | rates
 
 
 def _details(records: Iterable[Record]) -> dict[str, Any]:

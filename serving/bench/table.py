@@ -22,6 +22,8 @@ def result_table(result: Mapping[str, Any]) -> str:
     for name, of_class in result.get("classes", {}).items():
         words = name.replace("_", " ").capitalize()
         lines += [words.center(WIDTH, "-"), *_class(of_class)]
+    for name, of_model in result.get("models", {}).items():
+        lines += [f"Model {name}".center(WIDTH, "-"), *_class(of_model)]
     lines += ["Brownout".center(WIDTH, "-"), *_brownout(result)]
     lines += [
         "Load Generator".center(WIDTH, "-"),
@@ -55,6 +57,9 @@ def _totals(result: Mapping[str, Any]) -> Iterable[str]:
 def _class(of_class: Mapping[str, Any]) -> Iterable[str]:
     yield _row("Requests:", of_class["requests"])
     yield _row("Successful ones:", of_class["completed"])
+    if "request_throughput" in of_class:
+        yield _row("Request throughput (req/s):", of_class["request_throughput"])
+        yield _row("Output token throughput (tok/s):", of_class["output_throughput"])
     for metric in _TITLES:
         yield from _latencies(of_class, metric)
 

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 BUNDLED_TASKS = Path(__file__).parents[2] / "jmoe" / "bundled" / "tasks.jsonl"
+_MODELS = 1  # tells the stream of models from others of the same seed
 
 
 class WorkloadError(ValueError):
@@ -29,6 +30,7 @@ class Arrival:
     ignore_eos: bool = False
     at_s: float = 0.0  # after the start of the run
     best_effort: bool = False
+    model: str = ""  # of a family; "": the server's first
 
 
 def approximate_tokens(text: str) -> int:
@@ -116,6 +118,26 @@ def two_classes(arrivals: Sequence[Arrival], best_effort_share: float, seed: int
         replace(arrival, best_effort=bool(own))
         for arrival, own in zip(arrivals, best_effort, strict=True)
     ]
+
+
+def several_models(
+    arrivals: Sequence[Arrival], weights: Mapping[str, float], seed: int
+) -> list[Arrival]:
+    """The same requests, each to a model that is drawn with a probability that goes by its weight.
+
+    Raises WorkloadError for weights that are not numbers above 0.
+    """
+    for name, weight in weights.items():
+        if not 0 < weight < math.inf:
+            raise WorkloadError(f"model {name} has the weight {weight:g}; it must be above 0")
+    if not weights:
+        raise WorkloadError("no model is named that requests could go to")
+    # A stream of its own: from the seed as it is, gaps between requests and classes are drawn.
+    draws = np.random.default_rng([seed, _MODELS]).random(len(arrivals))
+    ends = np.cumsum(list(weights.values()))
+    names = list(weights)
+    chosen = np.searchsorted(ends, draws * ends[-1], side="right")
+    return [replace(a, model=names[i]) for a, i in zip(arrivals, chosen, strict=True)]
 
 
 def shuffled(samples: Sequence[Arrival], seed: int, num: int | None = None) -> list[Arrival]:

@@ -22,17 +22,19 @@ def _bench() -> None:
 
 
 class _SeveralValues(TyperCommand):
-    """Lets `--goodput ttft:200 tpot:50` take several values, as vLLM's does."""
+    """Lets `--goodput ttft:200 tpot:50` take several values, as vLLM's does; so --model-mix."""
+
+    FLAGS = ("--goodput", "--model-mix")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeats the flag before every value after the first."""
         spread: list[str] = []
-        num_values = -1  # of the flag under way; -1: another flag's
+        flag, num_values = "", -1  # the flag under way; -1: one that takes a single value
         for arg in args:
             if arg.startswith("-"):
-                num_values = 0 if arg == "--goodput" else -1
+                flag, num_values = arg, 0 if arg in self.FLAGS else -1
             elif num_values >= 0:
-                spread += ["--goodput"] if num_values else []
+                spread += [flag] if num_values else []
                 num_values += 1
             spread.append(arg)
         return super().parse_args(ctx, spread)
@@ -58,7 +60,15 @@ def serve(
         float, typer.Option(help="Longest wait for a server that is starting; 0: none.")
     ] = 600.0,
     model: Annotated[
-        str | None, typer.Option(help="Name that must be served; else whatever is.")
+        str | None, typer.Option(help="Name that must be served; else the server's first.")
+    ] = None,
+    model_mix: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Models of a family that requests go to, drawn by weight, such as base=2 "
+            "legal=1; figures by model follow.",
+            metavar="NAME=WEIGHT...",
+        ),
     ] = None,
     dataset_name: Annotated[
         str, typer.Option(help="sharegpt, alpaca, tasks or random.")
@@ -132,7 +142,11 @@ def serve(
     ] = 3600.0,
 ) -> None:
     """Plays a workload against a running server. Flags are those of `vllm bench serve`."""
-    flags: dict[str, Any] = {**locals(), "goodput": tuple(goodput or ())}
+    flags: dict[str, Any] = {
+        **locals(),
+        "goodput": tuple(goodput or ()),
+        "model_mix": tuple(model_mix or ()),
+    }
     from serving.bench.config import BenchConfig
     from serving.bench.run import run_bench
     from serving.bench.table import result_table

@@ -13,7 +13,8 @@ from serving.bench.balance import (
     run_balance,
     variant_settings,
 )
-from serving.bench.balance_figures import between, draw, heat, parse, rows_by_device, table, value
+from serving.bench.balance_figures import between, draw, heat, rows_by_device, table
+from serving.bench.scrape import parse, value
 from serving.bench.workload import BUNDLED_TASKS, WorkloadError, load_tasks
 
 BEFORE = """# HELP jmoe_device_expert_rows_total Rows that a device's experts computed

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -103,6 +104,31 @@ async def test_the_table_is_that_of_vllm_and_ours(served, jmoe, tmp_path):
     assert {r.model for r in servicer.requests[1:]} == {"scripted"}
 
 
+async def test_requests_go_to_models_and_figures_are_by_model(served, jmoe, tmp_path):
+    servicer, address = served
+    servicer.info.models.extend(["scripted", "tuned", "other"])
+    flags = ["--base-url", f"http://{address}", "--num-prompts", "12"]
+    dataset = ["--dataset-name", "tasks", "--dataset-path", tasks_file(tmp_path, "1,1")]
+    mix = ["--model-mix", "tuned=1", "scripted=2", "--save-result", "--result-dir", tmp_path]
+    status, out, err = await jmoe("bench", "serve", *flags, *dataset, *mix)
+    assert status == 0
+    asked = Counter(r.model for r in servicer.requests[1:])
+    assert set(asked) == {"tuned", "scripted"}
+    assert f"{asked['tuned']} to tuned, {asked['scripted']} to scripted" in err
+    (path,) = tmp_path.glob("jmoe-*.json")
+    result = json.loads(path.read_text())
+    assert result["model_mix"] == {"tuned": 1, "scripted": 2}
+    assert {name: m["completed"] for name, m in result["models"].items()} == asked
+    assert sum(m["output_throughput"] for m in result["models"].values()) == pytest.approx(
+        result["output_throughput"]
+    )
+    for name in asked:
+        assert re.search(rf"^-+Model {name}-+$", out, re.M)
+    status, _, _ = await jmoe("bench", "serve", *flags, *dataset, "--model", "tuned")
+    assert status == 0
+    assert {r.model for r in servicer.requests[14:]} == {"tuned"}
+
+
 async def test_the_command_by_itself(served):
     _, address = served
     child = await asyncio.create_subprocess_exec(
@@ -143,6 +169,7 @@ async def test_defaults_fit_the_server(served, jmoe):
         (["--num-prompts", "13"], "--num-prompts is 13, all at once; the server takes 12"),
         (["--max-concurrency", "13", "--num-prompts", "99"], "--max-concurrency is 13"),
         (["--model", "other"], "--model is other; .* serves scripted"),
+        (["--model-mix", "other=1"], "--model-mix has other; .* serves scripted"),
     ],
 )
 async def test_a_flag_that_does_not_fit_is_an_error(served, jmoe, flags, message):
@@ -251,6 +278,12 @@ async def test_bench_writes_what_it_returns(served, one_loop, tmp_path):
         (["--metric-percentiles", "abc"], "'abc' is not numbers"),
         (["--save-result", "--result-dir", "/proc/x"], "results cannot go to /proc/x"),
         (["--num-prompts", "0"], "--num-prompts is 0"),
+        (["--model-mix", "a"], "--model-mix 'a' is not NAME=WEIGHT, such as a=1"),
+        (["--model-mix", "a=1", "b=0"], "'b=0': a weight is a number above 0, such as b=1"),
+        (["--model-mix", "a=some"], "'a=some': a weight is a number above 0"),
+        (["--model-mix", "a=inf"], "'a=inf': a weight is a number above 0"),
+        (["--model-mix", "a=1", "a=2"], "--model-mix names a twice"),
+        (["--model-mix", "a=1", "--model", "a"], "give --model or --model-mix, not both"),
         (["--random-input-len", "0"], "--random-input-len is 0"),
         (["--seed", "-1"], "--seed is -1"),
         (["--max-concurrency", "0"], "--max-concurrency is 0"),
@@ -303,6 +336,8 @@ async def test_goodput_takes_several_values(monkeypatch, jmoe, flags):
     monkeypatch.setattr("serving.bench.run.run_bench", stop)
     await jmoe("bench", "serve", *flags)
     assert [(config.goodput, config.seed) for config in seen] == [(("ttft:200", "tpot:50"), 3)]
+    await jmoe("bench", "serve", *flags, "--model-mix", "a=1", "b=2")
+    assert [config.model_mix for config in seen] == [(), ("a=1", "b=2")]
 
 
 # -- what is shown -------------------------------------------------------------------------------

@@ -1,9 +1,12 @@
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serving.bench.workload import (
     ALPACA_LENGTHS,
@@ -19,6 +22,7 @@ from serving.bench.workload import (
     poisson_times,
     ramp_rates,
     schedule,
+    several_models,
     shuffled,
     synthetic,
 )
@@ -49,6 +53,38 @@ def test_times_repeat_with_the_seed_and_only_then():
     assert poisson_times(50, 2.0, seed=1) == poisson_times(50, 2.0, seed=1)
     assert poisson_times(50, 2.0, seed=1) != poisson_times(50, 2.0, seed=2)
     assert poisson_times(3, math.inf, seed=1) == [0.0, 0.0, 0.0]
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    weights=st.dictionaries(st.text(min_size=1), st.floats(0.01, 100), min_size=1, max_size=5),
+    seed=st.integers(0, 2**32),
+)
+def test_models_are_drawn_by_weight_and_seed(weights, seed):
+    arrivals = [Arrival(str(i), 1, at_s=i) for i in range(4000)]
+    mixed = several_models(arrivals, weights, seed)
+    assert [replace(a, model="") for a in mixed] == arrivals
+    assert mixed == several_models(arrivals, weights, seed)
+    total = sum(weights.values())
+    for name, weight in weights.items():
+        share = sum(a.model == name for a in mixed) / len(mixed)
+        assert share == pytest.approx(weight / total, abs=0.05)  # six standard deviations
+    assert {a.model for a in mixed} <= set(weights)
+
+
+def test_models_do_not_go_with_the_gaps_between_requests():
+    gaps_s = np.diff([0.0, *poisson_times(20_000, 1.0, seed=7)])
+    mixed = several_models([Arrival("", 1)] * 20_000, {"a": 1, "b": 1}, seed=7)
+    of_a = np.array([a.model == "a" for a in mixed])
+    assert gaps_s[of_a].mean() == pytest.approx(gaps_s[~of_a].mean(), rel=0.06)
+
+
+@pytest.mark.parametrize("weight", [0, -1, math.inf, math.nan])
+def test_a_weight_that_is_none_is_named(weight):
+    with pytest.raises(WorkloadError, match=f"model b has the weight {weight:g}"):
+        several_models([Arrival("", 1)], {"a": 1, "b": weight}, seed=0)
+    with pytest.raises(WorkloadError, match="no model is named"):
+        several_models([Arrival("", 1)], {}, seed=0)
 
 
 @pytest.mark.parametrize("burstiness", [0.5, 1.0, 4.0])

@@ -1,0 +1,44 @@
+"""A server's metrics over HTTP, as samples by name and labels. No jax."""
+
+import asyncio
+import socket
+import urllib.request
+from collections.abc import Mapping
+
+from prometheus_client.parser import text_string_to_metric_families
+
+Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
+"""Values by name and labels, the labels in alphabetical order."""
+
+TIMEOUT_S = 30.0
+
+
+def free_port() -> int:
+    """A port that was free a moment ago: the server does not print which one it chose."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+async def scrape(port: int) -> Samples:
+    """What a server on this machine has at `/metrics` of its `metrics_port`. Raises OSError."""
+
+    def read() -> bytes:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT_S) as got:
+            return got.read()
+
+    return parse((await asyncio.to_thread(read)).decode())
+
+
+def parse(text: str) -> Samples:
+    """The samples of Prometheus' text format. Raises ValueError for what is something else."""
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    """One sample; `name` is without the prefix. 0 where there is none yet."""
+    return samples.get((f"jmoe_{name}", tuple(sorted(labels.items()))), 0.0)
