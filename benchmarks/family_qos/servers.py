@@ -100,7 +100,7 @@ async def servers(config: QosConfig, size: int) -> AsyncIterator[Servers]:
             )
 
         alone = {name: await start(f"alone-{name}", {name: models[name]}, {}) for name in names}
-        sharing = {"engine.family": str(family)}
+        sharing = {"engine.family": str(family), "engine.mixed_models": str(size)}
         everything = await start("family", models, sharing)
         resident = {"engine.resident_sets": str(size // 2), "metrics_port": str(port)}
         half = await start("half", models, sharing | resident)
