@@ -33,7 +33,7 @@ class Recorder:
     def warm(self, key):
         self.made.append(("warm", key))
 
-    def run(self, key, arrays, *, model=0, score=False, sample=False):
+    def run(self, key, arrays, *, models=(0,), score=False, sample=False):
         self.made.append(("run", key, [a.tolist() for a in arrays], score, sample))
         assert all(a.dtype == np.int32 for a in arrays)
 
