@@ -274,7 +274,7 @@ def test_the_control_without_our_options_computes_things_twice(mesh):
 
 
 def test_a_router_whose_columns_cublas_does_not_take_is_padded_once(mesh, monkeypatch):
-    monkeypatch.setattr(model, "_with_wide_router", lambda segment: segment)
+    monkeypatch.setattr(model, "with_wide_router", lambda segment: segment)
     program = compile_decode(mesh, QWEN15, eager=True)
     assert sum(count_loop_launches(program.hlo).values()) == QWEN15.launches[2] + 2
 
@@ -287,12 +287,12 @@ def test_a_padded_router_changes_no_bit(request, monkeypatch):
     tokens = jnp.asarray([[5, 9, 2, 40, 7]], jnp.int32)
     shapes, logits = [], []
 
-    def watched(segment, pad=model._with_wide_router):
+    def watched(segment, pad=model.with_wide_router):
         shapes.append(pad(segment)["router"].shape[-1])
         return pad(segment)
 
     for way in (watched, lambda segment: segment):
-        monkeypatch.setattr(model, "_with_wide_router", way)
+        monkeypatch.setattr(model, "with_wide_router", way)
         with traced_for("rocm"):
             fresh = jax.jit(partial(_forward.__wrapped__, tiny.config, model.COUNTS, None))
             arrays = tiny.weights, tokens, jnp.zeros(1, bool), jnp.ones(1, bool)
