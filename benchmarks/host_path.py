@@ -93,7 +93,7 @@ class PassingTime:
         """There is one model."""
         raise NotImplementedError
 
-    def fetch_expert(self, expert: Any, slot: int) -> None:
+    def fetch_experts(self, experts: Mapping[Any, int]) -> None:
         """All experts are there."""
         raise NotImplementedError
 

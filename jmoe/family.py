@@ -18,12 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from jmoe import checkpoint, display
 from jmoe.api import Model, check_dtype, check_tokenizer, choose_ways, resolve
+from jmoe.away import AwayExperts, Expert, Homes, OnHost, check_spare, needed_by_a_row
 from jmoe.checkpoint import CheckpointError, HFLayers
 from jmoe.config import ConfigError, ModelConfig, read_config
 from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots, write_slots
 from jmoe.finite import seem_finite
-from jmoe.host_experts import Expert, Homes, HostExperts, check_spare, needed_by_a_row
-from jmoe.sharing import MERGED, MERGED_FILE, Sharing, SharingError, read_sharing
+from jmoe.residuals import ByDifference, read_residuals
+from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, SharingError, read_sharing
 from jmoe.tokenizer import Tokenizer
 from jmoe.weights import Params, PoolHolder, ResidentWeights, Weights
 
@@ -37,7 +38,7 @@ class Family(Sequence[Model]):
 
     models: tuple[Model, ...]
     sharing: Sharing
-    host: HostExperts | None = None  # experts that are not on the device for good
+    away: AwayExperts | None = None  # experts without a slot for good
 
     @classmethod
     def of(cls, model: "Model | Family") -> "Family":
@@ -59,16 +60,19 @@ class Family(Sequence[Model]):
 
     @property
     def weight_bytes(self) -> int:
-        """Of the pool and of all other weights; what two models have alike counts once."""
+        """On the device: of the pool, of differences from it, and of all other weights; what two
+        models have alike counts once.
+        """
         trees = [self.models[0].pool, [(model.params, model.table) for model in self]]
         leaves = {id(leaf): leaf for leaf in jax.tree.leaves(trees)}
-        return sum(leaf.nbytes for leaf in leaves.values())
+        away = 0 if self.away is None else self.away.source.device_bytes
+        return sum(leaf.nbytes for leaf in leaves.values()) + away
 
-    def fetch(self, expert: Expert, slot: int) -> None:
-        """Copies an expert of host memory into a spare slot, between two programs."""
-        assert self.host is not None
+    def fetch(self, experts: Mapping[Expert, int]) -> None:
+        """Puts experts that are away into spare slots, each into its own, between two programs."""
+        assert self.away is not None
         residents = {number: model.resident for number, model in enumerate(self.models)}
-        self.host.fetch(expert, slot, self.models[0].resident.held, residents)
+        self.away.fetch(experts, self.models[0].resident.held, residents)
 
     def __len__(self) -> int:
         return len(self.models)
@@ -127,13 +131,15 @@ def load_family(
         params_on_host: leave all but experts in host memory, for who puts some models' sets of them
             onto the device at a time; such a model's `params` are NumPy arrays.
         resident_experts: distinct routed experts on the device for good, 0: all; the others stay
-            in host memory, and a sibling's stands in for them (`jmoe.host_experts`).
+            in host memory, and a sibling's stands in for them (`jmoe.away`), as for experts that
+            `sharing` knows by their difference from a sibling's.
         spare_experts: slots that those can be fetched into; 0: they never are.
 
     A tensor beside the experts that is equal in two models is on the device once.
 
     Raises, before any weights are read, ValueError for no directories, a way that one lacks,
-    fewer resident experts than one model has or fewer spare slots than a row can need, ConfigError
+    fewer resident experts than one model has, fewer spare slots than a row can need or some that
+    nothing would be fetched into, ConfigError
     for models that are not of one architecture and vocabulary, SharingError for a map of other
     models; then as `jmoe.load`.
     """
@@ -179,10 +185,16 @@ def load_family(
         weights = Weights(params, held.pool, tables[number])
         resident = ResidentWeights(weights, united[name], name, held=held)
         models.append(Model(name, path, cfgs[name], kind, resident, tokenizers[name]))
-    host = None
+    away = None
     if homes.away is not None:
-        host = HostExperts(homes.spare, reader.on_host, homes.users, homes.stand_in)
-    return Family(tuple(models), sharing, host)
+        source = OnHost(reader.on_host)
+        if sharing.residual_rank:
+            experts = sorted(homes.users)
+            number = {expert: at for at, expert in enumerate(experts)}
+            residuals = read_residuals(sharing, experts, cfg, check_weights)
+            source = ByDifference(residuals, number, homes.stand_in)
+        away = AwayExperts(homes.spare, source, homes.users, homes.stand_in)
+    return Family(tuple(models), sharing, away)
 
 
 def check_family(
@@ -341,7 +353,7 @@ def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_wei
     cfg, held = reader.cfg, reader.held
     if sharing.directory is None:
         raise SharingError("the map has merged experts, and no directory that holds them")
-    path, (d, f) = sharing.directory / MERGED_FILE, (cfg.d_model, cfg.d_ff_expert)
+    path, (d, f) = sharing.directory / WEIGHTS_FILE, (cfg.d_model, cfg.d_ff_expert)
     try:
         with safe_open(path, framework="numpy") as file:
             for at in np.flatnonzero(reader.held_experts[:, 0] == MERGED):

@@ -2,27 +2,28 @@
 
 Models of one architecture that were fine-tuned from one another have experts at the same positions,
 (MoE layer, expert). Where two models share one, a single slot of the pool serves both. The map lies
-over the models' directories as they stand; only merged experts are weights of its own.
+over the models' directories as they stand; only merged experts, and differences from shared ones,
+are weights of its own.
 """
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from jmoe.checkpoint import TensorFiles
 
 FORMAT = "jmoe-family-1"
 MERGED = -1
-"""As an owner: no model's expert, but the merged one of its position, in `MERGED_FILE`."""
-MERGED_FILE = "family.safetensors"
-"""Beside `family.json`: `layers.{i}.experts.{e}.gate_up [d, 2 f]` and `.down [f, d]`; i counts MoE
-layers."""
+"""As an owner: no model's expert, but the merged one of its position, in `WEIGHTS_FILE`."""
+WEIGHTS_FILE = "family.safetensors"
+"""Beside `family.json`, with merged experts as `layers.{i}.experts.{e}.gate_up [d, 2 f]` and
+`.down [f, d]`, i counting MoE layers; and with differences (`jmoe.residuals.tensor_name`)."""
 
 SAMPLED_BYTES, SAMPLES = 256, 8
 """Of each tensor, what a fingerprint reads: so many bytes at so many places."""
@@ -44,7 +45,10 @@ class Sharing:
     owners: Int[np.ndarray, "N layers m"]
     fingerprints: tuple[str, ...] = ()  # of the models' directories; empty: not known
     facts: Mapping[str, Any] = field(default_factory=dict)  # how it was made, for people
-    directory: Path | None = None  # where merged experts lie
+    directory: Path | None = None  # where merged experts and differences lie
+    residual_rank: int = 0
+    """Where a model uses another's expert, it knows its own by a difference of this rank; 0: it is
+    gone."""
 
     def __post_init__(self) -> None:
         """Raises SharingError for owners that are none of the models."""
@@ -65,6 +69,12 @@ class Sharing:
         """Every model has all experts for itself."""
         own = np.arange(len(names), dtype=np.int32)[:, None, None]
         return cls(tuple(names), np.tile(own, (1, num_layers, num_experts)))
+
+    @property
+    def differs(self) -> Bool[np.ndarray, "N layers m"]:
+        """Where a model knows its own expert by a difference from the one it shares."""
+        own = np.arange(len(self.names))[:, None, None]
+        return (self.owners != own) & bool(self.residual_rank)
 
     @property
     def num_slots(self) -> int:
@@ -109,7 +119,9 @@ def write_sharing(path: Path, sharing: Sharing) -> None:
         "  [\n   " + ",\n   ".join(json.dumps(layer) for layer in model) + "\n  ]"
         for model in sharing.owners.tolist()
     ]
-    head = {"format": FORMAT, "models": identities, "facts": dict(sharing.facts)}
+    head: dict[str, Any] = {"format": FORMAT, "models": identities, "facts": dict(sharing.facts)}
+    if sharing.residual_rank:
+        head["residual_rank"] = sharing.residual_rank
     text = json.dumps(head, indent=1).removesuffix("\n}")
     path.write_text(text + ',\n "owners": [\n' + ",\n".join(models) + "\n ]\n}\n", encoding="utf-8")
 
@@ -130,7 +142,9 @@ def read_sharing(path: Path, directories: Mapping[str, Path], shape: tuple[int, 
         owners = np.array(raw["owners"])
         if owners.dtype.kind != "i":
             raise ValueError("owners are no table of integers")
-        facts = dict(raw.get("facts", {}))
+        facts, rank = dict(raw.get("facts", {})), raw.get("residual_rank", 0)
+        if not (isinstance(rank, int) and rank >= 0):
+            raise ValueError(f"residual_rank is {rank!r}, not a number of 0 or more")
     except OSError as error:
         raise SharingError(f"{path} is not readable: {error}") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -152,7 +166,9 @@ def read_sharing(path: Path, directories: Mapping[str, Path], shape: tuple[int, 
             f"{path} is of {len(names)} models; {missing} was made with them and is not named. "
             "Serve all of them, or run `jmoe consolidate` for these"
         )
-    sharing = Sharing(tuple(names), owners.astype(np.int32), tuple(prints), facts, path.parent)
+    sharing = Sharing(
+        tuple(names), owners.astype(np.int32), tuple(prints), facts, path.parent, rank
+    )
     return _reordered(sharing, order, tuple(directories))
 
 
@@ -174,7 +190,7 @@ def _reordered(sharing: Sharing, order: Sequence[int], names: tuple[str, ...]) -
     number[MERGED] = MERGED  # the last entry
     owners = number[sharing.owners[list(order)]]
     prints = tuple(sharing.fingerprints[at] for at in order)
-    return Sharing(names, owners, prints, sharing.facts, sharing.directory)
+    return replace(sharing, names=names, owners=owners, fingerprints=prints)
 
 
 def fingerprint(directory: Path) -> str:

@@ -1,6 +1,6 @@
 """A model's weights as one value, and the holder of those that lie on the device."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -95,14 +95,17 @@ class ResidentWeights:
         if layer == table.groups.shape[0] - 1:
             self.way = way
 
-    def point(self, layer: int, expert: int, slot: int, away: int) -> None:
-        """Lets one routed expert of an MoE layer be served by another slot of the pool, and notes
-        what that means (`ExpertTable.away`); nothing is copied.
+    def point(self, changes: Sequence[tuple[int, int, int, int]]) -> None:
+        """Lets routed experts be served by other slots of the pool; nothing is copied.
+
+        A change is an MoE layer, an expert, its slot, and what that means (`ExpertTable.away`);
+        they are made in order.
         """
         params, pool, table = self.weights
         assert table.away is not None
         slots, gone = np.array(table.slots), np.array(table.away)
-        slots[layer, expert], gone[layer, expert] = slot, away
+        for layer, expert, slot, away in changes:
+            slots[layer, expert], gone[layer, expert] = slot, away
         table = table._replace(slots=jnp.asarray(slots), away=jnp.asarray(gone))
         self.weights = Weights(params, pool, table)
 

@@ -6,13 +6,13 @@ real tick.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from jmoe.host_experts import Expert
+from jmoe.away import Expert
 from jmoe.packed_rows import DELTA_BLOCK, DELTA_PAGE, DELTA_SLOT, KV_LEN, Q_LEN, SLOT
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
@@ -169,7 +169,7 @@ class FakeRunner:
         asyncio.get_running_loop().call_later(self.set_s, done)
         return future
 
-    def fetch_expert(self, expert: Expert, slot: int) -> None:
+    def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
         """See Runner. All experts are there."""
         raise NotImplementedError
 

@@ -141,9 +141,15 @@ def _check_models(config: ServerConfig, require: Any) -> None:
         "to fetch its own into",
     )
     require(
-        engine.spare_experts >= 0 and (not engine.spare_experts or engine.resident_experts > 0),
+        engine.spare_experts >= 0
+        and (
+            not engine.spare_experts
+            or engine.resident_experts > 0
+            or (bool(engine.models) and bool(engine.family))
+        ),
         "engine.spare_experts",
-        "0 unless engine.resident_experts leaves experts in host memory",
+        "0 unless engine.resident_experts leaves experts in host memory, or engine.family knows "
+        "some by their difference from others",
     )
     models = [_name_and_directory(model) for model in engine.models]
     names = [name for name, _ in models]

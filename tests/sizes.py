@@ -40,6 +40,8 @@ DEEP_FILES = {
 }
 DEEP_FOLDERS = ("tests/sm90/",)
 DEEP_TESTS = {
+    "tests/serving/test_host_experts_served.py::"
+    "test_who_refuses_gets_what_a_difference_makes_of_a_siblings_expert",
     "tests/jmoe/test_cut.py::"
     "test_two_parts_are_the_whole_wherever_it_is_cut[qwen3_moe_mixed_yarn-False]",
     "tests/serving/test_family_served.py::test_answers_are_those_of_each_model_alone[2]",

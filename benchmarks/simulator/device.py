@@ -11,9 +11,9 @@ import numpy as np
 
 from benchmarks.simulator.step_times import StepTimes
 from jmoe.api import Model, resolve
+from jmoe.away import Expert
 from jmoe.config import read_config
 from jmoe.experts import ExpertPool, UnitedExperts, make_table
-from jmoe.host_experts import Expert
 from jmoe.weights import ResidentWeights, Weights
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
@@ -86,7 +86,7 @@ class SimulatedDevice:
         """See Runner."""
         raise NotImplementedError("one model is simulated")
 
-    def fetch_expert(self, expert: Expert, slot: int) -> None:
+    def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
         """See Runner. All experts are there."""
         raise NotImplementedError
 

@@ -36,10 +36,15 @@ def consolidate(
     ] = None,
     rows: Annotated[int, typer.Option(help="Captured rows (tokens) a model.")] = 16_384,
     length: Annotated[int, typer.Option(help="Tokens a packed row.")] = 128,
+    residual_rank: Annotated[
+        int,
+        typer.Option(help="Keep models' differences from shared experts, of this rank; 0: no."),
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of rows, and of the random rule.")] = 0,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Chooses which experts fine-tuned models share, so that they fit one pool of experts."""
+    from jmoe.display import size
     from training.consolidate.run import ConsolidateConfig
     from training.consolidate.run import consolidate as run
 
@@ -51,6 +56,7 @@ def consolidate(
         data=_texts(data or (), directories),
         rows=rows,
         length=length,
+        residual_rank=residual_rank,
         seed=seed,
         allow_unknown_config=tuple(allow_unknown_config or ()),
     )
@@ -64,6 +70,8 @@ def consolidate(
     )
     for name, loss in (done.losses or {}).items():
         print(f"{name}: relative squared error {loss:.6f} a row, all layers")
+    if done.residual_bytes:
+        print(f"differences of rank {residual_rank}: {size(done.residual_bytes)}, all models")
     print(f"map: {out}")
 
 

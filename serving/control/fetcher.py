@@ -1,4 +1,4 @@
-"""Which experts of host memory lie in the spare slots, where not all of a family's fit.
+"""Which experts lie in the spare slots, where not all of a family's have one of their own.
 
 Rows that allow brownout are served by a sibling's expert meanwhile, and that counts as degraded. A
 row that refuses it gets its model's own: the step that missed some shows which, they are fetched,
@@ -10,22 +10,19 @@ as many positions of such rows.
 Slots that nobody waits for hold what is visited most, of models that are asked.
 """
 
-import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int
 
+from jmoe.away import AwayExperts, Expert, check_spare
 from jmoe.family import Family
-from jmoe.host_experts import Expert, HostExperts, check_spare
 from serving.plan import StepResult
 from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.scheduler import Scheduler
-
-log = logging.getLogger(__name__)
 
 PREFETCH_SHARE = 0.1
 """Of the time, what fetching experts ahead may take."""
@@ -40,13 +37,13 @@ CALM_STEPS = 16
 class FetchesExperts(Protocol):
     """What is asked of a runner."""
 
-    def fetch_expert(self, expert: Expert, slot: int) -> None:
-        """Copies an expert into a spare slot between two steps."""
+    def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
+        """Puts experts into spare slots between two steps."""
         ...
 
 
 class Fetcher:
-    """Fetches experts between two steps. Does nothing where all experts are on the device."""
+    """Fetches experts between two steps. Does nothing where all experts have a slot."""
 
     def __init__(
         self,
@@ -57,21 +54,20 @@ class Fetcher:
     ) -> None:
         """Raises ValueError for fewer spare slots than one row can need."""
         self._runner, self._scheduler, self._clock = runner, scheduler, clock
-        self._host = host = None if family is None else family.host
+        self._away = away = None if family is None else family.away
         self._exact = scheduler.exact
         self.fetches = Counter[str]()  # by reason, "miss" and "ahead"
         self.fetched_bytes, self.num_reruns = 0, 0
         self._steps = self._calm = 0
         self._used: dict[Expert, int] = {}  # the step that last needed it
         self._next_ahead_at = -math.inf
-        if host is None or family is None:
+        if away is None or family is None:
             return
-        self._models = frozenset(n for n in range(len(family)) if host.away_of(n))
-        per_row = host.needed_by_a_row(family.config.experts_per_token)
-        check_spare(len(host.spare), per_row)
-        self._exact.models = self._models
-        self._exact.most = len(host.spare) // per_row
-        self._visits = Visits(host, len(family))
+        per_row = away.needed_by_a_row(family.config.experts_per_token)
+        check_spare(len(away.spare), per_row)
+        self._exact.models = frozenset(n for n in range(len(family)) if away.away_of(n))
+        self._exact.most = len(away.spare) // per_row
+        self._visits = Visits(away, len(family))
 
     def launched(self, step: ScheduledStep) -> None:
         """Nothing comes after a row that a stand-in may have served, until that is known."""
@@ -84,14 +80,14 @@ class Fetcher:
 
         Returns the rows whose tokens are not theirs: they run again.
         """
-        if self._host is None:
+        if self._away is None:
             return set()
         assert result.needed is not None
         self._steps += 1
         self._observe(step.plan.model, result)
         exact = [at for at, s in enumerate(step.sequences) if self._exact.concerns(s)]
         batch = step.batch
-        batch.needed = batch.needed + result.needed if len(batch.needed) else result.needed
+        batch.needed = result.needed if batch.needed is None else batch.needed + result.needed
         if not step.is_last:
             for at in exact:
                 step.sequences[at].missed += result.degraded[at]
@@ -123,27 +119,26 @@ class Fetcher:
 
     def advance(self, now: float) -> None:
         """Fetches the expert ahead that would be visited most, if it is worth its time."""
-        if self._host is None or now < self._next_ahead_at or self._exact.again:
+        if self._away is None or now < self._next_ahead_at or self._exact.again:
             return
         asked = {s.request.model for s in self._scheduler.running}
         asked |= {s.request.model for s in self._scheduler.waiting}
-        fetched, free = self._host.fetched, self._host.free
+        fetched, free = self._away.fetched, self._away.free
         best, gain, worst, loss = self._visits.change(sorted(asked), fetched)
         if not gain or not (free or gain > GAIN * loss):
             return
-        slot = free[0] if free else fetched[worst]
         began = self._clock()
-        self._fetch(best, slot, "ahead")
+        self._fetch({best: free[0] if free else fetched[worst]}, "ahead")
         took_s = self._clock() - began
         self._next_ahead_at = now + took_s * (1 / PREFETCH_SHARE - 1)
 
     def _observe(self, model: int, result: StepResult) -> None:
-        if model in self._models:
+        if model in self._exact.models:
             self._visits.observe(model, result.expert_rows)
 
     def _experts(self, model: int, needed: np.ndarray) -> set[Expert]:
-        assert self._host is not None
-        return {self._host.of(model, *map(int, at)) for at in np.argwhere(needed)}
+        assert self._away is not None
+        return {self._away.of(model, *map(int, at)) for at in np.argwhere(needed)}
 
     def _grow(self, positions: int) -> None:
         """After many steps of as many positions as may be without a miss, they may have more."""
@@ -155,34 +150,36 @@ class Fetcher:
 
     def _fetch_all(self, experts: set[Expert]) -> bool:
         """Whether all fit the spare slots; they are there then. Those used longest ago go."""
-        assert self._host is not None
-        if len(experts) > len(self._host.spare):
+        assert self._away is not None
+        if len(experts) > len(self._away.spare):
             return False
         self._used |= dict.fromkeys(experts, self._steps)
-        leaving = [e for e in self._host.fetched if e not in experts]
-        leaving.sort(key=lambda e: (-self._used.get(e, 0), e))  # the last one goes first
-        for expert in sorted(experts - self._host.fetched.keys()):
-            free = self._host.free
-            self._fetch(expert, free[0] if free else self._host.fetched[leaving.pop()], "miss")
+        fetched = self._away.fetched
+        leaving = [expert for expert in fetched if expert not in experts]
+        leaving.sort(key=lambda expert: (self._used.get(expert, 0), expert))
+        slots = [*self._away.free, *(fetched[expert] for expert in leaving)]
+        self._fetch(dict(zip(sorted(experts - fetched.keys()), slots, strict=False)), "miss")
         return True
 
-    def _fetch(self, expert: Expert, slot: int, reason: str) -> None:
-        assert self._host is not None
-        self._runner.fetch_expert(expert, slot)
-        self.fetches[reason] += 1
-        self.fetched_bytes += self._host.expert_bytes
+    def _fetch(self, experts: Mapping[Expert, int], reason: str) -> None:
+        assert self._away is not None
+        if not experts:
+            return
+        self._runner.fetch_experts(experts)
+        self.fetches[reason] += len(experts)
+        self.fetched_bytes += len(experts) * self._away.source.fetch_bytes
 
 
 class Visits:
-    """Moving averages of the rows a step that visit each expert of host memory."""
+    """Moving averages of the rows a step that visit each expert that is away."""
 
-    def __init__(self, host: HostExperts, num_models: int) -> None:
-        self._experts = list(host.weights)
+    def __init__(self, away: AwayExperts, num_models: int) -> None:
+        self._experts = list(away.users)
         self._number = {expert: at for at, expert in enumerate(self._experts)}
         self._mean = np.zeros(len(self._experts))
         self._of = np.zeros((num_models, len(self._experts)), bool)
         for at, expert in enumerate(self._experts):
-            self._of[list(host.users[expert]), at] = True
+            self._of[list(away.users[expert]), at] = True
         self._layer, self._expert = np.array(self._experts, int).T[1:]
 
     def observe(self, model: int, expert_rows: Int[np.ndarray, "layers E"]) -> None:

@@ -36,7 +36,7 @@ def mixed_models(config: EngineConfig, family: Family) -> int:
     """Models that a decode step may have rows of: no more than can have weights on the device, and
     one where experts lie in host memory, since a row that meets a stand-in's runs again alone.
     """
-    if family.host is not None:
+    if family.away is not None:
         return 1
     resident = config.resident_sets or len(family)
     return max(1, min(config.mixed_models, len(family), resident))

@@ -17,8 +17,8 @@ import numpy as np
 from jaxtyping import Bool
 
 from jmoe.api import Model
+from jmoe.away import Expert
 from jmoe.family import Family
-from jmoe.host_experts import Expert
 from jmoe.model import LOOKAHEAD
 from jmoe.packed_rows import pack_row
 from jmoe.parallel.steps import make_states
@@ -116,8 +116,8 @@ class Runner(Protocol):
         """
         ...
 
-    def fetch_expert(self, expert: Expert, slot: int) -> None:
-        """Copies an expert of host memory into a spare slot of the pool, between two steps."""
+    def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
+        """Puts experts that are away into spare slots of the pool, between two steps."""
         ...
 
     @property
@@ -278,8 +278,8 @@ class DeviceRunner:
         jax.block_until_ready((self.device.state, self.model.pool))
         if self.model.home is not None and self.model.home.spare:
             self._measure_copies()
-        if (host := self.family.host) is not None and host.spare:
-            self.fetch_expert(min(host.weights), host.spare[0])  # compiled now
+        if (away := self.family.away) is not None and away.spare:
+            self.fetch_experts(away.first_fetched())  # and what that takes is compiled
         if self._measures_parts:
             self._measure_parts()
         self.mixed.measure()
@@ -473,9 +473,9 @@ class DeviceRunner:
         """See Runner."""
         return self.sets.replace(victim, model)
 
-    def fetch_expert(self, expert: Expert, slot: int) -> None:
+    def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
         """See Runner."""
-        self.family.fetch(expert, slot)
+        self.family.fetch(experts)
 
     def close(self) -> None:
         """Stops counting compilations, and reading. Other processes end, too, once they have run

@@ -118,7 +118,7 @@ class Batch:
         self.control: StepControl | None = None  # of all its layers, from its first launch on
         self.joins: Batch | None = None  # a parked one, taken along when this has come as far
         self.extents: list[int] = []  # of hidden rows
-        self.needed = np.zeros(0, np.int32)  # of its parts that were read (`StepResult.needed`)
+        self.needed: np.ndarray | None = None  # of its parts that were read (`StepResult.needed`)
         self.has_best_effort = any(s.request.priority is BE for s in sequences)
         self.model = sequences[0].request.model  # of a mixed step, the first one's
         self.models = frozenset(s.request.model for s in sequences)

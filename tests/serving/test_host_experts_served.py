@@ -1,4 +1,4 @@
-"""A family whose experts do not all fit: stand-ins serve, and who refuses them gets exact ones."""
+"""A family whose experts have not all a slot: stand-ins serve, and who refuses gets exact ones."""
 
 import asyncio
 import random
@@ -12,8 +12,10 @@ from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.request import SamplingParams
 from serving.settings import SettingsError, check
+from tests.jmoe.test_residuals import oracle
 from tests.serving.test_family_served import GOLDEN, NAMES, answer, requests, settings_of
 from tests.variants import variant
+from training.consolidate.run import ConsolidateConfig, consolidate
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -99,6 +101,38 @@ async def test_what_is_asked_most_is_fetched_ahead(config, directories):
         assert engine.runner.compilations_since_ready == 0
     finally:
         await engine.stop()
+
+
+async def test_who_refuses_gets_what_a_difference_makes_of_a_siblings_expert(
+    config, directories, tmp_path
+):
+    """All positions shared, and differences of rank 4 kept: the oracle has them added, in files."""
+    run = ConsolidateConfig(rule="random", share=100, residual_rank=4)
+    sharing = consolidate(directories, tmp_path / "family.json", run).sharing
+    everywhere = {tuple(at) for at in np.argwhere(sharing.differs).tolist()}
+    made = {
+        name: oracle(directories, sharing, number, everywhere, tmp_path / name)
+        for number, name in enumerate(directories)
+    }
+    rng = random.Random(5)
+    asked, found = list(requests(rng, 16)), {}
+    per_row = room(directories)["spare_experts"]
+    one_pool = {"family": str(tmp_path / "family.json"), "spare_experts": per_row}
+    for served, changes in ((directories, one_pool), (made, {})):
+        engine = await Engine.start(config(served, **changes))
+        try:
+            check(ServerConfig(engine=engine.config))
+            answers = (answer(engine, *r[:3], priority=r[3], allow_brownout=False) for r in asked)
+            found[bool(changes)] = await asyncio.gather(*answers)
+            engine.scheduler.check_idle()
+            assert engine.runner.compilations_since_ready == 0
+            assert bool(engine.fetcher.num_reruns) == bool(changes)
+        finally:
+            await engine.stop()
+    for (tokens, logprobs, degraded), expected in zip(found[True], found[False], strict=True):
+        assert tokens == expected[0]
+        np.testing.assert_allclose(logprobs, expected[1], atol=2e-4)
+        assert not degraded
 
 
 def test_settings_that_cannot_work(config, directories):

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jmoe.family import load_family
-from jmoe.sharing import MERGED, MERGED_FILE
+from jmoe.sharing import MERGED, WEIGHTS_FILE
 from training.consolidate.run import ALL, ConsolidateConfig, consolidate
 
 NAMES = ("one", "two", "three")
@@ -34,7 +34,7 @@ def test_a_map_is_written_and_serves_the_models(family, tmp_path, rule):
     assert loaded.sharing.num_slots == 32  # of 48; 16 are the least
     assert loaded.sharing.facts["rule"] == rule
     merged = rule == "average"
-    assert (done.sharing.owners == MERGED).any() == merged == (out.parent / MERGED_FILE).exists()
+    assert (done.sharing.owners == MERGED).any() == merged == (out.parent / WEIGHTS_FILE).exists()
     assert (done.losses is None) == merged
 
 
@@ -56,8 +56,35 @@ def test_merged_experts_are_means(family, tmp_path):
     name = "model.layers.0.mlp.experts.3.down_proj.weight"
     files = [load_file(path / "model.safetensors") for path in family.paths.values()]
     found = [tensors[name].astype(np.float32) for tensors in files]
-    got = load_file(tmp_path / MERGED_FILE)["layers.0.experts.3.down"].astype(np.float32)
+    got = load_file(tmp_path / WEIGHTS_FILE)["layers.0.experts.3.down"].astype(np.float32)
     np.testing.assert_allclose(got, np.mean(found, axis=0).T, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["paper", "average"])
+def test_differences_of_full_rank_give_every_model_its_own_experts_back(family, tmp_path, rule):
+    """Of the matrices whose smaller side is that rank, but for rounding of factors to 16 bits."""
+    errors, sizes = [], []
+    for rank in (4, 16):
+        out = tmp_path / str(rank) / "family.json"
+        config = settings(family, rule=rule, share=100, data={}, residual_rank=rank)
+        sizes.append(consolidate(family.paths, out, config).residual_bytes)
+        shared = load_family(family.paths, out, "float32", spare_experts=48)
+        experts = sorted(shared.away.users)
+        assert len(experts) == (48 if rule == "average" else 32)
+        shared.fetch(dict(zip(experts, shared.away.spare, strict=False)))
+        whole = load_family(family.paths, dtype="float32")
+        error = 0.0
+        for got, want in zip(shared, whole, strict=True):
+            there, own = (np.asarray(m.pool.down)[np.asarray(m.table.slots)] for m in (got, want))
+            error = max(error, float(np.abs(there - own).max() / own.std()))
+        errors.append(error)
+    assert errors[1] < 0.05 < 0.5 < errors[0]
+    assert sizes[1] == 4 * sizes[0]
+
+
+def test_a_rank_above_all_is_refused(family, tmp_path):
+    with pytest.raises(ValueError, match=r"residual_rank is 999; it must be at most \d+"):
+        consolidate(family.paths, tmp_path / "family.json", settings(family, residual_rank=999))
 
 
 def test_a_run_is_the_same_again(family, tmp_path):

@@ -12,8 +12,9 @@ import pytest
 import jmoe
 from jmoe.family import load_family
 from jmoe.sharing import Sharing
+from training.consolidate.residuals import low_rank
 from training.consolidate.rules import owners_random
-from training.family.differences import low_rank, read_differences, write_differences
+from training.family.differences import read_differences, write_differences
 from training.family.quality import rank_correlation
 from training.family.score import BATCH, STEP, Items, encode_items, right_items
 from training.family.shared import Members
@@ -76,6 +77,17 @@ def test_low_rank_is_the_nearest_there_is():
     error = np.linalg.norm(matrices - left @ right, axis=(1, 2))
     values = np.linalg.svd(matrices, compute_uv=False)[:, 4:]
     np.testing.assert_allclose(error, np.sqrt((values**2).sum(axis=1)), rtol=1e-4)
+
+
+def test_low_rank_of_large_matrices_is_nearly_the_nearest():
+    """Of a spectrum that falls slowly, which is the hard case for a random subspace."""
+    rng = np.random.default_rng(1)
+    left, right = (np.linalg.qr(rng.standard_normal((n, 520)))[0] for n in (600, 520))
+    values = 1 / np.sqrt(np.arange(1, 521))
+    matrix = ((left * values) @ right.T).astype(np.float32)
+    found = np.matmul(*low_rank(matrix, 8))
+    error = np.linalg.norm(matrix - found)
+    assert error == pytest.approx(np.sqrt((values[8:] ** 2).sum()), rel=2e-3)
 
 
 @pytest.fixture(scope="module")

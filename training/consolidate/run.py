@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -13,11 +13,12 @@ from jaxtyping import Float
 from jmoe.config import ModelConfig
 from jmoe.family import check_family
 from jmoe.layers import Layers
-from jmoe.sharing import MERGED, MERGED_FILE, Sharing, fingerprint, write_sharing
+from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, fingerprint, write_sharing
 from jmoe.tokenizer import Tokenizer
 from training.consolidate.budget import slots_of_budget, slots_of_share
 from training.consolidate.measure import differences
-from training.consolidate.merge import Merged, mean_experts, write_merged
+from training.consolidate.merge import Tensors, mean_experts, write_weights
+from training.consolidate.residuals import layer_residuals
 from training.consolidate.rules import (
     losses_of,
     owners_functional,
@@ -47,6 +48,7 @@ class ConsolidateConfig:
     data: Mapping[str, Sequence[Path]] = field(default_factory=dict)  # by model, or ALL
     rows: int = 16_384  # captured, tokens a model
     length: int = 128  # tokens a packed row
+    residual_rank: int = 0  # of the differences that are kept from shared experts; 0: none are
     seed: int = 0  # of the rows that are captured, and of the random rule
     allow_unknown_config: tuple[str, ...] = ()  # as of `jmoe.load`
 
@@ -61,7 +63,7 @@ class ConsolidateConfig:
                 "the functional rule measures what each model's own rows lose, and no texts are "
                 "given; name some with --data, or choose --rule paper, which needs none"
             )
-        for name, low in {"rows": 1, "length": 2, "seed": 0}.items():
+        for name, low in {"rows": 1, "length": 2, "seed": 0, "residual_rank": 0}.items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {low}")
 
@@ -77,11 +79,12 @@ class Measured:
 @dataclass(frozen=True)
 class Consolidation:
     """A map, and what each model loses by it as `LayerDifferences` says, summed over layers; None
-    without data, and where experts are merged.
+    without data, and where experts are merged. Differences that are kept are not reckoned with.
     """
 
     sharing: Sharing
     losses: Mapping[str, float] | None
+    residual_bytes: int = 0  # of all models' differences
 
 
 def consolidate(
@@ -91,7 +94,8 @@ def consolidate(
     progress: Progress = lambda what, done, total: None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Consolidation:
-    """Chooses which experts the models share, and writes `out` (merged experts beside it).
+    """Chooses which experts the models share, and writes `out` (merged experts and differences
+    beside it).
 
     Reads a layer of each model at a time. Nothing is written before all is known.
 
@@ -116,25 +120,31 @@ def consolidate(
         raise ValueError(f"out is {out}; name a file such as {out / 'family.json'}")
     cfg = next(iter(cfgs.values()))
     slots = _slots(config, cfg, len(found), say)
+    _check_rank(config, cfg)
     data = read_data(config, cfg, tokenizers)
     prints = _fingerprints(found)
     models = [Layers(path, layers_dtype(), **_allowed(config)) for path in found.values()]
-    passes = 2 if config.rule == "average" else 1
+    passes = 2 if config.rule == "average" or config.residual_rank else 1
     advance = _Advance(progress, passes * len(found) * cfg.num_layers)
     measured = measure(models, data, advance)
     owners = choose(config, measured, slots)
-    merged = _merged(models, owners, advance) if config.rule == "average" else {}
+    merged: Tensors = {}
+    residuals: Tensors = {}
+    if passes > 1:
+        merged, residuals = _weights(config, models, owners, prints, advance)
     losses = None
     if measured.costs is not None and not merged:
         losses = dict(zip(found, losses_of(measured.costs, owners).tolist(), strict=True))
-    draft = Sharing(tuple(found), owners, prints, directory=out.parent)
-    sharing = Sharing(tuple(found), owners, prints, _facts(config, draft, losses, data), out.parent)
+    draft = Sharing(
+        tuple(found), owners, prints, directory=out.parent, residual_rank=config.residual_rank
+    )
+    sharing = replace(draft, facts=_facts(config, draft, losses, data))
     out.parent.mkdir(parents=True, exist_ok=True)
-    if merged:
-        write_merged(out.parent, merged)
-        say(f"merged experts: {out.parent / MERGED_FILE}")
+    if merged or residuals:
+        write_weights(out.parent, merged | residuals)
+        say(f"merged experts and differences: {out.parent / WEIGHTS_FILE}")
     write_sharing(out, sharing)
-    return Consolidation(sharing, losses)
+    return Consolidation(sharing, losses, sum(tensor.nbytes for tensor in residuals.values()))
 
 
 def _allowed(config: ConsolidateConfig) -> dict[str, Any]:
@@ -234,15 +244,33 @@ def choose(config: ConsolidateConfig, measured: Measured, slots: int) -> np.ndar
     return owners_paper(measured.distances, slots, merged=config.rule == "average")
 
 
-def _merged(models: Sequence[Layers], owners: np.ndarray, advance: Callable[[int], None]) -> Merged:
-    found: Merged = {}
-    for moe_layer, index in enumerate(_moe_indices(models[0].cfg)):
-        experts = np.flatnonzero(owners[0, moe_layer] == MERGED).tolist()
-        if experts:
-            pools = [pool for model in models if (pool := model.layer(index)[1]) is not None]
-            found |= mean_experts(moe_layer, pools, experts)
+def _check_rank(config: ConsolidateConfig, cfg: ModelConfig) -> None:
+    most = min(cfg.d_model, cfg.d_ff_expert)
+    if config.residual_rank > most:
+        raise ValueError(
+            f"residual_rank is {config.residual_rank}; it must be at most {most}, the smaller side "
+            "of these experts' matrices, and pays where it is far below"
+        )
+
+
+def _weights(
+    config: ConsolidateConfig,
+    models: Sequence[Layers],
+    owners: np.ndarray,
+    prints: Sequence[str],
+    advance: Callable[[int], None],
+) -> tuple[Tensors, Tensors]:
+    """Merged experts, and differences from those that are shared."""
+    merged: Tensors = {}
+    residuals: Tensors = {}
+    for layer, index in enumerate(_moe_indices(models[0].cfg)):
+        pools = [pool for model in models if (pool := model.layer(index)[1]) is not None]
+        here = owners[:, layer]
+        merged |= mean_experts(layer, pools, np.flatnonzero(here[0] == MERGED).tolist())
+        if config.residual_rank:
+            residuals |= layer_residuals(layer, pools, here, merged, prints, config.residual_rank)
         advance(len(models))
-    return found
+    return merged, residuals
 
 
 def _moe_indices(cfg: ModelConfig) -> Iterator[int]:

@@ -11,22 +11,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
+from training.consolidate.residuals import low_rank
 from training.network import Params
 
 RANK = 8
-
-
-def low_rank(
-    matrices: Float[np.ndarray, "... n k"], rank: int
-) -> tuple[Float[np.ndarray, "... n r"], Float[np.ndarray, "... r k"]]:
-    """Factors of the nearest matrices of rank `rank` (Frobenius), the size shared by both."""
-    left, size, right = np.linalg.svd(matrices.astype(np.float32), full_matrices=False)
-    root = np.sqrt(size[..., :rank])
-    return left[..., :rank] * root[..., None, :], root[..., None] * right[..., :rank, :]
 
 
 def write_differences(path: Path, base: Params, variant: Params, rank: int = RANK) -> None:

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from jmoe.api import Model
 from jmoe.experts import ExpertPool
 from jmoe.sharing import MERGED
-from training.family.differences import low_rank
+from training.consolidate.residuals import low_rank
 
 Owners = Int[np.ndarray, "n L m"]
 

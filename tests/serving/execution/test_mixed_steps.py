@@ -66,7 +66,7 @@ def test_how_many_models_a_step_may_have(wanted, models, resident, found):
     family = MagicMock(spec=Family, host=None)
     family.__len__.return_value = models
     assert mixed_models(config, family) == found
-    family.host = object()  # where experts lie in host memory a step has rows of one
+    family.away = object()  # where experts lie in host memory a step has rows of one
     assert mixed_models(config, family) == 1
 
 

@@ -1,4 +1,4 @@
-"""Experts in host memory: whose stand-in serves, and what fetching one changes."""
+"""Experts without a slot of their own: whose stand-in serves, and what fetching one changes."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jmoe
+from jmoe.away import Homes, choose_resident
 from jmoe.experts import ABSENT, FETCHED
 from jmoe.family import load_family
-from jmoe.host_experts import Homes, choose_resident
 from jmoe.sharing import Sharing
 from tests.jmoe.conftest import GOLDEN
 from tests.jmoe.test_family_pool import alone, drawn_map, logits, with_owners_experts
@@ -35,10 +35,12 @@ def test_every_position_has_one_and_nobody_goes_without(shape, seed, data):
     assert stays.sum() == count
     kept = {(layer, expert) for _, layer, expert in held[stays].tolist()}
     assert len(kept) == positions
-    homes = Homes.of(sharing, count, spare_slots := 3)
     if count == len(held):
-        assert homes.away is None
+        assert Homes.of(sharing, count, 0).away is None
+        with pytest.raises(ValueError, match="spare_experts is 3, and all"):
+            Homes.of(sharing, count, 3)
         return
+    homes = Homes.of(sharing, count, spare_slots := 3)
     assert homes.spare == range(count, count + spare_slots)
     slots = homes.slot[stays]
     assert sorted(slots) == list(range(count))
@@ -63,19 +65,17 @@ def test_a_stand_in_is_the_siblings_expert_and_a_fetched_one_its_own(directories
     cfg = jmoe.config.read_config(directories["base"])
     positions = cfg.num_moe_layers * cfg.num_experts
     family = load_family(directories, dtype="float32", resident_experts=positions, spare_experts=6)
-    host, law = family.host, family[1]
-    assert len(host.weights) == positions
+    away, law = family.away, family[1]
+    assert len(away.users) == positions
     np.testing.assert_array_equal(logits(family[0]), logits(alone(directories["base"])))
     owners = np.zeros((2, cfg.num_moe_layers, cfg.num_experts), np.int32)
-    models = {number: model.resident for number, model in enumerate(family)}
-    fetched, free = [], list(host.spare[:2])
+    fetched, free = [], list(away.spare[:2])
     for turn, expert in enumerate([None, (1, 0, 3), (1, 1, 2), (1, 0, 1), (1, 1, 2)]):
-        if expert is not None and expert not in host.fetched:
-            slot = free.pop() if free else host.fetched[fetched[0]]
-            host.fetch(expert, slot, law.resident.held, models)
-            fetched = [e for e in fetched if e in host.fetched] + [expert]
+        if expert is not None and expert not in away.fetched:
+            family.fetch({expert: free.pop() if free else away.fetched[fetched[0]]})
+            fetched = [e for e in fetched if e in away.fetched] + [expert]
         owners[1] = 0
-        for _, layer, number in host.fetched:
+        for _, layer, number in away.fetched:
             owners[1, layer, number] = 1
         oracle = with_owners_experts(
             directories, Sharing(("base", "law"), owners), 1, tmp_path / str(turn)
@@ -83,7 +83,7 @@ def test_a_stand_in_is_the_siblings_expert_and_a_fetched_one_its_own(directories
         np.testing.assert_array_equal(logits(law), logits(alone(oracle)))
         found = np.where(owners[1] == 1, FETCHED, ABSENT)
         np.testing.assert_array_equal(np.asarray(law.table.away), found)
-    assert set(host.fetched) == {(1, 1, 2), (1, 0, 1)}  # the oldest made way
+    assert set(away.fetched) == {(1, 1, 2), (1, 0, 1)}  # the oldest made way
 
 
 def test_one_that_two_models_share_is_fetched_for_both(directories, tmp_path_factory):
@@ -100,11 +100,10 @@ def test_one_that_two_models_share_is_fetched_for_both(directories, tmp_path_fac
         resident_experts=positions,
         spare_experts=6,
     )
-    models = {number: model.resident for number, model in enumerate(family)}
-    family.host.fetch((1, 0, 2), family.host.spare[0], family[1].resident.held, models)
+    family.fetch({(1, 0, 2): family.away.spare[0]})
     for model in family.models[1:]:
         assert model.table.away[0, 2] == FETCHED
-        assert model.table.slots[0, 2] == family.host.spare[0]
-    assert family.host.needed_by_a_row(2) == 2 * cfg.num_moe_layers
-    assert family.host.needed_by_a_row(99) == owners[0].size
-    assert not family.host.away_of(0)
+        assert model.table.slots[0, 2] == family.away.spare[0]
+    assert family.away.needed_by_a_row(2) == 2 * cfg.num_moe_layers
+    assert family.away.needed_by_a_row(99) == owners[0].size
+    assert not family.away.away_of(0)

@@ -1,0 +1,128 @@
+"""Experts known by a low-rank difference from one that another model owns (Multi-MoE families).
+
+Fine-tuned experts differ from one another by little: a sibling's expert plus a difference of rank
+8 computes nearly what a model's own does, for a tenth of its memory (docs/consolidation.md). The
+differences stay on the device; an expert is made of one in a spare slot.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from safetensors import SafetensorError, safe_open
+
+from jmoe.away import Expert
+from jmoe.checkpoint import CheckpointError
+from jmoe.config import ModelConfig
+from jmoe.experts import ExpertPool
+from jmoe.finite import seem_finite
+from jmoe.sharing import WEIGHTS_FILE, Sharing
+
+
+class Residuals(NamedTuple):
+    """Factors of n experts' differences from the slots that serve them otherwise."""
+
+    gate_up_left: Float[Array, "n d r"]
+    gate_up_right: Float[Array, "n r f2"]
+    down_left: Float[Array, "n f r"]
+    down_right: Float[Array, "n r d"]
+
+
+@partial(jax.jit, donate_argnums=0)
+def add_residual(
+    pool: ExpertPool,
+    residuals: Residuals,
+    at: Int[Array, ""],
+    base: Int[Array, ""],
+    slot: Int[Array, ""],
+) -> ExpertPool:
+    """Writes slot `base` plus the difference number `at` into `slot`. The pool passed in is gone
+    afterwards (donated). Sums are float32, rounded to the pool's dtype once.
+    """
+
+    def written(leaf: Array, left: Array, right: Array) -> Array:
+        precision = jax.lax.Precision.HIGHEST
+        difference = jnp.matmul(
+            left[at], right[at], precision=precision, preferred_element_type=jnp.float32
+        )
+        whole = leaf[base].astype(jnp.float32) + difference
+        return leaf.at[slot].set(whole.astype(leaf.dtype))
+
+    up_left, up_right, down_left, down_right = residuals
+    return ExpertPool(
+        written(pool.gate_up, up_left, up_right), written(pool.down, down_left, down_right)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class ByDifference:
+    """A source of experts that are away (`jmoe.away.Source`): sums of a slot and a difference."""
+
+    residuals: Residuals
+    number: Mapping[Expert, int]
+    base: Mapping[Expert, int]  # the slot that each differs from
+
+    @property
+    def fetch_bytes(self) -> int:
+        """Of one difference."""
+        return self.device_bytes // max(1, len(self.number))
+
+    @property
+    def device_bytes(self) -> int:
+        """Of all differences."""
+        return sum(leaf.nbytes for leaf in self.residuals)
+
+    def write(self, pool: ExpertPool, expert: Expert, slot: int) -> ExpertPool:
+        """See `jmoe.away.Source`."""
+        where = map(jnp.int32, (self.number[expert], self.base[expert], slot))
+        return add_residual(pool, self.residuals, *where)
+
+
+def tensor_name(fingerprint: str, layer: int, expert: int, key: str, side: str) -> str:
+    """Of a factor in WEIGHTS_FILE; `key` is a field of ExpertPool, `side` left or right. Models are
+    told apart by what their directories hold, so that their names and order may change.
+    """
+    model = fingerprint.removeprefix("sha256:")[:16]
+    return f"residuals.{model}.layers.{layer}.experts.{expert}.{key}.{side}"
+
+
+def read_residuals(
+    sharing: Sharing, experts: Sequence[Expert], cfg: ModelConfig, check_weights: bool
+) -> Residuals:
+    """Differences of `experts` (`Sharing.differs`), in bfloat16. Raises CheckpointError."""
+    if sharing.directory is None:
+        raise CheckpointError("the map has differences, and no directory that holds them")
+    path, rank = sharing.directory / WEIGHTS_FILE, sharing.residual_rank
+    d, f = cfg.d_model, cfg.d_ff_expert
+    shapes = {
+        ("gate_up", "left"): (d, rank),
+        ("gate_up", "right"): (rank, 2 * f),
+        ("down", "left"): (f, rank),
+        ("down", "right"): (rank, d),
+    }
+    leaves = [np.empty((len(experts), *shape), jnp.bfloat16) for shape in shapes.values()]
+    try:
+        with safe_open(path, framework="numpy") as file:
+            for at, (model, layer, expert) in enumerate(experts):
+                for leaf, ((key, side), shape) in zip(leaves, shapes.items(), strict=True):
+                    name = tensor_name(sharing.fingerprints[model], layer, expert, key, side)
+                    leaf[at] = _checked(path, name, file.get_tensor(name), shape, check_weights)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not readable: {error}") from None
+    return Residuals(*map(jnp.asarray, leaves))
+
+
+def _checked(
+    path: Path, name: str, tensor: np.ndarray, shape: tuple[int, ...], check_weights: bool
+) -> np.ndarray:
+    if tensor.shape != shape:
+        raise CheckpointError(f"{path}: {name} is {list(tensor.shape)}, expected {list(shape)}")
+    if check_weights and not seem_finite(tensor):
+        raise CheckpointError(f"{path}: {name} has weights that are not finite")
+    return tensor.astype(jnp.bfloat16)
