@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jmoe.attention import DecodeAttention, PrefillAttention, Written
+from jmoe.attention import Attention, DecodeAttention, PrefillAttention, Written
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.kv_cache import KVPages, make_pages
@@ -194,9 +194,49 @@ def decode_data(
     position = jnp.maximum(kv_len - 1, 0)
     written = Written.at(state.pages, state.block_table, slot, position, valid)
     attention = DecodeAttention(written, state.block_table[slot], kv_len)
-    exempt = rows[:, EXEMPT]
-    own = Rows(position, valid, exempt > 0, exempt >= REFUSES)
-    return slot, StepData(own, attention, Control(control[0], control[1]))
+    return slot, _step_data(position, valid, rows[:, EXEMPT], attention, control)
+
+
+def prefill_data(
+    cfg: ModelConfig,
+    state: State,
+    num_tokens: int,
+    rows: Int[Array, "B C"],
+    control: Int[Array, "controls"],
+) -> tuple[Int[Array, "T"], Int[Array, "B+1"], StepData]:
+    """The chunk that each row of a prefill step belongs to, where chunks begin, and what the step's
+    layers need of its rows.
+    """
+    num_chunks = rows.shape[0]
+    q_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows[:, Q_LEN])])
+    index = jnp.arange(num_tokens, dtype=jnp.int32)
+    # Chunks that end at or before a row; a binary search would be a loop of small kernels.
+    owner = jnp.sum(q_start[None, 1:] <= index[:, None], axis=1, dtype=jnp.int32)
+    valid = owner < num_chunks
+    owner = jnp.minimum(owner, num_chunks - 1)
+    slots = jnp.maximum(rows[:, SLOT], 0)
+    first_position = rows[:, KV_LEN] - rows[:, Q_LEN]
+    position = jnp.where(valid, first_position[owner] + index - q_start[owner], 0)
+    attention = PrefillAttention.of(
+        Written.at(state.pages, state.block_table, slots[owner], position, valid),
+        state.pages,
+        state.block_table[slots],
+        num_heads=cfg.num_heads,
+        q_start=q_start,
+        kv_len=rows[:, KV_LEN],
+    )
+    return owner, q_start, _step_data(position, valid, rows[owner, EXEMPT], attention, control)
+
+
+def _step_data(
+    position: Int[Array, "T"],
+    valid: Bool[Array, "T"],
+    exempt: Int[Array, "T"],
+    attention: Attention,
+    control: Int[Array, "controls"],
+) -> StepData:
+    rows = Rows(position, valid, exempt > 0, exempt >= REFUSES)
+    return StepData(rows, attention, Control(control[0], control[1]))
 
 
 class _Part(NamedTuple):
@@ -291,6 +331,9 @@ class _Part(NamedTuple):
             logits = head(self.cfg, self.weights.params, last)
             return *greedy(logits), logits
 
+        out = StepOutput(
+            None, None, degraded, stats.expert_rows, balance=stats.balance, needed=stats.needed
+        )
         slot = rows[:, SLOT]
         if self.layers is None:
             over = self.control[STOP_LAYER] == self.cfg.num_layers
@@ -302,18 +345,9 @@ class _Part(NamedTuple):
         elif self.layers.stop == self.cfg.num_layers:
             tokens, logprobs, logits = tokens_of()
         else:
-            tokens, logprobs, logits = None, None, None
-        if tokens is not None:
-            state = state._replace(last_token=remember(state.last_token, slot, tokens))
-        return state, StepOutput(
-            tokens,
-            logprobs,
-            degraded,
-            stats.expert_rows,
-            logits=logits,
-            balance=stats.balance,
-            needed=stats.needed,
-        )
+            return state, out
+        state = state._replace(last_token=remember(state.last_token, slot, tokens))
+        return state, out._replace(tokens=tokens, logprobs=logprobs, logits=logits)
 
 
 def sample_step(
@@ -388,34 +422,12 @@ def prefill_step(
     `replication` (static): over a mesh, how each layer copies experts for the next one.
     """
     state = with_deltas(state, deltas, layers)
-    num_tokens, num_chunks = tokens.shape[0], rows.shape[0]
-    q_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows[:, Q_LEN])])
-    index = jnp.arange(num_tokens, dtype=jnp.int32)
-    # Chunks that end at or before a row; a binary search would be a loop of small kernels.
-    owner = jnp.sum(q_start[None, 1:] <= index[:, None], axis=1, dtype=jnp.int32)
-    valid = owner < num_chunks
-    owner = jnp.minimum(owner, num_chunks - 1)
-    slots = jnp.maximum(rows[:, SLOT], 0)
-    first_position = rows[:, KV_LEN] - rows[:, Q_LEN]
-    position = jnp.where(valid, first_position[owner] + index - q_start[owner], 0)
-    attention = PrefillAttention.of(
-        Written.at(state.pages, state.block_table, slots[owner], position, valid),
-        state.pages,
-        state.block_table[slots],
-        num_heads=cfg.num_heads,
-        q_start=q_start,
-        kv_len=rows[:, KV_LEN],
-    )
-    exempt = rows[owner, EXEMPT]
-    step = StepData(
-        Rows(position, valid, exempt > 0, exempt >= REFUSES),
-        attention,
-        Control(control[0], control[1]),
-    )
+    owner, q_start, step = prefill_data(cfg, state, tokens.shape[0], rows, control)
+    valid = step.rows.valid
     part = _Part.of(cfg, weights, state, control, max_active, layers, replication)
     x, state, stats = part.run(lambda: tokens, step, places, valid)
     last = jnp.maximum(q_start[1:] - 1, 0)
-    degraded = _by_chunk(stats, owner, valid, num_chunks)
+    degraded = _by_chunk(stats, owner, valid, rows.shape[0])
     state, out = part.sample(x[last], rows, state, degraded, stats)
     return state, out._replace(hidden=x) if keep_hidden else out
 

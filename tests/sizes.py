@@ -40,6 +40,15 @@ DEEP_FILES = {
 }
 DEEP_FOLDERS = ("tests/sm90/",)
 DEEP_TESTS = {
+    *(
+        f"tests/serving/execution/test_aep_workers.py::{test}"
+        for test in (
+            "test_tokens_are_the_whole_models_in_any_order[qwen2_moe-2-3-16]",
+            "test_tokens_are_the_whole_models_in_any_order[mixtral-1-1-16]",
+            "test_tokens_are_the_whole_models_in_any_order[qwen3_moe_mixed_yarn-2-2-16]",
+            "test_brownout_to_nothing_and_rows_that_refuse_it[False]",
+        )
+    ),
     "tests/serving/test_host_experts_served.py::"
     "test_who_refuses_gets_what_a_difference_makes_of_a_siblings_expert",
     "tests/jmoe/test_cut.py::"

@@ -1,0 +1,148 @@
+"""Half layers as stages of their own, which wait for their own rows (AMoE, section 3).
+
+A layer's experts may lie on other devices than its attention, and its rows be others' neighbours
+there. So what follows a router is cut in two: `attend_stage` ends where rows leave for their
+experts, `expert_stage` computes visits of any rows, and the next `attend_stage` begins by adding up
+what came back. Gate weights stay where attention is. Parts are added in the order of a row's picks,
+whatever order they came in: bits do not depend on it.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jmoe.brownout import Control
+from jmoe.config import ModelConfig
+from jmoe.experts import ExpertPool
+from jmoe.kv_cache import KVPages
+from jmoe.model import Rotation, StepData, attend
+from jmoe.moe import Rows, dense_mlp, router, shared_expert
+from jmoe.rope import rotation
+from jmoe.weights import Params
+from pallas_kernels import grouped_gemm, routing
+
+
+class Waiting(NamedTuple):
+    """Rows whose experts compute; of a dense layer, nothing is waited for."""
+
+    x: Float[Array, "T d"]  # with the layer's attention and shared expert
+    weights: Float[Array, "T K"]  # of each visit, float32; 0 where there is none
+
+
+class Visits(NamedTuple):
+    """What rows ask of experts."""
+
+    h: Float[Array, "T d"]  # normed rows: these travel
+    expert_ids: Int[Array, "T K"]  # logical expert of each visit; -1: none
+    degraded: Int[Array, "T"]  # visits that went elsewhere than the router said
+
+
+def no_parts(waiting: Waiting) -> Float[Array, "T K d"]:
+    """Parts of rows that wait for nothing."""
+    return jnp.zeros((*waiting.weights.shape, waiting.x.shape[1]), waiting.x.dtype)
+
+
+def merge(waiting: Waiting, parts: Float[Array, "T K d"]) -> Float[Array, "T d"]:
+    """Rows behind their experts; what stands for a visit that is none is not looked at."""
+    total = jnp.zeros(waiting.x.shape, jnp.float32)
+    for k in range(waiting.weights.shape[1]):
+        weight = waiting.weights[:, k, None]
+        part = jnp.where(weight != 0, parts[:, k].astype(jnp.float32), 0.0)
+        total = total + weight * part
+    return waiting.x + total.astype(waiting.x.dtype)
+
+
+def attend_stage(
+    cfg: ModelConfig,
+    layer: Params,
+    groups: Int[Array, "m"] | None,
+    index: Int[Array, ""],
+    waiting: Waiting,
+    parts: Float[Array, "T K d"],
+    pages: KVPages,
+    step: StepData,
+) -> tuple[Waiting, Visits | None, KVPages]:
+    """From behind the experts of one layer to before those of the next one.
+
+    Args:
+        cfg: the model's.
+        layer: parameters of layer `index` alone, as an unstacked segment has them.
+        groups: of this MoE layer, as in ExpertTable; None: the layer is dense.
+        index: traced, so that layers of one kind are one program.
+        waiting: rows as the layer before left them; of the first layer, embeddings that wait for
+            nothing.
+        parts: what the experts of the layer before made of each visit.
+        pages: keys and values, written for these rows.
+        step: of these rows, whichever those are: brownout's plan is made of what this batch visits.
+
+    Returns the rows, what they visit (None of a dense layer, whose MLP has run), and pages.
+    """
+    x = merge(waiting, parts)
+    cos_sin: Rotation = rotation(step.rows.positions, cfg.rope, cfg.head_dim)
+    x, pages = attend(cfg, layer, x, cos_sin, step.attention, index, pages)
+    if groups is None:
+        return Waiting(dense_mlp(cfg, layer, x), jnp.zeros_like(waiting.weights)), None, pages
+    h, logits = router(cfg, layer, x)
+    weights, visits = _planned(cfg, h, logits, groups, step.rows, step.control)
+    if cfg.d_ff_shared:
+        x = x + shared_expert(layer, h)
+    return Waiting(x, weights), visits, pages
+
+
+def _planned(
+    cfg: ModelConfig,
+    h: Float[Array, "T d"],
+    logits: Float[Array, "T columns"],
+    groups: Int[Array, "m"],
+    rows: Rows,
+    control: Control,
+) -> tuple[Float[Array, "T K"], Visits]:
+    logits = logits[:, : cfg.num_experts]
+    weights, ids = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
+    plan = routing.brownout_plan(
+        ids,
+        groups=groups,
+        threshold_percent=control.threshold_percent,
+        strategy=control.strategy,
+        valid=rows.valid,
+        exempt=rows.exempt,
+    )
+    weights, expert_ids = _once(weights, plan.expert_ids)
+    degraded = jnp.sum(plan.degraded, axis=-1, dtype=jnp.int32)
+    return weights, Visits(h, expert_ids, degraded)
+
+
+def _once(
+    weights: Float[Array, "T K"], ids: Int[Array, "T K"]
+) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+    """Visits of a row that meet in one expert are one visit, the first, with their weights' sum."""
+    same: Bool[Array, "T K K"] = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
+    first = jnp.argmax(same, axis=-1) == jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+    first &= ids >= 0
+    total = jnp.sum(jnp.where(same, weights[:, None, :], 0.0), axis=-1)
+    return jnp.where(first, total, 0.0), jnp.where(first, ids, -1)
+
+
+def expert_stage(
+    pool: ExpertPool,
+    h: Float[Array, "V d"],
+    expert_ids: Int[Array, "V"],
+    slots: Int[Array, "E"],
+    *,
+    max_active: int,
+) -> Float[Array, "V d"]:
+    """What one layer's experts make of visits, one a row, all of a device's in one grouped GEMM.
+
+    `expert_ids` are logical ones, -1 for padding; `slots` is the layer's row of this device's
+    table. `max_active` (static) is the experts that there is room for; the caller guarantees it.
+    Rows come back in the pool's dtype, without their gate weights.
+    """
+    work = routing.dispatch(
+        expert_ids[:, None],
+        jnp.ones((len(expert_ids), 1), jnp.float32),
+        slots,
+        block_m=grouped_gemm.BLOCK_M,
+        max_active=max_active,
+    )
+    return grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work).astype(h.dtype)

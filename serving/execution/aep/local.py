@@ -1,0 +1,180 @@
+"""All workers in one process, on its devices: for notebooks and tests (AMoE, section 4)."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jmoe.api import Model
+from jmoe.experts import ExpertPool
+from jmoe.parallel.placement import Placement, contiguous
+from jmoe.steps import make_state
+from serving.execution.aep.attention import AttentionWorker, Result, Unit
+from serving.execution.aep.experts import ExpertWorker
+from serving.execution.aep.messages import RowNumbers
+from serving.execution.aep.queues import Picker
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of each attention worker."""
+
+    num_slots: int
+    num_pages: int
+    page_size: int
+    max_blocks: int
+    num_rows: int  # on their way at a time, of all its units
+    decode_buckets: tuple[int, ...] = (8, 32, 128)
+    prefill_buckets: tuple[int, ...] = (32, 128, 512)
+
+
+class LocalWorkers:
+    """Attention workers and expert workers on devices of this process.
+
+    Nothing runs by itself: `turn` lets one worker have its messages and run a stage. What it
+    launches goes on while others have theirs.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        attention: Sequence[Any],
+        experts: Sequence[Any],
+        sizes: Sizes,
+        picker: Callable[[], Picker],
+        *,
+        placement: Placement | None = None,
+        groups: Int[np.ndarray, "E"] | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """Gives each device its part of a model; a device may be named more than once.
+
+        Args:
+            model: on one device; its united experts are those of the way that it uses.
+            attention: devices of attention workers, one or more.
+            experts: devices of expert workers, one or more.
+            sizes: of an attention worker.
+            picker: makes one for each worker.
+            placement: of logical experts on expert workers; None: ranges of them.
+            groups: as for ExpertWorker.
+            clock: in seconds.
+
+        Raises ValueError for no worker of a kind, a model over a mesh, and a placement on another
+        number of workers or of other experts.
+        """
+        if not attention or not experts:
+            raise ValueError(
+                f"{len(attention)} attention workers and {len(experts)} expert workers were asked "
+                "for; there must be one of each kind or more"
+            )
+        if model.home is not None:
+            raise ValueError(f"{model.name} is spread over a mesh; load it without one")
+        cfg, slots = model.config, np.asarray(model.table.slots)
+        placement = placement or contiguous(slots.shape[0], slots.shape[1], len(experts))
+        hosts = np.asarray(placement.hosts)
+        if hosts.shape != (*slots.shape, len(experts)):
+            raise ValueError(
+                f"placement.hosts is {hosts.shape}; it must be {(*slots.shape, len(experts))}: MoE "
+                "layers, logical experts, expert workers"
+            )
+        numbers, self._clock = RowNumbers(len(attention), sizes.num_rows), clock
+        self._to_attention: list[deque] = [deque() for _ in attention]
+        self._to_experts: list[deque] = [deque() for _ in experts]
+        self.experts = [
+            ExpertWorker(
+                *part_of(model.pool, slots, hosts[:, :, number], device),
+                numbers,
+                device,
+                attention,
+                lambda to, message: self._to_attention[to].append(message),
+                picker(),
+                groups=groups,
+            )
+            for number, device in enumerate(experts)
+        ]
+        state = make_state(
+            cfg,
+            num_slots=sizes.num_slots,
+            num_pages=sizes.num_pages,
+            page_size=sizes.page_size,
+            max_blocks=sizes.max_blocks,
+            dtype=model.dtype,
+        )
+        self.attention = [
+            AttentionWorker(
+                cfg,
+                jax.device_put(model.params, device),
+                np.asarray(model.table.groups),
+                jax.device_put(jax.tree.map(jnp.copy, state), device),
+                hosts,
+                numbers,
+                number,
+                device,
+                experts,
+                lambda to, message: self._to_experts[to].append(message),
+                picker(),
+                decode_buckets=sizes.decode_buckets,
+                prefill_buckets=sizes.prefill_buckets,
+            )
+            for number, device in enumerate(attention)
+        ]
+
+    @property
+    def num_workers(self) -> int:
+        """Attention workers first, then expert workers."""
+        return len(self.attention) + len(self.experts)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no unit, message or visit is anywhere."""
+        return not (
+            any(worker.num_units or worker.queues.num_rows for worker in self.attention)
+            or any(worker.queues.num_rows for worker in self.experts)
+            or any(self._to_attention)
+            or any(self._to_experts)
+        )
+
+    def submit(self, worker: int, unit: Unit) -> None:
+        """A unit enters the first layer of an attention worker. Raises ValueError as `submit`."""
+        self.attention[worker].submit(unit, self._clock())
+
+    def deliver(self, number: int, most: int | None = None) -> int:
+        """Gives a worker messages that wait for it, the oldest first; returns how many."""
+        first = number - len(self.attention)
+        inbox = self._to_attention[number] if first < 0 else self._to_experts[first]
+        worker = self.attention[number] if first < 0 else self.experts[first]
+        count = len(inbox) if most is None else min(most, len(inbox))
+        for _ in range(count):
+            worker.receive(inbox.popleft(), self._clock())
+        return count
+
+    def advance(self, number: int, *, more_may_come: bool = True) -> list[Result]:
+        """Lets a worker run a stage; what came of units that have left."""
+        now, first = self._clock(), number - len(self.attention)
+        if first < 0:
+            return self.attention[number].advance(now, more_may_come=more_may_come) or []
+        self.experts[first].advance(now, more_may_come=more_may_come)
+        return []
+
+    def turn(self, number: int) -> list[Result]:
+        """All messages, and a stage."""
+        self.deliver(number)
+        return self.advance(number)
+
+
+def part_of(
+    pool: ExpertPool,
+    slots: Int[np.ndarray, "layers E"],
+    hosted: Bool[np.ndarray, "layers E"],
+    device: Any,
+) -> tuple[ExpertPool, Int[np.ndarray, "layers E"]]:
+    """A device's experts alone, on it; and the slot of each of them there, -1 of others."""
+    local = np.full(slots.shape, -1, np.int32)
+    local[hosted] = np.arange(int(hosted.sum()))
+    taken = jnp.asarray(slots[hosted])
+    return jax.device_put(jax.tree.map(lambda leaf: leaf[taken], pool), device), local

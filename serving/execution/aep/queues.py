@@ -1,0 +1,84 @@
+"""Rows that wait, by layer and group, and what a picker is shown of them (AMoE, section 3.2)."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from jaxtyping import Float, Int
+
+
+class Picker(Protocol):
+    """Whose turn it is; `serving.scheduling.layers.picker.LayerPicker` is one."""
+
+    def pick(
+        self,
+        counts: Int[np.ndarray, "layers groups"],
+        oldest: Float[np.ndarray, "layers groups"],
+        now: float,
+        *,
+        urgent: Int[np.ndarray, "layers groups"] | None = None,
+        more_may_come: bool = True,
+    ) -> tuple[int, int] | None:
+        """The (layer, group) to run now, or None."""
+        ...
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What came at once: so many rows, the urgent ones among them, and what its worker keeps."""
+
+    rows: int
+    urgent: int
+    came_at: float
+    what: Any
+
+
+class MicroQueues:
+    """A queue for each layer and group of a worker; first come, first taken."""
+
+    def __init__(self, num_layers: int, num_groups: int) -> None:
+        shape = num_layers, num_groups
+        self.counts = np.zeros(shape, np.int64)
+        self.urgent = np.zeros(shape, np.int64)
+        self.oldest = np.full(shape, np.inf)  # seconds of the worker's clock; of an empty one inf
+        self._queues: list[list[deque[Entry]]] = [
+            [deque() for _ in range(num_groups)] for _ in range(num_layers)
+        ]
+
+    @property
+    def num_rows(self) -> int:
+        """In all queues."""
+        return int(self.counts.sum())
+
+    def put(self, layer: int, group: int, entry: Entry) -> None:
+        """Rows wait from now on. Raises ValueError for none."""
+        if entry.rows < 1:
+            raise ValueError(f"{entry.rows} rows were put into a queue; it takes 1 or more")
+        queue = self._queues[layer][group]
+        if not queue:
+            self.oldest[layer, group] = entry.came_at
+        queue.append(entry)
+        self.counts[layer, group] += entry.rows
+        self.urgent[layer, group] += entry.urgent
+
+    def take(self, layer: int, group: int, most: int, most_entries: int = 0) -> list[Entry]:
+        """The oldest entries with up to `most` rows together, but one at least; `most_entries` 0:
+        however many.
+        """
+        queue, taken, rows = self._queues[layer][group], [], 0
+        while queue and (not taken or rows + queue[0].rows <= most):
+            if len(taken) == most_entries > 0:
+                break
+            entry = queue.popleft()
+            taken.append(entry)
+            rows += entry.rows
+            self.urgent[layer, group] -= entry.urgent
+        self.counts[layer, group] -= rows
+        self.oldest[layer, group] = queue[0].came_at if queue else np.inf
+        return taken
+
+
+def bucket(count: int) -> int:
+    """The next power of two, 8 at least: few shapes, few programs."""
+    return max(8, 1 << (count - 1).bit_length())

@@ -1,0 +1,248 @@
+"""Asynchronous workers write what the whole model writes, whoever runs when (AMoE)."""
+
+import random
+
+import jax
+import numpy as np
+import pytest
+
+import jmoe
+from jmoe.packed_rows import empty_deltas, pack_row
+from jmoe.parallel.placement import from_hosts
+from serving.execution.aep.attention import Unit
+from serving.execution.aep.local import LocalWorkers, Sizes
+from serving.execution.aep.queues import Entry, MicroQueues
+from serving.plan import StepControl
+from tests.jmoe.conftest import GOLDEN
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+PAGE, BLOCKS, SLOTS, ROWS = 4, 8, 4, 40
+
+
+class AnyQueue:
+    """Whichever has rows, or none: as unhelpful as a picker may be."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def pick(self, counts, oldest, now, *, urgent=None, more_may_come=True):
+        assert ((oldest < np.inf) == (counts > 0)).all()
+        assert (urgent <= counts).all()
+        found = list(zip(*np.nonzero(counts), strict=True))
+        if not found or self.rng.random() < 0.2:
+            return None
+        return self.rng.choice(found)
+
+
+class Sequences:
+    """Plays a server: sequences with slots and pages, each with one unit on its way at a time."""
+
+    def __init__(self, workers, prompts, new_tokens, chunk, exempt=()):
+        self.workers, self.new_tokens, self.chunk = workers, new_tokens, chunk
+        self.prompts, self.exempt = prompts, exempt
+        self.tokens = [[] for _ in prompts]
+        self.degraded = [0] * len(prompts)
+        self.done = [0] * len(prompts)  # positions
+        self.unit_of = {}
+        for number in range(len(prompts)):
+            self.submit(number)
+
+    def submit(self, number):
+        per_worker = len(self.workers.attention)
+        worker, slot = number % per_worker, number // per_worker
+        prompt, done = self.prompts[number], self.done[number]
+        part = prompt[done : done + self.chunk]
+        length = len(part) or 1
+        self.done[number] += length
+        deltas = empty_deltas(0)
+        if not done:
+            pages = np.arange(BLOCKS)
+            deltas = np.stack([np.full(BLOCKS, slot), pages, slot * BLOCKS + pages], axis=1)
+        unit = Unit(
+            pack_row(slot, kv_len=done + length, q_len=length, exempt=2 * (number in self.exempt)),
+            np.array(part, np.int32) if part else None,
+            slot * (ROWS // SLOTS) + np.arange(length, dtype=np.int32),
+            deltas.astype(np.int32),
+            urgent=number % 2 == 0,
+            ends_prompt=self.done[number] >= len(prompt),
+        )
+        self.unit_of[unit] = number
+        self.workers.submit(worker, unit)
+
+    def accept(self, results):
+        for unit, token, logprob in results:
+            number = self.unit_of.pop(unit)
+            self.degraded[number] += unit.degraded
+            assert (token is not None) == (logprob is not None) == unit.ends_prompt
+            if token is not None:
+                self.tokens[number].append(token)
+            if len(self.tokens[number]) < self.new_tokens:
+                self.submit(number)
+
+    def play(self, rng):
+        """Until all is written: some worker gets some of its messages, or runs a stage."""
+        for _ in range(100_000):
+            if not self.unit_of:
+                assert self.workers.is_idle
+                return
+            number = rng.randrange(self.workers.num_workers)
+            if rng.random() < 0.5:
+                self.workers.deliver(number, rng.choice([1, 2, None]))
+            else:
+                self.accept(self.workers.advance(number))
+        raise AssertionError("nothing came of it")
+
+
+@pytest.fixture(scope="module")
+def models():
+    return {
+        name: jmoe.load(GOLDEN / name, dtype="float32")
+        for name in ("qwen2_moe", "mixtral", "qwen3_moe_mixed_yarn")
+    }
+
+
+def workers_of(model, rng, *, attention=1, experts=2, **options):
+    device = jax.devices()[0]
+    sizes = Sizes(SLOTS, SLOTS * BLOCKS, PAGE, BLOCKS, ROWS, (4,), (16,))
+    return LocalWorkers(
+        model, [device] * attention, [device] * experts, sizes, lambda: AnyQueue(rng), **options
+    )
+
+
+def some_prompts(model, rng, count):
+    return [
+        [rng.randrange(1, model.config.vocab_size) for _ in range(rng.randrange(2, 10))]
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "experts", "rounds"),
+    [
+        ("qwen2_moe", 1, 2, 3),
+        ("qwen2_moe", 2, 3, 16),
+        ("mixtral", 1, 1, 16),
+        ("qwen3_moe_mixed_yarn", 2, 2, 16),
+    ],
+)
+def test_tokens_are_the_whole_models_in_any_order(models, name, attention, experts, rounds):
+    """Of a model with shared experts, of one without, of one with dense layers between."""
+    model = models[name]
+    rng = random.Random(7)
+    workers = workers_of(model, rng, attention=attention, experts=experts)
+    count = 4 * attention
+    prompts = some_prompts(model, rng, rounds * count)
+    want = jmoe.generate(model, prompts, 5, stop_token_ids=()).tokens
+    for start in range(0, len(prompts), count):
+        played = Sequences(workers, prompts[start : start + count], 5, rng.choice([3, 10]))
+        played.play(rng)
+        assert played.tokens == want[start : start + count]
+        assert played.degraded == [0] * count
+
+
+def test_experts_that_several_workers_have_take_turns(models):
+    model, rng = models["qwen2_moe"], random.Random(1)
+    layers, count = model.table.slots.shape
+    hosts = np.random.default_rng(0).random((layers, count, 3)) < 0.5
+    hosts[..., 1] |= ~hosts.any(axis=-1)
+    workers = workers_of(model, rng, experts=3, placement=from_hosts(hosts, spare=count))
+    prompts = some_prompts(model, rng, 4)
+    played = Sequences(workers, prompts, 6, 10)
+    played.play(rng)
+    assert played.tokens == jmoe.generate(model, prompts, 6, stop_token_ids=()).tokens
+    assert all(worker.stages for worker in workers.experts)
+
+
+def test_groups_of_experts_are_launched_by_themselves(models):
+    model, rng = models["qwen2_moe"], random.Random(2)
+    groups = np.arange(model.table.slots.shape[1]) % 3
+    workers = workers_of(model, rng, experts=1, groups=groups)
+    assert workers.experts[0].queues.counts.shape == (model.config.num_moe_layers, 3)
+    prompts = some_prompts(model, rng, 4)
+    played = Sequences(workers, prompts, 4, 10)
+    played.play(rng)
+    assert played.tokens == jmoe.generate(model, prompts, 4, stop_token_ids=()).tokens
+
+
+def test_sampled_tokens_are_those_of_generate(models):
+    model, rng = models["qwen2_moe"], random.Random(3)
+    workers = workers_of(model, rng)
+    prompt = [5, 9, 33]
+    played = Sequences(workers, [], 5, 10)
+    tokens, done = [], 0
+    for step in range(5):
+        length = 1 if step else len(prompt)
+        done += length
+        row = pack_row(0, kv_len=done, q_len=length, seed=11, temperature=0.9, top_k=7)
+        unit = Unit(
+            row,
+            None if step else np.array(prompt, np.int32),
+            np.arange(length, dtype=np.int32),
+            np.array(
+                [[0, block, block] for block in range(BLOCKS)] if not step else [], np.int32
+            ).reshape(-1, 3),
+        )
+        workers.submit(0, unit)
+        results = []
+        while not results:
+            number = rng.randrange(workers.num_workers)
+            results = workers.turn(number)
+        tokens.append(results[0].token)
+    assert not played.unit_of
+    settings = {"temperature": 0.9, "top_k": 7, "seed": 11}
+    want = jmoe.generate(model, [prompt], 5, stop_token_ids=(), **settings).tokens
+    assert [tokens] == want
+
+
+def test_what_does_not_fit_is_refused(models):
+    model, rng = models["qwen2_moe"], random.Random(4)
+    workers = workers_of(model, rng)
+    row, none = pack_row(0, kv_len=17, q_len=17), empty_deltas(0)
+    with pytest.raises(ValueError, match="a chunk has 17 tokens; a stage takes 16"):
+        workers.submit(0, Unit(row, np.arange(17, dtype=np.int32), np.arange(17), none))
+    unit = Unit(row, None, np.array([3], np.int32), none)
+    workers.submit(0, unit)
+    with pytest.raises(ValueError, match="place 3 is another unit's"):
+        workers.submit(0, Unit(row, None, np.array([3], np.int32), none))
+    with pytest.raises(ValueError, match="0 expert workers were asked"):
+        workers_of(model, rng, experts=0)
+    hosts = np.ones((*model.table.slots.shape, 2), bool)
+    with pytest.raises(ValueError, match=r"placement.hosts is .* expert workers"):
+        workers_of(model, rng, experts=3, placement=from_hosts(hosts, spare=9))
+
+
+def test_queues_say_what_waits_and_for_how_long():
+    queues = MicroQueues(3, 2)
+    for at, (rows, urgent) in enumerate([(4, 0), (2, 2), (5, 1)]):
+        queues.put(1, 0, Entry(rows, urgent, float(at), at))
+    assert queues.counts.tolist() == [[0, 0], [11, 0], [0, 0]]
+    assert [e.what for e in queues.take(1, 0, 6)] == [0, 1]
+    assert (queues.counts[1, 0], queues.urgent[1, 0], queues.oldest[1, 0]) == (5, 1, 2.0)
+    assert [e.what for e in queues.take(1, 0, 1)] == [2]  # more than fit, alone
+    assert queues.num_rows == 0
+    assert queues.oldest[1, 0] == np.inf
+    with pytest.raises(ValueError, match="0 rows"):
+        queues.put(0, 0, Entry(0, 0, 0.0, None))
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_brownout_to_nothing_and_rows_that_refuse_it(refuses):
+    """All visits are served by united experts then, whatever a stage saw; or one row is exact."""
+    model, setting = jmoe.load(dtype="float32", ways=[4]), jmoe.Brownout("full", 0, way=4)
+    rng = random.Random(5)
+    control = model.prepare(setting)
+    workers = workers_of(model, rng, experts=2)
+    workers.attention[0].control = StepControl(
+        int(control.threshold_percent), int(control.strategy)
+    )
+    prompts = some_prompts(model, rng, 3)
+    played = Sequences(workers, prompts, 4, 10, exempt=[1] if refuses else [])
+    played.play(rng)
+    if refuses:
+        assert played.degraded[1] == 0 < played.degraded[0]
+        assert [played.tokens[1]] == jmoe.generate(model, prompts[1:2], 4, stop_token_ids=()).tokens
+        return
+    want = jmoe.generate(model, prompts, 4, setting, stop_token_ids=())
+    assert played.degraded == want.degraded_visits == want.expert_visits
+    assert played.tokens == want.tokens
