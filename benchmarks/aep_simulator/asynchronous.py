@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -146,7 +146,10 @@ def make_state(system: System, num_sequences: int, seed: int) -> State:
 
 
 class Simulation:
-    """Plays a system. `watch` is called with every stage that begins, which is slow."""
+    """Plays a system. `watch` is called with every stage that begins, which is slow.
+
+    Pickers are asked at every choice; built-in rules with numba without a way back to Python.
+    """
 
     def __init__(
         self,
@@ -185,7 +188,9 @@ class Simulation:
     def play(self, until_s: float) -> None:
         """Up to that time of the simulated clock."""
         s, c = self.state, self.costs
-        while (worker := core.advance(s, c, until_s)) != core.NONE:
+        settings = [picker.compiled_settings for picker in self.pickers]
+        together = self.watch is None and None not in settings
+        while (worker := self._next_choice(until_s, settings if together else [])) != core.NONE:
             if worker == -2:
                 core.admit(s, c, int(self.traffic.num_tokens[self._next_request]))
                 self._next_request += 1
@@ -205,6 +210,14 @@ class Simulation:
                 self._show(worker, *picked, most)
             else:
                 core.start(s, c, worker, *picked, most)
+
+    def _next_choice(self, until_s: float, settings: list[Any]) -> int:
+        """A worker whose host has to choose, unless pickers and loops are machine code alike."""
+        s, c, system = self.state, self.costs, self.system
+        if not settings:
+            return core.advance(s, c, until_s)
+        most = system.max_attention_rows, system.max_expert_rows
+        return core.play(s, c, until_s, self.traffic.closed, *settings, *most)
 
     def measure(self, warm_s: float, for_s: float) -> Run:
         """Plays `warm_s`, and then `for_s` for figures."""

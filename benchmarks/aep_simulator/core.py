@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from serving.scheduling.layers.compiled import jit
+from serving.scheduling.layers.compiled import decide, jit
 
 ARRIVE, DONE, FREE, WAKE, REQUEST = range(5)
 NONE = -1
@@ -261,6 +261,44 @@ def wait(s: State, worker: int, wake_s: float) -> None:
     s.epoch[worker] += 1
     if wake_s < np.inf:
         push(s, max(wake_s, s.seconds[NOW]), WAKE, worker, 0, s.epoch[worker], 0)
+
+
+@jit
+def play(
+    s: State,
+    c: Costs,
+    until_s: float,
+    closed: bool,
+    attention: tuple[int, Float[np.ndarray, "K"], int, float, float],
+    experts: tuple[int, Float[np.ndarray, "K"], int, float, float],
+    max_attention_rows: int,
+    max_expert_rows: int,
+) -> int:
+    """What `Simulation.play` does, for pickers whose decisions are machine code; -2 or NONE.
+
+    `attention` and `experts` are their `compiled_settings`.
+    """
+    while True:
+        worker = advance(s, c, until_s)
+        if worker < 0:
+            return worker
+        at_experts = worker >= c.num_attention
+        counts, oldest = s.counts[worker], s.oldest[worker]
+        rule, weights, least, wait_s, age_s = experts if at_experts else attention
+        more = at_experts or not closed or counts.sum() < s.running[worker]
+        now = s.seconds[NOW]
+        flat = decide(rule, weights, counts, counts, False, oldest, now, least, wait_s, age_s, more)
+        if flat >= 0:
+            groups = counts.shape[1]
+            most = max_expert_rows if at_experts else max_attention_rows
+            start(s, c, worker, flat // groups, flat % groups, most)
+            continue
+        since = np.inf
+        for layer in range(counts.shape[0]):
+            for group in range(counts.shape[1]):
+                if counts[layer, group] > 0:
+                    since = min(since, oldest[layer, group])
+        wait(s, worker, since + min(wait_s, age_s))
 
 
 @jit

@@ -189,15 +189,17 @@ def test_compiled_loops_are_the_plain_ones(aep, monkeypatch):
     times = straight(30, 60, 6, 0.3, 0.2, 0.5, 0.1)
     over = aep.Overheads(0.05, 0.03, 0.2, 0.01)
     played = system(aep, (3, 6, 2, 2, 3), times, overheads=over, row_s=0.02)
-    runs = []
+    runs, waiting = [], Waiting(2, 0.5)
     for loops in (aep.core, machine_code):
         with monkeypatch.context() as patch:
             patch.setattr(aep, "core", loops)
-            waiting = Waiting(2, 0.5)
-            simulation = aep.Simulation(played, aep.Traffic(30), pickers(waiting=waiting))
-            runs.append(simulation.measure(50.0, 100.0))
-    for one, other in zip(runs[0].state, runs[1].state, strict=True):
-        np.testing.assert_array_equal(one, other)
+            for together in (False, True):
+                picker = LayerPicker(Defragging(), waiting, use_numba=together)
+                simulation = aep.Simulation(played, aep.Traffic(30), (picker, picker))
+                runs.append(simulation.measure(50.0, 100.0))
+    for other in runs[1:]:
+        for one, two in zip(runs[0].state, other.state, strict=True):
+            np.testing.assert_array_equal(one, two)
 
 
 def test_queues_in_the_picture_are_those_of_the_scheduler(aep):
