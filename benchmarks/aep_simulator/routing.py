@@ -10,10 +10,11 @@ order of its own. Rows are independent of each other and of their own past.
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from jmoe.parallel.copies import with_copies
 
+LARGE = 64 * 64  # experts x devices, beyond which copies are placed by a quicker rule
 NUM_SETS = 4096  # of K experts that a layer's rows draw from
 
 
@@ -77,9 +78,10 @@ def place(
 ) -> Placement:
     """Experts in ranges of ids, as evenly as can be; beside them copies in `spare` slots a device.
 
-    Copies are placed by true popularity, by the server's own rule (`jmoe.parallel.copies`). With
-    more devices than experts every expert has a device and the others are further hosts, dealt out
-    in turn.
+    Copies are placed by true popularity, by the server's own rule (`jmoe.parallel.copies`), or on
+    large meshes, where that takes minutes, one after another for the busiest expert. With more
+    devices than experts every expert has a device and the others are further hosts, dealt out in
+    turn.
     """
     num_layers, num_experts = popularity.shape
     homes = np.zeros((num_experts, num_devices), bool)
@@ -87,11 +89,33 @@ def place(
         expert = part % num_experts
         device = part if num_devices >= num_experts else part * num_devices // num_experts
         homes[expert, device] = True
+    copies = with_copies if homes.size <= LARGE else _busiest_first
     by_layer = []
     for layer in range(num_layers):
         before = layer and (popularity[layer] == popularity[layer - 1]).all()
-        by_layer.append(by_layer[-1] if before else with_copies(popularity[layer], homes, spare))
+        by_layer.append(by_layer[-1] if before else copies(popularity[layer], homes, spare))
     hosted = np.stack(by_layer)
     num_hosts = hosted.sum(axis=2).astype(np.int32)
     hosts = np.argsort(~hosted, axis=2, kind="stable")[:, :, : num_hosts.max()].astype(np.int32)
     return Placement(np.ascontiguousarray(hosts), num_hosts)
+
+
+def _busiest_first(
+    load: Float[np.ndarray, "experts"], homes: Bool[np.ndarray, "experts devices"], spare: int
+) -> Bool[np.ndarray, "experts devices"]:
+    """A copy for the expert with most load a host, on the emptiest device that may; and again."""
+    hosts, free = homes.copy(), np.full(homes.shape[1], spare)
+    share = load / hosts.sum(axis=1)
+    loads = share @ hosts
+    for _ in range(spare * homes.shape[1]):
+        expert = int(share.argmax())
+        at = np.where((free > 0) & ~hosts[expert], loads, np.inf)
+        device = int(at.argmin())
+        if at[device] == np.inf:
+            break  # the busiest is everywhere that it may be
+        loads[hosts[expert]] -= share[expert]
+        hosts[expert, device] = True
+        free[device] -= 1
+        share[expert] = load[expert] / hosts[expert].sum()
+        loads[hosts[expert]] += share[expert]
+    return hosts
