@@ -124,6 +124,7 @@ def _curve(rule: str) -> Iterator[dict[str, Any]]:
     for in_flight in (64, 256, 1024, 2048, 4096, 8192, 16384):
         case = replace(PAPER, same=False, in_flight=in_flight)
         system = system_of(case, 4, SPARE, PAPER_OVERHEADS)
+        system = replace(system, max_attention_rows=1 << 60)
         picker = make_picker(rule, Waiting(max_age_s=5.0))
         yield {"system": rule, "in_flight": in_flight} | figures(
             play(system, in_flight, (picker, picker), 0.1)
