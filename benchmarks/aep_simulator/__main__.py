@@ -2,6 +2,7 @@
 
     python -m benchmarks.aep_simulator --json benchmarks/aep_simulated.json --out docs
     python -m benchmarks.aep_simulator --parts paper,host
+    python -m benchmarks.aep_simulator --case mixtral-8x7b,2,8,8192,0.5,different --times FILE
 
 It wants numba (the extra `aep`); without it the loops are plain Python, for tests alone.
 """
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.aep_simulator import questions, tables
-from benchmarks.aep_simulator.study import EXCHANGE_S, SPARE, WAITS_S, WAVES
+from benchmarks.aep_simulator.study import EXCHANGE_S, SPARE, WAITS_S, WAVES, Case, compare
 from benchmarks.harness import store
 from benchmarks.harness.command import add_choices, write_figures
 
@@ -36,7 +37,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--out", type=Path, help="folder for async-expert-parallelism.png")
     parser.add_argument("--tables", action="store_true", help="only print those of --json again")
+    parser.add_argument(
+        "--case",
+        help="one alone: MODEL,K,DEVICES,IN_FLIGHT,SKEW,same|different; changes no file",
+    )
+    parser.add_argument("--times", default="", help="measured stage times for --case, JSON")
     args = parser.parse_args(arguments)
+    if args.case:
+        try:
+            return one_case(args.case, args.times)
+        except ValueError as error:
+            parser.error(str(error))
     found: dict[str, Any] = {}
     if args.json and args.json.exists():
         found = json.loads(args.json.read_text(encoding="utf-8"))
@@ -60,6 +71,20 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         from benchmarks.aep_simulator import picture
 
         picture.draw(found, args.out / "async-expert-parallelism.png")
+    return found
+
+
+def one_case(text: str, times_file: str) -> dict[str, Any]:
+    """Every system on one case. Raises ValueError for one that is not written as it should be."""
+    model, *numbers, skew, order = text.split(",")
+    if len(numbers) != 3 or order not in ("same", "different"):
+        raise ValueError(f"--case is {text}; it must be like mixtral-8x7b,2,8,8192,0.5,different")
+    top_k, devices, in_flight = map(int, numbers)
+    case = Case(
+        model, top_k, devices, in_flight, float(skew), order == "same", times_file=times_file
+    )
+    found = compare(case)
+    print("\n".join(tables.by_case([found])))
     return found
 
 

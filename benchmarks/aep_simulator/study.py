@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from benchmarks.aep_simulator.machine import (
     Device,
     Geometry,
     StageTimes,
+    measured,
     roofline,
     sequences_that_fit,
 )
@@ -52,6 +54,7 @@ class Case:
     law: str = "zipf"
     device: Device = H200
     multi_query: bool = False  # one head of keys and values, as in the paper's evaluation
+    times_file: str = ""  # measured stage times; none: the roofline's
 
     def geometry(self) -> Geometry:
         """Of the model; with as many experts as devices where it has fewer."""
@@ -63,7 +66,7 @@ class Case:
 
     def words(self) -> dict[str, Any]:
         """For a record."""
-        return asdict(replace(self, device=self.device)) | {"device": self.device.name}
+        return asdict(self) | {"device": self.device.name}
 
 
 @lru_cache(maxsize=4)
@@ -79,7 +82,9 @@ def routing_of(case: Case) -> Routing:
 
 
 def times_of(case: Case) -> StageTimes:
-    """By roofline."""
+    """By roofline, or as measured. Raises ValueError for a file that holds none."""
+    if case.times_file:
+        return measured(Path(case.times_file), case.geometry(), case.in_flight)
     return roofline(case.device, case.geometry(), case.in_flight, case.context)
 
 
