@@ -51,9 +51,9 @@ $(VENV)/.base: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e .
 	@touch $@
 
-# `aot` compiles for an H200 where there is none; the tests use it.
+# `aot` compiles for an H200 where there is none, `aep` schedulers for the CPU; the tests use both.
 $(VENV)/.dev: $(VENV)/.base
-	$(PIP) -e '.[dev,aot]'
+	$(PIP) -e '.[dev,aot,aep]'
 	@touch $@
 
 clean:

@@ -78,6 +78,7 @@ DEEP_TESTS = {
     "tests/benchmarks/test_simulator.py::"
     "test_a_steady_load_that_needs_no_brownout_gets_none[300.0]",
     "tests/benchmarks/test_host_path.py::test_a_slow_device_is_kept_busy",
+    "tests/benchmarks/test_aep_simulator.py::test_compiled_loops_are_the_plain_ones",
     "tests/pallas_kernels/test_grouped_gemm_quantized.py::test_reference_equals_float64",
     "tests/serving/execution/test_programs.py::"
     "test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase",

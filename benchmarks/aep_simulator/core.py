@@ -1,0 +1,396 @@
+"""The events of asynchronous expert parallelism: arrays and loops, compiled where numba is there.
+
+Letters: W workers, attention workers first; L layers; G groups; N places for sequences; K experts a
+row. A *visit* is a row on its way to or from an expert: number token * K + k. Rows that wait in a
+queue, or travel together, are a chain: `after` names the next one. In an attention worker's queue a
+token is there as its visit 0, once all K have come.
+
+A worker's host launches one stage at a time, early enough that it is ready when the device is; the
+device runs one stage at a time. A batch of rows to one worker takes both ends of its link
+`max(message_s, bytes / bandwidth)`, one after another, and `latency_s` between.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from serving.scheduling.layers.compiled import decide, jit
+
+ARRIVE, DONE, FREE, WAKE, REQUEST = range(5)
+NONE = -1
+# Of `State.numbers` and `State.seconds`.
+NUM_EVENTS, SEQUENCE, TURN, NUM_FREE, PRODUCED, STAGES, ROWS, NUM_ITL, REFUSED = range(9)
+NOW, ITL_SUM = range(2)
+
+
+class State(NamedTuple):
+    """All that changes, and the tables that events look at."""
+
+    numbers: Int[np.ndarray, "9"]
+    seconds: Float[np.ndarray, "2"]
+    # The heap: by time, then by order of entry.
+    event_s: Float[np.ndarray, "events"]
+    event_order: Int[np.ndarray, "events"]
+    event: Int[np.ndarray, "events 5"]  # kind, worker, layer, head of a chain, its length
+    # Queues of workers.
+    counts: Int[np.ndarray, "W L G"]
+    oldest: Float[np.ndarray, "W L G"]
+    heads: Int[np.ndarray, "W L G"]
+    tails: Int[np.ndarray, "W L G"]
+    idle: Int[np.ndarray, "W"]  # 1: the host waits for rows; 2: it is about to choose
+    epoch: Int[np.ndarray, "W"]  # times that it has waited: a WAKE of an earlier wait is void
+    host_s: Float[np.ndarray, "W"]  # until which it is busy
+    device_s: Float[np.ndarray, "W"]
+    busy_s: Float[np.ndarray, "W"]  # of the device, in all
+    out_s: Float[np.ndarray, "W"]  # until which a worker's link is busy sending
+    in_s: Float[np.ndarray, "W"]
+    # Rows.
+    after: Int[np.ndarray, "visits"]
+    came_s: Float[np.ndarray, "visits"]
+    expert: Int[np.ndarray, "visits"]
+    missing: Int[np.ndarray, "N"]  # of a token's K results
+    home: Int[np.ndarray, "N"]
+    tokens_left: Int[np.ndarray, "N"]
+    last_s: Float[np.ndarray, "N"]  # of a sequence's newest token
+    free: Int[np.ndarray, "N"]  # the first NUM_FREE are places without a sequence
+    running: Int[np.ndarray, "W"]  # sequences of an attention worker
+    itls: Float[np.ndarray, "samples"]
+    stamp: Int[np.ndarray, "E"]  # of the last stage that an expert had rows in
+    fragment: Int[np.ndarray, "W 3"]  # head, tail and length of what is sent to each
+    # Tables.
+    random: Int[np.ndarray, "draws"]
+    sets: Int[np.ndarray, "L sets K"]
+    hosts: Int[np.ndarray, "L E hosts"]
+    num_hosts: Int[np.ndarray, "L E"]
+    turns: Int[np.ndarray, "L E"]
+    group: Int[np.ndarray, "E"]
+    first_s: Float[np.ndarray, "rows"]
+    attention_s: Float[np.ndarray, "rows"]
+    products_s: Float[np.ndarray, "visits_1"]
+    reads_s: Float[np.ndarray, "experts_1"]
+
+
+class Costs(NamedTuple):
+    """Seconds that are not a stage's own."""
+
+    fixed_s: float
+    attention_host_s: float  # of a launch
+    expert_host_s: float
+    latency_s: float
+    message_s: float
+    row_s: float  # of a row's bytes on a link
+    num_attention: int
+
+
+@jit
+def push(s: State, at_s: float, kind: int, worker: int, layer: int, head: int, count: int) -> None:
+    """Adds an event."""
+    child = s.numbers[NUM_EVENTS]
+    s.numbers[NUM_EVENTS] = child + 1
+    order = s.numbers[SEQUENCE]
+    s.numbers[SEQUENCE] = order + 1
+    while child > 0:
+        parent = (child - 1) >> 1
+        if s.event_s[parent] <= at_s:
+            break
+        s.event_s[child] = s.event_s[parent]
+        s.event_order[child] = s.event_order[parent]
+        for i in range(5):
+            s.event[child, i] = s.event[parent, i]
+        child = parent
+    s.event_s[child], s.event_order[child] = at_s, order
+    s.event[child, 0], s.event[child, 1], s.event[child, 2] = kind, worker, layer
+    s.event[child, 3], s.event[child, 4] = head, count
+
+
+@jit
+def _drop_first(s: State) -> None:
+    """Takes the first event off the heap."""
+    last = s.numbers[NUM_EVENTS] - 1
+    s.numbers[NUM_EVENTS] = last
+    at_s, order, hole = s.event_s[last], s.event_order[last], 0
+    while True:
+        child = 2 * hole + 1
+        if child >= last:
+            break
+        right = child + 1
+        if right < last and (
+            s.event_s[right] < s.event_s[child]
+            or (
+                s.event_s[right] == s.event_s[child] and s.event_order[right] < s.event_order[child]
+            )
+        ):
+            child = right
+        if at_s < s.event_s[child] or (at_s == s.event_s[child] and order < s.event_order[child]):
+            break
+        s.event_s[hole], s.event_order[hole] = s.event_s[child], s.event_order[child]
+        for i in range(5):
+            s.event[hole, i] = s.event[child, i]
+        hole = child
+    s.event_s[hole], s.event_order[hole] = at_s, order
+    for i in range(5):
+        s.event[hole, i] = s.event[last, i]
+
+
+@jit
+def advance(s: State, c: Costs, until_s: float) -> int:
+    """Plays events up to the next one at which a worker's host has to choose: that worker.
+
+    NONE once the next event is after `until_s`, or there is none. Every event of that very moment
+    is played before a choice is made, so that rows which come together are seen together. A
+    REQUEST is given back as -2: the caller knows how many tokens it wants.
+    """
+    while s.numbers[NUM_EVENTS] > 0 and s.event_s[0] <= until_s:
+        s.seconds[NOW] = s.event_s[0]
+        kind, worker, layer = s.event[0, 0], s.event[0, 1], s.event[0, 2]
+        head, count = s.event[0, 3], s.event[0, 4]
+        if kind in (FREE, WAKE):
+            # Whatever else happens at this moment comes first.
+            if kind == WAKE and (s.idle[worker] != 1 or s.epoch[worker] != head):
+                _drop_first(s)
+                continue
+            now, waiting = s.seconds[NOW], False
+            if s.numbers[NUM_EVENTS] > 1 and layer == 0:
+                waiting = s.event_s[1] == now
+                waiting |= s.numbers[NUM_EVENTS] > 2 and s.event_s[2] == now
+            _drop_first(s)
+            if waiting:
+                push(s, now, kind, worker, 1, head, count)
+                continue
+            return worker
+        _drop_first(s)
+        if kind == REQUEST:
+            return -2
+        if kind == ARRIVE:
+            _arrive(s, c, worker, layer, head)
+        else:
+            _done(s, c, worker, layer, head)
+    return NONE
+
+
+@jit
+def _enqueue(s: State, worker: int, layer: int, group: int, row: int) -> None:
+    now = s.seconds[NOW]
+    s.after[row], s.came_s[row] = NONE, now
+    if s.counts[worker, layer, group] == 0:
+        s.heads[worker, layer, group] = row
+        s.oldest[worker, layer, group] = now
+    else:
+        s.after[s.tails[worker, layer, group]] = row
+    s.tails[worker, layer, group] = row
+    s.counts[worker, layer, group] += 1
+
+
+@jit
+def enter(s: State, token: int) -> None:
+    """Puts a sequence's next token before layer 0 of its home, whose host wakes up."""
+    worker = s.home[token]
+    _enqueue(s, worker, 0, 0, token * s.sets.shape[2])
+    _wake(s, worker)
+
+
+@jit
+def _wake(s: State, worker: int) -> None:
+    if s.idle[worker] == 1:
+        s.idle[worker] = 2  # a choice is on its way
+        push(s, max(s.seconds[NOW], s.host_s[worker]), FREE, worker, 0, NONE, 0)
+
+
+@jit
+def _arrive(s: State, c: Costs, worker: int, layer: int, head: int) -> None:
+    """A chain of rows has come: into queues; at attention each once its K results are there."""
+    top_k, row, any_ready = s.sets.shape[2], head, False
+    while row != NONE:
+        following = s.after[row]
+        if worker >= c.num_attention:
+            _enqueue(s, worker, layer, s.group[s.expert[row]], row)
+            any_ready = True
+        else:
+            token = row // top_k
+            s.missing[token] -= 1
+            if s.missing[token] == 0:
+                _enqueue(s, worker, layer, 0, token * top_k)
+                any_ready = True
+        row = following
+    if any_ready:
+        _wake(s, worker)
+
+
+@jit
+def start(s: State, c: Costs, worker: int, layer: int, group: int, most: int) -> int:
+    """Takes up to `most` rows off a queue and launches their stage; returns how many."""
+    now = s.seconds[NOW]
+    rows = min(s.counts[worker, layer, group], most)
+    head = s.heads[worker, layer, group]
+    s.numbers[STAGES] += 1
+    tail, active = head, 0
+    for i in range(rows):
+        if i > 0:
+            tail = s.after[tail]
+        if worker >= c.num_attention and s.stamp[s.expert[tail]] != s.numbers[STAGES]:
+            s.stamp[s.expert[tail]] = s.numbers[STAGES]
+            active += 1
+    rest = s.after[tail]
+    s.after[tail] = NONE
+    s.counts[worker, layer, group] -= rows
+    s.heads[worker, layer, group] = rest
+    s.oldest[worker, layer, group] = s.came_s[rest] if rest != NONE else np.inf
+    if worker >= c.num_attention:
+        host_s = c.expert_host_s
+        stage_s = c.fixed_s + max(s.products_s[rows], s.reads_s[active])
+    else:
+        host_s = c.attention_host_s
+        stage_s = s.first_s[rows] if layer == 0 else s.attention_s[rows]
+    ready_s = now + host_s
+    end_s = max(ready_s, s.device_s[worker]) + stage_s
+    s.device_s[worker] = end_s
+    s.busy_s[worker] += stage_s
+    s.idle[worker] = 0
+    s.host_s[worker] = max(ready_s, end_s - host_s)
+    push(s, end_s, DONE, worker, layer, head, rows)
+    push(s, s.host_s[worker], FREE, worker, 0, NONE, 0)
+    s.numbers[ROWS] += rows
+    return rows
+
+
+@jit
+def wait(s: State, worker: int, wake_s: float) -> None:
+    """The host waits for rows, or until `wake_s`."""
+    s.idle[worker] = 1
+    s.epoch[worker] += 1
+    if wake_s < np.inf:
+        push(s, max(wake_s, s.seconds[NOW]), WAKE, worker, 0, s.epoch[worker], 0)
+
+
+@jit
+def play(
+    s: State,
+    c: Costs,
+    until_s: float,
+    closed: bool,
+    attention: tuple[int, Float[np.ndarray, "K"], int, float, float],
+    experts: tuple[int, Float[np.ndarray, "K"], int, float, float],
+    max_attention_rows: int,
+    max_expert_rows: int,
+) -> int:
+    """What `Simulation.play` does, for pickers whose decisions are machine code; -2 or NONE.
+
+    `attention` and `experts` are their `compiled_settings`.
+    """
+    while True:
+        worker = advance(s, c, until_s)
+        if worker < 0:
+            return worker
+        at_experts = worker >= c.num_attention
+        counts, oldest = s.counts[worker], s.oldest[worker]
+        rule, weights, least, wait_s, age_s = experts if at_experts else attention
+        more = at_experts or not closed or counts.sum() < s.running[worker]
+        now = s.seconds[NOW]
+        flat = decide(rule, weights, counts, counts, False, oldest, now, least, wait_s, age_s, more)
+        if flat >= 0:
+            groups = counts.shape[1]
+            most = max_expert_rows if at_experts else max_attention_rows
+            start(s, c, worker, flat // groups, flat % groups, most)
+            continue
+        since = np.inf
+        for layer in range(counts.shape[0]):
+            for group in range(counts.shape[1]):
+                if counts[layer, group] > 0:
+                    since = min(since, oldest[layer, group])
+        wait(s, worker, since + min(wait_s, age_s))
+
+
+@jit
+def _done(s: State, c: Costs, worker: int, layer: int, head: int) -> None:
+    """A stage has ended: its rows are sent on, those to one worker together."""
+    top_k, num_layers = s.sets.shape[2], s.sets.shape[0]
+    row, to_experts = head, worker < c.num_attention
+    next_layer = layer if to_experts else (layer + 1) % num_layers
+    s.fragment[:, 2] = 0
+    while row != NONE:
+        following = s.after[row]
+        if not to_experts:
+            _send_along(s, s.home[row // top_k], row)
+        elif layer > 0 or _token(s, row // top_k):
+            token = row // top_k
+            draw = s.random[s.numbers[TURN] % len(s.random)]
+            s.numbers[TURN] += 1
+            s.missing[token] = top_k
+            for k in range(top_k):
+                visit, expert = token * top_k + k, s.sets[layer, draw, k]
+                s.expert[visit] = expert
+                turn = s.turns[layer, expert]
+                s.turns[layer, expert] = (turn + 1) % s.num_hosts[layer, expert]
+                _send_along(s, c.num_attention + s.hosts[layer, expert, turn], visit)
+        row = following
+    _send(s, c, worker, next_layer)
+
+
+@jit
+def _send_along(s: State, destination: int, row: int) -> None:
+    s.after[row] = NONE
+    if s.fragment[destination, 2] == 0:
+        s.fragment[destination, 0] = row
+    else:
+        s.after[s.fragment[destination, 1]] = row
+    s.fragment[destination, 1] = row
+    s.fragment[destination, 2] += 1
+
+
+@jit
+def _send(s: State, c: Costs, worker: int, layer: int) -> None:
+    """Sends what was put together, beginning after this worker, lest all begin with the same."""
+    num_workers = len(s.idle)
+    for step in range(num_workers):
+        to = (worker + 1 + step) % num_workers
+        count = s.fragment[to, 2]
+        if count == 0:
+            continue
+        takes_s = max(c.message_s, count * c.row_s)
+        s.out_s[worker] = max(s.out_s[worker], s.seconds[NOW]) + takes_s
+        # The far end takes the rows as they come, unless it is behind with others.
+        s.in_s[to] = max(s.in_s[to] + takes_s, s.out_s[worker] + c.latency_s)
+        push(s, s.in_s[to], ARRIVE, to, layer, s.fragment[to, 0], count)
+
+
+@jit
+def _token(s: State, token: int) -> bool:
+    """A sequence has a new token; whether it goes on."""
+    now = s.seconds[NOW]
+    s.numbers[PRODUCED] += 1
+    if s.last_s[token] >= 0:
+        gap = now - s.last_s[token]
+        s.seconds[ITL_SUM] += gap
+        s.itls[s.numbers[NUM_ITL] % len(s.itls)] = gap
+        s.numbers[NUM_ITL] += 1
+    s.last_s[token] = now
+    s.tokens_left[token] -= 1
+    if s.tokens_left[token] != 0:
+        return True
+    s.running[s.home[token]] -= 1
+    s.last_s[token] = -1.0
+    s.free[s.numbers[NUM_FREE]] = token
+    s.numbers[NUM_FREE] += 1
+    return False
+
+
+@jit
+def admit(s: State, c: Costs, num_tokens: int) -> int:
+    """A new sequence of so many tokens, at the attention worker that has fewest; its place.
+
+    NONE where all places are taken. A `num_tokens` of 0 never ends.
+    """
+    if s.numbers[NUM_FREE] == 0:
+        s.numbers[REFUSED] += 1
+        return NONE
+    s.numbers[NUM_FREE] -= 1
+    token = s.free[s.numbers[NUM_FREE]]
+    worker = 0
+    for other in range(c.num_attention):
+        if s.running[other] < s.running[worker]:
+            worker = other
+    s.home[token], s.tokens_left[token], s.last_s[token] = worker, num_tokens, -1.0
+    s.running[worker] += 1
+    enter(s, token)
+    return token

@@ -1,0 +1,185 @@
+"""What a stage of half a layer takes on a device, and how many sequences its memory holds.
+
+A roofline: products and memory traffic overlap perfectly, whichever takes longer decides, and a
+fixed time a stage is added. It flatters every system alike.
+"""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from benchmarks.balance.exchanges import NIC_BYTES_PER_S, NODE
+from jmoe.config import ModelConfig
+from jmoe.parallel import cost
+
+ELEMENT_BYTES = 2  # bfloat16
+
+
+class Device(NamedTuple):
+    """Rates of a device; links in one direction."""
+
+    name: str
+    flops_per_s: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float  # inside a node of eight
+    nic_bytes_per_s: float  # between nodes
+    memory_bytes: float
+    fixed_s: float  # of a stage on the device: kernels' starts and ends
+
+    def bandwidth(self, num_devices: int) -> float:
+        """Bytes a second of a device's traffic, spread evenly over all others."""
+        outside = max(num_devices - NODE, 0) / max(num_devices - 1, 1)
+        return 1 / ((1 - outside) / self.link_bytes_per_s + outside / self.nic_bytes_per_s)
+
+
+H200 = Device(
+    "H200",
+    cost.H200.flops_per_s,
+    cost.H200.memory_bytes_per_s,
+    cost.H200.link_bytes_per_s,
+    NIC_BYTES_PER_S,
+    0.9 * 141e9,
+    20e-6,
+)
+"""`jmoe.parallel.cost.H200` has the rates and where they come from, `benchmarks.balance.exchanges`
+the network's. A stage's fixed time: some 20 launches at 1 us (docs/kernels.md counts 19 to 26 a
+layer); reckoned, not measured."""
+
+A100 = Device("A100 80GB", 0.6 * 312e12, 0.9 * 2.039e12, 0.8 * 300e9, 6.25e9, 0.9 * 80e9, 40e-6)
+"""The paper's machine: the data sheet's 312 TFLOP/s (dense bfloat16), 2,039 GB/s and 600 GB/s of
+NVLink in both directions together, at the shares that the H200 is taken at; its p4d instance has
+400 Gb/s for eight devices, 6.25 GB/s each."""
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What of an architecture decides times: counts of elements."""
+
+    name: str
+    num_layers: int
+    num_experts: int
+    top_k: int
+    d_model: int
+    attention_weights: int  # of a layer: q, k, v, output projection, router, shared expert
+    expert_weights: int
+    kv_elements: int  # a token and layer
+    head_elements: int  # of a query row, all heads: products with keys and values
+    vocab_size: int
+
+    @classmethod
+    def of(cls, name: str, cfg: ModelConfig) -> "Geometry":
+        """Of a model whose layers are all alike."""
+        d = cfg.d_model
+        heads = (2 * cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
+        return cls(
+            name,
+            cfg.num_layers,
+            cfg.num_experts,
+            cfg.experts_per_token,
+            d,
+            d * heads + d * cfg.num_experts + 3 * d * cfg.d_ff_shared,
+            3 * d * cfg.d_ff_expert,
+            2 * cfg.num_kv_heads * cfg.head_dim,
+            cfg.num_heads * cfg.head_dim,
+            cfg.vocab_size,
+        )
+
+    def with_experts(self, num_experts: int, top_k: int | None = None) -> "Geometry":
+        """The same with another number of experts, or of experts a token."""
+        return replace(self, num_experts=num_experts, top_k=top_k or self.top_k)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row between devices."""
+        return self.d_model * ELEMENT_BYTES
+
+
+class StageTimes(NamedTuple):
+    """Seconds of stages, without the host. Experts take fixed_s + max(products_s, reads_s)."""
+
+    first_s: Float[np.ndarray, "rows"]
+    """By rows: attention of layer 0, with head, sampling and embedding of the token before it."""
+    attention_s: Float[np.ndarray, "rows"]  # by rows: of any other layer
+    products_s: Float[np.ndarray, "visits"]  # by visits
+    reads_s: Float[np.ndarray, "experts"]  # by experts that have visits
+    fixed_s: float
+
+    def experts_s(self, visits: np.ndarray, active: np.ndarray) -> np.ndarray:
+        """Of any number of visits and of experts, whole numbers or between them; 0 without any."""
+        products = np.interp(visits, np.arange(len(self.products_s)), self.products_s)
+        reads = np.interp(active, np.arange(len(self.reads_s)), self.reads_s)
+        return np.where(visits > 0, self.fixed_s + np.maximum(products, reads), 0.0)
+
+
+def roofline(device: Device, geometry: Geometry, max_rows: int, context: float) -> StageTimes:
+    """Times of up to `max_rows` rows with `context` tokens of KV each."""
+    rows = np.arange(max_rows + 1)
+    flops, memory = device.flops_per_s, device.memory_bytes_per_s
+
+    def stage_s(weights: int, row_flops: float, row_bytes: float) -> np.ndarray:
+        products = rows * (2 * weights + row_flops) / flops
+        return np.maximum(products, (weights * ELEMENT_BYTES + rows * row_bytes) / memory)
+
+    kv_flops = 4 * geometry.head_elements * context
+    kv_bytes = geometry.kv_elements * ELEMENT_BYTES * context
+    attention = device.fixed_s + stage_s(geometry.attention_weights, kv_flops, kv_bytes)
+    head = stage_s(geometry.vocab_size * geometry.d_model, 0.0, 0.0)
+    visits = np.arange(max_rows * geometry.top_k + 1)
+    experts = np.arange(geometry.num_experts + 1)
+    return StageTimes(
+        attention + head,
+        attention,
+        visits * 2 * geometry.expert_weights / flops,
+        experts * geometry.expert_weights * ELEMENT_BYTES / memory,
+        device.fixed_s,
+    )
+
+
+def measured(path: Path, geometry: Geometry, max_rows: int) -> StageTimes:
+    """Times of a JSON file, between its points by straight lines, beyond the last by its slope.
+
+    The file has `attention` and `first`, each `{"rows": [...], "seconds": [...]}`, `experts` with
+    `visits`, and `reads` with `experts`, the seconds of few visits to so many experts; `fixed_s`
+    is contained in all. Raises ValueError for a file that lacks one of them.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        fixed_s = float(found["fixed_s"])
+        rows, visits = np.arange(max_rows + 1), np.arange(max_rows * geometry.top_k + 1)
+        experts = np.arange(geometry.num_experts + 1)
+        return StageTimes(
+            _lines(found["first"], "rows", rows),
+            _lines(found["attention"], "rows", rows),
+            np.maximum(_lines(found["experts"], "visits", visits) - fixed_s, 0.0),
+            np.maximum(_lines(found["reads"], "experts", experts) - fixed_s, 0.0),
+            fixed_s,
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} has no stage times: {type(error).__name__}: {error}") from None
+
+
+def _lines(points: dict[str, list[float]], key: str, at: np.ndarray) -> np.ndarray:
+    x, y = np.array(points[key], float), np.array(points["seconds"], float)
+    if len(x) < 2 or len(x) != len(y) or (np.diff(x) <= 0).any():
+        raise ValueError(f"{key} and seconds must be two or more points, in order")
+    slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+    return np.where(at > x[-1], y[-1] + (at - x[-1]) * slope, np.interp(at, x, y))
+
+
+def sequences_that_fit(
+    device: Device, geometry: Geometry, context: float, attention_devices: int, expert_devices: int
+) -> int:
+    """Sequences whose KV fits beside the weights; no `expert_devices`: all devices hold both."""
+    g = geometry
+    attention = g.num_layers * g.attention_weights + 2 * g.vocab_size * g.d_model
+    room = attention_devices * (device.memory_bytes - ELEMENT_BYTES * attention)
+    experts = ELEMENT_BYTES * g.num_layers * g.num_experts * g.expert_weights
+    if expert_devices:
+        room *= experts <= expert_devices * device.memory_bytes
+    else:
+        room -= experts
+    return max(0, int(room / (g.num_layers * g.kv_elements * ELEMENT_BYTES * context)))

@@ -1,0 +1,225 @@
+"""Picks the µ-queue that a worker runs next, by a rule, such that no queue starves.
+
+Letters: L layers, G groups of a layer; rows in one queue are of one layer and group.
+
+**No queue starves.** Let a worker ask `pick` whenever it is free, and when `wake_at` says so while
+it is idle; let a stage take E seconds at most and drain its queue. A row that comes at t is then
+in a stage that starts by t + max_age_s + L G E, whatever the rule and the classes. For from
+t + max_age_s on its queue has come of age, and `pick` returns only queues that have, the one with
+the oldest row first. At most one stage is under way. Another queue goes before only with a row
+that is as old; its stage drains it, and what comes later is younger. So each of the L G - 1 others
+goes before at most once. Where a stage takes at most B rows, the oldest first, and N rows wait, it
+is max_age_s + (L G + N / B) E.
+"""
+
+import logging
+import math
+import operator
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from serving import plugins
+from serving.scheduling.layers import compiled
+from serving.scheduling.layers.rules import RULES, Defragging, Rule
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """How long rows may wait for others. Raises ValueError for what makes no sense."""
+
+    min_batch: int = 1  # rows below which a queue is left alone for a while
+    max_wait_s: float = 0.0  # that while, from its oldest row on
+    max_age_s: float = 0.25  # from which on a queue goes before all that are younger
+
+    def __post_init__(self) -> None:
+        """Checks."""
+        if self.min_batch < 1:
+            raise ValueError(f"min_batch is {self.min_batch}; it must be 1 or more")
+        if not 0 <= self.max_wait_s < math.inf:
+            raise ValueError(f"max_wait_s is {self.max_wait_s}; it must be finite and 0 or more")
+        if not self.max_age_s > 0:  # written so that NaN fails
+            raise ValueError(f"max_age_s is {self.max_age_s}; it must be above 0")
+
+
+class LayerPicker:
+    """One worker's, or several workers' with the same settings: it keeps no state of queues."""
+
+    def __init__(
+        self, rule: Rule, waiting: Waiting | None = None, *, use_numba: bool | None = None
+    ) -> None:
+        """Picks by `rule`.
+
+        Args:
+            rule: one of `rules.py`, or a user's own.
+            waiting: how long rows may wait; None: not for a batch.
+            use_numba: None: where it is installed. A rule of a user's own is never compiled.
+
+        Raises ValueError where numba is asked for and not there.
+        """
+        if use_numba and not compiled.AVAILABLE:
+            raise ValueError("numba is not installed; the extra `aep` has it")
+        self.rule, self.waiting = rule, waiting or Waiting()
+        self._number = getattr(rule, "number", None) if type(rule) in RULES.values() else None
+        self._compiled = (
+            compiled.AVAILABLE if use_numba is None else use_numba
+        ) and self._number is not None
+        # Of one type each, whatever was given: numba compiles anew for others.
+        w = self.waiting
+        self._limits = int(w.min_batch), float(w.max_wait_s), float(w.max_age_s)
+        self._fallback = Defragging()
+        self._num_faults = 0
+
+    def pick(
+        self,
+        counts: Int[np.ndarray, "layers groups"],
+        oldest: Float[np.ndarray, "layers groups"],
+        now: float,
+        *,
+        urgent: Int[np.ndarray, "layers groups"] | None = None,
+        more_may_come: bool = True,
+    ) -> tuple[int, int] | None:
+        """The (layer, group) whose queue is to be run now, or None: nothing is, before `wake_at`.
+
+        A queue whose oldest row is `max_age_s` old goes first, the oldest of several. Otherwise the
+        rule chooses among queues that may run: with `min_batch` rows, or a row that is `max_wait_s`
+        old, or all that have any where nothing else may come. Where one of these has urgent rows,
+        it chooses among those that have, and by their urgent rows; the others of the queue run
+        along.
+
+        Args:
+            counts: rows in each queue, int64; another integer type is converted, which costs time.
+            oldest: float64, seconds of the worker's clock at which the oldest row in each queue
+                came; of an empty one it means nothing.
+            now: seconds of that clock.
+            urgent: latency-sensitive rows in each queue, a part of `counts`; None: no classes.
+            more_may_come: False where every row that could still come is in a queue already.
+
+        Raises ValueError for arrays that differ in shape.
+        """
+        if counts.shape != oldest.shape or (urgent is not None and urgent.shape != counts.shape):
+            shapes = [None if a is None else a.shape for a in (counts, oldest, urgent)]
+            raise ValueError(f"counts, oldest, urgent have shapes {shapes}; they must be alike")
+        if not self._compiled:
+            return self._pick(counts, oldest, now, urgent, more_may_come)
+        if counts.dtype != np.int64 or (urgent is not None and urgent.dtype != np.int64):
+            counts = counts.astype(np.int64)
+            urgent = None if urgent is None else urgent.astype(np.int64)
+        flat = compiled.decide(
+            self._number,
+            self.rule.weights,  # pyright: ignore[reportAttributeAccessIssue]
+            counts,
+            counts if urgent is None else urgent,
+            urgent is not None,
+            oldest,
+            float(now),
+            *self._limits,
+            bool(more_may_come),
+        )
+        return None if flat < 0 else divmod(flat, counts.shape[1])
+
+    @property
+    def compiled_settings(self) -> tuple[int, Float[np.ndarray, "K"], int, float, float] | None:
+        """What `compiled.decide` needs beside a worker's arrays, for loops that are compiled, too.
+
+        Number of the rule, its weights, min_batch, max_wait_s, max_age_s; None for a picker that
+        is not compiled.
+        """
+        if not self._compiled or self._number is None:
+            return None
+        weights = self.rule.weights  # pyright: ignore[reportAttributeAccessIssue]
+        return self._number, weights, *self._limits
+
+    def wake_at(
+        self, counts: Int[np.ndarray, "layers groups"], oldest: Float[np.ndarray, "layers groups"]
+    ) -> float:
+        """When to ask `pick` again, where it gave None and nothing comes; seconds of the clock.
+
+        Infinite where all queues are empty. At this very time `pick` gives a queue: both add up
+        the same numbers.
+        """
+        waits = oldest[counts > 0]
+        if not waits.size:
+            return math.inf
+        return float(waits.min()) + min(self.waiting.max_wait_s, self.waiting.max_age_s)
+
+    def _pick(
+        self,
+        counts: Int[np.ndarray, "layers groups"],
+        oldest: Float[np.ndarray, "layers groups"],
+        now: float,
+        urgent: Int[np.ndarray, "layers groups"] | None,
+        more_may_come: bool,
+    ) -> tuple[int, int] | None:
+        filled = counts > 0
+        since = np.where(filled, oldest, math.inf)
+        first = int(since.argmin())
+        if since.flat[first] + self.waiting.max_age_s <= now:
+            return divmod(first, counts.shape[1])
+        may_run = filled & (
+            (counts >= self.waiting.min_batch)
+            | (since + self.waiting.max_wait_s <= now)
+            | (not more_may_come)
+        )
+        if not may_run.any():
+            return None
+        if urgent is not None and (may_run & (urgent > 0)).any():
+            counts, may_run = urgent, may_run & (urgent > 0)
+        return self._choose(counts.astype(np.int64), may_run, now)
+
+    def _choose(
+        self,
+        counts: Int[np.ndarray, "layers groups"],
+        may_run: Bool[np.ndarray, "layers groups"],
+        now: float,
+    ) -> tuple[int, int]:
+        if self._number is not None:
+            chosen = self.rule.choose(counts, may_run, now)
+            assert chosen is not None
+            return chosen
+        # A user's own rule gets views that it cannot write, and is believed only what can be.
+        seen = counts.view(), may_run.view()
+        for array in seen:
+            array.flags.writeable = False
+        try:
+            chosen = self.rule.choose(*seen, now)
+            if chosen is not None:
+                return _checked(chosen, may_run)
+        except Exception as error:
+            self._fault(error)
+        return self._fallback.choose(counts, may_run, now)
+
+    def _fault(self, error: Exception) -> None:
+        self._num_faults += 1
+        if self._num_faults.bit_count() == 1:
+            log.error(
+                "layer rule %s: choose failed, for the %dth time; defragging goes on: %s",
+                type(self.rule).__qualname__,
+                self._num_faults,
+                f"{type(error).__name__}: {error}",
+            )
+
+
+def _checked(
+    chosen: tuple[int, int], may_run: Bool[np.ndarray, "layers groups"]
+) -> tuple[int, int]:
+    layer, group = map(operator.index, chosen)
+    if not (0 <= layer < may_run.shape[0] and 0 <= group < may_run.shape[1]):
+        raise ValueError(f"it chose {chosen!r} of {may_run.shape[0]} layers x {may_run.shape[1]}")
+    if not may_run[layer, group]:
+        raise ValueError(f"it chose {chosen!r}, which may not run")
+    return layer, group
+
+
+def make_picker(
+    name: str, waiting: Waiting | None = None, *, use_numba: bool | None = None
+) -> LayerPicker:
+    """A picker by a rule's name (`mtfs`, `flfs`, `defrag`), or by `module:Class` of a user's own.
+
+    Raises ValueError for one that is not there, cannot be made, or has no `choose`.
+    """
+    rule = plugins.make("layer rule", name, RULES, ["choose"])
+    return LayerPicker(rule, waiting, use_numba=use_numba)
