@@ -47,6 +47,7 @@ DEEP_TESTS = {
             "test_tokens_are_the_whole_models_in_any_order[mixtral-1-1-16]",
             "test_tokens_are_the_whole_models_in_any_order[qwen3_moe_mixed_yarn-2-2-16]",
             "test_brownout_to_nothing_and_rows_that_refuse_it[False]",
+            "test_workers_on_devices_of_their_own",
         )
     ),
     "tests/serving/test_host_experts_served.py::"

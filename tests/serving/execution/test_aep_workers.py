@@ -1,6 +1,8 @@
 """Asynchronous workers write what the whole model writes, whoever runs when (AMoE)."""
 
 import random
+from itertools import count, cycle, islice
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,7 +15,9 @@ from serving.execution.aep.attention import Unit
 from serving.execution.aep.local import LocalWorkers, Sizes
 from serving.execution.aep.queues import Entry, MicroQueues
 from serving.plan import StepControl
+from serving.scheduling.layers.picker import Waiting, make_picker
 from tests.jmoe.conftest import GOLDEN
+from tests.on_devices import run_on_devices
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -102,11 +106,16 @@ def models():
     }
 
 
-def workers_of(model, rng, *, attention=1, experts=2, **options):
-    device = jax.devices()[0]
+def workers_of(model, rng, *, attention=1, experts=2, picker=None, **options):
+    devices = cycle(jax.devices())  # one, unless the test says otherwise
     sizes = Sizes(SLOTS, SLOTS * BLOCKS, PAGE, BLOCKS, ROWS, (4,), (16,))
     return LocalWorkers(
-        model, [device] * attention, [device] * experts, sizes, lambda: AnyQueue(rng), **options
+        model,
+        list(islice(devices, attention)),
+        list(islice(devices, experts)),
+        sizes,
+        picker or (lambda: AnyQueue(rng)),
+        **options,
     )
 
 
@@ -131,22 +140,22 @@ def test_tokens_are_the_whole_models_in_any_order(models, name, attention, exper
     model = models[name]
     rng = random.Random(7)
     workers = workers_of(model, rng, attention=attention, experts=experts)
-    count = 4 * attention
-    prompts = some_prompts(model, rng, rounds * count)
+    width = 4 * attention
+    prompts = some_prompts(model, rng, rounds * width)
     want = jmoe.generate(model, prompts, 5, stop_token_ids=()).tokens
-    for start in range(0, len(prompts), count):
-        played = Sequences(workers, prompts[start : start + count], 5, rng.choice([3, 10]))
+    for start in range(0, len(prompts), width):
+        played = Sequences(workers, prompts[start : start + width], 5, rng.choice([3, 10]))
         played.play(rng)
-        assert played.tokens == want[start : start + count]
-        assert played.degraded == [0] * count
+        assert played.tokens == want[start : start + width]
+        assert played.degraded == [0] * width
 
 
 def test_experts_that_several_workers_have_take_turns(models):
     model, rng = models["qwen2_moe"], random.Random(1)
-    layers, count = model.table.slots.shape
-    hosts = np.random.default_rng(0).random((layers, count, 3)) < 0.5
+    layers, num_experts = model.table.slots.shape
+    hosts = np.random.default_rng(0).random((layers, num_experts, 3)) < 0.5
     hosts[..., 1] |= ~hosts.any(axis=-1)
-    workers = workers_of(model, rng, experts=3, placement=from_hosts(hosts, spare=count))
+    workers = workers_of(model, rng, experts=3, placement=from_hosts(hosts, spare=num_experts))
     prompts = some_prompts(model, rng, 4)
     played = Sequences(workers, prompts, 6, 10)
     played.play(rng)
@@ -155,9 +164,14 @@ def test_experts_that_several_workers_have_take_turns(models):
 
 
 def test_groups_of_experts_are_launched_by_themselves(models):
+    """And by the scheduler that a server would have."""
     model, rng = models["qwen2_moe"], random.Random(2)
     groups = np.arange(model.table.slots.shape[1]) % 3
-    workers = workers_of(model, rng, experts=1, groups=groups)
+    picker = make_picker("defrag", Waiting(min_batch=2, max_wait_s=3.0, max_age_s=50.0))
+    turns = count()
+    workers = workers_of(
+        model, rng, experts=1, groups=groups, picker=lambda: picker, clock=lambda: next(turns)
+    )
     assert workers.experts[0].queues.counts.shape == (model.config.num_moe_layers, 3)
     prompts = some_prompts(model, rng, 4)
     played = Sequences(workers, prompts, 4, 10)
@@ -224,6 +238,11 @@ def test_queues_say_what_waits_and_for_how_long():
     assert queues.oldest[1, 0] == np.inf
     with pytest.raises(ValueError, match="0 rows"):
         queues.put(0, 0, Entry(0, 0, 0.0, None))
+
+
+def test_workers_on_devices_of_their_own():
+    """Two for attention, six for experts."""
+    run_on_devices(Path(__file__).with_name("aep_on_devices.py"), 8)
 
 
 @pytest.mark.parametrize("refuses", [False, True])
