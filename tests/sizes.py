@@ -50,6 +50,8 @@ DEEP_TESTS = {
             "test_workers_on_devices_of_their_own",
         )
     ),
+    "tests/serving/execution/test_aep_schedules.py::"
+    "test_any_schedule_writes_what_is_reckoned_by_hand[more]",
     "tests/serving/test_host_experts_served.py::"
     "test_who_refuses_gets_what_a_difference_makes_of_a_siblings_expert",
     "tests/jmoe/test_cut.py::"

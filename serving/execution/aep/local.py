@@ -15,6 +15,12 @@ from jmoe.experts import ExpertPool
 from jmoe.parallel.placement import Placement, contiguous
 from jmoe.steps import make_state
 from serving.execution.aep.attention import AttentionWorker, Result, Unit
+from serving.execution.aep.devices import (
+    AttentionDevice,
+    AttentionPrograms,
+    ExpertDevice,
+    ExpertPrograms,
+)
 from serving.execution.aep.experts import ExpertWorker
 from serving.execution.aep.messages import RowNumbers
 from serving.execution.aep.queues import Picker
@@ -42,6 +48,64 @@ class LocalWorkers:
 
     def __init__(
         self,
+        attention: Sequence[AttentionDevice],
+        experts: Sequence[ExpertDevice],
+        moe_layers: Sequence[bool],
+        hosts: Bool[np.ndarray, "layers E W"],
+        num_rows: int,
+        picker: Callable[[], Picker],
+        *,
+        groups: Int[np.ndarray, "E"] | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+        **buckets: Sequence[int],
+    ) -> None:
+        """Puts a worker before each device.
+
+        Args:
+            attention: of the attention workers.
+            experts: of the expert workers.
+            moe_layers: of each layer, whether it has experts.
+            hosts: which expert worker has which logical expert of each MoE layer.
+            num_rows: on their way at a time, of each attention worker.
+            picker: makes one for each worker.
+            groups: of logical experts, launched together; None: all of a layer are.
+            clock: in seconds.
+            buckets: as of AttentionWorker.
+        """
+        numbers, self._clock = RowNumbers(len(attention), num_rows), clock
+        self._to_attention: list[deque] = [deque() for _ in attention]
+        self._to_experts: list[deque] = [deque() for _ in experts]
+        num_layers, num_experts, _ = hosts.shape
+        self.experts = [
+            ExpertWorker(
+                device,
+                num_layers,
+                np.zeros(num_experts, np.int64) if groups is None else groups,
+                numbers,
+                [each.device for each in attention],
+                lambda to, message: self._to_attention[to].append(message),
+                picker(),
+            )
+            for device in experts
+        ]
+        self.attention = [
+            AttentionWorker(
+                device,
+                moe_layers,
+                hosts,
+                numbers,
+                number,
+                [each.device for each in experts],
+                lambda to, message: self._to_experts[to].append(message),
+                picker(),
+                **buckets,
+            )
+            for number, device in enumerate(attention)
+        ]
+
+    @classmethod
+    def of(
+        cls,
         model: Model,
         attention: Sequence[Any],
         experts: Sequence[Any],
@@ -49,20 +113,18 @@ class LocalWorkers:
         picker: Callable[[], Picker],
         *,
         placement: Placement | None = None,
-        groups: Int[np.ndarray, "E"] | None = None,
-        clock: Callable[[], float] = lambda: 0.0,
-    ) -> None:
-        """Gives each device its part of a model; a device may be named more than once.
+        **options: Any,
+    ) -> "LocalWorkers":
+        """Gives jax devices their parts of a model.
 
         Args:
             model: on one device; its united experts are those of the way that it uses.
-            attention: devices of attention workers, one or more.
-            experts: devices of expert workers, one or more.
+            attention: devices of attention workers, one or more; one may be named more than once.
+            experts: devices of expert workers, likewise.
             sizes: of an attention worker.
             picker: makes one for each worker.
             placement: of logical experts on expert workers; None: ranges of them.
-            groups: as for ExpertWorker.
-            clock: in seconds.
+            options: as of LocalWorkers.
 
         Raises ValueError for no worker of a kind, a model over a mesh, and a placement on another
         number of workers or of other experts.
@@ -74,7 +136,7 @@ class LocalWorkers:
             )
         if model.home is not None:
             raise ValueError(f"{model.name} is spread over a mesh; load it without one")
-        cfg, slots = model.config, np.asarray(model.table.slots)
+        slots = np.asarray(model.table.slots)
         placement = placement or contiguous(slots.shape[0], slots.shape[1], len(experts))
         hosts = np.asarray(placement.hosts)
         if hosts.shape != (*slots.shape, len(experts)):
@@ -82,47 +144,22 @@ class LocalWorkers:
                 f"placement.hosts is {hosts.shape}; it must be {(*slots.shape, len(experts))}: MoE "
                 "layers, logical experts, expert workers"
             )
-        numbers, self._clock = RowNumbers(len(attention), sizes.num_rows), clock
-        self._to_attention: list[deque] = [deque() for _ in attention]
-        self._to_experts: list[deque] = [deque() for _ in experts]
-        self.experts = [
-            ExpertWorker(
-                *part_of(model.pool, slots, hosts[:, :, number], device),
-                numbers,
-                device,
-                attention,
-                lambda to, message: self._to_attention[to].append(message),
-                picker(),
-                groups=groups,
-            )
-            for number, device in enumerate(experts)
-        ]
-        state = make_state(
-            cfg,
-            num_slots=sizes.num_slots,
-            num_pages=sizes.num_pages,
-            page_size=sizes.page_size,
-            max_blocks=sizes.max_blocks,
-            dtype=model.dtype,
+        num_rows = len(attention) * sizes.num_rows
+        parts = [part_of(model.pool, slots, hosts[:, :, n], at) for n, at in enumerate(experts)]
+        return cls(
+            [_attention_of(model, sizes, device) for device in attention],
+            [
+                ExpertPrograms(*part, num_rows, device)
+                for part, device in zip(parts, experts, strict=True)
+            ],
+            model.config.moe_layers,
+            hosts,
+            sizes.num_rows,
+            picker,
+            decode_buckets=sizes.decode_buckets,
+            prefill_buckets=sizes.prefill_buckets,
+            **options,
         )
-        self.attention = [
-            AttentionWorker(
-                cfg,
-                jax.device_put(model.params, device),
-                np.asarray(model.table.groups),
-                jax.device_put(jax.tree.map(jnp.copy, state), device),
-                hosts,
-                numbers,
-                number,
-                device,
-                experts,
-                lambda to, message: self._to_experts[to].append(message),
-                picker(),
-                decode_buckets=sizes.decode_buckets,
-                prefill_buckets=sizes.prefill_buckets,
-            )
-            for number, device in enumerate(attention)
-        ]
 
     @property
     def num_workers(self) -> int:
@@ -178,3 +215,17 @@ def part_of(
     local[hosted] = np.arange(int(hosted.sum()))
     taken = jnp.asarray(slots[hosted])
     return jax.device_put(jax.tree.map(lambda leaf: leaf[taken], pool), device), local
+
+
+def _attention_of(model: Model, sizes: Sizes, device: Any) -> AttentionPrograms:
+    state = make_state(
+        model.config,
+        num_slots=sizes.num_slots,
+        num_pages=sizes.num_pages,
+        page_size=sizes.page_size,
+        max_blocks=sizes.max_blocks,
+        dtype=model.dtype,
+    )
+    params, state = jax.device_put((model.params, state), device)
+    groups = np.asarray(model.table.groups)
+    return AttentionPrograms(model.config, params, groups, state, sizes.num_rows, device)

@@ -8,16 +8,16 @@ row for each number never runs out of room, and nobody has to free any.
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Bool, Int
 
 
 class ToExperts(NamedTuple):
     """Rows on their way to experts of one MoE layer, to one worker."""
 
     layer: int
-    h: Float[Array, "n d"]  # each once; padded
+    h: Any  # [padded, d], on the worker's device: each row once
+    padded: int
     row: Int[np.ndarray, "n"]  # their numbers
     at: Int[np.ndarray, "V"]  # of each visit: which of the rows
     pick: Int[np.ndarray, "V"]  # which of its picks
@@ -28,7 +28,8 @@ class ToExperts(NamedTuple):
 class FromExperts(NamedTuple):
     """What experts made of visits, on its way back to the rows' attention worker."""
 
-    part: Float[Array, "n d"]  # padded
+    part: Any  # [padded, d], on the worker's device
+    padded: int
     row: Int[np.ndarray, "V"]
     pick: Int[np.ndarray, "V"]
 
@@ -56,8 +57,3 @@ class RowNumbers:
     def of(self, worker: int, place: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
         """Numbers of a worker's rows."""
         return worker * self.per_worker + place
-
-
-def moved(rows: Array, device: Any) -> Array:
-    """Rows on another device of this process; returns at once, the copy follows what made them."""
-    return jax.device_put(rows, device)

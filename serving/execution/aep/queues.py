@@ -51,6 +51,14 @@ class MicroQueues:
         """In all queues."""
         return int(self.counts.sum())
 
+    def pick(self, picker: Picker, now: float, more_may_come: bool) -> tuple[int, int] | None:
+        """The (layer, group) that a picker says is next; None without rows, too."""
+        if not self.num_rows:
+            return None
+        return picker.pick(
+            self.counts, self.oldest, now, urgent=self.urgent, more_may_come=more_may_come
+        )
+
     def put(self, layer: int, group: int, entry: Entry) -> None:
         """Rows wait from now on. Raises ValueError for none."""
         if entry.rows < 1:

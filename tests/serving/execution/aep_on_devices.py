@@ -10,7 +10,7 @@ from tests.serving.execution.test_aep_workers import Sequences, some_prompts, wo
 def test_two_and_six_devices(compiled_in_a_hurry):
     model, rng = jmoe.load(GOLDEN / "qwen2_moe", dtype="float32"), random.Random(9)
     workers = workers_of(model, rng, attention=2, experts=6)
-    assert len({worker.device for worker in workers.attention + workers.experts}) == 8
+    assert len({worker.device.device for worker in workers.attention + workers.experts}) == 8
     prompts = some_prompts(model, rng, 8)
     played = Sequences(workers, prompts, 5, 10)
     played.play(rng)

@@ -109,7 +109,7 @@ def models():
 def workers_of(model, rng, *, attention=1, experts=2, picker=None, **options):
     devices = cycle(jax.devices())  # one, unless the test says otherwise
     sizes = Sizes(SLOTS, SLOTS * BLOCKS, PAGE, BLOCKS, ROWS, (4,), (16,))
-    return LocalWorkers(
+    return LocalWorkers.of(
         model,
         list(islice(devices, attention)),
         list(islice(devices, experts)),

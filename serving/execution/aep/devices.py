@@ -1,0 +1,309 @@
+"""What workers launch: the programs of one device, and the rows that it keeps.
+
+A worker (`attention.py`, `experts.py`) is a host at work, without jax. Its device is one of these,
+or a stand-in that a test can reckon by hand.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jmoe.config import ModelConfig
+from jmoe.experts import ExpertPool
+from jmoe.model import embed, head, layers_of
+from jmoe.packed_rows import SLOT, sampling_mode
+from jmoe.sampling import greedy
+from jmoe.stages import Visits, Waiting, attend_stage, expert_stage, merge
+from jmoe.steps import State, decode_data, prefill_data, remember, sample_step, with_deltas
+from jmoe.weights import Params
+from serving.plan import StepControl
+
+
+class Attended(NamedTuple):
+    """What a stage of attention tells its host, once it has run."""
+
+    h: Any  # [T, d], on the device: rows that travel to experts; None of a dense layer
+    expert_ids: Int[np.ndarray, "T K"] | None  # -1: no visit
+    degraded: Int[np.ndarray, "T"] | None
+
+
+class AttentionDevice(Protocol):
+    """Pages, slots, and rows between two layers. Padding has a place past the last row."""
+
+    device: Any  # where others send rows to
+
+    def attend(
+        self,
+        layer: int,
+        tokens: Int[np.ndarray, "T"] | None,
+        rows: Int[np.ndarray, "B C"],
+        deltas: Int[np.ndarray, "N 3"],
+        control: StepControl,
+        places: Int[np.ndarray, "T"],
+    ) -> Attended:
+        """Runs one layer's stage for the rows at `places`, and waits for it. `tokens` are of chunks
+        of prompts; without them a row decodes the newest token of its slot.
+        """
+        ...
+
+    def keep(self, parts: Any, places: Int[np.ndarray, "n"], picks: Int[np.ndarray, "n"]) -> None:
+        """Parts of visits came."""
+        ...
+
+    def leave(
+        self, rows: Int[np.ndarray, "B C"], places: Int[np.ndarray, "B"]
+    ) -> tuple[Sequence[int], Sequence[float]]:
+        """Tokens and log-probabilities of rows that have been through all layers."""
+        ...
+
+    def sent(self, h: Any, at: Int[np.ndarray, "n"] | None, to: Any) -> Any:
+        """Some rows of an array of this device, None: all, on another one."""
+        ...
+
+
+class ExpertDevice(Protocol):
+    """A part of the experts, and the newest rows by number."""
+
+    device: Any
+
+    def keep(self, h: Any, rows: Int[np.ndarray, "n"]) -> None:
+        """Rows came; padding has a number past the last."""
+        ...
+
+    def compute(
+        self, layer: int, rows: Int[np.ndarray, "V"], expert_ids: Int[np.ndarray, "V"]
+    ) -> Any:
+        """Parts [V, d] of visits to experts of one MoE layer, on the device; id -1: padding."""
+        ...
+
+    def sent(self, parts: Any, at: Int[np.ndarray, "n"] | None, to: Any) -> Any:
+        """As of AttentionDevice."""
+        ...
+
+
+class Store(NamedTuple):
+    """Rows between two layers."""
+
+    x: Float[Array, "R d"]
+    weights: Float[Array, "R K"]
+    parts: Float[Array, "R K d"]
+
+
+def _attend(
+    cfg: ModelConfig,
+    layer: Params,
+    groups: Int[Array, "m"] | None,
+    embedding: Params | None,
+    store: Store,
+    state: State,
+    tokens: Int[Array, "T"] | None,
+    rows: Int[Array, "B C"],
+    deltas: Int[Array, "N 3"],
+    control: Int[Array, "controls"],
+    places: Int[Array, "T"],
+    index: Int[Array, ""],
+) -> tuple[Store, State, Visits | None]:
+    """`embedding` is given to the first layer alone."""
+    state = with_deltas(state, deltas)
+    if tokens is None:
+        slot, step = decode_data(state, rows, control)
+        given = state.last_token[slot]
+    else:
+        _, _, step = prefill_data(cfg, state, len(tokens), rows, control)
+        given = tokens
+    if embedding is not None:
+        x = embed(embedding, given)
+        nothing = jnp.zeros((len(x), store.weights.shape[1]), jnp.float32)
+        waiting, parts = Waiting(x, nothing), jnp.zeros((*nothing.shape, x.shape[1]), x.dtype)
+    else:
+        at = jnp.minimum(places, len(store.x) - 1)
+        waiting, parts = Waiting(store.x[at], store.weights[at]), store.parts[at]
+    waiting, visits, pages = attend_stage(
+        cfg, layer, groups, index, waiting, parts, state.pages, step
+    )
+    store = store._replace(
+        x=store.x.at[places].set(waiting.x, mode="drop"),
+        weights=store.weights.at[places].set(waiting.weights, mode="drop"),
+    )
+    return store, state._replace(pages=pages), visits
+
+
+def _leave(
+    cfg: ModelConfig,
+    params: Params,
+    store: Store,
+    last_token: Int[Array, "S"],
+    rows: Int[Array, "B C"],
+    places: Int[Array, "B"],
+) -> tuple[Int[Array, "S"], Int[Array, "B"], Float[Array, "B"], Float[Array, "B V"]]:
+    x = merge(Waiting(store.x[places], store.weights[places]), store.parts[places])
+    logits = head(cfg, params, x)
+    tokens, logprobs = greedy(logits)
+    return remember(last_token, rows[:, SLOT], tokens), tokens, logprobs, logits
+
+
+class _Programs(NamedTuple):
+    attend: Callable[..., tuple[Store, State, Visits | None]]
+    leave: Callable[..., tuple[Array, Array, Array, Array]]
+    sample: Callable[..., tuple[Array, Array, Array]]
+
+
+@cache
+def _programs_of(cfg: ModelConfig) -> _Programs:
+    """Compiled at their first call with arrays of new shapes, for all workers."""
+    return _Programs(
+        jax.jit(partial(_attend, cfg), donate_argnums=(3, 4)),
+        jax.jit(partial(_leave, cfg), donate_argnums=2),
+        jax.jit(sample_step, static_argnames="truncate", donate_argnums=0),
+    )
+
+
+@partial(jax.jit, donate_argnums=0)
+def _keep_parts(
+    store: Store, parts: Float[Array, "n d"], places: Int[Array, "n"], picks: Int[Array, "n"]
+) -> Store:
+    return store._replace(parts=store.parts.at[places, picks].set(parts, mode="drop"))
+
+
+@partial(jax.jit, donate_argnums=0)
+def _keep_rows(
+    store: Float[Array, "R d"], h: Float[Array, "n d"], rows: Int[Array, "n"]
+) -> Float[Array, "R d"]:
+    return store.at[rows].set(h, mode="drop")
+
+
+@jax.jit
+def _some(rows: Float[Array, "T d"], at: Int[Array, "n"]) -> Float[Array, "n d"]:
+    return rows[at]
+
+
+def _sent(rows: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
+    """It returns at once; the copy follows what made the rows."""
+    return jax.device_put(rows if at is None else _some(rows, at), to)
+
+
+class AttentionPrograms:
+    """An AttentionDevice: a jax device and a model's weights, but for its experts."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        params: Params,
+        groups: Int[np.ndarray, "layers m"],
+        state: State,
+        num_rows: int,
+        device: Any,
+    ) -> None:
+        """`params` and an empty `state` are on the device already; `groups` as in ExpertTable."""
+        self._params, self._state, self.device = params, state, device
+        self._programs = _programs_of(cfg)
+        moe, self._layers = iter(groups), []
+        for at, (layer, is_moe) in enumerate(layers_of(cfg, params)):
+            own = jax.device_put(jnp.asarray(next(moe), jnp.int32), device) if is_moe else None
+            self._layers.append((layer, own, jax.device_put(jnp.int32(at), device)))
+        width, picks, kind = cfg.d_model, cfg.experts_per_token, params["embed"].dtype
+        empty = Store(
+            jnp.zeros((num_rows, width), kind),
+            jnp.zeros((num_rows, picks), jnp.float32),
+            jnp.zeros((num_rows, picks, width), kind),
+        )
+        self._store = jax.device_put(empty, device)
+
+    def attend(
+        self,
+        layer: int,
+        tokens: Int[np.ndarray, "T"] | None,
+        rows: Int[np.ndarray, "B C"],
+        deltas: Int[np.ndarray, "N 3"],
+        control: StepControl,
+        places: Int[np.ndarray, "T"],
+    ) -> Attended:
+        """See AttentionDevice."""
+        params, groups, index = self._layers[layer]
+        self._store, self._state, visits = self._programs.attend(
+            params,
+            groups,
+            None if layer else {"embed": self._params["embed"]},
+            self._store,
+            self._state,
+            tokens,
+            rows,
+            deltas,
+            np.array(control, np.int32),
+            places,
+            index,
+        )
+        if visits is None:
+            return Attended(None, None, None)
+        return Attended(visits.h, *jax.device_get((visits.expert_ids, visits.degraded)))
+
+    def keep(self, parts: Array, places: Int[np.ndarray, "n"], picks: Int[np.ndarray, "n"]) -> None:
+        """See AttentionDevice."""
+        self._store = _keep_parts(self._store, parts, places, picks)
+
+    def leave(
+        self, rows: Int[np.ndarray, "B C"], places: Int[np.ndarray, "B"]
+    ) -> tuple[Sequence[int], Sequence[float]]:
+        """See AttentionDevice."""
+        last, tokens, logprobs, logits = self._programs.leave(
+            self._params, self._store, self._state.last_token, rows, places
+        )
+        if (mode := sampling_mode(rows)) != "greedy":
+            truncate = mode == "truncate"
+            last, tokens, logprobs = self._programs.sample(last, logits, rows, truncate=truncate)
+        self._state = self._state._replace(last_token=last)
+        found: Any = jax.device_get((tokens, logprobs))
+        return found[0].tolist(), found[1].tolist()
+
+    def sent(self, h: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
+        """See AttentionDevice."""
+        return _sent(h, at, to)
+
+
+@partial(jax.jit, static_argnames="max_active")
+def _compute(
+    pool: ExpertPool,
+    store: Float[Array, "R d"],
+    slots: Int[Array, "E"],
+    rows: Int[Array, "V"],
+    expert_ids: Int[Array, "V"],
+    *,
+    max_active: int,
+) -> Float[Array, "V d"]:
+    return expert_stage(pool, store[rows], expert_ids, slots, max_active=max_active)
+
+
+class ExpertPrograms:
+    """An ExpertDevice: a jax device and its part of a model's experts."""
+
+    def __init__(
+        self, pool: ExpertPool, slots: Int[np.ndarray, "layers E"], num_rows: int, device: Any
+    ) -> None:
+        """`pool` is of this device alone, on it; `slots` of each MoE layer's logical experts in it,
+        -1: they are elsewhere. `num_rows` are those of all attention workers.
+        """
+        self._pool, self.device = pool, device
+        self._slots = [jax.device_put(jnp.asarray(own, jnp.int32), device) for own in slots]
+        self._max_active = max(1, int((slots >= 0).sum(axis=1).max()))
+        empty = jnp.zeros((num_rows, pool.gate_up.shape[1]), pool.down.dtype)
+        self._store = jax.device_put(empty, device)
+
+    def keep(self, h: Array, rows: Int[np.ndarray, "n"]) -> None:
+        """See ExpertDevice."""
+        self._store = _keep_rows(self._store, h, rows)
+
+    def compute(
+        self, layer: int, rows: Int[np.ndarray, "V"], expert_ids: Int[np.ndarray, "V"]
+    ) -> Array:
+        """See ExpertDevice."""
+        slots, most = self._slots[layer], self._max_active
+        return _compute(self._pool, self._store, slots, rows, expert_ids, max_active=most)
+
+    def sent(self, parts: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
+        """See ExpertDevice."""
+        return _sent(parts, at, to)

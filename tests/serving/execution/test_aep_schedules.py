@@ -1,0 +1,172 @@
+"""Workers over a model that is reckoned by hand: thousands of schedules, and nothing is lost."""
+
+import random
+
+import numpy as np
+import pytest
+
+from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT
+from serving.execution.aep.devices import Attended
+from serving.execution.aep.local import LocalWorkers
+from serving.scheduling.layers.picker import Waiting, make_picker
+from tests.serving.execution.test_aep_workers import ROWS, AnyQueue, Sequences
+
+PRIME, VOCAB, EXPERTS = 10_007, 97, 6
+MOE = (True, False, True, True)  # layers; the second is dense
+NUM_SLOTS = 4
+
+
+def attended(x, before):
+    """A row behind attention, of what its sequence had before in this layer."""
+    return (3 * x + sum(before)) % PRIME
+
+
+def routed(x, layer, picks):
+    """Experts of a row, all different, and their weights."""
+    first = x + layer
+    return [(first + 2 * k) % EXPERTS for k in range(picks)], [k + 1 for k in range(picks)]
+
+
+def part(x, layer, expert):
+    return (x * (expert + 2) + layer) % PRIME
+
+
+def written(prompt, new_tokens, picks):
+    """What one sequence writes, row by row and layer by layer."""
+    seen, tokens, inputs = [[] for _ in MOE], [], list(prompt)
+    for position in range(len(prompt) + new_tokens - 1):
+        x, moe_layer = inputs[position], 0
+        for layer, is_moe in enumerate(MOE):
+            x, own = attended(x, seen[layer]), x
+            seen[layer].append(own)
+            if not is_moe:
+                x = (5 * x + 1) % PRIME
+                continue
+            ids, weights = routed(x, moe_layer, picks)
+            made = [w * part(x, moe_layer, e) for e, w in zip(ids, weights, strict=True)]
+            x, moe_layer = (x + sum(made)) % PRIME, moe_layer + 1
+        if position >= len(prompt) - 1:
+            tokens.append(x % VOCAB)
+            inputs.append(tokens[-1])
+    return tokens
+
+
+class Attention:
+    """Integers for rows. A row that is read before all its parts came is read wrong."""
+
+    device = None
+
+    def __init__(self, picks):
+        self.picks = picks
+        self.x, self.weights = np.zeros(ROWS, int), np.zeros((ROWS, picks), int)
+        self.parts = np.zeros((ROWS, picks), int)
+        self.seen = [[[] for _ in MOE] for _ in range(NUM_SLOTS)]
+        self.newest = [0] * NUM_SLOTS
+
+    def merged(self, place):
+        return int(self.x[place] + self.weights[place] @ self.parts[place]) % PRIME
+
+    def attend(self, layer, tokens, rows, deltas, control, places):
+        count, at = len(places), 0
+        h, ids = np.zeros(count, int), np.full((count, self.picks), -1)
+        for row in rows[rows[:, SLOT] >= 0]:
+            slot, length = row[SLOT], row[Q_LEN]
+            if row[KV_LEN] == length and not layer:
+                self.seen[slot] = [[] for _ in MOE]
+            for _ in range(length):
+                place, seen = places[at], self.seen[slot][layer]
+                given = self.newest[slot] if tokens is None else int(tokens[at])
+                own = self.merged(place) if layer else given
+                x = attended(own, seen)
+                seen.append(own)
+                self.weights[place] = self.parts[place] = 0
+                if MOE[layer]:
+                    ids[at], self.weights[place] = routed(x, sum(MOE[:layer]), self.picks)
+                    self.parts[place] = 999  # until it comes
+                else:
+                    x = (5 * x + 1) % PRIME
+                self.x[place] = h[at] = x
+                at += 1
+        return Attended(h, ids, np.zeros(count, int)) if MOE[layer] else Attended(None, None, None)
+
+    def keep(self, parts, places, picks):
+        real = places < ROWS
+        self.parts[places[real], picks[real]] = parts[real]
+
+    def leave(self, rows, places):
+        tokens = [self.merged(place) % VOCAB for place in places]
+        for row, token in zip(rows, tokens, strict=True):
+            if row[SLOT] >= 0:
+                self.newest[row[SLOT]] = token
+        return tokens, [0.0] * len(tokens)
+
+    def sent(self, h, at, to):
+        return (h if at is None else h[at]).copy()
+
+
+class Experts:
+    """Experts that `hosted [layers, E]` says; others are asked of it by mistake."""
+
+    device = None
+
+    def __init__(self, hosted, num_rows):
+        self.hosted, self.rows = hosted, np.zeros(num_rows, int)
+
+    def keep(self, h, rows):
+        real = rows < len(self.rows)
+        self.rows[rows[real]] = h[real]
+
+    def compute(self, layer, rows, expert_ids):
+        assert self.hosted[layer, expert_ids[expert_ids >= 0]].all()
+        return np.array([part(self.rows[r], layer, e) for r, e in zip(rows, expert_ids)])  # noqa: B905
+
+    def sent(self, parts, at, to):
+        return (parts if at is None else parts[at]).copy()
+
+
+def play(seed):
+    rng = random.Random(seed)
+    attention, experts, picks = rng.randint(1, 3), rng.randint(1, 4), rng.randint(1, 3)
+    draw = np.random.default_rng(seed)
+    hosts = draw.random((sum(MOE), EXPERTS, experts)) < rng.choice([0.0, 0.4])
+    hosts |= np.eye(experts, dtype=bool)[draw.integers(0, experts, hosts.shape[:2])]
+    rule = rng.choice(["any", "mtfs", "flfs", "defrag"])
+    waiting = Waiting(rng.choice([1, 4]), 20.0, 500.0)
+    turns = iter(range(1_000_000))
+    workers = LocalWorkers(
+        [Attention(picks) for _ in range(attention)],
+        [Experts(hosts[..., n], attention * ROWS) for n in range(experts)],
+        MOE,
+        hosts,
+        ROWS,
+        lambda: AnyQueue(rng) if rule == "any" else make_picker(rule, waiting, use_numba=False),
+        groups=draw.integers(0, rng.randint(1, 3), EXPERTS),
+        clock=lambda: next(turns),
+        decode_buckets=(2, 8),
+        prefill_buckets=(16,),
+    )
+    prompts = [
+        [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
+        for _ in range(rng.randint(1, NUM_SLOTS * attention))
+    ]
+    count = rng.randint(1, 5)
+    played = Sequences(workers, prompts, count, rng.choice([2, 5, 10]))
+    played.play(rng)
+    assert played.tokens == [written(prompt, count, picks) for prompt in prompts]
+    assert not any(worker.num_units for worker in workers.attention)
+    return rule
+
+
+@pytest.mark.parametrize("seeds", [range(100), range(100, 1000)], ids=["some", "more"])
+def test_any_schedule_writes_what_is_reckoned_by_hand(seeds):
+    """Workers, replicas, groups, picks, chunks and rules are drawn; nothing is left in the end."""
+    assert {play(seed) for seed in seeds} == {"any", "mtfs", "flfs", "defrag"}
+
+
+def test_an_expert_without_a_host_is_named():
+    hosts = np.ones((sum(MOE), EXPERTS, 2), bool)
+    hosts[1, 4] = False
+    with pytest.raises(ValueError, match="expert 4 of MoE layer 1 is on no expert worker"):
+        LocalWorkers(
+            [Attention(2)], [Experts(hosts[..., 0], ROWS)] * 2, MOE, hosts, ROWS, lambda: None
+        )
