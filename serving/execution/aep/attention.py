@@ -1,8 +1,8 @@
 """A worker with attention: units of its sequences wait before each layer, and for their experts.
 
 Rows of one sequence go through the layers together, a `Unit`: one row that decodes, or a chunk of a
-prompt. Between two layers a unit waits until every visit of its rows has come back (the token pool
-of AMoE, section 3.3, is the unit's own count of what is missing).
+prompt. Between two layers a unit waits until every visit of its rows has come back: what each still
+misses is the token pool of AMoE, section 3.3.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ from serving.plan import StepControl
 
 MOST_CHUNKS = 8
 """In one stage."""
+FREE = -1
 DECODE, PREFILL = range(2)
 """Groups of a layer's queue: they are different programs."""
 
@@ -35,7 +36,6 @@ class Unit:
     urgent: bool = False
     ends_prompt: bool = True  # or decodes: a token comes of its last row
     layer: int = 0  # before which it waits, or that it is in
-    missing: int = 0  # visits of its rows that have not come back
     degraded: int = 0
 
     @property
@@ -100,11 +100,17 @@ class AttentionWorker:
         self._num_owners = hosts.sum(axis=-1)
         self._experts, self._send, self._picker = list(experts), send, picker
         self.queues = MicroQueues(self._num_layers + 1, 2)
-        self._unit_of: dict[int, Unit] = {}  # by place
+        self._unit_of: dict[int, Unit] = {}  # by the first of its places
+        self._first = np.full(numbers.per_worker, FREE)  # of each place's unit
+        self._missing = np.zeros(numbers.per_worker, np.int64)  # visits, by first place
         self._buckets = {DECODE: list(decode_buckets), PREFILL: list(prefill_buckets)}
         self.control = StepControl(100, 0)  # of the stages that come
-        self.num_units = 0  # on their way
         self.stages = 0
+
+    @property
+    def num_units(self) -> int:
+        """On their way."""
+        return len(self._unit_of)
 
     def submit(self, unit: Unit, now: float) -> None:
         """A unit enters the first layer. Raises ValueError for a chunk that no stage takes, or a
@@ -112,13 +118,12 @@ class AttentionWorker:
         """
         if len(unit.places) > (most := self._buckets[PREFILL][-1]):
             raise ValueError(f"a chunk has {len(unit.places)} tokens; a stage takes {most}")
-        places = unit.places.tolist()
-        taken = next((place for place in places if place in self._unit_of), None)
-        if taken is not None:
-            raise ValueError(f"place {taken} is another unit's")
-        self._unit_of |= dict.fromkeys(places, unit)
-        self.num_units += 1
-        self._wait(unit, now)
+        taken = unit.places[self._first[unit.places] != FREE]
+        if len(taken):
+            raise ValueError(f"place {taken[0]} is another unit's")
+        self._first[unit.places] = unit.places[0]
+        self._unit_of[int(unit.places[0])] = unit
+        self._wait([unit], now)
 
     def receive(self, parts: FromExperts, now: float) -> None:
         """Parts came; units that miss none any more wait for their next layer."""
@@ -127,11 +132,10 @@ class AttentionWorker:
         picks = np.zeros(parts.padded, np.int32)
         places[: len(place)], picks[: len(place)] = place, parts.pick
         self.device.keep(parts.part, places, picks)
-        for at in place.tolist():
-            unit = self._unit_of[at]
-            unit.missing -= 1
-            if not unit.missing:
-                self._pass(unit, now)
+        came = np.bincount(self._first[place], minlength=len(self._missing))
+        self._missing -= came
+        here = np.flatnonzero((came > 0) & (self._missing == 0))
+        self._pass([self._unit_of[first] for first in here.tolist()], now)
 
     def advance(self, now: float, *, more_may_come: bool = True) -> list[Result] | None:
         """Runs a stage, if the picker says so: what came of units that have left with it; None
@@ -150,13 +154,19 @@ class AttentionWorker:
         self._run(layer, units, now)
         return []
 
-    def _wait(self, unit: Unit, now: float) -> None:
-        rows = len(unit.places)
-        self.queues.put(unit.layer, unit.group, Entry(rows, rows * unit.urgent, now, unit))
+    def _wait(self, units: Sequence[Unit], now: float) -> None:
+        queues: dict[tuple[int, int], list[Entry]] = {}
+        for unit in units:
+            rows = len(unit.places)
+            entry = Entry(rows, rows * unit.urgent, now, unit)
+            queues.setdefault((unit.layer, unit.group), []).append(entry)
+        for (layer, group), entries in queues.items():
+            self.queues.put(layer, group, entries)
 
-    def _pass(self, unit: Unit, now: float) -> None:
-        unit.layer += 1
-        self._wait(unit, now)
+    def _pass(self, units: Sequence[Unit], now: float) -> None:
+        for unit in units:
+            unit.layer += 1
+        self._wait(units, now)
 
     def _run(self, layer: int, units: list[Unit], now: float) -> None:
         """Runs attention of a layer, and sends its rows to their experts."""
@@ -169,17 +179,17 @@ class AttentionWorker:
             deltas[: len(given)] = given
         h, asked, degraded = self.device.attend(layer, tokens, rows, deltas, self.control, places)
         if asked is None or degraded is None:  # a dense layer: nobody waits
-            for unit in units:
-                self._pass(unit, now)
+            self._pass(units, now)
             return
-        ends = np.cumsum(lengths)
-        for unit, start, end in zip(units, ends - lengths, ends, strict=True):
-            unit.degraded += int(degraded[start:end].sum())
-            unit.missing = int((asked[start:end] >= 0).sum())
-            if not unit.missing:  # brownout dropped all of them
-                self._pass(unit, now)
+        count, starts = sum(lengths), np.cumsum([0, *lengths[:-1]])
+        missing = np.add.reduceat((asked[:count] >= 0).sum(axis=1), starts)
+        given_up = np.add.reduceat(degraded[:count], starts).tolist()
+        self._missing[places[starts]] = missing
+        for unit, degraded_here in zip(units, given_up, strict=True):
+            unit.degraded += degraded_here
+        if not missing.all():  # brownout dropped all of some
+            self._pass([units[at] for at in np.flatnonzero(missing == 0)], now)
         urgent = np.repeat([unit.urgent for unit in units], lengths)
-        count = len(urgent)
         self._ask(int(self._moe[layer]), h, len(places), places[:count], asked[:count], urgent)
 
     def _packed(
@@ -213,9 +223,13 @@ class AttentionWorker:
         expert, row = asked[at, pick], self.numbers.of(self.number, places)
         turn = row[at] % self._num_owners[layer, expert]
         owner = self._owners[layer, expert, turn]
-        for number in np.unique(owner).tolist():
+        for number in range(len(self._experts)):
             own, index = np.flatnonzero(owner == number), None
-            needed, mine = np.unique(at[own], return_inverse=True)
+            if not len(own):
+                continue
+            asks = at[own]  # ascending: visits are in the order of their rows
+            new = np.concatenate([[True], asks[1:] != asks[:-1]])
+            needed, mine = asks[new], np.cumsum(new) - 1
             if len(needed) < len(places):
                 index = np.zeros(bucket(len(needed)), np.int32)
                 index[: len(needed)] = needed
@@ -239,9 +253,8 @@ class AttentionWorker:
             rows[at], places[at] = unit.row, unit.places[-1]
             if not unit.ends_prompt:
                 rows[at, SLOT] = -1
-            for place in unit.places.tolist():
-                del self._unit_of[place]
-        self.num_units -= len(units)
+            self._first[unit.places] = FREE
+            del self._unit_of[int(unit.places[0])]
         tokens, logprobs = self.device.leave(rows, places)
         return [
             Result(unit, token, logprob) if unit.ends_prompt else Result(unit, None, None)

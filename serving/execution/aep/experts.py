@@ -52,11 +52,13 @@ class ExpertWorker:
         rows[: len(visits.row)] = visits.row
         self.device.keep(visits.h, rows)
         group = self._groups[visits.expert]
-        for number in np.unique(group).tolist():
+        for number in range(self.queues.counts.shape[1]):
             own = np.flatnonzero(group == number)
+            if not len(own):
+                continue
             what = visits.row[visits.at[own]], visits.pick[own], visits.expert[own]
             entry = Entry(len(own), int(visits.urgent[own].sum()), now, what)
-            self.queues.put(visits.layer, number, entry)
+            self.queues.put(visits.layer, number, [entry])
 
     def advance(self, now: float, *, more_may_come: bool = True) -> bool:
         """Runs a stage, if the picker says so; whether it did."""
@@ -76,8 +78,10 @@ class ExpertWorker:
 
     def _return(self, parts: Any, size: int, row: np.ndarray, pick: np.ndarray) -> None:
         owner = self.numbers.owner(row)
-        for number in np.unique(owner).tolist():
+        for number in range(len(self._attention)):
             own, at = np.flatnonzero(owner == number), None
+            if not len(own):
+                continue
             if len(own) < len(row):
                 at = np.zeros(bucket(len(own)), np.int32)
                 at[: len(own)] = own

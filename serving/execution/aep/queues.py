@@ -1,8 +1,8 @@
 """Rows that wait, by layer and group, and what a picker is shown of them (AMoE, section 3.2)."""
 
 from collections import deque
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -24,8 +24,7 @@ class Picker(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """What came at once: so many rows, the urgent ones among them, and what its worker keeps."""
 
     rows: int
@@ -59,30 +58,30 @@ class MicroQueues:
             self.counts, self.oldest, now, urgent=self.urgent, more_may_come=more_may_come
         )
 
-    def put(self, layer: int, group: int, entry: Entry) -> None:
-        """Rows wait from now on. Raises ValueError for none."""
-        if entry.rows < 1:
-            raise ValueError(f"{entry.rows} rows were put into a queue; it takes 1 or more")
+    def put(self, layer: int, group: int, entries: Sequence[Entry]) -> None:
+        """Rows wait from now on. Raises ValueError for an entry without any."""
+        least = min(entry.rows for entry in entries)
+        if least < 1:
+            raise ValueError(f"{least} rows were put into a queue; it takes 1 or more")
         queue = self._queues[layer][group]
         if not queue:
-            self.oldest[layer, group] = entry.came_at
-        queue.append(entry)
-        self.counts[layer, group] += entry.rows
-        self.urgent[layer, group] += entry.urgent
+            self.oldest[layer, group] = entries[0].came_at
+        queue.extend(entries)
+        self.counts[layer, group] += sum(entry.rows for entry in entries)
+        self.urgent[layer, group] += sum(entry.urgent for entry in entries)
 
     def take(self, layer: int, group: int, most: int, most_entries: int = 0) -> list[Entry]:
         """The oldest entries with up to `most` rows together, but one at least; `most_entries` 0:
         however many.
         """
         queue, taken, rows = self._queues[layer][group], [], 0
-        while queue and (not taken or rows + queue[0].rows <= most):
-            if len(taken) == most_entries > 0:
-                break
+        most_entries = most_entries or len(queue)
+        while queue and len(taken) < most_entries and (not taken or rows + queue[0].rows <= most):
             entry = queue.popleft()
             taken.append(entry)
             rows += entry.rows
-            self.urgent[layer, group] -= entry.urgent
         self.counts[layer, group] -= rows
+        self.urgent[layer, group] -= sum(entry.urgent for entry in taken)
         self.oldest[layer, group] = queue[0].came_at if queue else np.inf
         return taken
 

@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_refused(models):
 def test_queues_say_what_waits_and_for_how_long():
     queues = MicroQueues(3, 2)
     for at, (rows, urgent) in enumerate([(4, 0), (2, 2), (5, 1)]):
-        queues.put(1, 0, Entry(rows, urgent, float(at), at))
+        queues.put(1, 0, [Entry(rows, urgent, float(at), at)])
     assert queues.counts.tolist() == [[0, 0], [11, 0], [0, 0]]
     assert [e.what for e in queues.take(1, 0, 6)] == [0, 1]
     assert (queues.counts[1, 0], queues.urgent[1, 0], queues.oldest[1, 0]) == (5, 1, 2.0)
@@ -237,7 +237,7 @@ def test_queues_say_what_waits_and_for_how_long():
     assert queues.num_rows == 0
     assert queues.oldest[1, 0] == np.inf
     with pytest.raises(ValueError, match="0 rows"):
-        queues.put(0, 0, Entry(0, 0, 0.0, None))
+        queues.put(0, 0, [Entry(0, 0, 0.0, None)])
 
 
 def test_workers_on_devices_of_their_own():
