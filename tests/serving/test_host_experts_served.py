@@ -12,7 +12,7 @@ from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.request import SamplingParams
 from serving.settings import SettingsError, check
-from tests.serving.test_family_served import GOLDEN, NAMES, answer, requests, settings_of
+from tests.serving.families import GOLDEN, NAMES, answer, requests, settings_of
 from tests.variants import variant
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
