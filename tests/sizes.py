@@ -75,7 +75,7 @@ DEEP_TESTS = {
     "tests/benchmarks/test_balance.py::test_a_tiny_run_writes_table_json_and_picture",
     "tests/serving/bench/test_balance_bench.py::test_the_whole_bench_on_the_bundled_model",
     "tests/serving/bench/test_priority.py::test_the_whole_bench_on_the_bundled_model",
-    "tests/serving/test_preemption.py::test_a_hundred_traces",
+    "tests/serving/test_preemption.py::test_fifty_traces",
     "tests/serving/test_preemption.py::test_answers_do_not_depend_on_what_went_between[ls_first]",
     "tests/serving/test_family_served.py::test_answers_are_those_of_each_model_alone[0]",
     "tests/jmoe/parallel/test_mesh_steps.py::test_some_steps_over_a_mesh_are_those_of_one_device",
