@@ -317,7 +317,7 @@ class Leader:
             raise
 
     def calls(self) -> Iterator[pb.Call]:
-        """What process 0 wants to be called, in order, until it stops.
+        """What process 0 wants to be called, in order, until it stops or this end is closed.
 
         Raises PeerLost where it is gone before.
         """
@@ -325,7 +325,8 @@ class Leader:
             if message.WhichOneof("kind") == "stop":
                 return
             yield message.call
-        raise PeerLost(self.lost.reason)
+        if self.lost.reason:
+            raise PeerLost(self.lost.reason)
 
     def fail(self, reason: str) -> None:
         """Tells process 0 that this one cannot go on, and ends the stream."""
@@ -333,8 +334,12 @@ class Leader:
         self.close()
 
     def close(self) -> None:
-        """Ends the stream, once process 0 has heard everything. Safe to call again."""
+        """Ends the stream, once process 0 has heard everything. Safe to call again.
+
+        From any thread: one that waits in `calls` waits no longer.
+        """
         self._stopped = True
+        self._heard.put(None)
         self._said.put(None)
         if self._listens is not None:
             self._listens.join(self._stops_within_s)

@@ -17,7 +17,7 @@ from pallas_kernels.shapes import MODELS
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _same_sources():
+def _same_sources(compiled_in_a_hurry):
     """Whoever runs these tests may be writing a kernel. Inputs are the same in every run, too: of
     64 numbers, as here, some draws err by more than the tolerance of a model's size.
     """

@@ -1,4 +1,4 @@
-"""500 requests from 32 clients, many of them rude: everyone is answered, nothing leaks."""
+"""Hundreds of requests from 32 clients, many of them rude: everyone is answered, nothing leaks."""
 
 import asyncio
 import collections
@@ -17,6 +17,8 @@ from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from .conftest import FEW_PROGRAMS, serving
 
 NUM_REQUESTS, NUM_CLIENTS = 500, 32
+ON_A_MESH_REQUESTS = 200
+"""Eight devices are as many threads of one CPU, which takes them most of a minute."""
 CODES = grpc.StatusCode
 
 
@@ -136,10 +138,12 @@ async def idle(client):
     raise AssertionError(f"still busy: {stats}")
 
 
-async def test_everyone_is_answered_and_nothing_leaks(server, model):
+async def test_everyone_is_answered_and_nothing_leaks(server, model, request):
     _, address = server
     rng, texts = random.Random(7), prompts(model)
-    todo = collections.deque(draw(rng, texts) for _ in range(NUM_REQUESTS))
+    on_a_mesh = request.node.callspec.params["server"] != "one"
+    count = ON_A_MESH_REQUESTS if on_a_mesh else NUM_REQUESTS
+    todo = collections.deque(draw(rng, texts) for _ in range(count))
     seen = collections.Counter()
     async with Client(address) as control:
         await control.set_brownout(strategy="partial", decode_threshold_percent=40)
@@ -148,17 +152,17 @@ async def test_everyone_is_answered_and_nothing_leaks(server, model):
             own = random.Random(seed)
             async with Client(address) as client:
                 while todo:
-                    request = todo.popleft()
-                    code, messages = await asyncio.wait_for(send(client, own, request), 60)
-                    check(request, code, messages)
-                    seen[request[0], code.name] += 1
+                    sent = todo.popleft()
+                    code, messages = await asyncio.wait_for(send(client, own, sent), 60)
+                    check(sent, code, messages)
+                    seen[sent[0], code.name] += 1
 
         await asyncio.gather(*map(one_client, range(NUM_CLIENTS)))
         stats = await idle(control)
-        assert sum(seen.values()) == NUM_REQUESTS
-        assert seen["cancel", "CANCELLED"] > 50
-        assert seen["late", "DEADLINE_EXCEEDED"] > 10
-        assert seen["malformed", "INVALID_ARGUMENT"] > 20
+        assert sum(seen.values()) == count
+        assert seen["cancel", "CANCELLED"] > count / 10
+        assert seen["late", "DEADLINE_EXCEEDED"] > count / 50
+        assert seen["malformed", "INVALID_ARGUMENT"] > count / 25
         assert stats.kv_pages_used == 0
         assert stats.compilations_since_ready == 0
         assert stats.degraded_visits > 0

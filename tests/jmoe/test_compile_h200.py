@@ -32,6 +32,9 @@ from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.launches import count_launches, count_loop_launches
 from tests.compiled import large_results
+from tests.equal_kernels import equal_kernels_are_compiled_once
+
+__all__ = ["equal_kernels_are_compiled_once"]
 
 BATCH, PAGES, PAGE_SIZE, MAX_BLOCKS = 64, 2048, 64, 64
 MIB = 2**20
@@ -77,16 +80,15 @@ QWEN15, QWEN3, MIXTRAL = (
     Case("qwen3-30b-a3b", 32, (791, 748, 21)),
     Case("mixtral-8x7b", 2, (565, 538, 23)),
 )
-models = pytest.mark.parametrize("case", [QWEN15, QWEN3, MIXTRAL], ids=lambda case: case.name)
 # Every layer is compiled anew: one model at full depth, and others with six layers.
+SHORT_QWEN3 = QWEN3._replace(depth=6, launches=(114, 113, 21))
+SHORT_MIXTRAL = MIXTRAL._replace(depth=6, launches=(120, 119, 23))
 unrolled = pytest.mark.parametrize(
-    "case",
-    [
-        QWEN15,
-        QWEN3._replace(depth=6, launches=(114, 113, 21)),
-        MIXTRAL._replace(depth=6, launches=(120, 119, 23)),
-    ],
-    ids=lambda case: case.name,
+    "case", [QWEN15, SHORT_QWEN3, SHORT_MIXTRAL], ids=lambda case: case.name
+)
+# A scan's body is one layer: by six of them, too, or by as many as nearly fill the memory.
+scanned = pytest.mark.parametrize(
+    "case", [QWEN15, SHORT_QWEN3, MIXTRAL], ids=lambda case: case.name
 )
 
 
@@ -244,7 +246,7 @@ def test_the_first_and_the_last_part_copy_nothing_either(mesh, layers):
     check_one_graph(part)
 
 
-@models
+@scanned
 def test_an_eager_step_scans_its_layers_and_copies_nothing(mesh, case):
     program = compile_decode(mesh, case, eager=True)
     check_copies(program)

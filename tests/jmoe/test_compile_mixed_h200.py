@@ -13,6 +13,7 @@ from test_compile_h200 import (
     abstract_model,
     abstract_state,
     check_copies,
+    equal_kernels_are_compiled_once,
     int32,
     mesh,
 )
@@ -23,7 +24,7 @@ from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for
 from pallas_kernels.routing.parts import MAX_EXPERTS
 
-__all__ = ["_kernels_are_assembled_well", "mesh"]  # fixtures
+__all__ = ["_kernels_are_assembled_well", "equal_kernels_are_compiled_once", "mesh"]  # fixtures
 
 ROWS = BATCH // 2
 

@@ -16,6 +16,9 @@ from pallas_kernels.paged_attention import mosaic as kernel
 from pallas_kernels.paged_attention import paged_attention, tiles
 from pallas_kernels.shapes import TINY, Shape
 
+# The references are held to float64; a kernel's PTX is the same, however XLA is told to compile.
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 
 def interpreted_kernel(q, k_pages, v_pages, **kwargs):
     """Three blocks, which cut sequences wherever they may."""

@@ -14,6 +14,9 @@ import pytest
 from pallas_kernels.prefill_attention import mosaic, prefill_attention
 from pallas_kernels.shapes import TINY, Shape
 
+# The references are held to float64; a kernel's PTX is the same, however XLA is told to compile.
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 
 class Implementation(NamedTuple):
     """An implementation, and what it is to be tried on."""

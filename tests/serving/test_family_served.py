@@ -2,29 +2,25 @@
 
 import asyncio
 import random
-from pathlib import Path
 
 import pytest
 
 from jmoe.family import load_family
 from jmoe.sharing import Sharing, fingerprint, write_sharing
 from serving.client import Client
-from serving.config import BrownoutConfig, EngineConfig, ServerConfig
+from serving.config import BrownoutConfig, ServerConfig
 from serving.engine import Engine
 from serving.errors import NotFound
 from serving.frontend.metrics import Metrics
 from serving.frontend.server import Server
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
-from serving.request import BrownoutChange, Priority, SamplingParams
+from serving.request import BrownoutChange, SamplingParams
 from serving.settings import SettingsError
 from tests.jmoe.conftest import add_united
+from tests.serving.families import GOLDEN, NAMES, answer, requests, settings_of
 from tests.variants import variant
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
-GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
-LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
-NAMES = ("base", "law", "code")
 
 
 @pytest.fixture(scope="module")
@@ -45,51 +41,6 @@ def config(tmp_path_factory):
         return settings_of(directories, cache, **changes)
 
     return make
-
-
-def settings_of(directories, cache, **changes):
-    given = {
-        "models": tuple(f"{name}={path}" for name, path in directories.items()),
-        "dtype": "float32",
-        "max_num_seqs": 4,
-        "max_model_len": 48,
-        "page_size": 8,
-        "reserved_ls_seqs": 2,
-        "num_pages": 36,
-        "max_prefill_tokens": 16,
-        "max_prefill_seqs": 4,
-        "decode_buckets": (4,),
-        "prefill_buckets": (16,),
-        "threshold_buckets_percent": (100,),
-        "compilation_cache": cache,
-        "part_layers": 1,
-        "mixed_models": 0,
-        "brownout": BrownoutConfig(strategy="zero", salc=False),
-        **changes,
-    }
-    return EngineConfig(**given)
-
-
-async def answer(engine, prompt, sampling, model="", **options):
-    tokens, logprobs, degraded = [], [], 0
-    async for out in engine.generate(prompt, sampling, model=model, **options):
-        tokens += out.token_ids
-        logprobs += out.logprobs
-        degraded = out.usage.degraded_visits
-    return tokens, logprobs, degraded
-
-
-def requests(rng, count):
-    for _ in range(count):
-        prompt = [rng.randrange(1, 60) for _ in range(rng.randrange(1, 24))]
-        sampling = SamplingParams(
-            max_new_tokens=rng.randrange(1, 14),
-            temperature=rng.choice((0.0, 0.7)),
-            seed=rng.randrange(100),
-            ignore_eos=True,
-            logprobs=True,
-        )
-        yield prompt, sampling, rng.choice(NAMES), rng.choice((LS, BE))
 
 
 @pytest.mark.parametrize("resident_sets", [0, 2])

@@ -13,7 +13,7 @@ from serving.engine import Engine
 from serving.request import SamplingParams
 from serving.settings import SettingsError, check
 from tests.jmoe.test_residuals import oracle
-from tests.serving.test_family_served import GOLDEN, NAMES, answer, requests, settings_of
+from tests.serving.families import GOLDEN, NAMES, answer, requests, settings_of
 from tests.variants import variant
 from training.consolidate.run import ConsolidateConfig, consolidate
 

@@ -4,15 +4,14 @@ import asyncio
 import random
 
 import pytest
-from test_family_served import GOLDEN, NAMES, answer, settings_of
 
 from jmoe.sharing import Sharing, fingerprint, write_sharing
 from serving.config import BrownoutConfig
 from serving.engine import Engine
 from serving.frontend.metrics import Metrics
-from serving.request import SamplingParams
 from serving.settings import SettingsError
 from tests.jmoe.conftest import add_united
+from tests.serving.families import GOLDEN, NAMES, answer, requests, settings_of
 from tests.variants import variant
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -51,17 +50,10 @@ async def started(settings, *, mixes=True, observer=None):
     return engine
 
 
-def requests(rng, count):
-    for _ in range(count):
-        prompt = [rng.randrange(1, 60) for _ in range(rng.randrange(1, 20))]
-        sampling = SamplingParams(
-            max_new_tokens=rng.randrange(2, 16),
-            temperature=rng.choice((0.0, 0.7)),
-            seed=rng.randrange(100),
-            ignore_eos=True,
-            logprobs=True,
-        )
-        yield prompt, sampling, rng.choice(NAMES)
+def drawn(seed, count):
+    """What is asked for: two tokens or more, so that there is a decode step to be mixed."""
+    found = requests(random.Random(seed), count, prompt_below=20, fewest=2, below=16)
+    return [request[:3] for request in found]
 
 
 async def interleaved(engine, asked, rng, **options):
@@ -87,7 +79,7 @@ def check_alike(got, want):
 
 async def test_every_model_writes_what_it_writes_alone(served):
     """Alternating, and mixed with two or three in a step, in three interleavings."""
-    asked = list(requests(random.Random(1), 18))
+    asked = drawn(1, 18)
     alternating = await started(served(), mixes=False)
     try:
         want = [await answer(alternating, *request) for request in asked]
@@ -115,7 +107,7 @@ async def test_every_model_writes_what_it_writes_alone(served):
 
 async def test_who_refuses_brownout_is_exact_beside_others_models(served):
     """In mixed steps whose other rows are degraded."""
-    asked = list(requests(random.Random(2), 16))
+    asked = drawn(2, 16)
     exact = await started(served(), mixes=False)
     try:
         want = [await answer(exact, *request) for request in asked]
@@ -139,7 +131,7 @@ async def test_who_refuses_brownout_is_exact_beside_others_models(served):
 
 async def test_sets_that_come_and_go(served):
     """Models whose weights are there mix; a change of sets compiles nothing."""
-    asked = list(requests(random.Random(3), 12))
+    asked = drawn(3, 12)
     settings = served(resident_sets=2, model_stay_s=0.01, mixed_models=2)
     engine = await started(settings)
     try:

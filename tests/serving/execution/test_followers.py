@@ -63,8 +63,12 @@ def follower(leader, index=1, facts=FACTS):
 
 @contextmanager
 def joined(count=2):
-    """Process 0 and the others, which have joined."""
-    with leading(count) as leader, ThreadPoolExecutor(count) as pool:
+    """Process 0 and the others, which have joined.
+
+    A pool of threads that wait for any of them has to be entered before: its end waits for the
+    threads, and they for process 0 or their follower to be closed.
+    """
+    with ThreadPoolExecutor(count) as pool, leading(count) as leader:
         others = [follower(leader, index) for index in range(1, count)]
         joins = [pool.submit(other.join, 60) for other in others]
         leader.wait_for_all(60)
@@ -86,7 +90,7 @@ def reason(lost):
 
 def test_followers_make_the_calls_of_process_0_in_their_order():
     here, there = Recorder(), [Recorder(), Recorder()]
-    with joined(3) as (leader, *others), ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(2) as pool, joined(3) as (leader, *others):
         jobs = [pool.submit(replay, d, o.calls()) for d, o in zip(there, others, strict=True)]
         led = Led(here, leader)
         led.compile([PART, Key("sample", 8, 100)])
@@ -106,24 +110,23 @@ def test_followers_make_the_calls_of_process_0_in_their_order():
 
 
 def test_what_has_to_be_alike_is_refused_by_name_and_may_come_again():
-    with leading() as leader:
+    with ThreadPoolExecutor(1) as pool, leading() as leader:
         with pytest.raises(SettingsError, match=r"engine.page_size is 32 in process 1 and 16 in"):
             follower(leader, facts={"engine.page_size": "32"}).join(60)
         with pytest.raises(SettingsError, match=r"engine.process_index is 2; .* below that"):
             follower(leader, index=2).join(60)
-        with ThreadPoolExecutor(1) as pool:
-            right = follower(leader)
-            join = pool.submit(right.join, 60)
-            leader.wait_for_all(60)
-            with pytest.raises(SettingsError, match="such a process has joined already"):
-                follower(leader).join(60)
-            leader.begin("there:1")
-            assert join.result() == "there:1"
-            right.close()
+        right = follower(leader)
+        join = pool.submit(right.join, 60)
+        leader.wait_for_all(60)
+        with pytest.raises(SettingsError, match="such a process has joined already"):
+            follower(leader).join(60)
+        leader.begin("there:1")
+        assert join.result() == "there:1"
+        right.close()
 
 
 def test_who_does_not_come_is_named():
-    with leading(4) as leader, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, leading(4) as leader:
         other = follower(leader, 2)
         join = pool.submit(other.join, 60)
         with leader._changed:
@@ -177,6 +180,17 @@ def test_a_failed_leader_is_no_stopped_one():
         assert "is gone; start all processes again" in reason(other.lost)
 
 
+def test_whoever_closes_waits_for_no_further_call():
+    with ThreadPoolExecutor(1) as pool, joined() as (leader, other):
+        leader.call(pb.Call(use_way=4))
+        calls = other.calls()
+        assert next(calls).use_way == 4
+        rest = pool.submit(list, calls)
+        other.close()
+        assert rest.result(60) == []
+        assert not other.lost.reason
+
+
 def test_a_silent_end_is_looked_for_within_the_time():
     options = dict(module.channel_options(30.0))
     assert options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"] <= 30_000
@@ -193,12 +207,14 @@ def test_a_start_that_hangs_ends_with_the_process_it_waits_for():
 
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(lost.unless, start)
-        assert hangs.wait(60)
-        lost.say("process 1 of 2 is gone")
-        lost.say("what comes of that")
-        with pytest.raises(PeerLost, match="process 1 of 2 is gone"):
-            job.result(60)
-    for_ever.set()
+        try:
+            assert hangs.wait(60)
+            lost.say("process 1 of 2 is gone")
+            lost.say("what comes of that")
+            with pytest.raises(PeerLost, match="process 1 of 2 is gone"):
+                job.result(60)
+        finally:
+            for_ever.set()
     assert Lost().unless(lambda: 7) == 7
 
 
