@@ -179,7 +179,7 @@ class Homes:
         """
         routed, held = sharing.slots()
         all_there = not num_resident or num_resident >= len(held)
-        if sharing.residual_rank:
+        if sharing.differs.any():
             if num_resident:
                 raise ValueError(
                     f"resident_experts is {num_resident}, and this family's map knows experts by "

@@ -139,9 +139,8 @@ def load_family(
 
     Raises, before any weights are read, ValueError for no directories, a way that one lacks,
     fewer resident experts than one model has, fewer spare slots than a row can need or some that
-    nothing would be fetched into, ConfigError
-    for models that are not of one architecture and vocabulary, SharingError for a map of other
-    models; then as `jmoe.load`.
+    nothing would be fetched into, ConfigError for models that are not of one architecture and
+    vocabulary, SharingError for a map of other models; then as `jmoe.load`.
     """
     kind = check_dtype(dtype)
     found, cfgs, tokenizers = check_family(directories, allow_unknown_config)
@@ -188,7 +187,7 @@ def load_family(
     away = None
     if homes.away is not None:
         source = OnHost(reader.on_host)
-        if sharing.residual_rank:
+        if sharing.differs.any():
             experts = sorted(homes.users)
             number = {expert: at for at, expert in enumerate(experts)}
             residuals = read_residuals(sharing, experts, cfg, check_weights)

@@ -112,3 +112,7 @@ def test_a_budget_above_all_models_shares_nothing_and_says_so(family, tmp_path):
     done = consolidate(family.paths, tmp_path / "family.json", config, say=told.append)
     assert done.sharing.num_slots == 48
     assert "nothing is shared" in told[0]
+    config = settings(family, share=0, residual_rank=4)
+    done = consolidate(family.paths, tmp_path / "family.json", config)
+    assert done.residual_bytes == 0  # nothing differs, and nothing has to be there
+    assert load_family(family.paths, tmp_path / "family.json", "float32").away is None
