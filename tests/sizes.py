@@ -40,6 +40,7 @@ DEEP_FILES = {
 }
 DEEP_FOLDERS = ("tests/sm90/",)
 DEEP_TESTS = {
+    "tests/jmoe/test_cut.py::test_half_layers_one_by_one_are_the_whole[qwen2_moe]",
     *(
         f"tests/serving/execution/test_aep_workers.py::{test}"
         for test in (
@@ -47,6 +48,9 @@ DEEP_TESTS = {
             "test_tokens_are_the_whole_models_in_any_order[mixtral-1-1-16]",
             "test_tokens_are_the_whole_models_in_any_order[qwen3_moe_mixed_yarn-2-2-16]",
             "test_brownout_to_nothing_and_rows_that_refuse_it[False]",
+            "test_brownout_to_nothing_and_rows_that_refuse_it[True]",
+            "test_experts_that_several_workers_have_take_turns",
+            "test_sampled_tokens_are_those_of_generate",
             "test_workers_on_devices_of_their_own",
         )
     ),
