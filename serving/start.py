@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jmoe.api import Model, load, resolve
+from jmoe.away import check_spare
 from jmoe.checkpoint import is_native
 from jmoe.config import read_config
 from jmoe.family import Family, load_family
@@ -104,6 +105,8 @@ def build(
             f"engine.resident_sets is {config.resident_sets}; it must be 0 (all), or up to the "
             f"number of models, {len(family)}"
         )
+    if (away := family.away) is not None:  # who refuses brownout may need so many at once
+        check_spare(len(away.spare), away.needed_by_a_row(family.config.experts_per_token))
     if loaded.home is not None:
         home = loaded.home
         check_balance(loaded.config, home.mesh.size, config.balance, spare=home.spare)

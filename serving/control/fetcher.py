@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int
 
-from jmoe.away import AwayExperts, Expert, check_spare
+from jmoe.away import AwayExperts, Expert
 from jmoe.family import Family
 from serving.plan import StepResult
 from serving.scheduling.batch import ScheduledStep
@@ -52,7 +52,7 @@ class Fetcher:
         family: Family | None,
         clock: Callable[[], float],
     ) -> None:
-        """Raises ValueError for fewer spare slots than one row can need."""
+        """There are as many spare slots as one row can need, or more."""
         self._runner, self._scheduler, self._clock = runner, scheduler, clock
         self._away = away = None if family is None else family.away
         self._exact = scheduler.exact
@@ -64,7 +64,6 @@ class Fetcher:
         if away is None or family is None:
             return
         per_row = away.needed_by_a_row(family.config.experts_per_token)
-        check_spare(len(away.spare), per_row)
         self._exact.models = frozenset(n for n in range(len(family)) if away.away_of(n))
         self._exact.most = len(away.spare) // per_row
         self._visits = Visits(away, len(family))

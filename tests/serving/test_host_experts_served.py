@@ -150,3 +150,15 @@ def test_settings_that_cannot_work(config, directories):
         load_family(directories, dtype="float32", **given | {"spare_experts": 3})
     with pytest.raises(ValueError, match=r"do not hold one model's"):
         load_family(directories, dtype="float32", **given | {"resident_experts": 3})
+
+
+async def test_a_family_known_by_differences_needs_spare_slots(config, directories, tmp_path):
+    run = ConsolidateConfig(rule="random", share=100, residual_rank=2)
+    consolidate(directories, tmp_path / "family.json", run)
+    told = []
+    with pytest.raises(ValueError, match=r"spare_experts is 0; .* set it to 6 or more"):
+        await Engine.start(
+            config(directories, family=str(tmp_path / "family.json")),
+            progress=lambda what, *_: told.append(what),
+        )
+    assert set(told) == {"loading"}  # and nothing was compiled for it
