@@ -17,10 +17,10 @@ from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from jmoe.kv_cache import KVPages
 from jmoe.model import Rotation, StepData, attend
-from jmoe.moe import Rows, dense_mlp, router, shared_expert
+from jmoe.moe import Rows, dense_mlp, experts, router, shared_expert
 from jmoe.rope import rotation
 from jmoe.weights import Params
-from pallas_kernels import grouped_gemm, routing
+from pallas_kernels import routing
 
 
 class Waiting(NamedTuple):
@@ -38,9 +38,10 @@ class Visits(NamedTuple):
     degraded: Int[Array, "T"]  # visits that went elsewhere than the router said
 
 
-def no_parts(waiting: Waiting) -> Float[Array, "T K d"]:
-    """Parts of rows that wait for nothing."""
-    return jnp.zeros((*waiting.weights.shape, waiting.x.shape[1]), waiting.x.dtype)
+def entering(x: Float[Array, "T d"], num_picks: int) -> tuple[Waiting, Float[Array, "T K d"]]:
+    """Embeddings as the first layer gets them: rows that wait for nothing, and no parts."""
+    nothing = jnp.zeros((x.shape[0], num_picks), jnp.float32)
+    return Waiting(x, nothing), jnp.zeros((*nothing.shape, x.shape[1]), x.dtype)
 
 
 def merge(waiting: Waiting, parts: Float[Array, "T K d"]) -> Float[Array, "T d"]:
@@ -70,8 +71,7 @@ def attend_stage(
         layer: parameters of layer `index` alone, as an unstacked segment has them.
         groups: of this MoE layer, as in ExpertTable; None: the layer is dense.
         index: traced, so that layers of one kind are one program.
-        waiting: rows as the layer before left them; of the first layer, embeddings that wait for
-            nothing.
+        waiting: rows as the layer before left them; of the first layer, what `entering` makes.
         parts: what the experts of the layer before made of each visit.
         pages: keys and values, written for these rows.
         step: of these rows, whichever those are: brownout's plan is made of what this batch visits.
@@ -138,11 +138,5 @@ def expert_stage(
     table. `max_active` (static) is the experts that there is room for; the caller guarantees it.
     Rows come back in the pool's dtype, without their gate weights.
     """
-    work = routing.dispatch(
-        expert_ids[:, None],
-        jnp.ones((len(expert_ids), 1), jnp.float32),
-        slots,
-        block_m=grouped_gemm.BLOCK_M,
-        max_active=max_active,
-    )
-    return grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work).astype(h.dtype)
+    ones = jnp.ones((len(expert_ids), 1), jnp.float32)
+    return experts(pool, h, ones, expert_ids[:, None], slots, max_active=max_active)[0]

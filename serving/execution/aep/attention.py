@@ -113,9 +113,15 @@ class AttentionWorker:
         return len(self._unit_of)
 
     def submit(self, unit: Unit, now: float) -> None:
-        """A unit enters the first layer. Raises ValueError for a chunk that no stage takes, or a
-        place that another unit has.
+        """A unit enters the first layer. Raises ValueError for a chunk that no stage takes, for no
+        rows, and for places that are not there or another unit's.
         """
+        last = self.numbers.per_worker - 1
+        if not len(unit.places) or not 0 <= unit.places.min() <= unit.places.max() <= last:
+            raise ValueError(
+                f"a unit's places are {unit.places.tolist()}; it must have one or more, each of 0 "
+                f"to {last}"
+            )
         if len(unit.places) > (most := self._buckets[PREFILL][-1]):
             raise ValueError(f"a chunk has {len(unit.places)} tokens; a stage takes {most}")
         taken = unit.places[self._first[unit.places] != FREE]

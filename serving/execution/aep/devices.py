@@ -18,7 +18,7 @@ from jmoe.experts import ExpertPool
 from jmoe.model import embed, head, layers_of
 from jmoe.packed_rows import SLOT, sampling_mode
 from jmoe.sampling import greedy
-from jmoe.stages import Visits, Waiting, attend_stage, expert_stage, merge
+from jmoe.stages import Visits, Waiting, attend_stage, entering, expert_stage, merge
 from jmoe.steps import State, decode_data, prefill_data, remember, sample_step, with_deltas
 from jmoe.weights import Params
 from serving.plan import StepControl
@@ -117,9 +117,7 @@ def _attend(
         _, _, step = prefill_data(cfg, state, len(tokens), rows, control)
         given = tokens
     if embedding is not None:
-        x = embed(embedding, given)
-        nothing = jnp.zeros((len(x), store.weights.shape[1]), jnp.float32)
-        waiting, parts = Waiting(x, nothing), jnp.zeros((*nothing.shape, x.shape[1]), x.dtype)
+        waiting, parts = entering(embed(embedding, given), store.weights.shape[1])
     else:
         at = jnp.minimum(places, len(store.x) - 1)
         waiting, parts = Waiting(store.x[at], store.weights[at]), store.parts[at]

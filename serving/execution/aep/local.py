@@ -126,8 +126,8 @@ class LocalWorkers:
             placement: of logical experts on expert workers; None: ranges of them.
             options: as of LocalWorkers.
 
-        Raises ValueError for no worker of a kind, a model over a mesh, and a placement on another
-        number of workers or of other experts.
+        Raises ValueError for no worker of a kind, a model over a mesh or with experts that are
+        away, and a placement on another number of workers or of other experts.
         """
         if not attention or not experts:
             raise ValueError(
@@ -136,6 +136,11 @@ class LocalWorkers:
             )
         if model.home is not None:
             raise ValueError(f"{model.name} is spread over a mesh; load it without one")
+        if model.table.away is not None:
+            raise ValueError(
+                f"{model.name} has experts that are away, and these workers fetch none: load "
+                "it with resident_experts 0 and a map without differences"
+            )
         slots = np.asarray(model.table.slots)
         placement = placement or contiguous(slots.shape[0], slots.shape[1], len(experts))
         hosts = np.asarray(placement.hosts)

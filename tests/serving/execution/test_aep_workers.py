@@ -219,6 +219,12 @@ def test_what_does_not_fit_is_refused(models):
     workers.submit(0, unit)
     with pytest.raises(ValueError, match="place 3 is another unit's"):
         workers.submit(0, Unit(row, None, np.array([3], np.int32), none))
+    for places in ([], [-1], [ROWS]):
+        with pytest.raises(ValueError, match=r"places are \[.*each of 0 to 39"):
+            workers.submit(0, Unit(row, None, np.array(places, np.int32), none))
+    away = model.with_weights(table=model.table._replace(away=model.table.groups))
+    with pytest.raises(ValueError, match="experts that are away"):
+        workers_of(away, rng)
     with pytest.raises(ValueError, match="0 expert workers were asked"):
         workers_of(model, rng, experts=0)
     hosts = np.ones((*model.table.slots.shape, 2), bool)
