@@ -26,9 +26,9 @@ from rich.table import Table
 from benchmarks.harness.command import write_figures
 from jmoe.packed_rows import empty_deltas, pack_row
 from serving.bench.facts import commit
-from serving.execution.aep.attention import Unit
 from serving.execution.aep.devices import Attended
 from serving.execution.aep.local import LocalWorkers
+from serving.execution.aep.messages import Unit
 from serving.scheduling.layers.picker import make_picker
 
 LAYERS, EXPERTS, PICKS, WIDTH = 48, 128, 8, 8

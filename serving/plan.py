@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jmoe.packed_rows import EXEMPT, Q_LEN
+from jmoe.packed_rows import EXEMPT, Q_LEN, SPARED
 
 NUM_EXTENTS = 2
 """Prefill steps that can be under way at once: one, and one that was parked for it."""
@@ -141,6 +141,26 @@ class StepPlan:
     def num_exempt(self) -> int:
         """Positions of rows that are not degraded."""
         return int(self.q_lens[self.exempt].sum())
+
+
+def spare_latency_sensitive(
+    rows: Int[np.ndarray, "B C"], urgent: Bool[np.ndarray, "B"], threshold_percent: int
+) -> int:
+    """The threshold of layers' other rows, if all their visits were to keep `threshold_percent`.
+
+    While the others alone can give up what that asks for, latency-sensitive (`urgent`) rows are
+    exempt, and the others keep what is left: with N visits, L of them exempt, (t N - 100 L) /
+    (N - L) percent of their own. Where that would be less than nothing, the threshold is
+    everybody's, and `rows` are left as they are.
+    """
+    q_lens = rows[:, Q_LEN]
+    degradable = ~urgent & (rows[:, EXEMPT] == 0)
+    total, left = int(q_lens.sum()), int(q_lens[degradable].sum())
+    kept = threshold_percent * total - 100 * (total - left)
+    if not left or not urgent.any() or kept < 0:
+        return threshold_percent
+    rows[urgent, EXEMPT] = np.maximum(rows[urgent, EXEMPT], SPARED)
+    return -(-kept // left)
 
 
 class Copies(NamedTuple):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from jmoe.packed_rows import EXEMPT, KV_LEN, NUM_DELTA_COLUMNS, Q_LEN, SPARED
-from serving.plan import Limits, Phase, StepControl, StepPlan
+from jmoe.packed_rows import KV_LEN, NUM_DELTA_COLUMNS, Q_LEN
+from serving.plan import Limits, Phase, StepControl, StepPlan, spare_latency_sensitive
 from serving.request import Priority
 from serving.scheduling.policy import BE, BatchView
 from serving.scheduling.sequence import SequenceState
@@ -60,23 +60,13 @@ class ScheduledStep:
         return 100 - (100 - self.control.threshold_percent) * (1 - self.exempt_share)
 
     def degrade_best_effort_first(self, threshold_percent: int) -> int:
-        """The threshold of these layers, if all their visits were to keep `threshold_percent`.
-
-        While best effort alone can give up what that asks for, latency-sensitive rows are exempt,
-        and best effort keeps what is left: with N visits, L of them exempt, (t N - 100 L) / (N - L)
-        percent of its own. Where that would be less than nothing, the threshold is everybody's.
+        """The threshold of these layers, where all their visits were to keep `threshold_percent`
+        (`spare_latency_sensitive`).
         """
         if not self.batch.has_best_effort:
             return threshold_percent
-        rows, q_lens = self.plan.rows, self.plan.q_lens
-        ls = np.array([s.priority is Priority.LATENCY_SENSITIVE for s in self.sequences])
-        degradable = ~ls & (rows[:, EXEMPT] == 0)
-        total, left = int(q_lens.sum()), int(q_lens[degradable].sum())
-        kept = threshold_percent * total - 100 * (total - left)
-        if not left or not ls.any() or kept < 0:
-            return threshold_percent
-        rows[ls, EXEMPT] = np.maximum(rows[ls, EXEMPT], SPARED)
-        return -(-kept // left)
+        urgent = np.array([s.priority is Priority.LATENCY_SENSITIVE for s in self.sequences])
+        return spare_latency_sensitive(self.plan.rows, urgent, threshold_percent)
 
     def share_prompt_logprobs(self, values: Float[np.ndarray, "T"]) -> None:
         """Gives sequences the log-probabilities that came of their chunks.

@@ -327,11 +327,11 @@ class Scheduler:
         if found is not None or own is BE:
             # Also one that has waited too long: two of best effort would evict each other.
             return found
-        room = {rank: self.places.free_pages(rank) for rank in ranks}
-        for sequence in self.running:
-            rank = self.limits.rank(sequence.slot)
-            if sequence.request.priority is BE and rank in room:
-                room[rank] += len(sequence.pages)
+        room = {}
+        for rank in ranks:
+            giving = self._giving_way(rank)
+            if giving or self.places.free_slots(rank):
+                room[rank] = self.places.free_pages(rank) + sum(len(s.pages) for s in giving)
         found = max(room, key=room.__getitem__, default=None)
         return found if found is not None and wanted <= room[found] else None
 
@@ -392,7 +392,7 @@ class Scheduler:
         assert rank is not None  # it is admissible
         self.queues.remove(sequence)
         while self.places.rank_for(wanted, (rank,)) is None:
-            self._preempt(self.policy.victim([s for s in self._on_rank(rank) if is_best_effort(s)]))
+            self._preempt(self.policy.victim(self._giving_way(rank)))
         sequence.status = SequenceStatus.PREFILL
         # All at once, so that no decoding sequence can take what a later chunk will need.
         num_pages = self.limits.pages_for(len(sequence.context))
@@ -403,6 +403,10 @@ class Scheduler:
 
     def _on_rank(self, rank: int) -> list[SequenceState]:
         return [s for s in self.running if self.limits.rank(s.slot) == rank]
+
+    def _giving_way(self, rank: int) -> list[SequenceState]:
+        """Sequences of a rank that give up slot and pages for a latency-sensitive one."""
+        return [s for s in self._on_rank(rank) if is_best_effort(s)]
 
     # ---- decode -----------------------------------------------------------------------------
 
@@ -424,6 +428,8 @@ class Scheduler:
                 continue  # no row is left, or it was evicted for one before it
             while not self._extend_if_free(sequence, deltas):
                 victim = self._victim_for(sequence)
+                if victim is None:
+                    break  # it waits for pages
                 room[rank] += victim in scheduled
                 scheduled = [s for s in scheduled if s is not victim]
                 deltas = [delta for delta in deltas if delta[0] != victim.slot]
@@ -470,9 +476,9 @@ class Scheduler:
 
     # ---- who gives way ----------------------------------------------------------------------
 
-    def _victim_for(self, sequence: SequenceState) -> SequenceState:
+    def _victim_for(self, sequence: SequenceState) -> SequenceState | None:
         """Who gives up pages for a running sequence: best effort first, and never for it; of those
-        that could, one whose model cannot run now.
+        that could, one whose model cannot run now. None: nobody does yet.
         """
         running = self._on_rank(self.limits.rank(sequence.slot))
         running = list(filter(is_best_effort, running)) or running

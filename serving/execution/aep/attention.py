@@ -6,50 +6,32 @@ misses is the token pool of AMoE, section 3.3.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 
-from jmoe.packed_rows import SLOT, empty_deltas, empty_rows
+from jmoe.packed_rows import NEXT_TOKEN, SLOT, empty_deltas, empty_rows
 from serving.execution.aep.devices import AttentionDevice
-from serving.execution.aep.messages import FromExperts, RowNumbers, ToExperts
+from serving.execution.aep.messages import (
+    DECODE,
+    PREFILL,
+    Enter,
+    FromExperts,
+    Left,
+    Result,
+    RowNumbers,
+    Steer,
+    ToExperts,
+    Unit,
+)
 from serving.execution.aep.queues import Entry, MicroQueues, Picker, bucket
-from serving.plan import StepControl
+from serving.execution.aep.warm import rows_of_all_modes, warm_copies
+from serving.plan import StepControl, spare_latency_sensitive
 
 MOST_CHUNKS = 8
 """In one stage."""
 FREE = -1
-DECODE, PREFILL = range(2)
-"""Groups of a layer's queue: they are different programs."""
-
-
-@dataclass(eq=False)
-class Unit:
-    """Rows of one sequence on their way through the layers."""
-
-    row: Int[np.ndarray, "C"]  # packed
-    tokens: Int[np.ndarray, "n"] | None  # of a chunk; None: the newest token of its slot
-    places: Int[np.ndarray, "n"]  # of its rows in the worker's store
-    deltas: Int[np.ndarray, "D 3"]  # of the block table
-    urgent: bool = False
-    ends_prompt: bool = True  # or decodes: a token comes of its last row
-    layer: int = 0  # before which it waits, or that it is in
-    degraded: int = 0
-
-    @property
-    def group(self) -> int:
-        """Of its layers' queues."""
-        return DECODE if self.tokens is None else PREFILL
-
-
-class Result(NamedTuple):
-    """What came of a unit."""
-
-    unit: Unit
-    token: int | None  # None where its last row ends no prompt
-    logprob: float | None
 
 
 class AttentionWorker:
@@ -94,7 +76,7 @@ class AttentionWorker:
             layer, expert = np.argwhere(~hosts.any(axis=-1))[0].tolist()
             raise ValueError(f"expert {expert} of MoE layer {layer} is on no expert worker")
         self.device, self.number, self.numbers = device, number, numbers
-        self._num_layers = len(moe_layers)
+        self._num_layers, self._moe_layers = len(moe_layers), list(moe_layers)
         self._moe = np.cumsum(moe_layers) - 1
         self._owners = np.argsort(~hosts, axis=-1, kind="stable")  # hosts first
         self._num_owners = hosts.sum(axis=-1)
@@ -104,13 +86,30 @@ class AttentionWorker:
         self._first = np.full(numbers.per_worker, FREE)  # of each place's unit
         self._missing = np.zeros(numbers.per_worker, np.int64)  # visits, by first place
         self._buckets = {DECODE: list(decode_buckets), PREFILL: list(prefill_buckets)}
-        self.control = StepControl(100, 0)  # of the stages that come
+        self.controls = [StepControl(100, 0)] * 2  # of the stages that come, by group
         self.stages = 0
 
     @property
     def num_units(self) -> int:
         """On their way."""
         return len(self._unit_of)
+
+    @property
+    def stage_sizes(self) -> list[int]:
+        """Rows that a stage may be padded to, ascending."""
+        return sorted({size for sizes in self._buckets.values() for size in sizes})
+
+    def take(self, message: Enter | Steer | FromExperts, now: float) -> None:
+        """Whatever comes. Raises ValueError as `submit`."""
+        match message:
+            case FromExperts():
+                self.receive(message, now)
+            case Enter(units):
+                for unit in units:
+                    self.submit(unit, now)
+            case Steer(strategy, prefill, decode):
+                self.controls[PREFILL] = StepControl(prefill, strategy)
+                self.controls[DECODE] = StepControl(decode, strategy)
 
     def submit(self, unit: Unit, now: float) -> None:
         """A unit enters the first layer. Raises ValueError for a chunk that no stage takes, for no
@@ -181,9 +180,11 @@ class AttentionWorker:
         deltas = empty_deltas(1)
         if not layer:
             given = np.concatenate([unit.deltas for unit in units])
-            deltas = empty_deltas(bucket(len(given) or 1))
+            # A row needs one new page at most.
+            deltas = empty_deltas(max(len(places), bucket(len(given) or 1)))
             deltas[: len(given)] = given
-        h, asked, degraded = self.device.attend(layer, tokens, rows, deltas, self.control, places)
+        control = self._control(units, rows)
+        h, asked, degraded = self.device.attend(layer, tokens, rows, deltas, control, places)
         if asked is None or degraded is None:  # a dense layer: nobody waits
             self._pass(units, now)
             return
@@ -197,6 +198,16 @@ class AttentionWorker:
             self._pass([units[at] for at in np.flatnonzero(missing == 0)], now)
         urgent = np.repeat([unit.urgent for unit in units], lengths)
         self._ask(int(self._moe[layer]), h, len(places), places[:count], asked[:count], urgent)
+
+    def _control(self, units: list[Unit], rows: Int[np.ndarray, "B C"]) -> StepControl:
+        """Of a stage; latency-sensitive rows are made exempt where others can give up enough."""
+        control = self.controls[units[0].group]
+        if not control.strategy or all(unit.urgent for unit in units):
+            return control
+        urgent = np.zeros(len(rows), bool)
+        urgent[: len(units)] = [unit.urgent for unit in units]
+        percent = spare_latency_sensitive(rows, urgent, control.threshold_percent)
+        return control._replace(threshold_percent=percent)
 
     def _packed(
         self, units: list[Unit], count: int
@@ -253,8 +264,9 @@ class AttentionWorker:
 
     def _finish(self, units: list[Unit]) -> list[Result]:
         """Tokens of units that have been through all layers; their places are free."""
-        rows = empty_rows(bucket(len(units)))
+        rows = empty_rows(self._size_for(len(units)))
         places = np.zeros(len(rows), np.int32)
+        scores = [self._scores(unit) if unit.scores else None for unit in units]
         for at, unit in enumerate(units):
             rows[at], places[at] = unit.row, unit.places[-1]
             if not unit.ends_prompt:
@@ -263,6 +275,67 @@ class AttentionWorker:
             del self._unit_of[int(unit.places[0])]
         tokens, logprobs = self.device.leave(rows, places)
         return [
-            Result(unit, token, logprob) if unit.ends_prompt else Result(unit, None, None)
-            for unit, token, logprob in zip(units, tokens, logprobs, strict=False)
+            Result(unit, token, logprob, scored)
+            if unit.ends_prompt
+            else Result(unit, None, None, scored)
+            for unit, token, logprob, scored in zip(units, tokens, logprobs, scores, strict=False)
         ]
+
+    def _size_for(self, num_units: int) -> int:
+        """Rows of the head's program: few sizes, as of stages."""
+        sizes = sorted({MOST_CHUNKS, *self._buckets[DECODE]})
+        return next(size for size in sizes if size >= num_units)
+
+    def _scores(self, unit: Unit) -> Float[np.ndarray, "n"]:
+        """Of the token that follows each of a chunk's in its prompt."""
+        assert unit.tokens is not None
+        places, _, tokens = self._packed([unit], len(unit.places))
+        assert tokens is not None
+        following = np.roll(tokens, -1)
+        following[len(unit.tokens) - 1] = unit.row[NEXT_TOKEN]
+        return self.device.score(places, following)[: len(unit.tokens)]
+
+    def left(self, results: Sequence[Result]) -> Left:
+        """What came of units, all of one group, for who sent them."""
+        units = [result.unit for result in results]
+        control, scores = self.controls[units[0].group], np.zeros(0, np.float32)
+        if any(unit.scores for unit in units):
+            none = [np.full(len(unit.places), np.nan, np.float32) for unit in units]
+            found = [result.scores for result in results]
+            scores = np.concatenate(
+                [n if s is None else s for n, s in zip(none, found, strict=True)]
+            )
+        return Left(
+            [unit.number for unit in units],
+            [result.token or 0 for result in results],
+            [0.0 if result.logprob is None else result.logprob for result in results],
+            [unit.degraded for unit in units],
+            scores,
+            control.strategy,
+            control.threshold_percent,
+        )
+
+    def warm(self, part_sizes: Sequence[int]) -> None:
+        """Runs each program that may be needed once, on padding, at every size; `part_sizes` are
+        those of parts that come.
+        """
+        nowhere = self.numbers.per_worker
+        for group, sizes in self._buckets.items():
+            for size in sizes:
+                places = np.full(size, nowhere, np.int32)
+                rows = empty_rows(size if group == DECODE else MOST_CHUNKS)
+                tokens = np.zeros(size, np.int32) if group == PREFILL else None
+                for layer in range(self._num_layers):
+                    deltas = empty_deltas(1 if layer else max(size, bucket(1)))
+                    control = self.controls[group]
+                    h, _, _ = self.device.attend(layer, tokens, rows, deltas, control, places)
+                    if self._moe_layers[layer]:
+                        warm_copies(self.device, h, size, self._experts[0])
+                if group == PREFILL:
+                    self.device.score(places, np.zeros(size, np.int32))
+        for size in {MOST_CHUNKS, *self._buckets[DECODE]}:
+            for row in rows_of_all_modes():
+                self.device.leave(np.tile(row, (size, 1)), np.zeros(size, np.int32))
+        for size in part_sizes:
+            nowhere_at_all = np.full(size, nowhere, np.int32)
+            self.device.keep(self.device.blank(size), nowhere_at_all, np.zeros(size, np.int32))

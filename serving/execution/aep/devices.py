@@ -17,7 +17,7 @@ from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from jmoe.model import embed, head, layers_of
 from jmoe.packed_rows import SLOT, sampling_mode
-from jmoe.sampling import greedy
+from jmoe.sampling import greedy, token_logprobs
 from jmoe.stages import Visits, Waiting, attend_stage, entering, expert_stage, merge
 from jmoe.steps import State, decode_data, prefill_data, remember, sample_step, with_deltas
 from jmoe.weights import Params
@@ -61,8 +61,18 @@ class AttentionDevice(Protocol):
         """Tokens and log-probabilities of rows that have been through all layers."""
         ...
 
+    def score(
+        self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]
+    ) -> Float[np.ndarray, "T"]:
+        """Log-probability of the token that follows each row that has been through all layers."""
+        ...
+
     def sent(self, h: Any, at: Int[np.ndarray, "n"] | None, to: Any) -> Any:
         """Some rows of an array of this device, None: all, on another one."""
+        ...
+
+    def blank(self, count: int) -> Any:
+        """So many parts without content, as they come from others."""
         ...
 
 
@@ -83,6 +93,10 @@ class ExpertDevice(Protocol):
 
     def sent(self, parts: Any, at: Int[np.ndarray, "n"] | None, to: Any) -> Any:
         """As of AttentionDevice."""
+        ...
+
+    def blank(self, count: int) -> Any:
+        """As of AttentionDevice, of rows."""
         ...
 
 
@@ -145,9 +159,22 @@ def _leave(
     return remember(last_token, rows[:, SLOT], tokens), tokens, logprobs, logits
 
 
+def _score(
+    cfg: ModelConfig,
+    params: Params,
+    store: Store,
+    places: Int[Array, "T"],
+    following: Int[Array, "T"],
+) -> Float[Array, "T"]:
+    at = jnp.minimum(places, len(store.x) - 1)
+    x = merge(Waiting(store.x[at], store.weights[at]), store.parts[at])
+    return token_logprobs(head(cfg, params, x), following)
+
+
 class _Programs(NamedTuple):
     attend: Callable[..., tuple[Store, State, Visits | None]]
     leave: Callable[..., tuple[Array, Array, Array, Array]]
+    score: Callable[..., Array]
     sample: Callable[..., tuple[Array, Array, Array]]
 
 
@@ -157,6 +184,7 @@ def _programs_of(cfg: ModelConfig) -> _Programs:
     return _Programs(
         jax.jit(partial(_attend, cfg), donate_argnums=(3, 4)),
         jax.jit(partial(_leave, cfg), donate_argnums=2),
+        jax.jit(partial(_score, cfg)),
         jax.jit(sample_step, static_argnames="truncate", donate_argnums=0),
     )
 
@@ -183,6 +211,10 @@ def _some(rows: Float[Array, "T d"], at: Int[Array, "n"]) -> Float[Array, "n d"]
 def _sent(rows: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
     """It returns at once; the copy follows what made the rows."""
     return jax.device_put(rows if at is None else _some(rows, at), to)
+
+
+def _blank(like: Array, count: int, device: Any) -> Array:
+    return jax.device_put(np.zeros((count, like.shape[1]), like.dtype), device)
 
 
 class AttentionPrograms:
@@ -258,9 +290,19 @@ class AttentionPrograms:
         found: Any = jax.device_get((tokens, logprobs))
         return found[0].tolist(), found[1].tolist()
 
+    def score(
+        self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]
+    ) -> Float[np.ndarray, "T"]:
+        """See AttentionDevice."""
+        return np.asarray(self._programs.score(self._params, self._store, places, following))
+
     def sent(self, h: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
         """See AttentionDevice."""
         return _sent(h, at, to)
+
+    def blank(self, count: int) -> Array:
+        """See AttentionDevice."""
+        return _blank(self._store.x, count, self.device)
 
 
 @partial(jax.jit, static_argnames="max_active")
@@ -305,3 +347,7 @@ class ExpertPrograms:
     def sent(self, parts: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
         """See ExpertDevice."""
         return _sent(parts, at, to)
+
+    def blank(self, count: int) -> Array:
+        """See ExpertDevice."""
+        return _blank(self._store, count, self.device)

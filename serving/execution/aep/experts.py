@@ -7,8 +7,9 @@ import numpy as np
 from jaxtyping import Int
 
 from serving.execution.aep.devices import ExpertDevice
-from serving.execution.aep.messages import FromExperts, RowNumbers, ToExperts
-from serving.execution.aep.queues import Entry, MicroQueues, Picker, bucket
+from serving.execution.aep.messages import FromExperts, Result, RowNumbers, ToExperts
+from serving.execution.aep.queues import Entry, MicroQueues, Picker, bucket, buckets
+from serving.execution.aep.warm import warm_copies
 
 
 class ExpertWorker:
@@ -38,7 +39,7 @@ class ExpertWorker:
             attention: where the attention workers are, as `device.sent` has it.
             send: called with an attention worker's number and parts for it.
             picker: whose layer runs next.
-            max_visits: in one stage.
+            max_visits: in one stage, unless more came at once.
         """
         self.device, self.numbers, self._groups = device, numbers, groups
         self.queues = MicroQueues(num_layers, int(groups.max()) + 1)
@@ -60,11 +61,20 @@ class ExpertWorker:
             entry = Entry(len(own), int(visits.urgent[own].sum()), now, what)
             self.queues.put(visits.layer, number, [entry])
 
-    def advance(self, now: float, *, more_may_come: bool = True) -> bool:
-        """Runs a stage, if the picker says so; whether it did."""
+    @property
+    def stage_sizes(self) -> list[int]:
+        """Visits that a stage may be padded to, ascending."""
+        return buckets(self._max_visits)
+
+    def take(self, message: ToExperts, now: float) -> None:
+        """Whatever comes."""
+        self.receive(message, now)
+
+    def advance(self, now: float, *, more_may_come: bool = True) -> list[Result] | None:
+        """Runs a stage, if the picker says so. Nothing leaves a model here; None where none ran."""
         chosen = self.queues.pick(self._picker, now, more_may_come)
         if chosen is None:
-            return False
+            return None
         layer, group = chosen
         taken = [entry.what for entry in self.queues.take(layer, group, self._max_visits)]
         row, pick, expert = (np.concatenate(column) for column in zip(*taken, strict=True))
@@ -74,7 +84,7 @@ class ExpertWorker:
         parts = self.device.compute(layer, rows, ids)
         self.stages += 1
         self._return(parts, size, row, pick)
-        return True
+        return []
 
     def _return(self, parts: Any, size: int, row: np.ndarray, pick: np.ndarray) -> None:
         owner = self.numbers.owner(row)
@@ -88,3 +98,13 @@ class ExpertWorker:
             back = self.device.sent(parts, at, self._attention[number])
             padded = size if at is None else len(at)
             self._send(number, FromExperts(back, padded, row[own], pick[own]))
+
+    def warm(self, row_sizes: Sequence[int]) -> None:
+        """As of AttentionWorker; `row_sizes` are those of rows that come."""
+        for size in row_sizes:
+            self.device.keep(self.device.blank(size), np.full(size, self.numbers.total, np.int32))
+        for size in self.stage_sizes:
+            rows, ids = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+            for layer in range(len(self.queues.counts)):
+                parts = self.device.compute(layer, rows, ids)
+            warm_copies(self.device, parts, size, self._attention[0])

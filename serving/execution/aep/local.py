@@ -1,8 +1,8 @@
 """All workers in one process, on its devices: for notebooks and tests (AMoE, section 4)."""
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from serving.execution.aep.devices import (
 )
 from serving.execution.aep.experts import ExpertWorker
 from serving.execution.aep.messages import RowNumbers
-from serving.execution.aep.queues import Picker
+from serving.execution.aep.queues import Picker, buckets
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class Sizes:
     num_rows: int  # on their way at a time, of all its units
     decode_buckets: tuple[int, ...] = (8, 32, 128)
     prefill_buckets: tuple[int, ...] = (32, 128, 512)
+
+    def max_visits(self, picks: int) -> int:
+        """Of an expert stage: those of the largest stage of attention."""
+        return picks * max(*self.decode_buckets, *self.prefill_buckets)
 
 
 class LocalWorkers:
@@ -57,6 +61,7 @@ class LocalWorkers:
         *,
         groups: Int[np.ndarray, "E"] | None = None,
         clock: Callable[[], float] = lambda: 0.0,
+        max_visits: int = 1 << 12,
         **buckets: Sequence[int],
     ) -> None:
         """Puts a worker before each device.
@@ -70,11 +75,11 @@ class LocalWorkers:
             picker: makes one for each worker.
             groups: of logical experts, launched together; None: all of a layer are.
             clock: in seconds.
+            max_visits: as of ExpertWorker.
             buckets: as of AttentionWorker.
         """
         numbers, self._clock = RowNumbers(len(attention), num_rows), clock
-        self._to_attention: list[deque] = [deque() for _ in attention]
-        self._to_experts: list[deque] = [deque() for _ in experts]
+        self.inboxes = [SimpleQueue[Any]() for _ in (*attention, *experts)]
         num_layers, num_experts, _ = hosts.shape
         self.experts = [
             ExpertWorker(
@@ -83,8 +88,9 @@ class LocalWorkers:
                 np.zeros(num_experts, np.int64) if groups is None else groups,
                 numbers,
                 [each.device for each in attention],
-                lambda to, message: self._to_attention[to].append(message),
+                lambda to, message: self.inboxes[to].put(message),
                 picker(),
+                max_visits=max_visits,
             )
             for device in experts
         ]
@@ -96,7 +102,7 @@ class LocalWorkers:
                 numbers,
                 number,
                 [each.device for each in experts],
-                lambda to, message: self._to_experts[to].append(message),
+                lambda to, message: self.inboxes[len(attention) + to].put(message),
                 picker(),
                 **buckets,
             )
@@ -163,13 +169,14 @@ class LocalWorkers:
             picker,
             decode_buckets=sizes.decode_buckets,
             prefill_buckets=sizes.prefill_buckets,
+            max_visits=sizes.max_visits(model.config.experts_per_token),
             **options,
         )
 
     @property
     def num_workers(self) -> int:
-        """Attention workers first, then expert workers."""
-        return len(self.attention) + len(self.experts)
+        """Of both kinds."""
+        return len(self.inboxes)
 
     @property
     def is_idle(self) -> bool:
@@ -177,9 +184,13 @@ class LocalWorkers:
         return not (
             any(worker.num_units or worker.queues.num_rows for worker in self.attention)
             or any(worker.queues.num_rows for worker in self.experts)
-            or any(self._to_attention)
-            or any(self._to_experts)
+            or any(not inbox.empty() for inbox in self.inboxes)
         )
+
+    @property
+    def workers(self) -> list[AttentionWorker | ExpertWorker]:
+        """Attention workers first, then expert workers; they are numbered so."""
+        return [*self.attention, *self.experts]
 
     def submit(self, worker: int, unit: Unit) -> None:
         """A unit enters the first layer of an attention worker. Raises ValueError as `submit`."""
@@ -187,26 +198,28 @@ class LocalWorkers:
 
     def deliver(self, number: int, most: int | None = None) -> int:
         """Gives a worker messages that wait for it, the oldest first; returns how many."""
-        first = number - len(self.attention)
-        inbox = self._to_attention[number] if first < 0 else self._to_experts[first]
-        worker = self.attention[number] if first < 0 else self.experts[first]
-        count = len(inbox) if most is None else min(most, len(inbox))
+        inbox, worker = self.inboxes[number], self.workers[number]
+        count = inbox.qsize() if most is None else min(most, inbox.qsize())
         for _ in range(count):
-            worker.receive(inbox.popleft(), self._clock())
+            worker.take(inbox.get_nowait(), self._clock())
         return count
 
     def advance(self, number: int, *, more_may_come: bool = True) -> list[Result]:
         """Lets a worker run a stage; what came of units that have left."""
-        now, first = self._clock(), number - len(self.attention)
-        if first < 0:
-            return self.attention[number].advance(now, more_may_come=more_may_come) or []
-        self.experts[first].advance(now, more_may_come=more_may_come)
-        return []
+        return self.workers[number].advance(self._clock(), more_may_come=more_may_come) or []
 
     def turn(self, number: int) -> list[Result]:
         """All messages, and a stage."""
         self.deliver(number)
         return self.advance(number)
+
+    def warm(self) -> None:
+        """Compiles all that may be needed, and runs it once."""
+        stages, parts = self.attention[0].stage_sizes, self.experts[0].stage_sizes
+        for worker in self.attention:
+            worker.warm(parts)
+        for worker in self.experts:
+            worker.warm(sorted({*stages, *buckets(stages[-1])}))
 
 
 def part_of(

@@ -9,7 +9,66 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
+
+DECODE, PREFILL = range(2)
+"""Groups of a layer's queue with attention: they are different programs."""
+
+
+@dataclass(eq=False)
+class Unit:
+    """Rows of one sequence on their way through the layers: one that decodes, or a chunk."""
+
+    row: Int[np.ndarray, "C"]  # packed
+    tokens: Int[np.ndarray, "n"] | None  # of a chunk; None: the newest token of its slot
+    places: Int[np.ndarray, "n"]  # of its rows in the worker's store
+    deltas: Int[np.ndarray, "D 3"]  # of the block table
+    urgent: bool = False
+    ends_prompt: bool = True  # or decodes: a token comes of its last row
+    scores: bool = False  # whether the prompt's tokens get log-probabilities
+    number: int = 0  # by which who sent it knows it
+    layer: int = 0  # before which it waits, or that it is in
+    degraded: int = 0
+
+    @property
+    def group(self) -> int:
+        """Of its layers' queues."""
+        return DECODE if self.tokens is None else PREFILL
+
+
+class Result(NamedTuple):
+    """What came of a unit."""
+
+    unit: Unit
+    token: int | None  # None where its last row ends no prompt
+    logprob: float | None
+    scores: Float[np.ndarray, "n"] | None = None  # of its tokens, where it asked for them
+
+
+class Enter(NamedTuple):
+    """Units for an attention worker."""
+
+    units: list[Unit]
+
+
+class Steer(NamedTuple):
+    """Brownout of an attention worker's stages from now on."""
+
+    strategy: int
+    prefill_percent: int
+    decode_percent: int
+
+
+class Left(NamedTuple):
+    """Units of one group that left the last layer of an attention worker together."""
+
+    numbers: list[int]
+    tokens: list[int]  # 0 where a unit ends no prompt
+    logprobs: list[float]
+    degraded: list[int]
+    scores: Float[np.ndarray, "T"]  # of the units' tokens, where any asked; else empty
+    strategy: int  # that is in force
+    percent: int
 
 
 class ToExperts(NamedTuple):

@@ -87,5 +87,13 @@ class MicroQueues:
 
 
 def bucket(count: int) -> int:
-    """The next power of two, 8 at least: few shapes, few programs."""
-    return max(8, 1 << (count - 1).bit_length())
+    """The next of 8, 32, 128, ...: few shapes, few programs."""
+    return max(8, 1 << ((count - 1).bit_length() // 2 * 2 + 1))
+
+
+def buckets(most: int) -> list[int]:
+    """What `bucket` gives for counts of 1 to `most`, ascending."""
+    found = [bucket(1)]
+    while found[-1] < most:
+        found.append(bucket(found[-1] + 1))
+    return found

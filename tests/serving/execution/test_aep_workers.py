@@ -11,10 +11,9 @@ import pytest
 import jmoe
 from jmoe.packed_rows import empty_deltas, pack_row
 from jmoe.parallel.placement import from_hosts
-from serving.execution.aep.attention import Unit
 from serving.execution.aep.local import LocalWorkers, Sizes
+from serving.execution.aep.messages import Steer, Unit
 from serving.execution.aep.queues import Entry, MicroQueues
-from serving.plan import StepControl
 from serving.scheduling.layers.picker import Waiting, make_picker
 from tests.jmoe.conftest import GOLDEN
 from tests.on_devices import run_on_devices
@@ -75,7 +74,7 @@ class Sequences:
         self.workers.submit(worker, unit)
 
     def accept(self, results):
-        for unit, token, logprob in results:
+        for unit, token, logprob, _ in results:
             number = self.unit_of.pop(unit)
             self.degraded[number] += unit.degraded
             assert (token is not None) == (logprob is not None) == unit.ends_prompt
@@ -258,9 +257,8 @@ def test_brownout_to_nothing_and_rows_that_refuse_it(refuses):
     rng = random.Random(5)
     control = model.prepare(setting)
     workers = workers_of(model, rng, experts=2)
-    workers.attention[0].control = StepControl(
-        int(control.threshold_percent), int(control.strategy)
-    )
+    percent = int(control.threshold_percent)
+    workers.attention[0].take(Steer(int(control.strategy), percent, percent), 0.0)
     prompts = some_prompts(model, rng, 3)
     played = Sequences(workers, prompts, 4, 10, exempt=[1] if refuses else [])
     played.play(rng)

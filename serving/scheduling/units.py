@@ -1,0 +1,132 @@
+"""Scheduling where every row of a step goes through the layers by itself (AMoE, section 3).
+
+Attention and experts are on devices of their own, and rows wait in queues before each layer. So a
+step is only how rows enter: each leaves the last layer when it has come there, with whichever rows
+were beside it. Until then nobody else may have its pages, which it still writes to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from serving.scheduling.batch import Batch, ScheduledStep
+from serving.scheduling.scheduler import Scheduler
+from serving.scheduling.sequence import SequenceState
+
+
+@dataclass(eq=False)
+class Entered:
+    """A row of a step, from its first layer until it has left the last one."""
+
+    batch: Batch
+    sequence: SequenceState
+    row: Int[np.ndarray, "C"]
+    tokens: list[int]  # of a chunk; else empty
+    sampled: bool
+    entered_at: float
+
+
+class UnitScheduler(Scheduler):
+    """Every sequence that is in no step may begin one, whatever others do.
+
+    Steps run whole: no step waits for another between two layers, so that there is none to park.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._entered: dict[int, Entered] = {}
+        self._numbers = count()
+        self._rows_left: dict[Batch, int] = {}
+
+    @property
+    def num_entered(self) -> int:
+        """Rows of steps, chunks counted as one, that have not left the last layer."""
+        return len(self._entered)
+
+    def enter(self, step: ScheduledStep, now: float) -> list[int]:
+        """A step's rows go in; returns a number for each."""
+        batch, numbers = step.batch, []
+        for at, sequence in enumerate(step.sequences):
+            tokens = batch.tokens[at] if batch.tokens else []
+            unit = Entered(batch, sequence, batch.rows[at], tokens, batch.sampled[at], now)
+            numbers.append(next(self._numbers))
+            self._entered[numbers[-1]] = unit
+        return numbers
+
+    def leave(self, numbers: Sequence[int]) -> tuple[ScheduledStep, float]:
+        """Rows of one phase have left the last layer: the step that they are now, in this order,
+        and when the first of them entered. Their sequences are free.
+        """
+        units = self._taken(numbers)
+        phase, tokens = units[0].batch.phase, [u.tokens for u in units if u.tokens]
+        rows = np.stack([u.row for u in units])
+        sequences, sampled = [u.sequence for u in units], [u.sampled for u in units]
+        batch = Batch(phase, sequences, rows, sampled, [], tokens)
+        step = batch.take_layers(self.limits.num_layers, self.limits.num_layers)
+        self._free_done(units)
+        return step, min(u.entered_at for u in units)
+
+    def run_again(self, numbers: Sequence[int]) -> None:
+        """Rows were lost on their way: their positions are computed once more, as chunks."""
+        units = self._taken(numbers)
+        for unit in units:
+            unit.sequence.batch = None
+            if not unit.sequence.done:
+                unit.sequence.run_again(len(unit.tokens) or 1, unit.sampled)
+        self._free_done(units)
+
+    def abandon(self) -> None:
+        """Nothing will ever leave: what entered is forgotten."""
+        self.run_again(list(self._entered))
+
+    def check_idle(self) -> None:
+        """As of Scheduler; and nothing is on its way."""
+        super().check_idle()
+        if self._entered or self._rows_left:
+            raise AssertionError(f"{len(self._entered)} rows never left the last layer")
+
+    def _taken(self, numbers: Sequence[int]) -> list[Entered]:
+        units = [self._entered.pop(number) for number in numbers]
+        for unit in units:
+            self._rows_left[unit.batch] -= 1
+            if not self._rows_left[unit.batch]:
+                del self._rows_left[unit.batch]
+                self._end(unit.batch)
+        return units
+
+    def _free_done(self, units: Sequence[Entered]) -> None:
+        """What requests have that ended while they were on their way."""
+        for unit in units:
+            if unit.sequence.done:
+                super()._release(unit.sequence)
+
+    # ---- where a Scheduler is another ---------------------------------------------------------
+
+    def _take_layers(self, batch: Batch) -> ScheduledStep:
+        """All of them."""
+        step = batch.take_layers(self.limits.num_layers, self.limits.num_layers)
+        for sequence in step.sequences:
+            sequence.batch = batch  # until it leaves
+        self.under_way.remove(batch)
+        self._rows_left[batch] = len(step.sequences)
+        self._last_phase = batch.phase
+        return step
+
+    def _end(self, batch: Batch) -> None:
+        self._free_extents += batch.extents
+        batch.extents = []
+
+    def _release(self, sequence: SequenceState) -> None:
+        if sequence.batch is None:  # else it is, once it has left
+            super()._release(sequence)
+
+    def _giving_way(self, rank: int) -> list[SequenceState]:
+        return [s for s in super()._giving_way(rank) if s.batch is None]
+
+    def _victim_for(self, sequence: SequenceState) -> SequenceState | None:
+        victim = super()._victim_for(sequence)
+        return victim if victim is None or victim.batch is None else None
