@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from serving.plan import Phase, StepResult
 from serving.request import EngineStats, Output, Priority
 from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.sequence import SequenceState
+
+if TYPE_CHECKING:
+    from serving.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -106,9 +109,21 @@ class Accounts:
         else:
             self.counters.requests_aborted += 1
 
-    def stats(self, **gauges: Any) -> EngineStats:
-        """Counters, and the other fields of EngineStats as they are given."""
-        return EngineStats(**asdict(self.counters), **gauges)
+    def stats(self, scheduler: "Scheduler", compilations: int, uptime_s: float) -> EngineStats:
+        """Counters; gauges as a scheduler has them now; compilations since the engine was ready."""
+        places = scheduler.places
+        return EngineStats(
+            **asdict(self.counters),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_pages_used=places.num_pages - places.num_free_pages,
+            kv_pages_total=places.num_pages,
+            compilations_since_ready=compilations,
+            uptime_s=uptime_s,
+            parks=scheduler.num_parks,
+            joins=scheduler.num_joins,
+            evictions=sum(scheduler.num_evictions.values()),
+        )
 
     def _tell(self, event: Callable[..., None], *args: Any) -> None:
         for observer in self._observers:

@@ -57,6 +57,19 @@ class BalanceConfig:
 
 
 @dataclass(frozen=True)
+class AsynchronousConfig:
+    """Asynchronous expert parallelism: attention and experts on devices of their own (AMoE)."""
+
+    attention: int = 0  # workers, one a device, that share the requests
+    experts: int = 0  # workers, one a device, that share the experts
+    copies: int = 1  # expert workers that have each expert
+    layer_rule: str = "defrag"  # which layer runs next: mtfs, flfs, or module:Class of your own
+    min_batch: int = 1  # rows that a layer waits for
+    max_wait_s: float = 0.002  # but not longer than this
+    max_age_s: float = 0.25  # from which on a layer's rows go before all that are younger
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything `jmoe serve` can be told. Sizes are counts; times are seconds."""
 
@@ -69,6 +82,7 @@ class EngineConfig:
     model_stay_s: float = 0.0  # that a busy one stays there; 0: nine times what a change takes
     mixed_models: int = 2  # whose rows a decode step may have where that pays; 0 or 1: one model's
     dtype: str = "bfloat16"
+    mode: str = "auto"  # steps, all devices together; aep, each by itself; auto: what pays
     mesh: str = ""  # ep=N: experts spread over N devices, which share the requests; empty: one
     coordinator: str = ""  # HOST:PORT of process 0, where a mesh spans several processes
     num_processes: int = 0  # of that mesh, with the same number of devices each; 0: one, alone
@@ -102,6 +116,7 @@ class EngineConfig:
     brownout: BrownoutConfig = field(default_factory=BrownoutConfig)
     salc: SalcConfig = field(default_factory=SalcConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
+    asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
 
 
 @dataclass(frozen=True)

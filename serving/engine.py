@@ -36,6 +36,7 @@ from serving.errors import (
     ServingError,
     Unavailable,
 )
+from serving.execution.aep.crew import Crew
 from serving.execution.programs import Progress
 from serving.execution.runner import Runner
 from serving.latencies import Latencies
@@ -81,6 +82,8 @@ class InFlight:
 class Engine:
     """Serves a model or a family in one event loop. Make it with `await Engine.start(config)`."""
 
+    scheduler_type = Scheduler
+
     def __init__(
         self,
         config: EngineConfig,
@@ -105,7 +108,7 @@ class Engine:
         observers = [observer] if isinstance(observer, Observer) else observer or ()
         self.loader = ExpertsLoader(runner, self.family, ways, self.slo, config.balance)
         self.accounts = Accounts([self.slo.load, *self.loader.observers, *observers])
-        self.scheduler = Scheduler(
+        self.scheduler = self.scheduler_type(
             runner.limits,
             make_policy(config.policy),
             runner.layers_at_once,
@@ -157,6 +160,10 @@ class Engine:
         make_controller(config.salc)
         with progress_bar() if progress is None else contextlib.nullcontext(progress) as shown_by:
             fitting, loaded, runner = await asyncio.to_thread(prepare, config, model, shown_by)
+        if isinstance(runner, Crew):
+            from serving.asynchronous import AsynchronousEngine  # which is an Engine
+
+            cls = AsynchronousEngine
         engine = cls(fitting, runner, loaded, observer)
         engine.run()
         return engine
@@ -365,18 +372,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
-        places = self.scheduler.places
-        return self.accounts.stats(
-            num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting),
-            kv_pages_used=places.num_pages - places.num_free_pages,
-            kv_pages_total=places.num_pages,
-            compilations_since_ready=self.runner.compilations_since_ready,
-            uptime_s=self._clock() - self._started_at,
-            parks=self.scheduler.num_parks,
-            joins=self.scheduler.num_joins,
-            evictions=sum(self.scheduler.num_evictions.values()),
-        )
+        uptime_s = self._clock() - self._started_at
+        compilations = self.runner.compilations_since_ready
+        return self.accounts.stats(self.scheduler, compilations, uptime_s)
 
     # ---- the tick ---------------------------------------------------------------------------
 
@@ -403,11 +401,7 @@ class Engine:
             await self._wait_to_launch(before)
         now = self._clock()
         num_running, since_s = len(self.scheduler.running), 0.0
-        waiting = {c: self.scheduler.waits(c, now) for c in (LS, BE)}
-        self.slo.maybe_update(now, waiting, self.scheduler.limits.decode_rows)
-        self.loader.advance(now)
-        self.registry.advance(now)
-        self.fetcher.advance(now)
+        self._advance_controllers(now)
         slack_s, company = -math.inf, self.pace.company(self.slo.ttft_slo_s, num_running)
         if before is not None:
             tokens_at = self.scheduler.tokens_at()
@@ -423,13 +417,20 @@ class Engine:
             self.scheduler.observe(before.step, before.started_at, now)
             if self._in_flight is not None:
                 self._in_flight.started_at = max(now, self._in_flight.launched_at)
-            self._accept(before, result, now)
+            self._accept(before.step, result, before.launched_at, before.started_at, now)
         elif self._in_flight is None:
             if not self.loader.busy:
                 self.registry.advance(now, idle=True)
                 return False
             await asyncio.sleep(0)  # callers get their turn between two layers of another way
         return True
+
+    def _advance_controllers(self, now: float) -> None:
+        waiting = {c: self.scheduler.waits(c, now) for c in (LS, BE)}
+        self.slo.maybe_update(now, waiting, self.scheduler.limits.decode_rows)
+        self.loader.advance(now)
+        self.registry.advance(now)
+        self.fetcher.advance(now)
 
     async def _wait_to_launch(self, before: InFlight) -> None:
         """Waits until the next step has to be planned, or the one in flight is done already."""
@@ -461,11 +462,18 @@ class Engine:
     def _step_ended(self, result: asyncio.Future[StepResult]) -> None:
         self.watchdog.ended += 1
 
-    def _accept(self, ended: InFlight, result: StepResult, now: float) -> None:
+    def _accept(
+        self,
+        step: ScheduledStep,
+        result: StepResult,
+        launched_at: float,
+        started_at: float,
+        now: float,
+    ) -> None:
         """Gives a step's tokens to their requests, and its latencies to the analyser."""
-        step, latencies = ended.step, Latencies()
+        latencies = Latencies()
         q_lens = step.plan.q_lens.tolist() if step.is_last else [0] * len(step.sequences)
-        self.accounts.step_read(step, result, ended.started_at, now, self._visits_per_token)
+        self.accounts.step_read(step, result, started_at, now, self._visits_per_token)
         if result.prompt_logprobs is not None:
             step.share_prompt_logprobs(result.prompt_logprobs)
         again = self.fetcher.accept(step, result)
@@ -491,5 +499,5 @@ class Engine:
                 self.admission.capacity[request.priority].observe(now - sequence.started_at)
                 self._retire(sequence)
         for priority in (LS, BE):
-            self.slo.observe(priority, latencies, ended.launched_at, now)
+            self.slo.observe(priority, latencies, launched_at, now)
             self.accounts.tokens(priority, latencies, self.slo.objectives(priority), now)

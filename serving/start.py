@@ -1,31 +1,23 @@
 """From settings to a runner that is ready: loading, choosing what is open, compiling, warming."""
 
-import contextlib
 import logging
-from functools import partial
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
-
-from jmoe.api import Model, load, resolve
+from jmoe.api import Model
 from jmoe.away import check_spare
-from jmoe.checkpoint import is_native
-from jmoe.config import read_config
-from jmoe.family import Family, load_family
+from jmoe.family import Family
 from jmoe.parallel.cost import exchange_bytes
-from jmoe.parallel.home import make_mesh
 from serving.config import EngineConfig
 from serving.control.experts_loader import allowed_ways
-from serving.control.mover import starting_placement
 from serving.control.slo import starting_strategy
 from serving.execution.followers import Followers
-from serving.execution.memory import check_balance, check_mesh
+from serving.execution.memory import check_balance
 from serving.execution.programs import Progress, limit_cpu_threads
-from serving.execution.runner import DeviceRunner, fit_to_model
+from serving.execution.runner import DeviceRunner, Runner, fit_to_model
 from serving.hosts import lead
+from serving.loading import load_models, make_mesh_of
 from serving.scheduling.policy import make_policy
-from serving.settings import SettingsError, mesh_devices, named_models
+from serving.settings import SettingsError
+from serving.start_asynchronous import mode_of, prepare_crew
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +27,7 @@ GATHERS_WELL = 8
 
 def prepare(
     config: EngineConfig, model: Model | Family | None, progress: Progress
-) -> tuple[EngineConfig, Family, DeviceRunner]:
+) -> tuple[EngineConfig, Family, Runner]:
     """Loads the models unless they are given; compiles and warms every program. Takes its time.
 
     Returns the settings as they are served, the models, and their runner.
@@ -45,6 +37,8 @@ def prepare(
     goes away.
     """
     limit_cpu_threads(config.cpu_threads)
+    if mode_of(config) == "aep":
+        return prepare_crew(config, model, progress)
     if not config.coordinator:
         return _prepare(config, model, progress)
     if model is not None:
@@ -88,7 +82,7 @@ def build(
     served. Raises as `prepare`.
     """
     mesh = make_mesh_of(config)
-    family = Family.of(_load(config, mesh, progress) if model is None else model)
+    family = Family.of(load_models(config, mesh, progress) if model is None else model)
     loaded = family[0]
     if len(family) > 1 and (mesh is not None or any(one.home is not None for one in family)):
         raise SettingsError(
@@ -135,61 +129,4 @@ def warn_of_gathering(config: EngineConfig, model: Model) -> None:
         sum(sent) / 2**20,
         tokens,
         GATHERS_WELL,
-    )
-
-
-def make_mesh_of(config: EngineConfig) -> Mesh | None:
-    """The mesh of the settings; None without one. Raises SettingsError for one that is too large.
-
-    A CPU is taken for as many devices as are asked for, if jax has not counted it already.
-    """
-    if not config.mesh:
-        return None
-    count = mesh_devices(config.mesh)
-    own = count // max(1, config.num_processes)
-    with contextlib.suppress(RuntimeError):
-        jax.config.update("jax_num_cpu_devices", max(own, jax.config.jax_num_cpu_devices))
-    have = len(jax.local_devices()), jax.device_count()
-    if config.coordinator and have != (own, own * config.num_processes):
-        raise SettingsError(
-            f"engine.mesh is {config.mesh!r} over {config.num_processes} processes, {own} devices "
-            f"each, and this one has {have[0]} of {have[1]}; a mesh "
-            "takes all devices of its processes, the same number of each"
-        )
-    try:
-        return make_mesh(count)
-    except ValueError as error:
-        raise SettingsError(f"engine.mesh is {config.mesh!r}: {error}") from None
-
-
-def _load(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> Model | Family:
-    def layers(done: int, total: int) -> None:
-        progress("loading", done, total)
-
-    if config.models:
-        return load_family(
-            named_models(config.models),
-            config.family or None,
-            config.dtype,
-            ways=config.brownout.ways or None,
-            progress=layers,
-            check_weights=config.check_weights,
-            allow_unknown_config=config.allow_unknown_config,
-            resident_experts=config.resident_experts,
-            spare_experts=config.spare_experts,
-            params_on_host=0 < config.resident_sets < len(config.models),
-        )
-    directory = resolve(config.model)
-    if mesh is not None and not is_native(directory):
-        cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
-        check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
-    return load(
-        config.model,
-        config.dtype,
-        ways=config.brownout.ways or None,
-        progress=layers,
-        check_weights=config.check_weights,
-        allow_unknown_config=config.allow_unknown_config,
-        mesh=mesh,
-        placement=None if mesh is None else partial(starting_placement, config.balance),
     )

@@ -83,6 +83,9 @@ def common(
 _FLAGS = {
     "family": "engine.family",
     "dtype": "engine.dtype",
+    "mode": "engine.mode",
+    "attention": "engine.asynchronous.attention",
+    "experts": "engine.asynchronous.experts",
     "mesh": "engine.mesh",
     "coordinator": "engine.coordinator",
     "num_processes": "engine.num_processes",
@@ -132,6 +135,12 @@ def serve(
         str | None, typer.Option(help="What clients call the model, instead of its directory.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
+    mode: Annotated[
+        Literal["auto", "steps", "aep"] | None,
+        typer.Option(help="aep: asynchronous, with attention and experts on their own devices."),
+    ] = None,
+    attention: Annotated[int | None, typer.Option(help="Of aep: devices for attention.")] = None,
+    experts: Annotated[int | None, typer.Option(help="Of aep: devices for experts.")] = None,
     mesh: Annotated[
         str | None, typer.Option(help="ep=N spreads the experts over N devices.", metavar="ep=N")
     ] = None,

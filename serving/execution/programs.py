@@ -30,14 +30,13 @@ from pallas_kernels.backend import backend
 from pallas_kernels.routing import max_active_experts
 from serving.config import EngineConfig
 from serving.execution import traced_code
+from serving.execution.compilations import Compilations
 from serving.execution.executables import Executables
 from serving.execution.param_sets import ParamSets
 from serving.plan import Limits
 
 FULL_CAPACITY = 100
 MAX_COMPILERS = 8  # at a time; each takes up to a gigabyte of host memory
-COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-
 Progress = Callable[[str, int, int], None]
 """`(what, done, total)`."""
 
@@ -225,13 +224,12 @@ class Programs:
         self._ranks = 1 if self._mesh is None else self._mesh.size
         self._compiled: dict[Key, Any] = {}
         self.num_from_disk = 0  # of them, read rather than compiled
-        self._ready = False
-        self.compilations_since_ready = 0
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        self._compilations = Compilations()
 
-    def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:
-        if self._ready and event == COMPILE_EVENT:
-            self.compilations_since_ready += 1
+    @property
+    def compilations_since_ready(self) -> int:
+        """Each one is a fault."""
+        return self._compilations.since_ready
 
     def compile_all(
         self, keys: Sequence[Key], executables: Executables, progress: Progress | None = None
@@ -282,12 +280,11 @@ class Programs:
 
     def mark_ready(self) -> None:
         """From here on every compilation counts as one too many."""
-        self._ready = True
+        self._compilations.ready()
 
     def close(self) -> None:
         """Stops counting."""
-        self._ready = False
-        jax.monitoring.unregister_event_duration_listener(self._on_event)
+        self._compilations.close()
 
     def compiled(self) -> list[Key]:
         """Programs that there are."""

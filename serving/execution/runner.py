@@ -172,11 +172,12 @@ def num_ranks_of(model: Model) -> int:
     return 1 if model.home is None else model.home.mesh.size
 
 
-def fit_to_model(config: EngineConfig, model: Model) -> EngineConfig:
+def fit_to_model(config: EngineConfig, model: Model, num_ranks: int = 0) -> EngineConfig:
     """`config` as it is served: what it leaves open is chosen, and `max_model_len` cut to the
-    positions that the model was made for.
+    positions that the model was made for. `num_ranks` 0: those of the model.
     """
-    config, most = with_default_buckets(config, num_ranks_of(model)), model.config.max_position
+    ranks, most = num_ranks or num_ranks_of(model), model.config.max_position
+    config = with_default_buckets(config, ranks)
     if config.max_model_len <= most:
         return config
     log.warning(

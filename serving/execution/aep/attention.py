@@ -142,6 +142,10 @@ class AttentionWorker:
         here = np.flatnonzero((came > 0) & (self._missing == 0))
         self._pass([self._unit_of[first] for first in here.tolist()], now)
 
+    def wake_at(self) -> float:
+        """When to call `advance` again after None, if nothing comes; seconds of the clock."""
+        return self._picker.wake_at(self.queues.counts, self.queues.oldest)
+
     def advance(self, now: float, *, more_may_come: bool = True) -> list[Result] | None:
         """Runs a stage, if the picker says so: what came of units that have left with it; None
         where none ran.

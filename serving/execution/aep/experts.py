@@ -70,6 +70,10 @@ class ExpertWorker:
         """Whatever comes."""
         self.receive(message, now)
 
+    def wake_at(self) -> float:
+        """When to call `advance` again after None, if nothing comes; seconds of the clock."""
+        return self._picker.wake_at(self.queues.counts, self.queues.oldest)
+
     def advance(self, now: float, *, more_may_come: bool = True) -> list[Result] | None:
         """Runs a stage, if the picker says so. Nothing leaves a model here; None where none ran."""
         chosen = self.queues.pick(self._picker, now, more_may_come)

@@ -78,7 +78,7 @@ class LocalWorkers:
             max_visits: as of ExpertWorker.
             buckets: as of AttentionWorker.
         """
-        numbers, self._clock = RowNumbers(len(attention), num_rows), clock
+        numbers, self.clock = RowNumbers(len(attention), num_rows), clock
         self.inboxes = [SimpleQueue[Any]() for _ in (*attention, *experts)]
         num_layers, num_experts, _ = hosts.shape
         self.experts = [
@@ -194,32 +194,33 @@ class LocalWorkers:
 
     def submit(self, worker: int, unit: Unit) -> None:
         """A unit enters the first layer of an attention worker. Raises ValueError as `submit`."""
-        self.attention[worker].submit(unit, self._clock())
+        self.attention[worker].submit(unit, self.clock())
 
     def deliver(self, number: int, most: int | None = None) -> int:
         """Gives a worker messages that wait for it, the oldest first; returns how many."""
         inbox, worker = self.inboxes[number], self.workers[number]
         count = inbox.qsize() if most is None else min(most, inbox.qsize())
         for _ in range(count):
-            worker.take(inbox.get_nowait(), self._clock())
+            worker.take(inbox.get_nowait(), self.clock())
         return count
 
     def advance(self, number: int, *, more_may_come: bool = True) -> list[Result]:
         """Lets a worker run a stage; what came of units that have left."""
-        return self.workers[number].advance(self._clock(), more_may_come=more_may_come) or []
+        return self.workers[number].advance(self.clock(), more_may_come=more_may_come) or []
 
     def turn(self, number: int) -> list[Result]:
         """All messages, and a stage."""
         self.deliver(number)
         return self.advance(number)
 
-    def warm(self) -> None:
+    def warm(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compiles all that may be needed, and runs it once."""
         stages, parts = self.attention[0].stage_sizes, self.experts[0].stage_sizes
-        for worker in self.attention:
-            worker.warm(parts)
-        for worker in self.experts:
-            worker.warm(sorted({*stages, *buckets(stages[-1])}))
+        rows = sorted({*stages, *buckets(stages[-1])})
+        for number, worker in enumerate(self.workers):
+            if progress is not None:
+                progress("compiling", number, self.num_workers)
+            worker.warm(parts if isinstance(worker, AttentionWorker) else rows)
 
 
 def part_of(

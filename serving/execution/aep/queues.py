@@ -23,6 +23,12 @@ class Picker(Protocol):
         """The (layer, group) to run now, or None."""
         ...
 
+    def wake_at(
+        self, counts: Int[np.ndarray, "layers groups"], oldest: Float[np.ndarray, "layers groups"]
+    ) -> float:
+        """When to ask again after None, if nothing comes; infinite where all queues are empty."""
+        ...
+
 
 class Entry(NamedTuple):
     """What came at once: so many rows, the urgent ones among them, and what its worker keeps."""

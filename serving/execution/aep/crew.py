@@ -1,0 +1,118 @@
+"""Asynchronous workers as an engine sees them: units enter, and leave when they are through."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int
+
+from jmoe.packed_rows import DELTA_SLOT, Q_LEN, SLOT
+from serving.execution.aep.messages import Left, Steer, Unit
+from serving.execution.ranks import ByRank
+from serving.plan import Limits, Phase, StepPlan
+
+
+@runtime_checkable
+class Crew(Protocol):
+    """A Runner besides (`serving.execution.runner`): its `limits` have a rank for each attention
+    worker.
+    """
+
+    def enter(
+        self,
+        plan: StepPlan,
+        numbers: Sequence[int],
+        *,
+        ends_prompt: Sequence[bool],
+        urgent: Sequence[bool],
+        scores: Sequence[bool],
+    ) -> None:
+        """A step's rows go in, each known by its number from now on. Returns at once."""
+        ...
+
+    def steer(self, steer: Steer) -> None:
+        """Brownout of all stages from now on."""
+        ...
+
+    def listen(self, left: Callable[[Left], None]) -> None:
+        """`left` is told of units that have left, in any thread."""
+        ...
+
+
+def units_of(
+    plan: StepPlan,
+    limits: Limits,
+    numbers: Sequence[int],
+    *,
+    ends_prompt: Sequence[bool],
+    urgent: Sequence[bool],
+    scores: Sequence[bool],
+) -> list[list[Unit]]:
+    """A step's rows by the attention worker that has their sequence, numbered as on it."""
+    step, found = ByRank.of(plan, limits), [list[Unit]() for _ in range(limits.num_ranks)]
+    ends = np.cumsum(step.rows[:, Q_LEN])
+    for at, row in enumerate(step.rows):
+        slot, rank, tokens = int(row[SLOT]), int(step.rank[at]), None
+        places = np.array([slot], np.int32)
+        if plan.phase is Phase.PREFILL:
+            own = slice(int(ends[at] - row[Q_LEN]), int(ends[at]))
+            tokens, places = step.tokens[own], step.places[own]
+        mine = (step.delta_rank == rank) & (step.deltas[:, DELTA_SLOT] == slot)
+        unit = Unit(
+            row.copy(),
+            tokens,
+            places,
+            step.deltas[mine],
+            urgent[at],
+            ends_prompt[at],
+            scores[at],
+            numbers[at],
+        )
+        found[rank].append(unit)
+    return found
+
+
+class OneModel:
+    """What a Runner says whose model is whole, alone, and stays as it is."""
+
+    limits: Limits
+    copy_s = 0.0
+
+    def layers_at_once(self, phase: Phase, size: int) -> int:
+        """See Runner: all."""
+        return self.limits.num_layers
+
+    @property
+    def part_layers_by_size(self) -> Mapping[str, int]:
+        """See Runner."""
+        return {}
+
+    def mixes(self, counts: Sequence[int]) -> bool:
+        """See Runner: never."""
+        return False
+
+    @property
+    def resident_models(self) -> Sequence[int] | None:
+        """See Runner: all."""
+        return None
+
+    def launch(self, plan: StepPlan, control: Any) -> Future[Any]:
+        """Not how steps run here: see Crew."""
+        raise NotImplementedError
+
+    def load_way(self, way: int, layer: int) -> None:
+        """Only one way is there."""
+        raise NotImplementedError
+
+    def host_layer(self, layer: int, hosts: Int[np.ndarray, "E D"]) -> None:
+        """Experts stay where they are."""
+        raise NotImplementedError
+
+    def replace_set(self, victim: int, model: int) -> Future[None]:
+        """There is one model."""
+        raise NotImplementedError
+
+    def fetch_experts(self, experts: Any) -> None:
+        """All experts are there."""
+        raise NotImplementedError

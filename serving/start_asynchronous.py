@@ -1,0 +1,126 @@
+"""From settings to a crew of asynchronous workers that is ready (AMoE)."""
+
+import logging
+import time
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, islice
+
+import jax
+import numpy as np
+
+from jmoe.api import Model
+from jmoe.family import Family
+from jmoe.parallel.placement import Placement, contiguous, from_hosts
+from serving.config import AsynchronousConfig, EngineConfig
+from serving.control.experts_loader import allowed_ways
+from serving.control.slo import starting_strategy
+from serving.execution.aep.local import LocalWorkers, Sizes
+from serving.execution.aep.local_crew import LocalCrew
+from serving.execution.programs import Progress
+from serving.execution.runner import fit_to_model, limits_of
+from serving.loading import load_models
+from serving.plan import Limits
+from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
+from serving.settings import SettingsError
+
+log = logging.getLogger(__name__)
+
+
+def mode_of(config: EngineConfig) -> str:
+    """How a server with these settings runs: `steps` or `aep`."""
+    return "aep" if config.mode == "aep" else "steps"
+
+
+def prepare_crew(
+    config: EngineConfig, model: Model | Family | None, progress: Progress
+) -> tuple[EngineConfig, Family, LocalCrew]:
+    """Loads the model unless it is given, gives each worker its part, and compiles.
+
+    Returns the settings as they are served, the model, and the crew.
+
+    Raises SettingsError for what a crew cannot do and for more workers than devices, and what
+    `jmoe.load` raises.
+    """
+    own = config.asynchronous
+    picker = partial(make_layer_picker, own)
+    picker()  # one that cannot be had is to be known now
+    devices = worker_devices(own)
+    family = Family.of(load_models(config, None, progress) if model is None else model)
+    if len(family) > 1:
+        raise SettingsError(
+            f"engine.mode is 'aep', and {len(family)} models are given: a crew serves one; set "
+            "engine.mode to steps"
+        )
+    loaded = family[0]
+    ways = allowed_ways(config.brownout, family)[:1]
+    starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
+    if config.brownout.strategy == "auto" and not ways:
+        log.warning("brownout is off: %s has no united experts", loaded.name)
+    if ways:
+        loaded.use_way(ways[0])
+    brownout = replace(config.brownout, ways=ways)  # the one that is loaded stays
+    fitting = fit_to_model(replace(config, brownout=brownout), loaded, own.attention)
+    limits = limits_of(fitting, loaded.config.num_layers, own.attention)
+    workers = LocalWorkers.of(
+        loaded,
+        devices[: own.attention],
+        devices[own.attention :],
+        sizes_of(fitting, limits),
+        picker,
+        placement=placement_of(own, loaded),
+        clock=time.monotonic,
+    )
+    crew = LocalCrew(workers, limits)
+    crew.start(progress)
+    return fitting, family, crew
+
+
+def make_layer_picker(config: AsynchronousConfig) -> LayerPicker:
+    """A worker's. Raises SettingsError for a rule that cannot be had."""
+    waiting = Waiting(config.min_batch, config.max_wait_s, config.max_age_s)
+    try:
+        return make_picker(config.layer_rule, waiting)
+    except ValueError as error:
+        raise SettingsError(f"engine.asynchronous.layer_rule: {error}") from None
+
+
+def worker_devices(config: AsynchronousConfig) -> list[jax.Device]:
+    """A device for each worker, those with attention first; workers share what a CPU has.
+
+    Raises SettingsError for more workers than GPUs.
+    """
+    count, have = config.attention + config.experts, jax.local_devices()
+    if have[0].platform == "cpu":
+        return list(islice(cycle(have), count))
+    if count > len(have):
+        raise SettingsError(
+            f"engine.asynchronous.attention is {config.attention} and engine.asynchronous.experts "
+            f"{config.experts}: a worker has a device of its own, and jax sees {len(have)} "
+            f"({have[0].platform}); {len(have)} workers together can be had"
+        )
+    return have[:count]
+
+
+def placement_of(config: AsynchronousConfig, model: Model) -> Placement:
+    """Ranges of experts; with copies, those of a range on the next workers, too."""
+    num_layers, num_experts = model.table.slots.shape
+    placed = contiguous(
+        num_layers, num_experts, config.experts, num_united=num_experts - model.config.num_experts
+    )
+    hosts = np.asarray(placed.hosts)
+    every = [np.roll(hosts, shift, axis=-1) for shift in range(config.copies)]
+    return from_hosts(np.logical_or.reduce(every), spare=num_experts)
+
+
+def sizes_of(config: EngineConfig, limits: Limits) -> Sizes:
+    """Of an attention worker; it has a row for each token of steps that are under way."""
+    return Sizes(
+        num_slots=limits.slots_per_rank,
+        num_pages=limits.pages_per_rank,
+        page_size=limits.page_size,
+        max_blocks=limits.pages_for(config.max_model_len),
+        num_rows=limits.hidden_per_rank,
+        decode_buckets=config.decode_buckets,
+        prefill_buckets=config.prefill_buckets,
+    )
