@@ -123,7 +123,7 @@ async def _serve(step_s: float) -> None:
     async def start_engine() -> Any:
         import jmoe
         from serving.engine import Engine
-        from serving.execution.runner import limits_of
+        from serving.execution.fitting import limits_of
 
         model = jmoe.load("bundled", dtype="float32", ways=[])
         assert model.tokenizer is not None

@@ -13,7 +13,7 @@ import numpy as np
 
 from jmoe.brownout import strategy_code
 from serving.engine import Engine
-from serving.execution.aep.messages import Left, Steer
+from serving.execution.aep.messages import Left, LostUnits, Steer
 from serving.plan import Phase, StepControl, StepResult
 from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.policy import LS
@@ -33,10 +33,10 @@ class AsynchronousEngine(Engine):
         """As an Engine; the runner is a Crew, too (`serving.execution.aep.crew`)."""
         super().__init__(*args, **kwargs)
         self._crew: Any = self.runner
-        self._left = deque[Left]()
+        self._left = deque[Left | LostUnits]()
         self._crew.listen(self._note_left)
 
-    def _note_left(self, left: Left) -> None:
+    def _note_left(self, left: Left | LostUnits) -> None:
         """In a thread of the crew's."""
         self._left.append(left)
         loop = self._loop
@@ -93,9 +93,12 @@ class AsynchronousEngine(Engine):
             percent = 100 if exempt else control.threshold_percent
             sequence.note_threshold(step.plan.phase, percent)
 
-    def _take(self, left: Left, now: float) -> None:
-        """Rows that left together are the step that is read."""
+    def _take(self, left: Left | LostUnits, now: float) -> None:
+        """Rows that left together are the step that is read; those that were lost run again."""
         self.watchdog.ended += len(left.numbers)
+        if isinstance(left, LostUnits):
+            self.scheduler.run_again(left.numbers)
+            return
         step, entered_at = self.scheduler.leave(left.numbers)
         step.control = StepControl(left.percent, left.strategy)
         self._note_thresholds(step, step.control)

@@ -117,8 +117,7 @@ class Engine:
             runner.mixes,
         )
         self._work = asyncio.Event()
-        wake = self._work.set
-        count = len(self.names)
+        count, wake = len(self.names), self._work.set
         self.registry = Registry(runner, self.scheduler, count, config.model_stay_s, wake)
         self.fetcher = Fetcher(runner, self.scheduler, self.family, clock)
         self.admission = Admission(config, runner.limits, self.family)
@@ -372,9 +371,8 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Counters and gauges now."""
-        uptime_s = self._clock() - self._started_at
-        compilations = self.runner.compilations_since_ready
-        return self.accounts.stats(self.scheduler, compilations, uptime_s)
+        up_s, compiled = self._clock() - self._started_at, self.runner.compilations_since_ready
+        return self.accounts.stats(self.scheduler, compiled, up_s)
 
     # ---- the tick ---------------------------------------------------------------------------
 
@@ -455,12 +453,9 @@ class Engine:
         self.fetcher.launched(step)
         self.watchdog.launched += 1
         result = asyncio.wrap_future(self.runner.launch(step.plan, control))
-        result.add_done_callback(self._step_ended)
+        result.add_done_callback(self.watchdog.note_end)
         self.accounts.step_launched(step, planned_at, self._clock())
         return InFlight(step, result, launched_at, launched_at)
-
-    def _step_ended(self, result: asyncio.Future[StepResult]) -> None:
-        self.watchdog.ended += 1
 
     def _accept(
         self,

@@ -9,10 +9,11 @@ from jmoe.parallel.cost import exchange_bytes
 from serving.config import EngineConfig
 from serving.control.experts_loader import allowed_ways
 from serving.control.slo import starting_strategy
+from serving.execution.fitting import fit_to_model
 from serving.execution.followers import Followers
 from serving.execution.memory import check_balance
 from serving.execution.programs import Progress, limit_cpu_threads
-from serving.execution.runner import DeviceRunner, Runner, fit_to_model
+from serving.execution.runner import DeviceRunner, Runner
 from serving.hosts import lead
 from serving.loading import load_models, make_mesh_of
 from serving.scheduling.policy import make_policy

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,8 +18,8 @@ from serving.control.experts_loader import allowed_ways
 from serving.control.slo import starting_strategy
 from serving.execution.aep.local import LocalWorkers, Sizes
 from serving.execution.aep.local_crew import LocalCrew
+from serving.execution.fitting import fit_to_model, limits_of
 from serving.execution.programs import Progress
-from serving.execution.runner import fit_to_model, limits_of
 from serving.loading import load_models
 from serving.plan import Limits
 from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
@@ -85,7 +86,7 @@ def make_layer_picker(config: AsynchronousConfig) -> LayerPicker:
         raise SettingsError(f"engine.asynchronous.layer_rule: {error}") from None
 
 
-def worker_devices(config: AsynchronousConfig) -> list[jax.Device]:
+def worker_devices(config: AsynchronousConfig) -> list[Any]:
     """A device for each worker, those with attention first; workers share what a CPU has.
 
     Raises SettingsError for more workers than GPUs.

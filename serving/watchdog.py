@@ -42,6 +42,10 @@ class Watchdog:
         self.ended = 0
         self._closed = threading.Event()
 
+    def note_end(self, _: object) -> None:
+        """A step has ended, as a future's callback says it."""
+        self.ended += 1
+
     def start(self) -> None:
         """Begins to watch."""
         if self._limit_s > 0:

@@ -21,7 +21,7 @@ from serving.bench.workload import BUNDLED_TASKS, Arrival, load_tasks
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.errors import ServingError
-from serving.execution.runner import limits_of
+from serving.execution.fitting import limits_of
 from serving.request import Priority, SamplingParams
 from serving.simulated_time import SimulatedLoop
 

@@ -292,8 +292,7 @@ class Scheduler:
     def _end(self, batch: Batch) -> None:
         """Its last layers are launched, or it has no rows any more."""
         self.under_way.remove(batch)
-        self._free_extents += batch.extents
-        batch.extents = []
+        self._free_extents, batch.extents = self._free_extents + batch.extents, []
 
     # ---- prefill ----------------------------------------------------------------------------
 
@@ -333,7 +332,7 @@ class Scheduler:
             if giving or self.places.free_slots(rank):
                 room[rank] = self.places.free_pages(rank) + sum(len(s.pages) for s in giving)
         found = max(room, key=room.__getitem__, default=None)
-        return found if found is not None and wanted <= room[found] else None
+        return None if found is None or wanted > room[found] else found
 
     def _pages_for(self, head: SequenceState) -> int:
         """One position more than it needs now, or it might be evicted as soon as it is admitted."""
@@ -416,8 +415,7 @@ class Scheduler:
         candidates = self._decoding(order)
         if not candidates:
             return None
-        parked = self._parked(Phase.DECODE, candidates[0].request.model)
-        limits = self.limits
+        parked, limits = self._parked(Phase.DECODE, candidates[0].request.model), self.limits
         room = [limits.decode_rows // limits.num_ranks] * limits.num_ranks
         if parked is not None:
             taken = parked.on_ranks(limits)

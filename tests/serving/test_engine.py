@@ -12,7 +12,7 @@ from counting import collect, model_with
 from serving.config import BrownoutConfig, EngineConfig
 from serving.control.experts_loader import ExpertsLoader
 from serving.errors import Aborted, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
-from serving.execution.runner import fit_to_model
+from serving.execution.fitting import fit_to_model
 from serving.fake import FakeRunner
 from serving.plan import Limits
 from serving.request import BrownoutChange, SamplingParams

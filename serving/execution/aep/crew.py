@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jmoe.packed_rows import DELTA_SLOT, Q_LEN, SLOT
-from serving.execution.aep.messages import Left, Steer, Unit
+from serving.execution.aep.messages import Left, LostUnits, Steer, Unit
 from serving.execution.ranks import ByRank
 from serving.plan import Limits, Phase, StepPlan
 
@@ -35,8 +35,8 @@ class Crew(Protocol):
         """Brownout of all stages from now on."""
         ...
 
-    def listen(self, left: Callable[[Left], None]) -> None:
-        """`left` is told of units that have left, in any thread."""
+    def listen(self, left: Callable[[Left | LostUnits], None]) -> None:
+        """`left` is told of units that have left or were lost, in any thread."""
         ...
 
 

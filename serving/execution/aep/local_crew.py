@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from queue import Empty
 from typing import Any
 
+from serving.execution.aep.attention import AttentionWorker
 from serving.execution.aep.crew import OneModel, units_of
 from serving.execution.aep.local import LocalWorkers
-from serving.execution.aep.messages import Enter, Left, Steer
+from serving.execution.aep.messages import Enter, Left, LostUnits, Steer
 from serving.execution.compilations import Compilations
 from serving.execution.followers import Lost
 from serving.execution.programs import Progress
@@ -26,7 +27,7 @@ class LocalCrew(OneModel):
         """`limits` have a rank for each attention worker."""
         self.limits, self._workers = limits, workers
         self._compilations = Compilations()
-        self._left: Callable[[Left], None] = lambda left: None
+        self._left: Callable[[Left | LostUnits], None] = lambda left: None
         self._failures, self._closed = Lost(), threading.Event()
         self._steer: Steer | None = None
 
@@ -48,7 +49,7 @@ class LocalCrew(OneModel):
             name = f"jmoe-worker-{number}"
             threading.Thread(target=self._run, args=(number,), name=name, daemon=True).start()
 
-    def listen(self, left: Callable[[Left], None]) -> None:
+    def listen(self, left: Callable[[Left | LostUnits], None]) -> None:
         """See Crew."""
         self._left = left
 
@@ -85,7 +86,7 @@ class LocalCrew(OneModel):
                     worker.take(message, self._workers.clock())
                 results = worker.advance(self._workers.clock())
                 ran = results is not None
-                if results:
+                if results and isinstance(worker, AttentionWorker):
                     self._left(worker.left(results))
         except BaseException as error:
             if not self._closed.is_set():

@@ -71,6 +71,12 @@ class Left(NamedTuple):
     percent: int
 
 
+class LostUnits(NamedTuple):
+    """Units that will never leave, though their attention worker lives on."""
+
+    numbers: list[int]
+
+
 class ToExperts(NamedTuple):
     """Rows on their way to experts of one MoE layer, to one worker."""
 

@@ -14,7 +14,7 @@ from pallas_kernels.backend import traced_for
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.execution import param_sets, programs, runner
-from serving.execution.runner import limits_of
+from serving.execution.fitting import limits_of
 from serving.plan import StepControl
 from serving.request import Priority, SamplingParams
 

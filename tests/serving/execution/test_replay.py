@@ -10,9 +10,10 @@ import pytest
 import jmoe
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
+from serving.execution.fitting import fit_to_model
 from serving.execution.followers import Lost
 from serving.execution.replay import Led, replay
-from serving.execution.runner import DeviceRunner, fit_to_model
+from serving.execution.runner import DeviceRunner
 from serving.proto.jmoe.v1 import hosts_pb2 as pb
 from serving.request import BrownoutChange, Priority, SamplingParams
 

@@ -1,0 +1,122 @@
+"""A crew that counts up as FakeRunner does, whose units leave when and with whom a test draws."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+
+from serving.asynchronous import AsynchronousEngine
+from serving.config import EngineConfig
+from serving.engine import Engine
+from serving.execution.aep.crew import OneModel, units_of
+from serving.execution.aep.messages import Left, LostUnits
+from serving.fake import FakeRunner
+from serving.plan import Limits, Phase, StepControl, StepPlan
+
+LIMITS = Limits(
+    num_slots=8,
+    num_pages=64,
+    page_size=4,
+    max_prefill_tokens=8,
+    max_prefill_seqs=4,
+    num_layers=2,
+    num_ranks=2,
+    max_decode_seqs=6,
+)
+
+
+class FakeCrew(OneModel):
+    """Runs a unit's first layer as it enters and its last as it leaves: what is written to its
+    pages in between is another's fault, and found.
+    """
+
+    compilations_since_ready, num_programs = 0, 0
+
+    def __init__(self, limits, rng, *, slowest_s=0.05, lost_share=0.0):
+        self.limits, self.rng, self.slowest_s = limits, rng, slowest_s
+        self.lost_share = lost_share
+        alone = replace(
+            limits,
+            num_slots=limits.slots_per_rank,
+            num_pages=limits.pages_per_rank,
+            max_decode_seqs=limits.decode_rows // limits.num_ranks,
+            num_ranks=1,
+        )
+        self.ranks = [FakeRunner(alone) for _ in range(limits.num_ranks)]
+        self.inside = [[] for _ in self.ranks]
+        self.most_inside, self.num_lost = 0, 0
+        self.steers, self.failed = [], []
+
+    def listen(self, left):
+        self.left = left
+
+    def steer(self, steer):
+        self.steers.append(steer)
+
+    def enter(self, plan, numbers, **of_rows):
+        for rank, units in enumerate(units_of(plan, self.limits, numbers, **of_rows)):
+            for unit in units:
+                self._run(rank, unit, 0)
+                self.inside[rank].append(unit)
+                later_s = self.rng.uniform(0, self.slowest_s)
+                asyncio.get_running_loop().call_later(later_s, self._some_leave, rank)
+        self.most_inside = max(self.most_inside, sum(map(len, self.inside)))
+
+    def _some_leave(self, rank):
+        """At least one, as often as one has entered, until none is left."""
+        inside = self.inside[rank]
+        if not inside:
+            return
+        first = self.rng.choice(inside)
+        together = [u for u in inside if u.group == first.group]
+        self.rng.shuffle(together)
+        leaving = together[: self.rng.randint(1, len(together))]
+        self.inside[rank] = [u for u in inside if u not in leaving]
+        if self.rng.random() < self.lost_share:
+            self.num_lost += len(leaving)
+            self.left(LostUnits([u.number for u in leaving]))
+            return
+        done = [self._run(rank, unit, 1) for unit in leaving]
+        scores = [np.full(len(u.places), np.nan, np.float32) for u in leaving]
+        for unit, of_unit in zip(leaving, scores, strict=True):
+            if unit.scores:  # of the token at position p: -p
+                end = int(unit.row[1])
+                of_unit[:] = -np.arange(end - len(of_unit) + 1, end + 1)
+        numbers = [u.number for u in leaving]
+        tokens = [result.tokens[0] for result in done]
+        none = [0] * len(leaving)
+        wanted = np.concatenate(scores) if any(u.scores for u in leaving) else np.zeros(0)
+        steer = self.steers[-1]
+        percent = steer.decode_percent if first.tokens is None else steer.prefill_percent
+        left = Left(numbers, tokens, [-0.5] * len(none), none, wanted, steer.strategy, percent)
+        self.left(left)
+
+    def _run(self, rank, unit, layer):
+        prefill = unit.tokens is not None
+        plan = StepPlan(
+            phase=Phase.PREFILL if prefill else Phase.DECODE,
+            rows=unit.row[None],
+            deltas=unit.deltas if not layer else unit.deltas[:0],
+            tokens=unit.tokens if prefill else np.zeros(0, np.int32),
+            prompt_logprobs=False,
+            places=unit.places if prefill else np.zeros(0, np.int32),
+            first_layer=layer,
+            stop_layer=layer + 1,
+            is_last=layer == 1,
+        )
+        return self.ranks[rank].launch(plan, StepControl(100, 0)).result()
+
+    def watch(self, on_failure):
+        self.failed.append(on_failure)
+
+    def close(self):
+        pass
+
+
+def asynchronous_engine(rng, limits=LIMITS, *, slowest_s=0.05, lost_share=0.0, **config) -> Engine:
+    """An engine that ticks, by the running loop's clock."""
+    crew = FakeCrew(limits, rng, slowest_s=slowest_s, lost_share=lost_share)
+    config = EngineConfig(max_model_len=200, watchdog_s=0, **config)
+    engine = AsynchronousEngine(config, crew, None, (), asyncio.get_running_loop().time)
+    engine.run()
+    return engine

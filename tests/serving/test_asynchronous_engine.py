@@ -1,0 +1,158 @@
+"""The engine of asynchronous workers over a crew that counts up: whoever leaves when."""
+
+import asyncio
+import random
+
+import pytest
+from counting import collect
+from fake_crew import asynchronous_engine
+
+from serving.config import BrownoutConfig
+from serving.errors import Aborted, DeadlineExceeded, Unavailable
+from serving.plan import Limits
+from serving.request import Priority, SamplingParams
+
+pytestmark = pytest.mark.simulated_time
+
+
+@pytest.fixture
+async def start():
+    engines = []
+
+    def make(*args, **options):
+        engines.append(asynchronous_engine(*args, **options))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        await engine.stop()
+
+
+def tokens_of(outputs):
+    return [token for out in outputs for token in out.token_ids]
+
+
+async def settle(engine):
+    assert await engine.drain(100)
+    engine.scheduler.check_idle()
+    assert not any(engine.runner.inside)
+
+
+@pytest.mark.parametrize("lost_share", [0.0, 0.2])
+@pytest.mark.parametrize("seed", range(8))
+async def test_whatever_leaves_when_each_request_gets_its_own_tokens(start, seed, lost_share):
+    """Pages are few, prompts are longer than a chunk, and some callers go away."""
+    rng = random.Random(seed)
+    limits = Limits(8, 24, 4, 8, 4, num_layers=2, num_ranks=2, max_decode_seqs=6)
+    engine = start(rng, limits, lost_share=lost_share)
+
+    async def one(number):
+        prompt = [rng.randrange(900) for _ in range(rng.randrange(1, 20))]
+        count, stops_at = rng.randrange(1, 16), rng.randrange(1, 40)
+        priority = rng.choice(list(Priority))
+        await asyncio.sleep(rng.uniform(0, 1))
+        sampling, got = SamplingParams(max_new_tokens=count, prompt_logprobs=number % 3 == 0), []
+        stream = engine.generate(prompt, sampling, priority=priority)
+        async for output in stream:
+            got += output.token_ids
+            if number % 3 == 0 and len(got) == 1:
+                assert output.prompt_logprobs == tuple(-float(p) for p in range(1, len(prompt)))
+            if len(got) == stops_at:
+                await stream.aclose()
+                break
+        assert got == [(prompt[-1] + n) % 1000 for n in range(1, min(count, stops_at) + 1)]
+
+    await asyncio.gather(*map(one, range(40)))
+    await settle(engine)
+    assert engine.runner.most_inside > 2
+    assert bool(engine.runner.num_lost) == bool(lost_share)
+    assert engine.stats().evictions > 0
+
+
+async def test_nobody_waits_for_a_slower_row(start):
+    """Two requests on two workers, of which one is slow: the other has all its tokens before."""
+    rng = random.Random(0)
+    engine = start(rng, slowest_s=0.01)
+    slow = asyncio.create_task(collect(engine, [1], 10))
+    await asyncio.sleep(0)
+    engine.runner.slowest_s = 0.0
+    while not any(engine.runner.inside):
+        await asyncio.sleep(0)
+    rank = next(rank for rank, units in enumerate(engine.runner.inside) if units)
+    held, engine.runner.inside[rank] = engine.runner.inside[rank], []
+    assert tokens_of(await collect(engine, [7], 10)) == list(range(8, 18))
+    assert not slow.done()
+    engine.runner.inside[rank] = held
+    engine.runner._some_leave(rank)
+    assert tokens_of(await slow) == list(range(2, 12))
+    await settle(engine)
+
+
+async def test_pages_of_a_request_that_ended_are_its_own_until_its_row_has_left(start):
+    engine = start(random.Random(0), slowest_s=1.0)
+    stream = engine.generate([5] * 7, SamplingParams(max_new_tokens=50))
+    assert (await anext(stream)).token_ids == (6,)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert any(engine.runner.inside)
+    await stream.aclose()
+    places = engine.scheduler.places
+    assert places.num_free_pages < places.num_pages
+    assert not engine.scheduler.idle
+    await settle(engine)
+    assert places.num_free_pages == places.num_pages
+    assert engine.stats().requests_aborted == 1
+
+
+async def test_a_deadline_ends_a_request_on_its_way(start):
+    engine = start(random.Random(0), slowest_s=1.0)
+    with pytest.raises(DeadlineExceeded, match=r"0\.5 s"):
+        await collect(engine, [1], 100, timeout_s=0.5)
+    await settle(engine)
+
+
+async def test_a_crew_that_fails_tells_everybody_and_lets_go(start):
+    engine = start(random.Random(0), slowest_s=1e6)
+    waiting = [asyncio.create_task(collect(engine, [n], 5)) for n in range(12)]
+    while not any(engine.runner.inside):
+        await asyncio.sleep(0)
+    engine._fail("worker 1: it is gone")
+    for task in waiting:
+        with pytest.raises(Unavailable, match="worker 1: it is gone"):
+            await task
+    assert engine.scheduler.idle
+    with pytest.raises(Unavailable, match="worker 1"):
+        await collect(engine, [1], 1)
+
+
+async def test_stopping_aborts_what_is_on_its_way(start):
+    engine = start(random.Random(0), slowest_s=1e6)
+    waiting = asyncio.create_task(collect(engine, [1], 5))
+    while not any(engine.runner.inside):
+        await asyncio.sleep(0)
+    await engine.stop()
+    with pytest.raises(Aborted):
+        await waiting
+
+
+async def test_requests_are_spread_over_the_workers(start):
+    engine = start(random.Random(0), slowest_s=1.0)
+    tasks = [asyncio.create_task(collect(engine, [n], 3)) for n in range(6)]
+    while sum(map(len, engine.runner.inside)) < 6:
+        await asyncio.sleep(0)
+    assert [len(units) for units in engine.runner.inside] == [3, 3]
+    await asyncio.gather(*tasks)
+    await settle(engine)
+
+
+async def test_stages_hear_of_thresholds_and_outputs_tell_which_they_had(start):
+    brownout = BrownoutConfig(
+        strategy="full", salc=False, prefill_threshold_percent=70, decode_threshold_percent=40
+    )
+    engine = start(random.Random(0), brownout=brownout)
+    outputs = await collect(engine, [1], 3)
+    assert engine.runner.steers[-1][1:] == (70, 40)
+    spans = outputs[-1].prefill_threshold, outputs[-1].decode_threshold
+    assert [(s.min_percent, s.max_percent) for s in spans] == [(70, 70), (40, 40)]
+    exempt = await collect(engine, [1], 3, allow_brownout=False)
+    assert exempt[-1].decode_threshold.min_percent == 100
