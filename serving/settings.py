@@ -325,9 +325,9 @@ def check(config: ServerConfig) -> None:
         require(
             list(values) == sorted({v for v in values if v > 0}), name, "positive and ascending"
         )
+    _check_asynchronous(config, require)
     _check_together(config, require)
     _check_hosts(config, require)
-    _check_asynchronous(config, require)
 
 
 NOT_ASYNCHRONOUS = {
@@ -460,7 +460,8 @@ def _check_together(config: ServerConfig, require: Any) -> None:
         "engine.num_pages",
         f"0, or enough for one sequence of max_model_len {engine.max_model_len}",
     )
-    seqs_per_device = -(-engine.max_num_seqs // mesh_devices(engine.mesh))
+    devices = engine.asynchronous.attention or mesh_devices(engine.mesh)
+    seqs_per_device = -(-engine.max_num_seqs // devices)
     for name, buckets, most in (
         ("engine.decode_buckets", engine.decode_buckets, seqs_per_device),
         ("engine.prefill_buckets", engine.prefill_buckets, engine.max_prefill_tokens),

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,6 +47,7 @@ def prepare_crew(
     own = config.asynchronous
     picker = partial(make_layer_picker, own)
     picker()  # one that cannot be had is to be known now
+    keep_programs(config.compilation_cache)
     devices = worker_devices(own)
     family = Family.of(load_models(config, None, progress) if model is None else model)
     if len(family) > 1:
@@ -75,6 +77,14 @@ def prepare_crew(
     crew = LocalCrew(workers, limits)
     crew.start(progress)
     return fitting, family, crew
+
+
+def keep_programs(folder: str) -> None:
+    """Keeps workers' programs in XLA's own cache; steps have another (`execution.executables`)."""
+    if folder and not jax.config.jax_compilation_cache_dir:
+        own = Path(folder).expanduser() / "asynchronous"
+        jax.config.update("jax_compilation_cache_dir", str(own))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def make_layer_picker(config: AsynchronousConfig) -> LayerPicker:

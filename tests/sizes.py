@@ -56,6 +56,8 @@ DEEP_TESTS = {
     ),
     "tests/serving/execution/test_aep_schedules.py::"
     "test_any_schedule_writes_what_is_reckoned_by_hand[more]",
+    "tests/serving/test_asynchronous_served.py::test_many_at_once_get_what_the_model_writes",
+    "tests/serving/test_asynchronous_served.py::test_prompts_are_scored_beside_others",
     "tests/serving/test_host_experts_served.py::"
     "test_who_refuses_gets_what_a_difference_makes_of_a_siblings_expert",
     "tests/jmoe/test_cut.py::"

@@ -21,7 +21,7 @@ FEW_PROGRAMS = (
 
 
 @contextmanager
-def serving(*settings, start_timeout_s=240):
+def serving(*settings, start_timeout_s=240, cpu_devices=1):
     """Yields (process, address) of `jmoe serve --config demo` once it is ready."""
     command = [sys.executable, "-m", "serving.cli", "serve", "--config", "demo", "--port", "0"]
     command += [part for value in settings for part in ("--set", value)]
@@ -32,7 +32,11 @@ def serving(*settings, start_timeout_s=240):
             stderr=log,
             text=True,
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            env={
+                **os.environ,
+                "JAX_PLATFORMS": "cpu",
+                "JAX_NUM_CPU_DEVICES": str(cpu_devices),
+            },
         )
         try:
             yield process, _address(process, log, start_timeout_s)

@@ -34,18 +34,32 @@ ON_A_MESH = (
 be."""
 
 
+ASYNCHRONOUS = (
+    "engine.mode=aep",
+    "engine.asynchronous.attention=2",
+    "engine.asynchronous.experts=6",
+    "engine.asynchronous.copies=2",
+    "engine.decode_buckets=16",
+    "engine.prefill_buckets=128",
+    "engine.salc.controller=algorithm2",
+)
+
+
 def settings_of(mesh):
     if mesh == "one":
         return FEW_PROGRAMS
+    if mesh == "aep=2+6":
+        return *FEW_PROGRAMS[2:], *ASYNCHRONOUS
     names = {setting.partition("=")[0] for setting in ON_A_MESH}
     others = [setting for setting in FEW_PROGRAMS if setting.partition("=")[0] not in names]
     return *others, f"engine.mesh={mesh}", *ON_A_MESH
 
 
-@pytest.fixture(scope="module", params=["one", "ep=8"])
+@pytest.fixture(scope="module", params=["one", "ep=8", "aep=2+6"])
 def server(request):
-    """One server for all of these tests, on one device or on a mesh of them."""
-    with serving(*settings_of(request.param)) as found:
+    """One server for all of these tests: on one device, on a mesh of them, or asynchronous."""
+    devices = 8 if request.param == "aep=2+6" else 1  # a mesh sees to it itself
+    with serving(*settings_of(request.param), cpu_devices=devices) as found:
         yield found
 
 
@@ -171,7 +185,7 @@ async def test_everyone_is_answered_and_nothing_leaks(server, model, request):
         assert messages
 
 
-@pytest.mark.parametrize("server", ["one", "ep=4", "ep=8"], indirect=True)
+@pytest.mark.parametrize("server", ["one", "ep=4", "ep=8", "aep=2+6"], indirect=True)
 async def test_served_tokens_are_those_of_the_notebook(server, model):
     _, address = server
     texts = prompts(model)[:24]
@@ -205,8 +219,9 @@ def _near_tie(model, text, served, expected):
     return best[-1] - best[-2] < 1e-4
 
 
-async def test_a_way_can_be_switched_under_load(server, model):
+async def test_a_way_can_be_switched_under_load(server, model, request):
     _, address = server
+    ways = (8,) if request.node.callspec.params["server"] == "aep=2+6" else (2, 4, 8)
     texts = prompts(model)[:16]
     async with Client(address) as client:
         await client.set_brownout(strategy="partial", decode_threshold_percent=0)
@@ -216,7 +231,7 @@ async def test_a_way_can_be_switched_under_load(server, model):
             return [message async for message in client.generate(text, sampling)]
 
         running = [asyncio.create_task(stream(text)) for text in texts]
-        for way in (2, 4, 8):
+        for way in ways:
             assert (await client.set_brownout(way=way)).way == way
         for messages in await asyncio.gather(*running):
             assert sum(len(m.token_ids) for m in messages) == 60
