@@ -73,7 +73,8 @@ class _Device:
     ) -> Attended:
         given = rows, deltas, np.array(control, np.int32), places
         h, _ = self._launches.make("attention stage", lambda: _waited(self._x, *given))
-        return Attended(h, self._ids[layer][: len(places)], np.zeros(len(places), np.int32))
+        none = np.zeros(len(places), np.int32)
+        return Attended(h, self._ids[layer][: len(places)], none, none)
 
     def compute(self, layer: int, rows: Any, expert_ids: Any) -> Any:
         return self._launches.make("expert stage", lambda: _stage(self._x, rows, expert_ids)[0])

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jmoe.brownout import Control
+from jmoe.brownout import Control, strategy_code
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from jmoe.kv_cache import KVPages
@@ -21,6 +21,8 @@ from jmoe.moe import Rows, dense_mlp, experts, router, shared_expert
 from jmoe.rope import rotation
 from jmoe.weights import Params
 from pallas_kernels import routing
+
+FULL, PARTIAL = strategy_code("full"), strategy_code("partial")
 
 
 class Waiting(NamedTuple):
@@ -36,6 +38,7 @@ class Visits(NamedTuple):
     h: Float[Array, "T d"]  # normed rows: these travel
     expert_ids: Int[Array, "T K"]  # logical expert of each visit; -1: none
     degraded: Int[Array, "T"]  # visits that went elsewhere than the router said
+    unserved: Int[Array, "T"]  # visits whose expert nobody has, and that nothing may stand in for
 
 
 def entering(x: Float[Array, "T d"], num_picks: int) -> tuple[Waiting, Float[Array, "T K d"]]:
@@ -63,6 +66,7 @@ def attend_stage(
     parts: Float[Array, "T K d"],
     pages: KVPages,
     step: StepData,
+    reachable: Bool[Array, "E"] | None = None,
 ) -> tuple[Waiting, Visits | None, KVPages]:
     """From behind the experts of one layer to before those of the next one.
 
@@ -75,6 +79,7 @@ def attend_stage(
         parts: what the experts of the layer before made of each visit.
         pages: keys and values, written for these rows.
         step: of these rows, whichever those are: brownout's plan is made of what this batch visits.
+        reachable: logical experts that somebody has, routed ones and then united; None: all.
 
     Returns the rows, what they visit (None of a dense layer, whose MLP has run), and pages.
     """
@@ -84,7 +89,7 @@ def attend_stage(
     if groups is None:
         return Waiting(dense_mlp(cfg, layer, x), jnp.zeros_like(waiting.weights)), None, pages
     h, logits = router(cfg, layer, x)
-    weights, visits = _planned(cfg, h, logits, groups, step.rows, step.control)
+    weights, visits = _planned(cfg, h, logits, groups, step.rows, step.control, reachable)
     if cfg.d_ff_shared:
         x = x + shared_expert(layer, h)
     return Waiting(x, weights), visits, pages
@@ -97,6 +102,7 @@ def _planned(
     groups: Int[Array, "m"],
     rows: Rows,
     control: Control,
+    reachable: Bool[Array, "E"] | None,
 ) -> tuple[Float[Array, "T K"], Visits]:
     logits = logits[:, : cfg.num_experts]
     weights, ids = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
@@ -108,9 +114,40 @@ def _planned(
         valid=rows.valid,
         exempt=rows.exempt,
     )
-    weights, expert_ids = _once(weights, plan.expert_ids)
-    degraded = jnp.sum(plan.degraded, axis=-1, dtype=jnp.int32)
-    return weights, Visits(h, expert_ids, degraded)
+    expert_ids, unserved = plan.expert_ids, jnp.zeros_like(plan.degraded)
+    if reachable is not None:
+        expert_ids, unserved = _reached(ids, expert_ids, groups, reachable, rows, control)
+    degraded = jnp.sum(rows.valid[:, None] & (expert_ids != ids), axis=-1, dtype=jnp.int32)
+    weights, expert_ids = _once(weights, expert_ids)
+    return weights, Visits(h, expert_ids, degraded, jnp.sum(unserved, axis=-1, dtype=jnp.int32))
+
+
+def _reached(
+    ids: Int[Array, "T K"],
+    planned: Int[Array, "T K"],
+    groups: Int[Array, "m"],
+    reachable: Bool[Array, "E"],
+    rows: Rows,
+    control: Control,
+) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
+    """A plan's visits without those to experts that nobody has; and which of them nothing serves.
+
+    A visit goes to the expert that its router chose where only the united one is gone; to the
+    united one, or nowhere, where the strategy in force allows that; and nobody else's may.
+    """
+
+    def there(expert: Int[Array, "T K"]) -> Bool[Array, "T K"]:
+        return (expert >= 0) & reachable[jnp.maximum(expert, 0)]
+
+    gone = (planned >= 0) & ~there(planned)
+    united = jnp.where(groups[ids] >= 0, groups.shape[0] + groups[ids], -1)
+    may = jnp.ones_like(gone) if rows.exact is None else ~rows.exact[:, None]
+    back = gone & there(ids)
+    stands_in = gone & ~back & may & (control.strategy == PARTIAL) & there(united)
+    dropped = gone & ~back & may & (control.strategy == FULL)
+    unserved = gone & ~back & ~stands_in & ~dropped
+    found = jnp.where(back, ids, jnp.where(stands_in, united, planned))
+    return jnp.where(dropped | unserved, -1, found), unserved
 
 
 def _once(

@@ -15,15 +15,20 @@ from jmoe.packed_rows import NEXT_TOKEN, SLOT, empty_deltas, empty_rows
 from serving.execution.aep.devices import AttentionDevice
 from serving.execution.aep.messages import (
     DECODE,
+    EXPERTS,
     PREFILL,
     Enter,
+    FailedUnits,
     FromExperts,
     Left,
+    LostUnits,
     Result,
     RowNumbers,
     Steer,
     ToExperts,
     Unit,
+    WorkerDown,
+    WorkerUp,
 )
 from serving.execution.aep.queues import Entry, MicroQueues, Picker, bucket
 from serving.execution.aep.warm import rows_of_all_modes, warm_copies
@@ -78,13 +83,16 @@ class AttentionWorker:
         self.device, self.number, self.numbers = device, number, numbers
         self._num_layers, self._moe_layers = len(moe_layers), list(moe_layers)
         self._moe = np.cumsum(moe_layers) - 1
-        self._owners = np.argsort(~hosts, axis=-1, kind="stable")  # hosts first
-        self._num_owners = hosts.sum(axis=-1)
+        self._hosts, self._alive = hosts, np.ones(hosts.shape[-1], bool)
+        self._find_owners()
         self._experts, self._send, self._picker = list(experts), send, picker
         self.queues = MicroQueues(self._num_layers + 1, 2)
         self._unit_of: dict[int, Unit] = {}  # by the first of its places
         self._first = np.full(numbers.per_worker, FREE)  # of each place's unit
-        self._missing = np.zeros(numbers.per_worker, np.int64)  # visits, by first place
+        num_experts = hosts.shape[-1]
+        self._missing = np.zeros((numbers.per_worker, num_experts), np.int64)
+        """Visits that have yet to come, by a unit's first place and expert worker."""
+        self._told: list[LostUnits | FailedUnits] = []
         self._buckets = {DECODE: list(decode_buckets), PREFILL: list(prefill_buckets)}
         self.controls = [StepControl(100, 0)] * 2  # of the stages that come, by group
         self.stages = 0
@@ -99,7 +107,9 @@ class AttentionWorker:
         """Rows that a stage may be padded to, ascending."""
         return sorted({size for sizes in self._buckets.values() for size in sizes})
 
-    def take(self, message: Enter | Steer | FromExperts, now: float) -> None:
+    def take(
+        self, message: Enter | Steer | FromExperts | WorkerDown | WorkerUp, now: float
+    ) -> None:
         """Whatever comes. Raises ValueError as `submit`."""
         match message:
             case FromExperts():
@@ -110,6 +120,16 @@ class AttentionWorker:
             case Steer(strategy, prefill, decode):
                 self.controls[PREFILL] = StepControl(prefill, strategy)
                 self.controls[DECODE] = StepControl(decode, strategy)
+            case WorkerDown(kind, number) if kind == EXPERTS:
+                self._lose(number)
+            case WorkerUp(kind, number) if kind == EXPERTS:
+                self._alive[number] = True
+                self.device.reach(self._find_owners())
+
+    def told(self) -> list[LostUnits | FailedUnits]:
+        """What is to be said of units that will not leave, since the last call."""
+        told, self._told = self._told, []
+        return told
 
     def submit(self, unit: Unit, now: float) -> None:
         """A unit enters the first layer. Raises ValueError for a chunk that no stage takes, for no
@@ -138,9 +158,41 @@ class AttentionWorker:
         places[: len(place)], picks[: len(place)] = place, parts.pick
         self.device.keep(parts.part, places, picks)
         came = np.bincount(self._first[place], minlength=len(self._missing))
-        self._missing -= came
-        here = np.flatnonzero((came > 0) & (self._missing == 0))
-        self._pass([self._unit_of[first] for first in here.tolist()], now)
+        self._missing[:, parts.worker] -= came
+        here = np.flatnonzero((came > 0) & ~self._missing.any(axis=1))
+        units = [self._unit_of[first] for first in here.tolist()]
+        self._pass([unit for unit in units if not unit.lost], now)
+        self._end_lost([unit for unit in units if unit.lost])
+
+    def _find_owners(self) -> Bool[np.ndarray, "layers E"]:
+        """Who is asked for each expert: its hosts that are alive. Which experts have one."""
+        hosts = self._hosts & self._alive
+        self._owners = np.argsort(~hosts, axis=-1, kind="stable")  # hosts first
+        self._num_owners = hosts.sum(axis=-1)
+        return self._num_owners > 0
+
+    def _lose(self, number: int) -> None:
+        """An expert worker is gone. Units that wait for it are lost, but keep their places until
+        what others make of their visits has come: it must not be taken for their successors'.
+        """
+        self._alive[number] = False
+        self.device.reach(self._find_owners())
+        waited = np.flatnonzero(self._missing[:, number])
+        self._missing[:, number] = 0
+        units = [self._unit_of[first] for first in waited.tolist()]
+        for unit in units:
+            unit.lost = True
+        self._end_lost([u for u in units if not self._missing[u.places[0]].any()])
+
+    def _end_lost(self, units: Sequence[Unit]) -> None:
+        if units:
+            self._free(units)
+            self._told.append(LostUnits([unit.number for unit in units]))
+
+    def _free(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            self._first[unit.places] = FREE
+            del self._unit_of[int(unit.places[0])]
 
     def wake_at(self) -> float:
         """When to call `advance` again after None, if nothing comes; seconds of the clock."""
@@ -188,20 +240,45 @@ class AttentionWorker:
             deltas = empty_deltas(max(len(places), bucket(len(given) or 1)))
             deltas[: len(given)] = given
         control = self._control(units, rows)
-        h, asked, degraded = self.device.attend(layer, tokens, rows, deltas, control, places)
-        if asked is None or degraded is None:  # a dense layer: nobody waits
+        attended = self.device.attend(layer, tokens, rows, deltas, control, places)
+        h, asked, degraded, unserved = attended
+        if asked is None or degraded is None or unserved is None:  # a dense layer: nobody waits
             self._pass(units, now)
             return
         count, starts = sum(lengths), np.cumsum([0, *lengths[:-1]])
-        missing = np.add.reduceat((asked[:count] >= 0).sum(axis=1), starts)
+        asked = asked[:count]
+        if unserved.any():
+            units, asked = self._without_unserved(units, lengths, asked, unserved[:count], layer)
         given_up = np.add.reduceat(degraded[:count], starts).tolist()
-        self._missing[places[starts]] = missing
         for unit, degraded_here in zip(units, given_up, strict=True):
             unit.degraded += degraded_here
-        if not missing.all():  # brownout dropped all of some
-            self._pass([units[at] for at in np.flatnonzero(missing == 0)], now)
+        waits = np.add.reduceat((asked >= 0).sum(axis=1), starts) > 0
+        if not waits.all():  # brownout dropped all of some
+            alive = [units[at] for at in np.flatnonzero(~waits)]
+            self._pass([unit for unit in alive if int(unit.places[0]) in self._unit_of], now)
         urgent = np.repeat([unit.urgent for unit in units], lengths)
-        self._ask(int(self._moe[layer]), h, len(places), places[:count], asked[:count], urgent)
+        firsts = np.repeat(places[starts], lengths)
+        self._ask(int(self._moe[layer]), h, len(places), places[:count], asked, urgent, firsts)
+
+    def _without_unserved(
+        self,
+        units: list[Unit],
+        lengths: list[int],
+        asked: Int[np.ndarray, "n K"],
+        unserved: Int[np.ndarray, "n"],
+        layer: int,
+    ) -> tuple[list[Unit], Int[np.ndarray, "n K"]]:
+        """Units with visits that no worker can make end here; they ask for nothing."""
+        starts = np.cumsum([0, *lengths[:-1]])
+        ends = np.add.reduceat(unserved, starts) > 0
+        failed = [unit for unit, at_end in zip(units, ends, strict=True) if at_end]
+        self._free(failed)
+        down = ", ".join(map(str, np.flatnonzero(~self._alive)))
+        reason = (
+            f"layer {layer} needs experts that only worker {down} with experts has, and it is gone"
+        )
+        self._told.append(FailedUnits([unit.number for unit in failed], reason))
+        return units, np.where(np.repeat(ends, lengths)[:, None], -1, asked)
 
     def _control(self, units: list[Unit], rows: Int[np.ndarray, "B C"]) -> StepControl:
         """Of a stage; latency-sensitive rows are made exempt where others can give up enough."""
@@ -238,12 +315,16 @@ class AttentionWorker:
         places: Int[np.ndarray, "n"],
         asked: Int[np.ndarray, "n K"],
         urgent: Bool[np.ndarray, "n"],
+        firsts: Int[np.ndarray, "n"],
     ) -> None:
-        """Sends rows to the workers that have the experts they ask for; `h` is padded to `size`."""
+        """Sends rows to the workers that have the experts they ask for; `h` is padded to `size`,
+        `firsts` are the first places of the rows' units.
+        """
         at, pick = np.nonzero(asked >= 0)
         expert, row = asked[at, pick], self.numbers.of(self.number, places)
         turn = row[at] % self._num_owners[layer, expert]
         owner = self._owners[layer, expert, turn]
+        np.add.at(self._missing, (firsts[at], owner), 1)
         for number in range(len(self._experts)):
             own, index = np.flatnonzero(owner == number), None
             if not len(own):
@@ -275,8 +356,7 @@ class AttentionWorker:
             rows[at], places[at] = unit.row, unit.places[-1]
             if not unit.ends_prompt:
                 rows[at, SLOT] = -1
-            self._first[unit.places] = FREE
-            del self._unit_of[int(unit.places[0])]
+        self._free(units)
         tokens, logprobs = self.device.leave(rows, places)
         return [
             Result(unit, token, logprob, scored)
@@ -332,7 +412,7 @@ class AttentionWorker:
                 for layer in range(self._num_layers):
                     deltas = empty_deltas(1 if layer else max(size, bucket(1)))
                     control = self.controls[group]
-                    h, _, _ = self.device.attend(layer, tokens, rows, deltas, control, places)
+                    h, *_ = self.device.attend(layer, tokens, rows, deltas, control, places)
                     if self._moe_layers[layer]:
                         warm_copies(self.device, h, size, self._experts[0])
                 if group == PREFILL:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
@@ -30,6 +30,7 @@ class Attended(NamedTuple):
     h: Any  # [T, d], on the device: rows that travel to experts; None of a dense layer
     expert_ids: Int[np.ndarray, "T K"] | None  # -1: no visit
     degraded: Int[np.ndarray, "T"] | None
+    unserved: Int[np.ndarray, "T"] | None  # visits that no worker can make
 
 
 class AttentionDevice(Protocol):
@@ -49,6 +50,10 @@ class AttentionDevice(Protocol):
         """Runs one layer's stage for the rows at `places`, and waits for it. `tokens` are of chunks
         of prompts; without them a row decodes the newest token of its slot.
         """
+        ...
+
+    def reach(self, reachable: Bool[np.ndarray, "layers E"]) -> None:
+        """Which logical experts of each MoE layer some worker has, from now on."""
         ...
 
     def keep(self, parts: Any, places: Int[np.ndarray, "n"], picks: Int[np.ndarray, "n"]) -> None:
@@ -112,6 +117,7 @@ def _attend(
     cfg: ModelConfig,
     layer: Params,
     groups: Int[Array, "m"] | None,
+    reachable: Bool[Array, "E"] | None,
     embedding: Params | None,
     store: Store,
     state: State,
@@ -136,7 +142,7 @@ def _attend(
         at = jnp.minimum(places, len(store.x) - 1)
         waiting, parts = Waiting(store.x[at], store.weights[at]), store.parts[at]
     waiting, visits, pages = attend_stage(
-        cfg, layer, groups, index, waiting, parts, state.pages, step
+        cfg, layer, groups, index, waiting, parts, state.pages, step, reachable
     )
     store = store._replace(
         x=store.x.at[places].set(waiting.x, mode="drop"),
@@ -182,7 +188,7 @@ class _Programs(NamedTuple):
 def _programs_of(cfg: ModelConfig) -> _Programs:
     """Compiled at their first call with arrays of new shapes, for all workers."""
     return _Programs(
-        jax.jit(partial(_attend, cfg), donate_argnums=(3, 4)),
+        jax.jit(partial(_attend, cfg), donate_argnums=(4, 5)),
         jax.jit(partial(_leave, cfg), donate_argnums=2),
         jax.jit(partial(_score, cfg)),
         jax.jit(sample_step, static_argnames="truncate", donate_argnums=0),
@@ -225,17 +231,23 @@ class AttentionPrograms:
         cfg: ModelConfig,
         params: Params,
         groups: Int[np.ndarray, "layers m"],
+        num_experts: int,
         state: State,
         num_rows: int,
         device: Any,
     ) -> None:
-        """`params` and an empty `state` are on the device already; `groups` as in ExpertTable."""
+        """`params` and an empty `state` are on the device already; `groups` as in ExpertTable;
+        `num_experts` logical ones of a layer, united ones included.
+        """
         self._params, self._state, self.device = params, state, device
         self._programs = _programs_of(cfg)
         moe, self._layers = iter(groups), []
         for at, (layer, is_moe) in enumerate(layers_of(cfg, params)):
             own = jax.device_put(jnp.asarray(next(moe), jnp.int32), device) if is_moe else None
             self._layers.append((layer, own, jax.device_put(jnp.int32(at), device)))
+        self._is_moe = cfg.moe_layers
+        self._reachable: list[Array | None] = []
+        self.reach(np.ones((len(groups), num_experts), bool))
         width, picks, kind = cfg.d_model, cfg.experts_per_token, params["embed"].dtype
         empty = Store(
             jnp.zeros((num_rows, width), kind),
@@ -258,6 +270,7 @@ class AttentionPrograms:
         self._store, self._state, visits = self._programs.attend(
             params,
             groups,
+            self._reachable[layer],
             None if layer else {"embed": self._params["embed"]},
             self._store,
             self._state,
@@ -269,8 +282,13 @@ class AttentionPrograms:
             index,
         )
         if visits is None:
-            return Attended(None, None, None)
-        return Attended(visits.h, *jax.device_get((visits.expert_ids, visits.degraded)))
+            return Attended(None, None, None, None)
+        return Attended(visits.h, *jax.device_get(visits[1:]))
+
+    def reach(self, reachable: Bool[np.ndarray, "layers E"]) -> None:
+        """See AttentionDevice."""
+        rows = iter(jax.device_put(list(reachable), self.device))
+        self._reachable = [next(rows) if is_moe else None for is_moe in self._is_moe]
 
     def keep(self, parts: Array, places: Int[np.ndarray, "n"], picks: Int[np.ndarray, "n"]) -> None:
         """See AttentionDevice."""

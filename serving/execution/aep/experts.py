@@ -7,7 +7,14 @@ import numpy as np
 from jaxtyping import Int
 
 from serving.execution.aep.devices import ExpertDevice
-from serving.execution.aep.messages import FromExperts, Result, RowNumbers, ToExperts
+from serving.execution.aep.messages import (
+    ATTENTION,
+    FromExperts,
+    Result,
+    RowNumbers,
+    ToExperts,
+    WorkerDown,
+)
 from serving.execution.aep.queues import Entry, MicroQueues, Picker, bucket, buckets
 from serving.execution.aep.warm import warm_copies
 
@@ -23,6 +30,7 @@ class ExpertWorker:
         num_layers: int,
         groups: Int[np.ndarray, "E"],
         numbers: RowNumbers,
+        number: int,
         attention: Sequence[Any],
         send: Callable[[int, FromExperts], None],
         picker: Picker,
@@ -36,12 +44,14 @@ class ExpertWorker:
             num_layers: MoE layers.
             groups: of each logical expert; experts of one are launched together.
             numbers: of the rows that may come.
+            number: of this worker.
             attention: where the attention workers are, as `device.sent` has it.
             send: called with an attention worker's number and parts for it.
             picker: whose layer runs next.
             max_visits: in one stage, unless more came at once.
         """
-        self.device, self.numbers, self._groups = device, numbers, groups
+        self.device, self.numbers, self.number = device, numbers, number
+        self._groups = groups
         self.queues = MicroQueues(num_layers, int(groups.max()) + 1)
         self._attention, self._send, self._picker = list(attention), send, picker
         self._max_visits = max_visits
@@ -66,9 +76,13 @@ class ExpertWorker:
         """Visits that a stage may be padded to, ascending."""
         return buckets(self._max_visits)
 
-    def take(self, message: ToExperts, now: float) -> None:
-        """Whatever comes."""
-        self.receive(message, now)
+    def take(self, message: ToExperts | WorkerDown, now: float) -> None:
+        """Whatever comes. Rows of an attention worker that is gone wait no longer."""
+        match message:
+            case ToExperts():
+                self.receive(message, now)
+            case WorkerDown(kind, number) if kind == ATTENTION:
+                self.queues.drop(lambda what: self.numbers.owner(what[0][0]) == number)
 
     def wake_at(self) -> float:
         """When to call `advance` again after None, if nothing comes; seconds of the clock."""
@@ -101,7 +115,7 @@ class ExpertWorker:
                 at[: len(own)] = own
             back = self.device.sent(parts, at, self._attention[number])
             padded = size if at is None else len(at)
-            self._send(number, FromExperts(back, padded, row[own], pick[own]))
+            self._send(number, FromExperts(self.number, back, padded, row[own], pick[own]))
 
     def warm(self, row_sizes: Sequence[int]) -> None:
         """As of AttentionWorker; `row_sizes` are those of rows that come."""

@@ -87,12 +87,13 @@ class LocalWorkers:
                 num_layers,
                 np.zeros(num_experts, np.int64) if groups is None else groups,
                 numbers,
+                number,
                 [each.device for each in attention],
                 lambda to, message: self.inboxes[to].put(message),
                 picker(),
                 max_visits=max_visits,
             )
-            for device in experts
+            for number, device in enumerate(experts)
         ]
         self.attention = [
             AttentionWorker(
@@ -247,4 +248,7 @@ def _attention_of(model: Model, sizes: Sizes, device: Any) -> AttentionPrograms:
     )
     params, state = jax.device_put((model.params, state), device)
     groups = np.asarray(model.table.groups)
-    return AttentionPrograms(model.config, params, groups, state, sizes.num_rows, device)
+    num_experts = model.table.slots.shape[1]
+    return AttentionPrograms(
+        model.config, params, groups, num_experts, state, sizes.num_rows, device
+    )

@@ -13,6 +13,8 @@ from jaxtyping import Bool, Float, Int
 
 DECODE, PREFILL = range(2)
 """Groups of a layer's queue with attention: they are different programs."""
+ATTENTION, EXPERTS = "attention", "experts"
+"""Kinds of workers."""
 
 
 @dataclass(eq=False)
@@ -29,6 +31,7 @@ class Unit:
     number: int = 0  # by which who sent it knows it
     layer: int = 0  # before which it waits, or that it is in
     degraded: int = 0
+    lost: bool = False  # an expert worker is gone that has visits of it
 
     @property
     def group(self) -> int:
@@ -77,6 +80,27 @@ class LostUnits(NamedTuple):
     numbers: list[int]
 
 
+class FailedUnits(NamedTuple):
+    """Units that cannot go on, and why."""
+
+    numbers: list[int]
+    reason: str
+
+
+class WorkerDown(NamedTuple):
+    """A worker is gone, and what it had: nothing comes from it any more."""
+
+    kind: str
+    number: int  # of its kind
+
+
+class WorkerUp(NamedTuple):
+    """A worker is there (again), and empty."""
+
+    kind: str
+    number: int
+
+
 class ToExperts(NamedTuple):
     """Rows on their way to experts of one MoE layer, to one worker."""
 
@@ -93,6 +117,7 @@ class ToExperts(NamedTuple):
 class FromExperts(NamedTuple):
     """What experts made of visits, on its way back to the rows' attention worker."""
 
+    worker: int  # that computed them
     part: Any  # [padded, d], on the worker's device
     padded: int
     row: Int[np.ndarray, "V"]

@@ -1,7 +1,7 @@
 """Rows that wait, by layer and group, and what a picker is shown of them (AMoE, section 3.2)."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -90,6 +90,16 @@ class MicroQueues:
         self.urgent[layer, group] -= sum(entry.urgent for entry in taken)
         self.oldest[layer, group] = queue[0].came_at if queue else np.inf
         return taken
+
+    def drop(self, unwanted: Callable[[Any], bool]) -> None:
+        """Forgets entries, by what their worker keeps."""
+        for layer, group in np.argwhere(self.counts > 0).tolist():
+            left = [e for e in self._queues[layer][group] if not unwanted(e.what)]
+            self._queues[layer][group].clear()
+            self.counts[layer, group] = self.urgent[layer, group] = 0
+            self.oldest[layer, group] = np.inf
+            if left:
+                self.put(layer, group, left)
 
 
 def bucket(count: int) -> int:

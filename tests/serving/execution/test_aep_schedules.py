@@ -1,6 +1,9 @@
 """Workers over a model that is reckoned by hand: thousands of schedules, and nothing is lost."""
 
 import random
+from dataclasses import replace
+from itertools import count
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ import pytest
 from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT
 from serving.execution.aep.devices import Attended
 from serving.execution.aep.local import LocalWorkers
+from serving.execution.aep.messages import WorkerDown, WorkerUp
 from serving.scheduling.layers.picker import Waiting, make_picker
 from tests.serving.execution.test_aep_workers import ROWS, AnyQueue, Sequences
 
@@ -62,19 +66,23 @@ class Attention:
         self.parts = np.zeros((ROWS, picks), int)
         self.seen = [[[] for _ in MOE] for _ in range(NUM_SLOTS)]
         self.newest = [0] * NUM_SLOTS
+        self.reachable = None
+
+    def reach(self, reachable):
+        self.reachable = reachable
 
     def merged(self, place):
         return int(self.x[place] + self.weights[place] @ self.parts[place]) % PRIME
 
     def attend(self, layer, tokens, rows, deltas, control, places):
-        count, at = len(places), 0
-        h, ids = np.zeros(count, int), np.full((count, self.picks), -1)
+        size, at = len(places), 0
+        h, ids = np.zeros(size, int), np.full((size, self.picks), -1)
         for row in rows[rows[:, SLOT] >= 0]:
             slot, length = row[SLOT], row[Q_LEN]
-            if row[KV_LEN] == length and not layer:
-                self.seen[slot] = [[] for _ in MOE]
-            for _ in range(length):
+            for position in range(row[KV_LEN] - length, row[KV_LEN]):
                 place, seen = places[at], self.seen[slot][layer]
+                del seen[position:]  # of one that ran before, and was lost
+                assert len(seen) == position
                 given = self.newest[slot] if tokens is None else int(tokens[at])
                 own = self.merged(place) if layer else given
                 x = attended(own, seen)
@@ -87,7 +95,11 @@ class Attention:
                     x = (5 * x + 1) % PRIME
                 self.x[place] = h[at] = x
                 at += 1
-        return Attended(h, ids, np.zeros(count, int)) if MOE[layer] else Attended(None, None, None)
+        return (
+            Attended(h, ids, *np.zeros((2, size), int))
+            if MOE[layer]
+            else Attended(None, None, None, None)
+        )
 
     def keep(self, parts, places, picks):
         real = places < ROWS
@@ -149,10 +161,10 @@ def play(seed):
         [rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))]
         for _ in range(rng.randint(1, NUM_SLOTS * attention))
     ]
-    count = rng.randint(1, 5)
-    played = Sequences(workers, prompts, count, rng.choice([2, 5, 10]))
+    new_tokens = rng.randint(1, 5)
+    played = Sequences(workers, prompts, new_tokens, rng.choice([2, 5, 10]))
     played.play(rng)
-    assert played.tokens == [written(prompt, count, picks) for prompt in prompts]
+    assert played.tokens == [written(prompt, new_tokens, picks) for prompt in prompts]
     assert not any(worker.num_units for worker in workers.attention)
     return rule
 
@@ -161,6 +173,102 @@ def play(seed):
 def test_any_schedule_writes_what_is_reckoned_by_hand(seeds):
     """Workers, replicas, groups, picks, chunks and rules are drawn; nothing is left in the end."""
     assert {play(seed) for seed in seeds} == {"any", "mtfs", "flfs", "defrag"}
+
+
+class Restarted(Sequences):
+    """What was lost is computed once more, as a chunk."""
+
+    num_lost, numbers = 0, count(1)
+
+    def run_again(self, numbers):
+        units = {unit.number: unit for unit in self.unit_of}
+        for unit in (units[number] for number in numbers):
+            number = self.unit_of.pop(unit)
+            end = self.done[number]
+            context = self.prompts[number] + self.tokens[number]
+            again = replace(
+                unit,
+                tokens=np.array(context[end - len(unit.places) : end], np.int32),
+                layer=0,
+                lost=False,
+                number=next(self.numbers),
+            )
+            self.num_lost += 1
+            self.unit_of[again] = number
+            self.workers.submit(number % len(self.workers.attention), again)
+
+    def submit(self, number):
+        super().submit(number)
+        newest = next(reversed(self.unit_of))
+        newest.number = next(self.numbers)
+
+
+def play_with_faults(seed):
+    """Expert workers end and come back, one at a time; each expert is on two of them."""
+    rng = random.Random(seed)
+    attention, experts, picks = rng.randint(1, 3), rng.randint(2, 4), rng.randint(1, 3)
+    hosts = np.zeros((sum(MOE), EXPERTS, experts), bool)
+    for copy in range(2):
+        hosts[:, np.arange(EXPERTS), (np.arange(EXPERTS) + copy) % experts] = True
+    workers = LocalWorkers(
+        [Attention(picks) for _ in range(attention)],
+        [Experts(hosts[..., n], attention * ROWS) for n in range(experts)],
+        MOE,
+        hosts,
+        ROWS,
+        lambda: AnyQueue(rng),
+        clock=lambda: 0.0,
+        decode_buckets=(2, 8),
+        prefill_buckets=(16,),
+    )
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 9))] for _ in range(attention)]
+    played, down, num_deaths = Restarted(workers, prompts, 6, 5), None, 0
+    for _ in range(100_000):
+        if not played.unit_of:
+            break
+        number = rng.randrange(workers.num_workers)
+        if number >= attention:
+            if number - attention != down:
+                workers.deliver(number, rng.choice([1, 2, None]))
+                workers.advance(number)
+        else:
+            workers.deliver(number, rng.choice([1, 2, None]))
+            played.accept(workers.advance(number))
+            for lost in workers.attention[number].told():
+                played.run_again(lost.numbers)
+        if rng.random() < 0.02 and num_deaths < 20:
+            down, ended = (rng.randrange(experts), False) if down is None else (None, down)
+            num_deaths += down is not None
+            tell_of(workers, down, ended, rng)
+    assert played.tokens == [written(prompt, 6, picks) for prompt in prompts]
+    assert not any(worker.num_units for worker in workers.attention)
+    return played.num_lost
+
+
+def tell_of(workers, down, ended, rng):
+    """As a port does: nothing that a worker sent before its end comes after the news of it."""
+    gone = ended if down is None else down
+    for at, attention in enumerate(workers.attention):
+        if down is None:
+            while workers.deliver(at):
+                pass
+            workers.inboxes[at].put(WorkerUp("experts", gone))
+            continue
+        left = [workers.inboxes[at].get() for _ in range(workers.inboxes[at].qsize())]
+        for message in left:
+            came = rng.random() < 0.5 or getattr(message, "worker", None) != gone
+            if came:
+                workers.inboxes[at].put(message)
+        workers.inboxes[at].put(WorkerDown("experts", gone))
+        assert attention.number == at
+    number = len(workers.attention) + gone
+    workers.inboxes[number] = fresh = SimpleQueue()
+    assert fresh.empty()
+    workers.experts[gone].queues.drop(lambda what: True)
+
+
+def test_what_a_worker_that_ends_takes_with_it_is_computed_once_more():
+    assert sum(play_with_faults(seed) for seed in range(60)) > 20
 
 
 def test_an_expert_without_a_host_is_named():
