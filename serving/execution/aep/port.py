@@ -37,7 +37,7 @@ class PortError(ValueError):
 
 
 class PeerBehind(RuntimeError):
-    """So many messages wait for a peer that it takes none, or too few."""
+    """As many messages wait for a peer as may: it takes none, or takes them too slowly."""
 
 
 class Peer(NamedTuple):
@@ -123,9 +123,8 @@ class Port:
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise PortError(f"{name} cannot listen at {bind!r}: {error}") from None
-        self.peer = Peer(
-            name, str(self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)), self._incarnation
-        )
+        address = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.peer = Peer(name, address, self._incarnation)
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK)
         self._is_open, self._lock = True, threading.Lock()  # a late `wake` must not write elsewhere
 
@@ -165,7 +164,8 @@ class Port:
         A connection that breaks though both processes live loses what was under way.
 
         Raises PortError for a peer that never was, PeerBehind for one that has `most_waiting`
-        messages waiting here already, WireError for a message that cannot travel.
+        messages waiting here already, WireError for a message that cannot travel, and what the
+        computation of rows raised.
         """
         if (outgoing := self._peers.get(to)) is None:
             if to not in self._known:
@@ -187,6 +187,7 @@ class Port:
         without any after that, and after `wake`.
 
         Raises WireError for a peer's message that is none; the next call has what came before it.
+        Also raises what the computation of rows that were to leave raised.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
