@@ -51,7 +51,8 @@ $(VENV)/.base: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e .
 	@touch $@
 
-# `aot` compiles for an H200 where there is none, `aep` schedulers for the CPU; the tests use both.
+# `aot` compiles for an H200 where there is none, `aep` schedulers for the CPU, with what workers talk
+# over; the tests use both.
 $(VENV)/.dev: $(VENV)/.base
 	$(PIP) -e '.[dev,aot,aep]'
 	@touch $@

@@ -25,6 +25,7 @@ DEEP_FILES = {
     "tests/pallas_kernels/test_prefill_attention_mosaic.py",
     "tests/pallas_kernels/test_routing_mosaic.py",
     "tests/pallas_kernels/test_past_2_31.py",
+    "tests/serving/execution/test_aep_port_processes.py",
     "tests/benchmarks/test_family_qos_run.py",
     "tests/benchmarks/test_gpu_benchmark_dry.py",
     "tests/benchmarks/test_kernel_benchmark.py",

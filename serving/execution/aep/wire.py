@@ -1,0 +1,298 @@
+"""Messages between processes as frames: a JSON header, then the bytes of each array.
+
+Nothing that comes is ever run, and only types that the receiver names are made. What a message's
+header holds, and which frames belong to it, is said by the annotations of its fields alone; both
+ends check values against them, and frames against their own sizes. Whether a number makes sense is
+for whoever gets the message.
+"""
+
+import json
+import math
+import reprlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
+
+import jax
+import ml_dtypes
+import numpy as np
+from jaxtyping import AbstractArray, Float, Shaped
+
+Buffer = bytes | bytearray | memoryview
+Rows = Float[np.ndarray, "n d"] | Float[jax.Array, "n d"]
+Part = bytes | Shaped[np.ndarray, "..."] | Rows
+"""Of an outgoing message: its header, or an array that `to_frame` has yet to make a frame of."""
+
+MAX_FRAME_BYTES = 1 << 30
+_SCALARS = (bool, int, float, str)
+_DTYPES = {
+    np.dtype(kind).name: np.dtype(kind)
+    for kind in (
+        *(np.bool_, np.int8, np.int16, np.int32, np.int64),
+        *(np.uint8, np.uint16, np.uint32, np.uint64),
+        *(np.float16, np.float32, np.float64, ml_dtypes.bfloat16),
+    )
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}  # `dtype.name` takes longer than a send
+_ROW_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class WireError(ValueError):
+    """A message that cannot travel, or frames that are no message."""
+
+
+class Wire:
+    """Messages of some types as frames, and back.
+
+    A message is a NamedTuple or a dataclass. Annotations that its fields may have: bool, int,
+    float, str, an array of jaxtyping over np.ndarray with a rank, `Any` for rows (an array [n, d]
+    of bfloat16, float16 or float32 of NumPy or jax), another message that has none inside, a list
+    of scalars or of such messages; and any of them `| None`.
+    """
+
+    def __init__(self, messages: Sequence[type]) -> None:
+        """`messages` are the types that travel by themselves.
+
+        Raises WireError for two of one name, and for a field that cannot travel.
+        """
+        self._kinds = {message.__name__: _Message(message) for message in messages}
+        if len(self._kinds) < len(messages):
+            names = ", ".join(sorted(message.__name__ for message in messages))
+            raise WireError(f"two messages have one name: {names}")
+
+    def encode(self, message: Any) -> list[Part]:
+        """The header, and each array as it is; rows are not waited for.
+
+        Raises WireError for a message of another type, or with a value that its field cannot have.
+        """
+        name, arrays = type(message).__name__, []
+        kind = self._kinds.get(name)
+        if kind is None or kind.type is not type(message):
+            raise WireError(f"{name} is not among {', '.join(self._kinds)}")
+        plain = kind.pack(message, arrays)
+        return [json.dumps([name, plain]).encode(), *arrays]
+
+    def decode(self, frames: Sequence[Buffer], to_rows: Callable[[Rows], Any]) -> Any:
+        """The message. Arrays are copies; rows are what `to_rows` makes of a view of their frame.
+
+        Raises WireError for frames that are no message of these types.
+        """
+        if not frames:
+            raise WireError("a message has no frame")
+        try:
+            plain = json.loads(bytes(frames[0]))
+        except (ValueError, RecursionError) as error:
+            raise WireError(f"a header is not JSON: {error}") from None
+        if not (isinstance(plain, list) and len(plain) == 2 and isinstance(plain[0], str)):
+            raise WireError(f"a header is {reprlib.repr(plain)}; it must be a name and values")
+        name, plain = plain
+        if name not in self._kinds:
+            raise WireError(f"{reprlib.repr(name)} is not among {', '.join(self._kinds)}")
+        incoming = _Incoming(iter(frames[1:]), to_rows)
+        message = self._kinds[name].unpack(plain, incoming)
+        if extra := sum(1 for _ in incoming.frames):
+            raise WireError(f"{name} has {extra} frames too many")
+        return message
+
+
+def to_frame(part: Part) -> Buffer:
+    """The bytes of a part, without a copy where its memory is the host's; waits for rows."""
+    if isinstance(part, bytes):
+        return part
+    return np.ascontiguousarray(np.asarray(part)).reshape(-1).view(np.uint8).data
+
+
+class _Incoming:
+    """Frames that no field has taken yet."""
+
+    def __init__(self, frames: Iterator[Buffer], to_rows: Callable[[Rows], Any]) -> None:
+        self.frames, self.to_rows = frames, to_rows
+
+    def view(self, plain: Any) -> Shaped[np.ndarray, "..."]:
+        """The next frame as the array that `plain` describes."""
+        match plain:
+            case [str(name), list(shape)] if name in _DTYPES and all(map(_is_size, shape)):
+                dtype = _DTYPES[name]
+            case _:
+                raise WireError(f"{reprlib.repr(plain)} is no dtype and shape")
+        frame = next(self.frames, None)
+        if frame is None:
+            raise WireError("its frame is missing")
+        size, wanted = memoryview(frame).nbytes, math.prod(shape) * dtype.itemsize
+        if size != wanted:
+            raise WireError(
+                f"its frame has {size} bytes; {name} {reprlib.repr(shape)} has {wanted}"
+            )
+        try:
+            return np.ndarray(shape, dtype, frame)
+        except ValueError as error:  # more dimensions than arrays have, or one that is too long
+            raise WireError(f"no array is {reprlib.repr(shape)}: {error}") from None
+
+
+class _Kind(Protocol):
+    """What a field holds."""
+
+    def pack(self, value: Any, arrays: list[Part]) -> Any:
+        """The value for the header; appends its arrays. Raises WireError for a value that is not
+        of this kind.
+        """
+        ...
+
+    def unpack(self, plain: Any, incoming: _Incoming) -> Any:
+        """The value. Raises WireError."""
+        ...
+
+
+class _Scalar:
+    def __init__(self, scalar: type) -> None:
+        self._type = scalar
+
+    def pack(self, value: Any, arrays: list[Part]) -> Any:
+        return self.unpack(value, None)
+
+    def unpack(self, plain: Any, incoming: _Incoming | None) -> Any:
+        if type(plain) is int and self._type is float:
+            try:
+                return float(plain)
+            except OverflowError:
+                raise WireError(f"{reprlib.repr(plain)} is too much for a float") from None
+        if not isinstance(plain, self._type) or (type(plain) is bool) != (self._type is bool):
+            raise WireError(f"it is {reprlib.repr(plain)}; it must be of {self._type.__name__}")
+        return plain
+
+
+class _Array:
+    def __init__(self, dtypes: Sequence[str], rank: int) -> None:
+        self._dtypes, self._rank = frozenset(_DTYPES[name] for name in dtypes), rank
+
+    def _check(self, array: Any) -> None:
+        if array.dtype not in self._dtypes or array.ndim != self._rank:
+            wanted = ", ".join(sorted(_NAMES[dtype] for dtype in self._dtypes))
+            raise WireError(
+                f"it is {array.dtype} {list(array.shape)}; it must have {self._rank} dimensions, "
+                f"and be of {wanted}"
+            )
+        if array.nbytes > MAX_FRAME_BYTES:
+            raise WireError(f"it has {array.nbytes} bytes; a frame has {MAX_FRAME_BYTES} at most")
+
+    def pack(self, value: Any, arrays: list[Part]) -> Any:
+        if not isinstance(value, np.ndarray):
+            raise WireError(f"it is {reprlib.repr(value)}; it must be an array of NumPy")
+        return self._described(value, arrays)
+
+    def _described(self, value: Any, arrays: list[Part]) -> Any:
+        self._check(value)
+        arrays.append(value)
+        return [_NAMES[value.dtype], value.shape]
+
+    def unpack(self, plain: Any, incoming: _Incoming) -> Any:
+        view = incoming.view(plain)
+        self._check(view)
+        return view.copy()  # aligned, and of memory of its own
+
+
+class _Rows(_Array):
+    def __init__(self) -> None:
+        super().__init__(_ROW_DTYPES, 2)
+
+    def pack(self, value: Any, arrays: list[Part]) -> Any:
+        if not isinstance(value, np.ndarray | jax.Array):
+            raise WireError(f"it is {reprlib.repr(value)}; it must be rows")
+        return self._described(value, arrays)
+
+    def unpack(self, plain: Any, incoming: _Incoming) -> Any:
+        view = incoming.view(plain)
+        self._check(view)
+        return incoming.to_rows(view)
+
+
+class _Optional:
+    def __init__(self, kind: _Kind) -> None:
+        self._kind = kind
+
+    def pack(self, value: Any, arrays: list[Part]) -> Any:
+        return None if value is None else self._kind.pack(value, arrays)
+
+    def unpack(self, plain: Any, incoming: _Incoming) -> Any:
+        return None if plain is None else self._kind.unpack(plain, incoming)
+
+
+class _List:
+    def __init__(self, kind: _Kind) -> None:
+        self._kind = kind
+
+    def pack(self, value: Any, arrays: list[Part]) -> Any:
+        return [self._kind.pack(each, arrays) for each in _listed(value)]
+
+    def unpack(self, plain: Any, incoming: _Incoming) -> Any:
+        return [self._kind.unpack(each, incoming) for each in _listed(plain)]
+
+
+class _Message:
+    def __init__(self, message: type, *, inside: bool = False) -> None:
+        if not (is_dataclass(message) or hasattr(message, "_fields")):
+            raise WireError(f"{message.__name__} is neither a NamedTuple nor a dataclass")
+        self.type, self._fields = message, {}
+        for name, annotation in get_type_hints(message).items():
+            try:
+                self._fields[name] = _kind_of(annotation, inside=inside)
+            except WireError as error:
+                raise WireError(f"{message.__name__}.{name}: {error}") from None
+
+    def pack(self, value: Any, arrays: list[Part]) -> Any:
+        if type(value) is not self.type:
+            raise WireError(f"it is {reprlib.repr(value)}; it must be of {self.type.__name__}")
+        return self._each(
+            {name: getattr(value, name) for name in self._fields},
+            lambda kind, given: kind.pack(given, arrays),
+        )
+
+    def unpack(self, plain: Any, incoming: _Incoming) -> Any:
+        if not isinstance(plain, dict) or plain.keys() != self._fields.keys():
+            wanted = ", ".join(self._fields)
+            raise WireError(f"{self.type.__name__} is {reprlib.repr(plain)}; it must have {wanted}")
+        return self.type(**self._each(plain, lambda kind, given: kind.unpack(given, incoming)))
+
+    def _each(self, values: dict[str, Any], how: Callable[[_Kind, Any], Any]) -> dict[str, Any]:
+        done = {}
+        for name, kind in self._fields.items():
+            try:
+                done[name] = how(kind, values[name])
+            except WireError as error:
+                raise WireError(f"{self.type.__name__}.{name}: {error}") from None
+        return done
+
+
+def _kind_of(annotation: Any, *, inside: bool) -> _Kind:
+    """Of a field, or of what a list of it holds; `inside`: of a message in another one."""
+    if annotation is Any:
+        return _Rows()
+    if annotation in _SCALARS:
+        return _Scalar(annotation)
+    origin, given = get_origin(annotation), get_args(annotation)
+    if origin in (Union, UnionType) and len(given) == 2 and NoneType in given:
+        return _Optional(
+            _kind_of(next(each for each in given if each is not NoneType), inside=inside)
+        )
+    if origin is list:
+        kind = _kind_of(given[0], inside=inside)
+        if isinstance(kind, _Scalar | _Message):
+            return _List(kind)
+    elif isinstance(annotation, type) and issubclass(annotation, AbstractArray):
+        dtypes, of_numpy = annotation.dtypes, annotation.array_type is np.ndarray
+        if of_numpy and isinstance(dtypes, tuple) and annotation.index_variadic is None:
+            return _Array([name for name in dtypes if name in _DTYPES], len(annotation.dims))
+    elif isinstance(annotation, type) and not inside:
+        return _Message(annotation, inside=True)
+    raise WireError(f"a field of {annotation} does not travel here")
+
+
+def _is_size(given: Any) -> bool:
+    return type(given) is int and given >= 0
+
+
+def _listed(given: Any) -> list[Any]:
+    if not isinstance(given, list):
+        raise WireError(f"it is {reprlib.repr(given)}; it must be a list")
+    return given

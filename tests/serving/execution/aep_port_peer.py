@@ -1,0 +1,44 @@
+"""A process with a port that answers. Run by test_aep_port_processes.py."""
+
+import json
+import sys
+from itertools import count
+from typing import Any, NamedTuple
+
+from serving.execution.aep.port import Peer, Port
+
+FLOOD = -1
+
+
+class Note(NamedTuple):
+    number: int
+    rows: Any
+
+
+def as_json(peer):
+    return json.dumps([peer.name, peer.address, peer.incarnation.hex()])
+
+
+def from_json(text):
+    name, address, incarnation = json.loads(text)
+    return Peer(name, address, bytes.fromhex(incarnation))
+
+
+def main():
+    """Says where it is, is told of its peer, says that it knows; then adds one to each note, or
+    counts without end.
+    """
+    port = Port("other", [Note])
+    print(as_json(port.peer), flush=True)
+    port.connect(from_json(sys.stdin.readline()))
+    print("connected", flush=True)
+    while True:
+        for sender, note in port.receive(None):
+            if note.number == FLOOD:
+                for number in count():
+                    port.send(sender, note._replace(number=number))
+            port.send(sender, note._replace(number=note.number + 1))
+
+
+if __name__ == "__main__":
+    main()

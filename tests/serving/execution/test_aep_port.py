@@ -1,0 +1,471 @@
+"""Messages between processes: as frames and back, and between ports over real sockets."""
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import Float, Int
+
+from serving.execution.aep.messages import FromExperts, ToExperts
+from serving.execution.aep.port import Peer, PeerBehind, Port, PortError
+from serving.execution.aep.wire import MAX_FRAME_BYTES, Wire, WireError, to_frame
+
+SOON_S = 10.0
+
+
+@dataclass(frozen=True)
+class Part:
+    number: int
+    word: str | None
+    scores: Float[np.ndarray, "a b"]
+
+
+class Whole(NamedTuple):
+    rows: Any
+    maybe_rows: Any | None
+    flag: bool
+    ratio: float
+    name: str
+    ints: list[int]
+    floats: list[float]
+    words: list[str] | None
+    index: Int[np.ndarray, "n"]
+    maybe: Int[np.ndarray, "n"] | None
+    part: Part
+    parts: list[Part]
+
+
+class Note(NamedTuple):
+    number: int
+    rows: Any | None = None
+
+
+INTS = st.integers(-(2**63), 2**63 - 1)
+FLOATS = st.floats(allow_nan=False)
+
+
+@st.composite
+def arrays(draw, dtypes, rank):
+    shape = draw(st.lists(st.integers(0, 3), min_size=rank, max_size=rank))
+    dtype = np.dtype(draw(st.sampled_from(dtypes)))
+    size = int(np.prod(shape)) * dtype.itemsize
+    return np.frombuffer(draw(st.binary(min_size=size, max_size=size)), dtype).reshape(shape)
+
+
+ROWS = arrays([ml_dtypes.bfloat16, np.float16, np.float32], 2)
+INDEX = arrays([np.int8, np.int32, np.int64], 1)
+PARTS = st.builds(
+    Part, INTS, st.none() | st.text(), arrays([np.float32, np.float64, ml_dtypes.bfloat16], 2)
+)
+WHOLES = st.builds(
+    Whole,
+    ROWS,
+    st.none() | ROWS,
+    st.booleans(),
+    FLOATS,
+    st.text(),
+    st.lists(INTS),
+    st.lists(FLOATS),
+    st.none() | st.lists(st.text()),
+    INDEX,
+    st.none() | INDEX,
+    PARTS,
+    st.lists(PARTS, max_size=3),
+)
+WIRE = Wire([Whole, Note])
+
+
+def frames_of(message):
+    return [bytes(to_frame(part)) for part in WIRE.encode(message)]
+
+
+def decoded(frames, to_rows=np.array):
+    return WIRE.decode(frames, to_rows)
+
+
+def same(one, other):
+    """Bit by bit: NaN has many."""
+    if isinstance(one, np.ndarray | jax.Array):
+        one, other = np.asarray(one), np.asarray(other)
+        return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
+    if isinstance(one, Part):
+        return type(other) is Part and same(list(vars(one).values()), list(vars(other).values()))
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+@settings(max_examples=30)
+@given(WHOLES)
+def test_a_message_is_what_it_was(message):
+    assert same(decoded(frames_of(message)), message)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_rows_of_jax_are_rows_of_jax_again(dtype):
+    rows = jnp.arange(12, dtype=dtype).reshape(3, 4)
+    found = decoded(frames_of(Note(1, rows)), jnp.asarray)
+    assert isinstance(found.rows, jax.Array)
+    assert same(found.rows, rows)
+
+
+def test_arrays_that_are_strided_travel_and_are_whole_when_they_come():
+    index = np.arange(10)[::3]
+    message = FromExperts(np.ones((4, 8), np.float32).T, 8, index, index)
+    wire = Wire([ToExperts, FromExperts])
+    found = wire.decode([to_frame(part) for part in wire.encode(message)], np.array)
+    assert same(found, message)
+    assert found.row.flags.writeable
+
+
+MESSAGE = Whole(
+    np.zeros((2, 3), np.float32), None, True, 1.0, "n", [1], [1.0], None,
+    np.arange(4), None, Part(1, None, np.zeros((1, 1))), [],
+)  # fmt: skip
+
+
+@given(st.data())
+def test_whatever_comes_is_a_message_or_refused(data):
+    frames = frames_of(MESSAGE)
+    if data.draw(st.booleans()):
+        at = data.draw(st.integers(0, len(frames[0]) - 1))
+        cut = data.draw(st.integers(at, len(frames[0])))
+        frames[0] = frames[0][:at] + data.draw(st.binary(max_size=4)) + frames[0][cut:]
+    else:
+        at = data.draw(st.integers(0, len(frames)))
+        frames[at:] = data.draw(st.lists(st.binary(max_size=40), max_size=4))
+    try:
+        found = decoded(frames)
+    except WireError:
+        return
+    assert type(found) in (Whole, Note)
+
+
+def changed(*path_and_value):
+    """Frames of MESSAGE with another value in the header."""
+    frames = frames_of(MESSAGE)
+    header = json.loads(frames[0])
+    *path, last, value = path_and_value
+    at = header
+    for step in path:
+        at = at[step]
+    at[last] = value
+    return [json.dumps(header).encode(), *frames[1:]]
+
+
+@pytest.mark.parametrize(
+    ("frames", "words"),
+    [
+        ([], "no frame"),
+        ([b"\xff"], "not JSON"),
+        ([b"[" * 100_000], "not JSON"),
+        ([b"1" * 5000], "not JSON"),
+        ([b"[]"], "a name and values"),
+        ([b'["Part", {}]'], "'Part' is not among Whole, Note"),
+        ([b'["Note", {"number": 1}]'], "must have number, rows"),
+        (changed(1, "flag", 1), r"Whole\.flag: it is 1; it must be of bool"),
+        (changed(1, "name", None), r"Whole\.name: it is None; it must be of str"),
+        (changed(1, "ratio", 10**400), r"Whole\.ratio: .* too much for a float"),
+        (changed(1, "ints", [1, "2"]), r"Whole\.ints: it is '2'; it must be of int"),
+        (changed(1, "ints", {}), r"Whole\.ints: it is {}; it must be a list"),
+        (changed(1, "parts", [1]), r"Whole\.parts: Part is 1; it must have number, word, scores"),
+        (changed(1, "part", "word", 3), r"Whole\.part: Part\.word: it is 3"),
+        (changed(1, "index", "x"), r"Whole\.index: 'x' is no dtype and shape"),
+        (changed(1, "index", ["object", [4]]), r"\['object', \[4\]\] is no dtype and shape"),
+        (changed(1, "index", ["int64", [-4]]), "no dtype and shape"),
+        (changed(1, "index", ["int64", [True]]), "no dtype and shape"),
+        (changed(1, "index", ["int64", [5]]), r"its frame has 32 bytes; int64 \[5\] has 40"),
+        (changed(1, "index", ["int64", [10**30]]), "its frame has 32 bytes"),
+        (changed(1, "index", ["int64", [4] + [1] * 99]), "no array is"),
+        (changed(1, "index", ["uint64", [4]]), r"it is uint64 \[4\]; it must have 1 dimensions"),
+        (changed(1, "index", ["int64", [2, 2]]), r"it is int64 \[2, 2\]"),
+        (changed(1, "rows", ["int32", [2, 3]]), r"Whole\.rows: it is int32"),
+        (frames_of(MESSAGE)[:-1], r"Whole\.part: Part\.scores: its frame is missing"),
+        ([*frames_of(MESSAGE), b""], "Whole has 1 frames too many"),
+    ],
+)  # fmt: skip
+def test_frames_that_are_no_message_are_refused_by_name(frames, words):
+    with pytest.raises(WireError, match=words):
+        decoded(frames)
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (Part(1, None, np.zeros((1, 1))), "Part is not among Whole, Note"),
+        (Note(np.int64(1)), r"Note\.number: it is .*; it must be of int"),
+        (Note(1, [[1.0]]), r"Note\.rows: it is .*; it must be rows"),
+        (Note(1, np.zeros((2, 3), ">f4")), r"Note\.rows: it is >f4"),
+        (Note(1, np.zeros(3, np.float32)), r"Note\.rows: it is float32 \[3\]"),
+        (MESSAGE._replace(index=[1]), r"Whole\.index: .* an array of NumPy"),
+        (MESSAGE._replace(part=None), r"Whole\.part: it is None; it must be of Part"),
+        (Note(1, np.broadcast_to(np.float32(0), (2, MAX_FRAME_BYTES))), r"Note\.rows: it has"),
+    ],
+)
+def test_messages_that_cannot_travel_are_refused_when_they_are_sent(message, words):
+    with pytest.raises(WireError, match=words):
+        WIRE.encode(message)
+
+
+class Deeper(NamedTuple):
+    parts: list[Whole]
+
+
+class Strange(NamedTuple):
+    field: dict
+
+
+class Unranked(NamedTuple):
+    field: Int[np.ndarray, "..."]
+
+
+@pytest.mark.parametrize("message", [Deeper, Strange, Unranked, dict])
+def test_types_that_cannot_travel_are_refused_at_once(message):
+    with pytest.raises(WireError):
+        Wire([message])
+
+
+def test_two_types_of_one_name_are_refused():
+    with pytest.raises(WireError, match="one name"):
+        Wire([Note, NamedTuple("Note", [("other", int)])])
+
+
+@pytest.fixture
+def port():
+    """Makes ports, and closes them."""
+    made = []
+
+    def make(name, **options):
+        made.append(Port(name, [Note, ToExperts], **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def two(port):
+    one, other = port("one"), port("other")
+    one.connect(other.peer)
+    other.connect(one.peer)
+    return one, other
+
+
+def numbers(port, count, *, helps=()):
+    """Of the next `count` notes; those who send them may have to be given turns."""
+    found, deadline = [], time.monotonic() + SOON_S
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"{found} came"
+        for each in helps:
+            assert each.receive(0) == []
+        found += [message.number for _, message in port.receive(0.01 if helps else SOON_S)]
+    return found
+
+
+@pytest.fixture
+def raw():
+    """Sockets that send frames as they are."""
+    with zmq.Context() as context:
+        sockets = []
+
+        def connect(peer):
+            sockets.append(context.socket(zmq.PUSH))
+            sockets[-1].connect(peer.address)
+            return sockets[-1]
+
+        yield connect
+        for socket in sockets:
+            socket.close(linger=0)
+
+
+def note(number, to, sender):
+    return [to + sender, *frames_of(Note(number))]
+
+
+def test_messages_come_in_order_with_their_senders_name(two):
+    one, other = two
+    for number in range(300):
+        one.send("other", Note(number))
+    assert numbers(other, 300) == list(range(300))
+    other.send("one", Note(7))
+    assert one.receive(SOON_S) == [("other", Note(7))]
+    assert one.receive(0) == []
+
+
+def test_rows_are_on_the_receivers_device(port):
+    device = jax.devices()[0]
+    one, other = port("one"), port("other", device=device)
+    one.connect(other.peer)
+    other.connect(one.peer)
+    rows, index = jnp.ones((8, 4), jnp.bfloat16), np.arange(8)
+    sent = ToExperts(3, rows, 8, index, index, index, index, index > 2)
+    one.send("other", sent)
+    [(_, found)] = other.receive(SOON_S)
+    assert isinstance(found.h, jax.Array)
+    assert found.h.devices() == {device}
+    assert same(found, sent)
+
+
+def test_rows_that_have_yet_to_be_computed_keep_nobody_waiting(two, monkeypatch):
+    one, other = two
+    computed = threading.Event()  # a CPU computes what a test holds up before its call returns
+    monkeypatch.setattr(
+        "serving.execution.aep.port._is_computed",
+        lambda part: not isinstance(part, jax.Array) or computed.is_set(),
+    )
+    one.send("other", Note(1, jnp.ones((2, 3))))
+    one.send("other", Note(2))
+    assert one.receive(0) == other.receive(0) == []
+    assert one.receive(0.01) == []
+    threading.Thread(target=one.wake).start()
+    assert one.receive(None) == other.receive(0) == []
+    computed.set()
+    assert numbers(other, 2, helps=[one]) == [1, 2]
+
+
+def test_a_stranger_and_who_means_another_are_not_heard(two, raw):
+    one, other = two
+    to, sender, socket = other.peer.incarnation, one.peer.incarnation, raw(other.peer)
+    stranger = bytes(16)
+    socket.send_multipart(note(1, to, stranger))
+    socket.send_multipart(note(2, stranger, sender))  # a former port of that address
+    socket.send_multipart([b"", b"x"])
+    socket.send_multipart([b"x"])
+    socket.send_multipart(note(3, to, sender))
+    assert other.receive(SOON_S) == [("one", Note(3))]
+
+
+def test_a_message_that_is_none_is_named_and_loses_no_other(two, raw):
+    one, other = two
+    to, sender, socket = other.peer.incarnation, one.peer.incarnation, raw(other.peer)
+    socket.send_multipart(note(1, to, sender))
+    socket.send_multipart([to + sender, b"{}"])
+    socket.send_multipart(note(2, to, sender))
+    found, refused, deadline = [], [], time.monotonic() + SOON_S
+    while len(found) < 2 and time.monotonic() < deadline:
+        try:
+            found += numbers(other, 1)
+        except WireError as error:
+            refused.append(str(error))
+    assert found == [1, 2]
+    assert refused == ["from one: a header is {}; it must be a name and values"]
+
+
+def test_what_a_former_incarnation_sent_is_not_its_successors(two, raw, port):
+    one, other = two
+    successor = port("one")
+    socket = raw(other.peer)
+    other.connect(successor.peer)
+    socket.send_multipart(note(1, other.peer.incarnation, one.peer.incarnation))
+    socket.send_multipart(note(2, other.peer.incarnation, successor.peer.incarnation))
+    assert other.receive(SOON_S) == [("one", Note(2))]
+    other.send("one", Note(3))
+    successor.connect(other.peer)
+    assert successor.receive(SOON_S) == [("other", Note(3))]
+    assert one.receive(0) == []
+
+
+def test_what_waited_for_a_former_incarnation_is_dropped(port):
+    one, former = port("one"), port("other")
+    former.close()
+    one.connect(former.peer)
+    one.send("other", Note(1))
+    successor = port("other", bind=former.peer.address)
+    successor.connect(one.peer)
+    one.connect(successor.peer)
+    one.send("other", Note(2))
+    assert successor.receive(SOON_S) == [("one", Note(2))]
+
+
+def test_who_is_forgotten_is_not_heard_and_gets_nothing(two, raw):
+    one, other = two
+    other.forget("one")
+    other.forget("one")
+    other.forget("nobody")
+    socket = raw(other.peer)
+    socket.send_multipart(note(1, other.peer.incarnation, one.peer.incarnation))
+    other.send("one", Note(2))
+    other.connect(one.peer)
+    socket.send_multipart(note(3, other.peer.incarnation, one.peer.incarnation))
+    other.send("one", Note(4))
+    assert numbers(one, 1) == [4]
+    assert numbers(other, 1)[-1] == 3
+
+
+def test_who_never_was_is_refused(two):
+    with pytest.raises(PortError, match=r"'nobody' is no peer; there are \['other'\]"):
+        two[0].send("nobody", Note(1))
+
+
+@pytest.mark.parametrize("address", ["nowhere", "tcp://", "tcp://127.0.0.1:x"])
+def test_addresses_that_are_none_are_refused(port, address):
+    with pytest.raises(PortError, match=address):
+        port("one", bind=address)
+    with pytest.raises(PortError, match=address):
+        port("one").connect(Peer("other", address, bytes(16)))
+
+
+def test_a_dead_peer_blocks_nobody(port):
+    one, dead, alive = port("one"), port("dead"), port("alive")
+    dead.close()
+    alive.connect(one.peer)
+    one.connect(dead.peer)
+    one.connect(alive.peer)
+    rows = np.zeros((64, 2048), np.float32)
+    for number in range(100):
+        one.send("dead", Note(number, rows))
+    one.send("alive", Note(1))
+    assert numbers(alive, 1) == [1]
+    one.forget("dead")
+    one.send("dead", Note(1, rows))
+    one.close()
+
+
+def test_a_peer_that_does_not_receive_is_named_and_loses_nothing(port):
+    one, slow = port("one", most_waiting=4), port("slow", most_waiting=4)
+    slow.connect(one.peer)
+    one.connect(slow.peer)
+    sent = 0
+
+    def send_on():
+        nonlocal sent
+        while sent < 10_000:
+            one.send("slow", Note(sent, np.zeros((64, 2048), np.float32)))
+            sent += 1
+
+    with pytest.raises(PeerBehind, match="4 messages wait for slow"):
+        send_on()
+    assert numbers(slow, sent, helps=[one]) == list(range(sent))
+    one.send("slow", Note(sent))
+    assert numbers(slow, 1) == [sent]
+
+
+def test_wake_ends_a_wait_now_and_one_that_comes(port):
+    one = port("one")
+    one.wake()
+    assert one.receive(None) == []
+    waker = threading.Thread(target=one.wake)
+    waker.start()
+    assert one.receive(None) == []
+    waker.join()
+    assert one.receive(0) == []
+
+
+def test_a_port_is_closed_twice_and_woken_afterwards(port):
+    one = port("one")
+    one.connect(Peer("other", "tcp://127.0.0.1:9", bytes(16)))
+    one.send("other", Note(1))
+    one.close()
+    one.close()
+    one.wake()
