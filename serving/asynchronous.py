@@ -13,12 +13,24 @@ import numpy as np
 
 from jmoe.brownout import strategy_code
 from serving.engine import Engine
-from serving.execution.aep.messages import Left, LostUnits, Steer
+from serving.errors import WorkerLost
+from serving.execution.aep.messages import (
+    ATTENTION,
+    FailedUnits,
+    Left,
+    LostUnits,
+    Steer,
+    WorkerDown,
+    WorkerUp,
+)
 from serving.plan import Phase, StepControl, StepResult
+from serving.request import Request
 from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.policy import LS
+from serving.scheduling.sequence import SequenceState
 from serving.scheduling.units import UnitScheduler
 
+Told = Left | LostUnits | FailedUnits | WorkerDown | WorkerUp
 NOT_COUNTED = np.zeros((0, 0), np.int32)
 """Rows by expert: they are the crew's to count, since stages mix those of many steps."""
 
@@ -33,12 +45,12 @@ class AsynchronousEngine(Engine):
         """As an Engine; the runner is a Crew, too (`serving.execution.aep.crew`)."""
         super().__init__(*args, **kwargs)
         self._crew: Any = self.runner
-        self._left = deque[Left | LostUnits]()
-        self._crew.listen(self._note_left)
+        self._told = deque[Told]()
+        self._crew.listen(self._note)
 
-    def _note_left(self, left: Left | LostUnits) -> None:
+    def _note(self, told: Told) -> None:
         """In a thread of the crew's."""
-        self._left.append(left)
+        self._told.append(told)
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._work.set)
@@ -48,8 +60,8 @@ class AsynchronousEngine(Engine):
         await asyncio.sleep(0)  # callers get their turn between any two
         self._work.clear()
         now = self._clock()
-        while self._left:
-            self._take(self._left.popleft(), now)
+        while self._told:
+            self._take(self._told.popleft(), now)
         self._advance_controllers(now)
         self._steer()
         while (step := self.scheduler.next_step(now=now)) is not None:
@@ -93,12 +105,51 @@ class AsynchronousEngine(Engine):
             percent = 100 if exempt else control.threshold_percent
             sequence.note_threshold(step.plan.phase, percent)
 
-    def _take(self, left: Left | LostUnits, now: float) -> None:
-        """Rows that left together are the step that is read; those that were lost run again."""
-        self.watchdog.ended += len(left.numbers)
-        if isinstance(left, LostUnits):
-            self.scheduler.run_again(left.numbers)
-            return
+    def _take(self, told: Told, now: float) -> None:
+        """What the crew says; of rows that are given up already, nothing."""
+        match told:
+            case WorkerDown(kind, number):
+                if kind == ATTENTION:
+                    self._lose(number)
+                return
+            case WorkerUp(_, number):
+                self.scheduler.open_rank(number)
+                return
+            case _:
+                pass
+        known = [self.scheduler.knows(number) for number in told.numbers]
+        self.watchdog.ended += sum(known)
+        numbers = [n for n, is_known in zip(told.numbers, known, strict=True) if is_known]
+        match told:
+            case LostUnits():
+                self.scheduler.run_again(numbers)
+            case FailedUnits(_, reason):
+                for sequence in self.scheduler.give_up(numbers):
+                    self._end(sequence, self._lost(reason))
+            case Left() if numbers:
+                self._take_left(told, now)
+
+    def _lose(self, rank: int) -> None:
+        """A worker with attention is gone, and the keys and values of its requests with it."""
+        before = self.scheduler.num_entered
+        for sequence in self.scheduler.close_rank(rank):
+            self._end(sequence, self._lost(f"worker attention-{rank} is gone"))
+        self.watchdog.ended += before - self.scheduler.num_entered
+
+    def _lost(self, why: str) -> WorkerLost:
+        return WorkerLost(f"{why}; send the request again", self._crew.retry_after_s)
+
+    async def _admit(self, request: Request) -> SequenceState:
+        """Raises WorkerLost where workers are gone that it needs, and as an Engine does."""
+        if not self.scheduler.places.any_open:
+            raise self._lost("no worker with attention is there")
+        exact = not request.allow_brownout or self.slo.strategy == "zero"
+        if exact and (missing := self._crew.unreachable):
+            raise self._lost(f"{missing}, and nothing may stand in for it")
+        return await super()._admit(request)
+
+    def _take_left(self, left: Left, now: float) -> None:
+        """Rows that left together are the step that is read."""
         step, entered_at = self.scheduler.leave(left.numbers)
         step.control = StepControl(left.percent, left.strategy)
         self._note_thresholds(step, step.control)

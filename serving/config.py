@@ -62,6 +62,9 @@ class AsynchronousConfig:
 
     attention: int = 0  # workers, one a device, that share the requests
     experts: int = 0  # workers, one a device, that share the experts
+    workers: str = "threads"  # of the server's process; or processes, or ray: on several hosts
+    worker_timeout_s: float = 8.0  # silence after which a process counts as gone
+    ray_address: str = ""  # of a cluster that is there, auto finds it; empty: the server starts one
     copies: int = 1  # expert workers that have each expert
     layer_rule: str = "defrag"  # which layer runs next: mtfs, flfs, or module:Class of your own
     min_batch: int = 1  # rows that a layer waits for

@@ -53,6 +53,14 @@ class Unavailable(ServingError):
     """The engine is starting, draining or has failed: UNAVAILABLE."""
 
 
+class WorkerLost(Unavailable):
+    """A worker is gone that the request needs: UNAVAILABLE, with the time to try again after."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class DeadlineExceeded(ServingError):
     """The request's time ran out; its pages are free again: DEADLINE_EXCEEDED."""
 

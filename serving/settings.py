@@ -48,6 +48,7 @@ _POSITIVE = (
     "engine.balance.interval_s",
     "engine.balance.half_life_s",
     "engine.asynchronous.copies",
+    "engine.asynchronous.worker_timeout_s",
     "engine.asynchronous.min_batch",
     "engine.asynchronous.max_age_s",
 )
@@ -95,6 +96,7 @@ _CHOICES = {
     "log_format": ("text", "json"),
     "engine.admission": ("queue", "objective"),
     "engine.mode": ("auto", "steps", "aep"),
+    "engine.asynchronous.workers": ("threads", "processes", "ray"),
     "engine.dtype": ("bfloat16", "float16", "float32"),
     "engine.balance.predictor": ("auto", "router", "probe"),
     "engine.brownout.strategy": ("auto", "zero", "partial", "full"),

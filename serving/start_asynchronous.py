@@ -6,10 +6,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Bool
 
 from jmoe.api import Model
 from jmoe.family import Family
@@ -19,6 +20,8 @@ from serving.control.experts_loader import allowed_ways
 from serving.control.slo import starting_strategy
 from serving.execution.aep.local import LocalWorkers, Sizes
 from serving.execution.aep.local_crew import LocalCrew
+from serving.execution.aep.remote_crew import RemoteCrew
+from serving.execution.aep.starters import ProcessStarter, Starter
 from serving.execution.fitting import fit_to_model, limits_of
 from serving.execution.programs import Progress
 from serving.loading import load_models
@@ -34,21 +37,29 @@ def mode_of(config: EngineConfig) -> str:
     return "aep" if config.mode == "aep" else "steps"
 
 
-def prepare_crew(
-    config: EngineConfig, model: Model | Family | None, progress: Progress
-) -> tuple[EngineConfig, Family, LocalCrew]:
-    """Loads the model unless it is given, gives each worker its part, and compiles.
+class CrewParts(NamedTuple):
+    """What a crew's workers are made of."""
 
-    Returns the settings as they are served, the model, and the crew.
+    config: EngineConfig  # as it is served
+    family: Family  # of one model
+    limits: Limits
+    sizes: Sizes  # of an attention worker
+    hosts: Bool[np.ndarray, "layers E W"]  # expert workers that have each logical expert
 
-    Raises SettingsError for what a crew cannot do and for more workers than devices, and what
-    `jmoe.load` raises.
+    @property
+    def model(self) -> Model:
+        """The one there is."""
+        return self.family[0]
+
+
+def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progress) -> CrewParts:
+    """Loads the model unless it is given, and divides it.
+
+    Raises SettingsError for what a crew cannot do, and what `jmoe.load` raises.
     """
     own = config.asynchronous
-    picker = partial(make_layer_picker, own)
-    picker()  # one that cannot be had is to be known now
+    make_layer_picker(own)  # one that cannot be had is to be known now
     keep_programs(config.compilation_cache)
-    devices = worker_devices(own)
     family = Family.of(load_models(config, None, progress) if model is None else model)
     if len(family) > 1:
         raise SettingsError(
@@ -58,25 +69,67 @@ def prepare_crew(
     loaded = family[0]
     ways = allowed_ways(config.brownout, family)[:1]
     starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
-    if config.brownout.strategy == "auto" and not ways:
-        log.warning("brownout is off: %s has no united experts", loaded.name)
     if ways:
         loaded.use_way(ways[0])
     brownout = replace(config.brownout, ways=ways)  # the one that is loaded stays
     fitting = fit_to_model(replace(config, brownout=brownout), loaded, own.attention)
     limits = limits_of(fitting, loaded.config.num_layers, own.attention)
+    hosts = np.asarray(placement_of(own, loaded).hosts)
+    return CrewParts(fitting, family, limits, sizes_of(fitting, limits), hosts)
+
+
+def prepare_crew(
+    config: EngineConfig, model: Model | Family | None, progress: Progress
+) -> tuple[EngineConfig, Family, LocalCrew | RemoteCrew]:
+    """Starts workers, in threads or in processes of their own, and waits until they are ready.
+
+    Returns the settings as they are served, the model, and the crew.
+
+    Raises SettingsError for what a crew cannot do and for more workers than devices, Unavailable
+    for a worker that does not come up, and what `jmoe.load` raises.
+    """
+    own = config.asynchronous
+    if own.workers != "threads" and model is not None:
+        raise SettingsError(
+            f"engine.asynchronous.workers is {own.workers!r}, and a model is given: each process "
+            "loads its own part of one; leave the model out, or set it to threads"
+        )
+    if own.workers != "threads":
+        jax.config.update("jax_platforms", "cpu")  # the devices are for workers
+    parts = crew_of(config, model, progress)
+    if config.brownout.strategy == "auto" and not parts.config.brownout.ways:
+        log.warning("brownout is off: %s has no united experts", parts.model.name)
+    if own.workers != "threads":
+        crew = RemoteCrew(config, parts.limits, parts.hosts, starter_of(own))
+        crew.start(progress)
+        return parts.config, parts.family, crew
+    devices = worker_devices(own)
     workers = LocalWorkers.of(
-        loaded,
+        parts.model,
         devices[: own.attention],
         devices[own.attention :],
-        sizes_of(fitting, limits),
-        picker,
-        placement=placement_of(own, loaded),
+        parts.sizes,
+        partial(make_layer_picker, own),
+        placement=placement_of(own, parts.model),
         clock=time.monotonic,
     )
-    crew = LocalCrew(workers, limits)
+    crew = LocalCrew(workers, parts.limits)
     crew.start(progress)
-    return fitting, family, crew
+    return parts.config, parts.family, crew
+
+
+def starter_of(config: AsynchronousConfig) -> Starter:
+    """Who starts the workers' processes. Raises SettingsError where Ray is not installed."""
+    if config.workers == "processes":
+        return ProcessStarter()
+    try:
+        from serving.execution.aep.ray_starter import RayStarter
+    except ImportError:
+        raise SettingsError(
+            "engine.asynchronous.workers is 'ray', and Ray is not installed; install it with `pip "
+            "install 'jmoe[ray]'`, or set it to processes"
+        ) from None
+    return RayStarter(config.ray_address)
 
 
 def keep_programs(folder: str) -> None:

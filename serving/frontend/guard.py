@@ -22,6 +22,7 @@ from serving.errors import (
     RequestFailed,
     ServingError,
     Unavailable,
+    WorkerLost,
 )
 from serving.frontend.inbox import RETRY_AFTER_S, Inbox
 
@@ -231,7 +232,7 @@ def _code(error: Exception) -> grpc.StatusCode:
 
 
 def _trailing(error: Exception) -> tuple[tuple[str, str], ...]:
-    if not isinstance(error, Overloaded):
+    if not isinstance(error, Overloaded | WorkerLost):
         return ()
     return (("grpc-retry-pushback-ms", str(max(1, round(error.retry_after_s * 1000)))),)
 

@@ -19,6 +19,7 @@ class Places:
             list(range((rank + 1) * slots - 1, rank * slots - 1, -1))
             for rank in range(limits.num_ranks)
         ]
+        self._closed: set[int] = set()  # ranks that take nobody
         self._pages = [PageAllocator(pages, rank * pages) for rank in range(limits.num_ranks)]
 
     @property
@@ -42,9 +43,24 @@ class Places:
                 taken[limits.rank(sequence.slot)] += 1
         rows = limits.decode_rows // limits.num_ranks
         free = [max(0, rows - count) for count in taken]
+        for rank in self._closed:
+            free[rank] = 0
         if priority is BE:
             free = [min(self.free_slots(rank), n) for rank, n in enumerate(free)]
         return free
+
+    @property
+    def any_open(self) -> bool:
+        """Whether some rank takes sequences."""
+        return len(self._closed) < self._limits.num_ranks
+
+    def close(self, rank: int) -> None:
+        """A rank takes nobody, until it is opened again."""
+        self._closed.add(rank)
+
+    def open(self, rank: int) -> None:
+        """A rank takes sequences again; nothing, where it does."""
+        self._closed.discard(rank)
 
     def free_slots(self, rank: int) -> int:
         """Slots of a rank that nobody has."""

@@ -79,6 +79,29 @@ class UnitScheduler(Scheduler):
                 unit.sequence.run_again(len(unit.tokens) or 1, unit.sampled)
         self._free_done(units)
 
+    def give_up(self, numbers: Sequence[int]) -> list[SequenceState]:
+        """Rows will not leave, nor run again. Returns the requests that are to end with them."""
+        units = self._taken(numbers)
+        for unit in units:
+            unit.sequence.batch = None
+        self._free_done(units)
+        return [unit.sequence for unit in units if not unit.sequence.done]
+
+    def close_rank(self, rank: int) -> list[SequenceState]:
+        """A worker with attention is gone. Returns the requests that it had: they are to end."""
+        self.places.close(rank)
+        ranks = {n: self.limits.rank(u.sequence.slot) for n, u in self._entered.items()}
+        self.give_up([number for number, own in ranks.items() if own == rank])
+        return self._on_rank(rank)
+
+    def open_rank(self, rank: int) -> None:
+        """It is back, and empty."""
+        self.places.open(rank)
+
+    def knows(self, number: int) -> bool:
+        """Whether a row has entered, and nothing has been heard of it."""
+        return number in self._entered
+
     def abandon(self) -> None:
         """Nothing will ever leave: what entered is forgotten."""
         self.run_again(list(self._entered))

@@ -47,8 +47,8 @@ class FakeCrew(OneModel):
         self.most_inside, self.num_lost = 0, 0
         self.steers, self.failed = [], []
 
-    def listen(self, left):
-        self.left = left
+    def listen(self, tell):
+        self.left = tell
 
     def steer(self, steer):
         self.steers.append(steer)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jmoe.packed_rows import DELTA_SLOT, Q_LEN, SLOT
-from serving.execution.aep.messages import Left, LostUnits, Steer, Unit
+from serving.execution.aep.messages import Steer, Unit
 from serving.execution.ranks import ByRank
 from serving.plan import Limits, Phase, StepPlan
 
@@ -35,8 +35,20 @@ class Crew(Protocol):
         """Brownout of all stages from now on."""
         ...
 
-    def listen(self, left: Callable[[Left | LostUnits], None]) -> None:
-        """`left` is told of units that have left or were lost, in any thread."""
+    def listen(self, tell: Callable[[Any], None]) -> None:
+        """`tell` is called, in any thread, with Left, LostUnits and FailedUnits, and with
+        WorkerDown and WorkerUp where workers may end.
+        """
+        ...
+
+    @property
+    def unreachable(self) -> str:
+        """Which expert no worker has now, and who had it; empty: none is missing."""
+        ...
+
+    @property
+    def retry_after_s(self) -> float:
+        """How long it takes until a worker that is gone is there again."""
         ...
 
 
@@ -78,6 +90,8 @@ class OneModel:
 
     limits: Limits
     copy_s = 0.0
+    unreachable = ""
+    retry_after_s = 0.0
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
         """See Runner: all."""

@@ -42,6 +42,16 @@ class Sizes:
         """Of an expert stage: those of the largest stage of attention."""
         return picks * max(*self.decode_buckets, *self.prefill_buckets)
 
+    @property
+    def row_sizes(self) -> list[int]:
+        """Rows that come to an expert worker at a time, padded."""
+        return row_sizes([*self.decode_buckets, *self.prefill_buckets])
+
+
+def row_sizes(stage_sizes: Sequence[int]) -> list[int]:
+    """Of what attention workers send: whole stages, or the rows of some."""
+    return sorted({*stage_sizes, *buckets(max(stage_sizes))})
+
 
 class LocalWorkers:
     """Attention workers and expert workers on devices of this process.
@@ -159,7 +169,7 @@ class LocalWorkers:
         num_rows = len(attention) * sizes.num_rows
         parts = [part_of(model.pool, slots, hosts[:, :, n], at) for n, at in enumerate(experts)]
         return cls(
-            [_attention_of(model, sizes, device) for device in attention],
+            [attention_of(model, sizes, device) for device in attention],
             [
                 ExpertPrograms(*part, num_rows, device)
                 for part, device in zip(parts, experts, strict=True)
@@ -216,8 +226,8 @@ class LocalWorkers:
 
     def warm(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compiles all that may be needed, and runs it once."""
-        stages, parts = self.attention[0].stage_sizes, self.experts[0].stage_sizes
-        rows = sorted({*stages, *buckets(stages[-1])})
+        parts = self.experts[0].stage_sizes
+        rows = row_sizes(self.attention[0].stage_sizes)
         for number, worker in enumerate(self.workers):
             if progress is not None:
                 progress("compiling", number, self.num_workers)
@@ -237,7 +247,8 @@ def part_of(
     return jax.device_put(jax.tree.map(lambda leaf: leaf[taken], pool), device), local
 
 
-def _attention_of(model: Model, sizes: Sizes, device: Any) -> AttentionPrograms:
+def attention_of(model: Model, sizes: Sizes, device: Any) -> AttentionPrograms:
+    """An attention worker's programs and empty state, on a device."""
     state = make_state(
         model.config,
         num_slots=sizes.num_slots,

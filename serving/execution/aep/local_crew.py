@@ -8,7 +8,7 @@ from typing import Any
 from serving.execution.aep.attention import AttentionWorker
 from serving.execution.aep.crew import OneModel, units_of
 from serving.execution.aep.local import LocalWorkers
-from serving.execution.aep.messages import Enter, Left, LostUnits, Steer
+from serving.execution.aep.messages import Enter, Steer
 from serving.execution.compilations import Compilations
 from serving.execution.followers import Lost
 from serving.execution.programs import Progress
@@ -27,7 +27,7 @@ class LocalCrew(OneModel):
         """`limits` have a rank for each attention worker."""
         self.limits, self._workers = limits, workers
         self._compilations = Compilations()
-        self._left: Callable[[Left | LostUnits], None] = lambda left: None
+        self._tell: Callable[[Any], None] = lambda told: None
         self._failures, self._closed = Lost(), threading.Event()
         self._steer: Steer | None = None
 
@@ -49,9 +49,9 @@ class LocalCrew(OneModel):
             name = f"jmoe-worker-{number}"
             threading.Thread(target=self._run, args=(number,), name=name, daemon=True).start()
 
-    def listen(self, left: Callable[[Left | LostUnits], None]) -> None:
+    def listen(self, tell: Callable[[Any], None]) -> None:
         """See Crew."""
-        self._left = left
+        self._tell = tell
 
     def enter(self, plan: StepPlan, numbers: Sequence[int], **of_rows: Sequence[bool]) -> None:
         """See Crew."""
@@ -87,7 +87,7 @@ class LocalCrew(OneModel):
                 results = worker.advance(self._workers.clock())
                 ran = results is not None
                 if results and isinstance(worker, AttentionWorker):
-                    self._left(worker.left(results))
+                    self._tell(worker.left(results))
         except BaseException as error:
             if not self._closed.is_set():
                 self._failures.say(f"worker {number}: {type(error).__name__}: {error}")

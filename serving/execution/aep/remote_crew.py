@@ -1,0 +1,357 @@
+"""Workers in processes of their own, as an engine sees them (AMoE, section 4).
+
+A thread of the server talks to them. Two workers of different kinds may send each other rows once
+both have connected to the other's present incarnation and said so, and a worker is up once that
+holds with all of the other kind that are there. One that ends is forgotten by all before its
+successor is met, so that nothing of the former is taken for the latter's.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+
+from serving.config import EngineConfig
+from serving.errors import Unavailable
+from serving.execution.aep.crew import Crew, OneModel, units_of
+from serving.execution.aep.messages import (
+    ATTENTION,
+    EXPERTS,
+    Enter,
+    FailedUnits,
+    Left,
+    LostUnits,
+    Steer,
+    WorkerDown,
+    WorkerUp,
+)
+from serving.execution.aep.port import Port
+from serving.execution.aep.starters import Starter
+from serving.execution.aep.worker_process import (
+    BEAT_S,
+    MESSAGES,
+    SERVER,
+    Address,
+    Assignment,
+    Beat,
+    Meet,
+    Met,
+    Stop,
+    name_of,
+    names_of,
+)
+from serving.execution.followers import Lost
+from serving.execution.programs import Progress
+from serving.plan import Limits, StepPlan
+
+log = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 30.0
+"""Before a worker that keeps ending is started once more; the first time it is a second."""
+STOPS_WITHIN_S = 5.0
+
+
+@dataclass
+class _Worker:
+    """One of the crew, as the server knows it."""
+
+    kind: str
+    number: int
+    address: Address | None = None  # of the process that runs; None: it has not said yet
+    met: set[str] = field(default_factory=set)  # incarnations that it has connected to
+    is_up: bool = False
+    heard_at: float = math.inf  # from its first word on
+    starts_at: float = math.inf  # again
+    num_ends: int = 0  # since it was last up
+    run: int = 0  # which process of it this is; what is said of former ones comes too late
+    started_at: float = math.nan
+    beat: Beat | None = None
+
+    @property
+    def name(self) -> str:
+        return name_of(self.kind, self.number)
+
+
+class RemoteCrew(OneModel):
+    """A Crew whose workers may end, and come back."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: Limits,
+        hosts: Bool[np.ndarray, "layers E W"],
+        starter: Starter,
+    ) -> None:
+        """`hosts` as of AttentionWorker; `config` is what workers are started with."""
+        own = config.asynchronous
+        self.limits, self._config, self._hosts = limits, config, hosts
+        self._starter, self._join_s = starter, config.join_timeout_s
+        counts = {ATTENTION: own.attention, EXPERTS: own.experts}
+        self.workers = [_Worker(kind, n) for kind, count in counts.items() for n in range(count)]
+        self._by_name = {worker.name: worker for worker in self.workers}
+        self._news: SimpleQueue[Callable[[], None]] = SimpleQueue()  # for the crew's thread
+        self._tell: Callable[[Any], None] = lambda told: None
+        self._failures, self._ready = Lost(), threading.Event()
+        self.retry_after_s = 0.0
+        self._steer: Steer | None = None
+        self._port: Port | None = None
+        self._closing, self._is_serving = False, False
+        self._ended = threading.Event()
+        self._spoke_at = -math.inf
+
+    # ---- as an engine sees it -----------------------------------------------------------------
+
+    @property
+    def compilations_since_ready(self) -> int:
+        """See Runner: of the processes that run now."""
+        return sum(w.beat.compilations for w in self.workers if w.beat is not None)
+
+    @property
+    def num_programs(self) -> int:
+        """See Runner: not known of other processes."""
+        return 0
+
+    @property
+    def unreachable(self) -> str:
+        """See Crew."""
+        alive = np.array([w.is_up for w in self.workers if w.kind == EXPERTS])
+        missing = np.argwhere(~(self._hosts & alive).any(axis=-1))
+        if not len(missing):
+            return ""
+        layer, expert = missing[0].tolist()
+        had = self._hosts[layer, expert].nonzero()[0].tolist()
+        return f"expert {expert} of MoE layer {layer} is gone with {names_of(EXPERTS, had)}"
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Starts all workers, and returns when they are up. Raises Unavailable if one is not in
+        time.
+        """
+        threading.Thread(target=self._run, name="jmoe-crew", daemon=True).start()
+        began_at = time.monotonic()
+        while not self._ready.wait(0.2):
+            up = sum(worker.is_up for worker in self.workers)
+            if progress is not None:
+                progress("starting workers", up, len(self.workers))
+            late = time.monotonic() - began_at > self._join_s
+            if self._failures.reason or late:
+                down = ", ".join(worker.name for worker in self.workers if not worker.is_up)
+                reason = self._failures.reason or f"not up after {self._join_s:g} s: {down}"
+                self.close()
+                raise Unavailable(f"workers did not start: {reason} (engine.join_timeout_s)")
+
+    def listen(self, tell: Callable[[Any], None]) -> None:
+        """See Crew."""
+        self._tell = tell
+
+    def enter(self, plan: StepPlan, numbers: Sequence[int], **of_rows: Sequence[bool]) -> None:
+        """See Crew."""
+        units = units_of(plan, self.limits, numbers, **of_rows)
+
+        def send() -> None:
+            for number, own in enumerate(units):
+                if own:
+                    self._send(name_of(ATTENTION, number), Enter(own))
+
+        self._do(send)
+
+    def steer(self, steer: Steer) -> None:
+        """See Crew."""
+        if steer == self._steer:
+            return
+        self._steer = steer
+
+        def send() -> None:
+            for worker in self._up(ATTENTION):
+                self._send(worker.name, steer)
+
+        self._do(send)
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """See Runner."""
+        self._failures.watch(on_failure)
+
+    def close(self) -> None:
+        """See Runner: the processes end."""
+        self._closing = True
+        self._do(lambda: None)
+        self._ended.wait(STOPS_WITHIN_S)
+        self._starter.close()
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def _do(self, call: Callable[[], None]) -> None:
+        """In the crew's thread, in order."""
+        self._news.put(call)
+        if self._port is not None:
+            self._port.wake()
+
+    def _run(self) -> None:
+        try:
+            self._port = port = Port(SERVER, MESSAGES, bind=f"tcp://{self._starter.host}:0")
+            for worker in self.workers:
+                self._start(worker)
+            while not self._closing:
+                for sender, message in port.receive(BEAT_S / 4):
+                    self._hear(self._by_name[sender], message)
+                self._take_news()
+                self._look_after_all()
+            for worker in self.workers:
+                self._send(worker.name, Stop())
+            port.receive(0.1)  # what is to leave leaves
+            port.close()
+        except BaseException as error:
+            log.debug("where it came from", exc_info=True)
+            self._failures.say(f"the crew's thread: {type(error).__name__}: {error}")
+        finally:
+            self._ended.set()
+
+    def _take_news(self) -> None:
+        while True:
+            try:
+                call = self._news.get_nowait()
+            except Empty:
+                return
+            call()
+
+    def _send(self, name: str, message: Any) -> None:
+        worker = self._by_name[name]
+        if worker.address is not None:
+            assert self._port is not None
+            self._port.send(name, message)
+
+    def _up(self, kind: str) -> list[_Worker]:
+        return [w for w in self.workers if w.kind == kind and w.is_up]
+
+    def _others(self, worker: _Worker) -> list[_Worker]:
+        """Those of the other kind that have said where they are."""
+        return [w for w in self.workers if w.kind != worker.kind and w.address is not None]
+
+    def _start(self, worker: _Worker) -> None:
+        assert self._port is not None
+        assignment = Assignment(
+            worker.kind,
+            worker.number,
+            Address.of(self._port.peer),
+            self._config,
+            self._starter.host,
+        )
+        worker.run += 1
+        run, worker.starts_at, worker.started_at = worker.run, math.inf, time.monotonic()
+
+        def announce(address: Address) -> None:
+            self._do(lambda: self._meet(worker, address) if worker.run == run else None)
+
+        def ended(reason: str) -> None:
+            self._do(lambda: self._end(worker, reason) if worker.run == run else None)
+
+        self._starter.start(assignment, announce, ended)
+
+    def _meet(self, worker: _Worker, address: Address) -> None:
+        """A process listens: all of the other kind are told of it, and it of them."""
+        assert self._port is not None
+        worker.address = address
+        self._port.connect(address.peer)
+        self._send(worker.name, Meet([w.address for w in self._others(worker) if w.address]))
+        for other in self._others(worker):
+            self._send(other.name, Meet([address]))
+
+    def _hear(self, worker: _Worker, message: Any) -> None:
+        worker.heard_at = time.monotonic()
+        match message:
+            case Beat():
+                worker.beat = message
+            case Met(incarnations):
+                worker.met.update(incarnations)
+                for one in self.workers:
+                    self._look_whether_up(one)
+            case Left() | LostUnits() | FailedUnits():
+                self._tell(message)
+
+    def _look_whether_up(self, worker: _Worker) -> None:
+        others = self._others(worker)
+        if worker.is_up or worker.address is None or math.isinf(worker.heard_at) or not others:
+            return
+        own = worker.address.incarnation
+        both = (
+            own in other.met
+            and other.address is not None
+            and other.address.incarnation in worker.met
+            for other in others
+        )
+        if not all(both):
+            return
+        worker.is_up, worker.num_ends = True, 0
+        self.retry_after_s = time.monotonic() - worker.started_at
+        if self._is_serving:
+            log.warning("worker %s is back", worker.name)
+            self._come_back(worker)
+        elif all(one.is_up for one in self.workers):
+            self._is_serving = True
+            self._ready.set()
+
+    def _come_back(self, worker: _Worker) -> None:
+        if worker.kind == EXPERTS:
+            for attention in self._up(ATTENTION):
+                self._send(attention.name, WorkerUp(EXPERTS, worker.number))
+            return
+        for one in self.workers:
+            if one.kind == EXPERTS and one.address is None:
+                self._send(worker.name, WorkerDown(EXPERTS, one.number))
+        if self._steer is not None:
+            self._send(worker.name, self._steer)
+        self._tell(WorkerUp(ATTENTION, worker.number))
+
+    def _end(self, worker: _Worker, reason: str) -> None:
+        """A process has ended: nobody hears of it any more, until there is another."""
+        assert self._port is not None
+        if self._closing:
+            return
+        worker.run += 1
+        was_up, worker.is_up = worker.is_up, False
+        if not self._is_serving:
+            self._failures.say(f"worker {worker.name}: {reason}")
+            return
+        if worker.address is not None:
+            for other in self._others(worker):
+                other.met.discard(worker.address.incarnation)
+                self._send(other.name, WorkerDown(worker.kind, worker.number))
+        self._port.forget(worker.name)
+        worker.address, worker.beat, worker.heard_at = None, None, math.inf
+        worker.met = set()
+        pause_s = min(LONGEST_PAUSE_S, 2.0**worker.num_ends)
+        worker.num_ends += 1
+        worker.starts_at = time.monotonic() + pause_s
+        log.error("worker %s is gone: %s; another is started in %g s", worker.name, reason, pause_s)
+        if was_up:
+            self._tell(WorkerDown(worker.kind, worker.number))
+        for one in self.workers:  # one that waited for it alone is up now
+            self._look_whether_up(one)
+
+    def _look_after_all(self) -> None:
+        """Signs of life, either way; and what is to be started."""
+        now, limit_s = time.monotonic(), self._config.asynchronous.worker_timeout_s
+        held_up_s = now - self._spoke_at
+        if held_up_s >= BEAT_S:
+            self._spoke_at = now
+            for worker in self.workers:
+                self._send(worker.name, Beat(0, np.zeros(0, np.int32), 0.0, 0))
+        for worker in self.workers:
+            if held_up_s > 2 * BEAT_S and worker.is_up:
+                worker.heard_at = now  # who was held up is this process
+            if worker.is_up and now - worker.heard_at > limit_s:
+                self._starter.kill(worker.name)
+                self._end(
+                    worker, f"silent for {limit_s:g} s (engine.asynchronous.worker_timeout_s)"
+                )
+            if now >= worker.starts_at:
+                self._start(worker)
+
+
+_: type[Crew] = RemoteCrew

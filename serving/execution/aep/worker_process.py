@@ -1,0 +1,210 @@
+"""A worker that is a process of its own: what it is told, and its loop (AMoE, section 4).
+
+It ends when the server says so, or when nothing comes from the server any more.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int
+from pydantic import TypeAdapter
+
+from serving.config import EngineConfig
+from serving.execution.aep.attention import AttentionWorker
+from serving.execution.aep.experts import ExpertWorker
+from serving.execution.aep.messages import (
+    ATTENTION,
+    EXPERTS,
+    Enter,
+    FailedUnits,
+    FromExperts,
+    Left,
+    LostUnits,
+    Steer,
+    ToExperts,
+    WorkerDown,
+    WorkerUp,
+)
+from serving.execution.aep.port import Peer, Port
+from serving.execution.compilations import Compilations
+
+SERVER = "server"
+BEAT_S = 1.0
+"""Between two signs of life, either way."""
+
+
+class Address(NamedTuple):
+    """A Peer that can travel."""
+
+    name: str
+    address: str
+    incarnation: str  # in hexadecimal
+
+    @classmethod
+    def of(cls, peer: Peer) -> "Address":
+        """Where a port listens."""
+        return cls(peer.name, peer.address, peer.incarnation.hex())
+
+    @property
+    def peer(self) -> Peer:
+        """As a port takes it."""
+        return Peer(self.name, self.address, bytes.fromhex(self.incarnation))
+
+
+class Meet(NamedTuple):
+    """Workers of the other kind that are there."""
+
+    peers: list[Address]
+
+
+class Met(NamedTuple):
+    """A worker has connected to these, and computes for them; by incarnation."""
+
+    incarnations: list[str]
+
+
+class Beat(NamedTuple):
+    """A sign of life, and what a worker has done and has to do."""
+
+    stages: int
+    rows: Int[np.ndarray, "layers"]  # that wait before each layer
+    oldest_s: float  # for how long the oldest of them has; 0 without any
+    compilations: int  # since it was ready
+
+
+class Stop(NamedTuple):
+    """The server ends."""
+
+
+MESSAGES = (
+    *(Meet, Met, Beat, Stop, Enter, Steer, Left, LostUnits, FailedUnits),
+    *(WorkerDown, WorkerUp, ToExperts, FromExperts),
+)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a worker is to be."""
+
+    kind: str
+    number: int  # of its kind
+    server: Address
+    config: EngineConfig
+    host: str = "127.0.0.1"  # address of its own machine at which others reach it
+
+    @property
+    def name(self) -> str:
+        """As its port is called."""
+        return name_of(self.kind, self.number)
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self) | {"server": self.server._asdict()})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Assignment":
+        """Raises ValueError for what is none."""
+        return TypeAdapter(cls).validate_json(text)
+
+
+def name_of(kind: str, number: int) -> str:
+    """Of a worker's port."""
+    return f"{kind}-{number}"
+
+
+def names_of(kind: str, numbers: Sequence[int]) -> str:
+    """Of several workers' ports, for a message."""
+    return " and ".join(name_of(kind, number) for number in numbers)
+
+
+Worker = AttentionWorker | ExpertWorker
+Make = Callable[[Assignment, Callable[[int, Any], None]], Worker]
+"""Loads and warms a worker; it sends by what it is given."""
+
+
+def work(assignment: Assignment, make: Make, announce: Callable[[Address], None]) -> None:
+    """Is a worker until the server ends it, or falls silent. `announce` is told where it listens.
+
+    Raises TimeoutError for a server that is silent, and what `make` and stages raise.
+    """
+    other = EXPERTS if assignment.kind == ATTENTION else ATTENTION
+    port = Port(
+        assignment.name, MESSAGES, device=jax.local_devices()[0], bind=f"tcp://{assignment.host}:0"
+    )
+    try:
+        port.connect(assignment.server.peer)
+        announce(Address.of(port.peer))
+
+        def send(number: int, message: Any) -> None:
+            port.send(name_of(other, number), message)
+
+        _Loop(assignment, port, make(assignment, send)).run()
+    finally:
+        port.close()
+
+
+class _Loop:
+    def __init__(self, assignment: Assignment, port: Port, worker: Worker) -> None:
+        self._port, self._worker = port, worker
+        self._limit_s = assignment.config.asynchronous.worker_timeout_s
+        self._heard_at = self._beat_at = time.monotonic()
+        self._compilations = Compilations()
+        self._compilations.ready()
+
+    def run(self) -> None:
+        ran, worker, port = False, self._worker, self._port
+        while True:
+            now = time.monotonic()
+            wait_s = max(0.0, min(worker.wake_at() - now, self._beat_at - now))
+            for sender, message in port.receive(0.0 if ran else wait_s):
+                if isinstance(message, Stop):
+                    return
+                self._take(sender, message)
+            results = worker.advance(time.monotonic())
+            ran = results is not None
+            if isinstance(worker, AttentionWorker):
+                if results:
+                    port.send(SERVER, worker.left(results))
+                for told in worker.told():
+                    port.send(SERVER, told)
+            self._beat()
+
+    def _take(self, sender: str, message: Any) -> None:
+        now = time.monotonic()
+        if sender == SERVER:
+            self._heard_at = now
+        match message:
+            case Beat():
+                pass
+            case Meet(peers):
+                for address in peers:
+                    self._port.connect(address.peer)
+                self._port.send(SERVER, Met([address.incarnation for address in peers]))
+            case WorkerDown(kind, number):
+                self._port.forget(name_of(kind, number))
+                self._worker.take(message, now)
+            case _:
+                self._worker.take(message, now)
+
+    def _beat(self) -> None:
+        """Says that it lives, and looks whether the server does."""
+        now = time.monotonic()
+        if now < self._beat_at:
+            return
+        if now - self._heard_at > max(self._limit_s, 3 * BEAT_S) and now - self._beat_at < BEAT_S:
+            raise TimeoutError(f"nothing came from the server for {self._limit_s:g} s")
+        if now - self._beat_at > BEAT_S:  # this process itself was held up
+            self._heard_at = now
+        self._beat_at = now + BEAT_S
+        queues = self._worker.queues
+        oldest = queues.oldest.min()
+        waited_s = now - float(oldest) if oldest < np.inf else 0.0
+        rows = queues.counts.sum(axis=1)
+        self._port.send(
+            SERVER, Beat(self._worker.stages, rows, waited_s, self._compilations.since_ready)
+        )

@@ -1,0 +1,101 @@
+"""`python -m serving.start_worker`: the process of an asynchronous worker on the server's machine.
+
+It reads its assignment, a line of JSON, from its standard input, and writes where it listens,
+another, to its standard output. It ends when its input does: no worker outlives the server.
+"""
+
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from serving import logs
+from serving.execution.aep.attention import AttentionWorker
+from serving.execution.aep.devices import ExpertPrograms
+from serving.execution.aep.experts import ExpertWorker
+from serving.execution.aep.local import attention_of, part_of
+from serving.execution.aep.messages import ATTENTION, RowNumbers
+from serving.execution.aep.queues import buckets
+from serving.execution.aep.worker_process import Address, Assignment, Worker, work
+from serving.execution.programs import limit_cpu_threads
+from serving.start_asynchronous import crew_of, make_layer_picker
+
+log = logging.getLogger(__name__)
+
+
+def make_worker(assignment: Assignment, send: Callable[[int, Any], None]) -> Worker:
+    """Loads the model, keeps the worker's part of it, and compiles.
+
+    Raises what `jmoe.load` raises.
+    """
+    import jax
+
+    config, number = assignment.config, assignment.number
+    limit_cpu_threads(config.cpu_threads)
+    crew = crew_of(config, None, lambda *_: None)
+    own, sizes, model = config.asynchronous, crew.sizes, crew.model
+    numbers, device = RowNumbers(own.attention, sizes.num_rows), jax.local_devices()[0]
+    picker = make_layer_picker(own)
+    num_visits = sizes.max_visits(model.config.experts_per_token)
+    if assignment.kind == ATTENTION:
+        worker = AttentionWorker(
+            attention_of(model, sizes, device),
+            model.config.moe_layers,
+            crew.hosts,
+            numbers,
+            number,
+            [None] * own.experts,
+            send,
+            picker,
+            decode_buckets=sizes.decode_buckets,
+            prefill_buckets=sizes.prefill_buckets,
+        )
+        worker.warm(buckets(num_visits))
+        return worker
+    part = part_of(model.pool, np.asarray(model.table.slots), crew.hosts[:, :, number], device)
+    worker = ExpertWorker(
+        ExpertPrograms(*part, numbers.total, device),
+        crew.hosts.shape[0],
+        np.zeros(crew.hosts.shape[1], np.int64),
+        numbers,
+        number,
+        [None] * own.attention,
+        send,
+        picker,
+        max_visits=num_visits,
+    )
+    worker.warm(sizes.row_sizes)
+    return worker
+
+
+def main() -> None:
+    """See the top of this file."""
+    logs.configure()
+    said = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is for people
+    assignment = Assignment.from_json(sys.stdin.readline())
+
+    def announce(address: Address) -> None:
+        print(json.dumps(address._asdict()), file=said, flush=True)
+
+    def end_with_input() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=end_with_input, daemon=True).start()
+    try:
+        work(assignment, make_worker, announce)
+    except Exception as error:
+        log.debug("where it came from", exc_info=True)
+        logs.say(f"jmoe: {assignment.name}: {type(error).__name__}: {error}", logging.ERROR)
+        os._exit(1)  # an ordinary exit would wait for a device that may hang
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
