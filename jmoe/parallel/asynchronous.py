@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import ceil, inf, isfinite
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -42,9 +42,9 @@ from jmoe.parallel.stage_times import (
 COLLECTIVE_S, NETWORK_COLLECTIVE_S = 20e-6, 40e-6
 """Of a collective beside its bytes, in a node and beyond one. Assumed."""
 HOST_COSTS = 5.0
-"""A stage of all that a worker has must take so many times its host's cost. Simulated at 8 devices,
-shorter ones make less than ideal synchronous, longer ones as much or more (the table "What a launch
-may cost" of docs/async-expert-parallelism.md)."""
+"""A stage of all that a worker has must take so many times its host's cost. Simulated on 8 devices,
+asynchrony made 1.0 to 1.4 times ideal synchronous where it does, and 0.75 at 2.3 times ("What a
+launch may cost" in docs/async-expert-parallelism.md)."""
 MARGIN = 1.1
 """A gain must be larger than the forecast's own error, which is 7 % on average at 8,192 tokens in
 flight and more, and than the 5 % within which the simplest way is taken anyway."""
@@ -117,7 +117,7 @@ class Deployment:
         overheads: Overheads = DEFAULT_OVERHEADS,
         imbalance: float = 1.0,
         imbalance_with_copies: float = 1.0,
-    ) -> Self:
+    ) -> "Deployment":
         """Of a model whose stages take what a roofline says, or a file (`stage_times.measured`).
 
         Over all layers together, expert workers are taken to be as uneven as a layer is with
@@ -146,8 +146,8 @@ class Forecast(NamedTuple):
     expert_devices: int
     whole_attention_s: float  # a stage of all rows of an attention worker
     whole_experts_s: float  # a stage of all visits of the fullest expert worker
-    attention_rows: float  # of a stage, as batches come to be
-    expert_visits: float
+    attention_rows: int  # of a stage, as batches come to be
+    expert_visits: int
     attention_s: float  # a stage of so many
     experts_s: float
     batches: float  # of attention stages that are under way at once, all workers together
@@ -184,7 +184,7 @@ class _Kind(NamedTuple):
         return min(int(found), len(rate) - 1)
 
 
-def distinct(picks: np.ndarray, parts: float) -> np.ndarray:
+def distinct(picks: np.ndarray, parts: int) -> np.ndarray:
     """How many of `parts` get any of so many picks, on average; all are equally likely."""
     return parts * (1 - (1 - 1 / parts) ** picks) if parts > 1 else np.minimum(picks, 1.0)
 
@@ -251,7 +251,7 @@ def _experts(d: Deployment, ours: int, theirs: int) -> _Kind:
     return _Kind(stage_s, interval_s, own)
 
 
-def _held(d: Deployment, workers: int, copies: int) -> float:
+def _held(d: Deployment, workers: int, copies: int) -> int:
     """Experts that a device has of a layer."""
     return min(d.geometry.num_experts, ceil(d.geometry.num_experts / workers) + copies)
 
@@ -287,11 +287,11 @@ def synchronous_tokens_per_s(deployment: Deployment, *, copies: bool = False) ->
     copies = copies and d.imbalance_with_copies < d.imbalance
     rows = ceil(d.in_flight / devices)
     even = d.in_flight * g.top_k / devices
-    fullest = np.array(even * (d.imbalance_with_copies if copies else d.imbalance))
+    fullest = np.array([even * (d.imbalance_with_copies if copies else d.imbalance)])
     held = _held(d, devices, d.spare_slots if copies else 0)
     experts_s = d.times.experts_s(fullest, distinct(fullest, held))
     one_way_s = exchange_s(even, fullest, devices, d.row_s, collective_s(devices))
-    layer_s = float(experts_s + 2 * one_way_s + d.times.attention_s[rows])
+    layer_s = float((experts_s + 2 * one_way_s)[0] + d.times.attention_s[rows])
     step_s = g.num_layers * layer_s + float(d.times.first_s[rows] - d.times.attention_s[rows])
     return d.in_flight / step_s
 
@@ -370,7 +370,8 @@ def _too_short(found: Forecast, over: Overheads) -> str:
     if experts < attention:
         kind, stage_s, host_s = "expert", found.whole_experts_s, over.expert_host_s
     return (
-        f"on {found.attention_devices} + {found.expert_devices} an {kind} stage of all rows of a "
+        "stages are too short for their hosts on every split: on "
+        f"{found.attention_devices} + {found.expert_devices} an {kind} stage of all rows of a "
         f"worker takes {seconds(stage_s)}, less than {HOST_COSTS:g} times the {seconds(host_s)} "
         "that its host takes to launch it"
     )

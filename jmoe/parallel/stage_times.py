@@ -9,7 +9,7 @@ on the host; the simulator of `benchmarks.aep_simulator` and the cost model of
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -164,10 +164,12 @@ def measured(path: Path, geometry: Geometry, max_rows: int) -> StageTimes:
         raise ValueError(f"{path} has no stage times: {type(error).__name__}: {error}") from None
 
 
-def _lines(points: dict[str, list[float]], key: str, at: np.ndarray) -> np.ndarray:
+def _lines(points: dict[str, Any], key: str, at: np.ndarray) -> np.ndarray:
     x, y = np.array(points[key], float), np.array(points["seconds"], float)
     if len(x) < 2 or len(x) != len(y) or (np.diff(x) <= 0).any():
         raise ValueError(f"{key} and seconds must be two or more points, in order")
+    if not (np.isfinite(y).all() and y.min() > 0):
+        raise ValueError(f"seconds by {key} must be above 0")
     slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
     return np.where(at > x[-1], y[-1] + (at - x[-1]) * slope, np.interp(at, x, y))
 
