@@ -370,7 +370,7 @@ def _too_short(found: Forecast, over: Overheads) -> str:
     if experts < attention:
         kind, stage_s, host_s = "expert", found.whole_experts_s, over.expert_host_s
     return (
-        "stages are too short for their hosts on every split: on "
+        "stages are too short for their hosts on every split that has room: on "
         f"{found.attention_devices} + {found.expert_devices} an {kind} stage of all rows of a "
         f"worker takes {seconds(stage_s)}, less than {HOST_COSTS:g} times the {seconds(host_s)} "
         "that its host takes to launch it"
