@@ -40,6 +40,11 @@ def size(num_bytes: int) -> str:
     return f"{num_bytes:,} bytes"
 
 
+def seconds(duration_s: float) -> str:
+    """Seconds in words: 0.71 ms, or 20.00 us where it is less than a tenth of a millisecond."""
+    return f"{1e3 * duration_s:.2f} ms" if duration_s >= 1e-4 else f"{1e6 * duration_s:.2f} us"
+
+
 def table(caption: str, rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
     """An HTML table. Every cell is escaped; without a header the first of each row is its name."""
     lines = ["<table>", f"<caption>{escape(caption)}</caption>"]

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.aep_simulator import questions, tables
-from benchmarks.aep_simulator.study import EXCHANGE_S, SPARE, WAITS_S, WAVES, Case, compare
+from benchmarks.aep_simulator.study import SPARE, WAITS_S, WAVES, Case, compare
 from benchmarks.harness import store
 from benchmarks.harness.command import add_choices, write_figures
+from jmoe.parallel.asynchronous import COLLECTIVE_S, NETWORK_COLLECTIVE_S
 
 PARTS = {
     "eight": questions.eight_devices,
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         found["machine"] = store.machine("cpu")
         found["assumed"] = {
             "spare_slots": SPARE,
-            "exchange_s": {"one node": EXCHANGE_S[True], "more": EXCHANGE_S[False]},
+            "exchange_s": {"one node": COLLECTIVE_S, "more": NETWORK_COLLECTIVE_S},
             "waits_s": WAITS_S,
             "attention_parts": WAVES,
         }

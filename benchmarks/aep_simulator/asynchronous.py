@@ -9,30 +9,13 @@ from jaxtyping import Float, Int
 
 from benchmarks.aep_simulator import core
 from benchmarks.aep_simulator.core import Costs, State
-from benchmarks.aep_simulator.machine import StageTimes
 from benchmarks.aep_simulator.routing import Placement, Routing
+from jmoe.parallel.asynchronous import DEFAULT_OVERHEADS, Overheads
+from jmoe.parallel.stage_times import StageTimes
 from serving.scheduling.layers.picker import LayerPicker, make_picker
 
 NUM_ITLS = 1 << 16
 UNLIMITED = 1 << 62
-
-
-@dataclass(frozen=True)
-class Overheads:
-    """What is neither a stage's own time nor a row's bytes; seconds.
-
-    The defaults are those of the design: one process launches 7,000 to 10,000 stages a second
-    (measured on a CPU), ZeroMQ takes 47 us from one process to another (measured), a batch of rows
-    another 50 us beside its bytes and 5 us of the thread that sends or takes it (both assumed).
-    """
-
-    attention_host_s: float = 100e-6
-    expert_host_s: float = 100e-6
-    latency_s: float = 100e-6
-    message_s: float = 5e-6
-
-
-NO_OVERHEADS = Overheads(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -45,7 +28,7 @@ class System:
     num_attention: int
     num_expert_workers: int
     row_s: float  # of a row's bytes on a link
-    overheads: Overheads = Overheads()
+    overheads: Overheads = DEFAULT_OVERHEADS
     num_groups: int = 1
     max_attention_rows: int = UNLIMITED
     max_expert_rows: int = UNLIMITED

@@ -7,12 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.aep_simulator import synchronous
-from benchmarks.aep_simulator.asynchronous import (
-    NO_OVERHEADS,
-    Overheads,
-    Simulation,
-    Traffic,
-)
+from benchmarks.aep_simulator.asynchronous import Simulation, Traffic
 from benchmarks.aep_simulator.core import NOW, PRODUCED
 from benchmarks.aep_simulator.study import (
     PAPER,
@@ -26,6 +21,7 @@ from benchmarks.aep_simulator.study import (
     split,
     system_of,
 )
+from jmoe.parallel.asynchronous import NO_OVERHEADS, Overheads
 from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
 
 MODELS = (("mixtral-8x7b", 1), ("mixtral-8x7b", 2), ("qwen3-30b-a3b", 8))

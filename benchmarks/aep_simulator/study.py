@@ -9,16 +9,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.aep_simulator import core, synchronous
-from benchmarks.aep_simulator.asynchronous import (
-    UNLIMITED,
-    Overheads,
-    Run,
-    Simulation,
-    System,
-    Traffic,
-)
-from benchmarks.aep_simulator.machine import (
-    A100,
+from benchmarks.aep_simulator.asynchronous import UNLIMITED, Run, Simulation, System, Traffic
+from benchmarks.aep_simulator.routing import Routing, draw_routing, exponential, place, zipf
+from jmoe.parallel.asynchronous import Overheads, collective_s
+from jmoe.parallel.stage_times import (
     H200,
     Device,
     Geometry,
@@ -27,17 +21,21 @@ from benchmarks.aep_simulator.machine import (
     roofline,
     sequences_that_fit,
 )
-from benchmarks.aep_simulator.routing import Routing, draw_routing, exponential, place, zipf
 from serving.cli.info import load_model_config
 from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
 
 SPARE = 2  # slots for copies a device, where there are replicas
-EXCHANGE_S = {True: 20e-6, False: 40e-6}  # of a collective: in a node, beyond one; assumed
 WAVES = 4  # parts of an attention worker's rows that it takes at once, where it has enough
 ENOUGH_ROWS = 1024
 WARM, COUNTED = 3, 5  # tokens a sequence
 MAX_AGE_S = 1.0
 LONG = 3_000_000  # visits an iteration, from which on fewer iterations are played
+
+
+A100 = Device("A100 80GB", 0.6 * 312e12, 0.9 * 2.039e12, 0.8 * 300e9, 6.25e9, 0.9 * 80e9, 40e-6)
+"""The paper's machine: the data sheet's 312 TFLOP/s (dense bfloat16), 2,039 GB/s and 600 GB/s of
+NVLink in both directions together, at the shares that the H200 is taken at; its p4d instance has
+400 Gb/s for eight devices, 6.25 GB/s each."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def mesh_of(case: Case, spare: int) -> synchronous.Mesh:
         place(routing.popularity, case.devices, spare),
         case.devices,
         geometry.row_bytes / case.device.bandwidth(case.devices),
-        EXCHANGE_S[case.devices <= 8],
+        collective_s(case.devices),
     )
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from benchmarks.aep_simulator.machine import StageTimes
 from benchmarks.aep_simulator.routing import Placement, Routing
+from jmoe.parallel.asynchronous import COLLECTIVE_S, exchange_s
+from jmoe.parallel.stage_times import StageTimes
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Mesh:
     placement: Placement
     num_devices: int
     row_s: float  # of a row's bytes on a link
-    exchange_s: float = 20e-6  # of a collective beside the bytes: assumed, one in a node
+    exchange_s: float = COLLECTIVE_S  # of a collective beside the bytes, in a node
     layer_overhead_s: float = 0.0  # of the host, that nothing hides
     step_overhead_s: float = 0.0
 
@@ -54,8 +55,7 @@ def loads(
 def _exchange_s(mesh: Mesh, rows: float, received: np.ndarray) -> np.ndarray:
     """Of a layer's rows one way: the busiest end of a link decides; [layers]."""
     own = rows / mesh.num_devices * mesh.routing.sets.shape[2]
-    busiest = np.maximum(own, received.max(axis=1)) * (1 - 1 / mesh.num_devices)
-    return mesh.exchange_s * (mesh.num_devices > 1) + busiest * mesh.row_s
+    return exchange_s(own, received.max(axis=1), mesh.num_devices, mesh.row_s, mesh.exchange_s)
 
 
 def _attention_s(mesh: Mesh, rows: float) -> Float[np.ndarray, "layers"]:
@@ -70,8 +70,8 @@ def step_s(mesh: Mesh, num_rows: int, rng: np.random.Generator) -> float:
     shares = mesh.placement.shares(mesh.num_devices)
     visits, active = loads(mesh, visits_of_step(mesh, num_rows, rng), shares)
     experts_s = mesh.times.experts_s(visits, active).max(axis=1)
-    exchange_s = _exchange_s(mesh, num_rows, visits)
-    layers = _attention_s(mesh, num_rows) + experts_s + 2 * exchange_s + mesh.layer_overhead_s
+    one_way_s = _exchange_s(mesh, num_rows, visits)
+    layers = _attention_s(mesh, num_rows) + experts_s + 2 * one_way_s + mesh.layer_overhead_s
     return float(layers.sum()) + mesh.step_overhead_s
 
 
@@ -93,10 +93,10 @@ def half_batches_s(mesh: Mesh, num_rows: int, rng: np.random.Generator) -> float
     free_s, there_s = np.zeros(mesh.num_devices), [0.0, 0.0]
     for layer in range(len(mesh.routing.sets)):
         for part in (0, 1):  # attention, then experts
-            for half, (attention_s, experts_s, exchange_s) in enumerate(times):
+            for half, (attention_s, experts_s, one_way_s) in enumerate(times):
                 takes_s = attention_s[layer] if part == 0 else experts_s[layer]
                 free_s = np.maximum(free_s, there_s[half]) + takes_s
-                there_s[half] = float(free_s.max()) + exchange_s[layer]
+                there_s[half] = float(free_s.max()) + one_way_s[layer]
     return max(there_s)
 
 

@@ -1,10 +1,13 @@
 """The figures in tables."""
 
+from collections import Counter
 from typing import Any
 
 from benchmarks.harness.command import markdown
+from jmoe.parallel.stage_times import NODE
 
 SYSTEMS = ("synchronous", "half batches", "libra", "libra, half batches", "async")
+BUILT = ("synchronous", "libra", "async")
 CLOSE = 0.05  # ways within it of the fastest count as equal: the simpler is taken
 
 
@@ -15,7 +18,8 @@ def all_of(found: dict[str, Any]) -> list[str]:
         if name in found:
             lines += ["", *table(found[name])]
     if "eight" in found:
-        lines += ["", *advice(found["eight"] + found.get("more", []))]
+        cases = found["eight"] + found.get("more", [])
+        lines += ["", *ways(cases), "", *advice(cases)]
     return lines
 
 
@@ -110,7 +114,7 @@ def advice(cases: list[dict[str, Any]]) -> list[str]:
         order = "uniform" if not case["skew"] else "same" if case["same"] else "different"
         key = f"{case['model']} top-{case['top_k']}", case["devices"], f"{case['skew']:g} {order}"
         every = _best(case, SYSTEMS)
-        built = _best(case, ("synchronous", "libra", "async"))
+        built = _best(case, BUILT)
         words = every if every == built else f"{every} (else {built})"
         found.setdefault(key, {})[case["in_flight"]] = words
     loads = sorted({load for row in found.values() for load in row})
@@ -123,3 +127,32 @@ def _best(case: dict[str, Any], names: tuple[str, ...]) -> str:
     if case["sequences_that_fit_async"] < case["in_flight"]:
         del rates["async"]
     return next(n for n in rates if rates[n] >= (1 - CLOSE) * max(rates.values()))
+
+
+def ways(cases: list[dict[str, Any]]) -> list[str]:
+    """The same, counted: in how many cases each way is taken, by size, load and skew."""
+    found: dict[tuple[str, ...], dict[str, Counter[str]]] = {}
+    for case in sorted(cases, key=lambda case: (case["devices"] > NODE, case["in_flight"])):
+        size = "one node" if case["devices"] <= NODE else "several nodes"
+        experts = "large" if case["model"].startswith("mixtral") else "small"
+        key = size, experts, f"{case['in_flight']:,}"
+        kind = "even" if not case["skew"] else "uneven"
+        row = found.setdefault(key, {})
+        for of, names in (("all", SYSTEMS), ("built", BUILT)):
+            row.setdefault(f"{kind}, {of}", Counter())[_best(case, names)] += 1
+    columns = [f"{kind}, {of}" for kind in ("even", "uneven") for of in ("all", "built")]
+    rows = [[*key, *(_counts(row.get(column)) for column in columns)] for key, row in found.items()]
+    heads = ["devices", "experts", "in flight"]
+    heads += [
+        f"{kind}: {of}" for kind in ("even", "uneven") for of in ("all ways", "what is built")
+    ]
+    return markdown(heads, sorted(rows, key=lambda row: row[:2]))
+
+
+def _counts(chosen: Counter[str] | None) -> str | None:
+    """One way alone by its name, several with how many cases take each."""
+    if not chosen:
+        return None
+    if len(chosen) == 1:
+        return next(iter(chosen))
+    return "; ".join(f"{name} {count}" for name, count in chosen.most_common())

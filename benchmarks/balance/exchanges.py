@@ -10,10 +10,10 @@ evenly. Three ways, each with the same bytes back as there:
 - *forwarded all-to-all*: a row goes once to each node that needs it, and inside from there to
   each device that needs it (as DeepEP does).
 
-Links: NVLink at the rates that Table 2 of Libra shows for its exchanges; `NIC_BYTES_PER_S` a device
-between nodes, an assumption: DeepEP reports 43 to 47 GB/s over cards of 400 Gb/s, whose line rate
-is 50. Both kinds of links are busy at once, so that the slower one decides. Latencies are left
-out: a device's rows are megabytes in prefill. Nothing here was measured.
+Links: NVLink at the rates that Table 2 of Libra shows for its exchanges; between nodes the assumed
+`NIC_BYTES_PER_S` of `jmoe.parallel.stage_times`. Both kinds of links are busy at once, so that the
+slower one decides. Latencies are left out: a device's rows are megabytes in prefill. Nothing here
+was measured.
 """
 
 from itertools import pairwise
@@ -28,9 +28,8 @@ from benchmarks.balance.paper_layer import (
     Scheme,
     layer_times,
 )
+from jmoe.parallel.stage_times import NIC_BYTES_PER_S, NODE
 
-NODE = 8
-NIC_BYTES_PER_S = 45e9
 SIZES = (8, 16, 32, 64, 128, 256, 512)
 ALPHA, NUM_REPLICAS = 0.5, 8  # of the paper's runs (section 5.2)
 WAYS = ("all-gather", "direct", "forwarded")

@@ -11,6 +11,7 @@ them a row, N replicas a device.
 from typing import NamedTuple
 
 from jmoe.config import ModelConfig
+from jmoe.display import seconds
 
 
 class Machine(NamedTuple):
@@ -119,12 +120,12 @@ def replicas_that_fit(
         num_replicas = min(pairs * others, lacking)
         window, copy = window_s(num_replicas), pairs * others * one_s
         if copy <= window:
-            reason = f"{pairs} a pair of devices takes {_time(copy)}, less than remote visits' "
-            reason += _time(window)
+            reason = f"{pairs} a pair of devices takes {seconds(copy)}, less than remote visits' "
+            reason += seconds(window)
             return Fit(num_replicas, pairs, window, copy, int(window / one_s), reason)
     window, copy = window_s(min(others, lacking)), others * one_s
     carried = int(window / one_s)
-    reason = f"1 a pair of devices takes {_time(copy)}, and remote visits {_time(window)}, "
+    reason = f"1 a pair of devices takes {seconds(copy)}, and remote visits {seconds(window)}, "
     reason += f"in which a link carries {carried} of {others}"
     return Fit(0, 0, window, copy, carried, reason)
 
@@ -149,10 +150,6 @@ def _check(
     for name, share in (("alpha", alpha), ("local_share", local_share)):
         if share is not None and not 0 <= share <= 1:
             raise ValueError(f"{name} is {share}; it must be between 0 and 1")
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms" if seconds >= 1e-4 else f"{1e6 * seconds:.2f} us"
 
 
 class ExchangeBytes(NamedTuple):

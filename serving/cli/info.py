@@ -39,6 +39,36 @@ def info(
         float | None,
         typer.Option(help="Memory of each, in 1e9 bytes; else an H200's 141.", metavar="GB"),
     ] = None,
+    in_flight: Annotated[
+        int | None,
+        typer.Option(
+            help="With --mesh: whether asynchronous workers pay at T sequences.", metavar="T"
+        ),
+    ] = None,
+    context: Annotated[
+        float | None,
+        typer.Option(help="Tokens of KV a sequence, for --in-flight; else 256.", metavar="TOKENS"),
+    ] = None,
+    imbalance: Annotated[
+        str | None,
+        typer.Option(
+            help="The fullest device's visits over the mean, without and with copies of busy "
+            "experts, for --in-flight; else 1,1.",
+            metavar="BEFORE,AFTER",
+        ),
+    ] = None,
+    host_us: Annotated[
+        float | None,
+        typer.Option(
+            help="Of a worker's host for a stage, for --in-flight; else 100.", metavar="US"
+        ),
+    ] = None,
+    stage_times: Annotated[
+        Path | None,
+        typer.Option(
+            help="Measured stage times, for --in-flight; else a roofline.", metavar="FILE"
+        ),
+    ] = None,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Parameters and memory of a model, or the state of a running server."""
@@ -48,10 +78,22 @@ def info(
         raise ValueError("--mesh is of a model; give MODEL or --model-config, not --address")
     if device_gb is not None and not mesh:
         raise ValueError("--device-gb is of a mesh; give --mesh ep=N as well")
+    if in_flight is not None and not mesh:
+        raise ValueError("--in-flight is of a mesh; give --mesh ep=N as well")
+    of_forecast = {
+        "--context": context,
+        "--imbalance": imbalance,
+        "--host-us": host_us,
+        "--stage-times": stage_times,
+    }
+    for name, value in of_forecast.items():
+        if value is not None and in_flight is None:
+            raise ValueError(f"{name} is of a forecast; give --mesh ep=N and --in-flight T as well")
     if address is not None:
         sections = _ask(address, admin_address)
     elif model_config is not None:
-        sections = _describe(load_model_config(model_config), mesh=mesh, device_gb=device_gb)
+        cfg = load_model_config(model_config)
+        sections = _describe(cfg, mesh=mesh, device_gb=device_gb)
     else:
         from jmoe.api import resolve
         from jmoe.config import read_config
@@ -59,6 +101,22 @@ def info(
         directory = resolve(model or "bundled")
         cfg = read_config(directory, allow_unknown_config=allow_unknown_config or ())
         sections = _describe(cfg, directory, mesh, device_gb)
+    if mesh and in_flight is not None:
+        from serving.cli.async_info import CONTEXT, HOST_US, asynchronous_section, parse_imbalance
+        from serving.cli.mesh_info import DEVICE_GB, parse_mesh
+
+        sections.append(
+            asynchronous_section(
+                cfg,
+                parse_mesh(mesh),
+                in_flight,
+                device_gb=DEVICE_GB if device_gb is None else device_gb,
+                context=CONTEXT if context is None else context,
+                imbalance=parse_imbalance(imbalance or "1,1"),
+                host_us=HOST_US if host_us is None else host_us,
+                stage_times=stage_times,
+            )
+        )
     print(_text(sections))
 
 

@@ -1,7 +1,6 @@
 """Asynchronous expert parallelism, simulated: what is conserved, and what a hand can reckon."""
 
 import importlib.util
-import json
 from collections import defaultdict
 
 import numpy as np
@@ -10,15 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.aep_simulator import synchronous
-from benchmarks.aep_simulator.machine import (
-    H200,
-    Geometry,
-    StageTimes,
-    measured,
-    roofline,
-    sequences_that_fit,
-)
 from benchmarks.aep_simulator.routing import Placement, Routing, draw_routing, place, zipf
+from jmoe.parallel.asynchronous import NO_OVERHEADS, Overheads
+from jmoe.parallel.stage_times import StageTimes
 from serving.scheduling.layers import compiled
 from serving.scheduling.layers.picker import LayerPicker, Waiting
 from serving.scheduling.layers.rules import Defragging, FirstLayerFirst, MostTokensFirst
@@ -57,7 +50,7 @@ def system(aep, shape, times, *, overheads=None, row_s=0.0, spare=0, skew=0.5, s
     layers, experts, top_k, ours, theirs = shape
     routing = draw_routing(layers, zipf(experts, skew), top_k, same, 0)
     placement = place(routing.popularity, theirs, spare)
-    overheads = overheads or aep.NO_OVERHEADS
+    overheads = overheads or NO_OVERHEADS
     return aep.System(times, routing, placement, ours, theirs, row_s, overheads, **more)
 
 
@@ -77,7 +70,7 @@ def test_overheads_by_hand(aep):
     """One token, one layer. Attention: 2 s of host and 1 of device; to the expert 0.5 s of link
     (0.1 for its bytes, 0.5 for the message) and 3 s on the way; there 4 s of host, 1 + 1 of device;
     back 0.5 + 3 s. No host is hidden, as nothing else runs."""
-    over = aep.Overheads(2.0, 4.0, 3.0, 0.5)
+    over = Overheads(2.0, 4.0, 3.0, 0.5)
     times = straight(1, 1, 1, fixed=1.0)
     one = system(aep, (1, 1, 1, 1, 1), times, overheads=over, row_s=0.1)
     run = aep.Simulation(one, aep.Traffic(1), pickers()).measure(1.0, 300.0)
@@ -86,7 +79,7 @@ def test_overheads_by_hand(aep):
 
 def test_a_host_launches_while_its_device_works(aep):
     """Two tokens that never meet; attention takes 1 s of device and 0.4 of host, hidden."""
-    over = aep.Overheads(0.4, 0.0, 0.0, 0.0)
+    over = Overheads(0.4, 0.0, 0.0, 0.0)
     times = straight(2, 2, 1, product=0.0)
     more = {"max_attention_rows": 1}
     two = system(aep, (1, 1, 1, 1, 1), times, overheads=over, **more)
@@ -133,7 +126,7 @@ def test_what_comes_in_goes_out_and_every_layer_is_visited_in_order(
     times = straight(40, 120, experts, 0.3, 0.2, 0.5, 0.1)
     played = system(
         aep, (layers, experts, top_k, *workers), times,
-        overheads=aep.Overheads(0.05, 0.03, 0.2, 0.01), row_s=0.02, spare=spare,
+        overheads=Overheads(0.05, 0.03, 0.2, 0.01), row_s=0.02, spare=spare,
         num_groups=groups, max_attention_rows=cap, max_expert_rows=cap,
     )  # fmt: skip
     arrivals = np.sort(rng.uniform(0, 20, 12))
@@ -187,7 +180,7 @@ def test_compiled_loops_are_the_plain_ones(aep, monkeypatch):
     machine_code = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(machine_code)
     times = straight(30, 60, 6, 0.3, 0.2, 0.5, 0.1)
-    over = aep.Overheads(0.05, 0.03, 0.2, 0.01)
+    over = Overheads(0.05, 0.03, 0.2, 0.01)
     played = system(aep, (3, 6, 2, 2, 3), times, overheads=over, row_s=0.02)
     runs, waiting = [], Waiting(2, 0.5)
     for loops in (aep.core, machine_code):
@@ -282,49 +275,3 @@ def test_popularity_is_zipfs():
     np.testing.assert_allclose(mean, zipf(8, 1.0) / zipf(8, 1.0).sum(), rtol=0.05)
     sets = draw_routing(2, zipf(16, 1.0), 8, False, 0).sets
     assert all(len(set(row)) == 8 for row in sets.reshape(-1, 8))
-
-
-SMALL = Geometry("small", 2, 4, 2, 10, 1000, 500, 16, 8, 100)
-
-
-def test_roofline_by_hand():
-    device = H200._replace(flops_per_s=1e6, memory_bytes_per_s=1e4, fixed_s=0.01)
-    times = roofline(device, SMALL, 200, context=5.0)
-    # One row: 2,000 bytes of weights and 160 of KV at 1e4 a second; products 2,000 + 160 at 1e6.
-    assert times.attention_s[1] == pytest.approx(0.01 + 0.216)
-    assert times.attention_s[200] == pytest.approx(0.01 + max(200 * 2160 / 1e6, 34000 / 1e4))
-    assert times.first_s[1] - times.attention_s[1] == pytest.approx(0.2)
-    found = times.experts_s(np.array([0, 2, 400]), np.array([0, 2, 4]))
-    np.testing.assert_allclose(found, [0, 0.01 + 0.2, 0.01 + 0.4])
-    # 1,000 bytes; weights of attention and embeddings twice, experts once; 64 bytes a token's KV.
-    room = H200._replace(memory_bytes=20_000)
-    assert sequences_that_fit(room, SMALL, 10.0, 2, 0) == (2 * 12000 - 8000) // 640
-    assert sequences_that_fit(room, SMALL, 10.0, 1, 1) == 12000 // 640
-    assert sequences_that_fit(room._replace(memory_bytes=8_001), SMALL, 10.0, 2, 0) == 0
-
-
-def test_bandwidth_is_of_all_destinations():
-    assert H200.bandwidth(8) == pytest.approx(H200.link_bytes_per_s)
-    seven, eight = 7 / H200.link_bytes_per_s, 8 / H200.nic_bytes_per_s
-    assert H200.bandwidth(16) == pytest.approx(15 / (seven + eight))
-
-
-def test_measured_times_are_read(tmp_path):
-    points = {"rows": [1, 3], "seconds": [1.0, 2.0]}
-    file = tmp_path / "times.json"
-    found = {
-        "fixed_s": 0.5,
-        "first": points,
-        "attention": points,
-        "experts": {"visits": [1, 3], "seconds": [1.0, 2.0]},
-        "reads": {"experts": [1, 4], "seconds": [0.7, 1.0]},
-    }
-    file.write_text(json.dumps(found))
-    times = measured(file, SMALL, 10)
-    assert times.attention_s[2] == pytest.approx(1.5)
-    assert times.attention_s[5] == pytest.approx(3.0)
-    assert times.experts_s(np.array([1.0]), np.array([4.0]))[0] == pytest.approx(1.0)
-    del found["reads"]
-    file.write_text(json.dumps(found))
-    with pytest.raises(ValueError, match="reads"):
-        measured(file, SMALL, 10)

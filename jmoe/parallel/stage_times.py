@@ -1,22 +1,26 @@
 """What a stage of half a layer takes on a device, and how many sequences its memory holds.
 
-A roofline: products and memory traffic overlap perfectly, whichever takes longer decides, and a
-fixed time a stage is added. It flatters every system alike.
+By a roofline: products and memory traffic overlap perfectly, whichever takes longer decides, and a
+fixed time a stage is added. It flatters every system alike. Or as measured, from a file. Arithmetic
+on the host; the simulator of `benchmarks.aep_simulator` and the cost model of
+`jmoe.parallel.asynchronous` both use it.
 """
 
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from benchmarks.balance.exchanges import NIC_BYTES_PER_S, NODE
 from jmoe.config import ModelConfig
 from jmoe.parallel import cost
 
-ELEMENT_BYTES = 2  # bfloat16
+NODE = 8  # devices that share NVLink
+NIC_BYTES_PER_S = 45e9
+"""Of a device between nodes, in one direction. An assumption: DeepEP reports 43 to 47 GB/s over
+cards of 400 Gb/s, whose line rate is 50."""
 
 
 class Device(NamedTuple):
@@ -45,14 +49,8 @@ H200 = Device(
     0.9 * 141e9,
     20e-6,
 )
-"""`jmoe.parallel.cost.H200` has the rates and where they come from, `benchmarks.balance.exchanges`
-the network's. A stage's fixed time: some 20 launches at 1 us (docs/kernels.md counts 19 to 26 a
-layer); reckoned, not measured."""
-
-A100 = Device("A100 80GB", 0.6 * 312e12, 0.9 * 2.039e12, 0.8 * 300e9, 6.25e9, 0.9 * 80e9, 40e-6)
-"""The paper's machine: the data sheet's 312 TFLOP/s (dense bfloat16), 2,039 GB/s and 600 GB/s of
-NVLink in both directions together, at the shares that the H200 is taken at; its p4d instance has
-400 Gb/s for eight devices, 6.25 GB/s each."""
+"""`jmoe.parallel.cost.H200` has the rates and where they come from. A stage's fixed time: some 20
+launches at 1 us (docs/kernels.md counts 19 to 26 a layer); reckoned, not measured."""
 
 
 @dataclass(frozen=True)
@@ -60,32 +58,36 @@ class Geometry:
     """What of an architecture decides times: counts of elements."""
 
     name: str
-    num_layers: int
+    num_layers: int  # that have experts
     num_experts: int
     top_k: int
     d_model: int
-    attention_weights: int  # of a layer: q, k, v, output projection, router, shared expert
+    attention_weights: int  # of a layer: q, k, v, output projection, router, shared expert, dense
     expert_weights: int
     kv_elements: int  # a token and layer
     head_elements: int  # of a query row, all heads: products with keys and values
     vocab_size: int
+    element_bytes: int = 2  # of weights, rows, keys and values
 
     @classmethod
-    def of(cls, name: str, cfg: ModelConfig) -> "Geometry":
-        """Of a model whose layers are all alike."""
-        d = cfg.d_model
+    def of(cls, name: str, cfg: ModelConfig, element_bytes: int = 2) -> "Geometry":
+        """Of a model. Dense layers belong to the attention stages, in equal parts."""
+        d, stages = cfg.d_model, cfg.num_moe_layers
         heads = (2 * cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
+        moe = d * cfg.num_experts + 3 * d * cfg.d_ff_shared
+        dense = (cfg.num_layers - stages) * 3 * d * cfg.d_ff_dense
         return cls(
             name,
-            cfg.num_layers,
+            stages,
             cfg.num_experts,
             cfg.experts_per_token,
             d,
-            d * heads + d * cfg.num_experts + 3 * d * cfg.d_ff_shared,
+            moe + (cfg.num_layers * d * heads + dense) // stages,
             3 * d * cfg.d_ff_expert,
-            2 * cfg.num_kv_heads * cfg.head_dim,
-            cfg.num_heads * cfg.head_dim,
+            cfg.num_layers * 2 * cfg.num_kv_heads * cfg.head_dim // stages,
+            cfg.num_layers * cfg.num_heads * cfg.head_dim // stages,
             cfg.vocab_size,
+            element_bytes,
         )
 
     def with_experts(self, num_experts: int, top_k: int | None = None) -> "Geometry":
@@ -95,7 +97,7 @@ class Geometry:
     @property
     def row_bytes(self) -> int:
         """Of a row between devices."""
-        return self.d_model * ELEMENT_BYTES
+        return self.d_model * self.element_bytes
 
 
 class StageTimes(NamedTuple):
@@ -118,14 +120,14 @@ class StageTimes(NamedTuple):
 def roofline(device: Device, geometry: Geometry, max_rows: int, context: float) -> StageTimes:
     """Times of up to `max_rows` rows with `context` tokens of KV each."""
     rows = np.arange(max_rows + 1)
-    flops, memory = device.flops_per_s, device.memory_bytes_per_s
+    flops, memory, size = device.flops_per_s, device.memory_bytes_per_s, geometry.element_bytes
 
     def stage_s(weights: int, row_flops: float, row_bytes: float) -> np.ndarray:
         products = rows * (2 * weights + row_flops) / flops
-        return np.maximum(products, (weights * ELEMENT_BYTES + rows * row_bytes) / memory)
+        return np.maximum(products, (weights * size + rows * row_bytes) / memory)
 
     kv_flops = 4 * geometry.head_elements * context
-    kv_bytes = geometry.kv_elements * ELEMENT_BYTES * context
+    kv_bytes = geometry.kv_elements * size * context
     attention = device.fixed_s + stage_s(geometry.attention_weights, kv_flops, kv_bytes)
     head = stage_s(geometry.vocab_size * geometry.d_model, 0.0, 0.0)
     visits = np.arange(max_rows * geometry.top_k + 1)
@@ -134,7 +136,7 @@ def roofline(device: Device, geometry: Geometry, max_rows: int, context: float) 
         attention + head,
         attention,
         visits * 2 * geometry.expert_weights / flops,
-        experts * geometry.expert_weights * ELEMENT_BYTES / memory,
+        experts * geometry.expert_weights * size / memory,
         device.fixed_s,
     )
 
@@ -162,10 +164,12 @@ def measured(path: Path, geometry: Geometry, max_rows: int) -> StageTimes:
         raise ValueError(f"{path} has no stage times: {type(error).__name__}: {error}") from None
 
 
-def _lines(points: dict[str, list[float]], key: str, at: np.ndarray) -> np.ndarray:
+def _lines(points: dict[str, Any], key: str, at: np.ndarray) -> np.ndarray:
     x, y = np.array(points[key], float), np.array(points["seconds"], float)
     if len(x) < 2 or len(x) != len(y) or (np.diff(x) <= 0).any():
         raise ValueError(f"{key} and seconds must be two or more points, in order")
+    if not (np.isfinite(y).all() and y.min() > 0):
+        raise ValueError(f"seconds by {key} must be above 0")
     slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
     return np.where(at > x[-1], y[-1] + (at - x[-1]) * slope, np.interp(at, x, y))
 
@@ -174,12 +178,12 @@ def sequences_that_fit(
     device: Device, geometry: Geometry, context: float, attention_devices: int, expert_devices: int
 ) -> int:
     """Sequences whose KV fits beside the weights; no `expert_devices`: all devices hold both."""
-    g = geometry
+    g, size = geometry, geometry.element_bytes
     attention = g.num_layers * g.attention_weights + 2 * g.vocab_size * g.d_model
-    room = attention_devices * (device.memory_bytes - ELEMENT_BYTES * attention)
-    experts = ELEMENT_BYTES * g.num_layers * g.num_experts * g.expert_weights
+    room = attention_devices * (device.memory_bytes - size * attention)
+    experts = size * g.num_layers * g.num_experts * g.expert_weights
     if expert_devices:
         room *= experts <= expert_devices * device.memory_bytes
     else:
         room -= experts
-    return max(0, int(room / (g.num_layers * g.kv_elements * ELEMENT_BYTES * context)))
+    return max(0, int(room / (g.num_layers * g.kv_elements * size * context)))

@@ -1,0 +1,135 @@
+"""`jmoe info MODEL --mesh ep=N --in-flight T`: what asynchronous expert parallelism would make."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from serving.cli.info import Section
+from serving.cli.mesh_info import DTYPE, DTYPE_BYTES
+
+if TYPE_CHECKING:
+    from jmoe.config import ModelConfig
+    from jmoe.parallel.asynchronous import Advice, Forecast
+
+CONTEXT, HOST_US = 256.0, 100.0
+MOST_SPLITS = 16
+"""On more devices only the split that is advised is shown."""
+MOST_DEVICES, MOST_IN_FLIGHT = 1024, 1_000_000
+"""What a forecast takes grows with both: seconds, here."""
+
+
+def parse_imbalance(text: str) -> tuple[float, float]:
+    """Of `BEFORE,AFTER`: the fullest device's visits over the mean, without and with copies.
+
+    Raises ValueError for anything else.
+    """
+    try:
+        before, after = map(float, text.split(","))
+    except ValueError:
+        wanted = "write two numbers, as 1.7,1.3: without and with copies of busy experts"
+        raise ValueError(f"--imbalance is '{text}'; {wanted}") from None
+    return before, after
+
+
+def asynchronous_section(
+    cfg: "ModelConfig",
+    num_devices: int,
+    in_flight: int,
+    *,
+    device_gb: float,
+    context: float = CONTEXT,
+    imbalance: tuple[float, float] = (1.0, 1.0),
+    host_us: float = HOST_US,
+    stage_times: Path | None = None,
+) -> Section:
+    """Every split of a mesh's devices, the synchronous ways, and the advice.
+
+    Args:
+        cfg: the model.
+        num_devices: of the mesh.
+        in_flight: sequences that decode at once.
+        device_gb: memory of each device, in 1e9 bytes; a tenth is left free.
+        context: tokens of KV a sequence, on average.
+        imbalance: without and with copies, as `parse_imbalance` has it.
+        host_us: microseconds in which a worker's host launches a stage.
+        stage_times: file of measured times (`jmoe.parallel.stage_times.measured`).
+
+    Raises ValueError for a number that is none, or a file without stage times.
+    """
+    from jmoe.display import seconds
+    from jmoe.parallel.asynchronous import Deployment, Overheads, advise, forecasts
+    from jmoe.parallel.stage_times import H200
+
+    _check(num_devices, in_flight, context, imbalance, host_us)
+    deployment = Deployment.of(
+        cfg,
+        num_devices,
+        in_flight,
+        DTYPE_BYTES,
+        device=H200._replace(memory_bytes=0.9 * 1e9 * device_gb),
+        context=context,
+        stage_times=stage_times,
+        overheads=Overheads(attention_host_s=1e-6 * host_us, expert_host_s=1e-6 * host_us),
+        imbalance=imbalance[0],
+        imbalance_with_copies=imbalance[1],
+    )
+    found = advise(deployment)
+    every = forecasts(deployment) if num_devices <= MOST_SPLITS else [found.forecast]
+    whole = [seconds(stage_s) for stage_s in found.stage_s]
+    source = "by a roofline" if stage_times is None else f"from {stage_times}"
+    heading = f"Asynchronous expert parallelism, {num_devices} devices, {in_flight:,} in flight, "
+    return (
+        f"{heading}{context:g} tokens of KV each, {DTYPE}, stage times {source}, a forecast",
+        [
+            *((f"{_split(one)}, attention + experts", _forecast(one)) for one in every),
+            (f"stages of whole batches, {_split(found.forecast)}", " and ".join(whole)),
+            ("host of a stage", f"{seconds(found.host_s[0])}, given and not measured"),
+            ("synchronous", f"{found.synchronous_tokens_per_s:,.0f} tokens/s"),
+            ("synchronous with copies", f"{found.copies_tokens_per_s:,.0f} tokens/s"),
+            ("asynchronous", _asynchronous(found)),
+            ("advice", f"{'use it' if found.pays else 'do not use it'}: {found.reason}"),
+        ],
+    )
+
+
+def _check(
+    num_devices: int,
+    in_flight: int,
+    context: float,
+    imbalance: tuple[float, float],
+    host_us: float,
+) -> None:
+    """Names the options as they are written; `Deployment` checks all else."""
+    if not 2 <= num_devices <= MOST_DEVICES:
+        wanted = f"for --in-flight it must be between ep=2 and ep={MOST_DEVICES}"
+        raise ValueError(f"--mesh is ep={num_devices}; {wanted}")
+    if not 1 <= in_flight <= MOST_IN_FLIGHT:
+        raise ValueError(f"--in-flight is {in_flight}; it must be between 1 and {MOST_IN_FLIGHT:,}")
+    if not 0 < context < 1e9:
+        raise ValueError(f"--context is {context:g}; it must be above 0")
+    if not 0 <= host_us < 1e9:
+        raise ValueError(f"--host-us is {host_us:g}; it must be 0 or more")
+    if not all(1 <= one <= num_devices for one in imbalance):
+        given = ",".join(f"{one:g}" for one in imbalance)
+        wanted = f"both must be between 1 and the number of devices ({num_devices})"
+        raise ValueError(f"--imbalance is {given}; {wanted}")
+
+
+def _split(found: "Forecast") -> str:
+    return f"{found.attention_devices} + {found.expert_devices}"
+
+
+def _forecast(found: "Forecast") -> str:
+    """A line of one split."""
+    from jmoe.display import seconds
+
+    stages = f"stages of {found.attention_rows:,} rows, {seconds(found.attention_s)}, and "
+    stages += f"{found.expert_visits:,} visits, {seconds(found.experts_s)}"
+    under_way = f"{found.batches:.0f} batches under way"
+    room = f"room for {found.sequences_that_fit:,} sequences"
+    itl = f"ITL {1e3 * found.itl_s:.0f} ms"
+    return f"{found.tokens_per_s:,.0f} tokens/s, {itl}; {stages}; {under_way}; {room}"
+
+
+def _asynchronous(found: "Advice") -> str:
+    rate = f"{found.tokens_per_s:,.0f} tokens/s, {found.ratio:.2f} times the better one"
+    return f"{rate}, on {_split(found.forecast)}"
