@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,14 +20,16 @@ from serving.control.experts_loader import allowed_ways
 from serving.control.slo import starting_strategy
 from serving.execution.aep.local import LocalWorkers, Sizes
 from serving.execution.aep.local_crew import LocalCrew
-from serving.execution.aep.remote_crew import RemoteCrew
-from serving.execution.aep.starters import ProcessStarter, Starter
 from serving.execution.fitting import fit_to_model, limits_of
 from serving.execution.programs import Progress
 from serving.loading import load_models
 from serving.plan import Limits
 from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
 from serving.settings import SettingsError
+
+if TYPE_CHECKING:
+    from serving.execution.aep.remote_crew import RemoteCrew
+    from serving.execution.aep.starters import Starter
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
 
 def prepare_crew(
     config: EngineConfig, model: Model | Family | None, progress: Progress
-) -> tuple[EngineConfig, Family, LocalCrew | RemoteCrew]:
+) -> tuple[EngineConfig, Family, "LocalCrew | RemoteCrew"]:
     """Starts workers, in threads or in processes of their own, and waits until they are ready.
 
     Returns the settings as they are served, the model, and the crew.
@@ -94,13 +96,16 @@ def prepare_crew(
             f"engine.asynchronous.workers is {own.workers!r}, and a model is given: each process "
             "loads its own part of one; leave the model out, or set it to threads"
         )
-    if own.workers != "threads":
+    starter = None if own.workers == "threads" else starter_of(own)  # before jax has threads
+    if starter is not None:
         jax.config.update("jax_platforms", "cpu")  # the devices are for workers
     parts = crew_of(config, model, progress)
     if config.brownout.strategy == "auto" and not parts.config.brownout.ways:
         log.warning("brownout is off: %s has no united experts", parts.model.name)
-    if own.workers != "threads":
-        crew = RemoteCrew(config, parts.limits, parts.hosts, starter_of(own))
+    if starter is not None:
+        from serving.execution.aep.remote_crew import RemoteCrew
+
+        crew = RemoteCrew(config, parts.limits, parts.hosts, starter)
         crew.start(progress)
         return parts.config, parts.family, crew
     devices = worker_devices(own)
@@ -118,18 +123,24 @@ def prepare_crew(
     return parts.config, parts.family, crew
 
 
-def starter_of(config: AsynchronousConfig) -> Starter:
-    """Who starts the workers' processes. Raises SettingsError where Ray is not installed."""
-    if config.workers == "processes":
-        return ProcessStarter()
+def starter_of(config: AsynchronousConfig) -> "Starter":
+    """Who starts the workers' processes. Raises SettingsError where what that takes is not
+    installed, and for a cluster that is not there.
+    """
+    extra = "aep,ray" if config.workers == "ray" else "aep"
     try:
-        from serving.execution.aep.ray_starter import RayStarter
-    except ImportError:
+        if config.workers == "ray":
+            from serving.ray_starter import RayStarter
+
+            return RayStarter(config.ray_address)
+        from serving.execution.aep.starters import ProcessStarter
+
+        return ProcessStarter()
+    except ImportError as error:
         raise SettingsError(
-            "engine.asynchronous.workers is 'ray', and Ray is not installed; install it with `pip "
-            "install 'jmoe[ray]'`, or set it to processes"
+            f"engine.asynchronous.workers is {config.workers!r}, and {error.name} is not installed;"
+            f" install it with `pip install 'jmoe[{extra}]'`, or set it to threads"
         ) from None
-    return RayStarter(config.ray_address)
 
 
 def keep_programs(folder: str) -> None:

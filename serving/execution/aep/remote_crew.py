@@ -134,11 +134,12 @@ class RemoteCrew(OneModel):
         time.
         """
         threading.Thread(target=self._run, name="jmoe-crew", daemon=True).start()
-        began_at = time.monotonic()
+        began_at, shown = time.monotonic(), -1
         while not self._ready.wait(0.2):
             up = sum(worker.is_up for worker in self.workers)
-            if progress is not None:
+            if progress is not None and up != shown:
                 progress("starting workers", up, len(self.workers))
+            shown = up
             late = time.monotonic() - began_at > self._join_s
             if self._failures.reason or late:
                 down = ", ".join(worker.name for worker in self.workers if not worker.is_up)

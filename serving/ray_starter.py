@@ -1,0 +1,101 @@
+"""Workers as actors of Ray, on whichever machine has a device for them (extra `ray`).
+
+Ray finds the machine, starts the process and says when it has died; then another actor is made,
+maybe elsewhere. No row and no message goes through it: a call takes longer than most stages.
+"""
+
+import logging
+import os
+import threading
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, cast
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from serving.execution.aep.starters import Announce, Ended
+from serving.execution.aep.worker_process import Address, Assignment, work
+from serving.settings import SettingsError
+from serving.start_worker import make_worker
+
+
+class _Actor:
+    """A worker in Ray's process."""
+
+    def __init__(self, assignment: str) -> None:
+        own = Assignment.from_json(assignment)
+        self._assignment = replace(own, host=ray.util.get_node_ip_address())
+        self._address: Future[Address] = Future()
+        self._ended: Future[str] = Future()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        reason = "the server said so"
+        try:
+            work(self._assignment, make_worker, self._address.set_result)
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+        if not self._address.done():
+            self._address.set_exception(RuntimeError(reason))
+        self._ended.set_result(reason)
+
+    def address(self) -> Address:
+        """Where it listens, once it does."""
+        return self._address.result()
+
+    def ended(self) -> str:
+        """Why it has ended, once it has."""
+        return self._ended.result()
+
+
+class RayStarter:
+    """A Starter. With an address it joins a cluster that is there (`ray start`); without, it starts
+    one of this machine.
+    """
+
+    def __init__(self, address: str) -> None:
+        """Raises SettingsError for a cluster that is not there."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            ray.init(
+                address=address or "local", include_dashboard=False, logging_level=logging.WARNING
+            )
+        except (RayError, ConnectionError, ValueError, RuntimeError) as error:
+            raise SettingsError(
+                f"engine.asynchronous.ray_address is {address!r}, and no cluster of Ray is there "
+                f"({' '.join(str(error).split())}); start one with `ray start --head`, or leave it "
+                "empty"
+            ) from None
+        self.host = ray.util.get_node_ip_address()
+        self._actors: dict[str, Any] = {}
+
+    def start(self, assignment: Assignment, announce: Announce, ended: Ended) -> None:
+        """See Starter. A worker has a GPU of its own where the cluster has any."""
+        gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        kind: Any = ray.remote(_Actor).options(
+            num_cpus=0, num_gpus=gpus, max_concurrency=3, scheduling_strategy="SPREAD"
+        )
+        actor = self._actors[assignment.name] = kind.remote(assignment.to_json())
+
+        def watch() -> None:
+            try:
+                announce(cast(Address, ray.get(actor.address.remote())))
+                reason = str(ray.get(actor.ended.remote()))
+                ray.kill(actor)
+            except RayActorError:
+                reason = "its process died"
+            except RayError as error:
+                reason = " ".join(str(error).split())
+            ended(reason)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def kill(self, name: str) -> None:
+        """See Starter."""
+        if name in self._actors:
+            ray.kill(self._actors[name])
+
+    def close(self) -> None:
+        """See Starter. A cluster that was there stays."""
+        ray.shutdown()

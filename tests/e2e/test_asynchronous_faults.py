@@ -1,0 +1,119 @@
+"""Workers' processes are killed under load: nobody hangs, nobody gets a wrong token (AMoE)."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+
+import grpc
+import pytest
+
+import jmoe
+from serving.client import Client
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+
+from .conftest import serving
+
+CODES = grpc.StatusCode
+KILLS = int(os.environ.get("JMOE_KILLS", "4"))
+SETTINGS = (
+    "engine.mode=aep",
+    "engine.asynchronous.workers=processes",
+    "engine.asynchronous.attention=1",
+    "engine.asynchronous.experts=2",
+    "engine.max_num_seqs=8",
+    "engine.decode_buckets=8",
+    "engine.prefill_buckets=128",
+    "engine.salc.controller=algorithm2",
+    "engine.brownout.salc=false",
+)
+NEW_TOKENS, ANSWERS_WITHIN_S = 24, 60
+
+
+def workers_of(server):
+    """Process ids of a server's workers."""
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+    found = []
+    for task in children.parents[1].iterdir():
+        found += (task / "children").read_text().split()
+    return [
+        int(pid)
+        for pid in found
+        if "serving.start_worker" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
+
+
+class Load:
+    """Callers who ask one after another, and check what they get."""
+
+    def __init__(self, address, prompts, want):
+        self.address, self.prompts, self.want = address, prompts, want
+        self.seen, self.answered, self.done = Counter(), 0, False
+
+    async def caller(self, seed):
+        rng = random.Random(seed)
+        async with Client(self.address) as client:
+            while not self.done:
+                await asyncio.wait_for(self.ask(client, rng.randrange(len(self.prompts))), 60)
+
+    async def ask(self, client, at):
+        sampling, got, failed = pb.SamplingParams(max_new_tokens=NEW_TOKENS), [], None
+        sampling.ignore_eos = True
+        call = client.generate(self.prompts[at], sampling, allow_brownout=False)
+        try:
+            async for message in call:
+                got += message.token_ids
+        except grpc.aio.AioRpcError as error:
+            failed = error
+        assert got == self.want[at][: len(got)]  # what has come by then, too
+        if failed is None:
+            self.seen["OK"] += 1
+            assert len(got) == NEW_TOKENS
+            return
+        self.seen[failed.code().name] += 1
+        assert failed.code() is CODES.UNAVAILABLE, failed
+        assert "gone" in failed.details() or "no worker" in failed.details(), failed
+        assert dict(failed.trailing_metadata())["grpc-retry-pushback-ms"]
+        await asyncio.sleep(0.2)
+
+    async def until(self, condition):
+        for _ in range(10 * ANSWERS_WITHIN_S):
+            if condition():
+                return
+            await asyncio.sleep(0.1)
+        raise AssertionError(f"nothing more came: {self.seen}")
+
+
+@pytest.mark.parametrize("copies", [2, 1])
+async def test_workers_are_killed_and_come_back(copies):
+    """With an expert on both workers, one of them may go and nobody notices."""
+    model, rng = jmoe.load("bundled", "float32"), random.Random(copies)
+    lines = (model.path / "tasks.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [model.tokenizer.encode(json.loads(line)["prompt"]) for line in lines[:12]]
+    want = jmoe.generate(model, prompts, NEW_TOKENS, stop_token_ids=()).tokens
+    settings = [*SETTINGS, f"engine.asynchronous.copies={copies}"]
+    with serving(*settings) as (server, address):
+        load = Load(address, prompts, want)
+        callers = [asyncio.create_task(load.caller(seed)) for seed in range(6)]
+        await load.until(lambda: load.seen["OK"] > 6)
+        for _ in range(KILLS):
+            victim = rng.choice(workers_of(server))
+            os.kill(victim, signal.SIGKILL)
+            await asyncio.sleep(rng.uniform(0, 1))
+            await load.until(lambda: len(workers_of(server)) == 3)
+            before = load.seen["OK"]
+            await load.until(lambda before=before: load.seen["OK"] > before + 6)
+            assert all(not caller.done() for caller in callers), [c for c in callers if c.done()]
+        load.done = True
+        await asyncio.wait_for(asyncio.gather(*callers), ANSWERS_WITHIN_S)
+        async with Client(address) as client:
+            stats = await client.stats()
+            assert (stats.num_running, stats.num_waiting, stats.kv_pages_used) == (0, 0, 0)
+            assert stats.compilations_since_ready == 0
+        print(dict(load.seen))
+        server.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.wait, 30) == 0
+        assert load.seen["OK"] > 6 * KILLS
