@@ -17,6 +17,7 @@ from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.sequence import SequenceState
 
 if TYPE_CHECKING:
+    from serving.execution.aep.recorder import Stages
     from serving.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,15 @@ class Accounts:
         if step.is_first and step.plan.phase is Phase.PREFILL:
             self._note_begun(step, started_at)
         self._tell(Observer.step_read, step, result, started_at, now)
+
+    @property
+    def wants_stages(self) -> bool:
+        """Whether an observer looks at what asynchronous workers run."""
+        return any(type(o).stages_ran is not Observer.stages_ran for o in self._observers)
+
+    def stages_ran(self, stages: "Stages") -> None:
+        """What a worker ran."""
+        self._tell(Observer.stages_ran, stages)
 
     def _note_begun(self, step: ScheduledStep, started_at: float) -> None:
         for priority in Priority:

@@ -23,6 +23,7 @@ from serving.execution.aep.messages import (
     WorkerDown,
     WorkerUp,
 )
+from serving.execution.aep.recorder import Stages
 from serving.plan import Phase, StepControl, StepResult
 from serving.request import Request
 from serving.scheduling.batch import ScheduledStep
@@ -30,7 +31,7 @@ from serving.scheduling.policy import LS
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.units import UnitScheduler
 
-Told = Left | LostUnits | FailedUnits | WorkerDown | WorkerUp
+Told = Left | LostUnits | FailedUnits | WorkerDown | WorkerUp | Stages
 NOT_COUNTED = np.zeros((0, 0), np.int32)
 """Rows by expert: they are the crew's to count, since stages mix those of many steps."""
 
@@ -47,6 +48,8 @@ class AsynchronousEngine(Engine):
         self._crew: Any = self.runner
         self._told = deque[Told]()
         self._crew.listen(self._note)
+        if self.accounts.wants_stages:
+            self._crew.record()
 
     def _note(self, told: Told) -> None:
         """In a thread of the crew's."""
@@ -114,6 +117,9 @@ class AsynchronousEngine(Engine):
                 return
             case WorkerUp(_, number):
                 self.scheduler.open_rank(number)
+                return
+            case Stages():
+                self.accounts.stages_ran(told)
                 return
             case _:
                 pass

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from serving.execution.aep.recorder import Stages
     from serving.plan import StepResult
     from serving.request import Output, Priority
     from serving.scheduling.batch import ScheduledStep
@@ -30,6 +31,9 @@ class Observer:
 
         Times are seconds of `time.monotonic`.
         """
+
+    def stages_ran(self, stages: Stages) -> None:
+        """What an asynchronous worker ran, up to a second ago."""
 
     def request_admitted(self, sequence: SequenceState, now: float) -> None:
         """A request was taken and stands in its queue."""

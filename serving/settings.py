@@ -362,6 +362,11 @@ def _check_asynchronous(config: ServerConfig, require: Any) -> None:
         "engine.asynchronous.copies",
         f"at most engine.asynchronous.experts, {own.experts}",
     )
+    require(
+        own.workers == "threads" or engine.mode == "aep",
+        "engine.asynchronous.workers",
+        f"threads unless engine.mode is aep, and that is {engine.mode!r}",
+    )
     if engine.mode == "steps":
         require(not own.attention, "engine.asynchronous.attention", "0 in engine.mode steps")
     if not own.attention:

@@ -18,7 +18,7 @@ from serving.hosts import lead
 from serving.loading import load_models, make_mesh_of
 from serving.scheduling.policy import make_policy
 from serving.settings import SettingsError
-from serving.start_asynchronous import mode_of, prepare_crew
+from serving.start_asynchronous import prepare_crew, with_mode
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ def prepare(
     goes away.
     """
     limit_cpu_threads(config.cpu_threads)
-    if mode_of(config) == "aep":
+    config = with_mode(config, model)
+    if config.mode == "aep":
         return prepare_crew(config, model, progress)
     if not config.coordinator:
         return _prepare(config, model, progress)

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from jmoe.api import Model
+from jmoe.api import Model, resolve
+from jmoe.config import read_config
 from jmoe.family import Family
+from jmoe.parallel.asynchronous import Deployment, advise
 from jmoe.parallel.placement import Placement, contiguous, from_hosts
 from serving.config import AsynchronousConfig, EngineConfig
 from serving.control.experts_loader import allowed_ways
@@ -34,9 +37,36 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def mode_of(config: EngineConfig) -> str:
-    """How a server with these settings runs: `steps` or `aep`."""
-    return "aep" if config.mode == "aep" else "steps"
+def with_mode(config: EngineConfig, model: Model | Family | None = None) -> EngineConfig:
+    """Settings whose mode is `steps` or `aep`. Says once, of `aep`, what the cost model has against
+    it; where the mode is left open, that decides, and without it the devices form a mesh.
+
+    Raises what reading a model's configuration raises.
+    """
+    own = config.asynchronous
+    if not own.attention:
+        return replace(config, mode="steps")
+    if model is not None:
+        cfg = Family.of(model).config
+    else:
+        directory = resolve(config.model)
+        cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
+    devices, dtype_bytes = own.attention + own.experts, jnp.dtype(config.dtype).itemsize
+    advice = advise(Deployment.of(cfg, devices, config.max_num_seqs, dtype_bytes))
+    if config.mode == "aep" or advice.pays:
+        if not advice.pays:
+            log.warning(
+                "engine.mode is aep, and the forecast for H200s is against it: %s", advice.reason
+            )
+        return replace(config, mode="aep")
+    log.warning(
+        "engine.mode is auto: %d devices take steps together (engine.mesh ep=%d), since by the "
+        "forecast for H200s %s",
+        devices,
+        devices,
+        advice.reason,
+    )
+    return replace(config, mode="steps", mesh=f"ep={devices}", asynchronous=AsynchronousConfig())
 
 
 class CrewParts(NamedTuple):

@@ -1,7 +1,8 @@
 """A timeline of an engine in Chrome's trace format, for Perfetto or chrome://tracing.
 
 One track shows what the host plans and launches, one what the device runs; each request that
-finishes has its own, under its class. `Timeline` is an observer like any other: `jmoe serve
+finishes has its own, under its class. Asynchronous workers have a track each, and a count of the
+rows that wait before each of their layers. `Timeline` is an observer like any other: `jmoe serve
 --timeline FILE` has one, and so may a notebook: `Engine.start(config, observer=timeline)`, then
 `timeline.write(path)`.
 """
@@ -13,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from serving.execution.aep.recorder import Stages
 from serving.observer import Observer
 from serving.plan import StepResult
 from serving.request import Output, Priority
@@ -24,6 +26,7 @@ MAX_EVENTS = 100_000
 """Kept of a long run: the newest."""
 
 HOST, DEVICE = 1, 2  # tracks
+FIRST_WORKER = 3
 _PROCESS = 1
 _TRACKS = {HOST: "host: plan and launch", DEVICE: "device: layers of steps"}
 
@@ -36,6 +39,7 @@ class Timeline(Observer):
         super().__init__()
         self._events: deque[list[dict[str, Any]]] = deque(maxlen=max_events)
         self._num_requests = 0
+        self._workers: dict[str, int] = {}  # tracks of asynchronous workers, by name
 
     def __len__(self) -> int:
         """Events that are kept."""
@@ -56,7 +60,9 @@ class Timeline(Observer):
     def step_read(
         self, step: ScheduledStep, result: StepResult, started_at: float, now: float
     ) -> None:
-        """See Observer."""
+        """See Observer. Steps of asynchronous workers overlap; their stages are drawn instead."""
+        if self._workers:
+            return
         plan = step.plan
         best_effort = sum(s.request.priority is Priority.BEST_EFFORT for s in step.sequences)
         args = {
@@ -70,6 +76,22 @@ class Timeline(Observer):
         if step.control is not None:
             args |= step.control._asdict()
         self._events.append([_span(DEVICE, plan.phase, started_at, now, args)])
+
+    def stages_ran(self, stages: Stages) -> None:
+        """See Observer: a track for each worker, and how many rows wait before its layers."""
+        track = self._workers.setdefault(stages.worker, FIRST_WORKER + len(self._workers))
+        columns = stages.layers, stages.rows, stages.began_at, stages.ended_at, stages.waiting
+        for layer, rows, began_at, ended_at, waiting in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
+            args = {"layer": layer, "rows": rows, "waiting": sum(waiting)}
+            counted = {f"layer {number}": count for number, count in enumerate(waiting)}
+            self._events.append(
+                [
+                    _span(track, f"layer {layer}", began_at, ended_at, args),
+                    _event("C", f"{stages.worker} waiting", began_at, tid=track, args=counted),
+                ]
+            )
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """See Observer."""
@@ -106,6 +128,7 @@ class Timeline(Observer):
     def _named(self) -> Iterator[dict[str, Any]]:
         names = [("process_name", HOST, "jmoe")]
         names += [("thread_name", track, name) for track, name in _TRACKS.items()]
+        names += [("thread_name", track, name) for name, track in self._workers.items()]
         for what, track, name in names:
             yield {"ph": "M", "name": what, "pid": _PROCESS, "tid": track, "args": {"name": name}}
         yield from chain.from_iterable(self._events)

@@ -24,6 +24,7 @@ from prometheus_client.metrics_core import (
 from serving.frontend import metrics_http
 from serving.frontend.mesh_metrics import MeshLoad
 from serving.frontend.model_metrics import ModelLoad
+from serving.frontend.worker_metrics import collect_workers
 from serving.observer import Observer
 from serving.request import Output, Priority
 
@@ -179,6 +180,7 @@ class Metrics(Observer):
         if self.expert_rows is not None:
             yield _expert_load(self.expert_rows)
         yield from self.mesh.collect(self.engine)
+        yield from collect_workers(PREFIX, self.engine)
         yield from self.by_model.collect(self.engine)
         yield self.e2e.collect("e2e_request_latency_seconds", "Arrival to last token")
         yield _counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)

@@ -8,8 +8,8 @@ import numpy as np
 from serving.asynchronous import AsynchronousEngine
 from serving.config import EngineConfig
 from serving.engine import Engine
-from serving.execution.aep.crew import OneModel, units_of
-from serving.execution.aep.messages import Left, LostUnits
+from serving.execution.aep.crew import OneModel, WorkerSeen, units_of
+from serving.execution.aep.messages import Left, LostUnits, WorkerDown
 from serving.fake import FakeRunner
 from serving.plan import Limits, Phase, StepControl, StepPlan
 
@@ -31,6 +31,7 @@ class FakeCrew(OneModel):
     """
 
     compilations_since_ready, num_programs = 0, 0
+    records, retry_after_s = False, 3.0
 
     def __init__(self, limits, rng, *, slowest_s=0.05, lost_share=0.0):
         self.limits, self.rng, self.slowest_s = limits, rng, slowest_s
@@ -49,6 +50,19 @@ class FakeCrew(OneModel):
 
     def listen(self, tell):
         self.left = tell
+
+    def record(self):
+        self.records = True
+
+    def seen(self):
+        units = enumerate(self.inside)
+        return [WorkerSeen(f"attention-{n}", True, 7, len(own), 0.5) for n, own in units]
+
+    def lose(self, rank):
+        """A worker ends, and all that is inside."""
+        self.inside[rank] = []
+        self.ranks[rank] = FakeRunner(self.ranks[rank].limits)
+        self.left(WorkerDown("attention", rank))
 
     def steer(self, steer):
         self.steers.append(steer)
@@ -113,10 +127,12 @@ class FakeCrew(OneModel):
         pass
 
 
-def asynchronous_engine(rng, limits=LIMITS, *, slowest_s=0.05, lost_share=0.0, **config) -> Engine:
+def asynchronous_engine(
+    rng, limits=LIMITS, *, slowest_s=0.05, lost_share=0.0, observer=(), **config
+) -> Engine:
     """An engine that ticks, by the running loop's clock."""
     crew = FakeCrew(limits, rng, slowest_s=slowest_s, lost_share=lost_share)
     config = EngineConfig(max_model_len=200, watchdog_s=0, **config)
-    engine = AsynchronousEngine(config, crew, None, (), asyncio.get_running_loop().time)
+    engine = AsynchronousEngine(config, crew, None, observer, asyncio.get_running_loop().time)
     engine.run()
     return engine

@@ -1,16 +1,22 @@
 """The engine of asynchronous workers over a crew that counts up: whoever leaves when."""
 
 import asyncio
+import json
 import random
 
+import numpy as np
 import pytest
 from counting import collect
 from fake_crew import asynchronous_engine
 
 from serving.config import BrownoutConfig
-from serving.errors import Aborted, DeadlineExceeded, Unavailable
+from serving.errors import Aborted, DeadlineExceeded, Unavailable, WorkerLost
+from serving.execution.aep.messages import FailedUnits, Left, LostUnits, WorkerUp
+from serving.execution.aep.recorder import Stages
+from serving.frontend.metrics import Metrics
 from serving.plan import Limits
 from serving.request import Priority, SamplingParams
+from serving.timeline import Timeline
 
 pytestmark = pytest.mark.simulated_time
 
@@ -156,3 +162,107 @@ async def test_stages_hear_of_thresholds_and_outputs_tell_which_they_had(start):
     assert [(s.min_percent, s.max_percent) for s in spans] == [(70, 70), (40, 40)]
     exempt = await collect(engine, [1], 3, allow_brownout=False)
     assert exempt[-1].decode_threshold.min_percent == 100
+
+
+async def test_a_worker_that_ends_takes_its_own_requests_with_it(start):
+    """Others go on, new ones go elsewhere, until it is back."""
+    engine = start(random.Random(0), slowest_s=0.5)
+    tasks = [asyncio.create_task(collect(engine, [100 * n], 40)) for n in range(6)]
+    while sum(map(len, engine.runner.inside)) < 6:
+        await asyncio.sleep(0)
+    engine.runner.lose(1)
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    lost = [each for each in found if isinstance(each, WorkerLost)]
+    assert len(lost) == 3
+    assert str(lost[0]) == "worker attention-1 is gone; send the request again"
+    assert lost[0].retry_after_s == 3.0
+    kept = [(n, each) for n, each in enumerate(found) if isinstance(each, list)]
+    for number, outputs in kept:
+        assert tokens_of(outputs) == [100 * number + n for n in range(1, 41)]
+    assert len(kept) == 3
+    more = [asyncio.create_task(collect(engine, [n], 3)) for n in range(3)]
+    while not engine.runner.inside[0]:
+        await asyncio.sleep(0)
+    assert not engine.runner.inside[1]
+    await asyncio.gather(*more)
+    engine.runner.lose(0)
+    await asyncio.sleep(0.1)
+    with pytest.raises(WorkerLost, match="no worker with attention is there"):
+        await collect(engine, [1], 1)
+    for rank in (0, 1):
+        engine.runner.left(WorkerUp("attention", rank))
+    await asyncio.sleep(0.1)
+    assert tokens_of(await collect(engine, [1], 2)) == [2, 3]
+    await settle(engine)
+    assert engine.stats().requests_aborted == 3
+
+
+async def test_what_is_said_of_rows_that_are_given_up_comes_too_late(start):
+    engine = start(random.Random(0), slowest_s=1.0)
+    task = asyncio.create_task(collect(engine, [1], 5))
+    while not any(engine.runner.inside):
+        await asyncio.sleep(0)
+    (unit,) = (u for units in engine.runner.inside for u in units)
+    rank = next(n for n, units in enumerate(engine.runner.inside) if units)
+    engine.runner.lose(rank)
+    none = np.zeros(0)
+    engine.runner.left(Left([unit.number], [9], [0.0], [0], none, 0, 100))
+    engine.runner.left(LostUnits([unit.number]))
+    with pytest.raises(WorkerLost):
+        await task
+    await settle(engine)
+
+
+async def test_requests_that_need_an_expert_that_is_gone_are_told(start):
+    engine = start(random.Random(0), brownout=BrownoutConfig(strategy="full", salc=False))
+    running = asyncio.create_task(collect(engine, [1], 20))
+    while not any(engine.runner.inside):
+        await asyncio.sleep(0)
+    engine.runner.unreachable = "expert 3 of MoE layer 0 is gone with experts-1"
+    with pytest.raises(WorkerLost, match=r"experts-1, and nothing may stand in for it.*again"):
+        await collect(engine, [1], 1, allow_brownout=False)
+    assert tokens_of(await collect(engine, [1], 2)) == [2, 3]
+    while not any(engine.runner.inside):
+        await asyncio.sleep(0)
+    rank = next(n for n, units in enumerate(engine.runner.inside) if units)
+    units, engine.runner.inside[rank] = engine.runner.inside[rank], []
+    engine.runner.left(FailedUnits([u.number for u in units], "layer 2 needs experts"))
+    with pytest.raises(WorkerLost, match="layer 2 needs experts"):
+        await running
+    await settle(engine)
+
+
+async def test_metrics_say_what_waits_for_each_worker(start):
+    metrics = Metrics()
+    metrics.engine = start(random.Random(0))
+    found = {family.name: family for family in metrics.collect()}
+    assert [s.labels for s in found["jmoe_worker_up"].samples] == [
+        {"worker": "attention-0"},
+        {"worker": "attention-1"},
+    ]
+    assert {s.value for s in found["jmoe_worker_oldest_row_seconds"].samples} == {0.5}
+    assert "jmoe_worker_stages" in found
+
+
+async def test_a_timeline_has_a_track_for_each_worker(tmp_path):
+    timeline = Timeline()
+    rng = random.Random(0)
+    engine = asynchronous_engine(rng, observer=timeline)
+    assert engine.runner.records
+    layers, rows = np.array([0, 1]), np.array([5, 3])
+    began_at, waiting = np.array([1.0, 1.5]), np.array([[5, 0], [0, 3]])
+    stages = Stages("experts-1", layers, rows, began_at, began_at + 0.25, waiting)
+    engine.runner.left(stages)
+    await collect(engine, [1], 2)
+    await engine.stop()
+    timeline.write(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    (track,) = (e["tid"] for e in events if e.get("args") == {"name": "experts-1"})
+    drawn = [e for e in events if e["ph"] == "X" and e["tid"] == track]
+    assert [(e["name"], e["ts"], e["dur"]) for e in drawn] == [
+        ("layer 0", 1e6, 0.25e6),
+        ("layer 1", 1.5e6, 0.25e6),
+    ]
+    counted = [e["args"] for e in events if e["ph"] == "C"]
+    assert counted == [{"layer 0": 5, "layer 1": 0}, {"layer 0": 0, "layer 1": 3}]
+    assert not [e for e in events if e["ph"] == "X" and e["tid"] == 2]  # steps overlap

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from serving.config import AsynchronousConfig, BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.request import Priority, SamplingParams
 from serving.settings import SettingsError
+from serving.start_asynchronous import with_mode
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 SETTINGS = EngineConfig(
@@ -112,12 +114,16 @@ def test_prompts_are_scored_beside_others(engine_and_model):
     ("changes", "words"),
     [
         ({"asynchronous": AsynchronousConfig(1, 0)}, r"asynchronous\.experts is 0.*--experts"),
-        ({"asynchronous": AsynchronousConfig(2, 2, 3)}, r"copies is 3.*at most .*, 2"),
+        ({"asynchronous": AsynchronousConfig(2, 2, copies=3)}, r"copies is 3.*at most .*, 2"),
         ({"mesh": "ep=2"}, r"mesh is 'ep=2'; it must be '' with .*do not go with it"),
         ({"policy": "qllm"}, "policy is 'qllm'.*parks steps between two layers"),
         ({"models": ("a=b",)}, "models is .*do not go with it"),
         ({"mode": "steps"}, r"attention is 2; it must be 0 in engine\.mode steps"),
         ({"mode": "both"}, "mode is 'both'.*auto, steps, aep"),
+        (
+            {"mode": "auto", "asynchronous": AsynchronousConfig(2, 1, workers="ray")},
+            "workers is 'ray'; it must be threads unless",
+        ),
         (
             {"asynchronous": AsynchronousConfig(2, 1, layer_rule="lifo")},
             r"layer_rule: .*'lifo'",
@@ -127,6 +133,21 @@ def test_prompts_are_scored_beside_others(engine_and_model):
 async def test_what_does_not_go_together_is_named(changes, words):
     with pytest.raises(SettingsError, match=words):
         await Engine.start(replace(SETTINGS, **changes), progress=lambda *_: None)
+
+
+def test_an_open_mode_takes_what_the_forecast_says_and_tells_why(caplog):
+    found = with_mode(replace(SETTINGS, mode="auto"))
+    assert (found.mode, found.mesh, found.asynchronous.attention) == ("steps", "ep=5", 0)
+    assert re.search("5 devices take steps together .*since .*host", caplog.text)
+
+
+def test_who_asks_for_it_gets_it_with_one_warning(caplog):
+    assert with_mode(SETTINGS) == SETTINGS
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "the forecast for H200s is against it" in caplog.text
+    caplog.clear()
+    assert with_mode(EngineConfig()).mode == "steps"
+    assert not caplog.records
 
 
 async def test_a_model_without_united_experts_is_served_without_brownout(caplog):

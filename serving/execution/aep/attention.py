@@ -96,6 +96,7 @@ class AttentionWorker:
         self._buckets = {DECODE: list(decode_buckets), PREFILL: list(prefill_buckets)}
         self.controls = [StepControl(100, 0)] * 2  # of the stages that come, by group
         self.stages = 0
+        self.newest = 0, 0  # layer and rows of the newest stage
 
     @property
     def num_units(self) -> int:
@@ -210,6 +211,7 @@ class AttentionWorker:
         entries = self.queues.take(layer, group, self._buckets[group][-1], most_units)
         units = [entry.what for entry in entries]
         self.stages += 1
+        self.newest = layer, sum(entry.rows for entry in entries)
         if layer == self._num_layers:
             return self._finish(units)
         self._run(layer, units, now)

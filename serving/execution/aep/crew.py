@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
@@ -11,6 +11,16 @@ from jmoe.packed_rows import DELTA_SLOT, Q_LEN, SLOT
 from serving.execution.aep.messages import Steer, Unit
 from serving.execution.ranks import ByRank
 from serving.plan import Limits, Phase, StepPlan
+
+
+class WorkerSeen(NamedTuple):
+    """A worker as an operator sees it."""
+
+    name: str
+    is_up: bool
+    stages: int  # since it started
+    rows: int  # that wait in its queues
+    oldest_s: float  # for how long the oldest of them has; 0 without any
 
 
 @runtime_checkable
@@ -39,6 +49,14 @@ class Crew(Protocol):
         """`tell` is called, in any thread, with Left, LostUnits and FailedUnits, and with
         WorkerDown and WorkerUp where workers may end.
         """
+        ...
+
+    def record(self) -> None:
+        """From now on Stages are told, too."""
+        ...
+
+    def seen(self) -> list[WorkerSeen]:
+        """The workers now, those with attention first."""
         ...
 
     @property

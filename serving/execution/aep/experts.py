@@ -56,6 +56,7 @@ class ExpertWorker:
         self._attention, self._send, self._picker = list(attention), send, picker
         self._max_visits = max_visits
         self.stages = 0
+        self.newest = 0, 0  # layer and rows of the newest stage
 
     def receive(self, visits: ToExperts, now: float) -> None:
         """Rows came; they wait for their layer."""
@@ -101,6 +102,7 @@ class ExpertWorker:
         rows[: len(row)], ids[: len(row)] = row, expert
         parts = self.device.compute(layer, rows, ids)
         self.stages += 1
+        self.newest = layer, len(row)
         self._return(parts, size, row, pick)
         return []
 

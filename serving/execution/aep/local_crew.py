@@ -1,14 +1,16 @@
 """Workers of one process, a thread each (AMoE, section 4)."""
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from queue import Empty
 from typing import Any
 
 from serving.execution.aep.attention import AttentionWorker
-from serving.execution.aep.crew import OneModel, units_of
+from serving.execution.aep.crew import OneModel, WorkerSeen, units_of
 from serving.execution.aep.local import LocalWorkers
-from serving.execution.aep.messages import Enter, Steer
+from serving.execution.aep.messages import ATTENTION, EXPERTS, Enter, Steer
+from serving.execution.aep.recorder import Recorder
 from serving.execution.compilations import Compilations
 from serving.execution.followers import Lost
 from serving.execution.programs import Progress
@@ -30,6 +32,10 @@ class LocalCrew(OneModel):
         self._tell: Callable[[Any], None] = lambda told: None
         self._failures, self._closed = Lost(), threading.Event()
         self._steer: Steer | None = None
+        self._names = [f"{ATTENTION}-{n}" for n in range(len(workers.attention))]
+        self._names += [f"{EXPERTS}-{n}" for n in range(len(workers.experts))]
+        pairs = zip(self._names, workers.workers, strict=True)
+        self._recorders = [Recorder(name, worker) for name, worker in pairs]
 
     @property
     def compilations_since_ready(self) -> int:
@@ -67,6 +73,21 @@ class LocalCrew(OneModel):
             for inbox in self._workers.inboxes[: len(self._workers.attention)]:
                 inbox.put(steer)
 
+    def record(self) -> None:
+        """See Crew."""
+        for recorder in self._recorders:
+            recorder.is_on = True
+
+    def seen(self) -> list[WorkerSeen]:
+        """See Crew."""
+        now, found = self._workers.clock(), []
+        for name, worker in zip(self._names, self._workers.workers, strict=True):
+            queues = worker.queues
+            oldest = float(queues.oldest.min())
+            waited_s = max(0.0, now - oldest) if oldest < math.inf else 0.0
+            found.append(WorkerSeen(name, True, worker.stages, queues.num_rows, waited_s))
+        return found
+
     def watch(self, on_failure: Callable[[str], None]) -> None:
         """See Runner."""
         self._failures.watch(on_failure)
@@ -79,13 +100,20 @@ class LocalCrew(OneModel):
             inbox.put(None)
 
     def _run(self, number: int) -> None:
-        worker, ran = self._workers.workers[number], True
+        worker, recorder = self._workers.workers[number], self._recorders[number]
+        ran, clock = True, self._workers.clock
         try:
             while not self._closed.is_set():
                 for message in self._messages(number, 0.0 if ran else self._wait_s(worker)):
-                    worker.take(message, self._workers.clock())
-                results = worker.advance(self._workers.clock())
+                    worker.take(message, clock())
+                began_at = clock()
+                recorder.begin()
+                results = worker.advance(began_at)
                 ran = results is not None
+                if ran:
+                    recorder.end(began_at, clock())
+                if (stages := recorder.take(began_at)) is not None:
+                    self._tell(stages)
                 if results and isinstance(worker, AttentionWorker):
                     self._tell(worker.left(results))
         except BaseException as error:

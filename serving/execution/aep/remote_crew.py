@@ -20,7 +20,7 @@ from jaxtyping import Bool
 
 from serving.config import EngineConfig
 from serving.errors import Unavailable
-from serving.execution.aep.crew import Crew, OneModel, units_of
+from serving.execution.aep.crew import Crew, OneModel, WorkerSeen, units_of
 from serving.execution.aep.messages import (
     ATTENTION,
     EXPERTS,
@@ -33,6 +33,7 @@ from serving.execution.aep.messages import (
     WorkerUp,
 )
 from serving.execution.aep.port import Port
+from serving.execution.aep.recorder import Record, Stages
 from serving.execution.aep.starters import Starter
 from serving.execution.aep.worker_process import (
     BEAT_S,
@@ -96,11 +97,12 @@ class RemoteCrew(OneModel):
         counts = {ATTENTION: own.attention, EXPERTS: own.experts}
         self.workers = [_Worker(kind, n) for kind, count in counts.items() for n in range(count)]
         self._by_name = {worker.name: worker for worker in self.workers}
-        self._news: SimpleQueue[Callable[[], None]] = SimpleQueue()  # for the crew's thread
+        self._news: SimpleQueue[Callable[[], object]] = SimpleQueue()  # for the crew's thread
         self._tell: Callable[[Any], None] = lambda told: None
         self._failures, self._ready = Lost(), threading.Event()
         self.retry_after_s = 0.0
         self._steer: Steer | None = None
+        self._records = False
         self._port: Port | None = None
         self._closing, self._is_serving = False, False
         self._ended = threading.Event()
@@ -174,6 +176,20 @@ class RemoteCrew(OneModel):
 
         self._do(send)
 
+    def record(self) -> None:
+        """See Crew."""
+        self._records = True
+        self._do(lambda: [self._send(worker.name, Record()) for worker in self.workers])
+
+    def seen(self) -> list[WorkerSeen]:
+        """See Crew."""
+        found = []
+        for worker in self.workers:
+            beat = worker.beat or Beat(0, np.zeros(0, np.int64), 0.0, 0)
+            rows = int(beat.rows.sum())
+            found.append(WorkerSeen(worker.name, worker.is_up, beat.stages, rows, beat.oldest_s))
+        return found
+
     def watch(self, on_failure: Callable[[str], None]) -> None:
         """See Runner."""
         self._failures.watch(on_failure)
@@ -187,7 +203,7 @@ class RemoteCrew(OneModel):
 
     # ---- the thread ---------------------------------------------------------------------------
 
-    def _do(self, call: Callable[[], None]) -> None:
+    def _do(self, call: Callable[[], object]) -> None:
         """In the crew's thread, in order."""
         self._news.put(call)
         if self._port is not None:
@@ -272,7 +288,7 @@ class RemoteCrew(OneModel):
                 worker.met.update(incarnations)
                 for one in self.workers:
                     self._look_whether_up(one)
-            case Left() | LostUnits() | FailedUnits():
+            case Left() | LostUnits() | FailedUnits() | Stages():
                 self._tell(message)
 
     def _look_whether_up(self, worker: _Worker) -> None:
@@ -298,6 +314,8 @@ class RemoteCrew(OneModel):
             self._ready.set()
 
     def _come_back(self, worker: _Worker) -> None:
+        if self._records:
+            self._send(worker.name, Record())
         if worker.kind == EXPERTS:
             for attention in self._up(ATTENTION):
                 self._send(attention.name, WorkerUp(EXPERTS, worker.number))

@@ -31,6 +31,7 @@ from serving.execution.aep.messages import (
     WorkerUp,
 )
 from serving.execution.aep.port import Peer, Port
+from serving.execution.aep.recorder import Record, Recorder, Stages
 from serving.execution.compilations import Compilations
 
 SERVER = "server"
@@ -82,7 +83,7 @@ class Stop(NamedTuple):
 
 
 MESSAGES = (
-    *(Meet, Met, Beat, Stop, Enter, Steer, Left, LostUnits, FailedUnits),
+    *(Meet, Met, Beat, Stop, Record, Stages, Enter, Steer, Left, LostUnits, FailedUnits),
     *(WorkerDown, WorkerUp, ToExperts, FromExperts),
 )
 
@@ -155,6 +156,7 @@ class _Loop:
         self._heard_at = self._beat_at = time.monotonic()
         self._compilations = Compilations()
         self._compilations.ready()
+        self._recorder = Recorder(assignment.name, worker)
 
     def run(self) -> None:
         ran, worker, port = False, self._worker, self._port
@@ -165,13 +167,19 @@ class _Loop:
                 if isinstance(message, Stop):
                     return
                 self._take(sender, message)
-            results = worker.advance(time.monotonic())
+            began_at = time.monotonic()
+            self._recorder.begin()
+            results = worker.advance(began_at)
             ran = results is not None
+            if ran:
+                self._recorder.end(began_at, time.monotonic())
             if isinstance(worker, AttentionWorker):
                 if results:
                     port.send(SERVER, worker.left(results))
                 for told in worker.told():
                     port.send(SERVER, told)
+            if (stages := self._recorder.take(began_at)) is not None:
+                port.send(SERVER, stages)
             self._beat()
 
     def _take(self, sender: str, message: Any) -> None:
@@ -181,6 +189,8 @@ class _Loop:
         match message:
             case Beat():
                 pass
+            case Record():
+                self._recorder.is_on = True
             case Meet(peers):
                 for address in peers:
                     self._port.connect(address.peer)

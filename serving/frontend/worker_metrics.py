@@ -1,0 +1,37 @@
+"""Metrics of asynchronous workers: who is there, what waits for each, and how long already."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from serving.execution.aep.crew import Crew
+
+if TYPE_CHECKING:
+    from serving.engine import Engine
+
+LABELS = ["worker"]
+
+
+def collect_workers(prefix: str, engine: "Engine | None") -> Iterator[Metric]:
+    """Families; none where steps run. A slow worker is the one that rows wait for."""
+    if engine is None or not isinstance(engine.runner, Crew):
+        return
+    up = GaugeMetricFamily(f"{prefix}worker_up", "1: the worker is there", labels=LABELS)
+    stages = CounterMetricFamily(
+        f"{prefix}worker_stages", "Stages that a worker has run since it started", labels=LABELS
+    )
+    rows = GaugeMetricFamily(
+        f"{prefix}worker_waiting_rows", "Rows that wait before a worker's layers", labels=LABELS
+    )
+    oldest = GaugeMetricFamily(
+        f"{prefix}worker_oldest_row_seconds", "How long the oldest of them waits", labels=LABELS
+    )
+    for seen in engine.runner.seen():
+        name = [seen.name]
+        up.add_metric(name, float(seen.is_up))
+        stages.add_metric(name, seen.stages)
+        rows.add_metric(name, seen.rows)
+        oldest.add_metric(name, seen.oldest_s)
+    yield from (up, stages, rows, oldest)
