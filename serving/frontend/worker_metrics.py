@@ -1,22 +1,22 @@
 """Metrics of asynchronous workers: who is there, what waits for each, and how long already."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from serving.execution.aep.crew import Crew
-
 if TYPE_CHECKING:
     from serving.engine import Engine
+    from serving.execution.aep.crew import Crew
 
 LABELS = ["worker"]
 
 
 def collect_workers(prefix: str, engine: "Engine | None") -> Iterator[Metric]:
     """Families; none where steps run. A slow worker is the one that rows wait for."""
-    if engine is None or not isinstance(engine.runner, Crew):
+    crew: Crew | Any = None if engine is None else engine.runner
+    if not hasattr(crew, "seen"):  # no isinstance: the front end imports no jax
         return
     up = GaugeMetricFamily(f"{prefix}worker_up", "1: the worker is there", labels=LABELS)
     stages = CounterMetricFamily(
@@ -28,7 +28,7 @@ def collect_workers(prefix: str, engine: "Engine | None") -> Iterator[Metric]:
     oldest = GaugeMetricFamily(
         f"{prefix}worker_oldest_row_seconds", "How long the oldest of them waits", labels=LABELS
     )
-    for seen in engine.runner.seen():
+    for seen in crew.seen():
         name = [seen.name]
         up.add_metric(name, float(seen.is_up))
         stages.add_metric(name, seen.stages)
