@@ -158,9 +158,10 @@ class AttentionWorker:
         picks = np.zeros(parts.padded, np.int32)
         places[: len(place)], picks[: len(place)] = place, parts.pick
         self.device.keep(parts.part, places, picks)
-        came = np.bincount(self._first[place], minlength=len(self._missing))
-        self._missing[:, parts.worker] -= came
-        here = np.flatnonzero((came > 0) & ~self._missing.any(axis=1))
+        came = np.bincount(self._first[place])
+        touched = np.flatnonzero(came)
+        self._missing[touched, parts.worker] -= came[touched]
+        here = touched[~self._missing[touched].any(axis=1)]
         units = [self._unit_of[first] for first in here.tolist()]
         self._pass([unit for unit in units if not unit.lost], now)
         self._end_lost([unit for unit in units if unit.lost])
