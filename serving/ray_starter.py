@@ -6,6 +6,7 @@ maybe elsewhere. No row and no message goes through it: a call takes longer than
 
 import logging
 import os
+import socket
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
@@ -18,6 +19,8 @@ from serving.execution.aep.starters import Announce, Ended
 from serving.execution.aep.worker_process import Address, Assignment, work
 from serving.settings import SettingsError
 from serving.start_worker import make_worker
+
+CONNECTS_WITHIN_S = 5.0
 
 
 class _Actor:
@@ -58,10 +61,11 @@ class RayStarter:
         """Raises SettingsError for a cluster that is not there."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
+            _look_for(address)
             ray.init(
                 address=address or "local", include_dashboard=False, logging_level=logging.WARNING
             )
-        except (RayError, ConnectionError, ValueError, RuntimeError) as error:
+        except (RayError, OSError, ValueError, RuntimeError) as error:
             raise SettingsError(
                 f"engine.asynchronous.ray_address is {address!r}, and no cluster of Ray is there "
                 f"({' '.join(str(error).split())}); start one with `ray start --head`, or leave it "
@@ -99,3 +103,10 @@ class RayStarter:
     def close(self) -> None:
         """See Starter. A cluster that was there stays."""
         ray.shutdown()
+
+
+def _look_for(address: str) -> None:
+    """Raises OSError where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon:
+        socket.create_connection((host, int(port)), CONNECTS_WITHIN_S).close()

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import time
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import shown
@@ -280,6 +280,7 @@ def request_entry(request_id: str) -> RequestEntry | None:
 def log_start(engine: "Engine", served_name: str, took_s: float) -> None:
     """What is served and how, once the engine is ready: model, capacity, brownout."""
     _log_model(engine, served_name, took_s)
+    _log_workers(engine)
     _log_brownout(engine)
 
 
@@ -315,7 +316,7 @@ def _facts(engine: "Engine") -> dict[str, Any]:
         "num_parameters": model.num_parameters,
         "dtype": str(model.dtype),
         "device": device.device_kind,
-        "num_devices": engine.scheduler.limits.num_ranks,
+        "num_devices": engine.scheduler.limits.num_ranks + config.asynchronous.experts,
         "platform": device.platform,
         "weight_bytes": family.weight_bytes,
         "kv_bytes": kv_pages * page_bytes(model.config, config.page_size, model.dtype),
@@ -325,6 +326,18 @@ def _facts(engine: "Engine") -> dict[str, Any]:
         "max_model_len": config.max_model_len,
         "num_programs": runner.num_programs,
     }
+
+
+def _log_workers(engine: "Engine") -> None:
+    """Of mode aep."""
+    own = engine.config.asynchronous
+    if engine.config.mode == "aep":
+        log.info(
+            "asynchronous: %d workers with attention, %d with experts, each expert on %d; %s, layer "
+            "rule %s",
+            *(own.attention, own.experts, own.copies, own.workers, own.layer_rule),
+            extra={"event": "workers", **asdict(own)},
+        )
 
 
 def _log_brownout(engine: "Engine") -> None:
