@@ -9,6 +9,7 @@ model is held to its logits there, one a family and the mixed one to what they g
 
 DEEP_FILES = {
     "tests/e2e/test_asynchronous_faults.py",
+    "tests/e2e/test_asynchronous_ray.py",
     "tests/e2e/test_family_hostile.py",
     "tests/e2e/test_hostile_script.py",
     "tests/e2e/test_hosts.py",

@@ -333,8 +333,8 @@ def _log_workers(engine: "Engine") -> None:
     own = engine.config.asynchronous
     if engine.config.mode == "aep":
         log.info(
-            "asynchronous: %d workers with attention, %d with experts, each expert on %d; %s, layer "
-            "rule %s",
+            "asynchronous: %d workers with attention, %d with experts, each expert on %d; %s, "
+            "layer rule %s",
             *(own.attention, own.experts, own.copies, own.workers, own.layer_rule),
             extra={"event": "workers", **asdict(own)},
         )

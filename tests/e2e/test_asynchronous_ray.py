@@ -1,0 +1,83 @@
+"""Workers that Ray starts: they answer, and one that is killed comes back."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import grpc
+import pytest
+
+import jmoe
+from serving.client import Client
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.settings import SettingsError
+
+from .conftest import serving
+
+pytest.importorskip("ray")
+
+SETTINGS = (
+    "engine.mode=aep",
+    "engine.asynchronous.workers=ray",
+    "engine.asynchronous.attention=1",
+    "engine.asynchronous.experts=1",
+    "engine.max_num_seqs=8",
+    "engine.decode_buckets=8",
+    "engine.prefill_buckets=128",
+    "engine.salc.controller=algorithm2",
+)
+PROMPT, NEW_TOKENS = [5, 9, 40, 3], 12
+
+
+def actors():
+    """Process ids of the workers on this machine."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and b"ray::_Actor" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it has just ended
+    return found
+
+
+async def answer(client):
+    """Tokens; None while a worker is gone."""
+    sampling = pb.SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    try:
+        call = client.generate(PROMPT, sampling, allow_brownout=False)
+        return [token async for message in call for token in message.token_ids]
+    except grpc.aio.AioRpcError as error:
+        assert error.code() is grpc.StatusCode.UNAVAILABLE, error  # noqa: PT017
+        return None
+
+
+async def test_a_killed_actor_is_replaced():
+    want = jmoe.generate(jmoe.load("bundled", "float32"), [PROMPT], NEW_TOKENS, stop_token_ids=())
+    with serving(*SETTINGS) as (server, address):
+        async with Client(address) as client:
+            assert await answer(client) == want.tokens[0]
+            before = actors()
+            assert len(before) == 2
+            os.kill(before[0], signal.SIGKILL)
+            for _ in range(600):
+                if before[0] not in actors() and await answer(client) is not None:
+                    break
+                await asyncio.sleep(0.1)
+            assert await answer(client) == want.tokens[0]
+            assert len(actors()) == 2
+        server.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.wait, 30) == 0
+    for _ in range(100):
+        if not actors():
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(f"workers outlive their server: {actors()}")
+
+
+def test_a_cluster_that_is_not_there_is_named():
+    from serving.ray_starter import RayStarter
+
+    with pytest.raises(SettingsError, match=r"ray_address is '127\.0\.0\.1:1', and no cluster"):
+        RayStarter("127.0.0.1:1")
