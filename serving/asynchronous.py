@@ -31,6 +31,7 @@ from serving.scheduling.policy import LS
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.units import UnitScheduler
 
+NOBODY = "no worker with attention is there"
 Told = Left | LostUnits | FailedUnits | WorkerDown | WorkerUp | Stages
 NOT_COUNTED = np.zeros((0, 0), np.int32)
 """Rows by expert: they are the crew's to count, since stages mix those of many steps."""
@@ -70,6 +71,7 @@ class AsynchronousEngine(Engine):
         while (step := self.scheduler.next_step(now=now)) is not None:
             self._enter(step, now)
         if self.scheduler.idle:
+            self._idle.set()
             return False
         await self._work.wait()
         return True
@@ -115,8 +117,9 @@ class AsynchronousEngine(Engine):
                 if kind == ATTENTION:
                     self._lose(number)
                 return
-            case WorkerUp(_, number):
-                self.scheduler.open_rank(number)
+            case WorkerUp(kind, number):
+                if kind == ATTENTION:
+                    self.scheduler.open_rank(number)
                 return
             case Stages():
                 self.accounts.stages_ran(told)
@@ -140,6 +143,9 @@ class AsynchronousEngine(Engine):
         before = self.scheduler.num_entered
         for sequence in self.scheduler.close_rank(rank):
             self._end(sequence, self._lost(f"worker attention-{rank} is gone"))
+        if not self.scheduler.places.any_open:
+            for sequence in list(self.scheduler.waiting):
+                self._end(sequence, self._lost(NOBODY))
         self.watchdog.ended += before - self.scheduler.num_entered
 
     def _lost(self, why: str) -> WorkerLost:
@@ -148,7 +154,7 @@ class AsynchronousEngine(Engine):
     async def _admit(self, request: Request) -> SequenceState:
         """Raises WorkerLost where workers are gone that it needs, and as an Engine does."""
         if not self.scheduler.places.any_open:
-            raise self._lost("no worker with attention is there")
+            raise self._lost(NOBODY)
         exact = not request.allow_brownout or self.slo.strategy == "zero"
         if exact and (missing := self._crew.unreachable):
             raise self._lost(f"{missing}, and nothing may stand in for it")
@@ -162,8 +168,6 @@ class AsynchronousEngine(Engine):
         scores = left.scores if len(left.scores) else None
         result = StepResult(left.tokens, left.logprobs, left.degraded, NOT_COUNTED, scores)
         self._accept(step, result, entered_at, entered_at, now)
-        if self.scheduler.idle:
-            self._idle.set()
 
     def _fail(self, reason: str) -> None:
         self.scheduler.abandon()  # nothing will leave any more

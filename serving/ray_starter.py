@@ -36,7 +36,8 @@ class _Actor:
     def _work(self) -> None:
         reason = "the server said so"
         try:
-            work(self._assignment, make_worker, self._address.set_result)
+            silence_s = self._assignment.config.asynchronous.worker_timeout_s
+            work(self._assignment, make_worker, self._address.set_result, silence_s)
         except BaseException as error:
             reason = f"{type(error).__name__}: {error}"
         if not self._address.done():

@@ -15,6 +15,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from serving.config import ServerConfig
+from serving.settings_asynchronous import check_asynchronous
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 """Presets: beside the packages in a checkout and when installed."""
@@ -48,7 +49,6 @@ _POSITIVE = (
     "engine.balance.interval_s",
     "engine.balance.half_life_s",
     "engine.asynchronous.copies",
-    "engine.asynchronous.worker_timeout_s",
     "engine.asynchronous.min_batch",
     "engine.asynchronous.max_age_s",
 )
@@ -327,70 +327,9 @@ def check(config: ServerConfig) -> None:
         require(
             list(values) == sorted({v for v in values if v > 0}), name, "positive and ascending"
         )
-    _check_asynchronous(config, require)
+    check_asynchronous(config, require)
     _check_together(config, require)
     _check_hosts(config, require)
-
-
-NOT_ASYNCHRONOUS = {
-    "mesh": "",
-    "coordinator": "",
-    "models": (),
-    "family": "",
-    "resident_sets": 0,
-    "resident_experts": 0,
-    "spare_experts": 0,
-    "part_layers": 0,
-    "threshold_buckets_percent": (),
-    "enforce_eager": False,
-}
-"""Settings that mean something to steps alone: what they have to be in mode aep."""
-
-
-def _check_asynchronous(config: ServerConfig, require: Any) -> None:
-    """Mode aep: its workers, and what does not go with them."""
-    engine, own = config.engine, config.engine.asynchronous
-    for name, other in (("attention", "experts"), ("experts", "attention")):
-        require(
-            getattr(own, name) > 0 or (not getattr(own, other) and engine.mode != "aep"),
-            f"engine.asynchronous.{name}",
-            "1 or more in engine.mode aep: workers with attention and workers with experts, each on"
-            " a device of its own (--attention N --experts N)",
-        )
-    require(
-        not own.experts or own.copies <= own.experts,
-        "engine.asynchronous.copies",
-        f"at most engine.asynchronous.experts, {own.experts}",
-    )
-    require(
-        own.workers == "threads" or engine.mode == "aep",
-        "engine.asynchronous.workers",
-        f"threads unless engine.mode is aep, and that is {engine.mode!r}",
-    )
-    if engine.mode == "steps":
-        require(not own.attention, "engine.asynchronous.attention", "0 in engine.mode steps")
-    if not own.attention:
-        return
-    for name, wanted in NOT_ASYNCHRONOUS.items():
-        require(
-            getattr(engine, name) == wanted,
-            f"engine.{name}",
-            f"{wanted!r} with engine.asynchronous.attention {own.attention}: asynchronous workers "
-            "do not go with it",
-        )
-    require(
-        engine.policy != "qllm",
-        "engine.policy",
-        "another one with engine.asynchronous.attention "
-        f"{own.attention}: qllm parks steps between two layers, and there is none to park; "
-        "ls_first serves latency-sensitive rows first in every layer",
-    )
-    require(
-        engine.salc.controller != "predictive",
-        "engine.salc.controller",
-        "algorithm2, or your own, with engine.asynchronous.attention "
-        f"{own.attention}: predictive knows steps, and rows here take no step together",
-    )
 
 
 def _check_hosts(config: ServerConfig, require: Any) -> None:

@@ -7,6 +7,7 @@ another, to its standard output. It ends when its input does: no worker outlives
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -35,11 +36,22 @@ def make_worker(assignment: Assignment, send: Callable[[int, Any], None]) -> Wor
     """
     import jax
 
+    limit_cpu_threads(assignment.config.cpu_threads)
+    device = jax.local_devices()[0]
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # the device is for its part
+        worker, sizes = _worker_of(assignment, send, device)
+    worker.warm(sizes)
+    return worker
+
+
+def _worker_of(
+    assignment: Assignment, send: Callable[[int, Any], None], device: Any
+) -> tuple[Worker, list[int]]:
+    """The worker, and the sizes of messages to warm it with."""
     config, number = assignment.config, assignment.number
-    limit_cpu_threads(config.cpu_threads)
     crew = crew_of(config, None, lambda *_: None)
     own, sizes, model = config.asynchronous, crew.sizes, crew.model
-    numbers, device = RowNumbers(own.attention, sizes.num_rows), jax.local_devices()[0]
+    numbers = RowNumbers(own.attention, sizes.num_rows)
     picker = make_layer_picker(own)
     num_visits = sizes.max_visits(model.config.experts_per_token)
     if assignment.kind == ATTENTION:
@@ -55,8 +67,7 @@ def make_worker(assignment: Assignment, send: Callable[[int, Any], None]) -> Wor
             decode_buckets=sizes.decode_buckets,
             prefill_buckets=sizes.prefill_buckets,
         )
-        worker.warm(buckets(num_visits))
-        return worker
+        return worker, buckets(num_visits)
     part = part_of(model.pool, np.asarray(model.table.slots), crew.hosts[:, :, number], device)
     worker = ExpertWorker(
         ExpertPrograms(*part, numbers.total, device),
@@ -69,8 +80,7 @@ def make_worker(assignment: Assignment, send: Callable[[int, Any], None]) -> Wor
         picker,
         max_visits=num_visits,
     )
-    worker.warm(sizes.row_sizes)
-    return worker
+    return worker, sizes.row_sizes
 
 
 def main() -> None:
@@ -88,6 +98,8 @@ def main() -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_input, daemon=True).start()
+    for name in (signal.SIGINT, signal.SIGTERM):  # who stops all at once wants streams to finish
+        signal.signal(name, signal.SIG_IGN)
     try:
         work(assignment, make_worker, announce)
     except Exception as error:

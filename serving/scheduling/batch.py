@@ -5,7 +5,7 @@ launched in parts of some layers. Between two parts rows may leave it (their req
 ended or was evicted), and another batch that has come as far may join.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,7 +107,7 @@ class Batch:
         self.num_parks = 0
         self.control: StepControl | None = None  # of all its layers, from its first launch on
         self.joins: Batch | None = None  # a parked one, taken along when this has come as far
-        self.extents: list[int] = []  # of hidden rows
+        self._extents: dict[int, list[int]] = {}  # of hidden rows, by rank
         self.needed: np.ndarray | None = None  # of its parts that were read (`StepResult.needed`)
         self.has_best_effort = any(s.request.priority is BE for s in sequences)
         self.model = sequences[0].request.model  # of a mixed step, the first one's
@@ -138,14 +138,20 @@ class Batch:
             index,
         )
 
-    def place(self, extent: int, limits: Limits) -> None:
-        """Its tokens' rows wait in `extent`, each on its sequence's rank."""
-        self.extents.append(extent)
-        start = [limits.extent(extent, rank) for rank in range(limits.num_ranks)]
+    def place(self, extents: Mapping[int, int], limits: Limits) -> None:
+        """Its tokens' rows wait in these, one on each rank that has sequences of it."""
+        self._extents = {rank: [extent] for rank, extent in extents.items()}
+        start = {rank: limits.extent(extent, rank) for rank, extent in extents.items()}
         for sequence, tokens in zip(self.sequences, self.tokens, strict=True):
             rank = limits.rank(sequence.slot)
             self.places.append(range(start[rank], start[rank] + len(tokens)))
             start[rank] += len(tokens)
+
+    def give_up_extents(self, rank: int | None = None) -> dict[int, list[int]]:
+        """Those of a rank, None: of all; they are nobody's now."""
+        given = {r: e for r, e in self._extents.items() if rank in (None, r)}
+        self._extents = {r: e for r, e in self._extents.items() if r not in given}
+        return given
 
     def on_ranks(self, limits: Limits) -> list[tuple[int, int]]:
         """Its sequences and positions on each rank."""
@@ -189,7 +195,8 @@ class Batch:
         self.sampled += other.sampled
         self.tokens += other.tokens
         self.places += other.places
-        self.extents += other.extents
+        for rank, extents in other.give_up_extents().items():
+            self._extents.setdefault(rank, []).extend(extents)
         self.has_best_effort |= other.has_best_effort
         self.num_parks = max(self.num_parks, other.num_parks)
         self.joins = None

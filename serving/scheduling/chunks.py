@@ -1,6 +1,7 @@
 """Chunks of prompts for one prefill step, as many as each rank has room for."""
 
 from collections import Counter
+from collections.abc import Set
 
 import numpy as np
 
@@ -13,8 +14,9 @@ from serving.scheduling.sequence import SequenceState, SequenceStatus
 class Chunks:
     """What a prefill step is made of while it is filled."""
 
-    def __init__(self, limits: Limits, exact: ExactRows) -> None:
-        self._limits, self._exact = limits, exact
+    def __init__(self, limits: Limits, exact: ExactRows, ranks: Set[int]) -> None:
+        """`ranks`: those that may have some."""
+        self._limits, self._exact, self._ranks = limits, exact, ranks
         self._most = limits.max_prefill_tokens  # of a rank
         self._taken: list[tuple[SequenceState, list[int]]] = []
 
@@ -32,7 +34,9 @@ class Chunks:
         return [
             rank
             for rank, tokens in enumerate(self._tokens())
-            if tokens < self._most and seqs[rank] < self._limits.max_prefill_seqs
+            if rank in self._ranks
+            and tokens < self._most
+            and seqs[rank] < self._limits.max_prefill_seqs
         ]
 
     def may_take(self, sequence: SequenceState) -> bool:

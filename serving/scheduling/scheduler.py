@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jmoe.packed_rows import NUM_COLUMNS
-from serving.plan import NUM_EXTENTS, Limits, Phase
+from serving.plan import Limits, Phase
 from serving.request import Priority
 from serving.scheduling.batch import Batch, ScheduledStep
 from serving.scheduling.chunks import Chunks
 from serving.scheduling.exact import ExactRows
+from serving.scheduling.extents import Extents
 from serving.scheduling.guarded import GuardedPolicy
 from serving.scheduling.places import Places
 from serving.scheduling.policy import (
@@ -77,7 +78,7 @@ class Scheduler:
         self.num_evictions = dict.fromkeys(Priority, 0)
         self._layers_at_once = layers_at_once or (lambda phase, size: limits.num_layers)
         self._max_wait_s = max_wait_s
-        self._free_extents = list(range(NUM_EXTENTS))
+        self.extents = Extents(limits)
         self._last_phase = Phase.DECODE
         self._newest: Batch | None = None  # whose layers were launched last
         self._has_best_effort = False  # as the next step is planned
@@ -140,8 +141,7 @@ class Scheduler:
         if not self.idle:
             raise AssertionError(f"{len(self.waiting)} waiting and {len(self.running)} running")
         self.places.check_idle()
-        if lost := NUM_EXTENTS - len(self._free_extents):
-            raise AssertionError(f"{lost} extents leaked")
+        self.extents.check_idle()
         if self.under_way:
             raise AssertionError(f"{len(self.under_way)} steps without rows are under way")
 
@@ -208,7 +208,7 @@ class Scheduler:
         decoding = [s for s in free if s.status is SequenceStatus.DECODE and not s.exhausted]
         prefill, decode = self._by_class(prefilling), self._by_class(decoding)
         can = {
-            c: bool(self._free_extents)
+            c: bool(self.extents.ranks)
             and (bool(prefill[c]) or self._next_admissible((c,)) is not None)
             for c in (LS, BE)
         }
@@ -292,7 +292,7 @@ class Scheduler:
     def _end(self, batch: Batch) -> None:
         """Its last layers are launched, or it has no rows any more."""
         self.under_way.remove(batch)
-        self._free_extents, batch.extents = self._free_extents + batch.extents, []
+        self.extents.give_back(batch.give_up_extents())
 
     # ---- prefill ----------------------------------------------------------------------------
 
@@ -339,9 +339,7 @@ class Scheduler:
         return self.limits.pages_for(len(head.context) + 1)
 
     def _begin_prefill(self, order: Order, now: float) -> Batch | None:
-        if not self._free_extents:
-            return None
-        chunks = Chunks(self.limits, self.exact)
+        chunks = Chunks(self.limits, self.exact, self.extents.ranks)
         for number, group in enumerate(order):
             if number and chunks:  # who fills up must not make the step dearer
                 if self._parked(Phase.PREFILL, chunks.model) is not None:
@@ -351,7 +349,8 @@ class Scheduler:
         if not chunks:
             return None
         batch = self._begin(chunks.pack(), now)
-        batch.place(self._free_extents.pop(), self.limits)
+        ranks = (self.limits.rank(sequence.slot) for sequence in batch.sequences)
+        batch.place(self.extents.take(ranks), self.limits)
         parked = self._parked(Phase.PREFILL, batch.model)
         if parked is not None and batch.has_room_for(parked, self.limits):
             batch.joins = parked

@@ -5,6 +5,7 @@ step is only how rows enter: each leaves the last layer when it has come there, 
 were beside it. Until then nobody else may have its pages, which it still writes to.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -40,7 +41,7 @@ class UnitScheduler(Scheduler):
         super().__init__(*args, **kwargs)
         self._entered: dict[int, Entered] = {}
         self._numbers = count()
-        self._rows_left: dict[Batch, int] = {}
+        self._rows_left = Counter[tuple[Batch, int]]()  # by step and rank
 
     @property
     def num_entered(self) -> int:
@@ -115,10 +116,11 @@ class UnitScheduler(Scheduler):
     def _taken(self, numbers: Sequence[int]) -> list[Entered]:
         units = [self._entered.pop(number) for number in numbers]
         for unit in units:
-            self._rows_left[unit.batch] -= 1
-            if not self._rows_left[unit.batch]:
-                del self._rows_left[unit.batch]
-                self._end(unit.batch)
+            rank = self.limits.rank(unit.sequence.slot)
+            self._rows_left[unit.batch, rank] -= 1
+            if not self._rows_left[unit.batch, rank]:
+                del self._rows_left[unit.batch, rank]
+                self.extents.give_back(unit.batch.give_up_extents(rank))
         return units
 
     def _free_done(self, units: Sequence[Entered]) -> None:
@@ -135,13 +137,9 @@ class UnitScheduler(Scheduler):
         for sequence in step.sequences:
             sequence.batch = batch  # until it leaves
         self.under_way.remove(batch)
-        self._rows_left[batch] = len(step.sequences)
+        self._rows_left.update((batch, self.limits.rank(s.slot)) for s in step.sequences)
         self._last_phase = batch.phase
         return step
-
-    def _end(self, batch: Batch) -> None:
-        self._free_extents += batch.extents
-        batch.extents = []
 
     def _release(self, sequence: SequenceState) -> None:
         if sequence.batch is None:  # else it is, once it has left

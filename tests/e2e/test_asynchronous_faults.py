@@ -35,16 +35,17 @@ NEW_TOKENS, ANSWERS_WITHIN_S = 24, 60
 
 
 def workers_of(server):
-    """Process ids of a server's workers."""
+    """Names of a server's workers by process id."""
     children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
     found = []
     for task in children.parents[1].iterdir():
         found += (task / "children").read_text().split()
-    return [
-        int(pid)
-        for pid in found
-        if "serving.start_worker" in Path(f"/proc/{pid}/cmdline").read_text()
-    ]
+    lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in found}
+    return {
+        pid: line[line.index("serving.start_worker") + 1]
+        for pid, line in lines.items()
+        if "serving.start_worker" in line
+    }
 
 
 class Load:
@@ -101,7 +102,8 @@ async def test_workers_are_killed_and_come_back(copies):
         callers = [asyncio.create_task(load.caller(seed)) for seed in range(6)]
         await load.until(lambda: load.seen["OK"] > 6)
         for number in range(KILLS):
-            victim = rng.choice(workers_of(server))
+            victim, name = rng.choice(sorted(workers_of(server).items()))
+            refused = load.seen["UNAVAILABLE"]
             # One falls silent: it counts as gone after a while, and is killed.
             os.kill(victim, signal.SIGKILL if number else signal.SIGSTOP)
             await asyncio.sleep(rng.uniform(0, 1))
@@ -109,6 +111,8 @@ async def test_workers_are_killed_and_come_back(copies):
             await load.until(lambda: len(workers_of(server)) == 3)
             before = load.seen["OK"]
             await load.until(lambda before=before: load.seen["OK"] > before + 6)
+            if copies == 2 and name.startswith("experts"):
+                assert load.seen["UNAVAILABLE"] == refused
             assert all(not caller.done() for caller in callers), [c for c in callers if c.done()]
         load.done = True
         await asyncio.wait_for(asyncio.gather(*callers), ANSWERS_WITHIN_S)

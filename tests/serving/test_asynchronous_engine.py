@@ -197,6 +197,54 @@ async def test_a_worker_that_ends_takes_its_own_requests_with_it(start):
     assert engine.stats().requests_aborted == 3
 
 
+async def test_a_silent_worker_holds_up_its_own_requests_alone(start):
+    """Prompts that come later are computed by the other, though it has had steps in common."""
+    engine = start(random.Random(0), slowest_s=0.01)
+    leave = engine.runner._some_leave
+    engine.runner._some_leave = lambda rank: leave(rank) if rank == 0 else None
+    tasks = []
+    for number in range(10):
+        tasks.append(asyncio.create_task(collect(engine, [number], 1)))
+        await asyncio.sleep(0.2)
+    assert sum(task.done() for task in tasks) >= 7
+    engine.runner._some_leave = leave
+    while engine.runner.inside[1]:
+        leave(1)
+        await asyncio.sleep(0.1)
+    await asyncio.gather(*tasks)
+    await settle(engine)
+
+
+async def test_a_drain_ends_with_the_last_row_whatever_becomes_of_it(start):
+    for what in (LostUnits, lambda numbers: FailedUnits(numbers, "no worker")):
+        engine = start(random.Random(0), slowest_s=1e6)
+        stream = engine.generate([1], SamplingParams(max_new_tokens=5))
+        first = asyncio.create_task(anext(stream))
+        while not any(engine.runner.inside):
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        await stream.aclose()
+        draining = asyncio.create_task(engine.drain(100))
+        await asyncio.sleep(0.1)
+        numbers = [u.number for units in engine.runner.inside for u in units]
+        engine.runner.inside = [[], []]
+        engine.runner.left(what(numbers))
+        assert await asyncio.wait_for(draining, 1)
+
+
+async def test_who_waits_for_a_slot_is_told_when_the_last_worker_goes(start):
+    engine = start(random.Random(0), slowest_s=1e6)
+    tasks = [asyncio.create_task(collect(engine, [n], 5)) for n in range(12)]
+    while sum(map(len, engine.runner.inside)) < 6:
+        await asyncio.sleep(0)
+    engine.runner.lose(0)
+    engine.runner.lose(1)
+    found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 1)
+    assert all(isinstance(each, WorkerLost) for each in found)
+    assert sum("no worker with attention is there" in str(each) for each in found) == 6
+
+
 async def test_what_is_said_of_rows_that_are_given_up_comes_too_late(start):
     engine = start(random.Random(0), slowest_s=1.0)
     task = asyncio.create_task(collect(engine, [1], 5))

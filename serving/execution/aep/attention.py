@@ -250,8 +250,8 @@ class AttentionWorker:
             return
         count, starts = sum(lengths), np.cumsum([0, *lengths[:-1]])
         asked = asked[:count]
-        if unserved.any():
-            units, asked = self._without_unserved(units, lengths, asked, unserved[:count], layer)
+        if unserved[:count].any():
+            asked = self._end_unserved(units, lengths, asked, unserved[:count], layer)
         given_up = np.add.reduceat(degraded[:count], starts).tolist()
         for unit, degraded_here in zip(units, given_up, strict=True):
             unit.degraded += degraded_here
@@ -263,25 +263,23 @@ class AttentionWorker:
         firsts = np.repeat(places[starts], lengths)
         self._ask(int(self._moe[layer]), h, len(places), places[:count], asked, urgent, firsts)
 
-    def _without_unserved(
+    def _end_unserved(
         self,
         units: list[Unit],
         lengths: list[int],
         asked: Int[np.ndarray, "n K"],
         unserved: Int[np.ndarray, "n"],
         layer: int,
-    ) -> tuple[list[Unit], Int[np.ndarray, "n K"]]:
-        """Units with visits that no worker can make end here; they ask for nothing."""
+    ) -> Int[np.ndarray, "n K"]:
+        """Units with visits that no worker can make end here; what is asked without them."""
         starts = np.cumsum([0, *lengths[:-1]])
         ends = np.add.reduceat(unserved, starts) > 0
         failed = [unit for unit, at_end in zip(units, ends, strict=True) if at_end]
         self._free(failed)
-        down = ", ".join(map(str, np.flatnonzero(~self._alive)))
-        reason = (
-            f"layer {layer} needs experts that only worker {down} with experts has, and it is gone"
-        )
+        gone = ", ".join(f"experts-{n}" for n in np.flatnonzero(~self._alive))
+        reason = f"no worker has an expert of layer {layer} now ({gone} gone)"
         self._told.append(FailedUnits([unit.number for unit in failed], reason))
-        return units, np.where(np.repeat(ends, lengths)[:, None], -1, asked)
+        return np.where(np.repeat(ends, lengths)[:, None], -1, asked)
 
     def _control(self, units: list[Unit], rows: Int[np.ndarray, "B C"]) -> StepControl:
         """Of a stage; latency-sensitive rows are made exempt where others can give up enough."""

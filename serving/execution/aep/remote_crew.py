@@ -80,6 +80,10 @@ class _Worker:
         return name_of(self.kind, self.number)
 
 
+def _port_at(host: str) -> Port:
+    return Port(SERVER, MESSAGES, bind=f"tcp://{host}:0")
+
+
 class RemoteCrew(OneModel):
     """A Crew whose workers may end, and come back."""
 
@@ -89,8 +93,13 @@ class RemoteCrew(OneModel):
         limits: Limits,
         hosts: Bool[np.ndarray, "layers E W"],
         starter: Starter,
+        make_port: Callable[[str], Port] = _port_at,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hosts` as of AttentionWorker; `config` is what workers are started with."""
+        """`hosts` as of AttentionWorker; `config` is what workers are started with; `make_port`
+        listens at a host; `clock` is in seconds.
+        """
+        self._make_port, self._clock = make_port, clock
         own = config.asynchronous
         self.limits, self._config, self._hosts = limits, config, hosts
         self._starter, self._join_s = starter, config.join_timeout_s
@@ -98,7 +107,8 @@ class RemoteCrew(OneModel):
         self.workers = [_Worker(kind, n) for kind, count in counts.items() for n in range(count)]
         self._by_name = {worker.name: worker for worker in self.workers}
         self._news: SimpleQueue[Callable[[], object]] = SimpleQueue()  # for the crew's thread
-        self._tell: Callable[[Any], None] = lambda told: None
+        self._told: list[Any] = []  # before anybody listened
+        self._tell: Callable[[Any], None] = self._told.append
         self._failures, self._ready = Lost(), threading.Event()
         self.retry_after_s = 0.0
         self._steer: Steer | None = None
@@ -151,7 +161,13 @@ class RemoteCrew(OneModel):
 
     def listen(self, tell: Callable[[Any], None]) -> None:
         """See Crew."""
-        self._tell = tell
+
+        def begin() -> None:
+            self._tell = tell
+            for told in self._told:
+                tell(told)
+
+        self._do(begin)
 
     def enter(self, plan: StepPlan, numbers: Sequence[int], **of_rows: Sequence[bool]) -> None:
         """See Crew."""
@@ -209,20 +225,30 @@ class RemoteCrew(OneModel):
         if self._port is not None:
             self._port.wake()
 
+    def open(self) -> None:
+        """Listens, and starts all workers. The thread's, as `turn`."""
+        self._port = self._make_port(self._starter.host)
+        for worker in self.workers:
+            self._start(worker)
+
+    def turn(self) -> None:
+        """Waits a little for messages, and acts upon all that is known."""
+        assert self._port is not None
+        for sender, message in self._port.receive(BEAT_S / 4):
+            self._hear(self._by_name[sender], message)
+        self._take_news()
+        self._look_after_all()
+
     def _run(self) -> None:
         try:
-            self._port = port = Port(SERVER, MESSAGES, bind=f"tcp://{self._starter.host}:0")
-            for worker in self.workers:
-                self._start(worker)
+            self.open()
             while not self._closing:
-                for sender, message in port.receive(BEAT_S / 4):
-                    self._hear(self._by_name[sender], message)
-                self._take_news()
-                self._look_after_all()
+                self.turn()
             for worker in self.workers:
                 self._send(worker.name, Stop())
-            port.receive(0.1)  # what is to leave leaves
-            port.close()
+            assert self._port is not None
+            self._port.receive(0.1)  # what is to leave leaves
+            self._port.close()
         except BaseException as error:
             log.debug("where it came from", exc_info=True)
             self._failures.say(f"the crew's thread: {type(error).__name__}: {error}")
@@ -260,7 +286,7 @@ class RemoteCrew(OneModel):
             self._starter.host,
         )
         worker.run += 1
-        run, worker.starts_at, worker.started_at = worker.run, math.inf, time.monotonic()
+        run, worker.starts_at, worker.started_at = worker.run, math.inf, self._clock()
 
         def announce(address: Address) -> None:
             self._do(lambda: self._meet(worker, address) if worker.run == run else None)
@@ -280,7 +306,7 @@ class RemoteCrew(OneModel):
             self._send(other.name, Meet([address]))
 
     def _hear(self, worker: _Worker, message: Any) -> None:
-        worker.heard_at = time.monotonic()
+        worker.heard_at = self._clock()
         match message:
             case Beat():
                 worker.beat = message
@@ -305,7 +331,7 @@ class RemoteCrew(OneModel):
         if not all(both):
             return
         worker.is_up, worker.num_ends = True, 0
-        self.retry_after_s = time.monotonic() - worker.started_at
+        self.retry_after_s = self._clock() - worker.started_at
         if self._is_serving:
             log.warning("worker %s is back", worker.name)
             self._come_back(worker)
@@ -320,9 +346,10 @@ class RemoteCrew(OneModel):
             for attention in self._up(ATTENTION):
                 self._send(attention.name, WorkerUp(EXPERTS, worker.number))
             return
-        for one in self.workers:
-            if one.kind == EXPERTS and one.address is None:
-                self._send(worker.name, WorkerDown(EXPERTS, one.number))
+        for one in self.workers:  # as they are now: it may have heard of an end, and of no return
+            if one.kind == EXPERTS:
+                news = WorkerDown if one.address is None else WorkerUp
+                self._send(worker.name, news(EXPERTS, one.number))
         if self._steer is not None:
             self._send(worker.name, self._steer)
         self._tell(WorkerUp(ATTENTION, worker.number))
@@ -343,10 +370,10 @@ class RemoteCrew(OneModel):
                 self._send(other.name, WorkerDown(worker.kind, worker.number))
         self._port.forget(worker.name)
         worker.address, worker.beat, worker.heard_at = None, None, math.inf
-        worker.met = set()
+        worker.met, worker.started_at = set(), math.nan
         pause_s = min(LONGEST_PAUSE_S, 2.0**worker.num_ends)
         worker.num_ends += 1
-        worker.starts_at = time.monotonic() + pause_s
+        worker.starts_at = self._clock() + pause_s
         log.error("worker %s is gone: %s; another is started in %g s", worker.name, reason, pause_s)
         if was_up:
             self._tell(WorkerDown(worker.kind, worker.number))
@@ -355,7 +382,7 @@ class RemoteCrew(OneModel):
 
     def _look_after_all(self) -> None:
         """Signs of life, either way; and what is to be started."""
-        now, limit_s = time.monotonic(), self._config.asynchronous.worker_timeout_s
+        now, limit_s = self._clock(), self._config.asynchronous.worker_timeout_s
         held_up_s = now - self._spoke_at
         if held_up_s >= BEAT_S:
             self._spoke_at = now
@@ -369,6 +396,9 @@ class RemoteCrew(OneModel):
                 self._end(
                     worker, f"silent for {limit_s:g} s (engine.asynchronous.worker_timeout_s)"
                 )
+            if not worker.is_up and now - worker.started_at > self._join_s:
+                self._starter.kill(worker.name)
+                self._end(worker, f"not up after {self._join_s:g} s (join_timeout_s)")
             if now >= worker.starts_at:
                 self._start(worker)
 

@@ -51,21 +51,22 @@ class ProcessStarter:
         number = assignment.number
         if assignment.kind != "attention":
             number += assignment.config.asynchronous.attention
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = [str(number)] if given is None else given.split(",")[number : number + 1]
+        if not devices:
+            ended(f"CUDA_VISIBLE_DEVICES is {given!r}, and each worker needs a device of its own")
+            return
         process = subprocess.Popen(
-            [sys.executable, "-m", "serving.start_worker"],
+            [sys.executable, "-m", "serving.start_worker", assignment.name],  # for `ps`
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={"CUDA_VISIBLE_DEVICES": str(number), **os.environ},  # a GPU each, where there are
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": devices[0]},
         )
         with self._lock:
             self._running[assignment.name] = process
         args = assignment, process, announce, ended
         threading.Thread(target=self._watch, args=args, daemon=True).start()
-
-    def pid(self, name: str) -> int:
-        """Of a worker's process. Raises KeyError for one that was never started."""
-        return self._running[name].pid
 
     def _watch(
         self,
@@ -78,7 +79,10 @@ class ProcessStarter:
         assert inbox is not None
         assert outbox is not None
         if _tell(inbox, assignment) and (line := outbox.readline()):
-            announce(Address(**json.loads(line)))
+            try:
+                announce(Address(**json.loads(line)))
+            except (ValueError, TypeError):  # not a worker that speaks
+                process.kill()
             outbox.read()  # until it ends
         code = process.wait()
         ended(f"its process ended with {'signal' if code < 0 else 'status'} {abs(code)}")

@@ -4,6 +4,7 @@ It ends when the server says so, or when nothing comes from the server any more.
 """
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -128,8 +129,14 @@ Make = Callable[[Assignment, Callable[[int, Any], None]], Worker]
 """Loads and warms a worker; it sends by what it is given."""
 
 
-def work(assignment: Assignment, make: Make, announce: Callable[[Address], None]) -> None:
-    """Is a worker until the server ends it, or falls silent. `announce` is told where it listens.
+def work(
+    assignment: Assignment,
+    make: Make,
+    announce: Callable[[Address], None],
+    silence_s: float = math.inf,
+) -> None:
+    """Is a worker until the server ends it, or has been silent for `silence_s`. `announce` is told
+    where it listens.
 
     Raises TimeoutError for a server that is silent, and what `make` and stages raise.
     """
@@ -144,29 +151,33 @@ def work(assignment: Assignment, make: Make, announce: Callable[[Address], None]
         def send(number: int, message: Any) -> None:
             port.send(name_of(other, number), message)
 
-        _Loop(assignment, port, make(assignment, send)).run()
+        Loop(assignment.name, port, make(assignment, send), silence_s).run()
     finally:
         port.close()
 
 
-class _Loop:
-    def __init__(self, assignment: Assignment, port: Port, worker: Worker) -> None:
-        self._port, self._worker = port, worker
-        self._limit_s = assignment.config.asynchronous.worker_timeout_s
+class Loop:
+    """Takes messages, runs stages, and says that it lives."""
+
+    def __init__(self, name: str, port: Port, worker: Worker, silence_s: float) -> None:
+        self._port, self._worker, self._limit_s = port, worker, silence_s
         self._heard_at = self._beat_at = time.monotonic()
         self._compilations = Compilations()
         self._compilations.ready()
-        self._recorder = Recorder(assignment.name, worker)
+        self._recorder = Recorder(name, worker)
 
     def run(self) -> None:
+        """Until Stop comes. Raises TimeoutError, and what stages raise."""
         ran, worker, port = False, self._worker, self._port
         while True:
             now = time.monotonic()
             wait_s = max(0.0, min(worker.wake_at() - now, self._beat_at - now))
+            gone = set[str]()  # of whom what is behind the news of their end came too late
             for sender, message in port.receive(0.0 if ran else wait_s):
                 if isinstance(message, Stop):
                     return
-                self._take(sender, message)
+                if sender not in gone:
+                    gone |= self._take(sender, message)
             began_at = time.monotonic()
             self._recorder.begin()
             results = worker.advance(began_at)
@@ -182,7 +193,8 @@ class _Loop:
                 port.send(SERVER, stages)
             self._beat()
 
-    def _take(self, sender: str, message: Any) -> None:
+    def _take(self, sender: str, message: Any) -> set[str]:
+        """Returns whose former process it says has ended."""
         now = time.monotonic()
         if sender == SERVER:
             self._heard_at = now
@@ -195,18 +207,21 @@ class _Loop:
                 for address in peers:
                     self._port.connect(address.peer)
                 self._port.send(SERVER, Met([address.incarnation for address in peers]))
+                return {address.name for address in peers}
             case WorkerDown(kind, number):
                 self._port.forget(name_of(kind, number))
                 self._worker.take(message, now)
+                return {name_of(kind, number)}
             case _:
                 self._worker.take(message, now)
+        return set()
 
     def _beat(self) -> None:
         """Says that it lives, and looks whether the server does."""
         now = time.monotonic()
         if now < self._beat_at:
             return
-        if now - self._heard_at > max(self._limit_s, 3 * BEAT_S) and now - self._beat_at < BEAT_S:
+        if now - self._heard_at > self._limit_s and now - self._beat_at < BEAT_S:
             raise TimeoutError(f"nothing came from the server for {self._limit_s:g} s")
         if now - self._beat_at > BEAT_S:  # this process itself was held up
             self._heard_at = now

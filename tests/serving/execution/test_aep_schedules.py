@@ -246,7 +246,7 @@ def play_with_faults(seed):
 
 
 def tell_of(workers, down, ended, rng):
-    """As a port does: nothing that a worker sent before its end comes after the news of it."""
+    """As a worker's loop does: what one sent before its end is not taken after the news of it."""
     gone = ended if down is None else down
     for at, attention in enumerate(workers.attention):
         if down is None:

@@ -1,0 +1,273 @@
+"""The server's view of workers that are processes: who has met whom, who is gone, who is back."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from serving.config import AsynchronousConfig, EngineConfig
+from serving.execution.aep.messages import FromExperts, Left, Steer, WorkerDown, WorkerUp
+from serving.execution.aep.remote_crew import RemoteCrew
+from serving.execution.aep.worker_process import Address, Beat, Loop, Meet, Met, Stop
+
+ALONE = np.array([[[True, False], [False, True]]])  # each of two experts on a worker of its own
+BEAT = Beat(1, np.array([2, 3]), 0.5, 0)
+
+
+class FakePort:
+    """What is to come is put into `coming`, what was sent is in `sent`."""
+
+    def __init__(self):
+        self.peer = SimpleNamespace(name="server", address="tcp://here", incarnation=bytes(16))
+        self.coming, self.sent, self.forgotten = [], [], []
+
+    def receive(self, timeout_s):
+        came, self.coming = self.coming, []
+        return came
+
+    def connect(self, peer):
+        pass
+
+    def forget(self, name):
+        self.forgotten.append(name)
+        self.coming = [(sender, message) for sender, message in self.coming if sender != name]
+
+    def send(self, to, message):
+        self.sent.append((to, message))
+
+    def wake(self):
+        pass
+
+
+class Setup:
+    """A crew of 1 + 2, whose processes do what a test says."""
+
+    host = "here"
+
+    def __init__(self, **settings):
+        own = AsynchronousConfig(attention=1, experts=2, workers="processes", **settings)
+        config = EngineConfig(mode="aep", asynchronous=own, join_timeout_s=100.0)
+        self.port, self.now, self.told = FakePort(), 0.0, []
+        self.processes, self.killed, self.addresses = {}, [], {}
+        limits = SimpleNamespace(num_ranks=1)
+        self.crew = RemoteCrew(
+            config, limits, ALONE, self, lambda host: self.port, lambda: self.now
+        )
+        self.crew.listen(self.told.append)
+        self.crew.open()
+
+    # as a Starter
+    def start(self, assignment, announce, ended):
+        assert assignment.name not in self.processes, "it runs already"
+        self.processes[assignment.name] = announce, ended
+
+    def kill(self, name):
+        self.killed.append(name)
+        self.processes.pop(name, None)
+
+    # as processes
+    def listens(self, *names):
+        for name in names:
+            number = len(self.addresses) + len(self.told) + len(self.port.sent)
+            self.addresses[name] = Address(name, "tcp://there", f"{number:032x}")
+            self.processes[name][0](self.addresses[name])
+            self.crew.turn()
+
+    def dies(self, name):
+        self.processes.pop(name)[1]("its process ended with signal 9")
+        self.crew.turn()
+
+    def met(self, name, *others):
+        self.says(name, Met([self.addresses[other].incarnation for other in others]))
+
+    def says(self, name, message):
+        self.port.coming.append((name, message))
+        self.crew.turn()
+
+    def passes(self, seconds, *beating):
+        """Time, in which some beat."""
+        for _ in range(round(2 * seconds)):
+            self.now += 0.5
+            self.port.coming += [(name, BEAT) for name in beating]
+            self.crew.turn()
+
+    def all_up(self):
+        self.listens("attention-0", "experts-0", "experts-1")
+        self.met("attention-0", "experts-0", "experts-1")
+        self.met("experts-0", "attention-0")
+        self.met("experts-1", "attention-0")
+        assert self.up == ["attention-0", "experts-0", "experts-1"]
+        self.port.sent.clear()
+        return self
+
+    @property
+    def up(self):
+        return [seen.name for seen in self.crew.seen() if seen.is_up]
+
+    def sent_to(self, name, *kinds):
+        return [message for to, message in self.port.sent if to == name and type(message) in kinds]
+
+
+def test_workers_are_up_once_both_ends_have_met():
+    setup = Setup()
+    setup.listens("attention-0", "experts-0", "experts-1")
+    met = [[p.name for p in m.peers] for m in setup.sent_to("attention-0", Meet)]
+    assert met == [[], ["experts-0"], ["experts-1"]]
+    setup.met("attention-0", "experts-0", "experts-1")
+    setup.met("experts-0", "attention-0")
+    assert setup.up == ["experts-0"]  # attention waits for the other
+    setup.met("experts-1", "attention-0")
+    assert setup.up == ["attention-0", "experts-0", "experts-1"]
+
+
+def test_an_expert_worker_that_ends_is_told_of_and_comes_back():
+    setup = Setup().all_up()
+    setup.dies("experts-1")
+    assert setup.sent_to("attention-0", WorkerDown) == [WorkerDown("experts", 1)]
+    assert setup.port.forgotten == ["experts-1"]
+    assert setup.crew.unreachable == "expert 1 of MoE layer 0 is gone with experts-1"
+    assert "experts-1" not in setup.processes
+    setup.passes(1.5, "attention-0", "experts-0")
+    assert "experts-1" in setup.processes  # after a second
+    setup.listens("experts-1")
+    setup.met("attention-0", "experts-1")
+    assert not setup.sent_to("attention-0", WorkerUp)
+    setup.met("experts-1", "attention-0")
+    assert setup.sent_to("attention-0", WorkerUp) == [WorkerUp("experts", 1)]
+    assert setup.crew.unreachable == ""
+
+
+def test_the_engine_hears_of_attention_workers_and_of_what_left():
+    setup = Setup().all_up()
+    left = Left([1], [2], [0.0], [0], np.zeros(0), 0, 100)
+    setup.says("attention-0", left)
+    setup.crew.steer(Steer(2, 50, 60))
+    setup.dies("attention-0")
+    assert setup.told == [left, WorkerDown("attention", 0)]
+    assert setup.sent_to("experts-0", WorkerDown) == [WorkerDown("attention", 0)]
+    setup.passes(1.5, "experts-0", "experts-1")
+    setup.listens("attention-0")
+    setup.port.sent.clear()
+    setup.met("attention-0", "experts-0", "experts-1")
+    setup.met("experts-0", "attention-0")
+    setup.met("experts-1", "attention-0")
+    assert setup.told[-1] == WorkerUp("attention", 0)
+    assert setup.sent_to("attention-0", Steer) == [Steer(2, 50, 60)]
+
+
+def test_who_comes_back_hears_how_all_others_are_now():
+    """Experts end and return while it still loads: the news of their end waits for it."""
+    setup = Setup().all_up()
+    setup.dies("attention-0")
+    setup.passes(1.5, "experts-0", "experts-1")
+    setup.listens("attention-0")
+    setup.dies("experts-1")
+    setup.dies("experts-0")
+    setup.passes(1.5)
+    setup.listens("experts-1", "experts-0")
+    setup.met("attention-0", "experts-0", "experts-1")
+    setup.met("experts-1", "attention-0")
+    setup.met("experts-0", "attention-0")
+    assert len(setup.up) == 3
+    newest = {}
+    for news in setup.sent_to("attention-0", WorkerDown, WorkerUp):
+        newest[news.number] = type(news)
+    assert newest == {0: WorkerUp, 1: WorkerUp}
+
+
+def test_a_silent_worker_is_killed_and_replaced():
+    setup = Setup(worker_timeout_s=4.0).all_up()
+    setup.passes(3.5, "attention-0", "experts-0")
+    assert not setup.killed
+    setup.passes(2.0, "attention-0", "experts-0")
+    assert setup.killed == ["experts-1"]
+    assert setup.sent_to("attention-0", WorkerDown) == [WorkerDown("experts", 1)]
+    setup.passes(1.5, "attention-0", "experts-0")
+    assert "experts-1" in setup.processes
+
+
+def test_nobody_is_taken_for_silent_while_the_server_itself_was_held_up():
+    setup = Setup(worker_timeout_s=4.0).all_up()
+    setup.now += 60.0
+    setup.crew.turn()
+    assert not setup.killed
+    assert len(setup.up) == 3
+
+
+def test_one_that_hangs_as_it_loads_is_killed_and_started_once_more():
+    setup = Setup().all_up()
+    setup.dies("experts-1")
+    setup.passes(1.5, "attention-0", "experts-0")
+    setup.listens("experts-1")
+    setup.passes(101.0, "attention-0", "experts-0")
+    assert setup.killed == ["experts-1"]
+    setup.passes(3.0, "attention-0", "experts-0")
+    assert "experts-1" in setup.processes
+
+
+def test_one_that_keeps_ending_is_started_less_and_less_often():
+    setup, starts = Setup().all_up(), []
+    for _ in range(7):
+        setup.dies("experts-1")
+        began = setup.now
+        while "experts-1" not in setup.processes:
+            setup.passes(0.5, "attention-0", "experts-0")
+        starts.append(setup.now - began)
+    assert starts == pytest.approx([1, 2, 4, 8, 16, 30, 30], abs=0.6)
+
+
+def test_metrics_have_what_workers_said_last():
+    setup = Setup().all_up()
+    setup.says("experts-0", BEAT)
+    assert [seen.rows for seen in setup.crew.seen()] == [0, 5, 0]
+    assert setup.crew.seen()[1].oldest_s == 0.5
+
+
+class FakeWorker:
+    """Keeps what it is given."""
+
+    stages = 0
+    queues = SimpleNamespace(counts=np.zeros((1, 1), int), oldest=np.full((1, 1), np.inf))
+
+    def __init__(self):
+        self.taken = []
+
+    def take(self, message, now):
+        self.taken.append(message)
+
+    def wake_at(self):
+        return np.inf
+
+    def advance(self, now):
+        return None
+
+
+@pytest.mark.parametrize("news", ["down", "meet"])
+def test_what_a_former_process_sent_is_not_taken_behind_the_news_of_its_end(news):
+    """It may stand in one batch with it: a port forgets what is to come, not what has come."""
+    parts = [FromExperts(1, None, 8, np.arange(n), np.arange(n)) for n in range(3)]
+    port, worker = FakePort(), FakeWorker()
+    told = WorkerDown("experts", 1)
+    if news == "meet":
+        told = Meet([Address("experts-1", "tcp://there", "ab" * 16)])
+    port.coming = [
+        ("experts-1", parts[0]),
+        ("server", told),
+        ("experts-1", parts[1]),
+        ("experts-0", parts[2]),
+        ("server", Stop()),
+    ]
+    Loop("attention-0", port, worker, np.inf).run()
+    taken = [message for message in worker.taken if isinstance(message, FromExperts)]
+    assert [message is part for message, part in zip(taken, [parts[0], parts[2]], strict=True)] == [
+        True,
+        True,
+    ]
+
+
+def test_a_worker_whose_server_is_silent_ends(monkeypatch):
+    clock = iter(range(1000))
+    fake = SimpleNamespace(monotonic=lambda: 0.2 * next(clock))
+    monkeypatch.setattr("serving.execution.aep.worker_process.time", fake)
+    with pytest.raises(TimeoutError, match="nothing came from the server for 5 s"):
+        Loop("attention-0", FakePort(), FakeWorker(), 5.0).run()
