@@ -36,16 +36,21 @@ NEW_TOKENS, ANSWERS_WITHIN_S = 24, 60
 
 def workers_of(server):
     """Names of a server's workers by process id."""
-    children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
-    found = []
-    for task in children.parents[1].iterdir():
-        found += (task / "children").read_text().split()
-    lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in found}
-    return {
-        pid: line[line.index("serving.start_worker") + 1]
-        for pid, line in lines.items()
-        if "serving.start_worker" in line
-    }
+    found = {}
+    for task in Path(f"/proc/{server.pid}/task").iterdir():
+        for pid in _read(task / "children").split():
+            line = _read(Path(f"/proc/{pid}/cmdline")).split("\0")
+            if "serving.start_worker" in line:
+                found[int(pid)] = line[line.index("serving.start_worker") + 1]
+    return found
+
+
+def _read(path):
+    """Empty where the thread or process has just ended."""
+    try:
+        return path.read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 class Load:
