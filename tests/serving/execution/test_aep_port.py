@@ -121,7 +121,7 @@ def test_rows_of_jax_are_rows_of_jax_again(dtype):
 
 def test_arrays_that_are_strided_travel_and_are_whole_when_they_come():
     index = np.arange(10)[::3]
-    message = FromExperts(np.ones((4, 8), np.float32).T, 8, index, index)
+    message = FromExperts(1, np.ones((4, 8), np.float32).T, 8, index, index)
     wire = Wire([ToExperts, FromExperts])
     found = wire.decode([to_frame(part) for part in wire.encode(message)], np.array)
     assert same(found, message)
