@@ -53,6 +53,7 @@ DEEP_TESTS = {
             "test_brownout_to_nothing_and_rows_that_refuse_it[False]",
             "test_brownout_to_nothing_and_rows_that_refuse_it[True]",
             "test_experts_that_several_workers_have_take_turns",
+            "test_under_brownout_tokens_are_those_of_the_plans_that_stages_made",
             "test_sampled_tokens_are_those_of_generate",
             "test_workers_on_devices_of_their_own",
         )

@@ -10,8 +10,11 @@ import numpy as np
 from jmoe.rope import inverse_frequencies
 
 
-def forward(model, tokens):
-    """float64 [B, V]: logits after the last of `tokens` [B, L]."""
+def forward(model, tokens, served=None):
+    """float64 [B, V]: logits after the last of `tokens` [B, L].
+
+    `served(moe_layer, position, expert)` is the logical expert that a visit goes to; None: its own.
+    """
     cfg = model.config
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), dict(model.params))
     pool = [np.asarray(leaf, np.float64) for leaf in model.pool]
@@ -24,7 +27,7 @@ def forward(model, tokens):
                 x = x + _attention(cfg, layer, _norm(cfg, x, layer["attn_norm"]))
                 h = _norm(cfg, x, layer["mlp_norm"])
                 if is_moe:
-                    x = x + _moe(cfg, layer, pool, slots[moe_layer], h)
+                    x = x + _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
                     moe_layer += 1
                 else:
                     x = x + _swiglu(h, layer["gate_up"], layer["down"])
@@ -73,14 +76,15 @@ def _rotate(cfg, x):
     return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def _moe(cfg, layer, pool, slots, h):
+def _moe(cfg, layer, pool, slots, h, moe_layer, served):
     chances = _softmax(h @ layer["router"])
     out = np.zeros_like(h)
-    for row, likely in enumerate(chances):
+    for row, likely in enumerate(chances):  # by position
         chosen = np.argsort(-likely, kind="stable")[: cfg.experts_per_token]
         scale = likely[chosen].sum() if cfg.norm_topk_prob else 1.0
         for expert in chosen:
-            gate_up, down = (weights[slots[expert]] for weights in pool)
+            to = expert if served is None else served(moe_layer, row, expert)
+            gate_up, down = (weights[slots[to]] for weights in pool)
             out[row] += likely[expert] / scale * _swiglu(h[row], gate_up, down)
     if cfg.d_ff_shared:
         opening = 1 / (1 + np.exp(-(h @ layer["shared_gate"])))[:, None]

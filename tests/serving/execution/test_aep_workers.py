@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import jmoe
-from jmoe.packed_rows import empty_deltas, pack_row
+from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT, empty_deltas, pack_row
 from jmoe.parallel.placement import from_hosts
 from serving.execution.aep.local import LocalWorkers, Sizes
 from serving.execution.aep.messages import Steer, Unit
 from serving.execution.aep.queues import Entry, MicroQueues
 from serving.scheduling.layers.picker import Waiting, make_picker
 from tests.jmoe.conftest import GOLDEN
+from tests.jmoe.numpy_forward import forward
 from tests.on_devices import run_on_devices
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -248,6 +249,52 @@ def test_queues_say_what_waits_and_for_how_long():
 def test_workers_on_devices_of_their_own():
     """Two for attention, six for experts."""
     run_on_devices(Path(__file__).with_name("aep_on_devices.py"), 8)
+
+
+def recording(device, moe_layers):
+    """Experts that rows go to, by slot, MoE layer and position, as stages are run from now on."""
+    found, attend = {}, device.attend
+
+    def attend_and_note(layer, tokens, rows, deltas, control, places):
+        attended = attend(layer, tokens, rows, deltas, control, places)
+        if attended.expert_ids is not None:
+            ids = iter(attended.expert_ids)
+            moe_layer = sum(moe_layers[:layer])
+            for row in rows[rows[:, SLOT] >= 0]:
+                for position in range(row[KV_LEN] - row[Q_LEN], row[KV_LEN]):
+                    found[row[SLOT], moe_layer, position] = set(next(ids).tolist())
+        return attended
+
+    device.attend = attend_and_note
+    return found
+
+
+def test_under_brownout_tokens_are_those_of_the_plans_that_stages_made():
+    """Each stage's plan is made of whom it met; replayed in float64, plans give the same tokens."""
+    model, rng = jmoe.load(dtype="float32", ways=[4]), random.Random(6)
+    control = model.prepare(jmoe.Brownout("partial", 40, way=4))
+    workers = workers_of(model, rng, experts=2)
+    workers.attention[0].take(Steer(int(control.strategy), 40, 40), 0.0)
+    plans = recording(workers.attention[0].device, model.config.moe_layers)
+    prompts = some_prompts(model, rng, 3)
+    played = Sequences(workers, prompts, 3, 10)
+    played.play(rng)
+    groups, num_experts = np.asarray(model.table.groups), model.config.num_experts
+    assert sum(played.degraded) > 20
+    for slot, prompt in enumerate(prompts):
+        for at, token in enumerate(played.tokens[slot]):
+
+            def served(moe_layer, position, expert, slot=slot):
+                met = plans[slot, moe_layer, position]
+                if expert in met:
+                    return expert
+                assert num_experts + groups[moe_layer, expert] in met
+                return num_experts + groups[moe_layer, expert]
+
+            context = prompt + played.tokens[slot][:at]
+            logits = forward(model, [context], served)[0]
+            assert logits.max() - logits[token] < 1e-4
+        assert abs(logits - forward(model, [context])[0]).max() > 1e-3  # plans were followed
 
 
 @pytest.mark.parametrize("refuses", [False, True])
