@@ -53,6 +53,10 @@ DEEP_TESTS = {
             "test_brownout_to_nothing_and_rows_that_refuse_it[False]",
             "test_brownout_to_nothing_and_rows_that_refuse_it[True]",
             "test_experts_that_several_workers_have_take_turns",
+            *(
+                f"test_without_a_worker_its_experts_visits_go_where_brownout_lets_them[{strategy}]"
+                for strategy in ("zero", "full", "partial")
+            ),
             "test_under_brownout_tokens_are_those_of_the_plans_that_stages_made",
             "test_sampled_tokens_are_those_of_generate",
             "test_workers_on_devices_of_their_own",

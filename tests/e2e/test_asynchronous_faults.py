@@ -24,14 +24,14 @@ SETTINGS = (
     "engine.asynchronous.workers=processes",
     "engine.asynchronous.attention=1",
     "engine.asynchronous.experts=2",
-    "engine.asynchronous.worker_timeout_s=4",
+    "engine.asynchronous.worker_timeout_s=6",
     "engine.max_num_seqs=8",
     "engine.decode_buckets=8",
     "engine.prefill_buckets=128",
     "engine.salc.controller=algorithm2",
     "engine.brownout.salc=false",
 )
-NEW_TOKENS, ANSWERS_WITHIN_S = 24, 60
+NEW_TOKENS, ANSWERS_WITHIN_S = 24, 180
 
 
 def workers_of(server):
@@ -64,7 +64,8 @@ class Load:
         rng = random.Random(seed)
         async with Client(self.address) as client:
             while not self.done:
-                await asyncio.wait_for(self.ask(client, rng.randrange(len(self.prompts))), 60)
+                at = rng.randrange(len(self.prompts))
+                await asyncio.wait_for(self.ask(client, at), ANSWERS_WITHIN_S)
 
     async def ask(self, client, at):
         sampling, got, failed = pb.SamplingParams(max_new_tokens=NEW_TOKENS), [], None

@@ -13,7 +13,8 @@ from jmoe.rope import inverse_frequencies
 def forward(model, tokens, served=None):
     """float64 [B, V]: logits after the last of `tokens` [B, L].
 
-    `served(moe_layer, position, expert)` is the logical expert that a visit goes to; None: its own.
+    `served(moe_layer, position, expert)` is the logical expert that a visit goes to, -1: it goes
+    nowhere; None: all go to their own.
     """
     cfg = model.config
     params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), dict(model.params))
@@ -84,6 +85,8 @@ def _moe(cfg, layer, pool, slots, h, moe_layer, served):
         scale = likely[chosen].sum() if cfg.norm_topk_prob else 1.0
         for expert in chosen:
             to = expert if served is None else served(moe_layer, row, expert)
+            if to < 0:
+                continue
             gate_up, down = (weights[slots[to]] for weights in pool)
             out[row] += likely[expert] / scale * _swiglu(h[row], gate_up, down)
     if cfg.d_ff_shared:

@@ -12,7 +12,7 @@ import jmoe
 from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT, empty_deltas, pack_row
 from jmoe.parallel.placement import from_hosts
 from serving.execution.aep.local import LocalWorkers, Sizes
-from serving.execution.aep.messages import Steer, Unit
+from serving.execution.aep.messages import Steer, Unit, WorkerDown, WorkerUp
 from serving.execution.aep.queues import Entry, MicroQueues
 from serving.scheduling.layers.picker import Waiting, make_picker
 from tests.jmoe.conftest import GOLDEN
@@ -295,6 +295,48 @@ def test_under_brownout_tokens_are_those_of_the_plans_that_stages_made():
             logits = forward(model, [context], served)[0]
             assert logits.max() - logits[token] < 1e-4
         assert abs(logits - forward(model, [context])[0]).max() > 1e-3  # plans were followed
+
+
+@pytest.mark.parametrize("strategy", ["zero", "full", "partial"])
+def test_without_a_worker_its_experts_visits_go_where_brownout_lets_them(strategy):
+    """Odd experts are gone: united ones stand in, or nobody does; who refuses that is told."""
+    model, rng = jmoe.load(dtype="float32", ways=[4]), random.Random(8)
+    control = model.prepare(jmoe.Brownout(strategy, 100, way=4))
+    layers, num_experts = model.table.slots.shape
+    groups, routed = np.asarray(model.table.groups), model.config.num_experts
+    hosts = np.zeros((layers, num_experts, 2), bool)
+    hosts[:, :, 0] = (np.arange(num_experts) % 2 == 0) | (np.arange(num_experts) >= routed)
+    hosts[:, :, 1] = ~hosts[:, :, 0]
+    workers = workers_of(model, rng, placement=from_hosts(hosts, spare=num_experts))
+    attention = workers.attention[0]
+    attention.take(Steer(int(control.strategy), 100, 100), 0.0)
+    attention.take(WorkerDown("experts", 1), 0.0)
+    prompts = some_prompts(model, rng, 2)
+    played = Sequences(workers, prompts, 2, 10, exempt=[1])
+    for unit, number in played.unit_of.items():
+        unit.number = number
+    failed = []
+    for _ in range(10_000):
+        if not attention.num_units:
+            break
+        played.accept(workers.turn(rng.choice([0, 1])))
+        failed += attention.told()
+    gone = [0, 1] if strategy == "zero" else [1]
+    assert sorted(n for told in failed for n in told.numbers) == gone
+    assert all(told.reason.endswith("(experts-1 gone)") for told in failed)
+    assert len(played.tokens[0]) == (0 if strategy == "zero" else 2)
+
+    def served(moe_layer, position, expert):
+        united = routed + groups[moe_layer, expert] if strategy == "partial" else -1
+        return united if expert % 2 else expert
+
+    for at, token in enumerate(played.tokens[0]):
+        logits = forward(model, [prompts[0] + played.tokens[0][:at]], served)[0]
+        assert logits.max() - logits[token] < 1e-4
+    if strategy != "zero":
+        assert played.degraded[0] > 0
+        attention.take(WorkerUp("experts", 1), 0.0)
+        assert not attention.told()
 
 
 @pytest.mark.parametrize("refuses", [False, True])
