@@ -53,6 +53,7 @@ DEEP_TESTS = {
             "test_brownout_to_nothing_and_rows_that_refuse_it[False]",
             "test_brownout_to_nothing_and_rows_that_refuse_it[True]",
             "test_experts_that_several_workers_have_take_turns",
+            "test_groups_of_experts_are_launched_by_themselves",
             *(
                 f"test_without_a_worker_its_experts_visits_go_where_brownout_lets_them[{strategy}]"
                 for strategy in ("zero", "full", "partial")

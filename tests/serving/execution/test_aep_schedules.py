@@ -8,10 +8,10 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 
-from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT
+from jmoe.packed_rows import EXEMPT, KV_LEN, Q_LEN, SLOT, SPARED, empty_deltas, pack_row
 from serving.execution.aep.devices import Attended
 from serving.execution.aep.local import LocalWorkers
-from serving.execution.aep.messages import WorkerDown, WorkerUp
+from serving.execution.aep.messages import Steer, Unit, WorkerDown, WorkerUp
 from serving.scheduling.layers.picker import Waiting, make_picker
 from tests.serving.execution.test_aep_workers import ROWS, AnyQueue, Sequences
 
@@ -269,6 +269,35 @@ def tell_of(workers, down, ended, rng):
 
 def test_what_a_worker_that_ends_takes_with_it_is_computed_once_more():
     assert sum(play_with_faults(seed) for seed in range(60)) > 20
+
+
+def test_best_effort_gives_up_visits_before_the_others_of_its_stage_do():
+    """Two rows of which half the visits are to be kept: one keeps all, the other none."""
+    hosts, seen = np.ones((sum(MOE), EXPERTS, 1), bool), []
+    device = Attention(2)
+    attend = device.attend
+
+    def attend_and_note(layer, tokens, rows, deltas, control, places):
+        seen.append((control.threshold_percent, rows[:3, EXEMPT].tolist()))
+        return attend(layer, tokens, rows, deltas, control, places)
+
+    device.attend = attend_and_note
+    workers = LocalWorkers(
+        [device], [Experts(hosts[..., 0], ROWS)], MOE, hosts, ROWS, lambda: make_picker("mtfs")
+    )
+    workers.attention[0].take(Steer(2, 100, 50), 0.0)
+    for slot, urgent in enumerate([True, False]):
+        unit = Unit(
+            pack_row(slot, kv_len=1), None, np.array([slot], np.int32), empty_deltas(0), urgent
+        )
+        workers.submit(0, unit)
+    workers.turn(0)
+    assert seen == [(0, [SPARED, 0, 0])]
+    workers.attention[0].take(Steer(2, 100, 20), 0.0)  # more than one can give up
+    while len(seen) < 2:
+        workers.turn(0)
+        workers.turn(1)
+    assert seen[1] == (20, [0, 0, 0])
 
 
 def test_an_expert_without_a_host_is_named():
