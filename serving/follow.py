@@ -13,6 +13,7 @@ from serving.execution.programs import Progress
 from serving.execution.replay import replay
 from serving.execution.runner import DeviceRunner
 from serving.start import build, limit_cpu_threads
+from serving.start_asynchronous import with_mode
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ def follow(config: EngineConfig, progress: Progress) -> None:
     """
     who = f"process {config.process_index} of {config.num_processes}"
     limit_cpu_threads(config.cpu_threads)
+    config = with_mode(config)
     leader = hosts.join(config)
     print(f"jmoe follows {config.coordinator} as {who}", flush=True)
     leader.lost.watch(_exit)

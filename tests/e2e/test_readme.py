@@ -28,6 +28,7 @@ SHORT = {
     "make test": None,
     "jmoe serve --model DIR": FEW_PROGRAMS,
     "jmoe serve --model DIR --mesh": FEW_PROGRAMS,
+    "jmoe serve --model DIR --mode": (*FEW_PROGRAMS, "engine.salc.controller=algorithm2"),
     "jmoe serve --model base=": FEW_PROGRAMS,
     "jmoe serve --config demo": FEW_PROGRAMS,
     "jmoe info": (),
@@ -130,21 +131,28 @@ def serve_settings(command, names):
     for flag, word in itertools.pairwise(words):
         if flag in given:
             given[flag].append(word)
-    assert set(given) <= {"--set", "--config", "--model", "--mesh", "--port", "--family"}
+    own = {"--mesh", "--family", "--mode", "--attention", "--experts"}
+    assert set(given) <= {"--set", "--config", "--model", "--port", *own}
     settings = given.get("--set", [])
     models = given.get("--model", [])
     if any("=" in model for model in models):
         settings += [f"engine.models={','.join(models)}"]
     elif models:
         settings += [f"engine.model={models[0]}"]
-    for flag in ("mesh", "family"):
-        settings += [f"engine.{flag}={word}" for word in given.get(f"--{flag}", ())]
+    for flag in ("mesh", "family", "mode", "asynchronous.attention", "asynchronous.experts"):
+        words_of = given.get(f"--{flag.rpartition('.')[2]}", ())
+        settings += [f"engine.{flag}={word}" for word in words_of]
     return settings
 
 
 @pytest.mark.parametrize(
     "name",
-    ["jmoe serve --model DIR", "jmoe serve --model DIR --mesh", "jmoe serve --config demo"],
+    [
+        "jmoe serve --model DIR",
+        "jmoe serve --model DIR --mesh",
+        "jmoe serve --model DIR --mode",
+        "jmoe serve --config demo",
+    ],
 )
 async def test_a_server_and_what_asks_it(files, name):
     folder, names = files
