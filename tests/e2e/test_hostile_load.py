@@ -59,7 +59,8 @@ def settings_of(mesh):
 def server(request):
     """One server for all of these tests: on one device, on a mesh of them, or asynchronous."""
     devices = 8 if request.param == "aep=2+6" else 1  # a mesh sees to it itself
-    with serving(*settings_of(request.param), cpu_devices=devices) as found:
+    options = {"cpu_devices": devices, "start_timeout_s": 240 * (1 + (devices > 1))}
+    with serving(*settings_of(request.param), **options) as found:  # each compiles its own
         yield found
 
 
