@@ -21,6 +21,7 @@ from serving.settings import SettingsError
 from serving.start_worker import make_worker
 
 CONNECTS_WITHIN_S = 5.0
+LOCAL_TRIES = 3
 
 
 class _Actor:
@@ -63,14 +64,18 @@ class RayStarter:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             _look_for(address)
-            ray.init(
-                address=address or "local", include_dashboard=False, logging_level=logging.WARNING
-            )
-        except (RayError, OSError, ValueError, RuntimeError) as error:
+            _join(address)
+        except Exception as error:  # Ray raises plain ones, too
+            cause = " ".join(str(error).split())
+            if not address:
+                raise SettingsError(
+                    f"engine.asynchronous.workers is 'ray', and Ray starts no cluster here ({cause}"
+                    "); start one with `ray start --head` and set engine.asynchronous.ray_address "
+                    "to auto, or set workers to processes"
+                ) from None
             raise SettingsError(
                 f"engine.asynchronous.ray_address is {address!r}, and no cluster of Ray is there "
-                f"({' '.join(str(error).split())}); start one with `ray start --head`, or leave it "
-                "empty"
+                f"({cause}); start one with `ray start --head`, or leave it empty"
             ) from None
         self.host = ray.util.get_node_ip_address()
         self._actors: dict[str, Any] = {}
@@ -104,6 +109,20 @@ class RayStarter:
     def close(self) -> None:
         """See Starter. A cluster that was there stays."""
         ray.shutdown()
+
+
+def _join(address: str) -> None:
+    """A cluster of its own gets a few tries: Ray gives one 30 s, which a busy machine may need."""
+    for attempt in range(1 if address else LOCAL_TRIES):
+        try:
+            ray.init(
+                address=address or "local", include_dashboard=False, logging_level=logging.WARNING
+            )
+            return
+        except Exception:
+            ray.shutdown()
+            if address or attempt == LOCAL_TRIES - 1:
+                raise
 
 
 def _look_for(address: str) -> None:
