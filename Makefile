@@ -54,7 +54,7 @@ $(VENV)/.base: $(VENV)/bin/python pyproject.toml constraints.txt
 # `aot` compiles for an H200 where there is none, `aep` schedulers for the CPU, with what workers talk
 # over; the tests use both.
 $(VENV)/.dev: $(VENV)/.base
-	$(PIP) -e '.[dev,aot,aep,ray]'
+	$(PIP) -e '.[dev,aot,aep,ray,otel]'
 	@touch $@
 
 clean:

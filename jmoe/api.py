@@ -16,6 +16,7 @@ from jmoe import checkpoint, display
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
 from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots
+from jmoe.hub import locate
 from jmoe.parallel.home import Home
 from jmoe.parallel.placement import Placement, check, contiguous
 from jmoe.tokenizer import Tokenizer, TokenizerError
@@ -179,11 +180,20 @@ class Model:
         return Control.of(brownout)
 
 
-def resolve(path: str | Path) -> Path:
-    """The directory a path means; `bundled` is the model that comes with jmoe."""
+def resolve(path: str | Path, revision: str = "", *, weights: bool = True) -> Path:
+    """The directory a path means: itself, or that of a model of the Hub, which is fetched first.
+
+    `bundled` is the model that comes with jmoe. `revision` and `weights` as of `jmoe.hub.locate`.
+    Raises HubError.
+    """
     if str(path) == BUNDLED:
         return Path(str(files("jmoe") / BUNDLED))
-    return Path(path)
+    return locate(path, revision, weights=weights)
+
+
+def name_of(path: str | Path) -> str:
+    """What a model is called: a directory by its last part, all else by what it was named as."""
+    return Path(path).absolute().name if Path(path).is_dir() else str(path)
 
 
 def load(
@@ -196,11 +206,13 @@ def load(
     allow_unknown_config: Sequence[str] = (),
     mesh: Mesh | None = None,
     placement: Placement | PlacementOf | None = None,
+    revision: str = "",
+    chat_template: str | Path = "",
 ) -> Model:
     """Loads a Hugging Face directory as it stands, or one written by `save`.
 
     Args:
-        path: the directory, or `bundled`.
+        path: the directory, `bundled`, or OWNER/NAME of a model of the Hugging Face Hub.
         dtype: `bfloat16`, `float16` or `float32`; weights are converted on the way.
         ways: united experts to keep at hand; None keeps all that lie beside the model. The pool
             gets slots for the largest of them.
@@ -212,13 +224,15 @@ def load(
         placement: of all logical experts, for `mesh`; None gives each device a range of them. Or
             what makes it, called with the numbers of MoE layers, logical experts and devices, and
             `num_united=` of the experts.
+        revision: branch, tag or commit of a model of the Hub; empty: its main branch.
+        chat_template: a file, in place of the model's own template.
 
-    Raises ConfigError, CheckpointError or TokenizerError, each naming what is wrong;
+    Raises HubError, ConfigError, CheckpointError or TokenizerError, each naming what is wrong;
     ValueError for a placement that does not fit.
     """
-    directory, kind = resolve(path), check_dtype(dtype)
-    name = BUNDLED if str(path) == BUNDLED else directory.absolute().name
-    tokenizer = Tokenizer.load(directory)
+    kind = check_dtype(dtype)
+    directory, name = resolve(path, revision), name_of(path)
+    tokenizer = Tokenizer.load(directory, chat_template)
     finite = kind if check_weights else None
     if checkpoint.is_native(directory):
         cfg, weights = checkpoint.load_native(directory, kind, check_weights)

@@ -25,10 +25,10 @@ def strategy_code(strategy: str) -> int:
     return routing.STRATEGIES[strategy]
 
 
-def check_threshold(threshold_percent: int | float) -> None:
-    """Raises ValueError unless 0 <= threshold_percent <= 100."""
+def check_threshold(threshold_percent: int | float, name: str = "threshold") -> None:
+    """Raises ValueError, about what is called `name`, unless 0 <= threshold_percent <= 100."""
     if not 0 <= threshold_percent <= 100:
-        raise ValueError(f"threshold is {threshold_percent} %; it must be between 0 and 100")
+        raise ValueError(f"{name} is {threshold_percent} %; it must be between 0 and 100")
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,8 @@ def load_family(
     params_on_host: bool = False,
     resident_experts: int = 0,
     spare_experts: int = 0,
+    revision: str = "",
+    chat_template: str | Path = "",
 ) -> Family:
     """Loads Hugging Face directories of one architecture into one pool.
 
@@ -134,6 +136,8 @@ def load_family(
             in host memory, and a sibling's stands in for them (`jmoe.away`), as for experts that
             `sharing` knows by their difference from a sibling's.
         spare_experts: slots that those can be fetched into; 0: they never are.
+        revision: branch, tag or commit of each model of the Hub; empty: its main branch.
+        chat_template: a file, in place of every model's own template.
 
     A tensor beside the experts that is equal in two models is on the device once.
 
@@ -143,7 +147,9 @@ def load_family(
     vocabulary, SharingError for a map of other models; then as `jmoe.load`.
     """
     kind = check_dtype(dtype)
-    found, cfgs, tokenizers = check_family(directories, allow_unknown_config)
+    found, cfgs, tokenizers = check_family(
+        directories, allow_unknown_config, revision, chat_template
+    )
     cfg = next(iter(cfgs.values()))
     shape = cfg.num_moe_layers, cfg.num_experts
     if not isinstance(sharing, Sharing):
@@ -197,17 +203,20 @@ def load_family(
 
 
 def check_family(
-    directories: Mapping[str, str | Path], allow_unknown_config: Sequence[str] = ()
+    directories: Mapping[str, str | Path],
+    allow_unknown_config: Sequence[str] = (),
+    revision: str = "",
+    chat_template: str | Path = "",
 ) -> tuple[dict[str, Path], dict[str, ModelConfig], dict[str, Tokenizer | None]]:
     """Directories, configurations and tokenizers of models that can lie over one pool, by name.
 
-    Reads no weights. Raises ValueError and ConfigError as `load_family`, TokenizerError for a
-    tokenizer that does not fit its model.
+    Reads no weights; fetches those of models of the Hub. Raises HubError, ValueError and
+    ConfigError as `load_family`, TokenizerError for a tokenizer that does not fit its model.
     """
-    found = _directories(directories)
+    found = _directories(directories, revision)
     cfgs = {name: _config(path, tuple(allow_unknown_config)) for name, path in found.items()}
     _check_architecture(cfgs)
-    tokenizers = {name: Tokenizer.load(path) for name, path in found.items()}
+    tokenizers = {name: Tokenizer.load(path, chat_template) for name, path in found.items()}
     _check_tokenizers(tokenizers, cfgs, found)
     return found, cfgs, tokenizers
 
@@ -223,7 +232,7 @@ class _Progress:
             self._tell(self._number * total + done, self._count * total)
 
 
-def _directories(directories: Mapping[str, str | Path]) -> dict[str, Path]:
+def _directories(directories: Mapping[str, str | Path], revision: str) -> dict[str, Path]:
     if not directories:
         raise ValueError("no directory is named; give the models of a family as {name: directory}")
     for name in directories:
@@ -231,7 +240,7 @@ def _directories(directories: Mapping[str, str | Path]) -> dict[str, Path]:
             raise ValueError(
                 f"a model's name is {name!r}; it must be neither empty nor begin or end with space"
             )
-    return {name: resolve(path) for name, path in directories.items()}
+    return {name: resolve(path, revision) for name, path in directories.items()}
 
 
 def _config(path: Path, allowed: Sequence[str]) -> ModelConfig:

@@ -29,6 +29,7 @@ def sample(
     positions: Int[Array, "B"],
     *,
     truncate: bool | Bool[Array, ""] = True,
+    min_p: Float[Array, "B"] | None = None,
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
     """Next token of each row and its log-probability under the unmodified distribution.
 
@@ -41,8 +42,10 @@ def sample(
         positions: that the tokens will have.
         truncate: whether any row uses top-k or top-p; without them there is nothing to sort. An
             array is a condition on the device.
+        min_p: share of the likeliest token's probability, after the temperature, below which a
+            token is left out; 0: none is.
     """
-    sampled = _gumbel_maximum(logits, sampling, positions, truncate)
+    sampled = _gumbel_maximum(logits, sampling, positions, truncate, min_p)
     ids = jnp.where(sampling.temperature > 0, sampled, greedy(logits)[0])
     return ids, token_logprobs(logits, ids)
 
@@ -58,9 +61,13 @@ def _gumbel_maximum(
     sampling: Sampling,
     positions: Int[Array, "B"],
     truncate: bool | Bool[Array, ""],
+    min_p: Float[Array, "B"] | None,
 ) -> Int[Array, "B"]:
-    """Argmax, with Gumbel noise, of what temperature, top-k and top-p leave of each row."""
+    """Argmax, with Gumbel noise, of what temperature, min-p, top-k and top-p leave of each row."""
     scaled = logits / jnp.maximum(sampling.temperature, 1e-6)[:, None]
+    if min_p is not None:
+        least = jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(min_p)[:, None]  # log 0: -inf
+        scaled = jnp.where(scaled < least, -jnp.inf, scaled)
     if not isinstance(truncate, bool):
         scaled = lax.cond(truncate, _truncate, lambda same, _: same, scaled, sampling)
     elif truncate:

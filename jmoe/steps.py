@@ -39,6 +39,7 @@ from jmoe.packed_rows import (
 )
 from jmoe.parallel.replicas import Balance, Replication
 from jmoe.sampling import Sampling, greedy, sample, token_logprobs
+from jmoe.shaping import Drawn, Shaping, draw
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend, hopper
 
@@ -108,6 +109,8 @@ class StepOutput(NamedTuple):
     prompt_logprobs: Float[Array, "T"] | None = None  # by `score_step`: of the next prompt token
     balance: Balance | None = None  # [layers], where experts are copied over a mesh meanwhile
     needed: Int[Array, "layers m"] | None = None  # as in LayerStats
+    top_ids: Int[Array, "B TOP"] | None = None  # by `draw_step`, where rows are shaped
+    top_logprobs: Float[Array, "B TOP"] | None = None
 
 
 def make_state(
@@ -369,9 +372,36 @@ def sample_step(
     Returns the state's newest tokens, and what replaces the output's tokens and log-probabilities.
     """
     sampling = _sampling(rows)
-    wanted = jnp.any((sampling.top_k > 0) | (sampling.top_p < 1)) if truncate is None else truncate
+    wanted = _truncates(sampling) if truncate is None else truncate
     tokens, logprobs = sample(logits, sampling, rows[:, KV_LEN], truncate=wanted)
     return remember(last_token, rows[:, SLOT], tokens), tokens, logprobs
+
+
+def draw_step(
+    last_token: Int[Array, "S"],
+    shaping: Shaping,
+    logits: Float[Array, "B V"],
+    rows: Int[Array, "B C"],
+    shapes: Int[Array, "B shape"],
+    allowed: Int[Array, "B W"],
+    *,
+    truncate: bool | None,
+) -> tuple[Int[Array, "S"], Shaping, Drawn]:
+    """`sample_step` for rows whose logits are changed (`jmoe.shaping.draw`). Donate the first two.
+
+    `allowed` may be known later than anything else: the step before has to be read for it, which
+    the device can do without until here.
+    """
+    sampling, slots = _sampling(rows), rows[:, SLOT]
+    wanted = _truncates(sampling) if truncate is None else truncate
+    shaping, drawn = draw(
+        shaping, logits, sampling, rows[:, KV_LEN], slots, shapes, allowed, truncate=wanted
+    )
+    return remember(last_token, slots, drawn.tokens), shaping, drawn
+
+
+def _truncates(sampling: Sampling) -> Bool[Array, ""]:
+    return jnp.any((sampling.top_k > 0) | (sampling.top_p < 1))
 
 
 def score_step(

@@ -4,11 +4,15 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tokenizers import Tokenizer as Backend
 
+from jmoe.pieces import Pieces
 from jmoe.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from jinja2 import Environment, Template
 
 
 class TokenizerError(ValueError):
@@ -24,10 +28,18 @@ class Tokenizer:
         self._template = settings.get("chat_template")
 
     @classmethod
-    def load(cls, directory: Path) -> "Tokenizer | None":
-        """None where there is no `tokenizer.json`. Raises TokenizerError for a broken one."""
+    def load(cls, directory: Path, chat_template: str | Path = "") -> "Tokenizer | None":
+        """None where there is no `tokenizer.json`. Raises TokenizerError for a broken one.
+
+        `chat_template` is a file in place of the model's own template.
+        """
         path = directory / "tokenizer.json"
         if not path.exists():
+            if chat_template:
+                raise TokenizerError(
+                    f"a chat template was given, {chat_template}, and {directory} has no "
+                    "tokenizer.json to go with it; leave it out"
+                )
             return None
         try:
             backend = Backend.from_file(str(path))
@@ -38,15 +50,19 @@ class Tokenizer:
         if template.exists():
             settings["chat_template"] = _text(template)
         settings["chat_template"] = _one_template(settings.get("chat_template"), directory)
+        if chat_template:
+            settings["chat_template"] = _checked_template(Path(chat_template))
         return cls(backend, settings)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer itself adds.
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids, with the special tokens that the tokenizer itself adds; `special_tokens`
+        False: without those, for a text of `chat`, whose template has written them.
 
         Other threads run meanwhile: the library holds the interpreter's lock in `encode`, and gives
         it back for batches.
         """
-        return self.backend.encode_batch_fast([text])[0].ids
+        encoded = self.backend.encode_batch_fast([text], add_special_tokens=special_tokens)
+        return encoded[0].ids
 
     @cached_property
     def longest_token(self) -> int:
@@ -62,31 +78,83 @@ class Tokenizer:
         """Text without special tokens."""
         return self.backend.decode(list(tokens), skip_special_tokens=True)
 
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The bytes of each token by itself."""
+        return Pieces(self.backend)
+
     def stream(self) -> TextStream:
         """A decoder for tokens that come one by one."""
         return TextStream(self.decode)
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The chat template applied, with the generation prompt. Raises TokenizerError."""
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The chat template applied, with the generation prompt. `options` are further names that
+        the template may use. Raises TokenizerError.
+        """
+        from jinja2.exceptions import TemplateError
+
+        given = {
+            "messages": list(messages),
+            "add_generation_prompt": True,
+            "bos_token": self._special("bos_token"),
+            "eos_token": self._special("eos_token"),
+        }
+        if taken := sorted(given.keys() & (options or {}).keys()):
+            raise TokenizerError(f"the chat template gets {taken[0]} from the server; leave it out")
+        template = self._compiled
+        try:
+            return template.render({**(options or {}), **given})
+        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise TokenizerError(f"the chat template failed: {error}") from None
+
+    @cached_property
+    def _compiled(self) -> "Template":
+        """The template, compiled once: that takes as long as a long prompt."""
         if not self._template:
             raise TokenizerError("this model has no chat template; send plain text")
         from jinja2.exceptions import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        def text(name: str) -> str:
-            token = self._settings.get(name)
-            return token.get("content", "") if isinstance(token, Mapping) else token or ""
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         try:
-            return environment.from_string(self._template).render(
-                messages=list(messages),
-                add_generation_prompt=True,
-                bos_token=text("bos_token"),
-                eos_token=text("eos_token"),
-            )
+            return _environment().from_string(self._template)
         except TemplateError as error:
             raise TokenizerError(f"the chat template failed: {error}") from None
+
+    def _special(self, name: str) -> str:
+        token = self._settings.get(name)
+        return token.get("content", "") if isinstance(token, Mapping) else token or ""
+
+
+def _environment() -> "Environment":
+    """In which chat templates run: those of strangers, which may read what they get and no more."""
+    from jinja2.exceptions import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = refuse  # as templates call what they refuse with
+    return environment
+
+
+def _checked_template(path: Path) -> str:
+    """A template that is given for a model. Raises TokenizerError where it is none."""
+    from jinja2.exceptions import TemplateSyntaxError
+
+    template = _text(path)
+    try:
+        _environment().from_string(template)
+    except TemplateSyntaxError as error:
+        raise TokenizerError(
+            f"{path} is no chat template: line {error.lineno}: {error.message}"
+        ) from None
+    return template
 
 
 def _text(path: Path) -> str:

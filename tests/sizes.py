@@ -8,11 +8,14 @@ model is held to its logits there, one a family and the mixed one to what they g
 """
 
 DEEP_FILES = {
+    "tests/deploy/test_image_runs.py",
     "tests/e2e/test_asynchronous_faults.py",
     "tests/e2e/test_asynchronous_ray.py",
     "tests/e2e/test_family_hostile.py",
     "tests/e2e/test_hostile_script.py",
     "tests/e2e/test_hosts.py",
+    "tests/e2e/test_kserve_clients.py",
+    "tests/e2e/test_page_in_browser.py",
     "tests/e2e/test_readme.py",
     "tests/e2e/test_stopped_process.py",
     "tests/jmoe/test_compile_h200.py",
@@ -28,6 +31,7 @@ DEEP_FILES = {
     "tests/pallas_kernels/test_routing_mosaic.py",
     "tests/pallas_kernels/test_past_2_31.py",
     "tests/serving/execution/test_aep_port_processes.py",
+    "tests/serving/frontend/test_openai_agent.py",
     "tests/benchmarks/test_family_qos_run.py",
     "tests/benchmarks/test_gpu_benchmark_dry.py",
     "tests/benchmarks/test_kernel_benchmark.py",
@@ -65,6 +69,10 @@ DEEP_TESTS = {
     ),
     "tests/serving/execution/test_aep_schedules.py::"
     "test_any_schedule_writes_what_is_reckoned_by_hand[more]",
+    "tests/serving/test_shaped.py::test_shaped_rows_over_a_mesh",
+    "tests/serving/test_prefix_reuse.py::test_many_more",
+    "tests/serving/test_prefix_served.py::test_a_hundred_traces",
+    "tests/serving/test_shaped.py::test_tokens_are_those_of_changed_logits[evictions]",
     "tests/serving/test_asynchronous_served.py::test_many_at_once_get_what_the_model_writes",
     "tests/serving/test_asynchronous_served.py::test_prompts_are_scored_beside_others",
     "tests/serving/test_host_experts_served.py::"
@@ -136,6 +144,65 @@ DEEP_TESTS = {
     "tests/serving/execution/test_executables.py::"
     "test_a_patched_run_leaves_nothing_that_an_unpatched_one_finds",
     "tests/training/test_distill.py::test_the_end_to_end_stage_is_the_same_on_two_devices",
+    "tests/e2e/test_hostile_load.py::test_served_tokens_are_those_of_the_notebook[one]",
+    "tests/serving/test_family_served.py::test_over_a_socket_with_shared_experts",
+    "tests/serving/test_mixed_served.py::test_every_model_writes_what_it_writes_alone",
+    "tests/serving/execution/test_executables.py::"
+    "test_a_warm_start_lowers_nothing_and_answers_alike",
+    "tests/serving/test_host_experts_served.py::"
+    "test_who_refuses_brownout_gets_its_models_experts[changes0]",
+    "tests/serving/execution/test_aep_workers.py::"
+    "test_tokens_are_the_whole_models_in_any_order[qwen2_moe-1-2-3]",
+    "tests/serving/frontend/test_byte_fallback.py::test_no_text_of_a_model_ends_the_engine",
+    "tests/serving/test_shaped.py::test_tokens_are_those_of_changed_logits[room]",
+    "tests/serving/test_family_served.py::test_under_brownout_each_has_its_own_united_experts",
+    "tests/benchmarks/test_host_path_http.py::test_both_are_measured",
+    "tests/jmoe/test_cut.py::test_half_layers_one_by_one_are_the_whole[qwen3_moe_mixed_yarn]",
+    "tests/serving/test_prefix_served.py::test_answers_are_those_of_prompts_computed_whole",
+    "tests/training/test_train.py::test_logits_equal_jmoes",
+    "tests/jmoe/test_shaping.py::test_rows_that_are_not_shaped_get_what_they_would_get_alone",
+    "tests/serving/execution/test_replay.py::test_the_same_calls_end_in_the_same_state",
+    "tests/jmoe/test_outside_architecture.py::test_with_it_the_model_is_the_one_it_renames",
+    "tests/benchmarks/test_balance.py::test_every_strategy_on_the_same_traces",
+    "tests/e2e/test_hostile_load.py::test_overload_is_refused_with_a_time_to_come_back",
+    "tests/benchmarks/test_simulator.py::"
+    "test_prediction_keeps_more_tokens_in_time_with_fewer_degraded_visits",
+    "tests/serving/test_host_experts_served.py::"
+    "test_who_refuses_brownout_gets_its_models_experts[changes2]",
+    "tests/pallas_kernels/test_routing.py::test_route_is_its_parts[mosaic-zero-softmax-20_1]",
+    "tests/jmoe/test_hub.py::test_the_command_line_takes_a_name",
+    "tests/training/test_consolidate.py::"
+    "test_costs_are_what_a_model_with_one_expert_swapped_differs_by[0-1-0]",
+    "tests/jmoe/test_away.py::test_a_stand_in_is_the_siblings_expert_and_a_fetched_one_its_own",
+    "tests/serving/execution/test_pages_by_memory.py::test_a_runner_takes_what_its_programs_leave",
+    "tests/benchmarks/test_fuzz_http.py::test_two_thousand_requests_are_answered",
+    "tests/jmoe/test_parts.py::test_parts_are_the_whole_wherever_it_is_cut[qwen2_moe]",
+    "tests/serving/bench/test_demo.py::test_each_controller_is_played_on_one_calibration",
+    "tests/jmoe/test_parts.py::test_parts_are_the_whole_wherever_it_is_cut[qwen3_moe_mixed_yarn]",
+    "tests/serving/execution/test_aep_schedules.py::"
+    "test_what_a_worker_that_ends_takes_with_it_is_computed_once_more",
+    "tests/jmoe/test_generate.py::test_tokens_and_degraded_visits_equal_loops[zero100]",
+    "tests/jmoe/test_shaping.py::test_greedy_rows_take_the_likeliest_of_what_a_loop_leaves",
+    "tests/jmoe/test_mixed.py::test_rows_are_those_of_each_model_alone[three]",
+    "tests/jmoe/test_random_model.py::test_a_seed_gives_the_same_model_and_another_another",
+    "tests/jmoe/test_parts.py::test_the_program_for_parts_is_the_one_without[qwen3_moe_mixed_yarn]",
+    "tests/jmoe/test_generate.py::test_batched_equals_one_at_a_time",
+    "tests/training/test_older_run.py::test_its_finished_layer_is_taken_over",
+    "tests/jmoe/test_residuals.py::"
+    "test_models_are_their_siblings_experts_and_their_own_differences",
+    "tests/training/test_distill.py::test_brownout_errors_are_sums_over_degraded_visits[combined]",
+    "tests/jmoe/test_checkpoint.py::test_save_and_load_give_equal_logits",
+    "tests/jmoe/test_generate.py::test_layers_in_arrays_of_their_own_are_the_same_model[qwen2_moe]",
+    "tests/training/test_distill.py::test_nan_is_an_error_that_says_where",
+    "tests/jmoe/test_random_model.py::"
+    "test_united_experts_are_means_of_their_members_and_can_be_loaded",
+    "tests/serving/bench/test_workload.py::test_models_are_drawn_by_weight_and_seed",
+    "tests/jmoe/test_mixed.py::test_brownout_is_one_plan_over_distinct_experts[0.0-some-told0]",
+    "tests/training/test_lookahead.py::test_rows_beyond_the_number_asked_for_do_not_count",
+    "tests/jmoe/test_generate.py::"
+    "test_sampling_is_reproducible_and_prompt_i_draws_from_seed_plus_i",
+    "tests/jmoe/parallel/test_asynchronous.py::"
+    "test_figures_are_those_of_the_forecast_and_of_the_simulator",
 }
 ON_MESHES = "tests/e2e/test_hostile_load.py"
 SHORT_ON_A_MESH = "test_served_tokens_are_those_of_the_notebook[ep=4]"

@@ -12,6 +12,7 @@ import typer
 import jmoe
 from serving.cli.main import app
 from serving.config import EngineConfig
+from serving.proto.inference import inference_pb2
 from serving.proto.jmoe.v1 import jmoe_pb2
 from serving.request import SamplingParams
 
@@ -91,6 +92,22 @@ def test_names_on_the_wire():
         "jmoe.v1.Admin/GetBrownout",
         "jmoe.v1.Admin/SetBrownout",
         "jmoe.v1.Admin/GetStats",
+    }
+
+
+def test_names_of_the_open_inference_protocol():
+    (service,) = inference_pb2.DESCRIPTOR.services_by_name.values()
+    assert service.full_name == "inference.GRPCInferenceService"
+    assert {method.name for method in service.methods} == {
+        "ServerLive",
+        "ServerReady",
+        "ModelReady",
+        "ServerMetadata",
+        "ModelMetadata",
+        "ModelInfer",
+        "ModelStreamInfer",
+        "ModelConfig",
+        "RepositoryIndex",
     }
 
 

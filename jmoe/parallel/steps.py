@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jmoe.kv_cache import KVPages
 from jmoe.parallel.experts import AXIS
 from jmoe.parallel.home import SPLIT, WEIGHTS, WHOLE
+from jmoe.shaping import Shaping
 from jmoe.steps import State, StepOutput
 from jmoe.weights import Weights
 
@@ -46,6 +47,10 @@ STEPS = {
 """Of `jmoe.steps.decode_step` and `prefill_step`, the latter with or without places."""
 SAMPLE = Specs((SPLIT, SPLIT, SPLIT), SPLIT, (SPLIT, WHOLE, WHOLE))
 """Of `sample_step`."""
+DRAW = Specs((SPLIT,) * 6, SPLIT, (SPLIT, SPLIT, WHOLE))
+"""Of `draw_step`."""
+SEAT = Specs((SPLIT, SPLIT), SPLIT, SPLIT)
+"""Of `jmoe.shaping.seat`: each device is told of a slot of its own."""
 SCORE = Specs((WHOLE, SPLIT, SPLIT, SPLIT), SPLIT, WHOLE)
 """Of `score_step`."""
 
@@ -79,6 +84,26 @@ def spread(mesh: Mesh, step: Callable[..., Any], lies: Specs) -> Callable[..., A
 def make_states(mesh: Mesh, make: Callable[[], State]) -> State:
     """The state that `make` returns, on each device."""
     return jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=STATE, check_vma=False))()
+
+
+def make_shapings(mesh: Mesh, make: Callable[[], Shaping]) -> Shaping:
+    """What `make` returns, on each device."""
+    return jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=SPLIT, check_vma=False))()
+
+
+def abstract_states(mesh: Mesh, make: Callable[[], State]) -> State:
+    """Shapes and dtypes of what `make_states` returns, and how it lies; nothing is allocated."""
+    shapes = jax.eval_shape(
+        jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=STATE, check_vma=False)
+    )
+
+    def lies(spec: P, below: Any) -> Any:
+        place = NamedSharding(mesh, spec)
+        return jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=place), below
+        )
+
+    return jax.tree.map(lies, STATE, shapes, is_leaf=lambda spec: isinstance(spec, P))
 
 
 def shardings(mesh: Mesh | None) -> tuple[NamedSharding | None, NamedSharding | None]:

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from jmoe.checkpoint import CheckpointError
 from serving.cli import info as cli_info
 from serving.cli import main as cli
+from serving.connection import Connection
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 
@@ -110,7 +111,9 @@ def asked(admin=True, **settings):
             await server.start()
         if admin:
             servicer.admin_port = ports[1]
-        sections = await asyncio.to_thread(cli_info._ask, f"127.0.0.1:{ports[0]}", None)
+        sections = await asyncio.to_thread(
+            cli_info._ask, f"127.0.0.1:{ports[0]}", None, Connection()
+        )
         for server in servers:
             await server.stop(0)
         return cli_info._text(sections), ports[1]
