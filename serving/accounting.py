@@ -112,12 +112,13 @@ class Accounts:
         self.counters.requests_finished += 1
         self._tell(Observer.request_finished, sequence, output, now)
 
-    def request_ended(self, error: ServingError | None) -> None:
+    def request_ended(self, sequence: SequenceState, error: ServingError | None) -> None:
         """A request ended without its last token; None: its caller went away."""
         if isinstance(error, RequestFailed):
             self.counters.requests_failed += 1
         else:
             self.counters.requests_aborted += 1
+        self._tell(Observer.request_ended, sequence, error)
 
     def stats(self, scheduler: "Scheduler", compilations: int, uptime_s: float) -> EngineStats:
         """Counters; gauges as a scheduler has them now; compilations since the engine was ready."""
@@ -133,6 +134,9 @@ class Accounts:
             parks=scheduler.num_parks,
             joins=scheduler.num_joins,
             evictions=sum(scheduler.num_evictions.values()),
+            reused_tokens=scheduler.reuse.num_reused,
+            kv_pages_kept=places.num_idle_pages,
+            kept_pages_evicted=places.num_evicted_pages,
         )
 
     def _tell(self, event: Callable[..., None], *args: Any) -> None:

@@ -6,26 +6,48 @@ or tokenized; and, when its tokens are known, whether the request fits the model
 
 import asyncio
 import math
+import random
 from collections import Counter, deque
 from collections.abc import Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jmoe.family import Family
-from jmoe.tokenizer import Tokenizer
+from jmoe.tokenizer import Tokenizer, TokenizerError
 from serving.config import EngineConfig
-from serving.errors import NOT_OURS, InvalidRequest, Overloaded, RequestFailed, shown
+from serving.errors import (
+    NOT_OURS,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    shown,
+)
 from serving.plan import Limits
-from serving.request import MAX_REQUEST_ID_CHARS, Bounds, Priority, Request, check_count
+from serving.request import (
+    MAX_REQUEST_ID_CHARS,
+    Bounds,
+    Chat,
+    Priority,
+    Request,
+    SamplingParams,
+    Structure,
+    check_count,
+)
+from serving.scheduling.sequence import SequenceState
+from serving.structure import Matcher, Structures
 
 if TYPE_CHECKING:
     from serving.scheduling.scheduler import Scheduler
 
 LONG_TEXT = 16_384
 """Characters above which a prompt is tokenized in a thread: 4 ms with the bundled tokenizer."""
+_CHARS_A_MESSAGE = 64
+"""As many as a message costs beside its content: a template takes microseconds for each."""
 RETRY_AFTER_S = 0.5
 """What an overloaded engine tells a caller before it knows its own speed."""
 
@@ -64,6 +86,11 @@ class Admission:
         self._eos = [()] if family is None else [model.config.eos_token_ids for model in family]
         self.capacity = {priority: Capacity(limits.decode_rows) for priority in Priority}
         self.num_tokenizing = Counter[Priority]()  # long texts, waiting for their tokens
+        models = () if family is None else family
+        self._structures = [
+            Structures(model.tokenizer, model.config.vocab_size, model.config.eos_token_ids)
+            for model in models
+        ]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="jmoe-tokenize")
         most = config.max_model_len - 1
         longest = max(1 if one is None else one.longest_token for one in self._tokenizers)
@@ -79,6 +106,41 @@ class Admission:
         sampling = request.sampling
         own = () if sampling.ignore_eos else self._eos[request.model]
         return frozenset((*sampling.stop_token_ids, *own))
+
+    async def sequence(self, request: Request, arrived_at: float) -> SequenceState:
+        """A request that can be served, with its tokens, ready to be scheduled.
+
+        Raises InvalidRequest, and RequestFailed where the tokenizer fails.
+        """
+        self.check_size(request)
+        prompt = await self.tokenize(request)
+        request = self.fitted(request, prompt)
+        self.check_fit(request, prompt)
+        sampling = request.sampling
+        matcher = None
+        if sampling.structure is not None:
+            matcher = await self._matcher(request, sampling.structure)
+        return SequenceState(
+            request,
+            prompt,
+            seed=random.getrandbits(64) if sampling.seed is None else sampling.seed,
+            arrived_at=arrived_at,
+            stop_token_ids=self.stop_token_ids(request),
+            tokenizer=self.tokenizer(request),
+            matcher=matcher,
+        )
+
+    async def _matcher(self, request: Request, structure: Structure) -> Matcher:
+        """Reading a structure counts towards the request's time."""
+        if not self._structures:
+            raise InvalidRequest("structured output needs a model; this engine runs without one")
+        try:
+            async with asyncio.timeout(request.timeout_s):
+                return await self._structures[request.model].matcher(structure)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the structure was not read within {request.timeout_s} s; others may be read first"
+            ) from None
 
     def check_queue(
         self, priority: Priority, scheduler: "Scheduler", ttft_slo_s: float = math.inf
@@ -115,33 +177,47 @@ class Admission:
             isinstance(timeout_s, int | float) and math.isfinite(timeout_s)
         ):
             raise InvalidRequest(f"timeout_s is {shown(timeout_s)}; it must be a number of seconds")
-        if isinstance(prompt, str):
+        if isinstance(prompt, str | Chat):
             if tokenizer is None:
                 raise InvalidRequest("this model has no tokenizer; send token ids")
-            if len(prompt) > bounds.max_prompt_chars:
-                raise InvalidRequest(
-                    f"the prompt has {len(prompt)} characters; "
-                    f"{bounds.max_prompt_tokens} tokens, this server's longest prompt, have "
-                    f"{bounds.max_prompt_chars} at most"
-                )
+            if isinstance(prompt, Chat):
+                check_count("messages", len(prompt.messages), bounds.max_prompt_tokens)
+            bounds.check_chars(_num_chars(prompt))
         elif isinstance(prompt, bytes) or not isinstance(prompt, Sized):
             kind = type(prompt).__name__
             raise InvalidRequest(f"the prompt is of type {kind}; send text or token ids")
         elif len(prompt) > bounds.max_prompt_tokens:
             raise self._too_long(len(prompt), request)
+        self._check_shaping(request.sampling)
         if request.sampling.stop and tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; this model has none")
-        for token in request.sampling.stop_token_ids:
-            if token < 0 or (bounds.vocab_size and token >= bounds.vocab_size):
+        self._check_tokens("stop_token_ids", request.sampling.stop_token_ids)
+        self._check_tokens("logit_bias", [token for token, _ in request.sampling.logit_bias])
+
+    def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
+        vocab_size = self.bounds.vocab_size
+        for token in tokens:
+            if token < 0 or (vocab_size and token >= vocab_size):
                 raise InvalidRequest(
-                    f"stop_token_ids has {shown(token)}, which is no token of this model; "
-                    f"ids are between 0 and {bounds.vocab_size - 1}"
+                    f"{name} has {shown(token)}, which is no token of this model; "
+                    f"ids are between 0 and {vocab_size - 1}"
                 )
+
+    def _check_shaping(self, sampling: SamplingParams) -> None:
+        """What changes logits is built for steps of one process."""
+        config = self._config
+        where = "asynchronous workers" if config.mode == "aep" else ""
+        where = "a mesh over several processes" if config.coordinator else where
+        if where and sampling.shapes:
+            raise InvalidRequest(
+                "min_p, penalties, logit_bias, top_logprobs and structured output are not built "
+                f"for {where}; leave them out"
+            )
 
     async def tokenize(self, request: Request) -> list[int]:
         """Token ids of a prompt whose size was checked. Raises InvalidRequest."""
         prompt = request.prompt
-        if isinstance(prompt, str):
+        if isinstance(prompt, str | Chat):
             tokenizer = self.tokenizer(request)
             assert tokenizer is not None  # its size was checked
             tokens = await self._encode(tokenizer, prompt, request.priority)
@@ -151,9 +227,19 @@ class Admission:
             raise InvalidRequest("the prompt is empty; send at least one token")
         return tokens
 
+    def fitted(self, request: Request, tokens: list[int]) -> Request:
+        """The request, with a number of new tokens: as many as fit, where it names none."""
+        if request.sampling.max_new_tokens is not None:
+            return request
+        held = self._limits.pages_per_rank * self._limits.page_size
+        left = max(1, min(self._config.max_model_len, held) - len(tokens))
+        return replace(request, sampling=replace(request.sampling, max_new_tokens=left))
+
     def check_fit(self, request: Request, tokens: list[int]) -> None:
-        """Raises InvalidRequest where prompt and output exceed what the server can hold."""
-        total = len(tokens) + request.sampling.max_new_tokens
+        """Raises InvalidRequest where prompt and output exceed what the server can hold. The
+        request is one of `fitted`.
+        """
+        total = len(tokens) + (request.sampling.max_new_tokens or 1)
         if total > self._config.max_model_len:
             raise self._too_long(len(tokens), request)
         limits, vocab = self._limits, self.bounds.vocab_size
@@ -166,34 +252,52 @@ class Admission:
                 f"this server has {limits.pages_per_rank}"
             )
 
-    def close(self) -> None:
-        """Ends the thread; prompts that wait for it get a cancellation."""
+    async def close(self) -> None:
+        """Ends the thread, and what reads structures; prompts that wait get a cancellation."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        for structures in self._structures:
+            await structures.close()
 
     def _too_long(self, num_tokens: int, request: Request) -> InvalidRequest:
-        new = request.sampling.max_new_tokens
+        new = request.sampling.max_new_tokens or 1
         return InvalidRequest(
             f"prompt ({num_tokens} tokens) and max_new_tokens ({new}) make {num_tokens + new} "
             f"positions; this server has {self._config.max_model_len}"
         )
 
-    async def _encode(self, tokenizer: Tokenizer, text: str, priority: Priority) -> list[int]:
+    def _tokens_of(self, tokenizer: Tokenizer, prompt: str | Chat) -> list[int]:
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt)
+        text = tokenizer.chat(prompt.messages, prompt.options)
+        self.bounds.check_chars(len(text))
+        return tokenizer.encode(text, special_tokens=False)
+
+    async def _encode(
+        self, tokenizer: Tokenizer, prompt: str | Chat, priority: Priority
+    ) -> list[int]:
+        of_template = _CHARS_A_MESSAGE * len(prompt.messages) if isinstance(prompt, Chat) else 0
         try:
-            if len(text) <= LONG_TEXT:
-                return tokenizer.encode(text)
+            if _num_chars(prompt) + of_template <= LONG_TEXT:
+                return self._tokens_of(tokenizer, prompt)
             # Others' steps go on meanwhile; one such text at a time.
-            job = self._thread.submit(tokenizer.encode, text)
+            job = self._thread.submit(self._tokens_of, tokenizer, prompt)
             self.num_tokenizing[priority] += 1
             try:
                 return await asyncio.wrap_future(job)
             finally:
                 self.num_tokenizing[priority] -= 1
-        except NOT_OURS:
+        except (*NOT_OURS, InvalidRequest):
             raise
+        except TokenizerError as error:
+            raise InvalidRequest(str(error)) from None
         except Exception as error:  # half a surrogate pair, or what else a library refuses
             raise InvalidRequest(f"the prompt cannot be tokenized: {error}") from None
         except BaseException as error:  # a panic of an extension module is no Exception
             raise RequestFailed(f"the tokenizer failed: {error}") from None
+
+
+def _num_chars(prompt: str | Chat) -> int:
+    return prompt.num_chars if isinstance(prompt, Chat) else len(prompt)
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:

@@ -8,13 +8,14 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from serving.connection import Connection
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 
 
 def admin_address_of(address: str, info: pb.ServerInfo) -> str:
     """Where the admin service of the server at `address` is, by what the server says of itself."""
-    host, colon, _ = address.rpartition(":")
+    host, colon, _ = address.rpartition(":")  # with `https://` where that is there
     return f"{host}:{info.admin_port}" if colon and info.admin_port else address
 
 
@@ -25,14 +26,22 @@ class Client:
     than threads do: `benchmarks/client_cost.py`. Calls raise `grpc.aio.AioRpcError`.
     """
 
-    def __init__(self, address: str, admin_address: str | None = None) -> None:
-        """`address` is `host:port`. Use within a running event loop.
+    def __init__(
+        self,
+        address: str,
+        admin_address: str | None = None,
+        connection: Connection | None = None,
+    ) -> None:
+        """`address` is `host:port`, or `https://host:port`. Use within a running event loop.
 
         Without `admin_address`, the first call on the admin service asks the server for the port
-        and takes the host of `address`.
+        and takes the host of `address`. Without `connection`, key and certificates are those of
+        the environment (`serving.connection`).
         """
         self.address, self.admin_address = address, admin_address
-        self.channel = grpc.aio.insecure_channel(address)
+        self._connection = connection or Connection.of_environment()
+        self._metadata = self._connection.metadata
+        self.channel = self._connection.aio_channel(address)
         self._generation = rpc.GenerationStub(self.channel)
         self._admin_channel: grpc.aio.Channel | None = None
         self._finding_admin = asyncio.Lock()
@@ -59,7 +68,7 @@ class Client:
             if self._admin_channel is None:
                 if self.admin_address is None:
                     self.admin_address = admin_address_of(self.address, await self.server_info())
-                self._admin_channel = grpc.aio.insecure_channel(self.admin_address)
+                self._admin_channel = self._connection.aio_channel(self.admin_address)
         return rpc.AdminStub(self._admin_channel)
 
     def generate(
@@ -88,28 +97,34 @@ class Client:
             request.text = prompt
         else:
             request.tokens.ids.extend(prompt)
-        return self._generation.Generate(request, timeout=timeout_s)
+        return self._generation.Generate(request, timeout=timeout_s, metadata=self._metadata)
 
     async def get_brownout(self) -> pb.BrownoutState:
         """Thresholds in percent, SLOs and recent P90 latencies in seconds."""
-        return await (await self._admin()).GetBrownout(pb.GetBrownoutRequest())
+        return await (await self._admin()).GetBrownout(
+            pb.GetBrownoutRequest(), metadata=self._metadata
+        )
 
     async def set_brownout(self, **change: str | int | float | bool) -> pb.BrownoutState:
         """Sets the named fields of `SetBrownoutRequest`; returns the state after the change."""
         request = pb.SetBrownoutRequest(**change)  # type: ignore[arg-type]
-        return await (await self._admin()).SetBrownout(request)
+        return await (await self._admin()).SetBrownout(request, metadata=self._metadata)
 
     async def stats(self) -> pb.Stats:
         """The engine's counters and gauges."""
-        return await (await self._admin()).GetStats(pb.GetStatsRequest())
+        return await (await self._admin()).GetStats(pb.GetStatsRequest(), metadata=self._metadata)
 
     async def server_info(self, timeout_s: float | None = None) -> pb.ServerInfo:
         """Version, status, and the server's limits. Fails at once where nothing listens."""
-        return await self._generation.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)
+        return await self._generation.GetServerInfo(
+            pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata
+        )
 
     async def model_info(self, model: str = "") -> pb.ModelInfo:
         """Architecture and sizes of a served model; of the first, where none is named."""
-        return await self._generation.GetModelInfo(pb.GetModelInfoRequest(model=model))
+        return await self._generation.GetModelInfo(
+            pb.GetModelInfoRequest(model=model), metadata=self._metadata
+        )
 
     async def wait_ready(self, timeout_s: float) -> None:
         """Returns once the health service says SERVING. Raises TimeoutError."""

@@ -76,7 +76,9 @@ class AsynchronousConfig:
 class EngineConfig:
     """Everything `jmoe serve` can be told. Sizes are counts; times are seconds."""
 
-    model: str = "bundled"
+    model: str = "bundled"  # a directory, or OWNER/NAME of the Hugging Face Hub
+    hub_revision: str = ""  # branch, tag or commit of a model of the Hub; empty: its main branch
+    chat_template: str = ""  # file with a Jinja template, in place of the model's own
     models: tuple[str, ...] = ()  # NAME=DIR of each model of a family, in place of model
     family: str = ""  # family.json of jmoe consolidate; empty: the models share no expert
     resident_sets: int = 0  # models whose other weights are on the device at a time; 0: all
@@ -95,9 +97,11 @@ class EngineConfig:
     max_num_seqs: int = 64  # sequences decoded together
     max_model_len: int = 2048  # positions a sequence, prompt and output; at most the model's own
     max_queue_len: int = 512  # requests that wait with every slot taken; more are refused
+    queue_timeout_s: float = 0.0  # a request that waits longer for its first step ends; 0: never
     admission: str = "queue"  # or objective: refuse what would get its first token too late
     page_size: int = 64
-    num_pages: int = 0  # 0: enough for max_num_seqs sequences of max_model_len
+    num_pages: int = 0  # 0: on a GPU by memory_fraction; else max_num_seqs full sequences
+    memory_fraction: float = 0.9  # of a GPU's memory: weights, what steps need, and KV pages
     max_prefill_tokens: int = 512  # prompt tokens a step: chunk size and largest token bucket
     max_prefill_seqs: int = 16  # chunks a prefill step
     decode_buckets: tuple[int, ...] = ()  # batch sizes compiled for; empty: by device
@@ -105,6 +109,7 @@ class EngineConfig:
     threshold_buckets_percent: tuple[int, ...] = ()  # capacities compiled for; empty: by device
     policy: str = "ls_first"  # fcfs, edf, ls_first, qllm, or module:Class of your own
     part_layers: int = 0  # layers launched at once while best effort is there; 0: as measured
+    prefix_reuse: str = "auto"  # prompts begin with pages that others computed: on, off
     prefill_company: bool = True  # prompts wait for others, not for long, while rows decode
     reserved_ls_seqs: int = -1  # slots beside max_num_seqs for latency-sensitive; -1: an eighth
     max_best_effort_queue_len: int = 0  # of best effort that waits; 0: max_queue_len
@@ -121,6 +126,11 @@ class EngineConfig:
     balance: BalanceConfig = field(default_factory=BalanceConfig)
     asynchronous: AsynchronousConfig = field(default_factory=AsynchronousConfig)
 
+    @property
+    def reuses_prefixes(self) -> bool:
+        """Whether pages are shared; those of asynchronous workers are not."""
+        return self.prefix_reuse != "off" and self.mode != "aep"
+
 
 @dataclass(frozen=True)
 class ServerConfig:
@@ -128,11 +138,21 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 50051  # 0: any free one; it is printed
+    http_port: int = 0  # OpenAI's API over HTTP; 0: any free one, it is printed; -1: off
     metrics_port: int = 0  # /metrics, /healthz, /readyz over HTTP; 0: off
     drain_timeout_s: float = 30.0
     admin_host: str = "127.0.0.1"  # the admin service has a listener of its own
     admin_port: int = 0  # 0: any free one; it is printed
+    admin_http_port: int = 0  # the live page, on admin_host; 0: any free one, printed; -1: off
     admin_on_main_port: bool = False  # True: whoever may generate may also set brownout
+    keys_file: str = (
+        ""  # API keys, as hashes; reread when it changes; empty: anybody may do anything
+    )
+    tls_cert: str = ""  # PEM, with tls_key: every port for clients is encrypted; reread on a change
+    tls_key: str = ""
+    tls_client_ca: str = ""  # PEM: clients need a certificate of one of these (mutual TLS)
+    request_timeout_s: float = 0.0  # of requests that name none; 0: they have none
+    otlp_endpoint: str = ""  # URL that takes OpenTelemetry traces over HTTP; empty: no traces
     exit_on_failure: bool = True  # False: a failed engine leaves a process that is NOT_SERVING
     max_connections: int = 512  # more are closed as they come
     max_concurrent_calls: int = 0  # 0: twice what the engine's slots and queue hold

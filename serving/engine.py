@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 import logging
 import math
-import random
 import threading
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+
+import numpy as np
 
 from jmoe.api import Model
 from jmoe.family import Family
@@ -27,12 +28,11 @@ from serving.control.fetcher import Fetcher
 from serving.control.guarded import make_controller
 from serving.control.registry import Registry
 from serving.control.slo import SloAnalyser
+from serving.deadlines import Deadlines
 from serving.errors import (
     NOT_OURS,
     Aborted,
-    DeadlineExceeded,
     Overloaded,
-    RequestFailed,
     ServingError,
     Unavailable,
 )
@@ -46,6 +46,7 @@ from serving.progress import progress_bar
 from serving.request import (
     BrownoutChange,
     BrownoutState,
+    Chat,
     EngineStats,
     Output,
     Priority,
@@ -61,6 +62,7 @@ from serving.scheduling.sequence import SequenceState
 from serving.scheduling.share import Share
 from serving.settings import check
 from serving.start import prepare
+from serving.structure import allowed_tokens
 from serving.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -115,6 +117,7 @@ class Engine:
             Share(config.best_effort_share),
             config.best_effort_max_wait_s or math.inf,
             runner.mixes,
+            self.slo.accepted if config.reuses_prefixes else None,
         )
         self._work = asyncio.Event()
         count, wake = len(self.names), self._work.set
@@ -122,11 +125,14 @@ class Engine:
         self.fetcher = Fetcher(runner, self.scheduler, self.family, clock)
         self.admission = Admission(config, runner.limits, self.family)
         self.bounds = self.admission.bounds
+        self.request_timeout_s = 0.0  # of requests that name none; 0: they have none
+        self.deadlines = Deadlines(config.queue_timeout_s, clock, self._end)
         stuck = f"a step took longer than {config.watchdog_s:g} s (engine.watchdog_s)"
         self.watchdog = Watchdog(config.watchdog_s, partial(self._fail_from_thread, stuck))
         self.on_unresponsive: Callable[[str], None] = log.critical
         self._clock = clock
         cfg = None if self.family is None else self.family.config
+        self._vocab_size = cfg.vocab_size if cfg else 0
         self._visits_per_token = cfg.num_moe_layers * cfg.experts_per_token if cfg else 1
         self._in_flight: InFlight | None = None
         self._open: set[SequenceState] = set()  # admitted and not at their end
@@ -204,7 +210,7 @@ class Engine:
                 await self._loop_task
             self._loop_task = None
             self.watchdog.close()
-            self.admission.close()
+            await self.admission.close()
             self.runner.close()
 
     def _fail(self, reason: str) -> None:
@@ -254,7 +260,7 @@ class Engine:
 
     async def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Sequence[int] | Chat,
         sampling: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -262,24 +268,30 @@ class Engine:
         priority: Priority = Priority.LATENCY_SENSITIVE,
         timeout_s: float | None = None,
         model: str = "",
+        reuse_prefix: bool = True,
+        salt: str = "",
     ) -> AsyncGenerator[Output]:
         """Streams a request's outputs; the last one has a `finish_reason`.
 
-        `model` is one of `names`; empty: the first. Closing the iterator aborts the request and
-        frees its pages.
+        `model` is one of `names`; empty: the first. Closing the iterator aborts the request.
+        `timeout_s` None: what the server sets (`request_timeout_s`). A request with `reuse_prefix`
+        begins with what others of the same `salt` have computed of its prompt.
 
-        Raises NotFound, InvalidRequest, Overloaded, Unavailable, DeadlineExceeded, Aborted, or
-        RequestFailed.
+        Raises NotFound, InvalidRequest, RequestFailed, and other errors of `serving.errors`.
         """
         self.check_admission(priority)
+        servers = timeout_s is None and self.request_timeout_s > 0
         request = Request(
             request_id or uuid.uuid4().hex,
             prompt,
             sampling or SamplingParams(),
             allow_brownout,
             priority,
-            timeout_s,
+            self.request_timeout_s if servers else timeout_s,
             number_of(model, self.names),
+            servers,
+            reuse_prefix,
+            salt,
         )
         sequence = await self._admit(request)
         try:
@@ -294,44 +306,27 @@ class Engine:
             self._abandon(sequence)
 
     async def _admit(self, request: Request) -> SequenceState:
-        arrived_at, seed = self._clock(), request.sampling.seed
-        self.admission.check_size(request)
-        prompt = await self.admission.tokenize(request)
-        self.admission.check_fit(request, prompt)
+        arrived_at = self._clock()
+        sequence = await self.admission.sequence(request, arrived_at)
         self.check_admission(request.priority)  # again: a long text took its time
-        sequence = SequenceState(
-            request,
-            prompt,
-            seed=random.getrandbits(64) if seed is None else seed,
-            arrived_at=arrived_at,
-            stop_token_ids=self.admission.stop_token_ids(request),
-            tokenizer=self.admission.tokenizer(request),
-        )
-        if request.timeout_s is not None:
-            left_s = arrived_at + request.timeout_s - self._clock()
-            loop = asyncio.get_running_loop()
-            sequence.deadline = loop.call_later(max(0.0, left_s), self._expire, sequence)
+        self.deadlines.watch(sequence)
         self.scheduler.add(sequence, self._clock())
         self.accounts.request_admitted(sequence, arrived_at)
         self._open.add(sequence)
         self._work.set()
         return sequence
 
-    def _expire(self, sequence: SequenceState) -> None:
-        self._end(sequence, DeadlineExceeded(f"not finished after {sequence.request.timeout_s} s"))
-
     def _abandon(self, sequence: SequenceState) -> None:
         """The caller is gone: an unfinished request is aborted."""
-        if sequence.deadline is not None:
-            sequence.deadline.cancel()
+        self.deadlines.forget(sequence)
         if not sequence.done:
-            self.accounts.request_ended(None)
+            self.accounts.request_ended(sequence, None)
             self._retire(sequence)
 
     def _end(self, sequence: SequenceState, error: ServingError) -> None:
         """Ends a request with an error its caller sees."""
         if not sequence.done:
-            self.accounts.request_ended(error)
+            self.accounts.request_ended(sequence, error)
             sequence.outputs.put_nowait(error)
             self._retire(sequence)
 
@@ -416,7 +411,9 @@ class Engine:
             if self._in_flight is not None:
                 self._in_flight.started_at = max(now, self._in_flight.launched_at)
             self._accept(before.step, result, before.launched_at, before.started_at, now)
-        elif self._in_flight is None:
+        if step is not None and step.waits:
+            self.runner.draw(self._allowed(step))
+        elif before is None and step is None:
             if not self.loader.busy:
                 self.registry.advance(now, idle=True)
                 return False
@@ -432,8 +429,7 @@ class Engine:
 
     async def _wait_to_launch(self, before: InFlight) -> None:
         """Waits until the next step has to be planned, or the one in flight is done already."""
-        until = before.started_at + self.pace.idle_s(before.step)
-        timeout_s = until - self._clock()
+        timeout_s = before.started_at + self.pace.idle_s(before.step) - self._clock()
         if timeout_s > 0:
             await asyncio.wait([before.result], timeout=timeout_s)
         else:
@@ -446,7 +442,8 @@ class Engine:
             control = self.slo.control(step, since_s, rows, launched_at)
         step.batch.control = control
         percent = step.degrade_best_effort_first(control.threshold_percent)
-        step.control = control = control._replace(threshold_percent=percent)
+        control = control._replace(threshold_percent=percent)
+        step.control, step.way = control, self.slo.way_in_force
         for sequence, exempt in zip(step.sequences, step.plan.exempt.tolist(), strict=True):
             sequence.note_threshold(step.plan.phase, 100 if exempt else percent)
             sequence.note_start(launched_at)
@@ -456,6 +453,9 @@ class Engine:
         result.add_done_callback(self.watchdog.note_end)
         self.accounts.step_launched(step, planned_at, self._clock())
         return InFlight(step, result, launched_at, launched_at)
+
+    def _allowed(self, step: ScheduledStep) -> np.ndarray:
+        return allowed_tokens(step.sequences, step.sampled, self._vocab_size, self._end)
 
     def _accept(
         self,
@@ -472,6 +472,7 @@ class Engine:
         if result.prompt_logprobs is not None:
             step.share_prompt_logprobs(result.prompt_logprobs)
         again = self.fetcher.accept(step, result)
+        self.scheduler.note_read(step, result.degraded, self.slo.suffered(step), again)
         for at, sequence in enumerate(step.sequences):
             if sequence.done or at in again:
                 continue  # it ended while this step was in flight, or runs again
@@ -484,8 +485,9 @@ class Engine:
             sequence.previous_at = now
             token, logprob = result.tokens[at], result.logprobs[at]
             try:
-                output = sequence.accept_checked(token, logprob, self._visits_per_token)
-            except RequestFailed as error:
+                top = result.top(at, request.sampling.top_logprobs)
+                output = sequence.accept_checked(token, logprob, self._visits_per_token, top)
+            except ServingError as error:
                 self._end(sequence, error)
                 continue
             sequence.outputs.put_nowait(output)

@@ -37,6 +37,14 @@ class RequestFailed(ServingError):
     """The server failed this request alone; others go on: INTERNAL."""
 
 
+class Unauthenticated(ServingError):
+    """No key, or none that is known: UNAUTHENTICATED."""
+
+
+class PermissionDenied(ServingError):
+    """The caller's key does not allow it: PERMISSION_DENIED."""
+
+
 class NotFound(ServingError):
     """The request names a model that is not served: NOT_FOUND."""
 
@@ -63,6 +71,10 @@ class WorkerLost(Unavailable):
 
 class DeadlineExceeded(ServingError):
     """The request's time ran out; its pages are free again: DEADLINE_EXCEEDED."""
+
+
+class QueuedTooLong(DeadlineExceeded):
+    """It waited for its first step for longer than the server lets requests wait."""
 
 
 class Aborted(ServingError):

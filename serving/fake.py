@@ -8,9 +8,10 @@ real tick.
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from jaxtyping import Int
 
 from jmoe.away import Expert
 from jmoe.packed_rows import DELTA_BLOCK, DELTA_PAGE, DELTA_SLOT, KV_LEN, Q_LEN, SLOT
@@ -41,6 +42,7 @@ class FakeRunner:
     _table: dict[tuple[int, int], int] = field(default_factory=dict)
     _contexts: dict[int, list[int]] = field(default_factory=dict)  # by slot
     _hidden: dict[int, tuple[int, int]] = field(default_factory=dict)  # token, layers done
+    _undrawn: list[tuple[StepPlan, StepResult, Future[StepResult]]] = field(default_factory=list)
     _busy_until: float = 0.0
     _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by layer and page
 
@@ -53,10 +55,13 @@ class FakeRunner:
         assert 0 <= plan.first_layer < plan.stop_layer <= self.limits.num_layers
         assert plan.is_last == (plan.stop_layer == self.limits.num_layers)
         self._check_ranks(plan)
+        new_slots = set()  # whose sequence begins
         for delta in plan.deltas:
             key = (int(delta[DELTA_SLOT]), int(delta[DELTA_BLOCK]))
             self._table[key] = int(delta[DELTA_PAGE])
-        tokens, at = [], 0
+            if not key[1]:
+                new_slots.add(key[0])
+        tokens, degraded, at = [], [], 0
         for row, model in zip(plan.rows, row_models, strict=True):
             slot, kv_len, q_len = int(row[SLOT]), int(row[KV_LEN]), int(row[Q_LEN])
             if plan.phase is Phase.PREFILL:
@@ -64,8 +69,14 @@ class FakeRunner:
                 at += q_len
             else:
                 new, places = [self._last[slot]], [self.limits.hidden_row(slot)]
-            self._run(plan, slot, kv_len - q_len, new, places)
-            tokens.append((new[-1] + 1 + model) % self.vocab_size)
+            start = kv_len - q_len
+            adopted = start > 0 and slot in new_slots  # pages that another one has written
+            if adopted:
+                self._contexts[slot] = self.history(slot, start)
+            self._run(plan, slot, start, new, places)
+            token, count = self.computed(plan, control, row, model, new, adopted)
+            tokens.append(token)
+            degraded.append(count)
             if plan.is_last:
                 self._last[slot] = tokens[-1]
         count = len(tokens)
@@ -73,17 +84,38 @@ class FakeRunner:
         if plan.prompt_logprobs:  # of the token at position p: -p
             parts = [np.arange(row[KV_LEN] - row[Q_LEN], row[KV_LEN]) + 1.0 for row in plan.rows]
             prompt = -np.concatenate(parts)
-        result = StepResult(tokens, [-0.5] * count, [0] * count, zeros, prompt)
+        result = StepResult(tokens, [-0.5] * count, degraded, zeros, prompt)
         future: Future[StepResult] = Future()
+        assert not self._undrawn, "a step was launched while one waits to be drawn"
+        if plan.shapes is not None and plan.shapes.waits:
+            self._undrawn.append((plan, result, future))
+            return future
+        self._schedule(plan, result, future)
+        return future
+
+    def computed(
+        self,
+        plan: StepPlan,
+        control: StepControl,
+        row: Int[np.ndarray, "NUM_COLUMNS"],
+        model: int,
+        new: list[int],
+        adopted: bool,
+    ) -> tuple[int, int]:
+        """Of a row whose tokens `new` have run: the next token, and how many visits were degraded.
+        `adopted`: it begins after pages that another one has written.
+        """
+        return (new[-1] + 1 + model) % self.vocab_size, 0
+
+    def _schedule(self, plan: StepPlan, result: StepResult, future: "Future[StepResult]") -> None:
         whole_s = self.step_s(plan) if callable(self.step_s) else self.step_s
         if not whole_s:
             self._finish(future, result)
-            return future
+            return
         loop = asyncio.get_running_loop()
         share = plan.num_layers / self.limits.num_layers
         self._busy_until = max(self._busy_until, loop.time()) + whole_s * share
         loop.call_at(self._busy_until, self._finish, future, result)
-        return future
 
     def _check_ranks(self, plan: StepPlan) -> None:
         """Every rank has room for its rows, and what a sequence has is all of one rank."""
@@ -98,6 +130,17 @@ class FakeRunner:
         assert tokens.max() <= limits.max_prefill_tokens
         assert np.bincount(rank).max() <= limits.max_prefill_seqs
         assert (plan.places // limits.hidden_per_rank == np.repeat(rank, plan.q_lens)).all()
+
+    def draw(self, allowed: np.ndarray) -> None:
+        """See Runner: the next token it would draw that the row may, counting up."""
+        plan, result, future = self._undrawn.pop()
+        tokens = []
+        for row, token, bits in zip(plan.rows, result.tokens, allowed, strict=True):
+            while not bits[token // 32] >> (token % 32) & 1:
+                token = (token + 1) % self.vocab_size
+            tokens.append(token)
+            self._last[int(row[SLOT])] = token
+        self._schedule(plan, replace(result, tokens=tokens), future)
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
         """See serving.execution.runner.Runner."""

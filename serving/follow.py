@@ -9,6 +9,7 @@ from serving import hosts, logs
 from serving.config import EngineConfig
 from serving.errors import Unavailable
 from serving.execution.followers import Leader
+from serving.execution.kv_pages import claim_memory
 from serving.execution.programs import Progress
 from serving.execution.replay import replay
 from serving.execution.runner import DeviceRunner
@@ -28,6 +29,7 @@ def follow(config: EngineConfig, progress: Progress) -> None:
     """
     who = f"process {config.process_index} of {config.num_processes}"
     limit_cpu_threads(config.cpu_threads)
+    claim_memory(config.memory_fraction)
     config = with_mode(config)
     leader = hosts.join(config)
     print(f"jmoe follows {config.coordinator} as {who}", flush=True)

@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 OWN = frozenset(
     {
         "model",  # compared by what is in the directory
+        "hub_revision",
+        "chat_template",  # process 0 alone makes prompts
         "coordinator",  # process 0 may listen on all addresses
         "process_index",
         "join_timeout_s",
@@ -48,7 +50,7 @@ def facts(config: EngineConfig) -> dict[str, str]:
     found["the version of jax"] = jax.__version__
     found["the version of jaxlib"] = version("jaxlib")
     found["the code of jmoe"] = sources()[:12]
-    found["the model in engine.model"] = _fingerprint(resolve(config.model))
+    found["the model in engine.model"] = _fingerprint(resolve(config.model, config.hub_revision))
     return found
 
 
@@ -65,7 +67,7 @@ def _fingerprint(directory: Path) -> str:
 
 def check(config: EngineConfig) -> None:
     """Refuses what several processes cannot do yet. Raises SettingsError."""
-    if is_native(resolve(config.model)):
+    if is_native(resolve(config.model, config.hub_revision)):
         raise SettingsError(
             f"engine.model is {config.model!r}, in jmoe's own format, which is read onto one device"
             f" before it is spread; {config.num_processes} processes load Hugging Face directories"
@@ -129,6 +131,7 @@ def connect(config: EngineConfig, address: str) -> None:
         config.num_processes,
         config.process_index,
         cluster_detection_method="deactivate",
+        coordinator_bind_address=address,  # or its service would listen at all addresses
         initialization_timeout=int(config.join_timeout_s) + 1,
         heartbeat_timeout_seconds=2 * int(config.peer_timeout_s) + 10,
         shutdown_timeout_seconds=int(config.join_timeout_s) + 1,

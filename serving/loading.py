@@ -1,13 +1,14 @@
 """Models and devices that settings name."""
 
 import contextlib
+import logging
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jmoe.api import Model, load, resolve
+from jmoe.api import BUNDLED, Model, load, resolve
 from jmoe.checkpoint import is_native
 from jmoe.config import read_config
 from jmoe.family import Family, load_family
@@ -17,6 +18,8 @@ from serving.control.mover import starting_placement
 from serving.execution.memory import check_mesh
 from serving.execution.programs import Progress
 from serving.settings import SettingsError, mesh_devices, named_models
+
+log = logging.getLogger(__name__)
 
 
 def want_cpu_devices(count: int) -> None:
@@ -66,8 +69,12 @@ def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> 
             resident_experts=config.resident_experts,
             spare_experts=config.spare_experts,
             params_on_host=0 < config.resident_sets < len(config.models),
+            revision=config.hub_revision,
+            chat_template=config.chat_template,
         )
-    directory = resolve(config.model)
+    directory = resolve(config.model, config.hub_revision)
+    if config.model not in (BUNDLED, str(directory)):
+        log.info("%s of the Hugging Face Hub, in %s", config.model, directory)
     if mesh is not None and not is_native(directory):
         cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
         check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
@@ -80,4 +87,6 @@ def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> 
         allow_unknown_config=config.allow_unknown_config,
         mesh=mesh,
         placement=None if mesh is None else partial(starting_placement, config.balance),
+        revision=config.hub_revision,
+        chat_template=config.chat_template,
     )

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import sys
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
@@ -11,11 +12,14 @@ FORMATS = ("text", "json")
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OWN = "jmoe"  # name of the handler that `configure` adds
+_request_id: ContextVar[str] = ContextVar("jmoe_request_id", default="")
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime"}
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as a JSON object: time (UTC), level, logger, message, and the fields of `extra`."""
+    """A record as a JSON object: time (UTC), level, logger, message, the id of the request that it
+    is about, and the fields of `extra`.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, whatever the message holds."""
@@ -26,6 +30,8 @@ class JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if request_id := _request_id.get():
+            entry["request_id"] = request_id
         extra = {key: _value(v) for key, v in vars(record).items() if key not in _STANDARD}
         entry |= extra
         if record.exc_info:
@@ -51,6 +57,14 @@ def configure(log_format: str = "text", *, verbose: bool = False) -> None:
     if (own := _handler()) is not None:
         own.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT))
     logging.getLogger("serving").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def note_request(request_id: str) -> None:
+    """What this task logs from here on is about a request, as is what tasks log that it starts.
+
+    Front ends have a task for each; a line about another task's request says so in `extra`.
+    """
+    _request_id.set(request_id)
 
 
 def is_json() -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from serving.errors import ServingError
     from serving.execution.aep.recorder import Stages
     from serving.plan import StepResult
     from serving.request import Output, Priority
@@ -51,3 +52,6 @@ class Observer:
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """A request got its last token."""
+
+    def request_ended(self, sequence: SequenceState, error: ServingError | None) -> None:
+        """A request that was taken ended without its last token; None: its caller went away."""

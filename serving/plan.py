@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jmoe.packed_rows import EXEMPT, Q_LEN, SPARED
+from jmoe.shape_rows import NUM_SHAPE_COLUMNS
 
 NUM_EXTENTS = 2
 """Prefill steps that can be under way at once: one, and one that was parked for it."""
@@ -94,6 +95,28 @@ class Limits:
         return -(-positions // self.page_size)
 
 
+class Seat(NamedTuple):
+    """A slot whose sequence draws a first token, or the first one after an eviction."""
+
+    slot: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+    biases: Sequence[tuple[int, float]]  # (token, what is added to its logit)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of a step that draws tokens: how rows' logits are changed first."""
+
+    rows: Int[np.ndarray, "B NUM_SHAPE_COLUMNS"]  # by jmoe.shape_rows; zeros: they are not
+    seats: Sequence[Seat]
+    waits: bool  # until `Runner.draw` says what rows may draw
+
+    def __post_init__(self) -> None:
+        """Checks the columns."""
+        assert self.rows.shape[1] == NUM_SHAPE_COLUMNS
+
+
 @dataclass(frozen=True)
 class StepPlan:
     """Layers of one step, for a runner: its phase, and the packed arrays that describe it."""
@@ -111,6 +134,7 @@ class StepPlan:
     first_layer: int = 0
     stop_layer: int = 1
     is_last: bool = True  # whether tokens come of it: the model's last layer is among them
+    shapes: Shapes | None = None  # of a last part in which some row is shaped
 
     @property
     def size(self) -> int:
@@ -188,3 +212,12 @@ class StepResult:
     needed: Int[np.ndarray, "layers m"] | None = None
     """Visits of rows that no stand-in may serve, to experts that are not on the device for good."""
     padded_share: float = 0.0  # of the rows that the devices computed
+    top_ids: Int[np.ndarray, "B TOP"] | None = None  # likeliest tokens, where rows are shaped
+    top_logprobs: Float[np.ndarray, "B TOP"] | None = None
+
+    def top(self, row: int, count: int) -> tuple[tuple[int, float], ...]:
+        """The likeliest tokens of a row, and their log-probabilities."""
+        if not count or self.top_ids is None or self.top_logprobs is None:
+            return ()
+        ids, logprobs = self.top_ids[row, :count], self.top_logprobs[row, :count]
+        return tuple(zip(ids.tolist(), logprobs.tolist(), strict=True))

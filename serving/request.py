@@ -2,16 +2,25 @@
 
 import enum
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any
 
 from serving.errors import InvalidRequest, NotFound, shown
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_REQUEST_ID_CHARS = 128
+MAX_LOGIT_BIASES = 1024
+MAX_SALT_CHARS = 256
+MAX_TOP_LOGPROBS = 20
+MAX_STRUCTURE_CHARS = 64 << 10
 """What one request may carry beside its prompt, whatever the model."""
+
+_META = re.compile(r"[\\.+*?()|\[\]{}^$]")
+"""Characters that mean something in a regular expression."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,22 @@ class Bounds:
     max_prompt_chars: int  # of text: the tokenizer's longest token times `max_prompt_tokens`
     vocab_size: int  # of the model; 0 where there is none
 
+    def check_chars(self, count: int) -> None:
+        """Raises InvalidRequest for a text that cannot fit."""
+        if count > self.max_prompt_chars:
+            raise InvalidRequest(
+                f"the prompt has {count} characters; {self.max_prompt_tokens} tokens, this "
+                f"server's longest prompt, have {self.max_prompt_chars} at most"
+            )
+
+    def check_tokens(self, count: int) -> None:
+        """Raises InvalidRequest for token ids that cannot fit."""
+        if count > self.max_prompt_tokens:
+            raise InvalidRequest(
+                f"the prompt has {count} tokens; this server's longest prompt has "
+                f"{self.max_prompt_tokens}"
+            )
+
 
 class Priority(enum.StrEnum):
     """Service class of a request (QLLM). By name, since engines disagree on what a number means."""
@@ -30,11 +55,38 @@ class Priority(enum.StrEnum):
     BEST_EFFORT = "best_effort"
 
 
+class StructureKind(enum.StrEnum):
+    """What describes a structured output."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    GRAMMAR = "grammar"  # Lark's syntax, as llguidance takes it
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What a request's whole output has to match. `text`: the schema, expression or grammar."""
+
+    kind: StructureKind
+    text: str
+
+    def __post_init__(self) -> None:
+        """Checks its size; `serving.structure` reads what it says."""
+        check_count(f"characters of a {self.kind}", len(self.text), MAX_STRUCTURE_CHARS)
+
+    @classmethod
+    def one_of(cls, texts: Sequence[str]) -> "Structure":
+        """Exactly one of these texts. Raises InvalidRequest for an empty one."""
+        if not all(texts):
+            raise InvalidRequest("choice has an empty text; each must have a character at least")
+        return cls(StructureKind.REGEX, "|".join(_META.sub(r"\\\g<0>", text) for text in texts))
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are drawn and when to stop. Raises InvalidRequest for a value out of range."""
 
-    max_new_tokens: int = 128
+    max_new_tokens: int | None = 128  # None: as many as fit
     temperature: float = 0.0  # 0: greedy
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # 1: off
@@ -44,11 +96,19 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: bool = False  # of each output token
     prompt_logprobs: bool = False  # of each prompt token after the first
+    top_logprobs: int = 0  # likeliest tokens at each output position, with their log-probabilities
+    min_p: float = 0.0  # tokens less likely than this share of the likeliest are left out; 0: off
+    presence_penalty: float = 0.0  # subtracted from logits of tokens that the output has
+    frequency_penalty: float = 0.0  # likewise, for each time
+    repetition_penalty: float = 1.0  # divides logits of tokens of prompt and output; 1: off
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    structure: Structure | None = None  # what the output has to match
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""
         new = self.max_new_tokens
-        _check(_whole(new, 1), "max_new_tokens", new, "a whole number, at least 1")
+        fits = new is None or _whole(new, 1)
+        _check(fits, "max_new_tokens", new, "a whole number, at least 1")
         _check(
             _real(self.temperature) and 0 <= self.temperature <= 100,
             "temperature",
@@ -59,6 +119,7 @@ class SamplingParams:
         _check(_real(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         seed_fits = self.seed is None or _whole(self.seed, 0, 2**64)
         _check(seed_fits, "seed", self.seed, "a 64-bit number")
+        self._check_shaping()
         check_count("stop strings", len(self.stop), MAX_STOP_STRINGS)
         check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for text in self.stop:
@@ -66,6 +127,42 @@ class SamplingParams:
             check_count("characters of a stop string", len(text), MAX_STOP_CHARS)
         for token in self.stop_token_ids:
             _check(isinstance(token, Integral), "a stop token", token, "an integer")
+
+    def _check_shaping(self) -> None:
+        if self.structure is not None and self.ignore_eos:
+            raise InvalidRequest(
+                "ignore_eos is set beside a structured output, which ends where its structure "
+                "does; leave one out"
+            )
+        top = self.top_logprobs
+        most = f"a whole number up to {MAX_TOP_LOGPROBS}"
+        _check(_whole(top, 0, MAX_TOP_LOGPROBS + 1), "top_logprobs", top, most)
+        _check(_real(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _check(_real(value) and -2 <= value <= 2, name, value, "between -2 and 2")
+        penalty = self.repetition_penalty
+        in_range = _real(penalty) and 0 < penalty <= 100
+        _check(in_range, "repetition_penalty", penalty, "above 0 and at most 100")
+        check_count("tokens in logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
+        for token, bias in self.logit_bias:
+            _check(isinstance(token, Integral), "a token of logit_bias", token, "an integer")
+            in_range = _real(bias) and -100 <= bias <= 100
+            _check(in_range, f"logit_bias of {token}", bias, "between -100 and 100")
+
+    @property
+    def shapes(self) -> bool:
+        """Whether logits are changed before a token is drawn, or more than its own are wanted."""
+        return (
+            self.structure is not None
+            or bool(self.logit_bias or self.top_logprobs or self.min_p)
+            or self.penalizes
+        )
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens that are there already count."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
 def _check(holds: bool, name: str, value: object, wanted: str) -> None:
@@ -97,16 +194,43 @@ def number_of(model: str, names: Sequence[str]) -> int:
 
 
 @dataclass(frozen=True)
+class Chat:
+    """A prompt in messages, of which the model's chat template makes its text."""
+
+    messages: Sequence[Mapping[str, Any]]  # each with a role and content, as the template takes it
+    options: Mapping[str, Any] = field(default_factory=dict)  # further names for the template
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of all that the template gets: contents, names, options."""
+        told = [message.get(key) or "" for message in self.messages for key in ("content", "name")]
+        return sum(map(len, told)) + _num_chars(self.options)
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_num_chars(key) + _num_chars(one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return sum(map(_num_chars, value))
+    return 1
+
+
+@dataclass(frozen=True)
 class Request:
     """One generation request."""
 
     request_id: str
-    prompt: str | Sequence[int]
+    prompt: str | Sequence[int] | Chat
     sampling: SamplingParams = field(default_factory=SamplingParams)
     allow_brownout: bool = True  # False: its rows are exempt
     priority: Priority = Priority.LATENCY_SENSITIVE
     timeout_s: float | None = None  # from admission
     model: int = 0  # which of a family's models it asks
+    timeout_is_servers: bool = False  # since the request names none
+    reuse_prefix: bool = True  # False: it computes all of its prompt, and leaves none of it
+    salt: str = ""  # requests with different ones share no prefix
 
 
 @dataclass(frozen=True)
@@ -125,6 +249,7 @@ class Usage:
     completion_tokens: int
     expert_visits: int
     degraded_visits: int
+    cached_tokens: int = 0  # of the prompt, that an earlier request had computed
 
 
 @dataclass(frozen=True)
@@ -140,6 +265,8 @@ class Output:
     prompt_logprobs: tuple[float, ...] = ()  # on the first output, where asked for
     prefill_threshold: ThresholdSpan | None = None
     decode_threshold: ThresholdSpan | None = None
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each of `token_ids`, where asked for: likeliest tokens and their log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -203,3 +330,6 @@ class EngineStats:
     parks: int = 0  # steps that another went before, between two layers
     joins: int = 0  # parked steps whose rows another took along
     evictions: int = 0  # requests that gave up their pages, to be computed again
+    reused_tokens: int = 0  # of prompts, that had been computed before
+    kv_pages_kept: int = 0  # of the free ones, those that have a prefix somebody may ask for again
+    kept_pages_evicted: int = 0  # of them, those that had to make room

@@ -56,6 +56,8 @@ _NOT_NEGATIVE = (
     "drain_timeout_s",
     "status_interval_s",
     "max_concurrent_calls",
+    "request_timeout_s",
+    "engine.queue_timeout_s",
     "engine.num_pages",
     "engine.cpu_threads",
     "engine.watchdog_s",
@@ -74,6 +76,7 @@ _NOT_NEGATIVE = (
     "engine.asynchronous.max_wait_s",
 )
 _PORTS = ("port", "metrics_port", "admin_port")
+_OPTIONAL_PORTS = ("http_port", "admin_http_port")
 _PERCENT = (
     "engine.brownout.prefill_threshold_percent",
     "engine.brownout.decode_threshold_percent",
@@ -85,7 +88,7 @@ _PARTS = (
     "engine.balance.replicas_local_share",
     "engine.balance.min_gain",
 )
-_SHARES = ("engine.salc.warning_factor", "engine.salc.shrink_ratio")
+_SHARES = ("engine.memory_fraction", "engine.salc.warning_factor", "engine.salc.shrink_ratio")
 _ASCENDING = (
     "engine.decode_buckets",
     "engine.prefill_buckets",
@@ -96,6 +99,7 @@ _CHOICES = {
     "log_format": ("text", "json"),
     "engine.admission": ("queue", "objective"),
     "engine.mode": ("auto", "steps", "aep"),
+    "engine.prefix_reuse": ("auto", "on", "off"),
     "engine.asynchronous.workers": ("threads", "processes", "ray"),
     "engine.dtype": ("bfloat16", "float16", "float32"),
     "engine.balance.predictor": ("auto", "router", "probe"),
@@ -234,11 +238,16 @@ def find(kind: str, name: str | Path) -> Path:
     raise SettingsError(f"{name} is neither a file nor one of the presets {have}")
 
 
-def read_yaml(path: Path) -> dict[Any, Any]:
-    """The mapping in a YAML file; an empty file is an empty one. Raises SettingsError."""
+def read_yaml(path: Path, *, quotes: bool = True) -> dict[Any, Any]:
+    """The mapping in a YAML file; an empty file is an empty one. Raises SettingsError, which
+    quotes the line that is wrong where it `quotes`.
+    """
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        if isinstance(error, yaml.MarkedYAMLError) and not quotes:
+            for mark in filter(None, (error.problem_mark, error.context_mark)):
+                mark.buffer = None
         reason = " ".join(str(error).split())  # YAML's own has several lines
         raise SettingsError(f"{path} cannot be read as YAML: {reason}") from None
     if loaded is None:
@@ -314,6 +323,7 @@ def check(config: ServerConfig) -> None:
         (_POSITIVE, lambda v: 0 < v < inf, "above 0"),
         (_NOT_NEGATIVE, lambda v: 0 <= v < inf, "0 or more"),
         (_PORTS, lambda v: 0 <= v <= 65535, "between 0 and 65535"),
+        (_OPTIONAL_PORTS, lambda v: -1 <= v <= 65535, "between 0 and 65535, or -1: off"),
         (_PERCENT, lambda v: 0 <= v <= 100, "between 0 and 100"),
         (_SHARES, lambda v: 0 < v <= 1, "above 0 and at most 1"),
         (_PARTS, lambda v: 0 <= v <= 1, "between 0 and 1"),
@@ -373,6 +383,20 @@ def _check_together(config: ServerConfig, require: Any) -> None:
     for other, name in (("port", "admin_port"), ("metrics_port", "admin_port")):
         taken = attrgetter(other)(config)
         require(not taken or taken != config.admin_port, name, f"other than {other}")
+    endpoint = config.otlp_endpoint
+    require(
+        not endpoint or bool(re.fullmatch(r"https?://[^/\s]+\S*", endpoint)),
+        "otlp_endpoint",
+        "empty, or a URL that takes traces, such as http://127.0.0.1:4318/v1/traces",
+    )
+    for given, name in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+        wanted = f"a file where {given} is one: encryption takes a certificate and its key"
+        require(not getattr(config, given) or bool(getattr(config, name)), name, wanted)
+    require(
+        not config.tls_client_ca or bool(config.tls_cert),
+        "tls_client_ca",
+        "empty without tls_cert and tls_key: only an encrypted port asks for certificates",
+    )
     for name in ("host", "admin_host"):
         require(bool(attrgetter(name)(config)), name, "an address or a name")
     require(
@@ -383,7 +407,7 @@ def _check_together(config: ServerConfig, require: Any) -> None:
         "engine.reserved_ls_seqs",
         "0 or more, or -1: by max_num_seqs",
     )
-    require(bool(engine.model), "engine.model", "a directory, or bundled")
+    require(bool(engine.model), "engine.model", "a directory, OWNER/NAME of the Hub, or bundled")
     _check_models(config, require)
     require(
         not engine.mesh or bool(_MESH.fullmatch(engine.mesh)),

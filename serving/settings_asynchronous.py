@@ -56,6 +56,11 @@ def check_asynchronous(config: ServerConfig, require: Any) -> None:
     )
     if engine.mode == "steps":
         require(not own.attention, "engine.asynchronous.attention", "0 in engine.mode steps")
+    require(
+        engine.prefix_reuse != "on" or not (own.attention or engine.mode == "aep"),
+        "engine.prefix_reuse",
+        "auto or off in engine.mode aep: asynchronous workers share no pages",
+    )
     if not own.attention:
         return
     for name, wanted in NOT_ASYNCHRONOUS.items():

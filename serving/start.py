@@ -11,6 +11,7 @@ from serving.control.experts_loader import allowed_ways
 from serving.control.slo import starting_strategy
 from serving.execution.fitting import fit_to_model
 from serving.execution.followers import Followers
+from serving.execution.kv_pages import claim_memory
 from serving.execution.memory import check_balance
 from serving.execution.programs import Progress, limit_cpu_threads
 from serving.execution.runner import DeviceRunner, Runner
@@ -38,6 +39,7 @@ def prepare(
     goes away.
     """
     limit_cpu_threads(config.cpu_threads)
+    claim_memory(config.memory_fraction)
     config = with_mode(config, model)
     if config.mode == "aep":
         return prepare_crew(config, model, progress)

@@ -49,7 +49,7 @@ def with_mode(config: EngineConfig, model: Model | Family | None = None) -> Engi
     if model is not None:
         cfg = Family.of(model).config
     else:
-        directory = resolve(config.model)
+        directory = resolve(config.model, config.hub_revision)
         cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
     devices, dtype_bytes = own.attention + own.experts, jnp.dtype(config.dtype).itemsize
     advice = advise(Deployment.of(cfg, devices, config.max_num_seqs, dtype_bytes))

@@ -23,6 +23,7 @@ from serving.execution.aep.local import attention_of, part_of
 from serving.execution.aep.messages import ATTENTION, RowNumbers
 from serving.execution.aep.queues import buckets
 from serving.execution.aep.worker_process import Address, Assignment, Worker, work
+from serving.execution.kv_pages import claim_memory
 from serving.execution.programs import limit_cpu_threads
 from serving.start_asynchronous import crew_of, make_layer_picker
 
@@ -37,6 +38,7 @@ def make_worker(assignment: Assignment, send: Callable[[int, Any], None]) -> Wor
     import jax
 
     limit_cpu_threads(assignment.config.cpu_threads)
+    claim_memory(assignment.config.memory_fraction)
     device = jax.local_devices()[0]
     with jax.default_device(jax.local_devices(backend="cpu")[0]):  # the device is for its part
         worker, sizes = _worker_of(assignment, send, device)

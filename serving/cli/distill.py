@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig
+from serving.cli.options import AllowUnknownConfig, HubRevision
 from serving.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def distill(
-    model: Annotated[Path, typer.Option(help="Model directory.")],
+    model: Annotated[str, typer.Option(help="Model directory, or OWNER/NAME of the Hub.")],
     data: Annotated[
         list[Path] | None,
         typer.Option(
@@ -60,6 +60,7 @@ def distill(
     ] = 0.0,
     length: Annotated[int, typer.Option(help="Tokens a packed row.")] = 128,
     dtype: Annotated[str, typer.Option(help="Of the products: bfloat16, float32.")] = "bfloat16",
+    hub_revision: HubRevision = "",
     seed: Annotated[int, typer.Option(help="Of rows and of their order.")] = 0,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
@@ -93,13 +94,16 @@ def distill(
         seed=seed,
     )
     allowed = tuple(allow_unknown_config or ())
+    from jmoe.api import resolve
+
     if dry_run:
-        _plan(model, numbers, data or [], out, config, allowed, device_memory_gib)
+        directory = resolve(model, hub_revision, weights=False)
+        _plan(directory, numbers, data or [], out, config, allowed, device_memory_gib)
         return
     if not data or out is None:
         missing = "--out" if data else "--data"
         raise ValueError(f"{missing} is missing; only --dry-run does without it")
-    _run(model, numbers, data, out, config, allowed)
+    _run(resolve(model, hub_revision), numbers, data, out, config, allowed)
 
 
 def _numbers(ways: str) -> list[int]:
@@ -142,7 +146,6 @@ def _run(
     config: "DistillConfig",
     allowed: Sequence[str],
 ) -> None:
-    from jmoe.api import resolve
     from training.distill import DistillError
     from training.distill import distill as run
 
@@ -151,7 +154,7 @@ def _run(
 
     try:
         with progress_bar() as progress:
-            layers, refined = run(resolve(model), ways, data, out, config, progress, allowed, say)
+            layers, refined = run(model, ways, data, out, config, progress, allowed, say)
     except DistillError as error:
         raise ValueError(str(error)) from error
     for way in ways or sorted({result.way for result in layers}):

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from serving.cli.options import AllowUnknownConfig
+from serving.cli.options import AllowUnknownConfig, ApiKeyEnv, HubRevision, TlsCa, TlsCert, TlsKey
 
 if TYPE_CHECKING:
     from jmoe.config import ModelConfig
+    from serving.connection import Connection
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _WAYS = (2, 4, 8, 16)
@@ -20,12 +21,18 @@ Section = tuple[str, Sequence[tuple[str, str]]]
 
 
 def info(
-    model: Annotated[str | None, typer.Argument(help="Model directory, or bundled.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Model directory, OWNER/NAME of the Hub, or bundled.")
+    ] = None,
+    hub_revision: HubRevision = "",
     model_config: Annotated[
         str | None, typer.Option(help="YAML geometry, or a preset's name; no weights needed.")
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="HOST:PORT of a running server.", metavar="HOST:PORT")
+        str | None,
+        typer.Option(
+            help="Of a running server: HOST:PORT, or https://HOST:PORT.", metavar="HOST:PORT"
+        ),
     ] = None,
     admin_address: Annotated[
         str | None,
@@ -69,6 +76,10 @@ def info(
             help="Measured stage times, for --in-flight; else a roofline.", metavar="FILE"
         ),
     ] = None,
+    api_key_env: ApiKeyEnv = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
     """Parameters and memory of a model, or the state of a running server."""
@@ -90,17 +101,23 @@ def info(
         if value is not None and in_flight is None:
             raise ValueError(f"{name} is of a forecast; give --mesh ep=N and --in-flight T as well")
     if address is not None:
-        sections = _ask(address, admin_address)
+        from serving.connection import Connection
+
+        connection = Connection.of_environment(
+            api_key_env, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
+        )
+        sections = _ask(address, admin_address, connection)
     elif model_config is not None:
         cfg = load_model_config(model_config)
         sections = _describe(cfg, mesh=mesh, device_gb=device_gb)
     else:
-        from jmoe.api import resolve
+        from jmoe.api import BUNDLED, resolve
         from jmoe.config import read_config
 
-        directory = resolve(model or "bundled")
+        directory = resolve(model or "bundled", hub_revision, weights=False)
         cfg = read_config(directory, allow_unknown_config=allow_unknown_config or ())
-        sections = _describe(cfg, directory, mesh, device_gb)
+        there = not model or model == BUNDLED or Path(model).exists()  # else nothing of its weights
+        sections = _describe(cfg, directory if there else None, mesh, device_gb)
     if mesh and in_flight is not None:
         from serving.cli.async_info import CONTEXT, HOST_US, asynchronous_section, parse_imbalance
         from serving.cli.mesh_info import DEVICE_GB, parse_mesh
@@ -230,7 +247,7 @@ def united_bytes(directory: Path) -> Mapping[int, int]:
     return dict(sorted(ways.items()))
 
 
-def _ask(address: str, admin_address: str | None) -> list[Section]:
+def _ask(address: str, admin_address: str | None, connection: "Connection") -> list[Section]:
     """What a running server says. Raises ConnectionError where none answers."""
     import asyncio
 
@@ -239,7 +256,7 @@ def _ask(address: str, admin_address: str | None) -> list[Section]:
     from serving.client import Client, admin_address_of
 
     async def ask() -> tuple[list[Any], str]:
-        async with Client(address, admin_address) as client:
+        async with Client(address, admin_address, connection) as client:
             found: list[Any] = [await client.server_info()]
             port = found[0].admin_port
             admin = admin_address or (admin_address_of(address, found[0]) if port else "none")

@@ -1,4 +1,4 @@
-"""The command line: `jmoe serve, generate, bench, demo, distill, consolidate, evaluate, info`.
+"""The command line: `jmoe serve, keys, generate, bench, demo, distill, consolidate, evaluate`, ...
 
 Commands import what they need when they run, so that `jmoe --help` is quick.
 """
@@ -17,7 +17,8 @@ from serving.cli.consolidate import consolidate
 from serving.cli.distill import distill
 from serving.cli.evaluate import evaluate
 from serving.cli.info import info
-from serving.cli.options import AllowUnknownConfig, models_flag, overrides
+from serving.cli.keys import keys
+from serving.cli.options import AllowUnknownConfig, HubRevision, models_flag, overrides
 from serving.cli.tools import bench, demo
 from serving.errors import ServingError, Unavailable
 from serving.progress import progress_bar
@@ -32,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
 app.command()(consolidate)
 app.command()(demo)
 app.command()(distill)
@@ -53,6 +55,8 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log each request
 
 def main() -> None:
     """Runs a command. Bad input is one line on stderr and exit code 2."""
+    if not sys.stderr.isatty():  # the Hub's bars are for people, not for logs
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app(prog_name="jmoe")
     except (ServingError, ValueError, OSError) as error:
@@ -92,9 +96,15 @@ _FLAGS = {
     "process_index": "engine.process_index",
     "host": "host",
     "port": "port",
+    "http_port": "http_port",
     "admin_host": "admin_host",
     "admin_port": "admin_port",
+    "admin_http_port": "admin_http_port",
     "metrics_port": "metrics_port",
+    "keys_file": "keys_file",
+    "tls_cert": "tls_cert",
+    "tls_key": "tls_key",
+    "tls_client_ca": "tls_client_ca",
     "served_model_name": "served_model_name",
     "log_format": "log_format",
     "timeline": "timeline",
@@ -106,6 +116,9 @@ _FLAGS = {
     "page_size": "engine.page_size",
     "allow_unknown_config": "engine.allow_unknown_config",
     "num_pages": "engine.num_pages",
+    "memory_fraction": "engine.memory_fraction",
+    "hub_revision": "engine.hub_revision",
+    "chat_template": "engine.chat_template",
     "policy": "engine.policy",
     "strategy": "engine.brownout.strategy",
     "way": "engine.brownout.way",
@@ -125,7 +138,8 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="[NAME=]DIR",
-            help="Hugging Face directory, or bundled; NAME=DIR several times for a family.",
+            help="Hugging Face directory, OWNER/NAME of the Hub, or bundled; NAME=DIR several "
+            "times for a family.",
         ),
     ] = None,
     family: Annotated[
@@ -154,9 +168,23 @@ def serve(
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on for callers.")] = None,
     port: Annotated[int | None, typer.Option(help="For callers; 0 takes a free one.")] = None,
+    http_port: Annotated[
+        int | None, typer.Option(help="OpenAI's API over HTTP; 0 takes a free one, -1 is off.")
+    ] = None,
     admin_host: Annotated[str | None, typer.Option(help="Address of the admin service.")] = None,
     admin_port: Annotated[
         int | None, typer.Option(help="Of the admin service; 0 takes a free one.")
+    ] = None,
+    admin_http_port: Annotated[
+        int | None, typer.Option(help="The live page; 0 takes a free one, -1 is off.")
+    ] = None,
+    keys_file: Annotated[
+        str | None, typer.Option(help="API keys, as hashes; without it nobody needs one.")
+    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(help="PEM file of the server.")] = None,
+    tls_key: Annotated[str | None, typer.Option(help="PEM file with its private key.")] = None,
+    tls_client_ca: Annotated[
+        str | None, typer.Option(help="PEM file: clients need a certificate of one of these.")
     ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="HTTP: /metrics, /healthz, /readyz; 0 is off.")
@@ -184,7 +212,18 @@ def serve(
     ] = None,
     page_size: Annotated[int | None, typer.Option(help="Tokens of a KV page.")] = None,
     num_pages: Annotated[
-        int | None, typer.Option(help="KV pages; 0: enough for max-num-seqs full sequences.")
+        int | None,
+        typer.Option(help="KV pages; 0: by memory on a GPU, max-num-seqs full sequences on a CPU."),
+    ] = None,
+    memory_fraction: Annotated[
+        float | None, typer.Option(help="Of a GPU's memory, that the server may take.")
+    ] = None,
+    hub_revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a model of the Hub.")
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(help="Jinja template in place of the model's own.", metavar="FILE"),
     ] = None,
     policy: Annotated[
         str | None, typer.Option(help="Who is served next: fcfs, edf, ls_first, qllm.")
@@ -225,6 +264,7 @@ def serve(
     from serving import settings
     from serving.frontend import server
     from serving.frontend.metrics import Metrics
+    from serving.frontend.tracing import make_tracer
     from serving.observer import Observer
     from serving.timeline import Timeline
 
@@ -237,7 +277,8 @@ def serve(
         _follow(loaded)
         return
     metrics, path = Metrics(), Path(loaded.timeline)
-    observers: list[Observer] = [metrics]
+    tracer = make_tracer(loaded.otlp_endpoint)
+    observers: list[Observer] = [metrics, tracer]
     drawn = None
     if loaded.timeline:
         drawn = Timeline()
@@ -249,7 +290,7 @@ def serve(
 
     try:
         try:
-            uvloop.run(server.serve(loaded, start_engine, metrics))
+            uvloop.run(server.serve(loaded, start_engine, metrics, tracer))
         finally:
             if drawn is not None:
                 drawn.write(path)
@@ -292,7 +333,10 @@ async def _start_engine(config: Any, *observers: Any) -> Any:
 @app.command()
 def generate(
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts to continue.")],
-    model: Annotated[str, typer.Option(help="Model directory, or bundled.")] = "bundled",
+    model: Annotated[
+        str, typer.Option(help="Model directory, OWNER/NAME of the Hub, or bundled.")
+    ] = "bundled",
+    hub_revision: HubRevision = "",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     tokens: Annotated[bool, typer.Option(help="Prompts are ids with commas.")] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens a prompt gets, at most.")] = 64,
@@ -318,10 +362,11 @@ def generate(
         brownout = jmoe.Brownout(kind, brownout_threshold, way)
     with progress_bar() as progress:
         loaded = jmoe.load(
-            Path(model) if model != "bundled" else model,
+            model,
             dtype,
             progress=lambda done, total: progress("loading layers", done, total),
             allow_unknown_config=allow_unknown_config or (),
+            revision=hub_revision,
         )
         result = jmoe.generate(
             loaded,

@@ -14,6 +14,35 @@ AllowUnknownConfig = Annotated[
     ),
 ]
 
+HubRevision = Annotated[
+    str,
+    typer.Option(
+        metavar="REVISION",
+        help="Branch, tag or commit of a model of the Hugging Face Hub; else its main branch.",
+    ),
+]
+ApiKeyEnv = Annotated[
+    str | None,
+    typer.Option(
+        metavar="VARIABLE",
+        help="Environment variable with the API key; else JMOE_API_KEY. A flag would show it in "
+        "`ps`.",
+    ),
+]
+TlsCa = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE", help="PEM: who signs the server's certificate; or JMOE_TLS_CA. Encrypts."
+    ),
+]
+TlsCert = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help="PEM: this client's certificate; or JMOE_TLS_CERT."),
+]
+TlsKey = Annotated[
+    str | None, typer.Option(metavar="FILE", help="PEM: its private key; or JMOE_TLS_KEY.")
+]
+
 
 def overrides(flags: Mapping[str, object], pairs: Sequence[str]) -> dict[str, object]:
     """Settings by dotted key, from flags (None: not given) and `key=value` pairs.

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from serving.cli.options import ApiKeyEnv, TlsCa, TlsCert, TlsKey
 from serving.progress import progress_bar
 
 bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
@@ -46,7 +47,7 @@ def serve(
     base_url: Annotated[
         str | None,
         typer.Option(
-            help="Server, in place of --host and --port: http:// or grpc://.",
+            help="Server, in place of --host and --port: http://, https:// or grpc://.",
             metavar="http://HOST:PORT",
         ),
     ] = None,
@@ -56,6 +57,10 @@ def serve(
         str | None,
         typer.Option(help="Of the server's admin service; else what it says.", metavar="HOST:PORT"),
     ] = None,
+    api_key_env: ApiKeyEnv = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     ready_check_timeout_sec: Annotated[
         float, typer.Option(help="Longest wait for a server that is starting; 0: none.")
     ] = 600.0,

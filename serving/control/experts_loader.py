@@ -102,6 +102,7 @@ class ExpertsLoader:
                 self.mover.advance(now)
             return
         way, done = self._pending[0]
+        self._slo.way_changes = True
         self._runner.load_way(way, self._layer)
         self._layer += 1
         if self._layer == self._num_layers:

@@ -29,7 +29,8 @@ class LoadMeter(Observer):
         if sequence.request.priority is Priority.LATENCY_SENSITIVE:
             self._arrivals.append(now)
             self._forget(now)
-            self._prompt_tokens.add(len(sequence.prompt))
+            if not self._prompt_tokens.value:
+                self._prompt_tokens.add(len(sequence.prompt))  # until some are computed
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
         """See Observer."""
@@ -43,6 +44,10 @@ class LoadMeter(Observer):
         if step.is_last and step.batch.has_ls:
             if step.plan.phase is Phase.PREFILL:
                 self._prefill_tokens.add(step.plan.size)
+                for sequence, ends in zip(step.sequences, step.sampled, strict=True):
+                    urgent = sequence.request.priority is Priority.LATENCY_SENSITIVE
+                    if ends and urgent and not sequence.tokens:
+                        self._prompt_tokens.add(len(sequence.prompt) - sequence.cached_tokens)
             self._exempt_share.add(step.refused_share)
 
     def load(self, now: float, **known: object) -> Load:

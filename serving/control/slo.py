@@ -16,7 +16,9 @@ from serving.plan import Phase, StepControl
 from serving.request import BrownoutChange, BrownoutState, Priority
 from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.pace import Pace
+from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout
 from serving.scheduling.scheduler import FEW_DECODING
+from serving.scheduling.sequence import SequenceState
 from serving.scheduling.waiting import Waiting
 from serving.settings import SettingsError
 
@@ -145,6 +147,7 @@ class SloAnalyser:
         """
         self.strategy = starting_strategy(brownout.strategy, way)
         self.way = way
+        self.way_changes = False  # some layers have the next one already
         self.salc_enabled = brownout.salc
         self.ttft_slo_s, self.itl_slo_s = brownout.ttft_slo_s, brownout.itl_slo_s
         self.config = salc
@@ -195,6 +198,32 @@ class SloAnalyser:
             percent = self.ls.controller.of_step(seen)
             self.ls.of(plan.phase).note_step(percent, plan.size)
         return StepControl(percent, strategy_code(self.strategy))
+
+    def accepted(self, sequence: SequenceState) -> Brownout:
+        """Under how much brownout a request's prompt would be computed, if it were now."""
+        request = sequence.request
+        if self.strategy == "zero" or self.way_in_force < 0 or not request.allow_brownout:
+            return EXACT
+        percent = self.ls.prefill.percent
+        if sequence.priority is Priority.BEST_EFFORT:
+            percent = min(percent, self.best_effort.prefill.percent)
+        return Brownout(percent, (strategy_code(self.strategy), self.way))
+
+    def suffered(self, step: ScheduledStep) -> Brownout:
+        """Brownout of those of a step's rows that were degraded. Without a threshold it was for
+        want of experts; and layers may have had united experts of two ways.
+        """
+        control = step.control
+        if control is None or not control.strategy or step.way < 0:
+            return NOBODYS
+        if control.threshold_percent == 100:
+            return NOBODYS
+        return Brownout(control.threshold_percent, (control.strategy, step.way))
+
+    @property
+    def way_in_force(self) -> int:
+        """Of every layer; -1 while they change."""
+        return -1 if self.way_changes else self.way
 
     @property
     def controls(self) -> bool:
@@ -262,9 +291,10 @@ class SloAnalyser:
         try:
             if change.strategy is not None:
                 strategy_code(change.strategy)
-            for percent in (change.prefill_threshold_percent, change.decode_threshold_percent):
+            for phase in ("prefill", "decode"):
+                percent = getattr(change, f"{phase}_threshold_percent")
                 if percent is not None:
-                    check_threshold(percent)
+                    check_threshold(percent, f"{phase}_threshold_percent")
             if change.controller not in (None, self.config.controller, *CONTROLLERS):
                 # What a caller names is not imported; what the settings name is.
                 raise ValueError(
@@ -285,6 +315,7 @@ class SloAnalyser:
 
     def use_way(self, way: int, now: float) -> None:
         """Every layer has the united experts of `way` now; samples from before count no more."""
+        self.way_changes = False
         if way != self.way:
             self.way = way
             self._start_anew(now)

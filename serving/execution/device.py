@@ -10,17 +10,20 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from jmoe.family import Family
 from jmoe.packed_rows import empty_rows, pack_row
 from jmoe.parallel.replicas import Replication
 from jmoe.parallel.steps import shardings
+from jmoe.shape_rows import NUM_SHAPE_COLUMNS, everything, pack_seat
+from jmoe.shaping import Shaping
 from jmoe.steps import State, StepOutput
 from pallas_kernels.backend import backend
+from serving.execution.buckets import Buckets, Key
 from serving.execution.executables import Executables
 from serving.execution.param_sets import ParamSets
-from serving.execution.programs import Buckets, Key, Programs, Progress
+from serving.execution.programs import Programs, Progress
 from serving.execution.ranks import ByRank
 from serving.plan import Limits, StepControl
 
@@ -76,6 +79,7 @@ class Device:
         limits: Limits,
         buckets: Buckets,
         state: State,
+        shaping: Shaping,
         params: ParamSets,
         options: Mapping[str, str],
         executables: Executables,
@@ -83,9 +87,11 @@ class Device:
         parts_by_number: bool,
         replication: Mapping[int, Replication] | None = None,
     ) -> None:
-        """See `Programs`; `executables` are those on disk. The state is this object's own now."""
+        """See `Programs`; `executables` are those on disk. State and
+        shaping are this object's own now."""
         self.family, self.model = family, family[0]
-        self.limits, self.buckets, self.state = limits, buckets, state
+        self.limits, self.buckets = limits, buckets
+        self.state, self.shaping = state, shaping
         self._executables = executables
         mesh = None if self.model.home is None else self.model.home.mesh
         self.several_processes = mesh is not None and mesh.is_multi_process
@@ -123,8 +129,25 @@ class Device:
             out = self.programs.score(out, arrays[0], arrays[prefill], models[0])
             self._settle(out)
         if sample:
-            self.state, out = self.programs.sample(self.state, out, arrays[prefill])
+            found = self.programs.sample(self.state, self.shaping, out, arrays[prefill])
+            self.state, self.shaping, out = found
             self._settle(out)
+        return out
+
+    def seat(self, told: Int[np.ndarray, "D n"]) -> None:
+        """Launches what seats a sequence, of which `told` tells each device."""
+        self.shaping = self.programs.seat(self.shaping, told)
+
+    def draw(
+        self,
+        out: StepOutput,
+        rows: Int[np.ndarray, "B C"],
+        shapes: Int[np.ndarray, "B shape"],
+        allowed: Int[np.ndarray, "B W"],
+    ) -> StepOutput:
+        """Launches what draws tokens behind a step in which rows are shaped."""
+        found = self.programs.draw(self.state, self.shaping, out, rows, shapes, allowed)
+        self.state, self.shaping, out = found
         return out
 
     def arrays(
@@ -145,12 +168,20 @@ class Device:
         num_ranks, cfg = self.limits.num_ranks, self.model.config
         rows = empty_rows(num_ranks * self.buckets.rows(key))
         nothing = StepOutput(*jnp.zeros((4, 1), jnp.int32))
-        if key.phase in ("sample", "truncate"):
+        if key.phase == "seat":
+            none = pack_seat(-1, [], [], [], key.size)
+            self.seat(np.concatenate([none] * num_ranks))
+            out = self.shaping
+        elif key.phase in ("sample", "truncate", "draw"):
             logits = jnp.zeros((len(rows), cfg.vocab_size), jnp.float32, device=self._split)
             rows[:] = pack_row(-1, kv_len=0, temperature=1.0, top_k=int(key.phase == "truncate"))
-            self.state, out = self.programs.sample(
-                self.state, nothing._replace(logits=logits), rows
-            )
+            out = nothing._replace(logits=logits)
+            if key.phase == "draw":
+                shapes = np.zeros((len(rows), NUM_SHAPE_COLUMNS), np.int32)
+                out = self.draw(out, rows, shapes, everything(len(rows), cfg.vocab_size))
+            else:
+                found = self.programs.sample(self.state, self.shaping, out, rows)
+                self.state, self.shaping, out = found
         elif key.phase == "score":
             shape = num_ranks * key.size, cfg.d_model
             hidden = jnp.zeros(shape, self.model.dtype, device=self._split)
@@ -185,7 +216,7 @@ class Device:
         jax's own service, which ends a process without a word when another one is gone, is needed
         for as long as programs are compiled and meet each other for the first time.
         """
-        jax.block_until_ready((self.state, self.model.pool))
+        jax.block_until_ready((self.state, self.shaping, self.model.pool))
         self.programs.mark_ready()
         if self.several_processes:
             jax.distributed.shutdown()

@@ -101,6 +101,29 @@ class Executables:
             with suppress(OSError):
                 part.unlink()
 
+    def recall(self, name: str, cache_key: object) -> int | None:
+        """The number that was remembered of a program; None where none was."""
+        if self._folder is None:
+            return None
+        path = self._path(name, cache_key).with_suffix(".bytes")
+        with suppress(OSError, ValueError):
+            number = int(path.read_text("ascii"))
+            os.utime(path)  # in use: not to be removed with the old ones
+            return number
+        return None
+
+    def remember(self, name: str, cache_key: object, number: int) -> None:
+        """Keeps a number of a program, as `save` keeps the program."""
+        if self._folder is None:
+            return
+        path = self._path(name, cache_key).with_suffix(".bytes")
+        part = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            part.write_text(str(number), "ascii")
+            part.rename(path)
+        except OSError as error:
+            log.warning("%s cannot be kept (%s); the next start compiles it again", path, error)
+
     def _path(self, name: str, cache_key: object) -> Path:
         assert self._folder is not None
         digest = hashlib.sha256(f"{_surroundings()}\n{cache_key}".encode()).hexdigest()
@@ -108,7 +131,7 @@ class Executables:
 
 
 def _remove_old(folder: Path) -> None:
-    for path in folder.glob("*.bin"):
+    for path in (*folder.glob("*.bin"), *folder.glob("*.bytes")):
         with suppress(OSError):  # another server was quicker, or it is another user's
             if time.time() - path.stat().st_mtime > KEPT_S:
                 path.unlink()

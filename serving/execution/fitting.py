@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jmoe.api import Model
 from serving.config import EngineConfig
-from serving.execution.programs import with_default_buckets
+from serving.execution.buckets import with_default_buckets
 from serving.plan import Limits
 
 log = logging.getLogger(__name__)

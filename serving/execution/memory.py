@@ -17,19 +17,28 @@ SHARE = 0.95
 """Of the free memory that pages may take; step programs need a little, too."""
 
 
-def check_memory(model: Model, limits: Limits) -> None:
+def check_memory(model: Model, limits: Limits, *, beside: int = 0) -> None:
     """Raises SettingsError, with the number of pages that would fit, where these do not.
 
-    Over a mesh each device has its part of them; CPU devices share the host's memory.
+    Over a mesh each device has its part of them, and takes `beside` bytes for other things as
+    well; CPU devices share the host's memory.
     """
     free, ranks = free_bytes(), limits.num_ranks
     size = page_bytes(model.config, limits.page_size, model.dtype)
     if free is not None and jax.local_devices()[0].platform != "cpu":
         free *= ranks
     wanted = size * (limits.num_pages + ranks)  # and on each the one that takes padding rows
-    if free is None or wanted <= SHARE * free:
+    if free is None:
         return
-    fitting = max(0, int(SHARE * free) // size - ranks)
+    room = int(SHARE * free) - ranks * beside
+    if wanted <= room:
+        return
+    if room < 0:
+        raise SettingsError(
+            f"engine.max_num_seqs is {limits.num_slots}: what is kept of each to draw its tokens "
+            f"takes {ranks * beside / GIB:.4g} GiB and {free / GIB:.4g} GiB are free; lower it"
+        )
+    fitting = max(0, room // size - ranks)
     if fitting:
         advice = f"set engine.num_pages to {fitting} or less, or lower max_num_seqs, max_model_len"
     else:

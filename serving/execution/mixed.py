@@ -17,8 +17,8 @@ import numpy as np
 from jmoe.family import Family
 from jmoe.packed_rows import empty_deltas, pack_row
 from serving.config import EngineConfig
+from serving.execution.buckets import FULL_CAPACITY, Key
 from serving.execution.device import Device
-from serving.execution.programs import FULL_CAPACITY, Key
 from serving.execution.ranks import ByRank
 from serving.execution.results import Results
 from serving.plan import StepControl

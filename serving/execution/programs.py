@@ -1,16 +1,11 @@
-"""Step programs: compiled ahead of time, keyed by (phase, token bucket, threshold bucket).
-
-A threshold bucket b is a capacity that serves every threshold up to b: it sizes the dispatch for as
-many experts as a step at t <= b can touch. The threshold itself is traced and never rounded.
-"""
+"""Step programs: compiled ahead of time, keyed by (phase, token bucket, threshold bucket)."""
 
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,167 +19,28 @@ from jmoe.model import LOOKAHEAD
 from jmoe.packed_rows import NUM_COLUMNS, NUM_CONTROL, NUM_DELTA_COLUMNS, sampling_mode
 from jmoe.parallel import steps as on_mesh
 from jmoe.parallel.replicas import Replication
-from jmoe.steps import State, StepOutput, decode_step, prefill_step, sample_step, score_step
+from jmoe.shape_rows import NUM_SHAPE_COLUMNS, everything, num_words, seat_size
+from jmoe.shaping import Shaping, make_shaping, seat
+from jmoe.steps import (
+    State,
+    StepOutput,
+    decode_step,
+    draw_step,
+    prefill_step,
+    sample_step,
+    score_step,
+)
 from jmoe.weights import Params, Weights
-from pallas_kernels.backend import backend
 from pallas_kernels.routing import max_active_experts
-from serving.config import EngineConfig
 from serving.execution import traced_code
+from serving.execution.buckets import FULL_CAPACITY, Buckets, Key, sampling_phases
 from serving.execution.compilations import Compilations
 from serving.execution.executables import Executables
 from serving.execution.param_sets import ParamSets
-from serving.plan import Limits
 
-FULL_CAPACITY = 100
 MAX_COMPILERS = 8  # at a time; each takes up to a gigabyte of host memory
 Progress = Callable[[str, int, int], None]
 """`(what, done, total)`."""
-
-
-class Key(NamedTuple):
-    """Which program. `size` is tokens of a `prefill` step and of `score`, else rows.
-
-    `layers` are the first and the one to stop at of a program for a part of a step, None of others.
-    A mixed decode step has `size` rows of each of several `models`.
-    `score` and `sample` run behind a step whose rows ask for it; `truncate` is `sample` with top-k
-    and top-p, where that is a program of its own (`sampling_phases`).
-    """
-
-    phase: str
-    size: int
-    bucket_percent: int
-    layers: tuple[int, int] | None = None
-    models: int = 1
-
-    @property
-    def name(self) -> str:
-        """Of its entry on disk."""
-        part = "" if self.layers is None else "-layers-{}-{}".format(*self.layers)
-        part += "" if self.models == 1 else f"-models-{self.models}"
-        return f"{self.phase}-{self.size}-{self.bucket_percent}{part}"
-
-
-def sampling_phases() -> tuple[str, ...]:
-    """A GPU has a program for each sampling mode; a CPU, where compiling is slow, one for both."""
-    return ("sample",) if backend() == "cpu" else ("sample", "truncate")
-
-
-def sizes_up_to(largest: int, smallest: int, factor: Callable[[int], int]) -> tuple[int, ...]:
-    """`smallest`, `factor(size)` times a size for as long as that is below `largest`, `largest`."""
-    sizes = []
-    while smallest < largest:
-        sizes.append(smallest)
-        smallest *= factor(smallest)
-    return (*sizes, largest)
-
-
-def with_default_buckets(config: EngineConfig, num_ranks: int = 1) -> EngineConfig:
-    """`config`, with the buckets that it leaves open, and without those that no step reaches.
-
-    Over a mesh a size is each rank's.
-
-    On a GPU powers of two and four capacities. On a CPU, where a program takes four seconds of a
-    core to compile, few: sizes above 16 rows are four times apart, and a step at full capacity
-    takes no longer than one at less, as its loop runs over the experts that are visited.
-    """
-    on_cpu = backend() == "cpu"
-    most = -(-config.max_num_seqs // num_ranks)
-    decode = sizes_up_to(most, 4, lambda n: 4 if on_cpu and n >= 16 else 2)
-    prefill = sizes_up_to(config.max_prefill_tokens, 32, lambda n: 4 if on_cpu else 2)
-    thresholds = (FULL_CAPACITY,) if on_cpu else (20, 40, 70, FULL_CAPACITY)
-    return replace(
-        config,
-        decode_buckets=_up_to(config.decode_buckets or decode, most),
-        prefill_buckets=_up_to(config.prefill_buckets or prefill, config.max_prefill_tokens),
-        threshold_buckets_percent=config.threshold_buckets_percent or thresholds,
-    )
-
-
-def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
-    return sizes[: bisect_left(sizes, most) + 1]
-
-
-class Buckets:
-    """Sizes that programs are compiled for, on each device of a mesh, and the choice among them."""
-
-    def __init__(self, config: EngineConfig, limits: Limits, num_models: int = 1) -> None:
-        """`num_models` is how many a decode step may have rows of."""
-        config = with_default_buckets(config, limits.num_ranks)
-        self.mixed = range(2, num_models + 1)
-        self.decode = config.decode_buckets
-        self.prefill = config.prefill_buckets
-        self.thresholds = config.threshold_buckets_percent
-        self.chunks = limits.max_prefill_seqs
-        self._page_size = limits.page_size
-
-    def keys(self) -> list[Key]:
-        """Every program that serving may need, the ones most needed first."""
-        thresholds = sorted(self.thresholds, reverse=True)
-        keys = [Key("decode", n, t) for t in thresholds for n in reversed(self.decode)]
-        keys += [Key("prefill", n, t) for t in thresholds for n in reversed(self.prefill)]
-        keys += self.mixed_keys()
-        keys.append(Key("score", self.prefill[-1], FULL_CAPACITY))
-        mixed = {count * size for count in self.mixed for size in self.decode}
-        rows = sorted({*self.decode, self.chunks, *mixed})
-        return keys + [Key(phase, n, FULL_CAPACITY) for phase in sampling_phases() for n in rows]
-
-    def mixed_keys(self) -> list[Key]:
-        """Those of mixed decode steps."""
-        thresholds = sorted(self.thresholds, reverse=True)
-        return [
-            Key("decode", size, percent, models=count)
-            for count in self.mixed
-            for percent in thresholds
-            for size in reversed(self.decode)
-        ]
-
-    def step_keys(self) -> list[Key]:
-        """Those of whole steps of one model."""
-        steps = (key for key in self.keys() if key.phase in ("prefill", "decode"))
-        return [key for key in steps if key.models == 1]
-
-    def parts(self, phase: str, num_layers: int, at_once: int) -> list[Key]:
-        """Programs for parts of a phase's steps, of `at_once` layers each; the last may have fewer.
-
-        They have capacity for every threshold: less would multiply them.
-        """
-        sizes = self.decode if phase == "decode" else self.prefill
-        return [
-            Key(phase, size, FULL_CAPACITY, (first, min(first + at_once, num_layers)))
-            for size in reversed(sizes)
-            for first in range(0, num_layers, at_once)
-        ]
-
-    def choose(
-        self,
-        phase: str,
-        size: int,
-        threshold_percent: int,
-        *,
-        prompt_logprobs: bool,
-        models: int = 1,
-    ) -> Key:
-        """The smallest program that serves a step whose experts a threshold bounds.
-
-        With `prompt_logprobs` it is the largest prefill program, the one that `score` follows.
-        """
-        sizes = self.decode if phase == "decode" else self.prefill
-        fits = sizes[-1] if prompt_logprobs else self.bucket(phase, size)
-        percent = self.thresholds[bisect_left(self.thresholds, threshold_percent)]
-        return Key(phase, fits, percent, models=models)
-
-    def bucket(self, phase: str, size: int) -> int:
-        """The smallest size of a phase's programs that holds `size`."""
-        sizes = self.decode if phase == "decode" else self.prefill
-        return sizes[bisect_left(sizes, size)]
-
-    def rows(self, key: Key) -> int:
-        """Packed rows of a program."""
-        return self.chunks if key.phase in ("prefill", "score") else key.size
-
-    def deltas(self, key: Key) -> int:
-        """Block-table deltas a step can have: a page a row, and those its tokens fill."""
-        return key.size if key.phase == "decode" else key.size // self._page_size + self.chunks
 
 
 class Programs:
@@ -217,11 +73,19 @@ class Programs:
         self._parts_by_number = parts_by_number
         self._replication = replication or {}
         self._family, self._model = family, family[0]  # programs are made by the first
-        self._buckets, self._state = buckets, state
+        self._buckets = buckets
+        self._state = jax.tree.map(_abstract, state)
         self._params, self._options = params, dict(options)
         home = self._model.home
         self._mesh = None if home is None else home.mesh
         self._ranks = 1 if self._mesh is None else self._mesh.size
+        vocab = self._model.config.vocab_size
+        split, _ = on_mesh.shardings(self._mesh)
+        make = partial(make_shaping, state.last_token.shape[0], vocab)
+        self._shaping: Shaping = jax.tree.map(
+            lambda one: jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=split),
+            jax.eval_shape(make),
+        )
         self._compiled: dict[Key, Any] = {}
         self.num_from_disk = 0  # of them, read rather than compiled
         self._compilations = Compilations()
@@ -236,17 +100,7 @@ class Programs:
     ) -> None:
         """Compiles programs, several at a time; what the disk has is read from there."""
         before = len(self._compiled)
-        code = traced_code.digest(
-            (
-                decode_step,
-                mixed_decode_step,
-                prefill_step,
-                sample_step,
-                score_step,
-                Programs._lower,
-                Programs._max_active,
-            )
-        )
+        code = _traced_code()
 
         def tell() -> None:
             if progress is not None:
@@ -278,6 +132,25 @@ class Programs:
                 pool.shutdown(cancel_futures=True)
                 raise
 
+    def step_bytes(self, executables: Executables) -> int:
+        """Device memory that a step needs beside its arguments, by XLA's reckoning of the largest
+        program of each phase. What was compiled is kept, and what was reckoned as well: an
+        executable that was read from the disk does not say.
+        """
+        code = _traced_code()
+        by_size = sorted(self._buckets.keys(), key=lambda k: (k.models, k.size, k.bucket_percent))
+        largest, needed = {key.phase: key for key in by_size}, list[int]()
+        for key in largest.values():
+            cache_key = self._cache_key(key, code)
+            found = executables.recall(key.name, cache_key)
+            if found is None:
+                compiled = self._lower(key).compile(compiler_options=self._options or None)
+                found = _bytes_beside_arguments(compiled)
+                executables.save(key.name, cache_key, compiled)
+                executables.remember(key.name, cache_key, found)
+            needed.append(found)
+        return max(needed)
+
     def mark_ready(self) -> None:
         """From here on every compilation counts as one too many."""
         self._compilations.ready()
@@ -301,15 +174,39 @@ class Programs:
         return each[0] if len(each) == 1 else MixedWeights.of(each)
 
     def sample(
-        self, state: State, out: StepOutput, rows: Int[np.ndarray, "B C"]
-    ) -> tuple[State, StepOutput]:
+        self, state: State, shaping: Shaping, out: StepOutput, rows: Int[np.ndarray, "B C"]
+    ) -> tuple[State, Shaping, StepOutput]:
         """After a step: launches what samples tokens where its rows want that."""
-        if (mode := sampling_mode(rows)) == "greedy":
-            return state, out
-        phase = mode if mode in sampling_phases() else "sample"
-        program = self._compiled[Key(phase, len(rows) // self._ranks, FULL_CAPACITY)]
+        mode = sampling_mode(rows)
+        if mode == "greedy":
+            return state, shaping, out
+        if mode not in sampling_phases():
+            shapes = np.zeros((len(rows), NUM_SHAPE_COLUMNS), np.int32)
+            allowed = everything(len(rows), self._model.config.vocab_size)
+            state, shaping, drawn = self.draw(state, shaping, out, rows, shapes, allowed)
+            return state, shaping, drawn._replace(top_ids=None, top_logprobs=None)
+        program = self._compiled[Key(mode, len(rows) // self._ranks, FULL_CAPACITY)]
         last, tokens, logprobs = program(state.last_token, out.logits, rows)
-        return state._replace(last_token=last), out._replace(tokens=tokens, logprobs=logprobs)
+        out = out._replace(tokens=tokens, logprobs=logprobs)
+        return state._replace(last_token=last), shaping, out
+
+    def draw(
+        self,
+        state: State,
+        shaping: Shaping,
+        out: StepOutput,
+        rows: Int[np.ndarray, "B C"],
+        shapes: Int[np.ndarray, "B shape"],
+        allowed: Int[np.ndarray, "B W"],
+    ) -> tuple[State, Shaping, StepOutput]:
+        """After a step in which rows are shaped: launches what draws all tokens."""
+        program = self._compiled[Key("draw", len(rows) // self._ranks, FULL_CAPACITY)]
+        last, shaping, drawn = program(state.last_token, shaping, out.logits, rows, shapes, allowed)
+        return state._replace(last_token=last), shaping, out._replace(**drawn._asdict())
+
+    def seat(self, shaping: Shaping, told: Int[np.ndarray, "D n"]) -> Shaping:
+        """Launches what seats a sequence on each device, or none where the slot is -1."""
+        return self._compiled[self._buckets.seat](shaping, told)
 
     def score(
         self,
@@ -326,8 +223,15 @@ class Programs:
     def _lower(self, key: Key) -> jax.stages.Lowered:
         cfg, max_active = self._model.config, self._max_active(key)
         if key.phase in ("sample", "truncate"):
-            truncate = None if len(sampling_phases()) == 1 else key.phase == "truncate"
-            step = self._spread(partial(sample_step, truncate=truncate), on_mesh.SAMPLE)
+            step = partial(sample_step, truncate=key.phase == "truncate")
+            step = self._spread(step, on_mesh.SAMPLE)
+            return jax.jit(step, donate_argnums=0).lower(*self._arguments(key))
+        if key.phase == "draw":
+            truncate = None if len(sampling_phases()) == 1 else True
+            step = self._spread(partial(draw_step, truncate=truncate), on_mesh.DRAW)
+            return jax.jit(step, donate_argnums=(0, 1)).lower(*self._arguments(key))
+        if key.phase == "seat":
+            step = self._spread(seat, on_mesh.SEAT)
             return jax.jit(step, donate_argnums=0).lower(*self._arguments(key))
         if key.phase == "score":
             step = self._spread(partial(score_step, cfg), on_mesh.SCORE)
@@ -386,9 +290,19 @@ class Programs:
             return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=split)
 
         rows, tokens = by_rank(buckets.rows(key), NUM_COLUMNS), by_rank(key.size)
-        if key.phase in ("sample", "truncate"):
-            logits = by_rank(key.size, model.config.vocab_size, dtype=jnp.float32)
-            return held(self._state.last_token), logits, rows
+        if key.phase == "seat":
+            return self._shaping, jax.ShapeDtypeStruct(
+                (self._ranks, seat_size(key.size)), jnp.int32, sharding=split
+            )
+        vocab = model.config.vocab_size
+        if key.phase in ("sample", "truncate", "draw"):
+            logits = by_rank(key.size, vocab, dtype=jnp.float32)
+            if key.phase != "draw":
+                return held(self._state.last_token), logits, rows
+            shapes = by_rank(key.size, NUM_SHAPE_COLUMNS)
+            allowed = by_rank(key.size, num_words(vocab))
+            last_token = held(self._state.last_token)
+            return last_token, self._shaping, logits, rows, shapes, allowed
         if key.phase == "score":
             hidden = by_rank(key.size, model.config.d_model, dtype=model.dtype)
             return held(_without_layers(self._params[0])), hidden, tokens, rows
@@ -416,6 +330,29 @@ class Programs:
                 self._options,
             )
         )
+
+
+def _traced_code() -> str:
+    return traced_code.digest(
+        (
+            decode_step,
+            mixed_decode_step,
+            prefill_step,
+            sample_step,
+            draw_step,
+            seat,
+            score_step,
+            Programs._lower,
+            Programs._max_active,
+        )
+    )
+
+
+def _bytes_beside_arguments(compiled: jax.stages.Compiled) -> int:
+    """What a program works in, and what it returns that is not in the place of an argument."""
+    stats: Any = compiled.memory_analysis()
+    returned = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.temp_size_in_bytes + max(0, returned)
 
 
 def _abstract(a: Any) -> jax.ShapeDtypeStruct:

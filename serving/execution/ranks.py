@@ -97,10 +97,15 @@ class ByRank(NamedTuple):
         """Where each token is among `num_tokens` a rank."""
         return _at(self.token_rank, num_tokens)
 
-    def arrays(self, num_rows: int, num_deltas: int, num_tokens: int) -> list[Any]:
-        """Tokens, rows, deltas and places, of all ranks, each padded to its own size."""
+    def padded_rows(self, num_rows: int) -> Int[np.ndarray, "R C"]:
+        """Rows of all ranks, `num_rows` of each."""
         rows = empty_rows(self.num_ranks * num_rows)
         rows[self.row_at(num_rows)] = self.rows
+        return rows
+
+    def arrays(self, num_rows: int, num_deltas: int, num_tokens: int) -> list[Any]:
+        """Tokens, rows, deltas and places, of all ranks, each padded to its own size."""
+        rows = self.padded_rows(num_rows)
         deltas = empty_deltas(self.num_ranks * num_deltas)
         deltas[_at(self.delta_rank, num_deltas)] = self.deltas
         at = self.token_at(num_tokens)

@@ -6,9 +6,10 @@ import numpy as np
 from jaxtyping import Bool
 
 from jmoe.steps import StepOutput
+from serving.execution.buckets import Key
 from serving.execution.device import Calls, Device
 from serving.execution.followers import Followers
-from serving.execution.programs import Key, Progress
+from serving.execution.programs import Progress
 from serving.proto.jmoe.v1 import hosts_pb2 as pb
 
 _WIRE = np.dtype("<i4")

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jmoe.steps import StepOutput
-from serving.execution.programs import Buckets, Key
+from serving.execution.buckets import Buckets, Key
 from serving.execution.ranks import ByRank
 from serving.plan import Copies, StepResult
 
@@ -46,6 +46,8 @@ class Results:
                 copies,
                 None if read.needed is None else self._of_all(read.needed, first_layer),
                 1 - step.num_positions / (step.num_ranks * key.size),
+                None if read.top_ids is None else read.top_ids[row_at],
+                None if read.top_logprobs is None else read.top_logprobs[row_at],
             )
 
         return read

@@ -13,36 +13,32 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from jmoe.api import Model
 from jmoe.away import Expert
 from jmoe.family import Family
 from jmoe.model import LOOKAHEAD
 from jmoe.packed_rows import pack_row
-from jmoe.parallel.steps import make_states
-from jmoe.steps import make_state
 from pallas_kernels.backend import backend
 from serving.config import EngineConfig
+from serving.execution.buckets import FULL_CAPACITY, Buckets, Key
 from serving.execution.device import Calls, Device
+from serving.execution.drawing import Drawing
 from serving.execution.executables import Executables
 from serving.execution.fitting import limits_of, num_ranks_of
 from serving.execution.followers import Followers, Lost
+from serving.execution.kv_pages import by_memory, goes_by_memory
 from serving.execution.memory import check_memory
 from serving.execution.mixed import MixedSteps, mixed_models
 from serving.execution.param_sets import ParamSets
-from serving.execution.programs import (
-    FULL_CAPACITY,
-    Buckets,
-    Key,
-    Programs,
-    Progress,
-)
+from serving.execution.programs import Programs, Progress
 from serving.execution.ranks import ByRank
 from serving.execution.reader import ResultReader
 from serving.execution.replay import Led
 from serving.execution.replication import probes_of, replication_of
 from serving.execution.results import Results
+from serving.execution.states import States
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -74,6 +70,12 @@ class Runner(Protocol):
         """Starts a step's layers under `control` and returns at once.
 
         The future is done when they are, in a thread of the runner's.
+        """
+        ...
+
+    def draw(self, allowed: Int[np.ndarray, "B W"]) -> None:
+        """Draws the tokens of the step that was launched last and waits (`Shapes.waits`): a bit a
+        token, the lowest first, for each of its rows. Before that nothing else is launched.
         """
         ...
 
@@ -171,7 +173,6 @@ class DeviceRunner:
         # GPU's host would wait for it; there each part has a program of its own.
         stacked = not any(isinstance(segment, tuple) for segment in self.sets[0]["segments"])
         self._parts_by_number = stacked and backend() == "cpu"
-        check_memory(model, self.limits)
         self.buckets = Buckets(config, self.limits, mixed_models(config, family))
         num_layers = self.limits.num_layers
         wanted = parks and config.part_layers < num_layers
@@ -183,32 +184,41 @@ class DeviceRunner:
         )
         devices = None if model.home is None else list(model.home.mesh.devices.flat)
         executables = Executables.at(config.compilation_cache, devices)
-        make = partial(
-            make_state,
-            model.config,
-            num_slots=self.limits.slots_per_rank,
-            num_pages=self.limits.pages_per_rank,
-            page_size=self.limits.page_size,
-            max_blocks=self.limits.pages_for(config.max_model_len),
-            dtype=model.dtype,
-            num_hidden=self.limits.hidden_per_rank if self._runs_parts else 0,
-        )
+        states = States(model, config, self._runs_parts)
+        how = {
+            "parts_by_number": self._parts_by_number,
+            "replication": replication_of(config.balance, model, self.buckets.prefill),
+        }
+
+        def step_bytes(limits: Limits) -> int:
+            shapes, options = states.shapes(limits), self.sets.options
+            programs = Programs(family, self.buckets, shapes, self.sets, options, **how)
+            programs.close()
+            return programs.step_bytes(executables)
+
+        beside = states.shaping_bytes(self.limits)
+        if goes_by_memory(config):
+            self.limits = by_memory(config, self.limits, model, step_bytes, beside=beside)
+        else:
+            check_memory(model, self.limits, beside=beside)
         self.device = Device(
             family,
             self.limits,
             self.buckets,
-            make() if model.home is None else make_states(model.home.mesh, make),
+            states.make(self.limits),
+            states.shaping(self.limits),
             self.sets,
             self.sets.options,
             executables,
-            parts_by_number=self._parts_by_number,
-            replication=replication_of(config.balance, model, self.buckets.prefill),
+            **how,
         )
         self._followers, self._failures = followers, Lost()
         self._calls: Calls = self.device if followers is None else Led(self.device, followers)
         self._results = Results(self.buckets, model.config.moe_layers, self.limits.num_ranks)
         self._reader = ResultReader()
         self.mixed = MixedSteps(self.device, self._results)
+        length = config.max_model_len
+        self._drawing = Drawing(self.device, self._results, self._submit, length)
         self.copy_s = 0.0
 
     @property
@@ -352,14 +362,22 @@ class DeviceRunner:
             key, step, control, first=plan.first_layer, stop=plan.stop_layer
         )
 
+        score = plan.is_last and plan.prompt_logprobs
+        if plan.shapes is not None:
+            out = self._calls.run(key, arrays, models=plan.models, score=score)
+            return self._drawing.start(out, key, step, plan)
+
         def start() -> Callable[[], StepResult]:
-            score = plan.is_last and plan.prompt_logprobs
             out = self._calls.run(key, arrays, models=plan.models, score=score, sample=plan.is_last)
             return self._results.start(out, key, step, plan.first_layer)
 
         if self.device.one_at_a_time:
             return self._submit(lambda: start()())
         return self._submit(start())
+
+    def draw(self, allowed: Int[np.ndarray, "B W"]) -> None:
+        """See Runner."""
+        self._drawing.draw(allowed)
 
     def _submit[T](self, call: Callable[[], T]) -> "Future[T]":
         """A call in the reader's thread, in order. A fault that comes of a lost process says so."""

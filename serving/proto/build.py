@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PROTOS = ("serving/proto/jmoe/v1/jmoe.proto", "serving/proto/jmoe/v1/hosts.proto")
+PROTOS = (
+    "serving/proto/jmoe/v1/jmoe.proto",
+    "serving/proto/jmoe/v1/hosts.proto",
+    "serving/proto/inference/inference.proto",
+)
 
 
 def build(out: Path = ROOT) -> None:

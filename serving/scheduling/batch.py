@@ -12,9 +12,18 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jmoe.packed_rows import KV_LEN, NUM_DELTA_COLUMNS, Q_LEN
-from serving.plan import Limits, Phase, StepControl, StepPlan, spare_latency_sensitive
+from jmoe.shape_rows import NUM_SHAPE_COLUMNS
+from serving.plan import (
+    Limits,
+    Phase,
+    Shapes,
+    StepControl,
+    StepPlan,
+    spare_latency_sensitive,
+)
 from serving.request import Priority
 from serving.scheduling.policy import BE, BatchView
+from serving.scheduling.prefixes import Prefix
 from serving.scheduling.sequence import SequenceState
 
 
@@ -26,9 +35,11 @@ class ScheduledStep:
     plan: StepPlan
     sequences: list[SequenceState]
     sampled: list[bool]  # whether the row's token is used: it comes of the last layers only
+    prefixes: list[Prefix]  # of the sequences, as these layers were planned
     parks: "Batch | None" = None  # the step whose next layers these go before
     num_joined: int = 0  # rows of a parked step that came along
     control: StepControl | None = None  # that these layers were launched with
+    way: int = -1  # of united experts, likewise; -1: of several, or not known
 
     @property
     def is_first(self) -> bool:
@@ -39,6 +50,11 @@ class ScheduledStep:
     def is_last(self) -> bool:
         """Whether tokens come of these layers."""
         return self.plan.is_last
+
+    @property
+    def waits(self) -> bool:
+        """Whether its tokens are drawn once those of the step before are read."""
+        return self.plan.shapes is not None and self.plan.shapes.waits
 
     @property
     def exempt_share(self) -> float:
@@ -201,6 +217,19 @@ class Batch:
         self.num_parks = max(self.num_parks, other.num_parks)
         self.joins = None
 
+    def _shapes(self) -> Shapes | None:
+        """Of rows whose tokens are used; a sequence is seated as its prompt ends."""
+        drawn = [s for s, used in zip(self.sequences, self.sampled, strict=True) if used]
+        if all(s.shape is None for s in drawn):
+            return None
+        rows = np.zeros((len(self.sequences), NUM_SHAPE_COLUMNS), np.int32)
+        for row, sequence, used in zip(rows, self.sequences, self.sampled, strict=True):
+            if used and sequence.shape is not None:
+                row[:] = sequence.shape
+        prefill = self.phase is Phase.PREFILL
+        seats = [s.seat() for s in drawn if prefill and s.shape is not None]
+        return Shapes(rows, seats, waits=any(s.matcher is not None for s in drawn))
+
     def _row_models(self) -> Int[np.ndarray, "B"]:
         mixed = self.sequences if len(self.models) > 1 else ()
         return np.array([s.request.model for s in mixed], np.int32)
@@ -225,13 +254,15 @@ class Batch:
             first_layer=self.next_layer,
             stop_layer=stop,
             is_last=is_last,
+            shapes=self._shapes() if is_last else None,
         )
         self.next_layer, self._deltas = stop, []
+        prefixes = [s.prefix for s in sequences]
         if is_last:
             for sequence in sequences:
                 sequence.batch = None
-            return ScheduledStep(self, plan, sequences, self.sampled)
-        return ScheduledStep(self, plan, list(sequences), [False] * len(sequences))
+            return ScheduledStep(self, plan, sequences, self.sampled, prefixes)
+        return ScheduledStep(self, plan, list(sequences), [False] * len(sequences), prefixes)
 
 
 def _joined(parts: Sequence[Sequence[int]]) -> Int[np.ndarray, "T"]:

@@ -62,10 +62,12 @@ class Chunks:
         pages_for = self._limits.pages_for
         rows, sampled, deltas = [], [], []
         for sequence, part in self._taken:
-            mapped = pages_for(sequence.num_computed)
+            # Of one that runs again the last pages may not have come to the device.
+            mapped = min(sequence.prefix.num_mapped, pages_for(sequence.num_computed))
             sequence.num_computed += len(part)
             reached = pages_for(sequence.num_computed)
             deltas += [(sequence.slot, b, sequence.pages[b]) for b in range(mapped, reached)]
+            sequence.prefix.num_mapped = reached
             ends = sequence.num_computed == len(sequence.context)
             rows.append(sequence.packed(len(part)).copy())
             sampled.append(ends)

@@ -1,50 +1,116 @@
-"""The host's account of KV pages: who owns which."""
+"""The host's account of KV pages: who holds which, and which are kept for what is written there."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 
 
 class OutOfPages(Exception):
-    """The pool has fewer free pages than were asked for."""
+    """The pool has fewer pages to give than were asked for."""
 
 
 class PageAllocator:
-    """Free list of pages `[first, first + num_pages)`, each free or owned by exactly one caller."""
+    """Pages `[first, first + num_pages)`, each free, or held by one caller or several.
 
-    def __init__(self, num_pages: int, first: int = 0) -> None:
+    One that is to be kept stays as it is when its last holder gives it back, until no other is
+    left: then the one goes first that nobody has used for longest.
+    """
+
+    def __init__(
+        self, num_pages: int, first: int = 0, on_evict: Callable[[int], None] = lambda page: None
+    ) -> None:
+        """`on_evict` hears of a kept page that is about to be somebody's own."""
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; it must be at least 1")
-        self.num_pages, self._first = num_pages, first
+        self.num_pages, self._first, self._on_evict = num_pages, first, on_evict
         self._free = list(range(first + num_pages - 1, first - 1, -1))
-        self._owned = [False] * num_pages
+        self._holders = [0] * num_pages
+        self._kept: set[int] = set()
+        self._idle: dict[int, None] = {}  # kept and held by nobody, unused for longest first
 
     @property
     def num_free(self) -> int:
-        """Pages nobody owns."""
-        return len(self._free)
+        """Pages that nobody holds."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """Of them, those that are kept."""
+        return len(self._idle)
 
     def allocate(self, count: int) -> list[int]:
         """Takes `count` pages, all or none. Raises OutOfPages."""
-        if count > len(self._free):
-            raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.num_pages} free")
-        pages = [self._free.pop() for _ in range(count)]
+        if count > self.num_free:
+            raise OutOfPages(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
+        pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         for page in pages:
-            self._owned[page - self._first] = True
+            self._holders[page - self._first] = 1
         return pages
 
-    def free(self, pages: Iterable[int]) -> None:
-        """Gives pages back. Raises ValueError for one that is not owned."""
+    def share(self, pages: Iterable[int]) -> None:
+        """One holder more of each. Raises ValueError for one that is neither held nor kept."""
         for page in pages:
-            first, at = self._first, page - self._first
-            if not 0 <= at < self.num_pages:
-                last = first + self.num_pages - 1
-                raise ValueError(f"page {page} is not one of {first} to {last}")
-            if not self._owned[at]:
+            at = self._at(page)
+            if not self._holders[at] and page not in self._idle:
+                raise ValueError(f"page {page} has nothing to share")
+            self._idle.pop(page, None)
+            self._holders[at] += 1
+
+    def free(self, pages: Collection[int]) -> None:
+        """One holder less of each. Raises ValueError for one that is not held.
+
+        Of pages that are kept the last ones of a sequence go before those they are of no use
+        without.
+        """
+        idle = []
+        for page in pages:
+            at = self._at(page)
+            if not self._holders[at]:
                 raise ValueError(f"page {page} is freed twice")
-            self._owned[at] = False
+            self._holders[at] -= 1
+            if self._holders[at]:
+                continue
+            if page in self._kept:
+                idle.append(page)
+            else:
+                self._free.append(page)
+        self._idle.update(dict.fromkeys(reversed(idle)))
+
+    def keep(self, page: int) -> None:
+        """A page that is held is kept from now on."""
+        if not self._holders[self._at(page)]:
+            raise ValueError(f"page {page} is nobody's; there is nothing to keep")
+        self._kept.add(page)
+
+    def forget(self, page: int) -> None:
+        """A page is not kept any more."""
+        self._kept.discard(page)
+        if page in self._idle:
+            del self._idle[page]
             self._free.append(page)
+
+    def is_idle(self, page: int) -> bool:
+        """Whether a page is kept, and held by nobody."""
+        return page in self._idle
+
+    def num_holders(self, page: int) -> int:
+        """Who have it."""
+        return self._holders[self._at(page)]
 
     def check_idle(self) -> None:
         """Raises AssertionError unless every page is back: the conservation check when idle."""
-        if len(self._free) != self.num_pages or any(self._owned):
-            lost = [self._first + at for at, owned in enumerate(self._owned) if owned]
-            raise AssertionError(f"{len(lost)} pages leaked: {lost[:10]}")
+        held = [self._first + at for at, holders in enumerate(self._holders) if holders]
+        if held or self.num_free != self.num_pages:
+            raise AssertionError(f"{len(held)} pages leaked: {held[:10]}")
+
+    def _evict(self) -> int:
+        page = next(iter(self._idle))
+        del self._idle[page]
+        self._kept.discard(page)
+        self._on_evict(page)
+        return page
+
+    def _at(self, page: int) -> int:
+        at = page - self._first
+        if not 0 <= at < self.num_pages:
+            last = self._first + self.num_pages - 1
+            raise ValueError(f"page {page} is not one of {self._first} to {last}")
+        return at

@@ -1,16 +1,20 @@
 """Where sequences live on the device: slots and KV pages, by rank."""
 
-from collections.abc import Container, Iterable
+from collections import Counter
+from collections.abc import Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from serving.plan import Limits
 from serving.request import Priority
-from serving.scheduling.pages import PageAllocator
 from serving.scheduling.policy import BE, LS
+from serving.scheduling.prefixes import PrefixPages
 from serving.scheduling.sequence import SequenceState
 
 
 class Places:
-    """Slots and pages, each free or one sequence's; what a sequence has is all of one rank."""
+    """Slots, each free or one sequence's, and pages, which several may have; what a sequence has is
+    all of one rank.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -20,7 +24,8 @@ class Places:
             for rank in range(limits.num_ranks)
         ]
         self._closed: set[int] = set()  # ranks that take nobody
-        self._pages = [PageAllocator(pages, rank * pages) for rank in range(limits.num_ranks)]
+        self._named = [PrefixPages(pages, rank * pages) for rank in range(limits.num_ranks)]
+        self._pages = [named.pages for named in self._named]
 
     @property
     def num_pages(self) -> int:
@@ -29,8 +34,22 @@ class Places:
 
     @property
     def num_free_pages(self) -> int:
-        """Of all ranks."""
+        """Of all ranks; nobody has them, and some are kept for what is in them."""
         return sum(pages.num_free for pages in self._pages)
+
+    @property
+    def num_idle_pages(self) -> int:
+        """Of all ranks: those that are kept for what is in them, and nobody has."""
+        return sum(pages.num_idle for pages in self._pages)
+
+    @property
+    def num_evicted_pages(self) -> int:
+        """Of all ranks, since the start: kept ones that were somebody's own again."""
+        return sum(named.num_evicted for named in self._named)
+
+    def named(self, rank: int) -> PrefixPages:
+        """Pages of a rank, by what is in them."""
+        return self._named[rank]
 
     def admissible(self, running: Iterable[SequenceState], priority: Priority) -> list[int]:
         """Sequences of a class that each rank could still take, pages aside; latency-sensitive ones
@@ -55,8 +74,9 @@ class Places:
         return len(self._closed) < self._limits.num_ranks
 
     def close(self, rank: int) -> None:
-        """A rank takes nobody, until it is opened again."""
+        """A rank takes nobody, until it is opened again; what its pages held is lost."""
         self._closed.add(rank)
+        self._named[rank].drop_all()
 
     def open(self, rank: int) -> None:
         """A rank takes sequences again; nothing, where it does."""
@@ -70,19 +90,46 @@ class Places:
         """Pages of a rank that nobody has."""
         return self._pages[rank].num_free
 
-    def rank_for(self, num_pages: int, ranks: Container[int]) -> int | None:
-        """Of those of `ranks` with a slot and so many pages, the one with most free pages."""
+    def num_needed(self, rank: int, num_pages: int, found: Iterable[int] = ()) -> int:
+        """Free pages that a sequence of `num_pages` takes, of which `found` are there already."""
+        pages = self._pages[rank]
+        return num_pages - sum(not pages.is_idle(page) for page in found)
+
+    def num_freed(self, rank: int, holders: Iterable[SequenceState], but: Container[int]) -> int:
+        """Pages that nobody has once these sequences are gone, without those of `but`."""
+        counts = Counter(page for holder in holders for page in holder.pages)
+        held = self._pages[rank].num_holders
+        return sum(held(page) == count and page not in but for page, count in counts.items())
+
+    def rank_for(
+        self,
+        num_pages: int,
+        ranks: Container[int],
+        found: Mapping[int, Sequence[int]] = MappingProxyType({}),
+    ) -> int | None:
+        """Of those of `ranks` with a slot and pages for a sequence of `num_pages`, the one that has
+        `found` most of it; of several, the one with most free pages.
+        """
         fitting = [
             rank
             for rank in range(self._limits.num_ranks)
-            if rank in ranks and self._slots[rank] and num_pages <= self._pages[rank].num_free
+            if rank in ranks
+            and self._slots[rank]
+            and self.num_needed(rank, num_pages, found.get(rank, ())) <= self.free_pages(rank)
         ]
-        return max(fitting, key=self.free_pages, default=None)
+        return max(
+            fitting,
+            key=lambda rank: (len(found.get(rank, ())), self.free_pages(rank)),
+            default=None,
+        )
 
-    def take(self, rank: int, num_pages: int) -> tuple[int, list[int]]:
-        """A slot and so many pages. Raises OutOfPages, IndexError without a slot."""
-        pages = self._pages[rank].allocate(num_pages)
-        return self._slots[rank].pop(), pages
+    def take(self, rank: int, num_pages: int, found: Sequence[int] = ()) -> tuple[int, list[int]]:
+        """A slot and so many pages, the first of them `found`. Raises OutOfPages, IndexError
+        without a slot.
+        """
+        self._pages[rank].share(found)  # before others are taken, which may be kept ones, too
+        pages = self._pages[rank].allocate(num_pages - len(found))
+        return self._slots[rank].pop(), [*found, *pages]
 
     def page_for(self, slot: int) -> int | None:
         """One page more for a slot's sequence; None: its rank has none."""

@@ -68,7 +68,7 @@ class RequestView:
     @property
     def max_new_tokens(self) -> int:
         """New tokens that it may get."""
-        return self._sequence.request.sampling.max_new_tokens
+        return self._sequence.max_new_tokens
 
     def same_as(self, other: object) -> bool:
         """Whether another view is of the same request."""

@@ -1,14 +1,14 @@
 """The scheduler: queues, slots and pages, and the layers to launch next.
 
-Who owns which pages: a sequence in PREFILL or DECODE owns `pages`, which cover positions
-`[0, len(pages) * page_size)`; every other page is free. A finished sequence's pages are free at
-once: launches run in order on the device, so one in flight that still writes to them runs before
-any of a new owner, and a sequence that is in a step under way leaves it, so that layers still to
-come do not write.
+Who holds which pages: a sequence in PREFILL or DECODE holds `pages`, which cover positions
+`[0, len(pages) * page_size)`, the first of them perhaps with others (`reuse`); every other page is
+free. A finished sequence's pages are free at once: launches run in order on the device, so one in
+flight that still writes to them runs before any of a new owner, and a sequence that is in a step
+under way leaves it, so that layers still to come do not write.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import numpy as np
 
@@ -32,7 +32,10 @@ from serving.scheduling.policy import (
     RequestViews,
     View,
 )
+from serving.scheduling.prefixes import Brownout
 from serving.scheduling.queues import Queues, of_one_model
+from serving.scheduling.reuse import Reuse
+from serving.scheduling.room import Room
 from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
 from serving.scheduling.share import Share
 from serving.scheduling.turns import Turns
@@ -54,6 +57,8 @@ class Scheduler:
         share: of device time, best effort's. None: it has no claim.
         max_wait_s: best effort that has waited so long counts as latency-sensitive.
         mixes: whether a decode step of so many rows of each of several models pays; None: never.
+        accepted: under how much brownout the pages may have been computed that a request begins
+            with, and another one has computed; None: it computes its own.
     """
 
     def __init__(
@@ -64,10 +69,19 @@ class Scheduler:
         share: Share | None = None,
         max_wait_s: float = math.inf,
         mixes: Callable[[Sequence[int]], bool] | None = None,
+        accepted: Callable[[SequenceState], Brownout] | None = None,
     ) -> None:
         self.limits, self.share = limits, share or Share(0.0)
         self.policy = GuardedPolicy(policy)
         self.places = Places(limits)
+        self.reuse = Reuse(limits, self.places, accepted)
+        self._room = Room(
+            limits,
+            self.places,
+            self.reuse,
+            lambda: self.running,
+            lambda rank: self._giving_way(rank),
+        )
         self._turns = Turns(mixes)
         self.models: set[int] | None = None  # that may begin steps; None: all
         self.exact = ExactRows()
@@ -150,6 +164,12 @@ class Scheduler:
         if self._has_best_effort:
             self.share.observe(began_at, ended_at, step.batch.has_best_effort)
 
+    def note_read(
+        self, step: ScheduledStep, degraded: Sequence[int], by: Brownout, again: Set[int]
+    ) -> None:
+        """A step's layers are read: see `Reuse.read`."""
+        self.reuse.read(step, degraded, by, again, self.exact)
+
     def num_decoding_beside(self, step: ScheduledStep) -> int:
         """Sequences that wait for a further token in this step, or until it has ended."""
         decoding = sum(s.status is SequenceStatus.DECODE for s in self.running)
@@ -167,7 +187,11 @@ class Scheduler:
         """Tokens that a prefill step planned now would have, at most."""
         heads = of_one_model(self.waiting, self.limits.max_prefill_seqs)
         most = self.limits.num_ranks * self.limits.max_prefill_tokens
-        return min(most, sum(len(s.context) for s in heads))
+        return min(most, sum(map(self._left, heads)))
+
+    def _left(self, waiting: SequenceState) -> int:
+        """Positions that a waiting sequence has to compute."""
+        return len(waiting.prompt) + len(waiting.tokens) - self.reuse.most(waiting)
 
     # ---- the next layers --------------------------------------------------------------------
 
@@ -233,7 +257,7 @@ class Scheduler:
             itl_slack_s=itl_slack_s,
             may_park=self.share.may_park or not self._has_best_effort,
             company=company,
-            waiting_tokens=sum(len(s.prompt) + len(s.tokens) for s in heads),
+            waiting_tokens=sum(map(self._left, heads)),
             oldest_s=now - heads[0].arrived_at if heads else 0.0,
         )
 
@@ -313,30 +337,7 @@ class Scheduler:
 
     def _admissible(self, head: SequenceState, ranks: Sequence[int] | None = None) -> bool:
         """Whether slot and pages are there, those that best effort would give up included."""
-        return self._rank_for(head, ranks) is not None
-
-    def _rank_for(self, head: SequenceState, ranks: Sequence[int] | None) -> int | None:
-        """Where it would be admitted: the rank with most free pages, or with most that best effort
-        would give up.
-        """
-        own, wanted = head.request.priority, self._pages_for(head)
-        free = self.places.admissible(self.running, own)
-        ranks = [rank for rank in (range(len(free)) if ranks is None else ranks) if free[rank]]
-        found = self.places.rank_for(wanted, ranks)
-        if found is not None or own is BE:
-            # Also one that has waited too long: two of best effort would evict each other.
-            return found
-        room = {}
-        for rank in ranks:
-            giving = self._giving_way(rank)
-            if giving or self.places.free_slots(rank):
-                room[rank] = self.places.free_pages(rank) + sum(len(s.pages) for s in giving)
-        found = max(room, key=room.__getitem__, default=None)
-        return None if found is None or wanted > room[found] else found
-
-    def _pages_for(self, head: SequenceState) -> int:
-        """One position more than it needs now, or it might be evicted as soon as it is admitted."""
-        return self.limits.pages_for(len(head.context) + 1)
+        return self._room.rank_for(head, ranks) is not None
 
     def _begin_prefill(self, order: Order, now: float) -> Batch | None:
         chunks = Chunks(self.limits, self.exact, self.extents.ranks)
@@ -386,15 +387,13 @@ class Scheduler:
 
     def _admit(self, sequence: SequenceState, ranks: Sequence[int], now: float) -> None:
         """Best effort gives up slot and pages for a latency-sensitive one, if it must."""
-        rank, wanted = self._rank_for(sequence, ranks), self._pages_for(sequence)
+        rank = self._room.rank_for(sequence, ranks)
         assert rank is not None  # it is admissible
         self.queues.remove(sequence)
-        while self.places.rank_for(wanted, (rank,)) is None:
+        while not self._room.has_place(sequence, rank):
             self._preempt(self.policy.victim(self._giving_way(rank)))
         sequence.status = SequenceStatus.PREFILL
-        # All at once, so that no decoding sequence can take what a later chunk will need.
-        num_pages = self.limits.pages_for(len(sequence.context))
-        sequence.slot, sequence.pages = self.places.take(rank, num_pages)
+        self._room.take(sequence, rank)
         self.running.append(sequence)
         if math.isnan(sequence.ready_at):
             sequence.ready_at = now
@@ -469,6 +468,7 @@ class Scheduler:
                 return False
             deltas.append((sequence.slot, len(sequence.pages), page))
             sequence.pages.append(page)
+            sequence.prefix.num_mapped = len(sequence.pages)
         return True
 
     # ---- who gives way ----------------------------------------------------------------------

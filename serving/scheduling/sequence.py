@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jmoe.packed_rows import NEXT_TOKEN, REFUSES, pack_row
+from jmoe.shape_rows import pack_shape
 from jmoe.tokenizer import Tokenizer
-from serving.errors import NOT_OURS, RequestFailed, shown
-from serving.plan import Phase
+from serving.errors import NOT_OURS, RequestFailed, ServingError, shown
+from serving.plan import Phase, Seat
 from serving.request import Output, Priority, Request, ThresholdSpan, Usage
 from serving.scheduling.detokenizer import Detokenizer
+from serving.scheduling.prefixes import Prefix
+from serving.structure import Matcher
 
 if TYPE_CHECKING:
     from serving.scheduling.batch import Batch
@@ -47,8 +50,12 @@ class SequenceState:
         arrived_at: float,
         stop_token_ids: frozenset[int],
         tokenizer: Tokenizer | None,
+        matcher: Matcher | None = None,
     ) -> None:
+        """`matcher` is of a structured output."""
         sampling = request.sampling
+        assert sampling.max_new_tokens is not None  # admission has found out how many fit
+        self.max_new_tokens = sampling.max_new_tokens
         self.request = request
         self.prompt = prompt
         self.arrived_at = arrived_at
@@ -59,6 +66,8 @@ class SequenceState:
         self.num_computed = 0
         self.slot = -1
         self.pages: list[int] = []
+        self.prefix = Prefix()
+        self.cached_tokens = 0  # of its context, that were there when it was first admitted
         self.row = pack_row(
             -1,
             kv_len=0,
@@ -68,6 +77,15 @@ class SequenceState:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
         )
+        self.shape = None  # how its logits are changed before a token is drawn
+        if sampling.shapes:
+            self.shape = pack_shape(
+                min_p=sampling.min_p,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                repetition_penalty=sampling.repetition_penalty,
+            )
+        self.matcher = matcher
         self.detokenizer = Detokenizer(tokenizer, sampling.stop)
         self.started_at = math.nan  # when its first step was launched
         self.began_at = math.nan  # when the device began with that
@@ -103,7 +121,7 @@ class SequenceState:
     @property
     def exhausted(self) -> bool:
         """Whether every token it may have is sampled already."""
-        return self.num_sampled >= self.request.sampling.max_new_tokens
+        return self.num_sampled >= self.max_new_tokens
 
     def reset_for_recompute(self) -> None:
         """Forgets what was computed; pages and slot were taken away."""
@@ -111,6 +129,7 @@ class SequenceState:
         self.num_computed = 0
         self.slot = -1
         self.pages = []
+        self.prefix = self.prefix.anew()
         self.batch = None
 
     def forget_missed(self) -> None:
@@ -141,9 +160,16 @@ class SequenceState:
                 min(span.min_percent, percent), max(span.max_percent, percent)
             )
 
-    def accept_checked(self, token: int, logprob: float, visits_per_token: int) -> Output:
+    def accept_checked(
+        self,
+        token: int,
+        logprob: float,
+        visits_per_token: int,
+        top: tuple[tuple[int, float], ...] = (),
+    ) -> Output:
         """`accept`, for a token as a device returns it. Raises RequestFailed where its
-        log-probability is not a number, or no text can be made of it.
+        log-probability is not a number, or no text can be made of it, InvalidRequest where its
+        structure takes too much work.
         """
         if math.isnan(logprob):
             raise RequestFailed(
@@ -151,21 +177,31 @@ class SequenceState:
                 "activations may exceed the range of its dtype"
             )
         try:
-            return self.accept(token, logprob, visits_per_token)
-        except NOT_OURS:
+            return self.accept(token, logprob, visits_per_token, top)
+        except (*NOT_OURS, ServingError):
             raise
         except BaseException as error:  # a panic of an extension module is no Exception
-            log.exception("request %s failed", shown(self.request.request_id))
+            own = self.request.request_id
+            log.exception("request %s failed", shown(own), extra={"request_id": own})
             raise RequestFailed(f"token {token} could not be turned into text: {error}") from None
 
-    def accept(self, token: int, logprob: float, visits_per_token: int) -> Output:
-        """Takes a sampled token and says what the caller gets to see of it."""
+    def accept(
+        self,
+        token: int,
+        logprob: float,
+        visits_per_token: int,
+        top: tuple[tuple[int, float], ...] = (),
+    ) -> Output:
+        """Takes a sampled token and says what the caller gets to see of it. `top` are the likeliest
+        tokens in its place, as many as were asked for.
+        """
         sampling = self.request.sampling
         self.tokens.append(token)
         ended = token in self.stop_token_ids
         text, stopped = ("", False) if ended else self.detokenizer.push(token)
-        reason = "stop" if ended or stopped else None
-        if reason is None and len(self.tokens) >= sampling.max_new_tokens:
+        complete = self.matcher is not None and not ended and self.matcher.take(token)
+        reason = "stop" if ended or stopped or complete else None
+        if reason is None and len(self.tokens) >= self.max_new_tokens:
             reason = "length"
         if reason is not None and not stopped:
             text += self.detokenizer.finish()
@@ -180,12 +216,19 @@ class SequenceState:
                 len(self.tokens),
                 self.visited_tokens * visits_per_token,
                 self.degraded_visits,
+                self.cached_tokens,
             ),
             finish_reason=reason,
             prompt_logprobs=tuple(self.prompt_logprobs) if first else (),
             prefill_threshold=self.spans.get(Phase.PREFILL),
             decode_threshold=self.spans.get(Phase.DECODE),
+            top_logprobs=(top,) if sampling.top_logprobs else (),
         )
+
+    def seat(self) -> Seat:
+        """What the device has to know of it before it draws a token in this slot."""
+        biases = self.request.sampling.logit_bias
+        return Seat(self.slot, self.prompt, tuple(self.tokens), biases)
 
     def packed(self, q_len: int) -> np.ndarray:
         """The sequence's row of a step that computes its positions up to `num_computed`."""

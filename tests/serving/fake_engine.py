@@ -7,10 +7,12 @@ from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 from serving.config import EngineConfig
+from serving.control.window import LatencyWindow
 from serving.errors import Aborted, InvalidRequest, ServingError, Unavailable
 from serving.request import (
     Bounds,
     BrownoutState,
+    Chat,
     EngineStats,
     Output,
     Priority,
@@ -39,12 +41,13 @@ class FakeEngine:
     later tokens, `way_gate` a change of way.
     """
 
-    def __init__(self, config: EngineConfig | None = None) -> None:
+    def __init__(self, config: EngineConfig | None = None, tokenizer=None) -> None:
         self.config = config or EngineConfig(threshold_buckets_percent=(20, 40, 70, 100))
         self.status, self.names = "ready", ("counter",)
         self.bounds = Bounds(self.config.max_model_len - 1, 4 * self.config.max_model_len, 100)
         model = SimpleNamespace(
             name="counter",
+            tokenizer=tokenizer,
             united={2: None, 8: None},
             num_parameters=2**40,
             dtype="float32",
@@ -73,10 +76,15 @@ class FakeEngine:
         )
         self.scheduler = SimpleNamespace(
             queues={LS: [None] * 3, BE: []},
+            running=[],
+            waiting=[],
+            models=None,
             num_parks=5,
             num_joins=2,
             num_evictions={LS: 0, BE: 4},
         )
+        prefill, decode = (SimpleNamespace(window=LatencyWindow(4.0)) for _ in range(2))
+        self.slo = SimpleNamespace(ls=SimpleNamespace(prefill=prefill, decode=decode))
         self.counters: dict = {}  # fields of stats that a test sets
         self.calls: list[dict] = []
         self.running = self.closed = 0
@@ -117,35 +125,53 @@ class FakeEngine:
         number_of(options.get("model", ""), self.names)
         if self.failure is not None:
             raise self.failure
-        if not isinstance(prompt, str) and not all(0 <= t < self.bounds.vocab_size for t in prompt):
+        if isinstance(prompt, list) and not all(0 <= t < self.bounds.vocab_size for t in prompt):
             raise InvalidRequest("a token is not in the vocabulary")
         self.calls.append({"prompt": prompt, "sampling": sampling, **options})
         self.running += 1
         try:
-            tokens = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
+            tokens = self.tokens_of(prompt)
+            most = sampling.max_new_tokens or self.config.max_model_len - len(tokens)
             if tokens[-1] == UNLUCKY:
                 self.fail(f"{UNLUCKY} is unlucky")
-            for i in range(sampling.max_new_tokens):
+            for i in range(most):
                 if i:
                     await self.gate.wait()
                 if self.status == "stopped":
                     raise Aborted("the engine stopped")
                 if self.status == "failed":
                     raise Unavailable(f"the engine failed: {self.reason}")
-                last = i + 1 == sampling.max_new_tokens
                 token = tokens[-1] + 1 + i
+                reason = "length" if i + 1 == most else None
+                reason = "stop" if token in sampling.stop_token_ids else reason
+                top = tuple((token + n, -0.5 - n) for n in range(sampling.top_logprobs))
                 yield Output(
                     options["request_id"] or "drawn",
                     chr(token),
                     (token,),
                     (-0.5,) if sampling.logprobs else (),
                     Usage(len(tokens), i + 1, 8 * (len(tokens) + i), 2 * i),
-                    finish_reason="length" if last else None,
+                    finish_reason=reason,
+                    prompt_logprobs=(-0.25,) * (len(tokens) - 1)
+                    if sampling.prompt_logprobs and not i
+                    else (),
                     decode_threshold=ThresholdSpan(40, 70) if i else None,
+                    top_logprobs=(top,) if top else (),
                 )
+                if reason is not None:
+                    return
         finally:
             self.running -= 1
             self.closed += 1
+
+    def tokens_of(self, prompt) -> list[int]:
+        """Characters are tokens, where there is no tokenizer that says so."""
+        if isinstance(prompt, Chat):
+            tokenizer = self.model.tokenizer
+            return tokenizer.encode(
+                tokenizer.chat(prompt.messages, prompt.options), special_tokens=False
+            )
+        return [ord(c) for c in prompt] if isinstance(prompt, str) else list(prompt)
 
     def get_brownout(self) -> BrownoutState:
         return self.brownout
@@ -156,12 +182,14 @@ class FakeEngine:
             raise ValueError(f"way is {change.way}; counter has united experts for: 2, 8")
         if change.strategy not in (None, "zero", "partial", "full"):
             raise InvalidRequest(f"strategy is {change.strategy[:100]!r}")
-        for percent in (change.prefill_threshold_percent, change.decode_threshold_percent):
+        for name in ("prefill_threshold_percent", "decode_threshold_percent"):
+            percent = getattr(change, name)
             if percent is not None and not 0 <= percent <= 100:
-                raise InvalidRequest(f"threshold is {percent} %")
-        for slo_s in (change.ttft_slo_s, change.itl_slo_s):
+                raise InvalidRequest(f"{name} is {percent} %")
+        for name in ("ttft_slo_s", "itl_slo_s"):
+            slo_s = getattr(change, name)
             if slo_s is not None and not 0 < slo_s < math.inf:
-                raise InvalidRequest(f"an SLO is {slo_s}")
+                raise InvalidRequest(f"{name} is {slo_s}")
         if change.way not in (None, self.brownout.way):
             await self.way_gate.wait()
         given = {name: value for name, value in asdict(change).items() if value is not None}

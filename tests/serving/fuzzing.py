@@ -69,7 +69,16 @@ def _fill(rng: random.Random, message: Any, descriptor: Descriptor, depth: int) 
     for field in descriptor.fields:
         if rng.random() < 0.4:
             continue
-        if field.message_type is not None:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            keys, values = field.message_type.fields
+            entries = getattr(message, field.name)
+            for _ in range(rng.choice((0, 1, 3, 1100))):
+                key = _value(rng, keys)
+                if values.message_type is None:
+                    entries[key] = _value(rng, values)
+                elif depth:
+                    _fill(rng, entries[key], values.message_type, depth - 1)
+        elif field.message_type is not None:
             if depth:
                 inner = getattr(message, field.name)
                 for part in [inner.add() for _ in range(2)] if field.is_repeated else [inner]:

@@ -185,6 +185,7 @@ async def start(slots: int = 1000) -> tuple[grpc.aio.Server, Scripted, str]:
 async def _main() -> None:
     server, _, address = await start(slots=4)
     print("pid", os.getpid(), file=sys.stderr, flush=True)
+    print("jmoe page on http://127.0.0.1:9", flush=True)
     print(f"jmoe ready on {address}", flush=True)
     await server.wait_for_termination()
 

@@ -121,6 +121,11 @@ def test_prompts_are_scored_beside_others(engine_and_model):
         ({"mode": "steps"}, r"attention is 2; it must be 0 in engine\.mode steps"),
         ({"mode": "both"}, "mode is 'both'.*auto, steps, aep"),
         (
+            {"prefix_reuse": "on"},
+            "prefix_reuse is 'on'; it must be auto or off",
+        ),
+        ({"prefix_reuse": "yes"}, "prefix_reuse is 'yes'.*auto, on, off"),
+        (
             {"mode": "auto", "asynchronous": AsynchronousConfig(2, 1, workers="ray")},
             "workers is 'ray'; it must be threads unless",
         ),

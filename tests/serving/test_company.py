@@ -25,7 +25,8 @@ async def prompts(start, ttft_slo_s=1.0, streams=6, best_effort=0, **config):
     """TTFT of prompts of 8 tokens that come every 31 ms beside streams, and the prefill steps."""
     runner = partial(FakeRunner, checks_context=False)
     brownout = BrownoutConfig(ttft_slo_s=ttft_slo_s)
-    engine = start(step_s, LIMITS, runner=runner, brownout=brownout, **config)
+    alone = {"prefix_reuse": "off"}  # all prompts are alike here
+    engine = start(step_s, LIMITS, runner=runner, brownout=brownout, **alone, **config)
     clock = asyncio.get_running_loop().time
     for size in (8, 64):  # the pace has to have seen two sizes
         await collect(engine, [1] * size, 2)
@@ -81,7 +82,7 @@ async def test_beside_few_rows_nobody_waits(start):
 
 
 async def test_a_prompt_alone_does_not_wait(start):
-    engine = start(step_s, LIMITS)
+    engine = start(step_s, LIMITS, prefix_reuse="off")
     for size in (8, 64, 8):
         began = asyncio.get_running_loop().time()
         await collect(engine, [1] * size, 1)
@@ -90,7 +91,7 @@ async def test_a_prompt_alone_does_not_wait(start):
 
 async def test_a_prompt_that_is_begun_goes_on_at_once(start):
     """A hundred tokens in chunks of 64: the rest is no company, and waits for none."""
-    engine = start(step_s, LIMITS)
+    engine = start(step_s, LIMITS, prefix_reuse="off")
     for size in (8, 64):
         await collect(engine, [1] * size, 2)
     streams = [asyncio.create_task(collect(engine, [1], 60)) for _ in range(6)]

@@ -34,6 +34,7 @@ def config(**changes):
         "prefill_buckets": (16,),
         "compilation_cache": "",
         "part_layers": 1,
+        "prefix_reuse": "off",  # other buckets change bits
         "brownout": BrownoutConfig(strategy="zero"),
         **changes,
     }

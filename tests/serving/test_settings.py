@@ -152,7 +152,7 @@ def test_a_key_that_is_merged_in_may_be_overridden(tmp_path: Path) -> None:
         ("engine.dtype", "int8", "one of bfloat16, float16, float32"),
         ("engine.brownout.strategy", "most", "one of auto, zero, partial, full"),
         ("metrics_port", "50051", "other than port"),
-        ("engine.model", "", "a directory, or bundled"),
+        ("engine.model", "", "a directory, OWNER/NAME of the Hub, or bundled"),
     ],
 )
 def test_wrong_overrides_are_named(key: str, value: object, message: str | None) -> None:

@@ -138,7 +138,7 @@ async def test_an_id_that_is_no_text_costs_nobody_the_timeline(start, tmp_path):
 def test_touching_steps_whose_times_are_odd_do_not_overlap(tmp_path):
     """Rounded one by one, they would by a nanosecond, and the viewer would drop the second."""
     timeline, at = Timeline(), 1.0006e-6
-    step = ScheduledStep(SimpleNamespace(), plan(), [], [])
+    step = ScheduledStep(SimpleNamespace(), plan(), [], [], [])
     result = StepResult([], [], [], None, None)
     for _ in range(50):
         timeline.step_read(step, result, at, at := at + 1.0006e-6)

@@ -1,7 +1,7 @@
 """Small tokenizers of the kinds that models come with."""
 
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jmoe.tokenizer import Tokenizer
 
@@ -22,3 +22,16 @@ def byte_fallback():
     )
     backend.add_special_tokens(["<s>", "</s>"])
     return Tokenizer(backend, {})
+
+
+def characters(template=None):
+    """A tokenizer whose tokens are the characters up to U+00FF, by their numbers; a text begins
+    with token 1. `template`: of chats.
+    """
+    backend = Backend(models.WordLevel({chr(i): i for i in range(256)}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.post_processor = processors.TemplateProcessing(
+        single="\x01 $A", special_tokens=[("\x01", 1)]
+    )
+    return Tokenizer(backend, {"chat_template": template, "bos_token": "\x01"})

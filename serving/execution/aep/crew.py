@@ -133,6 +133,10 @@ class OneModel:
         """Not how steps run here: see Crew."""
         raise NotImplementedError
 
+    def draw(self, allowed: np.ndarray) -> None:
+        """Nothing waits: structured outputs are refused."""
+        raise NotImplementedError
+
     def load_way(self, way: int, layer: int) -> None:
         """Only one way is there."""
         raise NotImplementedError

@@ -1,16 +1,14 @@
 """Workers of one process, a thread each (AMoE, section 4)."""
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from queue import Empty
 from typing import Any
 
-from serving.execution.aep.attention import AttentionWorker
 from serving.execution.aep.crew import OneModel, WorkerSeen, units_of
 from serving.execution.aep.local import LocalWorkers
 from serving.execution.aep.messages import ATTENTION, EXPERTS, Enter, Steer
-from serving.execution.aep.recorder import Recorder
+from serving.execution.aep.recorder import Recorder, run_stage
 from serving.execution.compilations import Compilations
 from serving.execution.followers import Lost
 from serving.execution.programs import Progress
@@ -83,8 +81,7 @@ class LocalCrew(OneModel):
         now, found = self._workers.clock(), []
         for name, worker in zip(self._names, self._workers.workers, strict=True):
             queues = worker.queues
-            oldest = float(queues.oldest.min())
-            waited_s = max(0.0, now - oldest) if oldest < math.inf else 0.0
+            waited_s = queues.waited_s(now)
             found.append(WorkerSeen(name, True, worker.stages, queues.num_rows, waited_s))
         return found
 
@@ -106,16 +103,7 @@ class LocalCrew(OneModel):
             while not self._closed.is_set():
                 for message in self._messages(number, 0.0 if ran else self._wait_s(worker)):
                     worker.take(message, clock())
-                began_at = clock()
-                recorder.begin()
-                results = worker.advance(began_at)
-                ran = results is not None
-                if ran:
-                    recorder.end(began_at, clock())
-                if (stages := recorder.take(began_at)) is not None:
-                    self._tell(stages)
-                if results and isinstance(worker, AttentionWorker):
-                    self._tell(worker.left(results))
+                ran = run_stage(worker, recorder, clock, lambda told: self._tell(told))
         except BaseException as error:
             if not self._closed.is_set():
                 self._failures.say(f"worker {number}: {type(error).__name__}: {error}")

@@ -56,6 +56,11 @@ class MicroQueues:
         """In all queues."""
         return int(self.counts.sum())
 
+    def waited_s(self, now: float) -> float:
+        """For how long the oldest row has waited; 0 without any."""
+        oldest = float(self.oldest.min())
+        return max(0.0, now - oldest) if oldest < np.inf else 0.0
+
     def pick(self, picker: Picker, now: float, more_may_come: bool) -> tuple[int, int] | None:
         """The (layer, group) that a picker says is next; None without rows, too."""
         if not self.num_rows:

@@ -1,6 +1,7 @@
 """What a worker ran and what waited meanwhile, for a timeline."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -57,3 +58,25 @@ class Recorder:
             np.array(column) for column in zip(*found, strict=True)
         )
         return Stages(self._name, layers, rows, began_at, ended_at, waiting)
+
+
+def run_stage(
+    worker: AttentionWorker | ExpertWorker,
+    recorder: Recorder,
+    clock: Callable[[], float],
+    tell: Callable[[Any], None],
+) -> bool:
+    """Lets a worker run a stage, and tells what came of it. False where nothing was to be run."""
+    began_at = clock()
+    recorder.begin()
+    results = worker.advance(began_at)
+    if results is not None:
+        recorder.end(began_at, clock())
+    if isinstance(worker, AttentionWorker):
+        if results:
+            tell(worker.left(results))
+        for told in worker.told():
+            tell(told)
+    if (stages := recorder.take(began_at)) is not None:
+        tell(stages)
+    return results is not None

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ from serving.execution.aep.messages import (
     WorkerUp,
 )
 from serving.execution.aep.port import Peer, Port
-from serving.execution.aep.recorder import Record, Recorder, Stages
+from serving.execution.aep.recorder import Record, Recorder, Stages, run_stage
 from serving.execution.compilations import Compilations
 
 SERVER = "server"
@@ -178,19 +179,7 @@ class Loop:
                     return
                 if sender not in gone:
                     gone |= self._take(sender, message)
-            began_at = time.monotonic()
-            self._recorder.begin()
-            results = worker.advance(began_at)
-            ran = results is not None
-            if ran:
-                self._recorder.end(began_at, time.monotonic())
-            if isinstance(worker, AttentionWorker):
-                if results:
-                    port.send(SERVER, worker.left(results))
-                for told in worker.told():
-                    port.send(SERVER, told)
-            if (stages := self._recorder.take(began_at)) is not None:
-                port.send(SERVER, stages)
+            ran = run_stage(worker, self._recorder, time.monotonic, partial(port.send, SERVER))
             self._beat()
 
     def _take(self, sender: str, message: Any) -> set[str]:
@@ -227,9 +216,7 @@ class Loop:
             self._heard_at = now
         self._beat_at = now + BEAT_S
         queues = self._worker.queues
-        oldest = queues.oldest.min()
-        waited_s = now - float(oldest) if oldest < np.inf else 0.0
-        rows = queues.counts.sum(axis=1)
+        rows, waited_s = queues.counts.sum(axis=1), queues.waited_s(now)
         self._port.send(
             SERVER, Beat(self._worker.stages, rows, waited_s, self._compilations.since_ready)
         )

@@ -167,7 +167,7 @@ def test_bad_input_is_one_line(arguments: list[str], message: str, monkeypatch, 
 def test_flags_and_pairs_reach_the_server(monkeypatch) -> None:
     seen = []
 
-    async def serve(config, start_engine, metrics) -> bool:
+    async def serve(config, start_engine, metrics, tracer) -> bool:
         seen.append(config)
         return True
 
@@ -280,8 +280,9 @@ def test_serve_for_real(monkeypatch, capsys, tmp_path) -> None:
     )
     try:
         assert child.stdout.readline().startswith("jmoe admin on 127.0.0.1:"), child.stderr.read()
-        ready = child.stdout.readline()
-        assert ready.startswith("jmoe ready on "), child.stderr.read()
+        lines = iter(child.stdout.readline, "")
+        ready = next((line for line in lines if line.startswith("jmoe ready on ")), None)
+        assert ready is not None, child.stderr.read()  # it has ended
         assert run(monkeypatch, "info", "--address", ready.split()[-1]) == 0
         shown = capsys.readouterr().out
         assert "mine" in shown

@@ -7,6 +7,7 @@ import pytest
 
 from serving.config import AsynchronousConfig, EngineConfig
 from serving.execution.aep.messages import FromExperts, Left, Steer, WorkerDown, WorkerUp
+from serving.execution.aep.queues import MicroQueues
 from serving.execution.aep.remote_crew import RemoteCrew
 from serving.execution.aep.worker_process import Address, Beat, Loop, Meet, Met, Stop
 
@@ -227,7 +228,7 @@ class FakeWorker:
     """Keeps what it is given."""
 
     stages = 0
-    queues = SimpleNamespace(counts=np.zeros((1, 1), int), oldest=np.full((1, 1), np.inf))
+    queues = MicroQueues(1, 1)
 
     def __init__(self):
         self.taken = []

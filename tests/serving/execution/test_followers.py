@@ -10,8 +10,8 @@ import pytest
 
 from serving.errors import Unavailable
 from serving.execution import followers as module
+from serving.execution.buckets import Key
 from serving.execution.followers import Followers, Leader, Lost, PeerLost
-from serving.execution.programs import Key
 from serving.execution.replay import Led, replay, to_array, to_key, to_message, to_program
 from serving.proto.jmoe.v1 import hosts_pb2 as pb
 from serving.settings import SettingsError

@@ -48,6 +48,16 @@ def test_the_number_that_fits_is_named_and_fits(model, monkeypatch):
         memory.check_memory(model, limits(num_pages=most + 1))
 
 
+def test_what_else_is_kept_of_each_sequence_counts(model, monkeypatch):
+    monkeypatch.setattr(memory, "free_bytes", lambda: 2**20)
+    most = int(0.95 * 2**20 - 2**19) // 1536 - 1
+    memory.check_memory(model, limits(num_pages=most), beside=2**19)
+    with pytest.raises(SettingsError, match=f"num_pages to {most} or less"):
+        memory.check_memory(model, limits(num_pages=most + 1), beside=2**19)
+    with pytest.raises(SettingsError, match=r"engine\.max_num_seqs is 4: .* lower it"):
+        memory.check_memory(model, limits(num_pages=1), beside=2**20)
+
+
 def test_where_not_one_page_fits_the_page_is_too_large(model, monkeypatch):
     monkeypatch.setattr(memory, "free_bytes", lambda: 2**20)
     with pytest.raises(SettingsError, match=r"page_size 1000000 .* lower engine\.page_size"):
@@ -66,14 +76,14 @@ def test_this_machine_knows_its_memory():
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("named", "change"),
     [
-        {"num_pages": 10**9},
-        {"page_size": 10**9},
-        {"max_num_seqs": 10**8, "max_prefill_seqs": 4},
-        {"max_num_seqs": 10**15, "max_prefill_seqs": 4},
+        ("num_pages", {"num_pages": 10**9}),
+        ("num_pages", {"page_size": 10**9}),
+        ("max_num_seqs", {"max_num_seqs": 10**8, "max_prefill_seqs": 4}),
+        ("max_num_seqs", {"max_num_seqs": 10**15, "max_prefill_seqs": 4}),
     ],
 )
-async def test_an_engine_refuses_it_before_it_allocates(change):
-    with pytest.raises(SettingsError, match=r"engine\.num_pages is"):
+async def test_an_engine_refuses_it_before_it_allocates(named, change):
+    with pytest.raises(SettingsError, match=rf"engine\.{named} is"):
         await Engine.start(EngineConfig(dtype="float32", **change), model=load("bundled"))

@@ -10,8 +10,8 @@ import pytest
 from jmoe.family import Family
 from jmoe.packed_rows import SLOT, empty_deltas, pack_row
 from serving.config import EngineConfig
+from serving.execution.buckets import Buckets, Key
 from serving.execution.mixed import MixedSteps, mixed_models
-from serving.execution.programs import Buckets, Key
 from serving.execution.ranks import ByRank
 from serving.plan import Limits, Phase, StepPlan
 
@@ -75,7 +75,7 @@ def test_there_is_a_program_for_each_number_of_models_and_rows(buckets):
     mixed = [key for key in keys if key.models > 1]
     assert len(mixed) == len({key.name for key in mixed}) == 2 * 3 * 2
     assert {key.phase for key in mixed} == {"decode"}
-    sampled = {key.size for key in keys if key.phase == "sample"}
+    sampled = {key.size for key in keys if key.phase == "draw"}
     assert {count * size for count in (1, 2, 3) for size in (4, 8, 16)} <= sampled
     chosen = buckets.choose("decode", 5, 30, prompt_logprobs=False, models=2)
     assert chosen == Key("decode", 8, 40, models=2)

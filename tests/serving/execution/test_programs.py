@@ -13,7 +13,8 @@ from jmoe.model import unstack
 from pallas_kernels.backend import traced_for
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
-from serving.execution import param_sets, programs, runner
+from serving.execution import param_sets, runner
+from serving.execution.buckets import Buckets, Key, with_default_buckets
 from serving.execution.fitting import limits_of
 from serving.plan import StepControl
 from serving.request import Priority, SamplingParams
@@ -153,7 +154,7 @@ async def test_a_policy_that_never_parks_needs_no_programs_for_parts(as_on_a_gpu
 
 
 def buckets(**sizes):
-    config = programs.with_default_buckets(EngineConfig(**sizes))
+    config = with_default_buckets(EngineConfig(**sizes))
     return config.decode_buckets, config.prefill_buckets, config.threshold_buckets_percent
 
 
@@ -171,7 +172,7 @@ def test_buckets_that_are_set_are_kept_but_for_those_that_no_step_reaches():
 
 def test_every_step_has_a_program():
     config = EngineConfig(max_num_seqs=40, max_prefill_tokens=100)
-    found = programs.Buckets(config, limits_of(config))
+    found = Buckets(config, limits_of(config))
     keys = set(found.keys())
     for logprobs in (False, True):
         for percent in (0, 40, 100):
@@ -179,13 +180,13 @@ def test_every_step_has_a_program():
                 key = found.choose("prefill", tokens, percent, prompt_logprobs=logprobs)
                 assert key in keys
                 assert key.size >= tokens
-                assert not logprobs or programs.Key("score", key.size, 100) in keys
+                assert not logprobs or Key("score", key.size, 100) in keys
             for rows in (1, 5, 40):
                 key = found.choose("decode", rows, percent, prompt_logprobs=False)
                 assert key in keys
                 assert key.size >= rows
     rows = {found.rows(key) for key in keys if key.phase in ("prefill", "decode")}
-    assert {key.size for key in keys if key.phase == "sample"} == rows
+    assert {key.size for key in keys if key.phase == "draw"} == rows
 
 
 def test_what_is_served_where():
@@ -234,7 +235,7 @@ def test_how_many_layers_at_once_goes_by_a_ranks_share_of_a_step():
     limits = limits_of(mesh, num_layers=4, num_ranks=4)
     holder = SimpleNamespace(
         limits=limits,
-        buckets=programs.Buckets(mesh, limits),
+        buckets=Buckets(mesh, limits),
         _layers_at_once={("decode", 4): 2, ("decode", 8): 1},
     )
     for size, layers in ((1, 2), (16, 2), (17, 1), (32, 1)):

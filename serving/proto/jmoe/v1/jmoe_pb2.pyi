@@ -23,7 +23,14 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "stop", "ignore_eos", "logprobs", "prompt_logprobs")
+    __slots__ = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "stop", "ignore_eos", "logprobs", "prompt_logprobs", "top_logprobs", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "json_schema", "regex", "grammar")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +41,15 @@ class SamplingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     max_new_tokens: int
     temperature: float
     top_k: int
@@ -44,10 +60,19 @@ class SamplingParams(_message.Message):
     ignore_eos: bool
     logprobs: bool
     prompt_logprobs: bool
-    def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., prompt_logprobs: _Optional[bool] = ...) -> None: ...
+    top_logprobs: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: _containers.ScalarMap[int, float]
+    json_schema: str
+    regex: str
+    grammar: str
+    def __init__(self, max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[bool] = ..., prompt_logprobs: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "tokens", "sampling", "allow_brownout", "priority", "model")
+    __slots__ = ("request_id", "text", "tokens", "sampling", "allow_brownout", "priority", "model", "reuse_prefix", "cache_salt")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +80,8 @@ class GenerateRequest(_message.Message):
     ALLOW_BROWNOUT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
+    REUSE_PREFIX_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     tokens: TokenIds
@@ -62,19 +89,23 @@ class GenerateRequest(_message.Message):
     allow_brownout: bool
     priority: Priority
     model: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., allow_brownout: _Optional[bool] = ..., priority: _Optional[_Union[Priority, str]] = ..., model: _Optional[str] = ...) -> None: ...
+    reuse_prefix: bool
+    cache_salt: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., allow_brownout: _Optional[bool] = ..., priority: _Optional[_Union[Priority, str]] = ..., model: _Optional[str] = ..., reuse_prefix: _Optional[bool] = ..., cache_salt: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens", "expert_visits", "degraded_visits")
+    __slots__ = ("prompt_tokens", "completion_tokens", "expert_visits", "degraded_visits", "cached_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_VISITS_FIELD_NUMBER: _ClassVar[int]
     DEGRADED_VISITS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
     expert_visits: int
     degraded_visits: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class ThresholdSpan(_message.Message):
     __slots__ = ("min_percent", "max_percent")
@@ -84,8 +115,16 @@ class ThresholdSpan(_message.Message):
     max_percent: int
     def __init__(self, min_percent: _Optional[int] = ..., max_percent: _Optional[int] = ...) -> None: ...
 
+class TopLogprobs(_message.Message):
+    __slots__ = ("token_ids", "logprobs")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
+
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "logprobs", "finish_reason", "usage", "prompt_logprobs", "prefill_threshold", "decode_threshold")
+    __slots__ = ("request_id", "text", "token_ids", "logprobs", "finish_reason", "usage", "prompt_logprobs", "prefill_threshold", "decode_threshold", "top_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +134,7 @@ class GenerateResponse(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
     DECODE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -104,7 +144,8 @@ class GenerateResponse(_message.Message):
     prompt_logprobs: _containers.RepeatedScalarFieldContainer[float]
     prefill_threshold: ThresholdSpan
     decode_threshold: ThresholdSpan
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prefill_threshold: _Optional[_Union[ThresholdSpan, _Mapping]] = ..., decode_threshold: _Optional[_Union[ThresholdSpan, _Mapping]] = ...) -> None: ...
+    top_logprobs: _containers.RepeatedCompositeFieldContainer[TopLogprobs]
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[float]] = ..., prefill_threshold: _Optional[_Union[ThresholdSpan, _Mapping]] = ..., decode_threshold: _Optional[_Union[ThresholdSpan, _Mapping]] = ..., top_logprobs: _Optional[_Iterable[_Union[TopLogprobs, _Mapping]]] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
@@ -248,7 +289,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s", "requests_failed", "parks", "joins", "evictions")
+    __slots__ = ("num_running", "num_waiting", "kv_pages_used", "kv_pages_total", "compilations_since_ready", "requests_finished", "requests_aborted", "requests_rejected", "steps_prefill", "steps_decode", "expert_visits", "degraded_visits", "uptime_s", "requests_failed", "parks", "joins", "evictions", "reused_tokens", "kv_pages_kept", "kept_pages_evicted")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_PAGES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +307,9 @@ class Stats(_message.Message):
     PARKS_FIELD_NUMBER: _ClassVar[int]
     JOINS_FIELD_NUMBER: _ClassVar[int]
     EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_PAGES_KEPT_FIELD_NUMBER: _ClassVar[int]
+    KEPT_PAGES_EVICTED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_pages_used: int
@@ -283,4 +327,7 @@ class Stats(_message.Message):
     parks: int
     joins: int
     evictions: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ..., requests_failed: _Optional[int] = ..., parks: _Optional[int] = ..., joins: _Optional[int] = ..., evictions: _Optional[int] = ...) -> None: ...
+    reused_tokens: int
+    kv_pages_kept: int
+    kept_pages_evicted: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_pages_used: _Optional[int] = ..., kv_pages_total: _Optional[int] = ..., compilations_since_ready: _Optional[int] = ..., requests_finished: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_rejected: _Optional[int] = ..., steps_prefill: _Optional[int] = ..., steps_decode: _Optional[int] = ..., expert_visits: _Optional[int] = ..., degraded_visits: _Optional[int] = ..., uptime_s: _Optional[float] = ..., requests_failed: _Optional[int] = ..., parks: _Optional[int] = ..., joins: _Optional[int] = ..., evictions: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., kv_pages_kept: _Optional[int] = ..., kept_pages_evicted: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,99 @@
+"""`jmoe keys`: makes, lists and revokes API keys of a server."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from serving.request import Priority
+
+if TYPE_CHECKING:
+    from serving.frontend.keys import Key
+
+keys = typer.Typer(
+    help="API keys of `jmoe serve --keys-file FILE`, which has no more than their hashes. A "
+    "running server reads the file again within a second or two.",
+    no_args_is_help=True,
+)
+
+File = Annotated[Path, typer.Option("--file", metavar="FILE", help="Of keys, as hashes.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="What logs and metrics call the key.")]
+
+
+@keys.command()
+def new(
+    name: Name,
+    file: File,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="May use the admin service, the page and /metrics.")
+    ] = False,
+    metrics: Annotated[bool, typer.Option("--metrics", help="May read /metrics.")] = False,
+    model: Annotated[
+        list[str] | None, typer.Option(help="That it may use; repeatable. Without: all.")
+    ] = None,
+    class_: Annotated[
+        list[Priority] | None,
+        typer.Option("--class", help="Of requests that it may make; repeatable. Without: all."),
+    ] = None,
+    requests_per_min: Annotated[int, typer.Option(help="0: any number.", min=0)] = 0,
+    tokens_per_min: Annotated[
+        int, typer.Option(help="Of prompts and outputs; 0: any number.", min=0)
+    ] = 0,
+    concurrency: Annotated[
+        int, typer.Option(help="Requests under way at a time; 0: any number.", min=0)
+    ] = 0,
+) -> None:
+    """Makes a key and prints it, this once: nothing but its hash is stored."""
+    from serving.frontend.keys import Key, changing, check_name, digest, new_key
+
+    check_name(name)
+    key = new_key()
+    with changing(file) as found:
+        if name in found:
+            raise ValueError(
+                f"{file} has a key named {name}; revoke it with `jmoe keys revoke {name}`, or give "
+                "this one another name"
+            )
+        found[name] = Key(
+            digest(key).hex(),
+            admin=admin,
+            metrics=metrics,
+            models=tuple(model or ()),
+            classes=tuple(class_ or ()),
+            requests_per_min=requests_per_min,
+            tokens_per_min=tokens_per_min,
+            concurrency=concurrency,
+        )
+    print(key)
+
+
+@keys.command("list")
+def list_(file: File) -> None:
+    """Prints names and what they allow; hashes are left out."""
+    from serving.frontend.keys import read
+
+    found = read(file)
+    for name, key in found.items():
+        print(f"{name:<{max(map(len, found))}}  {', '.join(_allows(key))}")
+
+
+def _allows(key: "Key") -> list[str]:
+    limits = ("requests_per_min", "tokens_per_min", "concurrency")
+    return [
+        *(word for word in ("admin", "metrics") if getattr(key, word)),
+        f"models {' '.join(key.models)}" if key.models else "all models",
+        f"classes {' '.join(key.classes)}" if key.classes else "all classes",
+        *(f"{limit} {getattr(key, limit)}" for limit in limits if getattr(key, limit)),
+    ]
+
+
+@keys.command()
+def revoke(name: Name, file: File) -> None:
+    """Removes a key. What it has under way is finished; it begins nothing more."""
+    from serving.frontend.keys import changing
+
+    with changing(file) as found:
+        if found.pop(name, None) is None:
+            have = ", ".join(found) or "none"
+            raise ValueError(f"{file} has no key named {name}; it has {have}")
+    print(f"{name} is revoked")

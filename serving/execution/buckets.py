@@ -1,0 +1,176 @@
+"""Which programs there are, by key, and which of them serves a step.
+
+A threshold bucket b is a capacity that serves every threshold up to b: it sizes the dispatch for as
+many experts as a step at t <= b can touch. The threshold itself is traced and never rounded.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from pallas_kernels.backend import backend
+from serving.config import EngineConfig
+from serving.plan import Limits
+
+FULL_CAPACITY = 100
+
+
+class Key(NamedTuple):
+    """Which program. `size` is tokens of a `prefill` step and of `score`, else rows.
+
+    `layers` are the first and the one to stop at of a program for a part of a step, None of others.
+    A mixed decode step has `size` rows of each of several `models`.
+    `score`, `sample` and `draw` run behind a step whose rows ask for it; `truncate` is `sample`
+    with top-k and top-p (`sampling_phases`). `seat` has the positions of a sequence.
+    """
+
+    phase: str
+    size: int
+    bucket_percent: int
+    layers: tuple[int, int] | None = None
+    models: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of its entry on disk."""
+        part = "" if self.layers is None else "-layers-{}-{}".format(*self.layers)
+        part += "" if self.models == 1 else f"-models-{self.models}"
+        return f"{self.phase}-{self.size}-{self.bucket_percent}{part}"
+
+
+def sampling_phases() -> tuple[str, ...]:
+    """A GPU has a program for each sampling mode; a CPU, where compiling is slow, one for all."""
+    return ("draw",) if backend() == "cpu" else ("sample", "truncate", "draw")
+
+
+def sizes_up_to(largest: int, smallest: int, factor: Callable[[int], int]) -> tuple[int, ...]:
+    """`smallest`, `factor(size)` times a size for as long as that is below `largest`, `largest`."""
+    sizes = []
+    while smallest < largest:
+        sizes.append(smallest)
+        smallest *= factor(smallest)
+    return (*sizes, largest)
+
+
+def with_default_buckets(config: EngineConfig, num_ranks: int = 1) -> EngineConfig:
+    """`config`, with the buckets that it leaves open, and without those that no step reaches.
+
+    Over a mesh a size is each rank's.
+
+    On a GPU powers of two and four capacities. On a CPU, where a program takes four seconds of a
+    core to compile, few: sizes above 16 rows are four times apart, and a step at full capacity
+    takes no longer than one at less, as its loop runs over the experts that are visited.
+    """
+    on_cpu = backend() == "cpu"
+    most = -(-config.max_num_seqs // num_ranks)
+    decode = sizes_up_to(most, 4, lambda n: 4 if on_cpu and n >= 16 else 2)
+    prefill = sizes_up_to(config.max_prefill_tokens, 32, lambda n: 4 if on_cpu else 2)
+    thresholds = (FULL_CAPACITY,) if on_cpu else (20, 40, 70, FULL_CAPACITY)
+    return replace(
+        config,
+        decode_buckets=_up_to(config.decode_buckets or decode, most),
+        prefill_buckets=_up_to(config.prefill_buckets or prefill, config.max_prefill_tokens),
+        threshold_buckets_percent=config.threshold_buckets_percent or thresholds,
+    )
+
+
+def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
+    return sizes[: bisect_left(sizes, most) + 1]
+
+
+class Buckets:
+    """Sizes that programs are compiled for, on each device of a mesh, and the choice among them."""
+
+    def __init__(self, config: EngineConfig, limits: Limits, num_models: int = 1) -> None:
+        """`num_models` is how many a decode step may have rows of."""
+        config = with_default_buckets(config, limits.num_ranks)
+        self.mixed = range(2, num_models + 1)
+        self.decode = config.decode_buckets
+        self.prefill = config.prefill_buckets
+        self.thresholds = config.threshold_buckets_percent
+        self.chunks = limits.max_prefill_seqs
+        self._page_size = limits.page_size
+        self._max_model_len = config.max_model_len
+        self._max_blocks = limits.pages_for(config.max_model_len)
+        self._reuses = config.reuses_prefixes
+
+    @property
+    def seat(self) -> Key:
+        """The program that seats a sequence in a slot (`jmoe.shaping.seat`)."""
+        return Key("seat", self._max_model_len, FULL_CAPACITY)
+
+    def keys(self) -> list[Key]:
+        """Every program that serving may need, the ones most needed first."""
+        thresholds = sorted(self.thresholds, reverse=True)
+        keys = [Key("decode", n, t) for t in thresholds for n in reversed(self.decode)]
+        keys += [Key("prefill", n, t) for t in thresholds for n in reversed(self.prefill)]
+        keys += self.mixed_keys()
+        keys.append(Key("score", self.prefill[-1], FULL_CAPACITY))
+        mixed = {count * size for count in self.mixed for size in self.decode}
+        rows = sorted({*self.decode, self.chunks, *mixed})
+        keys += [Key(phase, n, FULL_CAPACITY) for phase in sampling_phases() for n in rows]
+        return [*keys, self.seat]
+
+    def mixed_keys(self) -> list[Key]:
+        """Those of mixed decode steps."""
+        thresholds = sorted(self.thresholds, reverse=True)
+        return [
+            Key("decode", size, percent, models=count)
+            for count in self.mixed
+            for percent in thresholds
+            for size in reversed(self.decode)
+        ]
+
+    def step_keys(self) -> list[Key]:
+        """Those of whole steps of one model."""
+        steps = (key for key in self.keys() if key.phase in ("prefill", "decode"))
+        return [key for key in steps if key.models == 1]
+
+    def parts(self, phase: str, num_layers: int, at_once: int) -> list[Key]:
+        """Programs for parts of a phase's steps, of `at_once` layers each; the last may have fewer.
+
+        They have capacity for every threshold: less would multiply them.
+        """
+        sizes = self.decode if phase == "decode" else self.prefill
+        return [
+            Key(phase, size, FULL_CAPACITY, (first, min(first + at_once, num_layers)))
+            for size in reversed(sizes)
+            for first in range(0, num_layers, at_once)
+        ]
+
+    def choose(
+        self,
+        phase: str,
+        size: int,
+        threshold_percent: int,
+        *,
+        prompt_logprobs: bool,
+        models: int = 1,
+    ) -> Key:
+        """The smallest program that serves a step whose experts a threshold bounds.
+
+        With `prompt_logprobs` it is the largest prefill program, the one that `score` follows.
+        """
+        sizes = self.decode if phase == "decode" else self.prefill
+        fits = sizes[-1] if prompt_logprobs else self.bucket(phase, size)
+        percent = self.thresholds[bisect_left(self.thresholds, threshold_percent)]
+        return Key(phase, fits, percent, models=models)
+
+    def bucket(self, phase: str, size: int) -> int:
+        """The smallest size of a phase's programs that holds `size`."""
+        sizes = self.decode if phase == "decode" else self.prefill
+        return sizes[bisect_left(sizes, size)]
+
+    def rows(self, key: Key) -> int:
+        """Packed rows of a program."""
+        return self.chunks if key.phase in ("prefill", "score") else key.size
+
+    def deltas(self, key: Key) -> int:
+        """Block-table deltas a step can have: a page a row, and those its tokens fill; of prompts
+        that begin with others' pages, all of these, too.
+        """
+        if key.phase == "decode":
+            return key.size
+        filled = key.size // self._page_size + self.chunks
+        return max(filled, self.chunks * self._max_blocks) if self._reuses else filled

@@ -1,0 +1,165 @@
+"""How many KV pages a GPU has room for, beside weights and what steps need.
+
+XLA takes `engine.memory_fraction` of a GPU when the process first touches it (`claim_memory`), and
+everything lies in that: weights, what programs work in, pages. With `engine.num_pages` 0 there are
+as many pages as every slot can fill, or fewer where memory is short. More would never be used: a
+page belongs to a sequence that has a slot.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jmoe.api import Model
+from jmoe.kv_cache import page_bytes
+from serving.config import EngineConfig
+from serving.execution.memory import GIB, SHARE
+from serving.plan import Limits
+from serving.settings import SettingsError
+
+log = logging.getLogger(__name__)
+
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+STEPS_UNDER_WAY = 2
+"""Each with memory of its own: the one that runs, and the one that is launched behind it."""
+SIGNIFICANT_BITS = 6
+"""Of a number of pages by memory; at most 3 % of them are left. What is in use when pages are
+counted differs a little between two starts, and programs are compiled for a number of pages: one
+that is found again by the next start is worth more than the last pages.
+"""
+
+
+class DeviceMemory(NamedTuple):
+    """Of one device, in bytes."""
+
+    limit: int  # that XLA may take
+    in_use: int  # weights, and whatever else lies there
+
+
+def claim_memory(fraction: float) -> None:
+    """Has XLA take so much of each GPU, unless the environment says how much already. Works until
+    jax makes its first array.
+    """
+    os.environ.setdefault(FRACTION, f"{fraction:g}")
+
+
+def device_memory(device: Any) -> DeviceMemory | None:
+    """What a `jax.Device` says; None where it says nothing."""
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        return None
+    return DeviceMemory(stats["bytes_limit"], stats.get("bytes_in_use", 0))
+
+
+def goes_by_memory(config: EngineConfig) -> bool:
+    """Whether the number of pages is left to the memory of a GPU."""
+    return not config.num_pages and jax.local_devices()[0].platform != "cpu"
+
+
+def by_memory(
+    config: EngineConfig,
+    limits: Limits,
+    model: Model,
+    step_bytes: Callable[[Limits], int],
+    *,
+    beside: int = 0,
+) -> Limits:
+    """`limits` with as many pages as fit beside weights and steps, the same number on each device.
+
+    Call it when the weights are on the devices. `step_bytes` says what a step needs on one of
+    them, with these limits; `beside` bytes are still to be taken on each for other things. Over
+    several processes the smallest device of any counts.
+
+    Raises SettingsError where one sequence of `max_model_len` does not fit.
+    """
+    blocks = limits.pages_for(config.max_model_len)
+    most = blocks * limits.slots_per_rank
+    limits = replace(limits, num_pages=most * limits.num_ranks)
+    mesh = None if model.home is None else model.home.mesh
+    devices = jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
+    found = [device_memory(device) for device in devices]
+    known = [memory for memory in found if memory is not None]
+    fitting = most
+    if len(known) < len(found):
+        log.warning(
+            "a device does not say what memory it has: KV pages are %d, what every slot can fill",
+            most,
+        )
+    else:
+        steps = STEPS_UNDER_WAY * step_bytes(limits) + beside
+        size = page_bytes(model.config, limits.page_size, model.dtype)
+        memory = min(known, key=lambda one: one.limit - one.in_use)
+        fitting = pages_that_fit(memory, steps, size, most)
+        if mesh is not None and mesh.is_multi_process:
+            fitting = _smallest(fitting)  # before one of them may refuse: all have to ask
+        _check(config, memory, steps, size, fitting, blocks)
+        _log(memory, steps, size, fitting, limits.page_size, most)
+        return replace(limits, num_pages=fitting * limits.num_ranks)
+    if mesh is not None and mesh.is_multi_process:
+        fitting = _smallest(fitting)
+    return replace(limits, num_pages=fitting * limits.num_ranks)
+
+
+def pages_that_fit(memory: DeviceMemory, steps: int, page: int, most: int) -> int:
+    """Pages of `page` bytes that a device has room for beside what is there and `steps` bytes; one
+    more takes padding rows. Not more than `most`; fewer are rounded down to a round number.
+    """
+    left = memory.limit - memory.in_use - steps
+    fitting = max(0, int(SHARE * left) // page - 1)
+    if fitting >= most:
+        return most
+    return fitting & -(1 << max(0, fitting.bit_length() - SIGNIFICANT_BITS))
+
+
+def _check(
+    config: EngineConfig, memory: DeviceMemory, steps: int, page: int, fitting: int, blocks: int
+) -> None:
+    if fitting >= blocks:
+        return
+    raise SettingsError(
+        f"engine.max_model_len is {config.max_model_len}: one such sequence needs {blocks} KV pages"
+        f" of {page / GIB:.3g} GiB, and {fitting} fit: of {memory.limit / GIB:.4g} GiB that XLA may"
+        f" take (engine.memory_fraction {config.memory_fraction:g}), weights take "
+        f"{memory.in_use / GIB:.4g} and steps {steps / GIB:.4g}; lower engine.max_model_len or "
+        "engine.max_prefill_tokens, raise engine.memory_fraction, or spread the model (engine.mesh)"
+    )
+
+
+def _log(
+    memory: DeviceMemory, steps: int, page: int, pages: int, page_size: int, most: int
+) -> None:
+    left = memory.limit - memory.in_use - steps - (pages + 1) * page
+    facts = {
+        "memory_bytes": memory.limit,
+        "in_use_bytes": memory.in_use,
+        "step_bytes": steps,
+        "kv_bytes": pages * page,
+        "kv_pages": pages,
+        "kv_pages_of_all_slots": most,
+    }
+    log.info(
+        "memory of a device: %.4g GiB for XLA; weights %.4g, steps %.4g, %d KV pages of %d tokens "
+        "%.4g (all slots could fill %d), left %.4g",
+        memory.limit / GIB,
+        memory.in_use / GIB,
+        steps / GIB,
+        pages,
+        page_size,
+        pages * page / GIB,
+        most,
+        left / GIB,
+        extra={"event": "memory", **facts},
+    )
+
+
+def _smallest(pages: int) -> int:
+    """Of all processes of a mesh; each of them has to ask."""
+    from jax.experimental.multihost_utils import process_allgather
+
+    counts: Sequence[int] = np.ravel(process_allgather(np.array(pages))).tolist()
+    return min(counts)

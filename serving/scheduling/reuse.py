@@ -1,0 +1,124 @@
+"""Prefix reuse: a sequence begins after what is written already of its prompt.
+
+Whole pages are shared, and never the last position of a context: it has to be computed for a token
+to come of it. So nobody writes to a page that another one reads, and nothing has to be copied.
+"""
+
+from collections.abc import Callable, Container, Sequence
+from itertools import islice
+
+from jmoe.packed_rows import KV_LEN
+from serving.plan import Limits, Phase
+from serving.scheduling.batch import ScheduledStep
+from serving.scheduling.exact import ExactRows
+from serving.scheduling.places import Places
+from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout, Kept, Names, Prefix, Seen
+from serving.scheduling.sequence import SequenceState
+
+
+class Reuse:
+    """What sequences find in the pages of each rank, and leave there."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        places: Places,
+        accepted: Callable[[SequenceState], Brownout] | None,
+    ) -> None:
+        """`accepted`: under how much brownout a prompt may have been computed; None: nothing is
+        shared.
+        """
+        self.is_on = accepted is not None
+        self.num_reused = 0  # positions that were not computed again
+        self._limits, self._places = limits, places
+        self._accepted = accepted or (lambda sequence: EXACT)
+
+    def found(self, sequence: SequenceState, rank: int) -> list[Kept]:
+        """Pages of a rank that a waiting sequence would begin with."""
+        count = self._num_wanted(sequence)
+        if not count:
+            return []
+        accepted, pages = self._accepted(sequence), self._places.named(rank)
+        state, seen = (pages.num_gone, accepted, count), sequence.prefix.seen.get(rank)
+        if seen is None or seen.state != state:
+            seen = sequence.prefix.seen[rank] = Seen(state, -1, [])
+        if seen.num_kept != pages.num_kept:  # what was found is there, and more may follow
+            names = self._names(sequence).upto(count, lambda: sequence.context)
+            seen.found += pages.find(islice(names, len(seen.found), count), accepted)
+            seen.num_kept = pages.num_kept
+        return seen.found
+
+    def most(self, sequence: SequenceState) -> int:
+        """Positions that a waiting sequence would find, on the best rank."""
+        if not self.is_on:
+            return 0
+        ranks = range(self._limits.num_ranks)
+        return self._limits.page_size * max(len(self.found(sequence, rank)) for rank in ranks)
+
+    def begin(self, sequence: SequenceState, found: Sequence[Kept]) -> None:
+        """A sequence was admitted with these pages as its first ones."""
+        prefix = sequence.prefix
+        prefix.num_named = len(found)
+        for kept in found:
+            prefix.brownout = prefix.brownout.and_then(kept.brownout)
+        if prefix.brownout != EXACT:
+            sequence.note_threshold(Phase.PREFILL, prefix.brownout.percent)
+        sequence.num_computed = len(found) * self._limits.page_size
+        if not prefix.num_admitted:
+            sequence.cached_tokens = sequence.num_computed
+            self.num_reused += sequence.num_computed
+        prefix.num_admitted += 1
+
+    def read(
+        self,
+        step: ScheduledStep,
+        degraded: Sequence[int],
+        by: Brownout,
+        again: Container[int],
+        exact: ExactRows,
+    ) -> None:
+        """A step's layers are read, in which rows had so many visits `degraded`, `by` so much
+        brownout. Rows of `again` will run again, and of `exact` such that have met a stand-in.
+        """
+        if not self.is_on:
+            return
+        ends = step.plan.rows[:, KV_LEN].tolist() if step.is_last else [0] * len(step.sequences)
+        for at, (sequence, prefix) in enumerate(zip(step.sequences, step.prefixes, strict=True)):
+            if sequence.done or at in again or (not step.is_last and exact.concerns(sequence)):
+                continue
+            suffered = NOBODYS if sequence.request.model in exact.models else by
+            self.computed(sequence, prefix, ends[at], suffered if degraded[at] else EXACT)
+
+    def computed(self, sequence: SequenceState, prefix: Prefix, end: int, by: Brownout) -> None:
+        """Positions up to `end` are written, the last of them under so much brownout; `prefix` was
+        the sequence's when they were launched.
+        """
+        prefix.brownout = prefix.brownout.and_then(by)
+        count = end // self._limits.page_size
+        if count <= prefix.num_named or prefix.brownout == NOBODYS or not self._shares(sequence):
+            return
+        if sequence.prefix is not prefix or sequence.slot < 0:
+            return  # its pages were taken away meanwhile
+        names = self._names(sequence).upto(count, lambda: sequence.context)
+        pages = self._places.named(self._limits.rank(sequence.slot))
+        for block in range(prefix.num_named, count):
+            pages.keep(names[block], sequence.pages[block], prefix.brownout)
+        prefix.num_named = count
+
+    def _shares(self, sequence: SequenceState) -> bool:
+        return self.is_on and sequence.request.reuse_prefix
+
+    def _num_wanted(self, sequence: SequenceState) -> int:
+        """Pages that a sequence would like to find; who wants to know of every position of its
+        prompt has to compute them all.
+        """
+        wants_all = sequence.request.sampling.prompt_logprobs and not sequence.tokens
+        if wants_all or not self._shares(sequence):
+            return 0
+        return (len(sequence.prompt) + len(sequence.tokens) - 1) // self._limits.page_size
+
+    def _names(self, sequence: SequenceState) -> Names:
+        prefix, request = sequence.prefix, sequence.request
+        if prefix.names is None:
+            prefix.names = Names(request.model, request.salt, self._limits.page_size)
+        return prefix.names

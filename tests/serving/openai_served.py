@@ -1,0 +1,79 @@
+"""A server over a real socket with an engine that counts up, and OpenAI's own client of it."""
+
+import asyncio
+import contextlib
+
+import httpx2
+from fake_engine import FakeEngine
+from openai import AsyncOpenAI
+from served import Setup
+from tokenizers_of_kinds import characters
+
+from serving.config import EngineConfig, ServerConfig
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}{{ m.name or '' }}|{{ m.content }}]"
+    "{% endfor %}{{ closing or '' }}"
+)
+"""The answer counts on from the last character: a chat without `closing` ends in `]`, then comes
+`^_`."""
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+class HttpSetup(Setup):
+    """`client` is OpenAI's, which tries nothing again; `http` is for what it cannot send."""
+
+    def __init__(self, config: ServerConfig, template: str | None = TEMPLATE) -> None:
+        super().__init__(config)
+        self.engine = FakeEngine(config.engine, characters(template))
+
+    async def __aenter__(self) -> "HttpSetup":
+        await super().__aenter__()
+        assert self.server.web is not None
+        self.address = self.server.web.address
+        self.client = AsyncOpenAI(
+            base_url=f"http://{self.address}/v1", api_key="any", max_retries=0, timeout=30
+        )
+        self.http = httpx2.AsyncClient(base_url=f"http://{self.address}", timeout=30)
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.client.close()
+        await self.http.aclose()
+        await super().__aexit__()
+
+    def complete(self, prompt="ab", **fields):
+        """A completion of two tokens, unless `fields` say otherwise."""
+        given = {"model": "counter", "prompt": prompt, "max_tokens": 2} | fields
+        return self.client.completions.create(**given)
+
+    def chat(self, messages=CHAT, **fields):
+        """A chat's answer of two tokens, unless `fields` say otherwise."""
+        given = {"model": "counter", "messages": messages, "max_tokens": 2} | fields
+        return self.client.chat.completions.create(**given)
+
+    async def post(self, path="/v1/completions", **fields):
+        """A body as it stands."""
+        given = {"model": "counter", "prompt": "ab", "max_tokens": 2} | fields
+        return await self.http.post(path, json=given)
+
+    async def raw(self):
+        """A connection, to send what is no HTTP."""
+        host, _, port = self.address.rpartition(":")
+        return await asyncio.open_connection(host, int(port))
+
+
+@contextlib.asynccontextmanager
+async def serving_http(
+    template: str | None = TEMPLATE, engine: EngineConfig | None = None, **fields
+):
+    engine = engine or EngineConfig(max_model_len=64)
+    async with HttpSetup(ServerConfig(port=0, engine=engine, **fields), template) as setup:
+        yield await setup.ready()
+
+
+def head(fields: bytes = b"", length: int = 0, path: bytes = b"/v1/completions") -> bytes:
+    """A request's line and headers."""
+    line = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" % path
+    return line + b"%bcontent-length: %d\r\n\r\n" % (fields, length)

@@ -1,0 +1,348 @@
+"""Penalties, biases, likeliest tokens and structured outputs, served on the bundled model.
+
+What comes is held to logits of the whole context (`jmoe.forward`), changed by plain loops; texts to
+`re` and `json`.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jmoe
+from serving import structure
+from serving.config import BrownoutConfig, EngineConfig
+from serving.engine import Engine
+from serving.errors import DeadlineExceeded, InvalidRequest, Overloaded
+from serving.execution.fitting import limits_of
+from serving.fake import FakeRunner
+from serving.request import SamplingParams, Structure, StructureKind
+from tests.on_devices import run_on_devices
+
+PROMPTS = ("add 47 + 38", "sort 4 1 3", "say it", "add 2 + 2 and 5 + 5 then say it")
+NEAR_TIE = 1e-3
+
+
+def config(**sizes) -> EngineConfig:
+    given = {"max_num_seqs": 8, "max_model_len": 128, "page_size": 16, "max_prefill_tokens": 32}
+    return EngineConfig(
+        dtype="float32", brownout=BrownoutConfig(strategy="zero"), **(given | sizes)
+    )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return jmoe.load("bundled", "float32")
+
+
+async def texts(engine: Engine, prompt: str, **sampling) -> tuple[str, list, str]:
+    """Text, outputs' tokens, and why it ended."""
+    params = SamplingParams(**({"max_new_tokens": 40} | sampling))
+    outputs = [o async for o in engine.generate(prompt, params)]
+    text = "".join(output.text for output in outputs)
+    return text, outputs, outputs[-1].finish_reason
+
+
+def changed(logits, prompt, output, sampling) -> np.ndarray:
+    """Logits of the next token as a request wants them."""
+    logits = np.array(logits, np.float64)
+    for token, bias in sampling.get("logit_bias", ()):
+        logits[token] += bias
+    penalty = sampling.get("repetition_penalty", 1.0)
+    for token in {*prompt, *output}:
+        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+    for token in set(output):
+        logits[token] -= sampling.get("frequency_penalty", 0.0) * output.count(token)
+        logits[token] -= sampling.get("presence_penalty", 0.0)
+    return logits
+
+
+def check(model, prompt: str, outputs, sampling) -> None:
+    """Each token is the likeliest of changed logits; log-probabilities are of those unchanged."""
+    prompt, tokens = model.tokenizer.encode(prompt), [o.token_ids[0] for o in outputs]
+    every = np.asarray(jmoe.forward(model, np.array([prompt + tokens])))[0].astype(np.float64)
+    logprobs = every - np.log(np.exp(every - every.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    logprobs -= every.max(-1, keepdims=True)
+    for at, (token, output) in enumerate(zip(tokens, outputs, strict=True)):
+        position = len(prompt) + at - 1
+        left = changed(every[position], prompt, tokens[:at], sampling)
+        assert left[token] >= left.max() - NEAR_TIE
+        if sampling.get("logprobs"):
+            assert output.logprobs[0] == pytest.approx(logprobs[position, token], abs=1e-3)
+        count = sampling.get("top_logprobs", 0)
+        if count:
+            (top,) = output.top_logprobs
+            best = np.sort(logprobs[position])[::-1][:count]
+            np.testing.assert_allclose([value for _, value in top], best, atol=1e-3)
+            for likely, value in top:
+                assert value == pytest.approx(logprobs[position, likely], abs=1e-3)
+
+
+SHAPED = (
+    {"frequency_penalty": 1.5, "logprobs": True},
+    {"presence_penalty": 2.0, "top_logprobs": 3, "logprobs": True},
+    {"repetition_penalty": 1.8},
+    {"logit_bias": ((40, 8.0), (41, -100.0)), "frequency_penalty": 0.3},
+    {"top_logprobs": 20},
+    {"repetition_penalty": 0.7, "presence_penalty": -1.0},
+)
+
+
+@pytest.mark.parametrize("num_pages", [0, 10], ids=["room", "evictions"])
+async def test_tokens_are_those_of_changed_logits(model, num_pages) -> None:
+    engine = await Engine.start(config(num_pages=num_pages, max_model_len=96), model=model)
+    try:
+        plain = {"max_new_tokens": 24, "ignore_eos": True}
+        asked = [(p, plain | s) for p in PROMPTS for s in (*SHAPED, {})]
+        found = await asyncio.gather(*(texts(engine, p, **s) for p, s in asked))
+        stats = engine.stats()
+        assert stats.compilations_since_ready == 0
+        assert (stats.evictions > 0) == (num_pages > 0)
+        for (prompt, sampling), (_, outputs, _) in zip(asked, found, strict=True):
+            check(model, prompt, outputs, sampling)
+    finally:
+        await engine.stop()
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "ages": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+        "kind": {"enum": ["small", "large"]},
+    },
+    "required": ["name", "ages", "kind"],
+    "additionalProperties": False,
+}
+STRUCTURES = {
+    "regex": Structure(StructureKind.REGEX, r"[a-f]{3}-(0|[1-9][0-9]?)!"),
+    "schema": Structure(StructureKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+    "grammar": Structure(StructureKind.GRAMMAR, 'start: "(" start ")" | "x"'),
+}
+
+
+def matches(name: str, text: str) -> bool:
+    """By other means than the masks."""
+    if name == "regex":
+        return re.fullmatch(r"[a-f]{3}-(0|[1-9][0-9]?)!", text) is not None
+    if name == "grammar":
+        depth = text.count("(")
+        return text == "(" * depth + "x" + ")" * depth
+    found = json.loads(text)
+    return (
+        set(found) == {"name", "ages", "kind"}
+        and isinstance(found["name"], str)
+        and len(found["name"]) <= 8
+        and 1 <= len(found["ages"]) <= 3
+        and all(isinstance(age, int) for age in found["ages"])
+        and found["kind"] in ("small", "large")
+    )
+
+
+async def test_structured_outputs_match_and_leave_others_as_they_are(model) -> None:
+    engine = await Engine.start(config(), model=model)
+    try:
+        others = [{"max_new_tokens": 20}, {"max_new_tokens": 20, "temperature": 0.8, "seed": 7}]
+        alone = [await texts(engine, PROMPTS[0], **other) for other in others]
+        structured = [
+            {"structure": one, "temperature": temperature, "seed": seed}
+            for one in STRUCTURES.values()
+            for seed, temperature in enumerate((0.0, 0.7, 1.5, 5.0))
+        ]
+        asked = [{"max_new_tokens": 100} | one for one in structured] + others
+        found = await asyncio.gather(*(texts(engine, PROMPTS[0], **one) for one in asked))
+        ended = 0
+        for one, (text, _, reason) in zip(structured, found, strict=False):
+            name = next(n for n, s in STRUCTURES.items() if s is one["structure"])
+            if reason == "stop":  # else it was cut at max_new_tokens
+                ended += 1
+                assert matches(name, text), text
+        assert ended >= 8
+        for (text, *_), (same, *_) in zip(alone, found[len(structured) :], strict=True):
+            assert text == same
+        assert engine.stats().compilations_since_ready == 0
+    finally:
+        await engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("regex", "[0-9", "unclosed character class"),
+        ("json_schema", '{"type": "nonsense"}', "nonsense"),
+        ("json_schema", "{", "json schema '{' cannot be used"),
+        ("grammar", "begin: x", "no start rule"),
+        ("grammar", "start: a\na: b\nb: a", "cannot be followed"),
+    ],
+)
+async def test_what_cannot_be_read_is_refused_alone(model, kind, text, said) -> None:
+    engine = await Engine.start(config(), model=model)
+    try:
+        other = asyncio.create_task(texts(engine, PROMPTS[0], max_new_tokens=20))
+        wanted = Structure(StructureKind(kind), text)
+        with pytest.raises(InvalidRequest, match=re.escape(said)):
+            await texts(engine, PROMPTS[1], structure=wanted)
+        assert (await other)[2] in ("stop", "length")
+    finally:
+        await engine.stop()
+
+
+async def test_a_structure_that_holds_up_all_others_is_ended(model, monkeypatch) -> None:
+    monkeypatch.setattr(structure, "BURST_S", 0.0)
+    monkeypatch.setattr(structure, "SHARE_S", 1e-9)
+    engine = Engine(config(), FakeRunner(limits_of(config(), 1), vocab_size=512), model)
+    engine.run()
+    try:
+        other = asyncio.create_task(texts(engine, PROMPTS[0], max_new_tokens=30))
+        slow = Structure(StructureKind.REGEX, "[a-z]{30}")
+        with pytest.raises(InvalidRequest, match="1e-06 ms a token"):
+            await texts(engine, "say it", structure=slow)
+        assert len((await other)[1]) == 30
+    finally:
+        await engine.stop()
+
+
+async def test_a_structure_takes_no_step_in_vain(model) -> None:
+    """It ends with the token that completes it, and not with one more that says so."""
+    engine = await Engine.start(config(), model=model)
+    try:
+        closed = Structure(StructureKind.REGEX, "yes|no")
+        text, outputs, reason = await texts(engine, "say it", structure=closed)
+        assert (text, reason) in (("yes", "stop"), ("no", "stop"))
+        assert model.tokenizer.decode([o.token_ids[0] for o in outputs]) == text
+        open_ended = Structure(StructureKind.REGEX, "(ab)+")
+        text, outputs, reason = await texts(
+            engine, "say it", structure=open_ended, max_new_tokens=9, temperature=3.0
+        )
+        assert re.fullmatch("(ab)+" if reason == "stop" else "(ab)*a?", text)
+    finally:
+        await engine.stop()
+
+
+class Noted(FakeRunner):
+    """Notes what the tick asks, in order."""
+
+    def __init__(self, *args, **options) -> None:
+        super().__init__(*args, **options)
+        self.events: list[str] = []
+
+    def launch(self, plan, control):
+        waits = plan.shapes is not None and plan.shapes.waits
+        self.events.append("launch and wait" if waits else "launch")
+        return super().launch(plan, control)
+
+    def draw(self, allowed):
+        self.events.append("draw")
+        super().draw(allowed)
+
+
+async def test_layers_are_launched_before_the_token_that_decides_what_may_follow_is_read(model):
+    """Step N + 1's layers run while step N's tokens are read; only its drawing waits for them."""
+    limits = limits_of(config(), model.config.num_layers)
+    runner = Noted(limits, vocab_size=model.config.vocab_size)
+    engine = Engine(config(), runner, model)
+    engine.run()
+    accept = engine._accept
+    engine._accept = lambda *args: (runner.events.append("read"), accept(*args))
+    try:
+        letters = Structure(StructureKind.REGEX, "[a-z]{4}")
+        text, _, reason = await texts(engine, "say it", structure=letters)
+        assert re.fullmatch("[a-z]{4}", text)
+        assert reason == "stop"
+        launch = ["launch and wait"]
+        # Each token is read behind the launch of the next step, and before that step's drawing;
+        # one step more was launched when the last one was read.
+        middle = [*launch, "read", "draw"]
+        assert runner.events[:14] == [*launch, "draw", *middle * 4]
+        assert runner.events[14:] in ([], ["read"])
+    finally:
+        await engine.stop()
+
+
+async def test_a_structure_beside_plain_rows_counts_on_as_a_grammar_lets_it(model):
+    """FakeRunner counts up, to the next token that is allowed."""
+    limits = limits_of(config(), model.config.num_layers)
+    engine = Engine(config(), FakeRunner(limits, vocab_size=model.config.vocab_size), model)
+    engine.run()
+    try:
+        digits = Structure(StructureKind.REGEX, "[0-9]{3}")
+        plain = SamplingParams(max_new_tokens=12)
+        structured = texts(engine, "say it", structure=digits)
+        outputs, (text, found, _) = await asyncio.gather(
+            _collect(engine.generate([100, 101], plain)), structured
+        )
+        assert [o.token_ids[0] for o in outputs] == list(range(102, 114))
+        ids = [model.tokenizer.encode(str(digit))[0] for digit in range(10)]
+        tokens = [o.token_ids[0] for o in found]
+        assert set(tokens) <= set(ids)
+        assert re.fullmatch("[0-9]{3}", text)
+        # From one token on, the next digit that follows by number; at the end from the first on.
+        order = sorted(ids)
+        for before, after in itertools.pairwise(tokens):
+            assert after == next((t for t in order if t > before), order[0])
+    finally:
+        await engine.stop()
+
+
+async def _collect(stream) -> list:
+    return [output async for output in stream]
+
+
+def test_shaped_rows_over_a_mesh() -> None:
+    run_on_devices(Path(__file__).with_name("shaped_on_devices.py"), 4)
+
+
+def deep_schema(depth: int) -> Structure:
+    """One that a recursive parser follows to its end."""
+    defs = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(depth)}
+    defs[f"a{depth}"] = {"type": "integer"}
+    schema = {"$ref": "#/$defs/a0", "$defs": defs}
+    return Structure(StructureKind.JSON_SCHEMA, json.dumps(schema, separators=(",", ":")))
+
+
+async def test_a_structure_that_would_end_its_reader_or_take_minutes_is_refused(model, monkeypatch):
+    """It is read in a process of its own first; others are read when that is over."""
+    monkeypatch.setattr(structure, "READ_S", 1.0)
+    engine = Engine(config(), FakeRunner(limits_of(config(), 1), vocab_size=512), model)
+    engine.run()
+    try:
+        slow = Structure(StructureKind.JSON_SCHEMA, '{"type":"integer","multipleOf":9999991}')
+        for hostile in (deep_schema(1500), slow):
+            with pytest.raises(InvalidRequest, match="takes more than 1 s, or too much memory"):
+                await texts(engine, "say it", structure=hostile)
+        sampling = SamplingParams(structure=slow, max_new_tokens=40)
+        late = engine.generate("say it", sampling, timeout_s=0.2)
+        with pytest.raises(DeadlineExceeded, match=r"not read within 0\.2 s"):
+            await anext(late)
+        monkeypatch.setattr(structure, "READ_S", 30.0)
+        fine = Structure(StructureKind.REGEX, "[0-9]{3}")
+        assert re.fullmatch("[0-9]{3}", (await texts(engine, "say it", structure=fine))[0])
+        monkeypatch.setattr(structure, "MAX_WAITING", 0)
+        with pytest.raises(Overloaded, match="wait until their structures are read"):
+            await texts(engine, "say it", structure=fine)
+    finally:
+        await engine.stop()
+
+
+async def test_one_output_that_fails_breaks_no_other_with_its_structure(model) -> None:
+    """Copies of a matcher share what they learn; one that fails is not copied again."""
+    engine = Engine(config(), FakeRunner(limits_of(config(), 1), vocab_size=512), model)
+    engine.run()
+    try:
+        wide = Structure(StructureKind.REGEX, "(.{1,1000}){1,1000}")
+        sampling, counts = SamplingParams(structure=wide, max_new_tokens=110), []
+        for _ in range(3):
+            stream, count = engine.generate("say it", sampling), 0
+            with contextlib.suppress(InvalidRequest):
+                async for _ in stream:
+                    count += 1
+            counts.append(count)
+        assert 0 < counts[0] < 110  # it takes too much work
+        assert counts == [counts[0]] * 3
+    finally:
+        await engine.stop()
