@@ -1,15 +1,20 @@
 """Between the messages of `jmoe.v1` and the engine's dataclasses."""
 
+import uuid
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from serving.errors import InvalidRequest, shown
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import (
+    MAX_LOGIT_BIASES,
     MAX_REQUEST_ID_CHARS,
+    MAX_SALT_CHARS,
     MAX_STOP_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_STRUCTURE_CHARS,
     Bounds,
     BrownoutChange,
     BrownoutState,
@@ -17,6 +22,8 @@ from serving.request import (
     Output,
     Priority,
     SamplingParams,
+    Structure,
+    StructureKind,
     ThresholdSpan,
     check_count,
 )
@@ -32,16 +39,21 @@ _PRIORITIES = {
 
 
 _BYTES_PER_ID, _BYTES_PER_CHAR = 16, 4  # at most: 11 where a negative id is not packed; UTF-8
+_BYTES_PER_BIAS = 24  # tags, an id, a float
 _OTHER_BYTES = 16 << 10  # names, numbers and tags
 
 
 def max_request_bytes(bounds: Bounds) -> int:
     """More than any GenerateRequest within bounds has."""
-    prompt = max(
-        _BYTES_PER_ID * bounds.max_prompt_tokens, _BYTES_PER_CHAR * bounds.max_prompt_chars
-    )
+    prompt = max(_BYTES_PER_ID * bounds.max_prompt_tokens, text_bytes(bounds))
     stops = MAX_STOP_STRINGS * _BYTES_PER_CHAR * MAX_STOP_CHARS + _BYTES_PER_ID * MAX_STOP_TOKEN_IDS
-    return prompt + stops + _OTHER_BYTES
+    shaping = _BYTES_PER_BIAS * MAX_LOGIT_BIASES + _BYTES_PER_CHAR * MAX_STRUCTURE_CHARS
+    return prompt + stops + shaping + _OTHER_BYTES
+
+
+def text_bytes(bounds: Bounds) -> int:
+    """That the longest text of a prompt can have."""
+    return _BYTES_PER_CHAR * bounds.max_prompt_chars
 
 
 def prompt(request: pb.GenerateRequest, bounds: Bounds) -> str | list[int]:
@@ -61,10 +73,16 @@ def prompt(request: pb.GenerateRequest, bounds: Bounds) -> str | list[int]:
     return found
 
 
-def request_id(request: pb.GenerateRequest) -> str | None:
-    """The caller's id; None where there is none. Raises InvalidRequest for a long one."""
+def salt(request: pb.GenerateRequest) -> str:
+    """The caller's own. Raises InvalidRequest for one that is too long."""
+    check_count("characters of cache_salt", len(request.cache_salt), MAX_SALT_CHARS)
+    return request.cache_salt
+
+
+def request_id(request: pb.GenerateRequest) -> str:
+    """The caller's id, or a drawn one. Raises InvalidRequest for a long one."""
     check_count("characters of request_id", len(request.request_id), MAX_REQUEST_ID_CHARS)
-    return request.request_id or None
+    return request.request_id or uuid.uuid4().hex
 
 
 def sampling(message: pb.SamplingParams, bounds: Bounds) -> SamplingParams:
@@ -80,6 +98,10 @@ def sampling(message: pb.SamplingParams, bounds: Bounds) -> SamplingParams:
     given = {field.name: value for field, value in message.ListFields()}
     for name in ("stop_token_ids", "stop"):
         given[name] = tuple(given.get(name, ()))
+    check_count("tokens in logit_bias", len(message.logit_bias), MAX_LOGIT_BIASES)
+    given["logit_bias"] = tuple(message.logit_bias.items())
+    if (kind := message.WhichOneof("structure")) is not None:
+        given["structure"] = Structure(StructureKind(kind), given.pop(kind))
     return SamplingParams(**given)
 
 
@@ -105,11 +127,18 @@ def response(out: Output) -> pb.GenerateResponse:
             completion_tokens=usage.completion_tokens,
             expert_visits=usage.expert_visits,
             degraded_visits=usage.degraded_visits,
+            cached_tokens=usage.cached_tokens,
         ),
         prompt_logprobs=out.prompt_logprobs,
         prefill_threshold=_span(out.prefill_threshold),
         decode_threshold=_span(out.decode_threshold),
+        top_logprobs=[_top(likeliest) for likeliest in out.top_logprobs],
     )
+
+
+def _top(likeliest: Sequence[tuple[int, float]]) -> pb.TopLogprobs:
+    ids, logprobs = zip(*likeliest, strict=True) if likeliest else ((), ())
+    return pb.TopLogprobs(token_ids=ids, logprobs=logprobs)
 
 
 def _span(span: ThresholdSpan | None) -> pb.ThresholdSpan | None:

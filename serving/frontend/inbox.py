@@ -34,6 +34,16 @@ class Inbox:
     async def receive(self, context: Any) -> bytes | None:
         """The next message of a call; None where its caller sends no more.
 
+        Raises as `receiving`.
+        """
+        async with self.receiving(context.peer()):
+            message = await context.read()
+        return message if isinstance(message, bytes) else None  # grpc.aio.EOF
+
+    @contextlib.asynccontextmanager
+    async def receiving(self, peer: str) -> AsyncIterator[None]:
+        """A place to receive one message of a connection in, within the block.
+
         Raises DeadlineExceeded where it does not come in time, Overloaded where too many wait.
         """
         if self.num_callers >= self.max_callers:
@@ -44,8 +54,8 @@ class Inbox:
         self.num_callers += 1
         try:
             async with asyncio.timeout(self.timeout_s) as limit:
-                async with self._of_connection(context.peer()), self._place(limit):
-                    message = await context.read()
+                async with self._of_connection(peer), self._place(limit):
+                    yield
         except TimeoutError:
             raise DeadlineExceeded(
                 f"no message came within {self.timeout_s:g} s, or {PATIENCE_S:g} s of a busy "
@@ -53,7 +63,6 @@ class Inbox:
             ) from None
         finally:
             self.num_callers -= 1
-        return message if isinstance(message, bytes) else None  # grpc.aio.EOF
 
     async def receive_one(self, context: Any) -> bytes:
         """The only message of a call. Raises InvalidRequest where there is none."""

@@ -44,8 +44,14 @@ def make_server(guard: Guard, max_connections: int) -> grpc.aio.Server:
     return grpc.aio.server(interceptors=[guard], options=options)
 
 
-def bind(server: grpc.aio.Server, host: str, port: int, prefix: str = "") -> int:
-    """Binds, and returns the port.
+def bind(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    prefix: str = "",
+    tls: grpc.ServerCredentials | None = None,
+) -> int:
+    """Binds, and returns the port; without `tls` what goes over it is not encrypted.
 
     Raises OSError with one line that names the flag to change: `--<prefix>host`, `--<prefix>port`.
     """
@@ -53,6 +59,8 @@ def bind(server: grpc.aio.Server, host: str, port: int, prefix: str = "") -> int
     refused = _refusal(host, port)  # asked here: gRPC says why in its own log only
     if refused is None:
         try:
+            if tls is not None:
+                return server.add_secure_port(address, tls)
             return server.add_insecure_port(address)
         except RuntimeError as error:
             refused = OSError(None, str(error))
@@ -60,6 +68,32 @@ def bind(server: grpc.aio.Server, host: str, port: int, prefix: str = "") -> int
     raise OSError(
         f"cannot listen on {address}: {refused.strerror}; choose another --{prefix}{name}"
     ) from None
+
+
+def bind_socket(host: str, port: int, prefix: str = "") -> socket.socket:
+    """A bound socket for HTTP; of several addresses of a name, the first. Raises as `bind`; the
+    flags are `--<prefix>host` and `--<prefix>http-port`.
+    """
+    try:
+        found = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        family, kind, protocol, _, where = found[0]
+        bound = socket.socket(family, kind, protocol)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(where)
+        except OSError:
+            bound.close()
+            raise
+    except (OSError, UnicodeError) as error:
+        refused = error if isinstance(error, OSError) else OSError(None, "this is no host's name")
+        name = "http-port" if refused.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
+        raise OSError(
+            f"cannot listen on {join(host, port)}: {refused.strerror}; "
+            f"choose another --{prefix}{name}"
+        ) from None
+    return bound
 
 
 def _refusal(host: str, port: int) -> OSError | None:

@@ -5,6 +5,7 @@ have no colon: OpenMetrics as the client library writes it replaces colons in sa
 TYPE and HELP lines. Nothing here imports jax.
 """
 
+import ssl
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import inf, isnan
@@ -21,7 +22,9 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
+from serving.errors import DeadlineExceeded, QueuedTooLong, ServingError
 from serving.frontend import metrics_http
+from serving.frontend.key_metrics import collect_keys
 from serving.frontend.mesh_metrics import MeshLoad
 from serving.frontend.model_metrics import ModelLoad
 from serving.frontend.worker_metrics import collect_workers
@@ -30,6 +33,7 @@ from serving.request import Output, Priority
 
 if TYPE_CHECKING:
     from serving.engine import Engine
+    from serving.frontend.access import Access
     from serving.plan import StepResult
     from serving.scheduling.batch import ScheduledStep
     from serving.scheduling.sequence import SequenceState
@@ -107,10 +111,12 @@ class Metrics(Observer):
         self.expert_rows: np.ndarray | None = None  # int64 [MoE layers, E], once a step was read
         self.violations = {"prefill": 0, "decode": 0}
         self.finished: Counter[str] = Counter(stop=0, length=0)
+        self.expired: Counter[str] = Counter(deadline=0, queue=0)
         self.prompt_tokens = self.prefill_tokens = self.generation_tokens = 0
         self.by_model = ModelLoad(PREFIX)
         self.mesh = MeshLoad(PREFIX, {phase: Histogram(_IMBALANCE) for phase in PHASES})
         self.engine: Engine | None = None  # set it when the engine is ready
+        self.access: Access | None = None  # whose keys are counted, and asked for at a scrape
         self.registry.register(self)
 
     def step_read(
@@ -164,6 +170,12 @@ class Metrics(Observer):
         self.e2e.of[sequence.request.priority].observe(took_s)
         self.by_model.request_finished(sequence.request.model, output)
 
+    def request_ended(self, sequence: "SequenceState", error: ServingError | None) -> None:
+        """See Observer."""
+        super().request_ended(sequence, error)
+        if isinstance(error, DeadlineExceeded):
+            self.expired["queue" if isinstance(error, QueuedTooLong) else "deadline"] += 1
+
     def collect(self) -> Iterator[Metric]:
         """Yields every family; the registry calls it at a scrape."""
         yield self.ttft.collect("time_to_first_token_seconds", "Arrival to first token")
@@ -182,6 +194,7 @@ class Metrics(Observer):
         yield from self.mesh.collect(self.engine)
         yield from collect_workers(PREFIX, self.engine)
         yield from self.by_model.collect(self.engine)
+        yield from collect_keys(PREFIX, self.access)
         yield self.e2e.collect("e2e_request_latency_seconds", "Arrival to last token")
         yield _counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
         yield _counter(
@@ -197,6 +210,13 @@ class Metrics(Observer):
             "phase",
             self.violations,
         )
+        yield _family(
+            CounterMetricFamily,
+            "requests_expired",
+            "Requests whose time ran out: their own, or that for which they may wait in the queue",
+            "reason",
+            self.expired,
+        )
         ended: dict[str, float] = {**self.finished, "abort": 0, "error": 0}
         if self.engine is not None:
             yield from _engine_families(self.engine)
@@ -211,14 +231,18 @@ class Metrics(Observer):
         )
 
     def serve(
-        self, host: str, port: int, readiness: Callable[[], tuple[bool, str]]
+        self,
+        host: str,
+        port: int,
+        readiness: Callable[[], tuple[bool, str]],
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> tuple[WSGIServer, Thread]:
         """Answers scrapes and probes over HTTP from a thread; see `metrics_http.serve`.
 
         Raises OSError where it cannot listen.
         """
         try:
-            return metrics_http.serve(host, port, self.registry, readiness)
+            return metrics_http.serve(host, port, self.registry, readiness, self.access, tls)
         except OSError as error:
             raise OSError(
                 f"metrics cannot be served at {host}:{port}: {error.strerror}; "
@@ -241,6 +265,12 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
     yield _family(CounterMetricFamily, "evictions", about, "priority", evictions)
     usage = stats.kv_pages_used / max(stats.kv_pages_total, 1)
     yield _gauge("kv_cache_usage_perc", "KV pages in use; 1 is all", usage)
+    about = "KV pages that nobody has, kept for prompts that begin alike"
+    yield _gauge("prefix_pages_kept", about, stats.kv_pages_kept)
+    about = "Tokens of prompts that an earlier request had computed"
+    yield _counter("prefix_tokens_reused", about, stats.reused_tokens)
+    about = "Kept KV pages that had to make room"
+    yield _counter("prefix_pages_evicted", about, stats.kept_pages_evicted)
     yield _counter("expert_visits", "(token, layer, pick) visits", stats.expert_visits)
     yield _counter("degraded_visits", "Visits rerouted or dropped", stats.degraded_visits)
     yield _counter("recompilations", "Programs compiled when ready", stats.compilations_since_ready)

@@ -3,6 +3,7 @@
 import logging
 import socket
 import socketserver
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -10,6 +11,10 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from serving.errors import PermissionDenied, Unauthenticated, shown
+from serving.frontend.access import ANYBODY, Access
+from serving.frontend.origin import Origins
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +32,7 @@ class BoundedServer(socketserver.ThreadingMixIn, WSGIServer):
     A connection is ended by shutting its socket down: its thread then reads an end, and leaves.
     """
 
+    tls: Callable[[], ssl.SSLContext] | None = None
     daemon_threads = True
     request_queue_size = 128  # with the default of 5, who comes in a crowd waits for seconds
 
@@ -34,6 +40,22 @@ class BoundedServer(socketserver.ThreadingMixIn, WSGIServer):
         self._open: dict[socket.socket, float] = {}  # until when, the oldest first
         self._lock = threading.Lock()
         super().__init__(*args, **kwargs)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """A connection; its handshake is left to its thread."""
+        request, client_address = super().get_request()
+        if self.tls is not None:
+            request = self.tls().wrap_socket(
+                request, server_side=True, do_handshake_on_connect=False
+            )
+        return request, client_address
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """In a thread of its own."""
+        if isinstance(request, ssl.SSLSocket):
+            request.settimeout(TIMEOUT_S)
+            request.do_handshake()
+        super().finish_request(request, client_address)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Starts a thread for a connection, and ends the oldest one where there are too many."""
@@ -66,7 +88,8 @@ class BoundedServer(socketserver.ThreadingMixIn, WSGIServer):
 
 def _end(request: socket.socket) -> None:
     try:
-        request.shutdown(socket.SHUT_RDWR)
+        # Not an SSLSocket's own: its thread would go on without encryption for a moment.
+        socket.socket.shutdown(request, socket.SHUT_RDWR)
     except OSError:
         log.debug("a connection was gone already")
 
@@ -83,25 +106,50 @@ def serve(
     port: int,
     registry: CollectorRegistry,
     readiness: Callable[[], tuple[bool, str]],
+    access: Access | None = None,
+    tls: Callable[[], ssl.SSLContext] | None = None,
 ) -> tuple[WSGIServer, threading.Thread]:
-    """Answers GET from a thread, before the engine is there, too.
+    """Answers GET from a thread, before the engine is there, too; encrypted where there is `tls`.
 
-    `/metrics` is for Prometheus. `/healthz` is 200 as long as the process answers. `/readyz` is 200
-    or 503 as `readiness` says, whose word is the body; it is called in threads of this server.
+    `/metrics` is for Prometheus, which sends a key that may read it where `access` has keys.
+    `/healthz` is 200 as long as the process answers. `/readyz` is 200 or 503 as `readiness` says,
+    whose word is the body; it is called in threads of this server.
 
     Raises OSError where it cannot listen.
     """
     family, *_, where = socket.getaddrinfo(
         host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
-    server_type = type("Server", (BoundedServer,), {"address_family": family})
-    server = make_server(str(where[0]), port, _app(registry, readiness), server_type, _Handler)
+    own = {"address_family": family, "tls": None if tls is None else staticmethod(tls)}
+    server_type = type("Server", (BoundedServer,), own)
+    app = _app(registry, readiness, access or Access(), Origins(host))
+    server = make_server(str(where[0]), port, app, server_type, _Handler)
     thread = threading.Thread(target=server.serve_forever, name="jmoe-metrics", daemon=True)
     thread.start()
     return server, thread
 
 
-def _app(registry: CollectorRegistry, readiness: Callable[[], tuple[bool, str]]) -> App:
+def _app(
+    registry: CollectorRegistry,
+    readiness: Callable[[], tuple[bool, str]],
+    access: Access,
+    origins: Origins,
+) -> App:
+    written = make_wsgi_app(registry)
+
+    def metrics(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        host = environ.get("HTTP_HOST")
+        try:
+            caller = access.caller(environ.get("HTTP_AUTHORIZATION"))
+            caller.require_metrics()
+            if caller is ANYBODY and host and origins.is_loopback and not origins.has(host):
+                raise PermissionDenied(f"this server is not {shown(host)}; ask for localhost")
+        except Unauthenticated as error:
+            return _text(environ, start_response, "401 Unauthorized", str(error))
+        except PermissionDenied as error:
+            return _text(environ, start_response, "403 Forbidden", str(error))
+        return written(environ, start_response)
+
     def healthz(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         return _text(environ, start_response, "200 OK", "ok")
 
@@ -111,7 +159,7 @@ def _app(registry: CollectorRegistry, readiness: Callable[[], tuple[bool, str]])
         return _text(environ, start_response, status, word)
 
     paths: dict[str, App] = {
-        "/metrics": make_wsgi_app(registry),
+        "/metrics": metrics,
         "/healthz": healthz,
         "/readyz": readyz,
     }
@@ -133,6 +181,8 @@ def _text(
     if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
         status, line = "405 Method Not Allowed", "use GET"
         headers.append(("Allow", "GET, HEAD"))
+    if status.startswith("401"):
+        headers.append(("WWW-Authenticate", "Bearer"))
     body = b"" if environ["REQUEST_METHOD"] == "HEAD" else f"{line}\n".encode()
     start_response(status, headers)
     return [body]

@@ -19,14 +19,30 @@ from grpc_health.v1 import health, health_pb2_grpc
 
 from serving.config import ServerConfig
 from serving.errors import Unavailable
-from serving.frontend import convert, gc_freeze, reflection
+from serving.frontend import (
+    access,
+    convert,
+    exposure,
+    gc_freeze,
+    kserve,
+    kserve_tensors,
+    reflection,
+)
+from serving.frontend.access import Access, Caller
+from serving.frontend.bounded_http import HttpLimits
 from serving.frontend.guard import SMALL_MESSAGE_BYTES, Guard, Limits
 from serving.frontend.health import Health
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
 from serving.frontend.listen import bind, join, make_server
 from serving.frontend.metrics import Metrics
+from serving.frontend.openai.app import make_app as make_openai
+from serving.frontend.page.app import make_app as make_page
+from serving.frontend.page.live import Live
 from serving.frontend.services import GENERATE, SERVICES, AdminService, GenerationService
 from serving.frontend.status import StatusLog
+from serving.frontend.tracing import Tracer
+from serving.frontend.web import Listener
+from serving.proto.inference import inference_pb2_grpc as inference_rpc
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.settings import named_models
 
@@ -37,14 +53,26 @@ log = logging.getLogger(__name__)
 
 _GRACE_S = 1.0  # for last messages to leave once every request has ended
 _ADMIN_CONNECTIONS, _ADMIN_CALLS = 128, 1024
+_ADMIN_METHODS = f"/{SERVICES[1]}/"
 
 
 class Server:
     """One engine behind two ports. `start`, then `attach` an engine, then `drain`."""
 
-    def __init__(self, config: ServerConfig, metrics: Metrics | None = None) -> None:
-        """`metrics` are what the engine tells its observer; without them no status is logged."""
+    def __init__(
+        self,
+        config: ServerConfig,
+        metrics: Metrics | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """`metrics` and `tracer` are observers of the engine; without metrics no status is logged,
+        without a tracer no request is traced.
+        """
         self.config = config
+        # As jmoe.api.name_of, which the front end is not to import: it brings jax.
+        model = Path(config.engine.model)
+        self._model_name = model.absolute().name if model.is_dir() else config.engine.model
+        self.tracer = tracer or Tracer()
         self.metrics = metrics or Metrics()
         self._logs_status = metrics is not None
         self.engine: Engine | None = None
@@ -57,17 +85,39 @@ class Server:
         self.health = Health(SERVICES)
         receiving = max(1, config.max_bytes_in_flight // MAX_MESSAGE_BYTES)
         timeout_s = config.message_timeout_s
+        self.access = Access(Path(config.keys_file) if config.keys_file else None)
+        self.certificates = exposure.certificates(config)
+        self.metrics.access = self.access
         self.guard = Guard(
-            Limits(max_calls(config), receiving, timeout_s), self._admit, self._max_message_bytes
+            Limits(max_calls(config), receiving, timeout_s),
+            self._admit,
+            self._max_message_bytes,
+            lasting=(kserve.STREAM_INFER,),
+            identify=self._identify,
         )
-        self._admin_guard = Guard(Limits(_ADMIN_CALLS, receiving, timeout_s))
+        self._admin_guard = Guard(
+            Limits(_ADMIN_CALLS, receiving, timeout_s), identify=self._identify
+        )
         self._main = make_server(self.guard, config.max_connections)
         self._admin = make_server(self._admin_guard, _ADMIN_CONNECTIONS)
         self._add_services()
+        self.web: Listener | None = None  # OpenAI's API
+        self.page: Listener | None = None
+        if config.http_port >= 0:
+            limits = HttpLimits(config.max_connections, timeout_s)
+            self.web = Listener(make_openai(self), config.host, config.http_port, limits)
+        self.live = Live(self)
+        if config.admin_http_port >= 0:
+            limits = HttpLimits(_ADMIN_CONNECTIONS, timeout_s)
+            port, page = config.admin_http_port, make_page(self, self.live)
+            self.page = Listener(page, config.admin_host, port, limits, prefix="admin-")
 
     def _add_services(self) -> None:
-        generation, admin = SERVICES
-        on_main = [generation, admin] if self.config.admin_on_main_port else [generation]
+        generation, admin, inference = SERVICES
+        on_main = [generation, inference] + [admin] * self.config.admin_on_main_port
+        inference_rpc.add_GRPCInferenceServiceServicer_to_server(
+            kserve.InferenceService(self), self._main
+        )
         rpc.add_GenerationServicer_to_server(GenerationService(self), self._main)
         if self.config.admin_on_main_port:
             rpc.add_AdminServicer_to_server(AdminService(self), self._main)
@@ -94,7 +144,7 @@ class Server:
         family = None if self.engine is None else self.engine.family
         if family is not None:
             return family.names
-        return [Path(config.engine.model).absolute().name]
+        return [self._model_name]
 
     def readiness(self) -> tuple[bool, str]:
         """Whether health is SERVING, and a word that says why; other threads may ask."""
@@ -109,20 +159,37 @@ class Server:
         return join(self.config.host, self.port)
 
     @property
+    def scheme(self) -> str:
+        """Of the ports for HTTP."""
+        return "http" if self.certificates is None else "https"
+
+    @property
     def admin_address(self) -> str:
         """Where the admin service is."""
         return join(self.config.admin_host, self.admin_port)
 
     async def start(self) -> None:
         """Listens, NOT_SERVING. Raises OSError where an address cannot be bound."""
-        self.port = bind(self._main, self.config.host, self.config.port)
+        exposure.warn(self.config)
+        config, tls = self.config, self.certificates
+        of_grpc = [None, None] if tls is None else [tls.for_grpc(), tls.for_grpc()]
+        self.port = bind(self._main, config.host, config.port, tls=of_grpc[0])
         self.admin_port = bind(
-            self._admin, self.config.admin_host, self.config.admin_port, prefix="admin-"
+            self._admin, config.admin_host, config.admin_port, prefix="admin-", tls=of_grpc[1]
         )
-        if self.config.metrics_port:
+        context = None if tls is None else lambda: tls.context
+        if config.metrics_port:
             self._http, _ = self.metrics.serve(
-                self.config.host, self.config.metrics_port, self.readiness
+                config.host, config.metrics_port, self.readiness, context
             )
+        for listener in self._listeners():
+            await listener.start(context)
+        for watched in (self.access, tls):
+            if watched is not None:
+                watching = asyncio.create_task(watched.watch(), name=f"jmoe-{watched.what}")
+                self._tasks.append(watching)
+        if self.page is not None:
+            self._tasks.append(asyncio.create_task(self.live.run(), name="jmoe-live"))
         await self._main.start()
         await self._admin.start()
 
@@ -130,6 +197,7 @@ class Server:
         """Serves with `engine` from now on. The server stops it in `drain` and `stop`."""
         self.engine = engine
         engine.names = tuple(self.model_names)
+        engine.request_timeout_s = self.config.request_timeout_s
         if self.config.exit_on_failure:
             engine.on_unresponsive = _exit_at_once
         self.metrics.engine = engine
@@ -173,13 +241,19 @@ class Server:
             task.cancel()
         if self.engine is not None:
             await self.engine.stop()
+        self.guard.streams.close()
         await asyncio.gather(
             self._main.stop(_GRACE_S),
             self._admin.stop(_GRACE_S),
+            *(listener.stop() for listener in self._listeners()),
             asyncio.to_thread(self._stop_http),
         )
+        await self.tracer.close()
         self.guard.close()
         self._admin_guard.close()
+
+    def _listeners(self) -> list[Listener]:
+        return [one for one in (self.web, self.page) if one is not None]
 
     def _stop_http(self) -> None:
         if self._http is not None:
@@ -193,14 +267,30 @@ class Server:
             raise Unavailable("the server is still loading its model; try again later")
         return self.engine
 
+    def _identify(self, method: str, authorization: str | None) -> Caller:
+        """Who calls a method over gRPC; admin's are for admins on every port."""
+        caller = self.access.caller(authorization)
+        if method.startswith(_ADMIN_METHODS):
+            caller.require_admin()
+        return caller
+
     def _admit(self, method: str) -> None:
-        if method == GENERATE:  # an overloaded server does no work on what it refuses
+        if method in (GENERATE, kserve.INFER):
+            # An overloaded server does no work on what it refuses, nor on whose key has no room.
             self.ready_engine().check_admission()
+            access.current.get().check_room()
+        elif method == kserve.STREAM_INFER:
+            self.ready_engine()  # which is asked for each of its requests
 
     def _max_message_bytes(self, method: str) -> int:
-        if method != GENERATE or self.engine is None:
+        sizes = {
+            GENERATE: convert.max_request_bytes,
+            kserve.INFER: kserve_tensors.max_request_bytes,
+            kserve.STREAM_INFER: kserve_tensors.max_request_bytes,
+        }
+        if method not in sizes or self.engine is None:
             return SMALL_MESSAGE_BYTES
-        return min(MAX_MESSAGE_BYTES, convert.max_request_bytes(self.engine.bounds))
+        return min(MAX_MESSAGE_BYTES, sizes[method](self.engine.bounds))
 
     async def _watch_engine(self, engine: "Engine") -> None:
         self.failure = await engine.died()
@@ -225,19 +315,23 @@ async def serve(
     config: ServerConfig,
     start_engine: Callable[[], Awaitable["Engine"]],
     metrics: Metrics | None = None,
+    tracer: Tracer | None = None,
 ) -> bool:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once.
 
     Prints `jmoe admin on HOST:PORT` when it listens, and `jmoe ready on HOST:PORT` when requests
-    are served. Returns whether every stream was delivered in time. `metrics`, where there are some,
-    have to be the observer of the engine that `start_engine` makes.
+    are served. Returns whether every stream was delivered in time. `metrics` and
+    `tracer`, where there are some, have to be observers of the engine that `start_engine` makes.
 
     Raises OSError where a port is taken, what `start_engine` raises, and Unavailable where the
     engine failed and `exit_on_failure` is set.
     """
-    server, stopping = Server(config, metrics), asyncio.Event()
+    server, stopping = Server(config, metrics, tracer), asyncio.Event()
     await server.start()
     print(f"jmoe admin on {server.admin_address}", flush=True)
+    for what, listener in (("http", server.web), ("page", server.page)):
+        if listener is not None:
+            print(f"jmoe {what} on {server.scheme}://{listener.address}", flush=True)
     _log_addresses(server)
     loading = asyncio.ensure_future(start_engine())
 
@@ -278,7 +372,8 @@ async def serve(
 
 def _log_addresses(server: Server) -> None:
     config = server.config
-    http = f"http://{join(config.host, config.metrics_port)}/metrics" if config.metrics_port else ""
+    at = join(config.host, config.metrics_port)
+    http = f"{server.scheme}://{at}/metrics" if config.metrics_port else ""
     log.info(
         "loading %s; listening on %s, admin on %s, metrics %s",
         *(", ".join(server.model_names), server.address, server.admin_address),

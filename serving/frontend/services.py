@@ -1,13 +1,12 @@
 """The services of `jmoe.v1`. What they raise, `serving.frontend.guard` tells the caller. No jax."""
 
-import asyncio
-import contextlib
 import math
-import time
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import NotFound
-from serving.frontend import convert, status
+from serving.frontend import access, brownout, convert, kserve
+from serving.frontend.outputs import noted
+from serving.frontend.tracing import trace_headers
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.request import number_of
@@ -16,7 +15,10 @@ from serving.version import jmoe_version
 if TYPE_CHECKING:
     from serving.frontend.server import Server
 
-SERVICES = tuple(service.full_name for service in pb.DESCRIPTOR.services_by_name.values())
+SERVICES = (
+    *(service.full_name for service in pb.DESCRIPTOR.services_by_name.values()),
+    kserve.SERVICE,
+)
 GENERATE = "/jmoe.v1.Generation/Generate"
 
 
@@ -28,23 +30,28 @@ class GenerationService(rpc.GenerationServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Streams one request. A caller that goes away cancels this, which aborts the request."""
-        engine = self._server.ready_engine()
-        outputs = engine.generate(
-            convert.prompt(request, engine.bounds),
-            convert.sampling(request.sampling, engine.bounds),
-            request_id=convert.request_id(request),
-            allow_brownout=request.allow_brownout or not request.HasField("allow_brownout"),
-            priority=convert.priority(request),
-            timeout_s=context.time_remaining(),
-            model=request.model,
-        )
-        entry = status.request_entry(request.request_id)
-        # Closed here and now: a generator left to the collector would keep its pages.
-        async with contextlib.aclosing(outputs):
-            with entry or contextlib.nullcontext():
+        server, engine = self._server, self._server.ready_engine()
+        request_id, priority = convert.request_id(request), convert.priority(request)
+        model = engine.names[number_of(request.model, engine.names)]
+        headers = trace_headers(context.invocation_metadata()) if server.tracer.is_on else {}
+        with (
+            access.current.get().request(model, priority) as caller,
+            server.tracer.request(request_id, model, priority, **headers) as span,
+        ):
+            outputs = engine.generate(
+                convert.prompt(request, engine.bounds),
+                convert.sampling(request.sampling, engine.bounds),
+                request_id=request_id,
+                allow_brownout=request.allow_brownout or not request.HasField("allow_brownout"),
+                priority=priority,
+                timeout_s=context.time_remaining(),
+                model=request.model,
+                reuse_prefix=request.reuse_prefix or not request.HasField("reuse_prefix"),
+                salt=caller.salt(convert.salt(request)),
+            )
+            async with noted(outputs, request_id, caller, span) as note:
                 async for out in outputs:
-                    if entry is not None:
-                        entry.note(out)
+                    note(out)
                     await context.write(convert.response(out))
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
@@ -96,19 +103,7 @@ class AdminService(rpc.AdminServicer):
     async def SetBrownout(self, request: pb.SetBrownoutRequest, context: Any) -> pb.BrownoutState:
         """Changes what is present; another way is loaded before this answers."""
         engine, change = self._server.ready_engine(), convert.brownout_change(request)
-        before, began_at, peer = engine.get_brownout(), time.monotonic(), context.peer()
-        setting = asyncio.ensure_future(engine.set_brownout(change))
-        try:
-            await asyncio.sleep(0)
-            if not setting.done():  # what is refused, or needs no loading, is done at once
-                status.log_way_begun(change, before, peer)
-            after = await setting
-        except asyncio.CancelledError:
-            setting.cancel()
-            status.log_way_left(change, before, peer)
-            raise
-        took_s = time.monotonic() - began_at
-        status.log_brownout_change(change, before, after, took_s, peer)
+        after = await brownout.set_brownout(engine, change, context.peer())
         return convert.brownout_state(after)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.Stats:

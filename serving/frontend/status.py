@@ -340,9 +340,14 @@ def _log_workers(engine: "Engine") -> None:
         )
 
 
+def loadable_ways(engine: "Engine") -> tuple[int, ...]:
+    """Ways of united experts that may be switched to while serving, in ascending order."""
+    settings, model = engine.config.brownout, engine.model
+    return settings.ways or tuple(sorted(model.united if model else ()))
+
+
 def _log_brownout(engine: "Engine") -> None:
-    state, settings, model = engine.get_brownout(), engine.config.brownout, engine.model
-    ways = settings.ways or tuple(sorted(model.united if model else ()))
+    state, ways = engine.get_brownout(), loadable_ways(engine)
     log.info(
         "brownout %s, way %d (ways %s); thresholds prefill %g%%, decode %g%%; SALC %s; "
         "SLO TTFT %g s, ITL %g s",

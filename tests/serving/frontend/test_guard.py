@@ -32,7 +32,7 @@ def silent(channel: grpc.aio.Channel, method: str = GENERATE):
 
 
 async def opened(s: Setup, count: int) -> None:
-    await until(lambda: s.server.guard._inbox.num_callers >= count)
+    await until(lambda: s.server.guard.inbox.num_callers >= count)
 
 
 async def test_undecodable_messages_are_invalid_and_cost_a_line_of_log(caplog) -> None:
@@ -150,11 +150,11 @@ async def test_silent_calls_of_one_connection_are_in_nobodys_way() -> None:
         await opened(s, len(calls))
         assert len(await collect(s.counting(2))) == 2
         assert await s.health() == "SERVING"
-        assert s.server.guard._inbox.num_callers == len(calls)  # none had to give way
+        assert s.server.guard.inbox.num_callers == len(calls)  # none had to give way
         for call in calls:
             call.cancel()
-        await until(lambda: s.server.guard._inbox.num_callers == 0)
-        assert s.server.guard._inbox._connections == {}
+        await until(lambda: s.server.guard.inbox.num_callers == 0)
+        assert s.server.guard.inbox._connections == {}
 
 
 async def test_silent_calls_of_many_connections_give_way() -> None:

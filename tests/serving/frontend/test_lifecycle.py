@@ -208,7 +208,7 @@ async def test_a_failed_engine_is_not_serving_before_anyone_calls(caplog) -> Non
         await anext(aiter(call))
         s.engine.fail("a step failed: out of luck")
         await until(lambda: s.server.failure is not None)
-        assert [await s.health(name) for name in ("", *SERVICES)] == ["NOT_SERVING"] * 3
+        assert [await s.health(name) for name in ("", *SERVICES)] == ["NOT_SERVING"] * 4
         error = await failure(call)
         assert (error.code(), "out of luck" in error.details()) == (CODE.UNAVAILABLE, True)
         assert (await failure(s.counting(1))).code() == CODE.UNAVAILABLE

@@ -17,6 +17,7 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.errors import Aborted, DeadlineExceeded, QueuedTooLong
 from serving.frontend.metrics import Histogram, Metrics
 from serving.request import Output, Priority, Usage
 
@@ -69,6 +70,8 @@ def busy() -> Metrics:
     last = Output("a", "", (1,), (), Usage(7, 3, 0, 0), "length")
     asked = SimpleNamespace(arrived_at=10.0, request=SimpleNamespace(priority=LS, model=0))
     metrics.request_finished(asked, last, now=14.0)
+    for error in (QueuedTooLong(""), DeadlineExceeded(""), Aborted(""), None):
+        metrics.request_ended(asked, error)
     metrics.engine = FakeEngine()
     return metrics
 
@@ -144,6 +147,8 @@ def test_scrape_over_http() -> None:
         ("jmoe_degraded_visits_total",): 200,
         ("jmoe_recompilations_total",): 0,
         ("jmoe_requests_rejected_total",): 2,
+        ("jmoe_requests_expired_total", "queue"): 1,
+        ("jmoe_requests_expired_total", "deadline"): 1,
     }
     assert {key: got[key] for key in expected} == expected
     assert ("jmoe_controller_p90_seconds", "prefill", "expected") not in got  # NaN: nothing is

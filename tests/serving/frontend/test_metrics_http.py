@@ -5,7 +5,8 @@ import threading
 import time
 from contextlib import ExitStack
 from http.client import HTTPConnection
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
@@ -98,3 +99,18 @@ def until(holds, timeout_s: float = 60.0) -> None:
     while not holds():
         assert time.monotonic() - began < timeout_s
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"), [("localhost:9", 200), ("[::1]", 200), ("evil.example", 403)]
+)
+def test_on_loopback_a_foreign_name_gets_no_metrics(port: int, host: str, status: int) -> None:
+    for path, want in (("/metrics", status), ("/healthz", 200)):
+        asked = Request(f"http://127.0.0.1:{port}{path}", headers={"host": host})
+        try:
+            with urlopen(asked, timeout=60) as answer:
+                found = answer.status
+        except HTTPError as error:
+            found, said = error.code, error.read()
+        assert found == want, path
+        assert found == 200 or b"ask for localhost" in said

@@ -5,6 +5,7 @@ import contextlib
 import filecmp
 import math
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -24,13 +25,14 @@ from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.request import BrownoutChange, Priority, SamplingParams
 
+INFERENCE = "inference.GRPCInferenceService"
+
 
 def test_stubs_are_those_of_the_proto(tmp_path: Path) -> None:
     build.build(tmp_path)
-    below = Path("serving/proto/jmoe/v1")
-    endings = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")
-    names = [stem + ending for stem in ("jmoe", "hosts") for ending in endings]
-    same, *_ = filecmp.cmpfiles(build.ROOT / below, tmp_path / below, names, shallow=False)
+    stems = [proto.removesuffix(".proto") for proto in build.PROTOS]
+    names = [stem + ending for stem in stems for ending in ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py")]
+    same, *_ = filecmp.cmpfiles(build.ROOT, tmp_path, names, shallow=False)
     assert same == names, "run python -m serving.proto.build"
 
 
@@ -71,7 +73,8 @@ async def test_absent_fields_take_defaults_and_zeros_are_kept() -> None:
     first, second = s.engine.calls
     assert first["sampling"] == SamplingParams()
     assert (first["allow_brownout"], first["priority"]) == (True, Priority.LATENCY_SENSITIVE)
-    assert (first["request_id"], first["timeout_s"]) == (None, None)
+    assert first["timeout_s"] is None
+    assert re.fullmatch("[0-9a-f]{32}", first["request_id"])
     assert second["sampling"] == SamplingParams(
         max_new_tokens=1, seed=0, temperature=0.5, stop_token_ids=(7,), stop=("x", "y")
     )
@@ -180,7 +183,7 @@ async def test_health_follows_loading_and_serving() -> None:
         info = await s.stub.GetServerInfo(pb.GetServerInfoRequest())
         assert (info.status, info.model) == ("starting", "bundled")
         await s.ready()
-        assert [await s.health(name) for name in ("", *SERVICES)] == ["SERVING"] * 3
+        assert [await s.health(name) for name in ("", *SERVICES)] == ["SERVING"] * 4
 
 
 async def reflect(channel: grpc.aio.Channel, version: str, **ask):
@@ -202,7 +205,7 @@ async def test_reflection_lists_the_services_of_each_port(version: str) -> None:
     both = {"grpc.health.v1.Health"}
     both |= {f"grpc.reflection.{v}.ServerReflection" for v in ("v1", "v1alpha")}
     async with serving() as s:
-        assert await listed(s.channel) == both | {"jmoe.v1.Generation"}
+        assert await listed(s.channel) == both | {"jmoe.v1.Generation", INFERENCE}
         assert await listed(s.admin_channel) == both | {"jmoe.v1.Admin"}
     async with serving(admin_on_main_port=True) as s:
         assert await listed(s.channel) == both | set(SERVICES)
@@ -327,7 +330,8 @@ async def process(load_s: float, hold_s: float, *flags: str):
 async def test_signals_drain_then_kill(signals: int, hold_s: float, code: int) -> None:
     async with process(0.0, hold_s) as (child, stdout):
         assert await stdout.readline() == b"loading\n"
-        assert (await stdout.readline()).startswith(b"jmoe admin on 127.0.0.1:")
+        for what in (b"admin on ", b"http on http://", b"page on http://"):
+            assert (await stdout.readline()).startswith(b"jmoe " + what + b"127.0.0.1:")
         ready = (await stdout.readline()).decode()
         assert ready.startswith("jmoe ready on 127.0.0.1:")
         async with grpc.aio.insecure_channel(ready.split()[-1]) as channel:

@@ -1,0 +1,247 @@
+"""HTTP/1.1 connections with bounds: how many, how large headers are, how long requests take.
+
+uvicorn's protocol on httptools has none of these. What a body may have is the application's to say.
+"""
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httptools
+import orjson
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+MAX_HEADER_BYTES = 16 << 10
+"""Of a request's first line and headers, as much as gRPC's metadata may have."""
+MAX_WAITING = 8
+"""Requests of a connection that wait for the one before them to be answered (pipelining)."""
+LINGER_S = 1.0
+"""How long what a refused client still sends is dropped, so that its answer reaches it."""
+KEEP_ALIVE_S = 75
+"""How long a connection that has had an answer may wait with its next request. Longer than clients
+keep theirs, so that these are who closes them.
+"""
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """Of one listener."""
+
+    max_connections: int  # more are closed as they come
+    message_timeout_s: float  # from a connection, or a request's first byte, to its last one
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """A connection that is closed where its client sends too much, or too slowly."""
+
+    def __init__(self, *args: Any, limits: HttpLimits, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._limits = limits
+        self._header_bytes = 0  # of a request's line, headers and trailers
+        self._unheard_bytes = (
+            0  # since the parser last said anything; it keeps what is no whole line
+        )
+        self._in_headers = True  # or before the first byte of a request
+        self._head_bytes = 0  # of data that was nothing but a line and headers
+        self._completes = False  # the data that is being parsed has the end of a request
+        self._refused = False
+        self._begins_anew = False  # a new parser is told what the old one has parsed
+        self._data = b""  # that is being parsed
+        self._arriving: asyncio.TimerHandle | None = None  # runs while a request arrives
+        self._running: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        if len(self.connections) >= self._limits.max_connections:
+            self._refused = True
+            transport.abort()
+            return
+        super().connection_made(transport)
+        found = transport.get_extra_info("socket")
+        if found is not None:  # a client that vanished without closing is found out
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._start_clock()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self._stop_clock()
+        if self.transport is None:
+            return  # it was one too many
+        running = self._running
+        super().connection_lost(exc)
+        # uvicorn tells the newest request alone; before one that waits, another may be under way.
+        if running is not None and not running.response_complete:
+            _leave(running)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        if self._refused:
+            return
+        if self._arriving is None:
+            self._start_clock()
+        self._unheard_bytes += len(data)
+        self._data, self._completes = data, False
+        super().data_received(data)
+        self._data = b""
+        if self._in_headers and not self._completes:
+            self._head_bytes += len(data)
+        self._check_size()
+
+    def on_message_begin(self) -> None:
+        """See httptools."""
+        self._unheard_bytes = 0
+        if self._begins_anew or self._refused:
+            return
+        self._in_headers, self._header_bytes = True, 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """See httptools."""
+        self._unheard_bytes = 0
+        if self._begins_anew or self._refused:
+            return
+        self._header_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """See httptools."""
+        self._unheard_bytes = 0
+        if self._begins_anew or self._refused:
+            return
+        self._header_bytes += len(name) + len(value)
+        if self._in_headers:  # what comes behind a body is counted, and left out
+            super().on_header(name, value)
+        self._check_size()
+
+    def on_headers_complete(self) -> None:
+        """See httptools."""
+        self._unheard_bytes = 0
+        if self._begins_anew or self._refused:
+            return
+        self._in_headers, self._head_bytes = False, 0
+        if len(self.pipeline) >= MAX_WAITING:
+            what = f"more than {MAX_WAITING} requests wait for the one before them; send fewer"
+            self._refuse(400, "too_many_waiting", what)
+            return
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """See httptools."""
+        self._unheard_bytes = 0
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """See httptools."""
+        self._unheard_bytes = 0
+        if self.parser.should_upgrade() and self._length_headers():
+            return  # its body is still to come: see `_unsupported_upgrade_warning`
+        self._in_headers, self._header_bytes, self._completes = True, 0, True
+        self._stop_clock()
+        if not self._refused:
+            super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """uvicorn calls it where a request wants another protocol, as those of Java's client do.
+
+        A server may answer it as if it did not. The parser can not: it takes what follows for that
+        protocol. So another parser goes on, which is told how long the body is.
+        """
+        told = sys.exception()
+        assert isinstance(told, httptools.HttpParserUpgrade)
+        rest = self._data[told.args[0] :]
+        self.parser, length = httptools.HttpRequestParser(self), self._length_headers()
+        if length:
+            self._begins_anew = True
+            try:
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % length)
+            except httptools.HttpParserError:  # a length that only a parser of bodies looks at
+                self.send_400_response("")
+                return
+            finally:
+                self._begins_anew = False
+        self._data = rest
+        if rest and not self._refused:
+            super().data_received(rest)
+
+    def _length_headers(self) -> bytes:
+        """Those of this request that say how its body ends; empty where it has none."""
+        found = [
+            b"%b: %b\r\n" % header
+            for header in self.headers
+            if header[0] in (b"content-length", b"transfer-encoding")
+        ]
+        return b"".join(found)
+
+    def _check_size(self) -> None:
+        count = max(self._header_bytes + self._unheard_bytes, self._head_bytes)
+        if count > MAX_HEADER_BYTES and not self._refused:
+            what = f"its line and headers have more than {MAX_HEADER_BYTES} bytes; send less"
+            self._refuse(431, "headers_too_large", f"the request: {what}")
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _start_clock(self) -> None:
+        self._arriving = self.loop.call_later(self._limits.message_timeout_s, self._too_slow)
+
+    def _stop_clock(self) -> None:
+        if self._arriving is not None:
+            self._arriving.cancel()
+            self._arriving = None
+
+    def _too_slow(self) -> None:
+        """No whole request came in time. Who reads the body of one that is answered tells it."""
+        self._arriving = None
+        if self._running is None or self._running.response_complete:
+            self._refused = True
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """See uvicorn, which calls it for what is no HTTP."""
+        self._refuse(400, "not_http", "this is no HTTP/1.1 request; send one")
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        """Answers without the application, and closes."""
+        self._refused = True
+        self._stop_clock()
+        running = self._running
+        if not self._in_headers and self.cycle is not None and self.cycle.response_complete:
+            self.transport.close()  # this request has its answer
+            return
+        if running is not None and not running.response_complete:
+            if running.response_started:  # into its answer another must not be put
+                self.transport.close()
+                return
+            _leave(running)
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
+        body = orjson.dumps({"error": error})
+        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
+        self.transport.write(b"%b%b%d\r\n\r\n%b" % (STATUS_LINE[status], head, len(body), body))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.transport.resume_reading()
+        self.loop.call_later(LINGER_S, self.transport.close)
+
+
+def _leave(cycle: RequestResponseCycle) -> None:
+    """Tells a request that its client is gone; what it still sends is dropped."""
+    cycle.disconnected = True
+    cycle.message_event.set()
+
+
+def bounded_http(limits: HttpLimits) -> Callable[..., asyncio.Protocol]:
+    """The protocol of a listener, as uvicorn makes one for each connection."""
+
+    def protocol(*args: Any, **kwargs: Any) -> BoundedHttp:
+        return BoundedHttp(*args, limits=limits, **kwargs)
+
+    return protocol

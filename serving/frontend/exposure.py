@@ -1,0 +1,41 @@
+"""What a server shows to whom: its certificates, and warnings where settings show much."""
+
+import logging
+from pathlib import Path
+
+from serving.config import ServerConfig
+from serving.frontend.origin import Origins
+from serving.frontend.tls import Certificates, Files
+
+log = logging.getLogger(__name__)
+
+
+def certificates(config: ServerConfig) -> Certificates | None:
+    """Those of the ports for clients; None where nothing is encrypted. Raises SettingsError."""
+    if not config.tls_cert:
+        return None
+    client_ca = Path(config.tls_client_ca) if config.tls_client_ca else None
+    return Certificates(Files(Path(config.tls_cert), Path(config.tls_key), client_ca))
+
+
+def warn(config: ServerConfig) -> None:
+    """Says of ports that others can reach what they let through."""
+    others_may_call, others_may_administer = (
+        not Origins(config.host).is_loopback,
+        not Origins(config.admin_host).is_loopback,
+    )
+    if config.keys_file and not config.tls_cert and (others_may_call or others_may_administer):
+        log.warning(
+            "keys travel in the clear: keys_file is set, and %s is reached by others without "
+            "encryption; set tls_cert and tls_key, or let a proxy that encrypts be the only one to "
+            "reach it",
+            f"host {config.host}" if others_may_call else f"admin_host {config.admin_host}",
+        )
+    if config.keys_file or config.tls_client_ca:
+        return
+    if others_may_administer or (others_may_call and config.admin_on_main_port):
+        log.warning(
+            "whoever reaches %s may administer this server; set keys_file or tls_client_ca, or "
+            "keep it to 127.0.0.1",
+            f"admin_host {config.admin_host}" if others_may_administer else f"host {config.host}",
+        )

@@ -1,0 +1,183 @@
+"""API keys: how they are made, and the file that has their hashes.
+
+A key is 256 random bits. There is no dictionary of those to go through, so that the slow hashes
+that passwords need would slow down nothing but the server: SHA-256 it is.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from serving.request import Priority
+from serving.settings import SettingsError, read_yaml
+
+PREFIX = "jmoe_"
+"""Of every key, so that who searches files for forgotten secrets finds them."""
+_RANDOM_BYTES = 32
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HASH = re.compile(r"[0-9a-f]{64}")
+_HEADER = "# Keys of `jmoe serve --keys-file`, as hashes: see `jmoe keys --help`.\n"
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a key allows. Numbers are limits; 0 is none."""
+
+    sha256: str  # of the key, in hexadecimal digits
+    admin: bool = False  # may use the admin service, the live page and /metrics
+    metrics: bool = False  # may read /metrics
+    models: tuple[str, ...] = ()  # by the names they are served under; empty: all
+    classes: tuple[Priority, ...] = ()  # empty: all
+    requests_per_min: int = 0
+    tokens_per_min: int = 0  # of prompts and outputs together
+    concurrency: int = 0  # requests under way at a time
+
+
+_FILE = TypeAdapter(dict[str, Key])
+
+
+def digest(key: str) -> bytes:
+    """What is stored of a key: 32 bytes."""
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def new_key() -> str:
+    """A key that nobody has."""
+    return PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+
+
+def check_name(name: str) -> None:
+    """Raises SettingsError for a name that logs and metrics cannot show as it is."""
+    if name.startswith(PREFIX):
+        raise SettingsError(f"a name begins with {PREFIX}, as keys do; call the key otherwise")
+    if not _NAME.fullmatch(name):
+        raise SettingsError(
+            f"{name!r} is no name of a key; use up to 64 letters, digits, dots, dashes and "
+            "underscores, and begin with a letter or digit"
+        )
+
+
+def read(path: Path) -> dict[str, Key]:
+    """The keys of a file by name.
+
+    Raises SettingsError, which names file, key and field, and repeats no value: it could be a key
+    that was put where its hash belongs.
+    """
+    found = read_yaml(path, quotes=False)
+    if found.keys() - {"keys"}:
+        raise SettingsError(f"{path} must have `keys` at its top, and nothing else")
+    # As JSON, since only there does strict validation take lists for tuples.
+    text = json.dumps(found.get("keys") or {}, default=str)
+    try:
+        keys = _FILE.validate_json(text, strict=True, extra="forbid")
+    except ValidationError as error:
+        raise _explain(path, error) from None
+    _check(path, keys)
+    return keys
+
+
+def _explain(path: Path, error: ValidationError) -> SettingsError:
+    first, names = error.errors(include_input=False)[0], [field.name for field in fields(Key)]
+    name, *inside = map(str, first["loc"] or ("keys",))
+    _check_name_in(path, name)
+    if inside and inside[0] in names:
+        wrong = f"{'.'.join(inside)} of {name} is wrong: {first['msg']}"
+    else:
+        wrong = f"{name} is wrong: {first['msg']}"
+    return SettingsError(f"{path}: {wrong}; a key has some of {', '.join(names)}")
+
+
+def _check_name_in(path: Path, name: str) -> None:
+    try:
+        check_name(name)
+    except SettingsError as error:
+        raise SettingsError(f"{path}: {error}") from None
+
+
+def _check(path: Path, keys: dict[str, Key]) -> None:
+    by_hash: dict[str, str] = {}
+    for name, key in keys.items():
+        _check_name_in(path, name)
+        if not _HASH.fullmatch(key.sha256):
+            raise SettingsError(
+                f"{path}: sha256 of {name} is no hash of 64 hexadecimal digits; make a key with "
+                "`jmoe keys new`, and never store one as it is"
+            )
+        if (other := by_hash.setdefault(key.sha256, name)) != name:
+            raise SettingsError(f"{path}: {other} and {name} are one key; revoke one of them")
+        for limit in ("requests_per_min", "tokens_per_min", "concurrency"):
+            if (value := getattr(key, limit)) < 0:
+                raise SettingsError(
+                    f"{path}: {limit} of {name} is {value}; it must be 0 (no limit) or more"
+                )
+
+
+def write(path: Path, keys: dict[str, Key]) -> None:
+    """Replaces a file at once, readable by its owner alone: who reads it sees all or nothing new.
+
+    The owner stays: what root changes, the server can read as before. Comments are not kept.
+
+    Raises OSError.
+    """
+    plain = {"keys": {name: _plain(key) for name, key in keys.items()}}
+    handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(_HEADER + yaml.safe_dump(plain, sort_keys=False))
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists() and (was := path.stat()).st_uid != os.geteuid():
+            os.chown(part, was.st_uid, was.st_gid)
+        Path(part).replace(path)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+
+
+def _plain(key: Key) -> dict[str, Any]:
+    """What differs from a key without limits, as YAML has it."""
+    default = asdict(Key(""))
+    found = {name: value for name, value in asdict(key).items() if value != default[name]}
+    return {k: [str(each) for each in v] if isinstance(v, tuple) else v for k, v in found.items()}
+
+
+@contextlib.contextmanager
+def changing(path: Path) -> Iterator[dict[str, Key]]:
+    """The keys of a file, to be changed; they are written when the block is left without an error.
+
+    Who else changes the file waits. A file that is not there has no keys. Raises as `read` and
+    `write` do.
+    """
+    path = path.resolve()  # what a link names is replaced, not the link
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # Of the folder, since the file itself is replaced.
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        keys = read(path) if path.exists() else {}
+        yield keys
+        _check(path, keys)
+        write(path, keys)
+    finally:
+        os.close(folder)
+
+
+def exposure(path: Path) -> str:
+    """What others of this machine may do with a file that they should not; empty: nothing."""
+    mode = path.stat().st_mode
+    may = [word for word, bits in (("read", 0o004), ("write", 0o022)) if mode & bits]
+    if not may:
+        return ""
+    return f"{path} has mode {stat.S_IMODE(mode):04o}: others may {' and '.join(may)} it"

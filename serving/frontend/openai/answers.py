@@ -1,0 +1,190 @@
+"""What answers look like, for /openapi.json; a test holds every answer to these."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class PromptTokens(_Answer):
+    """Of `prompt_tokens`: those that an earlier request had computed."""
+
+    cached_tokens: int
+
+
+class Usage(_Answer):
+    """Tokens of a whole call, and what brownout did to it."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokens
+    degraded_share: float
+    prefill_threshold_percent: list[int] | None
+    decode_threshold_percent: list[int] | None
+
+
+class CompletionLogprobs(_Answer):
+    """Lists with an entry a token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float]] | None
+    text_offset: list[int]
+
+
+class CompletionChoice(_Answer):
+    """One text."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Completion(_Answer):
+    """Answer, and event, of `/v1/completions`."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(_Answer):
+    """One of the likeliest tokens at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token that was drawn."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Answer):
+    """An entry a token."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatMessage(_Answer):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Answer):
+    """One message."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(_Answer):
+    """Answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class Delta(_Answer):
+    """What an event adds to a message."""
+
+    role: Literal["assistant"] | None = None
+    content: str
+
+
+class EventChoice(_Answer):
+    """One message's part of an event."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class ChatEvent(_Answer):
+    """Event of a stream of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[EventChoice]
+    usage: Usage | None = None
+
+
+class Model(_Answer):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class Models(_Answer):
+    """Every served model."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Health(_Answer):
+    """Whether requests are served, and a word that says why."""
+
+    status: str
+
+
+class Version(_Answer):
+    """Of jmoe."""
+
+    version: str
+
+
+class ErrorFields(_Answer):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(_Answer):
+    """Every answer that is no success, and the event in which a stream fails."""
+
+    error: ErrorFields
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": Error, "description": "A field is wrong or not known; the message says how"},
+    401: {"model": Error, "description": "No key, or none that is known"},
+    403: {"model": Error, "description": "The key does not allow it"},
+    404: {"model": Error, "description": "No such model"},
+    408: {"model": Error, "description": "The body did not come in time"},
+    413: {"model": Error, "description": "The body is larger than what this server can serve"},
+    429: {"model": Error, "description": "Too much to do; retry-after says when to come back"},
+    500: {"model": Error, "description": "The server failed this request alone"},
+    503: {"model": Error, "description": "Starting, draining, or failed"},
+    504: {"model": Error, "description": "The request's time ran out"},
+}

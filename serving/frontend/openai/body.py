@@ -1,0 +1,144 @@
+"""Bodies of requests: bounded before they are read, read in time, and checked field by field."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from pydantic import BaseModel, ValidationError
+
+from serving.errors import Aborted, DeadlineExceeded, shown
+from serving.frontend import convert
+from serving.frontend.inbox import MAX_MESSAGE_BYTES
+from serving.frontend.openai.errors import HttpError, SlowBody
+from serving.frontend.openai.fields import MAX_ENTRIES, REFUSED, STATE, UNKNOWN_FIELD, WANTED
+from serving.frontend.origin import is_json
+from serving.request import MAX_STRUCTURE_CHARS, Bounds
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope
+
+    from serving.frontend.guard import Guard
+
+_BYTES_PER_CHAR = 12  # of JSON, at most: a pair of escaped surrogates
+_GRPC_BYTES_PER_CHAR = 4
+_LARGE_BYTES = 64 << 10
+_NAMES_BYTES = 256 << 10  # of fields, of messages' roles, of biases
+
+
+def max_bytes(bounds: Bounds) -> int:
+    """More than any body has whose prompts are together no longer than the longest one."""
+    of_text = _BYTES_PER_CHAR // _GRPC_BYTES_PER_CHAR * convert.max_request_bytes(bounds)
+    most = of_text + _BYTES_PER_CHAR * MAX_STRUCTURE_CHARS + _NAMES_BYTES
+    return min(MAX_MESSAGE_BYTES, most)
+
+
+async def read(scope: "Scope", receive: "Receive", guard: "Guard", most: int) -> bytes:
+    """The whole body. Raises HttpError for what is not sent as JSON (415), and for more than `most`
+    bytes (413), before they are read where their number is given; SlowBody; Overloaded where too
+    many are being received.
+    """
+    kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    if not is_json(kind.decode("latin-1")):
+        raise HttpError(
+            f"the header content-type is {shown(kind.decode('latin-1'))}; it must be "
+            "application/json",
+            "content-type",
+            415,
+        )
+    length = next((value for name, value in scope["headers"] if name == b"content-length"), b"")
+    _check_length(int(length) if length.isdigit() else 0, most)
+    client = scope.get("client") or ("", 0)
+    parts: list[bytes] = []
+    count = 0
+    try:
+        async with guard.inbox.receiving(f"{client[0]}:{client[1]}"):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Aborted("the client left before its request was there")
+                parts.append(message.get("body", b""))
+                count += len(parts[-1])
+                _check_length(count, most)
+                if not message.get("more_body"):
+                    return b"".join(parts)
+    except DeadlineExceeded:
+        raise SlowBody(
+            f"the body did not come within message_timeout_s, {guard.limits.message_timeout_s:g} s,"
+            " or half a second of a busy server; send it with its headers"
+        ) from None
+
+
+def _check_length(count: int, most: int) -> None:
+    if count > most:
+        raise HttpError(
+            f"the body has {count} bytes or more; what this server can serve has {most} at most; "
+            "send fewer or shorter prompts",
+            status=413,
+        )
+
+
+async def parse[Parsed: BaseModel](model: type[Parsed], body: bytes, bounds: Bounds) -> Parsed:
+    """A body as what it should be; a large one beside the event loop.
+
+    Raises HttpError, naming the field and what it must be.
+    """
+    if len(body) < _LARGE_BYTES:
+        return _parsed(model, body, bounds)
+    return await asyncio.to_thread(_parsed, model, body, bounds)
+
+
+def _parsed[Parsed: BaseModel](model: type[Parsed], body: bytes, bounds: Bounds) -> Parsed:
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise HttpError(f"the body is no JSON: {error}; send one JSON object") from None
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise HttpError(f"the body is a JSON {kind}; send one JSON object")
+    _check_counts(found, max(bounds.max_prompt_tokens, MAX_ENTRIES))
+    try:
+        return model.model_validate(found)
+    except ValidationError as error:
+        raise explained(model, error) from None
+
+
+def _check_counts(found: dict[str, Any], most: int) -> None:
+    """Before fields are looked at one by one: the loop would wait for millions of them."""
+    if len(found) > MAX_ENTRIES:
+        raise HttpError(
+            f"the body has {len(found)} fields; {MAX_ENTRIES} at most are looked at, and "
+            "docs/http.md lists what there is"
+        )
+    for name, value in found.items():
+        if isinstance(value, list | dict) and len(value) > most:
+            raise HttpError(
+                f"{shown(name)} has {len(value)} entries; this server takes {most} at most", name
+            )
+
+
+def explained(model: type[BaseModel], error: ValidationError) -> HttpError:
+    """The first thing that is wrong, in one sentence."""
+    first = error.errors(include_url=False)[0]
+    where = [str(part) for part in first["loc"]]
+    if first["type"] == UNKNOWN_FIELD:
+        name = first.get("ctx", {})["name"]
+        where.append(shown(name))
+        return HttpError(f"{'.'.join(where)} {first['msg']}", where[0] if len(where) > 1 else name)
+    param = where[0]
+    field = next(f for name, f in model.model_fields.items() if param in (name, f.alias))
+    told: Any = field.json_schema_extra
+    if first["type"] == "missing":
+        return HttpError(f"{'.'.join(where)} is missing; it is required", param)
+    if told[STATE] == REFUSED:
+        return HttpError(f"{param} is not supported: {field.description}", param)
+    if WANTED in told:
+        value = _innermost(error, param)
+        return HttpError(f"{param} is {shown(value)}; it must be {told[WANTED]}", param)
+    wanted = first["msg"].replace("Input should be", "it must be")
+    return HttpError(f"{'.'.join(where)} is {shown(first['input'])}; {wanted}", param)
+
+
+def _innermost(error: ValidationError, name: str) -> object:
+    """What is wrong in a field of several types: the innermost value that was complained about."""
+    own = [one for one in error.errors(include_url=False) if one["loc"][0] == name]
+    return max(own, key=lambda one: len(one["loc"]))["input"]

@@ -1,0 +1,253 @@
+"""A call of one of the two endpoints, from its body to the last byte of its answer."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import orjson
+from starlette.responses import Response
+
+from serving.errors import Aborted
+from serving.frontend.access import Caller
+from serving.frontend.openai import body as bodies
+from serving.frontend.openai.choice import Choice
+from serving.frontend.openai.door import header, request_id_of, set_request_id
+from serving.frontend.openai.errors import HttpError
+from serving.frontend.openai.sampling import priority
+from serving.frontend.openai.schemas import Sampled
+from serving.frontend.openai.usage import usage
+from serving.frontend.outputs import noted
+from serving.frontend.tracing import RequestSpan
+from serving.request import MAX_REQUEST_ID_CHARS, Bounds, Output, number_of
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from jmoe.tokenizer import Tokenizer
+    from serving.engine import Engine
+    from serving.frontend.server import Server
+
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_DONE = b"data: [DONE]\n\n"
+
+Take = Callable[[Choice, Output], Awaitable[None]]
+
+
+class Endpoint(Protocol):
+    """What differs between completions and chats."""
+
+    request: type[Any]
+    id_prefix: str
+    object_whole: str
+    object_event: str
+    operation: str  # as a trace calls it
+
+    async def choices(
+        self, body: Any, tokenizer: "Tokenizer | None", bounds: Bounds
+    ) -> list[Choice]:
+        """The answers that a call asks for. Raises InvalidRequest."""
+        ...
+
+
+class Answer(Response):
+    """Reads a call, and answers it."""
+
+    background = None
+
+    def __init__(self, server: "Server", endpoint: Endpoint, caller: Caller) -> None:
+        self._server, self._endpoint, self._caller = server, endpoint, caller
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """See starlette. Raises what `door` tells the client."""
+        server, guard = self._server, self._server.guard
+        engine = server.ready_engine()
+        engine.check_admission()  # an overloaded server does no work on what it refuses
+        self._caller.check_room()  # nor does one on whose key has no room
+        with guard.place():  # nor where it has none itself
+            pass
+        raw = await bodies.read(scope, receive, guard, bodies.max_bytes(engine.bounds))
+        with guard.place():
+            body = await bodies.parse(self._endpoint.request, raw, engine.bounds)
+            number = number_of(body.model, engine.names)
+            set_request_id(scope, body.request_id)
+            if body.stream_options is not None and not body.stream:
+                raise HttpError(
+                    "stream_options without stream; set stream to true, or leave them out",
+                    "stream_options",
+                )
+            async with _while_there(receive):
+                tokenizer = None if engine.family is None else engine.family[number].tokenizer
+                choices = await self._endpoint.choices(body, tokenizer, engine.bounds)
+                model, request_id = engine.names[number], request_id_of(scope)
+                operation = self._endpoint.operation
+                headers = _trace_headers(scope) if server.tracer.is_on else {}
+                span = server.tracer.request(
+                    request_id, model, priority(body), operation=operation, **headers
+                )
+                count = len(choices)
+                self._caller.check_allowed(model, priority(body), count)
+                guard.check_count(count)
+                with (
+                    guard.place(count - 1),  # before a key is charged for what has none
+                    self._caller.request(model, priority(body), count) as caller,
+                    span as recorded,
+                ):
+                    call = _Call(engine, body, choices, request_id, caller, recorded)
+                    try:
+                        await call.answer(self._endpoint, send)
+                    finally:
+                        recorded.note_prompts(call.usage()["prompt_tokens"])
+
+
+class _Call:
+    """The requests to the engine of one call."""
+
+    def __init__(
+        self,
+        engine: "Engine",
+        body: Sampled,
+        choices: list[Choice],
+        request_id: str,
+        caller: Caller,
+        span: RequestSpan,
+    ) -> None:
+        self._caller, self._span = caller, span
+        self._engine, self._body, self._choices, self._id = engine, body, choices, request_id
+        options = body.stream_options
+        self._wants_usage = options is not None and bool(options.include_usage)
+        self._usage_so_far = options is not None and bool(options.continuous_usage_stats)
+
+    def usage(self) -> dict[str, Any]:
+        """So far, of the choices that have begun."""
+        begun = [choice.last for choice in self._choices if choice.last is not None]
+        whole = len(begun) == len(self._choices)
+        return usage(begun, (self._body.n or 1) if whole else 1)
+
+    async def answer(self, endpoint: Endpoint, send: "Send") -> None:
+        """Runs it, and sends all of its answer."""
+        fields = {
+            "id": endpoint.id_prefix + self._id,
+            "object": endpoint.object_event if self._body.stream else endpoint.object_whole,
+            "created": int(time.time()),
+            "model": self._body.model,
+        }
+        if self._body.stream:
+            await self._stream(fields, send)
+            return
+        await self._run(_keep)
+        fields["choices"] = [choice.whole() for choice in self._choices]
+        await send_whole(send, orjson.dumps({**fields, "usage": self.usage()}))
+
+    async def _stream(self, fields: dict[str, Any], send: "Send") -> None:
+        head, left = orjson.dumps(fields)[1:-1], len(self._choices)
+        for choice in self._choices:
+            choice.prepare(head, b',"usage":null' if self._wants_usage else b"")
+        start = {"type": "http.response.start", "status": 200, "headers": _EVENTS}
+        started = False
+
+        async def write(choice: Choice, out: Output) -> None:
+            nonlocal started, left
+            data = choice.event(out, self._usage_of(choice, out) if self._usage_so_far else b"")
+            if not started:
+                started = True
+                await send(start)
+            if out.finish_reason is not None:
+                left -= 1
+                if not left:
+                    data += self._end(head)
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": left > 0})
+
+        await self._run(write)
+
+    def _usage_of(self, choice: Choice, out: Output) -> bytes:
+        choice.last = out
+        return b',"usage":' + orjson.dumps(self.usage())
+
+    def _end(self, head: bytes) -> bytes:
+        """What comes after the last token, in the same write."""
+        if not self._wants_usage:
+            return _DONE
+        return b'data: {%b,"choices":[],"usage":%b}\n\n%b' % (
+            head,
+            orjson.dumps(self.usage()),
+            _DONE,
+        )
+
+    async def _run(self, take: Take) -> None:
+        """Gives every output to `take`. Where one request fails, all of the call's end."""
+        if len(self._choices) == 1:
+            await self._generate(self._choices[0], self._id, take)
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for choice in self._choices:
+                    suffix = f"-{choice.index}"
+                    request_id = self._id[: MAX_REQUEST_ID_CHARS - len(suffix)] + suffix
+                    group.create_task(self._generate(choice, request_id, take))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _generate(self, choice: Choice, request_id: str, take: Take) -> None:
+        body = self._body
+        outputs = self._engine.generate(
+            choice.prompt,
+            choice.sampling,
+            request_id=request_id,
+            allow_brownout=body.allow_brownout is not False,
+            priority=priority(body),
+            timeout_s=body.timeout_s,
+            model=body.model,
+            reuse_prefix=body.reuse_prefix is not False,
+            salt=self._caller.salt(body.cache_salt or ""),
+        )
+        async with noted(outputs, request_id, self._caller, self._span) as note:
+            async for out in outputs:
+                note(out)
+                await take(choice, out)
+
+
+def _trace_headers(scope: "Scope") -> dict[str, str]:
+    names = ("traceparent", "tracestate")
+    found = {name: header(scope, name.encode()) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+async def _keep(choice: Choice, out: Output) -> None:
+    choice.take(out)
+
+
+async def send_whole(
+    send: "Send", body: bytes, code: int = 200, headers: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    """An answer in JSON that is no stream."""
+    length = (b"content-length", b"%d" % len(body))
+    told = [(b"content-type", b"application/json"), length, *(headers or ())]
+    await send({"type": "http.response.start", "status": code, "headers": told})
+    await send({"type": "http.response.body", "body": body})
+
+
+@contextlib.asynccontextmanager
+async def _while_there(receive: "Receive") -> AsyncIterator[None]:
+    """Ends its block with Aborted as soon as the client is gone: nobody reads what it makes."""
+    loop = asyncio.get_running_loop()
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        limit.reschedule(loop.time())
+
+    limit = asyncio.timeout(None)
+    try:
+        async with limit:
+            watching = loop.create_task(watch(), name="jmoe-http-client")
+            try:
+                yield
+            finally:
+                watching.cancel()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise Aborted("the client left before its answer was whole") from None

@@ -1,0 +1,129 @@
+"""`POST /v1/completions`: prompts in, choices with a text each out."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from serving.errors import InvalidRequest, shown
+from serving.frontend.openai import logprobs
+from serving.frontend.openai.choice import Choice
+from serving.frontend.openai.errors import HttpError
+from serving.frontend.openai.sampling import sampling
+from serving.frontend.openai.schemas import MAX_SEQUENCES, CompletionRequest
+from serving.request import Bounds, Output, SamplingParams
+
+if TYPE_CHECKING:
+    from jmoe.tokenizer import Tokenizer
+
+Prompt = str | list[int]
+
+
+class CompletionChoice(Choice):
+    """One text that goes on from a prompt."""
+
+    content = b'"text":', b""
+    first_content = b'"text":'
+
+    def __init__(
+        self,
+        index: int,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        echo: str,
+        texts: logprobs.Texts,
+    ) -> None:
+        super().__init__(index, prompt, sampling, echo)
+        self._told = logprobs.Completion(texts, sampling.top_logprobs > 0)
+
+    def logprobs_of(self, out: Output, is_first: bool) -> dict[str, Any]:
+        """See Choice."""
+        if is_first and self.sampling.prompt_logprobs:
+            assert not isinstance(self.prompt, str)  # as `_tokens_of` leaves it
+            before = self._told.of_prompt(list(self.prompt), out.prompt_logprobs)  # type: ignore[arg-type]
+            return logprobs.joined([before, self._told.of(out)])
+        return self._told.of(out)
+
+    def whole(self) -> dict[str, Any]:
+        """See Choice."""
+        return {
+            "index": self.index,
+            "text": self.text,
+            "logprobs": logprobs.joined(self._logprobs) if self._logprobs else None,
+            "finish_reason": self.finish_reason,
+        }
+
+
+class CompletionEndpoint:
+    """What is the completion's own of a call."""
+
+    request: type[Any] = CompletionRequest
+    operation = "text_completion"
+    id_prefix, object_whole, object_event = "cmpl-", "text_completion", "text_completion"
+
+    async def choices(
+        self, body: CompletionRequest, tokenizer: "Tokenizer | None", bounds: Bounds
+    ) -> list[Choice]:
+        """The choices of a call, prompt by prompt. Raises InvalidRequest."""
+        prompts, n = _prompts(body.prompt), body.n or 1
+        if len(prompts) * n > MAX_SEQUENCES:
+            raise HttpError(
+                f"{len(prompts)} prompts times n {n} make {len(prompts) * n} answers; one call has "
+                f"{MAX_SEQUENCES} at most; send several calls",
+                "prompt" if len(prompts) > 1 else "n",
+            )
+        if body.best_of not in (None, n):
+            raise HttpError(
+                f"best_of is {body.best_of} and n {n}; answers are not ranked here, leave best_of "
+                "out",
+                "best_of",
+            )
+        if body.echo and body.logprobs:
+            raise HttpError(
+                f"logprobs is {body.logprobs} with echo; likeliest tokens of prompts are not "
+                "computed, send logprobs 0 for the log-probabilities of the prompt itself",
+                "logprobs",
+            )
+        texts, found = logprobs.Texts(tokenizer), []
+        for prompt in prompts:
+            if body.echo and tokenizer is not None:  # which is to read or to write it
+                check = bounds.check_chars if isinstance(prompt, str) else bounds.check_tokens
+                check(len(prompt))
+            echo = await _echo(prompt, tokenizer) if body.echo else ""
+            if body.echo and body.logprobs is not None:
+                prompt = await _tokens_of(prompt, tokenizer)
+            found += [
+                CompletionChoice(len(found) + i, prompt, sampling(body, i), echo, texts)
+                for i in range(n)
+            ]
+        return list(found)
+
+
+def _prompts(given: Any) -> Sequence[Prompt]:
+    """One prompt or several. Raises HttpError for one that is empty."""
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    prompts = [given] if is_one else given
+    if not prompts or not all(prompts):
+        raise HttpError(
+            f"prompt is {shown(given)}; each prompt must have a character or a token", "prompt"
+        )
+    return prompts
+
+
+async def _echo(prompt: Prompt, tokenizer: "Tokenizer | None") -> str:
+    if isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise HttpError("echo of token ids needs a tokenizer; this model has none", "echo")
+    try:
+        return await asyncio.to_thread(tokenizer.decode, prompt)
+    except (OverflowError, TypeError, ValueError):
+        raise InvalidRequest(f"the prompt {shown(prompt)} has numbers that are no tokens") from None
+
+
+async def _tokens_of(prompt: Prompt, tokenizer: "Tokenizer | None") -> Prompt:
+    """Token ids, whose log-probabilities are shown one by one."""
+    if not isinstance(prompt, str):
+        return prompt
+    if tokenizer is None:
+        raise InvalidRequest("this model has no tokenizer; send token ids")
+    return await asyncio.to_thread(tokenizer.encode, prompt)

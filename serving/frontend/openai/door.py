@@ -1,0 +1,141 @@
+"""What stands between clients and every route: who calls, what went wrong, and under which id."""
+
+import re
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+
+from serving.errors import PermissionDenied, shown
+from serving.frontend.access import ANYBODY
+from serving.frontend.openai import errors
+from serving.frontend.openai.errors import HttpError
+from serving.frontend.openai.schemas import REQUEST_ID
+from serving.frontend.origin import Origins, foreign
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from serving.frontend.server import Server
+
+OPEN_PATHS = ("/health",)
+"""Answered without a key: load balancers have none."""
+
+_REQUEST_ID = re.compile(REQUEST_ID)
+
+
+def request_id_of(scope: "Scope") -> str:
+    """The id of a request: as the client gave it, or drawn."""
+    return scope["state"]["request_id"]
+
+
+def set_request_id(scope: "Scope", request_id: str | None) -> None:
+    """The body's own id, if it has one, counts from now on."""
+    if request_id is not None:
+        scope["state"]["request_id"] = request_id
+
+
+def header(scope: "Scope", name: bytes) -> str | None:
+    """The first of a request's headers of a name, which is in lower case."""
+    return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
+
+
+class Door:
+    """Asks for the key, gives every answer its id, and tells errors in OpenAI's shape.
+
+    What a route raises before it has answered becomes a status, and what it raises within a stream
+    an event, after which the stream ends.
+    """
+
+    def __init__(self, app: "ASGIApp", server: "Server") -> None:
+        self._app, self._server = app, server
+        self._origins = Origins(server.config.host)
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope.setdefault("state", {})["request_id"] = uuid.uuid4().hex
+        started = ended = False
+
+        def sending(message: "Message") -> Any:  # no coroutine of its own: it is called a token
+            nonlocal started, ended
+            if not started:
+                started = True
+                told = (b"x-request-id", request_id_of(scope).encode())
+                message = {**message, "headers": [*message["headers"], told]}
+            elif not message.get("more_body"):
+                ended = True
+            return send(message)
+
+        try:
+            if (given := header(scope, b"x-request-id")) is not None:
+                set_request_id(scope, _checked(given))
+            if scope["path"] not in OPEN_PATHS:
+                key = header(scope, b"authorization")
+                scope["state"]["caller"] = caller = self._server.access.caller(key)
+                if caller is ANYBODY:
+                    self._check_origin(scope)
+            await self._app(scope, receive, sending)
+        except Exception as error:
+            if not ended:  # else the client left when it had all
+                await self._tell(scope, sending, error, started)
+
+    def _check_origin(self, scope: "Scope") -> None:
+        """Raises PermissionDenied for what another site's page made a browser send."""
+        headers = Headers(scope=scope)
+        if who := foreign(headers):
+            raise PermissionDenied(
+                f"{who} may not use a server that asks for no keys; set keys_file, and send one"
+            )
+        host = headers.get("host")
+        # Where others reach the server it may have any name, and whoever reaches it may use it.
+        if host is not None and self._origins.is_loopback and not self._origins.has(host):
+            raise PermissionDenied(
+                f"the request is for {shown(host)}, and this server is for its own machine: ask for"
+                " localhost; a proxy in front of it must send that as Host, or set keys_file"
+            )
+
+    async def _tell(self, scope: "Scope", send: "Send", error: Exception, started: bool) -> None:
+        if isinstance(error, HTTPException):
+            error = _of_routing(scope, error)
+        client = scope.get("client") or ("", 0)
+        path = scope["path"][:200]
+        self._server.guard.note(f"{scope['method']} {path!r}", f"{client[0]}:{client[1]}", error)
+        body = errors.body(error)
+        if started:
+            event = b"data: " + body + b"\n\n"
+            await send({"type": "http.response.body", "body": event})
+            return
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            *errors.headers(error),
+        ]
+        start = {"type": "http.response.start", "headers": headers}
+        await send({**start, "status": errors.told(error).status})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _checked(given: str) -> str:
+    if not _REQUEST_ID.fullmatch(given):
+        raise HttpError(
+            f"the header x-request-id has {len(given)} characters, or some that are not visible "
+            "ASCII; send 128 visible ones at most",
+            "x-request-id",
+        )
+    return given
+
+
+def _of_routing(scope: "Scope", error: HTTPException) -> HttpError:
+    """What the router found wrong, with what there is instead."""
+    if error.status_code == 405:
+        return HttpError(
+            f"{scope['path'][:200]} does not take {scope['method']}; docs/http.md has the routes",
+            status=405,
+        )
+    return HttpError(
+        f"there is no {scope['path'][:200]}; docs/http.md has the routes", status=error.status_code
+    )

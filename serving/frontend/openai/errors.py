@@ -1,0 +1,99 @@
+"""What goes wrong, as OpenAI's API tells it: a status, an `error` object and headers."""
+
+import math
+from dataclasses import dataclass
+
+import orjson
+
+from serving.errors import (
+    Aborted,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    ServingError,
+    Unauthenticated,
+    Unavailable,
+    WorkerLost,
+)
+from serving.frontend.guard import cut
+
+Headers = list[tuple[bytes, bytes]]
+
+INVALID = "invalid_request_error"
+
+
+class HttpError(InvalidRequest):
+    """A request that HTTP or OpenAI's API does not allow, with the status and parameter to name."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param, self.status = param, status
+
+
+class SlowBody(DeadlineExceeded):
+    """A body that did not come in time: 408, where a request that took too long is 504."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """How an error is told."""
+
+    status: int
+    type: str
+    code: str | None = None
+
+
+_TOLD: dict[type[Exception], Told] = {
+    SlowBody: Told(408, "timeout_error", "body_timeout"),
+    InvalidRequest: Told(400, INVALID, "invalid_value"),
+    ValueError: Told(400, INVALID, "invalid_value"),
+    Unauthenticated: Told(401, "authentication_error", "invalid_api_key"),
+    PermissionDenied: Told(403, "permission_error", "permission_denied"),
+    NotFound: Told(404, INVALID, "model_not_found"),
+    Overloaded: Told(429, "rate_limit_error", "rate_limit_exceeded"),
+    WorkerLost: Told(503, "server_error", "worker_lost"),
+    Unavailable: Told(503, "server_error", "unavailable"),
+    DeadlineExceeded: Told(504, "timeout_error", "deadline_exceeded"),
+    Aborted: Told(503, "server_error", "aborted"),
+}
+_FAILED = Told(500, "server_error", "request_failed")
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+}
+
+
+def told(error: Exception) -> Told:
+    """Status, type and code of an error."""
+    if isinstance(error, HttpError):
+        return Told(error.status, INVALID, _CODES.get(error.status, "invalid_value"))
+    return next((how for kind, how in _TOLD.items() if isinstance(error, kind)), _FAILED)
+
+
+def body(error: Exception) -> bytes:
+    """The `error` object, as JSON."""
+    how, param = told(error), getattr(error, "param", None)
+    expected = isinstance(error, ServingError | ValueError)
+    message = str(error) if expected else f"{type(error).__name__}: {error}"
+    # What JSON cannot have, half a surrogate pair, a message may repeat of what a library said.
+    text = cut(message).encode("utf-8", "replace").decode()
+    fields = {"message": text, "type": how.type, "param": param, "code": how.code}
+    return orjson.dumps({"error": fields})
+
+
+def headers(error: Exception) -> Headers:
+    """When to come back, or that it is no use: clients of OpenAI's API go by these."""
+    if isinstance(error, Overloaded | WorkerLost):
+        ms = max(1, math.ceil(error.retry_after_s * 1000))
+        seconds = max(1, math.ceil(error.retry_after_s))
+        return [(b"retry-after", b"%d" % seconds), (b"retry-after-ms", b"%d" % ms)]
+    status = told(error).status
+    if status == 401:
+        return [(b"www-authenticate", b"Bearer")]
+    if status == 504:  # again would take as long again
+        return [(b"x-should-retry", b"false")]
+    return [(b"connection", b"close")] if status == 408 else []

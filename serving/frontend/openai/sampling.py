@@ -1,0 +1,143 @@
+"""From fields of a request to the engine's sampling parameters."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from serving.errors import shown
+from serving.frontend.openai.errors import HttpError
+from serving.frontend.openai.schemas import ChatRequest, CompletionRequest, Sampled
+from serving.request import Priority, SamplingParams, Structure, StructureKind
+
+_ANY_OBJECT = '{"type":"object"}'
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
+
+
+def sampling(body: Sampled, index: int) -> SamplingParams:
+    """Of the answer `index` to a prompt. Raises InvalidRequest for a value out of range."""
+    given: dict[str, Any] = {
+        "max_new_tokens": body.max_tokens,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "stop": (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
+        "stop_token_ids": tuple(body.stop_token_ids or ()),
+        "seed": None if body.seed is None else (body.seed + index) % 2**64,
+        "logit_bias": _biases(body.logit_bias or {}),
+        "structure": structure(body),
+    }
+    if isinstance(body, ChatRequest):
+        given["max_new_tokens"] = _max_tokens(body)
+    for name in (
+        *("top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+        "ignore_eos",
+    ):
+        if (value := getattr(body, name)) is not None:
+            given[name] = value
+    if body.top_k is not None:
+        given["top_k"] = max(0, body.top_k)  # -1 is off, too
+    return SamplingParams(**given, **_logprobs(body))
+
+
+def priority(body: Sampled) -> Priority:
+    """Service class of a request."""
+    return Priority(body.priority or Priority.LATENCY_SENSITIVE)
+
+
+def _max_tokens(body: ChatRequest) -> int | None:
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        raise HttpError(
+            f"max_tokens is {old} and max_completion_tokens {new}, which mean the same; send one",
+            "max_tokens",
+        )
+    return old if new is None else new
+
+
+def _logprobs(body: Sampled) -> dict[str, Any]:
+    if isinstance(body, CompletionRequest):
+        if body.logprobs is None:
+            return {}
+        return {
+            "logprobs": True,
+            "top_logprobs": body.logprobs,
+            "prompt_logprobs": bool(body.echo),
+        }
+    assert isinstance(body, ChatRequest)
+    if body.top_logprobs and not body.logprobs:
+        raise HttpError("top_logprobs without logprobs; set logprobs to true, too", "top_logprobs")
+    return {"logprobs": bool(body.logprobs), "top_logprobs": body.top_logprobs or 0}
+
+
+def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
+    for token, bias in given.items():
+        if not _TOKEN_ID.fullmatch(token):
+            raise HttpError(
+                f"logit_bias has the key {shown(token)}; keys must be token ids, such as '15'",
+                "logit_bias",
+            )
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise HttpError(
+                f"logit_bias of {token} is {shown(bias)}; it must be a number between -100 and 100",
+                "logit_bias",
+            )
+    return tuple((int(token), float(bias)) for token, bias in given.items())
+
+
+def structure(body: Sampled) -> Structure | None:
+    """What the whole answer has to match; None: anything. Raises InvalidRequest for several."""
+    found = _structures(body)
+    if len(found) > 1:
+        raise HttpError(f"{' and '.join(found)} each say what the answer must match; send one")
+    for name, one in found.items():
+        if not one.text:
+            raise HttpError(f"{name} is empty; leave it out, or say what the answer must match")
+        return one
+    return None
+
+
+def _structures(body: Sampled) -> dict[str, Structure]:
+    """Every way in which a body asks for a structure, by the parameter's name."""
+    kinds = StructureKind
+    found: dict[str, Structure] = {}
+    if (wanted := body.response_format) is not None:
+        if (wanted.type == "json_schema") != (wanted.json_schema is not None):
+            raise HttpError(
+                f"response_format has type {wanted.type} and "
+                f"{'a' if wanted.json_schema else 'no'} json_schema; that belongs to, and is "
+                "required by, type json_schema",
+                "response_format",
+            )
+        if wanted.type == "json_object":
+            found["response_format"] = Structure(kinds.JSON_SCHEMA, _ANY_OBJECT)
+        elif wanted.json_schema is not None:
+            schema = _json(wanted.json_schema.schema_)
+            found["response_format"] = Structure(kinds.JSON_SCHEMA, schema)
+    outputs = body.structured_outputs
+    for prefix, schema, regex, grammar, choice in (
+        ("guided_", body.guided_json, body.guided_regex, body.guided_grammar, body.guided_choice),
+        *(
+            [("structured_outputs.", outputs.json_, outputs.regex, outputs.grammar, outputs.choice)]
+            if outputs is not None
+            else []
+        ),
+    ):
+        if schema is not None:
+            text = schema if isinstance(schema, str) else _json(schema)
+            found[f"{prefix}json"] = Structure(kinds.JSON_SCHEMA, text)
+        if regex is not None:
+            found[f"{prefix}regex"] = Structure(kinds.REGEX, regex)
+        if grammar is not None:
+            found[f"{prefix}grammar"] = Structure(kinds.GRAMMAR, grammar)
+        if choice is not None:
+            found[f"{prefix}choice"] = Structure.one_of(choice)
+    if outputs is not None and not any(name.startswith("structured_outputs") for name in found):
+        raise HttpError(
+            "structured_outputs is empty; it must have one of json, regex, choice, grammar",
+            "structured_outputs",
+        )
+    return found
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    return orjson.dumps(schema).decode()

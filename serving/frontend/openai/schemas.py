@@ -1,0 +1,216 @@
+"""What requests look like: every field of both endpoints. See docs/http.md for the table."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from serving.frontend.openai.fields import MAX_ENTRIES, Strict, accepted, refused, supported
+from serving.request import (
+    MAX_LOGIT_BIASES,
+    MAX_REQUEST_ID_CHARS,
+    MAX_SALT_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
+)
+
+MAX_SEQUENCES = 64
+"""Answers of one call: prompts times `n`. They share one place among the calls under way."""
+MAX_COMPLETION_LOGPROBS = 5
+REQUEST_ID = rf"^[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}$"
+"""What goes into a header and a log line as it stands."""
+
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+_Prompts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_SEQUENCES)]
+_TokenPrompts = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_SEQUENCES)]
+_Parts = Annotated[list["TextPart"], Field(fail_fast=True, max_length=MAX_ENTRIES)]
+Object = dict[str, Any]
+
+_TOOLS = "the models served here are given no tools; say in the prompt what you want back"
+
+
+class StreamOptions(Strict):
+    """What a stream has beside its text."""
+
+    include_usage: bool | None = supported("a last event with the usage of the whole call")
+    continuous_usage_stats: bool | None = supported("the usage so far in every event")
+    include_obfuscation: Literal[False] | None = accepted("nothing is padded")
+
+
+class JsonSchema(Strict):
+    """The schema of a `response_format`."""
+
+    name: str = supported("what the caller calls it; changes nothing", ...)
+    schema_: Object = supported("the JSON schema", ..., alias="schema")
+    description: str | None = accepted("for the caller's own use")
+    strict: bool | None = accepted("the schema is always held to")
+
+
+class ResponseFormat(Strict):
+    """What the whole answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"] = supported("which kind", ...)
+    json_schema: JsonSchema | None = supported("of type json_schema")
+
+
+class StructuredOutputs(Strict):
+    """As vLLM's extra field of this name; exactly one of these."""
+
+    json_: Object | str | None = supported(
+        "a JSON schema, as an object or as text", wanted="an object or text", alias="json"
+    )
+    regex: str | None = supported("a regular expression")
+    choice: Texts | None = supported("texts, of which the answer is one", min_length=1)
+    grammar: str | None = supported("a grammar in Lark's syntax")
+
+
+class Sampled(Strict):
+    """What both endpoints take."""
+
+    model: str = supported("a name of `GET /v1/models`", ..., min_length=1)
+    stream: bool | None = supported("server-sent events, one a token")
+    stream_options: StreamOptions | None = supported("with `stream` only: `include_usage`")
+    max_tokens: int | None = supported("new tokens at most; absent: as many as fit", ge=1)
+    n: int | None = supported(
+        f"answers; times the number of prompts up to {MAX_SEQUENCES}", ge=1, le=MAX_SEQUENCES
+    )
+    temperature: float | None = supported("0 is greedy; absent: 1")
+    top_p: float | None = supported("absent: 1, off")
+    seed: int | None = supported("the i-th answer is drawn with `seed` + i", ge=-(2**63), lt=2**64)
+    stop: str | Texts | None = supported(
+        f"a string or up to {MAX_STOP_STRINGS}; the text ends before it",
+        wanted="a string or a list of strings",
+    )
+    presence_penalty: float | None = supported("between -2 and 2")
+    frequency_penalty: float | None = supported("between -2 and 2")
+    logit_bias: Object | None = supported(
+        f"numbers between -100 and 100 by token id, {MAX_LOGIT_BIASES} at most"
+    )
+    user: str | None = accepted("nothing is done by user; keys tell callers apart")
+    # Not OpenAI's, but vLLM's.
+    top_k: int | None = supported("as in vLLM; 0 or -1: off", ge=-1)
+    min_p: float | None = supported("as in vLLM; 0: off")
+    repetition_penalty: float | None = supported("as in vLLM; 1: off")
+    ignore_eos: bool | None = supported("as in vLLM: goes on behind the end of the text")
+    stop_token_ids: Tokens | None = supported("as in vLLM", max_length=MAX_STOP_TOKEN_IDS)
+    response_format: ResponseFormat | None = supported(
+        "`text`, `json_object` or `json_schema`; what is wanted is held to token by token"
+    )
+    structured_outputs: StructuredOutputs | None = supported(
+        "as in vLLM: one of `json`, `regex`, `choice`, `grammar`"
+    )
+    guided_json: Object | str | None = supported(
+        "as in vLLM: a JSON schema", wanted="an object or text"
+    )
+    guided_regex: str | None = supported("as in vLLM")
+    guided_grammar: str | None = supported("as in vLLM, in Lark's syntax")
+    guided_choice: Texts | None = supported("as in vLLM", min_length=1)
+    # jmoe's own.
+    priority: Literal["latency_sensitive", "best_effort"] | None = supported(
+        "jmoe's: service class; absent: `latency_sensitive`"
+    )
+    allow_brownout: bool | None = supported("jmoe's: false exempts the request from brownout")
+    reuse_prefix: bool | None = supported(
+        "jmoe's: false computes all of the prompt, and leaves none of it to others "
+        "([prefixes.md](prefixes.md))"
+    )
+    cache_salt: str | None = supported(
+        "as in vLLM: requests with different ones share no prefix",
+        min_length=1,
+        max_length=MAX_SALT_CHARS,
+    )
+    timeout_s: float | None = supported(
+        "jmoe's: seconds after which the request ends with 504; absent: `request_timeout_s`", gt=0
+    )
+    request_id: str | None = supported(
+        f"jmoe's: the id in answers and logs, {MAX_REQUEST_ID_CHARS} visible ASCII characters at "
+        "most; absent: the `x-request-id` header, or a drawn one",
+        pattern=REQUEST_ID,
+    )
+
+
+class CompletionRequest(Sampled):
+    """Body of `POST /v1/completions`."""
+
+    prompt: str | Tokens | _Prompts | _TokenPrompts = supported(
+        "text, token ids, or a list of either",
+        ...,
+        wanted="text, a list of token ids, or a list of up to "
+        f"{MAX_SEQUENCES} texts or lists of token ids, not empty",
+    )
+    echo: bool | None = supported("the prompt before each answer")
+    logprobs: int | None = supported(
+        "likeliest tokens at each position; with `echo`, 0 alone: log-probabilities of the prompt",
+        ge=0,
+        le=MAX_COMPLETION_LOGPROBS,
+    )
+    best_of: int | None = supported("as many as `n`; more are refused", ge=1)
+    suffix: None = refused("models served here write on from a prompt; they fill no gaps")
+
+
+class TextPart(Strict):
+    """A part of a message that is text."""
+
+    type: Literal["text"] = Field(description="images, audio and files are refused")
+    text: str
+
+
+class Message(Strict):
+    """One message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | _Parts | None = None
+    name: str | None = None
+    refusal: None = None
+    tool_calls: None = None
+    function_call: None = None
+    audio: None = None
+
+
+class ChatRequest(Sampled):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True, max_length=MAX_ENTRIES)] = supported(
+        "roles `system`, `developer` (as `system`), `user` and `assistant`; `content` is text or a "
+        "list of text parts; `name` goes to the chat template",
+        ...,
+        min_length=1,
+    )
+    max_completion_tokens: int | None = supported("the newer name of `max_tokens`", ge=1)
+    logprobs: bool | None = supported("of each new token")
+    top_logprobs: int | None = supported(
+        "likeliest tokens at each position, with `logprobs`", ge=0, le=MAX_TOP_LOGPROBS
+    )
+    chat_template_kwargs: Object | None = supported("as in vLLM: names for the chat template")
+    metadata: Object | None = accepted("nothing is stored, so that there is nothing to label")
+    modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = accepted(
+        "`text` alone, which is what there is", wanted="a list with `text` alone"
+    )
+    parallel_tool_calls: bool | None = accepted("there are no tool calls")
+    tool_choice: Literal["none", "auto"] | None = accepted(
+        "`none` and `auto`: there are no tools", wanted="none or auto: there are no tools"
+    )
+    function_call: Literal["none", "auto"] | None = accepted(
+        "`none` and `auto`: there are no functions", wanted="none or auto: there are no functions"
+    )
+    prompt_cache_key: str | None = accepted(
+        "a hint of what shares a beginning, which is found without"
+    )
+    prompt_cache_options: Object | None = accepted("likewise")
+    prompt_cache_retention: str | None = accepted("likewise")
+    safety_identifier: str | None = accepted("nothing is done by user")
+    service_tier: Literal["auto", "default"] | None = accepted(
+        "`auto` and `default`; see `priority`", wanted="auto or default; set priority instead"
+    )
+    store: Literal[False] | None = accepted("false: nothing is stored", wanted="false")
+    audio: None = refused("models served here write text")
+    functions: None = refused(_TOOLS)
+    moderation: None = refused("nothing is moderated here")
+    prediction: None = refused("nothing is predicted; leave it out, the text is the same")
+    reasoning_effort: None = refused(
+        "what a model's template knows of it goes through chat_template_kwargs"
+    )
+    tools: None = refused(_TOOLS)
+    verbosity: None = refused("models served here know no such setting; say it in a message")
+    web_search_options: None = refused("nothing is searched here")

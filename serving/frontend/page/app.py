@@ -1,0 +1,184 @@
+"""The live page: its static files, and the data and controls that it asks for.
+
+The files need no key. Everything under `/api` is for whoever holds an admin key, which travels in
+the header `Authorization: Bearer` alone; without keys it is for everybody who reaches the port.
+"""
+
+import asyncio
+import math
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.staticfiles import StaticFiles
+from pydantic import TypeAdapter, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from serving.errors import (
+    Aborted,
+    DeadlineExceeded,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    ServingError,
+    Unauthenticated,
+    Unavailable,
+    shown,
+)
+from serving.frontend.brownout import set_brownout
+from serving.frontend.page.shield import Shield
+from serving.request import BrownoutChange
+
+if TYPE_CHECKING:
+    from starlette.types import Receive, Scope, Send
+
+    from serving.frontend.access import Caller
+    from serving.frontend.page.live import Live
+    from serving.frontend.server import Server
+
+STATIC = Path(__file__).with_name("static")
+MAX_BODY_BYTES = 4096
+"""Of a change; one that sets every field has some 250."""
+
+_STATUS: dict[type[ServingError], int] = {
+    InvalidRequest: 400,
+    Unauthenticated: 401,
+    PermissionDenied: 403,
+    NotFound: 404,
+    Overloaded: 503,
+    Unavailable: 503,
+    DeadlineExceeded: 408,
+    Aborted: 503,  # which nobody reads
+}
+
+
+class FieldRefused(InvalidRequest):
+    """A change that is refused for one of its fields, where that is known."""
+
+    def __init__(self, message: str, field: str | None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+_FIELDS = tuple(field.name for field in fields(BrownoutChange))
+_CHANGE = TypeAdapter(BrownoutChange)
+
+
+def make_app(server: "Server", live: "Live") -> FastAPI:
+    """The application of a server's admin port for HTTP; `live` has its data."""
+    app = FastAPI(title="jmoe page", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Shield, host=server.config.admin_host)
+    app.add_exception_handler(ServingError, _refuse)
+    app.add_exception_handler(HTTPException, _refuse)
+
+    def admin(request: Request) -> "Caller":
+        caller = server.access.caller(request.headers.get("authorization"))
+        caller.require_admin()
+        return caller
+
+    @app.get("/api/state")
+    async def state(request: Request) -> Response:
+        """The server now."""
+        admin(request)
+        return Response(live.state(), media_type="application/json")
+
+    @app.get("/api/stream")
+    async def stream(request: Request) -> Response:
+        """History, then a line a second."""
+        admin(request)
+        return _Stream(live, request, lambda: admin(request))
+
+    @app.post("/api/brownout")
+    async def brownout(request: Request) -> Response:
+        """Changes what is present; another way is loaded before this answers."""
+        caller = admin(request)
+        change = await _read_change(request, server.config.message_timeout_s)
+        engine = server.ready_engine()
+        try:
+            after = await set_brownout(engine, change, _peer(caller, request))
+        except (InvalidRequest, ValueError) as error:  # the latter of a way that the model lacks
+            raise FieldRefused(str(error), _field_of(change, str(error))) from None
+        return Response(orjson.dumps(asdict(after)), media_type="application/json")
+
+    app.mount("/", StaticFiles(directory=STATIC, html=True))
+    return app
+
+
+class _Stream(StreamingResponse):
+    """A stream that takes a viewer's place as long as it lasts."""
+
+    def __init__(self, live: "Live", request: Request, check: Any) -> None:
+        super().__init__(live.stream(check), media_type="application/x-ndjson")
+        self._live = live
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        with self._live.viewer():
+            await super().__call__(scope, receive, send)
+
+
+async def _read_change(request: Request, timeout_s: float) -> BrownoutChange:
+    """A JSON object with fields of BrownoutChange. Raises InvalidRequest, naming the field;
+    DeadlineExceeded or Aborted where it does not come.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > MAX_BODY_BYTES:
+                    raise InvalidRequest(
+                        f"the change has more than {MAX_BODY_BYTES} bytes; send its fields"
+                    )
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"the change did not come within message_timeout_s, {timeout_s:g} s; send it at once"
+        ) from None
+    except ClientDisconnect:
+        raise Aborted("the client left before its change was there") from None
+    try:
+        return _CHANGE.validate_json(bytes(body), strict=True, extra="forbid")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    if not first["loc"]:
+        raise InvalidRequest(
+            f"the change is {shown(bytes(body))}; it must be a JSON object with some of: "
+            f"{', '.join(_FIELDS)}"
+        )
+    name = str(first["loc"][0])
+    if name not in _FIELDS:
+        raise InvalidRequest(f"there is no {shown(name)}; there are {', '.join(_FIELDS)}")
+    wanted = first["msg"].removeprefix("Input ")
+    raise FieldRefused(f"{name} is {shown(first['input'])}; it {wanted}", name)
+
+
+def _field_of(change: BrownoutChange, message: str) -> str | None:
+    """Which field is refused: the one that was set, or of several the one named first."""
+    given = [name for name in _FIELDS if getattr(change, name) is not None]
+    named = sorted((name for name in given if name in message), key=message.index)
+    return (named or (given if len(given) == 1 else [None]))[0]
+
+
+def _peer(caller: "Caller", request: Request) -> str:
+    """Who changes something, as the log has it."""
+    host, port = request.client or ("unknown", 0)
+    address = f"http:{host}:{port}"
+    return f"{caller.name} at {address}" if caller.name else address
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    """One line of why, as JSON."""
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+    status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if isinstance(error, Overloaded):
+        headers["retry-after"] = str(math.ceil(error.retry_after_s))
+    field = error.field if isinstance(error, FieldRefused) else None
+    return JSONResponse({"error": str(error), "field": field}, status, headers)

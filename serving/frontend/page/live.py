@@ -1,0 +1,151 @@
+"""The live page's data: a sample a second, the last minutes of them, and who watches."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from serving.errors import Overloaded, ServingError
+from serving.frontend.page.experts import ExpertLoad
+from serving.frontend.page.sample import Sampler, about, now
+
+if TYPE_CHECKING:
+    from serving.frontend.server import Server
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+HISTORY = 300
+"""Samples that are kept, for pages that are opened later and for readers who fall behind."""
+EXPERTS_EVERY = 4
+"""Samples between two looks at the load of experts, which is the one thing that is large."""
+RECHECK_EVERY = 10
+"""Messages of a stream after which its key has to be one still."""
+MAX_VIEWERS = 32
+"""Streams at once. One that does not read keeps its place until its connection ends."""
+RETRY_AFTER_S = 5.0
+
+
+class Live:
+    """Looks at a server once a second, whether or not anybody watches, so that who comes later sees
+    what was. That is cheap (docs/page.md has figures), and encoded once for all viewers.
+    """
+
+    def __init__(self, server: "Server", clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` is the engine's."""
+        self._server = server
+        self._sampler = Sampler(server, clock)
+        self._load = ExpertLoad(clock)
+        self._history: deque[bytes] = deque(maxlen=HISTORY)
+        self._now = b""  # at the newest sample
+        self._experts, self._experts_at = b"null", 0  # newest load, and the count when it was new
+        self.count = 0  # samples so far
+        self._next = asyncio.Event()  # set with the next sample, and another one then
+        self._closed = False
+        self._num_faults = 0
+        self.num_viewers = 0
+
+    async def run(self) -> None:
+        """Samples until it is cancelled; then every stream ends."""
+        loop = asyncio.get_running_loop()
+        due_at = loop.time()
+        try:
+            while True:
+                self._tick_or_log()
+                # A loop that was held up goes on from there: no burst of samples after a gap.
+                due_at = max(due_at + INTERVAL_S, loop.time())
+                await asyncio.sleep(due_at - loop.time())
+        finally:
+            self._closed = True
+            self._next.set()
+
+    def _tick_or_log(self) -> None:
+        try:
+            self.tick()
+        except Exception:  # the page is not worth a server, nor a log that it fills
+            self._num_faults += 1
+            if self._num_faults.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
+                log.exception("the live page's sample failed, for the %dth time", self._num_faults)
+
+    def tick(self) -> None:
+        """Takes a sample and wakes all viewers."""
+        self._history.append(_dump(self._sampler.take()))
+        self._now = _dump(now(self._server))
+        if self.count % EXPERTS_EVERY == 0:
+            self._look_at_experts()
+        self.count += 1
+        woken, self._next = self._next, asyncio.Event()
+        woken.set()
+
+    def _look_at_experts(self) -> None:
+        engine = self._server.engine
+        if engine is None or engine.model is None:
+            return
+        load = self._load.look(self._server.metrics.expert_rows, engine.model.config.num_experts)
+        if load is not None:
+            self._experts, self._experts_at = _dump(load), self.count + 1
+
+    def state(self) -> bytes:
+        """The server now, as a JSON object: newest sample, settings, load of experts."""
+        return self._message(self._newest(1), whole=True)
+
+    async def stream(self, check: Callable[[], object]) -> AsyncIterator[bytes]:
+        """Lines of JSON: first all that is known, then each second what is new. Ends with `run`.
+
+        A reader who takes longer than a second gets what was missed with the next line, as far as
+        the history goes. `check` is called now and then; a ServingError of it ends the stream.
+        """
+        seen, engine = self.count, self._server.engine
+        yield self._message(self._newest(HISTORY), whole=True)
+        for number in itertools.count(1):
+            waiting = self._next
+            if seen == self.count:
+                await waiting.wait()
+            if self._closed:
+                return
+            try:
+                if number % RECHECK_EVERY == 0:
+                    check()
+            except ServingError:  # the page hears why when it asks again
+                return
+            samples, last, seen = self._newest(self.count - seen), seen, self.count
+            attached, engine = engine is not self._server.engine, self._server.engine
+            yield self._message(samples, whole=attached, experts=self._experts_at > last)
+
+    @contextlib.contextmanager
+    def viewer(self) -> Iterator[None]:
+        """A place among the viewers. Raises Overloaded where all are taken."""
+        if self.num_viewers >= MAX_VIEWERS:
+            raise Overloaded(
+                f"{MAX_VIEWERS} pages are open on this server already; close one", RETRY_AFTER_S
+            )
+        self.num_viewers += 1
+        try:
+            yield
+        finally:
+            self.num_viewers -= 1
+
+    def _newest(self, count: int) -> Sequence[bytes]:
+        have = len(self._history)
+        return [self._history[at] for at in range(max(0, have - count), have)]
+
+    def _message(
+        self, samples: Sequence[bytes], *, whole: bool = False, experts: bool = False
+    ) -> bytes:
+        current = _dump(now(self._server)) if whole else self._now
+        parts = [b'"samples":[' + b",".join(samples) + b"]", b'"now":' + current]
+        if whole:
+            parts.append(b'"about":' + _dump(about(self._server)))
+        if whole or experts:
+            parts.append(b'"experts":' + self._experts)
+        return b"{" + b",".join(parts) + b"}\n"
+
+
+def _dump(value: Any) -> bytes:
+    return orjson.dumps(value)  # NaN becomes null

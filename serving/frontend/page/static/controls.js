@@ -1,0 +1,175 @@
+// The brownout form: what is in force, what somebody edits, and what the server said of that.
+
+const FIELDS = [
+  "strategy",
+  "way",
+  "salc_enabled",
+  "controller",
+  "prefill_threshold_percent",
+  "decode_threshold_percent",
+  "ttft_slo_s",
+  "itl_slo_s",
+];
+const MS = new Set(["ttft_slo_s", "itl_slo_s"]);
+
+// A value as its control has it, and back.
+function shown(name, value) {
+  if (MS.has(name)) return String(Number((1000 * value).toPrecision(6)));
+  return name.endsWith("percent") ? String(Math.round(value)) : String(value);
+}
+
+function meant(name, text) {
+  if (name === "salc_enabled") return text === "true";
+  if (name === "strategy" || name === "controller") return text;
+  if (text.trim() === "" || !Number.isFinite(Number(text))) return null;
+  return MS.has(name) ? Number(text) / 1000 : Number(text);
+}
+
+export class Controls {
+  #form = document.getElementById("brownout");
+  #apply = document.getElementById("apply");
+  #reset = document.getElementById("reset");
+  #outcome = document.getElementById("outcome");
+  #refusal = document.getElementById("refusal");
+  #edited = new Set();
+  #state = null; // in force
+  #busy = false;
+  #headers;
+
+  constructor(headers) {
+    this.#headers = headers; // () => what a request has to carry
+    this.#form.addEventListener("input", (event) => this.#edit(event.target));
+    this.#form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (this.#edited.size && !this.#busy) this.#send();
+    });
+    this.#reset.addEventListener("click", () => this.#undo());
+  }
+
+  // What may be chosen.
+  offer({ ways, controllers }) {
+    fill(
+      this.#form.elements.way,
+      ways.length ? ways.map((way) => [way, `${way} experts as one`]) : [[0, "none"]],
+    );
+    fill(
+      this.#form.elements.controller,
+      controllers.map((name) => [name, name]),
+    );
+    const partial = this.#form.elements.strategy.querySelector("[value=partial]");
+    partial.disabled = !ways.length;
+    if (this.#state) this.show(this.#state);
+  }
+
+  // What is in force; what somebody edits stays as it is.
+  show(state) {
+    this.#state = state;
+    for (const control of this.#form.elements) control.disabled = !state;
+    if (state)
+      for (const name of FIELDS)
+        if (!this.#edited.has(name)) this.#put(name, shown(name, state[name]));
+    this.#enable();
+  }
+
+  #put(name, text) {
+    const control = this.#form.elements[name];
+    if (control.value !== text) control.value = text;
+  }
+
+  #edit({ name }) {
+    const text = this.#form.elements[name].value;
+    if (text === shown(name, this.#state[name])) this.#edited.delete(name);
+    else this.#edited.add(name);
+    this.#outcome.textContent = "";
+    this.#say("", null);
+    this.#enable();
+  }
+
+  #undo() {
+    this.#edited.clear();
+    this.#say("", null);
+    this.show(this.#state);
+  }
+
+  #enable() {
+    const { elements } = this.#form;
+    const byHand = elements.salc_enabled.value === "false";
+    elements.prefill_threshold_percent.disabled = elements.decode_threshold_percent.disabled =
+      !byHand || !this.#state;
+    elements.controller.disabled = byHand || !this.#state;
+    elements.way.disabled = elements.way.options.length < 2 || !this.#state;
+    for (const name of FIELDS)
+      labelled(elements[name])?.classList.toggle("edited", this.#edited.has(name));
+    this.#apply.disabled = this.#reset.disabled = this.#busy || !this.#edited.size;
+  }
+
+  async #send() {
+    const change = {};
+    for (const name of FIELDS) {
+      const control = this.#form.elements[name];
+      if (!this.#edited.has(name) || control.disabled) continue;
+      change[name] = meant(name, control.value);
+      if (change[name] === null) return this.#say("This needs a number.", name);
+    }
+    // Thresholds of their own turn the controller off already.
+    this.#say("", null);
+    this.#busy = true;
+    this.#enable();
+    this.#outcome.textContent = "way" in change ? "Loading the way …" : "Applying …";
+    try {
+      const answer = await fetch("api/brownout", {
+        method: "POST",
+        headers: { "Content-Type": "application/json", ...this.#headers() },
+        body: JSON.stringify(change),
+      });
+      const body = await answer.json();
+      if (answer.ok) this.#done(body);
+      else this.#say(body.error, body.field);
+    } catch {
+      this.#say(
+        "The server did not answer; whether the change was made, the page will show.",
+        null,
+      );
+    }
+    if (this.#outcome.textContent.endsWith("…")) this.#outcome.textContent = "";
+    this.#busy = false;
+    this.#enable();
+  }
+
+  #done(state) {
+    this.#edited.clear();
+    this.show(state);
+    this.#outcome.textContent = "Applied.";
+  }
+
+  // A refusal, beside the control that it is about.
+  #say(text, field) {
+    for (const control of this.#form.querySelectorAll("[aria-invalid]")) {
+      control.removeAttribute("aria-invalid");
+      control.removeAttribute("aria-describedby");
+    }
+    this.#refusal.textContent = text;
+    const control = field ? this.#form.querySelector(`[name=${field}]`) : null;
+    const place = [".fields", ".field", "fieldset"]
+      .map((kind) => control?.closest(kind))
+      .find(Boolean);
+    if (place) place.after(this.#refusal);
+    else this.#apply.parentElement.before(this.#refusal);
+    if (!text || !control) return;
+    control.setAttribute("aria-invalid", "true");
+    control.setAttribute("aria-describedby", "refusal");
+    control.focus();
+  }
+}
+
+function fill(select, options) {
+  const before = select.value;
+  select.replaceChildren(...options.map(([value, text]) => new Option(text, value)));
+  select.value = before;
+}
+
+function labelled(control) {
+  return control instanceof RadioNodeList
+    ? control[0].closest("fieldset")
+    : control.closest(".field");
+}

@@ -1,0 +1,398 @@
+"""OpenTelemetry traces: a span for each request, with its queue, its prompt and its tokens inside.
+
+Every front end opens `tracer.request(...)` around what it does for a request. Spans are handed to a
+thread that sends them to a collector; one that is slow or gone costs the spans, and nothing else.
+Attributes are those of OpenTelemetry's conventions for generative AI, and `jmoe.*` beside them.
+Without `otlp_endpoint` no SDK of OpenTelemetry is imported.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from serving import logs
+from serving.errors import (
+    Aborted,
+    DeadlineExceeded,
+    RequestFailed,
+    ServingError,
+    Unavailable,
+)
+from serving.observer import Observer
+from serving.request import Output, Priority, ThresholdSpan, Usage
+from serving.settings import SettingsError
+from serving.version import jmoe_version
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import Span, TracerProvider
+
+    from serving.scheduling.sequence import SequenceState
+
+log = logging.getLogger(__name__)
+
+FLUSH_S = 2.0
+"""For the last spans to leave when a server stops."""
+
+_OURS_TO_MEND = (RequestFailed, Unavailable, DeadlineExceeded)
+"""Errors that count against the server; what else a caller is told is about the caller."""
+
+Attributes = dict[str, Any]
+
+
+class RequestSpan:
+    """A request under way, of a server without traces: nothing is noted."""
+
+    def note(self, output: Output) -> None:
+        """An output of it, before it is sent; called for every token."""
+
+    def note_prompts(self, num_tokens: int) -> None:
+        """What the caller is told its prompts have, where outputs do not say: several answers may
+        share a prompt, or have one each.
+        """
+
+    def admitted(self, sequence: "SequenceState") -> None:
+        """The engine took it, or one of several that it is answered by."""
+
+
+_NOT_TRACED = RequestSpan()
+_current: ContextVar[RequestSpan] = ContextVar("jmoe_request_span", default=_NOT_TRACED)
+
+
+class Tracer(Observer):
+    """Makes no spans; `make_tracer` gives one that does. An observer of the engine.
+
+    It learns from the engine when requests began: a request's span is the current one of the task
+    that asks the engine.
+    """
+
+    is_on = False
+
+    @contextlib.contextmanager
+    def request(
+        self,
+        request_id: str,
+        model: str,
+        priority: Priority,
+        traceparent: str | None = None,
+        *,
+        tracestate: str | None = None,
+        operation: str = "text_completion",
+    ) -> Iterator[RequestSpan]:
+        """Spans one request, until the block ends; log lines of its task get its id.
+
+        Args:
+            request_id: the caller's, or the drawn one.
+            model: its name.
+            priority: its class.
+            traceparent: the caller's trace, as in W3C's header of that name; what is malformed is
+                as if it was not there.
+            tracestate: likewise.
+            operation: `chat`, or `text_completion`; both are names of the conventions.
+        """
+        logs.note_request(request_id)
+        yield _NOT_TRACED
+
+    def request_admitted(self, sequence: "SequenceState", now: float) -> None:
+        """See Observer."""
+        super().request_admitted(sequence, now)
+        _current.get().admitted(sequence)
+
+    async def close(self) -> None:
+        """Sends what waits, for at most `FLUSH_S`."""
+
+
+def make_tracer(endpoint: str, service_name: str = "jmoe") -> Tracer:
+    """A tracer that sends spans to `endpoint` by OTLP over HTTP; empty: one that makes none.
+
+    What OpenTelemetry's own environment variables set is respected: headers, sampler, resource.
+
+    Raises SettingsError where OpenTelemetry is not installed.
+    """
+    if not endpoint:
+        return Tracer()
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise SettingsError(
+            f"otlp_endpoint is {endpoint!r}, and {error.name} is not installed; install it with "
+            "`pip install 'jmoe[otel]'`, or leave otlp_endpoint empty"
+        ) from None
+    attributes = {"service.version": jmoe_version()}
+    if "OTEL_SERVICE_NAME" not in os.environ:
+        attributes["service.name"] = service_name
+    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+    exporter = _watched(OTLPSpanExporter(endpoint=endpoint), endpoint)
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    return _OtelTracer(provider, exporter)
+
+
+def trace_headers(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    """W3C's headers among a gRPC call's metadata, as arguments of `Tracer.request`."""
+    names = ("traceparent", "tracestate")
+    return {key: value for key, value in metadata if key in names and isinstance(value, str)}
+
+
+class _OtelTracer(Tracer):
+    is_on = True
+
+    def __init__(self, provider: "TracerProvider", exporter: Any) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        super().__init__()
+        self._provider, self._exporter = provider, exporter
+        self._tracer = provider.get_tracer("jmoe", jmoe_version())
+        self._propagator = TraceContextTextMapPropagator()
+
+    @contextlib.contextmanager
+    def request(
+        self,
+        request_id: str,
+        model: str,
+        priority: Priority,
+        traceparent: str | None = None,
+        *,
+        tracestate: str | None = None,
+        operation: str = "text_completion",
+    ) -> Iterator[RequestSpan]:
+        """See Tracer."""
+        from opentelemetry.trace import SpanKind
+
+        logs.note_request(request_id)
+        given = {"traceparent": traceparent, "tracestate": tracestate}
+        carrier = {key: value for key, value in given.items() if value}
+        span: Any = self._tracer.start_span(
+            f"{operation} {model}",
+            self._propagator.extract(carrier),
+            SpanKind.SERVER,
+            {
+                "gen_ai.operation.name": operation,
+                "gen_ai.provider.name": "jmoe",
+                "gen_ai.request.model": model,
+                "gen_ai.response.id": request_id,
+                "jmoe.priority": priority.value,
+            },
+        )
+        request = _Recorded(self._tracer, span) if span.is_recording() else _NOT_TRACED
+        _current.set(request)
+        failure: BaseException | None = None
+        try:
+            yield request
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            _current.set(_NOT_TRACED)
+            if isinstance(request, _Recorded):
+                request.end(failure)
+            span.end()
+
+    async def close(self) -> None:
+        """See Tracer."""
+        done = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def flush() -> None:
+            self._provider.shutdown()
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(done.set)
+
+        # A daemon: a collector that does not answer keeps no process from ending.
+        threading.Thread(target=flush, name="jmoe-traces", daemon=True).start()
+        try:
+            async with asyncio.timeout(FLUSH_S):
+                await done.wait()
+        except TimeoutError:
+            self._exporter.shutdown()
+
+
+class _Recorded(RequestSpan):
+    """What is noted of a request, and becomes attributes and spans at its end."""
+
+    def __init__(self, tracer: Any, span: "Span") -> None:
+        self._tracer, self._span = tracer, span
+        self._began_at = time.monotonic()
+        self._epoch_ns = time.time_ns() - time.monotonic_ns()
+        self._last: dict[str, Output] = {}  # by request: one call may ask for several answers
+        self._first_at: dict[str, float] = {}
+        self._sequences: list[SequenceState] = []
+        self._prompt_tokens: int | None = None
+
+    def note(self, output: Output) -> None:
+        """See RequestSpan."""
+        if output.request_id not in self._last:
+            self._first_at[output.request_id] = time.monotonic()
+        self._last[output.request_id] = output
+
+    def note_prompts(self, num_tokens: int) -> None:
+        """See RequestSpan."""
+        self._prompt_tokens = num_tokens
+
+    def admitted(self, sequence: "SequenceState") -> None:
+        """See RequestSpan."""
+        self._sequences.append(sequence)
+
+    def end(self, failure: BaseException | None) -> None:
+        """Sets what is known at the end, and makes the spans inside."""
+        from opentelemetry.trace import Status, StatusCode
+
+        now, attributes = time.monotonic(), self._outcome(failure)
+        for sequence in self._sequences[:1]:
+            attributes |= _asked(sequence)
+        self._span.set_attributes(attributes)
+        if failure is not None and (
+            isinstance(failure, _OURS_TO_MEND)
+            or not isinstance(failure, ServingError | asyncio.CancelledError | GeneratorExit)
+        ):
+            self._span.set_status(Status(StatusCode.ERROR, _sendable(str(failure))))
+        for sequence in self._sequences:
+            self._phases(sequence, now)
+
+    def _outcome(self, failure: BaseException | None) -> Attributes:
+        outputs = list(self._last.values())
+        found: Attributes = {}
+        if outputs:
+            found |= _usage([output.usage for output in outputs])
+            if self._prompt_tokens is not None:
+                found["gen_ai.usage.input_tokens"] = self._prompt_tokens
+            found["gen_ai.response.time_to_first_chunk"] = (
+                min(self._first_at.values()) - self._began_at
+            )
+            found |= _thresholds("prefill", [output.prefill_threshold for output in outputs])
+            found |= _thresholds("decode", [output.decode_threshold for output in outputs])
+        reasons = [output.finish_reason or "abort" for output in outputs]
+        if isinstance(failure, Exception):
+            found["error.type"] = type(failure).__name__
+            reasons = ["abort" if isinstance(failure, Aborted) else "error"]
+        found["gen_ai.response.finish_reasons"] = reasons or ["abort"]
+        return found
+
+    def _phases(self, sequence: "SequenceState", now: float) -> None:
+        """Spans of its queue, its prompt and its tokens, as far as it came."""
+        from opentelemetry.trace import set_span_in_context
+
+        inside = set_span_in_context(self._span)
+        first_at = self._first_at.get(sequence.request.request_id, math.nan)
+        stages = {
+            "queue": sequence.arrived_at,
+            "prefill": sequence.began_at,
+            "decode": first_at,
+        }
+        reached = [(name, at) for name, at in stages.items() if not math.isnan(at)]
+        ends = [at for _, at in reached[1:]] + [now]
+        for (name, start), end in zip(reached, ends, strict=True):
+            child = self._tracer.start_span(name, inside, start_time=self._ns(start))
+            child.end(self._ns(max(start, end)))
+
+    def _ns(self, at: float) -> int:
+        """Of the epoch, from the engine's clock."""
+        return round(1e9 * at) + self._epoch_ns
+
+
+def _usage(each: list[Usage]) -> Attributes:
+    visits = sum(usage.expert_visits for usage in each)
+    degraded = sum(usage.degraded_visits for usage in each)
+    return {
+        "gen_ai.usage.input_tokens": sum(usage.prompt_tokens for usage in each),
+        "gen_ai.usage.output_tokens": sum(usage.completion_tokens for usage in each),
+        "gen_ai.usage.cache_read.input_tokens": sum(usage.cached_tokens for usage in each),
+        "jmoe.degraded_share": degraded / visits if visits else 0.0,
+    }
+
+
+def _thresholds(phase: str, spans: list[ThresholdSpan | None]) -> Attributes:
+    """Smallest and largest, in percent, that steps of a phase ran under."""
+    found = [span for span in spans if span is not None]
+    if not found:
+        return {}
+    return {
+        f"jmoe.{phase}_threshold.min_percent": min(span.min_percent for span in found),
+        f"jmoe.{phase}_threshold.max_percent": max(span.max_percent for span in found),
+    }
+
+
+def _asked(sequence: "SequenceState") -> Attributes:
+    """What a request asked for, where it is not the default."""
+    request, sampling = sequence.request, sequence.request.sampling
+    seed = sampling.seed
+    found: Mapping[str, Any] = {
+        "gen_ai.request.max_tokens": sampling.max_new_tokens,
+        "gen_ai.request.temperature": float(sampling.temperature),
+        "gen_ai.request.top_p": float(sampling.top_p),
+        "gen_ai.request.top_k": sampling.top_k or None,
+        # An attribute is a signed number of 64 bits; what is none is told as text.
+        "gen_ai.request.seed": str(seed) if seed is not None and seed >= 2**63 else seed,
+        "gen_ai.request.stop_sequences": [_sendable(text) for text in sampling.stop] or None,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty or None,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty or None,
+        "jmoe.allow_brownout": request.allow_brownout,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _sendable(text: str) -> str:
+    """Half a surrogate pair, which a caller's text may have, is no UTF-8; OTLP's messages are."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _watched(exporter: Any, endpoint: str) -> Any:
+    """The exporter, which says once that spans are lost and once that they no longer are; what
+    OpenTelemetry logs of each try is not written.
+    """
+    from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+
+    for name in (
+        "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+        "opentelemetry.sdk._shared_internal",  # a full queue, told for every span it loses
+    ):
+        logging.getLogger(name).addFilter(_heard)
+
+    class Watched(SpanExporter):
+        lost = 0
+
+        def export(self, spans: Any) -> Any:
+            found = exporter.export(spans)
+            if found is SpanExportResult.SUCCESS:
+                if self.lost:
+                    log.info("traces reach %s again; %d spans were lost", endpoint, self.lost)
+                self.lost = 0
+                return found
+            if not self.lost:
+                log.warning(
+                    "traces do not reach %s (otlp_endpoint): %s; spans are dropped until they do",
+                    endpoint,
+                    _heard.line,
+                )
+            self.lost += len(spans)
+            return found
+
+        def shutdown(self) -> None:
+            exporter.shutdown()
+
+        def force_flush(self, timeout_millis: int = 30_000) -> bool:
+            return exporter.force_flush(timeout_millis)
+
+    return Watched()
+
+
+class _LastLine(logging.Filter):
+    """Keeps the last line, and lets none through."""
+
+    line = "no answer"
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """See logging.Filter."""
+        self.line = " ".join(record.getMessage().split())
+        return False
+
+
+_heard = _LastLine()

@@ -1,0 +1,289 @@
+"""Sampling parameters by the names that vLLM gives them, with vLLM's defaults.
+
+Values come from JSON, or from clients that send every number as text. What is None takes the
+default; a name that is not known is refused, never ignored.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from serving.errors import InvalidRequest, shown
+from serving.request import (
+    MAX_LOGIT_BIASES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+    Structure,
+    StructureKind,
+    check_count,
+)
+
+DEFAULTS: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0}
+"""vLLM's, where they are others than those of `SamplingParams`."""
+
+_DEEPEST = 200  # nested objects and arrays, far below where Python gives up
+_MOST_BRACKETS = 10_000  # in all: what they open is built one by one
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.S)
+
+
+def sampling(given: Mapping[str, Any]) -> SamplingParams:
+    """What `given` asks for. Raises InvalidRequest for a name or value that is not served."""
+    fields: dict[str, Any] = {}
+    present = _present(given)
+    if {"structured_outputs", "guided_decoding"} <= present.keys():
+        raise InvalidRequest("structured_outputs and guided_decoding are one; send either")
+    for name, value in {**DEFAULTS, **present}.items():
+        if name in _FIXED:
+            _check_fixed(name, value)
+        elif name in _READERS:
+            fields.update(_READERS[name](name, value))
+        else:
+            raise _unknown(name)
+    return SamplingParams(**fields)
+
+
+def read_json(text: str, what: str) -> dict[str, Any]:
+    """The object that `text` is. Raises InvalidRequest for anything else, or a key given twice."""
+    num_brackets = text.count("[") + text.count("{")
+    check_count(f"brackets in {what}", num_brackets, _MOST_BRACKETS)
+    if num_brackets > _DEEPEST and _depth(text) > _DEEPEST:
+        raise InvalidRequest(f"{what} is nested more than {_DEEPEST} deep; send a flatter object")
+    try:
+        found = json.loads(text, object_pairs_hook=_once, parse_constant=_no_number)
+    except InvalidRequest:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{what} is no JSON ({error}); send an object as text") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest(f"{what} is {shown(found)}; it must be a JSON object")
+    return found
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are nested, those in strings not counted."""
+    depth = deepest = 0
+    for match in _BRACKET.finditer(text):
+        if match[0] in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+            if depth > _DEEPEST:
+                break
+        elif match[0] in "]}":
+            depth -= 1
+    return deepest
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise InvalidRequest(f"the key {shown(twice)} is given twice; give it once")
+    return found
+
+
+def _no_number(constant: str) -> None:
+    raise InvalidRequest(f"{constant} is no JSON number; send a finite one")
+
+
+def _present(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _unknown(name: str) -> InvalidRequest:
+    close = get_close_matches(name[:64], [*_READERS, *_FIXED], 1)
+    hint = f"; did you mean {close[0]}?" if close else f"; known are {', '.join(sorted(_READERS))}"
+    return InvalidRequest(f"the sampling parameter {shown(name)} is not served{hint}")
+
+
+def _wrong(name: str, value: object, wanted: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is {shown(value)}; it must be {wanted}")
+
+
+# ---- values -----------------------------------------------------------------------------------
+
+
+def _real(name: str, value: Any) -> float:
+    """A finite number, or a text that is one."""
+    if isinstance(value, str) and len(value) <= 64:
+        try:
+            value = float(value)
+        except ValueError:
+            raise _wrong(name, value, "a number") from None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _wrong(name, value, "a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise _wrong(name, value, "a finite number")
+    return number
+
+
+def _whole(name: str, value: Any) -> int:
+    """A whole number, or a text that is one."""
+    if isinstance(value, str) and len(value) <= 64:
+        try:
+            value = int(value)
+        except ValueError:
+            raise _wrong(name, value, "a whole number") from None
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _wrong(name, value, "a whole number")
+    return value
+
+
+def _truth(name: str, value: Any) -> bool:
+    if isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "true or false")
+    return value
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise _wrong(name, value, "a string, not empty")
+    return value
+
+
+def _list(name: str, value: Any, most: int) -> list[Any]:
+    if not isinstance(value, list):
+        raise _wrong(name, value, "a list")
+    check_count(f"values of {name}", len(value), most)
+    return value
+
+
+# ---- parameters: what each sets of SamplingParams ---------------------------------------------
+
+
+def _reals(name: str, value: Any) -> dict[str, Any]:
+    return {name: _real(name, value)}
+
+
+def _wholes(name: str, value: Any) -> dict[str, Any]:
+    return {name: _whole(name, value)}
+
+
+def _truths(name: str, value: Any) -> dict[str, Any]:
+    return {name: _truth(name, value)}
+
+
+def _max_tokens(name: str, value: Any) -> dict[str, Any]:
+    number = _whole(name, value)
+    if not 1 <= number < 2**31:
+        raise _wrong(name, value, "at least 1, and below 2**31")
+    return {"max_new_tokens": number}
+
+
+def _top_k(name: str, value: Any) -> dict[str, Any]:
+    number = _whole(name, value)
+    return {name: 0 if number == -1 else number}  # both are off
+
+
+def _stop(name: str, value: Any) -> dict[str, Any]:
+    values = [value] if isinstance(value, str) else _list(name, value, MAX_STOP_STRINGS)
+    return {name: tuple(_text(name, one) for one in values)}
+
+
+def _stop_token_ids(name: str, value: Any) -> dict[str, Any]:
+    return {name: tuple(_whole(name, one) for one in _list(name, value, MAX_STOP_TOKEN_IDS))}
+
+
+def _logprobs(name: str, value: Any) -> dict[str, Any]:
+    """vLLM's: how many of the likeliest tokens come beside the one that was drawn."""
+    return {"logprobs": True, "top_logprobs": _whole(name, value)}
+
+
+def _logit_bias(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _wrong(name, value, "an object of token ids and numbers")
+    check_count(f"tokens in {name}", len(value), MAX_LOGIT_BIASES)
+    pairs = [
+        (_whole(f"a token of {name}", t), _real(f"{name} of {shown(t)}", b))
+        for t, b in value.items()
+    ]
+    return {name: tuple(pairs)}
+
+
+def _structure(name: str, value: Any) -> dict[str, Any]:
+    """vLLM's StructuredOutputsParams, an object or its JSON; one kind at a time."""
+    given = read_json(value, name) if isinstance(value, str) else value
+    if not isinstance(given, dict):
+        raise _wrong(name, value, "an object such as {'regex': '[0-9]+'}")
+    kinds = {
+        kind: one for kind, one in _present(given).items() if kind != "json_object" or one is True
+    }
+    if name == "guided_decoding" and kinds.get("backend") == "auto":
+        del kinds["backend"]
+    if len(kinds) != 1 or not kinds.keys() <= _STRUCTURES.keys():
+        raise _wrong(name, sorted(given), f"one of {', '.join(_STRUCTURES)}")
+    ((kind, one),) = kinds.items()
+    return {"structure": _STRUCTURES[kind](f"{name}.{kind}", one)}
+
+
+def _json_schema(name: str, value: Any) -> Structure:
+    if isinstance(value, dict):
+        value = json.dumps(value)
+    return Structure(StructureKind.JSON_SCHEMA, _text(name, value))
+
+
+def _choice(name: str, value: Any) -> Structure:
+    if not isinstance(value, list) or not value:
+        raise _wrong(name, value, "a list of strings, not empty")
+    return Structure.one_of([_text(name, one) for one in value])
+
+
+def _json_object(name: str, value: Any) -> Structure:
+    return Structure(StructureKind.JSON_SCHEMA, '{"type": "object"}')
+
+
+_STRUCTURES: dict[str, Callable[[str, Any], Structure]] = {
+    "json": _json_schema,
+    "regex": lambda name, value: Structure(StructureKind.REGEX, _text(name, value)),
+    "choice": _choice,
+    "grammar": lambda name, value: Structure(StructureKind.GRAMMAR, _text(name, value)),
+    "json_object": _json_object,
+}
+
+_READERS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
+    "max_tokens": _max_tokens,
+    "temperature": _reals,
+    "top_k": _top_k,
+    "top_p": _reals,
+    "min_p": _reals,
+    "seed": _wholes,
+    "stop": _stop,
+    "stop_token_ids": _stop_token_ids,
+    "ignore_eos": _truths,
+    "logprobs": _logprobs,
+    "presence_penalty": _reals,
+    "frequency_penalty": _reals,
+    "repetition_penalty": _reals,
+    "logit_bias": _logit_bias,
+    "structured_outputs": _structure,
+    "guided_decoding": _structure,
+}
+
+_FIXED: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "min_tokens": (0,),
+    "detokenize": (True,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+}
+"""vLLM's parameters that have one value here: clients that send their defaults are served."""
+
+
+def _check_fixed(name: str, value: Any) -> None:
+    (only,) = _FIXED[name]
+    found = (_truth if isinstance(only, bool) else _whole)(name, value)
+    if found != only:
+        raise _wrong(name, value, f"{json.dumps(only)}, all that is served")

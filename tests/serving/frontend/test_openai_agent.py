@@ -1,0 +1,60 @@
+"""An agent framework's own client, unmodified, in an environment of its own."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from openai_served import serving_http
+
+from serving.config import EngineConfig
+from serving.request import Chat
+
+AGENTS = "pydantic-ai-slim[openai]==2.68.0"
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jmoe-tests"
+
+
+@pytest.fixture(scope="module")
+def python():
+    """The environment's interpreter; made once, and kept."""
+    folder = CACHE / AGENTS.replace("[", "-").replace("]", "")
+    found, done = folder / "bin" / "python", folder / "made"
+    if not done.exists():
+        for command in (
+            [sys.executable, "-m", "venv", "--clear", folder],
+            [found, "-m", "pip", "install", "--quiet", AGENTS],
+        ):
+            made = subprocess.run(command, capture_output=True, text=True, timeout=500)
+            if made.returncode:
+                pytest.skip(f"{AGENTS} cannot be installed here: {made.stderr[-300:]}")
+        done.touch()
+    return found
+
+
+@pytest.mark.timeout(900)
+async def test_an_agent_talks_with_the_server(python):
+    script = Path(__file__).with_name("agent_client.py")
+    async with serving_http(engine=EngineConfig(max_model_len=256)) as s:
+        process = await asyncio.create_subprocess_exec(
+            *(python, script, f"http://{s.address}/v1"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=script.parent,
+            env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        )
+        printed, failed = await process.communicate()
+        prompts = [call["prompt"] for call in s.engine.calls]
+    assert process.returncode == 0, failed.decode()[-2000:]
+    told = json.loads(printed)
+    system, user = {"role": "system", "content": "Count on."}, {"role": "user", "content": "hi"}
+    answer, more = {"role": "assistant", "content": "^_`a"}, {"role": "user", "content": "more"}
+    assert told["outputs"] == ["^_`a"] * 3  # behind the `]` of the template
+    assert prompts == [
+        Chat([system, user]),
+        Chat([system, user, answer, more]),
+        Chat([system, user]),
+    ]
+    assert told["tokens"] == [len("\x01[system|Count on.][user|hi]"), 4]

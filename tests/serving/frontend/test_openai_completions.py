@@ -1,0 +1,194 @@
+"""Completions, through OpenAI's own client. The engine counts up: behind "ab" come "c", "d", ..."""
+
+import pytest
+from openai_served import HttpSetup, serving_http
+
+from serving.config import EngineConfig, ServerConfig
+from serving.frontend.openai import answers
+from serving.request import Priority
+
+SPANS = {"prefill_threshold_percent": None, "decode_threshold_percent": [40, 70]}
+
+
+async def test_models_are_listed_and_found():
+    async with serving_http() as s:
+        listed = await s.client.models.list()
+        assert [model.id for model in listed.data] == ["counter"]
+        one = await s.client.models.retrieve("counter")
+        told = (await s.http.get("/v1/models/counter")).json()
+    assert one == listed.data[0]
+    answers.Model.model_validate(told)
+    assert told["max_model_len"] == 64
+
+
+async def test_a_text_and_its_usage():
+    async with serving_http() as s:
+        got = await s.complete("ab", max_tokens=3)
+        (call,) = s.engine.calls
+    answers.Completion.model_validate(got.model_dump(exclude_unset=True))
+    assert [(c.index, c.text, c.finish_reason, c.logprobs) for c in got.choices] == [
+        (0, "cde", "length", None)
+    ]
+    assert got.id.startswith("cmpl-")
+    assert got.model == "counter"
+    # The engine counts 8 visits for each of the 2 + i tokens before the i-th new one.
+    assert got.usage.model_dump(exclude_unset=True) == {
+        "prompt_tokens": 2,
+        "completion_tokens": 3,
+        "total_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "degraded_share": 4 / 32,
+        **SPANS,
+    }
+    assert call["prompt"] == "ab"
+    assert call["priority"] is Priority.LATENCY_SENSITIVE
+    assert call["allow_brownout"] is True
+    assert call["timeout_s"] is None
+    assert call["sampling"].temperature == 1  # OpenAI's default
+
+
+async def test_a_stream_has_an_event_a_token():
+    async with serving_http() as s:
+        stream = await s.complete("ab", max_tokens=3, stream=True)
+        got = [event async for event in stream]
+    assert [event.choices[0].text for event in got] == ["c", "d", "e"]
+    assert [event.choices[0].finish_reason for event in got] == [None, None, "length"]
+    assert len({event.id for event in got}) == 1
+    assert all(event.usage is None for event in got)
+
+
+async def test_events_are_whole_and_the_last_is_done():
+    fields = {"stream": True, "stream_options": {"include_usage": True}}
+    async with serving_http() as s:
+        answer = await s.post(**fields)
+        plain = await s.post(stream=True)
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, done, end = answer.text.split("\n\n")
+    assert (done, end) == ("data: [DONE]", "")
+    told = [answers.Completion.model_validate_json(e.removeprefix("data: ")) for e in events]
+    assert [len(one.choices) for one in told] == [1, 1, 0]
+    assert [one.usage is None for one in told] == [True, True, False]
+    assert told[-1].usage.total_tokens == 4
+    assert '"usage"' not in plain.text
+
+
+async def test_usage_so_far_in_every_event():
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with serving_http() as s:
+        stream = await s.complete(stream=True, stream_options=options)
+        got = [event async for event in stream]
+    assert [event.usage.completion_tokens for event in got] == [1, 2, 2]
+
+
+async def test_several_prompts_and_several_answers():
+    async with serving_http() as s:
+        got = await s.complete(["ab", "QRS"], n=2, seed=-1)
+        tokens = await s.complete([[4, 5], [9]], max_tokens=1)
+        one = await s.complete([4, 5], max_tokens=1)
+        seeds = [(call["prompt"], call["sampling"].seed) for call in s.engine.calls[:4]]
+        ids = [call["request_id"] for call in s.engine.calls[:4]]
+    assert [(c.index, c.text) for c in got.choices] == [(0, "cd"), (1, "cd"), (2, "TU"), (3, "TU")]
+    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (5, 8)
+    assert [c.text for c in tokens.choices] == ["\x06", "\x0a"]
+    assert [c.text for c in one.choices] == ["\x06"]
+    assert sorted(seeds) == [("QRS", 0), ("QRS", 2**64 - 1), ("ab", 0), ("ab", 2**64 - 1)]
+    assert ids == [f"{got.id.removeprefix('cmpl-')}-{i}" for i in range(4)]
+
+
+async def test_streams_of_several_answers_are_told_apart():
+    async with serving_http() as s:
+        stream = await s.complete(["ab", "QR"], stream=True, stream_options={"include_usage": True})
+        texts, reasons, usage = ["", ""], [None, None], []
+        async for event in stream:
+            usage.append(event.usage)
+            for choice in event.choices:
+                texts[choice.index] += choice.text
+                reasons[choice.index] = choice.finish_reason
+    assert texts == ["cd", "ST"]
+    assert reasons == ["length", "length"]
+    assert usage[:-1] == [None] * 4
+    assert (usage[-1].prompt_tokens, usage[-1].completion_tokens) == (4, 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_echo_puts_the_prompt_before_the_text(stream):
+    async with serving_http() as s:
+        texts = []
+        for prompt in ("ab", [67, 68]):
+            got = await s.complete(prompt, echo=True, stream=stream)
+            events = [event async for event in got] if stream else [got]
+            texts.append("".join(event.choices[0].text for event in events))
+    assert texts == ["abcd", "CDEF"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_of_prompt_and_text(stream):
+    async with serving_http() as s:
+        got = await s.complete("ab", echo=True, logprobs=0, stream=stream)
+        events = [event async for event in got] if stream else [got]
+    parts = [event.choices[0].logprobs for event in events]
+    # As token ids: with the one that the tokenizer puts before a text.
+    assert "".join(one for part in parts for one in part.tokens) == "\x01abcd"
+    want = [None, -0.25, -0.25, -0.5, -0.5]
+    assert [one for part in parts for one in part.token_logprobs] == want
+    assert [one for part in parts for one in part.text_offset] == [0, 1, 2, 3, 4]
+    assert all(part.top_logprobs is None for part in parts)
+
+
+async def test_likeliest_tokens():
+    async with serving_http() as s:
+        got = await s.complete("ab", logprobs=2)
+    told = got.choices[0].logprobs
+    assert told.tokens == ["c", "d"]
+    assert told.top_logprobs == [{"c": -0.5, "d": -1.5}, {"d": -0.5, "e": -1.5}]
+
+
+async def test_absent_max_tokens_is_what_fits():
+    async with serving_http(engine=EngineConfig(max_model_len=16)) as s:
+        got = await s.client.completions.create(model="counter", prompt="ab")
+        assert s.engine.calls[0]["sampling"].max_new_tokens is None
+    assert got.usage.completion_tokens == 14
+
+
+async def test_a_stop_token_is_told_as_stop():
+    async with serving_http() as s:
+        got = await s.complete("ab", max_tokens=9, extra_body={"stop_token_ids": [101]})
+    assert (got.choices[0].finish_reason, got.usage.completion_tokens) == ("stop", 3)
+
+
+async def test_health_and_version_and_the_description():
+    async with serving_http() as s:
+        health = await s.http.get("/health")
+        version = await s.http.get("/version")
+        told = (await s.http.get("/openapi.json")).json()
+        s.engine.status = "draining"
+        s.server.health.set(False)
+        draining = await s.http.get("/health")
+    assert (health.status_code, health.json()) == (200, {"status": "ready"})
+    assert (draining.status_code, draining.json()) == (503, {"status": "draining"})
+    assert set(version.json()) == {"version"}
+    bodies = {
+        path: operation["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        for path, operation in told["paths"].items()
+        if "post" in operation
+    }
+    schemas = told["components"]["schemas"]
+    names = {path: ref.rpartition("/")[2] for path, ref in bodies.items()}
+    assert names == {
+        "/v1/completions": "CompletionRequest",
+        "/v1/chat/completions": "ChatRequest",
+    }
+    assert "prompt" in schemas["CompletionRequest"]["properties"]
+    assert schemas["ChatRequest"]["additionalProperties"] is False
+    assert "422" not in str(told["paths"])
+
+
+async def test_before_there_is_an_engine():
+    config = ServerConfig(port=0, served_model_name="soon")
+    async with HttpSetup(config) as s:
+        refused = await s.post()
+        health = await s.http.get("/health")
+        models = await s.http.get("/v1/models")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+    assert (health.status_code, health.json()) == (503, {"status": "starting"})
+    assert [one["id"] for one in models.json()["data"]] == ["soon"]

@@ -1,0 +1,251 @@
+"""What of a request reaches the engine, and what is refused: by name, with what would do."""
+
+import re
+
+import llguidance
+import orjson
+import pytest
+from openai_served import CHAT, serving_http
+
+from serving.errors import InvalidRequest
+from serving.frontend.openai.schemas import MAX_SEQUENCES
+from serving.request import Priority, SamplingParams, Structure, StructureKind
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
+JSON = Structure(StructureKind.JSON_SCHEMA, orjson.dumps(SCHEMA).decode())
+
+ALL = {
+    "max_tokens": 3,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 7,
+    "min_p": 0.1,
+    "seed": 11,
+    "stop": ["x", "yz"],
+    "stop_token_ids": [5],
+    "presence_penalty": 0.25,
+    "frequency_penalty": -0.25,
+    "repetition_penalty": 1.5,
+    "logit_bias": {"15": -100, "7": 2.5},
+    "ignore_eos": True,
+}
+PARAMS = SamplingParams(
+    max_new_tokens=3,
+    temperature=0.5,
+    top_p=0.9,
+    top_k=7,
+    min_p=0.1,
+    seed=11,
+    stop=("x", "yz"),
+    stop_token_ids=(5,),
+    presence_penalty=0.25,
+    frequency_penalty=-0.25,
+    repetition_penalty=1.5,
+    logit_bias=((15, -100.0), (7, 2.5)),
+    ignore_eos=True,
+)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_every_sampling_parameter_arrives(path):
+    prompt = {"prompt": "ab"} if path == "/v1/completions" else {"messages": CHAT}
+    async with serving_http() as s:
+        answer = await s.http.post(path, json={"model": "counter", **prompt, **ALL})
+        assert answer.status_code == 200, answer.text
+        assert [call["sampling"] for call in s.engine.calls] == [PARAMS]
+
+
+async def test_jmoes_own_fields_arrive():
+    own = {
+        "priority": "best_effort",
+        "allow_brownout": False,
+        "timeout_s": 9.5,
+        "request_id": "mine",
+    }
+    async with serving_http() as s:
+        got = await s.complete(extra_body=own)
+        await s.complete(stop="x", extra_body={"top_k": -1})
+        first, second = s.engine.calls
+    assert got.id == "cmpl-mine"
+    assert (first["priority"], first["allow_brownout"]) == (Priority.BEST_EFFORT, False)
+    assert (first["timeout_s"], first["request_id"]) == (9.5, "mine")
+    assert second["timeout_s"] is None  # the engine's own counts then
+    assert (second["sampling"].stop, second["sampling"].top_k) == (("x",), 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "want"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        (
+            {"response_format": {"type": "json_object"}},
+            Structure(StructureKind.JSON_SCHEMA, '{"type":"object"}'),
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+                }
+            },
+            JSON,
+        ),
+        ({"guided_json": SCHEMA}, JSON),
+        ({"guided_json": JSON.text}, JSON),
+        ({"guided_regex": "[0-9]+"}, Structure(StructureKind.REGEX, "[0-9]+")),
+        ({"guided_grammar": "start: /a/"}, Structure(StructureKind.GRAMMAR, "start: /a/")),
+        ({"guided_choice": ["yes", "no."]}, Structure(StructureKind.REGEX, r"yes|no\.")),
+        ({"structured_outputs": {"json": SCHEMA}}, JSON),
+        ({"structured_outputs": {"regex": "a*"}}, Structure(StructureKind.REGEX, "a*")),
+        ({"structured_outputs": {"choice": ["a|b"]}}, Structure(StructureKind.REGEX, r"a\|b")),
+        (
+            {"structured_outputs": {"grammar": "start: /a/"}},
+            Structure(StructureKind.GRAMMAR, "start: /a/"),
+        ),
+    ],
+)
+async def test_structures_arrive(fields, want):
+    async with serving_http() as s:
+        for call in (s.complete, s.chat):
+            await call(extra_body=fields)
+        assert [call["sampling"].structure for call in s.engine.calls] == [want, want]
+
+
+def test_a_choice_matches_its_texts_alone():
+    texts = ["yes", "no", "a+b (c) [d] {e} ^$ .*\\", "x|y", "-&~# /", "é\n"]
+    pattern = Structure.one_of(texts).text
+    for text in texts:
+        assert re.fullmatch(pattern, text)
+        assert not re.fullmatch(pattern, text + "s")
+    assert not llguidance.LLMatcher.validate_grammar(llguidance.grammar_from("regex", pattern))
+    with pytest.raises(InvalidRequest, match="empty text"):
+        Structure.one_of(["a", ""])
+
+
+WRONG = [
+    ({"prompt": None}, "prompt", "text, a list of token ids"),
+    ({"prompt": []}, "prompt", "each prompt must have"),
+    ({"prompt": ""}, "prompt", "each prompt must have"),
+    ({"prompt": ["a", ""]}, "prompt", "each prompt must have"),
+    ({"prompt": [1, "a"]}, "prompt", "text, a list of token ids"),
+    ({"prompt": [1.5]}, "prompt", "text, a list of token ids"),
+    ({"model": 5}, "model", "a valid string"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be greater than or equal to 1"),
+    ({"max_tokens": "5"}, "max_tokens", "a valid integer"),
+    ({"temperature": True}, "temperature", "a valid number"),
+    ({"temperature": -1}, None, "temperature is -1.0; it must be between 0 and 100"),
+    ({"top_p": 2}, None, "top_p is 2"),
+    ({"n": 0}, "n", "n is 0"),
+    ({"n": MAX_SEQUENCES + 1}, "n", "n is 65"),
+    ({"prompt": ["a"] * 33, "n": 2}, "prompt", "33 prompts times n 2 make 66 answers"),
+    ({"best_of": 3}, "best_of", "best_of is 3 and n 1"),
+    ({"logprobs": 6}, "logprobs", "logprobs is 6"),
+    ({"echo": True, "logprobs": 1}, "logprobs", "send logprobs 0"),
+    ({"stop": 5}, "stop", "stop is 5; it must be a string or a list of strings"),
+    ({"stop": [5]}, "stop", "stop is 5; it must be a string or a list of strings"),
+    ({"stop": ["x"] * 65}, None, "stop strings is 65"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "keys must be token ids"),
+    ({"logit_bias": {"1": "1"}}, "logit_bias", "must be a number between -100 and 100"),
+    ({"logit_bias": {"1": 101}}, None, "logit_bias of 1 is 101"),
+    ({"suffix": "x"}, "suffix", "suffix is not supported: "),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "stream_options.'x' is not"),
+    ({"max_token": 5}, "max_token", "'max_token' is not known; did you mean max_tokens?"),
+    ({"zzz": 5}, "zzz", "'zzz' is not known; docs/http.md lists"),
+    ({"priority": "high"}, "priority", "'latency_sensitive' or 'best_effort'"),
+    ({"timeout_s": 0}, "timeout_s", "timeout_s is 0"),
+    ({"request_id": "a b"}, "request_id", "request_id is 'a b'"),
+    ({"request_id": "a" * 129}, "request_id", "request_id is"),
+    ({"guided_regex": "a", "guided_json": {}}, None, "guided_json and guided_regex each say"),
+    ({"guided_regex": ""}, None, "guided_regex is empty"),
+    ({"structured_outputs": {}}, "structured_outputs", "one of json, regex, choice, grammar"),
+    ({"response_format": {"type": "xml"}}, "response_format", "response_format.type is 'xml'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "no json_schema"),
+    ({"store": True}, "store", "'store' is not known"),
+]
+WRONG_CHATS = [
+    ({"messages": []}, "messages", "messages is []"),
+    ({"messages": "hi"}, "messages", "a valid list"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "messages.0.role is 'tool'"),
+    ({"messages": [{"content": "x"}]}, "messages", "messages.0.role is missing"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages",
+        "messages.0.content",
+    ),
+    ({"tools": [{"type": "function"}]}, "tools", "tools is not supported: "),
+    ({"tool_choice": "required"}, "tool_choice", "it must be none or auto"),
+    ({"store": True}, "store", "it must be false"),
+    ({"service_tier": "flex"}, "service_tier", "set priority instead"),
+    ({"modalities": ["audio"]}, "modalities", "a list with `text` alone"),
+    ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21"),
+]
+
+
+async def assert_refused(s, path, body, param, message):
+    answer = await s.http.post(path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, answer.text
+    assert message in error["message"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert not s.engine.calls
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), WRONG, ids=[str(w[0])[:40] for w in WRONG])
+async def test_wrong_completions_are_refused(fields, param, message):
+    async with serving_http() as s:
+        body = {"model": "counter", "prompt": "ab", **fields}
+        await assert_refused(s, "/v1/completions", body, param, message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"), WRONG_CHATS, ids=[str(w[0])[:40] for w in WRONG_CHATS]
+)
+async def test_wrong_chats_are_refused(fields, param, message):
+    async with serving_http() as s:
+        body = {"model": "counter", "messages": CHAT, **fields}
+        await assert_refused(s, "/v1/chat/completions", body, param, message)
+
+
+async def test_null_is_absent():
+    async with serving_http() as s:
+        schema = (await s.http.get("/openapi.json")).json()["components"]["schemas"]
+        for path, name, required in (
+            ("/v1/completions", "CompletionRequest", {"model": "counter", "prompt": "ab"}),
+            ("/v1/chat/completions", "ChatRequest", {"model": "counter", "messages": CHAT}),
+        ):
+            absent = dict.fromkeys(schema[name]["properties"]) | required
+            answer = await s.http.post(path, json=absent)
+            assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "the body is no JSON"),
+        (b"{", "the body is no JSON"),
+        (b"[]", "the body is a JSON list"),
+        (b'"x"', "the body is a JSON str"),
+        (b'{"model": "\xff"}', "the body is no JSON"),
+        (b'{"model": NaN}', "the body is no JSON"),
+        (b"[" * 100_000, "the body is no JSON"),
+        (b'{"model": "counter"}', "prompt is missing"),
+        (b"{" + b",".join(b'"%d":1' % i for i in range(4000)) + b"}", "model is missing"),
+        (
+            b'{"model":"counter","prompt":"a",'
+            + b",".join(b'"x%d":1' % i for i in range(4000))
+            + b"}",
+            "'x0' is not known",
+        ),
+    ],
+    ids=range(10),
+)
+async def test_bodies_that_are_none(body, message):
+    async with serving_http() as s:
+        answer = await s.http.post(
+            "/v1/completions", content=body, headers={"content-type": "application/json"}
+        )
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    assert len(answer.content) < 1500

@@ -1,0 +1,89 @@
+"""What a gRPC request asks of its tokens arrives as it was meant, and what comes back does, too."""
+
+import pytest
+from served import CODE, collect, failure, request, serving
+
+from serving.admission import Admission
+from serving.config import EngineConfig
+from serving.errors import InvalidRequest
+from serving.frontend import convert
+from serving.plan import Limits
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.request import Output, Request, SamplingParams, Structure, StructureKind, Usage
+
+
+async def test_fields_arrive_as_they_are_sent() -> None:
+    asked = pb.SamplingParams(
+        max_new_tokens=1,
+        min_p=0.25,
+        presence_penalty=-1.5,
+        frequency_penalty=0.5,
+        repetition_penalty=1.25,
+        logit_bias={7: -100, 9: 2.5},
+        top_logprobs=3,
+        regex="[0-9]+",
+    )
+    async with serving() as setup:
+        await collect(setup.stub.Generate(request([1], sampling=asked)))
+        (call,) = setup.engine.calls
+    sampling: SamplingParams = call["sampling"]
+    assert sampling.structure == Structure(StructureKind.REGEX, "[0-9]+")
+    assert dict(sampling.logit_bias) == {7: -100.0, 9: 2.5}
+    assert (sampling.min_p, sampling.top_logprobs) == (0.25, 3)
+    penalties = sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty
+    assert penalties == (-1.5, 0.5, 1.25)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"min_p": 1.5}, "min_p is 1.5; it must be in"),
+        ({"presence_penalty": 3}, "presence_penalty is 3.0; it must be between -2 and 2"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty is nan"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0.0; it must be above 0"),
+        ({"logit_bias": {3: 101}}, "logit_bias of 3 is 101.0; it must be between -100 and 100"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "number of tokens in logit_bias is 1025"),
+        ({"top_logprobs": 21}, "top_logprobs is 21; it must be a whole number up to 20"),
+        ({"regex": "a" * 70_000}, "number of characters of a regex is 70000"),
+        ({"json_schema": "{}", "ignore_eos": True}, "ignore_eos is set beside a structured"),
+    ],
+)
+async def test_what_is_out_of_range_is_refused_by_name(fields, said) -> None:
+    async with serving() as setup:
+        call = setup.stub.Generate(request([1], sampling=pb.SamplingParams(**fields)))
+        error = await failure(call)
+    assert error.code() is CODE.INVALID_ARGUMENT
+    assert said in error.details()
+
+
+def test_likeliest_tokens_go_back_one_list_a_token() -> None:
+    top = (((5, -0.1), (6, -2.5)),)
+    found = convert.response(Output("id", "x", (5,), (), Usage(1, 1, 0, 0), top_logprobs=top))
+    assert [list(one.token_ids) for one in found.top_logprobs] == [[5, 6]]
+    assert list(found.top_logprobs[0].logprobs) == pytest.approx([-0.1, -2.5])
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [({"mode": "aep"}, "asynchronous workers"), ({"coordinator": "a:1"}, "several processes")],
+)
+@pytest.mark.parametrize(
+    "asked", [{"min_p": 0.5}, {"logit_bias": ((1, 1.0),)}, {"top_logprobs": 1}]
+)
+async def test_where_logits_cannot_be_changed_that_is_said(settings, where, asked) -> None:
+    admission = Admission(EngineConfig(**settings), Limits(4, 8, 16, 32, 4), None)
+    try:
+        admission.check_size(Request("id", [1], SamplingParams()))
+        with pytest.raises(InvalidRequest, match=f"not built for .*{where}"):
+            admission.check_size(Request("id", [1], SamplingParams(**asked)))
+    finally:
+        await admission.close()
+
+
+async def test_biases_are_of_tokens_that_there_are() -> None:
+    admission = Admission(EngineConfig(), Limits(4, 8, 16, 32, 4), None)
+    try:
+        with pytest.raises(InvalidRequest, match="logit_bias has -1, which is no token"):
+            admission.check_size(Request("id", [1], SamplingParams(logit_bias=((-1, 1.0),))))
+    finally:
+        await admission.close()
