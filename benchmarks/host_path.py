@@ -34,6 +34,7 @@ from serving.version import jmoe_version
 BATCH, OUT_TOKENS = 64, 128
 STEPS_MS = (16.0, 8.0, 4.0, 2.0)
 RAMP_S, WINDOW_S = 2.0, 8.0
+_SECURITY = ("keys_file", "tls_cert", "tls_key")
 PROMPT = "add 47 + 38 and 12 + 9 then say it"
 
 
@@ -77,6 +78,10 @@ class PassingTime:
         rows = np.zeros((1, 1), np.int32)
         return StepResult(self.tokens[:count], [-0.5] * count, [0] * count, rows, None)
 
+    def draw(self, allowed: np.ndarray) -> None:
+        """No output is structured."""
+        raise NotImplementedError
+
     def layers_at_once(self, phase: Any, size: int) -> int:
         """All: there is no best effort."""
         return self.limits.num_layers
@@ -111,7 +116,8 @@ class PassingTime:
         self._reader.close()
 
 
-async def _serve(step_s: float) -> None:
+async def _serve(step_s: float, **fields: str) -> None:
+    """With `fields` of a server's settings."""
     from serving.config import BrownoutConfig, EngineConfig, ServerConfig
     from serving.frontend import server
 
@@ -132,7 +138,7 @@ async def _serve(step_s: float) -> None:
         engine.run()
         return engine
 
-    await server.serve(ServerConfig(port=0, engine=engine_config), start_engine)
+    await server.serve(ServerConfig(port=0, engine=engine_config, **fields), start_engine)
 
 
 async def _measure(step_ms: float, folder: Path) -> HostPath:
@@ -147,10 +153,10 @@ async def _measure(step_ms: float, folder: Path) -> HostPath:
             saturate(client, arrivals, concurrency=BATCH, duration_s=RAMP_S + WINDOW_S)
         )
         await asyncio.sleep(RAMP_S)
-        steps, cpu_s, start = await _steps(client), _cpu_s(pid), time.monotonic()
+        steps, used_s, start = await _steps(client), cpu_s(pid), time.monotonic()
         await asyncio.sleep(WINDOW_S - 0.5)
         steps, wall_s = await _steps(client) - steps, time.monotonic() - start
-        cpu_s = _cpu_s(pid) - cpu_s
+        used_s = cpu_s(pid) - used_s
         run = await load
     failed = [record.error for record in run.records if not record.ok]
     if failed:
@@ -162,7 +168,7 @@ async def _measure(step_ms: float, folder: Path) -> HostPath:
         tokens_per_s=tokens / WINDOW_S,
         device_tokens_per_s=BATCH / step_ms * 1e3,
         idle_share=1 - steps * step_ms / 1e3 / wall_s,
-        server_cpu_share=cpu_s / wall_s,
+        server_cpu_share=used_s / wall_s,
         client_cpu_share=run.client_cpu_s / run.duration_s,
     )
 
@@ -172,8 +178,8 @@ async def _steps(client: Client) -> int:
     return stats.steps_prefill + stats.steps_decode
 
 
-def _cpu_s(pid: int) -> float:
-    """Processor time of a process so far."""
+def cpu_s(pid: int) -> float:
+    """Processor time of a process so far, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
@@ -198,12 +204,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--step-ms", type=float, nargs="+", default=STEPS_MS)
     parser.add_argument("--serve-step-ms", type=float, help="only serve, with such steps")
+    for name in _SECURITY:
+        parser.add_argument(f"--{name.replace('_', '-')}", default="", help="as of jmoe serve")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     if min(args.step_ms) <= 0:
         parser.error(f"--step-ms is {min(args.step_ms):g}; a step takes some time")
     if args.serve_step_ms is not None:
-        uvloop.run(_serve(args.serve_step_ms / 1e3))
+        security = {name: getattr(args, name) for name in _SECURITY}
+        uvloop.run(_serve(args.serve_step_ms / 1e3, **security))
         return
     found = uvloop.run(_all(args.step_ms))
     if args.out:

@@ -24,7 +24,7 @@ from jmoe.random_model import random_model
 from serving.bench.facts import commit
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
-from serving.execution.programs import FULL_CAPACITY, Key
+from serving.execution.buckets import FULL_CAPACITY, Key
 from serving.observer import Observer
 from serving.request import Priority, SamplingParams
 

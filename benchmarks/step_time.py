@@ -22,7 +22,7 @@ import jmoe
 from jmoe.packed_rows import pack_row
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
-from serving.execution.programs import Key
+from serving.execution.buckets import Key
 from serving.execution.ranks import ByRank
 from serving.execution.runner import DeviceRunner
 from serving.observer import Observer

@@ -1,9 +1,11 @@
 """Hostile load on a jmoe server of this machine, and what must hold meanwhile.
 
-`python -m benchmarks.hostile [--address HOST:PORT] [--out FILE.json]`: requests of many clients,
-some cancelled, malformed, oversized or late, while memory, health checks and a polite stream are
-watched; then fuzzed messages to every service. Without --address it starts a server of its own.
-Prints a table of what must hold; ends with status 1 where something does not.
+`python -m benchmarks.hostile [--address HOST:PORT] [--protocol http] [--out FILE.json]`: requests
+of many clients, some cancelled, malformed, oversized or late, while memory, health checks and a
+polite stream are watched; then fuzzed messages to every service. Without --address it starts a
+server of its own. Prints a table of what must hold; ends with status 1 where something does not.
+With --protocol http, load and fuzz go over HTTP; what is watched beside them stays the same, over
+gRPC.
 """
 
 import argparse
@@ -11,12 +13,14 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.hostile.protocols import PROTOCOLS
 from benchmarks.hostile.report import table
 from benchmarks.hostile.run import Plan, run
 from serving.bench.launch import running_server
@@ -50,8 +54,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("benchmarks.hostile", description=__doc__)
     add = parser.add_argument
     add("--address", type=loopback, help="of a running server; without it, one is started")
+    add("--http-address", type=loopback, help="of that server over HTTP, for --protocol http")
     add("--admin-address", type=loopback, help="of its Admin service, if not as the server says")
     add("--pid", type=_count(1), help="of the running server, to measure its memory")
+    spoken = (*PROTOCOLS, "http")
+    add("--protocol", choices=spoken, default="grpc", help="that the load is spoken in")
     add("--requests", type=_count(1), default=5000)
     add("--clients", type=_count(1), default=64)
     add("--seed", type=int, default=7)
@@ -64,16 +71,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 @contextlib.asynccontextmanager
-async def _server(args: argparse.Namespace) -> AsyncIterator[tuple[str, int | None]]:
+async def _server(
+    args: argparse.Namespace,
+) -> AsyncIterator[tuple[str, int | None, str | None]]:
     if args.address:
-        yield args.address, args.pid
+        yield args.address, args.pid, args.http_address
         return
     command = ["-m", "serving.cli", "serve", "--config", "demo", "--port", "0"]
     command += [part for value in args.set for part in ("--set", value)]
     print("starting a server", flush=True)
     with TemporaryDirectory() as folder:
-        async with running_server(command, Path(folder) / "server.log", 600) as found:
-            yield found
+        log = Path(folder) / "server.log"
+        async with running_server(command, log, 600) as (address, pid):
+            over_http = re.search(r"jmoe http on http://(\S+)", log.read_text())
+            yield address, pid, over_http[1] if over_http else None
 
 
 async def _main(args: argparse.Namespace) -> bool:
@@ -81,7 +92,7 @@ async def _main(args: argparse.Namespace) -> bool:
     assert task is not None
     # Ended from outside, it takes the server it started with it.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with _server(args) as (address, pid):
+    async with _server(args) as (address, pid, http_address):
         plan = Plan(
             address=address,
             admin_address=args.admin_address,
@@ -92,6 +103,8 @@ async def _main(args: argparse.Namespace) -> bool:
             num_fuzzed=args.fuzz,
             idle_s=args.idle_s,
             limit_s=args.limit_s,
+            protocol="grpc" if args.protocol == "http" else args.protocol,
+            http_address=http_address if args.protocol == "http" else None,
         )
         lines, figures = await run(plan)
     print(table(lines), flush=True)
@@ -106,6 +119,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.address and args.set:
         parser.error("--set is for a server that is started here; leave --address out")
+    if args.address and (args.protocol == "http") != bool(args.http_address):
+        parser.error("--protocol http and --http-address go together, with the --address for gRPC")
     if args.pid and not args.address:
         parser.error("--pid is of a running server; give its --address, too")
     try:

@@ -5,13 +5,17 @@ import itertools
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 
 from serving.client import Client, admin_address_of
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+
+if TYPE_CHECKING:
+    from benchmarks.hostile.protocols import Spoken
 
 GENERATE = "/jmoe.v1.Generation/Generate"
 GROUPS = {"fine": 60, "cancelled": 25, "malformed": 10, "late": 5}
@@ -82,13 +86,19 @@ async def learn(address: str, admin_address: str | None = None) -> Facts:
     )
 
 
-def draw(rng: random.Random, facts: Facts, polite: bool = False) -> Attempt:
+def draw(rng: random.Random, facts: Facts, spoken: "Spoken", polite: bool = False) -> Attempt:
     """The next attempt; a well-formed one where it is to be polite."""
     group = "fine" if polite else rng.choices([*GROUPS], [*GROUPS.values()])[0]
     if group == "malformed":
-        return rng.choice(malformed(facts))
-    request = _well_formed(rng, facts)
-    payload = request.SerializeToString()
+        return rng.choice(spoken.malformed(facts))
+    request = _well_formed(rng, facts, spoken.takes_tokens)
+    attempt = _behaving(rng, group, spoken.payload(request), request)
+    return replace(attempt, path=spoken.path)
+
+
+def _behaving(
+    rng: random.Random, group: str, payload: bytes, request: pb.GenerateRequest
+) -> Attempt:
     if group == "cancelled":
         manner, allowed = rng.choice(("cancel", "close")), frozenset({"CANCELLED", "OK"})
         return Attempt(group, manner, payload, allowed, manner, stop_after=rng.randrange(0, 8))
@@ -107,7 +117,7 @@ def draw(rng: random.Random, facts: Facts, polite: bool = False) -> Attempt:
     )
 
 
-def _well_formed(rng: random.Random, facts: Facts) -> pb.GenerateRequest:
+def _well_formed(rng: random.Random, facts: Facts, takes_tokens: bool) -> pb.GenerateRequest:
     request = pb.GenerateRequest(
         request_id=f"hostile-{rng.getrandbits(64):x}",
         allow_brownout=rng.random() < 0.8,
@@ -121,7 +131,7 @@ def _well_formed(rng: random.Random, facts: Facts) -> pb.GenerateRequest:
             logprobs=rng.random() < 0.1,
         ),
     )
-    if facts.texts and rng.random() < 0.5:
+    if facts.texts and (rng.random() < 0.5 or not takes_tokens):
         request.text = rng.choice(facts.texts)
     else:
         longest = min(MOST_PROMPT_TOKENS, facts.max_model_len - request.sampling.max_new_tokens)

@@ -17,11 +17,12 @@ from grpc_reflection.v1alpha import reflection_pb2
 from benchmarks.hostile.load import HUNG, left_to_code
 from benchmarks.hostile.messages import message
 from serving.client import Client
+from serving.proto.inference import inference_pb2
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 SERVICES: dict[str, ServiceDescriptor] = {
     service.name: service
-    for file in (pb, health_pb2, reflection_pb2)
+    for file in (pb, inference_pb2, health_pb2, reflection_pb2)
     for service in file.DESCRIPTOR.services_by_name.values()
 }
 LOST = "ANSWER_LOST"

@@ -11,7 +11,9 @@ from typing import Any
 
 import grpc
 
+from benchmarks.hostile import over_http
 from benchmarks.hostile.attempts import GENERATE, Attempt, Facts, draw
+from benchmarks.hostile.protocols import PROTOCOLS, Refusal, Spoken
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 HUNG = "HUNG"
@@ -33,6 +35,7 @@ class Ended:
     details: str = ""
     refused: bool = False
     messages: list[pb.GenerateResponse] = field(default_factory=list)
+    flaw: str = ""  # of a stream that should be whole
     seconds: float = 0.0
 
 
@@ -62,9 +65,9 @@ class LoadResult:
             self.num_wrong_codes += 1
             problem = f"{attempt.kind}: {ended.code} {ended.details[:200]}"
             self.problems.setdefault((attempt.kind, ended.code), problem)
-        elif flaw := _flaw(attempt, ended):
+        elif ended.flaw:
             self.num_broken_streams += 1
-            self.problems.setdefault((attempt.kind, "broken"), f"{attempt.kind}: {flaw}")
+            self.problems.setdefault((attempt.kind, "broken"), f"{attempt.kind}: {ended.flaw}")
 
 
 class _Budget:
@@ -98,11 +101,13 @@ async def play(
     num_clients: int,
     seed: int,
     limit_s: float,
+    spoken: Spoken,
     polite: bool = False,
+    http_address: str | None = None,
 ) -> LoadResult:
     """Sends `num_requests` attempts from `num_clients` clients; nothing new after `limit_s`.
 
-    `polite`: well-formed ones alone.
+    `polite`: well-formed ones alone. `http_address`: they go there, over HTTP.
     """
     result, rng, budget = LoadResult(time.monotonic()), random.Random(seed), _Budget(_MOST_BYTES)
     left = num_requests
@@ -112,26 +117,48 @@ async def play(
         async with grpc.aio.insecure_channel(address, _OWN_SOCKET) as channel:
             while left > 0 and time.monotonic() < result.started_at + limit_s:
                 left -= 1
-                attempt = draw(rng, facts, polite)
+                attempt = draw(rng, facts, spoken, polite)
                 async with budget.taking(len(attempt.payload)):
-                    result.add(attempt, await _send(address, channel, attempt))
+                    if http_address is None:
+                        ended = await _send(address, channel, attempt, spoken)
+                    else:
+                        attempt = over_http.as_http(attempt)
+                        ended = await _send_http(http_address, facts.model, attempt)
+                    result.add(attempt, ended)
 
     await asyncio.gather(*(one_client() for _ in range(num_clients)))
     return result
 
 
-async def _send(address: str, channel: Any, attempt: Attempt) -> Ended:
+async def _send(address: str, channel: Any, attempt: Attempt, spoken: Spoken) -> Ended:
     started_at = time.monotonic()
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             if attempt.manner not in ("close", "slow"):
-                ended = await _call(channel, attempt)
+                ended = await _call(channel, attempt, spoken)
             else:
                 options = _OWN_SOCKET + (_SMALL_WINDOW if attempt.manner == "slow" else ())
                 async with grpc.aio.insecure_channel(address, options) as own:
-                    ended = await _call(own, attempt)
+                    ended = await _call(own, attempt, spoken)
     except TimeoutError:
         ended = Ended(HUNG, f"no end after {_TIMEOUT_S:g} s")
+    ended.seconds = time.monotonic() - started_at
+    ended.flaw = _flaw(attempt, ended)
+    return ended
+
+
+async def _send_http(address: str, model: str, attempt: Attempt) -> Ended:
+    started_at = time.monotonic()
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            code, details, refused, events = await over_http.send(address, model, attempt)
+            ended = Ended(code, details, refused)
+            if attempt.request is not None and code == "OK" and attempt.manner in ("read", "slow"):
+                ended.flaw = over_http.flaw(attempt, events)
+    except TimeoutError:
+        ended = Ended(HUNG, f"no end after {_TIMEOUT_S:g} s")
+    except OSError as error:
+        ended = Ended("UNAVAILABLE", str(error))
     ended.seconds = time.monotonic() - started_at
     return ended
 
@@ -153,18 +180,23 @@ def left_to_code() -> Iterator[None]:
             raise
 
 
-async def _call(channel: Any, attempt: Attempt) -> Ended:
+async def _call(channel: Any, attempt: Attempt, spoken: Spoken) -> Ended:
     if attempt.manner in ("silent", "empty"):
         nothing = iter(()) if attempt.manner == "empty" else None  # None: its side stays open
         call = channel.stream_stream(attempt.path)(nothing, timeout=attempt.timeout_s)
     else:
         call = channel.unary_stream(attempt.path)(attempt.payload, timeout=attempt.timeout_s)
     messages: list[pb.GenerateResponse] = []
+    reply, refusal = spoken.replies(), None
     leaves = attempt.manner in ("cancel", "close")
     if not leaves or attempt.stop_after:
         with left_to_code():
             async for payload in call:
-                messages.append(pb.GenerateResponse.FromString(payload))
+                found = reply(payload)
+                if isinstance(found, Refusal):
+                    refusal = found
+                    continue
+                messages.append(found)
                 if leaves and len(messages) >= attempt.stop_after:
                     break
                 if attempt.manner == "slow":
@@ -173,10 +205,13 @@ async def _call(channel: Any, attempt: Attempt) -> Ended:
         call.cancel()
     elif attempt.manner == "close":
         await channel.close()
-    return await _end(call, messages)
+    return await _end(call, messages, refusal)
 
 
-async def _end(call: Any, messages: list[pb.GenerateResponse]) -> Ended:
+async def _end(call: Any, messages: list[pb.GenerateResponse], refusal: Refusal | None) -> Ended:
+    if refusal is not None and await call.code() is grpc.StatusCode.OK:
+        refused = refusal.code == "RESOURCE_EXHAUSTED" and refusal.with_time
+        return Ended(refusal.code, refusal.details, refused, messages)
     code = (await call.code()).name
     details = await call.details() or ""
     trailing = [] if code == "OK" else [key for key, _ in await call.trailing_metadata() or ()]
@@ -229,7 +264,7 @@ async def overload(address: str, facts: Facts) -> list[float] | None:
         give_up_at = time.monotonic() + _TIMEOUT_S / 6
         for _ in range(_NUM_REFUSALS):
             started_at = time.monotonic()
-            ended = await _within(give_up_at, _call(own, leaving))
+            ended = await _within(give_up_at, _call(own, leaving, PROTOCOLS["grpc"]))
             if ended is None:
                 break
             if ended.refused:

@@ -12,6 +12,7 @@ from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 _INT32 = (0, 1, 2, 8, 99, 511, 512, 4096, -1, -(2**31), 2**31 - 1)
 _INT64 = (*_INT32, 2**63 - 1, -(2**63))
+_UINT32 = (0, 1, 99, 2**31, 2**32 - 1)
 _UINT64 = (0, 1, 2**32, 2**63, 2**64 - 1)
 _FLOATS = (0.0, -0.0, 0.5, 1.0, 7.0, -1.0, 1e-40, 3e38, math.nan, math.inf, -math.inf)
 _STRINGS = (
@@ -39,6 +40,7 @@ _USUAL = pb.GenerateRequest(text="add 4 + 3 =", sampling=pb.SamplingParams(max_n
 _VALUES: dict[int, Callable[[random.Random], Any]] = {
     FieldDescriptor.TYPE_INT32: lambda rng: rng.choice(_INT32),
     FieldDescriptor.TYPE_INT64: lambda rng: rng.choice(_INT64),
+    FieldDescriptor.TYPE_UINT32: lambda rng: rng.choice(_UINT32),
     FieldDescriptor.TYPE_UINT64: lambda rng: rng.choice(_UINT64),
     FieldDescriptor.TYPE_FLOAT: lambda rng: rng.choice(_FLOATS),
     FieldDescriptor.TYPE_DOUBLE: lambda rng: rng.choice(_FLOATS),
@@ -55,7 +57,7 @@ def message(rng: random.Random, kind: Descriptor) -> bytes:
     if chance < 0.2:
         return rng.randbytes(rng.choice((1, 2, 7, 40, 300, 5000)))
     valid = absurd(rng, kind).SerializeToString()
-    return valid if chance < 0.6 else _mutated(rng, valid)
+    return valid if chance < 0.6 else mutated(rng, valid)
 
 
 def absurd(rng: random.Random, kind: Descriptor, depth: int = 0) -> Any:
@@ -72,6 +74,9 @@ def absurd(rng: random.Random, kind: Descriptor, depth: int = 0) -> Any:
 
 
 def _set(rng: random.Random, made: Any, field: FieldDescriptor, depth: int) -> None:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        _set_map(rng, getattr(made, field.name), field.message_type, depth)
+        return
     if field.message_type is not None:
         child = absurd(rng, field.message_type, depth + 1)
         if field.is_repeated:
@@ -90,7 +95,18 @@ def _set(rng: random.Random, made: Any, field: FieldDescriptor, depth: int) -> N
         setattr(made, field.name, draw(rng))
 
 
-def _mutated(rng: random.Random, valid: bytes) -> bytes:
+def _set_map(rng: random.Random, made: Any, entry: Descriptor, depth: int) -> None:
+    key, value = entry.fields
+    for _ in range(rng.choice(_COUNTS)):
+        name = _VALUES[key.type](rng)
+        if value.message_type is not None:
+            made[name].CopyFrom(absurd(rng, value.message_type, depth + 1))
+        else:
+            made[name] = _VALUES[value.type](rng)
+
+
+def mutated(rng: random.Random, valid: bytes) -> bytes:
+    """A message with a few bytes changed, put in, left out or said twice."""
     data = bytearray(valid or b"\x0a\x03abc")
     for _ in range(rng.choice((1, 1, 2, 8))):
         at = rng.randrange(len(data) + 1)

@@ -10,10 +10,12 @@ from typing import Any
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
 
+from benchmarks.fuzz_http.__main__ import fuzz as fuzz_http
 from benchmarks.hostile import probes, report
 from benchmarks.hostile.attempts import Facts, learn
 from benchmarks.hostile.fuzz import SERVICES, brownout_kept, fuzz, serves
 from benchmarks.hostile.load import LoadResult, overload, play
+from benchmarks.hostile.protocols import PROTOCOLS
 from benchmarks.hostile.report import Line, Marks
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
@@ -34,14 +36,21 @@ class Plan:
     num_fuzzed: int  # messages to each service
     idle_s: float
     limit_s: float  # of the load, and of each service's fuzz
+    protocol: str = "grpc"  # of the load; see `protocols.py`
+    http_address: str | None = None  # where load and fuzz go over HTTP; None: over gRPC
 
 
 async def run(plan: Plan) -> tuple[list[Line], dict[str, Any]]:
     """Plays it all; lines of what must hold, and every figure."""
     facts = await learn(plan.address, plan.admin_address)
+    if not (facts.texts or PROTOCOLS[plan.protocol].takes_tokens):
+        raise ValueError(f"{plan.protocol} has texts alone, and this model has no tokenizer")
     print(f"{facts.model} at {plan.address}, jmoe {facts.version}; idle first", flush=True)
     lines, figures = await _load(plan, facts)
-    for service in SERVICES.values() if plan.num_fuzzed else ():
+    if plan.http_address and plan.num_fuzzed:
+        await _fuzz_http(plan, plan.http_address, facts, lines, figures)
+    over_grpc = plan.num_fuzzed and not plan.http_address
+    for service in SERVICES.values() if over_grpc else ():
         if not await serves(plan.address):
             lines.append(Line(f"serving before the fuzz of {service.name}", "yes", "no", False))
             break
@@ -92,7 +101,9 @@ async def _play(plan: Plan, facts: Facts, count: int, polite: bool = False) -> L
         num_clients=plan.num_clients,
         seed=plan.seed,
         limit_s=plan.limit_s,
+        spoken=PROTOCOLS[plan.protocol],
         polite=polite,
+        http_address=plan.http_address,
     )
 
 
@@ -195,6 +206,23 @@ async def _stats(address: str, facts: Facts) -> pb.Stats | None:
                 break
             await asyncio.sleep(0.1)
     return stats
+
+
+async def _fuzz_http(
+    plan: Plan, address: str, facts: Facts, lines: list[Line], figures: dict[str, Any]
+) -> None:
+    """Fuzzes the routes over HTTP; adds to what must hold, and to the figures."""
+    started_at = time.monotonic()
+    found = await fuzz_http(address, facts.model, plan.num_fuzzed, plan.num_clients, plan.seed)
+    problems = len(found.problems)
+    lines.append(Line("fuzzed requests answered wrongly", "0", f"{problems}", not problems))
+    codes = {f"{kind}: {code}": number for (kind, code), number in sorted(found.statuses.items())}
+    print(f"fuzz over HTTP: {codes}", flush=True)
+    for problem in found.problems[:3]:
+        print(f"  {problem[:300]}")
+    took_s = time.monotonic() - started_at
+    told = {"codes": codes, "examples": found.problems, "duration_s": took_s}
+    figures.setdefault("fuzz", {})["HTTP"] = told
 
 
 async def _fuzz(

@@ -60,6 +60,10 @@ class SimulatedDevice:
         loop.call_at(self._busy_until, _finish, future, self._result(plan, control))
         return future
 
+    def draw(self, allowed: np.ndarray) -> None:
+        """See Runner. No output is structured."""
+        raise NotImplementedError
+
     def layers_at_once(self, phase: Phase, size: int) -> int:
         """See Runner."""
         sizes = self.times.buckets[phase]

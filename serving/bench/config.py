@@ -18,6 +18,7 @@ from serving.bench.workload import (
     load_tasks,
     shuffled,
 )
+from serving.connection import Connection
 
 DATASETS = ("sharegpt", "alpaca", "tasks", "random")
 RAMPS = ("linear", "exponential")
@@ -28,10 +29,14 @@ class BenchConfig:
     """Flags of `jmoe bench serve`, named as `vllm bench serve` names them."""
 
     backend: str = "jmoe"  # there is no other
-    base_url: str | None = None  # http:// or grpc://HOST:PORT; none: host and port
+    base_url: str | None = None  # http://, https:// or grpc://HOST:PORT; none: host and port
     host: str = "127.0.0.1"
     port: int = 50051
     admin_address: str | None = None  # none: where the server says its admin service is
+    api_key_env: str | None = None  # variable that has the key; none: JMOE_API_KEY
+    tls_ca: str | None = None  # these three: PEM files; none: what the environment names
+    tls_cert: str | None = None
+    tls_key: str | None = None
     ready_check_timeout_sec: float = 600.0  # for a server that is still starting
     model: str | None = None  # the name that must be served; none: the server's first
     model_mix: tuple[str, ...] = ()  # "NAME=WEIGHT" of models that requests go to, by lot
@@ -78,6 +83,7 @@ class Plan:
 
     config: BenchConfig
     address: str
+    connection: Connection
     metrics: tuple[str, ...]
     percentiles: list[float]
     goodput: dict[str, float]  # milliseconds
@@ -86,7 +92,9 @@ class Plan:
 
 
 def prepare(config: BenchConfig) -> Plan:
-    """Checks all that needs no server, and reads the dataset. Raises WorkloadError."""
+    """Checks all that needs no server, and reads the dataset. Raises WorkloadError, and ValueError
+    for a key or certificates that cannot be used.
+    """
     _check_choices(config)
     _check_numbers(config)
     _check_ramp(config)
@@ -98,6 +106,12 @@ def prepare(config: BenchConfig) -> Plan:
     plan = Plan(
         config,
         _address(config),
+        Connection.of_environment(
+            config.api_key_env,
+            tls_ca=config.tls_ca,
+            tls_cert=config.tls_cert,
+            tls_key=config.tls_key,
+        ),
         metrics,
         _percentiles(config.metric_percentiles),
         _goodput(config.goodput),
@@ -172,7 +186,7 @@ def _flag(name: str) -> str:
 
 
 def _address(config: BenchConfig) -> str:
-    """`host:port` of the server, from the URL where there is one."""
+    """Of the server, from the URL where there is one: `host:port`, or `https://host:port`."""
     if config.base_url is None:
         if not 0 < config.port < 65536:
             raise WorkloadError(f"--port is {config.port}; it must be between 1 and 65535")
@@ -182,13 +196,13 @@ def _address(config: BenchConfig) -> str:
         host, port = url.hostname, url.port
     except ValueError as error:
         raise WorkloadError(f"--base-url is {config.base_url}: {error}") from None
-    if url.scheme == "https":
-        raise WorkloadError(f"--base-url is {config.base_url}; the server speaks no TLS: use http")
-    if url.scheme not in ("http", "grpc") or not host or not port or url.path not in ("", "/"):
+    known = url.scheme in ("http", "https", "grpc")
+    if not known or not host or not port or url.path not in ("", "/"):
         raise WorkloadError(
-            f"--base-url is {config.base_url}; write http://HOST:PORT or grpc://HOST:PORT"
+            f"--base-url is {config.base_url}; write http://HOST:PORT or grpc://HOST:PORT, or "
+            "https://HOST:PORT where the server has a certificate"
         )
-    return _join(host, port)
+    return ("https://" if url.scheme == "https" else "") + _join(host, port)
 
 
 def _join(host: str, port: int) -> str:

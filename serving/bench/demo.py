@@ -135,6 +135,7 @@ async def _server(config: DemoConfig, console: Console) -> AsyncIterator[tuple[s
             config.startup_timeout_s,
             say,
             (grpc.aio.AioRpcError, CalibrationError, TimeoutError),
+            lambda url: console.print(f"live page: {url}"),
         ) as found:
             status.stop()
             yield found
@@ -176,6 +177,7 @@ async def _play(
         await wait_idle(client, config.pause_s)
         watch = Watch(pid)
         state = await use_variant(client, variant, own, config.strategy, slo)
+        console.print(f"playing: {variant.label}")
         with console.status(variant.label, refresh_per_second=4) as status:
             run = await play(
                 client,

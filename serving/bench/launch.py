@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _READY = re.compile(rb"jmoe ready on (\S+:\d+)")
+_PAGE = re.compile(rb"jmoe page on (\S+:\d+)")
 
 
 class LaunchError(RuntimeError):
@@ -23,11 +24,13 @@ async def running_server(
     timeout_s: float,
     say: Callable[[str], None] = lambda text: None,
     failures: tuple[type[Exception], ...] = (),
+    on_page: Callable[[str], None] = lambda url: None,
 ) -> AsyncIterator[tuple[str, int]]:
     """Starts Python with `command`; yields the address it prints as ready, and its pid.
 
-    `log_path` takes all its output; `say` is told the newest line while it starts. An exception of
-    the kinds `failures` that leaves the block is raised as LaunchError.
+    `log_path` takes all its output; `say` is told the newest line while it starts, `on_page` where
+    its live page is. An exception of the kinds `failures` that leaves the block is raised as
+    LaunchError.
 
     Raises LaunchError where the server ends or is not ready in time.
     """
@@ -36,7 +39,7 @@ async def running_server(
             sys.executable, *command, stdout=subprocess.PIPE, stderr=log
         )
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        reader = asyncio.create_task(_read_stdout(process, log, address))
+        reader = asyncio.create_task(_read_stdout(process, log, address, on_page))
         try:
             yield await _wait_for_address(address, timeout_s, log_path, say), process.pid
         except failures as error:
@@ -47,12 +50,17 @@ async def running_server(
 
 
 async def _read_stdout(
-    process: asyncio.subprocess.Process, log: Any, address: "asyncio.Future[str]"
+    process: asyncio.subprocess.Process,
+    log: Any,
+    address: "asyncio.Future[str]",
+    on_page: Callable[[str], None],
 ) -> None:
     assert process.stdout is not None
     async for line in process.stdout:  # to its end, or the child would block on a full pipe
         log.write(line)
         log.flush()
+        if page := _PAGE.search(line):
+            on_page(page[1].decode())
         if (ready := _READY.search(line)) and not address.done():
             address.set_result(ready[1].decode())
     if not address.done():

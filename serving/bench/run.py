@@ -66,7 +66,7 @@ def run_bench(
 
 async def _bench(plan: Plan, say: Say, progress: Progress) -> tuple[Run, str]:
     config = plan.config
-    async with Client(plan.address, config.admin_address) as client:
+    async with Client(plan.address, config.admin_address, plan.connection) as client:
         try:
             server = await _ready_server(client, config.ready_check_timeout_sec, say)
             names = _models(plan, server)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import grpc
 
 from serving.client import admin_address_of
+from serving.connection import Connection
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 
@@ -54,6 +55,7 @@ class Scorer:
         allow_brownout: bool = True,
         concurrency: int = 0,
         timeout_s: float = 600.0,
+        connection: Connection | None = None,
     ) -> None:
         """Connects, and asks for the server's limits.
 
@@ -65,20 +67,25 @@ class Scorer:
             allow_brownout: False: requests are exempt, whatever the server's setting.
             concurrency: requests at a time; 0: as many as the server decodes together.
             timeout_s: for one request, its retries included.
+            connection: key and certificates; None: those of the environment.
 
         Raises ConnectionError where no server answers.
         """
         self.prefix, self.allow_brownout, self.timeout_s = prefix, allow_brownout, timeout_s
-        self._channel = grpc.insecure_channel(address)
+        connection = connection or Connection.of_environment()
+        self._channel, self._metadata = connection.channel(address), connection.metadata
         self._generate = rpc.GenerationStub(self._channel).Generate
         try:
             info = rpc.GenerationStub(self._channel).GetServerInfo(
-                pb.GetServerInfoRequest(), timeout=_CONNECT_S, wait_for_ready=True
+                pb.GetServerInfoRequest(),
+                timeout=_CONNECT_S,
+                wait_for_ready=True,
+                metadata=self._metadata,
             )
             address = admin_address or admin_address_of(address, info)
-            with grpc.insecure_channel(address) as admin:
+            with connection.channel(address) as admin:
                 self.brownout = rpc.AdminStub(admin).GetBrownout(
-                    pb.GetBrownoutRequest(), timeout=_CONNECT_S
+                    pb.GetBrownoutRequest(), timeout=_CONNECT_S, metadata=self._metadata
                 )
         except grpc.RpcError as error:
             raise ConnectionError(
@@ -231,7 +238,8 @@ class Scorer:
         ends_at, busy = time.monotonic() + self.timeout_s, None
         while True:
             try:
-                messages = list(self._generate(request, timeout=ends_at - time.monotonic()))
+                left_s = ends_at - time.monotonic()
+                messages = list(self._generate(request, timeout=left_s, metadata=self._metadata))
                 break
             except grpc.RpcError as error:
                 # A token is a byte or more: a prompt of fewer bytes fits, and the fault is another.

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.connection import Connection
+
 Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 """Values by name and labels, the labels in alphabetical order."""
 
@@ -21,10 +23,14 @@ def free_port() -> int:
 
 
 async def scrape(port: int) -> Samples:
-    """What a server on this machine has at `/metrics` of its `metrics_port`. Raises OSError."""
+    """What a server on this machine has at `/metrics` of its `metrics_port`, which is not
+    encrypted; with the key of the environment. Raises OSError.
+    """
+    headers = dict(Connection.of_environment().metadata)
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
 
     def read() -> bytes:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT_S) as got:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as got:
             return got.read()
 
     return parse((await asyncio.to_thread(read)).decode())

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from .conftest import FEW_PROGRAMS
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,12 +33,45 @@ async def test_a_server_withstands_a_small_run(server, tmp_path):
     assert lines["KV pages used after the load"]["seen"] == "0"
     assert lines["compilations by the end of the fuzz"]["seen"] == "0"
     assert sum(sum(codes.values()) for codes in found["codes"].values()) == 200
-    assert set(found["fuzz"]) == {"Generation", "Admin", "Health", "ServerReflection"}
+    own = {"Generation", "Admin", "GRPCInferenceService"}
+    assert set(found["fuzz"]) == own | {"Health", "ServerReflection"}
     assert found["memory"]["samples"] > 10
     assert found["health"]["load"]["count"] > 10
     failed = any(line["ok"] is False for line in lines.values())
     assert ended.returncode == int(failed)
     assert all(name in ended.stdout for name in lines)
+
+
+async def test_a_server_withstands_the_same_in_another_protocol(server, tmp_path):
+    process, address = server
+    out = tmp_path / "hostile.json"
+    sizes = ("--requests", 200, "--clients", 16, "--fuzz", 0, "--idle-s", 1)
+    where = ("--address", address, "--pid", process.pid, "--out", out, "--protocol", "kserve")
+    ended = await asyncio.to_thread(hostile, *where, *sizes)
+    assert ended.returncode in (0, 1), ended.stderr
+    found = json.loads(out.read_text(encoding="utf-8"))
+    wrong = [line for line in found["lines"] if not line["by_machine"] and not line["ok"]]
+    assert not wrong, (wrong, found["problems"], ended.stdout)
+    codes = found["codes"]
+    assert sum(sum(one.values()) for one in codes.values()) == 200
+    assert set(codes["fine: text"]) <= {"OK", "RESOURCE_EXHAUSTED"}
+    assert any("INVALID_ARGUMENT" in one for name, one in codes.items() if "malformed" in name)
+
+
+async def test_a_server_withstands_a_small_run_over_http(tmp_path):
+    out = tmp_path / "hostile.json"
+    settings = [part for value in FEW_PROGRAMS for part in ("--set", value)]
+    sizes = ("--requests", 200, "--clients", 16, "--fuzz", 2000, "--idle-s", 1)
+    ended = await asyncio.to_thread(
+        hostile, "--protocol", "http", "--out", out, *sizes, *settings, timeout_s=500
+    )
+    assert ended.returncode in (0, 1), ended.stderr
+    found = json.loads(out.read_text(encoding="utf-8"))
+    wrong = [line for line in found["lines"] if not line["by_machine"] and not line["ok"]]
+    assert not wrong, (wrong, found["problems"], found["fuzz"]["HTTP"]["examples"], ended.stdout)
+    assert sum(sum(codes.values()) for codes in found["codes"].values()) == 200
+    assert found["fuzz"]["HTTP"]["codes"]["right: 200"] > 50
+    assert found["memory"]["samples"] > 10
 
 
 @pytest.mark.parametrize(

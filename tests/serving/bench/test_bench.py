@@ -261,7 +261,9 @@ async def test_bench_writes_what_it_returns(served, one_loop, tmp_path):
     ("flags", "message"),
     [
         (["--backend", "vllm"], "--backend is vllm; only jmoe (gRPC) is supported"),
-        (["--base-url", "https://h:1"], "speaks no TLS"),
+        (["--base-url", "https://h"], "https://HOST:PORT where the server has a certificate"),
+        (["--api-key-env", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is empty"),
+        (["--tls-cert", "own.pem"], "tls_cert and tls_key of a client go together"),
         (["--base-url", "localhost:50051"], "write http://HOST:PORT or grpc://HOST:PORT"),
         (["--base-url", "http://localhost"], "write http://HOST:PORT"),
         (["--base-url", "http://h:1/v1"], "write http://HOST:PORT"),

@@ -50,6 +50,8 @@ def test_demo_measures_both_runs_and_stores_them(tmp_path):
     result = run_demo(config(tmp_path), console)
     text = console.export_text()
     assert "a full batch without brownout:" in text
+    assert "live page: http://127.0.0.1:9\n" in text
+    assert text.index("playing: without brownout\n") < text.index("playing: with brownout\n")
     assert result["verdict"][:30] in text.replace("\n", " ")
     assert (tmp_path / "out" / "demo.png").stat().st_size > 10_000
     stored = json.loads((tmp_path / "out" / "demo.json").read_text())

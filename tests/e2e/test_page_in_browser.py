@@ -1,0 +1,294 @@
+"""The live page in a real browser: Debian's `chromium`, driven by Playwright.
+
+With JMOE_PICTURES=FOLDER each test leaves a picture of what it saw there.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from serving.errors import PermissionDenied, Unauthenticated
+from serving.frontend.access import Caller
+
+sys.path.append(str(Path(__file__).parents[1] / "serving"))  # fake_engine
+sys.path.append(str(Path(__file__).parent))
+
+playwright = pytest.importorskip(
+    "playwright.async_api", reason="Playwright is not installed: it comes with the extra `dev`"
+)
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="there is no chromium: apt-get install chromium"
+)
+
+from page_scene import LAYERS, ROUTED, UNITED, Scene  # noqa: E402
+
+DESKTOP, PHONE = {"width": 1360, "height": 1000}, {"width": 390, "height": 844}
+WAIT_MS = 20_000
+WIDTHS = """Array.from(
+    document.querySelectorAll("#charts path.line.prefill, #charts path.line.decode"),
+    (path) => path.getBBox().width / path.ownerSVGElement.clientWidth,
+)"""
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    folder = os.environ.get("JMOE_PICTURES")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    return Path(folder) if folder else None
+
+
+@contextlib.asynccontextmanager
+async def browsing(scheme="light", viewport=DESKTOP, quiet=True, **options):
+    """A page of a browser. `quiet`: leaving fails where the console said anything wrong."""
+    said: list[str] = []
+    async with playwright.async_playwright() as driver:
+        browser = await driver.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+        )
+        try:
+            context = await browser.new_context(color_scheme=scheme, viewport=viewport, **options)
+            page = await context.new_page()
+            page.set_default_timeout(WAIT_MS)
+            page.on(
+                "console", lambda m: said.append(m.text) if m.type in ("error", "warning") else None
+            )
+            page.on("pageerror", lambda error: said.append(str(error)))
+            yield page
+        finally:
+            await browser.close()
+    if quiet:
+        assert not said
+
+
+async def opened(page, scene):
+    await page.goto(scene.url)
+    await page.locator("main").wait_for(state="visible")
+
+
+async def text_of(page, selector):
+    return await page.locator(selector).inner_text()
+
+
+def tile(page, title):
+    return page.locator("#tiles div", has=page.get_by_text(title, exact=True)).locator("dd").first
+
+
+async def shoot(page, pictures, name):
+    if pictures is not None:
+        await page.evaluate("scrollTo(0, 0)")
+        await page.screenshot(path=pictures / f"{name}.png", full_page=True)
+
+
+async def going_on(scene):
+    """The burst's aftermath, second by second as the server samples."""
+    at = 0
+    while True:
+        at += 1
+        scene.second(at)
+        await asyncio.sleep(0.5)
+
+
+@contextlib.asynccontextmanager
+async def live_scene(**settings):
+    async with Scene(**settings) as scene:
+        await scene.play()
+        task = asyncio.create_task(going_on(scene))
+        yield scene
+        task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "viewport"),
+    [("light", "light", DESKTOP), ("dark", "dark", DESKTOP), ("phone", "dark", PHONE)],
+)
+async def test_a_burst_is_seen_and_goes_on(name, scheme, viewport, pictures):
+    async with live_scene() as scene, browsing(scheme, viewport) as page:
+        await opened(page, scene)
+        assert await text_of(page, "#status") == "ready"
+        wide = await page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= viewport["width"], "it does not fit the width"
+        for title in ("Time to first token, P90", "Expert visits degraded", "KV pages used"):
+            await page.get_by_role("img", name=re.compile(rf"{title}.*\d")).wait_for()
+        # A line and an area over most of the width, not a stump of one sample.
+        widths = await page.evaluate(WIDTHS)
+        assert len(widths) == 4
+        assert min(widths) > 0.4
+        ground = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, ground[4:-1].split(","))) < 200) == (scheme == "dark")
+        seen = set()
+        async with asyncio.timeout(20):
+            while len(seen) < 3:  # values move
+                seen.add(await tile(page, "TTFT P90").inner_text())
+                await asyncio.sleep(0.2)
+        await page.locator("#ramp-most", has_text="rows/s").wait_for()
+        await page.wait_for_function(
+            "!document.querySelector('#ramp-most').textContent.startsWith('0 ')"
+        )
+        await shoot(page, pictures, name)
+
+
+async def test_the_form_by_keyboard_and_refusals_beside_their_control(pictures):
+    async with live_scene() as scene, browsing(quiet=False) as page:
+        await opened(page, scene)
+        engine = scene.engine
+        await page.locator("#strategy").focus()
+        await page.keyboard.press("End")  # full
+        for _ in range(20):
+            if await page.evaluate("document.activeElement.id") == "by-controller":
+                break
+            await page.keyboard.press("Tab")
+        await page.keyboard.press("ArrowDown")  # by hand
+        await page.locator("#prefill").focus()
+        await page.keyboard.press("ControlOrMeta+A")
+        await page.keyboard.type("101")
+        await page.keyboard.press("Enter")
+        await page.locator("#refusal", has_text="101").wait_for()
+        assert await page.evaluate("document.activeElement.id") == "prefill"
+        assert await page.locator("#prefill").get_attribute("aria-invalid") == "true"
+        assert engine.brownout.strategy == "partial"
+        await shoot(page, pictures, "refused")
+        await page.keyboard.press("ControlOrMeta+A")
+        await page.keyboard.type("70")
+        assert await text_of(page, "#refusal") == ""
+        await page.keyboard.press("Enter")
+        await page.locator("#outcome", has_text="Applied").wait_for()
+        assert engine.brownout.strategy == "full"
+        assert not engine.brownout.salc_enabled
+        assert engine.changes.prefill_threshold_percent == 70
+        assert engine.changes.decode_threshold_percent is None  # it was not touched
+        await page.locator("#ttft").fill("450")
+        await page.keyboard.press("Enter")
+        await page.locator("#apply:disabled").wait_for()
+        async with asyncio.timeout(20):
+            while engine.brownout.ttft_slo_s != 0.45:
+                await asyncio.sleep(0.05)
+        assert engine.changes.strategy is None
+
+
+async def test_edits_stay_while_the_server_goes_on_and_can_be_undone():
+    async with live_scene() as scene, browsing() as page:
+        await opened(page, scene)
+        await page.locator("#itl").fill("99")
+        before = scene.server.live.count
+        async with asyncio.timeout(20):
+            while scene.server.live.count < before + 3:
+                await asyncio.sleep(0.1)
+        assert await page.locator("#itl").input_value() == "99"
+        await page.locator("#reset").click()
+        assert await page.locator("#itl").input_value() == "25"
+        await page.locator("#itl").fill("")
+        await page.keyboard.press("Enter")
+        await page.locator("#refusal", has_text="number").wait_for()
+
+
+async def test_a_moment_is_looked_at_by_keyboard_and_by_pointer():
+    async with live_scene() as scene, browsing() as page:
+        await opened(page, scene)
+        back = page.get_by_label("Look back")
+        await back.focus()
+        for _ in range(3):
+            await page.keyboard.press("PageDown")
+        said = await back.get_attribute("aria-valuetext")
+        assert "s ago" in said
+        assert "TTFT P90" in said
+        assert await page.locator(".cross").count() >= 6
+        await page.keyboard.press("Escape")
+        assert await back.get_attribute("aria-valuetext") == "now"
+        box = await page.locator("#charts").bounding_box()
+        await page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 100)
+        await page.locator("#moment", has_text="s ago").wait_for()
+        await page.mouse.move(5, 5)
+        await page.wait_for_function("document.querySelector('#moment').textContent === ''")
+
+
+async def test_experts_are_read_cell_by_cell():
+    async with live_scene() as scene, browsing() as page:
+        await opened(page, scene)
+        await page.wait_for_function("document.querySelector('#ramp-most').textContent.length > 6")
+        await page.locator("#heat").focus()
+        for _ in range(ROUTED + 1):
+            await page.keyboard.press("ArrowRight")
+        assert "united expert 0: about" in await text_of(page, "#experts-cell")
+        for _ in range(LAYERS + 5):
+            await page.keyboard.press("ArrowDown")
+        assert f"Layer {LAYERS - 1}," in await text_of(page, "#experts-cell")
+        box = await page.locator("#heat").bounding_box()
+        await page.mouse.move(box["x"] + box["width"] - 3, box["y"] + 3)
+        await page.locator(
+            "#experts-cell", has_text=f"Layer 0, united expert {UNITED - 1}"
+        ).wait_for()
+
+
+class Keys:
+    """One admin's key and one user's."""
+
+    def caller(self, authorization):
+        if authorization == "Bearer user":
+            return Caller("u", is_admin=False)
+        if authorization != "Bearer root":
+            raise Unauthenticated("there is no such key; ask your operator for one")
+        return Caller("ops")
+
+
+async def test_the_key_is_asked_for_kept_in_the_tab_and_forgotten(pictures):
+    async with live_scene() as scene, browsing(quiet=False) as page:
+        scene.server.access = Keys()
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        await page.goto(scene.url)
+        await page.locator("#key").wait_for(state="visible")
+        assert await page.evaluate("document.activeElement.id") == "key-value"
+        for key, says in (("wrong", "no such key"), ("user", "no admin key")):
+            await page.keyboard.type(key)
+            await page.keyboard.press("Enter")
+            await page.locator("#key-refusal", has_text=says).wait_for()
+        await shoot(page, pictures, "key")
+        await page.keyboard.type("root")
+        await page.keyboard.press("Enter")
+        await page.locator("main").wait_for(state="visible")
+        stored = (
+            "JSON.stringify([localStorage.length, document.cookie, Object.values(sessionStorage)])"
+        )
+        assert await page.evaluate(stored) == '[0,"",["root"]]'
+        await page.locator("#strategy").select_option("zero")
+        await page.locator("#apply").click()
+        await page.locator("#outcome", has_text="Applied").wait_for()
+        await page.reload()
+        await page.locator("main").wait_for(state="visible")
+        await page.get_by_role("button", name="Forget the key").click()
+        await page.locator("#key").wait_for(state="visible")
+        assert await page.evaluate("sessionStorage.length") == 0
+        assert not [url for url in asked if "root" in url]
+    with pytest.raises(PermissionDenied):
+        Keys().caller("Bearer user").require_admin()
+
+
+async def test_a_server_that_loads_fails_and_comes_back_is_followed(pictures):
+    async with browsing(quiet=False) as page:
+        async with Scene(exit_on_failure=False) as scene:
+            await opened(page, scene)
+            await page.locator("#banner", has_text="loading its model").wait_for()
+            assert await page.locator("#apply").is_disabled()
+            await shoot(page, pictures, "loading")
+            await scene.play()
+            await page.locator("#status", has_text="ready").wait_for()
+            await page.locator("#controller option").first.wait_for(state="attached")
+            assert await page.locator("#way").input_value() == "8"
+            scene.engine.fail("a step took longer than 60 s (engine.watchdog_s)")
+            await page.locator("#banner", has_text="a step took longer than 60 s").wait_for()
+            await shoot(page, pictures, "failed")
+            port = scene.server.page.port
+        await page.locator("#link", has_text="Trying again in").wait_for()
+        await shoot(page, pictures, "disconnected")
+        async with live_scene(admin_http_port=port):
+            await page.locator("#status", has_text="ready").wait_for()
+            await page.wait_for_function("document.querySelector('#link').textContent === ''")
+            assert await page.locator("#banner").is_hidden()
