@@ -1,0 +1,80 @@
+"""What the image starts, started here: it becomes healthy, answers, and drains when stopped."""
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.request import urlopen
+
+from test_images import command, instructions
+
+from serving.client import Client
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+
+SMALL = {
+    "engine.max_model_len": 64,
+    "engine.max_num_seqs": 4,
+    "engine.max_prefill_tokens": 32,
+    "engine.max_prefill_seqs": 2,
+}
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def health(port):
+    """What the image's own check says of a server on another port."""
+    (line,) = instructions("HEALTHCHECK")
+    code = re.search(r'"-c", "(.*)"\]', line)[1].replace(":9090/", f":{port}/")
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode
+
+
+def test_the_images_command_starts_answers_and_drains(tmp_path):
+    _, words = command()
+    ports = {name: free_port() for name in ("--port", "--http-port", "--metrics-port")}
+    for name, value in {**ports, "--model": "bundled", "--host": "127.0.0.1"}.items():
+        words[words.index(name) + 1] = str(value)
+    at = words.index("engine.compilation_cache=/cache/xla")
+    words[at] = f"engine.compilation_cache={tmp_path}/xla"
+    words += [part for key, value in SMALL.items() for part in ("--set", f"{key}={value}")]
+    log = (tmp_path / "log").open("w+")
+    child = subprocess.Popen(
+        [sys.executable, "-m", "serving.cli", *words],
+        stderr=log,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "HOME": str(tmp_path)},
+    )
+    try:
+        first = child.stdout.readline()
+        assert first.startswith("jmoe admin on 127.0.0.1:"), log.read()
+        assert health(ports["--metrics-port"]) != 0  # it listens, and is not ready
+        while not (line := child.stdout.readline()).startswith("jmoe ready on"):
+            assert line, Path(log.name).read_text()
+        assert health(ports["--metrics-port"]) == 0
+        asyncio.run(ask(f"127.0.0.1:{ports['--port']}"))
+        with urlopen(f"http://127.0.0.1:{ports['--metrics-port']}/metrics") as answer:
+            assert b"jmoe_generation_tokens_total 4.0" in answer.read()
+        child.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert child.wait(timeout=120) == 0
+        assert time.monotonic() - began < 45  # as the service and the pod allow
+    finally:
+        child.kill()
+        child.wait()
+        log.close()
+
+
+async def ask(address):
+    async with Client(address) as client:
+        sampling = pb.SamplingParams(max_new_tokens=4, ignore_eos=True)
+        answers = [answer async for answer in client.generate("What is 2 + 3?", sampling)]
+    assert sum(len(answer.token_ids) for answer in answers) == 4
