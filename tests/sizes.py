@@ -205,7 +205,7 @@ DEEP_TESTS = {
     "test_figures_are_those_of_the_forecast_and_of_the_simulator",
 }
 ON_MESHES = "tests/e2e/test_hostile_load.py"
-SHORT_ON_A_MESH = "test_served_tokens_are_those_of_the_notebook[ep=4]"
+SHORT_ON_A_MESH = "test_served_tokens_are_those_of_the_notebook[ep=2]"
 """What a served mesh answers; the other end-to-end tests on meshes are deep."""
 
 EMULATED, INTERPRETED = "sm90", "mosaic"
