@@ -139,7 +139,7 @@ def _load(shape: Shape, refs: Refs) -> None:
         last = lax.div(at.kv_len - 1, rows) * rows
 
         def fetch(pages, smem, first, step):
-            stage = lax.rem(steps + step, tile.stages)
+            stage = lax.rem(steps + step, smem.shape[0])
             plgpu.barrier_wait(refs.empty.at[first + stage])
 
             @pl.loop(0, shape.copies if shape.copies <= 2 else shape.copies + zero(at))
@@ -161,7 +161,7 @@ def _load(shape: Shape, refs: Refs) -> None:
             fetch(refs.k, refs.k_smem, 0, step)
 
         def values(step):
-            fetch(refs.v, refs.v_smem, tile.stages, step)
+            fetch(refs.v, refs.v_smem, tile.key_stages, step)
 
         @pl.when(at.blocks > 0)
         def _():
@@ -178,7 +178,7 @@ def _load(shape: Shape, refs: Refs) -> None:
     for_each_item(shape, refs, item)
     # Every phase of a barrier is to be seen by someone.
     plgpu.barrier_wait(refs.q_empty)
-    for stage in range(2 * tile.stages):
+    for stage in range(tile.stages):
         plgpu.barrier_wait(refs.empty.at[stage])
 
 
