@@ -29,7 +29,7 @@ once from memory.
 - What lies past the end of a sequence in its last tile may be infinite or NaN. Scores of such keys
   are masked; such values are overwritten by zeros in shared memory.
 - What no layer changes is made once a step (`op.plan`): where each run starts, and what is cut. A
-  block reads its line and asks for its first tile. Queries are padded inside, up to groups of eight.
+  block reads its line and asks for its first tile. Up to groups of eight queries are padded inside.
 """
 
 import dataclasses

@@ -72,10 +72,10 @@ def plan(
     before = jnp.sum(jnp.where(earlier, tiles[None, :], 0), axis=1, dtype=jnp.int32)
     shared = share(before[-1], num_blocks, min_tiles)
     ends = shared.start(jnp.arange(num_blocks + 1, dtype=jnp.int32))
-    row = jnp.sum(before[None, 1:] <= ends[:-1, None], axis=1, dtype=jnp.int32)
-    row = jnp.minimum(row, batch - 1)  # of a block without tiles
+    # Rows that end before it; of a block without tiles, all but the last.
+    row = jnp.sum(before[None, 1:-1] <= ends[:-1, None], axis=1, dtype=jnp.int32)
     runs = _table(ends[:-1], ends[1:], row)
-    return Plan(before, runs, _cuts(before, shared, runs[1:], kv_heads))
+    return Plan(before, runs, _cuts(before, shared, runs, kv_heads))
 
 
 def num_cuts(num_segments: int, num_blocks: int) -> int:
@@ -84,26 +84,25 @@ def num_cuts(num_segments: int, num_blocks: int) -> int:
 
 
 def _cuts(before: Array, shared: Share, runs: Array, kv_heads: int) -> Array:
-    """An entry for each segment or, if they are fewer, for each run but the first.
-
-    Of the runs that begin within a segment, the first one has it.
+    """An entry for each segment or, if they are fewer, for each run but the first: for the segment
+    that it begins within, unless the run before begins there, too.
     """
-    of_runs, batch = len(runs), len(before) - 1
-    if batch * kv_heads <= of_runs:
-        segment = jnp.arange(batch * kv_heads, dtype=jnp.int32)
-        row, kv_head = segment // kv_heads, segment % kv_heads
+    num_segments = (len(before) - 1) * kv_heads
+    if num_segments < len(runs):
+        segment = jnp.arange(num_segments, dtype=jnp.int32)
+        row, kv_head = _div(segment, kv_heads), segment % kv_heads
         tiles = _div(before[row + 1] - before[row], kv_heads)
-        may = jnp.ones(segment.shape, bool)
+        first_tile = before[row] + kv_head * tiles
+        is_own = jnp.bool_(True)
     else:
-        row, start = runs[:, ROW], runs[:, START]
+        row, start = runs[1:, ROW], runs[1:, START]
         tiles = jnp.maximum(_div(before[row + 1] - before[row], kv_heads), 1)
         kv_head = _div(start - before[row], tiles)
-        may = start < shared.total
-    first_tile = before[row] + kv_head * tiles
+        first_tile = before[row] + kv_head * tiles
+        is_own = (runs[:-1, START] <= first_tile) & (first_tile < start)
     first, last = shared.owner(first_tile), shared.owner(first_tile + tiles - 1)
-    if batch * kv_heads > of_runs:
-        may = may & (first == jnp.arange(of_runs, dtype=jnp.int32))
-    return _table(row * kv_heads + kv_head, first, jnp.where(may, jnp.maximum(first, last), first))
+    last = jnp.where(is_own, jnp.maximum(first, last), first)
+    return _table(row * kv_heads + kv_head, first, last)
 
 
 def _table(*columns: Array) -> Array:
