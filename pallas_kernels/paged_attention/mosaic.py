@@ -46,7 +46,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.common import NONE, PARAMS, TINY, Sizes, sizes_of, splat
 from pallas_kernels.paged_attention.merge import merge
-from pallas_kernels.paged_attention.schedule import ROW, START, STOP, At, Plan, Run
+from pallas_kernels.paged_attention.schedule import At, Plan, Run
 from pallas_kernels.paged_attention.tiles import Tile
 
 
@@ -142,9 +142,9 @@ def attend(sizes: Sizes, scale: float):
         refs = _Refs(*refs)
         refs = refs._replace(layer=refs.layer[0])
         block = lax.axis_index("block")
-        start, stop, row = (refs.runs[block, field] for field in (START, STOP, ROW))
+        start, stop, *row = (refs.runs[block, field] for field in range(refs.runs.shape[1]))
         run = Run(lambda row: refs.before[row], sizes.kv_heads, start, stop)
-        _attend_run(sizes, refs, scale * math.log2(math.e), run, run.first(row), block)
+        _attend_run(sizes, refs, scale * math.log2(math.e), run, At(start, *row), block)
         plgpu.wait_smem_to_gmem(0)
 
     smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)  # tiled and swizzled for wgmma

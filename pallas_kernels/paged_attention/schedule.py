@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-START, STOP, ROW = range(3)
-"""Fields of a run: tiles [START, STOP), and the row of the batch that START is of."""
+START, STOP, ROW, ROW_START, ROW_END = range(5)
+"""Fields of a run: tiles [START, STOP); the row of the batch that START is of, and its tiles."""
 SEGMENT, FIRST, LAST = range(3)
 """Fields of a cut: a segment, and the blocks that have its first and its last piece."""
 
@@ -29,7 +29,7 @@ class Plan(NamedTuple):
     """Schedule of a decode step: a pytree, for every layer."""
 
     before: Int[Array, "B1"]  # tiles in the rows before each row, of all kv heads; and in all rows
-    runs: Int[Array, "blocks 3"]
+    runs: Int[Array, "blocks 5"]
     cuts: Int[Array, "cuts 3"]  # in any order; one whose last block is its first is none
 
 
@@ -74,7 +74,7 @@ def plan(
     ends = shared.start(jnp.arange(num_blocks + 1, dtype=jnp.int32))
     # Rows that end before it; of a block without tiles, all but the last.
     row = jnp.sum(before[None, 1:-1] <= ends[:-1, None], axis=1, dtype=jnp.int32)
-    runs = _table(ends[:-1], ends[1:], row)
+    runs = _table(ends[:-1], ends[1:], row, before[row], before[row + 1])
     return Plan(before, runs, _cuts(before, shared, runs, kv_heads))
 
 
@@ -95,10 +95,10 @@ def _cuts(before: Array, shared: Share, runs: Array, kv_heads: int) -> Array:
         first_tile = before[row] + kv_head * tiles
         is_own = jnp.bool_(True)
     else:
-        row, start = runs[1:, ROW], runs[1:, START]
-        tiles = jnp.maximum(_div(before[row + 1] - before[row], kv_heads), 1)
-        kv_head = _div(start - before[row], tiles)
-        first_tile = before[row] + kv_head * tiles
+        start, _, row, row_start, row_end = runs[1:].T
+        tiles = jnp.maximum(_div(row_end - row_start, kv_heads), 1)
+        kv_head = _div(start - row_start, tiles)
+        first_tile = row_start + kv_head * tiles
         is_own = (runs[:-1, START] <= first_tile) & (first_tile < start)
     first, last = shared.owner(first_tile), shared.owner(first_tile + tiles - 1)
     last = jnp.where(is_own, jnp.maximum(first, last), first)
@@ -137,10 +137,6 @@ class Run(NamedTuple):
     kv_heads: int
     start: Any
     stop: Any
-
-    def first(self, row: Any) -> At:
-        """Where the run starts: in `row`."""
-        return At(self.start, row, self.before(row), self.before(row + 1))
 
     def step(self, at: At, count: Any) -> At:
         """`count` tiles on; past the end of the run the row stays."""

@@ -73,7 +73,7 @@ def test_every_tile_is_in_one_run_and_every_cut_is_known(batch, kv_heads, num_bl
         tiles = -(-kv_len // 64)
         np.testing.assert_array_equal(got.before, np.cumsum([0, *(tiles * kv_heads)]))
         total = int(got.before[-1])
-        start, stop, row = np.asarray(got.runs).T
+        start, stop, row, row_start, row_end = np.asarray(got.runs).T
         np.testing.assert_array_equal(start, [0, *stop[:-1]])
         assert stop[-1] == total
         active = (stop - start)[stop > start]
@@ -85,6 +85,8 @@ def test_every_tile_is_in_one_run_and_every_cut_is_known(batch, kv_heads, num_bl
         row_of = np.repeat(np.arange(batch), tiles * kv_heads)
         np.testing.assert_array_equal(row[: len(active)], row_of[start[: len(active)]])
         assert (row < batch).all()
+        np.testing.assert_array_equal(row_start, np.asarray(got.before)[row])
+        np.testing.assert_array_equal(row_end, np.asarray(got.before)[row + 1])
         segment = np.repeat(np.arange(batch * kv_heads), np.repeat(tiles, kv_heads))
         owner = np.searchsorted(stop, np.arange(total), side="right")
         of_segments = [owner[segment == s] for s in np.unique(segment)]
