@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jmoe.kv_cache import KVPages
 from pallas_kernels.kv_write import Projection, split_heads, write_kv
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import plan as plan_decode
+from pallas_kernels.paged_attention.schedule import Plan
 from pallas_kernels.prefill_attention import plan as plan_prefill
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.prefill_attention.work import Work
@@ -58,6 +60,21 @@ class DecodeAttention(NamedTuple):
     written: Written
     block_table: Int[Array, "B M"]
     kv_len: Int[Array, "B"]  # 0: padding
+    plan: Plan | None
+
+    @classmethod
+    def of(
+        cls,
+        written: Written,
+        pages: KVPages,
+        block_table: Int[Array, "B M"],
+        *,
+        num_heads: int,
+        kv_len: Int[Array, "B"],
+    ) -> "DecodeAttention":
+        """With the kernel's work planned, which no layer changes. See `paged_attention`."""
+        plan = plan_decode(num_heads, pages.k, kv_len=kv_len)
+        return cls(written, block_table, kv_len, plan)
 
     def __call__(
         self, projection: Projection, layer: Int[Array, ""], cache: KVPages
@@ -85,6 +102,7 @@ class DecodeAttention(NamedTuple):
             block_table=self.block_table,
             kv_len=self.kv_len,
             scale=q.shape[-1] ** -0.5,
+            todo=self.plan,
         )
 
 

@@ -127,9 +127,11 @@ def mixed_attend(
     queries, size = [], xs[0].shape[0]
     for number, (layer, x, turn) in enumerate(zip(layers, xs, turns, strict=True)):
         rows = slice(number * size, (number + 1) * size)
-        own = jax.tree.map(itemgetter(rows), attention)
+        written = jax.tree.map(itemgetter(rows), attention.written)
         h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
-        q, cache = own.write(project(cfg, layer, h, turn), index, cache)
+        q, cache = attention._replace(written=written).write(
+            project(cfg, layer, h, turn), index, cache
+        )
         queries.append(q)
     outs = jnp.split(attention.read(jnp.concatenate(queries), index, cache), len(xs))
     return tuple(map(attended, [cfg] * len(xs), layers, xs, outs)), cache
@@ -248,7 +250,7 @@ def mixed_decode_step(
     """
     count = len(weights.params)
     state = with_deltas(state, deltas)
-    slot, step = decode_data(state, rows, control)
+    slot, step = decode_data(cfg, state, rows, control)
     tokens = jnp.split(state.last_token[slot], count)
     xs = tuple(map(embed, weights.params, tokens))
     xs, pages, stats = run_mixed_layers(cfg, weights, xs, state.pages, step, max_active=max_active)

@@ -180,7 +180,7 @@ def decode_step(
     where a loop whose length the device reads would hold up its host.
     """
     state = with_deltas(state, deltas, layers)
-    slot, step = decode_data(state, rows, control)
+    slot, step = decode_data(cfg, state, rows, control)
     part = _Part.of(cfg, weights, state, control, max_active, layers)
     x, state, stats = part.run(lambda: state.last_token[slot], step, slot, step.rows.valid)
     degraded = jnp.sum(stats.degraded, axis=0, dtype=jnp.int32)
@@ -188,7 +188,7 @@ def decode_step(
 
 
 def decode_data(
-    state: State, rows: Int[Array, "B C"], control: Int[Array, "controls"]
+    cfg: ModelConfig, state: State, rows: Int[Array, "B C"], control: Int[Array, "controls"]
 ) -> tuple[Int[Array, "B"], StepData]:
     """Sequence slots of a decode step's rows, 0 for padding, and what its layers need of them."""
     valid = rows[:, SLOT] >= 0
@@ -196,7 +196,9 @@ def decode_data(
     kv_len = jnp.where(valid, rows[:, KV_LEN], 0)
     position = jnp.maximum(kv_len - 1, 0)
     written = Written.at(state.pages, state.block_table, slot, position, valid)
-    attention = DecodeAttention(written, state.block_table[slot], kv_len)
+    attention = DecodeAttention.of(
+        written, state.pages, state.block_table[slot], num_heads=cfg.num_heads, kv_len=kv_len
+    )
     return slot, _step_data(position, valid, rows[:, EXEMPT], attention, control)
 
 

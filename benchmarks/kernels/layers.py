@@ -159,8 +159,14 @@ def decode_layer(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pool
     before = jax.tree.map(jnp.copy, kv)
 
     def call(carry, table, layer, gate_up, down, slots, x):
-        attention = DecodeAttention(Written(table[:, -1], position % size), table, position + 1)
         cache = KVPages(*carry[:2])
+        attention = DecodeAttention.of(
+            Written(table[:, -1], position % size),
+            cache,
+            table,
+            num_heads=cfg.num_heads,
+            kv_len=position + 1,
+        )
         x, new = attend(cfg, layer, x, cos_sin, attention, jnp.int32(LAYER), cache)
         return *new, _moe(cfg, layer, gate_up, down, slots, x)
 

@@ -23,6 +23,7 @@ from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import references_only
 from pallas_kernels.kv_write import Projection, write_kv
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import plan as plan_decode
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.shapes import QWEN3_30B_A3B, QWEN15_MOE_A27B
 
@@ -156,12 +157,17 @@ def _attention(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     kv_len = jnp.asarray([c for _, c in chunks], jnp.int32)
     layer, scale = jnp.int32(LAYER), shape.head_dim**-0.5
     rest = {"layer": layer, "kv_len": kv_len}
+    planned = {}
     if case.phase == "prefill":
         rest["q_start"] = jnp.asarray(np.cumsum([0, *(n for n, _ in chunks)]), jnp.int32)
+    else:  # once a step, so that it is no layer's time
+        planned["todo"] = plan_decode(shape.heads, k_pages, kv_len=kv_len)
 
     def with_op(op):
-        def call(q, k_pages, v_pages, table, rest):
-            return op(q, k_pages, v_pages, block_table=table, scale=scale, **rest)
+        def call(q, k_pages, v_pages, table, rest, planned):
+            if op is not paged_attention:  # such as a tile that is tried: its plan is another
+                planned = {}
+            return op(q, k_pages, v_pages, block_table=table, scale=scale, **rest, **planned)
 
         return call
 
@@ -169,7 +175,7 @@ def _attention(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
     return Problem(
         with_op,
         paged_attention if case.phase == "decode" else prefill_attention,
-        [(s.q, k_pages, v_pages, s.table, rest) for s in inputs],
+        [(s.q, k_pages, v_pages, s.table, rest, planned) for s in inputs],
         lambda out: judge.attention(out, first.q, k_pages[LAYER], v_pages[LAYER], first.table),
         TOLERANCE,
         count,

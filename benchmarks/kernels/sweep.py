@@ -30,7 +30,6 @@ AXES: dict[str, dict[str, Sequence[Any]]] = {
     },
     "paged_attention": {
         "tokens": (64, 128, 256),
-        "stages": (2, 3, 4, 6),
         "blocks_per_sm": (1, 2, 3, 4),
         "min_tiles": (1, 2, 4, 8, 16),
         "merge_width": (8, 16, 32),

@@ -3,67 +3,111 @@
 import dataclasses
 import functools
 import math
+from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from pallas_kernels.paged_attention.common import NONE, NUM_SMS, PARAMS, TINY, Sizes, splat
+from pallas_kernels.paged_attention.schedule import FIRST, LAST, SEGMENT, Plan
+
+_BF16 = jnp.bfloat16
 
 
-def merge(sizes: Sizes, dtype):
-    """Kernel: joins the pieces [slots, lines, line] of every segment; [segments, lines, line]."""
-    line, num_lines = sizes.line, sizes.rows * sizes.head_dim // sizes.line
+def merge(
+    sizes: Sizes,
+    results: Float[Array, "segments lines line"],
+    todo: Plan,
+    pieces: Float[Array, "slots lines line"],
+    log_sums: Float[Array, "slots columns"],
+) -> Float[Array, "segments lines line"]:
+    """The results, in place, with those of segments that are cut, and zeros where rows have no
+    keys. All others are left as they are."""
+    out = jax.new_ref(results)
+    _merge(sizes)(todo.cuts, todo.before, pieces, log_sums, out)
+    return jax.freeze(out)
+
+
+class _Refs(NamedTuple):
+    """What the kernel is called with; `out` is updated."""
+
+    cuts: Any
+    before: Any
+    pieces: Any
+    log_sums: Any
+    out: Any
+
+
+def _merge(sizes: Sizes):
+    """Kernel. A block has lines of one segment that is cut, and of one row's if that is empty."""
+    num_lines = sizes.rows * sizes.head_dim // sizes.line
     # Few segments have many pieces each: a block for each of their lines, and more at a time.
-    lines = 1 if sizes.segments * num_lines <= 8 * NUM_SMS else math.gcd(num_lines, 8)
-    width = max(2, sizes.tile.merge_width // lines)
+    lines = 1 if sizes.cuts * num_lines <= 8 * NUM_SMS else math.gcd(num_lines, 8)
 
-    def merge_pieces(before, pieces, log_sums, out):
-        segment = lax.axis_index("segment")
-        first_line = lax.axis_index("lines") * lines
-        first, count = _pieces_of(sizes, sizes.tiles_before(before), segment)
-
-        def one_step(i, states):
-            # All loads before the first use. Past the end the last piece has no weight.
-            slots = [first + lax.min(i * width + u, count - 1) for u in range(width)]
-            live = [i * width + u < count for u in range(width)]
-            loaded = [[pieces[slot, first_line + at] for slot in slots] for at in range(lines)]
-            sums = [
-                [
-                    _log_sum(sizes, log_sums, *of, first_line + at)
-                    for of in zip(slots, live, strict=True)
-                ]
-                for at in range(lines)
-            ]
-            return tuple(map(_join, states, sums, loaded))
-
-        layout = plgpu.Layout.WG_STRIDED((line,), line // 128)
-        start = tuple(splat(x, (line,), layout) for x in (NONE, 0.0, 0.0))
-        steps = lax.div(count + width - 1, width)
-        states = lax.fori_loop(0, steps, one_step, (start,) * lines)
-        for at, (_, norm, acc) in enumerate(states):
-            out[segment, first_line + at] = (acc / jnp.maximum(norm, TINY)).astype(dtype)
+    def merge_pieces(*refs):
+        refs = _Refs(*refs)
+        index = lax.axis_index("index")
+        first = lax.axis_index("lines") * lines
+        at = [first + line for line in range(lines)]
+        pl.when(index < sizes.cuts)(lambda: _merge_segment(sizes, refs, index, at))
+        pl.when(index < sizes.batch)(lambda: _clear_row(sizes, refs, index, at))
 
     return plgpu.kernel(
         merge_pieces,
-        out_type=jax.ShapeDtypeStruct((sizes.segments, num_lines, line), dtype),
-        grid=(num_lines // lines, sizes.segments),  # the last may be large
-        grid_names=("lines", "segment"),
+        grid=(num_lines // lines, max(sizes.cuts, sizes.batch)),  # the last may be large
+        grid_names=("lines", "index"),
         # Nothing is read that is written, and no thread needs what another has: no barriers.
         compiler_params=dataclasses.replace(PARAMS, unsafe_no_auto_barriers=True),
         kernel_name="paged_attention_merge",
     )
 
 
-def _pieces_of(sizes: Sizes, before, segment):
-    """First slot and number of the segment's pieces."""
-    row = lax.div(segment, sizes.kv_heads)
-    tiles = before(row + 1) - before(row)
-    start = before(row) * sizes.kv_heads + lax.rem(segment, sizes.kv_heads) * tiles
-    share = sizes.share(before)
-    first, last = share.owner(start), share.owner(start + tiles - 1)
-    return segment + first, jnp.where(tiles > 0, last + 1 - first, 0)
+def _clear_row(sizes: Sizes, refs: _Refs, row, lines: list):
+    """Zeros in a row that has no tiles."""
+
+    @pl.when(refs.before[row] == refs.before[row + 1])
+    def _():
+        @pl.loop(0, sizes.kv_heads)
+        def _(kv_head):
+            for at in lines:
+                refs.out[row * sizes.kv_heads + kv_head, at] = _splat(sizes, 0.0).astype(_BF16)
+
+
+def _merge_segment(sizes: Sizes, refs: _Refs, index, lines: list):
+    """Joins the pieces of a segment, several of each line at a time."""
+    segment, block, last = (refs.cuts[index, field] for field in (SEGMENT, FIRST, LAST))
+    count = last - block + 1
+    width = max(2, sizes.tile.merge_width // len(lines))
+
+    def one_step(i, states):
+        # All loads before the first use. Past the end the last piece has no weight.
+        pieces = [i * width + u for u in range(width)]
+        live = [piece < count for piece in pieces]
+        pieces = [lax.min(piece, count - 1) for piece in pieces]
+        slots = [2 * (block + piece) + lax.min(piece, 1) for piece in pieces]
+        loaded = [[refs.pieces[slot, at] for slot in slots] for at in lines]
+        sums = [
+            [_log_sum(sizes, refs.log_sums, *of, at) for of in zip(slots, live, strict=True)]
+            for at in lines
+        ]
+        return tuple(map(_join, states, sums, loaded))
+
+    @pl.when(count > 1)
+    def _():
+        start = tuple(_splat(sizes, x) for x in (NONE, 0.0, 0.0))
+        steps = lax.div(count + width - 1, width)
+        states = lax.fori_loop(0, steps, one_step, (start,) * len(lines))
+        for at, (_, norm, acc) in zip(lines, states, strict=True):
+            refs.out[segment, at] = (acc / jnp.maximum(norm, TINY)).astype(_BF16)
+
+
+def _splat(sizes: Sizes, value: float):
+    """A line of one value."""
+    return splat(value, (sizes.line,), plgpu.Layout.WG_STRIDED((sizes.line,), sizes.line // 128))
 
 
 def _log_sum(sizes: Sizes, log_sums, slot, live, at):

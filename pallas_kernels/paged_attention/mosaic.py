@@ -1,30 +1,35 @@
 """Mosaic GPU kernels of paged decode attention, for Hopper (sm_90a).
 
-Two kernels: `attend` streams keys and values once and leaves pieces of results, `merge` joins the
-pieces by their log-sum-exps and casts. The floor is reading every key and value once from memory.
+Two kernels: `attend` streams keys and values once and leaves results and, of what its blocks share,
+pieces; `merge` joins the pieces by their log-sum-exps. The floor is reading every key and value
+once from memory.
 
 - Keys and values are on wgmma's M side (64 keys; 64 elements of a head) and the query rows of one
   kv head on its N side, padded to eight: scores are `K q^T`, results `V^T p^T`. Groups of one to
   eight query heads waste a fraction of the tensor cores' time and few registers, where 64 padded
   query rows would cost 64 rows of softmax and of accumulators.
-- Work is shared out as in `schedule`: persistent blocks, three a multiprocessor, take equal runs of
-  tiles, which cut sequences where they must. The number of splits follows from the lengths, no
-  block idles while another streams a long sequence, and none is started for nothing, as most of a
-  grid over (sequence, kv head, split) would be that has room for the longest sequence. The price:
-  when a piece is written it is not known to be whole, so all go through the merge, one float32 row
-  a query head; beside the keys and values of a few tiles that is little.
+- Work is shared out as in `schedule`: persistent blocks, as many as fit the multiprocessors at once
+  (`tiles.occupancy`), take equal runs of tiles, which cut sequences where they must. The number of
+  splits follows from the lengths, no block idles while another streams a long sequence, and none is
+  started for nothing, as most of a grid over (sequence, kv head, split) would be that has room for
+  the longest sequence.
+- A (sequence, kv head) that is whole is divided and written as a result by the block that has it.
+  The pieces of one that is cut go through the merge, in float32; a block has at most two, so that
+  the merge has no more to do than there are blocks, whatever the batch. It writes into the array
+  that the first kernel has written, which XLA copies nowhere.
 - A block is one warpgroup. It asks for a tile as soon as it is done with the one in whose place the
-  tile goes, keys and values apart. Three blocks hide one another's latencies (of softmax, of the
-  end of a sequence) and nothing has to be handed from warp to warp: memory at its peak delivers a
-  tile to each of them every 4,700 cycles, which is several times what the chain of latencies from
-  one tile to the next adds up to. What a tile needs, page ids too, is asked for whole tiles ahead
+  tile goes, keys and values apart. Up to eight query heads a kv head, three blocks live on a
+  multiprocessor and hide one another's latencies (of softmax, of the end of a sequence), and
+  nothing has to be handed from warp to warp: memory at its peak delivers a tile to each of them
+  every 4,700 cycles, which is several times what the chain of latencies from one tile to the next
+  adds up to. What a tile needs, page ids too, is asked for whole tiles ahead
   and on across sequences, queries while the last tile before them is at work.
 - Pages come by TMA, one copy each (or a part of one, if pages are larger than tiles), to where
   wgmma takes them from.
 - What lies past the end of a sequence in its last tile may be infinite or NaN. Scores of such keys
   are masked; such values are overwritten by zeros in shared memory.
-- Nothing is computed outside the two kernels: what would take a small kernel a layer (the running
-  sum of tiles over the batch, padding of queries) is done inside.
+- What no layer changes is made once a step (`op.plan`): where each run starts, and what is cut. A
+  block reads its line and asks for its first tile. Up to groups of eight queries are padded inside.
 """
 
 import dataclasses
@@ -39,22 +44,29 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.paged_attention import schedule
 from pallas_kernels.paged_attention.common import NONE, PARAMS, TINY, Sizes, sizes_of, splat
 from pallas_kernels.paged_attention.merge import merge
-from pallas_kernels.paged_attention.schedule import At, Run
-from pallas_kernels.paged_attention.tiles import Tile, choose
+from pallas_kernels.paged_attention.schedule import At, Plan, Run
+from pallas_kernels.paged_attention.tiles import Tile
 
 
 def supports(q: Any, k_pages: Any, v_pages: Any) -> bool:
     """Whether the kernels take these: bfloat16, heads of 64, 128 or 256, pages of 16 or more, and
-    no more query heads a kv head, nor rows, than shared memory has room for."""
-    batch, heads, head_dim = q.shape
+    no more query heads a kv head than shared memory has room for."""
+    batch, heads, _ = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
     bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
-    if not bf16 or batch == 0 or page_size < 16 or choose(head_dim, page_size) is None:
+    if not bf16 or batch == 0 or page_size < 16 or heads > 64 * kv_heads:
         return False
-    return heads <= 64 * kv_heads and sizes_of(q, k_pages, None, None).stages >= 2
+    return sizes_of(q, k_pages, None, None) is not None
+
+
+def plan(q: Any, k_pages: Any, kv_len: Int[Array, "B"]) -> Plan:
+    """What `paged_attention` takes as `todo`, for the tile and the blocks it chooses by itself. Of
+    `q` and `k_pages` only sizes count; `supports` says of which."""
+    sizes = sizes_of(q, k_pages, None, None)
+    assert sizes is not None, "not supported: ask `supports`"
+    return sizes.plan(kv_len)
 
 
 def paged_attention(
@@ -66,25 +78,33 @@ def paged_attention(
     block_table: Int[Array, "B M"],
     kv_len: Int[Array, "B"],
     scale: float,
+    todo: Plan | None = None,
     tile: Tile | None = None,
     num_blocks: int | None = None,
 ) -> Float[Array, "B H D"]:
-    """See `op.paged_attention`; `supports` says for what. `num_blocks` persistent blocks."""
+    """See `op.paged_attention`; `supports` says for what. `num_blocks` persistent blocks.
+
+    `todo` is for the tile and the blocks that are chosen: give no others with it.
+    """
     batch, heads, head_dim = q.shape
     sizes = sizes_of(q, k_pages, tile, num_blocks)
+    assert sizes is not None, "not supported: ask `supports`"
+    todo = todo or sizes.plan(kv_len)
     grouped = q.reshape(batch, sizes.kv_heads, sizes.group, head_dim)
     if sizes.group > 8:  # up to eight rows, TMA adds the zeros; of more it takes whole eights
         grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, sizes.columns - sizes.group), (0, 0)))
-    pieces, log_sums, before = attend(sizes, scale)(
+    out, pieces, log_sums = attend(sizes, scale)(
         kv_len.astype(jnp.int32),
         block_table.astype(jnp.int32),
         layer.astype(jnp.int32).reshape(1),
+        todo.before,
+        todo.runs,
         grouped,
         k_pages,
         v_pages,
     )
-    lines = pieces.reshape(sizes.slots, -1, sizes.line)
-    out = merge(sizes, q.dtype)(before, lines, log_sums)
+    out, pieces = (a.reshape(len(a), -1, sizes.line) for a in (out, pieces))
+    out = merge(sizes, out, todo, pieces, log_sums)
     out = out.reshape(batch, sizes.kv_heads, sizes.rows, head_dim)[:, :, : sizes.group]
     return out.reshape(batch, heads, head_dim)
 
@@ -95,107 +115,69 @@ class _Refs(NamedTuple):
     kv_len: Any
     table: Any
     layer: Any
+    before: Any
+    runs: Any
     q: Any
     k: Any
     v: Any
     out: Any
+    pieces: Any
     log_sums: Any
-    before: Any  # as `before_smem`, for the merge
     q_smem: Any
     k_smem: Any
     v_smem: Any
     p_smem: Any
-    out_smem: Any
-    before_smem: Any  # see `_count_tiles`
+    out_smem: Any  # in one place: as `pieces` has it, and as `out`
     q_full: Any
     k_full: Any
     v_full: Any
-    lengths_full: Any
 
 
 def attend(sizes: Sizes, scale: float):
-    """Kernel: pieces [slots, rows, D] of results, their base-2 log-sum-exps [slots, columns], and
-    the running sum of tiles that `merge` needs."""
+    """Kernel: results [segments, rows, D] of the segments that are whole, pieces [slots, rows, D]
+    of those that are cut, and their base-2 log-sum-exps [slots, columns]."""
     tile, columns, head_dim = sizes.tile, sizes.columns, sizes.head_dim
 
     def attend_pieces(*refs):
         refs = _Refs(*refs)
         refs = refs._replace(layer=refs.layer[0])
         block = lax.axis_index("block")
-        _count_tiles(sizes, refs, block)
-        before = sizes.tiles_before(refs.before_smem)
-        share = sizes.share(before)
-        bounds = share.start(block), share.start(block + 1)
-        run = schedule.Run(before, sizes.batch, sizes.kv_heads, *bounds)
-        _attend_run(sizes, refs, scale * math.log2(math.e), run, block)
+        start, stop, *row = (refs.runs[block, field] for field in range(refs.runs.shape[1]))
+        run = Run(lambda row: refs.before[row], sizes.kv_heads, start, stop)
+        _attend_run(sizes, refs, scale * math.log2(math.e), run, At(start, *row), block)
         plgpu.wait_smem_to_gmem(0)
 
     smem = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16)  # tiled and swizzled for wgmma
     copies = tile.tokens // min(tile.tokens, sizes.page_size)
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.stages)
+    shape = columns, head_dim
     return plgpu.kernel(
         attend_pieces,
         out_type=[
+            jax.ShapeDtypeStruct((sizes.segments, sizes.rows, head_dim), jnp.bfloat16),
             jax.ShapeDtypeStruct((sizes.slots, sizes.rows, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((sizes.slots, columns), jnp.float32),
-            jax.ShapeDtypeStruct((sizes.zeros + sizes.scan,), jnp.int32),
         ],
         grid=(sizes.num_blocks,),
         grid_names=("block",),
         scratch_types=[
-            smem((columns, head_dim)),
+            smem(shape),
             smem((sizes.stages, tile.tokens, head_dim)),
             smem((sizes.stages, tile.tokens, head_dim)),
             smem((columns, tile.tokens)),
-            plgpu.SMEM((columns, head_dim), jnp.float32),
-            plgpu.SMEM((sizes.zeros + sizes.scan,), jnp.int32),
+            plgpu.RefUnion(plgpu.SMEM(shape, jnp.float32), smem(shape)),
             plgpu.Barrier(),
             full,
             full,
-            plgpu.Barrier(num_arrivals=sizes.scan // 128),
         ],
         compiler_params=dataclasses.replace(PARAMS, reduction_scratch_bytes=128 * columns),
         kernel_name="paged_attention",
     )
 
 
-def _count_tiles(sizes: Sizes, refs: _Refs, block):
-    """Running sum of tiles over the batch, after zeros: [zeros + scan] in shared memory.
-
-    A program outside would have to be started for it in every layer.
-    """
-    size, zeros = sizes.scan, sizes.zeros
-    layout = plgpu.Layout.WG_STRIDED((size,), 1)
-    nothing = plgpu.layout_cast(
-        jnp.zeros((zeros,), jnp.int32), plgpu.Layout.WG_STRIDED((zeros,), 1)
-    )
-    sums = refs.before_smem.at[zeros:]
-    for start in range(0, size, 128):
-        # From a place that is not static, or a batch that does not fill it would be refused. What
-        # is past its end arrives as zeros.
-        lengths = refs.kv_len.at[pl.ds(block * 0 + start, 128)]
-        plgpu.copy_gmem_to_smem(lengths, sums.at[start : start + 128], refs.lengths_full)
-    refs.before_smem[:zeros] = nothing
-    plgpu.barrier_wait(refs.lengths_full)
-    lengths = plgpu.layout_cast(sums[...], layout)
-    tiles = lax.div(lengths + (sizes.tile.tokens - 1), sizes.tile.tokens)
-    sums[...] = tiles
-    distance = 1
-    while distance < sizes.batch:
-        shifted = refs.before_smem[zeros - distance : zeros - distance + size]
-        tiles = tiles + plgpu.layout_cast(shifted, layout)
-        sums[...] = tiles
-        distance *= 2
-
-    @pl.when(block == 0)
-    def _():
-        refs.before[:zeros] = nothing
-        refs.before[zeros:] = tiles
-
-
-def _attend_run(sizes: Sizes, refs: _Refs, scale: float, run: Run, block):
+def _attend_run(sizes: Sizes, refs: _Refs, scale: float, run: Run, first: At, block):
     """Attention of all pieces of a run. `ahead` is the tile to ask for next, `stages` on."""
-    first = ahead = run.first()
+    ahead = first
 
     @pl.when(run.start < run.stop)
     def _():
@@ -214,8 +196,10 @@ def _attend_run(sizes: Sizes, refs: _Refs, scale: float, run: Run, block):
     def one_piece(state):
         at, ahead = state
         after, ahead, sums = _attend_piece(sizes, refs, scale, run, at, ahead)
-        kv_head, *_ = run.segment(at)
-        _store_piece(sizes, refs, at.row * sizes.kv_heads + kv_head + block, *sums)
+        kv_head, offset, tiles = run.segment(at)
+        is_whole = (offset == 0) & (at.tile + tiles <= run.stop)
+        slot = 2 * block + (offset > 0).astype(jnp.int32)
+        _store_piece(sizes, refs, is_whole, at.row * sizes.kv_heads + kv_head, slot, *sums)
         return after, ahead
 
     lax.while_loop(lambda state: state[0].tile < run.stop, one_piece, (first, ahead))
@@ -272,22 +256,35 @@ def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahe
     return after, ahead, sums
 
 
-def _store_piece(sizes: Sizes, refs: _Refs, slot, top, norm, acc):
-    """Divides by the sum of weights and sends the piece to its slot."""
+def _store_piece(sizes: Sizes, refs: _Refs, is_whole, segment, slot, top, norm, acc):
+    """Divides by the sum of weights and sends the result to its segment, or a piece to its slot."""
     norm = jnp.maximum(jnp.sum(norm, axis=0), TINY)
-    refs.log_sums[slot] = top + jnp.log2(norm)
     acc = acc * _to_rows(1.0 / norm, acc.shape)
+    acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
+    as_piece, as_result = refs.out_smem
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the piece before
-    refs.out_smem.T[...] = plgpu.layout_cast(acc, plgpu.Layout.WGMMA_TRANSPOSED)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(refs.out_smem.at[: sizes.rows], refs.out.at[slot])
+
+    @pl.when(is_whole)
+    def _():
+        as_result.T[...] = acc.astype(as_result.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(as_result.at[: sizes.rows], refs.out.at[segment])
+
+    @pl.when(~is_whole)
+    def _():
+        refs.log_sums[slot] = top + jnp.log2(norm)
+        as_piece.T[...] = acc
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(as_piece.at[: sizes.rows], refs.pieces.at[slot])
 
 
 def _copy_queries(sizes: Sizes, refs: _Refs, run: Run, at: At):
     """Starts the copy of the query rows of a tile's kv head."""
     kv_head, *_ = run.segment(at)
     queries = refs.q.at[at.row, kv_head]
-    if sizes.group < 8:  # see `_count_tiles`
+    if sizes.group < 8:
+        # From a place that is not static, or a group that does not fill a box would be refused.
+        # What is past its end arrives as zeros.
         queries = queries.at[pl.ds(pl.multiple_of(at.row * 0, 8), 8)]
     plgpu.copy_gmem_to_smem(queries, refs.q_smem, refs.q_full)
 

@@ -1,9 +1,28 @@
 """Public paged decode attention."""
 
+from typing import Any
+
+import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.backend import hopper
 from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention.schedule import Plan
+
+
+def plan(heads: int, pages: Any, *, kv_len: Int[Array, "B"]) -> Plan | None:
+    """How the kernel shares out a step's keys among its blocks; None where it does not run.
+
+    `heads` query heads; of `pages` [L, P, G, S, D] only sizes and dtype count. It depends on no
+    layer, and XLA does not take it out of a scan over layers by itself: a caller makes it before
+    the scan.
+    """
+    if not hopper():
+        return None
+    from pallas_kernels.paged_attention import mosaic  # Pallas is not imported where unused
+
+    q = jax.ShapeDtypeStruct((kv_len.shape[0], heads, pages.shape[4]), pages.dtype)
+    return mosaic.plan(q, pages, kv_len) if mosaic.supports(q, pages, pages) else None
 
 
 def paged_attention(
@@ -15,19 +34,20 @@ def paged_attention(
     block_table: Int[Array, "B M"],
     kv_len: Int[Array, "B"],
     scale: float,
+    todo: Plan | None = None,
 ) -> Float[Array, "B H D"]:
     """Attention of one new row a sequence over its pages of `layer`.
 
     Position p of sequence b lives in page `block_table[b, p // S]` at offset `p % S`; positions
     `[0, kv_len[b])` are attended to. H is a multiple of the G kv heads. A row with kv_len 0
     (padding) yields zeros. Softmax and accumulation are float32; the result has q's dtype.
+
+    `todo` is `plan` of the same lengths, made here where it is not given.
     """
-    attend = reference.paged_attention
+    rows = {"layer": layer, "block_table": block_table, "kv_len": kv_len, "scale": scale}
     if hopper():
         from pallas_kernels.paged_attention import mosaic  # Pallas is not imported where unused
 
         if mosaic.supports(q, k_pages, v_pages):
-            attend = mosaic.paged_attention
-    return attend(
-        q, k_pages, v_pages, layer=layer, block_table=block_table, kv_len=kv_len, scale=scale
-    )
+            return mosaic.paged_attention(q, k_pages, v_pages, todo=todo, **rows)
+    return reference.paged_attention(q, k_pages, v_pages, **rows)

@@ -3,18 +3,34 @@
 The tiles of all sequences, kv head by kv head, lie in one row; a (sequence, kv head) is a segment
 of it. Each active block takes one run of neighbouring tiles, all runs equally long but for one
 tile. A run cuts a segment where it begins or ends, so a segment consists of the pieces of one or
-several neighbouring blocks. Piece (segment s, block w) is written to slot s + w: going from piece
-to piece either s or w grows, so no two share a slot, and those of a segment lie side by side.
+several neighbouring blocks. No more segments are cut than there are ends of runs within the row.
 
-Scalars may be ints, or int32 traced in a kernel or outside.
+Pieces of cut segments wait in slots. A block has at most one that begins a segment, its last, and
+at most one that does not, its first: block w writes them to slots 2 w and 2 w + 1.
+
+`plan` makes all of this once a step, of a few small XLA kernels: no layer changes it, and XLA does
+not take it out of a scan over layers by itself. What a block needs is then a line of a table.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Int
+
+START, STOP, ROW, ROW_START, ROW_END = range(5)
+"""Fields of a run: tiles [START, STOP); the row of the batch that START is of, and its tiles."""
+SEGMENT, FIRST, LAST = range(3)
+"""Fields of a cut: a segment, and the blocks that have its first and its last piece."""
+
+
+class Plan(NamedTuple):
+    """Schedule of a decode step: a pytree, for every layer."""
+
+    before: Int[Array, "B1"]  # tiles in the rows before each row, of all kv heads; and in all rows
+    runs: Int[Array, "blocks 5"]
+    cuts: Int[Array, "cuts 3"]  # in any order; one whose last block is its first is none
 
 
 class Share(NamedTuple):
@@ -27,27 +43,79 @@ class Share(NamedTuple):
 
     def start(self, block: Any) -> Any:
         """First tile of a block's run, which ends where the next one starts."""
-        block = lax.min(jnp.int32(block), self.active)
-        return block * self.base + lax.min(block, self.extra)
+        block = jnp.minimum(block, self.active)
+        return block * self.base + jnp.minimum(block, self.extra)
 
     def owner(self, tile: Any) -> Any:
         """Block whose run has the tile."""
         long = self.extra * (self.base + 1)
-        after = self.extra + lax.div(lax.max(tile - long, 0), lax.max(self.base, 1))
-        return jnp.where(tile < long, lax.div(tile, self.base + 1), after)
+        after = self.extra + _div(jnp.maximum(tile - long, 0), jnp.maximum(self.base, 1))
+        return jnp.where(tile < long, _div(tile, self.base + 1), after)
 
 
 def share(total: Any, num_blocks: int, min_tiles: int) -> Share:
     """Shares out `total` tiles, at least `min_tiles` a block while there are as many."""
     total = jnp.int32(total)
-    active = lax.clamp(jnp.int32(1), lax.div(total, jnp.int32(min_tiles)), jnp.int32(num_blocks))
-    base = lax.div(total, active)
+    active = jnp.clip(_div(total, min_tiles), 1, num_blocks)
+    base = _div(total, active)
     return Share(total, active, base, total - base * active)
 
 
-def num_slots(num_segments: int, num_blocks: int) -> int:
-    """Slots for pieces."""
-    return num_segments + num_blocks - 1
+def plan(
+    kv_len: Int[Array, "B"], *, kv_heads: int, tokens: int, num_blocks: int, min_tiles: int
+) -> Plan:
+    """Schedule of sequences of these lengths, in tiles of `tokens` keys of one kv head."""
+    batch = kv_len.shape[0]
+    tiles = _div(kv_len.astype(jnp.int32) + (tokens - 1), tokens) * kv_heads
+    # Sums over a triangle: a running sum would be several kernels, a binary search a loop of them.
+    earlier = jnp.arange(batch)[None, :] < jnp.arange(batch + 1)[:, None]
+    before = jnp.sum(jnp.where(earlier, tiles[None, :], 0), axis=1, dtype=jnp.int32)
+    shared = share(before[-1], num_blocks, min_tiles)
+    ends = shared.start(jnp.arange(num_blocks + 1, dtype=jnp.int32))
+    # Rows that end before it; of a block without tiles, all but the last.
+    row = jnp.sum(before[None, 1:-1] <= ends[:-1, None], axis=1, dtype=jnp.int32)
+    runs = _table(ends[:-1], ends[1:], row, before[row], before[row + 1])
+    return Plan(before, runs, _cuts(before, shared, runs, kv_heads))
+
+
+def num_cuts(num_segments: int, num_blocks: int) -> int:
+    """No more segments are ever cut."""
+    return min(num_segments, num_blocks - 1)
+
+
+def _cuts(before: Array, shared: Share, runs: Array, kv_heads: int) -> Array:
+    """An entry for each segment or, if they are fewer, for each run but the first: for the segment
+    that it begins within, unless the run before begins there, too.
+    """
+    num_segments = (len(before) - 1) * kv_heads
+    if num_segments < len(runs):
+        segment = jnp.arange(num_segments, dtype=jnp.int32)
+        row, kv_head = _div(segment, kv_heads), segment % kv_heads
+        tiles = _div(before[row + 1] - before[row], kv_heads)
+        first_tile = before[row] + kv_head * tiles
+        is_own = jnp.bool_(True)
+    else:
+        start, _, row, row_start, row_end = runs[1:].T
+        tiles = jnp.maximum(_div(row_end - row_start, kv_heads), 1)
+        kv_head = _div(start - row_start, tiles)
+        first_tile = row_start + kv_head * tiles
+        is_own = (runs[:-1, START] <= first_tile) & (first_tile < start)
+    first, last = shared.owner(first_tile), shared.owner(first_tile + tiles - 1)
+    last = jnp.where(is_own, jnp.maximum(first, last), first)
+    return _table(row * kv_heads + kv_head, first, last)
+
+
+def _table(*columns: Array) -> Array:
+    """Vectors as columns. Chosen from rather than stacked, they become one XLA kernel."""
+    table, index = columns[-1][:, None], jnp.arange(len(columns))[None, :]
+    for i, column in enumerate(columns[:-1]):
+        table = jnp.where(index == i, column[:, None], table)
+    return table
+
+
+def _div(a: Any, b: Any) -> Any:
+    """Quotient of what is not negative: rounding to minus infinity takes XLA many more steps."""
+    return lax.div(*jnp.broadcast_arrays(a, jnp.int32(b)))
 
 
 class At(NamedTuple):
@@ -63,35 +131,18 @@ class At(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Tiles [start, stop), the work of one block."""
+    """Tiles [start, stop), the work of one block. Scalars of a kernel."""
 
-    before: Callable  # tiles of one kv head in the rows before a row
-    batch: int
+    before: Callable  # tiles in the rows before a row
     kv_heads: int
     start: Any
     stop: Any
-
-    def first(self) -> At:
-        """Where the run starts; in some row if it is empty."""
-
-        def halve(_, bounds):
-            low, high = bounds
-            middle = lax.div(low + high, 2)
-            left = self.before(middle) * self.kv_heads <= self.start
-            return jnp.where(left, middle, low), jnp.where(left, high, middle)
-
-        # The last row that has no tile past `start` before it.
-        steps = max(1, math.ceil(math.log2(self.batch)))
-        row, _ = lax.fori_loop(0, steps, halve, (jnp.int32(0), jnp.int32(self.batch)))
-        end = self.before(row + 1) * self.kv_heads
-        return At(self.start, row, self.before(row) * self.kv_heads, end)
 
     def step(self, at: At, count: Any) -> At:
         """`count` tiles on; past the end of the run the row stays."""
 
         def next_row(at):  # several times if rows have no tiles
-            end = self.before(at.row + 2) * self.kv_heads
-            return At(at.tile, at.row + 1, at.row_end, end)
+            return At(at.tile, at.row + 1, at.row_end, self.before(at.row + 2))
 
         def past(at):
             return (at.row_end <= at.tile) & (at.tile < self.stop)

@@ -1,6 +1,11 @@
-"""Tile choices of the paged attention kernels."""
+"""Tile choices of the paged attention kernels, and how many blocks of them live side by side."""
 
 from dataclasses import dataclass
+
+SHARED_PER_SM = 228 * 1024
+"""Bytes of shared memory of a Hopper multiprocessor."""
+SHARED_RESERVED = 1024
+"""Bytes of it that the system takes for each block."""
 
 
 @dataclass(frozen=True)
@@ -8,28 +13,57 @@ class Tile:
     """How the op is cut: a tile is `tokens` keys and values of one kv head."""
 
     tokens: int  # a multiple of 64: wgmma's M
-    stages: int  # tiles a block has room for; those it is not at work on are in flight
-    blocks_per_sm: int  # persistent blocks that live on one multiprocessor
     min_tiles: int  # a block is given no fewer, while there are as many
+    blocks_per_sm: int = 3  # persistent blocks wanted on one multiprocessor; fewer if they are big
     merge_width: int = 16  # rows of pieces whose loads the merge has in flight
 
 
 _BY_HEAD_DIM = {
-    64: Tile(tokens=128, stages=2, blocks_per_sm=3, min_tiles=2),
-    128: Tile(tokens=64, stages=2, blocks_per_sm=3, min_tiles=4),
-    256: Tile(tokens=64, stages=3, blocks_per_sm=1, min_tiles=4),
+    64: Tile(tokens=128, min_tiles=2),
+    128: Tile(tokens=64, min_tiles=4),
+    256: Tile(tokens=64, min_tiles=4),
 }
 
 
 def choose(head_dim: int, page_size: int) -> Tile | None:
     """The tile for heads of `head_dim` elements in pages of `page_size` tokens, if there is one.
 
-    A tile is 32 KB, or 64 KB at 256 elements. While memory is the bottleneck a multiprocessor waits
-    for the tiles its blocks are about to work on and has asked for all those behind them: 128 KB or
-    more are in flight, three times what memory of 36 bytes a nanosecond a multiprocessor needs to
-    hide a microsecond. `min_tiles` keeps a piece large beside what it costs to merge.
+    A tile is 32 KB, or 64 KB at 256 elements. `min_tiles` keeps a piece large beside what it costs
+    to merge.
     """
     tile = _BY_HEAD_DIM.get(head_dim)
     if tile is None or page_size % 8:
         return None
     return tile if tile.tokens % page_size == 0 or page_size % tile.tokens == 0 else None
+
+
+def shared_bytes(columns: int, head_dim: int, tokens: int, stages: int) -> int:
+    """Shared memory of a block, without what the system takes: `attend`'s scratch.
+
+    Queries and probabilities in bfloat16, a piece in float32, scratch of a maximum over keys; then
+    tiles of keys and values, and barriers.
+    """
+    of_columns = columns * (2 * head_dim + 2 * tokens + 4 * head_dim + 128)
+    return of_columns + stages * 4 * tokens * head_dim + 8 * (1 + 2 * stages)
+
+
+def occupancy(columns: int, head_dim: int, tile: Tile) -> tuple[int, int] | None:
+    """Blocks that live on one multiprocessor, and how many tiles each has room for (stages).
+
+    The most blocks, of those wanted, that have two stages each: it takes two to load while
+    computing. Then as many stages as fit. Three blocks of 2 stages, two of 3 and one of 6 have room
+    for the same tiles, and more blocks hide more of one another's latencies. While memory is the
+    bottleneck all but the tile at work on are in flight: 96 KB or more, where memory that delivers
+    36 bytes a nanosecond to a multiprocessor needs 36 to hide a microsecond. None if there is no
+    room for one block.
+
+    Registers bind later: three blocks may have 168 a thread and use about a hundred.
+    """
+    for blocks in range(tile.blocks_per_sm, 0, -1):
+        # Allocated in units of 128 bytes; ptxas adds a byte of its own.
+        room = SHARED_PER_SM // blocks - SHARED_RESERVED - 128
+        fixed = shared_bytes(columns, head_dim, tile.tokens, 0)
+        stages = (room - fixed) // (4 * tile.tokens * head_dim + 16)
+        if stages >= 2:
+            return blocks, stages
+    return None

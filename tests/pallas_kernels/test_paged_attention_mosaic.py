@@ -11,6 +11,7 @@ import numpy as np
 import paged
 import pytest
 from jax import lax
+from sm90 import ptxas, sass
 
 from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.paged_attention import common, paged_attention, schedule, tiles
@@ -54,49 +55,51 @@ def check(lengths, shape, page_size, *, num_blocks=3, unused=np.nan, run=mosaic.
     np.testing.assert_allclose(got.astype(jnp.float32), np.stack(want), rtol=0, atol=0.015)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def starts_and_owners(total, num_blocks, min_tiles):
-    share = schedule.share(total, num_blocks, min_tiles)
-    return jax.vmap(share.start)(jnp.arange(num_blocks + 1)), jax.vmap(share.owner)(jnp.arange(99))
+@functools.partial(jax.jit, static_argnames=("kv_heads", "tokens", "num_blocks", "min_tiles"))
+def plan(kv_len, **sizes):
+    return schedule.plan(kv_len, **sizes)
 
 
-@pytest.mark.parametrize(("num_blocks", "min_tiles"), [(1, 1), (7, 1), (7, 3), (50, 4)])
-def test_every_tile_has_one_owner_and_every_piece_its_own_slot(num_blocks, min_tiles):
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "num_blocks", "min_tiles"),
+    [(1, 1, 1, 1), (5, 2, 7, 1), (5, 2, 7, 3), (3, 1, 50, 4), (9, 3, 28, 1), (130, 2, 12, 2)],
+)
+def test_every_tile_is_in_one_run_and_every_cut_is_known(batch, kv_heads, num_blocks, min_tiles):
     rng = np.random.default_rng(0)
-    for _ in range(20):
-        of_segments = rng.integers(0, 12, rng.integers(1, 9))
-        total = int(of_segments.sum())
-        starts, owners = map(np.asarray, starts_and_owners(total, num_blocks, min_tiles))
-        assert starts[0] == 0
-        assert starts[-1] == total
-        sizes = np.diff(starts)
-        active = sizes[sizes > 0]
-        assert (sizes[: len(active)] > 0).all()
+    for trial in range(20):
+        kv_len = rng.integers(0, 900, batch) * rng.integers(0, 2, batch) * (trial > 0)
+        args = {"kv_heads": kv_heads, "num_blocks": num_blocks, "min_tiles": min_tiles}
+        got = plan(jnp.asarray(kv_len, jnp.int32), tokens=64, **args)
+        tiles = -(-kv_len // 64)
+        np.testing.assert_array_equal(got.before, np.cumsum([0, *(tiles * kv_heads)]))
+        total = int(got.before[-1])
+        start, stop, row, row_start, row_end = np.asarray(got.runs).T
+        np.testing.assert_array_equal(start, [0, *stop[:-1]])
+        assert stop[-1] == total
+        active = (stop - start)[stop > start]
+        assert (stop > start)[: len(active)].all()
         assert np.ptp(active) <= 1 if len(active) else total == 0
-        assert len(active) == num_blocks or sizes.max() <= 2 * min_tiles
+        assert len(active) == num_blocks or (stop - start).max() <= 2 * min_tiles
         assert len(active) <= 1 or active.min() >= min_tiles
-        owner = np.searchsorted(starts, np.arange(total), side="right") - 1
-        np.testing.assert_array_equal(owners[:total], owner)
-        segment = np.repeat(np.arange(len(of_segments)), of_segments)
-        pieces = set(zip(segment.tolist(), owner.tolist(), strict=True))
-        slots = [s + w for s, w in pieces]
+
+        row_of = np.repeat(np.arange(batch), tiles * kv_heads)
+        np.testing.assert_array_equal(row[: len(active)], row_of[start[: len(active)]])
+        assert (row < batch).all()
+        np.testing.assert_array_equal(row_start, np.asarray(got.before)[row])
+        np.testing.assert_array_equal(row_end, np.asarray(got.before)[row + 1])
+        segment = np.repeat(np.arange(batch * kv_heads), np.repeat(tiles, kv_heads))
+        owner = np.searchsorted(stop, np.arange(total), side="right")
+        of_segments = [owner[segment == s] for s in np.unique(segment)]
+        cut = {(s, o[0], o[-1]) for s, o in zip(np.unique(segment), of_segments, strict=True)}
+        cut = {(int(s), int(a), int(b)) for s, a, b in cut if a < b}
+        assert len(got.cuts) == schedule.num_cuts(batch * kv_heads, num_blocks) >= len(cut)
+        found = [tuple(entry) for entry in np.asarray(got.cuts).tolist() if entry[2] > entry[1]]
+        assert len(found) == len(cut)
+        assert set(found) == cut
+        # As the kernels have it: what begins a segment and what does not.
+        slots = [2 * w + (w > a) for _, a, b in cut for w in range(a, b + 1)]
         assert len(set(slots)) == len(slots)
-        assert max(slots, default=0) < schedule.num_slots(len(of_segments), num_blocks)
-
-
-@pytest.mark.parametrize("batch", [1, 5, 130])
-def test_running_sum_of_tiles(batch):
-    """Of the first kernel alone: the merge of as many rows takes the interpreter minutes."""
-    lengths = np.zeros(batch, np.int32)
-    lengths[[0, batch // 2, -1]] = [65, 3, 130]
-    pages = jnp.zeros((1, 1, 1, 64, 64), BF16)
-    tile = tiles.Tile(tokens=64, stages=1, blocks_per_sm=1, min_tiles=1)
-    sizes = common.sizes_of(jnp.zeros((batch, 1, 64), BF16), pages, tile, 2)
-    table, q = jnp.zeros((batch, 3), jnp.int32), jnp.zeros((batch, 1, 8, 64), BF16)
-    args = jnp.asarray(lengths), table, jnp.zeros(1, jnp.int32), q, pages, pages
-    before = mosaic.run(lambda *args: kernel.attend(sizes, 1.0)(*args), *args)[2]
-    want = np.concatenate([[0], np.cumsum(-(-lengths // 64))])
-    np.testing.assert_array_equal(before[sizes.zeros - 1 :][: batch + 1], want)
+        assert max(slots, default=0) < 2 * num_blocks
 
 
 def test_one_sequence_holds_nearly_all():
@@ -125,13 +128,17 @@ def test_shapes(of, page_size):
     check([150, 64], of, page_size)
 
 
-def test_layer_is_traced():
+def test_layer_is_traced_and_the_plan_is_made_before():
     rng = np.random.default_rng(1)
     layers = 2
     kv = jnp.asarray(rng.normal(size=(2, layers, 3, 1, 16, 64)), BF16)
     q = jnp.asarray(rng.normal(size=(1, 4, 64)), BF16)
 
     def run(q, kv):
+        sizes = common.sizes_of(q, kv[0], None, 2)
+        assert sizes is not None
+        todo = sizes.plan(jnp.asarray([20]))
+
         def one(_, layer):
             out = kernel.paged_attention(
                 q,
@@ -140,6 +147,7 @@ def test_layer_is_traced():
                 block_table=jnp.asarray([[2, 1]]),
                 kv_len=jnp.asarray([20]),
                 scale=0.125,
+                todo=todo,
                 num_blocks=2,
             )
             return None, out
@@ -153,16 +161,24 @@ def test_layer_is_traced():
         np.testing.assert_allclose(got[layer, 0].astype(jnp.float32), want, rtol=0, atol=0.015)
 
 
-def test_each_key_and_value_is_read_once():
-    """By tiles of 64; a sequence of none is no work, and pieces of two blocks no more of it."""
+def test_what_is_read_and_written():
+    """By tiles of 64. Each key and value is read once; a sequence of none is no work. Ten tiles of
+    four blocks: the last two segments are cut, and of no other are pieces written or read.
+    """
     of, lengths = shape(6, 2, 128), (64, 0, 1, 130)
     with mosaic.emulated() as ran:
         check(lengths, of, 64, num_blocks=4, run=lambda fn, *args: jax.jit(fn)(*args))
     attend, merge = ran
     num_tiles = sum(-(-length // 64) for length in lengths) * of.kv_heads
     tile_bytes = 64 * of.head_dim * 2
-    assert attend.read[4:6] == [num_tiles * tile_bytes] * 2
-    assert merge.written[-1] == len(lengths) * of.heads * of.head_dim * 2
+    assert attend.read[6:8] == [num_tiles * tile_bytes] * 2
+    segment = of.heads // of.kv_heads * of.head_dim
+    results, pieces, _ = attend.written[8:]
+    assert results == 4 * segment * 2
+    assert pieces == 4 * segment * 4
+    assert merge.read[2] == pieces
+    assert sum(merge.written) == 4 * segment * 2  # two joined, two of the empty sequence
+    assert merge.read[4:] == [0, 0]
 
 
 def abstract(of, batch, context, page_size, *, layers=48, num_pages=4000):
@@ -181,49 +197,102 @@ def over_layers(q, k_pages, v_pages, table, kv_len):
     return lax.scan(one, q, jnp.arange(k_pages.shape[0]))[0]
 
 
-@pytest.mark.parametrize(("batch", "context"), [(1, 32768), (256, 1024)])
+@pytest.mark.parametrize(
+    ("columns", "head_dim", "fit"),
+    [(8, 64, (3, 2)), (16, 64, (2, 3)), (24, 64, (2, 2)), (48, 128, (2, 2)), (56, 128, (1, 5)),
+     (64, 128, (1, 5)), (8, 256, (1, 3)), (24, 256, (1, 2)), (64, 256, None)],
+)  # fmt: skip
+def test_blocks_and_stages(columns, head_dim, fit):
+    tile = tiles.choose(head_dim, 64)
+    assert tile is not None
+    assert tiles.occupancy(columns, head_dim, tile) == fit
+
+
+def compile_and_fit(monkeypatch, folder, args, blocks, stages):
+    """Compiles; nothing is spilled, and as many blocks as are started fit the multiprocessors."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]")
+    for what in ("PTXAS", "MLIR_PASSES"):
+        monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
+    compiled = compile_for(h200_mesh(), over_layers, *args)
+    passes, report = (
+        "".join(path.read_text(errors="replace") for path in folder.glob(f"*.{suffix}"))
+        for suffix in ("mlir-passes.log", "ptxas")
+    )
+    kernels = ptxas.parse(report)
+    assert [(k.spill_bytes, k.serialized) for k in kernels] == [(0, False)] * 2
+    launch = r"gpu\.launch async.*? in \(%\w+ = %c(\d+).*dynamic_shared_memory_size %c(\d+)_i32"
+    ((grid, shared),) = {(int(g), int(b)) for g, b in re.findall(launch, passes) if int(b)}
+    q, k_pages, *_ = args
+    sizes = common.sizes_of(q, k_pages, None, None)
+    assert sizes is not None
+    assert (sizes.num_blocks, sizes.stages) == (common.NUM_SMS * blocks, stages)
+    assert grid == common.NUM_SMS * blocks
+    tile = sizes.tile
+    assert shared == tiles.shared_bytes(sizes.columns, sizes.head_dim, tile.tokens, stages)
+    # Of 228 KB the system takes 1 KB a block, of which none may have more than 227.
+    assert shared <= 227 * 1024
+    assert blocks * (shared + 128 + 1024) <= 228 * 1024
+    more = tiles.shared_bytes(sizes.columns, sizes.head_dim, tile.tokens, stages + 1)
+    assert blocks * (more + 1024) > 228 * 1024
+    wanted = min(blocks + 1, tile.blocks_per_sm)
+    two = tiles.shared_bytes(sizes.columns, sizes.head_dim, tile.tokens, 2)
+    assert wanted == blocks or wanted * (two + 1024) > 228 * 1024
+    # Of 65,536 registers, in eights for each of a block's 128 threads.
+    assert max(k.registers for k in kernels) <= 65536 // (128 * blocks) // 8 * 8
+    return compiled
+
+
+@pytest.mark.parametrize(("batch", "context"), [(1, 32768), (512, 1024)])
 @pytest.mark.parametrize("of", MODELS, ids=lambda of: of.name)
-def test_compiles_without_spills_or_copies(capfd, monkeypatch, of, batch, context):
+def test_compiles_without_spills_or_copies(monkeypatch, tmp_path, of, batch, context):
     args = abstract(of, batch, context, 64)
-    compiled, kernels = mosaic.compile_kernels(capfd, monkeypatch, over_layers, *args)
-    assert [k.spill_bytes for k in kernels] == [0, 0]
-    # Three blocks of 128 threads fit a multiprocessor.
-    assert max(k.registers for k in kernels) <= 168
+    compiled = compile_and_fit(monkeypatch, tmp_path, args, 3, 2)
     temp = compiled.memory_analysis().temp_size_in_bytes
     queries = 2 * batch * of.heads * of.head_dim
-    slots = batch * of.kv_heads + 3 * common.NUM_SMS
-    pieces = 4 * slots * of.heads // of.kv_heads * of.head_dim
+    pieces = 4 * 2 * 3 * common.NUM_SMS * of.heads // of.kv_heads * of.head_dim
     assert temp < 2**20 + 1.1 * pieces + 2 * queries
-    assert compiled.as_text().count("mosaic_gpu_v2") == 2
+    hlo = compiled.as_text()
+    assert hlo.count("mosaic_gpu_v2") == 2
+    # The merge writes into what the kernel before has written: the same array, copied nowhere.
+    made = dict(re.findall(r"(%[\w.\-]+) = \S+ ([\w\-]+\(.*)", hlo))
+    (updating,) = re.findall(r"custom-call\((.*?)\), .*output_to_operand_aliasing=\{", hlo)
+    source = updating.split()[-1]
+    while (step := made[source]).startswith("bitcast("):
+        (source,) = re.findall(r"\((%[\w.\-]+)\)", step)
+    assert re.match(r"get-tuple-element\(%\S+\), index=0", step)
 
 
 @pytest.mark.parametrize(
-    ("of", "page_size"),
+    ("of", "page_size", "blocks", "stages"),
     [
-        (shape(14, 2, 64), 16),
-        (shape(28, 4, 128), 128),
-        (shape(28, 4, 128), 32),
-        (shape(16, 2, 256), 16),
+        (shape(14, 2, 64), 16, 3, 2),
+        (shape(28, 4, 128), 128, 3, 2),
+        (shape(28, 4, 128), 32, 3, 2),
+        (shape(96, 8, 128), 64, 2, 3),
+        (shape(96, 4, 128), 64, 2, 2),
+        (shape(16, 2, 256), 16, 1, 3),
+        (shape(48, 2, 256), 64, 1, 2),
     ],
     ids=lambda x: getattr(x, "name", x),
 )
-def test_other_shapes_compile_without_spills(capfd, monkeypatch, of, page_size):
+def test_other_shapes_compile_without_spills(monkeypatch, tmp_path, of, page_size, blocks, stages):
     args = abstract(of, 8, 4096, page_size)
-    _, kernels = mosaic.compile_kernels(capfd, monkeypatch, over_layers, *args)
-    assert [k.spill_bytes for k in kernels] == [0, 0]
+    compile_and_fit(monkeypatch, tmp_path, args, blocks, stages)
 
 
-def test_the_blocks_of_a_multiprocessor_fit_its_shared_memory(tmp_path, monkeypatch):
-    pytest.importorskip("jax_plugins.xla_cuda13")
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_MLIR_PASSES", "1")
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    compile_for(h200_mesh(), over_layers, *abstract(QWEN3_30B_A3B, 256, 1024, 64))
-    passes = "".join(path.read_text(errors="replace") for path in tmp_path.glob("*.txt"))
-    sizes = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)
-    tile = tiles.choose(128, 64)
-    assert tile is not None
-    # Of 228 KB; the system takes 1 KB a block.
-    assert tile.blocks_per_sm * (max(map(int, sizes)) + 1024) <= 228 * 1024
+def test_the_first_keys_are_asked_for_at_once(monkeypatch, tmp_path):
+    """A block reads where its run starts: it waits for no copy, and for no other thread but to
+    have its barriers made. Fewer than 250 instructions; counting tiles took 358 and 23 barriers.
+    """
+    kernels = sass.disassemble(
+        monkeypatch, tmp_path, over_layers, *abstract(MODELS[0], 64, 4096, 64)
+    )
+    opcodes = [i.opcode for i in kernels["paged_attention"]]
+    before = opcodes[: opcodes.index("UTMALDG.5D")]
+    assert len(before) < 250
+    assert not any(opcode.startswith("SYNCS.PHASECHK") for opcode in before)
+    assert sum(opcode.startswith("BAR.") for opcode in before) <= 2
 
 
 def test_a_wide_group_takes_room_from_keys_and_values():

@@ -131,7 +131,7 @@ def _attend(
     """`embedding` is given to the first layer alone."""
     state = with_deltas(state, deltas)
     if tokens is None:
-        slot, step = decode_data(state, rows, control)
+        slot, step = decode_data(cfg, state, rows, control)
         given = state.last_token[slot]
     else:
         _, _, step = prefill_data(cfg, state, len(tokens), rows, control)
