@@ -82,7 +82,7 @@ def paged_attention(
     tile: Tile | None = None,
     num_blocks: int | None = None,
 ) -> Float[Array, "B H D"]:
-    """See `op.paged_attention`; `supports` says for what. `num_blocks` persistent blocks.
+    """See `op.paged_attention`; `supports` says for what. `num_blocks`: persistent blocks, > 1.
 
     `todo` is for the tile and the blocks that are chosen: give no others with it.
     """
