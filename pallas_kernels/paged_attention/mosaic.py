@@ -22,14 +22,14 @@ once from memory.
   multiprocessor and hide one another's latencies (of softmax, of the end of a sequence), and
   nothing has to be handed from warp to warp: memory at its peak delivers a tile to each of them
   every 4,700 cycles, which is several times what the chain of latencies from one tile to the next
-  adds up to. What a tile needs, page ids too, is asked for whole tiles ahead
-  and on across sequences, queries while the last tile before them is at work.
+  adds up to. What a tile needs, page ids too, is asked for whole tiles ahead and on across
+  sequences, queries while the last tile before them is at work.
 - Pages come by TMA, one copy each (or a part of one, if pages are larger than tiles), to where
   wgmma takes them from.
 - What lies past the end of a sequence in its last tile may be infinite or NaN. Scores of such keys
   are masked; such values are overwritten by zeros in shared memory.
 - What no layer changes is made once a step (`op.plan`): where each run starts, and what is cut. A
-  block reads its line and asks for its first tile. Up to groups of eight queries are padded inside.
+  block reads its line and asks for its first tile. Groups of up to eight are padded inside.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ def paged_attention(
     tile: Tile | None = None,
     num_blocks: int | None = None,
 ) -> Float[Array, "B H D"]:
-    """See `op.paged_attention`; `supports` says for what. `num_blocks` persistent blocks.
+    """See `op.paged_attention`; `supports` says for what. `num_blocks`: persistent blocks, > 1.
 
     `todo` is for the tile and the blocks that are chosen: give no others with it.
     """
