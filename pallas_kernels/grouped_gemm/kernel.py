@@ -16,7 +16,10 @@ they become bfloat16 on the way.
   in flight, over twice what the latency of memory asks for; tensor cores idle.
 - In prefill the floor is the tensor cores. 128 rows by 256 columns a block would ask L2 for 48
   bytes a clock and multiprocessor where it gives about 40, so two blocks of a cluster work on the
-  same columns and load half of the weights each, for both.
+  same columns and load half of the weights each, for both. One multiplying warpgroup is a stage
+  ahead of the other, which has the tensor cores to itself while the first stores its results.
+- A model's columns need not be multiples of a pair's. The last pair then begins within the one
+  before, multiplies those columns again and stores only its own.
 
 Results are staged in shared memory and stored by TMA: the whole width, or eight rows at a time
 where an expert ends inside it, as its segment ends at a multiple of eight.
@@ -135,7 +138,7 @@ class _Block(NamedTuple):
     out_smem: Any  # [consumers, width, LANES]
     full: Any  # barrier a stage: what it holds has arrived
     empty: Any  # barrier a stage: see `Gemm.empty_barrier`
-    ahead: Any  # barrier: the first consumer has its lead
+    ahead: Any  # barrier: the first consumer has its lead in this item
 
     def run(self) -> None:
         gemm = self.call.gemm
@@ -147,8 +150,17 @@ class _Block(NamedTuple):
         lax.cond(lax.axis_index("wg") == gemm.consumers, load, multiply)
 
     @property
+    def out_columns(self) -> int:
+        return self.call.out_columns(self.columns)
+
+    @property
+    def item_columns(self) -> int:
+        """Columns of the result that an item makes."""
+        return self.call.out_columns(self.call.gemm.parts * self.call.gemm.columns)
+
+    @property
     def num_columns(self) -> int:
-        return self.columns // (self.call.gemm.parts * self.call.gemm.columns)
+        return -(-self.out_columns // self.item_columns)
 
     @property
     def num_k(self) -> int:
@@ -177,12 +189,19 @@ class _Block(NamedTuple):
             tiles[near, tile_map.SLOT], pl.multiple_of(row, CHUNK), rows, lax.div(place, size)
         )
 
+    @property
+    def lead(self) -> int:
+        """Stages the first consumer is ahead. None where an item is no longer than the pipeline:
+        the first consumer might report the next item's before the second has seen this one's."""
+        return self.call.gemm.lead if self.num_k >= self.call.gemm.stages else 0
+
     def first_column(self, item: _Item, part: int):
         """In the pool: gate and up lie side by side, the parts of `down` next to one another."""
-        gemm = self.call.gemm
-        if self.call.join is None:
-            return (item.column * gemm.parts + part) * gemm.columns
-        return item.column * gemm.columns + part * (self.columns // gemm.parts)
+        first = item.column * self.item_columns
+        if self.out_columns % self.item_columns:  # the last item begins within the one before
+            first = lax.min(first, self.out_columns - self.item_columns)
+        stride = self.call.gemm.columns if self.call.join is None else self.out_columns
+        return first + part * stride
 
     def load(self) -> None:
         """The loading warpgroup: keeps every free stage on its way."""
@@ -233,13 +252,13 @@ class _Block(NamedTuple):
 
     def multiply(self) -> None:
         """A consumer warpgroup: its 64 columns of each part, for every item."""
-        if self.call.gemm.lead:
-            later = (lax.axis_index("wg") > 0) & (self.num_items > 0)
-            pl.when(later)(lambda: plgpu.barrier_wait(self.ahead))
 
         @pl.loop(0, self.num_items)
         def _(i):
             item = self.item(i)
+            if self.lead:
+                follows = lax.axis_index("wg") > 0
+                pl.when(follows)(lambda: plgpu.barrier_wait(self.ahead))
 
             def compute(width: int) -> None:
                 results = self.products(i, item, width)
@@ -264,8 +283,8 @@ class _Block(NamedTuple):
                 product(accs, stage, width, scales)
                 plgpu.wgmma_wait(self.in_flight)
                 self.free(step - self.in_flight // gemm.parts, k >= self.in_flight // gemm.parts)
-                if gemm.lead:
-                    leads = (lax.axis_index("wg") == 0) & (step == min(gemm.lead, num_k) - 1)
+                if self.lead:
+                    leads = (lax.axis_index("wg") == 0) & (k == self.lead - 1)
                     pl.when(leads)(lambda: plgpu.barrier_arrive(self.ahead))
                 return next_scales
 
@@ -315,10 +334,17 @@ class _Block(NamedTuple):
         return tuple(self.scales[item.slot, lax.div(c, BLOCK), k_block] for c in columns)
 
     def store(self, item: _Item, part: int, result: Float[Array, "LANES width"]) -> None:
+        first = self.first_column(item, part) + lax.axis_index("wg") * LANES
+        if self.out_columns % self.item_columns == 0:
+            self.store_at(first, item, result)
+        else:  # columns of the item before are stored once, by it
+            own = first >= item.column * self.item_columns
+            pl.when(own)(lambda: self.store_at(first, item, result))
+
+    def store_at(self, first, item: _Item, result: Float[Array, "LANES width"]) -> None:
         width = result.shape[1]
         warpgroup = lax.axis_index("wg")
         staged = self.out_smem.at[warpgroup, pl.ds(0, width)]
-        first = self.first_column(item, part) + warpgroup * LANES
         columns = pl.ds(pl.multiple_of(first, LANES), LANES)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
