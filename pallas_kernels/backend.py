@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ SHARED_BYTES = 226 * 1024
 
 _MISCOMPILING = {87: "12.8", 88: "12.9"}
 """CUDA releases by the PTX version of their ptxas, times ten. CUDA 12.9.1 has been repaired and
-cannot be told from 12.9.0 by it."""
+cannot be told from 12.9.0 by it. Mosaic attention that comes with jax refuses them, too."""
 
 _named: ContextVar[str | None] = ContextVar("backend that is traced for", default=None)
 _references_only: ContextVar[bool] = ContextVar("ops run their XLA references", default=False)
@@ -60,7 +61,7 @@ def hopper() -> bool:
 
 
 def check_ptxas(version: int | None) -> None:
-    """Raises RuntimeError for a ptxas that miscompiles causal masks, as jax's own attention does.
+    """Raises RuntimeError for a ptxas that miscompiles causal masks.
 
     `version` is of its PTX, times ten; None where there is no ptxas but what XLA has built in. An
     error rather than a warning and references: tokens would be wrong without a sign of it, or
@@ -83,9 +84,10 @@ def _check_ptxas_found() -> None:
 def ptxas_version() -> int | None:
     """PTX version, times ten, of the ptxas that jax finds; None where it finds or says none."""
     try:
-        from jax._src.lib import mosaic_gpu  # jax has no public name for it
+        from jax._src.lib import mosaic_gpu
 
-        return mosaic_gpu._mosaic_gpu_ext._get_ptxas_isa_version()
+        private: Any = mosaic_gpu  # jax has no public name for it
+        return private._mosaic_gpu_ext._get_ptxas_isa_version()
     except (ImportError, AttributeError, RuntimeError):
         return None
 

@@ -161,10 +161,10 @@ _ODD = (
 )
 
 
-def drawn(shape: Shape, tokens: int, skew: str, seed: int = 0) -> np.ndarray:
+def drawn(shape: Shape, tokens: int, skew: str, seed: int = 0) -> list[int]:
     """Rows of each expert, as a benchmark draws them."""
     picks = choices(np.random.default_rng(seed), shape, tokens, skew)
-    return np.bincount(picks.ravel(), minlength=shape.num_experts)
+    return np.bincount(picks.ravel(), minlength=shape.num_experts).tolist()
 
 
 def ratio(shape: Shape, tokens: int, skew: str, tile: Tile, other: Tile, gpu: Gpu) -> float:

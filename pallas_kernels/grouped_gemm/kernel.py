@@ -13,7 +13,8 @@ they become bfloat16 on the way.
   results are stored, the next pair's weights are already in flight.
 - Each pair takes the narrowest wgmma that holds its rows, so that a ragged tail costs little.
 - In decode the floor is one read of the active experts' weights. A block has 90 to 190 KB of them
-  in flight, over twice what the latency of memory asks for; tensor cores idle.
+  in flight, over twice what the latency of memory asks for; tensor cores idle. At its end, a block
+  of the first product asks L2 for the weights that it will begin the second one with.
 - In prefill the floor is the tensor cores. 128 rows by 256 columns a block would ask L2 for 48
   bytes a clock and multiprocessor where it gives about 40, so two blocks of a cluster work on the
   same columns and load half of the weights each, for both. One multiplying warpgroup is a stage
@@ -42,6 +43,10 @@ from pallas_kernels.grouped_gemm.tiles import LANES, GemmTile, Tile
 CHUNK = 8
 """Rows an expert's segment starts and ends at multiples of."""
 
+_PREFETCHED = 64 * 1024
+"""Bytes that a block asks L2 for on behalf of the next product: 8 MB in all, what memory gives in
+the two microseconds it would idle while one kernel ends and the next one's first loads return."""
+
 _LOADER_REGISTERS, _CONSUMER_REGISTERS = 24, 240  # with two consumers; 168 each before
 
 
@@ -62,8 +67,13 @@ class Gemm(NamedTuple):
         weights: Weights,
         work: Int[Array, "M 6"],
         out_dtype: Any,
+        then: tuple["Gemm", Weights] | None = None,
     ) -> Float[Array, "rows n"]:
-        """Rows are bfloat16. Rows of `out_dtype` that no tile of `work` holds are anything."""
+        """Rows are bfloat16. Rows of `out_dtype` that no tile of `work` holds are anything.
+
+        `then` is the product that takes these results, over the same `work`, and its weights: L2 is
+        asked for the first of them, but by clusters, whose time is not the weights'.
+        """
         tile, gemm = self.tile, self.gemm
         width, stages = tile.widths[-1], gemm.stages
         columns = weight_sizes(weights)[1]
@@ -72,12 +82,20 @@ class Gemm(NamedTuple):
         if isinstance(weights, QuantizedWeights):
             block = block[::-1]
             operands = [rows, weights.values, weights.scales]
+        num_own = len(operands)
+        if then is not None and tile.cluster == 1:
+            after, weights = then
+            operands.append(weights.values if isinstance(weights, QuantizedWeights) else weights)
+        else:
+            after = None
         num_operands = len(operands)
 
         def body(tiles, *refs):
-            scales = refs[2:num_operands] or (None,)
-            fields = (tiles, *refs[:2], *scales, *refs[num_operands:])
-            _Block(self, columns, *fields).run()
+            scales = refs[2:num_own] or (None,)
+            block = _Block(self, columns, tiles, *refs[:2], *scales, *refs[num_operands:])
+            if after is not None:
+                block = block._replace(then=(after, weight_sizes(weights)[1], refs[num_own]))
+            block.run()
 
         return plgpu.kernel(
             body,
@@ -139,6 +157,7 @@ class _Block(NamedTuple):
     full: Any  # barrier a stage: what it holds has arrived
     empty: Any  # barrier a stage: see `Gemm.empty_barrier`
     ahead: Any  # barrier: the first consumer has its lead in this item
+    then: tuple[Gemm, int, Any] | None = None  # the next product, its columns and its weights
 
     def run(self) -> None:
         gemm = self.call.gemm
@@ -222,20 +241,43 @@ class _Block(NamedTuple):
 
                 self.load_stage(item, k, stage)
 
+        if self.then is not None:
+            self.prefetch(*self.then)
+
         total = self.num_items * num_k
 
         @pl.loop(lax.max(total - stages, 0), total)  # every phase is to be seen by a waiter
         def _(step):
             plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
 
+    def prefetch(self, call: Gemm, columns: int, weights: Any) -> None:
+        """Asks L2 for the weights that this block will begin the next product with."""
+        gemm = call.gemm
+        block = self._replace(call=call, columns=columns, rows=self.out, weights=weights)
+        step_bytes = gemm.block_k * gemm.parts * gemm.columns * weights.dtype.itemsize
+        steps = max(1, min(gemm.stages, block.num_k, _PREFETCHED // step_bytes))
+
+        @pl.when(block.num_items > 0)
+        def _():
+            item = block.item(0)
+            for k in range(steps):
+                for part in range(gemm.parts):
+                    plgpu.async_prefetch(block.weights_at(item, part, k))
+
+    def weights_at(self, item: _Item, part: int, k) -> Any:
+        """What a stage holds of a part, in global memory."""
+        gemm = self.call.gemm
+        ks = pl.ds(k * gemm.block_k, gemm.block_k)
+        columns = pl.ds(self.first_column(item, part), gemm.columns)
+        at = (ks, columns) if self.scales is None else (columns, ks)
+        return self.weights.at[item.slot, *at]
+
     def load_stage(self, item: _Item, k, stage) -> None:
         gemm, tile = self.call.gemm, self.call.tile
         ks = pl.ds(k * gemm.block_k, gemm.block_k)
         for part in range(gemm.parts):
-            columns = pl.ds(self.first_column(item, part), gemm.columns)
-            at = (ks, columns) if self.scales is None else (columns, ks)
             plgpu.copy_gmem_to_smem(
-                self.weights.at[item.slot, *at],
+                self.weights_at(item, part, k),
                 self.w_smem.at[stage, part],
                 self.full.at[stage],
                 collective_axes=("rank",) if tile.cluster > 1 else None,

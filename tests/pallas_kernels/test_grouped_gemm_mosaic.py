@@ -246,6 +246,10 @@ def test_weights_of_an_expert_are_read_once():
         assert [up.name, down.name] == ["grouped_gemm_gate_up", "grouped_gemm_down"]
         assert up.read[2] == num_tiles * d * 2 * f * item
         assert down.read[2] == num_tiles * f * d * item
+        # L2 is asked for what each block of `down` will load first, except by clusters.
+        asked = {place[1:] for place in up.prefetched}
+        assert len(asked) == (0 if tile.cluster > 1 else 4 * tile.down.parts)
+        assert asked <= {place[1:] for place in down.loaded if place[0] == 2}
         stored = sum(-(-rows // 8) * 8 for rows in rows_of)
         assert up.written[-1] == stored * f * item
         assert down.written[-1] == stored * d * jnp.dtype(tile.visit_dtype).itemsize
