@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,10 @@ from jaxtyping import Array, Int
 
 SHARED_BYTES = 226 * 1024
 """Shared memory a block may have on a Hopper GPU, a kilobyte of it left for barriers."""
+
+_MISCOMPILING = {87: "12.8", 88: "12.9"}
+"""CUDA releases by the PTX version of their ptxas, times ten. CUDA 12.9.1 has been repaired and
+cannot be told from 12.9.0 by it. Mosaic attention that comes with jax refuses them, too."""
 
 _named: ContextVar[str | None] = ContextVar("backend that is traced for", default=None)
 _references_only: ContextVar[bool] = ContextVar("ops run their XLA references", default=False)
@@ -39,7 +45,8 @@ def hopper() -> bool:
     """Whether Mosaic kernels may run: on a Hopper GPU, or compiled for one (`traced_for`).
 
     The kernels use sm_90a instructions, which no other generation has; there, as on CPUs, every op
-    is its XLA reference.
+    is its XLA reference. Raises RuntimeError on a Hopper GPU where jax finds a ptxas known to
+    compile them wrongly (`check_ptxas`).
     """
     if _references_only.get():
         return False
@@ -47,7 +54,42 @@ def hopper() -> bool:
         return _named.get() == "cuda"
     if jax.default_backend() != "gpu":
         return False
-    return getattr(jax.devices()[0], "compute_capability", "") == "9.0"
+    if getattr(jax.devices()[0], "compute_capability", "") != "9.0":
+        return False
+    _check_ptxas_found()
+    return True
+
+
+def check_ptxas(version: int | None) -> None:
+    """Raises RuntimeError for a ptxas that miscompiles causal masks.
+
+    `version` is of its PTX, times ten; None where there is no ptxas but what XLA has built in. An
+    error rather than a warning and references: tokens would be wrong without a sign of it, or
+    several times slower, and another ptxas is one installation away.
+    """
+    release = _MISCOMPILING.get(version or 0)
+    if release is not None:
+        raise RuntimeError(
+            f"ptxas is that of CUDA {release}, which miscompiles causal masks: attention would be "
+            "wrong. Install CUDA 13 (pip install 'jax[cuda13]' brings its ptxas), or remove the "
+            "older one from PATH and CUDA_ROOT"
+        )
+
+
+@cache
+def _check_ptxas_found() -> None:
+    check_ptxas(ptxas_version())
+
+
+def ptxas_version() -> int | None:
+    """PTX version, times ten, of the ptxas that jax finds; None where it finds or says none."""
+    try:
+        from jax._src.lib import mosaic_gpu
+
+        private: Any = mosaic_gpu  # jax has no public name for it
+        return private._mosaic_gpu_ext._get_ptxas_isa_version()
+    except (ImportError, AttributeError, RuntimeError):
+        return None
 
 
 @contextmanager

@@ -13,10 +13,14 @@ they become bfloat16 on the way.
   results are stored, the next pair's weights are already in flight.
 - Each pair takes the narrowest wgmma that holds its rows, so that a ragged tail costs little.
 - In decode the floor is one read of the active experts' weights. A block has 90 to 190 KB of them
-  in flight, over twice what the latency of memory asks for; tensor cores idle.
+  in flight, over twice what the latency of memory asks for; tensor cores idle. At its end, a block
+  of the first product asks L2 for the weights that it will begin the second one with.
 - In prefill the floor is the tensor cores. 128 rows by 256 columns a block would ask L2 for 48
   bytes a clock and multiprocessor where it gives about 40, so two blocks of a cluster work on the
-  same columns and load half of the weights each, for both.
+  same columns and load half of the weights each, for both. One multiplying warpgroup is a stage
+  ahead of the other, which has the tensor cores to itself while the first stores its results.
+- A model's columns need not be multiples of a pair's. The last pair then begins within the one
+  before, multiplies those columns again and stores only its own.
 
 Results are staged in shared memory and stored by TMA: the whole width, or eight rows at a time
 where an expert ends inside it, as its segment ends at a multiple of eight.
@@ -39,6 +43,10 @@ from pallas_kernels.grouped_gemm.tiles import LANES, GemmTile, Tile
 CHUNK = 8
 """Rows an expert's segment starts and ends at multiples of."""
 
+_PREFETCHED = 64 * 1024
+"""Bytes that a block asks L2 for on behalf of the next product: 8 MB in all, what memory gives in
+the two microseconds it would idle while one kernel ends and the next one's first loads return."""
+
 _LOADER_REGISTERS, _CONSUMER_REGISTERS = 24, 240  # with two consumers; 168 each before
 
 
@@ -59,8 +67,13 @@ class Gemm(NamedTuple):
         weights: Weights,
         work: Int[Array, "M 6"],
         out_dtype: Any,
+        then: tuple["Gemm", Weights] | None = None,
     ) -> Float[Array, "rows n"]:
-        """Rows are bfloat16. Rows of `out_dtype` that no tile of `work` holds are anything."""
+        """Rows are bfloat16. Rows of `out_dtype` that no tile of `work` holds are anything.
+
+        `then` is the product that takes these results, over the same `work`, and its weights: L2 is
+        asked for the first of them, but by clusters, whose time is not the weights'.
+        """
         tile, gemm = self.tile, self.gemm
         width, stages = tile.widths[-1], gemm.stages
         columns = weight_sizes(weights)[1]
@@ -69,12 +82,20 @@ class Gemm(NamedTuple):
         if isinstance(weights, QuantizedWeights):
             block = block[::-1]
             operands = [rows, weights.values, weights.scales]
+        num_own = len(operands)
+        if then is not None and tile.cluster == 1:
+            after, weights = then
+            operands.append(weights.values if isinstance(weights, QuantizedWeights) else weights)
+        else:
+            after = None
         num_operands = len(operands)
 
         def body(tiles, *refs):
-            scales = refs[2:num_operands] or (None,)
-            fields = (tiles, *refs[:2], *scales, *refs[num_operands:])
-            _Block(self, columns, *fields).run()
+            scales = refs[2:num_own] or (None,)
+            block = _Block(self, columns, tiles, *refs[:2], *scales, *refs[num_operands:])
+            if after is not None:
+                block = block._replace(then=(after, weight_sizes(weights)[1], refs[num_own]))
+            block.run()
 
         return plgpu.kernel(
             body,
@@ -135,7 +156,8 @@ class _Block(NamedTuple):
     out_smem: Any  # [consumers, width, LANES]
     full: Any  # barrier a stage: what it holds has arrived
     empty: Any  # barrier a stage: see `Gemm.empty_barrier`
-    ahead: Any  # barrier: the first consumer has its lead
+    ahead: Any  # barrier: the first consumer has its lead in this item
+    then: tuple[Gemm, int, Any] | None = None  # the next product, its columns and its weights
 
     def run(self) -> None:
         gemm = self.call.gemm
@@ -147,8 +169,17 @@ class _Block(NamedTuple):
         lax.cond(lax.axis_index("wg") == gemm.consumers, load, multiply)
 
     @property
+    def out_columns(self) -> int:
+        return self.call.out_columns(self.columns)
+
+    @property
+    def item_columns(self) -> int:
+        """Columns of the result that an item makes."""
+        return self.call.out_columns(self.call.gemm.parts * self.call.gemm.columns)
+
+    @property
     def num_columns(self) -> int:
-        return self.columns // (self.call.gemm.parts * self.call.gemm.columns)
+        return -(-self.out_columns // self.item_columns)
 
     @property
     def num_k(self) -> int:
@@ -177,12 +208,19 @@ class _Block(NamedTuple):
             tiles[near, tile_map.SLOT], pl.multiple_of(row, CHUNK), rows, lax.div(place, size)
         )
 
+    @property
+    def lead(self) -> int:
+        """Stages the first consumer is ahead. None where an item is no longer than the pipeline:
+        the first consumer might report the next item's before the second has seen this one's."""
+        return self.call.gemm.lead if self.num_k >= self.call.gemm.stages else 0
+
     def first_column(self, item: _Item, part: int):
         """In the pool: gate and up lie side by side, the parts of `down` next to one another."""
-        gemm = self.call.gemm
-        if self.call.join is None:
-            return (item.column * gemm.parts + part) * gemm.columns
-        return item.column * gemm.columns + part * (self.columns // gemm.parts)
+        first = item.column * self.item_columns
+        if self.out_columns % self.item_columns:  # the last item begins within the one before
+            first = lax.min(first, self.out_columns - self.item_columns)
+        stride = self.call.gemm.columns if self.call.join is None else self.out_columns
+        return first + part * stride
 
     def load(self) -> None:
         """The loading warpgroup: keeps every free stage on its way."""
@@ -203,20 +241,43 @@ class _Block(NamedTuple):
 
                 self.load_stage(item, k, stage)
 
+        if self.then is not None:
+            self.prefetch(*self.then)
+
         total = self.num_items * num_k
 
         @pl.loop(lax.max(total - stages, 0), total)  # every phase is to be seen by a waiter
         def _(step):
             plgpu.barrier_wait(self.empty.at[lax.rem(step, stages)])
 
+    def prefetch(self, call: Gemm, columns: int, weights: Any) -> None:
+        """Asks L2 for the weights that this block will begin the next product with."""
+        gemm = call.gemm
+        block = self._replace(call=call, columns=columns, rows=self.out, weights=weights)
+        step_bytes = gemm.block_k * gemm.parts * gemm.columns * weights.dtype.itemsize
+        steps = max(1, min(gemm.stages, block.num_k, _PREFETCHED // step_bytes))
+
+        @pl.when(block.num_items > 0)
+        def _():
+            item = block.item(0)
+            for k in range(steps):
+                for part in range(gemm.parts):
+                    plgpu.async_prefetch(block.weights_at(item, part, k))
+
+    def weights_at(self, item: _Item, part: int, k) -> Any:
+        """What a stage holds of a part, in global memory."""
+        gemm = self.call.gemm
+        ks = pl.ds(k * gemm.block_k, gemm.block_k)
+        columns = pl.ds(self.first_column(item, part), gemm.columns)
+        at = (ks, columns) if self.scales is None else (columns, ks)
+        return self.weights.at[item.slot, *at]
+
     def load_stage(self, item: _Item, k, stage) -> None:
         gemm, tile = self.call.gemm, self.call.tile
         ks = pl.ds(k * gemm.block_k, gemm.block_k)
         for part in range(gemm.parts):
-            columns = pl.ds(self.first_column(item, part), gemm.columns)
-            at = (ks, columns) if self.scales is None else (columns, ks)
             plgpu.copy_gmem_to_smem(
-                self.weights.at[item.slot, *at],
+                self.weights_at(item, part, k),
                 self.w_smem.at[stage, part],
                 self.full.at[stage],
                 collective_axes=("rank",) if tile.cluster > 1 else None,
@@ -233,13 +294,13 @@ class _Block(NamedTuple):
 
     def multiply(self) -> None:
         """A consumer warpgroup: its 64 columns of each part, for every item."""
-        if self.call.gemm.lead:
-            later = (lax.axis_index("wg") > 0) & (self.num_items > 0)
-            pl.when(later)(lambda: plgpu.barrier_wait(self.ahead))
 
         @pl.loop(0, self.num_items)
         def _(i):
             item = self.item(i)
+            if self.lead:
+                follows = lax.axis_index("wg") > 0
+                pl.when(follows)(lambda: plgpu.barrier_wait(self.ahead))
 
             def compute(width: int) -> None:
                 results = self.products(i, item, width)
@@ -264,8 +325,8 @@ class _Block(NamedTuple):
                 product(accs, stage, width, scales)
                 plgpu.wgmma_wait(self.in_flight)
                 self.free(step - self.in_flight // gemm.parts, k >= self.in_flight // gemm.parts)
-                if gemm.lead:
-                    leads = (lax.axis_index("wg") == 0) & (step == min(gemm.lead, num_k) - 1)
+                if self.lead:
+                    leads = (lax.axis_index("wg") == 0) & (k == self.lead - 1)
                     pl.when(leads)(lambda: plgpu.barrier_arrive(self.ahead))
                 return next_scales
 
@@ -315,10 +376,17 @@ class _Block(NamedTuple):
         return tuple(self.scales[item.slot, lax.div(c, BLOCK), k_block] for c in columns)
 
     def store(self, item: _Item, part: int, result: Float[Array, "LANES width"]) -> None:
+        first = self.first_column(item, part) + lax.axis_index("wg") * LANES
+        if self.out_columns % self.item_columns == 0:
+            self.store_at(first, item, result)
+        else:  # columns of the item before are stored once, by it
+            own = first >= item.column * self.item_columns
+            pl.when(own)(lambda: self.store_at(first, item, result))
+
+    def store_at(self, first, item: _Item, result: Float[Array, "LANES width"]) -> None:
         width = result.shape[1]
         warpgroup = lax.axis_index("wg")
         staged = self.out_smem.at[warpgroup, pl.ds(0, width)]
-        first = self.first_column(item, part) + warpgroup * LANES
         columns = pl.ds(pl.multiple_of(first, LANES), LANES)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -49,8 +49,10 @@ def moe_mlp(
     # gap rows hold a copy of the last token: what comes of it goes nowhere.
     row_token = jnp.pad(plan.row_token, (0, tile.block_t), constant_values=x.shape[0])
     rows = jnp.take(x, row_token, axis=0, mode="clip")
-    h = Gemm(tile, tile.gate_up, swiglu, num_blocks)(rows, gate_up, work, x.dtype)
-    y = Gemm(tile, tile.down, None, num_blocks)(h, down, work, tile.visit_dtype)
+    second = Gemm(tile, tile.down, None, num_blocks)
+    first = Gemm(tile, tile.gate_up, swiglu, num_blocks)
+    h = first(rows, gate_up, work, x.dtype, then=(second, down))
+    y = second(h, down, work, tile.visit_dtype)
     return combine(y, plan)
 
 

@@ -16,6 +16,9 @@ LANES = 64
 
 _MAX_STAGES = 12
 
+_PREFILL_MEAN = 32
+"""Rows an expert above which prefill's tile is taken."""
+
 
 @dataclass(frozen=True)
 class GemmTile:
@@ -70,8 +73,11 @@ def decode(width: int, consumers: int) -> Tile:
 
 def prefill() -> Tile:
     """Two blocks of 128 rows by 256 columns share weights: alone, each would ask L2 for more than
-    it gives. Visits are bfloat16: they would take an eighth of the products' time as float32."""
-    gemm = _fill(128, GemmTile(64, 2, 2), 2)
+    it gives. Visits are bfloat16: they would take an eighth of the products' time as float32.
+
+    One consumer stores its results while the other multiplies: a lead of one stage of the four
+    leaves two for what is on its way."""
+    gemm = _fill(128, GemmTile(64, 2, 2, lead=1), 2)
     return Tile((32, 64, 96, 128), 2, 8, gemm, gemm, jnp.dtype(jnp.bfloat16))
 
 
@@ -93,31 +99,37 @@ def choose(
 ) -> Tile:
     """The tile for a step of `num_rows` rows with `top_k` visits over `num_experts` experts.
 
-    No expert has more rows than there are, so up to 128 its weights are read exactly once, and
-    past that only for one that has more than 128 of them. Where the model's sizes do not divide,
-    the tile is a narrow one that does.
+    No expert has more rows than there are, so up to 128 its weights are read exactly once. Past
+    that some experts have more than 128 of them well before the mean has: from a mean of
+    `_PREFILL_MEAN` on, clusters that share weights move less through L2 than decode's tiles.
     """
     visits = num_rows * top_k
     mean = visits / max(1, min(visits, num_experts))
     width = next((w for w in (8, 16, 32, 64) if num_rows <= w), 128)
     if is_quantized:
         return quantized(width, 2 if mean > 64 else 1)
-    tile = prefill() if mean > 64 else decode(width, 1 if mean <= 24 else 2)
-    return tile if divides(tile, d_model, d_ff) else plain(tile)
+    if num_rows > 128 and mean > _PREFILL_MEAN:
+        tile = prefill()
+    else:
+        tile = decode(width, 1 if mean <= 24 else 2)
+    return tile if fits(tile, d_model, d_ff) else plain(tile)
 
 
-def divides(tile: Tile, d_model: int, d_ff: int) -> bool:
-    """Whether a model's sizes are multiples of the tile's."""
+def fits(tile: Tile, d_model: int, d_ff: int) -> bool:
+    """Whether a model's sizes hold the tile's columns and are multiples of its stages.
+
+    The last columns of an expert may overlap: the model's need not be multiples of the tile's.
+    """
     return (
-        d_ff % tile.gate_up.columns == 0
-        and d_model % (tile.down.parts * tile.down.columns) == 0
+        d_ff >= tile.gate_up.columns
+        and d_model >= tile.down.parts * tile.down.columns
         and d_model % tile.gate_up.block_k == 0
         and d_ff % tile.down.block_k == 0
     )
 
 
 def plain(tile: Tile) -> Tile:
-    """`tile` with columns and stages that divide every multiple of 64."""
+    """`tile` with columns and stages that fit every multiple of 64."""
     width = tile.widths[-1]
     gate_up, down = _fill(width, GemmTile(64, 2, 1), 2), _fill(width, GemmTile(64, 1, 1), 4)
     return replace(tile, gate_up=gate_up, down=down)

@@ -37,7 +37,7 @@ PREFILL = Tile(
     visit_dtype=BF16,
 )
 LEAD = replace(
-    PREFILL, cluster=1, gate_up=replace(PREFILL.gate_up, lead=1), down=replace(PREFILL.down, lead=1)
+    PREFILL, gate_up=replace(PREFILL.gate_up, lead=1), down=replace(PREFILL.down, lead=2)
 )
 TILES = {"decode": DECODE, "prefill": PREFILL, "lead": LEAD}
 # Rows of each expert. A tile of 24 or 48 is met exactly and by a row more; 16 rows take a width of
@@ -91,13 +91,19 @@ CASES = [
     ("decode", "last tile past the end", 2),
     ("prefill", "ragged", 4),
     ("prefill", "one holds all", 10),  # clusters without work
-    ("lead", "one holds all", 3),  # blocks without work
+    ("lead", "ragged", 4),
 ]
 
 
 @pytest.mark.parametrize(("tile", "rows_of", "num_blocks"), CASES)
 def test_equals_float64(tile, rows_of, num_blocks):
     check(TILES[tile], LOADS[rows_of], num_blocks=num_blocks)
+
+
+def test_last_columns_overlap_where_a_tile_does_not_divide():
+    """1.5 tiles of gate and up, 1.25 of down; the pipeline is longer than an item of down."""
+    tile = replace(LEAD, down=replace(LEAD.down, stages=4))
+    check(tile, (5, 0, 30), num_blocks=6, d=320, f=192)
 
 
 def expected_tiles(rows_of, start, slot, block_t, group):
@@ -129,7 +135,7 @@ def test_tile_map_lists_every_tile(block_t, group):
 def test_every_step_has_a_tile(shape):
     for num_rows in (1, 2, 7, 8, 33, 64, 65, 128, 256, 1000, 4096, 16384):
         tile = tiles.choose(num_rows, shape.top_k, shape.num_experts, shape.d_model, shape.d_ff)
-        assert tiles.divides(tile, shape.d_model, shape.d_ff)
+        assert tiles.fits(tile, shape.d_model, shape.d_ff)
         assert list(tile.widths) == sorted(tile.widths)
         assert all(width % 8 == 0 and width <= 256 for width in tile.widths)
         assert min(tile.gate_up.stages, tile.down.stages) >= 3
@@ -137,9 +143,22 @@ def test_every_step_has_a_tile(shape):
         assert num_rows > 128 or tile.block_t >= num_rows
 
 
+@pytest.mark.parametrize(("d", "f"), [(2048, 704), (2880, 2880), (2048, 1472)])
+def test_multiples_of_64_have_two_consumers_in_prefill(d, f):
+    tile = tiles.choose(16384, 4, 32, d, f)
+    assert tile.gate_up.consumers == tile.down.consumers == 2
+    assert tiles.fits(tile, d, f)
+
+
+def test_few_rows_an_expert_take_decode_tiles():
+    """Prefill's from where an expert of a skewed router has more rows than decode's tile."""
+    clusters = [tiles.choose(t, 2, 8, 4096, 14336).cluster for t in (64, 128, 129, 256, 1024)]
+    assert clusters == [1, 1, 2, 2, 2]
+
+
 def test_odd_sizes_have_a_plain_tile():
     tile = tiles.choose(16384, 8, 8, 192, 320)
-    assert tiles.divides(tile, 192, 320)
+    assert tiles.fits(tile, 192, 320)
     check(tiles.plain(PREFILL), (60,), num_blocks=2, d=64, f=192)
 
 
@@ -227,6 +246,10 @@ def test_weights_of_an_expert_are_read_once():
         assert [up.name, down.name] == ["grouped_gemm_gate_up", "grouped_gemm_down"]
         assert up.read[2] == num_tiles * d * 2 * f * item
         assert down.read[2] == num_tiles * f * d * item
+        # L2 is asked for what each block of `down` will load first, except by clusters.
+        asked = {place[1:] for place in up.prefetched}
+        assert len(asked) == (0 if tile.cluster > 1 else 4 * tile.down.parts)
+        assert asked <= {place[1:] for place in down.loaded if place[0] == 2}
         stored = sum(-(-rows // 8) * 8 for rows in rows_of)
         assert up.written[-1] == stored * f * item
         assert down.written[-1] == stored * d * jnp.dtype(tile.visit_dtype).itemsize

@@ -22,8 +22,10 @@ from sm90.program import Immediate, Instruction
 
 
 def copy(operands: Operands, instruction: Instruction) -> Run:
-    """`cp.async.bulk`: loads, stores, and waiting for stores."""
+    """`cp.async.bulk`: loads, prefetches, stores, and waiting for stores."""
     opcode = instruction.opcode
+    if opcode.startswith("cp.async.bulk.prefetch.tensor"):
+        return _tensor_prefetch(operands, instruction)
     if opcode.startswith("cp.async.bulk.commit_group"):
         return _commit_stores
     if opcode.startswith("cp.async.bulk.wait_group"):
@@ -85,9 +87,23 @@ def _tensor_load(operands: Operands, instruction: Instruction) -> Run:
         if ranks is not None:
             bits = int(np.broadcast_to(ranks(warp), 32)[lane])
             blocks = [other for other in block.cluster.blocks if bits >> other.rank & 1]
-        block.cluster.memory.read[box.buffer] += box.size  # once, for however many blocks
+        memory = block.cluster.memory
+        memory.read[box.buffer] += box.size  # once, for however many blocks
+        memory.loaded.add(box.place)
         for other in blocks:
             block.cluster.launch(Task(lambda other=other: other.receive(box, at)))
+
+    return run
+
+
+def _tensor_prefetch(operands: Operands, instruction: Instruction) -> Run:
+    """Moves nothing: what was asked for is kept, to be compared with what is loaded later."""
+    (source,) = instruction.operands
+    tensor = _Tensor(operands, source)
+
+    def run(warp: Any, lanes: Lanes) -> None:
+        box = tensor.box(warp, one_lane(lanes), 0)
+        warp.block.cluster.memory.prefetched.add(box.place)
 
     return run
 

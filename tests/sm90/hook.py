@@ -17,6 +17,7 @@ from jax.experimental.mosaic.gpu.constraints import ConstraintSystem
 from pallas_kernels.compile_for import compile_for, h200_mesh
 from sm90 import host, machine, program
 from sm90.execute import Code
+from sm90.memory import Place
 
 
 class Ran(NamedTuple):
@@ -25,6 +26,8 @@ class Ran(NamedTuple):
     name: str
     read: list[int]
     written: list[int]
+    loaded: set[Place]  # boxes that TMA brought to shared memory,
+    prefetched: set[Place]  # and those that it was to bring to L2
 
 
 @contextmanager
@@ -44,7 +47,7 @@ def emulated(**policy) -> Iterator[list[Ran]]:
         def call(*arrays):
             buffers = arguments(arrays, ctx.avals_out, aliases)
             moved = machine.run(kernel, buffers, machine.Policy(**policy))
-            ran.append(Ran(kernel.name, moved.read, moved.written))
+            ran.append(Ran(kernel.name, moved.read, moved.written, moved.loaded, moved.prefetched))
             return tuple(buffers[len(arrays) :])
 
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in ctx.avals_out]

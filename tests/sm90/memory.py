@@ -9,11 +9,17 @@ from sm90.host import TensorMap
 _BITS = 40  # of an address inside an argument; those above say which
 
 
+Place = tuple[int, int, int]
+"""A box's argument, its first byte there, and its bytes."""
+
+
 class Global:
     """The arguments of a kernel, and the bytes of each that were read and written."""
 
     def __init__(self, buffers: Sequence[np.ndarray]) -> None:
         self.read, self.written = [0] * len(buffers), [0] * len(buffers)
+        self.loaded: set[Place] = set()
+        self.prefetched: set[Place] = set()
         self.bytes = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
         known: dict[int, int] = {}  # aliased arguments have one address
         self.addresses = [
@@ -76,6 +82,7 @@ class Box:
         self.bytes = self.inside.size * item
         self.size = int(self.inside.sum()) * item  # of it, inside of the tensor
         self.outer = tensor.offset + at.reshape(-1)[:, None] * item + np.arange(item)
+        self.place = (self.buffer, int(self.outer[0, 0]), self.size)
         inner = swizzled(shared + np.arange(self.inside.size) * item, tensor.swizzle)
         self.shared = inner[:, None] + np.arange(item)
 
