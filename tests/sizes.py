@@ -72,7 +72,7 @@ DEEP_TESTS = {
     "test_any_schedule_writes_what_is_reckoned_by_hand[more]",
     "tests/serving/test_shaped.py::test_shaped_rows_over_a_mesh",
     "tests/serving/test_prefix_reuse.py::test_many_more",
-    "tests/serving/test_prefix_served.py::test_a_hundred_traces",
+    "tests/serving/test_prefix_served.py::test_many_more",
     "tests/serving/test_shaped.py::test_tokens_are_those_of_changed_logits[evictions]",
     "tests/serving/test_asynchronous_served.py::test_many_at_once_get_what_the_model_writes",
     "tests/serving/test_asynchronous_served.py::test_prompts_are_scored_beside_others",
@@ -116,7 +116,7 @@ DEEP_TESTS = {
     "tests/benchmarks/test_balance.py::test_a_tiny_run_writes_table_json_and_picture",
     "tests/serving/bench/test_balance_bench.py::test_the_whole_bench_on_the_bundled_model",
     "tests/serving/bench/test_priority.py::test_the_whole_bench_on_the_bundled_model",
-    "tests/serving/test_preemption.py::test_a_hundred_traces",
+    "tests/serving/test_preemption.py::test_many_more",
     "tests/serving/test_preemption.py::test_answers_do_not_depend_on_what_went_between[ls_first]",
     "tests/serving/test_family_served.py::test_answers_are_those_of_each_model_alone[0]",
     "tests/jmoe/parallel/test_mesh_steps.py::test_some_steps_over_a_mesh_are_those_of_one_device",
@@ -208,7 +208,7 @@ DEEP_TESTS = {
     "test_figures_are_those_of_the_forecast_and_of_the_simulator",
 }
 ON_MESHES = "tests/e2e/test_hostile_load.py"
-SHORT_ON_A_MESH = "test_served_tokens_are_those_of_the_notebook[ep=4]"
+SHORT_ON_A_MESH = "test_served_tokens_are_those_of_the_notebook[ep=2]"
 """What a served mesh answers; the other end-to-end tests on meshes are deep."""
 
 EMULATED, INTERPRETED = "sm90", "mosaic"

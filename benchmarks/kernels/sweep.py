@@ -37,7 +37,8 @@ AXES: dict[str, dict[str, Sequence[Any]]] = {
     },
     "prefill_attention": {
         "block_kv": (64, 128, 192),
-        "stages": (2, 3, 4),
+        "key_stages": (2, 3, 4),
+        "value_stages": (2, 3, 4),
         "pack": (1, 2, 4, 8),
     },
 }

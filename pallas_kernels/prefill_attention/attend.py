@@ -19,7 +19,7 @@ from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS
 def attend(shape: Shape, refs: Refs, warpgroup) -> None:
     """A warpgroup that multiplies."""
     plgpu.barrier_arrive(refs.q_empty)
-    for stage in range(2 * shape.tile.stages):
+    for stage in range(shape.tile.stages):
         plgpu.barrier_arrive(refs.empty.at[stage])
 
     @pl.when(warpgroup == 1)
@@ -52,9 +52,21 @@ class _Attention:
         self.row = at.row + warpgroup * self.tile.rows
         self.factor = shape.scale * math.log2(math.e)  # powers of two are what the hardware has
 
-    def stage(self, step):
-        """Of the ring buffers."""
-        return lax.rem(self.steps + step, self.tile.stages)
+    def key_stage(self, step):
+        """Of the ring of keys, and the index of its barriers."""
+        return lax.rem(self.steps + step, self.tile.key_stages)
+
+    def value_stage(self, step):
+        """Of the ring of values; its barriers follow those of keys."""
+        return lax.rem(self.steps + step, self.tile.value_stages)
+
+    def wait_for_values(self, step) -> None:
+        stage = self.tile.key_stages + self.value_stage(step)
+        plgpu.barrier_wait(self.refs.full.at[stage])
+
+    def release_values(self, step) -> None:
+        stage = self.tile.key_stages + self.value_stage(step)
+        plgpu.barrier_arrive(self.refs.empty.at[stage])
 
     def __call__(self) -> Array:
         at, refs = self.at, self.refs
@@ -83,7 +95,7 @@ class _Attention:
 
         `queue_more` may queue other products behind theirs, and says how many: those go on.
         """
-        refs, stage = self.refs, self.stage(step)
+        refs, stage = self.refs, self.key_stage(step)
 
         def product(scores):
             plgpu.barrier_wait(refs.full.at[stage])
@@ -121,25 +133,28 @@ class _Attention:
         s = self.scores(0, lambda: 0, masked=True)
         top = jnp.max(s, axis=1) * self.factor
         p = jnp.exp2(s * self.factor - _across(top, s.shape))
+        self.wait_for_values(0)
         return top, jnp.sum(p, axis=1), self.narrow(p)
 
     def next(self, acc, step, state, *, masked: bool):
         """Weighs the values of the step before, and meanwhile finds the weights of this one."""
         top, norm, p = state
-        before = self.stage(step - 1)
 
         def values():
-            self.weigh(acc, p, before)
+            self.weigh(acc, p, step - 1)
             return 1
 
-        plgpu.barrier_wait(self.refs.full.at[self.tile.stages + before])
         s = self.scores(step, values, masked)
         new_top = jnp.maximum(top, jnp.max(s, axis=1) * self.factor)
         keep = jnp.exp2(top - new_top)
         p = jnp.exp2(s * self.factor - _across(new_top, s.shape))
         norm = norm * keep + jnp.sum(p, axis=1)
+        # The next step weighs this one's values. They are waited for here because that ends a basic
+        # block: within one, ptxas moves the wait for the product, which the accumulator needs, up
+        # to before the exponentials.
+        self.wait_for_values(step)
         acc[...] = acc[...] * _across(keep, acc.shape)
-        plgpu.barrier_arrive(self.refs.empty.at[self.tile.stages + before])
+        self.release_values(step - 1)
         return new_top, norm, self.narrow(p)
 
     def narrow(self, p):
@@ -148,18 +163,17 @@ class _Attention:
 
     def last(self, acc, p) -> Array:
         """Weighs the last values; returns the sum over all."""
-        at, refs = self.at, self.refs
-        stage = self.stage(at.blocks - 1)
-        plgpu.barrier_wait(refs.full.at[self.tile.stages + stage])
-        live = at.kv_len - (at.blocks - 1) * self.tile.block_kv
+        at = self.at
+        step = at.blocks - 1
+        live = at.kv_len - step * self.tile.block_kv
 
         @pl.when(live < self.tile.block_kv)
         def _():
-            self.clean(stage, live)
+            self.clean(self.value_stage(step), live)
 
-        self.weigh(acc, p, stage)
+        self.weigh(acc, p, step)
         out = acc[...]
-        plgpu.barrier_arrive(refs.empty.at[self.tile.stages + stage])
+        self.release_values(step)
         return out
 
     def clean(self, stage, live) -> None:
@@ -192,9 +206,9 @@ class _Attention:
         acc[...] = jnp.zeros(size, jnp.float32)
         return run(acc)
 
-    def weigh(self, acc, p, stage) -> None:
+    def weigh(self, acc, p, step) -> None:
         """Adds `p @ values`."""
-        v = self.refs.v_smem.at[stage]
+        v = self.refs.v_smem.at[self.value_stage(step)]
         if not self.shape.interpreted:
             plgpu.wgmma(acc, p, v)
             return
@@ -220,7 +234,7 @@ def _store(shape: Shape, refs: Refs, warpgroup, at: Item, out) -> None:
     """Stores the rows [lo, hi) of a warpgroup's results."""
     rows, pack = shape.tile.rows, shape.tile.pack
     mine = warpgroup + zero(at)
-    tiled, linear = refs.out_tiled.at[mine], refs.out_rows.at[mine]
+    tiled, linear = (form.at[mine] for form in refs.out_smem)
     row = pl.multiple_of(at.row + warpgroup * rows, work.ALIGN)
     first = lax.max(at.lo - row, 0)
     count = lax.min(at.hi - row, rows) - first  # may be negative: nothing to store

@@ -10,8 +10,9 @@ on an H200, if none of that shows; the kernel aims at 620 on one prompt of 16k t
   values are being weighed. The warpgroups queue in turns, so that one's softmax is under the
   other's products. Accumulator (64 registers), scores (64) and the weights of the step before (32)
   are held at once; weights go from registers into wgmma.
-- Pages come by TMA, one copy each, into rings of two steps of keys and two of values. The pipeline
-  runs on from one tile into the next, whose rows are loaded once the last scores are there.
+- Pages come by TMA, one copy each, into a ring of keys and one of values (`tiles.choose`). The
+  pipeline runs on from one tile into the next, whose rows are loaded once the last scores are
+  there.
 - Query heads that share a kv head are packed beside their rows (`tiles.Tile`), so that keys are
   read once for them and a chunk of a few rows fills a warpgroup.
 - Chunks start at any row, TMA reads tiles of 8: a tile starts at the multiple of 8 below and does
@@ -139,7 +140,7 @@ def _load(shape: Shape, refs: Refs) -> None:
         last = lax.div(at.kv_len - 1, rows) * rows
 
         def fetch(pages, smem, first, step):
-            stage = lax.rem(steps + step, tile.stages)
+            stage = lax.rem(steps + step, smem.shape[0])
             plgpu.barrier_wait(refs.empty.at[first + stage])
 
             @pl.loop(0, shape.copies if shape.copies <= 2 else shape.copies + zero(at))
@@ -161,7 +162,7 @@ def _load(shape: Shape, refs: Refs) -> None:
             fetch(refs.k, refs.k_smem, 0, step)
 
         def values(step):
-            fetch(refs.v, refs.v_smem, tile.stages, step)
+            fetch(refs.v, refs.v_smem, tile.key_stages, step)
 
         @pl.when(at.blocks > 0)
         def _():
@@ -178,7 +179,7 @@ def _load(shape: Shape, refs: Refs) -> None:
     for_each_item(shape, refs, item)
     # Every phase of a barrier is to be seen by someone.
     plgpu.barrier_wait(refs.q_empty)
-    for stage in range(2 * tile.stages):
+    for stage in range(tile.stages):
         plgpu.barrier_wait(refs.empty.at[stage])
 
 

@@ -44,7 +44,7 @@ class Shape:
     @property
     def staged(self) -> int:
         """Columns of results staged at a time: what shared memory has left."""
-        return 64 if self.head_dim > 128 else self.head_dim
+        return min(self.head_dim, 128)
 
 
 class Refs(NamedTuple):
@@ -61,11 +61,10 @@ class Refs(NamedTuple):
     q_smem: Any  # [warpgroup, 64, D]
     k_smem: Any  # [stage, block_kv, D]
     v_smem: Any
-    out_tiled: Any  # [warpgroup, 64, staged]: results to be stored 8 rows at a time
-    out_rows: Any  # the same, to be stored from any row on
+    out_smem: Any  # (staging[warpgroup, 64, staged] for stores 8 rows at a time, from any row on)
     q_full: Any
     q_empty: Any
-    full: Any  # [2 * stage]: of keys, then of values
+    full: Any  # of each stage of keys, then of values
     empty: Any
     turn: Any  # one a warpgroup: the tensor cores are its own
     clean: Any  # both warpgroups have cleaned their part of the last values
@@ -76,22 +75,24 @@ class Refs(NamedTuple):
 def scratch(shape: Shape, dtype) -> dict[str, Any]:
     """Buffers and barriers by the names they have in `Refs`."""
     tile = shape.tile
-    steps = plgpu.SMEM((tile.stages, tile.block_kv, shape.head_dim), dtype)
+    step = tile.block_kv, shape.head_dim
     staging = plgpu.SMEM((WARPGROUPS, LANES, shape.staged), dtype)
     scratch = {
         "q_smem": plgpu.SMEM((WARPGROUPS, LANES, shape.head_dim), dtype),
-        "k_smem": steps,
-        "v_smem": steps,
-        "out_tiled": staging,
-        "out_rows": staging,
+        "k_smem": plgpu.SMEM((tile.key_stages, *step), dtype),
+        "v_smem": plgpu.SMEM((tile.value_stages, *step), dtype),
+        "out_smem": plgpu.RefUnion(staging, staging),  # a tile of rows needs one of the two
         "q_full": plgpu.Barrier(num_arrivals=WARPGROUPS * tile.pack),
         "q_empty": plgpu.Barrier(num_arrivals=WARPGROUPS),
-        "full": plgpu.Barrier(num_arrivals=shape.copies, num_barriers=2 * tile.stages),
-        "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=2 * tile.stages),
+        "full": plgpu.Barrier(num_arrivals=shape.copies, num_barriers=tile.stages),
+        "empty": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tile.stages),
         "turn": plgpu.Barrier(num_barriers=WARPGROUPS),
         "clean": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
     if shape.interpreted:
+        # Race detection takes a union for one piece: one warpgroup's part of a form would overlap
+        # the other warpgroup's part of the other.
+        scratch["out_smem"] = staging, staging
         scratch["p_smem"] = plgpu.SMEM((WARPGROUPS, LANES, tile.block_kv), dtype)
         scratch["acc_smem"] = plgpu.SMEM((WARPGROUPS, LANES, shape.head_dim), jnp.float32)
     return scratch

@@ -18,8 +18,14 @@ class Tile:
     """
 
     block_kv: int  # keys and values a step, a multiple of 64
-    stages: int  # steps in flight, of keys and of values each
+    key_stages: int  # steps whose keys shared memory holds
+    value_stages: int  # at least 2: a step's are waited for before those of the one before go
     pack: int  # a power of two, at most 8: TMA tiles are 8 rows high
+
+    @property
+    def stages(self) -> int:
+        """Of keys and of values."""
+        return self.key_stages + self.value_stages
 
     @property
     def rows(self) -> int:
@@ -37,5 +43,13 @@ def choose(group: int, head_dim: int) -> Tile:
 
     With head size 256 the result alone takes 128 registers a thread, and a step of 128 keys would
     neither leave registers for two of its products at once nor fit into shared memory twice.
+
+    Values get more stages than keys because a warpgroup keeps them longer: keys until it has their
+    scores, values of the step before until it has this step's weights, too.
     """
-    return Tile(block_kv=64 if head_dim > 128 else 128, stages=2, pack=math.gcd(group, 8))
+    pack = math.gcd(group, 8)
+    if head_dim > 128:
+        return Tile(64, key_stages=2, value_stages=2, pack=pack)
+    if head_dim > 64:
+        return Tile(128, key_stages=2, value_stages=3, pack=pack)
+    return Tile(128, key_stages=3, value_stages=4, pack=pack)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import mosaic as interpreter
 import numpy as np
 import pytest
+from sm90 import sass
 from test_prefill_attention import IMPLEMENTATIONS, check, wide
 
 from pallas_kernels.backend import traced_for
@@ -52,7 +53,7 @@ def test_head_sizes(head_dim, page_size):
 
 
 @pytest.mark.parametrize(
-    ("tile", "num_blocks"), [(Tile(64, 2, 1), 1), (Tile(128, 3, 4), 8)], ids=str
+    ("tile", "num_blocks"), [(Tile(64, 3, 2, 1), 1), (Tile(128, 2, 4, 4), 8)], ids=str
 )
 def test_tiles_and_more_and_fewer_blocks_than_items(tile, num_blocks):
     check(
@@ -151,6 +152,22 @@ def test_compiled_for_an_h200(capfd, monkeypatch, shape, num_tokens):
     assert [kernel.spill_bytes for kernel in kernels] == [0]
     # Nothing but the plan: neither rows nor pages are copied.
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_weights_are_found_while_the_values_before_are_weighed(monkeypatch, tmp_path, head_dim):
+    """Of a step with a mask and of one without, in the order of the machine code."""
+    shape = wide(8, 2, head_dim)
+    kernels = sass.disassemble(monkeypatch, tmp_path, attention, *arguments(shape, 2048))
+    under, is_weighing = [], False  # exponentials between the waits for scores and for values
+    for instruction in kernels["prefill_attention"]:
+        if instruction.opcode == "WARPGROUP.DEPBAR.LE":
+            is_weighing = instruction.operands.startswith("gsb0, 0x1")
+            under += [0] * is_weighing
+        elif instruction.opcode == "MUFU.EX2" and is_weighing:
+            under[-1] += 1
+    # A thread has 64 x block_kv / 128 weights, and two rows whose sums it scales.
+    assert under == 2 * [tiles.choose(4, head_dim).block_kv // 2 + 2]
 
 
 @pytest.mark.parametrize("planned", [True, False])

@@ -1,7 +1,6 @@
 """Requests that share beginnings, on a runner whose tokens depend on all that pages hold."""
 
 import asyncio
-import os
 import random
 from collections import Counter
 
@@ -12,13 +11,13 @@ from reading import VOCAB, ReadingRunner, written
 from serving.plan import Limits
 from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.scheduling.policy import LS
+from tests.traces import num_traces
 
 pytestmark = pytest.mark.simulated_time
 
 BE = Priority.BEST_EFFORT
 LIMITS = Limits(num_slots=4, num_pages=64, page_size=4, max_prefill_tokens=16, max_prefill_seqs=4)
 LAYERS = 4
-NUM_TRACES = int(os.environ.get("JMOE_TRACES", "1000"))
 TIGHT = Limits(
     num_slots=6,
     num_pages=18,
@@ -373,4 +372,4 @@ async def test_whoever_shares_with_whom_answers_are_the_models():
 
 
 async def test_many_more():
-    await traces(range(1000, 1000 + NUM_TRACES))
+    await traces(range(1000, 1000 + num_traces(400)))
