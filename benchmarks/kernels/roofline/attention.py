@@ -202,7 +202,7 @@ def _prefill(case: Case) -> Kernel:
         losses,
         blocks=h200.NUM_SMS,
         waves=len(steps) / h200.NUM_SMS,
-        in_flight=2 * tile.stages * tile.block_kv * d * 2,
+        in_flight=tile.stages * tile.block_kv * d * 2,
     )
 
 
