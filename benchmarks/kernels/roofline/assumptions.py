@@ -80,12 +80,19 @@ CYCLES_PER_INSTRUCTION = 2
 BLOCKS_PER_SM = 16
 """One-warpgroup blocks that live on a multiprocessor at most: 2,048 threads."""
 
-GEMM_LAUNCHES = {"tile_map": 2, "gather": 1, "combine": 1}
-"""What XLA starts around the two products of the grouped GEMM. This and what follows is counted in
-programs compiled for an H200 (`tests/benchmarks/test_roofline.py`)."""
+TILE_MAP_LAUNCHES = {"op": 2, "layer": 2}
+"""What XLA starts for the grouped GEMM's tile map, in the op alone and in a layer. This and what
+follows is counted in programs compiled for an H200 (`tests/benchmarks/test_roofline.py`)."""
+
+GEMM_LAUNCHES = {"gather": 1, "combine": 1}
+"""What else XLA starts around the two products."""
+
+DECODE_PLAN_LAUNCHES = 0
+"""What XLA starts to plan decode attention's step; the same for prefill's, below. The benchmark
+plans in every call, a step once for all layers."""
 
 PREFILL_PLAN_LAUNCHES = 5
-"""What XLA starts to plan a prefill step that was not planned before, as in the benchmark."""
+"""Of a step that was not planned before."""
 
 ROUTE_LAUNCHES = {"op": 6, "layer": 2}
 """What XLA starts after the routing kernel, for all results, as the benchmark asks for them, or for

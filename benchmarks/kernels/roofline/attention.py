@@ -22,6 +22,7 @@ from benchmarks.kernels.roofline.parts import (
     fixed,
     joined,
     ladder,
+    small,
     taken,
 )
 from pallas_kernels.paged_attention import common
@@ -55,7 +56,8 @@ def decode(case: Case, page_size: int) -> Prediction:
     note, planned = "", sizes.num_blocks // h200.NUM_SMS
     if _resident(sizes) < planned:
         note = f"shared memory holds {_resident(sizes)} of {planned} planned blocks"
-    return joined(count, [_attend(case, sizes), _merge(case, sizes)], note)
+    plan = small("plan of the step", h200.DECODE_PLAN_LAUNCHES)
+    return joined(count, [*plan, _attend(case, sizes), _merge(case, sizes)], note)
 
 
 def _resident(sizes: common.Sizes) -> int:
@@ -134,13 +136,8 @@ def prefill(case: Case, page_size: int) -> Prediction:
     q, pages = _arrays(case, page_size)
     if not taken(partial(prefill_kernel.supports, scale=1.0), q, pages, pages):
         return by_reference(count)
-    plan = Kernel(
-        "plan of the step",
-        0.0,
-        {LAUNCHES: h200.PREFILL_PLAN_LAUNCHES * h200.KERNEL_US},
-        h200.PREFILL_PLAN_LAUNCHES,
-    )
-    return joined(count, [plan, _prefill(case)])
+    plan = small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
+    return joined(count, [*plan, _prefill(case)])
 
 
 def steps_of_tiles(case: Case) -> np.ndarray:

@@ -21,6 +21,7 @@ from benchmarks.kernels.roofline.parts import (
     joined,
     ladder,
     outside,
+    small,
 )
 from pallas_kernels.grouped_gemm import BLOCK_M
 from pallas_kernels.grouped_gemm.tiles import LANES, GemmTile, Tile, choose
@@ -205,8 +206,9 @@ def products(case: Case, shape: Shape, weight_bytes: int) -> list[Product]:
 
 
 @lru_cache(maxsize=512)  # which layers ask for again
-def predict(case: Case) -> Prediction:
-    """Of `grouped_gemm` and `grouped_gemm_fp8`."""
+def predict(case: Case, within: str = "op") -> Prediction:
+    """Of `grouped_gemm` and `grouped_gemm_fp8`. `within` says whose launches count: those of the
+    "op" alone, or of a "layer"."""
     shape, tokens = case.shape, case.tokens
     weight_bytes = 1 if case.op == "grouped_gemm_fp8" else 2
     rows = rows_of_experts(shape, tokens, case.skew or "uniform")
@@ -223,7 +225,7 @@ def predict(case: Case) -> Prediction:
     return joined(
         count,
         [
-            outside("tile map", 0, h200.GEMM_LAUNCHES["tile_map"]),
+            *small("tile map", h200.TILE_MAP_LAUNCHES[within]),
             outside("gather", gathered, h200.GEMM_LAUNCHES["gather"]),
             up.kernel(),
             down.kernel(),

@@ -30,7 +30,8 @@ def _moe_kernels(case: Case) -> list[Kernel]:
     d, shared = shape.d_model, shape.d_ff_shared
     kernels = [glue("experts", 4 * rows * d), dense("router", rows, d, shape.num_experts)]
     kernels += small.routing(replace(case, op="routing"), "layer").kernels
-    kernels += gemm.predict(replace(case, op="grouped_gemm", context=0, skew="uniform")).kernels
+    gemm_case = replace(case, op="grouped_gemm", context=0, skew="uniform")
+    kernels += gemm.predict(gemm_case, "layer").kernels
     if shared:
         kernels += [
             glue("shared experts"),

@@ -19,6 +19,7 @@ from benchmarks.kernels.roofline.parts import (
     fixed,
     joined,
     ladder,
+    small,
     taken,
 )
 from pallas_kernels.grouped_gemm import BLOCK_M
@@ -103,9 +104,8 @@ def routing(case: Case, within: str = "op") -> Prediction:
         waves=blocks / h200.NUM_SMS,
         in_flight=4 * min(rows, ROWS) * m,
     )
-    more = h200.ROUTE_LAUNCHES[within]
-    rest = Kernel("results in other forms", 0.0, {LAUNCHES: more * h200.KERNEL_US}, more)
-    return joined(count, [kernel, rest])
+    rest = small("results in other forms", h200.ROUTE_LAUNCHES[within])
+    return joined(count, [kernel, *rest])
 
 
 def instructions(m: int, k: int, logical: int) -> float:
