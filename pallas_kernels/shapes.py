@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one model's MoE layer and attention, in elements."""
+    """Sizes of one model's MoE layer and attention, in elements.
+
+    No heads: attention is of a kind that jmoe does not serve.
+    """
 
     name: str
     d_model: int
@@ -15,6 +18,7 @@ class Shape:
     heads: int
     kv_heads: int
     head_dim: int
+    d_ff_shared: int = 0  # of all shared experts together; 0: there are none
 
     @property
     def expert_elements(self) -> int:
@@ -22,10 +26,18 @@ class Shape:
         return 3 * self.d_model * self.d_ff
 
 
-QWEN15_MOE_A27B = Shape("Qwen1.5-MoE-A2.7B", 2048, 1408, 60, 4, 16, 16, 128)
+QWEN15_MOE_A27B = Shape("Qwen1.5-MoE-A2.7B", 2048, 1408, 60, 4, 16, 16, 128, 5632)
 QWEN3_30B_A3B = Shape("Qwen3-30B-A3B", 2048, 768, 128, 8, 32, 4, 128)
 MIXTRAL_8X7B = Shape("Mixtral-8x7B", 4096, 14336, 8, 2, 32, 8, 128)
 MODELS = (QWEN15_MOE_A27B, QWEN3_30B_A3B, MIXTRAL_8X7B)
+"""Models that are measured; `configs/models` has what else they are."""
+
+# By their published config.json files. Arithmetic and compilers need no more of them.
+OLMOE_1B_7B = Shape("OLMoE-1B-7B", 2048, 1024, 64, 8, 16, 16, 128)
+GLM_45_AIR = Shape("GLM-4.5-Air", 4096, 1408, 128, 8, 96, 8, 128, 1408)  # layer 0 is dense
+# Layer 0 is dense, too. Its attention is multi-head latent (MLA).
+DEEPSEEK_V2_LITE = Shape("DeepSeek-V2-Lite", 2048, 1408, 64, 6, 0, 0, 0, 2816)
+OTHER_MODELS = (OLMOE_1B_7B, GLM_45_AIR, DEEPSEEK_V2_LITE)
 
 BUNDLED = Shape("bundled", 128, 96, 60, 4, 4, 2, 32)
 

@@ -25,6 +25,7 @@ DEEP_FILES = {
     "tests/jmoe/parallel/test_compile_eight_h200.py",
     "tests/pallas_kernels/test_grouped_gemm_mosaic.py",
     "tests/pallas_kernels/test_kv_write_mosaic.py",
+    "tests/pallas_kernels/test_odd_shapes.py",
     "tests/pallas_kernels/test_paged_attention_mosaic.py",
     "tests/pallas_kernels/test_planning_mosaic.py",
     "tests/pallas_kernels/test_prefill_attention_mosaic.py",
@@ -86,6 +87,8 @@ DEEP_TESTS = {
     "tests/jmoe/test_parts.py::"
     "test_a_program_for_each_part_is_the_whole_too[qwen3_moe_mixed_yarn-cuts0]",
     "tests/pallas_kernels/test_grouped_gemm_quantized.py::test_kernel_equals_float64",
+    "tests/benchmarks/test_roofline.py::test_launches_are_those_of_compiled_programs",
+    "tests/benchmarks/test_roofline.py::test_the_command_starts_no_device",
     "tests/training/test_family.py::test_tuning_learns_and_leaves_what_it_is_given",
     "tests/training/test_lookahead.py::test_probes_guess_better_than_the_next_router",
     "tests/jmoe/test_parts.py::test_a_program_for_each_part_is_the_whole_too[qwen2_moe-cuts0]",

@@ -17,6 +17,8 @@ OPS = (
     "decode_layer",
 )
 """The ops, and layers made of them."""
+ATTENTION_OPS = ("paged_attention", "prefill_attention", "kv_write", "decode_layer")
+"""Those that a model whose attention is not served has no cases of."""
 SOURCES = ("pallas_kernels",)  # what their figures depend on
 SKEWS = ("uniform", "exponential")
 _SKEWS = {"grouped_gemm": SKEWS, "grouped_gemm_fp8": SKEWS[:1]}
@@ -37,8 +39,8 @@ class Sizes:
 
 
 DRY = Sizes(
-    models=(Shape("tiny", 16, 8, 4, 2, 4, 2, 8),),
-    quantized_models=(Shape("tiny blocks", 128, 128, 4, 2, 4, 2, 8),),
+    models=(Shape("tiny", 16, 8, 4, 2, 4, 2, 8, 8),),
+    quantized_models=(Shape("tiny blocks", 128, 128, 4, 2, 4, 2, 8, 128),),
     decode_tokens=(4,),
     prefill_tokens=(8,),
     contexts=(8, 16),
@@ -112,6 +114,27 @@ def count_kv_write(shape: Shape, tokens: int, itemsize: int = 2) -> Count:
     return Count(tokens * shape.head_dim * (2 * heads * itemsize + 4), 0)
 
 
+def count_moe_layer(shape: Shape, active_experts: int, tokens: int) -> Count:
+    """Weights of the router, of shared experts and of the routed ones that have rows; rows once in
+    and once out."""
+    routed = count_moe_mlp(shape, active_experts, tokens * shape.top_k)
+    dense = shape.d_model * (shape.num_experts + 3 * shape.d_ff_shared)
+    rows = 2 * tokens * shape.d_model
+    return Count(routed.bytes + 2 * (dense + rows), routed.flops + 2 * tokens * dense)
+
+
+def count_decode_layer(
+    shape: Shape, active_experts: int, chunks: Sequence[tuple[int, int]]
+) -> Count:
+    """The same with attention: its weights, and every key and value once."""
+    tokens = sum(n for n, _ in chunks)
+    moved, experts = count_attention(shape, chunks), count_moe_layer(shape, active_experts, tokens)
+    dense = shape.d_model * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
+    return Count(
+        moved.bytes + 2 * dense + experts.bytes, moved.flops + 2 * tokens * dense + experts.flops
+    )
+
+
 class Target(NamedTuple):
     """The least a figure should be; `figure` names a field of a record's figures."""
 
@@ -148,6 +171,8 @@ def all_cases(sizes: Sizes) -> list[Case]:
 
 def _cases_of(op: str, shape: Shape, sizes: Sizes) -> Iterator[Case]:
     decode, prefill = sizes.decode_tokens, sizes.prefill_tokens
+    if op in ATTENTION_OPS and not shape.heads:
+        return
     if op == "paged_attention":
         for tokens in decode:
             yield from (Case(op, shape, "decode", tokens, c) for c in sizes.contexts)

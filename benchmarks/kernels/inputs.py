@@ -96,4 +96,6 @@ def choices(rng: np.random.Generator, shape: Shape, tokens: int, skew: str) -> n
     m = shape.num_experts
     rank = rng.permutation(m) if skew == "exponential" else np.zeros(m)
     scores = rng.gumbel(size=(tokens, m)) - 4 * rank / m  # its top K: draws without replacement
-    return np.argsort(-scores, axis=1)[:, : shape.top_k].astype(np.int32)
+    best = np.argpartition(scores, m - shape.top_k, axis=1)[:, m - shape.top_k :]
+    order = np.argsort(-np.take_along_axis(scores, best, axis=1), axis=1)
+    return np.take_along_axis(best, order, axis=1).astype(np.int32)

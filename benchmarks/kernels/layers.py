@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 
 from benchmarks.kernels import judge
-from benchmarks.kernels.cases import Case, Count, Sizes, count_attention, count_moe_mlp
+from benchmarks.kernels.cases import Case, Sizes, count_decode_layer, count_moe_layer
 from benchmarks.kernels.inputs import DTYPE, LAYER, NUM_LAYERS, Pool, Pools, choices, normal
 from benchmarks.kernels.problems import TOLERANCE, Problem, itself
 from jmoe.attention import DecodeAttention, Written
@@ -51,7 +51,7 @@ def config_of(shape: Shape) -> ModelConfig:
                 "num_experts": shape.num_experts,
                 "num_experts_per_tok": shape.top_k,
                 "moe_intermediate_size": shape.d_ff,
-                "shared_expert_intermediate_size": shape.d_ff,
+                "shared_expert_intermediate_size": shape.d_ff_shared,
                 "max_position_embeddings": 4096,
                 "vocab_size": 8,
             }
@@ -101,12 +101,8 @@ def _draw(
     return sets, {"rows": case.tokens * case.shape.top_k, "active_experts": active}
 
 
-def _count_moe(case: Case, cfg: ModelConfig, active: list[int]) -> Count:
-    shape, tokens = case.shape, case.tokens
-    routed = count_moe_mlp(shape, round(float(np.mean(active))), tokens * shape.top_k)
-    dense = cfg.d_model * (cfg.num_experts + 3 * cfg.d_ff_shared)
-    rows = 2 * tokens * cfg.d_model
-    return Count(routed.bytes + 2 * (dense + rows), routed.flops + 2 * tokens * dense)
+def _mean(active: list[int]) -> int:
+    return round(float(np.mean(active)))
 
 
 def _moe(cfg: ModelConfig, layer, gate_up, down, slots, x):
@@ -138,7 +134,7 @@ def moe_layer(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pools) 
         [_args(one, pool) for one in sets],
         error,
         TOLERANCE,
-        _count_moe(case, cfg, facts["active_experts"]),
+        count_moe_layer(case.shape, _mean(facts["active_experts"]), case.tokens),
         facts=facts,
     )
 
@@ -175,12 +171,7 @@ def decode_layer(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pool
     def error(after: Any) -> float:
         return _decode_error(cfg, first, pool.layer(0), before, table, cos_sin, after)
 
-    moved = count_attention(case.shape, case.chunks())
-    dense = cfg.d_model * cfg.head_dim * 2 * (cfg.num_heads + cfg.num_kv_heads)
-    experts = _count_moe(case, cfg, facts["active_experts"])
-    count = Count(
-        moved.bytes + 2 * dense + experts.bytes, moved.flops + 2 * tokens * dense + experts.flops
-    )
+    active = _mean(facts["active_experts"])
     out = jnp.zeros((tokens, cfg.d_model), DTYPE)
     return Problem(
         itself,
@@ -188,7 +179,7 @@ def decode_layer(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pool
         [(table, *_args(one, pool)) for one, table in zip(sets, tables, strict=True)],
         error,
         TOLERANCE,
-        count,
+        count_decode_layer(case.shape, active, case.chunks()),
         carry=(*kv, out),
         facts=facts,
         data=(*before, out),

@@ -6,18 +6,24 @@ from typing import Any
 NAMES = {"share_of_copy": "of copy", "tb_s": "TB/s", "tflop_s": "TFLOP/s"}
 
 HEADER = (
-    f"{'case':58} {'us':>9} {'TB/s':>6} {'TFLOP/s':>8} {'copy':>6} {'product':>7}  "
-    "target; library time / ours"
+    f"{'case':58} {'us':>9} {'expected':>9} {'floor':>6} {'TB/s':>6} {'TFLOP/s':>8} {'copy':>6} "
+    f"{'product':>7}  target; library time / ours; largest loss expected"
 )
+"""`expected` and `floor`: microseconds on an H200 by arithmetic (`roofline`), and the share of the
+floor in them. What was measured is beside them: `us`, and of the floor the larger of `copy` and
+`product`."""
 
 
 def line(record: dict[str, Any]) -> str:
-    """One case: time, rates, shares of the ceilings, target, ratio to each library."""
+    """One case: time, what was expected, rates, shares of the ceilings, target, ratio to each
+    library, and the loss that was expected to be the largest."""
     name = record["case"]["name"]
     if "failed" in record:
         return f"{name:58} FAILED: {record['failed']} {record.get('check', '')}"
     timing, values = record["timing"], record.get("figures")
+    expected = record["expected"]
     cells = [f"{name:58} {timing['us']:9.2f}"]
+    cells.append(f"{expected['expected_us']:9.2f} {expected['expected_share']:6.1%}")
     if values:
         cells.append(f"{values['tb_s']:6.2f} {values['tflop_s']:8.1f}")
         cells.append(f"{values['share_of_copy']:6.1%} {values['share_of_product']:7.1%} ")
@@ -26,7 +32,7 @@ def line(record: dict[str, Any]) -> str:
     if record["target"]:
         cells.append(goal(record["target"]) + ";")
     ratios = [f"{n} {x['ratio']:.2f}" for n, x in record["libraries"].items() if "ratio" in x]
-    cells.append(", ".join(ratios))
+    cells.append("; ".join([*[", ".join(ratios)] * bool(ratios), expected["largest_loss"]]))
     if record["implementation"] != "mosaic":
         cells.append(f"[{record['implementation']}]")
     return " ".join(cells).rstrip()

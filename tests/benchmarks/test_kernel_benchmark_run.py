@@ -56,6 +56,7 @@ KEYS = {
     "check": dict,
     "facts": dict,
     "ceilings": dict,
+    "expected": dict,
     "timing": dict,
     "target": (dict, type(None)),
     "libraries": dict,
@@ -76,8 +77,22 @@ def test_every_case_leaves_a_whole_record(dry):
         has_rates = got["case"]["op"] != "routing"
         assert ("figures" in got, "count" in got) == (has_rates, has_rates)
         assert got["implementation"] == "xla"
+        assert 0 < got["expected"]["expected_share"] <= 1
+        assert got["expected"]["expected_us"] >= got["expected"]["floor_us"] > 0
         for name, library in got["libraries"].items():
             assert ("skipped" in library) != ("ratio" in library), name
+
+
+def test_what_is_expected_is_printed_beside_what_was_measured(dry):
+    """Of the dry run's first record, its floor is one launch and next to nothing to move."""
+    record = records_of(dry)[0]
+    line, header = table.line(record).split(), table.HEADER.split()
+    assert header[:4] == ["case", "us", "expected", "floor"]
+    measured, expected, share = line[1:4]
+    assert float(measured) == pytest.approx(record["timing"]["us"], abs=0.01)
+    assert float(expected) == pytest.approx(record["expected"]["expected_us"], abs=0.01)
+    assert share == f"{record['expected']['expected_share']:.1%}"
+    assert table.line(record).endswith(record["expected"]["largest_loss"] + " [xla]")
 
 
 def test_libraries_that_a_cpu_has_agree_with_the_ops(dry):
@@ -155,6 +170,7 @@ def test_a_line_of_the_table():
         {
             "case": {"name": case.name},
             "timing": {"us": 2000.0, "launches": 2},
+            "expected": {"expected_us": 2100.0, "expected_share": 0.95, "largest_loss": "tail"},
             "figures": measure.figures(8_600_000_000, 10**12, 2000.0, timing.Ceilings(4.3, 790.0)),
             "target": {"figure": "tb_s", "at_least": 4.0, "met": True},
             "libraries": {"cuDNN": {"ratio": 1.25}, "torch": {"skipped": "not installed"}},
@@ -162,8 +178,8 @@ def test_a_line_of_the_table():
         }
     )
     assert got.split() == [
-        *(case.name, "2000.00", "4.30", "500.0", "100.0%", "63.3%"),
-        *(">=", "4", "TB/s", "met;", "cuDNN", "1.25"),
+        *(case.name, "2000.00", "2100.00", "95.0%", "4.30", "500.0", "100.0%", "63.3%"),
+        *(">=", "4", "TB/s", "met;", "cuDNN", "1.25;", "tail"),
     ]
 
 

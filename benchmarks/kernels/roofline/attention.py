@@ -1,0 +1,210 @@
+"""Attention over pages: decode in two kernels, prefill in one."""
+
+from functools import partial
+
+import jax
+import numpy as np
+
+from benchmarks.kernels.cases import Case, count_attention
+from benchmarks.kernels.inputs import DTYPE
+from benchmarks.kernels.roofline import assumptions as h200
+from benchmarks.kernels.roofline.parts import (
+    EPILOGUE,
+    FILL,
+    LATENCY,
+    LAUNCHES,
+    PADDING,
+    REREADS,
+    TAIL,
+    Kernel,
+    Prediction,
+    by_reference,
+    fixed,
+    joined,
+    ladder,
+    small,
+    taken,
+)
+from pallas_kernels.paged_attention import common
+from pallas_kernels.paged_attention import mosaic as paged_kernel
+from pallas_kernels.prefill_attention import mosaic as prefill_kernel
+from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS, choose
+
+SOFTMAX = "softmax"
+MERGE = "merge of pieces"
+SHARED_BYTES_PER_SM = 228 << 10  # of which the system takes 1 KB a block
+
+
+def _arrays(case: Case, page_size: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Queries, and keys or values."""
+    shape = case.shape
+    pages = (1, 1, shape.kv_heads, page_size, shape.head_dim)
+    return (
+        jax.ShapeDtypeStruct((case.tokens, shape.heads, shape.head_dim), DTYPE),
+        jax.ShapeDtypeStruct(pages, DTYPE),
+    )
+
+
+def decode(case: Case, page_size: int) -> Prediction:
+    """Of `paged_attention`."""
+    count = count_attention(case.shape, case.chunks())
+    q, pages = _arrays(case, page_size)
+    if not taken(paged_kernel.supports, q, pages, pages):
+        return by_reference(count)
+    sizes = common.sizes_of(q, pages, None, None)
+    assert sizes is not None
+    note, planned = "", sizes.num_blocks // h200.NUM_SMS
+    if _resident(sizes) < planned:
+        note = f"shared memory holds {_resident(sizes)} of {planned} planned blocks"
+    plan = small("plan of the step", h200.DECODE_PLAN_LAUNCHES)
+    return joined(count, [*plan, _attend(case, sizes), _merge(case, sizes)], note)
+
+
+def _resident(sizes: common.Sizes) -> int:
+    """Blocks that live on a multiprocessor at once: as many as planned, or as shared memory has
+    room for."""
+    tokens, head_dim = sizes.tile.tokens, sizes.head_dim
+    # Queries and weights in bfloat16, a piece in float32, scratch of a maximum.
+    queries = sizes.columns * (6 * head_dim + 2 * tokens + 128)
+    per_block = queries + sizes.stages * 4 * tokens * head_dim + 1024
+    return min(sizes.num_blocks // h200.NUM_SMS, SHARED_BYTES_PER_SM // per_block)
+
+
+def _runs(case: Case, sizes: common.Sizes) -> tuple[int, int]:
+    """Tiles, and blocks that they are shared out among in equal runs."""
+    total = sizes.segments * -(-case.context // sizes.tile.tokens)
+    return total, min(max(1, total // sizes.tile.min_tiles), sizes.num_blocks)
+
+
+def _attend(case: Case, sizes: common.Sizes) -> Kernel:
+    shape, tile = case.shape, sizes.tile
+    total, active = _runs(case, sizes)
+    tile_bytes = 4 * tile.tokens * shape.head_dim
+    count = count_attention(shape, case.chunks())
+    floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
+    moved = total * tile_bytes + 4 * case.tokens * shape.heads * shape.head_dim
+    at_once = _resident(sizes) * h200.NUM_SMS
+    run_us = -(-total // active) * h200.TILE_CHAIN_CYCLES / h200.CLOCK_GHZ / 1e3
+    in_flight_us = moved / (min(active, at_once) * sizes.stages * tile_bytes) * h200.TRIP_US
+    mean_us = total / active * h200.TILE_CHAIN_CYCLES / h200.CLOCK_GHZ / 1e3
+    streaming = max(h200.copy_us(moved), in_flight_us)
+    # Memory is shared evenly until the shorter runs end; then a tile is left of the longer ones.
+    longest = streaming * -(-total // active) / (total / active)
+    waves = -(-active // at_once)
+    steps = [
+        (PADDING, h200.copy_us(moved)),
+        (LATENCY, max(streaming, mean_us)),
+        (TAIL, max(min(longest, streaming + h200.TRIP_US), waves * run_us)),
+    ]
+    # One after the other: lengths, the page's id, the page; and the piece on its way out.
+    return Kernel(
+        "paged_attention",
+        floor_us,
+        {**ladder(floor_us, steps), **fixed(trips=4)},
+        blocks=sizes.num_blocks,
+        waves=active / at_once,
+        in_flight=_resident(sizes) * sizes.stages * tile_bytes,
+    )
+
+
+def _merge(case: Case, sizes: common.Sizes) -> Kernel:
+    """Reads what the first kernel wrote: from L2, but what it wrote goes to memory as well."""
+    _, active = _runs(case, sizes)
+    pieces = sizes.segments + active - 1
+    piece_bytes = 4 * sizes.rows * sizes.head_dim
+    blocks = sizes.segments
+    waves = -(-blocks // (h200.BLOCKS_PER_SM * h200.NUM_SMS))
+    # The sums that say where pieces lie, then the pieces, then the results on their way.
+    trips = h200.IDLE_TRIP_US * (1 + 2 * waves)
+    losses = {MERGE: h200.copy_us(pieces * piece_bytes) + trips, LAUNCHES: h200.KERNEL_US}
+    return Kernel(
+        "paged_attention_merge",
+        0.0,
+        losses,
+        blocks=blocks,
+        waves=blocks / (h200.BLOCKS_PER_SM * h200.NUM_SMS),
+        in_flight=h200.BLOCKS_PER_SM * sizes.tile.merge_width * 4 * sizes.line,
+    )
+
+
+# ---- Prefill ----
+
+
+def prefill(case: Case, page_size: int) -> Prediction:
+    """Of `prefill_attention`, which plans the step itself, as in the benchmark."""
+    count = count_attention(case.shape, case.chunks())
+    q, pages = _arrays(case, page_size)
+    if not taken(partial(prefill_kernel.supports, scale=1.0), q, pages, pages):
+        return by_reference(count)
+    plan = small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
+    return joined(count, [*plan, _prefill(case)])
+
+
+def steps_of_tiles(case: Case) -> np.ndarray:
+    """Steps over keys of each tile of rows; chunks start at multiples of eight rows here."""
+    shape = case.shape
+    tile = choose(shape.heads // shape.kv_heads, shape.head_dim)
+    found = []
+    for rows, context in case.chunks():
+        ends = np.minimum(np.arange(0, rows, tile.block_rows) + tile.block_rows, rows)
+        found.append((ends - 1 + context - rows) // tile.block_kv + 1)
+    return np.concatenate(found)
+
+
+def _prefill(case: Case) -> Kernel:
+    shape, d = case.shape, case.shape.head_dim
+    tile = choose(shape.heads // shape.kv_heads, d)
+    packs = shape.heads // tile.pack
+    steps = np.sort(np.repeat(steps_of_tiles(case), packs))[::-1]
+    count = count_attention(shape, case.chunks())
+    floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
+
+    # Cycles of a step: both products of a warpgroup, and what its softmax takes.
+    scores = d / 16 * h200.wgmma_cycles(tile.block_kv)
+    values = tile.block_kv / 16 * h200.wgmma_cycles(d, registers=True)
+    elements = LANES * tile.block_kv
+    softmax = h200.SOFTMAX_CYCLES + LANES * d / h200.FP32_PER_CLOCK
+    softmax += elements * (1 / h200.MUFU_PER_CLOCK + 4 / h200.FP32_PER_CLOCK)
+    product = WARPGROUPS * (scores + values)
+    # A warpgroup's next scores wait for its softmax; the other's products go on meanwhile.
+    bound = max(product, scores + softmax, WARPGROUPS * elements / h200.MUFU_PER_CLOCK)
+    # Of an item: its first softmax and its results hide behind nothing of its own.
+    finish = LANES * d * (1 / h200.CONVERT_PER_CLOCK + 4 / h200.SMEM_BYTES_PER_CLOCK)
+    alone = softmax + finish + h200.EPILOGUE_CYCLES
+
+    def us(cycles: float) -> float:
+        return float(cycles) / h200.PRODUCT_GHZ / 1e3
+
+    total = float(steps.sum())
+    kv_bytes = 4 * d * shape.kv_heads * sum(context for _, context in case.chunks())
+    rounds = len(steps) / h200.NUM_SMS
+    # Every round of items sees a part of all heads' keys, of which L2 has kept what fits.
+    seen = max(0.0, rounds * total / len(steps) / steps[0] - 1)
+    again = count.bytes + seen * max(0, kv_bytes - h200.L2_BYTES)
+    l2_cycles = total * 4 * tile.block_kv * d / h200.L2_BYTES_PER_CLOCK / h200.NUM_SMS
+    worker = _dealt(len(steps))
+    busiest = np.bincount(worker, steps * bound + alone, h200.NUM_SMS).max()
+    times = [
+        (PADDING, us(total * product / h200.NUM_SMS)),
+        (REREADS, max(h200.copy_us(again), us(l2_cycles))),
+        (SOFTMAX, us(total * bound / h200.NUM_SMS)),
+        (EPILOGUE, us((total * bound + len(steps) * alone) / h200.NUM_SMS)),
+        (TAIL, us(busiest)),
+    ]
+    losses = ladder(floor_us, times)
+    losses |= {FILL: 3 * h200.IDLE_TRIP_US, LAUNCHES: h200.KERNEL_US}
+    return Kernel(
+        "prefill_attention",
+        floor_us,
+        losses,
+        blocks=h200.NUM_SMS,
+        waves=len(steps) / h200.NUM_SMS,
+        in_flight=tile.stages * tile.block_kv * d * 2,
+    )
+
+
+def _dealt(num_items: int) -> np.ndarray:
+    """Block of each item: dealt out back and forth."""
+    item = np.arange(num_items)
+    place, turn = item % h200.NUM_SMS, item // h200.NUM_SMS
+    return np.where(turn % 2 == 0, place, h200.NUM_SMS - 1 - place)

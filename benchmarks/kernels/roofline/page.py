@@ -1,0 +1,205 @@
+"""The predictions as text, as records, and as docs/roofline.md."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.kernels.cases import ATTENTION_OPS, OPS, Case, Sizes, all_cases, count_moe_mlp
+from benchmarks.kernels.roofline import assumptions, predict
+from benchmarks.kernels.roofline.parts import Prediction
+from pallas_kernels.shapes import MODELS, OTHER_MODELS, Shape
+
+CATALOGUE = (*MODELS, *OTHER_MODELS)
+GRID = Sizes(models=CATALOGUE, quantized_models=CATALOGUE)
+PAGE_TOKENS = {"decode": (1, 64, 256), "prefill": (1024, 4096, 16384)}
+"""What the page has rows of; the command prints every case."""
+
+_HEADER = (
+    *("model", "tokens", "context", "MB", "GFLOP", "blocks", "waves", "in flight, KB"),
+    *("floor, µs", "expected, µs", "share", "largest loss, µs"),
+)
+
+Row = tuple[Case, Prediction]
+
+
+def predictions(model: str = "") -> list[Row]:
+    """Every case of the models whose names hold `model`, op by op."""
+    chosen = [case for case in all_cases(GRID) if model.lower() in case.shape.name.lower()]
+    return [(case, predict(case, GRID)) for case in sorted(chosen, key=_place)]
+
+
+def _place(case: Case) -> tuple[int | str, ...]:
+    model = CATALOGUE.index(case.shape)
+    return OPS.index(case.op), model, case.phase, case.tokens, case.context, case.skew
+
+
+def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """For `--json`."""
+    return [{"case": case.name, **prediction.record()} for case, prediction in rows]
+
+
+def text(rows: Sequence[Row]) -> Iterator[str]:
+    """A line a case."""
+    yield (
+        f"{'case':58} {'MB':>9} {'GFLOP':>9} {'blocks':>6} {'waves':>7} {'KB':>4} "
+        f"{'floor us':>9} {'expected':>9} {'share':>6}  largest loss"
+    )
+    for case, prediction in rows:
+        _, _, *cells = _cells(case, prediction)
+        *numbers, loss = cells[1:]
+        widths = (9, 9, 6, 7, 4, 9, 9, 6)
+        columns = " ".join(f"{n:>{w}}" for n, w in zip(numbers, widths, strict=True))
+        yield f"{case.name:58} {columns}  {loss} {prediction.note}".rstrip()
+
+
+def _cells(case: Case, of: Prediction) -> list[str]:
+    main, loss = of.main, of.largest_loss
+    return [
+        case.shape.name,
+        str(case.tokens),
+        str(case.context or ""),
+        _number(of.count.bytes / 1e6),
+        _number(of.count.flops / 1e9),
+        str(main.blocks or ""),
+        _number(main.waves),
+        _number(main.in_flight / 1024),
+        _number(of.floor_us),
+        _number(of.us),
+        f"{of.share:.0%}",
+        f"{loss}, {_number(of.losses[loss])}",
+    ]
+
+
+def _number(value: float) -> str:
+    """Three digits, without exponents."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value else "0"
+
+
+# ---- The page ----
+
+
+def page() -> str:
+    """docs/roofline.md, whole."""
+    rows = predictions()
+    parts = [_INTRODUCTION, _table(*_floors()), _SUMMARY, _table(*_summary(rows)), _TABLES]
+    for op in OPS:
+        own = [(case, of) for case, of in rows if case.op == op and _is_on_page(case)]
+        parts += [f"### {op}\n", *_left_out(op), _table(_HEADER, *[_cells(*row) for row in own])]
+        notes = Counter(f"{case.shape.name}: {of.note}" for case, of in own if of.note)
+        parts += [f"{note} (in {number} rows).\n" for note, number in notes.items()]
+    parts += [_ASSUMED, _table(*_assumptions())]
+    return "\n".join(parts)
+
+
+def _is_on_page(case: Case) -> bool:
+    return case.tokens in PAGE_TOKENS[case.phase] and case.skew in ("", "uniform")
+
+
+def _left_out(op: str) -> list[str]:
+    names = [shape.name for shape in CATALOGUE if not shape.heads]
+    if op not in ATTENTION_OPS:
+        return []
+    return [f"Left out: {', '.join(names)}, whose attention (MLA) jmoe does not serve.\n"]
+
+
+def _table(*rows: Sequence[str]) -> str:
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:], ""])
+
+
+def _floors() -> Iterator[Sequence[str]]:
+    yield (
+        *("model", "d_model", "d_ff", "experts", "top-k", "shared d_ff"),
+        *("heads : kv heads of size", "routed weights a layer, MB", "floor, µs"),
+    )
+    for shape in CATALOGUE:
+        weights = count_moe_mlp(shape, shape.num_experts, 0).bytes
+        sizes = (shape.d_model, shape.d_ff, shape.num_experts, shape.top_k, shape.d_ff_shared)
+        yield (
+            shape.name,
+            *map(str, sizes),
+            _attention(shape),
+            _number(weights / 1e6),
+            _number(assumptions.copy_us(weights)),
+        )
+
+
+def _attention(shape: Shape) -> str:
+    return f"{shape.heads} : {shape.kv_heads} of {shape.head_dim}" if shape.heads else "not served"
+
+
+def _summary(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
+    yield "op", "phase", "cases", "share, least to most", "largest loss in most cases"
+    for op in OPS:
+        for phase in ("decode", "prefill"):
+            own = [of for case, of in rows if (case.op, case.phase) == (op, phase)]
+            if not own:
+                continue
+            shares = [of.share for of in own]
+            [(loss, number)] = Counter(of.largest_loss for of in own).most_common(1)
+            spread = f"{min(shares):.0%} to {max(shares):.0%}"
+            yield op, phase, str(len(own)), spread, f"{loss} ({number})"
+
+
+def _assumptions() -> Iterator[Sequence[str]]:
+    """Constants of `assumptions` with the text that follows each."""
+    yield "constant", "value", "what it is, and where it comes from"
+    body = ast.parse(Path(assumptions.__file__).read_text(encoding="utf-8")).body
+    for given, after in pairwise(body):
+        if isinstance(given, ast.Assign) and isinstance(after, ast.Expr):
+            [target], about = given.targets, ast.literal_eval(after.value)
+            assert isinstance(target, ast.Name)
+            value = getattr(assumptions, target.id)
+            shown = f"{value:.3g}" if isinstance(value, float) else str(value)
+            yield f"`{target.id}`", shown, " ".join(about.split())
+
+
+_INTRODUCTION = """# Roofline of the kernels
+
+Made by `python -m benchmarks.kernels.roofline --page docs/roofline.md`; change
+`benchmarks/kernels/roofline`, not this page. The command needs no GPU, prints every case of the
+kernel benchmark, and with `--json FILE` stores them.
+
+**All of it is arithmetic for an H200. Nothing here was measured.** The kernel benchmark
+(`python -m benchmarks.kernels`) prints the expected time beside the measured one and keeps both.
+A measured time that is 10 % above the expected one says that a loss is missing here or that an
+assumption (the last table) is wrong; one below it refutes a loss.
+
+- **MB, GFLOP**: what no version of the op can do without: each input that counts read once, each
+  result written once, products of the rows there are. For the grouped GEMM only weights count.
+- **floor**: the larger of MB over the copy rate and GFLOP over the product rate.
+- **blocks, waves, in flight** are those of the kernel that takes longest: thread blocks of its
+  grid; work items over those that are worked on at once (of a persistent kernel, items a block);
+  bytes on their way to a multiprocessor (stages x bytes of a stage x blocks that live there). By
+  Little's law the memory's rate asks for 33 KB.
+- **expected**: the floor plus losses, each computed from the tile that the op chooses; **share**:
+  the floor in it. Gaps between kernels, page-table walks, banks of memory and what ptxas makes of a
+  loop have no number here.
+- Losses. *launches*: a fixed cost of each kernel. *pipeline fill and drain*: first bytes in, last
+  results out. *gather and combine*: what XLA does around the grouped GEMM's products. *rows in
+  and out of memory*: activations. *padding to tiles*: rows or keys beyond those there are, and
+  products too narrow for the tensor cores. *rereads*: through L2, and from memory where L2 is too
+  small. *exposed epilogue*: results that no product hides. *tail and uneven blocks*: the busiest
+  block over the mean. *latency*, *softmax*, *dequantization*, *merge of pieces*, *instructions of
+  one warpgroup*: the op's own. *work outside the floor*: kernels of one op bound by different
+  things, or bytes that its floor leaves out.
+
+Experts' rows come from one draw of the benchmark's router with seed 0: here the uniform one; the
+command has the skewed one as well.
+
+## Models
+"""
+
+_SUMMARY = """## What is lost, by op
+"""
+
+_TABLES = """## Tables
+"""
+
+_ASSUMED = """## Assumptions
+"""

@@ -1,0 +1,156 @@
+"""What predictions are made of: kernels, and what each of them loses."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from benchmarks.kernels.cases import Count
+from benchmarks.kernels.roofline import assumptions as h200
+
+LAUNCHES = "launches"  # names of losses that several ops have
+FILL = "pipeline fill and drain"
+LATENCY = "latency"
+TAIL = "tail and uneven blocks"
+PADDING = "padding to tiles"
+REREADS = "rereads"
+EPILOGUE = "exposed epilogue"
+OUTSIDE = "gather and combine"
+OTHER = "work outside the floor"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch, in microseconds: its own floor, and losses by name. Or several small launches.
+
+    `floor_us` is a part of the op's floor: 0 for work that a better op would not have.
+    """
+
+    name: str
+    floor_us: float
+    losses: dict[str, float]
+    launches: int = 1
+    blocks: int = 0  # thread blocks of the grid
+    waves: float = 0.0  # work items over those that are worked on at once
+    in_flight: int = 0  # bytes on their way to a multiprocessor: stages x bytes x blocks
+
+    @property
+    def us(self) -> float:
+        """Expected time."""
+        return self.floor_us + sum(self.losses.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Arithmetic for one case on an H200: nothing in it was measured."""
+
+    count: Count  # what no version of the op can do without
+    kernels: tuple[Kernel, ...]
+    note: str = ""
+
+    @property
+    def floor_us(self) -> float:
+        """By bytes or by products, whichever takes longer."""
+        return max(h200.copy_us(self.count.bytes), h200.product_us(self.count.flops))
+
+    @property
+    def us(self) -> float:
+        """Expected time: kernels one after the other, without gaps between them."""
+        return sum(kernel.us for kernel in self.kernels)
+
+    @property
+    def share(self) -> float:
+        """Of the floor in the expected time."""
+        return self.floor_us / self.us
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """Microseconds beside the floor by name, largest first; their sum is all of them."""
+        found: dict[str, float] = {}
+        for kernel in self.kernels:
+            for name, us in kernel.losses.items():
+                found[name] = found.get(name, 0.0) + us
+        # Kernels' own floors, where one is bound by bytes and another by products, or where the
+        # op's floor has no part of what a kernel must move.
+        found[OTHER] = self.us - self.floor_us - sum(found.values())
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @property
+    def largest_loss(self) -> str:
+        """Name of the loss that takes most."""
+        return next(iter(self.losses), "none")
+
+    @property
+    def main(self) -> Kernel:
+        """The kernel that takes longest."""
+        return max(self.kernels, key=lambda kernel: kernel.us)
+
+    def record(self) -> dict[str, Any]:
+        """For a case's record."""
+        main = self.main
+        return {
+            "by": "arithmetic for an H200",
+            "bytes": self.count.bytes,
+            "flops": self.count.flops,
+            "floor_us": self.floor_us,
+            "expected_us": self.us,
+            "expected_share": self.share,
+            "largest_loss": self.largest_loss,
+            "losses_us": self.losses,
+            "launches": sum(kernel.launches for kernel in self.kernels),
+            "main_kernel": main.name,
+            "blocks": main.blocks,
+            "waves": main.waves,
+            "bytes_in_flight": main.in_flight,
+            "bytes_in_flight_needed": h200.little_bytes(),
+            "note": self.note,
+        }
+
+
+def ladder(floor_us: float, steps: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Losses from times of ever more complete models: each adds what it takes longer."""
+    losses: dict[str, float] = {}
+    before = floor_us
+    for name, us in steps:
+        losses[name] = losses.get(name, 0.0) + max(0.0, us - before)
+        before = max(before, us)
+    return losses
+
+
+def fixed(trips: float = 2.0, launches: int = 1) -> dict[str, float]:
+    """Losses of every kernel: launches, and trips to memory at its start and end that hide behind
+    nothing. Without more words: the first bytes in, the last results out."""
+    return {FILL: trips * h200.IDLE_TRIP_US, LAUNCHES: launches * h200.KERNEL_US}
+
+
+def outside(name: str, num_bytes: float, launches: int) -> Kernel:
+    """Kernels of XLA around an op's own, that a better op would not have."""
+    losses = {OUTSIDE: h200.copy_us(num_bytes), LAUNCHES: launches * h200.KERNEL_US}
+    return Kernel(name, 0.0, losses, launches)
+
+
+def small(name: str, launches: int) -> list[Kernel]:
+    """Kernels of XLA with next to nothing to move, if there are any."""
+    losses = {LAUNCHES: launches * h200.KERNEL_US}
+    return [Kernel(name, 0.0, losses, launches)] if launches else []
+
+
+def taken(supports: Callable[..., bool], *args: Any) -> bool:
+    """Whether a kernel takes arguments of such shapes (`jax.ShapeDtypeStruct`); no device is
+    asked."""
+    found = []
+    jax.eval_shape(lambda *arrays: found.append(supports(*arrays)), *args)
+    return found[0]
+
+
+def by_reference(count: Count) -> Prediction:
+    """For sizes that no kernel takes: XLA's references have no model here."""
+    floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
+    kernel = Kernel("XLA reference", floor_us, {LAUNCHES: h200.KERNEL_US})
+    return Prediction(count, (kernel,), "no kernel takes these sizes: the floor and one launch")
+
+
+def joined(count: Count, kernels: Sequence[Kernel], note: str = "") -> Prediction:
+    """The prediction of an op made of these kernels."""
+    return Prediction(count, tuple(kernels), note)

@@ -1,0 +1,123 @@
+"""Routing and the KV page write: little to move, much to wait for."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.kernels.cases import Case, Count, count_kv_write
+from benchmarks.kernels.problems import WAY
+from benchmarks.kernels.roofline import assumptions as h200
+from benchmarks.kernels.roofline.parts import (
+    FILL,
+    LATENCY,
+    LAUNCHES,
+    TAIL,
+    Kernel,
+    Prediction,
+    by_reference,
+    fixed,
+    joined,
+    ladder,
+    small,
+    taken,
+)
+from pallas_kernels.grouped_gemm import BLOCK_M
+from pallas_kernels.routing import mosaic
+from pallas_kernels.routing.op import max_blocks
+
+ROWS = 64  # of a block of the routing kernel
+INSTRUCTIONS = "instructions of one warpgroup"
+
+
+def kv_write(case: Case) -> Prediction:
+    """Of `kv_write`: a block a row, in waves of as many as live at once."""
+    shape, rows = case.shape, case.tokens
+    count = count_kv_write(shape, rows)
+    if shape.head_dim not in (64, 128, 256):
+        return by_reference(count)
+    row_bytes = 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    resident = min(h200.BLOCKS_PER_SM, (228 << 10) // (row_bytes + 1024))
+    waves = rows / (resident * h200.NUM_SMS)
+    floor_us = h200.copy_us(count.bytes)
+    # Of a block: a row in, its elements changed (some ten operations each), and out again.
+    change_us = row_bytes / 2 * 10 / h200.FP32_PER_CLOCK / h200.CLOCK_GHZ / 1e3
+    of_block_us = 2 * h200.TRIP_US + change_us
+    steps = [(LATENCY, waves * of_block_us)] if waves > 1 else []
+    whole = -(-rows // (resident * h200.NUM_SMS))
+    if waves > 1:
+        last = (whole - waves) * h200.copy_us(resident * h200.NUM_SMS * 2 * row_bytes)
+        steps.append((TAIL, max(waves * of_block_us, floor_us) + min(last, of_block_us)))
+    losses = {**ladder(floor_us, steps), **fixed(trips=2)}
+    losses[LATENCY] = losses.get(LATENCY, 0.0) + change_us
+    kernel = Kernel(
+        "kv_write",
+        floor_us,
+        losses,
+        blocks=rows,
+        waves=waves,
+        in_flight=min(resident, -(-rows // h200.NUM_SMS)) * row_bytes,
+    )
+    return joined(count, [kernel])
+
+
+def routing_bytes(case: Case) -> int:
+    """Logits, and what the op returns of them."""
+    m, k, rows = case.shape.num_experts, case.shape.top_k, case.tokens
+    logical = m + -(-m // WAY)
+    sorted_rows = BLOCK_M * max_blocks(rows * k, m, BLOCK_M)
+    visits = rows * k * (4 + 4 + 1 + 4 + 4)  # picks, plan, degraded, sorted rows, weights
+    return 4 * rows * m + visits + 4 * sorted_rows + 4 * 4 * logical + m
+
+
+def routing(case: Case, within: str = "op") -> Prediction:
+    """Of `routing`: one launch for up to 512 rows, and some of XLA; XLA's reference for more.
+
+    `within` says whose launches count: the "op" alone, or what a "layer" needs of it.
+    """
+    m, k, rows = case.shape.num_experts, case.shape.top_k, case.tokens
+    logical = m + -(-m // WAY)
+    count = Count(routing_bytes(case), 0)
+    floor_us = h200.copy_us(count.bytes)
+    blocks = -(-rows // ROWS)
+    logits = jax.ShapeDtypeStruct((rows, m), jnp.float32)
+    groups, slots = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (m, logical))
+    supports = partial(mosaic.supports, top_k=k, block_m=BLOCK_M)
+    if not taken(supports, logits, groups, slots):
+        # The comparisons of visits with each other and with experts stay in registers or L2;
+        # a stable sort of the visits goes over them a few times.
+        launches = h200.ROUTE_REFERENCE_LAUNCHES[within]
+        losses = {
+            LAUNCHES: launches * h200.KERNEL_US,
+            "sort of visits": h200.copy_us(8 * 2 * 4 * rows * k),
+            FILL: 2 * launches * h200.IDLE_TRIP_US,
+        }
+        return joined(count, [Kernel("XLA reference", floor_us, losses, launches)])
+    compute_us = instructions(m, k, logical) * h200.CYCLES_PER_INSTRUCTION / h200.CLOCK_GHZ / 1e3
+    # In and out; and twice, where blocks meet, out and in again.
+    trips = 2 + (4 if blocks > 1 else 0)
+    kernel = Kernel(
+        "routing",
+        floor_us,
+        {INSTRUCTIONS: compute_us, **fixed(trips)},
+        blocks=blocks,
+        waves=blocks / h200.NUM_SMS,
+        in_flight=4 * min(rows, ROWS) * m,
+    )
+    rest = small("results in other forms", h200.ROUTE_LAUNCHES[within])
+    return joined(count, [kernel, *rest])
+
+
+def instructions(m: int, k: int, logical: int) -> float:
+    """Of one warp of the routing kernel, which has 64 rows by `m` experts in 128 threads.
+
+    Estimates by stage: picks are k rounds of four instructions an element; the order of experts
+    and their groups are all pairs, twice; a pick's lookup is three an element; one-hot visits,
+    ranks and starts are a few for each pick, row and logical expert.
+    """
+    elements = ROWS * m / 128
+    chunks = -(-logical // ROWS)
+    pairs = 2 * 4 * elements * -(-m // ROWS)
+    one_hot = chunks * (ROWS * ROWS / 128) * 3 * k * 2
+    starts = chunks * (ROWS * chunks * ROWS / 128) * 4
+    return 4 * k * elements + pairs + 3 * k * elements + one_hot + starts

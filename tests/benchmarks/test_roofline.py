@@ -1,0 +1,255 @@
+"""Predictions of the kernel benchmark against figures worked out by hand, and their page."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.kernels import inputs, layers, problems, roofline
+from benchmarks.kernels.cases import (
+    ATTENTION_OPS,
+    DRY,
+    Case,
+    Count,
+    Sizes,
+    all_cases,
+    count_decode_layer,
+    count_moe_layer,
+)
+from benchmarks.kernels.roofline import assumptions, attention, gemm, page, parts
+from pallas_kernels.compile_for import compile_for, h200_mesh
+from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
+from pallas_kernels.launches import count_launches
+from pallas_kernels.shapes import (
+    DEEPSEEK_V2_LITE,
+    GLM_45_AIR,
+    MIXTRAL_8X7B,
+    MODELS,
+    OLMOE_1B_7B,
+    QWEN3_30B_A3B,
+    QWEN15_MOE_A27B,
+    Shape,
+)
+
+ROOT = Path(__file__).parents[2]
+SMALL = Shape("small", 128, 128, 8, 2, 4, 2, 128, 128)
+
+
+def predict(op, shape, phase, tokens, context=0, skew=""):
+    return roofline.predict(Case(op, shape, phase, tokens, context, skew), Sizes())
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return page.predictions()
+
+
+# ---- By hand ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "us"), [(QWEN15_MOE_A27B, 241), (QWEN3_30B_A3B, 281), (MIXTRAL_8X7B, 655)]
+)
+def test_floors_of_routed_weights_are_those_of_the_design(shape, us):
+    """256 rows hit every expert: 60 x 17.3 MB, 128 x 9.4 MB, 8 x 352 MB over 4.3 TB/s."""
+    got = predict("grouped_gemm", shape, "decode", 256, skew="uniform")
+    assert round(got.floor_us) == us
+    assert got.count.flops == 2 * 256 * shape.top_k * 3 * shape.d_model * shape.d_ff
+
+
+def test_floors_of_other_models():
+    """64 x 3 x 2048 x 1024, 128 and 64 x 3 x 4096 or 2048 x 1408 elements of two bytes."""
+    floors = {OLMOE_1B_7B: 187, GLM_45_AIR: 1030, DEEPSEEK_V2_LITE: 258}
+    for shape, us in floors.items():
+        assert round(predict("grouped_gemm", shape, "decode", 256).floor_us) == us
+
+
+def test_attention_and_page_writes():
+    # 2 x 128 x 8192 positions x 4 heads x 128 x 2 bytes = 2,147 MB, and 2.1 MB of rows.
+    decode = predict("paged_attention", QWEN3_30B_A3B, "decode", 128, 8192)
+    assert decode.floor_us == pytest.approx((2_147_483_648 + 2_097_152) / 4.3e6)
+    # 16384 x 16385 / 2 pairs x 4 x 32 heads x 128.
+    prefill = predict("prefill_attention", QWEN3_30B_A3B, "prefill", 16384, 16384)
+    assert prefill.floor_us == pytest.approx(134_225_920 * 16384 / 790e6)
+    # 16384 rows of 48 heads x 128 x 2 bytes, in and out, and 128 x 4 bytes of angles.
+    write = predict("kv_write", MIXTRAL_8X7B, "prefill", 16384)
+    assert write.floor_us == pytest.approx(16384 * (2 * 12288 + 512) / 4.3e6)
+
+
+def test_layers_add_what_is_dense():
+    shape = replace(SMALL, d_ff_shared=64)
+    # 3 experts of 3 x 128 x 128; router 128 x 8 and shared 3 x 128 x 64; 5 rows in and out.
+    elements = 3 * 49152 + 1024 + 24576 + 2 * 5 * 128
+    moe = count_moe_layer(shape, 3, 5)
+    assert moe == (2 * elements, 2 * 5 * (2 * 49152 + 1024 + 24576))
+    # Products of 128 with 8 heads of 128 and of 4 heads with 128; 7 keys and values of 2 heads.
+    dense = 128 * (8 + 4) * 128
+    kv, rows = 2 * 5 * 7 * 2 * 128, 2 * 5 * 4 * 128
+    flops = moe.flops + 2 * 5 * dense + 4 * 5 * 7 * 4 * 128
+    assert count_decode_layer(shape, 3, [(1, 7)] * 5) == (
+        moe.bytes + 2 * (dense + kv + rows),
+        flops,
+    )
+
+
+def test_little_and_the_tensor_cores():
+    assert assumptions.little_bytes() == pytest.approx(32_576, abs=1)
+    assert pytest.approx(1.461, abs=1e-3) == assumptions.PRODUCT_GHZ
+    # Two operands of 2 KB at 128 bytes a clock; below 64 columns they take longer than products.
+    assert [assumptions.wgmma_cycles(n) for n in (8, 64, 128)] == [18, 32, 64]
+    assert assumptions.wgmma_cycles(64, registers=True) == 32
+
+
+TILE = Tile((8, 16), 1, 16, GemmTile(64, 2, 1, stages=4), GemmTile(64, 1, 1), np.dtype("float32"))
+PRODUCT = gemm.Product("p", TILE, TILE.gate_up, (5, 0, 16, 17), 128, 256, 128, 2, 2)
+
+
+def test_a_product_by_hand():
+    """Two columns of 2 x 64 an expert. Tiles of 5; 16; 16 and 1 rows, in the order of items."""
+    assert PRODUCT.items().tolist() == [5, 5, 16, 16, 16, 1, 16, 1]
+    # 8 steps of 16 x 2 parts, 18 cycles each at 8 rows and 20 at 16.
+    assert [PRODUCT.multiply(rows) for rows in (5, 16)] == [288, 320]
+    kernel = PRODUCT.kernel()
+    assert kernel.waves == 8 / 132
+    assert kernel.in_flight == 4 * 64 * (2 * 16 + 2 * 128)
+    assert kernel.floor_us == pytest.approx(3 * 128 * 256 * 2 / 4.3e6)
+    # Three experts stream through 6 or 8 of 132 blocks, whose ports take 64 bytes at 1.7 GHz.
+    assert kernel.losses[parts.TAIL] > 0
+    assert kernel.losses[parts.LAUNCHES] == assumptions.KERNEL_US
+
+
+def test_large_and_small_tiles_in_turn_leave_every_other_cluster_behind():
+    """Experts of 272 rows are a tile of 256 and one of 16; clusters are 66, an even number."""
+    tile = replace(TILE, widths=(8, 128), cluster=2, group=8)
+    even = gemm.Product("p", tile, tile.gate_up, (272,) * 66, 2048, 1024, 512, 2, 2)
+    odd = even._replace(rows=(272, 256) * 33)
+    for product, least, most in ((even, 1.5, 2.0), (odd, 1.0, 1.4)):
+        cost = np.array([product.multiply(r) + product.finish(r) for r in product.items()])
+        sums = np.bincount(np.arange(len(cost)) % product.workers, cost)
+        ratio = sums.max() / sums.mean()
+        assert least <= ratio <= most
+    assert even.kernel().losses[parts.TAIL] > 2 * odd.kernel().losses[parts.TAIL]
+
+
+def test_fewer_rows_take_the_narrowest_width_and_clusters_halve_them():
+    tile = replace(TILE, widths=(32, 64, 96, 128), cluster=2)
+    product = PRODUCT._replace(tile=tile)
+    # Halves in eights: of 65 rows 40, of 200 rows 104.
+    assert [product.width(rows) for rows in (1, 64, 65, 128, 200, 256)] == [
+        32,
+        32,
+        64,
+        64,
+        128,
+        128,
+    ]
+
+
+def test_steps_of_prefill_tiles():
+    """Chunks of 300 rows at the end of 1000 positions: tiles of 128, steps of 128 keys."""
+    shape = replace(SMALL, heads=1, kv_heads=1)
+
+    class Two(Case):
+        def chunks(self):
+            return [(300, 1000), (100, 100)]
+
+    got = attention.steps_of_tiles(Two("prefill_attention", shape, "prefill", 400, 1000))
+    # Last positions 827, 955 and 999 of the first; 99 of the second.
+    assert got.tolist() == [7, 8, 8, 1]
+    dealt = attention._dealt(264)
+    assert (dealt[0], dealt[131], dealt[132], dealt[263]) == (0, 131, 131, 0)
+
+
+def test_losses_of_a_ladder():
+    got = parts.ladder(10.0, [("a", 12.0), ("b", 11.0), ("c", 15.0), ("a", 16.0)])
+    assert got == {"a": 3.0, "b": 0.0, "c": 3.0}
+    kernels = (parts.Kernel("x", 4.0, {"a": 1.0}), parts.Kernel("y", 3.0, {"a": 1.0, "b": 5.0}))
+    of = parts.Prediction(Count(int(4.3e6 * 6), 0), kernels)
+    assert (of.floor_us, of.us, of.share) == (6.0, 14.0, 6 / 14)
+    assert of.losses == {"b": 5.0, "a": 2.0, parts.OTHER: 1.0}
+    assert (of.largest_loss, of.main.name) == ("b", "y")
+
+
+# ---- Every case ----
+
+
+def test_every_case_has_a_prediction_that_adds_up(rows):
+    assert len({case.name for case, _ in rows}) == len(rows)
+    for case, of in [*rows, *((case, roofline.predict(case, DRY)) for case in all_cases(DRY))]:
+        record = of.record()
+        json.dumps(record, allow_nan=False)
+        assert 0 < record["expected_share"] <= 1, case.name
+        assert min(of.losses.values()) > -1e-9 * of.us, case.name
+        assert of.us == pytest.approx(of.floor_us + sum(of.losses.values()))
+        assert of.largest_loss in record["losses_us"]
+        by_bytes, by_products = of.count.bytes / 4.3e6, of.count.flops / 790e6
+        assert of.floor_us == pytest.approx(max(by_bytes, by_products))
+        assert all(math.isfinite(k.us) and k.waves >= 0 for k in of.kernels)
+
+
+def test_what_jmoe_does_not_serve_is_left_out(rows):
+    of_deepseek = {case.op for case, _ in rows if case.shape is DEEPSEEK_V2_LITE}
+    assert of_deepseek.isdisjoint(ATTENTION_OPS)
+    assert {"grouped_gemm", "routing", "moe_layer"} <= of_deepseek
+    of_glm = {case.op for case, _ in rows if case.shape is GLM_45_AIR}
+    assert of_glm == of_deepseek | set(ATTENTION_OPS)
+    assert "DeepSeek-V2-Lite, whose attention (MLA) jmoe does not serve" in page.page()
+
+
+def test_measured_models_are_those_of_the_presets():
+    for shape in MODELS:
+        cfg = layers.config_of(shape)
+        sizes = (cfg.d_model, cfg.d_ff_expert, cfg.num_experts, cfg.experts_per_token)
+        heads = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        values = [getattr(shape, field.name) for field in fields(shape)]
+        assert values[1:] == [*sizes, *heads, cfg.d_ff_shared]
+
+
+# ---- The command and its page ----
+
+
+def test_the_page_is_what_the_command_writes():
+    """If not: `python -m benchmarks.kernels.roofline --page docs/roofline.md`."""
+    assert (ROOT / "docs" / "roofline.md").read_text(encoding="utf-8") == page.page()
+
+
+def test_the_command_starts_no_device(tmp_path):
+    file = tmp_path / "roofline.json"
+    command = [sys.executable, "-m", "benchmarks.kernels.roofline", "--model", "glm"]
+    env = {**os.environ, "JAX_PLATFORMS": "none"}  # to ask for a device would fail
+    done = subprocess.run(
+        [*command, "--json", str(file)], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    stored = json.loads(file.read_text())
+    lines = done.stdout.splitlines()
+    assert len(lines) == 1 + len(stored)
+    assert all("GLM-4.5-Air" in line for line in lines[1:])
+    assert stored[0]["by"] == "arithmetic for an H200"
+    assert {"expected_us", "expected_share", "largest_loss", "waves"} <= stored[0].keys()
+
+
+def test_launches_are_those_of_compiled_programs():
+    """A decode layer has every op but prefill attention. At small sizes: how many kernels XLA makes
+    depends on which tensors there are."""
+    pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra jmoe[aot]")
+    steps = {"decode_tokens": (8,), "prefill_tokens": (1024,), "contexts": (1024,)}
+    models = {"models": (SMALL,), "quantized_models": ()}
+    sizes = Sizes(**models, **steps, rotated_bytes=0, kv_bytes=1 << 20)
+    found, expected = {}, {}
+    for case in all_cases(sizes):
+        if case.op in ("decode_layer", "prefill_attention", "routing"):
+            problem = problems.build(case, sizes, 0, inputs.Pools())
+            args = problem.sets[0] if problem.carry is None else (problem.carry, *problem.sets[0])
+            donated = () if problem.carry is None else 0
+            exe = compile_for(h200_mesh(), problem.call, *args, donate_argnums=donated)
+            found[case.name] = sum(count_launches(exe.as_text()).values())
+            expected[case.name] = roofline.predict(case, sizes).record()["launches"]
+    assert len(found) == 4
+    assert found == expected
