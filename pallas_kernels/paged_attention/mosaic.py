@@ -47,16 +47,16 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.paged_attention.common import NONE, PARAMS, TINY, Sizes, sizes_of, splat
 from pallas_kernels.paged_attention.merge import merge
 from pallas_kernels.paged_attention.schedule import At, Plan, Run
-from pallas_kernels.paged_attention.tiles import Tile
+from pallas_kernels.paged_attention.tiles import MOST_GROUP, Tile
 
 
 def supports(q: Any, k_pages: Any, v_pages: Any) -> bool:
     """Whether the kernels take these: bfloat16, heads of 64, 128 or 256, pages of 16 or more, and
-    no more query heads a kv head than shared memory has room for."""
+    no more query heads a kv head than shared memory and registers have room for."""
     batch, heads, _ = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
     bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
-    if not bf16 or batch == 0 or page_size < 16 or heads > 64 * kv_heads:
+    if not bf16 or batch == 0 or page_size < 16 or heads > MOST_GROUP * kv_heads:
         return False
     return sizes_of(q, k_pages, None, None) is not None
 

@@ -7,6 +7,9 @@ SHARED_PER_SM = 228 * 1024
 SHARED_RESERVED = 1024
 """Bytes of it that the system takes for each block."""
 
+MOST_GROUP = 40
+"""Query heads a kv head that a block's registers hold: 48 of 64 elements spill."""
+
 
 @dataclass(frozen=True)
 class Tile:
