@@ -1,6 +1,8 @@
 """Stages of the routing kernel: from logits in shared memory to the sorted row of each visit."""
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -28,41 +30,77 @@ from pallas_kernels.routing.parts import (
     PINNED,
     Block,
     by_expert,
-    own,
     product,
 )
 from pallas_kernels.routing.reference import LOWEST, TINY
 
+MAX_TOGETHER, FEW = 128, 32
+"""Routed experts that sums over rows are made of at once; where there are more, they are made of so
+few at a time, that registers suffice."""
 
-def gate(at: Block, kind) -> list:
-    """Picks, and the visits of each expert, into shared memory; the weights of picks."""
+PICKS = 8
+"""Of a row, that are ranked at once, likewise."""
+
+
+class _Part(NamedTuple):
+    """Routed experts that are looked at together."""
+
+    first: int
+    count: int
+
+    @property
+    def experts(self):
+        """Their numbers, for each row."""
+        return iota((ROWS, self.count), 1, EXPERTS) + self.first
+
+    def of(self, rows):
+        """Their columns."""
+        return rows.at[:, pl.ds(self.first, self.count)]
+
+
+def _of_all(operation: Callable, parts: list) -> Any:
+    return functools.reduce(operation, parts)
+
+
+def gate(at: Block) -> None:
+    """Picks, their weights, and the visits of each expert, into shared memory."""
     sizes, smem = at.sizes, at.smem
-    shape = (ROWS, sizes.experts)
-    expert = iota(shape, 1, EXPERTS)
-    logits = plgpu.load(smem.logits, layout=EXPERTS, optimized=False)
-    x = jnp.where(logits >= LOWEST, logits, LOWEST)
+    together = sizes.experts if sizes.experts <= MAX_TOGETHER else FEW
+    parts = [_Part(i, min(together, sizes.experts - i)) for i in range(0, sizes.experts, together)]
+    logits = [plgpu.load(part.of(smem.logits), layout=EXPERTS, optimized=False) for part in parts]
+    xs = tuple(jnp.where(x >= LOWEST, x, LOWEST) for x in logits)
     scale = None
     if sizes.scoring == "softmax" and not sizes.normalize:
-        scale = jnp.sum(jnp.exp(logits - across(jnp.max(x, axis=1), shape)), axis=1)
+        top = _of_all(jnp.maximum, [jnp.max(x, axis=1) for x in xs])
+        sums = [jnp.sum(jnp.exp(x - across(top, x.shape)), axis=1) for x in logits]
+        scale = _of_all(jnp.add, sums)
 
-    def pick(k, x):
-        top = jnp.max(x, axis=1)
-        best = jnp.where(x == across(top, shape), expert, sizes.experts)
-        picked = jnp.min(best, axis=1)
+    def pick(k, xs):
+        top = _of_all(jnp.maximum, [jnp.max(x, axis=1) for x in xs])
+        first = []
+        for part, x in zip(parts, xs, strict=True):
+            best = jnp.where(x == across(top, x.shape), part.experts, sizes.experts)
+            first.append(jnp.min(best, axis=1))
+        picked = _of_all(jnp.minimum, first)
         smem.weights[:, k], smem.ids[:, k] = top, picked
-        return jnp.where(expert == across(picked, shape), -jnp.inf, x)
+        return tuple(
+            jnp.where(part.experts == across(picked, x.shape), -jnp.inf, x)
+            for part, x in zip(parts, xs, strict=True)
+        )
 
-    x = lax.fori_loop(0, sizes.picks, pick, x)
+    xs = lax.fori_loop(0, sizes.picks, pick, xs)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem.ids, at.out.ids.at[at.own])
+    kind = by_row(smem.kind)
     visit = jnp.where(kind == DEGRADABLE, 1, jnp.where(kind == EXEMPT, EXEMPT_VISIT, 0))
-    visits = jnp.where(x == -jnp.inf, across(visit, shape), 0)
-    smem.visits[pl.ds(0, sizes.experts)] = jnp.sum(visits, axis=0)
-    return _weights(at, scale)
+    for part, x in zip(parts, xs, strict=True):
+        visits = jnp.where(x == -jnp.inf, across(visit, x.shape), 0)
+        smem.visits[pl.ds(part.first, part.count)] = jnp.sum(visits, axis=0)
+    _weigh(at, scale)
 
 
-def _weights(at: Block, scale) -> list:
-    """Weights of the picks, whose logits are in shared memory; `scale` is softmax's sum."""
+def _weigh(at: Block, scale) -> None:
+    """Makes weights of the picks' logits, in shared memory; `scale` is softmax's sum."""
     sizes = at.sizes
     tops = [by_row(at.smem.weights.at[:, k]) for k in range(sizes.picks)]
     if sizes.scoring == "sigmoid":
@@ -71,7 +109,8 @@ def _weights(at: Block, scale) -> list:
         weights = [jnp.exp(top - tops[0]) for top in tops]
     if sizes.normalize:
         scale = jnp.maximum(functools.reduce(jnp.add, weights), TINY)
-    return [w / scale for w in weights] if scale is not None else weights
+    for k, weight in enumerate(weights):
+        at.smem.weights[:, k] = weight if scale is None else weight / scale
 
 
 def plan(at: Block, visits) -> None:
@@ -110,9 +149,10 @@ def plan(at: Block, visits) -> None:
         smem.target[own] = jnp.where(strategy == 0, expert, jnp.where(strategy == 1, full, partial))
 
 
-def look_up(at: Block, kind) -> list:
+def look_up(at: Block) -> list:
     """Logical expert of each visit, also into shared memory."""
     sizes, smem = at.sizes, at.smem
+    kind = by_row(smem.kind)
     shape = (ROWS, sizes.experts)
     expert = iota(shape, 1, EXPERTS)
     target = down(by_expert(smem.target.at[pl.ds(0, sizes.experts)]), shape)
@@ -129,9 +169,9 @@ def look_up(at: Block, kind) -> list:
     return [by_row(smem.expert_ids.at[:, k]) for k in range(sizes.picks)]
 
 
-def merge_repeats(at: Block, expert_ids: list, weights: list) -> list:
+def merge_repeats(at: Block, expert_ids: list) -> list:
     """A row's weights summed where its visits meet, into shared memory; which visits are kept."""
-    kept = []
+    weights, kept = [by_row(at.smem.weights.at[:, k]) for k in range(at.sizes.picks)], []
     for k, expert in enumerate(expert_ids):
         same = [other == expert for other in expert_ids]
         first = functools.reduce(lambda a, b: a & ~b, same[:k], expert >= 0)
@@ -149,7 +189,7 @@ def one_hot(at: Block, expert_ids: list) -> None:
     smem = at.smem
     shape = (ROWS, ROWS)
 
-    @pl.loop(0, at.sizes.places // ROWS)
+    @pl.loop(0, at.sizes.chunks)
     def _(chunk):
         expert = iota(shape, 1, WGMMA) + chunk * ROWS
         hits = [expert == across(mine, shape, WGMMA) for mine in expert_ids]
@@ -158,51 +198,65 @@ def one_hot(at: Block, expert_ids: list) -> None:
 
     plgpu.commit_smem()
 
-    @pl.loop(0, at.sizes.places // ROWS)
+    @pl.loop(0, at.sizes.chunks)
     def _(chunk):
         rows = product(smem.visited.at[chunk].T, smem.ones.T)  # all eight columns are the sum
-        smem.rows[own(chunk)] = jnp.max(rows, axis=1).astype(I32)
+        smem.rows[chunk] = jnp.max(rows, axis=1).astype(I32)
 
 
-def starts(at: Block, rows) -> None:
-    """First sorted row of each logical expert, into shared memory; the number of blocks."""
+def starts(at: Block, summed) -> Any:
+    """First sorted row and first tile of each logical expert, into shared memory; how many tiles
+    there are. `summed(load)` is the rows of a chunk's experts, and those of earlier blocks.
+
+    Blocks of rows and tiles are summed as one number: there are fewer than 2**15 of either.
+    """
     sizes, smem = at.sizes, at.smem
-    wide = (ROWS, sizes.places)
-    block_m = jnp.full(rows.shape, sizes.block_m, I32)
-    blocks = lax.div(rows + (sizes.block_m - 1), block_m)
-    smem.rows[...] = rows
+    tile_rows = sizes.tiles.rows if sizes.tiles else sizes.sorted_rows
+    earlier = iota((ROWS, ROWS), 1, WGMMA) < iota((ROWS, ROWS), 0, WGMMA)
 
-    @pl.loop(0, sizes.places, step=ROWS)
-    def _(first):
-        earlier = iota(wide, 1, WGMMA) < iota(wide, 0, WGMMA) + first
-        before = jnp.sum(jnp.where(earlier, down(blocks, wide, WGMMA), 0), axis=1)
-        smem.start[pl.ds(pl.multiple_of(first, ROWS), ROWS)] = before * sizes.block_m
+    def one_chunk(chunk, total):
+        rows, before = summed(lambda ref: by_column(ref.at[chunk]))
+        smem.rows[chunk] = rows
+        both = _divided_up(rows, sizes.block_m) | _divided_up(rows, tile_rows) << 16
+        first = jnp.sum(jnp.where(earlier, down(both, earlier.shape, WGMMA), 0), axis=1) + total
+        smem.start[chunk] = (first & 0xFFFF) * sizes.block_m
+        smem.tile[chunk] = first >> 16
+        if before is not None:
+            smem.first[chunk] = by_column(smem.start.at[chunk]) + before
+        return total + jnp.sum(both)
 
-    total = jnp.sum(blocks)
+    total = lax.fori_loop(0, sizes.chunks, one_chunk, jnp.int32(0))
 
     @pl.when(at.index == 0)
     def _():
-        at.out.num_blocks[0] = total
+        at.out.num_blocks[0] = total & 0xFFFF
+
+    return total >> 16
 
 
-def ranks(at: Block, expert_ids: list, kept: list, before) -> None:
+def _divided_up(rows, by: int):
+    """Quotients, rounded up."""
+    return lax.div(rows + (by - 1), jnp.full(rows.shape, by, I32))
+
+
+def ranks(at: Block, expert_ids: list, kept: list) -> None:
     """Sorted row of each visit, into shared memory: its expert's start plus the rows before."""
     sizes, smem = at.sizes, at.smem
     shape = (ROWS, ROWS)
-    starts = smem.start
-    if before is not None:
-        starts = smem.first
-        starts[...] = by_column(smem.start) + before
-
-    def one_chunk(chunk, found):
-        earlier = product(smem.earlier, smem.visited.at[chunk]).astype(I32)
-        row = earlier + down(by_column(starts.at[own(chunk)]), shape, WGMMA)
-        expert = iota(shape, 1, WGMMA) + chunk * ROWS
-        hits = [expert == across(mine, shape, WGMMA) for mine in expert_ids]
-        here = [jnp.sum(jnp.where(hit, row, 0), axis=1) for hit in hits]
-        return tuple(map(jnp.add, found, here))
+    starts = smem.start if sizes.blocks == 1 else smem.first
 
     nowhere = plgpu.layout_cast(jnp.full((ROWS,), 0, I32), BY_ROW)
-    found = lax.fori_loop(0, sizes.places // ROWS, one_chunk, (nowhere,) * sizes.picks)
-    for k, row in enumerate(found):
-        smem.visit_row[:, k] = jnp.where(kept[k], row, sizes.sorted_rows)
+    for first in range(0, sizes.picks, PICKS):
+        some = expert_ids[first : first + PICKS]
+
+        def one_chunk(chunk, found, some=some):
+            earlier = product(smem.earlier, smem.visited.at[chunk]).astype(I32)
+            row = earlier + down(by_column(starts.at[chunk]), shape, WGMMA)
+            expert = iota(shape, 1, WGMMA) + chunk * ROWS
+            hits = [expert == across(mine, shape, WGMMA) for mine in some]
+            here = [jnp.sum(jnp.where(hit, row, 0), axis=1) for hit in hits]
+            return tuple(map(jnp.add, found, here))
+
+        found = lax.fori_loop(0, sizes.chunks, one_chunk, (nowhere,) * len(some))
+        for k, row in enumerate(found, first):
+            smem.visit_row[:, k] = jnp.where(kept[k], row, sizes.sorted_rows)

@@ -96,7 +96,14 @@ def test_steps_of_several_blocks():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"rows": 516}, {"experts": 14}, {"experts": 200, "united": 100}, {"top_k": 9}, {"block_m": 2}],
+    [
+        {"rows": 516},
+        {"experts": 14},
+        {"experts": 260},
+        {"experts": 256, "united": 257},
+        {"top_k": 17},
+        {"block_m": 2},
+    ],
     ids=str,
 )
 def test_what_the_kernel_does_not_take(changes):
