@@ -18,9 +18,9 @@ for the logits, a few thousand instructions of one warpgroup, and one trip out.
 - A copy of bytes in a row takes whole sixteens: the last one to three experts are stored singly.
 - Blocks exchange twice, to add up visits before the plan and rows after it: each writes its part
   to memory by TMA, and reads it back into the shared memory of all of them (`_exchange`).
-- Sorted rows are first all written as gaps; then each visit writes its token, scalar by scalar,
-  a quarter of them a warp. So are the rows of the grouped GEMM's tile map, which XLA would make
-  two kernels of.
+- Sorted rows are first all written as gaps; then, once all blocks have, each visit writes its
+  token, scalar by scalar, a quarter of them a warp. So are the rows of the grouped GEMM's tile
+  map, which XLA would make two kernels of.
 - Tables of all layers are given whole, with the layer: cutting a row out would be a launch.
 
 Lane semantics, unlike the other ops' kernels: every layout is named here, while inference of them
@@ -34,6 +34,8 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.layouts import (
@@ -205,7 +207,8 @@ def _route(at: Block) -> None:
     _prepare(at)
     plgpu.barrier_wait(smem.full)
     stages.gate(at)
-    plgpu.wait_smem_to_gmem(1)  # all gaps are marked before blocks meet; picks are on their way
+    plgpu.wait_smem_to_gmem(1)  # gaps are marked; picks are on their way
+    _meet(at, "arrive.release")
     used = pl.ds(0, sizes.experts)
     _exchange(at, 0, smem.visits, smem.all_visits)
     visits, _ = _sums(at, smem.visits, smem.all_visits, lambda ref: by_expert(ref.at[used]))
@@ -217,6 +220,7 @@ def _route(at: Block) -> None:
     num_tiles = stages.starts(at, functools.partial(_sums, at, smem.rows, smem.all_rows))
     stages.ranks(at, expert_ids, kept)
     _store(at)
+    _meet(at, "wait.acquire")  # gaps are marked by all blocks, tokens written over some of them
     _fill(at)
     if sizes.tiles:
         _map_tiles(at, num_tiles)
@@ -296,6 +300,23 @@ def _exchange(at: Block, which: int, own, every) -> None:
         plgpu.barrier_wait(smem.met.at[which])
     plgpu.copy_gmem_to_smem(shared, every, smem.exchanged.at[which], collective_axes="block")
     plgpu.barrier_wait(smem.exchanged.at[which])
+
+
+def _meet(at: Block, step: str) -> None:
+    """A step of the cluster's own barrier: what a block wrote before it arrived is ordered before
+    what others do after they waited. An mbarrier's arrivals, jax's `ClusterBarrier` among them, are
+    of the block's scope only. The interpreter does not know it; there `_exchange` does its part.
+    """
+    if at.sizes.blocks == 1 or at.sizes.interpreted:
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(_) -> None:
+        void = ir.Type.parse("!llvm.void")
+        text = f"barrier.cluster.{step}.aligned;"
+        llvm.inline_asm(void, [], text, "~{memory}", has_side_effects=True)
+
+    barrier()
 
 
 def _sums(at: Block, own, every, load):

@@ -120,6 +120,7 @@ class Smem(NamedTuple):
     visits: Any  # of each expert by the block's rows
     key: Any  # its place in the order, larger first
     s1: Any
+    left: Any  # its group, if it is visited and not in S1
     target: Any
     rows: Any  # of each logical expert, [chunk, 64], as the next two
     start: Any  # its first sorted row
@@ -172,7 +173,7 @@ def scratch(sizes: Sizes) -> dict[str, Any]:
         "slots": i32((sizes.chunks * ROWS,)),
         "full": plgpu.Barrier(num_arrivals=2 + len(sizes.slot_boxes)),
         **{name: i32(visits) for name in ("ids", "expert_ids", "visit_row")},
-        **{name: i32(vector) for name in ("groups", "visits", "key", "s1", "target")},
+        **{name: i32(vector) for name in ("groups", "visits", "key", "s1", "left", "target")},
         **{name: i32(places) for name in ("rows", "start", "tile")},
     }
     if sizes.blocks > 1:
@@ -190,6 +191,11 @@ def scratch(sizes: Sizes) -> dict[str, Any]:
 def by_expert(ref):
     """A vector that has a value for each routed expert, for use with `EXPERTS`."""
     return plgpu.load(ref, layout=BY_EXPERT, optimized=False)
+
+
+def by_row_and_expert(ref):
+    """A value for each row and routed expert."""
+    return plgpu.load(ref, layout=EXPERTS, optimized=False)
 
 
 def product(a, b):

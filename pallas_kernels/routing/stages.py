@@ -29,7 +29,9 @@ from pallas_kernels.routing.parts import (
     PADDING,
     PINNED,
     Block,
+    Sizes,
     by_expert,
+    by_row_and_expert,
     product,
 )
 from pallas_kernels.routing.reference import LOWEST, TINY
@@ -49,13 +51,24 @@ class _Part(NamedTuple):
     count: int
 
     @property
-    def experts(self):
-        """Their numbers, for each row."""
-        return iota((ROWS, self.count), 1, EXPERTS) + self.first
+    def columns(self):
+        """Their numbers from the first, for each row: alike for all parts of a size."""
+        return iota((ROWS, self.count), 1, EXPERTS)
 
-    def of(self, rows):
-        """Their columns."""
-        return rows.at[:, pl.ds(self.first, self.count)]
+    def hits(self, picked):
+        """Where each row's expert is."""
+        return self.columns == across(picked - self.first, (ROWS, self.count))
+
+    @property
+    def slice(self):
+        """Of arrays over experts."""
+        return pl.ds(self.first, self.count)
+
+
+def _parts(sizes: Sizes) -> list[_Part]:
+    count = sizes.experts
+    together = count if count <= MAX_TOGETHER else FEW
+    return [_Part(first, min(together, count - first)) for first in range(0, count, together)]
 
 
 def _of_all(operation: Callable, parts: list) -> Any:
@@ -65,9 +78,8 @@ def _of_all(operation: Callable, parts: list) -> Any:
 def gate(at: Block) -> None:
     """Picks, their weights, and the visits of each expert, into shared memory."""
     sizes, smem = at.sizes, at.smem
-    together = sizes.experts if sizes.experts <= MAX_TOGETHER else FEW
-    parts = [_Part(i, min(together, sizes.experts - i)) for i in range(0, sizes.experts, together)]
-    logits = [plgpu.load(part.of(smem.logits), layout=EXPERTS, optimized=False) for part in parts]
+    parts = _parts(sizes)
+    logits = [by_row_and_expert(smem.logits.at[:, part.slice]) for part in parts]
     xs = tuple(jnp.where(x >= LOWEST, x, LOWEST) for x in logits)
     scale = None
     if sizes.scoring == "softmax" and not sizes.normalize:
@@ -79,14 +91,12 @@ def gate(at: Block) -> None:
         top = _of_all(jnp.maximum, [jnp.max(x, axis=1) for x in xs])
         first = []
         for part, x in zip(parts, xs, strict=True):
-            best = jnp.where(x == across(top, x.shape), part.experts, sizes.experts)
-            first.append(jnp.min(best, axis=1))
+            best = jnp.where(x == across(top, x.shape), part.columns, sizes.experts)
+            first.append(jnp.min(best, axis=1) + part.first)
         picked = _of_all(jnp.minimum, first)
         smem.weights[:, k], smem.ids[:, k] = top, picked
-        return tuple(
-            jnp.where(part.experts == across(picked, x.shape), -jnp.inf, x)
-            for part, x in zip(parts, xs, strict=True)
-        )
+        pairs = zip(parts, xs, strict=True)
+        return tuple(jnp.where(part.hits(picked), -jnp.inf, x) for part, x in pairs)
 
     xs = lax.fori_loop(0, sizes.picks, pick, xs)
     plgpu.commit_smem()
@@ -95,7 +105,7 @@ def gate(at: Block) -> None:
     visit = jnp.where(kind == DEGRADABLE, 1, jnp.where(kind == EXEMPT, EXEMPT_VISIT, 0))
     for part, x in zip(parts, xs, strict=True):
         visits = jnp.where(x == -jnp.inf, across(visit, x.shape), 0)
-        smem.visits[pl.ds(part.first, part.count)] = jnp.sum(visits, axis=0)
+        smem.visits[part.slice] = jnp.sum(visits, axis=0)
     _weigh(at, scale)
 
 
@@ -116,51 +126,74 @@ def _weigh(at: Block, scale) -> None:
 def plan(at: Block, visits) -> None:
     """Which expert serves the visits to each one; S1. See `reference.brownout_plan`."""
     sizes, smem = at.sizes, at.smem
-    wide = (ROWS, sizes.experts)
     used = pl.ds(0, sizes.experts)
     count = visits & (EXEMPT_VISIT - 1)
     # An expert's visits are at most the rows there are: products with 100 and 512 fit.
     place = count * 512 + (511 - iota((sizes.experts,), 0, BY_EXPERT))
-    key = jnp.where(visits >= EXEMPT_VISIT, PINNED, 0) + place
-    smem.key[used] = key
+    smem.key[used] = jnp.where(visits >= EXEMPT_VISIT, PINNED, 0) + place
     needed = at.given.threshold[0] * jnp.sum(count)
 
     @pl.loop(0, sizes.padded, step=ROWS)
     def _(first):
         own = pl.ds(pl.multiple_of(first, ROWS), ROWS)
         mine = by_row(smem.key.at[own])
-        ahead = down(key, wide) > across(mine, wide)
-        before = jnp.sum(jnp.where(ahead, down(count, wide), 0), axis=1)
+        before = _of_all(jnp.add, [_visits_ahead(at, part, mine) for part in _parts(sizes)])
         smem.s1[own] = jnp.where((mine >= PINNED) | (100 * before < needed), 1, 0)
 
-    in_s1 = by_expert(smem.s1.at[used])
-    left = jnp.where((in_s1 == 0) & (count > 0), by_expert(smem.groups.at[used]), -2)
+    for part in _parts(sizes):
+        smem.left[part.slice] = _left(at, part)
     strategy = jnp.full((ROWS,), at.given.strategy[0])
 
     @pl.loop(0, sizes.padded, step=ROWS)
     def _(first):
         own = pl.ds(pl.multiple_of(first, ROWS), ROWS)
         group, in_s1 = by_row(smem.groups.at[own]), by_row(smem.s1.at[own]) != 0
-        together = down(left, wide) == across(group, wide)
-        members = jnp.sum(jnp.where(together, 1, 0), axis=1)
+        members = _of_all(jnp.add, [_members(at, part, group) for part in _parts(sizes)])
         expert = first + iota((ROWS,), 0, BY_ROW)
         partial = jnp.where(~in_s1 & (group >= 0) & (members > 1), sizes.experts + group, expert)
         full = jnp.where(in_s1, expert, -1)
         smem.target[own] = jnp.where(strategy == 0, expert, jnp.where(strategy == 1, full, partial))
 
 
+def _visits_ahead(at: Block, part: _Part, mine):
+    """Visits to those of `part` that come before the experts whose keys are `mine`."""
+    key, shape = by_expert(at.smem.key.at[part.slice]), (ROWS, part.count)
+    visits = down(_count_of(key), shape)
+    return jnp.sum(jnp.where(down(key, shape) > across(mine, shape), visits, 0), axis=1)
+
+
+def _left(at: Block, part: _Part):
+    """Groups of the experts of `part` that are visited and not in S1; -2 for the others."""
+    s1, key, groups = (
+        by_expert(vector.at[part.slice]) for vector in (at.smem.s1, at.smem.key, at.smem.groups)
+    )
+    return jnp.where((s1 == 0) & (_count_of(key) > 0), groups, -2)
+
+
+def _members(at: Block, part: _Part, group):
+    """How many of those there are in each of the groups."""
+    left, shape = by_expert(at.smem.left.at[part.slice]), (ROWS, part.count)
+    return jnp.sum(jnp.where(down(left, shape) == across(group, shape), 1, 0), axis=1)
+
+
+def _count_of(key):
+    """Visits that an expert's key was made of."""
+    return (key & (PINNED - 1)) >> 9
+
+
 def look_up(at: Block) -> list:
     """Logical expert of each visit, also into shared memory."""
     sizes, smem = at.sizes, at.smem
     kind = by_row(smem.kind)
-    shape = (ROWS, sizes.experts)
-    expert = iota(shape, 1, EXPERTS)
-    target = down(by_expert(smem.target.at[pl.ds(0, sizes.experts)]), shape)
+    parts = _parts(sizes)
+    targets = [down(by_expert(smem.target.at[part.slice]), (ROWS, part.count)) for part in parts]
 
     @pl.loop(0, sizes.picks)
     def _(k):
         picked = by_row(smem.ids.at[:, k])
-        found = jnp.sum(jnp.where(expert == across(picked, shape), target, 0), axis=1)
+        found = 0
+        for part, target in zip(parts, targets, strict=True):
+            found += jnp.sum(jnp.where(part.hits(picked), target, 0), axis=1)
         served = jnp.where(kind == DEGRADABLE, found, picked)
         smem.expert_ids[:, k] = jnp.where(kind == PADDING, -1, served)
 
@@ -172,7 +205,8 @@ def look_up(at: Block) -> list:
 def merge_repeats(at: Block, expert_ids: list) -> list:
     """A row's weights summed where its visits meet, into shared memory; which visits are kept."""
     weights, kept = [by_row(at.smem.weights.at[:, k]) for k in range(at.sizes.picks)], []
-    for k, expert in enumerate(expert_ids):
+    for k in range(at.sizes.picks):
+        expert = by_row(at.smem.expert_ids.at[:, k])  # again, lest all comparisons be kept
         same = [other == expert for other in expert_ids]
         first = functools.reduce(lambda a, b: a & ~b, same[:k], expert >= 0)
         pairs = zip(same, weights, strict=True)

@@ -281,24 +281,29 @@ def compiled(name, static):
     """The route of one shape, public or of the kernel, interpreted or emulated."""
     arrays = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), draw(0, static, 0))
 
-    def run(case):
-        logits, *rest = case
-        names = Case._fields[1:]
-        options = static.options()
-        if name != "public":
-            from pallas_kernels.routing import mosaic
+    op = routing.route if name == "public" else kernel_of(static, name)
+    return jax.jit(partial(routed, op, static)).lower(arrays).compile()
 
-            assert mosaic.supports(logits, case.groups, case.slots, static.top_k, static.block_m)
-            blocks = routing.max_blocks(
-                static.rows * static.top_k, options.pop("max_active"), static.block_m
-            )
-            interpreted = name == "mosaic" and not interpreter.ON_SM90
-            op = partial(mosaic.route, num_blocks=blocks, interpreted=interpreted)
-        else:
-            op = routing.route
-        return op(logits, **dict(zip(names, rest, strict=True)), **options)
 
-    return jax.jit(run).lower(arrays).compile()
+def routed(op, static, case):
+    """`op` of a case."""
+    logits, *rest = case
+    return op(logits, **dict(zip(Case._fields[1:], rest, strict=True)), **static.options())
+
+
+def kernel_of(static, name="mosaic"):
+    """The kernel as `route`, whatever the backend; `mosaic` to be interpreted."""
+    from pallas_kernels.routing import mosaic
+
+    interpreted = name == "mosaic" and not interpreter.ON_SM90
+    blocks = routing.max_blocks(static.rows * static.top_k, static.experts, static.block_m)
+
+    def op(logits, *, max_active, groups, slots, **rest):
+        assert mosaic.supports(logits, groups, slots, static.top_k, static.block_m)
+        more = {"groups": groups, "slots": slots, "num_blocks": blocks, "interpreted": interpreted}
+        return mosaic.route(logits, **more, **rest)
+
+    return op
 
 
 def route_by_parts(case, static):

@@ -87,7 +87,7 @@ def _tensor_load(operands: Operands, instruction: Instruction) -> Run:
             blocks = [other for other in block.cluster.blocks if bits >> other.rank & 1]
         block.cluster.memory.read[box.buffer] += box.size  # once, for however many blocks
         for other in blocks:
-            block.cluster.launch(Task(lambda other=other: other.receive(box, at)))
+            block.cluster.launch(Task(lambda other=other: other.receive(box, at, block.number)))
 
     return run
 
@@ -99,8 +99,8 @@ def _tensor_store(operands: Operands, instruction: Instruction) -> Run:
     def run(warp: Any, lanes: Lanes) -> None:
         lane = one_lane(lanes)
         box = tensor.box(warp, lane, int(place(warp)[lane]))
-        device = warp.block.cluster.memory
-        warp.start_store(lane, box.shared, lambda values: box.write(device, values))
+        device, number = warp.block.cluster.memory, warp.block.number
+        warp.start_store(lane, box.shared, lambda values: box.write(device, values, number))
 
     return run
 
@@ -120,7 +120,8 @@ def _bulk_store(operands: Operands, instruction: Instruction) -> Run:
         device, first = warp.block.cluster.memory, into(warp)[lane : lane + 1]
         device.place(first, 16)
         addresses = first + np.arange(0, length, 16, dtype=np.uint64)
-        write = lambda values: device.store(addresses, values.reshape(-1, 16))  # noqa: E731
+        number = warp.block.number
+        write = lambda values: device.store(addresses, values.reshape(-1, 16), number)  # noqa: E731
         warp.start_store(lane, shared, write)
 
     return run
