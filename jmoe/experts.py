@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jmoe import display
+from pallas_kernels.routing import TableRow
 
 FETCHED, ABSENT = 1, 2
 """Of `ExpertTable.away`."""
@@ -94,6 +95,14 @@ def make_table(num_layers: int, num_experts: int, num_united_slots: int) -> Expe
     slots = np.arange(num_layers * logical, dtype=np.int32).reshape(num_layers, logical)
     groups = np.full((num_layers, num_experts), -1, np.int32)
     return ExpertTable(jnp.asarray(slots), jnp.asarray(groups))
+
+
+def uncut(row: Any, table: Any, layer: int) -> Any:
+    """`row` of `table`, a tuple of tables, but slots and groups are left there: the
+    routing kernel reads them, and cut out they would be a copy and a launch in every layer.
+    """
+    at = np.int32(layer)
+    return row._replace(slots=TableRow(table.slots, at), groups=TableRow(table.groups, at))
 
 
 @partial(jax.jit, donate_argnums=0)

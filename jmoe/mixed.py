@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from jmoe.attention import DecodeAttention
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, ExpertTable
+from jmoe.experts import ExpertPool, ExpertTable, uncut
 from jmoe.kv_cache import KVPages
 from jmoe.model import (
     Rotation,
@@ -227,7 +227,9 @@ def _run(
 ) -> Any:
     """Layers of one kind that follow each other: `layers` are each model's, stacked or not."""
     if isinstance(layers[0], tuple):
-        return in_turn(body, state, (tuple(zip(*layers, strict=True)), rows), range(count))
+        each = [rows and uncut(jax.tree.map(itemgetter(i), rows), rows, i) for i in range(count)]
+        joined = tuple(zip(zip(*layers, strict=True), each, strict=True))
+        return in_turn(body, state, joined, range(count))
     each = tuple(map(with_wide_router, layers)) if rows is not None else tuple(layers)
     return lax.scan(body, state, (each, rows))
 

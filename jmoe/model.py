@@ -5,7 +5,7 @@ Every stage works alone on flat rows `x [T, d]`. What it needs of a step is data
 step under way is a value, its rows, cache and data, and the half layer it has come to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from jmoe.attention import Attention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertTable
+from jmoe.experts import ExpertTable, uncut
 from jmoe.moe import (
     COUNTS,
     LayerReplication,
@@ -298,9 +298,10 @@ class _Run:
 
         return lax.fori_loop(low, high, body, state)
 
-    def _with_table(self, layers: Any, moe_layers: slice | None) -> tuple[Any, Any]:
+    def _with_table(self, layers: Any, moe_layers: slice | None) -> tuple:
         """A segment's parameters, and its rows of the expert table, None of a dense one; each
-        beside those of the next MoE layers, None where they are not asked for.
+        beside those of the next MoE layers, None where they are not asked for. Of layers in arrays
+        of their own, all that for each of them.
         """
         tables, next_layers = None, None
         if moe_layers is not None:
@@ -309,7 +310,8 @@ class _Run:
                 next_layers, next_table = self._next(moe_layers)
             tables = jax.tree.map(itemgetter(moe_layers), table), next_table
         if isinstance(layers, tuple):
-            return tuple(zip(layers, next_layers or [None] * len(layers), strict=True)), tables
+            each = zip(layers, next_layers or [None] * len(layers), strict=True)
+            return tuple((own, tables and _rows(*tables, at)) for at, own in enumerate(each))
         return (with_wide_router(layers) if tables else layers, next_layers), tables
 
     def _next(self, moe_layers: slice) -> tuple[Any, ExpertTable]:
@@ -372,6 +374,12 @@ class _Run:
         return x, stats, None
 
 
+def _rows(table: ExpertTable, next_table: ExpertTable | None, layer: int) -> tuple:
+    """A layer's row of each; where kernels can take it, not cut out of the table."""
+    row, ahead = jax.tree.map(itemgetter(layer), (table, next_table))
+    return row if table.hosts is not None else uncut(row, table, layer), ahead
+
+
 def _first(segment: Any) -> Params:
     """One layer's parameters, or all of them stacked."""
     return segment[0] if isinstance(segment, tuple) else segment
@@ -415,13 +423,12 @@ def unstack(params: Params) -> Params:
     return {**params, "segments": segments}
 
 
-def in_turn(body: Callable, state: Any, xs: Any, layers: range) -> Any:
-    """What `lax.scan` returns, layer by layer in the program itself."""
+def in_turn(body: Callable, state: Any, xs: Sequence[Any], layers: range) -> Any:
+    """What `lax.scan` returns, layer by layer in the program itself; `xs` are each layer's."""
     one = jax.jit(body)  # traced and lowered once, not once a layer
     outs = []
     for index in layers:
-        layer = xs[0][index], *jax.tree.map(itemgetter(index), xs[1:])
-        state, out = one(state, layer)
+        state, out = one(state, xs[index])
         outs.append(out)
     return state, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
 

@@ -24,6 +24,7 @@ from jmoe.parallel.replicas import (
 from jmoe.weights import Params
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.kv_write import rms_norm
+from pallas_kernels.routing import TableRow
 
 
 class Rows(NamedTuple):
@@ -118,8 +119,8 @@ def moe(
     cfg: ModelConfig,
     layer: Params,
     pool: ExpertPool,
-    slots: Int[Array, "E"],
-    groups: Int[Array, "m"],
+    slots: Int[Array, "E"] | TableRow,
+    groups: Int[Array, "m"] | TableRow,
     x: Float[Array, "T d"],
     rows: Rows,
     control: Control,
@@ -144,8 +145,8 @@ def moe(
 def routed(
     cfg: ModelConfig,
     pool: ExpertPool,
-    slots: Int[Array, "E"],
-    groups: Int[Array, "m"],
+    slots: Int[Array, "E"] | TableRow,
+    groups: Int[Array, "m"] | TableRow,
     h: Float[Array, "T d"],
     logits: Float[Array, "T columns"],
     rows: Rows,
@@ -157,18 +158,21 @@ def routed(
     """Routed experts of normed rows whose router said `logits`: brownout plan, dispatch and the
     experts themselves. Returns their sum, the router's choices, and counts.
     """
+    top_k = cfg.experts_per_token
+    num_experts = routing.row_length(slots)
     ids, plan, work = routing.route(
         logits,
         threshold_percent=control.threshold_percent,
         strategy=control.strategy,
         block_m=grouped_gemm.BLOCK_M,
         max_active=max_active,
-        top_k=cfg.experts_per_token,
+        top_k=top_k,
         normalize=cfg.norm_topk_prob,
         groups=groups,
         slots=slots,
         valid=rows.valid,
         exempt=rows.exempt,
+        tiles=grouped_gemm.row_tiles(logits.shape[0], top_k, num_experts, pool.down),
     )
     out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work).astype(h.dtype)
     degraded, needed = plan.degraded, None

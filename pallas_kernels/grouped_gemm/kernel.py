@@ -36,9 +36,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_gemm import tile_map
 from pallas_kernels.grouped_gemm.quantized import BLOCK, QuantizedWeights, Weights, weight_sizes
 from pallas_kernels.grouped_gemm.tiles import LANES, GemmTile, Tile
+from pallas_kernels.routing import tile_map
 
 CHUNK = 8
 """Rows an expert's segment starts and ends at multiples of."""

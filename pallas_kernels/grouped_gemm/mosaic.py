@@ -9,9 +9,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.grouped_gemm.kernel import CHUNK, Gemm
+from pallas_kernels.grouped_gemm.op import tile_for
 from pallas_kernels.grouped_gemm.quantized import BLOCK, QuantizedWeights, Weights, weight_sizes
-from pallas_kernels.grouped_gemm.tile_map import tile_map
-from pallas_kernels.grouped_gemm.tiles import LANES, Tile, choose
+from pallas_kernels.grouped_gemm.tiles import LANES, Tile
+from pallas_kernels.routing import RowTiles, map_tiles
 from pallas_kernels.routing.op import Dispatch
 
 NUM_BLOCKS = 132
@@ -43,8 +44,9 @@ def moe_mlp(
     num_blocks: int = NUM_BLOCKS,
 ) -> Float[Array, "T d"]:
     """See `op.moe_mlp`; `supports` says for what. `num_blocks` persistent blocks a kernel."""
-    tile = tile or _tile_of(plan, down)
-    work = tile_map(plan, tile.block_t, tile.group)
+    num_rows, top_k = plan.visit_row.shape
+    tile = tile or tile_for(num_rows, top_k, plan.expert_rows.shape[0], down)
+    work = map_tiles(plan, RowTiles(tile.block_t, tile.group))
     # A tile may start in the last rows: the rows it has past the end are there to be read. They and
     # gap rows hold a copy of the last token: what comes of it goes nowhere.
     row_token = jnp.pad(plan.row_token, (0, tile.block_t), constant_values=x.shape[0])
@@ -54,13 +56,6 @@ def moe_mlp(
     h = first(rows, gate_up, work, x.dtype, then=(second, down))
     y = second(h, down, work, tile.visit_dtype)
     return combine(y, plan)
-
-
-def _tile_of(plan: Dispatch, down: Weights) -> Tile:
-    f, d = weight_sizes(down)
-    num_rows, top_k = plan.visit_row.shape
-    is_quantized = isinstance(down, QuantizedWeights)
-    return choose(num_rows, top_k, plan.expert_rows.shape[0], d, f, is_quantized)
 
 
 def combine(y: Float[Array, "rows d"], plan: Dispatch) -> Float[Array, "T d"]:

@@ -4,11 +4,28 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.backend import hopper
 from pallas_kernels.grouped_gemm import reference
-from pallas_kernels.grouped_gemm.quantized import QuantizedWeights
-from pallas_kernels.grouped_gemm.tiles import BLOCK_M
+from pallas_kernels.grouped_gemm.quantized import QuantizedWeights, Weights, weight_sizes
+from pallas_kernels.grouped_gemm.tiles import BLOCK_M, Tile, choose
 from pallas_kernels.routing.op import Dispatch
+from pallas_kernels.routing.tile_map import RowTiles
 
-__all__ = ["BLOCK_M", "moe_mlp"]
+__all__ = ["BLOCK_M", "moe_mlp", "row_tiles", "tile_for"]
+
+
+def tile_for(num_rows: int, top_k: int, num_experts: int, down: Weights) -> Tile:
+    """What the kernels take where `num_rows` rows have `top_k` visits each over `num_experts`."""
+    f, d = weight_sizes(down)
+    return choose(num_rows, top_k, num_experts, d, f, isinstance(down, QuantizedWeights))
+
+
+def row_tiles(num_rows: int, top_k: int, num_experts: int, down: Weights) -> RowTiles | None:
+    """Row tiles of `moe_mlp` for a plan of such sizes, for `routing.route` to map beforehand; None
+    where references run, which need no map.
+    """
+    if not hopper():
+        return None
+    tile = tile_for(num_rows, top_k, num_experts, down)
+    return RowTiles(tile.block_t, tile.group)
 
 
 def moe_mlp(

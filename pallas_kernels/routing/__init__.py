@@ -8,13 +8,17 @@ from pallas_kernels.routing.op import (
     Dispatch,
     Plan,
     Scoring,
+    TableRow,
     brownout_plan,
     dispatch,
     gate,
+    map_tiles,
     max_active_experts,
     max_blocks,
     route,
+    row_length,
 )
+from pallas_kernels.routing.tile_map import RowTiles
 
 __all__ = [
     "FULL",
@@ -23,11 +27,15 @@ __all__ = [
     "ZERO",
     "Dispatch",
     "Plan",
+    "RowTiles",
     "Scoring",
+    "TableRow",
     "brownout_plan",
     "dispatch",
     "gate",
+    "map_tiles",
     "max_active_experts",
     "max_blocks",
     "route",
+    "row_length",
 ]

@@ -16,39 +16,44 @@ for the logits, a few thousand instructions of one warpgroup, and one trip out.
 - Vectors go through shared memory where they change from a row's layout to a column's. Rows that
   would pass the end of an array are cut off by TMA, which also fills up what is read with zeros.
 - A copy of bytes in a row takes whole sixteens: the last one to three experts are stored singly.
-- Blocks meet twice, to add up visits before the plan and rows after it. What they exchange goes
-  through memory by TMA, past the L1 caches.
-- Sorted rows are first all written as gaps; then each visit writes its token, scalar by scalar,
-  a quarter of them a warp.
+- Blocks exchange twice, to add up visits before the plan and rows after it: each writes its part
+  to memory by TMA, and reads it back into the shared memory of all of them (`_exchange`).
+- Sorted rows are first all written as gaps; then, once all blocks have, each visit writes its
+  token, scalar by scalar, a quarter of them a warp. So are the rows of the grouped GEMM's tile
+  map, which XLA would make two kernels of.
+- Tables of all layers are given whole, with the layer: cutting a row out would be a launch.
 
 Lane semantics, unlike the other ops' kernels: every layout is named here, while inference of them
 finds none for a program of this size, and tiles what TMA then refuses to fill (60 logits a row).
 """
+
+import functools
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.layouts import (
     I32,
     ROWS,
     WGMMA,
-    by_column,
-    by_row,
     iota,
 )
 from pallas_kernels.routing import stages
-from pallas_kernels.routing.op import Dispatch, Plan
+from pallas_kernels.routing.op import Dispatch, Plan, TableRow, row_length, row_of
 from pallas_kernels.routing.parts import (
     DEGRADABLE,
     EXEMPT,
     GAP,
     MAX_BLOCKS,
-    MAX_EXPERTS,
+    MAX_LOGICAL,
     MAX_PICKS,
+    MAX_ROUTED,
     PADDING,
     Block,
     Given,
@@ -58,17 +63,27 @@ from pallas_kernels.routing.parts import (
     by_expert,
     scratch,
 )
+from pallas_kernels.routing.tile_map import COUNT, END, HEAD, ROW, SIZE, SLOT, RowTiles, TileMap
 
 
-def supports(logits: Array, groups: Array, slots: Array, top_k: int, block_m: int) -> bool:
-    """Whether the kernel takes these: float32 logits, up to 512 rows, experts in fours."""
-    (num_rows, columns), num_experts = logits.shape, groups.shape[0]
+def supports(
+    logits: Array, groups: Array | TableRow, slots: Array | TableRow, top_k: int, block_m: int
+) -> bool:
+    """Whether the kernel takes these: float32 logits, up to 512 rows, up to 256 routed experts, in
+    fours, and 512 logical ones, 16 picks.
+    """
+    (num_rows, columns), num_experts, num_logical = (
+        logits.shape,
+        row_length(groups),
+        row_length(slots),
+    )
     return (
         logits.dtype == jnp.float32
         and 0 < num_rows <= ROWS * MAX_BLOCKS
         and columns % 4 == 0
         and num_experts % 4 == 0
-        and num_experts <= slots.shape[0] <= MAX_EXPERTS
+        and num_experts <= min(num_logical, MAX_ROUTED)
+        and num_logical <= MAX_LOGICAL
         and top_k <= MAX_PICKS
         and block_m % 4 == 0
     )
@@ -80,34 +95,47 @@ def route(
     top_k: int,
     normalize: bool,
     scoring: str,
-    groups: Int[Array, "m"],
-    slots: Int[Array, "E"],
+    groups: Int[Array, "m"] | TableRow,
+    slots: Int[Array, "E"] | TableRow,
     threshold_percent: Int[Array, ""],
     strategy: Int[Array, ""],
     valid: Bool[Array, "T"],
     exempt: Bool[Array, "T"],
     block_m: int,
     num_blocks: int,
+    tiles: RowTiles | None = None,
+    interpreted: bool = False,
 ) -> tuple[Int[Array, "T K"], Plan, Dispatch]:
-    """See `op.route`; `supports` says for what. `num_blocks` is the bound on blocks of rows."""
+    """See `op.route`; `supports` says for what. `num_blocks` is the bound on blocks of rows.
+
+    `interpreted`: blocks meet before they exchange sums, as the interpreter needs it.
+    """
     num_rows = logits.shape[0]
     sizes = Sizes(
         num_rows,
         top_k,
-        groups.shape[0],
-        slots.shape[0],
+        row_length(groups),
+        row_length(slots),
         block_m,
         num_blocks * block_m,
         normalize,
         scoring,
+        tiles,
+        interpreted,
     )
-    results = _call(sizes)(
-        logits, groups, valid, exempt, threshold_percent.reshape(1), strategy.reshape(1)
-    )
-    out = Out(*results[: len(Out._fields)])
+    scalars = threshold_percent.reshape(1), strategy.reshape(1)
+    tables = (*_in_a_row(groups), *_in_a_row(slots))
+    out = _call(sizes)(logits, *tables, valid, exempt, *scalars)
     ids, expert_ids = out.ids[:, :top_k], out.expert_ids[:, :top_k]
     plan = Plan(expert_ids, valid[:, None] & (expert_ids != ids), out.s1 != 0)
-    return ids, plan, _dispatch(sizes, out, slots)
+    return ids, plan, _dispatch(sizes, out, row_of(slots))
+
+
+def _in_a_row(row: Array | TableRow) -> tuple[Array, Array]:
+    """All layers' values, and the layer."""
+    if isinstance(row, TableRow):
+        return row.table.reshape(-1), jnp.asarray(row.layer, I32).reshape(1)
+    return row, jnp.zeros(1, I32)
 
 
 def _dispatch(sizes: Sizes, out: Out, slots: Array) -> Dispatch:
@@ -128,6 +156,7 @@ def _dispatch(sizes: Sizes, out: Out, slots: Array) -> Dispatch:
         expert_rows=out.expert_rows,
         expert_start=out.expert_start,
         expert_slot=slots,
+        tile_map=TileMap(out.tile_map, sizes.tiles) if sizes.tiles else None,
     )
 
 
@@ -148,57 +177,69 @@ def _call(sizes: Sizes):
         i32(sizes.logical),
         i32(1),
         i32(sizes.sorted_rows),
+        *([i32(sizes.map_rows, COUNT + 1)] if sizes.tiles else []),
     )
-    exchanged = [i32(blocks, sizes.padded), i32(blocks, sizes.places)] if blocks > 1 else []
+    written = [shape for shape in results if shape is not None]
+    exchanged = [i32(blocks, sizes.padded), i32(blocks, sizes.chunks, ROWS)] if blocks > 1 else []
 
     def routing(*refs, **scratch):
-        given, written = refs[: len(Given._fields)], refs[len(Given._fields) :]
-        out, shared = written[: len(results)], written[len(results) :]
+        given, refs = refs[: len(Given._fields)], refs[len(Given._fields) :]
+        out, shared = refs[: len(written)], refs[len(written) :]
         block = lax.axis_index("block")
         at = Block(sizes, block, Given(*given), Out(*out), shared, Smem(**scratch))
         _route(at)
 
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         routing,
-        out_type=[*results, *exchanged],
+        out_type=[*written, *exchanged],
         cluster=(blocks,),
         cluster_names=("block",),
         scratch_types=scratch(sizes),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
+    return lambda *given: Out(*kernel(*given)[: len(written)])
 
 
 def _route(at: Block) -> None:
-    smem = at.smem
+    smem, sizes = at.smem, at.sizes
     _load(at)
     _kinds(at)
     _prepare(at)
     plgpu.barrier_wait(smem.full)
-    kind = by_row(smem.kind)
-    weights = stages.gate(at, kind)
-    plgpu.wait_smem_to_gmem(1)  # all gaps are marked before blocks meet; picks are on their way
-    used = pl.ds(0, at.sizes.experts)
-    visits, _ = _cluster_exchange(
-        at, 0, lambda ref: by_expert(ref.at[used]), smem.visits, smem.all_visits
-    )
+    stages.gate(at)
+    plgpu.wait_smem_to_gmem(1)  # gaps are marked; picks are on their way
+    _meet(at, "arrive.release")
+    used = pl.ds(0, sizes.experts)
+    _exchange(at, 0, smem.visits, smem.all_visits)
+    visits, _ = _sums(at, smem.visits, smem.all_visits, lambda ref: by_expert(ref.at[used]))
     stages.plan(at, visits)
-    expert_ids = stages.look_up(at, kind)
-    kept = stages.merge_repeats(at, expert_ids, weights)
+    expert_ids = stages.look_up(at)
+    kept = stages.merge_repeats(at, expert_ids)
     stages.one_hot(at, expert_ids)
-    rows, before = _cluster_exchange(at, 1, by_column, smem.rows, smem.all_rows)
-    stages.starts(at, rows)
-    stages.ranks(at, expert_ids, kept, before)
+    _exchange(at, 1, smem.rows, smem.all_rows)
+    num_tiles = stages.starts(at, functools.partial(_sums, at, smem.rows, smem.all_rows))
+    stages.ranks(at, expert_ids, kept)
     _store(at)
+    _meet(at, "wait.acquire")  # gaps are marked by all blocks, tokens written over some of them
     _fill(at)
+    if sizes.tiles:
+        _map_tiles(at, num_tiles)
     plgpu.wait_smem_to_gmem(0)
 
 
 def _load(at: Block) -> None:
-    """Starts the copies of what the block reads."""
-    given, smem = at.given, at.smem
-    logits = given.logits.at[at.own, pl.ds(0, at.sizes.experts)]
+    """Starts the copies of what the block reads. A layer's row of a table may start anywhere in it;
+    past its end, and that of the table, is what nobody asks for.
+    """
+    given, smem, sizes = at.given, at.smem, at.sizes
+    logits = given.logits.at[at.own, pl.ds(0, sizes.experts)]
     plgpu.copy_gmem_to_smem(logits, smem.logits, smem.full)
-    plgpu.copy_gmem_to_smem(given.groups.at[at.whole(at.sizes.padded)], smem.groups, smem.full)
+    groups = pl.ds(given.groups_layer[0] * sizes.experts, sizes.padded)
+    plgpu.copy_gmem_to_smem(given.groups.at[groups], smem.groups, smem.full)
+    for first, count in sizes.slot_boxes:
+        slots = pl.ds(given.slots_layer[0] * sizes.logical + first, count)
+        into = smem.slots.at[pl.ds(first, count)]
+        plgpu.copy_gmem_to_smem(given.slots.at[slots], into, smem.full)
 
 
 def _kinds(at: Block) -> None:
@@ -239,19 +280,49 @@ def _prepare(at: Block) -> None:
     smem.ones.T[...] = plgpu.layout_cast(jnp.full((ROWS, 8), 1.0, jnp.bfloat16), WGMMA)
 
 
-def _cluster_exchange(at: Block, which: int, load, own, every):
-    """Sums of what every block has in `own`: over all blocks, and over those before this one."""
-    blocks = at.sizes.blocks
-    if blocks == 1:
-        return load(own), None
+def _exchange(at: Block, which: int, own, every) -> None:
+    """Brings what every block has in `own` into `every` of all of them.
+
+    Each block writes its part to memory, and reads that part itself: a multicast copy is one slice
+    a block, this one's the very row that it wrote. So memory is written and read by one thread and
+    one proxy, in the order that `wait_smem_to_gmem` makes, and nothing has to be ordered between
+    blocks but the copies' arrival in shared memory, which the barrier of each block counts. The
+    interpreter takes a multicast for a read of all parts by every block, so there they meet first.
+    """
+    if at.sizes.blocks == 1:
+        return
     smem, shared = at.smem, at.shared[which]
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(own, shared.at[at.index])
     plgpu.wait_smem_to_gmem(0)
-    plgpu.barrier_arrive(smem.met.at[which])
-    plgpu.barrier_wait(smem.met.at[which])
-    plgpu.copy_gmem_to_smem(shared, every, smem.read.at[which])
-    plgpu.barrier_wait(smem.read.at[which])
+    if at.sizes.interpreted:
+        plgpu.barrier_arrive(smem.met.at[which])
+        plgpu.barrier_wait(smem.met.at[which])
+    plgpu.copy_gmem_to_smem(shared, every, smem.exchanged.at[which], collective_axes="block")
+    plgpu.barrier_wait(smem.exchanged.at[which])
+
+
+def _meet(at: Block, step: str) -> None:
+    """A step of the cluster's own barrier: what a block wrote before it arrived is ordered before
+    what others do after they waited. An mbarrier's arrivals, jax's `ClusterBarrier` among them, are
+    of the block's scope only. The interpreter does not know it; there `_exchange` does its part.
+    """
+    if at.sizes.blocks == 1 or at.sizes.interpreted:
+        return
+
+    @plgpu.inline_mgpu()
+    def barrier(_) -> None:
+        void = ir.Type.parse("!llvm.void")
+        text = f"barrier.cluster.{step}.aligned;"
+        llvm.inline_asm(void, [], text, "~{memory}", has_side_effects=True)
+
+    barrier()
+
+
+def _sums(at: Block, own, every, load):
+    """Sums of what `load` makes of each block's values: of all blocks, and of those before."""
+    if at.sizes.blocks == 1:
+        return load(own), None
 
     def add(i, sums):
         total, before = sums
@@ -259,25 +330,32 @@ def _cluster_exchange(at: Block, which: int, load, own, every):
         return total + part, before + part * jnp.where(at.index > i, 1, 0)
 
     part = load(every.at[0])
-    return lax.fori_loop(1, blocks, add, (part, part * jnp.where(at.index > 0, 1, 0)))
+    return lax.fori_loop(1, at.sizes.blocks, add, (part, part * jnp.where(at.index > 0, 1, 0)))
 
 
 def _store(at: Block) -> None:
     """Starts the copies of what is left to be written."""
-    smem, out = at.smem, at.out
+    smem, out, sizes = at.smem, at.out, at.sizes
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem.visit_row, out.visit_row.at[at.own])
 
     @pl.when(at.index == 0)
     def _():
-        vectors = [(smem.s1, out.s1), (smem.rows, out.expert_rows), (smem.start, out.expert_start)]
-        for vector, into in vectors:
-            fours = into.shape[0] // 4 * 4  # a copy of so many bytes in a row is of whole sixteens
-            if fours:
-                own = pl.ds(0, fours)
-                plgpu.copy_smem_to_gmem(vector.at[own], into.at[own])
-            for last in range(fours, into.shape[0]):
-                into[last] = vector[last]
+        _store_vector(smem.s1, out.s1, 0, sizes.experts)
+        for chunk in range(sizes.chunks):
+            first = chunk * ROWS
+            count = min(ROWS, sizes.logical - first)
+            _store_vector(smem.rows.at[chunk], out.expert_rows, first, count)
+            _store_vector(smem.start.at[chunk], out.expert_start, first, count)
+
+
+def _store_vector(vector, into, first: int, count: int) -> None:
+    """A copy of so many bytes in a row is of whole sixteens; what is left is stored singly."""
+    fours = count // 4 * 4
+    if fours:
+        plgpu.copy_smem_to_gmem(vector.at[pl.ds(0, fours)], into.at[pl.ds(first, fours)])
+    for last in range(fours, count):
+        into[first + last] = vector[last]
 
 
 def _fill(at: Block) -> None:
@@ -296,3 +374,45 @@ def _fill(at: Block) -> None:
                     at.out.row_token[place] = at.index * ROWS + token
 
     plgpu.warp_map(one_warp)
+
+
+def _map_tiles(at: Block, num_tiles) -> None:
+    """Writes the rows of the tile map. Experts are dealt out to the warps of all blocks; each loads
+    what it needs of eight at a time.
+    """
+    sizes, smem = at.sizes, at.smem
+    tiles, table = sizes.tiles, at.out.tile_map
+    assert tiles is not None
+    warps, together = 4 * sizes.blocks, 8
+
+    def write(expert, rows, start, first, slot) -> None:
+        count = lax.div(rows + (tiles.rows - 1), jnp.int32(tiles.rows))
+
+        @pl.loop(0, jnp.where(expert < sizes.logical, count, 0))
+        def _(tile):
+            ahead = lax.div(tile, jnp.int32(tiles.group)) * tiles.group
+            row = first + tile
+            table[row, SLOT] = slot
+            table[row, ROW] = start + ahead * tiles.rows
+            table[row, END] = start + rows
+            table[row, HEAD] = first + ahead
+            table[row, SIZE] = lax.min(count - ahead, jnp.int32(tiles.group))
+
+    def one_warp(warp):
+        @pl.loop(0, -(-sizes.logical // (warps * together)))
+        def _(turn):
+            some = [(turn * together + i) * warps + at.index * 4 + warp for i in range(together)]
+            found = []
+            for expert in some:
+                known = lax.min(expert, jnp.int32(sizes.logical - 1))
+                place = lax.div(known, jnp.int32(ROWS)), lax.rem(known, jnp.int32(ROWS))
+                vectors = smem.rows, smem.start, smem.tile
+                found.append((*(vector[place] for vector in vectors), smem.slots[known]))
+            for expert, values in zip(some, found, strict=True):
+                write(expert, *values)
+
+    plgpu.warp_map(one_warp)
+
+    @pl.when(at.index == 0)
+    def _():
+        table[0, COUNT] = num_tiles

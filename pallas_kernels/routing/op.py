@@ -2,10 +2,12 @@
 
 from typing import Literal, NamedTuple
 
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.backend import hopper
-from pallas_kernels.routing import reference
+from pallas_kernels.routing import reference, tile_map
+from pallas_kernels.routing.tile_map import RowTiles, TileMap
 
 Scoring = Literal["softmax", "sigmoid"]
 ZERO, FULL, PARTIAL = 0, 1, 2
@@ -20,6 +22,15 @@ class Plan(NamedTuple):
     s1: Bool[Array, "m"]  # experts whose visits stay with the original
 
 
+class TableRow(NamedTuple):
+    """A layer's row of a table of all layers. The kernel reads it there: cut out, it would be a
+    copy, and a launch of its own.
+    """
+
+    table: Int[Array, "layers n"]
+    layer: Int[Array, ""] | np.int32
+
+
 class Dispatch(NamedTuple):
     """Rows sorted by expert, each expert's rows padded to whole blocks of `block_m` rows."""
 
@@ -31,6 +42,7 @@ class Dispatch(NamedTuple):
     expert_rows: Int[Array, "E"]  # rows of each logical expert, repeats counted once
     expert_start: Int[Array, "E"]  # its first sorted row, a multiple of block_m
     expert_slot: Int[Array, "E"]  # its pool slot
+    tile_map: TileMap | None = None  # of the tiles that `route` was told
 
 
 def gate(
@@ -110,26 +122,48 @@ def dispatch(
     )
 
 
+def map_tiles(work: Dispatch, tiles: RowTiles) -> Int[Array, "M 6"]:
+    """The tile map of a dispatch (`tile_map`): its own where it is of these tiles, or made here."""
+    if work.tile_map is not None and work.tile_map.tiles == tiles:
+        return work.tile_map.table
+    num_rows, num_blocks = work.row_token.shape[0], work.block_slot.shape[0]
+    num_experts = work.expert_rows.shape[0]
+    most = tile_map.max_tiles(num_rows, num_rows // num_blocks, num_experts, tiles.rows)
+    experts = work.expert_rows, work.expert_start, work.expert_slot
+    return tile_map.tile_map(*experts, tiles, most)
+
+
+def row_length(row: Array | TableRow) -> int:
+    """Values of a layer's row."""
+    return (row.table if isinstance(row, TableRow) else row).shape[-1]
+
+
+def row_of(row: Int[Array, "n"] | TableRow) -> Int[Array, "n"]:
+    """A layer's row of a table, cut out of it if it is not yet."""
+    return row.table[row.layer] if isinstance(row, TableRow) else row
+
+
 def route(
     logits: Float[Array, "T columns"],
     *,
     top_k: int,
     normalize: bool,
     scoring: Scoring = "softmax",
-    groups: Int[Array, "m"],
-    slots: Int[Array, "E"],
+    groups: Int[Array, "m"] | TableRow,
+    slots: Int[Array, "E"] | TableRow,
     threshold_percent: Int[Array, ""],
     strategy: Int[Array, ""],
     valid: Bool[Array, "T"],
     exempt: Bool[Array, "T"],
     block_m: int,
     max_active: int,
+    tiles: RowTiles | None = None,
 ) -> tuple[Int[Array, "T {top_k}"], Plan, Dispatch]:
     """A layer's whole routing: `gate`, `brownout_plan` of its picks, and `dispatch` of the plan.
 
-    Logits past the m experts that `groups` has are padding, and are not looked at. Returns the
-    experts that the router chose, the plan and the dispatch. On Hopper, steps of up to 512 rows
-    take one kernel.
+    Logits past the m experts that `groups` has are padding, and are not looked at. With `tiles`,
+    of a multiple of `block_m` rows, the dispatch has a map of them. Returns the experts that the
+    router chose, the plan and the dispatch. On Hopper, steps of up to 512 rows take one kernel.
     """
     if hopper():
         from pallas_kernels.routing import mosaic  # Pallas is not imported where it is unused
@@ -149,7 +183,9 @@ def route(
                 exempt=exempt,
                 block_m=block_m,
                 num_blocks=max_blocks(num_visits, max_active, block_m),
+                tiles=tiles,
             )
+    groups, slots = row_of(groups), row_of(slots)
     logits = logits[:, : groups.shape[0]]
     weights, ids = gate(logits, top_k=top_k, normalize=normalize, scoring=scoring)
     plan = brownout_plan(
@@ -161,4 +197,6 @@ def route(
         exempt=exempt,
     )
     work = dispatch(plan.expert_ids, weights, slots, block_m=block_m, max_active=max_active)
+    if tiles is not None:
+        work = work._replace(tile_map=TileMap(map_tiles(work, tiles), tiles))
     return ids, plan, work

@@ -8,15 +8,19 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels.layouts import BY_SINGLE_COLUMN, I32, ROWS, SINGLE_COLUMNS
+from pallas_kernels.routing.tile_map import RowTiles, max_tiles
 
 MAX_BLOCKS = 8
 """Blocks of a cluster, the most that every GPU can place."""
 
-MAX_EXPERTS = 256
-"""Logical experts, and elements of a TMA box."""
+MAX_ROUTED, MAX_LOGICAL = 256, 512
+"""Experts. A row's logits are in registers, 128 of a thread's 255 at the most."""
 
-MAX_PICKS = 8
+MAX_PICKS = 16
 """A row's picks are compared with each other in registers."""
+
+MAX_BOX = 256
+"""Elements of a TMA box along one axis."""
 
 EXPERTS, BY_EXPERT = SINGLE_COLUMNS, BY_SINGLE_COLUMN  # rows by experts
 
@@ -37,6 +41,8 @@ class Sizes(NamedTuple):
     sorted_rows: int
     normalize: bool
     scoring: str
+    tiles: RowTiles | None  # to be mapped
+    interpreted: bool
 
     @property
     def blocks(self) -> int:
@@ -54,16 +60,31 @@ class Sizes(NamedTuple):
         return -(-self.experts // ROWS) * ROWS
 
     @property
-    def places(self) -> int:
-        """The same over logical experts."""
-        return -(-self.logical // ROWS) * ROWS
+    def chunks(self) -> int:
+        """Chunks of 64 logical experts."""
+        return -(-self.logical // ROWS)
+
+    @property
+    def slot_boxes(self) -> list[tuple[int, int]]:
+        """(first, count) of what a copy each brings of a layer's slots; none where no map is."""
+        total = self.chunks * ROWS if self.tiles else 0
+        return [(i, min(MAX_BOX, total - i)) for i in range(0, total, MAX_BOX)]
+
+    @property
+    def map_rows(self) -> int:
+        """Rows of the tile map."""
+        assert self.tiles is not None
+        return max_tiles(self.sorted_rows, self.block_m, self.logical, self.tiles.rows)
 
 
 class Given(NamedTuple):
     """Arguments of the kernel."""
 
     logits: Any
-    groups: Any
+    groups: Any  # of all layers in a row
+    groups_layer: Any  # [1]
+    slots: Any
+    slots_layer: Any
     valid: Any
     exempt: Any
     threshold: Any
@@ -82,6 +103,7 @@ class Out(NamedTuple):
     expert_start: Any  # [E]
     num_blocks: Any  # [1]
     row_token: Any  # [R]
+    tile_map: Any = None  # [M, 6]
 
 
 class Smem(NamedTuple):
@@ -89,6 +111,7 @@ class Smem(NamedTuple):
 
     logits: Any
     groups: Any
+    slots: Any
     kind: Any
     ids: Any  # [row, pick], as the next three
     expert_ids: Any
@@ -97,9 +120,11 @@ class Smem(NamedTuple):
     visits: Any  # of each expert by the block's rows
     key: Any  # its place in the order, larger first
     s1: Any
+    left: Any  # its group, if it is visited and not in S1
     target: Any
-    rows: Any  # of each logical expert
-    start: Any
+    rows: Any  # of each logical expert, [chunk, 64], as the next two
+    start: Any  # its first sorted row
+    tile: Any  # its first tile
     gap: Any
     visited: Any  # one-hot, [64 experts at once, row, expert]
     earlier: Any  # 1 where the column is before the row
@@ -108,8 +133,8 @@ class Smem(NamedTuple):
     all_visits: Any = None  # of every block, as the next
     all_rows: Any = None
     first: Any = None  # sorted row of the block's first visit to each logical expert
+    exchanged: Any = None  # barriers
     met: Any = None
-    read: Any = None
 
 
 class Block(NamedTuple):
@@ -127,10 +152,6 @@ class Block(NamedTuple):
         """Its rows of the arrays. They may pass the end, where TMA stops."""
         return pl.ds(self.index * ROWS, ROWS)
 
-    def whole(self, size: int):
-        """The first `size` elements of an array that may be shorter: what is not constant may."""
-        return pl.ds(self.index - self.index, size)
-
 
 def scratch(sizes: Sizes) -> dict[str, Any]:
     """Shared memory of a block, by the names in `Smem`."""
@@ -140,39 +161,41 @@ def scratch(sizes: Sizes) -> dict[str, Any]:
     )
     bf16 = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=swizzled)
     i32 = functools.partial(plgpu.SMEM, dtype=I32)
-    visits, vector, places = (ROWS, sizes.width), (sizes.padded,), (sizes.places,)
+    visits, vector, places = (ROWS, sizes.width), (sizes.padded,), (sizes.chunks, ROWS)
     scratch = {
         "logits": plgpu.SMEM((ROWS, sizes.experts), jnp.float32),
         "kind": i32((ROWS,)),
         "weights": plgpu.SMEM(visits, jnp.float32),
         "gap": i32((GAP,)),
-        "visited": bf16((sizes.places // ROWS, ROWS, ROWS)),
+        "visited": bf16((sizes.chunks, ROWS, ROWS)),
         "earlier": bf16((ROWS, ROWS)),
         "ones": bf16((8, ROWS)),
-        "full": plgpu.Barrier(num_arrivals=2),
+        "slots": i32((sizes.chunks * ROWS,)),
+        "full": plgpu.Barrier(num_arrivals=2 + len(sizes.slot_boxes)),
         **{name: i32(visits) for name in ("ids", "expert_ids", "visit_row")},
-        **{name: i32(vector) for name in ("groups", "visits", "key", "s1", "target")},
-        **{name: i32(places) for name in ("rows", "start")},
+        **{name: i32(vector) for name in ("groups", "visits", "key", "s1", "left", "target")},
+        **{name: i32(places) for name in ("rows", "start", "tile")},
     }
     if sizes.blocks > 1:
         scratch |= {
             "all_visits": i32((sizes.blocks, *vector)),
             "all_rows": i32((sizes.blocks, *places)),
             "first": i32(places),
-            "met": plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=2),
-            "read": plgpu.Barrier(num_barriers=2),
+            "exchanged": plgpu.Barrier(num_barriers=2),
         }
+        if sizes.interpreted:
+            scratch["met"] = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=2)
     return scratch
-
-
-def own(chunk):
-    """The 64 experts of a chunk."""
-    return pl.ds(pl.multiple_of(chunk * ROWS, ROWS), ROWS)
 
 
 def by_expert(ref):
     """A vector that has a value for each routed expert, for use with `EXPERTS`."""
     return plgpu.load(ref, layout=BY_EXPERT, optimized=False)
+
+
+def by_row_and_expert(ref):
+    """A value for each row and routed expert."""
+    return plgpu.load(ref, layout=EXPERTS, optimized=False)
 
 
 def product(a, b):

@@ -1,6 +1,8 @@
 """Stages of the routing kernel: from logits in shared memory to the sorted row of each visit."""
 
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -27,42 +29,88 @@ from pallas_kernels.routing.parts import (
     PADDING,
     PINNED,
     Block,
+    Sizes,
     by_expert,
-    own,
+    by_row_and_expert,
     product,
 )
 from pallas_kernels.routing.reference import LOWEST, TINY
 
+MAX_TOGETHER, FEW = 128, 32
+"""Routed experts that sums over rows are made of at once; where there are more, they are made of so
+few at a time, that registers suffice."""
 
-def gate(at: Block, kind) -> list:
-    """Picks, and the visits of each expert, into shared memory; the weights of picks."""
+PICKS = 8
+"""Of a row, that are ranked at once, likewise."""
+
+
+class _Part(NamedTuple):
+    """Routed experts that are looked at together."""
+
+    first: int
+    count: int
+
+    @property
+    def columns(self):
+        """Their numbers from the first, for each row: alike for all parts of a size."""
+        return iota((ROWS, self.count), 1, EXPERTS)
+
+    def hits(self, picked):
+        """Where each row's expert is."""
+        return self.columns == across(picked - self.first, (ROWS, self.count))
+
+    @property
+    def slice(self):
+        """Of arrays over experts."""
+        return pl.ds(self.first, self.count)
+
+
+def _parts(sizes: Sizes) -> list[_Part]:
+    count = sizes.experts
+    together = count if count <= MAX_TOGETHER else FEW
+    return [_Part(first, min(together, count - first)) for first in range(0, count, together)]
+
+
+def _of_all(operation: Callable, parts: list) -> Any:
+    return functools.reduce(operation, parts)
+
+
+def gate(at: Block) -> None:
+    """Picks, their weights, and the visits of each expert, into shared memory."""
     sizes, smem = at.sizes, at.smem
-    shape = (ROWS, sizes.experts)
-    expert = iota(shape, 1, EXPERTS)
-    logits = plgpu.load(smem.logits, layout=EXPERTS, optimized=False)
-    x = jnp.where(logits >= LOWEST, logits, LOWEST)
+    parts = _parts(sizes)
+    logits = [by_row_and_expert(smem.logits.at[:, part.slice]) for part in parts]
+    xs = tuple(jnp.where(x >= LOWEST, x, LOWEST) for x in logits)
     scale = None
     if sizes.scoring == "softmax" and not sizes.normalize:
-        scale = jnp.sum(jnp.exp(logits - across(jnp.max(x, axis=1), shape)), axis=1)
+        top = _of_all(jnp.maximum, [jnp.max(x, axis=1) for x in xs])
+        sums = [jnp.sum(jnp.exp(x - across(top, x.shape)), axis=1) for x in logits]
+        scale = _of_all(jnp.add, sums)
 
-    def pick(k, x):
-        top = jnp.max(x, axis=1)
-        best = jnp.where(x == across(top, shape), expert, sizes.experts)
-        picked = jnp.min(best, axis=1)
+    def pick(k, xs):
+        top = _of_all(jnp.maximum, [jnp.max(x, axis=1) for x in xs])
+        first = []
+        for part, x in zip(parts, xs, strict=True):
+            best = jnp.where(x == across(top, x.shape), part.columns, sizes.experts)
+            first.append(jnp.min(best, axis=1) + part.first)
+        picked = _of_all(jnp.minimum, first)
         smem.weights[:, k], smem.ids[:, k] = top, picked
-        return jnp.where(expert == across(picked, shape), -jnp.inf, x)
+        pairs = zip(parts, xs, strict=True)
+        return tuple(jnp.where(part.hits(picked), -jnp.inf, x) for part, x in pairs)
 
-    x = lax.fori_loop(0, sizes.picks, pick, x)
+    xs = lax.fori_loop(0, sizes.picks, pick, xs)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(smem.ids, at.out.ids.at[at.own])
+    kind = by_row(smem.kind)
     visit = jnp.where(kind == DEGRADABLE, 1, jnp.where(kind == EXEMPT, EXEMPT_VISIT, 0))
-    visits = jnp.where(x == -jnp.inf, across(visit, shape), 0)
-    smem.visits[pl.ds(0, sizes.experts)] = jnp.sum(visits, axis=0)
-    return _weights(at, scale)
+    for part, x in zip(parts, xs, strict=True):
+        visits = jnp.where(x == -jnp.inf, across(visit, x.shape), 0)
+        smem.visits[part.slice] = jnp.sum(visits, axis=0)
+    _weigh(at, scale)
 
 
-def _weights(at: Block, scale) -> list:
-    """Weights of the picks, whose logits are in shared memory; `scale` is softmax's sum."""
+def _weigh(at: Block, scale) -> None:
+    """Makes weights of the picks' logits, in shared memory; `scale` is softmax's sum."""
     sizes = at.sizes
     tops = [by_row(at.smem.weights.at[:, k]) for k in range(sizes.picks)]
     if sizes.scoring == "sigmoid":
@@ -71,56 +119,81 @@ def _weights(at: Block, scale) -> list:
         weights = [jnp.exp(top - tops[0]) for top in tops]
     if sizes.normalize:
         scale = jnp.maximum(functools.reduce(jnp.add, weights), TINY)
-    return [w / scale for w in weights] if scale is not None else weights
+    for k, weight in enumerate(weights):
+        at.smem.weights[:, k] = weight if scale is None else weight / scale
 
 
 def plan(at: Block, visits) -> None:
     """Which expert serves the visits to each one; S1. See `reference.brownout_plan`."""
     sizes, smem = at.sizes, at.smem
-    wide = (ROWS, sizes.experts)
     used = pl.ds(0, sizes.experts)
     count = visits & (EXEMPT_VISIT - 1)
     # An expert's visits are at most the rows there are: products with 100 and 512 fit.
     place = count * 512 + (511 - iota((sizes.experts,), 0, BY_EXPERT))
-    key = jnp.where(visits >= EXEMPT_VISIT, PINNED, 0) + place
-    smem.key[used] = key
+    smem.key[used] = jnp.where(visits >= EXEMPT_VISIT, PINNED, 0) + place
     needed = at.given.threshold[0] * jnp.sum(count)
 
     @pl.loop(0, sizes.padded, step=ROWS)
     def _(first):
         own = pl.ds(pl.multiple_of(first, ROWS), ROWS)
         mine = by_row(smem.key.at[own])
-        ahead = down(key, wide) > across(mine, wide)
-        before = jnp.sum(jnp.where(ahead, down(count, wide), 0), axis=1)
+        before = _of_all(jnp.add, [_visits_ahead(at, part, mine) for part in _parts(sizes)])
         smem.s1[own] = jnp.where((mine >= PINNED) | (100 * before < needed), 1, 0)
 
-    in_s1 = by_expert(smem.s1.at[used])
-    left = jnp.where((in_s1 == 0) & (count > 0), by_expert(smem.groups.at[used]), -2)
+    for part in _parts(sizes):
+        smem.left[part.slice] = _left(at, part)
     strategy = jnp.full((ROWS,), at.given.strategy[0])
 
     @pl.loop(0, sizes.padded, step=ROWS)
     def _(first):
         own = pl.ds(pl.multiple_of(first, ROWS), ROWS)
         group, in_s1 = by_row(smem.groups.at[own]), by_row(smem.s1.at[own]) != 0
-        together = down(left, wide) == across(group, wide)
-        members = jnp.sum(jnp.where(together, 1, 0), axis=1)
+        members = _of_all(jnp.add, [_members(at, part, group) for part in _parts(sizes)])
         expert = first + iota((ROWS,), 0, BY_ROW)
         partial = jnp.where(~in_s1 & (group >= 0) & (members > 1), sizes.experts + group, expert)
         full = jnp.where(in_s1, expert, -1)
         smem.target[own] = jnp.where(strategy == 0, expert, jnp.where(strategy == 1, full, partial))
 
 
-def look_up(at: Block, kind) -> list:
+def _visits_ahead(at: Block, part: _Part, mine):
+    """Visits to those of `part` that come before the experts whose keys are `mine`."""
+    key, shape = by_expert(at.smem.key.at[part.slice]), (ROWS, part.count)
+    visits = down(_count_of(key), shape)
+    return jnp.sum(jnp.where(down(key, shape) > across(mine, shape), visits, 0), axis=1)
+
+
+def _left(at: Block, part: _Part):
+    """Groups of the experts of `part` that are visited and not in S1; -2 for the others."""
+    s1, key, groups = (
+        by_expert(vector.at[part.slice]) for vector in (at.smem.s1, at.smem.key, at.smem.groups)
+    )
+    return jnp.where((s1 == 0) & (_count_of(key) > 0), groups, -2)
+
+
+def _members(at: Block, part: _Part, group):
+    """How many of those there are in each of the groups."""
+    left, shape = by_expert(at.smem.left.at[part.slice]), (ROWS, part.count)
+    return jnp.sum(jnp.where(down(left, shape) == across(group, shape), 1, 0), axis=1)
+
+
+def _count_of(key):
+    """Visits that an expert's key was made of."""
+    return (key & (PINNED - 1)) >> 9
+
+
+def look_up(at: Block) -> list:
     """Logical expert of each visit, also into shared memory."""
     sizes, smem = at.sizes, at.smem
-    shape = (ROWS, sizes.experts)
-    expert = iota(shape, 1, EXPERTS)
-    target = down(by_expert(smem.target.at[pl.ds(0, sizes.experts)]), shape)
+    kind = by_row(smem.kind)
+    parts = _parts(sizes)
+    targets = [down(by_expert(smem.target.at[part.slice]), (ROWS, part.count)) for part in parts]
 
     @pl.loop(0, sizes.picks)
     def _(k):
         picked = by_row(smem.ids.at[:, k])
-        found = jnp.sum(jnp.where(expert == across(picked, shape), target, 0), axis=1)
+        found = 0
+        for part, target in zip(parts, targets, strict=True):
+            found += jnp.sum(jnp.where(part.hits(picked), target, 0), axis=1)
         served = jnp.where(kind == DEGRADABLE, found, picked)
         smem.expert_ids[:, k] = jnp.where(kind == PADDING, -1, served)
 
@@ -129,10 +202,11 @@ def look_up(at: Block, kind) -> list:
     return [by_row(smem.expert_ids.at[:, k]) for k in range(sizes.picks)]
 
 
-def merge_repeats(at: Block, expert_ids: list, weights: list) -> list:
+def merge_repeats(at: Block, expert_ids: list) -> list:
     """A row's weights summed where its visits meet, into shared memory; which visits are kept."""
-    kept = []
-    for k, expert in enumerate(expert_ids):
+    weights, kept = [by_row(at.smem.weights.at[:, k]) for k in range(at.sizes.picks)], []
+    for k in range(at.sizes.picks):
+        expert = by_row(at.smem.expert_ids.at[:, k])  # again, lest all comparisons be kept
         same = [other == expert for other in expert_ids]
         first = functools.reduce(lambda a, b: a & ~b, same[:k], expert >= 0)
         pairs = zip(same, weights, strict=True)
@@ -149,7 +223,7 @@ def one_hot(at: Block, expert_ids: list) -> None:
     smem = at.smem
     shape = (ROWS, ROWS)
 
-    @pl.loop(0, at.sizes.places // ROWS)
+    @pl.loop(0, at.sizes.chunks)
     def _(chunk):
         expert = iota(shape, 1, WGMMA) + chunk * ROWS
         hits = [expert == across(mine, shape, WGMMA) for mine in expert_ids]
@@ -158,51 +232,65 @@ def one_hot(at: Block, expert_ids: list) -> None:
 
     plgpu.commit_smem()
 
-    @pl.loop(0, at.sizes.places // ROWS)
+    @pl.loop(0, at.sizes.chunks)
     def _(chunk):
         rows = product(smem.visited.at[chunk].T, smem.ones.T)  # all eight columns are the sum
-        smem.rows[own(chunk)] = jnp.max(rows, axis=1).astype(I32)
+        smem.rows[chunk] = jnp.max(rows, axis=1).astype(I32)
 
 
-def starts(at: Block, rows) -> None:
-    """First sorted row of each logical expert, into shared memory; the number of blocks."""
+def starts(at: Block, summed) -> Any:
+    """First sorted row and first tile of each logical expert, into shared memory; how many tiles
+    there are. `summed(load)` is the rows of a chunk's experts, and those of earlier blocks.
+
+    Blocks of rows and tiles are summed as one number: there are fewer than 2**15 of either.
+    """
     sizes, smem = at.sizes, at.smem
-    wide = (ROWS, sizes.places)
-    block_m = jnp.full(rows.shape, sizes.block_m, I32)
-    blocks = lax.div(rows + (sizes.block_m - 1), block_m)
-    smem.rows[...] = rows
+    tile_rows = sizes.tiles.rows if sizes.tiles else sizes.sorted_rows
+    earlier = iota((ROWS, ROWS), 1, WGMMA) < iota((ROWS, ROWS), 0, WGMMA)
 
-    @pl.loop(0, sizes.places, step=ROWS)
-    def _(first):
-        earlier = iota(wide, 1, WGMMA) < iota(wide, 0, WGMMA) + first
-        before = jnp.sum(jnp.where(earlier, down(blocks, wide, WGMMA), 0), axis=1)
-        smem.start[pl.ds(pl.multiple_of(first, ROWS), ROWS)] = before * sizes.block_m
+    def one_chunk(chunk, total):
+        rows, before = summed(lambda ref: by_column(ref.at[chunk]))
+        smem.rows[chunk] = rows
+        both = _divided_up(rows, sizes.block_m) | _divided_up(rows, tile_rows) << 16
+        first = jnp.sum(jnp.where(earlier, down(both, earlier.shape, WGMMA), 0), axis=1) + total
+        smem.start[chunk] = (first & 0xFFFF) * sizes.block_m
+        smem.tile[chunk] = first >> 16
+        if before is not None:
+            smem.first[chunk] = by_column(smem.start.at[chunk]) + before
+        return total + jnp.sum(both)
 
-    total = jnp.sum(blocks)
+    total = lax.fori_loop(0, sizes.chunks, one_chunk, jnp.int32(0))
 
     @pl.when(at.index == 0)
     def _():
-        at.out.num_blocks[0] = total
+        at.out.num_blocks[0] = total & 0xFFFF
+
+    return total >> 16
 
 
-def ranks(at: Block, expert_ids: list, kept: list, before) -> None:
+def _divided_up(rows, by: int):
+    """Quotients, rounded up."""
+    return lax.div(rows + (by - 1), jnp.full(rows.shape, by, I32))
+
+
+def ranks(at: Block, expert_ids: list, kept: list) -> None:
     """Sorted row of each visit, into shared memory: its expert's start plus the rows before."""
     sizes, smem = at.sizes, at.smem
     shape = (ROWS, ROWS)
-    starts = smem.start
-    if before is not None:
-        starts = smem.first
-        starts[...] = by_column(smem.start) + before
-
-    def one_chunk(chunk, found):
-        earlier = product(smem.earlier, smem.visited.at[chunk]).astype(I32)
-        row = earlier + down(by_column(starts.at[own(chunk)]), shape, WGMMA)
-        expert = iota(shape, 1, WGMMA) + chunk * ROWS
-        hits = [expert == across(mine, shape, WGMMA) for mine in expert_ids]
-        here = [jnp.sum(jnp.where(hit, row, 0), axis=1) for hit in hits]
-        return tuple(map(jnp.add, found, here))
+    starts = smem.start if sizes.blocks == 1 else smem.first
 
     nowhere = plgpu.layout_cast(jnp.full((ROWS,), 0, I32), BY_ROW)
-    found = lax.fori_loop(0, sizes.places // ROWS, one_chunk, (nowhere,) * sizes.picks)
-    for k, row in enumerate(found):
-        smem.visit_row[:, k] = jnp.where(kept[k], row, sizes.sorted_rows)
+    for first in range(0, sizes.picks, PICKS):
+        some = expert_ids[first : first + PICKS]
+
+        def one_chunk(chunk, found, some=some):
+            earlier = product(smem.earlier, smem.visited.at[chunk]).astype(I32)
+            row = earlier + down(by_column(starts.at[chunk]), shape, WGMMA)
+            expert = iota(shape, 1, WGMMA) + chunk * ROWS
+            hits = [expert == across(mine, shape, WGMMA) for mine in some]
+            here = [jnp.sum(jnp.where(hit, row, 0), axis=1) for hit in hits]
+            return tuple(map(jnp.add, found, here))
+
+        found = lax.fori_loop(0, sizes.chunks, one_chunk, (nowhere,) * len(some))
+        for k, row in enumerate(found, first):
+            smem.visit_row[:, k] = jnp.where(kept[k], row, sizes.sorted_rows)

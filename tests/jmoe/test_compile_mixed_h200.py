@@ -22,7 +22,7 @@ from jmoe.mixed import MixedWeights, mixed_decode_step
 from jmoe.steps import served
 from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for
-from pallas_kernels.routing.parts import MAX_EXPERTS
+from pallas_kernels.routing.parts import MAX_LOGICAL, MAX_ROUTED
 
 __all__ = ["_kernels_are_assembled_well", "equal_kernels_are_compiled_once", "mesh"]  # fixtures
 
@@ -45,6 +45,7 @@ def test_a_mixed_step_copies_neither_experts_nor_pages(mesh, case):
     exe = compile_for(mesh, step, *held, *rows, donate_argnums=1, options=options)
     program = Program(exe.as_text(), exe.memory_analysis(), None)
     check_copies(program)
-    # A KV write for each model; attention and its merge, two products, and routing if it fits.
-    fused = 2 * case.num_slots <= MAX_EXPERTS
-    assert program.mosaic_kernels == (2 + 4 + fused) * cfg.num_layers
+    # A KV write for each model; attention and its merge, routing, two products.
+    assert 2 * cfg.num_experts <= MAX_ROUTED
+    assert 2 * case.num_slots <= MAX_LOGICAL
+    assert program.mosaic_kernels == (2 + 5) * cfg.num_layers

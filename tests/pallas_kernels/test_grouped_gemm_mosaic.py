@@ -14,8 +14,9 @@ import pytest
 from jax import lax
 
 from pallas_kernels import grouped_gemm, routing
-from pallas_kernels.grouped_gemm import mosaic, tile_map, tiles
+from pallas_kernels.grouped_gemm import mosaic, tiles
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
+from pallas_kernels.routing import tile_map
 from pallas_kernels.shapes import MIXTRAL_8X7B, MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B
 
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
@@ -122,7 +123,7 @@ def expected_tiles(rows_of, start, slot, block_t, group):
 def test_tile_map_lists_every_tile(block_t, group):
     rows_of = (16, 0, 17, 1, 48, 9, 0)
     plan, *_ = plan_of(rows_of, np.random.default_rng(1))
-    got = tile_map.tile_map(plan, block_t, group)
+    got = routing.map_tiles(plan, routing.RowTiles(block_t, group))
     want = expected_tiles(
         rows_of, np.asarray(plan.expert_start), np.asarray(plan.expert_slot), block_t, group
     )

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels import routing
 from pallas_kernels.backend import references_only
+from pallas_kernels.routing.tile_map import COUNT, TileMap
 from pallas_kernels.shapes import MODELS, TINY
 
 GATES = {"public": routing.gate}
@@ -242,9 +243,10 @@ class Static(NamedTuple):
     scoring: str = "softmax"
     block_m: int = 8
     padding: int = 0  # columns of logits that are no experts
+    tiles: routing.RowTiles | None = None
 
     def options(self):
-        keys = ("top_k", "normalize", "scoring", "block_m")
+        keys = ("top_k", "normalize", "scoring", "block_m", "tiles")
         return {key: getattr(self, key) for key in keys} | {"max_active": self.experts}
 
 
@@ -279,23 +281,29 @@ def compiled(name, static):
     """The route of one shape, public or of the kernel, interpreted or emulated."""
     arrays = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), draw(0, static, 0))
 
-    def run(case):
-        logits, *rest = case
-        names = Case._fields[1:]
-        options = static.options()
-        if name != "public":
-            from pallas_kernels.routing import mosaic
+    op = routing.route if name == "public" else kernel_of(static, name)
+    return jax.jit(partial(routed, op, static)).lower(arrays).compile()
 
-            assert mosaic.supports(logits, case.groups, case.slots, static.top_k, static.block_m)
-            blocks = routing.max_blocks(
-                static.rows * static.top_k, options.pop("max_active"), static.block_m
-            )
-            op = partial(mosaic.route, num_blocks=blocks)
-        else:
-            op = routing.route
-        return op(logits, **dict(zip(names, rest, strict=True)), **options)
 
-    return jax.jit(run).lower(arrays).compile()
+def routed(op, static, case):
+    """`op` of a case."""
+    logits, *rest = case
+    return op(logits, **dict(zip(Case._fields[1:], rest, strict=True)), **static.options())
+
+
+def kernel_of(static, name="mosaic"):
+    """The kernel as `route`, whatever the backend; `mosaic` to be interpreted."""
+    from pallas_kernels.routing import mosaic
+
+    interpreted = name == "mosaic" and not interpreter.ON_SM90
+    blocks = routing.max_blocks(static.rows * static.top_k, static.experts, static.block_m)
+
+    def op(logits, *, max_active, groups, slots, **rest):
+        assert mosaic.supports(logits, groups, slots, static.top_k, static.block_m)
+        more = {"groups": groups, "slots": slots, "num_blocks": blocks, "interpreted": interpreted}
+        return mosaic.route(logits, **more, **rest)
+
+    return op
 
 
 def route_by_parts(case, static):
@@ -322,6 +330,9 @@ def route_by_parts(case, static):
             block_m=static.block_m,
             max_active=static.experts,
         )
+        if static.tiles is not None:
+            table = routing.map_tiles(work, static.tiles)
+            work = work._replace(tile_map=TileMap(table, static.tiles))
     return ids, plan, work
 
 
@@ -337,10 +348,26 @@ def check_route(name, static, cases):
             got = jax.tree.map(np.asarray, jax.block_until_ready(got))
         weights = [out[2].visit_weight for out in (got, want)]
         np.testing.assert_allclose(*weights, rtol=1e-6, atol=1e-12)
-        got = (*got[:2], got[2]._replace(visit_weight=weights[1]))
+        work = check_tiles(got[2], want[2])._replace(visit_weight=weights[1])
+        got = (*got[:2], work)
         jax.tree.map(np.testing.assert_array_equal, got, want)
         types = [[leaf.dtype for leaf in jax.tree.leaves(out)] for out in (got, want)]
         assert types[0] == types[1]
+
+
+def check_tiles(got, want):
+    """Equal where there are tiles, and in their number. Returns `got` with the map wanted."""
+    if want.tile_map is None:
+        assert got.tile_map is None
+        return got
+    assert got.tile_map.tiles == want.tile_map.tiles
+    a, b = got.tile_map.table, want.tile_map.table
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    count = b[0, COUNT]
+    assert count == (-(-want.expert_rows // want.tile_map.tiles.rows)).sum()
+    assert a[0, COUNT] == count
+    np.testing.assert_array_equal(a[:count, :COUNT], b[:count, :COUNT])
+    return got._replace(tile_map=want.tile_map)
 
 
 CONTEXTS = {
@@ -348,11 +375,12 @@ CONTEXTS = {
     "mosaic": interpreter.interpreted,
     "sm90": interpreter.emulated,
 }
+ONE, MORE = routing.RowTiles(64, 16), routing.RowTiles(8, 2)  # tiles an expert
 STATICS = (
-    Static(),
-    Static(normalize=False, top_k=1, united=0, block_m=16),
-    Static(scoring="sigmoid", rows=64, experts=8, top_k=2, united=5, block_m=4),
-    Static(scoring="sigmoid", normalize=False, rows=3, top_k=8),
+    Static(tiles=ONE),
+    Static(normalize=False, top_k=1, united=0, block_m=16, tiles=routing.RowTiles(16, 1)),
+    Static(scoring="sigmoid", rows=64, experts=8, top_k=2, united=5, block_m=4, tiles=MORE),
+    Static(scoring="sigmoid", normalize=False, rows=3, top_k=8, tiles=MORE),
     Static(normalize=False, rows=5, padding=4),
 )
 

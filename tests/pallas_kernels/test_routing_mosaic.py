@@ -3,6 +3,9 @@
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -10,7 +13,19 @@ import jax.numpy as jnp
 import mosaic as interpreter
 import numpy as np
 import pytest
-from test_routing import Case, Static, check_route, draw
+from sm90 import sass
+from test_routing import (
+    MORE,
+    ONE,
+    Case,
+    Static,
+    check_route,
+    check_tiles,
+    compiled,
+    draw,
+    kernel_of,
+    routed,
+)
 
 from pallas_kernels import routing
 from pallas_kernels.backend import references_only
@@ -18,7 +33,7 @@ from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.grouped_gemm import BLOCK_M
 from pallas_kernels.launches import count_launches
 from pallas_kernels.routing import mosaic
-from pallas_kernels.shapes import MODELS, QWEN15_MOE_A27B
+from pallas_kernels.shapes import MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B
 
 
 def ones(static, **changes):
@@ -64,19 +79,53 @@ def test_edges():
 
 def test_more_than_64_experts():
     """Two chunks of routed experts, three of logical ones, and a full block of rows."""
-    static = Static(rows=64, experts=100, united=50, top_k=8)
+    static = Static(rows=64, experts=100, united=50, top_k=8, tiles=ONE)
     check_route("mosaic", static, [draw(1, static, routing.PARTIAL), ones(static)])
+
+
+def test_more_than_128_routed_experts():
+    """Sums over them are made in parts, and picks are ranked in two groups."""
+    static = Static(rows=9, experts=256, united=64, top_k=16, tiles=ONE)
+    check_route("mosaic", static, [draw(1, static, routing.PARTIAL)])
+
+
+def test_rows_of_tables():
+    """A layer's groups and slots where they are in the tables of all layers, the last row's too."""
+    static = Static(rows=5, experts=12, united=3, tiles=MORE)
+    case = draw(2, static, routing.PARTIAL)
+    want = compiled("public", static)(jax.tree.map(jnp.asarray, case))
+    ops = {
+        context: jax.jit(partial(routed, op, static))
+        for context, op in (
+            (nullcontext, routing.route),
+            (interpreter.interpreted, kernel_of(static)),
+        )
+    }
+    for layer in (0, 2):
+        others = np.random.default_rng(layer)
+        tables = []
+        for row in (case.groups, case.slots):
+            table = others.integers(0, 9, (3, len(row))).astype(np.int32)
+            table[layer] = row
+            tables.append(routing.TableRow(jnp.asarray(table), jnp.int32(layer)))
+        given = case._replace(groups=tables[0], slots=tables[1])
+        for context, op in ops.items():
+            with context():
+                _, _, got = jax.block_until_ready(op(given))
+            np.testing.assert_array_equal(got.expert_slot, case.slots)
+            np.testing.assert_array_equal(got.row_token, want[2].row_token)
+            check_tiles(got, want[2])
 
 
 def blocks_of_a_cluster():
     """A step of three blocks, the last not full; run on its own, below."""
-    static = Static(rows=132)
+    static = Static(rows=132, tiles=MORE)
     cases = [draw(seed, static, seed % 3) for seed in (5, 7)]
     check_route("mosaic", static, [*cases, ones(static, exempt=np.arange(static.rows) >= 64)])
 
 
 def test_steps_of_several_blocks_emulated():
-    static = Static(rows=132)
+    static = Static(rows=132, tiles=MORE)
     check_route("sm90", static, [draw(5, static, routing.PARTIAL)])
 
 
@@ -96,7 +145,14 @@ def test_steps_of_several_blocks():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"rows": 516}, {"experts": 14}, {"experts": 200, "united": 100}, {"top_k": 9}, {"block_m": 2}],
+    [
+        {"rows": 516},
+        {"experts": 14},
+        {"experts": 260},
+        {"experts": 256, "united": 257},
+        {"top_k": 17},
+        {"block_m": 2},
+    ],
     ids=str,
 )
 def test_what_the_kernel_does_not_take(changes):
@@ -105,14 +161,17 @@ def test_what_the_kernel_does_not_take(changes):
     assert not mosaic.supports(*arrays, static.top_k, static.block_m)
 
 
+LAYERS = 24
+
+
 def arguments(shape, num_rows):
     m, united = shape.num_experts, shape.num_experts // 2
     sds = jax.ShapeDtypeStruct
     rows, scalar = sds((num_rows,), jnp.bool_), sds((), jnp.int32)
     return (
         sds((num_rows, m), jnp.float32),
-        sds((m,), jnp.int32),
-        sds((m + united,), jnp.int32),
+        routing.TableRow(sds((LAYERS, m), jnp.int32), scalar),
+        routing.TableRow(sds((LAYERS, m + united), jnp.int32), scalar),
         scalar,
         scalar,
         rows,
@@ -134,13 +193,17 @@ def route(shape):
             exempt=exempt,
             block_m=BLOCK_M,
             max_active=shape.num_experts,
+            tiles=routing.RowTiles(max(64, min(128, logits.shape[0])), 16),
         )
 
     return route
 
 
+LARGEST = replace(QWEN3_30B_A3B, name="largest", num_experts=256, top_k=16)
+
+
 @pytest.mark.parametrize("num_rows", [64, 512])
-@pytest.mark.parametrize("shape", MODELS, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [*MODELS, LARGEST], ids=lambda shape: shape.name)
 def test_compiled_for_an_h200(capfd, monkeypatch, shape, num_rows):
     compiled, kernels = interpreter.compile_kernels(
         capfd, monkeypatch, route(shape), *arguments(shape, num_rows)
@@ -148,6 +211,18 @@ def test_compiled_for_an_h200(capfd, monkeypatch, shape, num_rows):
     assert len(kernels) == 1
     assert kernels[0].spill_bytes == 0
     assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+def test_what_blocks_exchange_is_ordered(monkeypatch, tmp_path):
+    """Sums by multicasts of a block's own; gaps and tokens by a barrier of the cluster's scope."""
+    kernels = sass.disassemble(
+        monkeypatch, tmp_path, route(QWEN15_MOE_A27B), *arguments(QWEN15_MOE_A27B, 512)
+    )
+    names = ("UCGABAR", "MULTICAST", "MEMBAR.ALL.GPU")
+    found = [i.opcode for i in kernels["routing"] if any(name in i.opcode for name in names)]
+    begin, gaps = ["UCGABAR_ARV", "UCGABAR_WAIT"], ["MEMBAR.ALL.GPU", "UCGABAR_ARV"]
+    sums = ["UTMALDG.2D.MULTICAST", "UTMALDG.3D.MULTICAST"]
+    assert found == [*begin, *gaps, *sums, "UCGABAR_WAIT"]
 
 
 @pytest.fixture(scope="module")
@@ -159,10 +234,10 @@ def mesh():
 
 
 def test_launches(mesh):
-    """The kernel, and what reads its results.
+    """The kernel, and what reads its results; none for the tile map or a layer's row of a table.
 
-    All that `route` returns takes more: what is degraded, S1 as booleans, and slots of blocks, two;
-    and a copy, as an argument cannot be a result.
+    All that `route` returns takes more: what is degraded, S1 as booleans, a layer's slots, and
+    slots of blocks, two.
     """
     shape, num_rows = QWEN15_MOE_A27B, 64
 
@@ -173,7 +248,8 @@ def test_launches(mesh):
             for k in range(shape.top_k)
         )
         degraded = jnp.sum(plan.degraded, axis=1, dtype=jnp.int32)
-        return work.row_token, work.expert_rows, work.expert_start, combined, degraded
+        table = work.tile_map.table
+        return work.row_token, work.expert_rows, work.expert_start, table, combined, degraded
 
     def count(fn):
         exe = compile_for(mesh, fn, *arguments(shape, num_rows))

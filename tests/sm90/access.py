@@ -26,7 +26,7 @@ class _Access:
         if self.space == "shared":
             at = block.inside(addresses, self.width)
             return block.shared[at[:, None] + np.arange(self.width)]
-        return block.cluster.memory.load(addresses, self.width)
+        return block.cluster.memory.load(addresses, self.width, block.number)
 
     def store(self, warp: Any, addresses: np.ndarray, values: np.ndarray) -> None:
         block = warp.block
@@ -35,7 +35,7 @@ class _Access:
             block.shared[at] = values
             block.writers[at] = warp.index + 1
         else:
-            block.cluster.memory.store(addresses, values)
+            block.cluster.memory.store(addresses, values, block.number)
 
 
 def load(operands: Operands, instruction: Instruction) -> Run:

@@ -91,7 +91,7 @@ def _tensor_load(operands: Operands, instruction: Instruction) -> Run:
         memory.read[box.buffer] += box.size  # once, for however many blocks
         memory.loaded.add(box.place)
         for other in blocks:
-            block.cluster.launch(Task(lambda other=other: other.receive(box, at)))
+            block.cluster.launch(Task(lambda other=other: other.receive(box, at, block.number)))
 
     return run
 
@@ -115,8 +115,8 @@ def _tensor_store(operands: Operands, instruction: Instruction) -> Run:
     def run(warp: Any, lanes: Lanes) -> None:
         lane = one_lane(lanes)
         box = tensor.box(warp, lane, int(place(warp)[lane]))
-        device = warp.block.cluster.memory
-        warp.start_store(lane, box.shared, lambda values: box.write(device, values))
+        device, number = warp.block.cluster.memory, warp.block.number
+        warp.start_store(lane, box.shared, lambda values: box.write(device, values, number))
 
     return run
 
@@ -136,7 +136,8 @@ def _bulk_store(operands: Operands, instruction: Instruction) -> Run:
         device, first = warp.block.cluster.memory, into(warp)[lane : lane + 1]
         device.place(first, 16)
         addresses = first + np.arange(0, length, 16, dtype=np.uint64)
-        write = lambda values: device.store(addresses, values.reshape(-1, 16))  # noqa: E731
+        number = warp.block.number
+        write = lambda values: device.store(addresses, values.reshape(-1, 16), number)  # noqa: E731
         warp.start_store(lane, shared, write)
 
     return run

@@ -5,7 +5,8 @@ together; where they part, those furthest behind go first. What is asynchronous 
 TMA, products) happens by the policy as soon as it is asked for, as late as something waits for it,
 or anywhere between. The outcome has to be the same. Besides results this finds registers touched
 while products have them, shared memory written by ordinary stores and read by TMA or products with
-no fence between, barriers that never come, and addresses out of bounds or not aligned.
+no fence between, memory that one block wrote and another touches, barriers that never come, and
+addresses out of bounds or not aligned.
 
 Not modelled: time, caches, and the order of ordinary loads and stores among threads.
 """
@@ -89,7 +90,10 @@ class Task:
         return self.done == len(self.steps)
 
     def step(self) -> None:
-        self.steps[self.done]()
+        try:
+            self.steps[self.done]()
+        except ValueError as error:
+            raise Fault(str(error)) from error
         self.done += 1
 
 
@@ -163,6 +167,7 @@ class Cluster:
         if self.arrived == sum(len(block.warps) for block in self.blocks):
             self.arrived = 0
             self.generation += 1
+            self.memory.settle([block.number for block in self.blocks])
 
 
 class Block:
@@ -170,6 +175,8 @@ class Block:
 
     def __init__(self, cluster: Cluster, rank: int, at: tuple[int, ...]) -> None:
         self.cluster, self.rank, self.at = cluster, rank, at
+        grid = cluster.code.launch.grid
+        self.number = 1 + at[0] + grid[0] * (at[1] + grid[1] * at[2])
         size = SHARED + cluster.code.launch.shared_bytes
         self.shared = np.full(size, 0xFF, np.uint8)
         self.writers = np.zeros(
@@ -218,12 +225,12 @@ class Block:
                 self.warps[index].is_released = True
             self.events += 1
 
-    def receive(self, box: Box, barrier: int) -> None:
-        """TMA brings a box, and tells a barrier."""
+    def receive(self, box: Box, barrier: int, sender: int) -> None:
+        """TMA brings a box that a block asked for, and tells a barrier."""
         if self.is_over:
             raise Fault("TMA writes to a block that is over")
         self.inside(box.shared[[0, -1], 0], 1)
-        self.shared[box.shared] = box.read(self.cluster.memory)
+        self.shared[box.shared] = box.read(self.cluster.memory, sender)
         self.writers[box.shared] = 0
         self.mbarrier(barrier).complete(box.bytes)
         self.events += 1

@@ -14,29 +14,55 @@ Place = tuple[int, int, int]
 
 
 class Global:
-    """The arguments of a kernel, and the bytes of each that were read and written."""
+    """The arguments of a kernel, and the bytes of each that were read and written.
+
+    A block may not touch what another one wrote, unless the cluster's barrier came between: TMA,
+    ordinary accesses and an mbarrier's arrivals, whose scope is the block, order nothing there.
+    """
 
     def __init__(self, buffers: Sequence[np.ndarray]) -> None:
         self.read, self.written = [0] * len(buffers), [0] * len(buffers)
         self.loaded: set[Place] = set()
         self.prefetched: set[Place] = set()
         self.bytes = [buffer.reshape(-1).view(np.uint8) for buffer in buffers]
+        self.writers = [np.zeros(own.size, np.int16) for own in self.bytes]  # a block, from 1 on
         known: dict[int, int] = {}  # aliased arguments have one address
         self.addresses = [
             (known.setdefault(id(buffer), i) + 1) << _BITS for i, buffer in enumerate(buffers)
         ]
 
-    def load(self, addresses: np.ndarray, width: int) -> np.ndarray:
+    def load(self, addresses: np.ndarray, width: int, block: int) -> np.ndarray:
         """[addresses, width] bytes."""
         index, at = self.place(addresses, width)
         self.read[index] += at.size * width
-        return self.bytes[index][at[:, None] + np.arange(width)]
+        return self.get(index, at[:, None] + np.arange(width), block)
 
-    def store(self, addresses: np.ndarray, values: np.ndarray) -> None:
+    def store(self, addresses: np.ndarray, values: np.ndarray, block: int) -> None:
         """The other way."""
         index, at = self.place(addresses, values.shape[1])
         self.written[index] += values.size
-        self.bytes[index][at[:, None] + np.arange(values.shape[1])] = values
+        self.put(index, at[:, None] + np.arange(values.shape[1]), values, block)
+
+    def get(self, index: int, at: np.ndarray, block: int) -> np.ndarray:
+        """Bytes of an argument, as a block sees them."""
+        self._check(index, at, block)
+        return self.bytes[index][at]
+
+    def put(self, index: int, at: np.ndarray, values: np.ndarray, block: int) -> None:
+        """The other way."""
+        self._check(index, at, block)
+        self.bytes[index][at] = values
+        self.writers[index][at] = block
+
+    def _check(self, index: int, at: np.ndarray, block: int) -> None:
+        writers = self.writers[index][at]
+        if np.any((writers != 0) & (writers != block)):
+            raise ValueError("touches memory that another block wrote, with no barrier between")
+
+    def settle(self, blocks: Sequence[int]) -> None:
+        """What these blocks wrote is there for all of their cluster."""
+        for writers in self.writers:
+            writers[np.isin(writers, blocks)] = 0
 
     def place(self, addresses: np.ndarray, width: int) -> tuple[int, np.ndarray]:
         """The argument, and where in its bytes each address is."""
@@ -86,13 +112,13 @@ class Box:
         inner = swizzled(shared + np.arange(self.inside.size) * item, tensor.swizzle)
         self.shared = inner[:, None] + np.arange(item)
 
-    def read(self, memory: Global) -> np.ndarray:
+    def read(self, memory: Global, block: int) -> np.ndarray:
         """[items, bytes]; zeros outside of the tensor."""
         found = np.zeros(self.outer.shape, np.uint8)
-        found[self.inside] = memory.bytes[self.buffer][self.outer[self.inside]]
+        found[self.inside] = memory.get(self.buffer, self.outer[self.inside], block)
         return found
 
-    def write(self, memory: Global, values: np.ndarray) -> None:
+    def write(self, memory: Global, values: np.ndarray, block: int) -> None:
         """What is inside of the tensor."""
         memory.written[self.buffer] += self.size
-        memory.bytes[self.buffer][self.outer[self.inside]] = values[self.inside]
+        memory.put(self.buffer, self.outer[self.inside], values[self.inside], block)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -195,3 +196,59 @@ def test_a_report_of_ptxas_is_read():
         ptxas.Kernel("one_mosaic_gpu_kernel", 168, 0, serialized=True),
         ptxas.Kernel("other_mosaic_gpu_kernel", 255, 36, serialized=False),
     ]
+
+
+def exchange(by_multicast):
+    """Two blocks of a cluster each write four rows, and then have all of them: by a multicast of
+    what each wrote itself; or they meet at an mbarrier, and read what the other wrote.
+    """
+    shape = (2, 4, 32)
+
+    def body(given, out, shared, mine, both, full, met):
+        rank = lax.axis_index("rank")
+        plgpu.copy_gmem_to_smem(given.at[rank], mine, full)
+        plgpu.barrier_wait(full)
+        plgpu.copy_smem_to_gmem(mine, shared.at[rank])
+        plgpu.wait_smem_to_gmem(0)
+        if not by_multicast:
+            plgpu.barrier_arrive(met)
+            plgpu.barrier_wait(met)
+        axes = "rank" if by_multicast else None
+        plgpu.copy_gmem_to_smem(shared, both, full, collective_axes=axes)
+        plgpu.barrier_wait(full)
+        plgpu.copy_smem_to_gmem(both, out.at[rank])
+        plgpu.wait_smem_to_gmem(0)
+
+    i32 = jnp.int32
+    call = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((2, *shape), i32), jax.ShapeDtypeStruct(shape, i32)],
+        cluster=(2,),
+        cluster_names=("rank",),
+        scratch_types=[
+            plgpu.SMEM(shape[1:], i32),
+            plgpu.SMEM(shape, i32),
+            plgpu.Barrier(),
+            plgpu.ClusterBarrier(collective_axes=("rank",)),
+        ],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    given = np.arange(256, dtype=np.int32).reshape(shape)
+    ptx, log = sm90.compiled(call, spec(given))
+    code = Code(program.parse(ptx), host.read(log))
+
+    def run(policy):
+        out = np.full((2, *shape), -1, np.int32)
+        machine.run(code, [given, out, np.full(shape, -1, np.int32)], policy)
+        return out, np.stack([given, given])
+
+    return run
+
+
+def test_what_another_block_wrote_is_not_to_be_touched():
+    """An mbarrier's arrivals are ordered within a block; a copy's own arrival is for all."""
+    multicast, met = exchange(True), exchange(False)
+    for when in ("early", "late", "any"):
+        np.testing.assert_array_equal(*multicast(Policy(when)))
+        with pytest.raises(Fault, match="another block wrote"):
+            met(Policy(when))

@@ -80,14 +80,14 @@ CYCLES_PER_INSTRUCTION = 2
 BLOCKS_PER_SM = 16
 """One-warpgroup blocks that live on a multiprocessor at most: 2,048 threads."""
 
-TILE_MAP_LAUNCHES = {"op": 2, "layer": 2}
+TILE_MAP_LAUNCHES = {"op": 2, "layer": 0}
 """What XLA starts for the grouped GEMM's tile map, in the op alone and in a layer. This and what
 follows is counted in programs compiled for an H200 (`tests/benchmarks/test_roofline.py`)."""
 
 GEMM_LAUNCHES = {"gather": 1, "combine": 1}
 """What else XLA starts around the two products."""
 
-DECODE_PLAN_LAUNCHES = 0
+DECODE_PLAN_LAUNCHES = 5
 """What XLA starts to plan decode attention's step; the same for prefill's, below. The benchmark
 plans in every call, a step once for all layers."""
 
