@@ -98,8 +98,8 @@ def make_table(num_layers: int, num_experts: int, num_united_slots: int) -> Expe
 
 
 def uncut(row: Any, table: Any, layer: int) -> Any:
-    """`row` of `table`, a tuple of tables, but slots and groups are left there: the
-    routing kernel reads them, and cut out they would be a copy and a launch in every layer.
+    """`row`, cut out of the tables of `table`, but for slots and groups: the routing kernel reads
+    them in the table, and cut out they would be a launch in every layer.
     """
     at = np.int32(layer)
     return row._replace(slots=TableRow(table.slots, at), groups=TableRow(table.groups, at))

@@ -28,6 +28,7 @@ finds none for a program of this size, and tiles what TMA then refuses to fill (
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -72,11 +73,8 @@ def supports(
     """Whether the kernel takes these: float32 logits, up to 512 rows, up to 256 routed experts, in
     fours, and 512 logical ones, 16 picks.
     """
-    (num_rows, columns), num_experts, num_logical = (
-        logits.shape,
-        row_length(groups),
-        row_length(slots),
-    )
+    num_rows, columns = logits.shape
+    num_experts, num_logical = row_length(groups), row_length(slots)
     return (
         logits.dtype == jnp.float32
         and 0 < num_rows <= ROWS * MAX_BLOCKS
@@ -310,13 +308,13 @@ def _meet(at: Block, step: str) -> None:
     if at.sizes.blocks == 1 or at.sizes.interpreted:
         return
 
-    @plgpu.inline_mgpu()
     def barrier(_) -> None:
         void = ir.Type.parse("!llvm.void")
         text = f"barrier.cluster.{step}.aligned;"
         llvm.inline_asm(void, [], text, "~{memory}", has_side_effects=True)
 
-    barrier()
+    inlined: Any = plgpu.inline_mgpu()(barrier)
+    inlined()
 
 
 def _sums(at: Block, own, every, load):
