@@ -50,7 +50,9 @@ from pallas_kernels.routing.op import Dispatch, Plan, TableRow, row_length, row_
 from pallas_kernels.routing.parts import (
     DEGRADABLE,
     EXEMPT,
+    FEW_PICKS,
     GAP,
+    MANY_EXPERTS,
     MAX_BLOCKS,
     MAX_LOGICAL,
     MAX_PICKS,
@@ -71,7 +73,7 @@ def supports(
     logits: Array, groups: Array | TableRow, slots: Array | TableRow, top_k: int, block_m: int
 ) -> bool:
     """Whether the kernel takes these: float32 logits, up to 512 rows, up to 256 routed experts, in
-    fours, and 512 logical ones, 16 picks.
+    fours, and 512 logical ones; 8 picks, of 128 experts or more up to 16.
     """
     num_rows, columns = logits.shape
     num_experts, num_logical = row_length(groups), row_length(slots)
@@ -82,7 +84,7 @@ def supports(
         and num_experts % 4 == 0
         and num_experts <= min(num_logical, MAX_ROUTED)
         and num_logical <= MAX_LOGICAL
-        and top_k <= MAX_PICKS
+        and top_k <= (MAX_PICKS if num_experts >= MANY_EXPERTS else FEW_PICKS)
         and block_m % 4 == 0
     )
 

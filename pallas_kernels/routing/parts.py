@@ -19,6 +19,9 @@ MAX_ROUTED, MAX_LOGICAL = 256, 512
 MAX_PICKS = 16
 """A row's picks are compared with each other in registers."""
 
+FEW_PICKS, MANY_EXPERTS = 8, 128
+"""More picks of fewer experts spill up to 72 bytes; no model is known to have them."""
+
 MAX_BOX = 256
 """Elements of a TMA box along one axis."""
 

@@ -198,7 +198,7 @@ def drawn() -> Iterator[Geometry]:
         united, scoring = one((0, 1, 7, num_experts // 3)), one(("softmax", "sigmoid"))
         form = {"scoring": scoring, "normalize": one((True, False))}
         yield route(num_experts, united, rng.randint(1, 8), rng.randint(65, 512), **form)
-    yield route(12, 5, 9, 33)
+    yield route(12, 5, 9, 33)  # refused: too many picks
     for head_dim in (64, 96, 128, 256):
         of = one((1, 2, 3, 5, 8)), rng.randint(1, 16), head_dim
         with_more = {"bias": one((True, False)), "norms": one((True, False))}
@@ -214,6 +214,7 @@ def of_models() -> Iterator[Geometry]:
 DRAWN, OF_MODELS = list(drawn()), list(of_models())
 LARGEST = [
     route(256, 0, 8, 512, normalize=False),
+    route(128, 64, 16, 512),
     *(decode(2, group, 64, 16, 7) for group in (40, 64)),
     decode(2, 40, 128, 64, 7),
 ]
