@@ -368,7 +368,7 @@ async def traces(seeds):
 
 
 async def test_whoever_shares_with_whom_answers_are_the_models():
-    await traces(range(150))
+    await traces(range(60))
 
 
 async def test_many_more():
