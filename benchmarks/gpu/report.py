@@ -212,6 +212,21 @@ def burst(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
     return markdown(columns, rows)
 
 
+def priority(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
+    """First tokens of the latency-sensitive, and what best effort gets, by load and policy."""
+    rows = []
+    found = {n: r for n, r in stored["priority"].items() if "load" in r["case"] and "figures" in r}
+    for name, record in sorted(found.items(), key=lambda item: item[1]["case"]["load"]):
+        f, load = record["figures"], record["case"]["load"]
+        row = [_n(load, 1), name.partition("/")[0], _n(f["ls_ttft_p50_ms"], 1)]
+        row += [_n(f["ls_ttft_p99_ms"], 1), _n(f.get("ttft_p99_to_alone")), _n(f["be_tokens_s"], 0)]
+        row += [f["parks"], _n(f["preemption_p50_ms"], 2), _n(f["preemption_p99_ms"], 2)]
+        rows.append([*row, _verdict(record.get("target"))])
+    columns = ["load", "policy", "LS P50 TTFT, ms", "LS P99 TTFT, ms", "P99 over alone"]
+    columns += ["BE tokens/s", "parks", "preemption P50, ms", "preemption P99, ms", "<= 1.5"]
+    return markdown(columns, rows)
+
+
 def against_transformers(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
     """Tokens a second beside jmoe's offline cases."""
     record = next(iter(stored["transformers"].values()))
@@ -275,6 +290,7 @@ TABLES: dict[str, Callable[[Mapping[str, Records], Sizes], list[str]]] = {
     "step": step,
     "serve": serve,
     "burst": burst,
+    "priority": priority,
     "transformers": against_transformers,
     "startup": startup,
     "distill": distill,

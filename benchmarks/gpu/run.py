@@ -23,6 +23,7 @@ PARTS = (
     "step",
     "serve",
     "burst",
+    "priority",
     "transformers",
     "startup",
     "distill",

@@ -74,6 +74,8 @@ class Sizes:
     window_s: float = 16.0
     burst_s: float = 250.0
     calibration_s: float = 8.0
+    priority_loads: tuple[float, ...] = (1.2, 0.8)  # of the same capacity, both classes together
+    priority_window_s: float = 60.0  # a P99 wants hundreds of latency-sensitive requests
     transformers_requests: int = 256
     # distillation of one layer: (model, way)
     distill: tuple[tuple[str, int], ...] = (
@@ -105,6 +107,8 @@ DRY = Sizes(
     window_s=0.5,
     burst_s=1.5,
     calibration_s=0.4,
+    priority_loads=(1.2,),
+    priority_window_s=0.8,
     transformers_requests=4,
     distill=(("tiny", 4),),
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from benchmarks.gpu import (
     live,
     models,
     part,
+    priority_part,
     report,
     run,
     serve_part,
@@ -26,6 +28,7 @@ from benchmarks.gpu.sizes import DRY, hf_config
 from benchmarks.harness import store
 from jmoe import api
 from jmoe.config import from_hf
+from serving.config import EngineConfig
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -219,6 +222,40 @@ def test_a_leg_without_its_calibration_says_so(context, server, tmp_path):
     leg = burst_part.cases(DRY)[1]
     with pytest.raises(RuntimeError, match="tiny is not calibrated"):
         server.run(burst_part._leg(bare, server, leg))
+
+
+def test_best_effort_is_played_beside_the_same_latency_sensitive_requests(
+    context, server, monkeypatch
+):
+    @contextmanager
+    def of_policy(context, name, more):
+        if more["engine.policy"] == EngineConfig().policy:  # the shared server's, too
+            yield server
+        else:
+            with live.live(context, name, more=more) as other:
+                yield other
+
+    monkeypatch.setattr(priority_part, "live", of_policy)
+    records = run_all("priority", context)
+    assert not [r["failed"] for r in records.values() if "failed" in r]
+    alone, ours, fcfs = (records[f"{n}/load1.2"] for n in ("alone", priority_part.POLICY, "fcfs"))
+    policies = [r["server"].get("engine.policy") for r in (alone, ours, fcfs)]
+    assert policies == [None, None, "fcfs"]  # not set: as served by default
+    asked = [r["figures"]["ls_requests"] for r in (alone, ours, fcfs)]
+    assert asked[0] == asked[1] == asked[2] > 0
+    assert alone["figures"]["be_tokens_s"] == alone["classes"]["best_effort"]["requests_due"] == 0
+    for record in (ours, fcfs):
+        figures = record["figures"]
+        assert figures["be_tokens_s"] > figures["ls_tokens_s"] > 0  # four fifths are best effort
+        ratio = figures["ls_ttft_p99_ms"] / alone["figures"]["ls_ttft_p99_ms"]
+        assert figures["ttft_p99_to_alone"] == pytest.approx(ratio, rel=1e-4)
+        assert 0 <= figures["preemption_p50_ms"] <= figures["preemption_p99_ms"]
+    met = ours["figures"]["ttft_p99_to_alone"] <= 1.5
+    assert ours["target"] == {"ttft_p99_to_alone": 1.5, "met": met}
+    assert alone.get("target") is fcfs["target"] is None
+    assert ours["server_steps"]["compilations_since_ready"] == 0
+    table = report.priority({"priority": records}, DRY)
+    assert [line.split("|")[2].strip() for line in table[2:]] == ["alone", "ls_first", "fcfs"]
 
 
 def test_requests_of_every_kind_compile_nothing(server):
