@@ -227,6 +227,22 @@ def priority(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
     return markdown(columns, rows)
 
 
+def family(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
+    """Mixed steps beside steps in turn, and what the engine chose."""
+    rows, choice = [], stored["family"].get("choice", {}).get("figures", {})
+    for batch in sorted(sizes.family_batches):
+        f = stored["family"].get(f"decode/b{batch}", {}).get("figures")
+        if f is None:
+            continue
+        row = [batch, _n(f["mixed_us"], 0), _n(f["mixed_over_floor"]), _n(f["alternating_us"], 0)]
+        row += [_n(f["alternating_over_floor"]), _n(f["mixed_over_alternating"], 3)]
+        row.append(_n(f["floors_mixed_over_alternating"], 3))
+        mixes = choice.get(f"mixes_b{batch}")
+        rows.append([*row, None if mixes is None else ("mixed" if mixes else "in turn")])
+    columns = ["rows of both", "mixed, us", "over its floor", "in turn, us", "over its floor"]
+    return markdown([*columns, "mixed over in turn", "by the floors", "engine's choice"], rows)
+
+
 def against_transformers(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
     """Tokens a second beside jmoe's offline cases."""
     record = next(iter(stored["transformers"].values()))
@@ -291,6 +307,7 @@ TABLES: dict[str, Callable[[Mapping[str, Records], Sizes], list[str]]] = {
     "serve": serve,
     "burst": burst,
     "priority": priority,
+    "family": family,
     "transformers": against_transformers,
     "startup": startup,
     "distill": distill,

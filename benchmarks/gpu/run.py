@@ -24,6 +24,7 @@ PARTS = (
     "serve",
     "burst",
     "priority",
+    "family",
     "transformers",
     "startup",
     "distill",

@@ -64,6 +64,9 @@ class Sizes:
     layer_models: tuple[str, ...] = ("qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "mixtral-8x7b")
     layer_depth: int = 2
     layer_shapes: tuple[tuple[int, int, int], ...] = ((64, 16, 4), (2, 512, 32))
+    # two models over one pool: rows of both together, and positions shared
+    family_batches: tuple[int, ...] = (64, 16)
+    family_shared_percent: int = 75
     # serving
     batch: int = 64
     max_model_len: int = 2048
@@ -96,6 +99,7 @@ DRY = Sizes(
     prefill_tokens=(16,),
     prefill_context=16,
     copy_bytes=1 << 16,
+    family_batches=(4,),
     layer_models=("tiny",),
     layer_shapes=((8, 16, 6),),
     batch=4,

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.gpu import (
     burst_part,
     distill_part,
+    family_part,
     hf_dir,
     layers_part,
     live,
@@ -64,13 +65,14 @@ def context(folder):
     return part.Context(DRY, kept, folder, folder / "cache")
 
 
-def run_all(name, context):
-    """Every case of a part, stored as the command stores it; the records."""
+def run_all(name, context, match=""):
+    """Every case of a part, or those that match, stored as the command stores it; the records."""
     about = {**context.kept.revision, "commit": "abc", "machine": {"device": "x"}, "skew": 1.0}
     about |= {"weights": "random"}
     with run.module(name).session(context) as run_case:
         for case in run.module(name).cases(context.sizes):
-            run._run_case(name, case, run_case, context, about)
+            if match in case.name:
+                run._run_case(name, case, run_case, context, about)
     return context.kept.records(name)
 
 
@@ -159,6 +161,62 @@ def test_a_layer_that_is_off_is_found():
         ours = np.where(rng.random(400) < share, 50.0, theirs)
         assert layers_part.judge(ours, theirs)["passed"] == passed
     assert not layers_part.judge(np.where(theirs > 1, np.nan, theirs), theirs)["passed"]
+
+
+def test_a_family_shares_three_quarters_of_each_layers_experts():
+    family = models.make_family(DRY)
+    slots = np.stack([np.asarray(model.weights.table.slots) for model in family])
+    same = slots[0] == slots[1]
+    assert same.sum(axis=1).tolist() == [12, 12]  # of 16
+    assert family[0].pool.down.shape[0] == family.sharing.num_slots == 2 * (16 + 4)
+    assert sorted(np.unique(slots)) == list(range(40))
+    down = np.asarray(family[0].pool.down)
+    assert len({expert.tobytes() for expert in down}) == 40  # each is drawn, none twice
+    assert not jnp.array_equal(family[0].params["embed"], family[1].params["embed"])
+
+
+def test_visits_of_both_are_those_of_shared_experts():
+    seen = family_part.Visits(
+        jnp.zeros(2, jnp.int32), jnp.zeros(2), jnp.zeros((1, 4), bool), jnp.zeros(())
+    )
+    shared = jnp.array([[True, True, False, False]])
+    rows = [[True, False, True, True], [True, True, True, False], [False, True, False, False]]
+    for number, visited in zip((0, 1, 0), rows, strict=True):
+        seen = seen.after(jnp.int32(number), jnp.array([visited]), shared)
+    assert seen.steps.tolist() == [2, 1]
+    assert seen.active.tolist() == [3 + 1, 3]
+    assert float(seen.both) == 1  # 0 is shared; 2 is each model's own
+    assert seen.first.tolist() == [rows[2]]
+
+
+def test_mixed_steps_are_held_to_steps_in_turn(context):
+    record = run_all("family", context, "decode")["decode/b4"]
+    assert "failed" not in record
+    f, expert, kv = record["figures"], 3 * 32 * 16 * 4, 4 * 12 * 2 * 2 * 2 * 16 * 4
+    active, both = f["active_experts_of_each"], f["active_experts_of_both"]
+    assert 2 <= active <= 4  # two rows of two picks
+    assert 0 < both < active
+    _, others = models.weight_bytes(from_hf(hf_config("tiny")), "float32")
+    mixed, alternating = record["bytes"]["mixed"], record["bytes"]["alternating"]
+    own = 2 * others + kv  # both models' weights beside experts, in one step as in two
+    assert mixed - own == pytest.approx(2 * (2 * active - both) * expert, rel=1e-3)
+    assert alternating - own == pytest.approx(2 * 2 * active * expert, rel=1e-3)
+    ratio = f["mixed_us"] / f["alternating_us"]
+    assert f["mixed_over_alternating"] == pytest.approx(ratio, rel=1e-4)
+    assert f["floors_mixed_over_alternating"] == pytest.approx(mixed / alternating, rel=1e-4)
+
+
+def test_the_engines_choice_between_them_is_by_its_own_times(context):
+    records = run_all("family", context, "choice")
+    choice = records["choice"]["figures"]
+    pays = choice["mixed_us_b4"] < 0.95 * choice["alternating_us_b4"]
+    assert choice["mixes_b4"] is pays
+    taken = {"mixed_us": 2.0, "alternating_us": 4.0, "mixed_over_alternating": 0.5}
+    taken |= {"mixed_over_floor": 1.1, "alternating_over_floor": 1.2}
+    step = {"figures": {**taken, "floors_mixed_over_alternating": 0.6}}
+    line = report.family({"family": {**records, "decode/b4": step}}, DRY)[-1]
+    assert line.startswith("| 4 | 2 | 1.10 | 4 | 1.20 | 0.500 | 0.600 |")
+    assert line.endswith("| mixed |" if pays else "| in turn |")
 
 
 @pytest.fixture(scope="module")
