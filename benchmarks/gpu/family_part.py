@@ -12,7 +12,6 @@ import asyncio
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 from benchmarks.gpu import models
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Sizes
-from benchmarks.gpu.step_part import StepProgram, block_tables, random_state, rulers
+from benchmarks.gpu.step_part import StepProgram, decode_state, rulers
 from benchmarks.kernels.timing import Ceilings, Ruler
 from jmoe.family import Family
 from jmoe.mixed import MixedWeights, mixed_decode_step
@@ -111,16 +110,6 @@ def _measure(program: StepProgram, ruler: Ruler) -> tuple[float, Any]:
 # -- programs -------------------------------------------------------------------------------------
 
 
-def _state(sizes: Sizes, family: Family) -> State:
-    """Pages and block tables of the largest batch alone."""
-    context = sizes.context
-    own = replace(
-        sizes, batches=sizes.family_batches, prefill_tokens=(context,), prefill_context=context
-    )
-    state = random_state(own, family[0])
-    return state._replace(block_table=jnp.asarray(block_tables(own)["decode"]))
-
-
 def _rows(sizes: Sizes, slots: range) -> tuple[jax.Array, ...]:
     rows = np.stack([pack_row(slot, kv_len=sizes.context) for slot in slots])
     control = np.array([100, STRATEGIES["zero"]], np.int32)
@@ -150,7 +139,7 @@ def _mixed(sizes: Sizes, family: Family, batch: int) -> StepProgram:
         state, out = mixed_decode_step(cfg, weights, carry, *arrays, max_active=columns)
         return state, out._replace(logits=None)
 
-    carry = _state(sizes, family)
+    carry = decode_state(sizes, family[0], sizes.family_batches)
     compiled = _compile(mixed, carry, weights, *rows, options=options)
     return StepProgram(compiled, carry, (weights,), rows)
 
@@ -214,7 +203,7 @@ def _in_turn(sizes: Sizes, family: Family, batch: int) -> InTurn:
         return (state, seen), out._replace(logits=None)
 
     nothing = jnp.zeros(2, jnp.int32), jnp.zeros(2), jnp.zeros(shared.shape, bool), jnp.zeros(())
-    carry = _state(sizes, family), Visits(*nothing)
+    carry = decode_state(sizes, family[0], sizes.family_batches), Visits(*nothing)
     compiled = _compile(in_turn, carry, *held[0], *rows[0], options=options)
     return InTurn(compiled, carry, held, rows)
 

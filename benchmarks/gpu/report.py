@@ -243,6 +243,18 @@ def family(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
     return markdown([*columns, "mixed over in turn", "by the floors", "engine's choice"], rows)
 
 
+def mesh(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
+    """Steps over a mesh of one device beside plain ones."""
+    rows = []
+    for batch in sorted(sizes.mesh_batches):
+        f = stored["mesh"].get(f"decode/b{batch}", {}).get("figures")
+        if f is not None:
+            row = [batch, _n(f["plain_us"], 0), _n(f["mesh_us"], 0), _n(f["mesh_over_plain"], 3)]
+            rows.append([*row, _n(f["plain_over_floor"]), _n(f["mesh_over_floor"])])
+    columns = ["batch", "plain, us", "over ep=1, us", "ratio", "plain over floor"]
+    return markdown([*columns, "ep=1 over floor"], rows)
+
+
 def against_transformers(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
     """Tokens a second beside jmoe's offline cases."""
     record = next(iter(stored["transformers"].values()))
@@ -308,6 +320,7 @@ TABLES: dict[str, Callable[[Mapping[str, Records], Sizes], list[str]]] = {
     "burst": burst,
     "priority": priority,
     "family": family,
+    "mesh": mesh,
     "transformers": against_transformers,
     "startup": startup,
     "distill": distill,

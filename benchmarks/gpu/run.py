@@ -25,6 +25,7 @@ PARTS = (
     "burst",
     "priority",
     "family",
+    "mesh",
     "transformers",
     "startup",
     "distill",

@@ -67,6 +67,8 @@ class Sizes:
     # two models over one pool: rows of both together, and positions shared
     family_batches: tuple[int, ...] = (64, 16)
     family_shared_percent: int = 75
+    # the same steps over a mesh of one device
+    mesh_batches: tuple[int, ...] = (64, 1)
     # serving
     batch: int = 64
     max_model_len: int = 2048
@@ -100,6 +102,7 @@ DRY = Sizes(
     prefill_context=16,
     copy_bytes=1 << 16,
     family_batches=(4,),
+    mesh_batches=(4,),
     layer_models=("tiny",),
     layer_shapes=((8, 16, 6),),
     batch=4,

@@ -13,6 +13,7 @@ import gc
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -313,6 +314,14 @@ def random_state(sizes: Sizes, model: Model) -> State:
         pages = _fill(pages, jnp.int32(layer), jax.random.fold_in(key, layer))
     newest = np.random.default_rng(1).integers(cfg.vocab_size, size=slots).astype(np.int32)
     return State(pages, state.block_table, jnp.asarray(newest))
+
+
+def decode_state(sizes: Sizes, model: Model, batches: tuple[int, ...]) -> State:
+    """Random pages, and block tables, for decode steps of at most the largest of `batches`."""
+    context = sizes.context
+    own = replace(sizes, batches=batches, prefill_tokens=(context,), prefill_context=context)
+    state = random_state(own, model)
+    return state._replace(block_table=jnp.asarray(block_tables(own)["decode"]))
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -16,6 +16,7 @@ from benchmarks.gpu import (
     hf_dir,
     layers_part,
     live,
+    mesh_part,
     models,
     part,
     priority_part,
@@ -217,6 +218,29 @@ def test_the_engines_choice_between_them_is_by_its_own_times(context):
     line = report.family({"family": {**records, "decode/b4": step}}, DRY)[-1]
     assert line.startswith("| 4 | 2 | 1.10 | 4 | 1.20 | 0.500 | 0.600 |")
     assert line.endswith("| mixed |" if pays else "| in turn |")
+
+
+def test_a_step_over_a_mesh_of_one_is_the_plain_step(context):
+    record = run_all("mesh", context)["decode/b4"]
+    assert "failed" not in record
+    f = record["figures"]
+    assert 2 <= f["active_experts"] <= 8  # four rows of two picks
+    assert f["mesh_over_plain"] == pytest.approx(f["mesh_us"] / f["plain_us"], rel=1e-4)
+    assert f["mesh_over_floor"] > f["plain_over_floor"] * 0.99 * f["mesh_over_plain"]
+    line = report.mesh({"mesh": {"decode/b4": record}}, DRY)[-1]
+    assert line.startswith("| 4 | ")
+    # The same weights, rows and pages: token by token, for as long as the two chains go.
+    model = models.make(DRY)
+    cfg = model.config
+    home = mesh_part.Home(
+        mesh_part.make_mesh(1), mesh_part.contiguous(cfg.num_moe_layers, cfg.num_experts, 1)
+    )
+    tokens = []
+    for weights, where in ((model.weights, None), (home.spread(model.weights), home)):
+        program = mesh_part._program(DRY, model, weights, where, 4)
+        tokens.append([np.asarray(program(i).tokens).tolist() for i in range(4)])
+    assert tokens[0] == tokens[1]
+    assert len(set(map(tuple, tokens[0]))) > 1
 
 
 @pytest.fixture(scope="module")
