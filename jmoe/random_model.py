@@ -16,8 +16,17 @@ from jmoe import layout
 from jmoe.api import Model
 from jmoe.checkpoint import empty_pool
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, UnitedExperts, groups_by_index, make_table, write_slots
-from jmoe.weights import ResidentWeights, Weights
+from jmoe.experts import (
+    ExpertPool,
+    ExpertTable,
+    UnitedExperts,
+    groups_by_index,
+    make_table,
+    write_slots,
+)
+from jmoe.family import Family
+from jmoe.sharing import Sharing
+from jmoe.weights import PoolHolder, ResidentWeights, Weights
 
 NEVER_PICKED = 1e-4  # the least popular expert is never less likely than this
 
@@ -69,6 +78,36 @@ def random_model(
     name = f"random-{cfg.architecture}"
     resident = ResidentWeights(Weights(params, pool, table), ways_made, name)
     return Model(name, Path(), cfg, kind, resident)
+
+
+def random_family(
+    cfg: ModelConfig, sharing: Sharing, seed: int = 0, dtype: str = "float32", skew: float = 0.0
+) -> Family:
+    """Models of one geometry over one pool, drawn as `random_model` draws one, without united ones.
+
+    Only experts that some model uses are drawn to stay. In every model an expert has the same rank
+    of popularity in its layer, as fine-tuned ones share their base's. Raises ValueError for a skew
+    that cannot be had.
+    """
+    kind = jnp.dtype(dtype)
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), 2 * len(sharing.names))
+    make = jax.jit(partial(random_params, cfg, dtype=kind, skew=skew))
+    slots, held = sharing.slots()
+    pool = PoolHolder(empty_pool(cfg, len(held), kind))
+    for owner, layer in sorted(set(map(tuple, held[:, :2].tolist()))):
+        at = np.flatnonzero((held[:, 0] == owner) & (held[:, 1] == layer))
+        numbers = jnp.asarray(held[at, 2])
+        experts = _layer_experts(cfg, jax.random.fold_in(keys[2 * owner], layer), kind)
+        experts = [part[numbers] for part in experts]
+        pool.pool = write_slots(pool.pool, jnp.asarray(at), *experts)
+    groups = jnp.full(slots.shape[1:], -1, jnp.int32)
+    models = []
+    for number, name in enumerate(sharing.names):
+        table = ExpertTable(jnp.asarray(slots[number]), groups)
+        weights = Weights(make(keys[2 * number + 1]), pool.pool, table)
+        resident = ResidentWeights(weights, {}, name, held=pool)
+        models.append(Model(name, Path(), cfg, kind, resident))
+    return Family(tuple(models), sharing)
 
 
 def random_params(

@@ -6,8 +6,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import uvloop
@@ -108,13 +109,19 @@ class Live:
 
 @contextlib.contextmanager
 def live(
-    context: Context, name: str, command: Sequence[str] = (), cache: Path | None = None
+    context: Context,
+    name: str,
+    command: Sequence[str] = (),
+    cache: Path | None = None,
+    more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Live]:
-    """A server that is ready; `command` replaces the one with random weights."""
+    """A server that is ready; `command` replaces the one with random weights, `more` settings are
+    added to those of every part.
+    """
     stats = context.scratch / f"{name}.stats.json"
     stats.unlink(missing_ok=True)
     sizes = context.sizes
-    overrides = settings(sizes, cache or context.cache)
+    overrides = {**settings(sizes, cache or context.cache), **more}
     command = command or [
         "-m",
         "benchmarks.gpu.server",

@@ -6,18 +6,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.gpu.sizes import Sizes, hf_config, skew_of
 from jmoe.api import Model
 from jmoe.config import ModelConfig, from_hf
+from jmoe.family import Family
 from jmoe.kv_cache import page_bytes
-from jmoe.random_model import random_model, weight_bytes
+from jmoe.random_model import random_family, random_model, weight_bytes
+from jmoe.sharing import Sharing
 
 
 def make(sizes: Sizes, *, ways: tuple[int, ...] = (), depth: int | None = None) -> Model:
     """The model that is served, with random weights; `depth` cuts its layers."""
     cfg = from_hf(hf_config(sizes.model, depth))
     return random_model(cfg, sizes.seed, sizes.dtype, ways, skew_of(sizes, sizes.model))
+
+
+def make_family(sizes: Sizes) -> Family:
+    """Two models of the served geometry with random weights, over one pool.
+
+    Of each layer's positions the second shares `family_shared_percent` with the first, drawn anew
+    for every layer.
+    """
+    cfg = from_hf(hf_config(sizes.model))
+    sharing = Sharing.none(("first", "second"), cfg.num_moe_layers, cfg.num_experts)
+    rng = np.random.default_rng(sizes.seed)
+    count = round(sizes.family_shared_percent * cfg.num_experts / 100)
+    for layer in range(cfg.num_moe_layers):
+        sharing.owners[1, layer, rng.permutation(cfg.num_experts)[:count]] = 0
+    return random_family(cfg, sharing, sizes.seed, sizes.dtype, skew_of(sizes, sizes.model))
 
 
 def use_compilation_cache(directory: Path) -> None:

@@ -212,6 +212,49 @@ def burst(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
     return markdown(columns, rows)
 
 
+def priority(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
+    """First tokens of the latency-sensitive, and what best effort gets, by load and policy."""
+    rows = []
+    found = {n: r for n, r in stored["priority"].items() if "load" in r["case"] and "figures" in r}
+    for name, record in sorted(found.items(), key=lambda item: item[1]["case"]["load"]):
+        f, load = record["figures"], record["case"]["load"]
+        row = [_n(load, 1), name.partition("/")[0], _n(f["ls_ttft_p50_ms"], 1)]
+        row += [_n(f["ls_ttft_p99_ms"], 1), _n(f.get("ttft_p99_to_alone")), _n(f["be_tokens_s"], 0)]
+        row += [f["parks"], _n(f["preemption_p50_ms"], 2), _n(f["preemption_p99_ms"], 2)]
+        rows.append([*row, _verdict(record.get("target"))])
+    columns = ["load", "policy", "LS P50 TTFT, ms", "LS P99 TTFT, ms", "P99 over alone"]
+    columns += ["BE tokens/s", "parks", "preemption P50, ms", "preemption P99, ms", "<= 1.5"]
+    return markdown(columns, rows)
+
+
+def family(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
+    """Mixed steps beside steps in turn, and what the engine chose."""
+    rows, choice = [], stored["family"].get("choice", {}).get("figures", {})
+    for batch in sorted(sizes.family_batches):
+        f = stored["family"].get(f"decode/b{batch}", {}).get("figures")
+        if f is None:
+            continue
+        row = [batch, _n(f["mixed_us"], 0), _n(f["mixed_over_floor"]), _n(f["alternating_us"], 0)]
+        row += [_n(f["alternating_over_floor"]), _n(f["mixed_over_alternating"], 3)]
+        row.append(_n(f["floors_mixed_over_alternating"], 3))
+        mixes = choice.get(f"mixes_b{batch}")
+        rows.append([*row, None if mixes is None else ("mixed" if mixes else "in turn")])
+    columns = ["rows of both", "mixed, us", "over its floor", "in turn, us", "over its floor"]
+    return markdown([*columns, "mixed over in turn", "by the floors", "engine's choice"], rows)
+
+
+def mesh(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
+    """Steps over a mesh of one device beside plain ones."""
+    rows = []
+    for batch in sorted(sizes.mesh_batches):
+        f = stored["mesh"].get(f"decode/b{batch}", {}).get("figures")
+        if f is not None:
+            row = [batch, _n(f["plain_us"], 0), _n(f["mesh_us"], 0), _n(f["mesh_over_plain"], 3)]
+            rows.append([*row, _n(f["plain_over_floor"]), _n(f["mesh_over_floor"])])
+    columns = ["batch", "plain, us", "over ep=1, us", "ratio", "plain over floor"]
+    return markdown([*columns, "ep=1 over floor"], rows)
+
+
 def against_transformers(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
     """Tokens a second beside jmoe's offline cases."""
     record = next(iter(stored["transformers"].values()))
@@ -275,6 +318,9 @@ TABLES: dict[str, Callable[[Mapping[str, Records], Sizes], list[str]]] = {
     "step": step,
     "serve": serve,
     "burst": burst,
+    "priority": priority,
+    "family": family,
+    "mesh": mesh,
     "transformers": against_transformers,
     "startup": startup,
     "distill": distill,

@@ -60,7 +60,7 @@ def _about(mix: Mix, setting: Setting) -> dict[str, Any]:
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
     """One server for all cases of a call."""
-    kinds = {"capacity": _capacity, "point": _point, "offline": _offline, "kernels": _kernels}
+    kinds = {"capacity": capacity, "point": _point, "offline": _offline, "kernels": _kernels}
     with live(context, "serve") as server:
 
         def run(case: Case) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _setting(case: Case) -> Setting:
     return Setting(case.about["way"], case.about["threshold_percent"])
 
 
-async def _capacity(context: Context, server: Live, case: Case) -> dict[str, Any]:
+async def capacity(context: Context, server: Live, case: Case) -> dict[str, Any]:
     """A full batch without brownout: requests and tokens a second."""
     sizes = context.sizes
     await server.use(ZERO)
@@ -103,10 +103,10 @@ async def _capacity(context: Context, server: Live, case: Case) -> dict[str, Any
 async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
     """One rate under one setting."""
     sizes, mix = context.sizes, _mix(case)
-    capacity = context.record("serve", f"capacity/{mix.name}")
-    if capacity is None:
+    full = context.record("serve", f"capacity/{mix.name}")
+    if full is None:
         raise RuntimeError(f"the capacity of {mix.name} is not measured; run its case first")
-    rate = case.about["load"] * capacity["figures"]["requests_s"]
+    rate = case.about["load"] * full["figures"]["requests_s"]
     duration_s = sizes.ramp_s + sizes.window_s
     await server.use(_setting(case))
     times = poisson_times(int(rate * duration_s * 1.2) + 20, rate, sizes.seed)

@@ -25,6 +25,7 @@ from serving import settings
 from serving.cli.options import overrides
 from serving.frontend import server
 from serving.observer import Observer
+from serving.request import Priority
 
 PROFILE_S = 2.0
 
@@ -38,19 +39,30 @@ class Probe(Observer):
         self.engine: Any = None
         self.phases: dict[str, Counter[str]] = {"prefill": Counter(), "decode": Counter()}
         self.kernels: dict[str, Any] | None = None
+        self.ls_waits_s: list[float] = []  # of latency-sensitive requests, in the order they began
 
     def step_read(self, step: Any, result: Any, started_at: float, now: float) -> None:
-        """See Observer. A step is taken to have begun when the device could begin it."""
+        """See Observer. A step is taken to have begun when the device could begin it. One that
+        comes in parts is counted with its last.
+        """
         plan = step.plan
         counts, rows = self.phases[plan.phase], len(plan.rows)
-        counts["steps"] += 1
-        counts["rows"] += rows
-        counts["tokens"] += int(plan.q_lens.sum())
+        if plan.is_last:
+            counts["steps"] += 1
+            counts["rows"] += rows
+            counts["tokens"] += int(plan.q_lens.sum())
         counts["busy_s"] += now - started_at  # type: ignore[assignment]
         counts["active_experts"] += np.count_nonzero(result.expert_rows) / len(result.expert_rows)  # type: ignore[assignment]
-        if plan.phase == "decode" and rows == self.engine.config.max_num_seqs:
+        whole = plan.is_last and plan.first_layer == 0
+        if whole and plan.phase == "decode" and rows == self.engine.config.max_num_seqs:
             counts["full_steps"] += 1
             counts["full_s"] += now - started_at  # type: ignore[assignment]
+
+    def requests_began(self, queue_s: np.ndarray, wait_s: np.ndarray, priority: Priority) -> None:
+        """See Observer. What the latency-sensitive wait for is the step, or part, under way."""
+        super().requests_began(queue_s, wait_s, priority)
+        if priority is Priority.LATENCY_SENSITIVE:
+            self.ls_waits_s += wait_s.tolist()
 
     def answer(self) -> None:
         """Writes the counters; the number of the answer tells it from the one before."""
@@ -62,6 +74,7 @@ class Probe(Observer):
             "phases": {phase: dict(counts) for phase, counts in self.phases.items()},
             "compilations_since_ready": stats.compilations_since_ready,
             "kernels": self.kernels,
+            "ls_waits_s": self.ls_waits_s,
         }
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps(found), encoding="utf-8")

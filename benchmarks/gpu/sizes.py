@@ -64,6 +64,11 @@ class Sizes:
     layer_models: tuple[str, ...] = ("qwen1.5-moe-a2.7b", "qwen3-30b-a3b", "mixtral-8x7b")
     layer_depth: int = 2
     layer_shapes: tuple[tuple[int, int, int], ...] = ((64, 16, 4), (2, 512, 32))
+    # two models over one pool: rows of both together, and positions shared
+    family_batches: tuple[int, ...] = (64, 16)
+    family_shared_percent: int = 75
+    # the same steps over a mesh of one device
+    mesh_batches: tuple[int, ...] = (64, 1)
     # serving
     batch: int = 64
     max_model_len: int = 2048
@@ -74,6 +79,8 @@ class Sizes:
     window_s: float = 16.0
     burst_s: float = 250.0
     calibration_s: float = 8.0
+    priority_loads: tuple[float, ...] = (1.2, 0.8)  # of the same capacity, both classes together
+    priority_window_s: float = 60.0  # a P99 wants hundreds of latency-sensitive requests
     transformers_requests: int = 256
     # distillation of one layer: (model, way)
     distill: tuple[tuple[str, int], ...] = (
@@ -94,6 +101,8 @@ DRY = Sizes(
     prefill_tokens=(16,),
     prefill_context=16,
     copy_bytes=1 << 16,
+    family_batches=(4,),
+    mesh_batches=(4,),
     layer_models=("tiny",),
     layer_shapes=((8, 16, 6),),
     batch=4,
@@ -105,6 +114,8 @@ DRY = Sizes(
     window_s=0.5,
     burst_s=1.5,
     calibration_s=0.4,
+    priority_loads=(1.2,),
+    priority_window_s=0.8,
     transformers_requests=4,
     distill=(("tiny", 4),),
 )

@@ -13,6 +13,7 @@ import gc
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,14 +79,20 @@ def _about(setting: Setting) -> dict[str, Any]:
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
     """One model and one cache for all cases."""
+    ruler, ceilings = rulers(context)
+    steps = _Steps(context.sizes, ruler, ceilings)
+    yield steps.run
+
+
+def rulers(context: Context) -> tuple[Ruler, Ceilings]:
+    """What times steps, and the device's ceilings as measured now, which records keep."""
     sizes = context.sizes
     models.use_compilation_cache(context.cache)
     ruler = Ruler(0.0, 0.0) if sizes.dry else Ruler(warm_s=0.3, timed_s=0.4)
     ceilings = measure_ceilings(ruler, sizes.copy_bytes, 32 if sizes.dry else 8192)
     gc.collect()
     context.facts["ceilings"] = ceilings._asdict()
-    steps = _Steps(sizes, ruler, ceilings)
-    yield steps.run
+    return ruler, ceilings
 
 
 class _Steps:
@@ -97,8 +104,8 @@ class _Steps:
         self.model = models.make(sizes, ways=sizes.ways)
         self._graph = served(self.model.params)
         self._eager = served(self.model.params, eager=True)
-        self.state = _random_state(sizes, self.model)
-        self._tables = _tables(sizes)
+        self.state = random_state(sizes, self.model)
+        self._tables = block_tables(sizes)
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def run(self, case: Case) -> dict[str, Any]:
@@ -109,7 +116,7 @@ class _Steps:
         try:
             return self._measure(case, setting)
         except Exception:
-            self.state = _random_state(self.sizes, self.model)  # the other was donated
+            self.state = random_state(self.sizes, self.model)  # the other was donated
             raise
 
     def _measure(self, case: Case, setting: Setting) -> dict[str, Any]:
@@ -274,7 +281,7 @@ def _num_pages(sizes: Sizes) -> int:
     return max(count * each for count, each in _blocks(sizes).values())
 
 
-def _tables(sizes: Sizes) -> dict[str, np.ndarray]:
+def block_tables(sizes: Sizes) -> dict[str, np.ndarray]:
     """int32 block tables by phase: every sequence has scattered pages of its own."""
     shape = max(count for count, _ in _blocks(sizes).values()), _max_blocks(sizes)
     order = np.random.default_rng(sizes.seed).permutation(_num_pages(sizes)).astype(np.int32)
@@ -290,7 +297,7 @@ def _max_blocks(sizes: Sizes) -> int:
     return max(each for _, each in _blocks(sizes).values())
 
 
-def _random_state(sizes: Sizes, model: Model) -> State:
+def random_state(sizes: Sizes, model: Model) -> State:
     """Pages full of random keys and values, and random newest tokens."""
     cfg, slots = model.config, max(count for count, _ in _blocks(sizes).values())
     state = make_state(
@@ -307,6 +314,14 @@ def _random_state(sizes: Sizes, model: Model) -> State:
         pages = _fill(pages, jnp.int32(layer), jax.random.fold_in(key, layer))
     newest = np.random.default_rng(1).integers(cfg.vocab_size, size=slots).astype(np.int32)
     return State(pages, state.block_table, jnp.asarray(newest))
+
+
+def decode_state(sizes: Sizes, model: Model, batches: tuple[int, ...]) -> State:
+    """Random pages, and block tables, for decode steps of at most the largest of `batches`."""
+    context = sizes.context
+    own = replace(sizes, batches=batches, prefill_tokens=(context,), prefill_context=context)
+    state = random_state(own, model)
+    return state._replace(block_table=jnp.asarray(block_tables(own)["decode"]))
 
 
 @partial(jax.jit, donate_argnums=0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,14 @@ import pytest
 from benchmarks.gpu import (
     burst_part,
     distill_part,
+    family_part,
     hf_dir,
     layers_part,
     live,
+    mesh_part,
     models,
     part,
+    priority_part,
     report,
     run,
     serve_part,
@@ -26,6 +30,7 @@ from benchmarks.gpu.sizes import DRY, hf_config
 from benchmarks.harness import store
 from jmoe import api
 from jmoe.config import from_hf
+from serving.config import EngineConfig
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,13 +66,14 @@ def context(folder):
     return part.Context(DRY, kept, folder, folder / "cache")
 
 
-def run_all(name, context):
-    """Every case of a part, stored as the command stores it; the records."""
+def run_all(name, context, match=""):
+    """Every case of a part, or those that match, stored as the command stores it; the records."""
     about = {**context.kept.revision, "commit": "abc", "machine": {"device": "x"}, "skew": 1.0}
     about |= {"weights": "random"}
     with run.module(name).session(context) as run_case:
         for case in run.module(name).cases(context.sizes):
-            run._run_case(name, case, run_case, context, about)
+            if match in case.name:
+                run._run_case(name, case, run_case, context, about)
     return context.kept.records(name)
 
 
@@ -158,6 +164,85 @@ def test_a_layer_that_is_off_is_found():
     assert not layers_part.judge(np.where(theirs > 1, np.nan, theirs), theirs)["passed"]
 
 
+def test_a_family_shares_three_quarters_of_each_layers_experts():
+    family = models.make_family(DRY)
+    slots = np.stack([np.asarray(model.weights.table.slots) for model in family])
+    same = slots[0] == slots[1]
+    assert same.sum(axis=1).tolist() == [12, 12]  # of 16
+    assert family[0].pool.down.shape[0] == family.sharing.num_slots == 2 * (16 + 4)
+    assert sorted(np.unique(slots)) == list(range(40))
+    down = np.asarray(family[0].pool.down)
+    assert len({expert.tobytes() for expert in down}) == 40  # each is drawn, none twice
+    assert not jnp.array_equal(family[0].params["embed"], family[1].params["embed"])
+
+
+def test_visits_of_both_are_those_of_shared_experts():
+    seen = family_part.Visits(
+        jnp.zeros(2, jnp.int32), jnp.zeros(2), jnp.zeros((1, 4), bool), jnp.zeros(())
+    )
+    shared = jnp.array([[True, True, False, False]])
+    rows = [[True, False, True, True], [True, True, True, False], [False, True, False, False]]
+    for number, visited in zip((0, 1, 0), rows, strict=True):
+        seen = seen.after(jnp.int32(number), jnp.array([visited]), shared)
+    assert seen.steps.tolist() == [2, 1]
+    assert seen.active.tolist() == [3 + 1, 3]
+    assert float(seen.both) == 1  # 0 is shared; 2 is each model's own
+    assert seen.first.tolist() == [rows[2]]
+
+
+def test_mixed_steps_are_held_to_steps_in_turn(context):
+    record = run_all("family", context, "decode")["decode/b4"]
+    assert "failed" not in record
+    f, expert, kv = record["figures"], 3 * 32 * 16 * 4, 4 * 12 * 2 * 2 * 2 * 16 * 4
+    active, both = f["active_experts_of_each"], f["active_experts_of_both"]
+    assert 2 <= active <= 4  # two rows of two picks
+    assert 0 < both < active
+    _, others = models.weight_bytes(from_hf(hf_config("tiny")), "float32")
+    mixed, alternating = record["bytes"]["mixed"], record["bytes"]["alternating"]
+    own = 2 * others + kv  # both models' weights beside experts, in one step as in two
+    assert mixed - own == pytest.approx(2 * (2 * active - both) * expert, rel=1e-3)
+    assert alternating - own == pytest.approx(2 * 2 * active * expert, rel=1e-3)
+    ratio = f["mixed_us"] / f["alternating_us"]
+    assert f["mixed_over_alternating"] == pytest.approx(ratio, rel=1e-4)
+    assert f["floors_mixed_over_alternating"] == pytest.approx(mixed / alternating, rel=1e-4)
+
+
+def test_the_engines_choice_between_them_is_by_its_own_times(context):
+    records = run_all("family", context, "choice")
+    choice = records["choice"]["figures"]
+    pays = choice["mixed_us_b4"] < 0.95 * choice["alternating_us_b4"]
+    assert choice["mixes_b4"] is pays
+    taken = {"mixed_us": 2.0, "alternating_us": 4.0, "mixed_over_alternating": 0.5}
+    taken |= {"mixed_over_floor": 1.1, "alternating_over_floor": 1.2}
+    step = {"figures": {**taken, "floors_mixed_over_alternating": 0.6}}
+    line = report.family({"family": {**records, "decode/b4": step}}, DRY)[-1]
+    assert line.startswith("| 4 | 2 | 1.10 | 4 | 1.20 | 0.500 | 0.600 |")
+    assert line.endswith("| mixed |" if pays else "| in turn |")
+
+
+def test_a_step_over_a_mesh_of_one_is_the_plain_step(context):
+    record = run_all("mesh", context)["decode/b4"]
+    assert "failed" not in record
+    f = record["figures"]
+    assert 2 <= f["active_experts"] <= 8  # four rows of two picks
+    assert f["mesh_over_plain"] == pytest.approx(f["mesh_us"] / f["plain_us"], rel=1e-4)
+    assert f["mesh_over_floor"] > f["plain_over_floor"] * 0.99 * f["mesh_over_plain"]
+    line = report.mesh({"mesh": {"decode/b4": record}}, DRY)[-1]
+    assert line.startswith("| 4 | ")
+    # The same weights, rows and pages: token by token, for as long as the two chains go.
+    model = models.make(DRY)
+    cfg = model.config
+    home = mesh_part.Home(
+        mesh_part.make_mesh(1), mesh_part.contiguous(cfg.num_moe_layers, cfg.num_experts, 1)
+    )
+    tokens = []
+    for weights, where in ((model.weights, None), (home.spread(model.weights), home)):
+        program = mesh_part._program(DRY, model, weights, where, 4)
+        tokens.append([np.asarray(program(i).tokens).tolist() for i in range(4)])
+    assert tokens[0] == tokens[1]
+    assert len(set(map(tuple, tokens[0]))) > 1
+
+
 @pytest.fixture(scope="module")
 def server(context):
     """One server for the parts that want one."""
@@ -219,6 +304,40 @@ def test_a_leg_without_its_calibration_says_so(context, server, tmp_path):
     leg = burst_part.cases(DRY)[1]
     with pytest.raises(RuntimeError, match="tiny is not calibrated"):
         server.run(burst_part._leg(bare, server, leg))
+
+
+def test_best_effort_is_played_beside_the_same_latency_sensitive_requests(
+    context, server, monkeypatch
+):
+    @contextmanager
+    def of_policy(context, name, more):
+        if more["engine.policy"] == EngineConfig().policy:  # the shared server's, too
+            yield server
+        else:
+            with live.live(context, name, more=more) as other:
+                yield other
+
+    monkeypatch.setattr(priority_part, "live", of_policy)
+    records = run_all("priority", context)
+    assert not [r["failed"] for r in records.values() if "failed" in r]
+    alone, ours, fcfs = (records[f"{n}/load1.2"] for n in ("alone", priority_part.POLICY, "fcfs"))
+    policies = [r["server"].get("engine.policy") for r in (alone, ours, fcfs)]
+    assert policies == [None, None, "fcfs"]  # not set: as served by default
+    asked = [r["figures"]["ls_requests"] for r in (alone, ours, fcfs)]
+    assert asked[0] == asked[1] == asked[2] > 0
+    assert alone["figures"]["be_tokens_s"] == alone["classes"]["best_effort"]["requests_due"] == 0
+    for record in (ours, fcfs):
+        figures = record["figures"]
+        assert figures["be_tokens_s"] > figures["ls_tokens_s"] > 0  # four fifths are best effort
+        ratio = figures["ls_ttft_p99_ms"] / alone["figures"]["ls_ttft_p99_ms"]
+        assert figures["ttft_p99_to_alone"] == pytest.approx(ratio, rel=1e-4)
+        assert 0 <= figures["preemption_p50_ms"] <= figures["preemption_p99_ms"]
+    met = ours["figures"]["ttft_p99_to_alone"] <= 1.5
+    assert ours["target"] == {"ttft_p99_to_alone": 1.5, "met": met}
+    assert alone.get("target") is fcfs["target"] is None
+    assert ours["server_steps"]["compilations_since_ready"] == 0
+    table = report.priority({"priority": records}, DRY)
+    assert [line.split("|")[2].strip() for line in table[2:]] == ["alone", "ls_first", "fcfs"]
 
 
 def test_requests_of_every_kind_compile_nothing(server):

@@ -1,0 +1,250 @@
+"""Decode steps of two models over one pool: a mixed one against a step of each in turn.
+
+Both give as many rows of each model a token, in the engine's own steps chained through their
+donated state (see step_part). The steps in turn are one program with either model's weights, as an
+engine launches them: a CUDA graph is updated where weights have moved. Experts are counted in the
+steps in turn, for both: a mixed step reports rows by number of the expert, whosever it is. The last
+case starts the engine on the family for what its cost model measures, and decides, for the same
+rows.
+"""
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from benchmarks.gpu import models
+from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.step_part import StepProgram, decode_state, rulers
+from benchmarks.kernels.timing import Ceilings, Ruler
+from jmoe.family import Family
+from jmoe.mixed import MixedWeights, mixed_decode_step
+from jmoe.packed_rows import empty_deltas, pack_row
+from jmoe.steps import State, decode_step, served
+from jmoe.weights import Weights
+from pallas_kernels.routing import STRATEGIES
+from serving.config import BrownoutConfig, EngineConfig
+
+DEPENDS = (
+    "pallas_kernels",
+    "jmoe",
+    "serving",
+    "benchmarks/gpu/family_part.py",
+    "benchmarks/gpu/models.py",
+    "benchmarks/gpu/sizes.py",
+    "benchmarks/gpu/step_part.py",
+    "benchmarks/kernels/timing.py",
+)
+START_S = 75.0
+
+
+def cases(sizes: Sizes) -> list[Case]:
+    """Steps by rows of both models together, and the engine's choice for the same."""
+    about = {"models": 2, "shared_percent": sizes.family_shared_percent, "context": sizes.context}
+    found = [Case(f"decode/b{b}", 60.0, {**about, "batch": b}) for b in sizes.family_batches]
+    return [*found, Case("choice", 150.0, about)]
+
+
+@contextmanager
+def session(context: Context) -> Iterator[RunCase]:
+    """One family for all cases."""
+    ruler, ceilings = rulers(context)
+    family = models.make_family(context.sizes)
+
+    def run(case: Case) -> dict[str, Any]:
+        if case.name == "choice":
+            return asyncio.run(_choice(context.sizes, family))
+        return _decode(context.sizes, family, Ruler(ruler.warm_s, ruler.timed_s), ceilings, case)
+
+    yield run
+
+
+def _decode(
+    sizes: Sizes, family: Family, ruler: Ruler, ceilings: Ceilings, case: Case
+) -> dict[str, Any]:
+    """The record of a number of rows."""
+    batch = case.about["batch"]
+    mixed_us, _ = _measure(_mixed(sizes, family, batch), ruler)
+    gc.collect()
+    each_us, carry = _measure(_in_turn(sizes, family, batch), ruler)
+    seen = carry[1]
+    active = float(jnp.sum(seen.active)) / float(jnp.sum(seen.steps))
+    both = float(seen.both / seen.steps[1])
+    cfg, dtype = family.config, family[0].dtype
+    read = partial(models.decode_bytes, cfg, dtype, context=case.about["context"])
+    one = read(batch=batch // 2, active_experts=active)
+    # A mixed step reads what is a model's own twice, and experts that both visit once.
+    mixed = read(batch=batch, active_experts=2 * active - both)
+    mixed_bytes = mixed["total"] + mixed["other_weights"]
+    floors = [models.floor_us(b, ceilings.copy_tb_s) for b in (mixed_bytes, 2 * one["total"])]
+    return {
+        "bytes": {"mixed": mixed_bytes, "alternating": 2 * one["total"]},
+        "figures": {
+            "mixed_us": mixed_us,
+            "alternating_us": 2 * each_us,
+            "mixed_over_alternating": mixed_us / (2 * each_us),
+            "mixed_floor_us": floors[0],
+            "alternating_floor_us": floors[1],
+            "floors_mixed_over_alternating": floors[0] / floors[1],
+            "mixed_over_floor": mixed_us / floors[0],
+            "alternating_over_floor": 2 * each_us / floors[1],
+            "active_experts_of_each": active,
+            "active_experts_of_both": both,
+        },
+    }
+
+
+def _measure(program: StepProgram, ruler: Ruler) -> tuple[float, Any]:
+    """Microseconds from one call to the next, and what the calls left behind."""
+    return ruler.measure(program).span_us, program.carry
+
+
+# -- programs -------------------------------------------------------------------------------------
+
+
+def _rows(sizes: Sizes, slots: range) -> tuple[jax.Array, ...]:
+    rows = np.stack([pack_row(slot, kv_len=sizes.context) for slot in slots])
+    control = np.array([100, STRATEGIES["zero"]], np.int32)
+    return tuple(map(jnp.asarray, (rows, empty_deltas(len(slots)), control)))
+
+
+def _weights(family: Family) -> tuple[list[Weights], dict[str, str]]:
+    """Of each model, as a server's programs take them, and XLA's options."""
+    found = [served(model.params) for model in family]
+    each = zip(family, found, strict=True)
+    return [model.weights._replace(params=params) for model, (params, _) in each], found[0][1]
+
+
+def _compile(call: Callable[..., Any], carry: Any, *arrays: Any, options: dict[str, str]) -> Any:
+    lowered = jax.jit(call, donate_argnums=0).lower(carry, *arrays)
+    return lowered.compile(compiler_options=options or None)
+
+
+def _mixed(sizes: Sizes, family: Family, batch: int) -> StepProgram:
+    """Half of the rows are of each model."""
+    cfg, (each, options) = family.config, _weights(family)
+    weights, rows = MixedWeights.of(each), _rows(sizes, range(batch))
+    columns = len(family) * cfg.num_experts
+
+    def mixed(carry: State, *given: Any) -> Any:
+        weights, *arrays = given
+        state, out = mixed_decode_step(cfg, weights, carry, *arrays, max_active=columns)
+        return state, out._replace(logits=None)
+
+    carry = decode_state(sizes, family[0], sizes.family_batches)
+    compiled = _compile(mixed, carry, weights, *rows, options=options)
+    return StepProgram(compiled, carry, (weights,), rows)
+
+
+class Visits(NamedTuple):
+    """Experts that steps in turn had rows for, counted on the device. A pytree."""
+
+    steps: Int[Array, "2"]  # of each model
+    active: Float[Array, "2"]  # experts that had rows, a mean over MoE layers, summed over steps
+    first: Bool[Array, "layers m"]  # those of the first model's newest step
+    both: Float[Array, ""]  # shared ones that the second's step visited as well, likewise summed
+
+    def after(
+        self,
+        number: Int[Array, ""],
+        visited: Bool[Array, "layers m"],
+        shared: Bool[Array, "layers m"],
+    ) -> "Visits":
+        """Once a step of model `number` had rows for the experts of `visited`."""
+        layers = visited.shape[0]
+        both = jnp.sum(visited & self.first & shared) / layers
+        return Visits(
+            self.steps.at[number].add(1),
+            self.active.at[number].add(jnp.sum(visited) / layers),
+            jnp.where(number == 0, visited, self.first),
+            self.both + jnp.where(number == 0, 0.0, both),
+        )
+
+
+class InTurn(StepProgram):
+    """The same program with one model's weights and rows, then with the next one's."""
+
+    num_sets = 4
+
+    def __init__(
+        self,
+        compiled: Any,
+        carry: Any,
+        held: Sequence[tuple[Any, ...]],
+        rows: Sequence[tuple[jax.Array, ...]],
+    ) -> None:
+        """`held` and `rows` are each model's."""
+        super().__init__(compiled, carry, held[0], rows[0])
+        turns = [number % len(held) for number in range(self.num_sets)]
+        self._sets = [
+            (*held[turn], *(jnp.array(a, copy=True) for a in rows[turn])) for turn in turns
+        ]
+
+
+def _in_turn(sizes: Sizes, family: Family, batch: int) -> InTurn:
+    """A step with half of the rows for each model; the models' rows have slots of their own."""
+    cfg, (each, options), half = family.config, _weights(family), batch // 2
+    shared = jnp.asarray(family.sharing.owners[1] == 0)
+    held = [(weights, jnp.int32(number), shared) for number, weights in enumerate(each)]
+    rows = [_rows(sizes, range(number * half, (number + 1) * half)) for number in range(2)]
+
+    def in_turn(carry: tuple[State, Visits], *given: Any) -> Any:
+        (state, seen), (weights, number, shared, *arrays) = carry, given
+        state, out = decode_step(cfg, weights, state, *arrays, max_active=cfg.num_experts)
+        seen = seen.after(number, out.expert_rows[:, : cfg.num_experts] > 0, shared)
+        return (state, seen), out._replace(logits=None)
+
+    nothing = jnp.zeros(2, jnp.int32), jnp.zeros(2), jnp.zeros(shared.shape, bool), jnp.zeros(())
+    carry = decode_state(sizes, family[0], sizes.family_batches), Visits(*nothing)
+    compiled = _compile(in_turn, carry, *held[0], *rows[0], options=options)
+    return InTurn(compiled, carry, held, rows)
+
+
+# -- the engine's choice --------------------------------------------------------------------------
+
+
+def settings(sizes: Sizes) -> EngineConfig:
+    """A program for each size that is measured, and no room for more."""
+    most, tokens = max(sizes.family_batches), min(512, sizes.max_model_len)
+    return EngineConfig(
+        dtype=sizes.dtype,
+        max_num_seqs=most,
+        max_model_len=sizes.max_model_len,
+        page_size=sizes.page_size,
+        num_pages=most * -(-sizes.max_model_len // sizes.page_size),
+        max_prefill_tokens=tokens,
+        decode_buckets=(*sorted(batch // 2 for batch in sizes.family_batches), most),
+        prefill_buckets=(tokens,),
+        threshold_buckets_percent=(100,),
+        mixed_models=2,
+        policy="fcfs",  # no parts of steps to compile: the choice is between whole ones
+        compilation_cache="",
+        brownout=BrownoutConfig(strategy="zero", salc=False),
+    )
+
+
+async def _choice(sizes: Sizes, family: Family) -> dict[str, Any]:
+    """What the engine times at its start, and whether it mixes, by rows of both models."""
+    from serving.engine import Engine
+    from serving.execution.runner import DeviceRunner
+
+    engine = await Engine.start(settings(sizes), model=family)
+    try:
+        assert isinstance(engine.runner, DeviceRunner)
+        mixed, figures = engine.runner.mixed, {}
+        for batch in sizes.family_batches:
+            half = batch // 2
+            figures[f"mixed_us_b{batch}"] = 1e6 * mixed.mixed_s[2, half]
+            figures[f"alternating_us_b{batch}"] = 2e6 * mixed.alone_s[half]
+            figures[f"mixes_b{batch}"] = mixed.pays([half, half])
+    finally:
+        await engine.stop()
+    return {"figures": figures}

@@ -1,0 +1,142 @@
+"""A decode step over a mesh of one device against the plain step: what expert parallelism costs
+where there is nothing to exchange.
+
+Both are the engine's own steps over the same weights, rows and pages, chained through their donated
+state (see step_part); the mesh has a copy of the experts in an order of its own.
+"""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.gpu import models
+from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.step_part import StepProgram, decode_state, rulers
+from benchmarks.kernels.timing import Ceilings, Ruler
+from jmoe.api import Model
+from jmoe.packed_rows import empty_deltas, pack_row
+from jmoe.parallel import steps as on_mesh
+from jmoe.parallel.home import Home, make_mesh
+from jmoe.parallel.placement import contiguous
+from jmoe.steps import State, decode_step, served
+from jmoe.weights import Weights
+from pallas_kernels.routing import STRATEGIES
+
+DEPENDS = (
+    "pallas_kernels",
+    "jmoe",
+    "benchmarks/gpu/mesh_part.py",
+    "benchmarks/gpu/models.py",
+    "benchmarks/gpu/sizes.py",
+    "benchmarks/gpu/step_part.py",
+    "benchmarks/kernels/timing.py",
+)
+START_S = 120.0  # experts go through host memory, layer by layer, to lie on the mesh
+
+
+def cases(sizes: Sizes) -> list[Case]:
+    """By batch. At batch 1 a step is short, and what is fixed weighs most."""
+    about = {"mesh": "ep=1", "context": sizes.context}
+    return [Case(f"decode/b{b}", 60.0, {**about, "batch": b}) for b in sizes.mesh_batches]
+
+
+@contextmanager
+def session(context: Context) -> Iterator[RunCase]:
+    """One model, as it is and spread, for all cases."""
+    sizes = context.sizes
+    ruler, ceilings = rulers(context)
+    model = models.make(sizes)
+    cfg = model.config
+    home = Home(make_mesh(1), contiguous(cfg.num_moe_layers, cfg.num_experts, 1))
+    spread = home.spread(model.weights)
+
+    def run(case: Case) -> dict[str, Any]:
+        clock = Ruler(ruler.warm_s, ruler.timed_s)  # reads no kernel times
+        return _decode(sizes, model, home, spread, clock, ceilings, case)
+
+    yield run
+
+
+def _decode(
+    sizes: Sizes,
+    model: Model,
+    home: Home,
+    spread: Weights,
+    ruler: Ruler,
+    ceilings: Ceilings,
+    case: Case,
+) -> dict[str, Any]:
+    """The record of a batch: the plain step, then the same over the mesh."""
+    batch, context = case.about["batch"], case.about["context"]
+    timed = []
+    for weights, where in ((model.weights, None), (spread, home)):
+        program = _program(sizes, model, weights, where, batch)
+        timing = ruler.measure(program)
+        active = float(np.mean(program.carry[1])) / program.calls
+        timed.append((timing.span_us, active))
+        del program
+        gc.collect()
+    (plain_us, active), (mesh_us, mesh_active) = timed
+    read = models.decode_bytes(
+        model.config, model.dtype, batch=batch, context=context, active_experts=active
+    )
+    floor = models.floor_us(read["total"], ceilings.copy_tb_s)
+    return {
+        "bytes": read,
+        "figures": {
+            "plain_us": plain_us,
+            "mesh_us": mesh_us,
+            "mesh_over_plain": mesh_us / plain_us,
+            "floor_us": floor,
+            "plain_over_floor": plain_us / floor,
+            "mesh_over_floor": mesh_us / floor,
+            "active_experts": active,
+            "mesh_active_experts": mesh_active,
+        },
+    }
+
+
+def _program(
+    sizes: Sizes, model: Model, weights: Weights, home: Home | None, batch: int
+) -> StepProgram:
+    """A decode step; over the mesh of `home`, if there is one."""
+    cfg = model.config
+    params, options = served(weights.params)
+    weights = weights._replace(params=params)
+    state = decode_state(sizes, model, sizes.mesh_batches)
+    rows = np.stack([pack_row(slot, kv_len=sizes.context) for slot in range(batch)])
+    control = np.array([100, STRATEGIES["zero"]], np.int32)
+    arrays = tuple(map(jnp.asarray, (rows, empty_deltas(batch), control)))
+
+    def step(weights: Weights, state: State, *arrays: jax.Array) -> Any:
+        return decode_step(cfg, weights, state, *arrays, max_active=cfg.num_experts)
+
+    if home is not None:
+        lies = on_mesh.STEPS["decode"]
+        step = on_mesh.spread(home.mesh, step, lies)
+        _, of_state, *of_arrays = jax.tree.map(
+            lambda spec: NamedSharding(home.mesh, spec),
+            lies.arguments,
+            is_leaf=lambda one: isinstance(one, P),
+        )
+        state = jax.device_put(state, of_state)
+        arrays = tuple(map(jax.device_put, arrays, of_arrays))
+
+    def call(carry: tuple[State, jax.Array], *given: Any) -> Any:
+        (state, active), (weights, *arrays) = carry, given
+        state, out = step(weights, state, *arrays)
+        active += jnp.sum(out.expert_rows > 0, axis=1, dtype=jnp.int32)
+        return (state, active), out._replace(logits=None)
+
+    call.__name__ = "decode" if home is None else "decode_over_mesh"
+    carry = state, jnp.zeros(cfg.num_moe_layers, jnp.int32)
+    lowered = jax.jit(call, donate_argnums=0).lower(carry, weights, *arrays)
+    return StepProgram(lowered.compile(compiler_options=options or None), carry, (weights,), arrays)

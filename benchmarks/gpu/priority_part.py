@@ -1,0 +1,148 @@
+"""Two classes of requests: what best effort costs the latency-sensitive, by policy.
+
+A fifth of the requests is latency-sensitive and arrivals are Poisson, as `jmoe bench priority` has
+it. Each load is played three times with the same arrivals: its latency-sensitive requests alone,
+and both classes under the default policy and under `fcfs`, the baseline. There is no brownout. The
+preemption latency is the time from when a latency-sensitive request has its slot and pages until
+the device begins with it: what is left of the step, or of the part of a step, that it interrupts.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu.live import ENGINE, Live, between, live, requests
+from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.serve_part import capacity, window
+from benchmarks.gpu.sizes import ZERO, Mix, Sizes
+from serving.bench.loadgen import play
+from serving.bench.priority import PriorityConfig
+from serving.bench.results import Run
+from serving.bench.workload import poisson_times, schedule, two_classes
+from serving.config import EngineConfig
+
+DEPENDS = (*ENGINE, "benchmarks/gpu/serve_part.py", "benchmarks/gpu/priority_part.py")
+START_S = 180.0  # programs for parts of steps are compiled as well
+RESTART_S = 60.0  # another policy is another server, which finds its programs compiled
+TARGET = 1.5  # P99 TTFT of the latency-sensitive beside best effort, over theirs alone
+LS_SHARE = PriorityConfig.ls_share
+POLICY, BASELINE = EngineConfig.policy, "fcfs"
+PERCENTILES = (50, 99)
+
+
+def cases(sizes: Sizes) -> list[Case]:
+    """The capacity, then all that the default policy's server plays, then the baseline."""
+    mix = sizes.mixes[0]
+    about = {"mix": mix._asdict(), "policy": POLICY}
+    point_s = 2 * sizes.ramp_s + sizes.priority_window_s + 5
+    found = [Case("capacity", sizes.capacity_s + 15, about)]
+    for name, policy in (("alone", POLICY), (POLICY, POLICY), (BASELINE, BASELINE)):
+        for load in sizes.priority_loads:
+            own = {**about, "policy": policy, "load": load, "ls_only": name == "alone"}
+            estimate_s = point_s + (RESTART_S if policy == BASELINE else 0.0)
+            found.append(Case(f"{name}/load{load:g}", estimate_s, own))
+    return found
+
+
+@contextmanager
+def session(context: Context) -> Iterator[RunCase]:
+    """A server for the cases of one policy that follow each other."""
+    with contextlib.ExitStack() as stack:
+        serving: list[tuple[str, Live]] = []
+
+        def run(case: Case) -> dict[str, Any]:
+            policy = case.about["policy"]
+            if not serving or serving[0][0] != policy:
+                serving.clear()
+                stack.close()  # two servers would not fit the device's memory
+                more = {"engine.policy": policy}
+                server = stack.enter_context(live(context, f"priority-{policy}", more=more))
+                serving.append((policy, server))
+            measure = capacity if case.name == "capacity" else _point
+            server = serving[0][1]
+            found = server.run(measure(context, server, case))
+            # Of this server: a record has those of the one before, if it was begun with that.
+            return {**found, "server": context.facts["server"], "startup": server.started}
+
+        yield run
+
+
+async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
+    """One load under one policy. Arrivals go on after the window, so that its last requests have
+    company, and time to be answered.
+    """
+    sizes, mix, load = context.sizes, Mix(**case.about["mix"]), case.about["load"]
+    full = context.record("priority", "capacity")
+    if full is None:
+        raise RuntimeError("the capacity is not measured; run its case first")
+    rate = load * full["figures"]["requests_s"]
+    start_s, end_s = sizes.ramp_s, sizes.ramp_s + sizes.priority_window_s
+    duration_s = end_s + sizes.ramp_s
+    await server.use(ZERO)
+    times = poisson_times(int(rate * duration_s * 1.2) + 20, rate, sizes.seed)
+    times = [at for at in times if at < duration_s]
+    arrivals = schedule(requests(sizes, mix, len(times)), times)
+    arrivals = two_classes(arrivals, 1 - LS_SHARE, sizes.seed)
+    if case.about["ls_only"]:
+        arrivals = [one for one in arrivals if not one.best_effort]
+
+    async def seen_at(at_s: float) -> tuple[dict[str, Any], Any]:
+        await asyncio.sleep(at_s)
+        return await server.probe(), await server.client.stats()
+
+    async with asyncio.TaskGroup() as group:
+        probing = [group.create_task(seen_at(at_s)) for at_s in (start_s, end_s)]
+        playing = group.create_task(play(server.client, arrivals, time_limit_s=duration_s))
+    run, ((before, stats), (after, later)) = playing.result(), (one.result() for one in probing)
+    ls, best_effort = (
+        window(_of_class(run, best_effort=own), start_s, end_s) for own in (False, True)
+    )
+    waits_ms = 1e3 * np.array(after["ls_waits_s"][len(before["ls_waits_s"]) :])
+    if not ls["requests_due"] or not waits_ms.size:
+        raise RuntimeError("no latency-sensitive request was due, and begun, in the window")
+    figures = {
+        "rate_s": rate,
+        "ls_requests": ls["requests_due"],
+        **{f"ls_ttft_p{p}_ms": ls[f"ttft_p{p}_ms"] for p in PERCENTILES},
+        "ls_tokens_s": ls["output_tokens_s"],
+        "be_tokens_s": best_effort["output_tokens_s"],
+        **{f"preemption_p{p}_ms": float(np.percentile(waits_ms, p)) for p in PERCENTILES},
+        **{
+            key: getattr(later, key) - getattr(stats, key)
+            for key in ("parks", "joins", "evictions")
+        },
+    }
+    record = {
+        "figures": figures,
+        "classes": {"ls": ls, "best_effort": best_effort},
+        "server_steps": between(before, after),
+        "latest_send_ms": 1e3 * max(r.sent_s - r.at_s for r in run.records),
+        "client_cpu_share": run.client_cpu_s / run.duration_s,
+    }
+    return record if case.about["ls_only"] else _beside_alone(context, case, record)
+
+
+def _of_class(run: Run, *, best_effort: bool) -> Run:
+    return replace(run, records=[r for r in run.records if r.best_effort == best_effort])
+
+
+def _beside_alone(context: Context, case: Case, record: dict[str, Any]) -> dict[str, Any]:
+    """The record with its ratio to the same requests without best effort; a policy's own has a
+    target, the baseline's none.
+    """
+    alone = context.record("priority", f"alone/load{case.about['load']:g}")
+    if alone is None:
+        raise RuntimeError("the latency-sensitive alone are not measured; run their case first")
+    key = "ls_ttft_p99_ms"
+    ratio = record["figures"][key] / alone["figures"][key]
+    due = case.about["policy"] == POLICY
+    return {
+        **record,
+        "figures": {**record["figures"], "ttft_p99_to_alone": ratio},
+        "target": {"ttft_p99_to_alone": TARGET, "met": ratio <= TARGET} if due else None,
+    }
