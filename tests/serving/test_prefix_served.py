@@ -140,6 +140,9 @@ async def test_answers_are_those_of_prompts_computed_whole():
 
 
 async def test_many_more():
-    counts = await traces(range(100, 100 + num_traces(30)))
-    wanted = ("cached", "degraded", "exact and cached", "made room", "parks", "evictions")
+    count = num_traces(30)
+    counts = await traces(range(100, 100 + count))
+    wanted = ["cached", "degraded", "exact and cached", "made room", "parks"]
+    if count >= 100:  # too seldom to count on in fewer
+        wanted.append("evictions")
     assert all(counts[what] for what in wanted), counts
