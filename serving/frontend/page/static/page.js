@@ -74,9 +74,9 @@ function tiles(s) {
     ["Running", count(s.running_ls + s.running_be), `${count(s.running_be)} best effort`, ""],
     ["Waiting", count(s.waiting_ls + s.waiting_be), `${count(s.waiting_be)} best effort`, ""],
     [
-      "Output",
-      rate(s.output_tokens_per_s, "tokens/s"),
-      `prompt ${rate(s.prompt_tokens_per_s, "tokens/s")}`,
+      "Output tokens",
+      rate(s.output_tokens_per_s, "/s"),
+      `prompt tokens ${rate(s.prompt_tokens_per_s, "/s")}`,
       "",
     ],
     [
