@@ -1,11 +1,11 @@
-"""Pages by what is in them: beginnings that requests share are computed once.
+"""Prefix cache: full KV pages are found by their block hash, so a shared prefix is computed once.
 
-A page is named by a hash of its tokens and of the name of the page before it, so that equal names
-mean equal tokens from the first one on. The first name comes of the model, and of a salt: requests
-with different salts share nothing.
+A page's name is a hash of its tokens and of the previous page's name, so equal names mean equal
+tokens from the first position on. The chain starts from the model and a salt: requests with
+different salts share no pages.
 
-What a page holds may have been computed under brownout. One that was, or that comes after such a
-one, is for requests alone that accept as much (DESIGN, section 4, rule 5).
+A page may have been computed under brownout. Such a page, and every page that follows it, is
+reused only by requests that accept at least as much brownout (DESIGN, section 4, rule 5).
 """
 
 import hashlib
@@ -19,23 +19,23 @@ from serving.scheduling.pages import PageAllocator
 
 NAME_BYTES = 16
 _SECRET = os.urandom(32)
-"""Of this process: nobody can make two texts of one name."""
+"""Drawn anew by each process, so that nobody can construct two texts with the same name."""
 
 
 class Brownout(NamedTuple):
-    """How far visits were, or may be, served by other experts than the router chose."""
+    """How much brownout KV values were computed under, or how much a request accepts."""
 
-    percent: int  # the lowest threshold; 100: none was
-    how: tuple[int, int] = (0, 0)  # code of the strategy, and way of united experts
+    percent: int  # the lowest threshold used; 100: every visit went to the expert routed to
+    how: tuple[int, int] = (0, 0)  # strategy code, and way of the united experts
 
     def is_within(self, accepted: "Brownout") -> bool:
-        """Whether who accepts that much gets no more than that."""
+        """Whether a request that accepts `accepted` may use values computed under this."""
         if self.percent == 100:
             return True
         return self.how == accepted.how and self.percent >= accepted.percent
 
     def and_then(self, more: "Brownout") -> "Brownout":
-        """Both, one after the other; of two kinds, what nobody accepts."""
+        """The brownout of values that depend on both; `NOBODYS` where their kinds differ."""
         if more.percent == 100 or self.percent == 100:
             return more if self.percent == 100 else self
         if self.how != more.how:
@@ -45,13 +45,14 @@ class Brownout(NamedTuple):
 
 EXACT = Brownout(100)
 NOBODYS = Brownout(-1, (-1, -1))
-"""What no other request accepts: brownout of several kinds, or others' experts for want of own."""
+"""What no other request accepts: brownout of several kinds, or stand-ins for experts that were not
+on the device."""
 
 
 class Kept(NamedTuple):
-    """A page, and the brownout that it was computed under, after those that were before it then.
+    """A cached page, and the brownout under which it and the pages before it were computed.
 
-    Others may be before it now: of equal tokens, and perhaps of more brownout.
+    The pages before it may have been replaced since, by pages of equal tokens and another brownout.
     """
 
     page: int
@@ -59,11 +60,13 @@ class Kept(NamedTuple):
 
 
 class Names:
-    """Names of a sequence's full pages, made as they are asked for."""
+    """Names (block hashes) of a sequence's full pages, computed on demand."""
 
     def __init__(self, model: int, salt: str, page_size: int) -> None:
-        """`model` by its number: weights, and the experts that a family's models share, stay as
-        they are for as long as a process serves them, and pages live no longer.
+        """`model` is the model's number in this process.
+
+        The number suffices: weights and a family's expert map do not change while a process
+        serves them, and no page outlives the process.
         """
         root = b"%d:" % model + salt.encode("utf-8", "surrogatepass")
         first = hashlib.blake2b(root, key=_SECRET, digest_size=NAME_BYTES)
@@ -71,7 +74,11 @@ class Names:
         self._names: list[bytes] = []
 
     def upto(self, count: int, tokens: Callable[[], Sequence[int]]) -> list[bytes]:
-        """Of the first `count` pages, or of more; `tokens` begin as they did before."""
+        """Names of at least the first `count` pages.
+
+        `tokens` returns the sequence's tokens, whose beginning must not have changed since the
+        last call.
+        """
         size, names = self._page_size, self._names
         if count > len(names):
             written = tokens()
@@ -85,7 +92,7 @@ class Names:
 
 @dataclass
 class Seen:
-    """What was found for a waiting sequence, and in which state of a rank's pages."""
+    """A remembered lookup for a waiting sequence, with the state of the rank's pages then."""
 
     state: tuple[object, ...]
     num_kept: int
@@ -94,32 +101,34 @@ class Seen:
 
 @dataclass
 class Prefix:
-    """What is known of a sequence's pages, from its first one on."""
+    """What the prefix cache knows of one sequence."""
 
-    names: Names | None = None  # made when they are first asked for
+    names: Names | None = None  # made at the first lookup
     seen: dict[int, "Seen"] = field(default_factory=dict)  # by rank
     num_admitted: int = 0
-    num_named: int = 0  # pages that are kept, or were another's, or are not to be kept
-    brownout: Brownout = field(default=EXACT)  # of what it has computed, or has of others
+    num_named: int = (
+        0  # pages already handled: cached, reused from the cache, or never to be cached
+    )
+    brownout: Brownout = field(default=EXACT)  # of all its KV values, computed or reused
     num_mapped: int = 0  # pages that the device's block table has
 
     def anew(self) -> "Prefix":
-        """Of the same sequence, whose pages were taken away."""
+        """A fresh record for the same sequence after its pages were taken away."""
         return Prefix(self.names, num_admitted=self.num_admitted)
 
 
 class PrefixPages:
-    """The named pages of one rank."""
+    """The cached pages of one rank."""
 
     def __init__(self, num_pages: int, first: int = 0) -> None:
         self.pages = PageAllocator(num_pages, first, self._evicted)
-        self.num_gone = self.num_kept = 0  # names that were taken away, and given
+        self.num_gone = self.num_kept = 0  # pages removed from the cache, and added to it
         self.num_evicted = 0
         self._by_name: dict[bytes, Kept] = {}
         self._names: dict[int, bytes] = {}
 
     def find(self, names: Iterable[bytes], accepted: Brownout) -> list[Kept]:
-        """The longest beginning that is there and within what is accepted."""
+        """Pages of the longest cached prefix whose brownout is within `accepted`."""
         found = []
         for name in names:
             kept = self._by_name.get(name)
@@ -129,10 +138,10 @@ class PrefixPages:
         return found
 
     def keep(self, name: bytes, page: int, brownout: Brownout) -> None:
-        """A held page is what `name` says; where another one is, too, the less degraded is kept."""
+        """Caches a page under its name; of two pages with one name, the less degraded stays."""
         there = self._by_name.get(name)
         if there is not None:
-            # Of another kind of brownout, it is for nobody who comes now.
+            # One of another kind of brownout is replaced: requests that come now refuse it.
             if there.brownout == EXACT or there.brownout.is_within(brownout):
                 return
             self._drop(name)
@@ -141,7 +150,7 @@ class PrefixPages:
         self.num_kept += 1
 
     def drop_all(self) -> None:
-        """What pages hold is lost."""
+        """Forgets every cached page, because the contents of the pages are lost."""
         for name in list(self._by_name):
             self._drop(name)
 

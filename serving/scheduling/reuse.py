@@ -1,7 +1,7 @@
-"""Prefix reuse: a sequence begins after what is written already of its prompt.
+"""Prefix reuse: prefill starts after the part of a prompt whose KV pages are cached.
 
-Whole pages are shared, and never the last position of a context: it has to be computed for a token
-to come of it. So nobody writes to a page that another one reads, and nothing has to be copied.
+Only full pages are shared, and never the last position of a context, which must be computed to
+produce a token. So no sequence writes to a page that another one reads, and no page is copied.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -17,7 +17,7 @@ from serving.scheduling.sequence import SequenceState
 
 
 class Reuse:
-    """What sequences find in the pages of each rank, and leave there."""
+    """Looks up cached prefixes for sequences, and caches the pages that sequences fill."""
 
     def __init__(
         self,
@@ -25,16 +25,16 @@ class Reuse:
         places: Places,
         accepted: Callable[[SequenceState], Brownout] | None,
     ) -> None:
-        """`accepted`: under how much brownout a prompt may have been computed; None: nothing is
-        shared.
+        """`accepted` returns how much brownout a sequence accepts in reused pages; None turns
+        reuse off.
         """
         self.is_on = accepted is not None
-        self.num_reused = 0  # positions that were not computed again
+        self.num_reused = 0  # positions taken from the cache instead of computed
         self._limits, self._places = limits, places
         self._accepted = accepted or (lambda sequence: EXACT)
 
     def found(self, sequence: SequenceState, rank: int) -> list[Kept]:
-        """Pages of a rank that a waiting sequence would begin with."""
+        """Cached pages of a rank with which a waiting sequence would start."""
         count = self._num_wanted(sequence)
         if not count:
             return []
@@ -42,21 +42,23 @@ class Reuse:
         state, seen = (pages.num_gone, accepted, count), sequence.prefix.seen.get(rank)
         if seen is None or seen.state != state:
             seen = sequence.prefix.seen[rank] = Seen(state, -1, [])
-        if seen.num_kept != pages.num_kept:  # what was found is there, and more may follow
+        if (
+            seen.num_kept != pages.num_kept
+        ):  # earlier results stay valid; pages added since may extend them
             names = self._names(sequence).upto(count, lambda: sequence.context)
             seen.found += pages.find(islice(names, len(seen.found), count), accepted)
             seen.num_kept = pages.num_kept
         return seen.found
 
     def most(self, sequence: SequenceState) -> int:
-        """Positions that a waiting sequence would find, on the best rank."""
+        """Cached positions of a waiting sequence, on the rank that has most of them."""
         if not self.is_on:
             return 0
         ranks = range(self._limits.num_ranks)
         return self._limits.page_size * max(len(self.found(sequence, rank)) for rank in ranks)
 
     def begin(self, sequence: SequenceState, found: Sequence[Kept]) -> None:
-        """A sequence was admitted with these pages as its first ones."""
+        """Records that a sequence was admitted with `found` as its first pages."""
         prefix = sequence.prefix
         prefix.num_named = len(found)
         for kept in found:
@@ -77,8 +79,10 @@ class Reuse:
         again: Container[int],
         exact: ExactRows,
     ) -> None:
-        """A step's layers are read, in which rows had so many visits `degraded`, `by` so much
-        brownout. Rows of `again` will run again, and of `exact` such that have met a stand-in.
+        """Updates every sequence of a step whose results were read.
+
+        `degraded` counts degraded visits by row, and `by` is the brownout of the step. Rows in
+        `again` will be computed once more; rows that `exact` tracks met a stand-in expert.
         """
         if not self.is_on:
             return
@@ -90,8 +94,10 @@ class Reuse:
             self.computed(sequence, prefix, ends[at], suffered if degraded[at] else EXACT)
 
     def computed(self, sequence: SequenceState, prefix: Prefix, end: int, by: Brownout) -> None:
-        """Positions up to `end` are written, the last of them under so much brownout; `prefix` was
-        the sequence's when they were launched.
+        """Caches the pages that are full once positions up to `end` are written.
+
+        `by` is the brownout of the positions just written, and `prefix` the sequence's record when
+        they were launched.
         """
         prefix.brownout = prefix.brownout.and_then(by)
         count = end // self._limits.page_size
@@ -109,8 +115,8 @@ class Reuse:
         return self.is_on and sequence.request.reuse_prefix
 
     def _num_wanted(self, sequence: SequenceState) -> int:
-        """Pages that a sequence would like to find; who wants to know of every position of its
-        prompt has to compute them all.
+        """Pages that a lookup may return: none for a request that asks for log probabilities of
+        its prompt, since every position has to be computed for them.
         """
         wants_all = sequence.request.sampling.prompt_logprobs and not sequence.tokens
         if wants_all or not self._shares(sequence):

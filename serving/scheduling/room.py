@@ -1,5 +1,6 @@
-"""Where a waiting sequence would be admitted: slot and pages for its context, those included that
-best effort would give up for it.
+"""Chooses the rank that can admit a waiting sequence.
+
+Slots and pages that best-effort sequences would give up for it are counted as free.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from serving.scheduling.sequence import SequenceState
 
 
 class Room:
-    """Asks places, reuse, and who would give way."""
+    """Combines free places, cached prefixes, and what best-effort sequences would give up."""
 
     def __init__(
         self,
@@ -22,16 +23,18 @@ class Room:
         running: Callable[[], Sequence[SequenceState]],
         giving_way: Callable[[int], list[SequenceState]],
     ) -> None:
-        """`giving_way`: sequences of a rank that give up slot and pages for a latency-sensitive
-        one.
+        """`giving_way` returns the sequences of a rank that give up slot and pages for a
+        latency-sensitive one.
         """
         self._limits, self._places, self._reuse = limits, places, reuse
         self._running, self._giving_way = running, giving_way
 
     def rank_for(self, head: SequenceState, ranks: Sequence[int] | None = None) -> int | None:
-        """Of `ranks`, None: of all, the one that has most of what the sequence begins with; of
-        several, the one with most free pages, or with most that best effort would give up. None:
-        none has room.
+        """The rank, among `ranks` or all, that has the longest cached prefix of the sequence.
+
+        Ties go to the rank with the most free pages. If no rank has room as it is, a
+        latency-sensitive sequence gets the one where best effort would give up most. None if that
+        does not make room either.
         """
         own, wanted = head.request.priority, self._pages_for(head)
         free = self._places.admissible(self._running(), own)
@@ -59,8 +62,9 @@ class Room:
         return self._places.rank_for(self._pages_for(head), (rank,), there) is not None
 
     def take(self, head: SequenceState, rank: int) -> None:
-        """The sequence gets a slot, and pages for its context: all at once, so that no decoding
-        sequence can take what a later chunk will need.
+        """Gives the sequence a slot and pages for its whole context.
+
+        All at once, so that no decoding sequence can take pages that a later chunk will need.
         """
         found = self._reuse.found(head, rank)
         num_pages = self._limits.pages_for(len(head.context))
@@ -72,5 +76,5 @@ class Room:
         return [kept.page for kept in self._reuse.found(head, rank)]
 
     def _pages_for(self, head: SequenceState) -> int:
-        """One position more than it needs now, or it might be evicted as soon as it is admitted."""
+        """Pages for its context and one position more, or it might be evicted once admitted."""
         return self._limits.pages_for(len(head.context) + 1)
