@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GPU_PYTHON ?= python3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-deep check format bench gpu bundled clean
+.PHONY: demo test test-deep test-exhaustive check format bench gpu bundled clean
 
 demo: $(VENV)/.base
 	$(BIN)/jmoe demo
@@ -18,7 +18,12 @@ test: $(VENV)/.dev
 
 # The rest (tests/sizes.py): kernels emulated and compiled for an H200, whole steps, long runs.
 test-deep: $(VENV)/.dev
-	$(PYTEST) -m deep
+	$(PYTEST) -m "deep and not exhaustive"
+
+# More models, shapes and cases of deep tests, about an hour: after a change to a kernel, a step
+# program or a benchmark, and before a release.
+test-exhaustive: $(VENV)/.dev
+	$(PYTEST) -m exhaustive
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,6 +1,8 @@
 """Tests run with array shapes checked and without silent dtype or rank promotion."""
 
+import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads of an interpreted kernel wait for one another on threads of XLA's pool. With one for each
@@ -19,6 +21,22 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 install_import_hook(["jmoe", "pallas_kernels"], "beartype.beartype")
 
 
+MAPPINGS = Path("/proc/self/maps")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def programs_are_let_go():
+    """Linux gives a process 65,530 mappings of memory, and XLA takes a dozen for each program.
+
+    A process that runs a few hundred tests comes to that number, and is then ended by a
+    segmentation fault in the compiler.
+    """
+    yield
+    if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture(scope="module")
 def compiled_in_a_hurry():
     """For programs that run once or a dozen times: to compile them is most of what a test takes.
@@ -33,5 +51,5 @@ def compiled_in_a_hurry():
 def pytest_collection_modifyitems(items):
     sizes = Sizes()
     for item in items:
-        if sizes.is_deep(item.nodeid):
-            item.add_marker("deep")
+        for marker in sizes.markers(item.nodeid):
+            item.add_marker(marker)

@@ -4,8 +4,16 @@ Deep is what takes minutes and a change to serving, model, training or an op's c
 breaks: kernels emulated instruction by instruction, interpreted over many shapes, or compiled for
 an H200; whole steps at full depth; programs that measure on a GPU, run dry; long end-to-end runs.
 Of an op's contract suite, `make test` interprets the kernel in the first tests alone. Every golden
-model is held to its logits there, one a family and the mixed one to what they generate, too.
+model is held to its logits there, two of them to what they generate, too.
+
+Exhaustive (`make test-exhaustive`) are further models, shapes and cases of deep tests, and the
+longest runs: for whoever changes a kernel, a step program or a benchmark, and before a release.
 """
+
+from collections import Counter
+from pathlib import Path
+
+GOLDEN = {path.name for path in (Path(__file__).parent / "golden").iterdir() if path.is_dir()}
 
 DEEP_FILES = {
     "tests/deploy/test_image_runs.py",
@@ -168,6 +176,24 @@ DEEP_TESTS = {
     "tests/serving/execution/test_aep_workers.py::"
     "test_tokens_are_the_whole_models_in_any_order[qwen2_moe-1-2-3]",
     "tests/serving/frontend/test_byte_fallback.py::test_no_text_of_a_model_ends_the_engine",
+    "tests/serving/test_shaped.py::test_structured_outputs_match_and_leave_others_as_they_are",
+    "tests/serving/test_mixed_served.py::test_sets_that_come_and_go",
+    "tests/serving/test_host_experts_served.py::test_what_is_asked_most_is_fetched_ahead",
+    "tests/serving/cli/test_cli.py::test_generate_in_process",
+    "tests/pallas_kernels/test_routing.py::test_route_is_its_parts[mosaic-zero-sigmoid-64]",
+    "tests/training/test_distill.py::test_training_beats_its_start[combined]",
+    "tests/training/test_distill.py::test_layers_in_turn_are_the_model",
+    "tests/training/test_consolidate.py::test_an_expert_that_no_row_visits_costs_nothing",
+    "tests/jmoe/test_cut.py::"
+    "test_the_fused_stage_has_the_bits_of_the_stages_it_is_made_of[qwen3_moe_mixed_yarn]",
+    "tests/jmoe/test_cut.py::test_an_attention_kind_of_ones_own[qwen3_moe_mixed_yarn]",
+    "tests/jmoe/test_parts.py::"
+    "test_a_parked_step_goes_on_after_another_and_they_may_join[qwen3_moe_mixed_yarn]",
+    "tests/jmoe/test_hub.py::test_a_model_is_fetched_as_far_as_it_is_read",
+    "tests/jmoe/parallel/test_asynchronous.py::test_the_advice_is_no_in_every_simulated_case",
+    "tests/jmoe/parallel/test_asynchronous.py::test_more_host_cost_never_makes_it_pay_more",
+    "tests/jmoe/test_mixed.py::test_brownout_is_one_plan_over_distinct_experts[0.0-some-told1]",
+    "tests/jmoe/test_mixed.py::test_pages_that_rows_were_given_are_written",
     "tests/serving/test_shaped.py::test_tokens_are_those_of_changed_logits[room]",
     "tests/serving/test_family_served.py::test_under_brownout_each_has_its_own_united_experts",
     "tests/benchmarks/test_host_path_http.py::test_both_are_measured",
@@ -219,8 +245,6 @@ DEEP_TESTS = {
     "test_figures_are_those_of_the_forecast_and_of_the_simulator",
 }
 ON_MESHES = "tests/e2e/test_hostile_load.py"
-SHORT_ON_A_MESH = "test_served_tokens_are_those_of_the_notebook[ep=2]"
-"""What a served mesh answers; the other end-to-end tests on meshes are deep."""
 
 EMULATED, INTERPRETED = "sm90", "mosaic"
 """Parameters by which contract suites name the implementation they run."""
@@ -228,8 +252,140 @@ EMULATED, INTERPRETED = "sm90", "mosaic"
 INTERPRETED_TESTS = 1
 """Of a contract suite, not deep; each on its first shape."""
 
+ONE_OF_EACH_FAMILY = {
+    "tests/jmoe/test_config_changes.py": {"qwen2_moe", "mixtral", "qwen3_moe_mixed_yarn"},
+    "tests/jmoe/test_stats.py": {"qwen2_moe", "qwen3_moe"},
+    "tests/jmoe/test_united.py": {"qwen2_moe", "qwen3_moe"},
+}
+"""Of tests that take golden models in turn, which models' are not deep."""
+
+THINNED = {
+    "tests/pallas_kernels/": 1000,  # the first case alone
+    "tests/pallas_kernels/test_odd_shapes.py": 3,
+}
+"""Of each test of these files and each implementation, which cases are not exhaustive: every n-th.
+The longest name that fits decides."""
+THINNED_LONGEST = sorted(THINNED, key=len, reverse=True)
+
+INTERPRETED_DEEP = 2
+"""Of a contract suite, deep tests whose kernel is interpreted and that are not exhaustive. Every
+test's kernel is emulated."""
+
+EXHAUSTIVE_FILES = {
+    "tests/benchmarks/test_family_qos_run.py",
+    "tests/benchmarks/test_kernel_benchmark_run.py",
+    "tests/e2e/test_family_hostile.py",
+    "tests/serving/bench/test_balance_bench.py",
+    "tests/training/test_distill_page.py",
+}
+EXHAUSTIVE = {
+    "tests/benchmarks/test_gpu_benchmark_dry.py::test_a_layer_is_distilled",
+    "tests/benchmarks/test_gpu_benchmark_dry.py::"
+    "test_the_engines_choice_between_them_is_by_its_own_times",
+    "tests/benchmarks/test_gpu_benchmark_dry.py::test_layers_are_compared_row_by_row",
+    "tests/e2e/test_hostile_load.py::test_served_tokens_are_those_of_the_notebook[one]",
+    "tests/e2e/test_hostile_load.py::test_everyone_is_answered_and_nothing_leaks[ep=8]",
+    "tests/e2e/test_hostile_load.py::test_a_way_can_be_switched_under_load[ep=8]",
+    "tests/e2e/test_hostile_load.py::test_served_tokens_are_those_of_the_notebook[ep=8]",
+    "tests/e2e/test_asynchronous_faults.py::test_workers_are_killed_and_come_back[1]",
+    "tests/e2e/test_hostile_load.py::test_everyone_is_answered_and_nothing_leaks[aep=2+6]",
+    "tests/e2e/test_hostile_script.py::test_a_server_withstands_a_small_run",
+    "tests/e2e/test_hosts.py::test_a_follower_that_falls_silent_is_noticed_within_the_time",
+    "tests/jmoe/test_compile_mixed_h200.py::"
+    "test_a_mixed_step_copies_neither_experts_nor_pages[qwen3-30b-a3b]",
+    "tests/jmoe/parallel/test_compile_eight_h200.py::TestCopiesOfExperts::"
+    "test_only_what_is_sent_is_written",
+    "tests/jmoe/parallel/test_compile_eight_h200.py::"
+    "test_a_step_copies_nothing_and_exchanges_rows_once_each_way[prefill-177]",
+    "tests/jmoe/parallel/test_compile_eight_h200.py::"
+    "test_the_control_that_joins_copies_and_pool_is_caught[True]",
+    "tests/jmoe/parallel/test_mesh_steps.py::"
+    "test_all_other_steps_over_a_mesh_are_those_of_one_device",
+    *(
+        f"tests/jmoe/test_compile_h200.py::{test}"
+        for test in (
+            "test_a_prefill_step_is_one_graph_and_copies_neither_experts_nor_pages"
+            "[qwen1.5-moe-a2.7b]",
+            "test_a_prefill_step_is_one_graph_and_copies_neither_experts_nor_pages[qwen3-30b-a3b]",
+            "test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages[qwen3-30b-a3b]",
+            "test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages[mixtral-8x7b]",
+            "test_a_part_of_a_step_is_one_graph_with_few_launches_of_its_own[prefill-14]",
+            "test_an_eager_step_scans_its_layers_and_copies_nothing[mixtral-8x7b]",
+            "test_an_eager_step_scans_its_layers_and_copies_nothing[qwen3-30b-a3b]",
+            "test_the_control_that_slices_its_layer_from_the_pool_is_caught[True]",
+            "test_the_first_and_the_last_part_copy_nothing_either[layers1]",
+            "test_a_padded_router_changes_no_bit",
+        )
+    ),
+    *(
+        f"tests/jmoe/test_golden.py::test_paged_generation_equals_transformers_greedy[{case}]"
+        for case in (
+            "qwen2_moe_mlp_only_tied",
+            "mixtral_top1_head_dim",
+            "qwen2_moe_yarn",
+            "qwen3_moe",
+            "mixtral_tied_llama3",
+            "qwen3_moe_tied_no_head_dim",
+        )
+    ),
+    "tests/jmoe/test_parts.py::test_a_program_for_each_part_is_the_whole_too[qwen2_moe-cuts0]",
+    *(
+        "tests/jmoe/test_parts.py::"
+        f"test_a_program_for_each_part_is_the_whole_too[qwen3_moe_mixed_yarn-{cuts}]"
+        for cuts in ("cuts0", "cuts1")
+    ),
+    "tests/jmoe/test_parts.py::test_parts_are_the_whole_wherever_it_is_cut[qwen3_moe_mixed_yarn]",
+    "tests/jmoe/test_parts.py::test_the_program_for_parts_is_the_one_without[qwen3_moe_mixed_yarn]",
+    "tests/jmoe/test_cut.py::test_two_parts_are_the_whole_wherever_it_is_cut[qwen2_moe-True]",
+    "tests/jmoe/test_cut.py::"
+    "test_two_parts_are_the_whole_wherever_it_is_cut[qwen3_moe_mixed_yarn-True]",
+    *(
+        f"tests/jmoe/test_mixed.py::test_rows_are_those_of_each_model_alone[{case}]"
+        for case in ("unshared", "attention_bias", "dense_layers", "padding")
+    ),
+    "tests/jmoe/test_mixed.py::test_layers_in_arrays_of_their_own_are_the_same_step",
+    "tests/jmoe/test_generate.py::test_layers_in_arrays_of_their_own_write_the_same",
+    "tests/jmoe/test_generate.py::"
+    "test_layers_in_arrays_of_their_own_are_the_same_model[qwen3_moe_mixed_yarn]",
+    *(
+        f"tests/pallas_kernels/test_routing_mosaic.py::{test}"
+        for test in ("test_steps_of_several_blocks", "test_more_than_64_experts")
+    ),
+    "tests/pallas_kernels/test_planning_mosaic.py::test_emulated[3-70-seeds1]",
+    "tests/pallas_kernels/test_grouped_gemm_mosaic.py::test_weights_of_an_expert_are_read_once",
+    "tests/serving/bench/test_priority.py::test_the_whole_bench_on_the_bundled_model",
+    "tests/serving/execution/test_programs.py::"
+    "test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase",
+    "tests/serving/execution/test_programs.py::"
+    "test_a_program_for_each_part_where_the_host_would_wait_for_a_loop[full]",
+    *(
+        "tests/serving/execution/test_aep_workers.py::"
+        f"test_tokens_are_the_whole_models_in_any_order[{case}]"
+        for case in ("qwen2_moe-2-3-16", "mixtral-1-1-16", "qwen3_moe_mixed_yarn-2-2-16")
+    ),
+    "tests/serving/execution/test_aep_workers.py::"
+    "test_brownout_to_nothing_and_rows_that_refuse_it[True]",
+    "tests/serving/execution/test_aep_workers.py::test_workers_on_devices_of_their_own",
+    "tests/serving/test_host_experts_served.py::"
+    "test_who_refuses_brownout_gets_its_models_experts[changes0]",
+    "tests/serving/test_preemption.py::test_answers_do_not_depend_on_what_went_between[ls_first]",
+    "tests/training/test_accuracy_benchmark.py::test_the_ablation_runs_once_and_is_read_again",
+    "tests/training/test_distill_h200.py::"
+    "test_the_end_to_end_stage_fits[qwen1.5-moe-a2.7b-2-1-130]",
+    *(
+        "tests/training/test_distill_h200.py::"
+        f"test_a_layer_fits_one_gpu_many_times_over[qwen1.5-moe-a2.7b-{case}]"
+        for case in ("2-8", "8-5")
+    ),
+    "tests/training/test_distill_measured.py::test_sizes_are_those_of_the_arrays_of_a_run",
+    "tests/training/test_distill_runs.py::"
+    "test_finished_layers_serve_other_ways_and_another_end_to_end_stage",
+    "tests/training/test_distill_runs.py::test_interrupted_at_ten_moments_it_ends_in_the_same_bits",
+    "tests/training/test_family_quality.py::test_every_model_is_scored_in_every_setting",
+}
+
 GENERATES = "tests/jmoe/test_golden.py::test_paged_generation_equals_transformers_greedy"
-GENERATING = {"qwen2_moe", "mixtral", "qwen3_moe_attention_bias", "qwen3_moe_mixed_yarn"}
+GENERATING = {"qwen2_moe", "qwen3_moe_mixed_yarn"}
 
 
 class Sizes:
@@ -237,20 +393,44 @@ class Sizes:
 
     def __init__(self) -> None:
         self._interpreted: dict[str, set[str]] = {}
+        self._num_cases: Counter[tuple[str, str]] = Counter()
 
-    def is_deep(self, nodeid: str) -> bool:
-        """`nodeid` is pytest's: file, function, and parameters in brackets."""
+    def markers(self, nodeid: str) -> list[str]:
+        """None: `make test` runs it. `nodeid` is pytest's: file, function, cases in brackets."""
+        if not self._is_deep(nodeid):
+            return []
+        return ["deep", "exhaustive"] if self._is_exhaustive(nodeid) else ["deep"]
+
+    def _is_deep(self, nodeid: str) -> bool:
         file, _, test = nodeid.partition("::")
         if file in DEEP_FILES or file.startswith(DEEP_FOLDERS) or nodeid in DEEP_TESTS:
             return True
         function, _, parameters = test.partition("[")
         if f"{file}::{function}" == GENERATES:
             return parameters.rstrip("]") not in GENERATING
+        models = [name for name in parameters.rstrip("]").split("-") if name in GOLDEN]
+        if models and models[0] not in ONE_OF_EACH_FAMILY.get(file, GOLDEN):
+            return True
         if EMULATED in parameters or (file == ON_MESHES and "ep=" in parameters):
-            return test != SHORT_ON_A_MESH
-        if INTERPRETED in parameters:
-            seen = self._interpreted.setdefault(file, set())
-            if function in seen or len(seen) == INTERPRETED_TESTS:
-                return True
-            seen.add(function)
+            return True
+        return INTERPRETED in parameters and self._is_past(INTERPRETED_TESTS, file, function)
+
+    def _is_exhaustive(self, nodeid: str) -> bool:
+        file, _, test = nodeid.partition("::")
+        if file in EXHAUSTIVE_FILES or nodeid in EXHAUSTIVE:
+            return True
+        function, _, parameters = test.partition("[")
+        step = next((THINNED[start] for start in THINNED_LONGEST if file.startswith(start)), 1)
+        how = next((one for one in (EMULATED, INTERPRETED) if one in parameters), "")
+        self._num_cases[nodeid.partition("[")[0], how] += 1
+        if (self._num_cases[nodeid.partition("[")[0], how] - 1) % step:
+            return True
+        return how == INTERPRETED and self._is_past(INTERPRETED_DEEP, file, function)
+
+    def _is_past(self, most: int, file: str, function: str) -> bool:
+        """Whether a file has `most` other tests with an interpreted kernel, or this one before."""
+        seen = self._interpreted.setdefault(f"{most} of {file}", set())
+        if function in seen or len(seen) == most:
+            return True
+        seen.add(function)
         return False

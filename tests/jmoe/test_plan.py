@@ -12,7 +12,7 @@ import pytest
 from jmoe import brownout
 from pallas_kernels import routing
 
-CASES_PER_STRATEGY = 10_000
+CASES_PER_STRATEGY = 5_000
 BATCH = 500  # of one shape: every test runs the same compiled programs
 # Rows, picks, experts: one pick to eight, a short last group for most ways, one row to many.
 SHAPES = [(1, 3, 4), (7, 1, 5), (16, 2, 8), (12, 3, 13), (9, 6, 11), (6, 8, 16), (20, 4, 60)]

@@ -18,11 +18,11 @@ REFUSALS = {
     CODE.RESOURCE_EXHAUSTED,  # with more at once than the server takes
 }
 METHODS = [
-    ("main", "jmoe.v1.Generation/Generate", pb.GenerateRequest, 3000),
+    ("main", "jmoe.v1.Generation/Generate", pb.GenerateRequest, 1000),
     ("main", "jmoe.v1.Generation/GetServerInfo", pb.GetServerInfoRequest, 500),
     ("main", "jmoe.v1.Generation/GetModelInfo", pb.GetModelInfoRequest, 500),
     ("admin", "jmoe.v1.Admin/GetBrownout", pb.GetBrownoutRequest, 500),
-    ("admin", "jmoe.v1.Admin/SetBrownout", pb.SetBrownoutRequest, 1500),
+    ("admin", "jmoe.v1.Admin/SetBrownout", pb.SetBrownoutRequest, 1000),
     ("admin", "jmoe.v1.Admin/GetStats", pb.GetStatsRequest, 500),
     ("main", "grpc.health.v1.Health/Check", health_pb2.HealthCheckRequest, 1000),
     ("main", "grpc.health.v1.Health/Watch", health_pb2.HealthCheckRequest, 500),

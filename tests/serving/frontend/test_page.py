@@ -13,6 +13,7 @@ import httpx2
 import numpy as np
 import pytest
 from fake_engine import FakeEngine
+from openai_served import NO_CERTIFICATES
 from served import Setup, serving, until
 
 from serving.config import ServerConfig
@@ -35,7 +36,7 @@ def base(s: Setup) -> str:
 
 
 def client(s: Setup, **options) -> httpx2.AsyncClient:
-    return httpx2.AsyncClient(base_url=base(s), timeout=30, **options)
+    return httpx2.AsyncClient(base_url=base(s), timeout=30, verify=NO_CERTIFICATES, **options)
 
 
 async def set_brownout(s: Setup, body: object, **headers):

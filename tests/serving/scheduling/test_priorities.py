@@ -472,15 +472,15 @@ def test_random_traces_lose_nothing_under_any_policy(name):
     makers = {"whims": Whims, "broken": lambda rng: Broken()}
     make = makers.get(name, lambda rng: make_policy(name))
     parks = joins = evictions = 0
-    for seed in range(250):
+    for seed in range(120):
         scheduler = random_trace(seed, make).scheduler
         parks += scheduler.num_parks
         joins += scheduler.num_joins
         evictions += sum(scheduler.num_evictions.values())
-    assert evictions > 20
+    assert evictions > 10
     if name in ("ls_first", "qllm", "whims"):
-        assert parks > 50
-        assert joins > 5
+        assert parks > 25
+        assert joins > 2
 
 
 def test_thousands_of_random_traces_lose_nothing():
