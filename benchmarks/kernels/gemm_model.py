@@ -1,6 +1,8 @@
-"""Arithmetic model of the grouped GEMM on an H200: what a tile should cost on a given load.
+"""Simulates the grouped GEMM's blocks on an H200: what a tile should cost on a given load.
 
-Predictions, not measurements: they choose between tiles until a GPU is there to time them. Every
+Predictions, not measurements: they choose between tiles until a GPU is there to time them. The
+roofline (`benchmarks.kernels.roofline.gemm`) says by name what is lost against the floor, from mean
+costs; here blocks compete for memory and L2 item by item, which tells close tiles apart. Every
 persistent block works off its items in the kernel's order. While it does one, it takes its share of
 the bandwidth of memory and of L2, and needs at least the time of its products, of its share of
 shared memory's ports, and of what it can load alone. A cluster counts as one block.
@@ -17,6 +19,7 @@ import numpy as np
 
 from benchmarks.kernels.cases import SKEWS
 from benchmarks.kernels.inputs import choices
+from benchmarks.kernels.roofline import assumptions as h200
 from pallas_kernels.grouped_gemm import tiles
 from pallas_kernels.grouped_gemm.tiles import LANES, GemmTile, Tile
 from pallas_kernels.shapes import MODELS, Shape
@@ -24,17 +27,17 @@ from pallas_kernels.shapes import MODELS, Shape
 
 @dataclass(frozen=True)
 class Gpu:
-    """Rates that the model takes for granted."""
+    """Rates that the model takes for granted: the roofline's, which say where they come from."""
 
-    blocks: int = 132
-    clock: float = 1.755e9  # under load
-    memory: float = 4.3e12  # bytes/s of a copy
-    l2: float = 40.0  # bytes a clock and multiprocessor, all of them reading
-    port: float = 64.0  # bytes a clock that one multiprocessor takes at most
-    shared: float = 128.0  # bytes a clock
-    product: float = 4096.0  # bfloat16 operations a clock and multiprocessor
-    special: float = 16.0  # exponentials and roots a clock and multiprocessor
-    drain: float = 300.0  # clocks from the last product's start to the first result, and to a store
+    blocks: int = h200.NUM_SMS
+    clock: float = 1e9 * h200.CLOCK_GHZ
+    memory: float = 1e12 * h200.COPY_TB_S  # bytes/s of a copy
+    l2: float = h200.L2_BYTES_PER_CLOCK  # of a multiprocessor, all of them reading
+    port: float = h200.PORT_BYTES_PER_CLOCK  # of a multiprocessor at most
+    shared: float = h200.SMEM_BYTES_PER_CLOCK
+    product: float = h200.FLOPS_PER_CLOCK  # of a multiprocessor
+    special: float = h200.MUFU_PER_CLOCK  # exponentials and roots of a multiprocessor
+    drain: float = h200.EPILOGUE_CYCLES  # from the last product's start to a result, and a store
 
 
 class _Cost(NamedTuple):
