@@ -42,11 +42,33 @@ class _Refs(NamedTuple):
     out: Any
 
 
-def _merge(sizes: Sizes):
-    """Kernel. A block has lines of one segment that is cut, and of one row's if that is empty."""
+class Grid(NamedTuple):
+    """Blocks of the merge, each for some lines of one entry."""
+
+    entries: int  # segments that are cut, or rows that may be empty: as many as there may be
+    num_lines: int  # of a segment
+    lines: int  # of them in one block
+    width: int  # pieces of each line that a block loads at a time
+
+    @property
+    def num_blocks(self) -> int:
+        """One for `lines` lines of each entry."""
+        return self.num_lines // self.lines * self.entries
+
+
+def grid_of(sizes: Sizes) -> Grid:
+    """What the merge is launched with."""
     num_lines = sizes.rows * sizes.head_dim // sizes.line
     # Few segments have many pieces each: a block for each of their lines, and more at a time.
     lines = 1 if sizes.cuts * num_lines <= 8 * NUM_SMS else math.gcd(num_lines, 8)
+    width = max(2, sizes.tile.merge_width // lines)
+    return Grid(max(sizes.cuts, sizes.batch), num_lines, lines, width)
+
+
+def _merge(sizes: Sizes):
+    """Kernel. A block has lines of one segment that is cut, and of one row's if that is empty."""
+    grid = grid_of(sizes)
+    lines = grid.lines
 
     def merge_pieces(*refs):
         refs = _Refs(*refs)
@@ -58,7 +80,7 @@ def _merge(sizes: Sizes):
 
     return plgpu.kernel(
         merge_pieces,
-        grid=(num_lines // lines, max(sizes.cuts, sizes.batch)),  # the last may be large
+        grid=(grid.num_lines // lines, grid.entries),  # the last may be large
         grid_names=("lines", "index"),
         # Nothing is read that is written, and no thread needs what another has: no barriers.
         compiler_params=dataclasses.replace(PARAMS, unsafe_no_auto_barriers=True),
@@ -81,7 +103,7 @@ def _merge_segment(sizes: Sizes, refs: _Refs, index, lines: list):
     """Joins the pieces of a segment, several of each line at a time."""
     segment, block, last = (refs.cuts[index, field] for field in (SEGMENT, FIRST, LAST))
     count = last - block + 1
-    width = max(2, sizes.tile.merge_width // len(lines))
+    width = grid_of(sizes).width
 
     def one_step(i, states):
         # All loads before the first use. Past the end the last piece has no weight.

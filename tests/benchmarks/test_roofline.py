@@ -8,6 +8,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -26,6 +27,7 @@ from benchmarks.kernels.roofline import assumptions, attention, gemm, page, part
 from pallas_kernels.compile_for import compile_for, h200_mesh
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 from pallas_kernels.launches import count_launches
+from pallas_kernels.paged_attention import common, schedule
 from pallas_kernels.shapes import (
     DEEPSEEK_V2_LITE,
     GLM_45_AIR,
@@ -51,6 +53,20 @@ def rows():
 
 
 # ---- By hand ----
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "context"),
+    [(QWEN15_MOE_A27B, 64, 1000), (QWEN3_30B_A3B, 512, 1024), (MIXTRAL_8X7B, 1, 32768)],
+)
+def test_what_is_merged_is_what_the_plan_of_the_step_cuts(shape, tokens, context):
+    case = Case("paged_attention", shape, "decode", tokens, context, "")
+    sizes = common.sizes_of(*attention.arrays(case, Sizes().page_size), None, None)
+    assert sizes is not None
+    cuts = np.asarray(sizes.plan(jnp.full(tokens, context, jnp.int32)).cuts)
+    pieces = cuts[:, schedule.LAST] - cuts[:, schedule.FIRST] + 1
+    merged = attention.pieces_of_cut_segments(case, sizes)
+    assert sorted(merged) == sorted(pieces[pieces > 1])
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from benchmarks.kernels.roofline.parts import (
 )
 from pallas_kernels.paged_attention import common
 from pallas_kernels.paged_attention import mosaic as paged_kernel
+from pallas_kernels.paged_attention.merge import grid_of
 from pallas_kernels.prefill_attention import mosaic as prefill_kernel
 from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS, choose
 
@@ -35,8 +36,8 @@ MERGE = "merge of pieces"
 SHARED_BYTES_PER_SM = 228 << 10  # of which the system takes 1 KB a block
 
 
-def _arrays(case: Case, page_size: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Queries, and keys or values."""
+def arrays(case: Case, page_size: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Shapes of queries, and of keys or values."""
     shape = case.shape
     pages = (1, 1, shape.kv_heads, page_size, shape.head_dim)
     return (
@@ -48,7 +49,7 @@ def _arrays(case: Case, page_size: int) -> tuple[jax.ShapeDtypeStruct, jax.Shape
 def decode(case: Case, page_size: int) -> Prediction:
     """Of `paged_attention`."""
     count = count_attention(case.shape, case.chunks())
-    q, pages = _arrays(case, page_size)
+    q, pages = arrays(case, page_size)
     if not taken(paged_kernel.supports, q, pages, pages):
         return by_reference(count)
     sizes = common.sizes_of(q, pages, None, None)
@@ -107,23 +108,37 @@ def _attend(case: Case, sizes: common.Sizes) -> Kernel:
     )
 
 
+def pieces_of_cut_segments(case: Case, sizes: common.Sizes) -> np.ndarray:
+    """Pieces of each segment that lies in more than one block's run; all others need no merge."""
+    total, active = _runs(case, sizes)
+    base, extra = divmod(total, active)
+    block = np.arange(1, active)
+    starts = block * base + np.minimum(block, extra)
+    length = total // sizes.segments
+    return np.unique(starts[starts % length != 0] // length, return_counts=True)[1] + 1
+
+
 def _merge(case: Case, sizes: common.Sizes) -> Kernel:
     """Reads what the first kernel wrote: from L2, but what it wrote goes to memory as well."""
-    _, active = _runs(case, sizes)
-    pieces = sizes.segments + active - 1
+    pieces = pieces_of_cut_segments(case, sizes)
     piece_bytes = 4 * sizes.rows * sizes.head_dim
-    blocks = sizes.segments
-    waves = -(-blocks // (h200.BLOCKS_PER_SM * h200.NUM_SMS))
-    # The sums that say where pieces lie, then the pieces, then the results on their way.
-    trips = h200.IDLE_TRIP_US * (1 + 2 * waves)
-    losses = {MERGE: h200.copy_us(pieces * piece_bytes) + trips, LAUNCHES: h200.KERNEL_US}
+    grid = grid_of(sizes)
+    at_once = h200.BLOCKS_PER_SM * h200.NUM_SMS
+    busy = len(pieces) * grid.num_lines // grid.lines  # the others end at once
+    # The line that says where pieces lie, then pieces, `width` at a time, then the results.
+    steps = -(-int(pieces.max(initial=0)) // grid.width)
+    trips = h200.IDLE_TRIP_US * (1 + -(-busy // at_once) * (steps + 1))
+    losses = {
+        MERGE: h200.copy_us(float(pieces.sum()) * piece_bytes) + trips,
+        LAUNCHES: h200.KERNEL_US,
+    }
     return Kernel(
         "paged_attention_merge",
         0.0,
         losses,
-        blocks=blocks,
-        waves=blocks / (h200.BLOCKS_PER_SM * h200.NUM_SMS),
-        in_flight=h200.BLOCKS_PER_SM * sizes.tile.merge_width * 4 * sizes.line,
+        blocks=grid.num_blocks,
+        waves=grid.num_blocks / at_once,
+        in_flight=h200.BLOCKS_PER_SM * grid.width * grid.lines * 4 * sizes.line,
     )
 
 
@@ -133,7 +148,7 @@ def _merge(case: Case, sizes: common.Sizes) -> Kernel:
 def prefill(case: Case, page_size: int) -> Prediction:
     """Of `prefill_attention`, which plans the step itself, as in the benchmark."""
     count = count_attention(case.shape, case.chunks())
-    q, pages = _arrays(case, page_size)
+    q, pages = arrays(case, page_size)
     if not taken(partial(prefill_kernel.supports, scale=1.0), q, pages, pages):
         return by_reference(count)
     plan = small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
