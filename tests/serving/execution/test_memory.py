@@ -1,12 +1,8 @@
 """KV pages that cannot fit are refused before they are allocated, with the number that would."""
 
-from types import SimpleNamespace
-
-import jax.numpy as jnp
 import pytest
 
 from jmoe.api import load
-from jmoe.config import from_hf
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.execution import memory
@@ -17,24 +13,6 @@ from serving.settings import SettingsError
 def limits(**change):
     sizes = {"num_slots": 4, "num_pages": 64, "page_size": 4} | change
     return Limits(**sizes, max_prefill_tokens=16, max_prefill_seqs=4)
-
-
-@pytest.fixture
-def model():
-    """A page of four positions is 2 x 3 x 4 x 2 x 8 x 4 bytes: 1,536."""
-    geometry = {
-        "model_type": "mixtral",
-        "vocab_size": 8,
-        "hidden_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 16,
-        "max_position_embeddings": 256,
-    }
-    return SimpleNamespace(config=from_hf(geometry), dtype=jnp.dtype("float32"))
 
 
 def test_the_number_that_fits_is_named_and_fits(model, monkeypatch):

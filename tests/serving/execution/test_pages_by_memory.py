@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jmoe
-from jmoe.config import from_hf
 from jmoe.kv_cache import page_bytes
 from jmoe.parallel.steps import abstract_states, make_states
 from jmoe.steps import make_state
@@ -25,24 +24,6 @@ from serving.plan import Limits
 from serving.settings import SettingsError
 
 GIB = 2**30
-
-
-@pytest.fixture
-def model():
-    """A page of four positions is 2 x 3 x 4 x 2 x 8 x 4 bytes: 1,536."""
-    geometry = {
-        "model_type": "mixtral",
-        "vocab_size": 8,
-        "hidden_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 16,
-        "max_position_embeddings": 256,
-    }
-    return SimpleNamespace(config=from_hf(geometry), dtype=jnp.dtype("float32"), home=None)
 
 
 def limits(**change):
