@@ -1,4 +1,4 @@
-"""A small asynchronous client of `jmoe.v1`. Light to import: no jax."""
+"""A small asynchronous client of `jmoe.v1`. Does not import jax."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 
 
 def admin_address_of(address: str, info: pb.ServerInfo) -> str:
-    """Where the admin service of the server at `address` is, by what the server says of itself."""
+    """Returns the address of a server's admin service, given the server's own `info`."""
     host, colon, _ = address.rpartition(":")  # with `https://` where that is there
     return f"{host}:{info.admin_port}" if colon and info.admin_port else address
 
 
 class Client:
-    """Calls on one server over one channel, and over another to its admin service.
+    """A client of one server, with one channel for requests and one to its admin service.
 
-    One `grpc.aio` channel read with `async for` costs as little CPU a token as any way, and less
-    than threads do: `benchmarks/client_cost.py`. Calls raise `grpc.aio.AioRpcError`.
+    One `grpc.aio` channel read with `async for` takes as little CPU per token as any other way, and
+    less than threads (`benchmarks/client_cost.py`). Calls raise `grpc.aio.AioRpcError`.
     """
 
     def __init__(
