@@ -111,17 +111,17 @@ class Client:
         return await (await self._admin()).SetBrownout(request, metadata=self._metadata)
 
     async def stats(self) -> pb.Stats:
-        """The engine's counters and gauges."""
+        """Returns the engine's counters and gauges."""
         return await (await self._admin()).GetStats(pb.GetStatsRequest(), metadata=self._metadata)
 
     async def server_info(self, timeout_s: float | None = None) -> pb.ServerInfo:
-        """Version, status, and the server's limits. Fails at once where nothing listens."""
+        """Returns the server's version, status and limits. Fails at once if nothing listens."""
         return await self._generation.GetServerInfo(
             pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata
         )
 
     async def model_info(self, model: str = "") -> pb.ModelInfo:
-        """Architecture and sizes of a served model; of the first, where none is named."""
+        """Returns architecture and sizes of a served model; of the first, if none is named."""
         return await self._generation.GetModelInfo(
             pb.GetModelInfoRequest(model=model), metadata=self._metadata
         )

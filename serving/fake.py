@@ -231,4 +231,4 @@ class FakeRunner:
         """See Runner; nothing fails."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing, since there is nothing to release."""

@@ -41,9 +41,8 @@ def make_worker(assignment: Assignment, send: Callable[[int, Any], None]) -> Wor
     limit_cpu_threads(assignment.config.cpu_threads)
     claim_memory(assignment.config.memory_fraction)
     device = jax.local_devices()[0]
-    with jax.default_device(
-        jax.local_devices(backend="cpu")[0]
-    ):  # the device gets the worker's part only
+    # The whole model is loaded on the CPU; the device gets only the worker's part.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
         worker, sizes = _worker_of(assignment, send, device)
     worker.warm(sizes)
     return worker

@@ -156,12 +156,12 @@ def brownout_change(request: pb.SetBrownoutRequest) -> BrownoutChange:
 
 
 def brownout_state(state: BrownoutState) -> pb.BrownoutState:
-    """Field by field; the names are the same."""
+    """Converts a BrownoutState, whose fields have the same names."""
     return pb.BrownoutState(**asdict(state))
 
 
 def stats(found: EngineStats) -> pb.Stats:
-    """Field by field; the names are the same."""
+    """Converts EngineStats, whose fields have the same names."""
     return pb.Stats(**asdict(found))
 
 

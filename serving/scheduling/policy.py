@@ -96,7 +96,7 @@ class RequestViews(Sequence[RequestView]):
     @overload
     def __getitem__(self, index: slice) -> "RequestViews": ...
     def __getitem__(self, index: int | slice) -> "RequestView | RequestViews":
-        """By place in the queue."""
+        """Returns the request, or the slice of requests, at a place in the queue."""
         if isinstance(index, slice):
             return RequestViews(self._sequences[index])
         return RequestView(self._sequences[index])
@@ -185,7 +185,7 @@ class Policy(Protocol):
     """
 
     def rank(self, request: RequestView) -> Any:
-        """Sort key in the queue of its class; the smallest is served first."""
+        """Returns the sort key in the queue of its class; the smallest is served first."""
         ...
 
     def choose(self, view: View) -> Choice | None:

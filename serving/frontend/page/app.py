@@ -83,19 +83,19 @@ def make_app(server: "Server", live: "Live") -> FastAPI:
 
     @app.get("/api/state")
     async def state(request: Request) -> Response:
-        """The server now."""
+        """Returns the server's current state."""
         admin(request)
         return Response(live.state(), media_type="application/json")
 
     @app.get("/api/stream")
     async def stream(request: Request) -> Response:
-        """History, then a line a second."""
+        """Streams the history, then a line per second."""
         admin(request)
         return _Stream(live, request, lambda: admin(request))
 
     @app.post("/api/brownout")
     async def brownout(request: Request) -> Response:
-        """Changes what is present; another way is loaded before this answers."""
+        """Changes the fields that are set; if the way changes, answers once it is loaded."""
         caller = admin(request)
         change = await _read_change(request, server.config.message_timeout_s)
         engine = server.ready_engine()

@@ -112,7 +112,7 @@ class Sampler:
         self._last: Counted | None = None
 
     def take(self) -> Sample:
-        """The server now."""
+        """Takes a sample of the server's current state."""
         server, engine, wall_s = self._server, self._server.engine, self._wall()
         if engine is None:
             return Sample(wall_s, server.status)
