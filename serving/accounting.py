@@ -1,4 +1,4 @@
-"""What is counted and told of steps and requests."""
+"""Counts steps and requests, and reports them to observers."""
 
 import logging
 import math
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Counters:
-    """Events since start."""
+    """Counts of events since the start."""
 
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_rejected: int = 0
-    requests_failed: int = 0  # alone, by a fault that was not their caller's
+    requests_failed: int = 0  # failed alone, not by their caller's fault
     steps_prefill: int = 0
     steps_decode: int = 0
     expert_visits: int = 0
@@ -38,7 +38,7 @@ class Counters:
 
 
 class Accounts:
-    """Counts events and passes them on to observers, whose faults are their own."""
+    """Counts events and passes them on to observers; an observer's exceptions are only logged."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         self.counters = Counters()
@@ -46,7 +46,7 @@ class Accounts:
         self._num_faults = 0
 
     def step_launched(self, step: ScheduledStep, began_at: float, now: float) -> None:
-        """A step's layers were launched."""
+        """Reports that a step's layers were launched."""
         self._tell(Observer.step_launched, step, began_at, now)
 
     def step_read(
@@ -57,7 +57,10 @@ class Accounts:
         now: float,
         visits_per_token: int,
     ) -> None:
-        """A step's layers are read; `visits_per_token` is picks times MoE layers."""
+        """Counts and reports a step's layers that were read.
+
+        `visits_per_token` is experts per token times MoE layers.
+        """
         counters = self.counters
         if step.is_last:
             if step.plan.phase is Phase.PREFILL:
@@ -72,11 +75,11 @@ class Accounts:
 
     @property
     def wants_stages(self) -> bool:
-        """Whether an observer looks at what asynchronous workers run."""
+        """Whether an observer wants to know which stages asynchronous workers run."""
         return any(type(o).stages_ran is not Observer.stages_ran for o in self._observers)
 
     def stages_ran(self, stages: "Stages") -> None:
-        """What a worker ran."""
+        """Reports the stages that a worker ran."""
         self._tell(Observer.stages_ran, stages)
 
     def _note_begun(self, step: ScheduledStep, started_at: float) -> None:
@@ -96,7 +99,7 @@ class Accounts:
     def tokens(
         self, priority: Priority, latencies: Latencies, slo_s: tuple[float, float], now: float
     ) -> None:
-        """A class got tokens of one step; `slo_s` is its objective of first ones and of others."""
+        """Reports the latencies of a class's tokens in one step; `slo_s` is its (TTFT, ITL) SLO."""
         arrived_at, previous_at = latencies.first(priority), latencies.further(priority)
         if arrived_at.size:
             self._tell(Observer.first_tokens, now - arrived_at, slo_s[0], priority)
@@ -104,16 +107,16 @@ class Accounts:
             self._tell(Observer.further_tokens, now - previous_at, slo_s[1], priority)
 
     def request_admitted(self, sequence: SequenceState, now: float) -> None:
-        """A request was taken."""
+        """Reports that a request was admitted."""
         self._tell(Observer.request_admitted, sequence, now)
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
-        """A request got its last token."""
+        """Counts and reports a request that got its last token."""
         self.counters.requests_finished += 1
         self._tell(Observer.request_finished, sequence, output, now)
 
     def request_ended(self, sequence: SequenceState, error: ServingError | None) -> None:
-        """A request ended without its last token; None: its caller went away."""
+        """Counts and reports a request that ended early; `error` None: its client disconnected."""
         if isinstance(error, RequestFailed):
             self.counters.requests_failed += 1
         else:
@@ -121,7 +124,7 @@ class Accounts:
         self._tell(Observer.request_ended, sequence, error)
 
     def stats(self, scheduler: "Scheduler", compilations: int, uptime_s: float) -> EngineStats:
-        """Counters; gauges as a scheduler has them now; compilations since the engine was ready."""
+        """Returns the counters, the scheduler's current gauges, and compilations since ready."""
         places = scheduler.places
         return EngineStats(
             **asdict(self.counters),

@@ -1,7 +1,8 @@
-"""Admission: what an engine takes, decided as early and as cheaply as can be.
+"""Admission control: decides which requests an engine takes, as early and cheaply as possible.
 
-In order: the queue's length, before anything is looked at; the prompt's size, before it is copied
-or tokenized; and, when its tokens are known, whether the request fits the model and the KV pages.
+It checks, in this order, the queue's length, before the request is read; the prompt's size, before
+it is copied or tokenized; and, once its tokens are known, whether the request fits the model and
+the KV pages.
 """
 
 import asyncio
@@ -47,16 +48,18 @@ if TYPE_CHECKING:
 LONG_TEXT = 16_384
 """Characters above which a prompt is tokenized in a thread: 4 ms with the bundled tokenizer."""
 _CHARS_A_MESSAGE = 64
-"""As many as a message costs beside its content: a template takes microseconds for each."""
+"""Characters that a chat message counts for beside its content: templates take microseconds for
+each message.
+"""
 RETRY_AFTER_S = 0.5
-"""What an overloaded engine tells a caller before it knows its own speed."""
+"""The retry time that an overloaded engine reports before it knows its own speed."""
 
 
 class Capacity:
-    """How long a queue takes, by how long recent requests held a slot.
+    """Estimates how long a queue takes, from how long recent requests held a slot.
 
-    With every slot taken, a slot is free again once in (time that a request holds one) / (slots):
-    a measure of what the engine can do, whatever was asked of it lately.
+    If all slots are taken, one is freed every (time that a request holds a slot) / (slots) on
+    average. This measures the engine's capacity, whatever its recent load.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -64,12 +67,12 @@ class Capacity:
         self._held_s: deque[float] = deque(maxlen=64)
 
     def observe(self, held_s: float) -> None:
-        """A request finished after holding a slot for so long."""
+        """Notes that a finished request held a slot for `held_s`."""
         self._held_s.append(held_s)
 
     def drain_s(self, num_waiting: int, unknown_s: float = RETRY_AFTER_S) -> float:
-        """Seconds until a queue of this length has got its slots; `unknown_s` before any request
-        finished.
+        """Returns how long (s) until a queue of this length has got its slots; `unknown_s` before
+        any request has finished.
         """
         if not self._held_s:
             return unknown_s
@@ -77,10 +80,10 @@ class Capacity:
 
 
 class Admission:
-    """The checks of one engine, and its tokenizers' thread."""
+    """An engine's admission checks, and the thread that tokenizes long prompts."""
 
     def __init__(self, config: EngineConfig, limits: Limits, family: Family | None) -> None:
-        """`family` None (tests) takes token prompts only."""
+        """Without `family` (in tests), only prompts of token ids are taken."""
         self._config, self._limits = config, limits
         self._tokenizers = [None] if family is None else [model.tokenizer for model in family]
         self._eos = [()] if family is None else [model.config.eos_token_ids for model in family]
@@ -98,19 +101,21 @@ class Admission:
         self.bounds = Bounds(most, most * longest, vocab_size)
 
     def tokenizer(self, request: Request) -> Tokenizer | None:
-        """Of the model that a request asks; None: it takes token ids only."""
+        """Returns the tokenizer of a request's model; None if that takes token ids only."""
         return self._tokenizers[request.model]
 
     def stop_token_ids(self, request: Request) -> frozenset[int]:
-        """Tokens that end a request: its own, and its model's unless it ignores those."""
+        """Returns the tokens that end a request: its own, and the model's unless it ignores
+        them.
+        """
         sampling = request.sampling
         own = () if sampling.ignore_eos else self._eos[request.model]
         return frozenset((*sampling.stop_token_ids, *own))
 
     async def sequence(self, request: Request, arrived_at: float) -> SequenceState:
-        """A request that can be served, with its tokens, ready to be scheduled.
+        """Checks and tokenizes a request; returns a sequence that is ready to be scheduled.
 
-        Raises InvalidRequest, and RequestFailed where the tokenizer fails.
+        Raises InvalidRequest, and RequestFailed if the tokenizer fails.
         """
         self.check_size(request)
         prompt = await self.tokenize(request)
@@ -131,7 +136,7 @@ class Admission:
         )
 
     async def _matcher(self, request: Request, structure: Structure) -> Matcher:
-        """Reading a structure counts towards the request's time."""
+        """Makes the matcher of a structured output, within the request's timeout."""
         if not self._structures:
             raise InvalidRequest("structured output needs a model; this engine runs without one")
         try:
@@ -145,8 +150,10 @@ class Admission:
     def check_queue(
         self, priority: Priority, scheduler: "Scheduler", ttft_slo_s: float = math.inf
     ) -> None:
-        """Raises Overloaded where more requests of a class wait than the settings allow, or so many
-        that one more would get its first token later than `ttft_slo_s` (`admission: objective`).
+        """Raises Overloaded if the queue of a class is full.
+
+        With `admission: objective`, it also raises if so many requests wait that another one would
+        get its first token later than `ttft_slo_s`.
         """
         most, best_effort = self._config.max_queue_len, priority is Priority.BEST_EFFORT
         waiting = len(scheduler.queues[priority]) + self.num_tokenizing[priority]
@@ -169,7 +176,7 @@ class Admission:
         raise Overloaded(f"{waiting} requests wait already; try again later", drain_s)
 
     def check_size(self, request: Request) -> None:
-        """Looks at sizes and types only. Raises InvalidRequest for what can never be served."""
+        """Checks sizes and types only. Raises InvalidRequest for what can never be served."""
         bounds, prompt, timeout_s = self.bounds, request.prompt, request.timeout_s
         tokenizer = self.tokenizer(request)
         check_count("characters of request_id", len(request.request_id), MAX_REQUEST_ID_CHARS)
@@ -204,7 +211,7 @@ class Admission:
                 )
 
     def _check_shaping(self, sampling: SamplingParams) -> None:
-        """What changes logits is built for steps of one process."""
+        """Raises InvalidRequest for changes of logits in modes that do not support them."""
         config = self._config
         where = "asynchronous workers" if config.mode == "aep" else ""
         where = "a mesh over several processes" if config.coordinator else where
@@ -215,7 +222,7 @@ class Admission:
             )
 
     async def tokenize(self, request: Request) -> list[int]:
-        """Token ids of a prompt whose size was checked. Raises InvalidRequest."""
+        """Returns the token ids of a prompt whose size was checked. Raises InvalidRequest."""
         prompt = request.prompt
         if isinstance(prompt, str | Chat):
             tokenizer = self.tokenizer(request)
@@ -228,7 +235,7 @@ class Admission:
         return tokens
 
     def fitted(self, request: Request, tokens: list[int]) -> Request:
-        """The request, with a number of new tokens: as many as fit, where it names none."""
+        """Returns the request with `max_new_tokens` set: as many as fit, if it names none."""
         if request.sampling.max_new_tokens is not None:
             return request
         held = self._limits.pages_per_rank * self._limits.page_size
@@ -236,8 +243,9 @@ class Admission:
         return replace(request, sampling=replace(request.sampling, max_new_tokens=left))
 
     def check_fit(self, request: Request, tokens: list[int]) -> None:
-        """Raises InvalidRequest where prompt and output exceed what the server can hold. The
-        request is one of `fitted`.
+        """Raises InvalidRequest if prompt and output exceed what the server can hold.
+
+        The request must come from `fitted`.
         """
         total = len(tokens) + (request.sampling.max_new_tokens or 1)
         if total > self._config.max_model_len:
@@ -253,7 +261,9 @@ class Admission:
             )
 
     async def close(self) -> None:
-        """Ends the thread, and what reads structures; prompts that wait get a cancellation."""
+        """Ends the thread and the structure readers; prompts that wait to be tokenized are
+        cancelled.
+        """
         self._thread.shutdown(wait=False, cancel_futures=True)
         for structures in self._structures:
             await structures.close()
@@ -279,7 +289,7 @@ class Admission:
         try:
             if _num_chars(prompt) + of_template <= LONG_TEXT:
                 return self._tokens_of(tokenizer, prompt)
-            # Others' steps go on meanwhile; one such text at a time.
+            # In a thread, one text at a time, so that steps go on meanwhile.
             job = self._thread.submit(self._tokens_of, tokenizer, prompt)
             self.num_tokenizing[priority] += 1
             try:
@@ -290,7 +300,7 @@ class Admission:
             raise
         except TokenizerError as error:
             raise InvalidRequest(str(error)) from None
-        except Exception as error:  # half a surrogate pair, or what else a library refuses
+        except Exception as error:  # e.g. an unpaired surrogate that a library refuses
             raise InvalidRequest(f"the prompt cannot be tokenized: {error}") from None
         except BaseException as error:  # a panic of an extension module is no Exception
             raise RequestFailed(f"the tokenizer failed: {error}") from None

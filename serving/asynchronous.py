@@ -1,8 +1,8 @@
-"""The engine of asynchronous expert parallelism: many rows on their way, and none waits for others.
+"""The engine of asynchronous expert parallelism, where rows pass the layers independently.
 
-Admission, callers, operators, and what becomes of a token are an Engine's; its tick is another. A
-step is only how rows enter. Each comes back when it has been through all layers, and its next one
-goes in at once (`serving.scheduling.units`, `serving.execution.aep`).
+It shares everything with Engine but the tick. Rows only enter as a step; each comes back when it
+has passed all layers, and its sequence's next row enters at once (`serving.scheduling.units`,
+`serving.execution.aep`).
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from serving.scheduling.units import UnitScheduler
 NOBODY = "no worker with attention is there"
 Told = Left | LostUnits | FailedUnits | WorkerDown | WorkerUp | Stages
 NOT_COUNTED = np.zeros((0, 0), np.int32)
-"""Rows by expert: they are the crew's to count, since stages mix those of many steps."""
+"""Empty rows by expert: workers count them, since a stage mixes rows of many steps."""
 
 
 class AsynchronousEngine(Engine):
@@ -44,7 +44,9 @@ class AsynchronousEngine(Engine):
     scheduler: UnitScheduler
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As an Engine; the runner is a Crew, too (`serving.execution.aep.crew`)."""
+        """Takes the same arguments as Engine; the runner must be a Crew
+        (`serving.execution.aep.crew`).
+        """
         super().__init__(*args, **kwargs)
         self._crew: Any = self.runner
         self._told = deque[Told]()
@@ -53,15 +55,17 @@ class AsynchronousEngine(Engine):
             self._crew.record()
 
     def _note(self, told: Told) -> None:
-        """In a thread of the crew's."""
+        """Queues a message from the crew; called in a thread of the crew."""
         self._told.append(told)
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._work.set)
 
     async def _tick(self) -> bool:
-        """Takes what has left, then lets in all that may enter. False when nothing is there."""
-        await asyncio.sleep(0)  # callers get their turn between any two
+        """Handles the crew's messages, then lets all rows enter that may. False if there is no
+        work.
+        """
+        await asyncio.sleep(0)  # lets other tasks run between ticks
         self._work.clear()
         now = self._clock()
         while self._told:
@@ -105,13 +109,15 @@ class AsynchronousEngine(Engine):
         self.accounts.step_launched(step, planned_at, self._clock())
 
     def _note_thresholds(self, step: ScheduledStep, control: StepControl) -> None:
-        """Of its rows, as they enter and as they leave: a controller may act meanwhile."""
+        """Notes the rows' thresholds, both on entering and leaving: a controller may act
+        meanwhile.
+        """
         for sequence, exempt in zip(step.sequences, step.plan.exempt.tolist(), strict=True):
             percent = 100 if exempt else control.threshold_percent
             sequence.note_threshold(step.plan.phase, percent)
 
     def _take(self, told: Told, now: float) -> None:
-        """What the crew says; of rows that are given up already, nothing."""
+        """Handles a message of the crew; rows that were given up already are ignored."""
         match told:
             case WorkerDown(kind, number):
                 if kind == ATTENTION:
@@ -139,7 +145,7 @@ class AsynchronousEngine(Engine):
                 self._take_left(told, now)
 
     def _lose(self, rank: int) -> None:
-        """A worker with attention is gone, and the keys and values of its requests with it."""
+        """Ends the requests of a lost attention worker, whose keys and values are lost."""
         before = self.scheduler.num_entered
         for sequence in self.scheduler.close_rank(rank):
             self._end(sequence, self._lost(f"worker attention-{rank} is gone"))
@@ -152,7 +158,7 @@ class AsynchronousEngine(Engine):
         return WorkerLost(f"{why}; send the request again", self._crew.retry_after_s)
 
     async def _admit(self, request: Request) -> SequenceState:
-        """Raises WorkerLost where workers are gone that it needs, and as an Engine does."""
+        """Admits a request. Raises WorkerLost if workers it needs are gone, and as Engine does."""
         if not self.scheduler.places.any_open:
             raise self._lost(NOBODY)
         exact = not request.allow_brownout or self.slo.strategy == "zero"
@@ -161,7 +167,7 @@ class AsynchronousEngine(Engine):
         return await super()._admit(request)
 
     def _take_left(self, left: Left, now: float) -> None:
-        """Rows that left together are the step that is read."""
+        """Accepts rows that left together as the result of a step."""
         step, entered_at = self.scheduler.leave(left.numbers)
         step.control = StepControl(left.percent, left.strategy)
         self._note_thresholds(step, step.control)

@@ -1,4 +1,4 @@
-"""A small asynchronous client of `jmoe.v1`. Light to import: no jax."""
+"""A small asynchronous client of `jmoe.v1`. Does not import jax."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 
 
 def admin_address_of(address: str, info: pb.ServerInfo) -> str:
-    """Where the admin service of the server at `address` is, by what the server says of itself."""
+    """Returns the address of a server's admin service, given the server's own `info`."""
     host, colon, _ = address.rpartition(":")  # with `https://` where that is there
     return f"{host}:{info.admin_port}" if colon and info.admin_port else address
 
 
 class Client:
-    """Calls on one server over one channel, and over another to its admin service.
+    """A client of one server, with one channel for requests and one to its admin service.
 
-    One `grpc.aio` channel read with `async for` costs as little CPU a token as any way, and less
-    than threads do: `benchmarks/client_cost.py`. Calls raise `grpc.aio.AioRpcError`.
+    One `grpc.aio` channel read with `async for` takes as little CPU per token as any other way, and
+    less than threads (`benchmarks/client_cost.py`). Calls raise `grpc.aio.AioRpcError`.
     """
 
     def __init__(
@@ -111,17 +111,17 @@ class Client:
         return await (await self._admin()).SetBrownout(request, metadata=self._metadata)
 
     async def stats(self) -> pb.Stats:
-        """The engine's counters and gauges."""
+        """Returns the engine's counters and gauges."""
         return await (await self._admin()).GetStats(pb.GetStatsRequest(), metadata=self._metadata)
 
     async def server_info(self, timeout_s: float | None = None) -> pb.ServerInfo:
-        """Version, status, and the server's limits. Fails at once where nothing listens."""
+        """Returns the server's version, status and limits. Fails at once if nothing listens."""
         return await self._generation.GetServerInfo(
             pb.GetServerInfoRequest(), timeout=timeout_s, metadata=self._metadata
         )
 
     async def model_info(self, model: str = "") -> pb.ModelInfo:
-        """Architecture and sizes of a served model; of the first, where none is named."""
+        """Returns architecture and sizes of a served model; of the first, if none is named."""
         return await self._generation.GetModelInfo(
             pb.GetModelInfoRequest(model=model), metadata=self._metadata
         )

@@ -1,7 +1,7 @@
-"""How clients connect: who they are, and whom they trust. Light to import: no jax.
+"""How clients connect: their API key, and TLS certificates. Does not import jax.
 
-A key comes from the environment and from nowhere else: flags are shown by `ps` to everybody on the
-machine, and kept in the history of shells.
+The key comes only from the environment: flags are visible to everybody on the machine in `ps`, and
+kept in shell histories.
 """
 
 import os
@@ -22,12 +22,12 @@ class Connection:
     """Key and certificates of a client. Files are in PEM format."""
 
     api_key: str = field(default="", repr=False)
-    tls_ca: str = ""  # who signs servers' certificates; empty: those that the system trusts
-    tls_cert: str = ""  # the client's own, with its key: for mutual TLS
+    tls_ca: str = ""  # CAs of server certificates; empty: the system's
+    tls_cert: str = ""  # the client's certificate, with its key, for mutual TLS
     tls_key: str = ""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a certificate without its key, or a key of API that is none."""
+        """Raises ValueError for a certificate without its key, or an invalid API key."""
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("tls_cert and tls_key of a client go together; give both or neither")
         if not (self.api_key.isascii() and self.api_key.isprintable()):
@@ -40,10 +40,11 @@ class Connection:
         environment: Mapping[str, str] = os.environ,
         **files: str | None,
     ) -> "Connection":
-        """What the environment says, and `files` (fields of this class) that are given before it.
+        """Makes a connection from environment variables; `files` (fields of this class) override
+        them.
 
-        `key_variable`: the one that has the key, in place of JMOE_API_KEY. Raises ValueError where
-        that is empty, and as the constructor does.
+        `key_variable` names the variable with the key, instead of JMOE_API_KEY. Raises ValueError
+        if that is empty, and as the constructor does.
         """
         key = environment.get(key_variable or KEY_VARIABLE, "").strip()
         if key_variable and not key:
@@ -56,15 +57,20 @@ class Connection:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What each call says of its caller."""
+        """The gRPC metadata that authenticates each call."""
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     def is_encrypted(self, address: str) -> bool:
-        """Whether a connection is: it is to `https://...`, or a file says whom to trust."""
+        """Whether a connection to `address` uses TLS: it is `https://...`, or a CA or certificate
+        is set.
+        """
         return address.startswith(_ENCRYPTED) or bool(self.tls_ca or self.tls_cert)
 
     def aio_channel(self, address: str) -> grpc.aio.Channel:
-        """To `host:port` or `https://host:port`. Raises OSError for files that cannot be read."""
+        """Opens a channel to `host:port` or `https://host:port`.
+
+        Raises OSError for files that cannot be read.
+        """
         if self.is_encrypted(address):
             return grpc.aio.secure_channel(bare(address), self._credentials())
         return grpc.aio.insecure_channel(bare(address))
@@ -72,7 +78,7 @@ class Connection:
     def channel(
         self, address: str, options: Sequence[tuple[str, Any]] | None = None
     ) -> grpc.Channel:
-        """As `aio_channel`, for threads."""
+        """Opens a synchronous channel, otherwise as `aio_channel` does."""
         if self.is_encrypted(address):
             return grpc.secure_channel(bare(address), self._credentials(), options)
         return grpc.insecure_channel(bare(address), options)
@@ -85,5 +91,5 @@ class Connection:
 
 
 def bare(address: str) -> str:
-    """`host:port` of an address, without what says that it is encrypted."""
+    """Returns the `host:port` of an address, without `https://`."""
     return address.removeprefix(_ENCRYPTED)

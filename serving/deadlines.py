@@ -1,4 +1,4 @@
-"""When a request's time is up: its own time, and how long it may wait for its first step."""
+"""Request timeouts: a request's own, and the limit on waiting for its first step."""
 
 import asyncio
 import math
@@ -9,7 +9,7 @@ from serving.scheduling.sequence import SequenceState
 
 
 class Deadlines:
-    """Ends requests that are late, by the event loop's timers: one a request, and none without."""
+    """Ends late requests with event loop timers; requests without a timeout have none."""
 
     def __init__(
         self,
@@ -17,14 +17,16 @@ class Deadlines:
         clock: Callable[[], float],
         end: Callable[[SequenceState, DeadlineExceeded], None],
     ) -> None:
-        """`end` is told who is late and why. Times count from a request's arrival, by `clock`;
-        `queue_timeout_s` 0: it may wait for ever.
+        """`end` is called with a late sequence and the error.
+
+        Timeouts start at a request's arrival, by `clock`. `queue_timeout_s` 0: requests may wait in
+        the queue without limit.
         """
         self._queue_timeout_s = queue_timeout_s or math.inf
         self._clock, self._end = clock, end
 
     def watch(self, sequence: SequenceState) -> None:
-        """Sets its timer; `forget` cancels it."""
+        """Starts a sequence's timer; `forget` cancels it."""
         until = _until(sequence)
         if math.isnan(sequence.started_at):
             until = min(until, sequence.arrived_at + self._queue_timeout_s)
@@ -34,7 +36,7 @@ class Deadlines:
             sequence.deadline = loop.call_later(left_s, self._late, sequence, until)
 
     def forget(self, sequence: SequenceState) -> None:
-        """Its caller has gone, or it has ended."""
+        """Cancels a sequence's timer when its client disconnects or it has ended."""
         if sequence.deadline is not None:
             sequence.deadline.cancel()
 
@@ -46,7 +48,7 @@ class Deadlines:
             why = f"not begun after {limit}: the server is busy; try again later"
             self._end(sequence, QueuedTooLong(why))
         else:
-            self.watch(sequence)  # it began in time, and has its own left
+            self.watch(sequence)  # it began in time; its own timeout remains
 
 
 def _until(sequence: SequenceState) -> float:

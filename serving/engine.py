@@ -1,8 +1,8 @@
-"""The engine: admission, the tick, and what callers hold on to.
+"""The engine: admission, the tick, and the interface to callers.
 
-The tick is the system on one screen (`Engine._tick`): shortly before a step ends, let the
-controllers act, plan the next step and launch it; then take the results of the one that ended. The
-device never waits for the host, and a request waits for as few steps as can be.
+The tick (`Engine._tick`) is the core of the system: shortly before a step ends, let the controllers
+act, plan the next step and launch it; then take the results of the one that ended. So the device
+never waits for the host, and a request waits for as few steps as possible.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ from serving.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 UNRESPONSIVE_S = 10.0
-"""How long an event loop may take to hear that a step is stuck before it counts as stuck, too."""
+"""If the event loop takes longer (s) to react to a stuck step, it counts as stuck, too."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class InFlight:
     step: ScheduledStep
     result: asyncio.Future[StepResult]
     launched_at: float
-    started_at: float  # when the device could begin: at its launch, or after the step before it
+    started_at: float  # when the device could begin: at launch, or after the previous step
 
 
 class Engine:
@@ -94,13 +94,14 @@ class Engine:
         observer: Observer | Sequence[Observer] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """An engine over a runner that is ready; `model` None (tests) takes token prompts only.
+        """Makes an engine with a runner that is ready.
 
-        `clock` is what the event loop's timers go by, in seconds.
+        Without `model` (in tests), only prompts of token ids are taken. `clock` is the clock of the
+        event loop's timers, in seconds.
         """
         self.config, self.runner = config, runner
         self.family = None if model is None else Family.of(model)
-        self.names = ("",) if self.family is None else self.family.names  # as requests name them
+        self.names = ("",) if self.family is None else self.family.names  # model names in requests
         self.status = "starting"
         self.failure = ""  # why it failed, once it did
         self.pace = Pace(runner.limits.num_layers, waits=config.prefill_company)
@@ -135,7 +136,7 @@ class Engine:
         self._vocab_size = cfg.vocab_size if cfg else 0
         self._visits_per_token = cfg.num_moe_layers * cfg.experts_per_token if cfg else 1
         self._in_flight: InFlight | None = None
-        self._open: set[SequenceState] = set()  # admitted and not at their end
+        self._open: set[SequenceState] = set()  # admitted and not ended
         self._idle = asyncio.Event()
         self._failed = asyncio.Event()
         self._started_at = clock()
@@ -161,12 +162,12 @@ class Engine:
         Raises SettingsError for a configuration that cannot be used, and what `jmoe.load` raises.
         """
         check(ServerConfig(engine=config))
-        make_policy(config.policy)  # before anything takes its time
+        make_policy(config.policy)  # fail early on a bad name
         make_controller(config.salc)
         with progress_bar() if progress is None else contextlib.nullcontext(progress) as shown_by:
             fitting, loaded, runner = await asyncio.to_thread(prepare, config, model, shown_by)
         if isinstance(runner, Crew):
-            from serving.asynchronous import AsynchronousEngine  # which is an Engine
+            from serving.asynchronous import AsynchronousEngine  # a subclass of Engine
 
             cls = AsynchronousEngine
         engine = cls(fitting, runner, loaded, observer)
@@ -174,7 +175,7 @@ class Engine:
         return engine
 
     def run(self) -> None:
-        """Starts the tick; the engine is ready."""
+        """Starts the tick; the engine is ready from now on."""
         self.status = "ready"
         self._loop = asyncio.get_running_loop()
         self._loop_task = asyncio.create_task(self._run(), name="jmoe-tick")
@@ -182,7 +183,7 @@ class Engine:
         self.runner.watch(self._fail_from_thread)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Admits nothing more and lets what is there finish. True if all did in time."""
+        """Stops admission and lets requests finish. Returns whether all did within `timeout_s`."""
         if self.status == "ready":
             self.status = "draining"
         try:
@@ -195,12 +196,12 @@ class Engine:
         return True
 
     async def died(self) -> str:
-        """Waits until the engine has failed, and says why. One that was stopped never has."""
+        """Waits until the engine has failed, and returns why. A stopped engine never fails."""
         await self._failed.wait()
         return self.failure
 
     async def stop(self) -> None:
-        """Aborts what is left and ends the tick. Safe to call again."""
+        """Aborts the remaining requests and ends the tick. May be called again."""
         if self.status != "failed":
             self.status = "stopped"
         self._fail_all(Aborted("the engine stopped"))
@@ -214,7 +215,7 @@ class Engine:
             self.runner.close()
 
     def _fail(self, reason: str) -> None:
-        """Nothing is computed any more: tells everybody who waits, and refuses what comes."""
+        """Marks the engine as failed: ends all requests with an error, and refuses new ones."""
         if self.status in ("failed", "stopped"):
             return
         log.error("the engine failed: %s", reason)
@@ -226,7 +227,7 @@ class Engine:
             self._loop_task.cancel()
 
     def _fail_from_thread(self, reason: str) -> None:
-        """`_fail` for the watchdog's thread, and for those in which a runner hears of its end."""
+        """Calls `_fail` from another thread: the watchdog's, or one in which a runner fails."""
         assert self._loop is not None
         heard = threading.Event()
         with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -238,13 +239,14 @@ class Engine:
 
     @property
     def model(self) -> Model | None:
-        """The first model, which answers whoever names none; None in tests."""
+        """The first model, which serves requests that name none; None in tests."""
         return None if self.family is None else self.family[0]
 
     def check_admission(self, priority: Priority = LS) -> None:
-        """Raises Unavailable or Overloaded; cheap, and before anything is looked at.
+        """Raises Unavailable or Overloaded if requests of a class are not admitted now.
 
-        Where latency-sensitive requests are refused for a full queue, best effort is, too.
+        This is cheap, so that it can be checked before a request is read. Front ends then check the
+        latency-sensitive class, so best effort is refused, too, when that class is.
         """
         if self.status != "ready":
             why = f": {self.failure}" if self.failure else ""
@@ -274,8 +276,8 @@ class Engine:
         """Streams a request's outputs; the last one has a `finish_reason`.
 
         `model` is one of `names`; empty: the first. Closing the iterator aborts the request.
-        `timeout_s` None: what the server sets (`request_timeout_s`). A request with `reuse_prefix`
-        begins with what others of the same `salt` have computed of its prompt.
+        `timeout_s` None: the server's default (`request_timeout_s`). With `reuse_prefix`, cached KV
+        pages that requests with the same `salt` have computed of the prompt are reused.
 
         Raises NotFound, InvalidRequest, RequestFailed, and other errors of `serving.errors`.
         """
@@ -308,7 +310,7 @@ class Engine:
     async def _admit(self, request: Request) -> SequenceState:
         arrived_at = self._clock()
         sequence = await self.admission.sequence(request, arrived_at)
-        self.check_admission(request.priority)  # again: a long text took its time
+        self.check_admission(request.priority)  # again, since tokenizing a long text takes time
         self.deadlines.watch(sequence)
         self.scheduler.add(sequence, self._clock())
         self.accounts.request_admitted(sequence, arrived_at)
@@ -317,14 +319,14 @@ class Engine:
         return sequence
 
     def _abandon(self, sequence: SequenceState) -> None:
-        """The caller is gone: an unfinished request is aborted."""
+        """Aborts an unfinished request whose caller has closed the iterator."""
         self.deadlines.forget(sequence)
         if not sequence.done:
             self.accounts.request_ended(sequence, None)
             self._retire(sequence)
 
     def _end(self, sequence: SequenceState, error: ServingError) -> None:
-        """Ends a request with an error its caller sees."""
+        """Ends a request with an error that its caller gets."""
         if not sequence.done:
             self.accounts.request_ended(sequence, error)
             sequence.outputs.put_nowait(error)
@@ -347,12 +349,13 @@ class Engine:
     # ---- operators --------------------------------------------------------------------------
 
     def get_brownout(self) -> BrownoutState:
-        """Brownout settings in force."""
+        """Returns the brownout settings in force."""
         return self.slo.state()
 
     async def set_brownout(self, change: BrownoutChange) -> BrownoutState:
-        """Changes settings, another way layer by layer while serving. Raises InvalidRequest,
-        or Unavailable for another way when nothing ticks any more.
+        """Changes brownout settings. Another way is loaded layer by layer while serving goes on.
+
+        Raises InvalidRequest, and Unavailable for another way if the engine has failed or stopped.
         """
         self.slo.check(change)
         if change.way is not None:
@@ -360,19 +363,21 @@ class Engine:
                 raise Unavailable(f"the engine is {self.status}; no other way can be loaded")
             loaded = self.loader.request(change.way)
             self._work.set()
-            await asyncio.shield(loaded)  # it goes on if this caller does not wait for it
+            await asyncio.shield(loaded)  # goes on even if this caller is cancelled
         self.slo.apply(change, self._clock())
         return self.slo.state()
 
     def stats(self) -> EngineStats:
-        """Counters and gauges now."""
+        """Returns the current counters and gauges."""
         up_s, compiled = self._clock() - self._started_at, self.runner.compilations_since_ready
         return self.accounts.stats(self.scheduler, compiled, up_s)
 
     # ---- the tick ---------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Ticks while there is work. A failing step fails its requests, never the process."""
+        """Ticks while there is work. An exception fails the engine and its requests, not the
+        process.
+        """
         try:
             while True:
                 if not await self._tick():
@@ -381,14 +386,14 @@ class Engine:
                         self.scheduler.check_idle()
                     await self._work.wait()
         except BaseException as error:
-            # Whatever it is, nobody is left waiting for an engine that does not tick.
+            # Whatever the error is, no caller must wait for an engine that no longer ticks.
             self._fail(f"{type(error).__name__}: {error}")
             if isinstance(error, NOT_OURS):
                 raise
             log.debug("where it came from", exc_info=True)
 
     async def _tick(self) -> bool:
-        """Launches step N + 1, then takes step N's results. False when there is nothing to do."""
+        """Launches step N + 1, then takes step N's results. Returns False if there is no work."""
         before = self._in_flight
         if before is not None:
             await self._wait_to_launch(before)
@@ -417,7 +422,7 @@ class Engine:
             if not self.loader.busy:
                 self.registry.advance(now, idle=True)
                 return False
-            await asyncio.sleep(0)  # callers get their turn between two layers of another way
+            await asyncio.sleep(0)  # lets other tasks run between two layers of another way
         return True
 
     def _advance_controllers(self, now: float) -> None:
@@ -428,12 +433,12 @@ class Engine:
         self.fetcher.advance(now)
 
     async def _wait_to_launch(self, before: InFlight) -> None:
-        """Waits until the next step has to be planned, or the one in flight is done already."""
+        """Waits until the next step must be planned, or the one in flight is done."""
         timeout_s = before.started_at + self.pace.idle_s(before.step) - self._clock()
         if timeout_s > 0:
             await asyncio.wait([before.result], timeout=timeout_s)
         else:
-            await asyncio.sleep(0)  # callers get their turn between any two launches
+            await asyncio.sleep(0)  # lets other tasks run between any two launches
 
     def _launch(self, step: ScheduledStep, planned_at: float, since_s: float) -> InFlight:
         launched_at, control = self._clock(), step.batch.control
@@ -465,7 +470,7 @@ class Engine:
         started_at: float,
         now: float,
     ) -> None:
-        """Gives a step's tokens to their requests, and its latencies to the analyser."""
+        """Delivers a step's tokens to their requests, and its latencies to the SLO analyser."""
         latencies = Latencies()
         q_lens = step.plan.q_lens.tolist() if step.is_last else [0] * len(step.sequences)
         self.accounts.step_read(step, result, started_at, now, self._visits_per_token)

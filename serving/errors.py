@@ -1,21 +1,22 @@
-"""What can go wrong with a request, by the status a caller sees. Each message names the fix."""
+"""Errors of requests, each with its gRPC status. Every message names the fix."""
 
 import asyncio
 from collections.abc import Sized
 
 NOT_OURS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
-"""What is never taken for the failure of one request. A panic of an extension module, which is no
-Exception either, is."""
+"""Exceptions that never count as the failure of one request. Other BaseExceptions do, such as a
+panic of an extension module.
+"""
 
 
 MAX_SHOWN = 200
-"""Characters of a caller's value that a message repeats."""
+"""How many characters of a client's value a message repeats."""
 
 
 def shown(value: object) -> str:
-    """A value as a message repeats it: its `repr`, cut at `MAX_SHOWN` characters.
+    """Returns the `repr` of a value for a message, cut at `MAX_SHOWN` characters.
 
-    What is long is cut before it is formatted: a message about a megabyte costs no megabyte.
+    Long values are cut before formatting, so that a message about a megabyte stays cheap.
     """
     if isinstance(value, str | bytes) and len(value) > MAX_SHOWN:
         return f"{value[:MAX_SHOWN]!r}... ({len(value)} in all)"
@@ -26,7 +27,7 @@ def shown(value: object) -> str:
 
 
 class ServingError(Exception):
-    """Base of all errors that a caller of the engine may see."""
+    """Base of all errors that the engine reports to callers."""
 
 
 class InvalidRequest(ServingError):
@@ -38,7 +39,7 @@ class RequestFailed(ServingError):
 
 
 class Unauthenticated(ServingError):
-    """No key, or none that is known: UNAUTHENTICATED."""
+    """The API key is missing or unknown: UNAUTHENTICATED."""
 
 
 class PermissionDenied(ServingError):
@@ -74,7 +75,7 @@ class DeadlineExceeded(ServingError):
 
 
 class QueuedTooLong(DeadlineExceeded):
-    """It waited for its first step for longer than the server lets requests wait."""
+    """The request waited for its first step for longer than `queue_timeout_s`."""
 
 
 class Aborted(ServingError):

@@ -1,8 +1,8 @@
-"""A runner without a device, whose outputs and times one can compute by hand.
+"""A runner without a device for tests of the real scheduler and the real tick.
 
-The next token of a sequence is its newest one plus one, and plus its model's number in a family,
-modulo the vocabulary; a step takes a time that the test sets. It tests the real scheduler and the
-real tick.
+Its outputs and times are easy to predict: a sequence's next token is its newest one plus one, plus
+its model's number in a family, modulo the vocabulary size; and a step takes as long as the test
+sets.
 """
 
 import asyncio
@@ -20,20 +20,21 @@ from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
 @dataclass
 class FakeRunner:
-    """Counts up. Checks that every position it is told to write lies on a page it was given, and
-    that rows of a step that runs in parts are where they were left, as far as they had come.
+    """A runner whose tokens count up.
 
-    With a `step_s`, whole steps take that long by the running event loop's clock, one after
-    another, and parts their share; without, they are done when they are launched.
+    It checks that every position it writes lies on a page it was given, and that the rows of a step
+    that runs in parts are in the same place and at the right layer. With `step_s`, whole steps take
+    that long by the running event loop's clock, one after another, and parts take their share;
+    without, steps are done when they are launched.
     """
 
     limits: Limits
     vocab_size: int = 1000
     step_s: float | Callable[[StepPlan], float] = 0.0
-    part_layers: int = 0  # launched at once; 0: all
-    checks_context: bool = True  # whether pages hold what attention would read, at every token
-    resident: list[int] | None = None  # models whose weights are there; None: all
-    set_s: float = 0.0  # that `replace_set` takes
+    part_layers: int = 0  # layers launched at once; 0: all
+    checks_context: bool = True  # check, at every token, that pages hold what attention would read
+    resident: list[int] | None = None  # models whose weights are on the device; None: all
+    set_s: float = 0.0  # how long `replace_set` takes
     mixed_models: int = 0  # whose rows a decode step may have; less than 2: one model's
     compilations_since_ready: int = 0
     num_programs: int = 0
@@ -70,7 +71,7 @@ class FakeRunner:
             else:
                 new, places = [self._last[slot]], [self.limits.hidden_row(slot)]
             start = kv_len - q_len
-            adopted = start > 0 and slot in new_slots  # pages that another one has written
+            adopted = start > 0 and slot in new_slots  # pages that another sequence has written
             if adopted:
                 self._contexts[slot] = self.history(slot, start)
             self._run(plan, slot, start, new, places)
@@ -102,8 +103,9 @@ class FakeRunner:
         new: list[int],
         adopted: bool,
     ) -> tuple[int, int]:
-        """Of a row whose tokens `new` have run: the next token, and how many visits were degraded.
-        `adopted`: it begins after pages that another one has written.
+        """Returns the next token of a row whose tokens `new` have run, and its degraded visits.
+
+        `adopted`: the row starts after pages that another sequence has written.
         """
         return (new[-1] + 1 + model) % self.vocab_size, 0
 
@@ -118,7 +120,9 @@ class FakeRunner:
         loop.call_at(self._busy_until, self._finish, future, result)
 
     def _check_ranks(self, plan: StepPlan) -> None:
-        """Every rank has room for its rows, and what a sequence has is all of one rank."""
+        """Checks that ranks have room for their rows, and that a sequence's pages are on
+        its rank.
+        """
         limits = self.limits
         rank = plan.rows[:, SLOT] // limits.slots_per_rank
         delta_rank = plan.deltas[:, DELTA_SLOT] // limits.slots_per_rank
@@ -132,7 +136,7 @@ class FakeRunner:
         assert (plan.places // limits.hidden_per_rank == np.repeat(rank, plan.q_lens)).all()
 
     def draw(self, allowed: np.ndarray) -> None:
-        """See Runner: the next token it would draw that the row may, counting up."""
+        """See Runner; counts up to the next token that the row is allowed to draw."""
         plan, result, future = self._undrawn.pop()
         tokens = []
         for row, token, bits in zip(plan.rows, result.tokens, allowed, strict=True):
@@ -152,7 +156,7 @@ class FakeRunner:
         return {}
 
     def mixes(self, counts: Sequence[int]) -> bool:
-        """See Runner: whenever it may."""
+        """See Runner; always mixes as many models as allowed."""
         return 1 < len(counts) <= self.mixed_models
 
     def _finish(self, future: Future[StepResult], result: StepResult) -> None:
@@ -162,7 +166,9 @@ class FakeRunner:
     def _run(
         self, plan: StepPlan, slot: int, start: int, tokens: list[int], places: Iterable[int]
     ) -> None:
-        """Layers of a chunk whose positions begin at `start`, its rows at `places`."""
+        """Runs layers of a chunk whose positions begin at `start`, and whose rows are at
+        `places`.
+        """
         size = self.limits.page_size
         for position, (token, place) in enumerate(zip(tokens, places, strict=True), start):
             if plan.first_layer:
@@ -180,7 +186,9 @@ class FakeRunner:
             assert self.history(slot, end) == self._contexts[slot][:end], "another wrote its pages"
 
     def history(self, slot: int, length: int) -> list[int]:
-        """Tokens at positions `[0, length)` of a slot, as its pages hold them in every layer."""
+        """Returns the tokens at positions `[0, length)` of a slot, as its pages hold them in every
+        layer.
+        """
         size = self.limits.page_size
         pages = [(self._table[slot, p // size], p % size) for p in range(length)]
         layers = [
@@ -223,4 +231,4 @@ class FakeRunner:
         """See Runner; nothing fails."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Does nothing, since there is nothing to release."""

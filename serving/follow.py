@@ -1,4 +1,4 @@
-"""A process that follows another one: it has devices of the same mesh, and serves nobody."""
+"""A process that follows process 0: its devices belong to the same mesh, but it has no clients."""
 
 import logging
 import os
@@ -20,12 +20,12 @@ log = logging.getLogger(__name__)
 
 
 def follow(config: EngineConfig, progress: Progress) -> None:
-    """Joins process 0, loads this process's part of the model, and makes the calls that process 0
-    makes, until that one stops. Prints `jmoe follows HOST:PORT as process N of M` when it has
-    joined.
+    """Joins process 0, loads this process's part of the model, and repeats process 0's calls until
+    that stops.
 
-    Where process 0 is gone the process ends at once, with a line and status 1: a program under way
-    waits for it for ever. Raises SettingsError, Unavailable, and what `jmoe.load` raises.
+    Prints `jmoe follows HOST:PORT as process N of M` when it has joined. If process 0 is lost, this
+    process ends at once with a message and status 1, since a running program would wait for it for
+    ever. Raises SettingsError, Unavailable, and what `jmoe.load` raises.
     """
     who = f"process {config.process_index} of {config.num_processes}"
     limit_cpu_threads(config.cpu_threads)
@@ -62,8 +62,10 @@ def _exit(reason: str) -> None:
 
 
 def _leave_signals_to_the_leader(who: str) -> None:
-    """Whoever stops all processes at once wants streams to finish first, and process 0 knows when
-    they have. A second signal ends this process alone.
+    """Ignores the first SIGTERM or SIGINT; a second one ends this process.
+
+    When all processes are stopped at once, streams should finish first, and process 0 knows when
+    they have.
     """
     seen: list[int] = []
 

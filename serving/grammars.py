@@ -1,5 +1,5 @@
-"""What llguidance makes of a structure and a vocabulary; imported by the server and by the process
-that reads structures before it.
+"""Compiles structures for a vocabulary with llguidance; used by the server and by the process that
+checks structures before it.
 """
 
 from collections.abc import Sequence
@@ -10,22 +10,23 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 MAX_ERROR_CHARS = 300
 STEP_ITEMS, STEP_FUEL, START_FUEL = 5_000, 5_000, 100_000
-"""Bounds of one mask: a fortieth of llguidance's own, with which one may take a second, in which
-nobody else gets a token. Structures that people write take a hundredth of these.
+"""Bounds on the work for one mask: a fortieth of llguidance's defaults, under which a mask may take
+a second, during which no other request gets a token. Structures that people write take a hundredth
+of these bounds.
 """
 
 JSON_OPTIONS: Any = {"whitespace_flexible": False}
-"""Where a model may write any whitespace between tokens of JSON, small ones write nothing else. A
-schema changes it by its own `x-guidance`.
+"""Forbids arbitrary whitespace in JSON, since small models would then write nothing else. A schema
+can change this by its own `x-guidance`.
 """
 
 
 class Vocabulary:
-    """Of one model."""
+    """The vocabulary of one model, for llguidance."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos: Sequence[int]) -> None:
-        """`tokenizer` is the text of a `tokenizer.json`. Tokens from `vocab_size` on, and such as
-        the tokenizer does not know, are never drawn.
+        """`tokenizer` is the text of a `tokenizer.json`. Tokens from `vocab_size` on, and those
+        that the tokenizer does not know, are never drawn.
         """
         self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos))
         self._limits = LLParserLimits(
@@ -35,7 +36,7 @@ class Vocabulary:
         )
 
     def read(self, kind: str, text: str) -> tuple[Any, str | None]:
-        """llguidance's matcher at its start, and why it cannot be used; one of the two is None."""
+        """Returns llguidance's matcher in its initial state, or None and why there is none."""
         make = {
             "json_schema": partial(LLMatcher.grammar_from_json_schema, defaults=JSON_OPTIONS),
             "regex": LLMatcher.grammar_from_regex,
@@ -51,5 +52,5 @@ class Vocabulary:
 
 
 def said(error: str) -> str:
-    """An error of llguidance on one line; what follows `<state>` is for its own developers."""
+    """Shortens an llguidance error to one line, without the debugging text after `<state>`."""
     return " ".join(error.partition("<state>")[0].split())[:MAX_ERROR_CHARS]

@@ -1,4 +1,4 @@
-"""A mesh over several processes: what has to be alike in them, and how they come together."""
+"""Forms a mesh over several processes, and checks that they agree on settings and versions."""
 
 import hashlib
 import logging
@@ -33,13 +33,13 @@ OWN = frozenset(
         "allow_unknown_config",
     }
 )
-"""Settings of the engine that a process may have of its own; all others must be alike."""
+"""Engine settings that may differ between processes; all others must be equal."""
 
 
 def facts(config: EngineConfig) -> dict[str, str]:
-    """What has to be alike in every process, by name: all settings but `OWN`, versions, files.
+    """Returns what must be equal in all processes, by name: settings but `OWN`, versions, files.
 
-    Model files are compared by name and size: whole checkpoints would take minutes to read.
+    Weight files are compared by name and size, since reading whole checkpoints would take minutes.
     """
     found = {}
     for name in keys(EngineConfig).keys() - OWN:
@@ -55,7 +55,7 @@ def facts(config: EngineConfig) -> dict[str, str]:
 
 
 def _fingerprint(directory: Path) -> str:
-    """Of what is read of a model: `config.json` as it stands, weights by name and size."""
+    """Hashes a model's `config.json`, and the names and sizes of its weight files."""
     digest = hashlib.sha256()
     for path in sorted((directory).glob("*")):
         if path.suffix == ".safetensors":
@@ -66,7 +66,7 @@ def _fingerprint(directory: Path) -> str:
 
 
 def check(config: EngineConfig) -> None:
-    """Refuses what several processes cannot do yet. Raises SettingsError."""
+    """Raises SettingsError for settings that several processes do not support yet."""
     if is_native(resolve(config.model, config.hub_revision)):
         raise SettingsError(
             f"engine.model is {config.model!r}, in jmoe's own format, which is read onto one device"
@@ -80,7 +80,7 @@ def check(config: EngineConfig) -> None:
 
 
 def lead(config: EngineConfig) -> Followers:
-    """Process 0: waits for the others, and makes one mesh of the devices of all.
+    """Runs in process 0: waits for the other processes, and connects the devices of all.
 
     Raises SettingsError and Unavailable, each with what to do.
     """
@@ -105,7 +105,7 @@ def lead(config: EngineConfig) -> Followers:
 
 
 def join(config: EngineConfig) -> Leader:
-    """Any other process: joins process 0. Raises as `lead` does."""
+    """Runs in the other processes: joins process 0. Raises as `lead` does."""
     check(config)
     leader = Leader(
         config.coordinator,
@@ -120,10 +120,11 @@ def join(config: EngineConfig) -> Leader:
 
 
 def connect(config: EngineConfig, address: str) -> None:
-    """Makes jax know the devices of all processes. `address` is of its service in process 0.
+    """Lets jax know the devices of all processes; `address` is jax's service in process 0.
 
-    That service only serves the start (`Device.ready`). It would end a process without a word about
-    it; it is given longer than jmoe itself needs to notice that another one is gone.
+    That service is needed only at the start (`Device.ready`). When a process is lost, it would kill
+    the others without an explanation, so its timeout is longer than the time in which jmoe itself
+    notices.
     """
     jax.config.update("jax_enable_preemption_service", False)  # it swallows SIGTERM
     jax.distributed.initialize(
@@ -131,7 +132,7 @@ def connect(config: EngineConfig, address: str) -> None:
         config.num_processes,
         config.process_index,
         cluster_detection_method="deactivate",
-        coordinator_bind_address=address,  # or its service would listen at all addresses
+        coordinator_bind_address=address,  # otherwise its service would listen on all addresses
         initialization_timeout=int(config.join_timeout_s) + 1,
         heartbeat_timeout_seconds=2 * int(config.peer_timeout_s) + 10,
         shutdown_timeout_seconds=int(config.join_timeout_s) + 1,

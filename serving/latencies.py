@@ -1,4 +1,4 @@
-"""When the tokens of a step began to be waited for, by class: what latencies are reckoned from."""
+"""Start times of the latencies (TTFT and ITL) of a step's tokens, by class."""
 
 import math
 from collections import defaultdict
@@ -11,22 +11,26 @@ from serving.request import Priority
 
 @dataclass
 class Latencies:
-    """Of the tokens of one step: arrivals of the first ones, and when others had the one before."""
+    """For the tokens of one step: arrival times of requests that got their first token, and
+    previous token times of the others.
+    """
 
     arrived_at: dict[Priority, list[float]] = field(default_factory=lambda: defaultdict(list))
     previous_at: dict[Priority, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, priority: Priority, arrived_at: float, previous_at: float) -> None:
-        """A request got a token; it arrived then, and has the one before since (NaN: none)."""
+        """Adds a token of a request that arrived at `arrived_at` and got its previous token at
+        `previous_at` (NaN: it had none).
+        """
         if math.isnan(previous_at):
             self.arrived_at[priority].append(arrived_at)
         else:
             self.previous_at[priority].append(previous_at)
 
     def first(self, priority: Priority) -> np.ndarray:
-        """Arrivals of requests of a class that got their first token; seconds."""
+        """Returns the arrival times (s) of a class's requests that got their first token."""
         return np.array(self.arrived_at.get(priority, ()))
 
     def further(self, priority: Priority) -> np.ndarray:
-        """When requests of a class that got another token had the one before; seconds."""
+        """Returns the previous token's times (s) of a class's requests that got a further token."""
         return np.array(self.previous_at.get(priority, ()))

@@ -1,4 +1,4 @@
-"""A running server as a model of EleutherAI's lm-evaluation-harness.
+"""Lets EleutherAI's lm-evaluation-harness evaluate a running server.
 
 `python -m serving.lm_eval_adapter --model jmoe --model_args address=HOST:PORT --tasks ...` in an
 environment that has `lm_eval` and `grpcio`; docs/evaluation.md has the commands.
@@ -14,7 +14,7 @@ _MAX_GEN_TOKS = 256  # the harness's own default
 
 
 def sampling_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `SamplingParams` for the harness's generation options.
+    """Converts the harness's generation options to fields of `SamplingParams`.
 
     Raises ValueError for an option that the server does not have.
     """
@@ -45,14 +45,17 @@ def sampling_of(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def register() -> Any:
-    """Makes `jmoe` a model of the harness; returns its class. Raises ImportError without it."""
+    """Registers `jmoe` as a model of the harness, and returns its class.
+
+    Raises ImportError without the harness.
+    """
     from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
     from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]
     from tqdm import tqdm  # pyright: ignore[reportMissingModuleSource]
 
     @register_model("jmoe")
     class JmoeServer(LM):
-        """A running server; arguments as `Scorer`'s."""
+        """A running server; takes the arguments of `Scorer`."""
 
         def __init__(
             self,
@@ -87,7 +90,7 @@ def register() -> Any:
             return self._run(work, requests, "generate_until")
 
         def get_model_info(self) -> dict[str, Any]:
-            """Kept by the harness beside the results."""
+            """Returns facts that the harness stores with the results."""
             state, scorer = self.scorer.brownout, self.scorer
             return {
                 "served_model": scorer.model,
@@ -104,7 +107,7 @@ def register() -> Any:
 
 
 def main() -> None:
-    """The harness's own command line, with `--model jmoe`."""
+    """Runs the harness's own command line, with `--model jmoe` registered."""
     try:
         register()
     except ImportError as error:

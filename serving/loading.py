@@ -1,4 +1,4 @@
-"""Models and devices that settings name."""
+"""Loads the models, and makes the mesh, that settings name."""
 
 import contextlib
 import logging
@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 
 
 def want_cpu_devices(count: int) -> None:
-    """Takes a CPU for so many devices, if jax has not counted it already."""
+    """Makes jax present the CPU as at least `count` devices, unless jax has been initialized."""
     with contextlib.suppress(RuntimeError):
         jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
 
 
 def make_mesh_of(config: EngineConfig) -> Mesh | None:
-    """The mesh of the settings; None without one. Raises SettingsError for one that is too large.
+    """Makes the mesh of the settings; None without one. Raises SettingsError if it is too large.
 
-    A CPU is taken for as many devices as are asked for, if jax has not counted it already.
+    On a CPU, jax is made to present as many devices as needed, unless it has been initialized.
     """
     if not config.mesh:
         return None
@@ -52,7 +52,10 @@ def make_mesh_of(config: EngineConfig) -> Mesh | None:
 
 
 def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> Model | Family:
-    """What the settings name. Raises what `jmoe.load` and `load_family` raise."""
+    """Loads the model or family that the settings name.
+
+    Raises what `jmoe.load` and `load_family` raise.
+    """
 
     def layers(done: int, total: int) -> None:
         progress("loading", done, total)

@@ -1,4 +1,4 @@
-"""Where log lines go and how they look: text, or one JSON object a line, on stderr."""
+"""Sets up logging to stderr, as text or as one JSON object per line."""
 
 import json
 import logging
@@ -17,12 +17,12 @@ _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime"}
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as a JSON object: time (UTC), level, logger, message, the id of the request that it
-    is about, and the fields of `extra`.
+    """Formats a record as a JSON object: time (UTC), level, logger, message, the id of the request
+    that it is about, and the fields of `extra`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line, whatever the message holds."""
+        """Formats a record as one line, whatever the message contains."""
         at = datetime.fromtimestamp(record.created, UTC)
         entry: dict[str, Any] = {
             "time": at.isoformat(timespec="milliseconds"),
@@ -40,14 +40,14 @@ class JsonFormatter(logging.Formatter):
 
 
 def _value(value: object) -> object:
-    """JSON has no NaN and no infinity."""
+    """Replaces NaN and infinity, which JSON lacks, by None."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def configure(log_format: str = "text", *, verbose: bool = False) -> None:
     """Sets up logging to stderr; a later call changes what an earlier one set.
 
-    Where a caller has given the root logger handlers already, only the level is set.
+    If the root logger has handlers of its own already, only the level is set.
     """
     root = logging.getLogger()
     if not root.handlers:
@@ -60,9 +60,10 @@ def configure(log_format: str = "text", *, verbose: bool = False) -> None:
 
 
 def note_request(request_id: str) -> None:
-    """What this task logs from here on is about a request, as is what tasks log that it starts.
+    """Adds a request's id to all that this task, and the tasks it starts, log from now on.
 
-    Front ends have a task for each; a line about another task's request says so in `extra`.
+    Front ends have a task for each request. A line about another task's request has the id in
+    `extra`.
     """
     _request_id.set(request_id)
 
@@ -74,7 +75,7 @@ def is_json() -> bool:
 
 
 def say(text: str, level: int = logging.INFO) -> None:
-    """A line on stderr as it is, or as a JSON object where logs are JSON."""
+    """Writes a line to stderr as it is, or as a JSON object if logs are JSON."""
     if is_json():
         logging.getLogger("serving").log(level, "%s", text)
     else:

@@ -1,4 +1,6 @@
-"""What an engine tells the world about its steps; `frontend.metrics` turns it into metrics."""
+"""Events that an engine reports about steps and requests; `frontend.metrics` makes metrics
+of them.
+"""
 
 from __future__ import annotations
 
@@ -16,42 +18,49 @@ if TYPE_CHECKING:
 
 
 class Observer:
-    """Sees nothing; subclass it. Calls come from the engine's loop and must be cheap.
+    """Base class of observers, which ignores all events; subclass it.
 
-    What one raises is logged and goes no further.
+    Calls come from the engine's event loop and must be cheap. Exceptions are logged and go no
+    further.
     """
 
     def step_launched(self, step: ScheduledStep, began_at: float, now: float) -> None:
-        """The host planned a step's layers and launched them, from `began_at` until `now`."""
+        """Called when the host has planned and launched a step's layers, from `began_at` to
+        `now`.
+        """
 
     def step_read(
         self, step: ScheduledStep, result: StepResult, started_at: float, now: float
     ) -> None:
-        """Results of a step's layers are on the host; the device began at `started_at`, at the
-        earliest. A step may come in parts, of which `step.is_last` is one.
+        """Called when the results of a step's layers are on the host.
 
-        Times are seconds of `time.monotonic`.
+        The device began at `started_at` at the earliest. A step may come in parts; `step.is_last`
+        marks the last. Times are seconds of `time.monotonic`.
         """
 
     def stages_ran(self, stages: Stages) -> None:
-        """What an asynchronous worker ran, up to a second ago."""
+        """Called with the stages that an asynchronous worker ran, up to a second later."""
 
     def request_admitted(self, sequence: SequenceState, now: float) -> None:
-        """A request was taken and stands in its queue."""
+        """Called when a request was admitted to its queue."""
 
     def requests_began(self, queue_s: np.ndarray, wait_s: np.ndarray, priority: Priority) -> None:
-        """The device began with requests of a class, so long after they arrived, and after slot and
-        pages were there for them.
+        """Called when the device began with requests of a class.
+
+        `queue_s` is the time since they arrived, and `wait_s` the time since a slot and pages were
+        available for them.
         """
 
     def first_tokens(self, ttft_s: np.ndarray, slo_s: float, priority: Priority) -> None:
-        """Times to first token of a class in one step, queueing included; inf: no SLO."""
+        """Called with a class's times to first token in one step, including queueing; inf:
+        no SLO.
+        """
 
     def further_tokens(self, itl_s: np.ndarray, slo_s: float, priority: Priority) -> None:
-        """Inter-token latencies of a class in one step."""
+        """Called with a class's inter-token latencies in one step."""
 
     def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
-        """A request got its last token."""
+        """Called when a request got its last token."""
 
     def request_ended(self, sequence: SequenceState, error: ServingError | None) -> None:
-        """A request that was taken ended without its last token; None: its caller went away."""
+        """Called when an admitted request ended early; `error` None: its client disconnected."""

@@ -1,7 +1,7 @@
-"""A step between scheduler and runner: the sizes it keeps, its plan, and what comes of it.
+"""The interface between scheduler and runner: size limits, a step's plan, and its result.
 
-All of it is numbers and arrays that name slots, pages and positions, nothing of requests: a runner
-may sit in another process.
+It consists of numbers and arrays that refer to slots, pages and positions, not to requests, since a
+runner may be in another process.
 """
 
 import enum
@@ -17,7 +17,7 @@ from jmoe.packed_rows import EXEMPT, Q_LEN, SPARED
 from jmoe.shape_rows import NUM_SHAPE_COLUMNS
 
 NUM_EXTENTS = 2
-"""Prefill steps that can be under way at once: one, and one that was parked for it."""
+"""How many prefill steps can be under way: one, and one that is parked for it."""
 
 
 class Phase(enum.StrEnum):
@@ -28,7 +28,7 @@ class Phase(enum.StrEnum):
 
 
 class StepControl(NamedTuple):
-    """Brownout of one step, as the host says it; `jmoe.brownout.Control` is it in a program."""
+    """Brownout of one step, on the host; `jmoe.brownout.Control` is its counterpart in programs."""
 
     threshold_percent: int
     strategy: int  # code of `jmoe.brownout.strategy_code`; 0 is zero brownout
@@ -36,20 +36,20 @@ class StepControl(NamedTuple):
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes a schedule has to keep.
+    """Sizes that a schedule must keep to.
 
-    Over a mesh a sequence lives on one of its devices, its rank. Slots, pages and hidden rows are
-    numbered through, the first rank's first.
+    On a mesh, a sequence lives on one of the devices, its rank. Slots, pages and hidden rows are
+    numbered consecutively over all ranks, starting with the first.
     """
 
     num_slots: int  # of all ranks
     num_pages: int  # of all ranks
     page_size: int
-    max_prefill_tokens: int  # a prefill step, on each rank
+    max_prefill_tokens: int  # per prefill step and rank
     max_prefill_seqs: int  # likewise
-    max_decode_seqs: int = 0  # rows a decode step, of all ranks; 0: a row a slot
-    num_layers: int = 1  # of the model; a step can be cut between any two
-    prefill_buckets: tuple[int, ...] = ()  # tokens a rank that programs are compiled for
+    max_decode_seqs: int = 0  # rows per decode step, on all ranks; 0: one per slot
+    num_layers: int = 1  # of the model; a step can be split between any two
+    prefill_buckets: tuple[int, ...] = ()  # tokens per rank that programs are compiled for
     num_ranks: int = 1
 
     @property
@@ -59,44 +59,48 @@ class Limits:
 
     @property
     def slots_per_rank(self) -> int:
-        """Slots of each rank."""
+        """The number of slots of each rank."""
         return self.num_slots // self.num_ranks
 
     @property
     def pages_per_rank(self) -> int:
-        """Pages of each rank."""
+        """The number of pages of each rank."""
         return self.num_pages // self.num_ranks
 
     @property
     def hidden_per_rank(self) -> int:
-        """Hidden rows of each rank: of decode steps, by slot, and then of prefill steps."""
+        """The number of hidden rows of each rank: one per slot for decode steps, then those for
+        prefill.
+        """
         return self.slots_per_rank + NUM_EXTENTS * self.max_prefill_tokens
 
     def rank(self, slot: int) -> int:
-        """On which rank a slot is."""
+        """Returns the rank of a slot."""
         return slot // self.slots_per_rank
 
     def token_bucket(self, num_tokens: int) -> int:
-        """Tokens that a prefill step costs which has `num_tokens` on its fullest rank."""
+        """Returns the token bucket of a prefill step with `num_tokens` on its fullest rank."""
         at = bisect_left(self.prefill_buckets, num_tokens)
         return self.prefill_buckets[at] if at < len(self.prefill_buckets) else num_tokens
 
     def hidden_row(self, slot: int) -> int:
-        """Where a decode row waits between two parts of its step."""
+        """Returns the hidden row of a slot's decode row between two parts of its step."""
         return self.rank(slot) * self.hidden_per_rank + slot % self.slots_per_rank
 
     def extent(self, index: int, rank: int = 0) -> int:
-        """First hidden row of a prefill step under way, of its tokens on a rank."""
+        """Returns the first hidden row of an extent, which holds a prefill step's tokens on
+        a rank.
+        """
         own = self.slots_per_rank + index * self.max_prefill_tokens
         return rank * self.hidden_per_rank + own
 
     def pages_for(self, positions: int) -> int:
-        """Pages that hold so many positions."""
+        """Returns how many pages `positions` need."""
         return -(-positions // self.page_size)
 
 
 class Seat(NamedTuple):
-    """A slot whose sequence draws a first token, or the first one after an eviction."""
+    """A slot whose sequence samples its first token, or the first one after an eviction."""
 
     slot: int
     prompt: Sequence[int]
@@ -106,20 +110,20 @@ class Seat(NamedTuple):
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of a step that draws tokens: how rows' logits are changed first."""
+    """How a step changes rows' logits before it samples tokens."""
 
-    rows: Int[np.ndarray, "B NUM_SHAPE_COLUMNS"]  # by jmoe.shape_rows; zeros: they are not
+    rows: Int[np.ndarray, "B NUM_SHAPE_COLUMNS"]  # by jmoe.shape_rows; zeros: unchanged
     seats: Sequence[Seat]
-    waits: bool  # until `Runner.draw` says what rows may draw
+    waits: bool  # for `Runner.draw` to say which tokens rows may have
 
     def __post_init__(self) -> None:
-        """Checks the columns."""
+        """Checks the number of columns."""
         assert self.rows.shape[1] == NUM_SHAPE_COLUMNS
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Layers of one step, for a runner: its phase, and the packed arrays that describe it."""
+    """The layers of one step to run: the phase, and packed arrays that describe the rows."""
 
     phase: Phase
     rows: Int[np.ndarray, "B NUM_COLUMNS"]  # by jmoe.packed_rows
@@ -127,55 +131,55 @@ class StepPlan:
     tokens: Int[np.ndarray, "T"]  # of a prefill step; else empty
     prompt_logprobs: bool  # whether the prompts' tokens are scored
     places: Int[np.ndarray, "T"] = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Hidden rows of a prefill step's tokens; else empty."""
+    """Hidden rows of a prefill step's tokens; otherwise empty."""
     model: int = 0  # of a family, whose weights all rows need; of a mixed step, the first row's
     row_models: Int[np.ndarray, "B"] = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Of a mixed decode step, each row's model; else empty."""
+    """Each row's model in a mixed decode step; otherwise empty."""
     first_layer: int = 0
     stop_layer: int = 1
-    is_last: bool = True  # whether tokens come of it: the model's last layer is among them
-    shapes: Shapes | None = None  # of a last part in which some row is shaped
+    is_last: bool = True  # whether it includes the model's last layer, and yields tokens
+    shapes: Shapes | None = None  # in a last part, if some row's logits are changed
 
     @property
     def size(self) -> int:
-        """Tokens of a prefill step, rows of a decode step: what programs are chosen by."""
+        """The size that selects a program: tokens of a prefill step, or rows of a decode step."""
         return len(self.tokens) if self.phase is Phase.PREFILL else len(self.rows)
 
     @property
     def models(self) -> tuple[int, ...]:
-        """Whose weights it needs, by number."""
+        """The numbers of the models whose weights it needs."""
         return tuple(np.unique(self.row_models).tolist()) or (self.model,)
 
     @property
     def num_layers(self) -> int:
-        """Layers that it runs."""
+        """The number of layers that it runs."""
         return self.stop_layer - self.first_layer
 
     @property
     def q_lens(self) -> Int[np.ndarray, "B"]:
-        """Positions that each row computes."""
+        """The number of positions that each row computes."""
         return self.rows[:, Q_LEN]
 
     @property
     def exempt(self) -> Bool[np.ndarray, "B"]:
-        """Rows that are not degraded."""
+        """Whether each row is exempt from brownout."""
         return self.rows[:, EXEMPT] > 0
 
     @property
     def num_exempt(self) -> int:
-        """Positions of rows that are not degraded."""
+        """The number of positions of exempt rows."""
         return int(self.q_lens[self.exempt].sum())
 
 
 def spare_latency_sensitive(
     rows: Int[np.ndarray, "B C"], urgent: Bool[np.ndarray, "B"], threshold_percent: int
 ) -> int:
-    """The threshold of layers' other rows, if all their visits were to keep `threshold_percent`.
+    """Exempts latency-sensitive rows if best effort alone can absorb the brownout.
 
-    While the others alone can give up what that asks for, latency-sensitive (`urgent`) rows are
-    exempt, and the others keep what is left: with N visits, L of them exempt, (t N - 100 L) /
-    (N - L) percent of their own. Where that would be less than nothing, the threshold is
-    everybody's, and `rows` are left as they are.
+    `threshold_percent` (t) is the share of all visits to keep exact. If the other rows alone can
+    give up what that asks for, `urgent` rows are marked exempt in `rows`, and the threshold of the
+    others is returned: with N visits, L of them exempt, (t N - 100 L) / (N - L) percent. If that
+    would be negative, `rows` stay as they are and `threshold_percent` is returned for all rows.
     """
     q_lens = rows[:, Q_LEN]
     degradable = ~urgent & (rows[:, EXEMPT] == 0)
@@ -188,17 +192,17 @@ def spare_latency_sensitive(
 
 
 class Copies(NamedTuple):
-    """What became of experts copied while a step ran; a row for each MoE layer."""
+    """Statistics of experts copied while a step ran, for each MoE layer."""
 
-    right: Int[np.ndarray, "layers"]  # visits that were expected, by device and expert, and made
+    right: Int[np.ndarray, "layers"]  # visits to the predicted (device, expert) that occurred
     copied: Int[np.ndarray, "layers"]  # experts sent
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the host learns of a step's layers; arrays are cut to the step's real rows.
+    """Results of a step's layers on the host; arrays are cut to the step's real rows.
 
-    Tokens and log-probabilities mean something after the last layers only; counts are of these
+    Tokens and log-probabilities are meaningful only after the last layer; counts are of these
     layers.
     """
 
@@ -210,13 +214,13 @@ class StepResult:
     device_rows: Int[np.ndarray, "layers D"] | None = None  # of `expert_rows`, by device of a mesh
     copies: Copies | None = None  # of a step that copied experts
     needed: Int[np.ndarray, "layers m"] | None = None
-    """Visits of rows that no stand-in may serve, to experts that are not on the device for good."""
-    padded_share: float = 0.0  # of the rows that the devices computed
+    """Visits of rows that need exact experts to experts that are not permanently on the device."""
+    padded_share: float = 0.0  # share of padding in the rows that devices computed
     top_ids: Int[np.ndarray, "B TOP"] | None = None  # likeliest tokens, where rows are shaped
     top_logprobs: Float[np.ndarray, "B TOP"] | None = None
 
     def top(self, row: int, count: int) -> tuple[tuple[int, float], ...]:
-        """The likeliest tokens of a row, and their log-probabilities."""
+        """Returns the `count` likeliest tokens of a row, with their log-probabilities."""
         if not count or self.top_ids is None or self.top_logprobs is None:
             return ()
         ids, logprobs = self.top_ids[row, :count], self.top_logprobs[row, :count]

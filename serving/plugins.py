@@ -8,7 +8,7 @@ from typing import Any
 def make(
     kind: str, name: str, known: Mapping[str, Any], methods: Sequence[str], *args: object
 ) -> Any:
-    """An object of a class that is known by a name, or of `module:Class`.
+    """Makes an object of a class in `known`, or of `module:Class`.
 
     Args:
         kind: what it is for, as the settings call it.

@@ -1,4 +1,4 @@
-"""How far long work has come, on stderr: bars on a terminal and in a notebook, lines elsewhere."""
+"""Shows progress on stderr: bars on a terminal and in a notebook, lines elsewhere."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ LINE_EVERY_S = 1.0
 
 
 class ProgressLines:
-    """A line of text at most every `LINE_EVERY_S` and at each end, with the time taken and left."""
+    """Prints lines, at most every `LINE_EVERY_S` and at each end, with the time taken and left."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class ProgressLines:
         self._next_line_at = 0.0
 
     def __call__(self, what: str, done: int, total: int, text: str = "") -> None:
-        """`done` of `total` units of `what`, and a text to show beside."""
+        """Reports `done` of `total` units of `what`, with a text to show."""
         now = self._clock()
         began_at, began_with = self._began.setdefault(what, (now, done))
         if now < self._next_line_at and done != total:
@@ -37,10 +37,10 @@ class ProgressLines:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[..., None]]:
-    """Bars, one for each kind of work, with the time left; lines where stderr is neither a terminal
-    nor a notebook's, or logs are JSON.
+    """Shows a bar with the time left for each kind of work; or lines, if stderr is neither a
+    terminal nor a notebook's, or logs are JSON.
 
-    Yields what takes `(what, done, total)` and, if there is more to show, a text.
+    Yields a function of `(what, done, total)` and, optionally, a text to show.
     """
     from rich.console import Console
     from rich.progress import Progress, TaskID, TextColumn

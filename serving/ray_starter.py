@@ -1,7 +1,7 @@
-"""Workers as actors of Ray, on whichever machine has a device for them (extra `ray`).
+"""Runs workers as Ray actors, on whichever machine has a device for them (extra `ray`).
 
-Ray finds the machine, starts the process and says when it has died; then another actor is made,
-maybe elsewhere. No row and no message goes through it: a call takes longer than most stages.
+Ray finds the machine, starts the process and reports its death; then another actor is made, maybe
+elsewhere. Rows and messages do not go through Ray, whose calls take longer than most stages.
 """
 
 import logging
@@ -25,7 +25,7 @@ LOCAL_TRIES = 3
 
 
 class _Actor:
-    """A worker in Ray's process."""
+    """A Ray actor that runs a worker."""
 
     def __init__(self, assignment: str) -> None:
         own = Assignment.from_json(assignment)
@@ -46,21 +46,19 @@ class _Actor:
         self._ended.set_result(reason)
 
     def address(self) -> Address:
-        """Where it listens, once it does."""
+        """Waits until the worker listens, and returns its address."""
         return self._address.result()
 
     def ended(self) -> str:
-        """Why it has ended, once it has."""
+        """Waits until the worker has ended, and returns why."""
         return self._ended.result()
 
 
 class RayStarter:
-    """A Starter. With an address it joins a cluster that is there (`ray start`); without, it starts
-    one of this machine.
-    """
+    """A Starter that uses Ray: the cluster at an address (`ray start`), or a new local one."""
 
     def __init__(self, address: str) -> None:
-        """Raises SettingsError for a cluster that is not there."""
+        """Joins or starts the cluster. Raises SettingsError if that fails."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         try:
             _look_for(address)
@@ -107,12 +105,14 @@ class RayStarter:
             ray.kill(self._actors[name])
 
     def close(self) -> None:
-        """See Starter. A cluster that was there stays."""
+        """See Starter. A cluster that was joined keeps running."""
         ray.shutdown()
 
 
 def _join(address: str) -> None:
-    """A cluster of its own gets a few tries: Ray gives one 30 s, which a busy machine may need."""
+    """Joins or starts a cluster. Starting is retried: 30 s, Ray's timeout, may not be enough on a
+    busy machine.
+    """
     for attempt in range(1 if address else LOCAL_TRIES):
         try:
             ray.init(
@@ -126,7 +126,7 @@ def _join(address: str) -> None:
 
 
 def _look_for(address: str) -> None:
-    """Raises OSError where nobody listens at HOST:PORT: Ray itself would try for minutes."""
+    """Raises OSError if nothing listens at HOST:PORT; Ray itself would retry for minutes."""
     host, colon, port = address.rpartition(":")
     if colon:
         socket.create_connection((host, int(port)), CONNECTS_WITHIN_S).close()

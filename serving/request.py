@@ -1,4 +1,4 @@
-"""Requests as the engine takes them, and the outputs it streams back."""
+"""Requests to the engine, and the outputs it streams back."""
 
 import enum
 import math
@@ -17,15 +17,17 @@ MAX_LOGIT_BIASES = 1024
 MAX_SALT_CHARS = 256
 MAX_TOP_LOGPROBS = 20
 MAX_STRUCTURE_CHARS = 64 << 10
-"""What one request may carry beside its prompt, whatever the model."""
+"""Limits of a request apart from its prompt, whatever the model."""
 
 _META = re.compile(r"[\\.+*?()|\[\]{}^$]")
-"""Characters that mean something in a regular expression."""
+"""Characters with a special meaning in regular expressions."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """How large a prompt can be: what is larger cannot fit, and is refused before it is copied."""
+    """Limits of a prompt's size. Larger prompts cannot fit, and are refused before they are
+    copied.
+    """
 
     max_prompt_tokens: int  # one position is left for the first new token
     max_prompt_chars: int  # of text: the tokenizer's longest token times `max_prompt_tokens`
@@ -56,7 +58,7 @@ class Priority(enum.StrEnum):
 
 
 class StructureKind(enum.StrEnum):
-    """What describes a structured output."""
+    """How a structured output is described."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -65,18 +67,21 @@ class StructureKind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Structure:
-    """What a request's whole output has to match. `text`: the schema, expression or grammar."""
+    """What a request's whole output must match. `text` is the schema, expression or grammar."""
 
     kind: StructureKind
     text: str
 
     def __post_init__(self) -> None:
-        """Checks its size; `serving.structure` reads what it says."""
+        """Checks the size only; `serving.structure` parses the text."""
         check_count(f"characters of a {self.kind}", len(self.text), MAX_STRUCTURE_CHARS)
 
     @classmethod
     def one_of(cls, texts: Sequence[str]) -> "Structure":
-        """Exactly one of these texts. Raises InvalidRequest for an empty one."""
+        """Makes a structure that matches exactly one of `texts`.
+
+        Raises InvalidRequest if one is empty.
+        """
         if not all(texts):
             raise InvalidRequest("choice has an empty text; each must have a character at least")
         return cls(StructureKind.REGEX, "|".join(_META.sub(r"\\\g<0>", text) for text in texts))
@@ -152,7 +157,9 @@ class SamplingParams:
 
     @property
     def shapes(self) -> bool:
-        """Whether logits are changed before a token is drawn, or more than its own are wanted."""
+        """Whether logits are changed before sampling, or other tokens' log-probabilities are
+        wanted.
+        """
         return (
             self.structure is not None
             or bool(self.logit_bias or self.top_logprobs or self.min_p)
@@ -161,7 +168,7 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """Whether tokens that are there already count."""
+        """Whether tokens that occurred before change logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
@@ -185,7 +192,10 @@ def check_count(what: str, count: int, most: int) -> None:
 
 
 def number_of(model: str, names: Sequence[str]) -> int:
-    """Which of the served models is called so; empty: the first. Raises NotFound, naming them."""
+    """Returns the number of the model with this name; empty: the first.
+
+    Raises NotFound, which lists the served models.
+    """
     if model and model not in names:
         have = ", ".join(map(shown, names))
         verb = "is" if len(names) == 1 else "are"
@@ -195,14 +205,14 @@ def number_of(model: str, names: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Chat:
-    """A prompt in messages, of which the model's chat template makes its text."""
+    """A prompt of messages, which the model's chat template turns into text."""
 
     messages: Sequence[Mapping[str, Any]]  # each with a role and content, as the template takes it
     options: Mapping[str, Any] = field(default_factory=dict)  # further names for the template
 
     @property
     def num_chars(self) -> int:
-        """Characters of all that the template gets: contents, names, options."""
+        """The number of characters passed to the template: contents, names, options."""
         told = [message.get(key) or "" for message in self.messages for key in ("content", "name")]
         return sum(map(len, told)) + _num_chars(self.options)
 
@@ -227,15 +237,15 @@ class Request:
     allow_brownout: bool = True  # False: its rows are exempt
     priority: Priority = Priority.LATENCY_SENSITIVE
     timeout_s: float | None = None  # from admission
-    model: int = 0  # which of a family's models it asks
-    timeout_is_servers: bool = False  # since the request names none
-    reuse_prefix: bool = True  # False: it computes all of its prompt, and leaves none of it
+    model: int = 0  # number of the model in a family
+    timeout_is_servers: bool = False  # timeout_s is the server's default
+    reuse_prefix: bool = True  # False: neither uses nor fills the prefix cache
     salt: str = ""  # requests with different ones share no prefix
 
 
 @dataclass(frozen=True)
 class ThresholdSpan:
-    """Smallest and largest threshold, in percent, that a request's steps of one phase ran under."""
+    """Smallest and largest threshold (percent) of a request's steps of one phase."""
 
     min_percent: int
     max_percent: int
@@ -243,13 +253,13 @@ class ThresholdSpan:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request took so far. Visits are (token, MoE layer, pick) triples."""
+    """A request's usage so far. Visits are (token, MoE layer, pick) triples."""
 
     prompt_tokens: int
     completion_tokens: int
     expert_visits: int
     degraded_visits: int
-    cached_tokens: int = 0  # of the prompt, that an earlier request had computed
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
 
 
 @dataclass(frozen=True)
@@ -266,7 +276,7 @@ class Output:
     prefill_threshold: ThresholdSpan | None = None
     decode_threshold: ThresholdSpan | None = None
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    """For each of `token_ids`, where asked for: likeliest tokens and their log-probabilities."""
+    """For each of `token_ids`, if asked for: the likeliest tokens and their log-probabilities."""
 
 
 @dataclass(frozen=True)
@@ -289,8 +299,8 @@ class BrownoutChange:
 
 @dataclass(frozen=True)
 class BrownoutState:
-    """Brownout settings in force, and P90 latencies: those the controller last saw, and those it
-    expected of its last decision (NaN: none).
+    """Brownout settings in force, and P90 latencies: those that the controller last saw, and those
+    that it expected from its last decision (NaN: none).
     """
 
     strategy: str
@@ -326,10 +336,10 @@ class EngineStats:
     expert_visits: int
     degraded_visits: int
     uptime_s: float
-    requests_failed: int = 0  # alone, by a fault that was not their caller's
-    parks: int = 0  # steps that another went before, between two layers
-    joins: int = 0  # parked steps whose rows another took along
-    evictions: int = 0  # requests that gave up their pages, to be computed again
-    reused_tokens: int = 0  # of prompts, that had been computed before
-    kv_pages_kept: int = 0  # of the free ones, those that have a prefix somebody may ask for again
-    kept_pages_evicted: int = 0  # of them, those that had to make room
+    requests_failed: int = 0  # failed alone, not by their caller's fault
+    parks: int = 0  # steps parked between two layers for another
+    joins: int = 0  # parked steps whose rows joined another
+    evictions: int = 0  # requests that lost their pages and were recomputed
+    reused_tokens: int = 0  # prompt tokens found in the prefix cache
+    kv_pages_kept: int = 0  # free pages that are cached for prefix reuse
+    kept_pages_evicted: int = 0  # cached pages that were evicted

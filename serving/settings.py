@@ -1,4 +1,4 @@
-"""Server settings: a YAML preset, then overrides key by key. Nothing wrong passes silently."""
+"""Reads and checks server settings: a YAML preset, then overrides key by key."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from serving.config import ServerConfig
 from serving.settings_asynchronous import check_asynchronous
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-"""Presets: beside the packages in a checkout and when installed."""
+"""Folder of presets, next to the packages both in a checkout and when installed."""
 
 _TYPES = {
     str: "a string",
@@ -111,13 +111,13 @@ _MESH = re.compile(r"ep=([1-9][0-9]{0,5})")
 
 
 def mesh_devices(mesh: str) -> int:
-    """Devices of a setting `engine.mesh` that was checked; 1 for an empty one."""
+    """Returns the number of devices of a valid `engine.mesh`; 1 if it is empty."""
     found = _MESH.fullmatch(mesh)
     return int(found[1]) if found else 1
 
 
 def named_models(models: Sequence[str]) -> dict[str, str]:
-    """Directories by name, of settings `engine.models` that were checked."""
+    """Returns the directories by model name of a valid `engine.models`."""
     return dict(_name_and_directory(model) for model in models)
 
 
@@ -127,7 +127,7 @@ def _name_and_directory(model: str) -> tuple[str, str]:
 
 
 def _check_models(config: ServerConfig, require: Any) -> None:
-    """Models of a family, as far as settings say what they are."""
+    """Checks the settings of a family of models."""
     engine = config.engine
     require(
         not engine.models or not engine.mesh,
@@ -188,10 +188,10 @@ _ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^\s:\[\]]+):([1-9][0-9]{0,4})")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as PyYAML reads it, but a mapping has each key once."""
+    """PyYAML's safe loader, except that it refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """See yaml.SafeLoader. Raises ConstructorError for a key that is there twice."""
+        """See yaml.SafeLoader. Raises ConstructorError for a duplicate key."""
         lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
@@ -206,7 +206,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be used; names the key, the value and what would do."""
+    """A setting that cannot be used. The message names the key, the value and valid ones."""
 
 
 def load(
@@ -229,7 +229,10 @@ def load(
 
 
 def find(kind: str, name: str | Path) -> Path:
-    """Path of a YAML file, or of the preset `name` in `configs/<kind>`. Raises SettingsError."""
+    """Returns the path of a YAML file, or of the preset `name` in `configs/<kind>`.
+
+    Raises SettingsError.
+    """
     preset = CONFIGS / kind / f"{name}.yaml"
     for path in (Path(name), preset):
         if path.is_file():
@@ -239,8 +242,9 @@ def find(kind: str, name: str | Path) -> Path:
 
 
 def read_yaml(path: Path, *, quotes: bool = True) -> dict[Any, Any]:
-    """The mapping in a YAML file; an empty file is an empty one. Raises SettingsError, which
-    quotes the line that is wrong where it `quotes`.
+    """Reads the mapping in a YAML file, which may be empty.
+
+    Raises SettingsError, which quotes the wrong line unless `quotes` is False.
     """
     try:
         loaded = yaml.load(path.read_text(encoding="utf-8"), _Loader)
@@ -248,7 +252,7 @@ def read_yaml(path: Path, *, quotes: bool = True) -> dict[Any, Any]:
         if isinstance(error, yaml.MarkedYAMLError) and not quotes:
             for mark in filter(None, (error.problem_mark, error.context_mark)):
                 mark.buffer = None
-        reason = " ".join(str(error).split())  # YAML's own has several lines
+        reason = " ".join(str(error).split())  # PyYAML's message has several lines
         raise SettingsError(f"{path} cannot be read as YAML: {reason}") from None
     if loaded is None:
         return {}
@@ -259,7 +263,7 @@ def read_yaml(path: Path, *, quotes: bool = True) -> dict[Any, Any]:
 
 @cache
 def keys(kind: type = ServerConfig) -> dict[str, Any]:
-    """Every dotted key below a dataclass, with its type."""
+    """Returns all dotted keys of a settings dataclass, with their types."""
     found = {}
     for name, hint in get_type_hints(kind).items():
         below = keys(hint) if is_dataclass(hint) else None
@@ -318,7 +322,7 @@ def check(config: ServerConfig) -> None:
         if not holds:
             raise SettingsError(f"{key} is {attrgetter(key)(config)!r}; it must be {wanted}")
 
-    # Written so that NaN and infinity fail.
+    # Conditions are written so that NaN and infinity fail.
     for names, holds, wanted in (
         (_POSITIVE, lambda v: 0 < v < inf, "above 0"),
         (_NOT_NEGATIVE, lambda v: 0 <= v < inf, "0 or more"),
@@ -343,7 +347,7 @@ def check(config: ServerConfig) -> None:
 
 
 def _check_hosts(config: ServerConfig, require: Any) -> None:
-    """A mesh over several processes: all of its settings, and such as fit each other."""
+    """Checks that the settings of a mesh over several processes are complete and consistent."""
     engine = config.engine
     given = {
         "engine.coordinator": bool(engine.coordinator),

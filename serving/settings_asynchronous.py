@@ -1,4 +1,4 @@
-"""What settings of mode aep have to be, and what does not go with them."""
+"""Checks the settings of mode aep."""
 
 from math import inf
 from operator import attrgetter
@@ -20,11 +20,11 @@ NOT_ASYNCHRONOUS = {
     "brownout.best_effort_ttft_slo_s": 0.0,
     "brownout.best_effort_itl_slo_s": 0.0,
 }
-"""Settings that mean something to steps alone: what they have to be in mode aep."""
+"""Settings that apply to steps only, with the values they must have in mode aep."""
 
 
 def check_asynchronous(config: ServerConfig, require: Any) -> None:
-    """Mode aep: its workers, and what does not go with them."""
+    """Checks the settings of workers, and that others are compatible with mode aep."""
     engine, own = config.engine, config.engine.asynchronous
     for name, other in (("attention", "experts"), ("experts", "attention")):
         require(

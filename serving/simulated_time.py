@@ -1,7 +1,6 @@
-"""An event loop whose time is simulated: idle, its clock jumps to the next timer.
+"""An event loop with simulated time: when it is idle, its clock jumps to the next timer.
 
-What takes seconds by the clock takes none here, and what happens in which order does not depend on
-how loaded the machine is.
+Waiting takes no real time, and the order of events does not depend on the machine's load.
 """
 
 import asyncio
@@ -9,15 +8,15 @@ import selectors
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """asyncio's loop with a clock of its own, which starts at 0."""
+    """An asyncio event loop with its own clock, which starts at 0."""
 
     def __init__(self) -> None:
-        """A loop at 0 s."""
+        """Makes a loop at time 0 s."""
         self.now = 0.0
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
-        """Seconds since the loop was made, as its timers count them."""
+        """Returns the simulated seconds since the loop was made."""
         return self.now
 
 
@@ -27,7 +26,7 @@ class _JumpingSelector(selectors.DefaultSelector):
         self._loop = loop
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """Looks at sockets (and what other threads did) without waiting, unless no timer is set."""
+        """Polls sockets and wake-ups of other threads; waits only if no timer is set."""
         ready = super().select(0 if timeout is not None else None)
         if not ready and timeout:
             self._loop.now += timeout

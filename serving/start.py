@@ -1,4 +1,6 @@
-"""From settings to a runner that is ready: loading, choosing what is open, compiling, warming."""
+"""Makes a ready runner from settings: loads the model, settles open settings, compiles,
+warms up.
+"""
 
 import logging
 
@@ -24,19 +26,19 @@ from serving.start_asynchronous import prepare_crew, with_mode
 log = logging.getLogger(__name__)
 
 GATHERS_WELL = 8
-"""Devices to which sending every row to all of them is the best exchange."""
+"""Up to so many devices, all-gather (sending every row to all devices) is the best exchange."""
 
 
 def prepare(
     config: EngineConfig, model: Model | Family | None, progress: Progress
 ) -> tuple[EngineConfig, Family, Runner]:
-    """Loads the models unless they are given; compiles and warms every program. Takes its time.
+    """Loads the models unless they are given, then compiles and warms every program; this is slow.
 
-    Returns the settings as they are served, the models, and their runner.
+    Returns the settings in force, the models, and their runner.
 
-    Raises SettingsError for a strategy that cannot be had, ValueError for a way that is not there,
-    what `jmoe.load` raises, and Unavailable where another process of the mesh does not come or
-    goes away.
+    Raises SettingsError for a strategy that the model does not support, ValueError for an unknown
+    way, what `jmoe.load` raises, and Unavailable if another process of the mesh does not come or is
+    lost.
     """
     limit_cpu_threads(config.cpu_threads)
     claim_memory(config.memory_fraction)
@@ -80,10 +82,10 @@ def build(
     progress: Progress,
     followers: Followers | None = None,
 ) -> tuple[EngineConfig, Family, DeviceRunner, tuple[int, ...]]:
-    """Loads the models unless they are given, and makes their runner; compiles nothing yet.
+    """Loads the models unless they are given, and makes their runner; does not compile.
 
-    Returns the settings as they are served, the models, their runner, and the ways that may be
-    served. Raises as `prepare`.
+    Returns the settings in force, the models, their runner, and the ways that may be served. Raises
+    as `prepare`.
     """
     mesh = make_mesh_of(config)
     family = Family.of(load_models(config, mesh, progress) if model is None else model)
@@ -103,7 +105,7 @@ def build(
             f"engine.resident_sets is {config.resident_sets}; it must be 0 (all), or up to the "
             f"number of models, {len(family)}"
         )
-    if (away := family.away) is not None:  # who refuses brownout may need so many at once
+    if (away := family.away) is not None:  # a row that refuses brownout may need so many at once
         check_spare(len(away.spare), away.needed_by_a_row(family.config.experts_per_token))
     if loaded.home is not None:
         home = loaded.home
@@ -119,7 +121,7 @@ def build(
 
 
 def warn_of_gathering(config: EngineConfig, model: Model) -> None:
-    """Says what all-gather costs on a mesh that is large for it; no other exchange is built."""
+    """Warns what all-gather costs on a large mesh; no other exchange is implemented."""
     devices = 1 if model.home is None else model.home.mesh.size
     if devices <= GATHERS_WELL or config.process_index > 0:
         return

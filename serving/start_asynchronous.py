@@ -1,4 +1,4 @@
-"""From settings to a crew of asynchronous workers that is ready (AMoE)."""
+"""Makes a ready crew of asynchronous workers from settings (AMoE)."""
 
 import logging
 import time
@@ -38,10 +38,11 @@ log = logging.getLogger(__name__)
 
 
 def with_mode(config: EngineConfig, model: Model | Family | None = None) -> EngineConfig:
-    """Settings whose mode is `steps` or `aep`. Says once, of `aep`, what the cost model has against
-    it; where the mode is left open, that decides, and without it the devices form a mesh.
+    """Returns the settings with mode `steps` or `aep`.
 
-    Raises what reading a model's configuration raises.
+    Without attention workers that is `steps`. If mode is `auto`, the cost model decides; if `aep`
+    does not pay, the devices form a mesh. If mode is `aep` and the cost model advises against it, a
+    warning is logged. Raises what reading a model's configuration raises.
     """
     own = config.asynchronous
     if not own.attention:
@@ -70,27 +71,27 @@ def with_mode(config: EngineConfig, model: Model | Family | None = None) -> Engi
 
 
 class CrewParts(NamedTuple):
-    """What a crew's workers are made of."""
+    """The parts from which a crew's workers are made."""
 
-    config: EngineConfig  # as it is served
-    family: Family  # of one model
+    config: EngineConfig  # in force
+    family: Family  # with one model
     limits: Limits
     sizes: Sizes  # of an attention worker
     hosts: Bool[np.ndarray, "layers E W"]  # expert workers that have each logical expert
 
     @property
     def model(self) -> Model:
-        """The one there is."""
+        """The family's only model."""
         return self.family[0]
 
 
 def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progress) -> CrewParts:
-    """Loads the model unless it is given, and divides it.
+    """Loads the model unless it is given, and plans how to divide it among workers.
 
-    Raises SettingsError for what a crew cannot do, and what `jmoe.load` raises.
+    Raises SettingsError for what a crew does not support, and what `jmoe.load` raises.
     """
     own = config.asynchronous
-    make_layer_picker(own)  # one that cannot be had is to be known now
+    make_layer_picker(own)  # fail early on a bad rule
     keep_programs(config.compilation_cache)
     family = Family.of(load_models(config, None, progress) if model is None else model)
     if len(family) > 1:
@@ -103,7 +104,7 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
     starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
     if ways:
         loaded.use_way(ways[0])
-    brownout = replace(config.brownout, ways=ways)  # the one that is loaded stays
+    brownout = replace(config.brownout, ways=ways)  # the loaded way stays
     fitting = fit_to_model(replace(config, brownout=brownout), loaded, own.attention)
     limits = limits_of(fitting, loaded.config.num_layers, own.attention)
     hosts = np.asarray(placement_of(own, loaded).hosts)
@@ -113,12 +114,12 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
 def prepare_crew(
     config: EngineConfig, model: Model | Family | None, progress: Progress
 ) -> tuple[EngineConfig, Family, "LocalCrew | RemoteCrew"]:
-    """Starts workers, in threads or in processes of their own, and waits until they are ready.
+    """Starts workers, in threads or in separate processes, and waits until they are ready.
 
-    Returns the settings as they are served, the model, and the crew.
+    Returns the settings in force, the model, and the crew.
 
-    Raises SettingsError for what a crew cannot do and for more workers than devices, Unavailable
-    for a worker that does not come up, and what `jmoe.load` raises.
+    Raises SettingsError for what a crew does not support and for more workers than devices,
+    Unavailable for a worker that does not start, and what `jmoe.load` raises.
     """
     own = config.asynchronous
     if own.workers != "threads" and model is not None:
@@ -154,8 +155,9 @@ def prepare_crew(
 
 
 def starter_of(config: AsynchronousConfig) -> "Starter":
-    """Who starts the workers' processes. Raises SettingsError where what that takes is not
-    installed, and for a cluster that is not there.
+    """Returns what starts the workers' processes.
+
+    Raises SettingsError for a missing package or an unreachable cluster.
     """
     extra = "aep,ray" if config.workers == "ray" else "aep"
     try:
@@ -174,7 +176,9 @@ def starter_of(config: AsynchronousConfig) -> "Starter":
 
 
 def keep_programs(folder: str) -> None:
-    """Keeps workers' programs in XLA's own cache; steps have another (`execution.executables`)."""
+    """Caches workers' programs in XLA's own cache; steps have another one
+    (`execution.executables`).
+    """
     if folder and not jax.config.jax_compilation_cache_dir:
         own = Path(folder).expanduser() / "asynchronous"
         jax.config.update("jax_compilation_cache_dir", str(own))
@@ -182,7 +186,7 @@ def keep_programs(folder: str) -> None:
 
 
 def make_layer_picker(config: AsynchronousConfig) -> LayerPicker:
-    """A worker's. Raises SettingsError for a rule that cannot be had."""
+    """Makes a worker's layer picker. Raises SettingsError for an unknown or failing rule."""
     waiting = Waiting(config.min_batch, config.max_wait_s, config.max_age_s)
     try:
         return make_picker(config.layer_rule, waiting)
@@ -191,7 +195,7 @@ def make_layer_picker(config: AsynchronousConfig) -> LayerPicker:
 
 
 def worker_devices(config: AsynchronousConfig) -> list[Any]:
-    """A device for each worker, those with attention first; workers share what a CPU has.
+    """Returns a device for each worker, attention workers first; on a CPU they may share devices.
 
     Raises SettingsError for more workers than GPUs.
     """
@@ -208,7 +212,7 @@ def worker_devices(config: AsynchronousConfig) -> list[Any]:
 
 
 def placement_of(config: AsynchronousConfig, model: Model) -> Placement:
-    """Ranges of experts; with copies, those of a range on the next workers, too."""
+    """Places a range of experts on each worker; with copies, also on the next workers."""
     num_layers, num_experts = model.table.slots.shape
     placed = contiguous(
         num_layers, num_experts, config.experts, num_united=num_experts - model.config.num_experts
@@ -219,7 +223,7 @@ def placement_of(config: AsynchronousConfig, model: Model) -> Placement:
 
 
 def sizes_of(config: EngineConfig, limits: Limits) -> Sizes:
-    """Of an attention worker; it has a row for each token of steps that are under way."""
+    """Returns the sizes of an attention worker, which has a row per token of steps under way."""
     return Sizes(
         num_slots=limits.slots_per_rank,
         num_pages=limits.pages_per_rank,

@@ -1,7 +1,8 @@
 """`python -m serving.start_worker`: the process of an asynchronous worker on the server's machine.
 
-It reads its assignment, a line of JSON, from its standard input, and writes where it listens,
-another, to its standard output. It ends when its input does: no worker outlives the server.
+It reads its assignment, a line of JSON, from standard input, and writes the address at which it
+listens, also a line of JSON, to standard output. It ends when its input ends, so that no worker
+outlives the server.
 """
 
 import json
@@ -40,7 +41,8 @@ def make_worker(assignment: Assignment, send: Callable[[int, Any], None]) -> Wor
     limit_cpu_threads(assignment.config.cpu_threads)
     claim_memory(assignment.config.memory_fraction)
     device = jax.local_devices()[0]
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):  # the device is for its part
+    # The whole model is loaded on the CPU; the device gets only the worker's part.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
         worker, sizes = _worker_of(assignment, send, device)
     worker.warm(sizes)
     return worker
@@ -49,7 +51,7 @@ def make_worker(assignment: Assignment, send: Callable[[int, Any], None]) -> Wor
 def _worker_of(
     assignment: Assignment, send: Callable[[int, Any], None], device: Any
 ) -> tuple[Worker, list[int]]:
-    """The worker, and the sizes of messages to warm it with."""
+    """Makes the worker; also returns the message sizes to warm it with."""
     config, number = assignment.config, assignment.number
     crew = crew_of(config, None, lambda *_: None)
     own, sizes, model = config.asynchronous, crew.sizes, crew.model
@@ -86,10 +88,10 @@ def _worker_of(
 
 
 def main() -> None:
-    """See the top of this file."""
+    """Runs a worker process; see the module's docstring."""
     logs.configure()
     said = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is for people
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print goes to stderr
     assignment = Assignment.from_json(sys.stdin.readline())
 
     def announce(address: Address) -> None:
@@ -100,7 +102,7 @@ def main() -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_input, daemon=True).start()
-    for name in (signal.SIGINT, signal.SIGTERM):  # who stops all at once wants streams to finish
+    for name in (signal.SIGINT, signal.SIGTERM):  # let streams finish first
         signal.signal(name, signal.SIG_IGN)
     try:
         work(assignment, make_worker, announce)

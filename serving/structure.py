@@ -1,9 +1,9 @@
-"""Structured outputs: which tokens may come next, by llguidance.
+"""Structured outputs: computes which tokens may come next, with llguidance.
 
-A request's schema, expression or grammar becomes a matcher, which takes the tokens of its output
-and says what may follow them as a bit a token. A structure is a caller's program: it is read in a
-process of its own first (`serving.structure_check`), with bounds on time and memory, and its masks
-have bounds, too. Nothing here runs on the device.
+A request's schema, regular expression or grammar is compiled to a matcher, which takes the tokens
+of the output and returns a bit mask of the tokens that may follow. Since a structure is in effect a
+client's program, it is first compiled in a separate process (`serving.structure_check`) with limits
+on time and memory; computing masks is limited, too. Nothing here runs on the device.
 """
 
 import asyncio
@@ -26,34 +26,36 @@ from serving.errors import NOT_OURS, InvalidRequest, Overloaded, RequestFailed, 
 from serving.request import Structure
 
 READ_S = 3.0
-"""How long a structure may take to be read."""
+"""Time limit for compiling a structure."""
 MAX_BYTES, MAX_KEPT_BYTES = 64 << 20, 256 << 20
-"""Of memory that one structure may take, and those that are kept for the next request together."""
+"""Memory limits: of one structure, and of all that are cached for further requests."""
 SHARE_S, BURST_S = 2e-3, 0.2
-"""Processor time that one output may take for each of its tokens, and beyond that in all."""
+"""CPU time that one output's masks may take: per token, and additionally in all."""
 MAX_WAITING = 64
-"""Requests that wait until their structures are read."""
+"""How many requests may wait for their structures to be compiled."""
 RETRY_AFTER_S = 1.0
 STACK_BYTES = 8 << 20
-"""Of the thread that reads what has been read in the other process, with half as much."""
+"""Stack size of the compiling thread: twice that of the other process, which compiled it first."""
 _COMPLEX = ("ParserTooComplex", "LexerTooComplex")
 
 
 class Matcher:
-    """One output on its way."""
+    """The matcher of one output in progress."""
 
     def __init__(self, matcher: Any, forget: Callable[[], None]) -> None:
-        """`matcher` is llguidance's, at its start. Copies of one share what they learn of it, a
-        failure as well: `forget` is called where this one fails.
+        """`matcher` is llguidance's, in its initial state.
+
+        Copies of a matcher share what they learn, including a failure, so `forget` is called if
+        this one fails.
         """
         self._matcher, self._forget = matcher, forget
         self._left_s = BURST_S
 
     def take(self, token: int) -> bool:
-        """The output's next token. True where it is complete: nothing can follow but its end.
+        """Takes the output's next token; returns True if only the end can follow.
 
-        Raises InvalidRequest where the structure takes more work than is allowed, RequestFailed
-        for a token that does not match, which the device does not draw.
+        Raises InvalidRequest if the structure takes too much work, and RequestFailed for a token
+        that does not match, which the device should never draw.
         """
         began_s = time.thread_time()
         taken = self._matcher.consume_token(token)
@@ -65,9 +67,10 @@ class Matcher:
         return self._matcher.is_stopped()
 
     def fill(self, allowed: Int[np.ndarray, "W"]) -> None:
-        """Sets the bits of tokens that may come next, the lowest bit of the first word first.
+        """Sets the bits of the tokens that may come next; token 0 is the first word's lowest bit.
 
-        Raises InvalidRequest where none may, or where that takes so long that others would wait.
+        Raises InvalidRequest if no token may follow, or if this takes so long that others would
+        wait.
         """
         began_s = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(allowed.ctypes.data, allowed.nbytes)
@@ -93,24 +96,24 @@ class Matcher:
 
 
 class Structures:
-    """What one model's vocabulary makes of structures."""
+    """Compiles and caches structures for one model's vocabulary."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Sequence[int]
     ) -> None:
-        """Tokens from `vocab_size` on, and such as the tokenizer does not know, are never drawn."""
+        """Tokens from `vocab_size` on, and those unknown to the tokenizer, are never drawn."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos = list(eos_token_ids)
-        self._kept: OrderedDict[Structure, tuple[Any, int]] = OrderedDict()  # and their bytes
-        self._reader = asyncio.Lock()  # one structure is read at a time
+        self._kept: OrderedDict[Structure, tuple[Any, int]] = OrderedDict()  # matcher and bytes
+        self._reader = asyncio.Lock()  # one structure is compiled at a time
         self._checker: asyncio.subprocess.Process | None = None
         self.num_waiting = 0
 
     async def matcher(self, structure: Structure) -> Matcher:
-        """A matcher at its start.
+        """Returns a new matcher for a structure.
 
-        Raises InvalidRequest for a structure that cannot be read, or not with so much time and
-        memory; Overloaded where too many wait for theirs.
+        Raises InvalidRequest for a structure that is invalid or takes too much time or memory, and
+        Overloaded if too many requests wait for theirs.
         """
         if self._tokenizer is None or not self._eos:
             what = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
@@ -130,7 +133,7 @@ class Structures:
         return Matcher(kept[0].deep_copy(), lambda: self._drop(structure))
 
     async def close(self) -> None:
-        """Ends the other process."""
+        """Ends the checking process."""
         checker, self._checker = self._checker, None
         if checker is not None and checker.returncode is None:
             checker.kill()
@@ -146,7 +149,7 @@ class Structures:
         self._kept.pop(structure, None)
 
     async def _read(self, structure: Structure) -> tuple[Any, int]:
-        """In the other process, and where that went well, here."""
+        """Compiles a structure in the other process and, if that succeeds, here."""
         num_bytes = await self._check(structure)
         matcher, error = await asyncio.wrap_future(_in_thread(self._parsed, structure))
         if error is not None:
@@ -154,7 +157,10 @@ class Structures:
         return matcher, num_bytes + len(structure.text)
 
     async def _check(self, structure: Structure) -> int:
-        """Bytes that it takes. Raises InvalidRequest."""
+        """Compiles a structure in the other process; returns its memory in bytes.
+
+        Raises InvalidRequest.
+        """
         try:
             checker = await self._started()
             assert checker.stdin is not None
@@ -164,13 +170,13 @@ class Structures:
                 checker.stdin.write(json.dumps(asked).encode() + b"\n")
                 await checker.stdin.drain()
                 line = await checker.stdout.readline()
-            found = json.loads(line)  # nothing: it has ended
+            found = json.loads(line)  # ValueError if empty: the process has ended
         except (TimeoutError, OSError, ValueError):
             await self.close()
             raise _unreadable(
                 structure, f"reading it takes more than {READ_S:g} s, or too much memory; simplify"
             ) from None
-        except BaseException:  # whoever asked has left: the answer would be another's
+        except BaseException:  # cancelled: the next caller must not get this answer
             await self.close()
             raise
         if found["error"] is not None:
@@ -213,7 +219,7 @@ class Structures:
 
 
 def _in_thread[T](call: Callable[..., T], *arguments: Any) -> "Future[T]":
-    """A call in a thread of its own, which keeps no process alive."""
+    """Makes a call in a new daemon thread."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -233,9 +239,9 @@ def _in_thread[T](call: Callable[..., T], *arguments: Any) -> "Future[T]":
 def allowed_tokens(
     sequences: Sequence[Any], drawn: Sequence[bool], vocab_size: int, end: Callable[..., None]
 ) -> Int[np.ndarray, "B W"]:
-    """What the rows of a step may draw, now that the tokens before are read.
+    """Returns the mask of tokens that each row of a step may draw, once previous tokens are read.
 
-    A sequence whose structure cannot be followed gets its error by `end(sequence, error)`.
+    `end(sequence, error)` is called for a sequence whose structure cannot be followed.
     """
     allowed = everything(len(sequences), vocab_size)
     for row, sequence, is_drawn in zip(allowed, sequences, drawn, strict=True):

@@ -1,13 +1,13 @@
-"""Reads structures in a process of its own, before the server does: `python -m
+"""Compiles structures in a separate process before the server does: `python -m
 serving.structure_check`.
 
-A structure is a caller's program. One may end the process that reads it (its parser is recursive),
-another takes minutes or gigabytes. Here that costs nobody anything: `serving.structure` ends a
+A structure is in effect a client's program. It may crash the process that compiles it (the parser
+is recursive), or take minutes or gigabytes. Here that does no harm: `serving.structure` kills a
 process that takes too long, and starts another.
 
-The first line on standard input is `{"tokenizer": text, "vocab_size": n, "eos": [ids]}`; every
-further one `{"kind": kind, "text": text}`, answered by `{"error": text or null, "bytes": n}`. The
-first answer is `{}`: the vocabulary is there.
+The first line on standard input is `{"tokenizer": text, "vocab_size": n, "eos": [ids]}`, answered
+by `{}` once the vocabulary is ready. Every further line is `{"kind": kind, "text": text}`, answered
+by `{"error": text or null, "bytes": n}`.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 from serving.grammars import Vocabulary
 
 STACK_BYTES = 4 << 20
-"""Half of what a server's thread has: what is read here, is read there."""
+"""Half the stack of the server's thread, so that whatever compiles here also compiles there."""
 ROOM_BYTES = 1 << 30
 """Address space that this process may take beyond what it has at the start."""
 
@@ -45,14 +45,14 @@ def _answer(vocabulary: Vocabulary, line: str) -> dict[str, Any]:
 def _run() -> None:
     vocabulary = Vocabulary(**json.loads(sys.stdin.readline()))
     _limit_memory()
-    print("{}", flush=True)  # what comes now is timed
+    print("{}", flush=True)  # from now on, the server times answers
     for line in sys.stdin:
         print(json.dumps(_answer(vocabulary, line)), flush=True)
 
 
 def main() -> None:
-    """Answers until its input ends."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # its end is expected
+    """Answers requests until its input ends."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # crashes are expected
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_run, name="read")
     thread.start()

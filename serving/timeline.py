@@ -23,7 +23,7 @@ from serving.scheduling.sequence import SequenceState
 from serving.settings import SettingsError
 
 MAX_EVENTS = 100_000
-"""Kept of a long run: the newest."""
+"""How many events are kept; the newest ones."""
 
 HOST, DEVICE = 1, 2  # tracks
 FIRST_WORKER = 3
@@ -32,10 +32,10 @@ _TRACKS = {HOST: "host: plan and launch", DEVICE: "device: layers of steps"}
 
 
 class Timeline(Observer):
-    """Remembers the newest events, and writes them where it is told."""
+    """An observer that keeps the newest events and writes them to a file."""
 
     def __init__(self, max_events: int = MAX_EVENTS) -> None:
-        """`max_events` are kept; older ones are dropped as newer ones come."""
+        """Keeps the newest `max_events`."""
         super().__init__()
         self._events: deque[list[dict[str, Any]]] = deque(maxlen=max_events)
         self._num_requests = 0
@@ -60,7 +60,9 @@ class Timeline(Observer):
     def step_read(
         self, step: ScheduledStep, result: StepResult, started_at: float, now: float
     ) -> None:
-        """See Observer. Steps of asynchronous workers overlap; their stages are drawn instead."""
+        """See Observer. Skipped for asynchronous workers, whose steps overlap; stages are shown
+        instead.
+        """
         if self._workers:
             return
         plan = step.plan
@@ -78,7 +80,9 @@ class Timeline(Observer):
         self._events.append([_span(DEVICE, plan.phase, started_at, now, args)])
 
     def stages_ran(self, stages: Stages) -> None:
-        """See Observer: a track for each worker, and how many rows wait before its layers."""
+        """See Observer. Adds to a track for each worker, with how many rows wait before its
+        layers.
+        """
         track = self._workers.setdefault(stages.worker, FIRST_WORKER + len(self._workers))
         columns = stages.layers, stages.rows, stages.began_at, stages.ended_at, stages.waiting
         for layer, rows, began_at, ended_at, waiting in zip(
@@ -114,7 +118,7 @@ class Timeline(Observer):
         )
 
     def write(self, path: Path) -> None:
-        """Writes what is kept to a JSON file. Raises SettingsError where that cannot be written."""
+        """Writes the kept events to a JSON file. Raises SettingsError if it cannot be written."""
         text = json.dumps({"traceEvents": list(self._named())}, allow_nan=False, ensure_ascii=False)
         try:
             # A request's id may be half a surrogate pair where a caller is in this process.
@@ -135,10 +139,10 @@ class Timeline(Observer):
 
 
 def _event(kind: str, name: str, at: float, **fields: Any) -> dict[str, Any]:
-    """Times are seconds of the engine's clock; the format's are microseconds.
+    """Makes an event. `at` is in seconds of the engine's clock; the format has microseconds.
 
-    Readers count whole nanoseconds: spans that touch have to be rounded alike, or they overlap, and
-    one of them is dropped.
+    Readers use whole nanoseconds: adjacent spans must be rounded alike, or they overlap and one of
+    them is dropped.
     """
     return {"ph": kind, "name": name, "ts": _ns(at) / 1000, "pid": _PROCESS, **fields}
 

@@ -1,10 +1,10 @@
-"""Which jmoe this is."""
+"""The version of jmoe."""
 
 import importlib.metadata
 
 
 def jmoe_version() -> str:
-    """The installed version; "source" where jmoe runs from a checkout that is not installed."""
+    """Returns the installed version; "source" if jmoe runs from a checkout without installation."""
     try:
         return importlib.metadata.version("jmoe")
     except importlib.metadata.PackageNotFoundError:

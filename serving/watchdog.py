@@ -5,14 +5,14 @@ import time
 from collections.abc import Callable
 
 PERIOD_S = 0.25
-"""Between two looks; limits shorter than a few of them are not kept exactly."""
+"""Time between two looks; limits shorter than a few periods are not kept exactly."""
 
 
 class StuckTimer:
-    """Time without progress, counting only time in which this process ran.
+    """Measures time without progress, counting only time in which this process ran.
 
-    A process that was stopped (SIGSTOP, a suspended machine) wakes up to a clock far ahead. From
-    one look to the next no more than two periods count.
+    After a stop (SIGSTOP, a suspended machine) the clock is far ahead, so at most two periods are
+    counted between two looks.
     """
 
     def __init__(self, limit_s: float, period_s: float, now: float) -> None:
@@ -22,7 +22,7 @@ class StuckTimer:
         self._stuck_s = 0.0
 
     def look(self, now: float, *, pending: bool, progress: int) -> bool:
-        """Whether work has been pending, with the same `progress`, for longer than the limit."""
+        """Returns whether work has been pending without progress for longer than the limit."""
         passed = min(now - self._looked_at, 2 * self._period_s)
         self._looked_at = now
         if not pending or progress != self._progress:
@@ -33,7 +33,7 @@ class StuckTimer:
 
 
 class Watchdog:
-    """A thread that looks at an engine's steps. The engine counts them here from its loop."""
+    """A thread that watches an engine's steps, which the engine counts here from its event loop."""
 
     def __init__(self, limit_s: float, on_stuck: Callable[[], None]) -> None:
         """`on_stuck` is called once, in the watchdog's thread. A limit of 0 watches nothing."""
@@ -43,16 +43,16 @@ class Watchdog:
         self._closed = threading.Event()
 
     def note_end(self, _: object) -> None:
-        """A step has ended, as a future's callback says it."""
+        """Counts a step that has ended; a future's done callback."""
         self.ended += 1
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Starts the thread."""
         if self._limit_s > 0:
             threading.Thread(target=self._watch, name="jmoe-watchdog", daemon=True).start()
 
     def close(self) -> None:
-        """Watches no longer."""
+        """Ends the thread."""
         self._closed.set()
 
     def _watch(self) -> None:

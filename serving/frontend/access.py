@@ -1,6 +1,6 @@
-"""Who may call: what a key allows, asked by every front end alike.
+"""Authentication and authorization by API key, shared by all front ends.
 
-Without `keys_file` everybody is `ANYBODY`.
+Without `keys_file` every caller is `ANYBODY`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from serving.request import Priority
 log = logging.getLogger(__name__)
 
 REASONS = ("admin", "metrics", "model", "class", "concurrency", "requests", "tokens")
-"""Why what a key asked for was refused."""
+"""Reasons for refusing a call with a valid key."""
 _NOBODY = bytes(32)
 _UNAUTHENTICATED = (
     "this server needs a key, and none that it knows was sent; send `authorization: Bearer KEY` "
@@ -35,7 +35,7 @@ Clock = Callable[[], int]
 
 
 class Caller:
-    """Who a key belongs to, with what it has used."""
+    """The holder of an API key: what the key allows, and what it has used."""
 
     def __init__(
         self,
@@ -45,9 +45,10 @@ class Caller:
         key: Key | None = None,
         clock: Clock = time.monotonic_ns,
     ) -> None:
-        """`name` is what logs and metrics may show of a key; never the key.
+        """`name` identifies the key in logs and metrics, which never show the key itself.
 
-        `key`: what it allows, in place of `is_admin`. `clock`: in nanoseconds, for its rates.
+        `key` says what the key allows, and replaces `is_admin`. `clock` returns nanoseconds, for
+        the rate limits.
         """
         self.name, self._clock = name, clock
         self.key = Key("", admin=is_admin) if key is None else key
@@ -57,33 +58,33 @@ class Caller:
         self.change(self.key)
 
     def change(self, key: Key) -> None:
-        """What it allows from now on; what was used stays used."""
+        """Replaces what the key allows; what it has used stays counted."""
         self.key, now_ns = key, self._clock()
         self._requests.change(key.requests_per_min, now_ns)
         self._tokens.change(key.tokens_per_min, now_ns)
 
     @property
     def is_admin(self) -> bool:
-        """Whether it may administer."""
+        """Whether the key may use the admin service."""
         return self.key.admin
 
     def require_admin(self) -> None:
-        """Raises PermissionDenied for a key that may not administer."""
+        """Raises PermissionDenied unless the key is an admin key."""
         if not self.is_admin:
             raise self._denied("admin", "this key is no admin key; use one that is")
 
     def require_metrics(self) -> None:
-        """Raises PermissionDenied for a key that may not read metrics."""
+        """Raises PermissionDenied unless the key may read metrics."""
         if not (self.is_admin or self.key.metrics):
             why = "this key may not read metrics; use an admin key, or one made with --metrics"
             raise self._denied("metrics", why)
 
     @contextlib.contextmanager
     def request(self, model: str, priority: Priority, count: int = 1) -> Iterator["Caller"]:
-        """A request under way, of a served model's own name; `count`: several, asked for at once.
+        """Counts `count` requests to `model` (its served name) as running within the block.
 
-        Raises PermissionDenied for a model or class that is not this key's, or more at once than
-        it may have; and as `check_room`.
+        Raises PermissionDenied if the key does not allow the model, the class or so many concurrent
+        requests, and Overloaded as `check_room` does.
         """
         self.check_allowed(model, priority, count)
         self.check_room(count)
@@ -96,22 +97,25 @@ class Caller:
             self.num_running -= count
 
     def salt(self, own: str = "") -> str:
-        """Of prefixes: who has another key shares none, nor with an `own` salt of another text."""
+        """Returns the prefix cache's salt: different keys, or different `own` salts, share no
+        pages.
+        """
         return f"{self.key.sha256}:{own}" if self.key.sha256 or own else ""
 
     def used(self, num_tokens: int) -> None:
-        """Tokens, of prompts and outputs, that count towards this key's rate."""
+        """Counts prompt and output tokens towards the key's rate limit."""
         self.num_tokens += num_tokens
         self._tokens.take(num_tokens, self._clock())
 
     def check_room(self, count: int = 1) -> None:
-        """Raises Overloaded, with the time to come back, where rates or concurrency are used up.
+        """Raises Overloaded, with a retry time, if the key's rate or concurrency limit is reached.
 
-        Cheap: who has no room is told before anything of a request is looked at.
+        The check is cheap, so that it can be made before a request is read.
         """
         key = self.key
         if key.concurrency and self.num_running + count > key.concurrency:
-            # When one of them ends is not known; the time is that of a server without room.
+            # It is not known when a request will end, so use the retry time of an overloaded
+            # server.
             self.refused["concurrency"] += 1
             raise Overloaded(
                 f"this key has {self.num_running} requests under way and may have "
@@ -129,10 +133,10 @@ class Caller:
                 )
 
     def check_allowed(self, model: str, priority: Priority, count: int = 1) -> None:
-        """Raises PermissionDenied for what this key may never ask."""
+        """Raises PermissionDenied for a request that this key can never make."""
         key = self.key
-        # Which models are served is no secret among those who have a key: `GetServerInfo` and
-        # `/v1/models` say it. So a refusal says what it is, and not that the model is unknown.
+        # Anybody with a key can list the served models (`GetServerInfo`, `/v1/models`), so the
+        # error need not hide that the model exists.
         for what, wanted, allowed in (
             ("model", model, key.models),
             ("class", str(priority), key.classes),
@@ -158,21 +162,20 @@ def _not_allowed(what: str, wanted: str, allowed: Collection[str]) -> str:
 ANYBODY = Caller()
 
 current: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
-"""Whose call a task works on. The guard of a port sets it before a message is received."""
+"""The caller that a task serves. The port's guard sets it before it receives a message."""
 
 
 class Access(Watched[dict[str, Key]]):
-    """The keys of a server, as they are now. Without a file there are none, and nobody needs one.
+    """A server's current API keys. Without a file there are none, and callers need none.
 
-    Any thread may ask for a caller. What a key has used stays used when the file is read again, by
-    its name. A key that is gone from the file begins nothing more; what it has under way is
-    finished: it was admitted, and its place in the batch is paid for.
+    `caller` is thread-safe. When the file is read again, usage is kept by key name. A key that was
+    removed from the file cannot start new requests; those it has running are finished.
     """
 
     def __init__(self, path: Path | None = None, clock: Clock = time.monotonic_ns) -> None:
         """Reads the file. Raises SettingsError for one that cannot be used."""
         self.num_unauthenticated = 0
-        self.callers: dict[str, Caller] = {}  # by name; replaced as a whole, as is the next
+        self.callers: dict[str, Caller] = {}  # by name; replaced, never changed, like the next
         self._by_digest: dict[bytes, tuple[bytes, Caller]] = {}
         self._path, self._clock, self._lock = path, clock, Lock()
         super().__init__("keys", [] if path is None else [path])
@@ -183,11 +186,11 @@ class Access(Watched[dict[str, Key]]):
         return f"Access({len(self.callers)} keys)"
 
     def caller(self, authorization: str | None) -> Caller:
-        """Who calls, by the value of an `authorization` header ("Bearer KEY").
+        """Returns the caller for the value of an `authorization` header ("Bearer KEY").
 
-        Raises Unauthenticated, the same for a key that is missing, malformed or unknown. All of
-        them take the same steps as one that is known: a hash, a look-up by it, a comparison. Who
-        measures their time learns of the hash of what they sent, which they know.
+        Raises the same Unauthenticated for a missing, malformed or unknown key. All cases take the
+        same steps as a known key: a hash, a look-up by the hash, a comparison. So timing reveals
+        nothing but the hash of what the caller sent.
         """
         if self._path is None:
             return ANYBODY

@@ -1,6 +1,6 @@
-"""HTTP/1.1 connections with bounds: how many, how large headers are, how long requests take.
+"""Limits for HTTP/1.1: number of connections, size of headers, and time to receive a request.
 
-uvicorn's protocol on httptools has none of these. What a body may have is the application's to say.
+uvicorn's httptools protocol has none of these. The application limits the size of bodies.
 """
 
 import asyncio
@@ -19,41 +19,39 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 MAX_HEADER_BYTES = 16 << 10
-"""Of a request's first line and headers, as much as gRPC's metadata may have."""
+"""Limit for a request line and its headers; the same as for gRPC metadata."""
 MAX_WAITING = 8
-"""Requests of a connection that wait for the one before them to be answered (pipelining)."""
+"""Pipelined requests that may wait on one connection for earlier responses."""
 LINGER_S = 1.0
-"""How long what a refused client still sends is dropped, so that its answer reaches it."""
+"""How long to discard input after refusing a request, so that the client can read the response."""
 KEEP_ALIVE_S = 75
-"""How long a connection that has had an answer may wait with its next request. Longer than clients
-keep theirs, so that these are who closes them.
+"""How long a connection may be idle between requests. Longer than clients keep idle connections, so
+that usually the client closes first.
 """
 
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """Of one listener."""
+    """Limits of one listener."""
 
-    max_connections: int  # more are closed as they come
-    message_timeout_s: float  # from a connection, or a request's first byte, to its last one
+    max_connections: int  # further connections are closed at once
+    message_timeout_s: float  # from connecting, or a request's first byte, to its last
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """A connection that is closed where its client sends too much, or too slowly."""
+    """A connection that is closed if its client sends too much, or too slowly."""
 
     def __init__(self, *args: Any, limits: HttpLimits, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limits = limits
-        self._header_bytes = 0  # of a request's line, headers and trailers
-        self._unheard_bytes = (
-            0  # since the parser last said anything; it keeps what is no whole line
-        )
-        self._in_headers = True  # or before the first byte of a request
-        self._head_bytes = 0  # of data that was nothing but a line and headers
-        self._completes = False  # the data that is being parsed has the end of a request
+        self._header_bytes = 0  # size of the request line, headers and trailers
+        self._unheard_bytes = 0  # since the parser's last callback; it buffers incomplete lines
+        self._in_headers = True  # also before a request's first byte
+        self._head_bytes = 0  # size of data that had only a request line and headers
+        self._completes = False  # the data being parsed contains the end of a request
         self._refused = False
-        self._begins_anew = False  # a new parser is told what the old one has parsed
-        self._data = b""  # that is being parsed
+        self._begins_anew = False  # a new parser is being fed what the old one parsed
+        self._data = b""  # being parsed
         self._arriving: asyncio.TimerHandle | None = None  # runs while a request arrives
         self._running: RequestResponseCycle | None = None
 
@@ -65,7 +63,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         super().connection_made(transport)
         found = transport.get_extra_info("socket")
-        if found is not None:  # a client that vanished without closing is found out
+        if found is not None:  # detects a client that vanished without closing
             found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._start_clock()
 
@@ -73,10 +71,10 @@ class BoundedHttp(HttpToolsProtocol):
         """See asyncio.Protocol."""
         self._stop_clock()
         if self.transport is None:
-            return  # it was one too many
+            return  # connection_made refused it
         running = self._running
         super().connection_lost(exc)
-        # uvicorn tells the newest request alone; before one that waits, another may be under way.
+        # uvicorn notifies only the newest request; an earlier one may be running while it waits.
         if running is not None and not running.response_complete:
             _leave(running)
 
@@ -116,7 +114,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self._begins_anew or self._refused:
             return
         self._header_bytes += len(name) + len(value)
-        if self._in_headers:  # what comes behind a body is counted, and left out
+        if self._in_headers:  # trailers are counted but ignored
             super().on_header(name, value)
         self._check_size()
 
@@ -149,10 +147,10 @@ class BoundedHttp(HttpToolsProtocol):
             super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """uvicorn calls it where a request wants another protocol, as those of Java's client do.
+        """Ignores a request's wish to upgrade to another protocol, such as those of Java's client.
 
-        A server may answer it as if it did not. The parser can not: it takes what follows for that
-        protocol. So another parser goes on, which is told how long the body is.
+        A server may answer as if the client had not asked. But the parser treats all further data
+        as the other protocol, so a new parser replaces it, and is told the body's length.
         """
         told = sys.exception()
         assert isinstance(told, httptools.HttpParserUpgrade)
@@ -162,7 +160,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._begins_anew = True
             try:
                 self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % length)
-            except httptools.HttpParserError:  # a length that only a parser of bodies looks at
+            except httptools.HttpParserError:  # e.g. an invalid length, not checked until now
                 self.send_400_response("")
                 return
             finally:
@@ -172,7 +170,7 @@ class BoundedHttp(HttpToolsProtocol):
             super().data_received(rest)
 
     def _length_headers(self) -> bytes:
-        """Those of this request that say how its body ends; empty where it has none."""
+        """Returns this request's headers that delimit its body; empty if it has no body."""
         found = [
             b"%b: %b\r\n" % header
             for header in self.headers
@@ -199,26 +197,29 @@ class BoundedHttp(HttpToolsProtocol):
             self._arriving = None
 
     def _too_slow(self) -> None:
-        """No whole request came in time. Who reads the body of one that is answered tells it."""
+        """Closes a connection that sent no whole request in time.
+
+        If the application is already running the request, reading its body times out there.
+        """
         self._arriving = None
         if self._running is None or self._running.response_complete:
             self._refused = True
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """See uvicorn, which calls it for what is no HTTP."""
+        """See uvicorn, which calls this for input that is not HTTP."""
         self._refuse(400, "not_http", "this is no HTTP/1.1 request; send one")
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Answers without the application, and closes."""
+        """Responds without calling the application, and closes the connection."""
         self._refused = True
         self._stop_clock()
         running = self._running
         if not self._in_headers and self.cycle is not None and self.cycle.response_complete:
-            self.transport.close()  # this request has its answer
+            self.transport.close()  # this request was answered already
             return
         if running is not None and not running.response_complete:
-            if running.response_started:  # into its answer another must not be put
+            if running.response_started:  # another response must not be mixed into it
                 self.transport.close()
                 return
             _leave(running)
@@ -233,13 +234,13 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def _leave(cycle: RequestResponseCycle) -> None:
-    """Tells a request that its client is gone; what it still sends is dropped."""
+    """Tells the application that the client disconnected; its further output is dropped."""
     cycle.disconnected = True
     cycle.message_event.set()
 
 
 def bounded_http(limits: HttpLimits) -> Callable[..., asyncio.Protocol]:
-    """The protocol of a listener, as uvicorn makes one for each connection."""
+    """Returns a factory with which uvicorn makes the protocol of each connection."""
 
     def protocol(*args: Any, **kwargs: Any) -> BoundedHttp:
         return BoundedHttp(*args, limits=limits, **kwargs)

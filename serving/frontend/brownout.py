@@ -1,4 +1,4 @@
-"""A change of brownout settings that somebody asked for, by whatever front end. No jax."""
+"""Changes brownout settings on behalf of any front end. Does not import jax."""
 
 import asyncio
 import time
@@ -12,16 +12,16 @@ if TYPE_CHECKING:
 
 
 async def set_brownout(engine: "Engine", change: BrownoutChange, peer: str) -> BrownoutState:
-    """Changes settings and logs who did it, `peer`; another way is loaded before this returns.
+    """Changes settings and logs that `peer` did so; if the way changes, waits until it is loaded.
 
-    Cancelled, it leaves a way that is loading to the engine and drops what else was to be set.
-    Raises what `Engine.set_brownout` raises.
+    If cancelled while a way is loading, the engine goes on loading it, and the other changes are
+    dropped. Raises what `Engine.set_brownout` raises.
     """
     before, began_at = engine.get_brownout(), time.monotonic()
     setting = asyncio.ensure_future(engine.set_brownout(change))
     try:
         await asyncio.sleep(0)
-        if not setting.done():  # what is refused, or needs no loading, is done at once
+        if not setting.done():  # otherwise it was refused, or needed no loading
             status.log_way_begun(change, before, peer)
         after = await setting
     except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""Between the messages of `jmoe.v1` and the engine's dataclasses."""
+"""Converts between the messages of `jmoe.v1` and the engine's dataclasses."""
 
 import uuid
 from collections.abc import Sequence
@@ -38,13 +38,13 @@ _PRIORITIES = {
 }
 
 
-_BYTES_PER_ID, _BYTES_PER_CHAR = 16, 4  # at most: 11 where a negative id is not packed; UTF-8
+_BYTES_PER_ID, _BYTES_PER_CHAR = 16, 4  # upper bounds: an unpacked negative id has 11; UTF-8
 _BYTES_PER_BIAS = 24  # tags, an id, a float
 _OTHER_BYTES = 16 << 10  # names, numbers and tags
 
 
 def max_request_bytes(bounds: Bounds) -> int:
-    """More than any GenerateRequest within bounds has."""
+    """Returns an upper bound on the bytes of a GenerateRequest within bounds."""
     prompt = max(_BYTES_PER_ID * bounds.max_prompt_tokens, text_bytes(bounds))
     stops = MAX_STOP_STRINGS * _BYTES_PER_CHAR * MAX_STOP_CHARS + _BYTES_PER_ID * MAX_STOP_TOKEN_IDS
     shaping = _BYTES_PER_BIAS * MAX_LOGIT_BIASES + _BYTES_PER_CHAR * MAX_STRUCTURE_CHARS
@@ -52,18 +52,18 @@ def max_request_bytes(bounds: Bounds) -> int:
 
 
 def text_bytes(bounds: Bounds) -> int:
-    """That the longest text of a prompt can have."""
+    """Returns the most bytes that a prompt's text can have."""
     return _BYTES_PER_CHAR * bounds.max_prompt_chars
 
 
 def prompt(request: pb.GenerateRequest, bounds: Bounds) -> str | list[int]:
-    """The prompt. Raises InvalidRequest where it is missing, empty, or longer than can fit."""
+    """Returns the prompt. Raises InvalidRequest if it is missing, empty, or too long."""
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidRequest("the prompt is missing; set text or tokens")
     if kind == "text":
         found = request.text
-        if bounds.max_prompt_chars:  # 0: no tokenizer, which the engine says
+        if bounds.max_prompt_chars:  # 0: no tokenizer; the engine reports that
             check_count("characters of text", len(found), bounds.max_prompt_chars)
     else:
         check_count("prompt tokens", len(request.tokens.ids), bounds.max_prompt_tokens)
@@ -74,19 +74,22 @@ def prompt(request: pb.GenerateRequest, bounds: Bounds) -> str | list[int]:
 
 
 def salt(request: pb.GenerateRequest) -> str:
-    """The caller's own. Raises InvalidRequest for one that is too long."""
+    """Returns the request's own cache salt. Raises InvalidRequest if it is too long."""
     check_count("characters of cache_salt", len(request.cache_salt), MAX_SALT_CHARS)
     return request.cache_salt
 
 
 def request_id(request: pb.GenerateRequest) -> str:
-    """The caller's id, or a drawn one. Raises InvalidRequest for a long one."""
+    """Returns the request's id, or a generated one. Raises InvalidRequest if it is too long."""
     check_count("characters of request_id", len(request.request_id), MAX_REQUEST_ID_CHARS)
     return request.request_id or uuid.uuid4().hex
 
 
 def sampling(message: pb.SamplingParams, bounds: Bounds) -> SamplingParams:
-    """Absent fields take the defaults. Raises InvalidRequest for a value out of range."""
+    """Converts sampling parameters; absent fields take the defaults.
+
+    Raises InvalidRequest for a value out of range.
+    """
     check_count("stop strings", len(message.stop), MAX_STOP_STRINGS)
     check_count("stop_token_ids", len(message.stop_token_ids), MAX_STOP_TOKEN_IDS)
     for token in message.stop_token_ids if bounds.vocab_size else ():
@@ -106,7 +109,7 @@ def sampling(message: pb.SamplingParams, bounds: Bounds) -> SamplingParams:
 
 
 def priority(request: pb.GenerateRequest) -> Priority:
-    """Service class of a request. Raises InvalidRequest for a number the proto does not name."""
+    """Returns the request's service class. Raises InvalidRequest for an unknown enum value."""
     try:
         return _PRIORITIES[request.priority]
     except KeyError:
@@ -114,7 +117,7 @@ def priority(request: pb.GenerateRequest) -> Priority:
 
 
 def response(out: Output) -> pb.GenerateResponse:
-    """One message for one output; called for every token."""
+    """Converts an output to a message; called for every token."""
     usage = out.usage
     return pb.GenerateResponse(
         request_id=out.request_id,
@@ -148,22 +151,22 @@ def _span(span: ThresholdSpan | None) -> pb.ThresholdSpan | None:
 
 
 def brownout_change(request: pb.SetBrownoutRequest) -> BrownoutChange:
-    """Absent fields are None."""
+    """Converts a change of settings; absent fields are None."""
     return BrownoutChange(**{field.name: value for field, value in request.ListFields()})
 
 
 def brownout_state(state: BrownoutState) -> pb.BrownoutState:
-    """Field by field; the names are the same."""
+    """Converts a BrownoutState, whose fields have the same names."""
     return pb.BrownoutState(**asdict(state))
 
 
 def stats(found: EngineStats) -> pb.Stats:
-    """Field by field; the names are the same."""
+    """Converts EngineStats, whose fields have the same names."""
     return pb.Stats(**asdict(found))
 
 
 def model_info(model: "Model") -> pb.ModelInfo:
-    """What a caller may want to know of a loaded model."""
+    """Describes a loaded model to clients."""
     cfg = model.config
     return pb.ModelInfo(
         name=model.name,

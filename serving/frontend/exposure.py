@@ -1,4 +1,4 @@
-"""What a server shows to whom: its certificates, and warnings where settings show much."""
+"""A server's certificates, and warnings about settings that expose it."""
 
 import logging
 from pathlib import Path
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def certificates(config: ServerConfig) -> Certificates | None:
-    """Those of the ports for clients; None where nothing is encrypted. Raises SettingsError."""
+    """Loads the certificates of the client ports; None without TLS. Raises SettingsError."""
     if not config.tls_cert:
         return None
     client_ca = Path(config.tls_client_ca) if config.tls_client_ca else None
@@ -19,7 +19,7 @@ def certificates(config: ServerConfig) -> Certificates | None:
 
 
 def warn(config: ServerConfig) -> None:
-    """Says of ports that others can reach what they let through."""
+    """Warns about ports that other machines can reach without encryption or access control."""
     others_may_call, others_may_administer = (
         not Origins(config.host).is_loopback,
         not Origins(config.admin_host).is_loopback,

@@ -1,7 +1,7 @@
-"""What stands between callers and every service of a port.
+"""The gRPC interceptor in front of every service of a port.
 
-The guard receives each message as bytes, parses it, counts calls, and turns what a service raises
-into a gRPC status, so that nothing a caller sends reaches more than its own call.
+The guard authenticates callers, receives each message as bytes, parses it, limits concurrent calls,
+and turns exceptions of a service into a gRPC status. So a bad message affects only its own call.
 """
 
 import asyncio
@@ -36,18 +36,20 @@ from serving.frontend.streams import Streams
 log = logging.getLogger(__name__)
 
 SMALL_MESSAGE_BYTES = 16 << 10
-"""More than any message but a prompt has."""
+"""More than any message without a prompt has."""
 MAX_STATUS_BYTES = 1000
-"""Of a status message. It travels as metadata, three bytes for one, and clients take 8 KB of it."""
+"""Limit for a status message. It is sent as metadata, up to three bytes for each of its bytes, and
+clients accept 8 KB of metadata.
+"""
 LOG_EVERY_S = 10.0
 
 MAX_STREAMS = 64
-"""Calls of methods that take more than one message (reflection's); they are not many."""
+"""Concurrent calls of methods with a stream of requests (reflection); few are needed."""
 
 _REFUSED, _DENIED, _INVALID = "refused", "denied", "invalid"
 _EXPIRED, _FAILED = "expired", "failed"
 _KINDS = (_REFUSED, _DENIED, _INVALID, _EXPIRED, _FAILED)
-"""What calls are tallied under in the log."""
+"""Kinds of failed calls that the log counts."""
 
 _HEALTH = "/grpc.health.v1.Health/"
 
@@ -67,15 +69,15 @@ _CODES: dict[type[Exception], grpc.StatusCode] = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one listener."""
+    """Limits of one listener."""
 
-    max_calls: int  # that are worked on at once, health and reflection not counted
-    max_receiving: int  # messages that are received at once
+    max_calls: int  # concurrent calls, without health and reflection
+    max_receiving: int  # messages received concurrently
     message_timeout_s: float  # from the opening of a call to its message
 
 
 class Told(NamedTuple):
-    """What a caller hears of an error: code, message, and trailing metadata."""
+    """An error as reported to the client: code, message, and trailing metadata."""
 
     code: grpc.StatusCode
     said: str
@@ -83,7 +85,9 @@ class Told(NamedTuple):
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """Wraps the methods of a server. A service raises `ServingError`s and nothing of gRPC."""
+    """Wraps the methods of a server. Services raise `ServingError`s and do not set gRPC
+    statuses.
+    """
 
     def __init__(
         self,
@@ -93,16 +97,18 @@ class Guard(grpc.aio.ServerInterceptor):
         lasting: Collection[str] = (),
         identify: Callable[[str, str | None], Caller] = lambda method, authorization: ANYBODY,
     ) -> None:
-        """Asks `identify` and then `admit` before a message is received, which raise what a caller
-        is told, and `max_message_bytes` before one is parsed; all get a method as
-        `/package.Service/Method`, and `identify` what the call has as `authorization`. Health is
-        for everybody. `lasting` are methods that take request after request (`Streams`).
+        """All callbacks get the method as `/package.Service/Method`.
+
+        `identify` and then `admit` are called before a message is received, and may raise the error
+        to report to the client. `identify` also gets the call's `authorization` metadata, and is
+        not called for the health service. `max_message_bytes` is asked before a message is parsed.
+        `lasting` are the methods that take a long-lived stream of requests (`Streams`).
         """
         self.limits = limits
         self.num_calls = self.num_streams = 0
         self._admit, self._max_message_bytes = admit, max_message_bytes
         self._identify = identify
-        # Health has an inbox of its own: callers of other services cannot keep it from answering.
+        # Health has its own inbox, so that callers of other services cannot block it.
         self.inbox, self._health_inbox = (
             Inbox(limits.max_receiving, 4 * limits.max_calls, limits.message_timeout_s)
             for _ in range(2)
@@ -114,7 +120,7 @@ class Guard(grpc.aio.ServerInterceptor):
         self._idle = asyncio.Event()
 
     async def idle(self, timeout_s: float) -> bool:
-        """Waits until no call is under way; False where one still is after so long."""
+        """Waits until no call is running; returns False if one still is after `timeout_s`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.num_calls:
@@ -123,7 +129,7 @@ class Guard(grpc.aio.ServerInterceptor):
         return not self.num_calls
 
     def close(self) -> None:
-        """Logs what was not logged yet."""
+        """Logs the counts that were not logged yet."""
         for tally in self._tallies.values():
             tally.close()
 
@@ -142,7 +148,9 @@ class Guard(grpc.aio.ServerInterceptor):
         return self._wrapped[method]
 
     def _wrap(self, method: str, handler: Any) -> grpc.RpcMethodHandler:
-        """The same method, as one that gets bytes, and is called before they are there."""
+        """Wraps a method so that it is called before its message has arrived, and gets raw
+        bytes.
+        """
         if handler.request_streaming and not handler.response_streaming:
             raise TypeError(f"{method} is of a kind that the guard does not know")
         behaviour = None
@@ -167,7 +175,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 if not is_health:
                     current.set(self._identify(method, authorization(context)))
                 self._admit(method)
-                with place():  # refuse before the message is received, where there is no room
+                with place():  # if there is no room, refuse before receiving the message
                     pass
                 message = await inbox.receive_one(context)
                 with place():
@@ -197,7 +205,9 @@ class Guard(grpc.aio.ServerInterceptor):
     def _lasting_stream(
         self, method: str, handler: Any
     ) -> Callable[[object, Any], Awaitable[None]]:
-        """The handler writes by itself, and takes a `place` for each request."""
+        """Wraps a `lasting` method, which writes responses itself and takes a `place` per
+        request.
+        """
 
         async def stream(_: object, context: Any) -> None:
             async with self._answering(method, context):
@@ -224,7 +234,9 @@ class Guard(grpc.aio.ServerInterceptor):
             ) from None
 
     def check_count(self, count: int) -> None:
-        """Raises InvalidRequest for more requests at once than there will ever be places for."""
+        """Raises InvalidRequest if one call asks for more requests than may ever run
+        concurrently.
+        """
         if count > self.limits.max_calls:
             raise InvalidRequest(
                 f"the call asks for {count} answers, and this server works on "
@@ -233,7 +245,9 @@ class Guard(grpc.aio.ServerInterceptor):
 
     @contextlib.contextmanager
     def place(self, count: int = 1) -> Iterator[None]:
-        """A place among the calls under way, or several. Raises Overloaded where all are taken."""
+        """Counts `count` running calls within the block. Raises Overloaded if there are too
+        many.
+        """
         if self.num_calls + count > self.limits.max_calls:
             raise Overloaded(
                 f"{self.num_calls} calls are under way already (max_concurrent_calls); "
@@ -249,14 +263,14 @@ class Guard(grpc.aio.ServerInterceptor):
                 self._idle.set()
 
     def note(self, method: str, peer: str, error: Exception) -> None:
-        """Counts what ended a call in the log's tallies, with a traceback of what is no status."""
+        """Counts a failed call for the log, with a traceback if the error is unexpected."""
         expected = isinstance(error, ServingError | ValueError)
         if (what := _kind(error) if expected else _FAILED) is not None:
             self._tallies[what].note(_detail(method, peer, error), None if expected else error)
 
     @contextlib.asynccontextmanager
     async def _answering(self, method: str, context: Any) -> AsyncIterator[None]:
-        """Turns what is raised inside into a gRPC status; no exception reaches the process."""
+        """Turns exceptions raised in the block into a gRPC status."""
         try:
             yield
         except grpc.aio.AbortError:
@@ -266,7 +280,7 @@ class Guard(grpc.aio.ServerInterceptor):
             await context.abort(code, said, trailing)
 
     def tell(self, method: str, context: Any, error: Exception) -> Told:
-        """Notes what was raised; what its caller is told of it."""
+        """Notes an error, and returns how it is reported to the client."""
         self.note(method, context.peer(), error)
         if not isinstance(error, ServingError | ValueError):
             return Told(grpc.StatusCode.INTERNAL, cut(f"{type(error).__name__}: {error}"), ())
@@ -274,15 +288,15 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 def authorization(context: Any) -> str | None:
-    """What a call says of its caller; None where it says nothing, or several things."""
+    """Returns the call's `authorization` metadata; None if it has none or several."""
     said = [value for name, value in context.invocation_metadata() if name == "authorization"]
     return said[0] if len(said) == 1 and isinstance(said[0], str) else None
 
 
 def _kind(error: Exception) -> str | None:
-    """Under which line of the log an error counts; None where it is nothing to log."""
+    """Returns the kind under which the log counts an error; None if it is not logged."""
     if isinstance(error, Aborted):
-        return None  # by its caller, or by a server that stops
+        return None  # by its caller, or because the server stops
     if isinstance(error, Overloaded | Unavailable):
         return _REFUSED
     if isinstance(error, Unauthenticated | PermissionDenied):
@@ -293,7 +307,7 @@ def _kind(error: Exception) -> str | None:
 
 
 def _detail(method: str, peer: str, error: Exception) -> str:
-    """One line, whatever the error says."""
+    """Describes an error in one line."""
     said = " ".join(cut(str(error)).split()) or type(error).__name__
     return f"the last one, {method} from {peer}: {said}"
 
@@ -306,12 +320,12 @@ def _code(error: Exception) -> grpc.StatusCode:
 def _trailing(error: Exception) -> tuple[tuple[str, str], ...]:
     if not isinstance(error, Overloaded | WorkerLost):
         return ()
-    wait_ms = ceil(round(error.retry_after_s * 1000, 6))  # who comes earlier is refused again
+    wait_ms = ceil(round(error.retry_after_s * 1000, 6))  # an earlier retry would be refused again
     return (("grpc-retry-pushback-ms", str(max(1, wait_ms))),)
 
 
 def cut(text: str) -> str:
-    """A status message that any client can receive."""
+    """Shortens a status message to what any client can receive."""
     encoded = text.encode("utf-8", "replace")
     if len(encoded) <= MAX_STATUS_BYTES:
         return text
@@ -319,7 +333,7 @@ def cut(text: str) -> str:
 
 
 class Tally:
-    """Logs calls of a kind: one line at once, then one with a count every `LOG_EVERY_S`."""
+    """Logs failed calls of one kind: the first at once, then a count every `LOG_EVERY_S`."""
 
     def __init__(self, what: str) -> None:
         self._what = what  # as in "71 calls refused"
@@ -329,14 +343,14 @@ class Tally:
         self._flush: asyncio.TimerHandle | None = None
 
     def note(self, detail: str, error: Exception | None = None) -> None:
-        """One more. The traceback of an `error` is logged where the line comes at once."""
+        """Counts a call. If it is logged at once, the traceback of `error` is logged too."""
         self._count, self._detail = self._count + 1, detail
         if self._flush is None:
             self._write("", error)
             self._wait()
 
     def close(self) -> None:
-        """Writes the count that waits for its time."""
+        """Logs the pending count."""
         if self._flush is not None:
             self._flush.cancel()
             self._flush_now()
@@ -347,7 +361,7 @@ class Tally:
     def _wait(self) -> None:
         loop = asyncio.get_running_loop()
         self._since_s = loop.time()
-        # In no request's context: what is logged then is about several.
+        # Not in a request's context, since the line will be about several requests.
         self._flush = loop.call_later(LOG_EVERY_S, self._flush_now, context=Context())
 
     def _flush_now(self) -> None:

@@ -1,4 +1,4 @@
-"""Connections over TLS, each by the context of its moment: asyncio's servers keep their first."""
+"""Accepts TLS connections, each with the current SSL context; asyncio's servers never change it."""
 
 import asyncio
 import logging
@@ -12,14 +12,14 @@ from serving.frontend.tls import HANDSHAKE_S
 log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 128
-"""Handshakes; with one more the oldest ends, so that who stalls keeps nobody out."""
+"""Concurrent handshakes. One more cancels the oldest, so that stalled clients block nobody."""
 BACKLOG = 2048
 FULL_S = 0.1
-"""Until the next look, where the process may open no more files."""
+"""How long to wait before the next accept when the process has too many open files."""
 
 
 class Door:
-    """Takes connections from a socket, and hands those whose handshake succeeds to a protocol."""
+    """Accepts connections from a socket, and gives a protocol to those whose handshake succeeds."""
 
     def __init__(
         self,
@@ -27,24 +27,24 @@ class Door:
         context: Callable[[], ssl.SSLContext],
         make: Callable[[], asyncio.Protocol],
     ) -> None:
-        """`make` makes a connection's protocol, `context` is asked at each connection."""
+        """`make` makes a connection's protocol; `context` is called for each connection."""
         self._bound, self._context, self._make = bound, context, make
-        self._under_way: dict[asyncio.Task[None], None] = {}  # handshakes, the oldest first
+        self._under_way: dict[asyncio.Task[None], None] = {}  # running handshakes, the oldest first
         self._accepting: asyncio.Task[None] | None = None
 
     @property
     def num_handshakes(self) -> int:
-        """Those under way."""
+        """The number of running handshakes."""
         return len(self._under_way)
 
     def open(self) -> None:
-        """Listens."""
+        """Starts to listen and accept connections."""
         self._bound.setblocking(False)
         self._bound.listen(BACKLOG)
         self._accepting = asyncio.create_task(self._accept(), name="jmoe-https")
 
     async def close(self) -> None:
-        """Takes no more connections, and ends handshakes; who is through stays."""
+        """Stops accepting and cancels handshakes; established connections stay open."""
         tasks = [task for task in (self._accepting, *self._under_way) if task is not None]
         for task in tasks:
             task.cancel()
@@ -55,7 +55,7 @@ class Door:
         while True:
             try:
                 connection, _ = await loop.sock_accept(self._bound)
-            except OSError as error:  # it is gone already, or there are too many files
+            except OSError as error:  # the client is gone already, or too many files are open
                 log.debug("a connection was not taken: %s", error)
                 await asyncio.sleep(FULL_S)
                 continue
@@ -69,7 +69,7 @@ class Door:
 
     def _done(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
         self._under_way.pop(task, None)
-        if task.cancelled():  # maybe before it began; else a transport has the socket
+        if task.cancelled():  # maybe before it began; otherwise a transport owns the socket
             connection.close()
 
     async def _shake(self, connection: socket.socket) -> None:
@@ -77,5 +77,5 @@ class Door:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make, connection, ssl=self._context(), ssl_handshake_timeout=HANDSHAKE_S
             )
-        except OSError as error:  # ssl.SSLError is one: no TLS, no certificate, or gone
+        except OSError as error:  # includes ssl.SSLError: no TLS, no certificate, or a disconnect
             log.debug("a handshake failed: %s", error)

@@ -1,4 +1,4 @@
-"""`grpc.health.v1`: one status for every name, told at once to whoever watches."""
+"""The `grpc.health.v1` service: one status for all names, pushed at once to watchers."""
 
 import asyncio
 from typing import Any
@@ -13,10 +13,10 @@ MAX_WATCHERS = 256
 
 
 class Health(rpc.HealthServicer):
-    """Answers for the server as a whole ("") and for each service by name.
+    """The health service of the server as a whole ("") and of each service by name.
 
-    A change takes no lock and waits for nobody: a watcher that does not read holds up only itself.
-    (With the servicer of grpcio-health-checking it would hold up every change.)
+    A change takes no lock and waits for nobody, so a watcher that does not read delays only itself.
+    (With the servicer of grpcio-health-checking it would delay every change.)
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
@@ -28,17 +28,17 @@ class Health(rpc.HealthServicer):
 
     @property
     def is_serving(self) -> bool:
-        """What every name says now."""
+        """Whether the status of all names is SERVING."""
         return self.serving and not self._closed
 
     def set(self, serving: bool) -> None:
-        """What every name says from now on."""
+        """Sets the status of all names, and notifies watchers if it changed."""
         if serving != self.serving:
             self.serving = serving
             self._wake()
 
     def close(self) -> None:
-        """NOT_SERVING for ever. Watchers are told, and their calls end."""
+        """Sets NOT_SERVING for good; watchers are notified, and their calls end."""
         self.serving, self._closed = False, True
         self._wake()
 
@@ -53,7 +53,7 @@ class Health(rpc.HealthServicer):
         return states(status=states.SERVING if self.is_serving else states.NOT_SERVING)
 
     async def Check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
-        """The status now."""
+        """Returns the current status. Aborts with NOT_FOUND for an unknown name."""
         if request.service not in self._names:
             await context.abort(
                 grpc.StatusCode.NOT_FOUND, f"no service is named {shown(request.service)}"
@@ -61,12 +61,12 @@ class Health(rpc.HealthServicer):
         return self._answer(request.service)
 
     async def List(self, request: Any, context: Any) -> Any:
-        """The status of every name now."""
+        """Returns the current status of every name."""
         response: Any = pb.HealthListResponse  # pyright: ignore[reportAttributeAccessIssue]
         return response(statuses={name: self._answer(name) for name in self._names})
 
     async def Watch(self, request: pb.HealthCheckRequest, context: Any) -> None:
-        """The status now, and again after each change."""
+        """Streams the current status, and each change of it."""
         if self._num_watchers >= MAX_WATCHERS:
             raise Overloaded(f"{MAX_WATCHERS} callers watch already; use Check", 1.0)
         self._num_watchers += 1

@@ -1,4 +1,4 @@
-"""Requests on their way in: how many messages are received at once, and for how long."""
+"""Limits how many messages are received concurrently, and for how long."""
 
 import asyncio
 import contextlib
@@ -8,31 +8,30 @@ from typing import Any
 from serving.errors import DeadlineExceeded, InvalidRequest, Overloaded
 
 MAX_MESSAGE_BYTES = 4 << 20
-"""gRPC's own limit of one message; what a request may have is mostly far less (`guard.py`)."""
+"""The size limit that gRPC itself enforces; most requests have a far lower one (`guard.py`)."""
 PLACES_PER_CONNECTION = 16
-"""Messages of one connection that are received at once; only its own others wait for these."""
+"""Messages received concurrently on one connection; further ones of that connection wait."""
 PATIENCE_S = 0.5
 """How long a message may take to arrive while other connections wait for a place."""
 RETRY_AFTER_S = 1.0
 
 
 class Inbox:
-    """Receives messages, of all connections together no more than there are places.
+    """Receives messages, at most `num_places` at a time over all connections.
 
-    gRPC keeps a message in memory as its bytes arrive, so that places bound bytes. Who opens a call
-    and sends nothing gives its place back after `timeout_s`, or after `PATIENCE_S` where others
-    wait for it.
+    gRPC buffers a message in memory while it arrives, so limiting places limits memory. A call that
+    sends nothing loses its place after `timeout_s`, or after `PATIENCE_S` if others wait.
     """
 
     def __init__(self, num_places: int, max_callers: int, timeout_s: float) -> None:
         self.timeout_s, self.max_callers = timeout_s, max_callers
         self.num_callers = 0
         self._places = asyncio.Semaphore(num_places)
-        self._receiving: dict[asyncio.Timeout, float] = {}  # since when, the oldest first
+        self._receiving: dict[asyncio.Timeout, float] = {}  # start times, the oldest first
         self._connections: dict[str, tuple[asyncio.Semaphore, list[None]]] = {}
 
     async def receive(self, context: Any) -> bytes | None:
-        """The next message of a call; None where its caller sends no more.
+        """Returns the next message of a call; None if there are no more.
 
         Raises as `receiving`.
         """
@@ -42,9 +41,10 @@ class Inbox:
 
     @contextlib.asynccontextmanager
     async def receiving(self, peer: str) -> AsyncIterator[None]:
-        """A place to receive one message of a connection in, within the block.
+        """Holds a place to receive one message of a connection within the block.
 
-        Raises DeadlineExceeded where it does not come in time, Overloaded where too many wait.
+        Raises DeadlineExceeded if the message does not arrive in time, and Overloaded if too many
+        calls are waiting.
         """
         if self.num_callers >= self.max_callers:
             raise Overloaded(
@@ -65,7 +65,7 @@ class Inbox:
             self.num_callers -= 1
 
     async def receive_one(self, context: Any) -> bytes:
-        """The only message of a call. Raises InvalidRequest where there is none."""
+        """Returns a call's only message. Raises InvalidRequest if there is none."""
         message = await self.receive(context)
         if message is None:
             raise InvalidRequest("the call has no message; send one")
@@ -102,7 +102,9 @@ class Inbox:
             del self._receiving[limit]
 
     def _hurry(self) -> None:
-        """One more waits: the oldest that was not told yet has to be done soon."""
+        """Shortens the deadline of the oldest receiver not yet shortened, since another
+        call waits.
+        """
         now = asyncio.get_running_loop().time()
         for limit, since in self._receiving.items():
             soon, until = max(now, since + PATIENCE_S), limit.when()

@@ -1,4 +1,4 @@
-"""Metrics of keys, by their names."""
+"""Metrics of API keys, labelled by key name."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def collect_keys(prefix: str, access: "Access | None") -> Iterator[Metric]:
-    """Families of a server that has keys; none of another."""
+    """Yields the metric families of keys; none if the server has no keys."""
     if access is None or not access.paths:
         return
     callers = list(access.callers.values())

@@ -1,7 +1,7 @@
-"""API keys: how they are made, and the file that has their hashes.
+"""API keys: how they are made, and the file of their hashes.
 
-A key is 256 random bits. There is no dictionary of those to go through, so that the slow hashes
-that passwords need would slow down nothing but the server: SHA-256 it is.
+A key is 256 random bits, which cannot be guessed from a dictionary. So the slow hashes that
+passwords need would only slow down the server, and SHA-256 suffices.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from serving.request import Priority
 from serving.settings import SettingsError, read_yaml
 
 PREFIX = "jmoe_"
-"""Of every key, so that who searches files for forgotten secrets finds them."""
+"""Prefix of every key, so that secret scanners can find leaked keys."""
 _RANDOM_BYTES = 32
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
@@ -34,7 +34,7 @@ _HEADER = "# Keys of `jmoe serve --keys-file`, as hashes: see `jmoe keys --help`
 
 @dataclass(frozen=True)
 class Key:
-    """What a key allows. Numbers are limits; 0 is none."""
+    """What a key allows. Numbers are limits; 0 means no limit."""
 
     sha256: str  # of the key, in hexadecimal digits
     admin: bool = False  # may use the admin service, the live page and /metrics
@@ -43,24 +43,24 @@ class Key:
     classes: tuple[Priority, ...] = ()  # empty: all
     requests_per_min: int = 0
     tokens_per_min: int = 0  # of prompts and outputs together
-    concurrency: int = 0  # requests under way at a time
+    concurrency: int = 0  # requests running at a time
 
 
 _FILE = TypeAdapter(dict[str, Key])
 
 
 def digest(key: str) -> bytes:
-    """What is stored of a key: 32 bytes."""
+    """Returns the stored hash of a key: 32 bytes."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def new_key() -> str:
-    """A key that nobody has."""
+    """Makes a new random key."""
     return PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
 
 
 def check_name(name: str) -> None:
-    """Raises SettingsError for a name that logs and metrics cannot show as it is."""
+    """Raises SettingsError for a name that is not safe to show in logs and metrics."""
     if name.startswith(PREFIX):
         raise SettingsError(f"a name begins with {PREFIX}, as keys do; call the key otherwise")
     if not _NAME.fullmatch(name):
@@ -71,9 +71,9 @@ def check_name(name: str) -> None:
 
 
 def read(path: Path) -> dict[str, Key]:
-    """The keys of a file by name.
+    """Reads the keys of a file, by name.
 
-    Raises SettingsError, which names file, key and field, and repeats no value: it could be a key
+    Raises SettingsError, which names file, key and field but repeats no value: that could be a key
     that was put where its hash belongs.
     """
     found = read_yaml(path, quotes=False)
@@ -126,11 +126,10 @@ def _check(path: Path, keys: dict[str, Key]) -> None:
 
 
 def write(path: Path, keys: dict[str, Key]) -> None:
-    """Replaces a file at once, readable by its owner alone: who reads it sees all or nothing new.
+    """Replaces a file atomically, readable by its owner only.
 
-    The owner stays: what root changes, the server can read as before. Comments are not kept.
-
-    Raises OSError.
+    The file keeps its owner, so that a server can still read a file that root changed. Comments are
+    lost. Raises OSError.
     """
     plain = {"keys": {name: _plain(key) for name, key in keys.items()}}
     handle, part = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mode 0600
@@ -148,7 +147,7 @@ def write(path: Path, keys: dict[str, Key]) -> None:
 
 
 def _plain(key: Key) -> dict[str, Any]:
-    """What differs from a key without limits, as YAML has it."""
+    """Returns the fields that differ from a key without limits, as plain YAML values."""
     default = asdict(Key(""))
     found = {name: value for name, value in asdict(key).items() if value != default[name]}
     return {k: [str(each) for each in v] if isinstance(v, tuple) else v for k, v in found.items()}
@@ -156,15 +155,15 @@ def _plain(key: Key) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def changing(path: Path) -> Iterator[dict[str, Key]]:
-    """The keys of a file, to be changed; they are written when the block is left without an error.
+    """Yields the keys of a file to be changed, and writes them if the block ends without an error.
 
-    Who else changes the file waits. A file that is not there has no keys. Raises as `read` and
-    `write` do.
+    A lock makes other processes that change the file wait. A missing file has no keys. Raises as
+    `read` and `write` do.
     """
-    path = path.resolve()  # what a link names is replaced, not the link
+    path = path.resolve()  # replace the target of a link, not the link
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        # Of the folder, since the file itself is replaced.
+        # Lock the folder, since the file itself is replaced.
         fcntl.flock(folder, fcntl.LOCK_EX)
         keys = read(path) if path.exists() else {}
         yield keys
@@ -175,7 +174,7 @@ def changing(path: Path) -> Iterator[dict[str, Key]]:
 
 
 def exposure(path: Path) -> str:
-    """What others of this machine may do with a file that they should not; empty: nothing."""
+    """Describes unsafe permissions that other users have on a file; empty if there are none."""
     mode = path.stat().st_mode
     may = [word for word, bits in (("read", 0o004), ("write", 0o022)) if mode & bits]
     if not may:

@@ -1,7 +1,7 @@
-"""`inference.GRPCInferenceService`: the Open Inference Protocol, for clients as they are. No jax.
+"""`inference.GRPCInferenceService`: the Open Inference Protocol, for existing clients. No jax.
 
-A model is served as Triton's vLLM backend serves one (docs/kserve.md). What is raised here,
-`serving.frontend.guard` tells the caller, or a response of the stream does.
+Models are served as by Triton's vLLM backend (docs/kserve.md). Errors raised here are reported to
+the client by `serving.frontend.guard`, or in a response of the stream.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 INFER, STREAM_INFER = f"/{SERVICE}/ModelInfer", f"/{SERVICE}/ModelStreamInfer"
 MAX_UNDER_WAY = 128
-"""Requests of one stream at once; its next message is read when one of them has ended."""
+"""Concurrent requests of one stream; the next message is read when one of them has ended."""
 
 _PLATFORM = "jmoe"
 _EXTENSIONS = ("model_configuration", "parameters", "schedule_policy")
@@ -53,25 +53,28 @@ class InferenceService(rpc.GRPCInferenceServiceServicer):
     async def ModelInfer(
         self, request: pb.ModelInferRequest, context: Any
     ) -> pb.ModelInferResponse:
-        """Answers whole. A caller that goes away cancels this, which aborts the request."""
+        """Answers with one response. If the client disconnects, this is cancelled and the request
+        aborted.
+        """
         responses = self.answers(request, context, may_stream=False)
         async with contextlib.aclosing(responses):
             return await anext(responses)
 
     async def ModelStreamInfer(self, messages: Stream, context: Any) -> None:
-        """Answers requests as they come, many at once. One that fails has an `error_message`."""
+        """Answers a stream of requests concurrently. A failed request gets an `error_message`."""
         await _InferStream(self, messages, context).run()
 
     async def answers(
         self, request: pb.ModelInferRequest, context: Any, *, may_stream: bool
     ) -> AsyncGenerator[pb.ModelInferResponse]:
-        """The responses to one request; closing the iterator aborts it.
+        """Yields the responses to one request; closing the iterator aborts it.
 
-        Raises a ServingError. An overloaded server looks at nothing first.
+        Raises a ServingError. Overload is checked before the request is read.
         """
         engine = self._server.ready_engine()
         engine.check_admission()
-        # Again for each request of a stream: its key may have been revoked since it was opened.
+        # Checked for each request of a stream: the key may have been revoked since the stream was
+        # opened.
         caller = self._server.access.caller(authorization(context))
         caller.check_room()
         model = engine.names[number_of(request.model_name, engine.names)]
@@ -110,26 +113,26 @@ class InferenceService(rpc.GRPCInferenceServiceServicer):
     async def ServerLive(
         self, request: pb.ServerLiveRequest, context: Any
     ) -> pb.ServerLiveResponse:
-        """The process answers."""
+        """Says that the process is alive."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(
         self, request: pb.ServerReadyRequest, context: Any
     ) -> pb.ServerReadyResponse:
-        """As health says."""
+        """Returns the status of the health service."""
         return pb.ServerReadyResponse(ready=self._server.health.is_serving)
 
     async def ModelReady(
         self, request: pb.ModelReadyRequest, context: Any
     ) -> pb.ModelReadyResponse:
-        """Whether a model is served now; one that never is, is NOT_FOUND."""
+        """Returns whether a model is being served now; NOT_FOUND for an unknown model."""
         self._name(request.name, request.version)
         return pb.ModelReadyResponse(ready=self._server.health.is_serving)
 
     async def ServerMetadata(
         self, request: pb.ServerMetadataRequest, context: Any
     ) -> pb.ServerMetadataResponse:
-        """Name, version, and extensions of the protocol."""
+        """Returns the server's name and version, and the protocol extensions it supports."""
         return pb.ServerMetadataResponse(
             name=_PLATFORM, version=jmoe_version(), extensions=_EXTENSIONS
         )
@@ -137,7 +140,9 @@ class InferenceService(rpc.GRPCInferenceServiceServicer):
     async def ModelMetadata(
         self, request: pb.ModelMetadataRequest, context: Any
     ) -> pb.ModelMetadataResponse:
-        """Tensors: the same for every model, and while it is loading."""
+        """Returns the input and output tensors, which are the same for every model, loaded
+        or not.
+        """
         tensor = pb.ModelMetadataResponse.TensorMetadata
         return pb.ModelMetadataResponse(
             name=self._name(request.name, request.version),
@@ -150,7 +155,7 @@ class InferenceService(rpc.GRPCInferenceServiceServicer):
     async def ModelConfig(
         self, request: pb.ModelConfigRequest, context: Any
     ) -> pb.ModelConfigResponse:
-        """The metadata in Triton's form."""
+        """Returns a model's metadata in Triton's format."""
         config = pb.ModelConfig(
             name=self._name(request.name, request.version),
             platform=_PLATFORM,
@@ -168,7 +173,7 @@ class InferenceService(rpc.GRPCInferenceServiceServicer):
     async def RepositoryIndex(
         self, request: pb.RepositoryIndexRequest, context: Any
     ) -> pb.RepositoryIndexResponse:
-        """The served models; none of them while they are loading, where only those ready count."""
+        """Lists the served models; none while loading, if only ready ones were asked for."""
         if request.repository_name:
             raise InvalidRequest(
                 f"repository_name is {shown(request.repository_name)}; there are no repositories, "
@@ -186,7 +191,7 @@ class InferenceService(rpc.GRPCInferenceServiceServicer):
         )
 
     def _name(self, name: str, version: str) -> str:
-        """Of a model, the first where none is named. Raises NotFound."""
+        """Returns a served model's name; the first model's if `name` is empty. Raises NotFound."""
         kserve_tensors.check_version(version)
         names = self._server.model_names
         return names[number_of(name, names)]
@@ -200,9 +205,10 @@ class _InferStream:
         self._writing, self._free = asyncio.Lock(), asyncio.Semaphore(MAX_UNDER_WAY)
 
     async def run(self) -> None:
-        """Until its caller has sent all and got every answer; cancelled, it aborts them all.
+        """Runs until the client has ended its stream and got every response.
 
-        Raises a ServingError where the stream has to go, once nothing is under way.
+        If cancelled, all requests are aborted. Raises a ServingError if the stream had to be ended,
+        after its running requests have finished.
         """
         ended: ServingError | None = None
         async with asyncio.TaskGroup() as group:
@@ -210,9 +216,9 @@ class _InferStream:
                 await self._free.acquire()
                 try:
                     request = await anext(self._messages, None)
-                except InvalidRequest as error:  # bytes that are no request, and have no id
+                except InvalidRequest as error:  # not a valid request, so it has no id
                     self._free.release()
-                    with self._messages.request():  # it has its place until its caller reads this
+                    with self._messages.request():  # not idle until the client reads this
                         await self._tell(error, "")
                 except ServingError as error:
                     ended = error
@@ -236,7 +242,7 @@ class _InferStream:
             self._free.release()
 
     async def _tell(self, error: Exception, request_id: str) -> None:
-        """An error as a response, the last one to its request."""
+        """Sends an error as the last response to its request."""
         code, said, trailing = self._service.guard.tell(STREAM_INFER, self._context, error)
         told = pb.ModelStreamInferResponse(error_message=said or code.name)
         told.infer_response.id = cut(request_id)
@@ -252,7 +258,7 @@ class _InferStream:
 
 
 def _sooner(timeout_s: float | None, left_s: float | None) -> float | None:
-    """The request's own time, or its call's where that ends before."""
+    """Returns the earlier of the request's own timeout and the call's remaining time."""
     soonest = min(
         math.inf if timeout_s is None else timeout_s, math.inf if left_s is None else left_s
     )
@@ -260,7 +266,7 @@ def _sooner(timeout_s: float | None, left_s: float | None) -> float | None:
 
 
 def _decoder(engine: "Engine", model: str) -> Callable[[int], str] | None:
-    """Gives the text of one token; None where a model has no tokenizer."""
+    """Returns a function that decodes one token; None if the model has no tokenizer."""
     if engine.family is None:
         return None
     tokenizer = engine.family[engine.names.index(model)].tokenizer

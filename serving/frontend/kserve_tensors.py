@@ -1,7 +1,7 @@
-"""Between the messages of the Open Inference Protocol and the engine's dataclasses.
+"""Converts between messages of the Open Inference Protocol and the engine's dataclasses.
 
-Tensors and parameters have the names that Triton's vLLM backend gives them. What is not known is
-refused by name. No jax.
+Tensors and parameters are named as in Triton's vLLM backend. Unknown ones are refused by name. Does
+not import jax.
 """
 
 import json
@@ -28,8 +28,8 @@ from serving.request import (
 VERSION = "1"
 """The only version of a served model."""
 MAX_SAMPLING_BYTES = 256 << 10
-"""Of `sampling_parameters`: four times the largest schema or grammar."""
-_OTHER_BYTES = 16 << 10  # names, shapes, and parameters beside those
+"""Limit for `sampling_parameters`: four times the largest schema or grammar."""
+_OTHER_BYTES = 16 << 10  # names, shapes, and other parameters
 _MAX_TENSORS, _MAX_PARAMETERS = 32, 64
 _MAX_TIMEOUT_US = 2**53
 
@@ -57,7 +57,7 @@ _PRIORITIES = {
     1: Priority.LATENCY_SENSITIVE,
     2: Priority.BEST_EFFORT,
 }
-"""Triton's: 0 is the default, and of the others a lower number goes first."""
+"""Triton's priorities: 0 is the default, and otherwise a lower number goes first."""
 _OWN_PARAMETERS = (
     "priority",
     "timeout",
@@ -70,7 +70,7 @@ _SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
 
 
 def max_request_bytes(bounds: Bounds) -> int:
-    """More than any ModelInferRequest within bounds has."""
+    """Returns an upper bound on the bytes of a ModelInferRequest within bounds."""
     return convert.text_bytes(bounds) + MAX_SAMPLING_BYTES + _OTHER_BYTES
 
 
@@ -83,7 +83,7 @@ class Asked:
 
     prompt: str
     sampling: SamplingParams
-    streams: bool  # a response for each output of the engine, not one
+    streams: bool  # one response per engine output, instead of one in all
     echoes: bool  # the text begins with the prompt
     outputs: frozenset[str]
     priority: Priority
@@ -100,14 +100,14 @@ def check_version(version: str) -> None:
 
 
 def read(request: pb.ModelInferRequest, bounds: Bounds) -> Asked:
-    """Raises InvalidRequest for what is missing, unknown, or out of bounds."""
+    """Reads a request. Raises InvalidRequest for anything missing, unknown, or out of bounds."""
     check_version(request.model_version)
     check_count("characters of id", len(request.id), MAX_REQUEST_ID_CHARS)
     given = _inputs(request)
     if "text_input" not in given:
         raise InvalidRequest("the input 'text_input' is missing; send the prompt in it")
     prompt = _text("text_input", given["text_input"])
-    if bounds.max_prompt_chars:  # 0: no tokenizer, which the engine says
+    if bounds.max_prompt_chars:  # 0: no tokenizer; the engine reports that
         check_count("characters of text_input", len(prompt), bounds.max_prompt_chars)
     if not prompt:
         raise InvalidRequest("the input 'text_input' is empty; send at least one token")
@@ -134,7 +134,10 @@ def read(request: pb.ModelInferRequest, bounds: Bounds) -> Asked:
 
 
 def _inputs(request: pb.ModelInferRequest) -> dict[str, Any]:
-    """One bytes or bool by name. Tensors have their contents, or `raw_input_contents` has them."""
+    """Returns each input's single element (bytes or bool) by name.
+
+    Elements are in the tensors' `contents` or in `raw_input_contents`.
+    """
     inputs, raw = request.inputs, request.raw_input_contents
     check_count("inputs", len(inputs), _MAX_TENSORS)
     if raw and len(raw) != len(inputs):
@@ -223,7 +226,8 @@ def _parameters(given: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
         if kind is None:
             raise InvalidRequest(f"the parameter {shown(name)} has no value; give it one")
         found[name] = getattr(given[name], kind)
-    # Every request's last response has its text, so that an empty one never follows.
+    # Accepted without effect: the last response always has the final text, and no empty one
+    # follows.
     name = "triton_enable_empty_final_response"
     _truth(name, found.get(name, False))
     return found
@@ -232,7 +236,7 @@ def _parameters(given: Mapping[str, pb.InferParameter]) -> dict[str, Any]:
 def _sampling(
     text: bytes | None, parameters: Mapping[str, Any], outputs: frozenset[str]
 ) -> SamplingParams:
-    """Of the tensor and of the request's parameters, which are one."""
+    """Merges the `sampling_parameters` tensor and the request's parameters."""
     given: dict[str, Any] = {}
     if text is not None:
         check_count("bytes of sampling_parameters", len(text), MAX_SAMPLING_BYTES)
@@ -276,7 +280,7 @@ def _priority(value: Any) -> Priority:
 
 
 def _timeout_s(value: Any) -> float | None:
-    """Triton's is in microseconds; 0: none."""
+    """Converts Triton's timeout, in microseconds, to seconds; 0 means none."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TIMEOUT_US:
         raise InvalidRequest(
             f"the parameter timeout is {shown(value)}; it must be a whole number of microseconds, "
@@ -286,7 +290,7 @@ def _timeout_s(value: Any) -> float | None:
 
 
 def _outputs(request: pb.ModelInferRequest, given: Mapping[str, Any]) -> frozenset[str]:
-    """Those named, or the text; and those that a `return_` input asks for."""
+    """Returns the outputs that are named (default: the text) or requested by a `return_` input."""
     check_count("outputs", len(request.outputs), _MAX_TENSORS)
     for output in request.outputs:
         if output.name not in OUTPUTS:
@@ -302,7 +306,7 @@ def _outputs(request: pb.ModelInferRequest, given: Mapping[str, Any]) -> frozens
 
 
 class Answer:
-    """The responses to one request."""
+    """Makes the responses to one request."""
 
     def __init__(
         self,
@@ -311,13 +315,17 @@ class Answer:
         asked: Asked,
         decode: Callable[[int], str] | None,
     ) -> None:
-        """`decode` gives the text of a token; None where the model has no tokenizer."""
+        """`decode` returns the text of a token; None if the model has no tokenizer."""
         self._request_id, self._model, self._asked, self._decode = request_id, model, asked, decode
         self._held: list[Output] = []
         self._cumulative_logprob = 0.0
 
     def add(self, out: Output) -> pb.ModelInferResponse | None:
-        """What is sent for an output: a response each, or one where all is there."""
+        """Returns the response to send for an output.
+
+        If the request does not stream, returns None until the last output, and then a single
+        response.
+        """
         if self._asked.streams:
             return self._response(out)
         self._held.append(out)
@@ -347,7 +355,7 @@ class Answer:
             case "text_output":
                 return _bytes(out.text)
             case "finish_reason":
-                return _bytes(str(out.finish_reason))  # "None", as of that backend
+                return _bytes(str(out.finish_reason))  # "None" if unfinished, as in Triton
             case "cumulative_logprob":
                 return struct.pack("<f", self._cumulative_logprob)
             case "logprobs":
@@ -358,7 +366,9 @@ class Answer:
                 return struct.pack("<I", len(out.token_ids))
 
     def _logprobs(self, out: Output) -> list[dict[int, dict[str, Any]]]:
-        """For each token: it and the likeliest ones, by id."""
+        """Returns, for each token, the log-probabilities of it and of the likeliest tokens,
+        by id.
+        """
         found = []
         top = out.top_logprobs or ((),) * len(out.token_ids)
         for token, logprob, likeliest in zip(out.token_ids, out.logprobs, top, strict=True):
@@ -378,7 +388,7 @@ class Answer:
 
 
 def merged(outs: list[Output]) -> Output:
-    """All outputs of a request as one."""
+    """Merges all outputs of a request into one."""
     last = outs[-1]
     return replace(
         last,
@@ -390,12 +400,12 @@ def merged(outs: list[Output]) -> Output:
 
 
 def _bytes(text: str) -> bytes:
-    data = text.encode("utf-8", "replace")  # half a surrogate pair is no text
+    data = text.encode("utf-8", "replace")  # an unpaired surrogate has no UTF-8
     return struct.pack("<I", len(data)) + data
 
 
 def _degraded(out: Output) -> dict[str, Any]:
-    """What brownout did to the request, as parameters."""
+    """Returns parameters that say how brownout (and prefix reuse) affected the request."""
     usage = out.usage
     found: dict[str, Any] = {
         "expert_visits": usage.expert_visits,
@@ -417,7 +427,7 @@ def _degraded(out: Output) -> dict[str, Any]:
 
 
 def set_parameters(response: pb.ModelInferResponse, values: Mapping[str, Any]) -> None:
-    """Parameters of a response, each of its value's type."""
+    """Sets a response's parameters, each with the type of its value."""
     kinds = {
         bool: "bool_param",
         int: "int64_param",

@@ -1,4 +1,4 @@
-"""Where a server listens: addresses, options of its ports, and why one cannot be bound."""
+"""Creates and binds a server's ports, and explains why one cannot be bound."""
 
 import errno
 import socket
@@ -9,33 +9,36 @@ from serving.frontend.guard import Guard
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
 
 _OPTIONS = (
-    ("grpc.so_reuseport", 0),  # a taken port is an error, not a second server behind it
+    ("grpc.so_reuseport", 0),  # a taken port is an error, not shared
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", 16 << 20),
     ("grpc.max_metadata_size", 8 << 10),
     ("grpc.absolute_max_metadata_size", 16 << 10),
-    # What a call that nobody reads yet may send: not more the faster the network is.
+    # Keeps flow-control windows fixed: an unread call must not buffer more on a faster network.
     ("grpc.http2.bdp_probe", 0),
-    # A caller that vanished without closing its connection is found out, and its requests abort.
+    # Detects a client that vanished without closing its connection, whose requests are then
+    # aborted.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    # Who connects and says nothing, or has nothing more to ask, makes room for others.
+    # Closes connections that never send anything, or are idle, to make room for others.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
 )
 _SPARE_STREAMS = 128
-"""Calls of one connection beyond `max_calls`: they are answered, if only by a refusal or health."""
+"""Calls that one connection may have open beyond `max_calls`, so that health checks and refusals
+still get through.
+"""
 
 
 def join(host: str, port: int) -> str:
-    """`host:port`, with the brackets that an IPv6 address needs."""
+    """Returns `host:port`, with brackets around an IPv6 address."""
     bare = host.strip("[]")
     return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def make_server(guard: Guard, max_connections: int) -> grpc.aio.Server:
-    """A gRPC server behind a guard; more connections than these are closed as they come."""
+    """Makes a gRPC server with a guard; connections beyond `max_connections` are closed at once."""
     options = (
         *_OPTIONS,
         ("grpc.max_allowed_incoming_connections", max_connections),
@@ -51,12 +54,12 @@ def bind(
     prefix: str = "",
     tls: grpc.ServerCredentials | None = None,
 ) -> int:
-    """Binds, and returns the port; without `tls` what goes over it is not encrypted.
+    """Binds a port and returns its number; without `tls` it is not encrypted.
 
     Raises OSError with one line that names the flag to change: `--<prefix>host`, `--<prefix>port`.
     """
     address = join(host, port)
-    refused = _refusal(host, port)  # asked here: gRPC says why in its own log only
+    refused = _refusal(host, port)  # checked here, since gRPC logs the reason but does not raise it
     if refused is None:
         try:
             if tls is not None:
@@ -71,8 +74,9 @@ def bind(
 
 
 def bind_socket(host: str, port: int, prefix: str = "") -> socket.socket:
-    """A bound socket for HTTP; of several addresses of a name, the first. Raises as `bind`; the
-    flags are `--<prefix>host` and `--<prefix>http-port`.
+    """Returns a socket for HTTP, bound to the first address of the host name.
+
+    Raises as `bind`; the flags are `--<prefix>host` and `--<prefix>http-port`.
     """
     try:
         found = socket.getaddrinfo(
@@ -97,7 +101,9 @@ def bind_socket(host: str, port: int, prefix: str = "") -> socket.socket:
 
 
 def _refusal(host: str, port: int) -> OSError | None:
-    """Why none of a name's addresses, or a taken one of them, can be bound."""
+    """Returns the error if an address of the host is taken, or none can be bound; otherwise
+    None.
+    """
     try:
         found = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

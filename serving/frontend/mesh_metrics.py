@@ -1,4 +1,4 @@
-"""Metrics of a mesh: how even its devices' work is, and what copies of experts do for that."""
+"""Metrics of a mesh: load balance of its devices, and copies of experts."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class MeshLoad:
-    """What steps over a mesh told so far."""
+    """Load of a mesh's devices, accumulated over steps."""
 
     def __init__(self, prefix: str, imbalance: "dict[str, Histogram]") -> None:
-        """`imbalance` are empty histograms by phase."""
+        """`imbalance` has an empty histogram for each phase."""
         self._prefix = prefix
         self.imbalance = imbalance
         self.rows: np.ndarray | None = None  # int64 [MoE layers, D], computed by experts
@@ -29,12 +29,12 @@ class MeshLoad:
         self.positions = self.padding = 0.0
 
     def step_read(self, phase: str, positions: int, result: "StepResult") -> None:
-        """A step's layers are read; `positions` is the step's, without padding."""
+        """Adds the results of a step's layers; `positions` is the step's, without padding."""
         if result.device_rows is None:
             return
         rows = result.device_rows.astype(np.int64)
         self.rows = rows if self.rows is None else self.rows + rows
-        if rows.any():  # the layers wait for their fullest device, one after another
+        if rows.any():  # each layer waits for its busiest device
             self.imbalance[phase].observe(np.array([rows.max(1).sum() / rows.mean(1).sum()]))
         if result.copies is not None:
             foreseen = result.copies.copied > 0
@@ -45,7 +45,7 @@ class MeshLoad:
         self.padding += positions * result.padded_share / max(1e-9, 1 - result.padded_share)
 
     def collect(self, engine: "Engine | None") -> Iterator[Metric]:
-        """Families; none where there is no mesh."""
+        """Yields the metric families; none without a mesh."""
         if self.rows is None:
             return
         family = CounterMetricFamily(

@@ -1,8 +1,8 @@
-"""Prometheus metrics under the names vLLM's users know, with the prefix `jmoe_`.
+"""Prometheus metrics, named as in vLLM but with the prefix `jmoe_`.
 
-The engine reports latencies as it goes; everything else is read from the engine at a scrape. Names
-have no colon: OpenMetrics as the client library writes it replaces colons in samples but not in
-TYPE and HELP lines. Nothing here imports jax.
+The engine reports latencies as they occur; everything else is read from the engine at a scrape.
+Names have no colon, since the client library's OpenMetrics output replaces colons in samples but
+not in TYPE and HELP lines. Nothing here imports jax.
 """
 
 import ssl
@@ -48,7 +48,7 @@ _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 
 
 
 class Histogram:
-    """Counts by bucket. Fed once a step with the samples of all its tokens."""
+    """A histogram that is updated once per step with the samples of all its tokens."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = np.array([*bounds, inf])
@@ -63,29 +63,29 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Samples so far."""
+        """The number of samples so far."""
         return int(self.counts.sum())
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """Adds cumulative counts, as Prometheus reads them."""
+        """Adds this histogram to a metric family, with cumulative counts as Prometheus expects."""
         bounds = ["+Inf" if bound == inf else str(bound) for bound in self.bounds.tolist()]
         counts = self.counts.cumsum().tolist()
         family.add_metric(labels, list(zip(bounds, counts, strict=True)), self.sum)
 
 
 class ByClass:
-    """A histogram a class of requests; one family, with the class as label."""
+    """A histogram for each class of requests; one metric family, with the class as label."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.of = {priority: Histogram(bounds) for priority in Priority}
 
     @property
     def count(self) -> int:
-        """Samples so far, of all classes."""
+        """The number of samples so far, over all classes."""
         return sum(histogram.count for histogram in self.of.values())
 
     def collect(self, name: str, about: str) -> HistogramMetricFamily:
-        """The family; `name` is without the prefix."""
+        """Returns the metric family; `name` is without the prefix."""
         family = HistogramMetricFamily(PREFIX + name, about, labels=["priority"])
         for priority, histogram in self.of.items():
             histogram.add_to(family, [priority.value])
@@ -93,10 +93,10 @@ class ByClass:
 
 
 class Metrics(Observer):
-    """Metrics of one server, with a registry of its own. Times are seconds.
+    """Metrics of one server, with its own registry. Times are in seconds.
 
-    The engine calls in from its loop; a scrape reads from another thread and may see a histogram's
-    counts before its sum.
+    The engine reports from its event loop, and a scrape reads from another thread, which may see a
+    histogram's new counts before its new sum.
     """
 
     def __init__(self) -> None:
@@ -105,10 +105,10 @@ class Metrics(Observer):
         self.ttft, self.itl, self.e2e = ByClass(_TTFT), ByClass(_ITL), ByClass(_E2E)
         self.queue, self.wait = ByClass(_TTFT), ByClass(_TTFT)
         self.prefill_in_itl = Histogram(_ITL)
-        # [start, end) since the last decode step. A running sequence has few of them between its
-        # tokens; where every request wants one token, no decode step comes to forget them.
+        # [start, end) of prefill steps since the last decode step. Few occur between two tokens of
+        # a sequence; but if every request wants one token, no decode step ever clears them.
         self._prefills: deque[tuple[float, float]] = deque(maxlen=256)
-        self.expert_rows: np.ndarray | None = None  # int64 [MoE layers, E], once a step was read
+        self.expert_rows: np.ndarray | None = None  # int64 [MoE layers, E], after a first step
         self.violations = {"prefill": 0, "decode": 0}
         self.finished: Counter[str] = Counter(stop=0, length=0)
         self.expired: Counter[str] = Counter(deadline=0, queue=0)
@@ -116,7 +116,7 @@ class Metrics(Observer):
         self.by_model = ModelLoad(PREFIX)
         self.mesh = MeshLoad(PREFIX, {phase: Histogram(_IMBALANCE) for phase in PHASES})
         self.engine: Engine | None = None  # set it when the engine is ready
-        self.access: Access | None = None  # whose keys are counted, and asked for at a scrape
+        self.access: Access | None = None  # keys to report metrics of, and to check at a scrape
         self.registry.register(self)
 
     def step_read(
@@ -132,7 +132,7 @@ class Metrics(Observer):
             self._prefills.append((started_at, now))
         elif step.is_last and self._prefills:
             starts, ends = np.array(self._prefills).T
-            # A sequence that ended meanwhile gets no token, and may never have had one.
+            # A sequence that has ended gets no token from this step, and may never have had one.
             previous_at = np.array([s.previous_at for s in step.sequences if not s.done])
             inside = np.clip(
                 ends[None, :] - np.maximum(starts[None, :], previous_at[:, None]), 0, None
@@ -177,7 +177,7 @@ class Metrics(Observer):
             self.expired["queue" if isinstance(error, QueuedTooLong) else "deadline"] += 1
 
     def collect(self) -> Iterator[Metric]:
-        """Yields every family; the registry calls it at a scrape."""
+        """Yields all metric families; the registry calls this at a scrape."""
         yield self.ttft.collect("time_to_first_token_seconds", "Arrival to first token")
         yield self.itl.collect("inter_token_latency_seconds", "Between tokens of a request")
         inside = HistogramMetricFamily(
@@ -237,9 +237,9 @@ class Metrics(Observer):
         readiness: Callable[[], tuple[bool, str]],
         tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> tuple[WSGIServer, Thread]:
-        """Answers scrapes and probes over HTTP from a thread; see `metrics_http.serve`.
+        """Starts a thread that answers scrapes and probes over HTTP; see `metrics_http.serve`.
 
-        Raises OSError where it cannot listen.
+        Raises OSError if it cannot listen.
         """
         try:
             return metrics_http.serve(host, port, self.registry, readiness, self.access, tls)

@@ -1,4 +1,4 @@
-"""Metrics and health probes over HTTP, from a few threads: a slow client delays no other."""
+"""Metrics and health probes over HTTP, with a thread per connection."""
 
 import logging
 import socket
@@ -19,30 +19,30 @@ from serving.frontend.origin import Origins
 log = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 16
-"""At once, each with a thread; one more ends the oldest."""
+"""Concurrent connections, each with a thread; a further one ends the oldest."""
 TIMEOUT_S = 10.0
-"""For a request and its answer."""
+"""Time limit for a request and its response."""
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
 class BoundedServer(socketserver.ThreadingMixIn, WSGIServer):
-    """A thread a connection, of which there are at most `MAX_CONNECTIONS`, each for `TIMEOUT_S`.
+    """A server with a thread per connection, at most `MAX_CONNECTIONS`, each for `TIMEOUT_S`.
 
-    A connection is ended by shutting its socket down: its thread then reads an end, and leaves.
+    A connection is ended by shutting down its socket: its thread then reads end-of-file and exits.
     """
 
     tls: Callable[[], ssl.SSLContext] | None = None
     daemon_threads = True
-    request_queue_size = 128  # with the default of 5, who comes in a crowd waits for seconds
+    request_queue_size = 128  # with the default of 5, bursts of clients wait for seconds
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._open: dict[socket.socket, float] = {}  # until when, the oldest first
+        self._open: dict[socket.socket, float] = {}  # deadlines, the oldest connection first
         self._lock = threading.Lock()
         super().__init__(*args, **kwargs)
 
     def get_request(self) -> tuple[Any, Any]:
-        """A connection; its handshake is left to its thread."""
+        """Accepts a connection; its TLS handshake is left to its thread."""
         request, client_address = super().get_request()
         if self.tls is not None:
             request = self.tls().wrap_socket(
@@ -51,14 +51,16 @@ class BoundedServer(socketserver.ThreadingMixIn, WSGIServer):
         return request, client_address
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """In a thread of its own."""
+        """Handshakes and handles a request, in the connection's thread."""
         if isinstance(request, ssl.SSLSocket):
             request.settimeout(TIMEOUT_S)
             request.do_handshake()
         super().finish_request(request, client_address)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Starts a thread for a connection, and ends the oldest one where there are too many."""
+        """Starts a thread for a connection, and ends the oldest connection if there are too
+        many.
+        """
         with self._lock:
             if len(self._open) >= MAX_CONNECTIONS:
                 oldest = next(iter(self._open))
@@ -68,7 +70,7 @@ class BoundedServer(socketserver.ThreadingMixIn, WSGIServer):
         super().process_request(request, client_address)
 
     def service_actions(self) -> None:
-        """Ends what is late; the serving thread calls it twice a second."""
+        """Ends connections past their deadline; the serving thread calls this twice a second."""
         now = time.monotonic()
         with self._lock:
             for request in [request for request, until in self._open.items() if until < now]:
@@ -76,19 +78,20 @@ class BoundedServer(socketserver.ThreadingMixIn, WSGIServer):
                 _end(request)
 
     def shutdown_request(self, request: Any) -> None:
-        """A connection is done."""
+        """Closes a connection that is done."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
+        """Logs a failed request at DEBUG only, since clients disconnect all the time."""
         log.debug("a metrics request from %s failed", client_address, exc_info=True)
 
 
 def _end(request: socket.socket) -> None:
     try:
-        # Not an SSLSocket's own: its thread would go on without encryption for a moment.
+        # Not SSLSocket.shutdown, after which its thread would go on without encryption for a
+        # moment.
         socket.socket.shutdown(request, socket.SHUT_RDWR)
     except OSError:
         log.debug("a connection was gone already")
@@ -109,13 +112,13 @@ def serve(
     access: Access | None = None,
     tls: Callable[[], ssl.SSLContext] | None = None,
 ) -> tuple[WSGIServer, threading.Thread]:
-    """Answers GET from a thread, before the engine is there, too; encrypted where there is `tls`.
+    """Starts a thread that answers GET requests, also while the engine is loading; `tls` encrypts.
 
-    `/metrics` is for Prometheus, which sends a key that may read it where `access` has keys.
-    `/healthz` is 200 as long as the process answers. `/readyz` is 200 or 503 as `readiness` says,
-    whose word is the body; it is called in threads of this server.
+    `/metrics` is for Prometheus, which must send a key that may read metrics if `access` has keys.
+    `/healthz` is 200 as long as the process answers. `/readyz` is 200 or 503 as `readiness`
+    returns, whose word is the body; `readiness` is called in threads of this server.
 
-    Raises OSError where it cannot listen.
+    Raises OSError if it cannot listen.
     """
     family, *_, where = socket.getaddrinfo(
         host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,4 +1,4 @@
-"""Metrics of each model of a family, beside those of all together. Nothing here imports jax."""
+"""Metrics of each model of a family, in addition to the totals. Nothing here imports jax."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class ModelLoad:
-    """What each model was asked and has answered; nothing where one model is served."""
+    """Counters of each model's finished requests; reported only if several models are served."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
@@ -21,7 +21,7 @@ class ModelLoad:
         self.generation_tokens, self.degraded = Counter[int](), Counter[int]()
 
     def request_finished(self, model: int, output: Output) -> None:
-        """A request of a model got its last token."""
+        """Counts a finished request of a model."""
         usage = output.usage
         self.finished[model] += 1
         self.prompt_tokens[model] += usage.prompt_tokens
@@ -29,7 +29,7 @@ class ModelLoad:
         self.degraded[model] += usage.degraded_visits
 
     def collect(self, engine: "Engine | None") -> Iterator[Metric]:
-        """Families with the model as label."""
+        """Yields metric families with the model as label."""
         if engine is None or len(engine.names) < 2:
             return
         for name, about, counts in (
@@ -67,7 +67,7 @@ class ModelLoad:
         yield from self._experts(engine)
 
     def _experts(self, engine: "Engine") -> Iterator[Metric]:
-        """Of experts in host memory."""
+        """Yields the metrics of experts in host memory."""
         fetcher = engine.fetcher
         fetches = CounterMetricFamily(
             f"{self._prefix}expert_fetches",

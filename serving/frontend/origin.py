@@ -1,6 +1,6 @@
-"""Which page made a browser call.
+"""Detects requests that a foreign web page made a browser send.
 
-Keys say who calls. A server that asks for none and is reached by a browser has to look at this: a
+API keys identify callers. A server without keys that a browser can reach has to check the origin: a
 foreign page must not use it, read its data, or change its settings.
 """
 
@@ -13,7 +13,7 @@ from serving.errors import shown
 
 
 class Origins:
-    """What is a server's own, seen from a browser."""
+    """The host names and addresses under which browsers may reach a server."""
 
     def __init__(self, host: str) -> None:
         """`host` is the address or name that the server was told to listen on."""
@@ -24,17 +24,16 @@ class Origins:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches the server."""
+        """Whether the server is reachable from its own machine only."""
         address = _address(self._host)
         return self._host == "localhost" if address is None else address.is_loopback
 
     def has(self, host: str, local: str = "") -> bool:
-        """Whether `host`, a request's header of that name, is this server: an address that it
-        listens on, its name, or loopback. A foreign name that means its address (DNS rebinding) is
-        not.
+        """Whether `host`, a request's Host header, names this server.
 
-        The port is not looked at, so that a tunnel may have another. `local` is the address at
-        which the connection arrived.
+        That is an address it listens on, its name, or loopback; but not a foreign name that
+        resolves to its address (DNS rebinding). The port is ignored, since a tunnel may use another
+        one. `local` is the address at which the connection arrived.
         """
         name = _name_of(host)
         if name in self._names:
@@ -42,13 +41,15 @@ class Origins:
         address = _address(name)
         if address is None:
             return False
-        # An address cannot be made to mean another one; listening on all, any may be ours.
+        # Unlike names, addresses cannot be rebound. If the server listens on all, any may be its
+        # own.
         return address.is_loopback or address == _address(local) or _is_wildcard(self._host)
 
 
 def foreign(headers: Mapping[str, str]) -> str:
-    """The page of another site that made a browser send a request; empty where none did. Names of
-    `headers` are in lower case.
+    """Describes the other site whose page made a browser send a request; empty if there is none.
+
+    Names of `headers` are in lower case.
     """
     host, origin = headers.get("host", ""), headers.get("origin")
     if origin is not None and _authority(origin) != host.lower():
@@ -59,8 +60,10 @@ def foreign(headers: Mapping[str, str]) -> str:
 
 
 def is_json(content_type: str) -> bool:
-    """Of a header `content-type`. No form can send it, and a script of another origin only after
-    asking the server, which never allows it.
+    """Whether a `content-type` header says JSON.
+
+    HTML forms cannot send JSON, and scripts of another origin need a CORS preflight, which this
+    server never allows.
     """
     return content_type.partition(";")[0].strip().lower() == "application/json"
 
@@ -73,7 +76,7 @@ def _authority(origin: str) -> str | None:
 
 
 def _name_of(host: str) -> str:
-    """`Host` without its port and brackets."""
+    """Returns a Host header's value without port and brackets."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
     return name.strip("[]").rstrip(".").lower()
 

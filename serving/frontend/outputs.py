@@ -1,4 +1,4 @@
-"""What every front end does with a request's outputs: notes them for who watches, and who pays."""
+"""What every front end does with a request's outputs: tracing, logging and rate accounting."""
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -13,11 +13,11 @@ from serving.request import Output
 async def noted(
     outputs: AsyncGenerator[Output], request_id: str, caller: Caller, span: RequestSpan
 ) -> AsyncIterator[Callable[[Output], None]]:
-    """Gives what to call with each output before it is sent: its trace and the status page hear of
-    it, and its caller's key is charged for what is new, the prompt with the first.
+    """Yields a function to call with each output before it is sent.
 
-    In the end `outputs` are closed here and now: a generator left to the collector would keep its
-    pages.
+    It notes the output in the trace and the log, and charges the caller's key for new tokens (for
+    the prompt with the first output). At the end `outputs` is closed at once: a generator left to
+    the garbage collector would keep its KV pages.
     """
     entry = status.request_entry(request_id)
     charged = 0

@@ -14,34 +14,35 @@ _Seen = tuple[tuple[int, int, int, int] | None, ...]
 
 
 class Watched[T](ABC):
-    """What was read of some files, and is in use."""
+    """A value read from files, which is replaced when they change."""
 
     def __init__(self, what: str, paths: Sequence[Path]) -> None:
-        """`what` they hold, for the log."""
+        """`what` says in the log what the files hold."""
         self.what, self.paths = what, tuple(paths)
         self._seen = self._look()
 
     @abstractmethod
     def read(self) -> T:
-        """Reads the files, in any thread. Raises OSError or ValueError where it cannot."""
+        """Reads the files, in any thread. Raises OSError or ValueError if they cannot be used."""
 
     @abstractmethod
     def use(self, found: T) -> None:
-        """Has it in force from now on; in the thread of the event loop."""
+        """Puts a new value in force; called in the event loop's thread."""
 
     def news(self) -> T | None:
-        """What files say that are others than when they were last looked at; in any thread.
+        """Reads the files if they have changed since the last look; otherwise None. Runs in any
+        thread.
 
-        Files that cannot be used are an error of the log, once: what was read before stays in
-        force until they are mended.
+        If the new files cannot be used, an error is logged once, and the old value stays in force
+        until they are fixed.
         """
         now = self._look()
         if now == self._seen:
             return None
-        self._seen = now  # of before reading: what is written meanwhile is seen the next time
+        self._seen = now  # taken before reading, so writes meanwhile are seen next time
         try:
             return self.read()
-        except Exception as error:  # whatever is in them, the next change is looked at
+        except Exception as error:  # whatever failed, keep watching for changes
             log.error(
                 "%s stay as they were, since what is there now cannot be used: %s",
                 *(self.what, error),
@@ -50,7 +51,7 @@ class Watched[T](ABC):
             return None
 
     def reload(self) -> bool:
-        """Uses what is new; whether something is."""
+        """Reads changed files and uses the new value; returns whether there is one."""
         return self._use(self.news())
 
     def _use(self, found: T | None) -> bool:
@@ -63,7 +64,7 @@ class Watched[T](ABC):
         return True
 
     async def watch(self, every_s: float = LOOKS_EVERY_S) -> None:
-        """Looks until it is cancelled; in a thread, since files may be on a disk that hangs."""
+        """Watches until cancelled; it reads in a thread, since a disk may hang."""
         while self.paths:
             await asyncio.sleep(every_s)
             self._use(await asyncio.to_thread(self.news))
@@ -73,9 +74,9 @@ class Watched[T](ABC):
 
 
 def _signature(path: Path) -> tuple[int, int, int, int] | None:
-    """What differs when a file was replaced or written; None: there is none.
+    """Returns a value that changes when a file is replaced or written; None if there is no file.
 
-    Links are followed: a mounted secret is one, whose target is replaced.
+    Links are followed, since a mounted secret is a link whose target is replaced.
     """
     try:
         found = path.stat()

@@ -1,8 +1,8 @@
-"""The gRPC server: `jmoe.v1`, health and reflection, in the engine's event loop.
+"""The server: its gRPC and HTTP ports, in the engine's event loop.
 
-Two ports: one for callers, and one for the operator, which has the admin service. Both listen
-before the engine is there and answer NOT_SERVING until then. So does the port for metrics and
-probes over HTTP, where one is set. Nothing here imports jax.
+There are two gRPC ports: one for clients, and one for operators, with the admin service. Both
+listen, and report NOT_SERVING, before the engine is ready. So does the HTTP port for metrics and
+probes, if it is set. Nothing here imports jax.
 """
 
 import asyncio
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_GRACE_S = 1.0  # for last messages to leave once every request has ended
+_GRACE_S = 1.0  # for sending last messages after every request has ended
 _ADMIN_CONNECTIONS, _ADMIN_CALLS = 128, 1024
 _ADMIN_METHODS = f"/{SERVICES[1]}/"
 
 
 class Server:
-    """One engine behind two ports. `start`, then `attach` an engine, then `drain`."""
+    """Serves one engine. Call `start`, then `attach` with an engine, then `drain`."""
 
     def __init__(
         self,
@@ -65,11 +65,12 @@ class Server:
         metrics: Metrics | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """`metrics` and `tracer` are observers of the engine; without metrics no status is logged,
-        without a tracer no request is traced.
+        """`metrics` and `tracer` are observers of the engine.
+
+        Without `metrics` no status line is logged; without `tracer` no request is traced.
         """
         self.config = config
-        # As jmoe.api.name_of, which the front end is not to import: it brings jax.
+        # As jmoe.api.name_of, which the front end must not import, since that imports jax.
         model = Path(config.engine.model)
         self._model_name = model.absolute().name if model.is_dir() else config.engine.model
         self.tracer = tracer or Tracer()
@@ -128,14 +129,14 @@ class Server:
 
     @property
     def status(self) -> str:
-        """`starting`, or what the engine says."""
+        """The server's status: `starting`, `draining`, or the engine's."""
         if self._draining:
             return "draining"
         return "starting" if self.engine is None else self.engine.status
 
     @property
     def model_names(self) -> Sequence[str]:
-        """The names that clients use, the same before and after loading."""
+        """The served models' names, which are known before loading."""
         config = self.config
         if config.engine.models:
             return list(named_models(config.engine.models))
@@ -147,7 +148,7 @@ class Server:
         return [self._model_name]
 
     def readiness(self) -> tuple[bool, str]:
-        """Whether health is SERVING, and a word that says why; other threads may ask."""
+        """Returns whether health is SERVING, and a word that says why. Thread-safe."""
         ready, status = self.health.is_serving, self.status
         if ready:
             return True, "ready"
@@ -155,21 +156,21 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where it listens, as a client takes it."""
+        """The address of the port for clients."""
         return join(self.config.host, self.port)
 
     @property
     def scheme(self) -> str:
-        """Of the ports for HTTP."""
+        """The URL scheme of the HTTP ports."""
         return "http" if self.certificates is None else "https"
 
     @property
     def admin_address(self) -> str:
-        """Where the admin service is."""
+        """The address of the admin service."""
         return join(self.config.admin_host, self.admin_port)
 
     async def start(self) -> None:
-        """Listens, NOT_SERVING. Raises OSError where an address cannot be bound."""
+        """Starts listening, NOT_SERVING at first. Raises OSError if an address cannot be bound."""
         exposure.warn(self.config)
         config, tls = self.config, self.certificates
         of_grpc = [None, None] if tls is None else [tls.for_grpc(), tls.for_grpc()]
@@ -194,7 +195,7 @@ class Server:
         await self._admin.start()
 
     async def attach(self, engine: "Engine") -> None:
-        """Serves with `engine` from now on. The server stops it in `drain` and `stop`."""
+        """Starts serving with `engine`, which `drain` and `stop` will stop."""
         self.engine = engine
         engine.names = tuple(self.model_names)
         engine.request_timeout_s = self.config.request_timeout_s
@@ -210,15 +211,15 @@ class Server:
             self._tasks.append(asyncio.create_task(status.run(), name="jmoe-status"))
 
     async def failed(self) -> str:
-        """Why the engine failed, once it has; waits for ever where it does not."""
+        """Waits until the engine has failed, and returns why."""
         await self._failed.wait()
         return self.failure or ""
 
     async def drain(self) -> bool:
-        """Admits nothing more, lets streams finish up to `drain_timeout_s`, then stops.
+        """Stops admitting requests, lets streams finish for up to `drain_timeout_s`, then stops.
 
-        Returns whether every message was handed to its caller in time; the streams of the others
-        end with CANCELLED.
+        Returns whether all messages were delivered in time. Streams that were not finished end with
+        CANCELLED.
         """
         self._draining = True
         self.health.close()
@@ -228,13 +229,13 @@ class Server:
             or self.failure is not None
             or await self.engine.drain(self.config.drain_timeout_s)
         )
-        # What the engine has finished, slow readers may still have to take.
+        # Slow clients may still have to read what the engine has finished.
         delivered = finished and await self.guard.idle(max(0.0, until - time.monotonic()))
         await self.stop()
         return delivered
 
     async def stop(self) -> None:
-        """Aborts what is left and closes the ports."""
+        """Aborts the remaining requests and closes the ports."""
         self._draining = True
         self.health.close()
         for task in self._tasks:
@@ -262,13 +263,13 @@ class Server:
             self._http = None
 
     def ready_engine(self) -> "Engine":
-        """The engine. Raises Unavailable while it is loading."""
+        """Returns the engine. Raises Unavailable while it is loading."""
         if self.engine is None:
             raise Unavailable("the server is still loading its model; try again later")
         return self.engine
 
     def _identify(self, method: str, authorization: str | None) -> Caller:
-        """Who calls a method over gRPC; admin's are for admins on every port."""
+        """Returns the caller of a gRPC method. Admin methods need an admin key on every port."""
         caller = self.access.caller(authorization)
         if method.startswith(_ADMIN_METHODS):
             caller.require_admin()
@@ -276,11 +277,12 @@ class Server:
 
     def _admit(self, method: str) -> None:
         if method in (GENERATE, kserve.INFER):
-            # An overloaded server does no work on what it refuses, nor on whose key has no room.
+            # Refuse early, without wasted work, if the server is overloaded or a key's limit is
+            # reached.
             self.ready_engine().check_admission()
             access.current.get().check_room()
         elif method == kserve.STREAM_INFER:
-            self.ready_engine()  # which is asked for each of its requests
+            self.ready_engine()  # overload is checked for each request of the stream
 
     def _max_message_bytes(self, method: str) -> int:
         sizes = {
@@ -300,13 +302,16 @@ class Server:
 
 
 def _exit_at_once(reason: str) -> None:
-    """Nobody can be told any more: the loop that would do it is stuck itself."""
+    """Ends the process: the event loop is stuck, so that no client can be notified any more."""
     log.critical("the server ends at once: %s", reason)
     os._exit(1)
 
 
 def max_calls(config: ServerConfig) -> int:
-    """Calls at once: what is set, or twice what the engine can hold, so that it refuses first."""
+    """Returns the limit of concurrent calls.
+
+    By default it is twice what the engine can hold, so that the engine refuses requests first.
+    """
     engine = config.engine
     return config.max_concurrent_calls or 2 * (engine.max_num_seqs + engine.max_queue_len)
 
@@ -320,11 +325,11 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once.
 
     Prints `jmoe admin on HOST:PORT` when it listens, and `jmoe ready on HOST:PORT` when requests
-    are served. Returns whether every stream was delivered in time. `metrics` and
-    `tracer`, where there are some, have to be observers of the engine that `start_engine` makes.
+    are served. Returns whether all streams were delivered in time. `metrics` and `tracer`, if
+    given, must be observers of the engine that `start_engine` makes.
 
-    Raises OSError where a port is taken, what `start_engine` raises, and Unavailable where the
-    engine failed and `exit_on_failure` is set.
+    Raises OSError if a port is taken, what `start_engine` raises, and Unavailable if the engine
+    failed and `exit_on_failure` is set.
     """
     server, stopping = Server(config, metrics, tracer), asyncio.Event()
     await server.start()
@@ -357,7 +362,7 @@ async def serve(
     print(f"jmoe ready on {server.address}", flush=True)
     await _until_stopping_or_failed(server, stopping)
     if server.failure is not None and config.exit_on_failure and not stopping.is_set():
-        await server.drain()  # callers hear how their streams ended
+        await server.drain()  # clients learn how their streams ended
         raise Unavailable(f"the engine failed: {server.failure}; start the server again")
     log.info("draining for up to %g s", config.drain_timeout_s)
     delivered = await server.drain()

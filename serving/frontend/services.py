@@ -1,4 +1,4 @@
-"""The services of `jmoe.v1`. What they raise, `serving.frontend.guard` tells the caller. No jax."""
+"""The services of `jmoe.v1`; `serving.frontend.guard` reports their errors to clients. No jax."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ class GenerationService(rpc.GenerationServicer):
         self._server = server
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
-        """Streams one request. A caller that goes away cancels this, which aborts the request."""
+        """Streams one request's outputs. If the client disconnects, the request is aborted."""
         server, engine = self._server, self._server.ready_engine()
         request_id, priority = convert.request_id(request), convert.priority(request)
         model = engine.names[number_of(request.model, engine.names)]
@@ -55,7 +55,7 @@ class GenerationService(rpc.GenerationServicer):
                     await context.write(convert.response(out))
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
-        """Limits and status; answered while loading, too."""
+        """Returns limits and status, also while the model is loading."""
         server, engine = self._server, self._server.engine
         settings = server.config.engine if engine is None else engine.config
         return pb.ServerInfo(
@@ -80,7 +80,7 @@ class GenerationService(rpc.GenerationServicer):
         )
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.ModelInfo:
-        """Geometry of a served model; the first, where none is named."""
+        """Returns a served model's architecture; the first model's if none is named."""
         engine = self._server.ready_engine()
         number = number_of(request.model, engine.names)
         if engine.family is None:
@@ -97,17 +97,17 @@ class AdminService(rpc.AdminServicer):
         self._server = server
 
     async def GetBrownout(self, request: pb.GetBrownoutRequest, context: Any) -> pb.BrownoutState:
-        """Settings in force."""
+        """Returns the brownout settings in force."""
         return convert.brownout_state(self._server.ready_engine().get_brownout())
 
     async def SetBrownout(self, request: pb.SetBrownoutRequest, context: Any) -> pb.BrownoutState:
-        """Changes what is present; another way is loaded before this answers."""
+        """Changes the fields that are set; if the way changes, answers once it is loaded."""
         engine, change = self._server.ready_engine(), convert.brownout_change(request)
         after = await brownout.set_brownout(engine, change, context.peer())
         return convert.brownout_state(after)
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.Stats:
-        """Counters and gauges now."""
+        """Returns the current counters and gauges."""
         return convert.stats(self._server.ready_engine().stats())
 
 

@@ -1,6 +1,6 @@
 """What a running server logs: its start, operators' changes, requests, and a status line.
 
-Each record has the same facts as fields (`extra`), for logs in JSON. No jax, but in `log_start`.
+Each record also has its values as fields (`extra`), for JSON logs. Only `log_start` needs jax.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LS = Priority.LATENCY_SENSITIVE  # the class that has the objectives
+LS = Priority.LATENCY_SENSITIVE  # the class whose latencies and SLO violations are counted
 
 _STATE_FIELDS = tuple(field.name for field in fields(BrownoutChange))
 
@@ -29,7 +29,7 @@ _STATE_FIELDS = tuple(field.name for field in fields(BrownoutChange))
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Counters since start, and what is in force, at one moment."""
+    """Counters since the start, and the settings in force, at one moment."""
 
     at_s: float
     running: int
@@ -40,7 +40,7 @@ class Snapshot:
     output_tokens: int
     visits: int
     degraded_visits: int
-    ended: int  # requests, however they ended; those that were refused, too
+    ended: int  # requests, however they ended, including refused ones
     first_tokens: int
     late_first_tokens: int
     further_tokens: int
@@ -52,7 +52,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, engine: "Engine", metrics: Metrics, at_s: float) -> "Snapshot":
-        """Reads counters that are kept anyway."""
+        """Reads the engine's and the metrics' counters."""
         stats, brownout = engine.stats(), engine.get_brownout()
         ended = stats.requests_finished + stats.requests_aborted
         return cls(
@@ -77,7 +77,7 @@ class Snapshot:
         )
 
     def is_news(self, last: "Snapshot") -> bool:
-        """Whether there is work, or anything differs from the last one."""
+        """Whether requests are running or waiting, or anything differs from `last`."""
         return bool(self.running or self.waiting) or replace(self, at_s=last.at_s) != last
 
 
@@ -88,7 +88,7 @@ class StatusLog:
         self._engine, self._metrics, self._interval_s = engine, metrics, interval_s
 
     async def run(self) -> None:
-        """Until it is cancelled, by the clock of the event loop."""
+        """Logs until it is cancelled, by the event loop's clock."""
         last = self._look()
         while True:
             await asyncio.sleep(self._interval_s)
@@ -148,14 +148,14 @@ def _percent(share: float) -> str:
 
 
 def log_way_begun(change: BrownoutChange, before: BrownoutState, peer: str) -> None:
-    """Another way of united experts is about to be loaded."""
+    """Logs that another way of united experts is about to be loaded."""
     if change.way is not None and change.way != before.way:
         extra = {"event": "way_begun", "way": change.way, "way_before": before.way, "peer": peer}
         log.info("loading way %d in place of way %d, for %s", *_ways(extra), peer, extra=extra)
 
 
 def log_way_left(change: BrownoutChange, before: BrownoutState, peer: str) -> None:
-    """Who asked for another way has gone while it is loaded."""
+    """Logs that the client which asked for another way disconnected while it is being loaded."""
     if change.way is not None and change.way != before.way:
         extra = {"event": "way_left", "way": change.way, "way_before": before.way, "peer": peer}
         log.warning(
@@ -170,7 +170,7 @@ def log_way_left(change: BrownoutChange, before: BrownoutState, peer: str) -> No
 def log_brownout_change(
     change: BrownoutChange, before: BrownoutState, after: BrownoutState, took_s: float, peer: str
 ) -> None:
-    """What an operator set: each field that is another now."""
+    """Logs which settings an operator has changed."""
     if after.way != before.way:
         extra = {"event": "way_loaded", "way": after.way, "way_before": before.way, "peer": peer}
         log.info(
@@ -180,7 +180,7 @@ def log_brownout_change(
             peer,
             extra={**extra, "took_s": took_s},
         )
-    # A controller moves thresholds by itself; only those that were set are this caller's.
+    # A controller may also have moved thresholds; list only those that this caller set.
     own = [
         name
         for name in _STATE_FIELDS
@@ -221,7 +221,7 @@ def _show(value: object) -> str:
 
 
 class RequestEntry:
-    """One request's line in the log, at DEBUG; leave its block when the request has ended."""
+    """Logs a line about one request, at DEBUG, when its `with` block ends."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -230,7 +230,7 @@ class RequestEntry:
         self._last: Output | None = None
 
     def note(self, output: Output) -> None:
-        """An output of it, before it is sent."""
+        """Notes an output of the request, before it is sent."""
         if self._last is None:
             self._first_at = time.monotonic()
         self._last = output
@@ -270,7 +270,7 @@ class RequestEntry:
 
 
 def request_entry(request_id: str) -> RequestEntry | None:
-    """None where nobody would see it."""
+    """Makes a request's log entry; None if DEBUG lines are not logged."""
     return RequestEntry(request_id) if log.isEnabledFor(logging.DEBUG) else None
 
 
@@ -278,7 +278,7 @@ def request_entry(request_id: str) -> RequestEntry | None:
 
 
 def log_start(engine: "Engine", served_name: str, took_s: float) -> None:
-    """What is served and how, once the engine is ready: model, capacity, brownout."""
+    """Logs model, capacity and brownout settings, once the engine is ready."""
     _log_model(engine, served_name, took_s)
     _log_workers(engine)
     _log_brownout(engine)
@@ -329,7 +329,7 @@ def _facts(engine: "Engine") -> dict[str, Any]:
 
 
 def _log_workers(engine: "Engine") -> None:
-    """Of mode aep."""
+    """Logs the workers, in mode aep."""
     own = engine.config.asynchronous
     if engine.config.mode == "aep":
         log.info(
@@ -341,7 +341,7 @@ def _log_workers(engine: "Engine") -> None:
 
 
 def loadable_ways(engine: "Engine") -> tuple[int, ...]:
-    """Ways of united experts that may be switched to while serving, in ascending order."""
+    """Returns the ways of united experts that may be switched to while serving, ascending."""
     settings, model = engine.config.brownout, engine.model
     return settings.ways or tuple(sorted(model.united if model else ()))
 

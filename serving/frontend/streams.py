@@ -1,7 +1,8 @@
-"""Calls that take request after request: how many are open, and which of them have to go.
+"""Long-lived calls that send many requests: limits how many are open, and ends idle ones.
 
-Each may be sending a message at any time, so that their number bounds bytes. One that has requests
-under way stays; one without makes room for another, or ends after a while. No jax.
+Each may be sending a message at any time, so limiting their number limits memory. A stream with
+running requests stays open; an idle one makes room for another, or ends after a while. Does not
+import jax.
 """
 
 import asyncio
@@ -13,14 +14,14 @@ from serving.errors import DeadlineExceeded, Overloaded, ServingError, Unavailab
 from serving.frontend.inbox import RETRY_AFTER_S
 
 IDLE_S = 300.0
-"""How long a stream may have nothing under way: as long as a connection may have no call."""
+"""How long a stream may be without running requests; the same as for a connection without calls."""
 
 
 class Stream:
-    """The messages of one call. One that is refused raises, and those after it still come."""
+    """The messages of one call. A bad message raises an error; iteration may go on after it."""
 
     def __init__(self, context: Any, parse: Callable[[bytes], Any]) -> None:
-        """`parse` makes a message of its bytes, or raises a ServingError."""
+        """`parse` parses a message's bytes, or raises a ServingError."""
         self._context, self._parse = context, parse
         self._num_under_way = 0
         self._ended: ServingError | None = None
@@ -31,8 +32,10 @@ class Stream:
         return self
 
     async def __anext__(self) -> Any:
-        """The next message. Raises what `parse` does; or, where no more come, DeadlineExceeded for
-        a stream that was idle for too long, and what `end` was given.
+        """Returns the next message.
+
+        Raises what `parse` raises. If the stream was ended, raises the error given to `end`, or
+        DeadlineExceeded if it was idle for too long.
         """
         try:
             async with asyncio.timeout(None) as self._waiting:
@@ -52,12 +55,12 @@ class Stream:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way."""
+        """Whether no request is running."""
         return not self._num_under_way
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
-        """A request of this stream, under way."""
+        """Counts a running request of this stream within the block."""
         self._num_under_way += 1
         self._schedule()
         try:
@@ -69,12 +72,12 @@ class Stream:
             self._schedule()
 
     def end(self, error: ServingError) -> None:
-        """Ends the stream with `error`, once it has nothing under way."""
+        """Ends the stream with `error` once it has no running request."""
         self._ended = error
         self._schedule()
 
     def _schedule(self) -> None:
-        """When waiting for a message ends."""
+        """Sets the time at which waiting for the next message ends."""
         if self._waiting is None or self._waiting.expired():
             return
         if not self.is_idle:
@@ -87,10 +90,10 @@ class Stream:
 
 
 class Streams:
-    """The open ones of a listener."""
+    """The open streams of a listener."""
 
     def __init__(self, most: int, patience_s: float) -> None:
-        """`patience_s`: how long a stream may be idle though another waits for its place."""
+        """`most` streams may be open. If another arrives, one idle for `patience_s` is ended."""
         self.most, self.patience_s = most, patience_s
         self._open: dict[Stream, None] = {}
 
@@ -99,7 +102,9 @@ class Streams:
 
     @contextlib.contextmanager
     def open(self, context: Any, parse: Callable[[bytes], Any]) -> Iterator[Stream]:
-        """A stream while its call lasts. Raises Overloaded where no other makes room."""
+        """Opens a stream for the block. Raises Overloaded if all places are taken and none is
+        freed.
+        """
         if len(self._open) >= self.most:
             self._make_room()
         stream = Stream(context, parse)
@@ -110,7 +115,7 @@ class Streams:
             self._open.pop(stream, None)
 
     def close(self) -> None:
-        """Ends them all, each when its requests have ended."""
+        """Ends all streams, each once its requests have ended."""
         for stream in self._open:
             stream.end(Unavailable("the server stops; open a stream to another replica"))
 

@@ -1,9 +1,9 @@
-"""Certificates of the ports for clients, read again when their files change.
+"""TLS certificates of the client ports, read again when their files change.
 
-Every port has the same: gRPC by a configuration that it asks for at each connection, HTTP and
-metrics by a context of Python's. Each reading makes a new context. To put another one in the place
-of an old one by its callback for server names would not do: OpenSSL goes on resuming sessions
-of the first, and with them lets in clients whose CA is gone.
+All ports use the same certificates. gRPC asks for its configuration at each connection; HTTP and
+metrics use an `ssl.SSLContext`, and each reading makes a new one. Swapping contexts in the
+server-name callback would not do: OpenSSL would go on resuming sessions of the first context, and
+so admit clients whose CA was removed.
 """
 
 import logging
@@ -20,11 +20,11 @@ from serving.settings import SettingsError
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 10.0
-"""For a handshake; as long as gRPC's ports have."""
+"""Time limit for a handshake; the same as for gRPC ports."""
 
 
 class Files(NamedTuple):
-    """Where certificates are. Without `client_ca` clients need none."""
+    """Paths of the certificate files. Without `client_ca` clients need no certificate."""
 
     cert: Path
     key: Path
@@ -32,32 +32,34 @@ class Files(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """What was read, for each kind of port."""
+    """The loaded certificates, for each kind of port."""
 
     context: ssl.SSLContext
     of_grpc: grpc.ServerCertificateConfiguration
 
 
 class Certificates(Watched[Loaded]):
-    """Those of a server, as they are now."""
+    """A server's current certificates."""
 
     def __init__(self, files: Files) -> None:
-        """Reads them. Raises SettingsError, which names the file, for what cannot be used."""
+        """Reads the certificates. Raises SettingsError, which names the file that cannot be
+        used.
+        """
         self._files = files
         super().__init__("certificates", [path for path in files if path is not None])
         self._now = self.read()
 
     @property
     def context(self) -> ssl.SSLContext:
-        """For the next connection over HTTP; from any thread."""
+        """The SSL context for the next HTTP connection. Thread-safe."""
         return self._now.context
 
     def for_grpc(self) -> grpc.ServerCredentials:
-        """Of one port: it asks at each connection for what has changed since."""
+        """Returns the credentials of one gRPC port, which checks for changes at each connection."""
         given = self._now
 
         def changed() -> Any:
-            """The newest ones; None for those it has."""
+            """Returns the current certificates; None if the port has them already."""
             nonlocal given
             before, given = given, self._now
             return None if given is before else given.of_grpc
@@ -78,7 +80,7 @@ class Certificates(Watched[Loaded]):
         return Loaded(context, pair)
 
     def use(self, found: Loaded) -> None:
-        """See Watched. Connections that are there stay as they are."""
+        """See Watched. Open connections are not affected."""
         self._now = found
 
 
@@ -93,7 +95,7 @@ def _pem(path: Path, setting: str) -> bytes:
 
 
 def _context(files: Files) -> ssl.SSLContext:
-    """Python's own choice of versions and ciphers, but nothing below TLS 1.2."""
+    """Makes an SSL context with Python's default ciphers and at least TLS 1.2."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])

@@ -1,9 +1,9 @@
-"""OpenTelemetry traces: a span for each request, with its queue, its prompt and its tokens inside.
+"""OpenTelemetry traces: a span for each request, with child spans for queue, prefill and decode.
 
-Every front end opens `tracer.request(...)` around what it does for a request. Spans are handed to a
-thread that sends them to a collector; one that is slow or gone costs the spans, and nothing else.
-Attributes are those of OpenTelemetry's conventions for generative AI, and `jmoe.*` beside them.
-Without `otlp_endpoint` no SDK of OpenTelemetry is imported.
+Every front end wraps the handling of a request in `tracer.request(...)`. A thread sends spans to
+the collector; if that is slow or down, spans are lost and nothing else happens. Attributes follow
+OpenTelemetry's conventions for generative AI, plus `jmoe.*`. Without `otlp_endpoint` no
+OpenTelemetry SDK is imported.
 """
 
 import asyncio
@@ -38,27 +38,28 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FLUSH_S = 2.0
-"""For the last spans to leave when a server stops."""
+"""Time limit for sending the last spans when a server stops."""
 
 _OURS_TO_MEND = (RequestFailed, Unavailable, DeadlineExceeded)
-"""Errors that count against the server; what else a caller is told is about the caller."""
+"""Errors that mark a span as failed; other ServingErrors are the caller's fault."""
 
 Attributes = dict[str, Any]
 
 
 class RequestSpan:
-    """A request under way, of a server without traces: nothing is noted."""
+    """A running request's span. This base class records nothing, for servers without tracing."""
 
     def note(self, output: Output) -> None:
-        """An output of it, before it is sent; called for every token."""
+        """Notes an output before it is sent; called for every token."""
 
     def note_prompts(self, num_tokens: int) -> None:
-        """What the caller is told its prompts have, where outputs do not say: several answers may
-        share a prompt, or have one each.
+        """Sets the number of prompt tokens as reported to the caller.
+
+        Outputs do not tell it if a call has several choices, which may share a prompt or not.
         """
 
     def admitted(self, sequence: "SequenceState") -> None:
-        """The engine took it, or one of several that it is answered by."""
+        """Notes that the engine admitted the request, or one of the several of a call."""
 
 
 _NOT_TRACED = RequestSpan()
@@ -66,10 +67,10 @@ _current: ContextVar[RequestSpan] = ContextVar("jmoe_request_span", default=_NOT
 
 
 class Tracer(Observer):
-    """Makes no spans; `make_tracer` gives one that does. An observer of the engine.
+    """An observer of the engine that makes no spans; `make_tracer` returns one that does.
 
-    It learns from the engine when requests began: a request's span is the current one of the task
-    that asks the engine.
+    The engine reports which requests it admitted; the span is found in a context variable of the
+    task that called the engine.
     """
 
     is_on = False
@@ -85,16 +86,15 @@ class Tracer(Observer):
         tracestate: str | None = None,
         operation: str = "text_completion",
     ) -> Iterator[RequestSpan]:
-        """Spans one request, until the block ends; log lines of its task get its id.
+        """Traces one request until the block ends; log lines of its task get the request's id.
 
         Args:
-            request_id: the caller's, or the drawn one.
-            model: its name.
-            priority: its class.
-            traceparent: the caller's trace, as in W3C's header of that name; what is malformed is
-                as if it was not there.
-            tracestate: likewise.
-            operation: `chat`, or `text_completion`; both are names of the conventions.
+            request_id: the request's id.
+            model: the model's name.
+            priority: the request's class.
+            traceparent: the caller's trace, as in W3C's header; ignored if malformed.
+            tracestate: as in W3C's header.
+            operation: `chat` or `text_completion`, as OpenTelemetry's conventions name them.
         """
         logs.note_request(request_id)
         yield _NOT_TRACED
@@ -105,15 +105,14 @@ class Tracer(Observer):
         _current.get().admitted(sequence)
 
     async def close(self) -> None:
-        """Sends what waits, for at most `FLUSH_S`."""
+        """Sends the remaining spans, for at most `FLUSH_S`."""
 
 
 def make_tracer(endpoint: str, service_name: str = "jmoe") -> Tracer:
-    """A tracer that sends spans to `endpoint` by OTLP over HTTP; empty: one that makes none.
+    """Makes a tracer that sends spans to `endpoint` by OTLP over HTTP; if empty, one without spans.
 
-    What OpenTelemetry's own environment variables set is respected: headers, sampler, resource.
-
-    Raises SettingsError where OpenTelemetry is not installed.
+    OpenTelemetry's environment variables (headers, sampler, resource) are respected. Raises
+    SettingsError if OpenTelemetry is not installed.
     """
     if not endpoint:
         return Tracer()
@@ -137,7 +136,7 @@ def make_tracer(endpoint: str, service_name: str = "jmoe") -> Tracer:
 
 
 def trace_headers(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
-    """W3C's headers among a gRPC call's metadata, as arguments of `Tracer.request`."""
+    """Extracts W3C's headers from a gRPC call's metadata, as arguments of `Tracer.request`."""
     names = ("traceparent", "tracestate")
     return {key: value for key, value in metadata if key in names and isinstance(value, str)}
 
@@ -203,10 +202,10 @@ class _OtelTracer(Tracer):
 
         def flush() -> None:
             self._provider.shutdown()
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
                 loop.call_soon_threadsafe(done.set)
 
-        # A daemon: a collector that does not answer keeps no process from ending.
+        # A daemon thread, so that an unresponsive collector cannot keep the process alive.
         threading.Thread(target=flush, name="jmoe-traces", daemon=True).start()
         try:
             async with asyncio.timeout(FLUSH_S):
@@ -216,13 +215,13 @@ class _OtelTracer(Tracer):
 
 
 class _Recorded(RequestSpan):
-    """What is noted of a request, and becomes attributes and spans at its end."""
+    """Records what becomes a request's attributes and child spans at its end."""
 
     def __init__(self, tracer: Any, span: "Span") -> None:
         self._tracer, self._span = tracer, span
         self._began_at = time.monotonic()
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
-        self._last: dict[str, Output] = {}  # by request: one call may ask for several answers
+        self._last: dict[str, Output] = {}  # by request id: a call may have several requests
         self._first_at: dict[str, float] = {}
         self._sequences: list[SequenceState] = []
         self._prompt_tokens: int | None = None
@@ -242,7 +241,7 @@ class _Recorded(RequestSpan):
         self._sequences.append(sequence)
 
     def end(self, failure: BaseException | None) -> None:
-        """Sets what is known at the end, and makes the spans inside."""
+        """Sets the final attributes and makes the child spans."""
         from opentelemetry.trace import Status, StatusCode
 
         now, attributes = time.monotonic(), self._outcome(failure)
@@ -277,7 +276,7 @@ class _Recorded(RequestSpan):
         return found
 
     def _phases(self, sequence: "SequenceState", now: float) -> None:
-        """Spans of its queue, its prompt and its tokens, as far as it came."""
+        """Makes the spans of queue, prefill and decode, as far as the request got."""
         from opentelemetry.trace import set_span_in_context
 
         inside = set_span_in_context(self._span)
@@ -294,7 +293,7 @@ class _Recorded(RequestSpan):
             child.end(self._ns(max(start, end)))
 
     def _ns(self, at: float) -> int:
-        """Of the epoch, from the engine's clock."""
+        """Converts a time of the engine's clock to nanoseconds since the epoch."""
         return round(1e9 * at) + self._epoch_ns
 
 
@@ -310,7 +309,7 @@ def _usage(each: list[Usage]) -> Attributes:
 
 
 def _thresholds(phase: str, spans: list[ThresholdSpan | None]) -> Attributes:
-    """Smallest and largest, in percent, that steps of a phase ran under."""
+    """Returns the smallest and largest threshold, in percent, of a phase's steps."""
     found = [span for span in spans if span is not None]
     if not found:
         return {}
@@ -321,7 +320,7 @@ def _thresholds(phase: str, spans: list[ThresholdSpan | None]) -> Attributes:
 
 
 def _asked(sequence: "SequenceState") -> Attributes:
-    """What a request asked for, where it is not the default."""
+    """Returns the request's parameters as attributes, without those that are unset."""
     request, sampling = sequence.request, sequence.request.sampling
     seed = sampling.seed
     found: Mapping[str, Any] = {
@@ -329,7 +328,7 @@ def _asked(sequence: "SequenceState") -> Attributes:
         "gen_ai.request.temperature": float(sampling.temperature),
         "gen_ai.request.top_p": float(sampling.top_p),
         "gen_ai.request.top_k": sampling.top_k or None,
-        # An attribute is a signed number of 64 bits; what is none is told as text.
+        # Integer attributes are signed 64-bit; a larger seed is sent as text.
         "gen_ai.request.seed": str(seed) if seed is not None and seed >= 2**63 else seed,
         "gen_ai.request.stop_sequences": [_sendable(text) for text in sampling.stop] or None,
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty or None,
@@ -340,19 +339,20 @@ def _asked(sequence: "SequenceState") -> Attributes:
 
 
 def _sendable(text: str) -> str:
-    """Half a surrogate pair, which a caller's text may have, is no UTF-8; OTLP's messages are."""
+    """Replaces unpaired surrogates of a caller's text, since OTLP messages must be UTF-8."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _watched(exporter: Any, endpoint: str) -> Any:
-    """The exporter, which says once that spans are lost and once that they no longer are; what
-    OpenTelemetry logs of each try is not written.
+    """Wraps an exporter so that it logs once when spans get lost, and once when that ends.
+
+    OpenTelemetry's own log lines about every attempt are suppressed.
     """
     from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
     for name in (
         "opentelemetry.exporter.otlp.proto.http.trace_exporter",
-        "opentelemetry.sdk._shared_internal",  # a full queue, told for every span it loses
+        "opentelemetry.sdk._shared_internal",  # logs every span that a full queue loses
     ):
         logging.getLogger(name).addFilter(_heard)
 
@@ -385,7 +385,7 @@ def _watched(exporter: Any, endpoint: str) -> Any:
 
 
 class _LastLine(logging.Filter):
-    """Keeps the last line, and lets none through."""
+    """A log filter that suppresses all records, and keeps the last one's text."""
 
     line = "no answer"
 

@@ -1,7 +1,7 @@
-"""Sampling parameters by the names that vLLM gives them, with vLLM's defaults.
+"""Reads sampling parameters with vLLM's names and defaults.
 
-Values come from JSON, or from clients that send every number as text. What is None takes the
-default; a name that is not known is refused, never ignored.
+Values come from JSON, or from clients that send every number as text. None stands for the default.
+Unknown names are refused, never ignored.
 """
 
 import json
@@ -23,15 +23,15 @@ from serving.request import (
 )
 
 DEFAULTS: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0}
-"""vLLM's, where they are others than those of `SamplingParams`."""
+"""vLLM's defaults that differ from those of `SamplingParams`."""
 
-_DEEPEST = 200  # nested objects and arrays, far below where Python gives up
-_MOST_BRACKETS = 10_000  # in all: what they open is built one by one
+_DEEPEST = 200  # nested objects and arrays, far below Python's limit
+_MOST_BRACKETS = 10_000  # in all: each one makes a Python object
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.S)
 
 
 def sampling(given: Mapping[str, Any]) -> SamplingParams:
-    """What `given` asks for. Raises InvalidRequest for a name or value that is not served."""
+    """Converts `given`. Raises InvalidRequest for a name or value that is not supported."""
     fields: dict[str, Any] = {}
     present = _present(given)
     if {"structured_outputs", "guided_decoding"} <= present.keys():
@@ -47,7 +47,7 @@ def sampling(given: Mapping[str, Any]) -> SamplingParams:
 
 
 def read_json(text: str, what: str) -> dict[str, Any]:
-    """The object that `text` is. Raises InvalidRequest for anything else, or a key given twice."""
+    """Parses a JSON object. Raises InvalidRequest for anything else, and for duplicate keys."""
     num_brackets = text.count("[") + text.count("{")
     check_count(f"brackets in {what}", num_brackets, _MOST_BRACKETS)
     if num_brackets > _DEEPEST and _depth(text) > _DEEPEST:
@@ -64,7 +64,7 @@ def read_json(text: str, what: str) -> dict[str, Any]:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are nested, those in strings not counted."""
+    """Returns how deep brackets are nested, ignoring those in strings."""
     depth = deepest = 0
     for match in _BRACKET.finditer(text):
         if match[0] in "[{":
@@ -108,7 +108,7 @@ def _wrong(name: str, value: object, wanted: str) -> InvalidRequest:
 
 
 def _real(name: str, value: Any) -> float:
-    """A finite number, or a text that is one."""
+    """Reads a finite number, or its text."""
     if isinstance(value, str) and len(value) <= 64:
         try:
             value = float(value)
@@ -126,7 +126,7 @@ def _real(name: str, value: Any) -> float:
 
 
 def _whole(name: str, value: Any) -> int:
-    """A whole number, or a text that is one."""
+    """Reads a whole number, or its text."""
     if isinstance(value, str) and len(value) <= 64:
         try:
             value = int(value)
@@ -195,7 +195,7 @@ def _stop_token_ids(name: str, value: Any) -> dict[str, Any]:
 
 
 def _logprobs(name: str, value: Any) -> dict[str, Any]:
-    """vLLM's: how many of the likeliest tokens come beside the one that was drawn."""
+    """Reads vLLM's `logprobs`: how many likeliest tokens to return beside the sampled one."""
     return {"logprobs": True, "top_logprobs": _whole(name, value)}
 
 
@@ -211,7 +211,7 @@ def _logit_bias(name: str, value: Any) -> dict[str, Any]:
 
 
 def _structure(name: str, value: Any) -> dict[str, Any]:
-    """vLLM's StructuredOutputsParams, an object or its JSON; one kind at a time."""
+    """Reads vLLM's StructuredOutputsParams, an object or its JSON text, with exactly one kind."""
     given = read_json(value, name) if isinstance(value, str) else value
     if not isinstance(given, dict):
         raise _wrong(name, value, "an object such as {'regex': '[0-9]+'}")
@@ -279,7 +279,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "include_stop_str_in_output": (False,),
     "use_beam_search": (False,),
 }
-"""vLLM's parameters that have one value here: clients that send their defaults are served."""
+"""vLLM's parameters with only one supported value, accepted for clients that send defaults."""
 
 
 def _check_fixed(name: str, value: Any) -> None:

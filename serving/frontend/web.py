@@ -1,4 +1,4 @@
-"""Ports for HTTP: an ASGI application behind uvicorn, in the server's own event loop."""
+"""HTTP ports: an ASGI application in uvicorn, in the server's own event loop."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from serving.frontend.listen import bind_socket, join
 
 
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to the process it runs in."""
+    """A uvicorn server that does not handle signals, which the process does itself."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -30,41 +30,44 @@ class Listener:
     def __init__(
         self, app: Any, host: str, port: int, limits: HttpLimits, *, prefix: str = ""
     ) -> None:
-        """`prefix` as in `bind`: of the flags that an error names, as in `--admin-http-port`."""
+        """`prefix` is that of the flags which errors name, such as `--admin-http-port` (see
+        `bind`).
+        """
         self._app, self._host, self._wanted, self._prefix = app, host, port, prefix
         self._limits = limits
         self.port = 0  # the bound one, after start
         self._server: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None
-        self.door: Door | None = None  # of an encrypted port
+        self.door: Door | None = None  # accepts connections of an encrypted port
 
     @property
     def address(self) -> str:
-        """`host:port`, where it listens."""
+        """The `host:port` at which it listens."""
         return join(self._host, self.port)
 
     async def start(self, tls: Callable[[], ssl.SSLContext] | None = None) -> None:
-        """Listens; with `tls` encrypted, by the context that it returns at each connection.
+        """Starts to listen; with `tls` encrypted, using the context that it returns for each
+        connection.
 
-        Raises OSError where the address cannot be bound.
+        Raises OSError if the address cannot be bound.
         """
         bound = bind_socket(self._host, self._wanted, self._prefix)
         self.port = bound.getsockname()[1]
         config = uvicorn.Config(
             self._app,
-            http=bounded_http(self._limits),  # type: ignore[arg-type]  # calling it makes one
+            http=bounded_http(self._limits),  # type: ignore[arg-type]  # a factory of protocols
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
-            proxy_headers=False,  # or any client of this machine may say who it is
+            proxy_headers=False,  # otherwise any local client could forge its address
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )
         config.load()
         self._server = server = _Uvicorn(config)
-        own = [bound] if tls is None else []  # what uvicorn takes connections from
+        own = [bound] if tls is None else []  # sockets that uvicorn itself accepts from
         self._task = asyncio.create_task(self._serve(server, bound, own), name="jmoe-http")
         while not server.started and not self._task.done():
             await asyncio.sleep(0)
@@ -85,7 +88,7 @@ class Listener:
             await server.serve(sockets=own)
 
     async def stop(self) -> None:
-        """Takes no more connections, and ends those that are there within a second."""
+        """Stops accepting connections, and ends open ones within a second."""
         if self._server is None or self._task is None:
             return
         if self.door is not None:
@@ -95,5 +98,5 @@ class Listener:
         self._server = self._task = None
 
 
-# It warns of every client that sends no HTTP, which are told so themselves.
+# uvicorn would warn about every client that does not send HTTP; such clients get an error response.
 logging.getLogger("uvicorn").setLevel(logging.ERROR)

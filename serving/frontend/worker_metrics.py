@@ -1,4 +1,4 @@
-"""Metrics of asynchronous workers: who is there, what waits for each, and how long already."""
+"""Metrics of asynchronous workers: whether each is up, and the rows that wait for it."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,10 @@ LABELS = ["worker"]
 
 
 def collect_workers(prefix: str, engine: "Engine | None") -> Iterator[Metric]:
-    """Families; none where steps run. A slow worker is the one that rows wait for."""
+    """Yields the workers' metric families; none outside mode aep.
+
+    Rows pile up in front of a slow worker.
+    """
     crew: Crew | Any = None if engine is None else engine.runner
     if not hasattr(crew, "seen"):  # no isinstance: the front end imports no jax
         return

@@ -1,8 +1,8 @@
-"""A step while the scheduler holds it: its rows, and the layer it has come to.
+"""A step in the scheduler: its rows, and the next layer to launch.
 
-Rows are all of one model, but for those of a mixed decode step, which runs whole. Another batch is
-launched in parts of some layers. Between two parts rows may leave it (their request
-ended or was evicted), and another batch that has come as far may join.
+All rows belong to one model, except in a mixed decode step, which is always launched whole. Other
+batches may be launched in parts of some layers each. Between two parts, rows may leave (their
+request ended or was evicted), and a batch that has reached the same layer may join.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,12 +34,12 @@ class ScheduledStep:
     batch: "Batch"
     plan: StepPlan
     sequences: list[SequenceState]
-    sampled: list[bool]  # whether the row's token is used: it comes of the last layers only
-    prefixes: list[Prefix]  # of the sequences, as these layers were planned
-    parks: "Batch | None" = None  # the step whose next layers these go before
-    num_joined: int = 0  # rows of a parked step that came along
-    control: StepControl | None = None  # that these layers were launched with
-    way: int = -1  # of united experts, likewise; -1: of several, or not known
+    sampled: list[bool]  # whether the row's token is used; all False before the last layers
+    prefixes: list[Prefix]  # the sequences' prefixes when these layers were planned
+    parks: "Batch | None" = None  # the step that is parked for these layers
+    num_joined: int = 0  # rows of a parked step that joined
+    control: StepControl | None = None  # brownout that these layers were launched with
+    way: int = -1  # way of united experts in force; -1: several, or unknown
 
     @property
     def is_first(self) -> bool:
@@ -48,35 +48,36 @@ class ScheduledStep:
 
     @property
     def is_last(self) -> bool:
-        """Whether tokens come of these layers."""
+        """Whether these layers include the last one, which yields tokens."""
         return self.plan.is_last
 
     @property
     def waits(self) -> bool:
-        """Whether its tokens are drawn once those of the step before are read."""
+        """Whether sampling waits until the previous step's tokens have been read."""
         return self.plan.shapes is not None and self.plan.shapes.waits
 
     @property
     def exempt_share(self) -> float:
-        """Of its visits, those that are not degraded as it is launched."""
+        """The share of its positions that are exempt from brownout at launch."""
         return self.plan.num_exempt / int(self.plan.q_lens.sum())
 
     @property
     def refused_share(self) -> float:
-        """Of its visits, those of requests that allow no brownout."""
+        """The share of its positions whose requests refuse brownout."""
         q_lens = self.plan.q_lens
         refused = [not s.request.allow_brownout for s in self.sequences]
         return int(q_lens[refused].sum()) / int(q_lens.sum())
 
     @property
     def mean_threshold_percent(self) -> float:
-        """Of the threshold that its rows were launched with; exempt ones have 100."""
+        """The mean threshold of its positions at launch; exempt ones count as 100."""
         if self.control is None or not self.control.strategy:
             return 100.0
         return 100 - (100 - self.control.threshold_percent) * (1 - self.exempt_share)
 
     def degrade_best_effort_first(self, threshold_percent: int) -> int:
-        """The threshold of these layers, where all their visits were to keep `threshold_percent`
+        """Returns the threshold to launch these layers with so that, of all their visits,
+        `threshold_percent` are kept exact, and best effort is degraded first
         (`spare_latency_sensitive`).
         """
         if not self.batch.has_best_effort:
@@ -85,10 +86,10 @@ class ScheduledStep:
         return spare_latency_sensitive(self.plan.rows, urgent, threshold_percent)
 
     def share_prompt_logprobs(self, values: Float[np.ndarray, "T"]) -> None:
-        """Gives sequences the log-probabilities that came of their chunks.
+        """Stores the prompt log-probabilities that the sequences' chunks yielded.
 
-        They go to a chunk's own positions: a sequence that was evicted computes its prompt again,
-        and may have had a chunk under way.
+        They are stored by position, since an evicted sequence computes its prompt again, and may
+        have had a chunk in flight.
         """
         at = 0
         for row, sequence in zip(self.plan.rows, self.sequences, strict=True):
@@ -101,9 +102,10 @@ class ScheduledStep:
 
 
 class Batch:
-    """Rows of one phase, of which layers `[0, next_layer)` are launched.
+    """Rows of one phase, whose layers `[0, next_layer)` have been launched.
 
-    Row b is at b of `sequences`, `rows`, `sampled`; of `tokens` and `places` in a prefill step.
+    Row b is at index b of `sequences`, `rows` and `sampled`, and in a prefill step also of `tokens`
+    and `places`.
     """
 
     def __init__(
@@ -115,18 +117,20 @@ class Batch:
         deltas: list[tuple[int, int, int]],
         tokens: list[list[int]] | None = None,
     ) -> None:
-        """`sampled`: whether the row's token is used; of a prompt, whether it ends here."""
+        """`sampled`: whether each row's token is used; in prefill, whether the chunk ends the
+        prompt.
+        """
         self.phase, self.sequences, self.rows, self.sampled = phase, sequences, rows, sampled
         self.tokens = tokens or []
-        self.places: list[range] = []  # of the device's hidden rows
+        self.places: list[range] = []  # hidden rows on the device
         self.next_layer = 0
         self.num_parks = 0
-        self.control: StepControl | None = None  # of all its layers, from its first launch on
-        self.joins: Batch | None = None  # a parked one, taken along when this has come as far
-        self._extents: dict[int, list[int]] = {}  # of hidden rows, by rank
-        self.needed: np.ndarray | None = None  # of its parts that were read (`StepResult.needed`)
+        self.control: StepControl | None = None  # of all its layers, set at launch
+        self.joins: Batch | None = None  # a parked batch that joins when this one reaches its layer
+        self._extents: dict[int, list[int]] = {}  # extents of hidden rows, by rank
+        self.needed: np.ndarray | None = None  # sum over parts read so far (`StepResult.needed`)
         self.has_best_effort = any(s.request.priority is BE for s in sequences)
-        self.model = sequences[0].request.model  # of a mixed step, the first one's
+        self.model = sequences[0].request.model  # in a mixed step, the first row's
         self.models = frozenset(s.request.model for s in sequences)
         self._deltas = deltas
         for sequence in sequences:
@@ -134,16 +138,16 @@ class Batch:
 
     @property
     def has_ls(self) -> bool:
-        """Whether a latency-sensitive request is in it."""
+        """Whether it contains a latency-sensitive request."""
         return any(s.priority is Priority.LATENCY_SENSITIVE for s in self.sequences)
 
     @property
     def num_tokens(self) -> int:
-        """Positions that it computes."""
+        """The number of positions that it computes."""
         return sum(map(len, self.tokens)) if self.phase is Phase.PREFILL else len(self.rows)
 
     def view(self, index: int, *, parked: bool) -> BatchView:
-        """What a policy sees of it."""
+        """Returns the batch as a policy sees it."""
         return BatchView(
             self.phase,
             self.next_layer,
@@ -155,7 +159,7 @@ class Batch:
         )
 
     def place(self, extents: Mapping[int, int], limits: Limits) -> None:
-        """Its tokens' rows wait in these, one on each rank that has sequences of it."""
+        """Assigns hidden rows to its tokens, in one extent on each rank that has its sequences."""
         self._extents = {rank: [extent] for rank, extent in extents.items()}
         start = {rank: limits.extent(extent, rank) for rank, extent in extents.items()}
         for sequence, tokens in zip(self.sequences, self.tokens, strict=True):
@@ -164,13 +168,13 @@ class Batch:
             start[rank] += len(tokens)
 
     def give_up_extents(self, rank: int | None = None) -> dict[int, list[int]]:
-        """Those of a rank, None: of all; they are nobody's now."""
+        """Releases and returns the batch's extents of one rank, or of all (None)."""
         given = {r: e for r, e in self._extents.items() if rank in (None, r)}
         self._extents = {r: e for r, e in self._extents.items() if r not in given}
         return given
 
     def on_ranks(self, limits: Limits) -> list[tuple[int, int]]:
-        """Its sequences and positions on each rank."""
+        """Returns its numbers of sequences and positions on each rank."""
         found = [(0, 0)] * limits.num_ranks
         for number, sequence in enumerate(self.sequences):
             rank = limits.rank(sequence.slot)
@@ -179,7 +183,7 @@ class Batch:
         return found
 
     def has_room_for(self, other: "Batch", limits: Limits) -> bool:
-        """Whether the rows of both prefill steps are one that costs no more than this alone."""
+        """Whether `other` can join this prefill step at no extra cost (the same token bucket)."""
         own, others = self.on_ranks(limits), other.on_ranks(limits)
         bucket = limits.token_bucket(max(tokens for _, tokens in own))
         return all(
@@ -188,7 +192,7 @@ class Batch:
         )
 
     def drop(self, sequence: SequenceState) -> None:
-        """Takes a sequence out: its pages may be another's before the next layers run."""
+        """Removes a sequence, since its pages may belong to another before the next layers run."""
         at = self.sequences.index(sequence)
         sequence.num_sampled -= self.sampled[at]
         sequence.batch = None
@@ -201,7 +205,7 @@ class Batch:
         self._deltas = [delta for delta in self._deltas if delta[0] != sequence.slot]
 
     def absorb(self, other: "Batch") -> None:
-        """Takes over the rows of another that has come to the same layer."""
+        """Takes over the rows of a batch that has reached the same layer."""
         assert (self.phase, self.models) == (other.phase, other.models)
         assert self.next_layer == other.next_layer
         for sequence in other.sequences:
@@ -218,7 +222,10 @@ class Batch:
         self.joins = None
 
     def _shapes(self) -> Shapes | None:
-        """Of rows whose tokens are used; a sequence is seated as its prompt ends."""
+        """Returns the logit changes of rows whose tokens are used; None if no row has any.
+
+        A sequence is seated when its prompt ends.
+        """
         drawn = [s for s, used in zip(self.sequences, self.sampled, strict=True) if used]
         if all(s.shape is None for s in drawn):
             return None
@@ -235,7 +242,7 @@ class Batch:
         return np.array([s.request.model for s in mixed], np.int32)
 
     def take_layers(self, stop: int, num_layers: int) -> ScheduledStep:
-        """The step that runs layers up to `stop`; after the last one, sequences are free again."""
+        """Returns the step that runs layers up to `stop`; the last one frees the sequences."""
         prefill, sequences, is_last = (
             self.phase is Phase.PREFILL,
             self.sequences,
@@ -243,7 +250,7 @@ class Batch:
         )
         plan = StepPlan(
             phase=self.phase,
-            rows=self.rows.copy(),  # some may be made exempt for these layers alone
+            rows=self.rows.copy(),  # rows may be made exempt for these layers only
             deltas=np.array(self._deltas, np.int32).reshape(-1, NUM_DELTA_COLUMNS),
             tokens=_joined(self.tokens),
             prompt_logprobs=prefill

@@ -1,4 +1,4 @@
-"""From sampled tokens to the text a caller sees: incremental decoding and stop strings."""
+"""Turns sampled tokens into text for the client: incremental detokenization and stop strings."""
 
 from collections.abc import Sequence
 
@@ -6,9 +6,9 @@ from jmoe.tokenizer import Tokenizer
 
 
 class StopString:
-    """Finds one string in a text that comes in characters (Knuth, Morris and Pratt 1977).
+    """Finds a string in a text that arrives character by character (Knuth, Morris and Pratt 1977).
 
-    A character costs constant time on average, whatever the string; nothing is prepared ahead.
+    A character takes amortized constant time. The table of borders is built on demand.
     """
 
     def __init__(self, text: str) -> None:
@@ -17,7 +17,7 @@ class StopString:
         self.num_matched = 0  # length of the longest prefix that the text read so far ends with
 
     def push(self, character: str) -> bool:
-        """Takes the text's next character; True where the string is complete with it."""
+        """Takes the text's next character; returns True if it completes the string."""
         matched = self.num_matched
         while matched and self._text[matched] != character:
             matched = self._borders[matched - 1]
@@ -28,7 +28,7 @@ class StopString:
         return matched == len(self._text)
 
     def _extend_borders(self) -> None:
-        """Borders are needed up to what is matched, and grow with it."""
+        """Extends the border table to the matched length."""
         while len(self._borders) < self.num_matched:
             border, character = self._borders[-1], self._text[len(self._borders)]
             while border and self._text[border] != character:
@@ -37,23 +37,24 @@ class StopString:
 
 
 class Detokenizer:
-    """Text of one sequence, held back as far as it may be the start of a stop string."""
+    """Text of one sequence; what may be the start of a stop string is held back."""
 
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str]) -> None:
-        """Without a tokenizer there is no text."""
+        """Without a tokenizer, all text is empty."""
         self._stream = None if tokenizer is None else tokenizer.stream()
         self._stop = [StopString(text) for text in stop]
         self._held = ""
 
     def push(self, token: int) -> tuple[str, bool]:
-        """Text to release now, and whether a stop string ended it; that string is left out.
+        """Takes a token; returns the text to release, and whether a stop string ended it.
 
-        The stop string that is complete first counts; of several, the longest.
+        The stop string is left out of the text. The one completed first counts; if several are
+        completed at once, the longest.
         """
         return ("", False) if self._stream is None else self._take(self._stream.push(token))
 
     def finish(self) -> str:
-        """What was held back, when no token follows."""
+        """Returns the text that was held back, when no token follows."""
         if self._stream is None:
             return ""
         text, stopped = self._take(self._stream.finish())
@@ -66,7 +67,7 @@ class Detokenizer:
             return piece, False
         before = self._held + piece
         for end, character in enumerate(piece, len(self._held) + 1):
-            # Every one of them takes the character, also behind one that is complete.
+            # Push the character to all stop strings, even after one is complete.
             complete = [stop.num_matched for stop in self._stop if stop.push(character)]
             if complete:
                 self._held = ""

@@ -1,4 +1,4 @@
-"""Hidden rows of prefill steps under way: each rank has room for a few steps."""
+"""Allocates extents of hidden rows to prefill steps; each rank has a few."""
 
 from collections.abc import Iterable, Mapping
 
@@ -6,22 +6,22 @@ from serving.plan import NUM_EXTENTS, Limits
 
 
 class Extents:
-    """Extents by rank, each free or one step's."""
+    """The free extents of each rank."""
 
     def __init__(self, limits: Limits) -> None:
         self._free = [list(range(NUM_EXTENTS)) for _ in range(limits.num_ranks)]
 
     @property
     def ranks(self) -> set[int]:
-        """Those with one that is free."""
+        """The ranks with a free extent."""
         return {rank for rank, free in enumerate(self._free) if free}
 
     def take(self, ranks: Iterable[int]) -> dict[int, int]:
-        """One of each of these ranks. Raises IndexError where none is free."""
+        """Takes one extent on each of these ranks. Raises IndexError if a rank has none free."""
         return {rank: self._free[rank].pop() for rank in set(ranks)}
 
     def give_back(self, taken: Mapping[int, Iterable[int]]) -> None:
-        """Extents of a step, by rank."""
+        """Frees a step's extents, given by rank."""
         for rank, extents in taken.items():
             self._free[rank] += extents
 

@@ -1,4 +1,4 @@
-"""A policy whose faults cost nobody a request: what it cannot choose, `Fcfs` chooses."""
+"""Guards against faulty policies: if one fails, `Fcfs` decides, and no request is lost."""
 
 import logging
 from typing import Any
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class GuardedPolicy:
-    """Asks a policy, and says in the log when that fails: the 1st, 2nd, 4th, 8th, ... time."""
+    """Wraps a policy, and logs its 1st, 2nd, 4th, 8th, ... failure."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -20,7 +20,7 @@ class GuardedPolicy:
         self._num_faults = 0
 
     def rank(self, sequence: SequenceState) -> tuple[Any]:
-        """Place in the queue; by arrival where the policy has none."""
+        """Returns the sort key in the queue; the arrival time if the policy fails."""
         try:
             return (self.policy.rank(RequestView(sequence)),)
         except Exception as error:
@@ -28,7 +28,9 @@ class GuardedPolicy:
             return (sequence.arrived_at,)
 
     def choose(self, view: View) -> Choice:
-        """What runs next. Of a policy that names what is not there, first come first served's."""
+        """Returns what runs next; chosen by `Fcfs` if the policy fails or makes an invalid
+        choice.
+        """
         try:
             choice = self.policy.choose(view) or Fcfs().choose(view)
             _check(choice, view)
@@ -38,7 +40,7 @@ class GuardedPolicy:
             return Fcfs().choose(view)
 
     def victim(self, running: list[SequenceState]) -> SequenceState:
-        """Who gives way; of a policy that names nobody of these, the one that came last."""
+        """Returns the sequence to evict; the one that arrived last if the policy fails."""
         try:
             chosen = self.policy.victim(RequestViews(running))
             for sequence in running:

@@ -1,4 +1,4 @@
-"""How long steps take, so that the next one is planned as late as the device allows."""
+"""Predicts step times, so that each step is planned as late as possible without an idle device."""
 
 import math
 from collections.abc import Iterable
@@ -9,22 +9,21 @@ from serving.scheduling.policy import Company
 from serving.scheduling.step_time import StepTimeModel
 
 SHARE, MARGIN_S = 0.8, 0.001
-WAIT = 0.8  # of what a TTFT objective leaves
+WAIT = 0.8  # share of a TTFT objective's slack that waiting may use
 
 
 class Pace:
-    """When to plan and what to wait for, by a model of step times; when sequences last got a token.
+    """Decides when to plan steps and what to wait for, using a model of step times.
 
-    A step launched the moment the one before it starts would queue on the device for nothing, and a
-    request that arrives meanwhile would wait for both. So the host sits still for most of a step:
-    long enough to take late arrivals along, short enough that the device never waits.
-
-    Thresholds are in percent, and means over the rows of a step.
+    A step launched as soon as the previous one starts would only queue on the device, and a request
+    that arrives meanwhile would wait for both. So the host waits for most of a step: long enough to
+    include late arrivals, short enough that the device never idles. Thresholds are in percent, and
+    means over the rows of a step.
     """
 
     def __init__(self, num_layers: int = 1, *, waits: bool = True) -> None:
-        """`num_layers` of the model: what is launched at once may be some of them. `waits`: prompts
-        may wait for company.
+        """`num_layers` is the model's; a launch may cover only some of them. `waits`: whether
+        prompts may wait for more prompts.
         """
         self.times = StepTimeModel()
         self.waits = waits
@@ -32,7 +31,7 @@ class Pace:
         self._decoded_at = -math.inf
 
     def observe(self, step: ScheduledStep, started_at: float, ended_at: float) -> None:
-        """A step ran on the device from `started_at` to `ended_at`."""
+        """Learns from a step that ran on the device from `started_at` to `ended_at`."""
         plan = step.plan
         seconds = (ended_at - started_at) / self._share(plan)
         self.times.observe(plan.phase, plan.size, step.mean_threshold_percent, seconds)
@@ -40,19 +39,19 @@ class Pace:
             self._decoded_at = ended_at
 
     def best_effort_wait_s(self, max_wait_s: float) -> float:
-        """Seconds within which a best-effort request that runs gets a token, by the longest steps
-        so far; infinite before the first, and where waiting too long (`max_wait_s`) means nothing.
+        """Returns the longest time (s) that a running best-effort request should wait for a token.
 
-        After that time it waits for the step under way, two prefill steps and its own
-        (docs/priorities.md), as long as older requests leave it a row.
+        After `max_wait_s` it still waits for the running step, two prefill steps and its own
+        (docs/priorities.md), if older requests leave it a row. So that is 4 of the longest steps
+        seen; infinite before the first step, or if `max_wait_s` is 0 (never promoted).
         """
         return (max_wait_s or math.inf) + 4 * self.times.longest_s
 
     def company(self, ttft_slo_s: float, num_decoding: int) -> Company | None:
-        """What a prompt had better wait for beside so many rows that decode; None: for nothing.
+        """Returns what a prompt should wait for while `num_decoding` rows decode; None: nothing.
 
-        A prefill step of n tokens takes a + b n: at a / b of them its fixed cost is half of it.
-        Waiting may take four fifths of what the objective leaves beside the prefill step and the
+        A prefill step of n tokens takes a + b n, so with a / b tokens its fixed cost is half of it.
+        Waiting may use four fifths of what the TTFT objective leaves after the prefill step and the
         decode steps before and after it.
         """
         line = self.times.line(Phase.PREFILL)
@@ -65,9 +64,9 @@ class Pace:
         return Company(tokens, max(0.0, WAIT * (ttft_slo_s - 2 * decode_s - prefill_s)))
 
     def idle_s(self, step: ScheduledStep) -> float:
-        """Seconds from a step's start before the next one has to be planned; 0 if unknown.
+        """Returns how long (s) after a step's start the next one must be planned; 0 if unknown.
 
-        A step may well be faster than expected, by as much as they err.
+        The mean prediction error is subtracted, since a step may be faster than expected.
         """
         share = SHARE * max(0.0, 1 - self.times.error)
         return max(0.0, share * self._expected_s(step, 0.0) - MARGIN_S)
@@ -75,9 +74,11 @@ class Pace:
     def itl_slack_s(
         self, budget_s: float, ends_at: float, steps: Iterable[tuple[Phase, int, float]]
     ) -> float:
-        """What is left of an ITL of `budget_s` if steps follow `ends_at`, the end of the prefill
-        step under way: each has phase, size and threshold. -inf where a duration is not known yet,
-        of a size that is twice the largest so far for one.
+        """Returns what is left of an ITL of `budget_s` if `steps` (phase, size, threshold) run
+        next.
+
+        They start at `ends_at`, when the running step ends. -inf if a duration is unknown, such as
+        of a step more than twice as large as any seen.
         """
         steps = list(steps)
         if any(size > 2 * self.times.largest(phase) for phase, size, _ in steps):
@@ -88,19 +89,21 @@ class Pace:
         )
 
     def since_tokens_s(self, step: ScheduledStep, started_at: float, tokens_at: float) -> float:
-        """Seconds that sequences will have waited for a token as a step is likely to end, which had
-        the one before at `tokens_at` (NaN: none has one); 0 where they get one of it.
+        """Returns how long (s) sequences will have waited for a token at a step's expected end.
+
+        They had their last token at `tokens_at` (NaN: no sequence has one). 0 if the step itself
+        yields their tokens.
         """
         if math.isnan(tokens_at) or (step.plan.phase is Phase.DECODE and step.is_last):
             return 0.0
         return max(0.0, started_at + self._expected_s(step, 0.0) - tokens_at)
 
     def ends_at(self, step: ScheduledStep, started_at: float) -> float:
-        """When a step that began at `started_at` is likely to end."""
+        """Returns when a step that began at `started_at` is expected to end."""
         return started_at + self._expected_s(step, math.inf)
 
     def _share(self, plan: StepPlan) -> float:
-        """Of the model's layers."""
+        """Returns the share of the model's layers that a plan runs."""
         return plan.num_layers / self._num_layers
 
     def _expected_s(self, step: ScheduledStep, unknown_s: float) -> float:

@@ -1,43 +1,43 @@
-"""The host's account of KV pages: who holds which, and which are kept for what is written there."""
+"""The host's allocator of KV pages: reference counts, and pages cached for prefix reuse."""
 
 from collections.abc import Callable, Collection, Iterable
 
 
 class OutOfPages(Exception):
-    """The pool has fewer pages to give than were asked for."""
+    """The pool has fewer free pages than were asked for."""
 
 
 class PageAllocator:
-    """Pages `[first, first + num_pages)`, each free, or held by one caller or several.
+    """Allocates pages `[first, first + num_pages)`; each is free, or held by one or more callers.
 
-    One that is to be kept stays as it is when its last holder gives it back, until no other is
-    left: then the one goes first that nobody has used for longest.
+    A cached ("kept") page keeps its contents after its last holder has freed it, until no other
+    free page is left. Then the least recently used one is evicted first.
     """
 
     def __init__(
         self, num_pages: int, first: int = 0, on_evict: Callable[[int], None] = lambda page: None
     ) -> None:
-        """`on_evict` hears of a kept page that is about to be somebody's own."""
+        """`on_evict` is called with a cached page that is about to be reallocated."""
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; it must be at least 1")
         self.num_pages, self._first, self._on_evict = num_pages, first, on_evict
         self._free = list(range(first + num_pages - 1, first - 1, -1))
         self._holders = [0] * num_pages
         self._kept: set[int] = set()
-        self._idle: dict[int, None] = {}  # kept and held by nobody, unused for longest first
+        self._idle: dict[int, None] = {}  # cached without holders, least recently used first
 
     @property
     def num_free(self) -> int:
-        """Pages that nobody holds."""
+        """The number of pages without holders, including cached ones."""
         return len(self._free) + len(self._idle)
 
     @property
     def num_idle(self) -> int:
-        """Of them, those that are kept."""
+        """The number of cached pages without holders."""
         return len(self._idle)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` pages, all or none. Raises OutOfPages."""
+        """Allocates `count` pages, all or none. Raises OutOfPages."""
         if count > self.num_free:
             raise OutOfPages(f"{count} pages wanted, {self.num_free} of {self.num_pages} free")
         pages = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -46,7 +46,7 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One holder more of each. Raises ValueError for one that is neither held nor kept."""
+        """Adds a holder to each page. Raises ValueError for one that is neither held nor cached."""
         for page in pages:
             at = self._at(page)
             if not self._holders[at] and page not in self._idle:
@@ -55,10 +55,10 @@ class PageAllocator:
             self._holders[at] += 1
 
     def free(self, pages: Collection[int]) -> None:
-        """One holder less of each. Raises ValueError for one that is not held.
+        """Removes a holder from each page. Raises ValueError for one that is not held.
 
-        Of pages that are kept the last ones of a sequence go before those they are of no use
-        without.
+        Cached pages are queued for eviction from the end of the sequence, because a later page is
+        useless without the earlier ones.
         """
         idle = []
         for page in pages:
@@ -75,28 +75,28 @@ class PageAllocator:
         self._idle.update(dict.fromkeys(reversed(idle)))
 
     def keep(self, page: int) -> None:
-        """A page that is held is kept from now on."""
+        """Marks a held page as cached. Raises ValueError for one that is not held."""
         if not self._holders[self._at(page)]:
             raise ValueError(f"page {page} is nobody's; there is nothing to keep")
         self._kept.add(page)
 
     def forget(self, page: int) -> None:
-        """A page is not kept any more."""
+        """Removes a page from the cache."""
         self._kept.discard(page)
         if page in self._idle:
             del self._idle[page]
             self._free.append(page)
 
     def is_idle(self, page: int) -> bool:
-        """Whether a page is kept, and held by nobody."""
+        """Whether a page is cached and has no holder."""
         return page in self._idle
 
     def num_holders(self, page: int) -> int:
-        """Who have it."""
+        """Returns the number of a page's holders."""
         return self._holders[self._at(page)]
 
     def check_idle(self) -> None:
-        """Raises AssertionError unless every page is back: the conservation check when idle."""
+        """Raises AssertionError unless all pages were freed: the leak check when idle."""
         held = [self._first + at for at, holders in enumerate(self._holders) if holders]
         if held or self.num_free != self.num_pages:
             raise AssertionError(f"{len(held)} pages leaked: {held[:10]}")

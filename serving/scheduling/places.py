@@ -1,4 +1,4 @@
-"""Where sequences live on the device: slots and KV pages, by rank."""
+"""Allocates slots and KV pages on the ranks to sequences."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -12,8 +12,8 @@ from serving.scheduling.sequence import SequenceState
 
 
 class Places:
-    """Slots, each free or one sequence's, and pages, which several may have; what a sequence has is
-    all of one rank.
+    """The slots and pages of all ranks. A page may be shared; a sequence's slot and pages are on
+    one rank.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -23,37 +23,38 @@ class Places:
             list(range((rank + 1) * slots - 1, rank * slots - 1, -1))
             for rank in range(limits.num_ranks)
         ]
-        self._closed: set[int] = set()  # ranks that take nobody
+        self._closed: set[int] = set()  # ranks that admit no sequences
         self._named = [PrefixPages(pages, rank * pages) for rank in range(limits.num_ranks)]
         self._pages = [named.pages for named in self._named]
 
     @property
     def num_pages(self) -> int:
-        """Pages of all ranks."""
+        """The number of pages on all ranks."""
         return self._limits.num_pages
 
     @property
     def num_free_pages(self) -> int:
-        """Of all ranks; nobody has them, and some are kept for what is in them."""
+        """The number of pages without holders on all ranks, including cached ones."""
         return sum(pages.num_free for pages in self._pages)
 
     @property
     def num_idle_pages(self) -> int:
-        """Of all ranks: those that are kept for what is in them, and nobody has."""
+        """The number of cached pages without holders on all ranks."""
         return sum(pages.num_idle for pages in self._pages)
 
     @property
     def num_evicted_pages(self) -> int:
-        """Of all ranks, since the start: kept ones that were somebody's own again."""
+        """The number of cached pages evicted on all ranks since the start."""
         return sum(named.num_evicted for named in self._named)
 
     def named(self, rank: int) -> PrefixPages:
-        """Pages of a rank, by what is in them."""
+        """Returns the prefix cache of a rank."""
         return self._named[rank]
 
     def admissible(self, running: Iterable[SequenceState], priority: Priority) -> list[int]:
-        """Sequences of a class that each rank could still take, pages aside; latency-sensitive ones
-        get those of best effort, too.
+        """Returns how many more sequences of a class each rank could admit, apart from pages.
+
+        Slots held by best-effort sequences count as free for latency-sensitive ones.
         """
         limits = self._limits
         taken = [0] * limits.num_ranks
@@ -70,33 +71,37 @@ class Places:
 
     @property
     def any_open(self) -> bool:
-        """Whether some rank takes sequences."""
+        """Whether some rank admits sequences."""
         return len(self._closed) < self._limits.num_ranks
 
     def close(self, rank: int) -> None:
-        """A rank takes nobody, until it is opened again; what its pages held is lost."""
+        """Stops admission on a rank until it is opened again, and drops its prefix cache."""
         self._closed.add(rank)
         self._named[rank].drop_all()
 
     def open(self, rank: int) -> None:
-        """A rank takes sequences again; nothing, where it does."""
+        """Resumes admission on a rank. Does nothing if it is open."""
         self._closed.discard(rank)
 
     def free_slots(self, rank: int) -> int:
-        """Slots of a rank that nobody has."""
+        """Returns the number of free slots of a rank."""
         return len(self._slots[rank])
 
     def free_pages(self, rank: int) -> int:
-        """Pages of a rank that nobody has."""
+        """Returns the number of free pages of a rank, including cached ones without holders."""
         return self._pages[rank].num_free
 
     def num_needed(self, rank: int, num_pages: int, found: Iterable[int] = ()) -> int:
-        """Free pages that a sequence of `num_pages` takes, of which `found` are there already."""
+        """Returns how many free pages a sequence of `num_pages` takes if `found` ones are
+        cached.
+        """
         pages = self._pages[rank]
         return num_pages - sum(not pages.is_idle(page) for page in found)
 
     def num_freed(self, rank: int, holders: Iterable[SequenceState], but: Container[int]) -> int:
-        """Pages that nobody has once these sequences are gone, without those of `but`."""
+        """Returns how many pages become free if `holders` are evicted, not counting those
+        in `but`.
+        """
         counts = Counter(page for holder in holders for page in holder.pages)
         held = self._pages[rank].num_holders
         return sum(held(page) == count and page not in but for page, count in counts.items())
@@ -107,8 +112,10 @@ class Places:
         ranks: Container[int],
         found: Mapping[int, Sequence[int]] = MappingProxyType({}),
     ) -> int | None:
-        """Of those of `ranks` with a slot and pages for a sequence of `num_pages`, the one that has
-        `found` most of it; of several, the one with most free pages.
+        """Returns the rank, among `ranks` with a slot and pages for a sequence of `num_pages`, with
+        the most cached pages of it (`found`, by rank).
+
+        Ties go to the rank with the most free pages. None if no rank has room.
         """
         fitting = [
             rank
@@ -124,26 +131,28 @@ class Places:
         )
 
     def take(self, rank: int, num_pages: int, found: Sequence[int] = ()) -> tuple[int, list[int]]:
-        """A slot and so many pages, the first of them `found`. Raises OutOfPages, IndexError
-        without a slot.
+        """Allocates a slot and `num_pages` pages, of which the first are the shared ones in
+        `found`.
+
+        Raises OutOfPages, and IndexError if there is no free slot.
         """
-        self._pages[rank].share(found)  # before others are taken, which may be kept ones, too
+        self._pages[rank].share(found)  # first, so that allocating the others cannot evict these
         pages = self._pages[rank].allocate(num_pages - len(found))
         return self._slots[rank].pop(), [*found, *pages]
 
     def page_for(self, slot: int) -> int | None:
-        """One page more for a slot's sequence; None: its rank has none."""
+        """Allocates another page for a slot's sequence; None if its rank has none free."""
         pages = self._pages[self._limits.rank(slot)]
         return pages.allocate(1)[0] if pages.num_free else None
 
     def give_back(self, slot: int, pages: list[int]) -> None:
-        """What a sequence had. Raises ValueError for a page that is free already."""
+        """Frees a sequence's slot and pages. Raises ValueError for a page that is free already."""
         rank = self._limits.rank(slot)
         self._pages[rank].free(pages)
         self._slots[rank].append(slot)
 
     def check_idle(self) -> None:
-        """Raises AssertionError unless all is free."""
+        """Raises AssertionError unless all slots and pages are free."""
         for pages in self._pages:
             pages.check_idle()
         if lost := self._limits.num_slots - sum(map(len, self._slots)):

@@ -1,9 +1,9 @@
-"""Scheduling policies: which step runs next, who is in it first, who gives way.
+"""Scheduling policies: which step runs next, which requests go first, and which are evicted.
 
 A policy only chooses. The scheduler holds queues, slots and pages, checks the choice and builds the
-step, so that no policy can lose a request; one that raises or chooses what is not there is passed
-over, step by step, for `Fcfs`. Write your own as a class with the methods of `Policy` and name it
-in the settings: `engine.policy: my_module:MyPolicy`.
+step, so that no policy can lose a request. Whenever a policy raises or makes an invalid choice,
+`Fcfs` decides instead. To use your own, write a class with the methods of `Policy` and name it in
+the settings: `engine.policy: my_module:MyPolicy`.
 """
 
 import math
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 Order = Sequence[Sequence[Priority]]
-"""Groups of classes: those of one group stand in one queue, by rank; the first group goes first."""
+"""Groups of classes. The classes of a group are queued together, by rank; groups go in order."""
 TOGETHER: Order = ((LS, BE),)
 LS_FIRST: Order = ((LS,), (BE,))
 ONLY_LS: Order = ((LS,),)
 
 
 class RequestView:
-    """What a policy sees of a request; it cannot change it."""
+    """A read-only view of a request for policies."""
 
     __slots__ = ("_sequence",)
 
@@ -36,42 +36,42 @@ class RequestView:
 
     @property
     def request_id(self) -> str:
-        """As its caller named it."""
+        """The request's id."""
         return self._sequence.request.request_id
 
     @property
     def priority(self) -> Priority:
-        """Its class; a best-effort request that has waited too long counts as the other."""
+        """Its class; best effort that has waited too long counts as latency-sensitive."""
         return self._sequence.priority
 
     @property
     def arrived_at(self) -> float:
-        """Seconds of the engine's clock."""
+        """When it arrived, in seconds of the engine's clock."""
         return self._sequence.arrived_at
 
     @property
     def deadline_at(self) -> float:
-        """Its caller's deadline, infinity without one."""
+        """Its deadline by its timeout; infinity without one."""
         timeout_s = self._sequence.request.timeout_s
         return math.inf if timeout_s is None else self._sequence.arrived_at + timeout_s
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of the prompt."""
+        """The number of prompt tokens."""
         return len(self._sequence.prompt)
 
     @property
     def num_tokens(self) -> int:
-        """New tokens that it has got."""
+        """The number of tokens generated so far."""
         return len(self._sequence.tokens)
 
     @property
     def max_new_tokens(self) -> int:
-        """New tokens that it may get."""
+        """The limit of generated tokens."""
         return self._sequence.max_new_tokens
 
     def same_as(self, other: object) -> bool:
-        """Whether another view is of the same request."""
+        """Whether `other` is a view of the same request."""
         return isinstance(other, RequestView) and other._sequence is self._sequence
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class RequestView:
 
 
 class RequestViews(Sequence[RequestView]):
-    """A queue as a policy sees it; views are made as they are looked at."""
+    """A read-only view of a queue for policies; request views are made on access."""
 
     __slots__ = ("_sequences",)
 
@@ -96,34 +96,34 @@ class RequestViews(Sequence[RequestView]):
     @overload
     def __getitem__(self, index: slice) -> "RequestViews": ...
     def __getitem__(self, index: int | slice) -> "RequestView | RequestViews":
-        """By place in the queue."""
+        """Returns the request, or the slice of requests, at a place in the queue."""
         if isinstance(index, slice):
             return RequestViews(self._sequences[index])
         return RequestView(self._sequences[index])
 
 
 class BatchView(NamedTuple):
-    """A step that was begun and whose last layers are not launched yet."""
+    """A view of a step whose first layers were launched, but not its last ones."""
 
     phase: Phase
     next_layer: int
     has_ls: bool
     num_rows: int
-    num_parks: int  # times that another step went before its next layers
+    num_parks: int  # how often another step was launched before its next layers
     parked: bool  # False: its layers are the newest on the device
     index: int
 
 
 class Company(NamedTuple):
-    """What makes a prefill step worth its fixed cost beside rows that decode."""
+    """When a prefill step is worth its fixed cost while rows decode: either limit suffices."""
 
-    tokens: float  # of prompts that wait: enough for a step of their own
-    wait_s: float  # that the first of them may have waited
+    tokens: float  # waiting prompt tokens that justify a step
+    wait_s: float  # how long the first waiting prompt may wait
 
 
 @dataclass(frozen=True)
 class View:
-    """What a policy decides by. Requests that are in a step under way are in no queue."""
+    """The state that a policy decides by. Queues exclude requests in a step that is under way."""
 
     now: float
     max_batch: int  # rows a decode step
@@ -131,29 +131,34 @@ class View:
     be_prefill: Sequence[RequestView]
     ls_decode: Sequence[RequestView]
     be_decode: Sequence[RequestView]
-    can_prefill: Mapping[Priority, bool]  # whether the first in line has slot and pages
+    can_prefill: Mapping[Priority, bool]  # whether the first in line can get a slot and pages
     under_way: Sequence[BatchView]  # in the order in which they were begun
     last_phase: Phase  # of the layers launched last
     itl_slack_s: float
-    """What would be left of running requests' ITL objective if a prefill step went first; negative:
-    their next token would come late."""
+    """What would be left (s) of running requests' ITL objective if a prefill step went first; if
+    negative, their next token would be late.
+    """
     may_park: bool  # False: best effort has had less than its share of the device
     company: Company | None = None
-    """What a prompt had better wait for; None: for nothing, since few rows decode, best effort is
-    there, a prompt is begun, or the settings say so."""
+    """What a prompt should wait for; None: nothing, since few rows decode, there is best effort, a
+    prompt has been begun, or the settings say so.
+    """
     waiting_tokens: int = 0  # of prompts in line that one step could hold
     oldest_s: float = 0.0  # how long the first of them has waited
 
     @property
     def in_company(self) -> bool:
-        """Whether a prefill step would run now, or had better wait for more prompts."""
+        """Whether a prefill step should run now; False: it should wait for more prompts."""
         if self.company is None:
             return True
         return self.waiting_tokens >= self.company.tokens or self.oldest_s >= self.company.wait_s
 
     @property
     def prefills_turn(self) -> bool:
-        """Prefill and decode take turns where there is both and no time to spare."""
+        """Whether a prefill step may go next.
+
+        Prefill and decode alternate if there is work for both, unless the ITL objective has slack.
+        """
         running = self.ls_decode or self.be_decode
         running = running or any(b.phase is Phase.DECODE for b in self.under_way)
         return not running or self.last_phase is Phase.DECODE or self.itl_slack_s >= 0
@@ -163,52 +168,55 @@ class Choice(NamedTuple):
     """The next layers to launch: of a new step, or of one under way."""
 
     phase: Phase | None = None  # of a new step
-    order: Order = TOGETHER  # who is in it, and who first
+    order: Order = TOGETHER  # which classes are in it, and which go first
     resume: int | None = None  # `BatchView.index` of the step that goes on
 
     @classmethod
     def go_on(cls, batch: BatchView) -> "Choice":
-        """With a step under way."""
+        """Chooses to continue a step that is under way."""
         return cls(resume=batch.index)
 
 
 class Policy(Protocol):
-    """What a scheduler asks. Views are immutable, and methods change nothing they are given.
+    """The interface of policies. Views are immutable, and methods must not change their arguments.
 
-    A policy that never puts one step before the next layers of another says so by an attribute
-    `parks = False`: steps are launched whole then.
+    A policy that never parks a step (launches another before its next layers) should have the
+    attribute `parks = False`; then steps are launched whole.
     """
 
     def rank(self, request: RequestView) -> Any:
-        """Sort key in the queue of its class; the smallest is served first."""
+        """Returns the sort key in the queue of its class; the smallest is served first."""
         ...
 
     def choose(self, view: View) -> Choice | None:
-        """What runs next. Asked between any two launches; None leaves it to the scheduler."""
+        """Returns what runs next. Called before each launch; None leaves the choice to `Fcfs`."""
         ...
 
     def victim(self, running: Sequence[RequestView]) -> RequestView:
-        """Who is recomputed later when pages run out; `running` is not empty."""
+        """Returns which request to evict (and recompute later) when pages run out.
+
+        `running` is not empty.
+        """
         ...
 
 
 class Fcfs:
     """First come, first served, whatever the class (the paper's scheduler).
 
-    Prefill goes first, since a first token is what a new caller waits for; but between two prefill
-    steps the running sequences get a decode step, so that a burst cannot stall them, unless their
-    ITL objective has room for one prefill step more.
+    Prefill goes first, since new requests wait for their first token. But between two prefill steps
+    the running sequences get a decode step, so that a burst cannot stall them, unless their ITL
+    objective leaves time for another prefill step.
     """
 
     order: Order = TOGETHER
     parks = False
 
     def rank(self, request: RequestView) -> Any:
-        """By arrival; one that was evicted keeps its place."""
+        """Orders by arrival; an evicted request keeps its place."""
         return request.arrived_at
 
     def choose(self, view: View) -> Choice:
-        """Finishes what was begun."""
+        """Continues a step under way; otherwise chooses prefill or decode."""
         if view.under_way:
             return Choice.go_on(view.under_way[0])
         if any(view.can_prefill.values()) and view.prefills_turn and view.in_company:
@@ -216,22 +224,22 @@ class Fcfs:
         return Choice(Phase.DECODE, self.order)
 
     def victim(self, running: Sequence[RequestView]) -> RequestView:
-        """The one that came last."""
+        """Returns the request that arrived last."""
         return max(running, key=lambda request: request.arrived_at)
 
 
 class Edf(Fcfs):
-    """Earliest deadline first, whatever the class; those without one last, by arrival."""
+    """Earliest deadline first, whatever the class; requests without a deadline last, by arrival."""
 
     def rank(self, request: RequestView) -> Any:
-        """By deadline."""
+        """Orders by deadline, then by arrival."""
         return request.deadline_at, request.arrived_at
 
 
 class LsFirst(Fcfs):
-    """Latency-sensitive requests first; their prompts park any step that holds none (QLLM).
+    """Latency-sensitive requests first; their prompts park any step without them (QLLM).
 
-    What was parked goes before new best-effort work. With one class alone it is `Fcfs`.
+    Parked steps go before new best-effort work. With only one class this equals `Fcfs`.
     """
 
     order: Order = LS_FIRST
@@ -247,7 +255,7 @@ class LsFirst(Fcfs):
             return super().choose(view)
         oldest = view.under_way[0]
         active = next((b for b in view.under_way if not b.parked), None)
-        # A best-effort prefill that runs has taken the turn that the prompt waits for.
+        # A running best-effort prefill took the turn that the latency-sensitive prompt waits for.
         turn = view.prefills_turn or (active is not None and active.phase is Phase.PREFILL)
         parkable = view.may_park and all(b.num_parks < self.max_parks for b in view.under_way)
         if view.can_prefill[LS] and turn and parkable:
@@ -262,14 +270,16 @@ class LsFirst(Fcfs):
 
 
 class Qllm(Fcfs):
-    """QLLM's Algorithm 1 as it stands: whoever waits of the latency-sensitive parks all others."""
+    """QLLM's Algorithm 1 as published: a waiting latency-sensitive request parks all other
+    steps.
+    """
 
     order: Order = LS_FIRST
     parks = True
 
     def choose(self, view: View) -> Choice:
-        """With B the largest batch: LS decode of B rows, LS prefill, LS decode, BE decode, BE
-        prefill; each filled up with best effort of the same phase.
+        """Chooses, in this order (B: the largest batch): LS decode of B rows, LS prefill, LS
+        decode, BE decode, BE prefill; each filled up with best effort of the same phase.
         """
         with_ls = [b for b in view.under_way if b.has_ls]
         if with_ls:
@@ -289,5 +299,5 @@ POLICIES: dict[str, type[Policy]] = {"fcfs": Fcfs, "edf": Edf, "ls_first": LsFir
 
 
 def make_policy(name: str) -> Policy:
-    """A policy by its name, or by `module:Class`. Raises ValueError for one that is not there."""
+    """Makes a policy by its name or `module:Class`. Raises ValueError for an unknown one."""
     return plugins.make("policy", name, POLICIES, ["rank", "choose", "victim"])

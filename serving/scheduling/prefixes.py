@@ -35,7 +35,7 @@ class Brownout(NamedTuple):
         return self.how == accepted.how and self.percent >= accepted.percent
 
     def and_then(self, more: "Brownout") -> "Brownout":
-        """The brownout of values that depend on both; `NOBODYS` where their kinds differ."""
+        """Returns the brownout of values that depend on both; `NOBODYS` if their kinds differ."""
         if more.percent == 100 or self.percent == 100:
             return more if self.percent == 100 else self
         if self.how != more.how:
@@ -113,7 +113,7 @@ class Prefix:
     num_mapped: int = 0  # pages that the device's block table has
 
     def anew(self) -> "Prefix":
-        """A fresh record for the same sequence after its pages were taken away."""
+        """Makes a fresh record for the same sequence after its pages were taken away."""
         return Prefix(self.names, num_admitted=self.num_admitted)
 
 

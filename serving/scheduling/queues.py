@@ -1,4 +1,4 @@
-"""Who waits for a slot: a queue a class, each in the policy's order."""
+"""Queues of sequences that wait for a slot, one per class, each in the policy's order."""
 
 from bisect import insort
 from collections.abc import Collection
@@ -10,32 +10,33 @@ from serving.scheduling.sequence import SequenceState
 
 
 class Queues(dict[Priority, list[SequenceState]]):
-    """A list a class, by `Policy.rank`."""
+    """A list of waiting sequences for each class, sorted by `Policy.rank`."""
 
     def __init__(self, policy: GuardedPolicy) -> None:
         super().__init__({LS: [], BE: []})
         self._policy = policy
 
     def add(self, sequence: SequenceState) -> bool:
-        """Takes a sequence in, in its place; whether it is the first of its class."""
+        """Inserts a sequence in order; returns whether it is now the first of its class."""
         queue = self[sequence.request.priority]
         insort(queue, sequence, key=self._policy.rank)
         return queue[0] is sequence
 
     def remove(self, sequence: SequenceState) -> None:
-        """Takes a sequence out. Raises ValueError where it does not wait."""
+        """Removes a sequence. Raises ValueError if it is not waiting."""
         self[sequence.request.priority].remove(sequence)
 
     def all(self) -> list[SequenceState]:
-        """All that wait, class by class."""
+        """Returns all waiting sequences, class by class."""
         return [*self[LS], *self[BE]]
 
     def head(
         self, group: Collection[Priority], models: Collection[int] | None = None
     ) -> SequenceState | None:
-        """The first of those that count as one of `group` and ask one of `models`; None: any.
+        """Returns the best-ranked of the queues' first sequences for `models` (None: any) whose
+        class is in `group`.
 
-        A sequence whose last token is still in flight cannot be recomputed yet, and is passed over.
+        A sequence whose last token is still in flight cannot be recomputed yet, and is skipped.
         """
         heads = (
             next((s for s in queue if not s.in_flight and _asks(s, models)), None)
@@ -50,5 +51,5 @@ def _asks(sequence: SequenceState, models: Collection[int] | None) -> bool:
 
 
 def of_one_model(waiting: list[SequenceState], most: int) -> list[SequenceState]:
-    """Of those that wait, the first and others of its model, `most` at most: a step by number."""
+    """Returns the first waiting sequence and others of its model, at most `most`."""
     return [s for s in waiting if s.request.model == waiting[0].request.model][:most]

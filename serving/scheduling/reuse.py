@@ -34,7 +34,7 @@ class Reuse:
         self._accepted = accepted or (lambda sequence: EXACT)
 
     def found(self, sequence: SequenceState, rank: int) -> list[Kept]:
-        """Cached pages of a rank with which a waiting sequence would start."""
+        """Returns the cached pages of a rank with which a waiting sequence would start."""
         count = self._num_wanted(sequence)
         if not count:
             return []
@@ -51,7 +51,7 @@ class Reuse:
         return seen.found
 
     def most(self, sequence: SequenceState) -> int:
-        """Cached positions of a waiting sequence, on the rank that has most of them."""
+        """Returns the most cached positions that a waiting sequence has on any rank."""
         if not self.is_on:
             return 0
         ranks = range(self._limits.num_ranks)

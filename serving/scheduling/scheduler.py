@@ -1,10 +1,10 @@
 """The scheduler: queues, slots and pages, and the layers to launch next.
 
-Who holds which pages: a sequence in PREFILL or DECODE holds `pages`, which cover positions
-`[0, len(pages) * page_size)`, the first of them perhaps with others (`reuse`); every other page is
-free. A finished sequence's pages are free at once: launches run in order on the device, so one in
-flight that still writes to them runs before any of a new owner, and a sequence that is in a step
-under way leaves it, so that layers still to come do not write.
+A sequence in PREFILL or DECODE holds `pages`, which cover positions `[0, len(pages) * page_size)`;
+it may share the first of them with other sequences (`reuse`). All other pages are free. A finished
+sequence's pages are free at once. This is safe because launches run in order on the device, so a
+launch in flight that still writes to them runs before any launch of a new owner; and a finished
+sequence is removed from its step, so that later layers do not write.
 """
 
 import math
@@ -42,23 +42,26 @@ from serving.scheduling.turns import Turns
 from serving.scheduling.waiting import Waiting
 
 FEW_DECODING = 1 / 3
-"""Of the rows that a decode step may have: fewer have little to lose by a prefill step more, and
-prompts wait for nothing. Simulated, a steady load's first tokens wait less than half as long."""
+"""Share of a decode step's rows. With fewer rows decoding, another prefill step delays few, so
+prompts do not wait for company. In simulation this more than halves the wait for first tokens under
+a steady load.
+"""
 
 
 class Scheduler:
     """Continuous batching: new sequences join and finished ones leave between any two steps.
 
     Args:
-        limits: what a schedule has to keep.
-        policy: who chooses.
-        layers_at_once: layers to launch at once of a step of (phase, size), while there is
-            best-effort work; without, a step is launched whole.
-        share: of device time, best effort's. None: it has no claim.
-        max_wait_s: best effort that has waited so long counts as latency-sensitive.
-        mixes: whether a decode step of so many rows of each of several models pays; None: never.
-        accepted: under how much brownout the pages may have been computed that a request begins
-            with, and another one has computed; None: it computes its own.
+        limits: sizes that a schedule must keep to.
+        policy: the scheduling policy.
+        layers_at_once: returns the number of layers to launch at once for a (phase, size)
+            while there is best-effort work; otherwise steps are launched whole.
+        share: best effort's guaranteed share of device time; None: no guarantee.
+        max_wait_s: best effort that has waited longer counts as latency-sensitive.
+        mixes: returns whether a decode step with these numbers of rows of several models pays;
+            None: never.
+        accepted: returns how much brownout a sequence accepts in reused pages; None turns
+            prefix reuse off.
     """
 
     def __init__(
@@ -83,40 +86,40 @@ class Scheduler:
             lambda rank: self._giving_way(rank),
         )
         self._turns = Turns(mixes)
-        self.models: set[int] | None = None  # that may begin steps; None: all
+        self.models: set[int] | None = None  # models that may begin steps; None: all
         self.exact = ExactRows()
         self.queues = Queues(self.policy)
         self.running: list[SequenceState] = []  # in PREFILL or DECODE, by admission
-        self.under_way: list[Batch] = []  # begun, and not launched to the last layer
+        self.under_way: list[Batch] = []  # steps begun, but not launched to the last layer
         self.num_parks = self.num_joins = self.num_mixed = 0
         self.num_evictions = dict.fromkeys(Priority, 0)
         self._layers_at_once = layers_at_once or (lambda phase, size: limits.num_layers)
         self._max_wait_s = max_wait_s
         self.extents = Extents(limits)
         self._last_phase = Phase.DECODE
-        self._newest: Batch | None = None  # whose layers were launched last
+        self._newest: Batch | None = None  # the batch whose layers were launched last
         self._has_best_effort = False  # as the next step is planned
 
     # ---- requests ---------------------------------------------------------------------------
 
     @property
     def waiting(self) -> list[SequenceState]:
-        """All that wait, class by class."""
+        """All waiting sequences, class by class."""
         return self.queues.all()
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no request is running or waiting."""
         return not (self.running or self.queues[LS] or self.queues[BE])
 
     def add(self, sequence: SequenceState, now: float = 0.0) -> None:
-        """Queues a sequence in its place."""
+        """Queues a sequence, in the policy's order."""
         is_next = self.queues.add(sequence)
         if is_next and math.isnan(sequence.ready_at) and self._admissible(sequence):
             sequence.ready_at = now
 
     def finish(self, sequence: SequenceState) -> None:
-        """Takes a sequence out, wherever it is, and frees what it holds. Again is no error."""
+        """Removes a sequence, whatever its status, and frees what it holds. May be called again."""
         status, sequence.status = sequence.status, SequenceStatus.DONE
         if status is SequenceStatus.WAITING:
             self.queues.remove(sequence)
@@ -124,34 +127,38 @@ class Scheduler:
             self._release(sequence)
 
     def has_begun(self, model: int) -> bool:
-        """Whether a step of a model is begun, and not launched to the last layer."""
+        """Whether a step with this model is begun, but not launched to its last layer."""
         return any(model in batch.models for batch in self.under_way)
 
     def _free(self) -> list[SequenceState]:
-        """Running sequences that are in no step under way, and may be in the next one."""
+        """Returns the running sequences that are in no step under way and may be in the
+        next one.
+        """
         return [s for s in self.running if s.batch is None and self._may_run(s)]
 
     def _may_run(self, sequence: SequenceState) -> bool:
         return self._runs(sequence) and (not self.exact.models or self.exact.may_run(sequence))
 
     def _runs(self, sequence: SequenceState) -> bool:
-        """Whether its model's weights are there."""
+        """Whether its model may begin steps (its weights are on the device)."""
         return self.models is None or sequence.request.model in self.models
 
     def num_free_slots(self, priority: Priority = LS) -> int:
-        """Sequences of a class that could still be admitted, pages aside.
+        """Returns how many more sequences of a class could be admitted, apart from pages.
 
-        Latency-sensitive ones get those of best effort, too.
+        Slots held by best-effort sequences count as free for latency-sensitive ones.
         """
         return sum(self.places.admissible(self.running, priority))
 
     def waits(self, priority: Priority, now: float) -> Waiting:
-        """What waits in a class, and how many do not."""
+        """Summarizes the waiting and running sequences of a class."""
         running = [s for s in self.running if s.request.priority is priority]
         return Waiting.of(self.queues[priority], running, self.num_free_slots(priority), now)
 
     def check_idle(self) -> None:
-        """Raises AssertionError if, with nothing to do, a slot, a page or an extent is missing."""
+        """Raises AssertionError if the scheduler is not idle, or a slot, page or extent has
+        leaked.
+        """
         if not self.idle:
             raise AssertionError(f"{len(self.waiting)} waiting and {len(self.running)} running")
         self.places.check_idle()
@@ -160,37 +167,39 @@ class Scheduler:
             raise AssertionError(f"{len(self.under_way)} steps without rows are under way")
 
     def observe(self, step: ScheduledStep, began_at: float, ended_at: float) -> None:
-        """A step ran on the device; shares are of the time in which best effort is there."""
+        """Counts a step's device time for best effort's share, while there is best-effort work."""
         if self._has_best_effort:
             self.share.observe(began_at, ended_at, step.batch.has_best_effort)
 
     def note_read(
         self, step: ScheduledStep, degraded: Sequence[int], by: Brownout, again: Set[int]
     ) -> None:
-        """A step's layers are read: see `Reuse.read`."""
+        """Notes that the results of a step's layers were read; see `Reuse.read`."""
         self.reuse.read(step, degraded, by, again, self.exact)
 
     def num_decoding_beside(self, step: ScheduledStep) -> int:
-        """Sequences that wait for a further token in this step, or until it has ended."""
+        """Returns how many sequences wait for a further token in this step, or until it has
+        ended.
+        """
         decoding = sum(s.status is SequenceStatus.DECODE for s in self.running)
         return decoding - (sum(step.batch.sampled) if step.plan.phase is Phase.PREFILL else 0)
 
     def tokens_at(self) -> float:
-        """When latency-sensitive sequences that decode had their last token, on average; NaN: none
-        has one.
+        """Returns the mean time at which decoding latency-sensitive sequences got their last token;
+        NaN if none has one.
         """
         decoding = self._candidates((LS,), SequenceStatus.DECODE)
         found = [s.previous_at for s in decoding if not math.isnan(s.previous_at)]
         return sum(found) / len(found) if found else math.nan
 
     def next_prefill_tokens(self) -> int:
-        """Tokens that a prefill step planned now would have, at most."""
+        """Returns an upper bound on the tokens of a prefill step planned now."""
         heads = of_one_model(self.waiting, self.limits.max_prefill_seqs)
         most = self.limits.num_ranks * self.limits.max_prefill_tokens
         return min(most, sum(map(self._left, heads)))
 
     def _left(self, waiting: SequenceState) -> int:
-        """Positions that a waiting sequence has to compute."""
+        """Returns how many positions a waiting sequence has to compute."""
         return len(waiting.prompt) + len(waiting.tokens) - self.reuse.most(waiting)
 
     # ---- the next layers --------------------------------------------------------------------
@@ -201,10 +210,11 @@ class Scheduler:
         now: float = 0.0,
         company: Company | None = None,
     ) -> ScheduledStep | None:
-        """The layers to launch next, with pages taken and sequences advanced; None: nothing to run.
+        """Returns the layers to launch next, or None if there is nothing to run.
 
-        `itl_slack_s` is what the policy may spend on a prefill step out of turn, `company` what a
-        prompt had better wait for (see View).
+        It allocates their pages and advances their sequences. `itl_slack_s` is the time that the
+        policy may spend on a prefill step out of turn, and `company` what a prompt should wait for
+        (see View).
         """
         self._has_best_effort = bool(self.queues[BE]) or any(
             s.request.priority is BE for s in self.running
@@ -213,12 +223,12 @@ class Scheduler:
         view = self._view(itl_slack_s, now, company)
         choice = self.policy.choose(view)
         batch = self._chosen(choice, now)
-        if batch is None:  # the choice has nothing to run: whatever has
+        if batch is None:  # nothing to run for this choice, so run anything
             batch = self.under_way[0] if self.under_way else self._begin_any(choice.phase, now)
         return None if batch is None else self._take_layers(batch)
 
     def _promote(self, now: float) -> None:
-        """Best effort that has waited too long is served as if it were latency-sensitive."""
+        """Promotes best effort that has waited too long to latency-sensitive."""
         if self._max_wait_s == math.inf or not self._has_best_effort:
             return
         for sequence in (*self.queues[BE][:1], *self.running):
@@ -279,7 +289,7 @@ class Scheduler:
         return self._begin_prefill(TOGETHER, now) or self._begin_decode(TOGETHER, now)
 
     def _take_layers(self, batch: Batch) -> ScheduledStep:
-        """The batch's next layers; those of a parked one that it meets come along."""
+        """Takes the batch's next layers; a parked batch that has reached the same layer joins."""
         other, num_joined, parks = batch.joins, 0, None
         if other is not None and other not in self.under_way:
             other = batch.joins = None
@@ -294,7 +304,7 @@ class Scheduler:
             parks.num_parks += 1
             self.num_parks += 1
         last, stop = self.limits.num_layers, self.limits.num_layers
-        # Once in parts, always in parts: others may not be prepared.
+        # A step begun in parts goes on in parts: the program for all the rest may not be compiled.
         if self.policy.parks and (self._has_best_effort or batch.next_layer):
             stop = batch.next_layer + self._layers_at_once(batch.phase, batch.num_tokens)
         if other is not None:
@@ -314,7 +324,7 @@ class Scheduler:
         return batch
 
     def _end(self, batch: Batch) -> None:
-        """Its last layers are launched, or it has no rows any more."""
+        """Ends a batch: its last layers are launched, or it has no rows left."""
         self.under_way.remove(batch)
         self.extents.give_back(batch.give_up_extents())
 
@@ -326,25 +336,26 @@ class Scheduler:
         ranks: Sequence[int] | None = None,
         model: int | None = None,
     ) -> SequenceState | None:
-        """The first waiting sequence of a group, if slot and pages for its context are there, on
-        one of `ranks`; None: on any. With a `model`, the first of those that ask it.
+        """Returns the first waiting sequence of a group if one of `ranks` (None: any) has a slot
+        and pages for its context, otherwise None. `model` restricts it to sequences of that model.
 
-        Nobody of its class and model overtakes it: a long prompt must not starve behind short ones;
-        of another model, only who fills up a step that is not its own.
+        No sequence of the same class and model overtakes it, since a long prompt must not starve
+        behind short ones. Sequences of another model overtake it only to fill up a step of their
+        own model.
         """
         head = self.queues.head(group, self.models if model is None else (model,))
         return head if head is not None and self._admissible(head, ranks) else None
 
     def _admissible(self, head: SequenceState, ranks: Sequence[int] | None = None) -> bool:
-        """Whether slot and pages are there, those that best effort would give up included."""
+        """Whether there are a slot and pages, including those that best effort would give up."""
         return self._room.rank_for(head, ranks) is not None
 
     def _begin_prefill(self, order: Order, now: float) -> Batch | None:
         chunks = Chunks(self.limits, self.exact, self.extents.ranks)
         for number, group in enumerate(order):
-            if number and chunks:  # who fills up must not make the step dearer
+            if number and chunks:  # later groups fill up the step at no extra cost
                 if self._parked(Phase.PREFILL, chunks.model) is not None:
-                    break  # what is parked fills up, before anything new
+                    break  # a parked step joins instead of new prompts
                 chunks.keep_to_bucket()
             self._fill_prefill(group, chunks, now)
         if not chunks:
@@ -359,12 +370,12 @@ class Scheduler:
 
     def _parked(self, phase: Phase, model: int | None) -> Batch | None:
         if self.exact.models:
-            return None  # the rows of both could need too many experts
+            return None  # together, their rows could need too many experts
         own = (b for b in self.under_way if b.phase is phase and b.model == model)
         return next((batch for batch in own if batch.next_layer), None)
 
     def _fill_prefill(self, group: Sequence[Priority], chunks: Chunks, now: float) -> None:
-        """Takes chunks of a group's prompts: of those that are begun, then of new ones."""
+        """Takes chunks of a group's prompts: first of those already begun, then of new ones."""
         for sequence in self._candidates(group, SequenceStatus.PREFILL):
             others = chunks.model not in (None, sequence.request.model)
             on_rank = self.limits.rank(sequence.slot) in chunks.ranks()
@@ -379,16 +390,16 @@ class Scheduler:
             chunks.take(sequence)
 
     def _candidates(self, group: Sequence[Priority], status: SequenceStatus) -> list[SequenceState]:
-        """Running sequences of a group that are in no step under way."""
+        """Returns a group's running sequences with this status that are in no step under way."""
         found = [s for s in self._free() if s.status is status]
         if not self._has_best_effort:
             return found if LS in group else []
         return [s for s in found if s.priority in group]
 
     def _admit(self, sequence: SequenceState, ranks: Sequence[int], now: float) -> None:
-        """Best effort gives up slot and pages for a latency-sensitive one, if it must."""
+        """Admits a sequence, and evicts best effort for a latency-sensitive one if necessary."""
         rank = self._room.rank_for(sequence, ranks)
-        assert rank is not None  # it is admissible
+        assert rank is not None  # since it is admissible
         self.queues.remove(sequence)
         while not self._room.has_place(sequence, rank):
             self._preempt(self.policy.victim(self._giving_way(rank)))
@@ -402,7 +413,7 @@ class Scheduler:
         return [s for s in self.running if self.limits.rank(s.slot) == rank]
 
     def _giving_way(self, rank: int) -> list[SequenceState]:
-        """Sequences of a rank that give up slot and pages for a latency-sensitive one."""
+        """Returns a rank's sequences that may be evicted for a latency-sensitive one."""
         return [s for s in self._on_rank(rank) if is_best_effort(s)]
 
     # ---- decode -----------------------------------------------------------------------------
@@ -421,7 +432,7 @@ class Scheduler:
         for sequence in candidates:
             rank = limits.rank(sequence.slot)
             if not room[rank] or sequence.status is not SequenceStatus.DECODE:
-                continue  # no row is left, or it was evicted for one before it
+                continue  # no row is left, or it was evicted for an earlier one
             while not self._extend_if_free(sequence, deltas):
                 victim = self._victim_for(sequence)
                 if victim is None:
@@ -449,8 +460,8 @@ class Scheduler:
         return batch
 
     def _decoding(self, order: Order) -> list[SequenceState]:
-        """Rows that could decode, group by group: of one model, or of several in a step that
-        nothing can park.
+        """Returns the sequences to decode, group by group: of one model, or of several if no step
+        can be parked.
         """
         groups = [
             [s for s in self._candidates(group, SequenceStatus.DECODE) if not s.exhausted]
@@ -461,7 +472,9 @@ class Scheduler:
         return self.exact.limited(rows) if self.exact.models else rows
 
     def _extend_if_free(self, sequence: SequenceState, deltas: list[tuple[int, int, int]]) -> bool:
-        """Gives a sequence the page its next position needs, if it needs one; False: none free."""
+        """Allocates a page for the sequence's next position, if it needs one; False if none is
+        free.
+        """
         if sequence.num_computed >= len(sequence.pages) * self.limits.page_size:
             page = self.places.page_for(sequence.slot)
             if page is None:
@@ -474,15 +487,19 @@ class Scheduler:
     # ---- who gives way ----------------------------------------------------------------------
 
     def _victim_for(self, sequence: SequenceState) -> SequenceState | None:
-        """Who gives up pages for a running sequence: best effort first, and never for it; of those
-        that could, one whose model cannot run now. None: nobody does yet.
+        """Returns the sequence to evict so that a running one gets a page; None: nobody can be yet.
+
+        Best effort is evicted first, and among the candidates those whose model cannot run now. A
+        latency-sensitive sequence is never evicted for best effort.
         """
         running = self._on_rank(self.limits.rank(sequence.slot))
         running = list(filter(is_best_effort, running)) or running
         return self.policy.victim([s for s in running if not self._runs(s)] or running)
 
     def _preempt(self, victim: SequenceState) -> None:
-        """Takes a sequence's pages; it waits in its old place and is recomputed later."""
+        """Evicts a sequence: it loses its pages, waits in its old place, and is recomputed
+        later.
+        """
         self.num_evictions[victim.request.priority] += 1
         self._release(victim)
         victim.reset_for_recompute()

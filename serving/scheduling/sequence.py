@@ -1,4 +1,4 @@
-"""A request while the engine works on it."""
+"""The state of a request while the engine works on it."""
 
 import asyncio
 import enum
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is. Pages and a slot are held in PREFILL and DECODE only."""
+    """A sequence's status. It holds pages and a slot in PREFILL and DECODE only."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -35,10 +35,10 @@ class SequenceStatus(enum.Enum):
 
 
 class SequenceState:
-    """Tokens, pages and account of one request.
+    """Tokens, pages and statistics of one request.
 
-    `num_sampled` counts tokens that launched steps sample, `len(tokens)` those that were read; the
-    difference is in flight (at most one). Positions `[0, num_computed)` are written to pages.
+    `num_sampled` counts tokens that launched steps sample, and `len(tokens)` those that were read;
+    the difference is in flight (at most one). Positions `[0, num_computed)` are written to pages.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class SequenceState:
         tokenizer: Tokenizer | None,
         matcher: Matcher | None = None,
     ) -> None:
-        """`matcher` is of a structured output."""
+        """`matcher` is that of a structured output."""
         sampling = request.sampling
-        assert sampling.max_new_tokens is not None  # admission has found out how many fit
+        assert sampling.max_new_tokens is not None  # admission has set it
         self.max_new_tokens = sampling.max_new_tokens
         self.request = request
         self.prompt = prompt
@@ -67,7 +67,7 @@ class SequenceState:
         self.slot = -1
         self.pages: list[int] = []
         self.prefix = Prefix()
-        self.cached_tokens = 0  # of its context, that were there when it was first admitted
+        self.cached_tokens = 0  # context tokens found in the prefix cache at first admission
         self.row = pack_row(
             -1,
             kv_len=0,
@@ -88,29 +88,29 @@ class SequenceState:
         self.matcher = matcher
         self.detokenizer = Detokenizer(tokenizer, sampling.stop)
         self.started_at = math.nan  # when its first step was launched
-        self.began_at = math.nan  # when the device began with that
-        self.previous_at = math.nan  # when the newest token came
+        self.began_at = math.nan  # when the device began that step
+        self.previous_at = math.nan  # when its newest token arrived
         self.degraded_visits = 0
         self.visited_tokens = 0
         self.spans: dict[Phase, ThresholdSpan] = {}
-        self.batch: "Batch | None" = None  # the step under way that it is in
-        self.unread = False  # a step of it has to be read before its next one (`ExactRows`)
-        self.missed = 0  # visits to stand-ins in a step of it that is not read to its end
+        self.batch: "Batch | None" = None  # the step under way that contains it
+        self.unread = False  # its last step must be read before its next one (`ExactRows`)
+        self.missed = 0  # visits to stand-ins in its step that is not fully read
         self.priority = request.priority  # best effort that has waited too long is promoted
-        self.waiting_since = arrived_at  # when it was last in a step that began, or arrived
-        self.ready_at = math.nan  # when slot and pages for its first step were there
+        self.waiting_since = arrived_at  # when its last step began, or it arrived
+        self.ready_at = math.nan  # when a slot and pages for its first step were available
         self.prompt_logprobs: list[float] = []
         self.outputs: asyncio.Queue[Output | Exception] = asyncio.Queue()
         self.deadline: asyncio.TimerHandle | None = None
 
     @property
     def context(self) -> list[int]:
-        """Tokens whose keys a (re)computation has to write before it can sample."""
+        """Tokens whose keys and values must be computed before the next token can be sampled."""
         return self.prompt + self.tokens
 
     @property
     def in_flight(self) -> bool:
-        """Whether a token is being sampled that was not read yet."""
+        """Whether a token was sampled, or is being sampled, that was not read yet."""
         return self.num_sampled > len(self.tokens)
 
     @property
@@ -120,11 +120,11 @@ class SequenceState:
 
     @property
     def exhausted(self) -> bool:
-        """Whether every token it may have is sampled already."""
+        """Whether all tokens that it may have are sampled already."""
         return self.num_sampled >= self.max_new_tokens
 
     def reset_for_recompute(self) -> None:
-        """Forgets what was computed; pages and slot were taken away."""
+        """Resets the computed state after an eviction took pages and slot away."""
         self.status = SequenceStatus.WAITING
         self.num_computed = 0
         self.slot = -1
@@ -133,20 +133,20 @@ class SequenceState:
         self.batch = None
 
     def forget_missed(self) -> None:
-        """A step that it was in counts for nothing."""
+        """Uncounts the degraded visits of a step whose result is discarded."""
         self.degraded_visits -= self.missed
         self.missed = 0
 
     def run_again(self, q_len: int, sampled: bool) -> None:
-        """Takes back a step that was read: its positions are computed once more, as a chunk."""
+        """Undoes a step that was read: its positions are computed once more, as a prefill chunk."""
         self.forget_missed()
         self.num_sampled -= sampled
-        if self.status is not SequenceStatus.WAITING:  # evicted meanwhile: it computes all again
+        if self.status is not SequenceStatus.WAITING:  # otherwise evicted: it recomputes all
             self.num_computed -= q_len
             self.status = SequenceStatus.PREFILL
 
     def note_start(self, launched_at: float) -> None:
-        """A step of it is launched; the first one counts."""
+        """Notes when the sequence's first step is launched; later calls do nothing."""
         if math.isnan(self.started_at):
             self.started_at = launched_at
 
@@ -167,9 +167,10 @@ class SequenceState:
         visits_per_token: int,
         top: tuple[tuple[int, float], ...] = (),
     ) -> Output:
-        """`accept`, for a token as a device returns it. Raises RequestFailed where its
-        log-probability is not a number, or no text can be made of it, InvalidRequest where its
-        structure takes too much work.
+        """Calls `accept` for a token that a device returned.
+
+        Raises RequestFailed if its log-probability is NaN or it cannot be turned into text, and
+        InvalidRequest if its structured output takes too much work.
         """
         if math.isnan(logprob):
             raise RequestFailed(
@@ -192,8 +193,9 @@ class SequenceState:
         visits_per_token: int,
         top: tuple[tuple[int, float], ...] = (),
     ) -> Output:
-        """Takes a sampled token and says what the caller gets to see of it. `top` are the likeliest
-        tokens in its place, as many as were asked for.
+        """Takes a sampled token, and returns the output for the client.
+
+        `top` has the likeliest tokens in its place, as many as were asked for.
         """
         sampling = self.request.sampling
         self.tokens.append(token)
@@ -226,12 +228,14 @@ class SequenceState:
         )
 
     def seat(self) -> Seat:
-        """What the device has to know of it before it draws a token in this slot."""
+        """Returns what the device must know before it samples a token in this slot."""
         biases = self.request.sampling.logit_bias
         return Seat(self.slot, self.prompt, tuple(self.tokens), biases)
 
     def packed(self, q_len: int) -> np.ndarray:
-        """The sequence's row of a step that computes its positions up to `num_computed`."""
+        """Returns the sequence's row for a step that computes its positions up to
+        `num_computed`.
+        """
         self.row[:3] = self.slot, self.num_computed, q_len
         if self.num_computed < len(self.prompt):
             self.row[NEXT_TOKEN] = self.prompt[self.num_computed]
@@ -239,5 +243,5 @@ class SequenceState:
 
 
 def is_best_effort(sequence: SequenceState) -> bool:
-    """Whether it was asked for as best effort, however long it has waited."""
+    """Whether the request is best effort, even if it has been promoted."""
     return sequence.request.priority is Priority.BEST_EFFORT

@@ -1,4 +1,4 @@
-"""What steps take, learnt while serving: by phase, size and threshold."""
+"""A model of step times by phase, size and threshold, learnt while serving."""
 
 import math
 import statistics
@@ -11,54 +11,58 @@ from jaxtyping import Float
 from serving.plan import Phase
 
 SIZES = [1 << power for power in range(21)]
-"""Tokens of a prefill step or rows of a decode step at which a time is kept."""
+"""Sizes in the table: tokens of a prefill step, or rows of a decode step."""
 THRESHOLDS_PERCENT = [0.0, 25.0, 50.0, 75.0, 100.0]
 
 GUESS = [0.75 + percent / 400 for percent in THRESHOLDS_PERCENT]
-"""What a threshold leaves of a step's time, until steps tell: who expects nothing of brownout never
-tries it."""
+"""Assumed ratio of a step's time at each threshold to that at 100, until steps are observed. A
+controller that expected no gain from brownout would never try it.
+"""
 
 MOOD_GAIN = 0.1
-GAIN = 0.02  # of an entry that many steps taught
-YOUNG = 5  # steps whose median an entry is, before later ones move it
+GAIN = 0.02  # least learning rate of an entry with many observations
+YOUNG = 5  # an entry is the median of its first steps, so many; later ones move it
 ERROR_GAIN = 0.02
 CLIP = 0.5
-"""The most that a step's error counts for, up or down, where an entry is not young any more: a
-machine, or a host, that stood still teaches little."""
+"""Limit of a step's relative error, up or down, once an entry is no longer young: outliers, such as
+when the machine stalled, should teach little.
+"""
 
 
 class StepTimeModel:
-    """Seconds of whole steps, in a table by size and threshold that is read between its entries.
+    """Durations (s) of whole steps, interpolated in a table by size and threshold.
 
-    A step never takes longer for fewer rows or a lower threshold, so an entry that changes holds
-    its neighbours down or up. Entries that no step came near follow those that are known: evenly
-    between two, and else in the proportions of the nearest size, or in guessed ones. One factor
-    multiplies them all, the machine's mood: other work and clocks change it sooner than what a row
-    costs.
+    Times are monotonic in rows and threshold, so a changed entry also limits its neighbours.
+    Entries without observations are interpolated between known ones, and otherwise extrapolated
+    with the proportions of the nearest size, or guessed ones. All entries are multiplied by one
+    factor, the machine's `mood`, since other work and clock rates change faster than the cost per
+    row.
     """
 
     def __init__(self) -> None:
-        """Knows nothing."""
+        """Starts without observations."""
         self.num_observed = 0
         self.mood = 1.0
         self.error = 0.0
-        """Mean relative error of predictions lately, each made before its step was learnt from."""
+        """Recent mean relative error of predictions, each made before learning from its step."""
         self._variance = 0.0
         self._tables = {phase: _Table() for phase in Phase}
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the logarithm of a step's time around the prediction's."""
+        """Standard deviation of the logarithm of the ratio of actual to predicted step times."""
         return math.sqrt(self._variance)
 
     def knows(self, phase: Phase) -> bool:
-        """Whether it saw a step of that phase."""
+        """Whether a step of that phase was observed."""
         return self._tables[phase].known
 
     def observe(self, phase: Phase, size: int, threshold_percent: float, seconds: float) -> None:
-        """A step took so long. The threshold is a mean over its rows: exempt ones have 100."""
+        """Learns from a step's duration. The threshold is a mean over its rows; exempt ones have
+        100.
+        """
         if not (size > 0 and seconds > 0):
-            return  # its clock stood still
+            return  # no time passed on its clock
         table = self._tables[phase]
         if not table.known:
             table.start(seconds / self.mood)
@@ -66,27 +70,29 @@ class StepTimeModel:
         self._note(error)
         if table.is_taught(size, threshold_percent):
             self.mood *= 1 + MOOD_GAIN * min(max(error, -CLIP), CLIP)
-            self.mood **= 0.99  # what lasts is the table's
+            self.mood **= 0.99  # lasting changes move into the table
         table.learn(size, threshold_percent, error)
 
     def forget_brownout(self) -> None:
-        """Steps with brownout are others from now on: another strategy, or another way."""
+        """Forgets times with brownout, since the strategy or the way has changed."""
         for table in self._tables.values():
             table.forget_brownout()
 
     def expected_s(self, phase: Phase, size: float, threshold_percent: float = 100.0) -> float:
-        """Of a whole step; NaN before the first of its phase."""
+        """Returns the expected time (s) of a whole step; NaN before the first step of its phase."""
         return self.mood * self._tables[phase].read(size, threshold_percent)
 
     def curve(
         self, phase: Phase, size: float, thresholds_percent: Float[np.ndarray, "K"]
     ) -> Float[np.ndarray, "K"]:
-        """Seconds of whole steps of one size under all these thresholds."""
+        """Returns the expected times (s) of whole steps of one size at all these thresholds."""
         return self.mood * self._tables[phase].curve(size, thresholds_percent)
 
     def line(self, phase: Phase, threshold_percent: float = 100.0) -> tuple[float, float] | None:
-        """Seconds of a step, and of each row or token in it: a line through the smallest and the
-        largest that was seen. None before one was seen that is twice another.
+        """Returns a step's fixed time and its time per row or token (s).
+
+        It is a line through the smallest and the largest step seen. None until the largest is at
+        least twice the smallest.
         """
         small, large = self._tables[phase].smallest, self._tables[phase].largest
         if large < 2 * small or not large:
@@ -96,12 +102,12 @@ class StepTimeModel:
         return max(0.0, small_s - per_row_s * small), per_row_s
 
     def largest(self, phase: Phase) -> int:
-        """Size of the largest step that was seen; 0 before the first."""
+        """Returns the size of the largest step seen; 0 before the first."""
         return self._tables[phase].largest
 
     @property
     def longest_s(self) -> float:
-        """Of the steps that were seen, by what is known of them now; infinite before the first."""
+        """The longest expected time (s) of the step sizes seen; infinite before the first step."""
         known = [t.read(t.largest, 100.0) for t in self._tables.values() if t.known]
         return self.mood * max(known, default=math.inf)
 
@@ -114,14 +120,14 @@ class StepTimeModel:
 
 
 class _Table:
-    """Seconds by size and threshold; they rise along both, weakly."""
+    """Seconds by size and threshold; nondecreasing in both."""
 
     def __init__(self) -> None:
-        self.smallest = self.largest = 0  # sizes that came; 0: none
+        self.smallest = self.largest = 0  # sizes seen; 0: none
         shape = len(SIZES), len(THRESHOLDS_PERCENT)
         self._seconds = np.full(shape, math.nan).tolist()
-        self._weights = np.zeros(shape).tolist()  # of the steps that taught an entry
-        self._first: dict[tuple[int, int], list[float]] = {}  # what a young entry's steps said
+        self._weights = np.zeros(shape).tolist()  # summed shares of observed steps
+        self._first: dict[tuple[int, int], list[float]] = {}  # a young entry's observations
 
     @property
     def known(self) -> bool:
@@ -158,7 +164,9 @@ class _Table:
         return len(self._first.get((row, column), ())) == YOUNG
 
     def learn(self, size: int, threshold_percent: float, error: float) -> None:
-        """Moves the entries around a step by as much of its relative error as they had part in."""
+        """Moves the entries around a step by its relative error, in proportion to their shares in
+        it.
+        """
         self.smallest = min(self.smallest or size, size)
         self.largest = max(self.largest, size)
         near = _near(size, threshold_percent)
@@ -182,14 +190,14 @@ class _Table:
             self._fill()
 
     def _between_taught(self, row: int, column: int, seconds: float) -> float:
-        """A young entry holds none down or up that more steps taught."""
+        """Clamps a young entry's time so that it does not move entries with more observations."""
         taught = [at for at, first in self._first.items() if len(first) == YOUNG]
         low = [self._seconds[r][c] for r, c in taught if r <= row and c <= column]
         high = [self._seconds[r][c] for r, c in taught if r >= row and c >= column]
         return min(max(seconds, max(low, default=0.0)), min(high, default=math.inf))
 
     def _move(self, row: int, column: int, seconds: float) -> None:
-        """Sets an entry, and whatever then would be out of order."""
+        """Sets an entry, and adjusts others to keep the table monotonic."""
         table = self._seconds
         raised = seconds > table[row][column]
         rows = range(row, len(SIZES)) if raised else range(row, -1, -1)
@@ -200,11 +208,11 @@ class _Table:
                 if (i, j) == (row, column):
                     continue
                 if (table[i][j] >= seconds) if raised else (table[i][j] <= seconds):
-                    break  # so is all beyond
+                    break  # all beyond is in order, too
                 table[i][j] = seconds
 
     def _fill(self) -> None:
-        """Entries that no step came near."""
+        """Fills the entries without observations."""
         table, seen = np.array(self._seconds), np.array(self._weights) > 0
         columns = {int(row): np.flatnonzero(seen[row]) for row in np.flatnonzero(seen.any(1))}
         for row, known in columns.items():
@@ -219,7 +227,7 @@ class _Table:
         rows = list(columns)
         for column in table.T:
             column[:] = np.interp(SIZES, np.take(SIZES, rows), column[rows])
-        # In order, and none that was taught is moved for one that was not.
+        # Make the table monotonic without moving entries that have enough observations.
         low, high = np.zeros_like(table), np.full_like(table, np.inf)
         for (row, column), first in self._first.items():
             if len(first) == YOUNG:
@@ -232,7 +240,7 @@ class _Table:
 
 
 def _near(size: float, threshold_percent: float) -> list[tuple[int, int, float]]:
-    """Entries around a step, as (row, column, share); shares add up to 1."""
+    """Returns the entries around a step, as (row, column, share); shares add up to 1."""
     row, up = _place(SIZES, size)
     column, right = _place(THRESHOLDS_PERCENT, threshold_percent)
     near = [
@@ -245,7 +253,9 @@ def _near(size: float, threshold_percent: float) -> list[tuple[int, int, float]]
 
 
 def _place(knots: Sequence[float], value: float) -> tuple[int, float]:
-    """The knot at or below a value, not the last one, and the share of the way to the next."""
+    """Returns the knot at or below a value (never the last), and the fraction of the way to the
+    next.
+    """
     at = min(max(bisect_right(knots, value) - 1, 0), len(knots) - 2)
     return at, min(max((value - knots[at]) / (knots[at + 1] - knots[at]), 0.0), 1.0)
 
@@ -255,5 +265,7 @@ def _spans(known: np.ndarray, *columns: int) -> bool:
 
 
 def _nearest(row: int, rows: list[int]) -> int | None:
-    """Of two that are as near, the smaller: it promises less of brownout."""
+    """Returns the nearest row; of two equally near, the smaller, which promises less gain from
+    brownout.
+    """
     return min(rows, key=lambda other: (abs(other - row), other), default=None)

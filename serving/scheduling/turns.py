@@ -1,8 +1,8 @@
-"""Which models' rows the next step has, where several are served from one pool (Multi-MoE).
+"""Chooses which models' rows the next decode step has, if several share one pool (Multi-MoE).
 
 A prefill step reads the weights of one model, so rows of different models are in different steps.
-So it is with decode steps, but where one with rows of several models takes less time than theirs
-one after another.
+The same holds for decode steps, unless one step with rows of several models takes less time than
+separate steps.
 """
 
 from collections import Counter
@@ -13,21 +13,23 @@ from serving.scheduling.sequence import SequenceState
 
 
 class Turns:
-    """Models decode in turn: the one whose last decode step is longest ago goes first."""
+    """Lets models decode in turn: the one whose last decode step is longest ago goes first."""
 
     def __init__(self, mixes: Callable[[Sequence[int]], bool] | None = None) -> None:
-        """`mixes`: whether a step of so many rows of each of several models pays; None: never."""
+        """`mixes` returns whether a step with these row counts of several models pays;
+        None: never.
+        """
         self._mixes = mixes or (lambda counts: False)
         self._steps = count(1)
-        self._last: dict[int, int] = {}  # by model; none: it has not decoded yet
+        self._last: dict[int, int] = {}  # number of the last decode step, by model
 
     def take(
         self, groups: Sequence[Sequence[SequenceState]], *, for_all: bool, alone: bool = True
     ) -> list[SequenceState]:
-        """Of rows that could decode, those of the models whose turn it is, group by group.
+        """Returns the rows of the models whose turn it is, group by group.
 
-        Models with rows in the first group that has any take turns; `for_all`: all of them.
-        `alone`: one at a time; else as many together as pay.
+        Models with rows in the first nonempty group take turns; with `for_all`, all models do. With
+        `alone`, only one model is chosen; otherwise as many together as pay.
         """
         rows = Counter(s.request.model for group in groups for s in group)
         if len(rows) < 2:  # nothing to choose, as with one model
@@ -40,7 +42,7 @@ class Turns:
         return [s for group in groups for s in group if s.request.model in chosen]
 
     def _together(self, line: Sequence[int], rows: Counter[int]) -> Sequence[int]:
-        """The most of those who are first in line whose step pays."""
+        """Returns as many models from the front of the line as pay in one step."""
         for number in range(len(line), 1, -1):
             if self._mixes([rows[model] for model in line[:number]]):
                 return line[:number]

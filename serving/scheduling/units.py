@@ -1,8 +1,8 @@
-"""Scheduling where every row of a step goes through the layers by itself (AMoE, section 3).
+"""Scheduling for mode aep, where each row passes the layers independently (AMoE, section 3).
 
-Attention and experts are on devices of their own, and rows wait in queues before each layer. So a
-step is only how rows enter: each leaves the last layer when it has come there, with whichever rows
-were beside it. Until then nobody else may have its pages, which it still writes to.
+Attention and experts run on separate devices, and rows wait in a queue before each layer. So rows
+only enter together as a step: each leaves the last layer whenever it gets there, with whichever
+rows were batched with it. Until then its pages cannot be freed, since it still writes to them.
 """
 
 from collections import Counter
@@ -26,15 +26,15 @@ class Entered:
     batch: Batch
     sequence: SequenceState
     row: Int[np.ndarray, "C"]
-    tokens: list[int]  # of a chunk; else empty
+    tokens: list[int]  # a prefill chunk's tokens; otherwise empty
     sampled: bool
     entered_at: float
 
 
 class UnitScheduler(Scheduler):
-    """Every sequence that is in no step may begin one, whatever others do.
+    """A scheduler in which every sequence that is in no step may begin one at any time.
 
-    Steps run whole: no step waits for another between two layers, so that there is none to park.
+    Steps are launched whole and never parked between two layers.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,11 +45,11 @@ class UnitScheduler(Scheduler):
 
     @property
     def num_entered(self) -> int:
-        """Rows of steps, chunks counted as one, that have not left the last layer."""
+        """The number of rows (a chunk counts as one) that have not left the last layer."""
         return len(self._entered)
 
     def enter(self, step: ScheduledStep, now: float) -> list[int]:
-        """A step's rows go in; returns a number for each."""
+        """Registers a step's rows as entered; returns a number for each."""
         batch, numbers = step.batch, []
         for at, sequence in enumerate(step.sequences):
             tokens = batch.tokens[at] if batch.tokens else []
@@ -59,8 +59,10 @@ class UnitScheduler(Scheduler):
         return numbers
 
     def leave(self, numbers: Sequence[int]) -> tuple[ScheduledStep, float]:
-        """Rows of one phase have left the last layer: the step that they are now, in this order,
-        and when the first of them entered. Their sequences are free.
+        """Takes rows of one phase that left the last layer, and frees their sequences for new
+        steps.
+
+        Returns the step that they form, in this order, and when the first of them entered.
         """
         units = self._taken(numbers)
         phase, tokens = units[0].batch.phase, [u.tokens for u in units if u.tokens]
@@ -72,7 +74,9 @@ class UnitScheduler(Scheduler):
         return step, min(u.entered_at for u in units)
 
     def run_again(self, numbers: Sequence[int]) -> None:
-        """Rows were lost on their way: their positions are computed once more, as chunks."""
+        """Restarts rows that were lost on their way: their positions are computed again, as
+        chunks.
+        """
         units = self._taken(numbers)
         for unit in units:
             unit.sequence.batch = None
@@ -81,7 +85,7 @@ class UnitScheduler(Scheduler):
         self._free_done(units)
 
     def give_up(self, numbers: Sequence[int]) -> list[SequenceState]:
-        """Rows will not leave, nor run again. Returns the requests that are to end with them."""
+        """Gives up rows that will neither leave nor run again. Returns the requests to end."""
         units = self._taken(numbers)
         for unit in units:
             unit.sequence.batch = None
@@ -89,26 +93,28 @@ class UnitScheduler(Scheduler):
         return [unit.sequence for unit in units if not unit.sequence.done]
 
     def close_rank(self, rank: int) -> list[SequenceState]:
-        """A worker with attention is gone. Returns the requests that it had: they are to end."""
+        """Closes the rank of a lost attention worker. Returns its requests, which are to be
+        ended.
+        """
         self.places.close(rank)
         ranks = {n: self.limits.rank(u.sequence.slot) for n, u in self._entered.items()}
         self.give_up([number for number, own in ranks.items() if own == rank])
         return self._on_rank(rank)
 
     def open_rank(self, rank: int) -> None:
-        """It is back, and empty."""
+        """Opens the rank of an attention worker that is back, and empty."""
         self.places.open(rank)
 
     def knows(self, number: int) -> bool:
-        """Whether a row has entered, and nothing has been heard of it."""
+        """Whether a row has entered, and has neither left nor been given up."""
         return number in self._entered
 
     def abandon(self) -> None:
-        """Nothing will ever leave: what entered is forgotten."""
+        """Forgets all rows that entered, since none will ever leave."""
         self.run_again(list(self._entered))
 
     def check_idle(self) -> None:
-        """As of Scheduler; and nothing is on its way."""
+        """Checks as Scheduler does, and that no row is on its way."""
         super().check_idle()
         if self._entered or self._rows_left:
             raise AssertionError(f"{len(self._entered)} rows never left the last layer")
@@ -124,15 +130,15 @@ class UnitScheduler(Scheduler):
         return units
 
     def _free_done(self, units: Sequence[Entered]) -> None:
-        """What requests have that ended while they were on their way."""
+        """Frees what requests hold that ended while their rows were on their way."""
         for unit in units:
             if unit.sequence.done:
                 super()._release(unit.sequence)
 
-    # ---- where a Scheduler is another ---------------------------------------------------------
+    # ---- overrides of Scheduler ---------------------------------------------------------------
 
     def _take_layers(self, batch: Batch) -> ScheduledStep:
-        """All of them."""
+        """Takes all layers at once."""
         step = batch.take_layers(self.limits.num_layers, self.limits.num_layers)
         for sequence in step.sequences:
             sequence.batch = batch  # until it leaves
@@ -142,7 +148,7 @@ class UnitScheduler(Scheduler):
         return step
 
     def _release(self, sequence: SequenceState) -> None:
-        if sequence.batch is None:  # else it is, once it has left
+        if sequence.batch is None:  # otherwise it is released once its row has left
             super()._release(sequence)
 
     def _giving_way(self, rank: int) -> list[SequenceState]:

@@ -1,4 +1,4 @@
-"""What waits in a class of requests, and what does not."""
+"""A summary of the waiting and running requests of a class."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -7,13 +7,13 @@ from serving.scheduling.sequence import SequenceState, SequenceStatus
 
 
 class Waiting(NamedTuple):
-    """Requests of a class.
+    """Waiting and running requests of a class.
 
-    Where more requests wait than slots are free (`slots_taken`), a first token waits for decode
-    steps: once it has waited longer than the TTFT SLO, decode is too slow as well.
+    If more requests wait than slots are free (`slots_taken`), first tokens depend on decode steps
+    that free slots: a wait longer than the TTFT SLO then means that decode is too slow as well.
     """
 
-    oldest_s: float = 0.0  # age of the oldest that waits for its first token
+    oldest_s: float = 0.0  # age of the oldest request without a first token
     slots_taken: bool = False
     num_queued: int = 0  # without a slot
     num_running: int = 0  # with one
@@ -26,7 +26,7 @@ class Waiting(NamedTuple):
         num_free_slots: int,
         now: float,
     ) -> Self:
-        """A class whose sequences wait in `queue`, or have a slot already."""
+        """Summarizes a class whose sequences wait in `queue` or have a slot (`running`)."""
         begun = (s for s in running if s.status is SequenceStatus.PREFILL)
         arrived_at = [s.arrived_at for s in (*queue, *begun) if not s.tokens]
         oldest_s = max((now - at for at in arrived_at), default=0.0)

@@ -29,10 +29,10 @@ _PATH_PARAMETER = {"name": "id", "in": "path", "required": True, "schema": {"typ
 
 
 class _App(FastAPI):
-    """FastAPI, whose routes take their bodies themselves: see `call.Answer`."""
+    """The FastAPI application. Routes read their request bodies themselves: see `call.Answer`."""
 
     def openapi(self) -> dict[str, Any]:
-        """The description of the API, with the bodies' schemas."""
+        """Builds the OpenAPI description, including the schemas of request bodies."""
         if self.openapi_schema is None:
             found = get_openapi(title=self.title, version=self.version, routes=self.routes)
             schemas = found["components"]["schemas"]
@@ -49,11 +49,11 @@ class _App(FastAPI):
 
 
 def make_app(server: "Server") -> FastAPI:
-    """The application of a server, which asks for its engine at each request."""
+    """Makes the application; each request asks `server` for its engine."""
     app = _App(
         title="jmoe",
         version=jmoe_version(),
-        docs_url=None,  # these pages load scripts of other hosts
+        docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers={HTTPException: _leave_to_the_door},

@@ -1,4 +1,4 @@
-"""Bodies of requests: bounded before they are read, read in time, and checked field by field."""
+"""Reads request bodies, with a size limit and a timeout, and validates them field by field."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
@@ -19,23 +19,27 @@ if TYPE_CHECKING:
 
     from serving.frontend.guard import Guard
 
-_BYTES_PER_CHAR = 12  # of JSON, at most: a pair of escaped surrogates
+_BYTES_PER_CHAR = 12  # upper bound in JSON: a pair of escaped surrogates
 _GRPC_BYTES_PER_CHAR = 4
 _LARGE_BYTES = 64 << 10
-_NAMES_BYTES = 256 << 10  # of fields, of messages' roles, of biases
+_NAMES_BYTES = 256 << 10  # for field names, message roles and logit biases
 
 
 def max_bytes(bounds: Bounds) -> int:
-    """More than any body has whose prompts are together no longer than the longest one."""
+    """Returns an upper bound on the size of a body whose prompts together fit the longest
+    prompt.
+    """
     of_text = _BYTES_PER_CHAR // _GRPC_BYTES_PER_CHAR * convert.max_request_bytes(bounds)
     most = of_text + _BYTES_PER_CHAR * MAX_STRUCTURE_CHARS + _NAMES_BYTES
     return min(MAX_MESSAGE_BYTES, most)
 
 
 async def read(scope: "Scope", receive: "Receive", guard: "Guard", most: int) -> bytes:
-    """The whole body. Raises HttpError for what is not sent as JSON (415), and for more than `most`
-    bytes (413), before they are read where their number is given; SlowBody; Overloaded where too
-    many are being received.
+    """Reads the whole body.
+
+    Raises HttpError if the body is not sent as JSON (415) or has more than `most` bytes (413;
+    before reading it, if the client sent a content-length), SlowBody if it does not arrive in time,
+    and Overloaded if too many bodies are being received.
     """
     kind = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
     if not is_json(kind.decode("latin-1")):
@@ -78,9 +82,9 @@ def _check_length(count: int, most: int) -> None:
 
 
 async def parse[Parsed: BaseModel](model: type[Parsed], body: bytes, bounds: Bounds) -> Parsed:
-    """A body as what it should be; a large one beside the event loop.
+    """Parses and validates a body; a large one in a thread, so that the event loop is not blocked.
 
-    Raises HttpError, naming the field and what it must be.
+    Raises HttpError, which names the field and what it must be.
     """
     if len(body) < _LARGE_BYTES:
         return _parsed(model, body, bounds)
@@ -103,7 +107,9 @@ def _parsed[Parsed: BaseModel](model: type[Parsed], body: bytes, bounds: Bounds)
 
 
 def _check_counts(found: dict[str, Any], most: int) -> None:
-    """Before fields are looked at one by one: the loop would wait for millions of them."""
+    """Limits the number of fields and entries before validation, which takes time for each
+    of them.
+    """
     if len(found) > MAX_ENTRIES:
         raise HttpError(
             f"the body has {len(found)} fields; {MAX_ENTRIES} at most are looked at, and "
@@ -117,7 +123,7 @@ def _check_counts(found: dict[str, Any], most: int) -> None:
 
 
 def explained(model: type[BaseModel], error: ValidationError) -> HttpError:
-    """The first thing that is wrong, in one sentence."""
+    """Makes an HttpError of the first validation error, in one sentence."""
     first = error.errors(include_url=False)[0]
     where = [str(part) for part in first["loc"]]
     if first["type"] == UNKNOWN_FIELD:
@@ -139,6 +145,6 @@ def explained(model: type[BaseModel], error: ValidationError) -> HttpError:
 
 
 def _innermost(error: ValidationError, name: str) -> object:
-    """What is wrong in a field of several types: the innermost value that was complained about."""
+    """Returns the invalid value of a field with several types: the innermost one of its errors."""
     own = [one for one in error.errors(include_url=False) if one["loc"][0] == name]
     return max(own, key=lambda one: len(one["loc"]))["input"]

@@ -1,4 +1,4 @@
-"""A call of one of the two endpoints, from its body to the last byte of its answer."""
+"""Handles a call of one of the two endpoints, from its body to the last byte of the response."""
 
 import asyncio
 import contextlib
@@ -36,23 +36,23 @@ Take = Callable[[Choice, Output], Awaitable[None]]
 
 
 class Endpoint(Protocol):
-    """What differs between completions and chats."""
+    """What differs between the completions and the chat endpoint."""
 
     request: type[Any]
     id_prefix: str
     object_whole: str
     object_event: str
-    operation: str  # as a trace calls it
+    operation: str  # name of the operation in traces
 
     async def choices(
         self, body: Any, tokenizer: "Tokenizer | None", bounds: Bounds
     ) -> list[Choice]:
-        """The answers that a call asks for. Raises InvalidRequest."""
+        """Returns a Choice for each answer that a call asks for. Raises InvalidRequest."""
         ...
 
 
 class Answer(Response):
-    """Reads a call, and answers it."""
+    """The response to a call, which reads the request's body before it answers."""
 
     background = None
 
@@ -60,12 +60,12 @@ class Answer(Response):
         self._server, self._endpoint, self._caller = server, endpoint, caller
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """See starlette. Raises what `door` tells the client."""
+        """See starlette. Errors it raises are reported to the client by `door`."""
         server, guard = self._server, self._server.guard
         engine = server.ready_engine()
-        engine.check_admission()  # an overloaded server does no work on what it refuses
-        self._caller.check_room()  # nor does one on whose key has no room
-        with guard.place():  # nor where it has none itself
+        engine.check_admission()  # refuse early, without wasted work, if overloaded
+        self._caller.check_room()  # ... or if the key's rate limit is reached
+        with guard.place():  # ... or if the server has no place for another call
             pass
         raw = await bodies.read(scope, receive, guard, bodies.max_bytes(engine.bounds))
         with guard.place():
@@ -90,7 +90,7 @@ class Answer(Response):
                 self._caller.check_allowed(model, priority(body), count)
                 guard.check_count(count)
                 with (
-                    guard.place(count - 1),  # before a key is charged for what has none
+                    guard.place(count - 1),  # before the key is charged for it
                     self._caller.request(model, priority(body), count) as caller,
                     span as recorded,
                 ):
@@ -102,7 +102,7 @@ class Answer(Response):
 
 
 class _Call:
-    """The requests to the engine of one call."""
+    """The engine requests of one call."""
 
     def __init__(
         self,
@@ -120,13 +120,13 @@ class _Call:
         self._usage_so_far = options is not None and bool(options.continuous_usage_stats)
 
     def usage(self) -> dict[str, Any]:
-        """So far, of the choices that have begun."""
+        """Returns the usage so far of the choices that have begun."""
         begun = [choice.last for choice in self._choices if choice.last is not None]
         whole = len(begun) == len(self._choices)
         return usage(begun, (self._body.n or 1) if whole else 1)
 
     async def answer(self, endpoint: Endpoint, send: "Send") -> None:
-        """Runs it, and sends all of its answer."""
+        """Runs the call's requests and sends the whole response."""
         fields = {
             "id": endpoint.id_prefix + self._id,
             "object": endpoint.object_event if self._body.stream else endpoint.object_whole,
@@ -167,7 +167,7 @@ class _Call:
         return b',"usage":' + orjson.dumps(self.usage())
 
     def _end(self, head: bytes) -> bytes:
-        """What comes after the last token, in the same write."""
+        """Returns the events that follow the last token, sent in the same write."""
         if not self._wants_usage:
             return _DONE
         return b'data: {%b,"choices":[],"usage":%b}\n\n%b' % (
@@ -177,7 +177,9 @@ class _Call:
         )
 
     async def _run(self, take: Take) -> None:
-        """Gives every output to `take`. Where one request fails, all of the call's end."""
+        """Passes every output to `take`. If one request fails, the call's other requests
+        are ended.
+        """
         if len(self._choices) == 1:
             await self._generate(self._choices[0], self._id, take)
             return
@@ -222,7 +224,7 @@ async def _keep(choice: Choice, out: Output) -> None:
 async def send_whole(
     send: "Send", body: bytes, code: int = 200, headers: list[tuple[bytes, bytes]] | None = None
 ) -> None:
-    """An answer in JSON that is no stream."""
+    """Sends a complete (not streamed) JSON response."""
     length = (b"content-length", b"%d" % len(body))
     told = [(b"content-type", b"application/json"), length, *(headers or ())]
     await send({"type": "http.response.start", "status": code, "headers": told})
@@ -231,7 +233,7 @@ async def send_whole(
 
 @contextlib.asynccontextmanager
 async def _while_there(receive: "Receive") -> AsyncIterator[None]:
-    """Ends its block with Aborted as soon as the client is gone: nobody reads what it makes."""
+    """Cancels its block and raises Aborted as soon as the client disconnects."""
     loop = asyncio.get_running_loop()
 
     async def watch() -> None:

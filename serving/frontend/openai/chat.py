@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ChatChoice(Choice):
-    """One message that answers."""
+    """One message of a chat completion."""
 
     content = b'"delta":{"content":', b"}"
     first_content = b'"delta":{"role":"assistant","content":'
@@ -42,7 +42,7 @@ class ChatChoice(Choice):
 
 
 class ChatEndpoint:
-    """What is the chat's own of a call."""
+    """The chat endpoint."""
 
     request: type[Any] = ChatRequest
     operation = "chat"
@@ -51,14 +51,14 @@ class ChatEndpoint:
     async def choices(
         self, body: ChatRequest, tokenizer: "Tokenizer | None", bounds: Bounds
     ) -> list[Choice]:
-        """The choices of a call. Raises InvalidRequest."""
+        """Returns the choices of a call. Raises InvalidRequest."""
         prompt = Chat([_message(one) for one in body.messages], body.chat_template_kwargs or {})
         texts = logprobs.Texts(tokenizer)
         return [ChatChoice(i, prompt, sampling(body, i), texts) for i in range(body.n or 1)]
 
 
 def _message(message: Message) -> dict[str, Any]:
-    """As chat templates take it: text alone, and `developer` by the name that they all know."""
+    """Converts a message for chat templates: content as text, and role `developer` as `system`."""
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)

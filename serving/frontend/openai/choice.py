@@ -1,7 +1,7 @@
-"""One answer of a call: what is asked of the engine, and what is told of its outputs.
+"""One choice of a call: the request to the engine, and how its outputs are formatted.
 
-A stream costs an event a token. Of an event's bytes all but the text are there before the first
-token, and nothing between the engine and the socket makes an object that could be left out.
+A stream sends one event per token. So all bytes of an event except the text are prepared before the
+first token, and as few objects as possible are made per token.
 """
 
 from typing import Any
@@ -14,26 +14,28 @@ _FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"'}
 
 
 class Choice:
-    """An answer under way. Subclasses say how it looks."""
+    """One choice in progress. Subclasses define its JSON format."""
 
-    content: tuple[bytes, bytes]  # around the text of an event
-    first_content: bytes  # before the text of the first one
+    content: tuple[bytes, bytes]  # what surrounds the text of an event
+    first_content: bytes  # what precedes the text of the first event
 
     def __init__(
         self, index: int, prompt: str | list[int] | Chat, sampling: SamplingParams, echo: str = ""
     ) -> None:
-        """Of a call's choice `index`. `echo` is text that comes before the answer."""
+        """`index` is the choice's index in the call, and `echo` is text to put before the
+        answer.
+        """
         self.index, self.prompt, self.sampling, self.echo = index, prompt, sampling, echo
         self.last: Output | None = None
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
 
     def logprobs_of(self, out: Output, is_first: bool) -> dict[str, Any]:
-        """What is told of an output's log-probabilities, where they are wanted."""
+        """Formats the log-probabilities of an output, if they were asked for."""
         raise NotImplementedError
 
     def whole(self) -> dict[str, Any]:
-        """The choice of an answer that is no stream."""
+        """Returns the choice for a response that is not streamed."""
         raise NotImplementedError
 
     # ---- not streaming ----------------------------------------------------------------------
@@ -49,19 +51,20 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """All that was taken."""
+        """The text of all outputs taken so far."""
         return "".join(self._texts)
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended; None before that."""
+        """Why generation ended; None while it goes on."""
         return None if self.last is None else self.last.finish_reason
 
     # ---- streaming --------------------------------------------------------------------------
 
     def prepare(self, head: bytes, null_usage: bytes) -> None:
-        """Makes what every event of it has. `head`: fields of the call, `null_usage`: what an
-        event ends with that says nothing of usage.
+        """Prepares the parts that all events of this choice share.
+
+        `head` has the JSON fields of the call. `null_usage` ends an event that reports no usage.
         """
         before, after = self.content
         begin = b'data: {%b,"choices":[{"index":%d,' % (head, self.index)
@@ -73,7 +76,7 @@ class Choice:
         self._plain = self._after + b'null,"finish_reason":null}]' + null_usage + b"}\n\n"
 
     def event(self, out: Output, usage: bytes = b"") -> bytes:
-        """The event of an output; nothing where it has nothing to say."""
+        """Returns the event for an output; empty if there is nothing to send."""
         is_first, self._begun, self.last = not self._begun, True, out
         before = self._before
         text = out.text
@@ -81,7 +84,7 @@ class Choice:
             before = self._first
             text = self.echo + text
         if out.finish_reason is None and not self.sampling.logprobs and not usage:
-            if not text and not is_first:  # a character that is not whole yet
+            if not text and not is_first:  # a UTF-8 character is still incomplete
                 return b""
             return before + orjson.dumps(text) + self._plain
         told = b"null"

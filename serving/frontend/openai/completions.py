@@ -19,7 +19,7 @@ Prompt = str | list[int]
 
 
 class CompletionChoice(Choice):
-    """One text that goes on from a prompt."""
+    """One text that continues a prompt."""
 
     content = b'"text":', b""
     first_content = b'"text":'
@@ -38,7 +38,7 @@ class CompletionChoice(Choice):
     def logprobs_of(self, out: Output, is_first: bool) -> dict[str, Any]:
         """See Choice."""
         if is_first and self.sampling.prompt_logprobs:
-            assert not isinstance(self.prompt, str)  # as `_tokens_of` leaves it
+            assert not isinstance(self.prompt, str)  # `choices` encoded it
             before = self._told.of_prompt(list(self.prompt), out.prompt_logprobs)  # type: ignore[arg-type]
             return logprobs.joined([before, self._told.of(out)])
         return self._told.of(out)
@@ -54,7 +54,7 @@ class CompletionChoice(Choice):
 
 
 class CompletionEndpoint:
-    """What is the completion's own of a call."""
+    """The completions endpoint."""
 
     request: type[Any] = CompletionRequest
     operation = "text_completion"
@@ -63,7 +63,7 @@ class CompletionEndpoint:
     async def choices(
         self, body: CompletionRequest, tokenizer: "Tokenizer | None", bounds: Bounds
     ) -> list[Choice]:
-        """The choices of a call, prompt by prompt. Raises InvalidRequest."""
+        """Returns the choices of a call, prompt by prompt. Raises InvalidRequest."""
         prompts, n = _prompts(body.prompt), body.n or 1
         if len(prompts) * n > MAX_SEQUENCES:
             raise HttpError(
@@ -85,7 +85,7 @@ class CompletionEndpoint:
             )
         texts, found = logprobs.Texts(tokenizer), []
         for prompt in prompts:
-            if body.echo and tokenizer is not None:  # which is to read or to write it
+            if body.echo and tokenizer is not None:  # the tokenizer will encode or decode it
                 check = bounds.check_chars if isinstance(prompt, str) else bounds.check_tokens
                 check(len(prompt))
             echo = await _echo(prompt, tokenizer) if body.echo else ""
@@ -99,7 +99,7 @@ class CompletionEndpoint:
 
 
 def _prompts(given: Any) -> Sequence[Prompt]:
-    """One prompt or several. Raises HttpError for one that is empty."""
+    """Returns the prompts as a list. Raises HttpError for an empty prompt."""
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
     prompts = [given] if is_one else given
     if not prompts or not all(prompts):
@@ -121,7 +121,7 @@ async def _echo(prompt: Prompt, tokenizer: "Tokenizer | None") -> str:
 
 
 async def _tokens_of(prompt: Prompt, tokenizer: "Tokenizer | None") -> Prompt:
-    """Token ids, whose log-probabilities are shown one by one."""
+    """Returns the prompt's token ids, which are needed to report a log-probability for each."""
     if not isinstance(prompt, str):
         return prompt
     if tokenizer is None:

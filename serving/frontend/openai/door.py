@@ -1,4 +1,4 @@
-"""What stands between clients and every route: who calls, what went wrong, and under which id."""
+"""Middleware before every route: authentication, request ids, and error responses."""
 
 import re
 import uuid
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
     from serving.frontend.server import Server
 
 OPEN_PATHS = ("/health",)
-"""Answered without a key: load balancers have none."""
+"""Paths that need no API key: load balancers have none."""
 
 _REQUEST_ID = re.compile(REQUEST_ID)
 
 
 def request_id_of(scope: "Scope") -> str:
-    """The id of a request: as the client gave it, or drawn."""
+    """Returns the request's id, which the client sent or the server generated."""
     return scope["state"]["request_id"]
 
 
 def set_request_id(scope: "Scope", request_id: str | None) -> None:
-    """The body's own id, if it has one, counts from now on."""
+    """Makes the id in the request's body, if there is one, the request's id."""
     if request_id is not None:
         scope["state"]["request_id"] = request_id
 
 
 def header(scope: "Scope", name: bytes) -> str | None:
-    """The first of a request's headers of a name, which is in lower case."""
+    """Returns the first header with this name (lower case), or None."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
 class Door:
-    """Asks for the key, gives every answer its id, and tells errors in OpenAI's shape.
+    """ASGI middleware that checks the API key, adds the request id, and formats errors.
 
-    What a route raises before it has answered becomes a status, and what it raises within a stream
-    an event, after which the stream ends.
+    Errors have OpenAI's format. An error raised before the response has started sets its status;
+    one raised within a stream is sent as an event, which ends the stream.
     """
 
     def __init__(self, app: "ASGIApp", server: "Server") -> None:
@@ -60,7 +60,7 @@ class Door:
         scope.setdefault("state", {})["request_id"] = uuid.uuid4().hex
         started = ended = False
 
-        def sending(message: "Message") -> Any:  # no coroutine of its own: it is called a token
+        def sending(message: "Message") -> Any:  # not a coroutine: it is called for every token
             nonlocal started, ended
             if not started:
                 started = True
@@ -80,18 +80,19 @@ class Door:
                     self._check_origin(scope)
             await self._app(scope, receive, sending)
         except Exception as error:
-            if not ended:  # else the client left when it had all
+            if not ended:  # else the client disconnected after the last byte
                 await self._tell(scope, sending, error, started)
 
     def _check_origin(self, scope: "Scope") -> None:
-        """Raises PermissionDenied for what another site's page made a browser send."""
+        """Raises PermissionDenied for a request that another site's page made a browser send."""
         headers = Headers(scope=scope)
         if who := foreign(headers):
             raise PermissionDenied(
                 f"{who} may not use a server that asks for no keys; set keys_file, and send one"
             )
         host = headers.get("host")
-        # Where others reach the server it may have any name, and whoever reaches it may use it.
+        # A server that is reachable from other machines may have any name, and anybody who reaches
+        # it may use it.
         if host is not None and self._origins.is_loopback and not self._origins.has(host):
             raise PermissionDenied(
                 f"the request is for {shown(host)}, and this server is for its own machine: ask for"
@@ -130,7 +131,7 @@ def _checked(given: str) -> str:
 
 
 def _of_routing(scope: "Scope", error: HTTPException) -> HttpError:
-    """What the router found wrong, with what there is instead."""
+    """Converts the router's error (no such path or method) to an HttpError."""
     if error.status_code == 405:
         return HttpError(
             f"{scope['path'][:200]} does not take {scope['method']}; docs/http.md has the routes",

@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI's API tells it: a status, an `error` object and headers."""
+"""Converts errors to OpenAI's format: a status, an `error` object and headers."""
 
 import math
 from dataclasses import dataclass
@@ -25,7 +25,9 @@ INVALID = "invalid_request_error"
 
 
 class HttpError(InvalidRequest):
-    """A request that HTTP or OpenAI's API does not allow, with the status and parameter to name."""
+    """A request that HTTP or OpenAI's API does not allow, with its status and the parameter at
+    fault.
+    """
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -33,12 +35,12 @@ class HttpError(InvalidRequest):
 
 
 class SlowBody(DeadlineExceeded):
-    """A body that did not come in time: 408, where a request that took too long is 504."""
+    """A body that did not arrive in time: status 408 (a request that takes too long has 504)."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """How an error is told."""
+    """How an error is reported."""
 
     status: int
     type: str
@@ -68,25 +70,25 @@ _CODES = {
 
 
 def told(error: Exception) -> Told:
-    """Status, type and code of an error."""
+    """Returns the status, type and code of an error."""
     if isinstance(error, HttpError):
         return Told(error.status, INVALID, _CODES.get(error.status, "invalid_value"))
     return next((how for kind, how in _TOLD.items() if isinstance(error, kind)), _FAILED)
 
 
 def body(error: Exception) -> bytes:
-    """The `error` object, as JSON."""
+    """Returns the response body with the `error` object, as JSON."""
     how, param = told(error), getattr(error, "param", None)
     expected = isinstance(error, ServingError | ValueError)
     message = str(error) if expected else f"{type(error).__name__}: {error}"
-    # What JSON cannot have, half a surrogate pair, a message may repeat of what a library said.
+    # A library's message may contain an unpaired surrogate, which JSON cannot represent.
     text = cut(message).encode("utf-8", "replace").decode()
     fields = {"message": text, "type": how.type, "param": param, "code": how.code}
     return orjson.dumps({"error": fields})
 
 
 def headers(error: Exception) -> Headers:
-    """When to come back, or that it is no use: clients of OpenAI's API go by these."""
+    """Returns the headers that tell clients of OpenAI's API whether and when to retry."""
     if isinstance(error, Overloaded | WorkerLost):
         ms = max(1, math.ceil(error.retry_after_s * 1000))
         seconds = max(1, math.ceil(error.retry_after_s))
@@ -94,6 +96,6 @@ def headers(error: Exception) -> Headers:
     status = told(error).status
     if status == 401:
         return [(b"www-authenticate", b"Bearer")]
-    if status == 504:  # again would take as long again
+    if status == 504:  # a retry would take just as long
         return [(b"x-should-retry", b"false")]
     return [(b"connection", b"close")] if status == 408 else []

@@ -1,6 +1,6 @@
-"""How fields of a request are declared: what each is for, and what becomes of it.
+"""How fields of a request are declared: a description, and how the server treats the field.
 
-docs/http.md has a table of all fields, made of these declarations.
+docs/http.md has a table of all fields, made from these declarations.
 """
 
 from difflib import get_close_matches
@@ -13,7 +13,7 @@ SUPPORTED, ACCEPTED, REFUSED = "supported", "accepted", "refused"
 STATE, WANTED = "x-conformance", "x-wanted"
 
 MAX_ENTRIES = 4096
-"""Of a list of messages, or of parts of one: far more than any conversation has."""
+"""Limit for a list of messages, or of a message's parts: far more than any conversation has."""
 
 UNKNOWN_FIELD = "unknown_field"
 
@@ -40,20 +40,20 @@ class Strict(BaseModel):
 
 
 def supported(text: str, default: Any = None, wanted: str = "", **bounds: Any) -> Any:
-    """A field that does what OpenAI's API says, or what `text` says.
+    """Declares a field that does what OpenAI's API or `text` says.
 
-    `wanted` follows "it must be" where several types would do.
+    `wanted` completes the error message "it must be ..." if the field takes several types.
     """
     extra: dict[str, Any] = {STATE: SUPPORTED} | ({WANTED: wanted} if wanted else {})
     return Field(default, description=text, json_schema_extra=extra, **bounds)
 
 
 def accepted(why: str, wanted: str = "") -> Any:
-    """A field that changes nothing here. `why` that is no loss."""
+    """Declares a field that is accepted but has no effect; `why` says that this does no harm."""
     extra: dict[str, Any] = {STATE: ACCEPTED} | ({WANTED: wanted} if wanted else {})
     return Field(None, description=why, json_schema_extra=extra)
 
 
 def refused(why: str) -> Any:
-    """A field that must be null, since to ignore it would be wrong."""
+    """Declares a field that must be null, because ignoring it would be wrong."""
     return Field(None, description=why, json_schema_extra={STATE: REFUSED})

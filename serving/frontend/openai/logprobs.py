@@ -1,4 +1,4 @@
-"""Log-probabilities, in the shapes of both endpoints."""
+"""Formats log-probabilities as the two endpoints return them."""
 
 import math
 from collections.abc import Sequence
@@ -10,29 +10,31 @@ if TYPE_CHECKING:
     from jmoe.tokenizer import Tokenizer
 
 _LEAST = -9999.0
-"""What stands for a log-probability that JSON has no number for."""
+"""Replaces a log-probability that JSON cannot represent, such as -inf."""
 
 
 class Texts:
-    """Tokens as they are shown: their text, and their bytes where they have some."""
+    """Text and bytes of tokens, as they are shown to clients."""
 
     def __init__(self, tokenizer: "Tokenizer | None") -> None:
         """Without a tokenizer tokens are shown by their ids."""
         self._pieces = None if tokenizer is None else tokenizer.pieces
 
     def text(self, token: int) -> str:
-        """Of one token; bytes that are no whole character are shown as U+FFFD."""
+        """Returns the text of a token; bytes that do not form whole characters appear as U+FFFD."""
         if self._pieces is None:
             return f"token_id:{token}"
         return self._pieces[token].decode("utf-8", "replace")
 
     def bytes(self, token: int) -> list[int] | None:
-        """UTF-8, which tokens of one character may share; None without a tokenizer."""
+        """Returns the token's bytes, maybe only part of a UTF-8 character; None without a
+        tokenizer.
+        """
         return None if self._pieces is None else list(self._pieces[token])
 
 
 def chat(out: Output, texts: Texts) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat."""
+    """Returns `choices[].logprobs` of a chat."""
     content = []
     for at, (token, logprob) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
         top = out.top_logprobs[at] if out.top_logprobs else ()
@@ -47,19 +49,19 @@ def _entry(token: int, logprob: float, texts: Texts) -> dict[str, Any]:
 
 
 class Completion:
-    """`choices[].logprobs` of a completion: lists, one entry a token."""
+    """Makes `choices[].logprobs` of a completion: lists with one entry per token."""
 
     def __init__(self, texts: Texts, wants_top: bool) -> None:
         self._texts, self._wants_top = texts, wants_top
-        self._offset = 0  # in the text of all tokens, where the next one begins
+        self._offset = 0  # where the next token begins in the text of all tokens
 
     def of_prompt(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        """Of an echoed prompt; its first token has none."""
+        """Returns the lists for an echoed prompt, whose first token has no log-probability."""
         found = self._lists(tokens, (None, *logprobs))
         return found | {"top_logprobs": None}
 
     def of(self, out: Output) -> dict[str, Any]:
-        """Of the tokens of an output. The token that was drawn is among the likeliest, too."""
+        """Returns the lists for an output's tokens. `top_logprobs` includes the sampled token."""
         found = self._lists(out.token_ids, out.logprobs)
         if not self._wants_top:
             return found | {"top_logprobs": None}
@@ -67,7 +69,7 @@ class Completion:
         for at, (token, logprob) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
             top = {self._texts.text(token): _told(logprob)}
             for other, its in out.top_logprobs[at] if out.top_logprobs else ():
-                top.setdefault(self._texts.text(other), _told(its))  # the likeliest of a text
+                top.setdefault(self._texts.text(other), _told(its))  # equal texts: keep the first
             tops.append(top)
         return found | {"top_logprobs": tops}
 
@@ -84,7 +86,7 @@ class Completion:
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Logprobs of several outputs as those of one. Keys without lists stay None."""
+    """Concatenates the logprobs of several outputs. Keys without lists stay None."""
     found: dict[str, Any] = dict.fromkeys(parts[0])
     for part in parts:
         for key, values in part.items():

@@ -1,4 +1,4 @@
-"""From fields of a request to the engine's sampling parameters."""
+"""Converts fields of a request to the engine's sampling parameters."""
 
 import re
 from collections.abc import Mapping
@@ -16,7 +16,10 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 
 def sampling(body: Sampled, index: int) -> SamplingParams:
-    """Of the answer `index` to a prompt. Raises InvalidRequest for a value out of range."""
+    """Returns the parameters of a prompt's `index`-th choice, whose seed is `seed` + `index`.
+
+    Raises InvalidRequest for a value out of range.
+    """
     given: dict[str, Any] = {
         "max_new_tokens": body.max_tokens,
         "temperature": 1.0 if body.temperature is None else body.temperature,
@@ -35,12 +38,12 @@ def sampling(body: Sampled, index: int) -> SamplingParams:
         if (value := getattr(body, name)) is not None:
             given[name] = value
     if body.top_k is not None:
-        given["top_k"] = max(0, body.top_k)  # -1 is off, too
+        given["top_k"] = max(0, body.top_k)  # -1 means off, like 0
     return SamplingParams(**given, **_logprobs(body))
 
 
 def priority(body: Sampled) -> Priority:
-    """Service class of a request."""
+    """Returns the service class of a request."""
     return Priority(body.priority or Priority.LATENCY_SENSITIVE)
 
 
@@ -85,7 +88,10 @@ def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
 
 
 def structure(body: Sampled) -> Structure | None:
-    """What the whole answer has to match; None: anything. Raises InvalidRequest for several."""
+    """Returns the structure that the whole answer must match, or None.
+
+    Raises InvalidRequest if the body asks for several structures.
+    """
     found = _structures(body)
     if len(found) > 1:
         raise HttpError(f"{' and '.join(found)} each say what the answer must match; send one")
@@ -97,7 +103,7 @@ def structure(body: Sampled) -> Structure | None:
 
 
 def _structures(body: Sampled) -> dict[str, Structure]:
-    """Every way in which a body asks for a structure, by the parameter's name."""
+    """Returns all structures that a body asks for, by the name of the parameter."""
     kinds = StructureKind
     found: dict[str, Structure] = {}
     if (wanted := body.response_format) is not None:

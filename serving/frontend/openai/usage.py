@@ -1,4 +1,4 @@
-"""What a call took, in OpenAI's fields and jmoe's own."""
+"""The `usage` object of a call, with OpenAI's fields and jmoe's own."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -7,10 +7,12 @@ from serving.request import Output, ThresholdSpan
 
 
 def usage(outputs: Sequence[Output], num_per_prompt: int = 1) -> dict[str, Any]:
-    """Of the newest outputs of a call's answers, which come prompt by prompt, so many for each.
+    """Returns the usage of a call, given the newest output of each of its choices.
 
-    A prompt counts once. `degraded_share` is of visits to experts, and thresholds are the smallest
-    and largest in percent that its steps ran under; null before there were any.
+    `outputs` are ordered by prompt, with `num_per_prompt` choices for each, and each prompt counts
+    once. `degraded_share` is the share of expert visits that were degraded. The threshold fields
+    have the smallest and largest threshold (percent) that the call's steps ran under; null before
+    the first step.
     """
     prompt = sum(out.usage.prompt_tokens for out in outputs[::num_per_prompt])
     cached = sum(out.usage.cached_tokens for out in outputs[::num_per_prompt])

@@ -1,7 +1,7 @@
-"""The live page: its static files, and the data and controls that it asks for.
+"""The live page: its static files, and the API for its data and controls.
 
-The files need no key. Everything under `/api` is for whoever holds an admin key, which travels in
-the header `Authorization: Bearer` alone; without keys it is for everybody who reaches the port.
+The files need no key. Everything under `/api` requires an admin key, sent only in the header
+`Authorization: Bearer`. If the server has no keys, anybody who reaches the port may use it.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 STATIC = Path(__file__).with_name("static")
 MAX_BODY_BYTES = 4096
-"""Of a change; one that sets every field has some 250."""
+"""Limit for a brownout change; one that sets every field has about 250 bytes."""
 
 _STATUS: dict[type[ServingError], int] = {
     InvalidRequest: 400,
@@ -53,12 +53,12 @@ _STATUS: dict[type[ServingError], int] = {
     Overloaded: 503,
     Unavailable: 503,
     DeadlineExceeded: 408,
-    Aborted: 503,  # which nobody reads
+    Aborted: 503,  # the client has disconnected
 }
 
 
 class FieldRefused(InvalidRequest):
-    """A change that is refused for one of its fields, where that is known."""
+    """A refused brownout change, with the field at fault if it is known."""
 
     def __init__(self, message: str, field: str | None) -> None:
         super().__init__(message)
@@ -70,7 +70,7 @@ _CHANGE = TypeAdapter(BrownoutChange)
 
 
 def make_app(server: "Server", live: "Live") -> FastAPI:
-    """The application of a server's admin port for HTTP; `live` has its data."""
+    """Makes the application for a server's HTTP admin port; `live` provides its data."""
     app = FastAPI(title="jmoe page", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Shield, host=server.config.admin_host)
     app.add_exception_handler(ServingError, _refuse)
@@ -83,25 +83,25 @@ def make_app(server: "Server", live: "Live") -> FastAPI:
 
     @app.get("/api/state")
     async def state(request: Request) -> Response:
-        """The server now."""
+        """Returns the server's current state."""
         admin(request)
         return Response(live.state(), media_type="application/json")
 
     @app.get("/api/stream")
     async def stream(request: Request) -> Response:
-        """History, then a line a second."""
+        """Streams the history, then a line per second."""
         admin(request)
         return _Stream(live, request, lambda: admin(request))
 
     @app.post("/api/brownout")
     async def brownout(request: Request) -> Response:
-        """Changes what is present; another way is loaded before this answers."""
+        """Changes the fields that are set; if the way changes, answers once it is loaded."""
         caller = admin(request)
         change = await _read_change(request, server.config.message_timeout_s)
         engine = server.ready_engine()
         try:
             after = await set_brownout(engine, change, _peer(caller, request))
-        except (InvalidRequest, ValueError) as error:  # the latter of a way that the model lacks
+        except (InvalidRequest, ValueError) as error:  # ValueError: the model lacks this way
             raise FieldRefused(str(error), _field_of(change, str(error))) from None
         return Response(orjson.dumps(asdict(after)), media_type="application/json")
 
@@ -110,7 +110,7 @@ def make_app(server: "Server", live: "Live") -> FastAPI:
 
 
 class _Stream(StreamingResponse):
-    """A stream that takes a viewer's place as long as it lasts."""
+    """A stream that counts as a viewer while it lasts."""
 
     def __init__(self, live: "Live", request: Request, check: Any) -> None:
         super().__init__(live.stream(check), media_type="application/x-ndjson")
@@ -122,8 +122,10 @@ class _Stream(StreamingResponse):
 
 
 async def _read_change(request: Request, timeout_s: float) -> BrownoutChange:
-    """A JSON object with fields of BrownoutChange. Raises InvalidRequest, naming the field;
-    DeadlineExceeded or Aborted where it does not come.
+    """Reads a JSON object with fields of BrownoutChange.
+
+    Raises InvalidRequest, which names the field, DeadlineExceeded if the body does not arrive in
+    time, and Aborted if the client disconnects.
     """
     body = bytearray()
     try:
@@ -157,21 +159,21 @@ async def _read_change(request: Request, timeout_s: float) -> BrownoutChange:
 
 
 def _field_of(change: BrownoutChange, message: str) -> str | None:
-    """Which field is refused: the one that was set, or of several the one named first."""
+    """Returns the field that was refused: the one named first in `message`, or the only one set."""
     given = [name for name in _FIELDS if getattr(change, name) is not None]
     named = sorted((name for name in given if name in message), key=message.index)
     return (named or (given if len(given) == 1 else [None]))[0]
 
 
 def _peer(caller: "Caller", request: Request) -> str:
-    """Who changes something, as the log has it."""
+    """Returns how the log names the caller: key name and address."""
     host, port = request.client or ("unknown", 0)
     address = f"http:{host}:{port}"
     return f"{caller.name} at {address}" if caller.name else address
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """One line of why, as JSON."""
+    """Responds with the error's message as JSON."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         return JSONResponse({"error": error.detail}, error.status_code, error.headers)

@@ -1,4 +1,4 @@
-"""Expert load as the live page draws it: a byte for each expert of each layer."""
+"""Expert load for the live page: a byte for each expert of each layer."""
 
 import base64
 from collections.abc import Callable
@@ -10,17 +10,17 @@ LEVELS = 255
 
 
 class ExpertLoad:
-    """What experts computed between two looks."""
+    """Rows that experts computed between two calls of `look`."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._last: tuple[float, np.ndarray] | None = None
 
     def look(self, rows: np.ndarray | None, num_routed: int) -> dict[str, Any] | None:
-        """Load since the last look; None before there are two, or before any step was read.
+        """Returns the load since the last call; None on the first, or before any step was read.
 
-        `rows [layers, E]` are counts since the start, routed experts first and `num_routed` of
-        them. `load` is base64 of a byte for each, row by row: LEVELS * sqrt(rows / largest),
+        `rows [layers, E]` are counts since the start; the first `num_routed` experts are the routed
+        ones. `load` is base64 of a byte per expert, layer by layer: LEVELS * sqrt(rows / largest),
         rounded up, so that only an idle expert has 0.
         """
         if rows is None:

@@ -1,4 +1,4 @@
-"""The live page's data: a sample a second, the last minutes of them, and who watches."""
+"""The live page's data: one sample per second, the last minutes of them, and the viewers."""
 
 import asyncio
 import contextlib
@@ -22,19 +22,20 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 HISTORY = 300
-"""Samples that are kept, for pages that are opened later and for readers who fall behind."""
+"""Samples that are kept for pages opened later and for readers that fall behind."""
 EXPERTS_EVERY = 4
-"""Samples between two looks at the load of experts, which is the one thing that is large."""
+"""Expert load, the only large part of the data, is updated once in so many samples."""
 RECHECK_EVERY = 10
-"""Messages of a stream after which its key has to be one still."""
+"""A stream's key is checked again after so many messages."""
 MAX_VIEWERS = 32
-"""Streams at once. One that does not read keeps its place until its connection ends."""
+"""Concurrent streams. One whose client does not read counts until its connection ends."""
 RETRY_AFTER_S = 5.0
 
 
 class Live:
-    """Looks at a server once a second, whether or not anybody watches, so that who comes later sees
-    what was. That is cheap (docs/page.md has figures), and encoded once for all viewers.
+    """Samples a server once a second, even without viewers, so that later ones see the history.
+
+    Sampling is cheap (docs/page.md has figures), and samples are encoded once for all viewers.
     """
 
     def __init__(self, server: "Server", clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,22 +44,22 @@ class Live:
         self._sampler = Sampler(server, clock)
         self._load = ExpertLoad(clock)
         self._history: deque[bytes] = deque(maxlen=HISTORY)
-        self._now = b""  # at the newest sample
-        self._experts, self._experts_at = b"null", 0  # newest load, and the count when it was new
+        self._now = b""  # server state at the newest sample, as JSON
+        self._experts, self._experts_at = b"null", 0  # newest load, and `count` at that time
         self.count = 0  # samples so far
-        self._next = asyncio.Event()  # set with the next sample, and another one then
+        self._next = asyncio.Event()  # set, and replaced, at the next sample
         self._closed = False
         self._num_faults = 0
         self.num_viewers = 0
 
     async def run(self) -> None:
-        """Samples until it is cancelled; then every stream ends."""
+        """Takes samples until it is cancelled, which also ends every stream."""
         loop = asyncio.get_running_loop()
         due_at = loop.time()
         try:
             while True:
                 self._tick_or_log()
-                # A loop that was held up goes on from there: no burst of samples after a gap.
+                # After the event loop was blocked, do not catch up with a burst of samples.
                 due_at = max(due_at + INTERVAL_S, loop.time())
                 await asyncio.sleep(due_at - loop.time())
         finally:
@@ -68,7 +69,7 @@ class Live:
     def _tick_or_log(self) -> None:
         try:
             self.tick()
-        except Exception:  # the page is not worth a server, nor a log that it fills
+        except Exception:  # the page must not stop the server or flood the log
             self._num_faults += 1
             if self._num_faults.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
                 log.exception("the live page's sample failed, for the %dth time", self._num_faults)
@@ -92,14 +93,15 @@ class Live:
             self._experts, self._experts_at = _dump(load), self.count + 1
 
     def state(self) -> bytes:
-        """The server now, as a JSON object: newest sample, settings, load of experts."""
+        """Returns the server's state as a JSON object: newest sample, settings, expert load."""
         return self._message(self._newest(1), whole=True)
 
     async def stream(self, check: Callable[[], object]) -> AsyncIterator[bytes]:
-        """Lines of JSON: first all that is known, then each second what is new. Ends with `run`.
+        """Yields lines of JSON: first the whole state, then updates once a second. Ends with `run`.
 
-        A reader who takes longer than a second gets what was missed with the next line, as far as
-        the history goes. `check` is called now and then; a ServingError of it ends the stream.
+        A reader that takes longer than a second gets the samples it missed with the next line, as
+        far as the history goes. `check` is called regularly; a ServingError from it ends the
+        stream.
         """
         seen, engine = self.count, self._server.engine
         yield self._message(self._newest(HISTORY), whole=True)
@@ -112,7 +114,7 @@ class Live:
             try:
                 if number % RECHECK_EVERY == 0:
                     check()
-            except ServingError:  # the page hears why when it asks again
+            except ServingError:  # the page learns why when it reconnects
                 return
             samples, last, seen = self._newest(self.count - seen), seen, self.count
             attached, engine = engine is not self._server.engine, self._server.engine
@@ -120,7 +122,9 @@ class Live:
 
     @contextlib.contextmanager
     def viewer(self) -> Iterator[None]:
-        """A place among the viewers. Raises Overloaded where all are taken."""
+        """Counts a viewer within the block. Raises Overloaded if there are `MAX_VIEWERS`
+        already.
+        """
         if self.num_viewers >= MAX_VIEWERS:
             raise Overloaded(
                 f"{MAX_VIEWERS} pages are open on this server already; close one", RETRY_AFTER_S

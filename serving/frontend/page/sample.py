@@ -1,6 +1,6 @@
-"""What the live page shows of a server at one moment. No jax.
+"""Takes the live page's samples of a server. Does not import jax.
 
-Everything is read from what the engine keeps anyway; rates are differences between two samples.
+Samples only read counters that the engine keeps anyway; rates are differences of two samples.
 """
 
 import math
@@ -25,15 +25,15 @@ LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 
 @dataclass(frozen=True)
 class Sample:
-    """One second. NaN, which JSON has as null: there is nothing that one could say.
+    """The values of one second. NaN (null in JSON) means that there is no value.
 
     Latencies and late shares are those of latency-sensitive requests over the controllers' window
-    (`engine.salc.window_s`), the same samples that the controllers go by.
+    (`engine.salc.window_s`): the controllers use the same latency samples.
     """
 
     time_s: float  # Unix time
     status: str
-    requests_per_s: float = math.nan  # that arrived, refused ones included
+    requests_per_s: float = math.nan  # arrivals, including refused requests
     refused_per_s: float = math.nan
     running_ls: int = 0
     running_be: int = 0
@@ -68,7 +68,7 @@ class Counted(NamedTuple):
 
     @classmethod
     def of(cls, engine: "Engine", metrics: "Metrics", at_s: float) -> "Counted":
-        """Whoever arrived runs, waits, has ended, or was refused."""
+        """Reads the counters. Each request that arrived is running, waiting, ended or refused."""
         stats = engine.stats()
         ended = stats.requests_finished + stats.requests_aborted + stats.requests_failed
         return cls(
@@ -82,11 +82,11 @@ class Counted(NamedTuple):
         )
 
     def rates_since(self, last: "Counted | None") -> dict[str, float]:
-        """Fields of a sample that are differences; none without a sample before."""
+        """Returns the sample's rates since `last`; empty without an earlier sample."""
         if last is None or self.at_s <= last.at_s:
             return {}
         took_s, visits = self.at_s - last.at_s, self.visits - last.visits
-        # Of a step that runs in parts, visits are degraded before they are counted.
+        # A step that runs in parts counts degraded visits with each part, and visits at its end.
         share = min(1.0, (self.degraded - last.degraded) / visits) if visits else math.nan
         return {
             # A request that ends while it is counted may be missing for a moment.
@@ -112,7 +112,7 @@ class Sampler:
         self._last: Counted | None = None
 
     def take(self) -> Sample:
-        """The server now."""
+        """Takes a sample of the server's current state."""
         server, engine, wall_s = self._server, self._server.engine, self._wall()
         if engine is None:
             return Sample(wall_s, server.status)
@@ -153,7 +153,7 @@ def _latencies(engine: "Engine", state: BrownoutState, now: float) -> dict[str, 
 
 
 def about(server: "Server") -> dict[str, Any]:
-    """What does not change by the second: who serves, and what one may set."""
+    """Returns what rarely changes: version, models, and the settings to choose from."""
     engine = server.engine
     return {
         "version": jmoe_version(),
@@ -165,13 +165,13 @@ def about(server: "Server") -> dict[str, Any]:
 
 
 def _controllers(engine: "Engine") -> list[str]:
-    from serving.control.guarded import CONTROLLERS  # brings jax, as the engine has
+    from serving.control.guarded import CONTROLLERS  # imports jax, as the engine did
 
     return list(dict.fromkeys((*CONTROLLERS, engine.config.salc.controller)))
 
 
 def now(server: "Server") -> dict[str, Any]:
-    """What is shown as it is now, without a past: status, settings, models, workers."""
+    """Returns what is shown without a history: status, settings, models, workers."""
     engine = server.engine
     found: dict[str, Any] = {"status": server.status, "failure": server.failure or ""}
     if engine is None:
@@ -185,7 +185,7 @@ def now(server: "Server") -> dict[str, Any]:
 
 
 def _models(engine: "Engine", metrics: "Metrics") -> list[dict[str, Any]]:
-    """Of a family, its models: whether their weights are on the device, and their requests."""
+    """Returns, for each model of a family, its residency and numbers of requests."""
     if len(engine.names) < 2:
         return []
     scheduler, finished = engine.scheduler, metrics.by_model.finished
@@ -207,7 +207,7 @@ def _models(engine: "Engine", metrics: "Metrics") -> list[dict[str, Any]]:
 
 
 def _workers(runner: Any) -> list[dict[str, Any]]:
-    """Of mode aep."""
+    """Returns the state of the workers in mode aep; otherwise empty."""
     if not hasattr(runner, "seen"):  # no isinstance: the front end imports no jax
         return []
     return [seen._asdict() for seen in runner.seen()]

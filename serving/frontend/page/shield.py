@@ -1,9 +1,9 @@
-"""What stands before every answer of the live page: who may have asked a browser for it.
+"""Middleware of the live page that refuses requests which other sites make a browser send.
 
-Also where nobody needs a key (`serving.frontend.origin`):
+It checks, also on a server without keys (`serving.frontend.origin`), that:
 
 - `Host` is this server.
-- Under `/api`, `Origin` and `Sec-Fetch-Site`, where a browser sends them, are the page's own.
+- Under `/api`, `Origin` and `Sec-Fetch-Site`, if a browser sends them, are the page's own.
 - A change is sent as JSON.
 """
 
@@ -34,14 +34,14 @@ _HEADERS = {
 
 
 class Shield:
-    """ASGI middleware; refuses with 403 and one line of why."""
+    """ASGI middleware that refuses foreign requests with 403 and a one-line reason."""
 
     def __init__(self, app: "ASGIApp", host: str) -> None:
         """`host` is the address or name that the server was told to listen on."""
         self._app, self._origins = app, Origins(host)
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Answers, or passes on with the headers that keep a page to itself."""
+        """Refuses a request, or passes it on and adds security headers to the response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
