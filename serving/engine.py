@@ -94,10 +94,8 @@ class Engine:
         observer: Observer | Sequence[Observer] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Makes an engine with a runner that is ready.
-
-        Without `model` (in tests), only prompts of token ids are taken. `clock` is the clock of the
-        event loop's timers, in seconds.
+        """Needs a runner that is ready. Without `model` (in tests), prompts must be token ids.
+        `clock` is the clock of the event loop's timers, in seconds.
         """
         self.config, self.runner = config, runner
         self.family = None if model is None else Family.of(model)
@@ -353,8 +351,7 @@ class Engine:
         return self.slo.state()
 
     async def set_brownout(self, change: BrownoutChange) -> BrownoutState:
-        """Changes brownout settings. Another way is loaded layer by layer while serving goes on.
-
+        """Changes brownout settings; another way is loaded layer by layer while serving goes on.
         Raises InvalidRequest, and Unavailable for another way if the engine has failed or stopped.
         """
         self.slo.check(change)
@@ -375,9 +372,7 @@ class Engine:
     # ---- the tick ---------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        """Ticks while there is work. An exception fails the engine and its requests, not the
-        process.
-        """
+        """Ticks while there is work. An error fails the engine's requests, never the process."""
         try:
             while True:
                 if not await self._tick():

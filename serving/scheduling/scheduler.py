@@ -42,10 +42,8 @@ from serving.scheduling.turns import Turns
 from serving.scheduling.waiting import Waiting
 
 FEW_DECODING = 1 / 3
-"""Share of a decode step's rows. With fewer rows decoding, another prefill step delays few, so
-prompts do not wait for company. In simulation this more than halves the wait for first tokens under
-a steady load.
-"""
+"""Share of a decode step's rows. With fewer decoding, prompts do not wait for company: another
+prefill step delays few. Simulated, this more than halves a steady load's wait for first tokens."""
 
 
 class Scheduler:
@@ -131,9 +129,7 @@ class Scheduler:
         return any(model in batch.models for batch in self.under_way)
 
     def _free(self) -> list[SequenceState]:
-        """Returns the running sequences that are in no step under way and may be in the
-        next one.
-        """
+        """Returns the running sequences that may be in the next step and are in none under way."""
         return [s for s in self.running if s.batch is None and self._may_run(s)]
 
     def _may_run(self, sequence: SequenceState) -> bool:
@@ -156,9 +152,7 @@ class Scheduler:
         return Waiting.of(self.queues[priority], running, self.num_free_slots(priority), now)
 
     def check_idle(self) -> None:
-        """Raises AssertionError if the scheduler is not idle, or a slot, page or extent has
-        leaked.
-        """
+        """Raises AssertionError if it is not idle, or if a slot, page or extent has leaked."""
         if not self.idle:
             raise AssertionError(f"{len(self.waiting)} waiting and {len(self.running)} running")
         self.places.check_idle()
@@ -178,16 +172,12 @@ class Scheduler:
         self.reuse.read(step, degraded, by, again, self.exact)
 
     def num_decoding_beside(self, step: ScheduledStep) -> int:
-        """Returns how many sequences wait for a further token in this step, or until it has
-        ended.
-        """
+        """Returns how many sequences wait for a further token during this step."""
         decoding = sum(s.status is SequenceStatus.DECODE for s in self.running)
         return decoding - (sum(step.batch.sampled) if step.plan.phase is Phase.PREFILL else 0)
 
     def tokens_at(self) -> float:
-        """Returns the mean time at which decoding latency-sensitive sequences got their last token;
-        NaN if none has one.
-        """
+        """Returns the mean time of decoding latency-sensitive sequences' last tokens, or NaN."""
         decoding = self._candidates((LS,), SequenceStatus.DECODE)
         found = [s.previous_at for s in decoding if not math.isnan(s.previous_at)]
         return sum(found) / len(found) if found else math.nan
@@ -460,9 +450,7 @@ class Scheduler:
         return batch
 
     def _decoding(self, order: Order) -> list[SequenceState]:
-        """Returns the sequences to decode, group by group: of one model, or of several if no step
-        can be parked.
-        """
+        """Returns sequences to decode by group: of one model, or of several if none can park."""
         groups = [
             [s for s in self._candidates(group, SequenceStatus.DECODE) if not s.exhausted]
             for group in order
@@ -472,9 +460,7 @@ class Scheduler:
         return self.exact.limited(rows) if self.exact.models else rows
 
     def _extend_if_free(self, sequence: SequenceState, deltas: list[tuple[int, int, int]]) -> bool:
-        """Allocates a page for the sequence's next position, if it needs one; False if none is
-        free.
-        """
+        """Allocates a page for the next position if it needs one; False if none is free."""
         if sequence.num_computed >= len(sequence.pages) * self.limits.page_size:
             page = self.places.page_for(sequence.slot)
             if page is None:
@@ -497,9 +483,7 @@ class Scheduler:
         return self.policy.victim([s for s in running if not self._runs(s)] or running)
 
     def _preempt(self, victim: SequenceState) -> None:
-        """Evicts a sequence: it loses its pages, waits in its old place, and is recomputed
-        later.
-        """
+        """Evicts a sequence: it loses its pages, and is recomputed from its old place in line."""
         self.num_evictions[victim.request.priority] += 1
         self._release(victim)
         victim.reset_for_recompute()
