@@ -112,7 +112,7 @@ class Sampled(Strict):
     )
     allow_brownout: bool | None = supported("jmoe's: false exempts the request from brownout")
     reuse_prefix: bool | None = supported(
-        "jmoe's: false computes all of the prompt, and leaves none of it to others "
+        "jmoe's: false computes the whole prompt and adds none of its pages to the cache "
         "([prefixes.md](prefixes.md))"
     )
     cache_salt: str | None = supported(
