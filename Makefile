@@ -20,8 +20,8 @@ test: $(VENV)/.dev
 test-deep: $(VENV)/.dev
 	$(PYTEST) -m "deep and not exhaustive"
 
-# More models, shapes and cases of deep tests, about an hour: after a change to a kernel, a step
-# program or a benchmark, and before a release.
+# More models, shapes and cases of deep tests: after a change to a kernel, a step program or a
+# benchmark, and before a release.
 test-exhaustive: $(VENV)/.dev
 	$(PYTEST) -m exhaustive
 

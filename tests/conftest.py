@@ -25,11 +25,12 @@ MAPPINGS = Path("/proc/self/maps")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def programs_are_let_go():
-    """Linux gives a process 65,530 mappings of memory, and XLA takes a dozen for each program.
+def release_programs():
+    """Drops compiled programs after a module once the process has many memory mappings.
 
-    A process that runs a few hundred tests comes to that number, and is then ended by a
-    segmentation fault in the compiler.
+    Linux allows 65,530 of them, and XLA takes about a dozen for each program. A process that ran
+    some hundred deep tests had nearly as many, and one in CI was ended by a segmentation fault in
+    the compiler, probably at the limit.
     """
     yield
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 20_000:
