@@ -43,7 +43,8 @@ class Attempt:
     """One call: what is sent, how its caller behaves, and the codes that are right.
 
     `manner` is "read" (to the end), "cancel", "close" (the channel), "slow" (long pauses between
-    messages), "silent" (never sends its message) or "empty" (ends its side without a message).
+    messages), "silent" (never sends its message), "empty" (ends its side without a message) or
+    "half-close" (over HTTP: ends its side once it has asked, and reads).
     RESOURCE_EXHAUSTED with a time to come back is right for every one: the server is full.
     """
 
@@ -128,9 +129,12 @@ def _well_formed(rng: random.Random, facts: Facts, takes_tokens: bool) -> pb.Gen
             top_k=rng.choice((0, 5)),
             top_p=rng.choice((1.0, 0.9)),
             ignore_eos=rng.random() < 0.5,
-            logprobs=rng.random() < 0.1,
         ),
     )
+    if rng.random() < 0.1:
+        request.sampling.logprobs = True
+        request.sampling.top_logprobs = rng.choice((0, 5, 20))
+        request.sampling.prompt_logprobs = rng.random() < 0.3
     if facts.texts and (rng.random() < 0.5 or not takes_tokens):
         request.text = rng.choice(facts.texts)
     else:

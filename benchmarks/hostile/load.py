@@ -153,7 +153,11 @@ async def _send_http(address: str, model: str, attempt: Attempt) -> Ended:
         async with asyncio.timeout(_TIMEOUT_S):
             code, details, refused, events = await over_http.send(address, model, attempt)
             ended = Ended(code, details, refused)
-            if attempt.request is not None and code == "OK" and attempt.manner in ("read", "slow"):
+            if (
+                attempt.request is not None
+                and code == "OK"
+                and attempt.manner not in ("cancel", "close")
+            ):
                 ended.flaw = over_http.flaw(attempt, events)
     except TimeoutError:
         ended = Ended(HUNG, f"no end after {_TIMEOUT_S:g} s")

@@ -1,18 +1,23 @@
-"""The same attempts over HTTP: how each is sent, and the code that stands for its end."""
+"""The same attempts over HTTP, and such as only HTTP has: how each is sent, and the code that
+stands for its end.
+"""
 
 import asyncio
 import contextlib
+import functools
 import json
+import zlib
 from dataclasses import replace
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
 from benchmarks.fuzz_http.__main__ import NoAnswer, read_answer
-from benchmarks.hostile.attempts import GENERATE, Attempt
+from benchmarks.hostile.attempts import GENERATE, Attempt, Facts
+from benchmarks.hostile.protocols import Jmoe
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
-_PATH = "/v1/completions"
+_PATH, _CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 _CODES = {
     200: "OK",
     400: "INVALID_ARGUMENT",
@@ -36,14 +41,89 @@ _ALSO_RIGHT = {
 }
 
 
+class Http(Jmoe):
+    """jmoe's own requests, sent over HTTP, and bodies that only HTTP can have."""
+
+    def malformed(self, facts: Facts) -> list[Attempt]:
+        """See Spoken."""
+        return _malformed(facts)
+
+
+@functools.cache
+def _malformed(facts: Facts) -> list[Attempt]:
+    bad, either = frozenset({"INVALID_ARGUMENT"}), frozenset({"INVALID_ARGUMENT", "OK"})
+    chat: dict[str, Any] = {
+        "model": facts.model,
+        "messages": [{"role": "user", "content": "Add these numbers: 3+4 ="}],
+        "max_tokens": 8,
+    }
+
+    def one(kind: str, body: bytes, allowed: frozenset[str] = bad) -> Attempt:
+        return Attempt("malformed", kind, body, allowed, path=_CHAT_PATH)
+
+    def asking(**changes: Any) -> bytes:
+        return json.dumps(chat | changes).encode()
+
+    def with_schema(schema: bytes) -> bytes:
+        wanted = b'{"type":"json_schema","json_schema":{"name":"a","schema":%b}}'
+        return asking(response_format="HERE").replace(b'"HERE"', wanted % schema)
+
+    def nested(depth: int) -> bytes:
+        return b'{"items":' * depth + b"{}" + b"}" * depth
+
+    depths = (100, 253, 254, 255, 600, 1020, 1030, 5000)
+    return [
+        *Jmoe().malformed(facts),
+        # Well-formed, and as costly as they come.
+        one("chat", asking(), either),
+        one(
+            "top_logprobs of 8 answers",
+            asking(n=8, max_tokens=48, logprobs=True, top_logprobs=20, ignore_eos=True),
+            either,
+        ),
+        one("top_logprobs of 64 answers", asking(n=64, logprobs=True, top_logprobs=20), either),
+        *(one(f"schema {n} deep", with_schema(nested(n)), either) for n in depths),
+        *(
+            one(
+                f"chat_template_kwargs {n} deep",
+                asking(chat_template_kwargs="HERE").replace(b'"HERE"', nested(n)),
+                either,
+            )
+            for n in depths
+        ),
+        one("a template of one's own", asking(chat_template="{{ 9**(9**9) }}")),
+        one(
+            "names a template may know",
+            asking(chat_template_kwargs={"range": 3, "x": 10**30}),
+            either,
+        ),
+        one("content nested", asking(messages=[{"role": "user", "content": [[[[]]]]}])),
+        one(
+            "a key given twice", asking().replace(b'"max_tokens"', b'"max_tokens": 1, "max_tokens"')
+        ),
+        one("129 answers", asking(n=129)),
+        one("top_logprobs 21", asking(logprobs=True, top_logprobs=21)),
+    ]
+
+
 def as_http(attempt: Attempt) -> Attempt:
-    """The attempt, with the codes that are right over HTTP."""
+    """The attempt, with the codes that are right over HTTP. One in twenty of those that are read to
+    the end is sent by a client that closes its side once it has asked, as `nc -N` does.
+    """
     also = _ALSO_RIGHT.get(attempt.kind)
+    if (
+        attempt.group == "fine"
+        and attempt.manner == "read"
+        and not zlib.crc32(attempt.payload) % 20
+    ):
+        attempt = replace(attempt, kind="half-closing", manner="half-close")
     return attempt if also is None else replace(attempt, allowed=attempt.allowed | {also})
 
 
 def body_of(attempt: Attempt, model: str) -> bytes:
     """The body that asks for what the attempt's message does; a message that is none, as it is."""
+    if attempt.path == _CHAT_PATH:
+        return attempt.payload
     try:
         request = pb.GenerateRequest.FromString(attempt.payload)
     except DecodeError:
@@ -63,7 +143,7 @@ def body_of(attempt: Attempt, model: str) -> bytes:
         if sampling.HasField(name):
             told[name] = getattr(sampling, name)
     if sampling.logprobs:
-        told["logprobs"] = 0
+        told["logprobs"] = min(5, sampling.top_logprobs)  # OpenAI's limit for completions
     for name in ("stop", "stop_token_ids"):
         if values := getattr(sampling, name):
             told[name] = list(values)
@@ -94,6 +174,8 @@ async def send(address: str, model: str, attempt: Attempt) -> tuple[str, str, bo
         writer.write(head.encode())
         if attempt.manner != "silent":
             writer.write(body)
+        if attempt.manner == "half-close":
+            writer.write_eof()
         if attempt.manner in ("cancel", "close"):
             return await _leave(reader, attempt.stop_after)
         if attempt.manner == "slow":

@@ -80,8 +80,12 @@ class Kserve:
             "top_p": asked.top_p,
             "ignore_eos": asked.ignore_eos,
         }
+        told = ["stream", "return_finish_reason", "return_num_output_tokens"]
+        if asked.logprobs:
+            sampling["logprobs"] = asked.top_logprobs
+            told.append("return_logprobs")
         made = tensors.request(request.text, sampling, id=request.request_id)
-        for name in ("stream", "return_finish_reason", "return_num_output_tokens"):
+        for name in told:
             tensors.add(made, name, "BOOL", b"\1")
         tensors.set_parameter(made, "allow_brownout", request.allow_brownout)
         if request.priority == pb.BEST_EFFORT:

@@ -1,6 +1,7 @@
 """What must hold, the figure seen, and whether it holds."""
 
 import importlib.metadata
+import math
 import os
 import platform
 import subprocess
@@ -87,6 +88,8 @@ def memory_figures(samples: Samples, marks: Marks, ended_at: list[float]) -> dic
     under_load = [size for _, size in between(samples, *marks.load)]
     if under_load:
         figures |= {"peak_bytes": max(under_load), "lowest_bytes": min(under_load)}
+        # A server that has just started still holds what compiling took.
+        figures["idle_bytes"] = min(figures.get("idle_bytes", math.inf), figures["lowest_bytes"])
     return {"requests_in_first_and_last": part, "samples": len(samples), **figures}
 
 

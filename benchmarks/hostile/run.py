@@ -15,6 +15,7 @@ from benchmarks.hostile import probes, report
 from benchmarks.hostile.attempts import Facts, learn
 from benchmarks.hostile.fuzz import SERVICES, brownout_kept, fuzz, serves
 from benchmarks.hostile.load import LoadResult, overload, play
+from benchmarks.hostile.over_http import Http
 from benchmarks.hostile.protocols import PROTOCOLS
 from benchmarks.hostile.report import Line, Marks
 from serving.client import Client
@@ -101,7 +102,7 @@ async def _play(plan: Plan, facts: Facts, count: int, polite: bool = False) -> L
         num_clients=plan.num_clients,
         seed=plan.seed,
         limit_s=plan.limit_s,
-        spoken=PROTOCOLS[plan.protocol],
+        spoken=Http() if plan.http_address else PROTOCOLS[plan.protocol],
         polite=polite,
         http_address=plan.http_address,
     )
