@@ -80,11 +80,14 @@ class Client:
         allow_brownout: bool = True,
         priority: pb.Priority = pb.PRIORITY_UNSPECIFIED,
         model: str = "",
+        reuse_prefix: bool = True,
+        cache_salt: str = "",
         timeout_s: float | None = None,
     ) -> "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]":
         """Starts a request; iterate over the messages, or `cancel()` to free what it holds.
 
-        `model` must be the name of a served model; empty: the first of them.
+        `model` must be the name of a served model; empty: the first of them. KV pages of a prompt's
+        prefix are shared only between requests with the same `cache_salt`.
         """
         request = pb.GenerateRequest(
             request_id=request_id,
@@ -92,6 +95,8 @@ class Client:
             allow_brownout=allow_brownout,
             priority=priority,
             model=model,
+            reuse_prefix=reuse_prefix,
+            cache_salt=cache_salt,
         )
         if isinstance(prompt, str):
             request.text = prompt

@@ -2,7 +2,10 @@
 
 import ast
 import importlib
+import os
 import re
+import subprocess
+import sys
 from dataclasses import fields
 
 import numpy as np
@@ -118,3 +121,11 @@ def test_settings_and_requests_keep_their_fields():
     assert {"max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop"} <= {
         field.name for field in fields(SamplingParams)
     }
+
+
+def test_the_folder_that_holds_a_clone_hides_no_installed_package(tmp_path):
+    (tmp_path / "jmoe").mkdir()  # as `git clone` makes it, with no __init__.py at its top
+    environment = {name: at for name, at in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", "import jmoe; jmoe.load"]
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
