@@ -138,7 +138,7 @@ class ServerConfig:
 
     host: str = "127.0.0.1"
     port: int = 50051  # 0: any free one; it is printed
-    http_port: int = 0  # OpenAI's API over HTTP; 0: any free one, it is printed; -1: off
+    http_port: int = 0  # OpenAI's API over HTTP; 0: 8000 or the next free one, printed; -1: off
     metrics_port: int = 0  # /metrics, /healthz, /readyz over HTTP; 0: off
     drain_timeout_s: float = 30.0
     admin_host: str = "127.0.0.1"  # the admin service has a listener of its own

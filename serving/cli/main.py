@@ -133,6 +133,10 @@ _FLAGS = {
 
 @app.command()
 def serve(
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[[NAME=]MODEL]...", help="What --model takes, without the flag."),
+    ] = None,
     config: Annotated[str, typer.Option(help="YAML file, or a preset's name.")] = "default",
     model: Annotated[
         list[str] | None,
@@ -169,7 +173,8 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on for callers.")] = None,
     port: Annotated[int | None, typer.Option(help="For callers; 0 takes a free one.")] = None,
     http_port: Annotated[
-        int | None, typer.Option(help="OpenAI's API over HTTP; 0 takes a free one, -1 is off.")
+        int | None,
+        typer.Option(help="OpenAI's API over HTTP; 0: 8000 or the next free one, -1: off."),
     ] = None,
     admin_host: Annotated[str | None, typer.Option(help="Address of the admin service.")] = None,
     admin_port: Annotated[
@@ -269,7 +274,7 @@ def serve(
     from serving.timeline import Timeline
 
     flags = {key: given[name] for name, key in _FLAGS.items() if given[name] != []}
-    flags |= models_flag(model or [])
+    flags |= models_flag([*(models or []), *(model or [])])
     loaded = settings.load(config, overrides(flags, set_ or []))
     verbose = verbose or logging.getLogger("serving").level == logging.DEBUG
     logs.configure(loaded.log_format, verbose=verbose)

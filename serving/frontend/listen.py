@@ -1,5 +1,6 @@
 """Creates and binds a server's ports, and explains why one cannot be bound."""
 
+import contextlib
 import errno
 import socket
 
@@ -25,6 +26,7 @@ _OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
 )
+_TRIED_PORTS = 100
 _SPARE_STREAMS = 128
 """Calls that one connection may have open beyond `max_calls`, so that health checks and refusals
 still get through.
@@ -73,11 +75,24 @@ def bind(
     ) from None
 
 
-def bind_socket(host: str, port: int, prefix: str = "") -> socket.socket:
+def bind_socket(host: str, port: int, prefix: str = "", first: int = 0) -> socket.socket:
     """Returns a socket for HTTP, bound to the first address of the host name.
+
+    Port 0 is any free one or, with `first`, that or the next free one. The socket then listens
+    already, so that no other process takes the same port.
 
     Raises as `bind`; the flags are `--<prefix>host` and `--<prefix>http-port`.
     """
+    if first and not port:
+        for tried in range(first, first + _TRIED_PORTS):
+            with contextlib.suppress(OSError):
+                bound = bind_socket(host, tried, prefix)
+                try:
+                    bound.listen()
+                except OSError:
+                    bound.close()
+                    raise
+                return bound
     try:
         found = socket.getaddrinfo(
             host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 
 _GRACE_S = 1.0  # for sending last messages after every request has ended
 _ADMIN_CONNECTIONS, _ADMIN_CALLS = 128, 1024
+_FIRST_HTTP_PORT = 8000  # as vLLM's
 _ADMIN_METHODS = f"/{SERVICES[1]}/"
 
 
@@ -106,7 +107,8 @@ class Server:
         self.page: Listener | None = None
         if config.http_port >= 0:
             limits = HttpLimits(config.max_connections, timeout_s)
-            self.web = Listener(make_openai(self), config.host, config.http_port, limits)
+            app, port = make_openai(self), config.http_port
+            self.web = Listener(app, config.host, port, limits, first=_FIRST_HTTP_PORT)
         self.live = Live(self)
         if config.admin_http_port >= 0:
             limits = HttpLimits(_ADMIN_CONNECTIONS, timeout_s)

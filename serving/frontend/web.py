@@ -14,6 +14,8 @@ from serving.frontend.bounded_http import KEEP_ALIVE_S, HttpLimits, bounded_http
 from serving.frontend.handshake import Door
 from serving.frontend.listen import bind_socket, join
 
+log = logging.getLogger(__name__)
+
 
 class _Uvicorn(uvicorn.Server):
     """A uvicorn server that does not handle signals, which the process does itself."""
@@ -28,12 +30,20 @@ class Listener:
     """One application on one port."""
 
     def __init__(
-        self, app: Any, host: str, port: int, limits: HttpLimits, *, prefix: str = ""
+        self,
+        app: Any,
+        host: str,
+        port: int,
+        limits: HttpLimits,
+        *,
+        prefix: str = "",
+        first: int = 0,
     ) -> None:
         """`prefix` is that of the flags which errors name, such as `--admin-http-port` (see
-        `bind`).
+        `bind`); `first` is the port that is tried first where `port` is 0.
         """
         self._app, self._host, self._wanted, self._prefix = app, host, port, prefix
+        self._first = first
         self._limits = limits
         self.port = 0  # the bound one, after start
         self._server: _Uvicorn | None = None
@@ -51,8 +61,10 @@ class Listener:
 
         Raises OSError if the address cannot be bound.
         """
-        bound = bind_socket(self._host, self._wanted, self._prefix)
+        bound = bind_socket(self._host, self._wanted, self._prefix, self._first)
         self.port = bound.getsockname()[1]
+        if self._first and not self._wanted and self.port != self._first:
+            log.info("port %d is taken; HTTP is on port %d", self._first, self.port)
         config = uvicorn.Config(
             self._app,
             http=bounded_http(self._limits),  # type: ignore[arg-type]  # a factory of protocols
