@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import socket
 from typing import Literal
 
 import openai
@@ -12,7 +11,7 @@ import pytest
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
-from .conftest import FEW_PROGRAMS, serving
+from .conftest import FEW_PROGRAMS, free_port, serving
 
 PROMPTS = ["add 47 + 38 and 12 + 9 then say it", "what is 1+2", "é"]
 
@@ -20,9 +19,7 @@ PROMPTS = ["add 47 + 38 and 12 + 9 then say it", "what is 1+2", "é"]
 @pytest.fixture(scope="module")
 def addresses():
     """Over gRPC and over HTTP."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with serving(*FEW_PROGRAMS, f"http_port={port}") as (_, address):
         yield address, f"http://127.0.0.1:{port}/v1"
 

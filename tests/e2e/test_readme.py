@@ -16,7 +16,7 @@ import pytest
 
 from tests.variants import variant
 
-from .conftest import FEW_PROGRAMS, serving
+from .conftest import FEW_PROGRAMS, free_port, serving
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,20 +26,21 @@ ENV = {**os.environ, "JAX_PLATFORMS": "cpu"}
 SHORT = {
     "make demo": None,  # only looked up: it takes minutes
     "make test": None,
-    "jmoe serve --model DIR": FEW_PROGRAMS,
+    "jmoe serve": FEW_PROGRAMS,
+    "jmoe serve DIR": FEW_PROGRAMS,
     "jmoe serve --model DIR --mesh": FEW_PROGRAMS,
     "jmoe serve --model DIR --mode": (*FEW_PROGRAMS, "engine.salc.controller=algorithm2"),
     "jmoe serve --model base=": FEW_PROGRAMS,
     "jmoe serve --config demo": FEW_PROGRAMS,
     "jmoe info": (),
     "jmoe bench serve": ("--num-prompts", "3"),
+    "jmoe bench priority": None,  # it takes minutes
     "jmoe distill": (
         *("--rows", "2048", "--steps", "2", "--refine-steps", "2", "--refine-rows", "4"),
         *("--batch", "512", "--ways", "8"),
     ),
     "jmoe evaluate": ("--num", "8", "--only", "8:40", "--error-steps", "1"),
     "jmoe consolidate": ("--rows", "4"),
-    "python -m training.remake": ("--help",),
 }
 
 
@@ -134,7 +135,7 @@ def serve_settings(command, names):
     own = {"--mesh", "--family", "--mode", "--attention", "--experts"}
     assert set(given) <= {"--set", "--config", "--model", "--port", *own}
     settings = given.get("--set", [])
-    models = given.get("--model", [])
+    models = given.get("--model", []) or [word for word in words[:1] if not word.startswith("--")]
     if any("=" in model for model in models):
         settings += [f"engine.models={','.join(models)}"]
     elif models:
@@ -148,7 +149,8 @@ def serve_settings(command, names):
 @pytest.mark.parametrize(
     "name",
     [
-        "jmoe serve --model DIR",
+        "jmoe serve",
+        "jmoe serve DIR",
         "jmoe serve --model DIR --mesh",
         "jmoe serve --model DIR --mode",
         "jmoe serve --config demo",
@@ -157,12 +159,26 @@ def serve_settings(command, names):
 async def test_a_server_and_what_asks_it(files, name):
     folder, names = files
     (command,) = [command for command in commands() if kind(command) == name]
-    with serving(*SHORT[name], *serve_settings(command, names)) as (_, address):
+    port = free_port()
+    settings = (*SHORT[name], f"http_port={port}", *serve_settings(command, names))
+    with serving(*settings) as (_, address):
         options = {"address": address, "port": address.rpartition(":")[2]}
         for asking in commands():
             if kind(asking) in ("jmoe info", "jmoe bench serve"):
                 shown = await asyncio.to_thread(run, asking, folder, names, **options)
                 assert "bundled" in shown or "Benchmark Result" in shown
+        if name == "jmoe serve":
+            await asyncio.to_thread(ask_by_curl, port)
+
+
+def ask_by_curl(port):
+    """Runs the README's curl, against the server's own port, and finds the answer beside it."""
+    (block,) = [block for block in blocks("sh") if block.startswith("curl")]
+    done = subprocess.run(
+        block.replace(":8000/", f":{port}/"), shell=True, capture_output=True, text=True, timeout=60
+    )
+    (answer,) = re.findall(r"answer's `text` is `(\".*\")`", README)
+    assert json.loads(done.stdout)["choices"][0]["text"] == json.loads(answer), done
 
 
 def test_a_family_is_consolidated_and_served(files):
@@ -175,7 +191,7 @@ def test_a_family_is_consolidated_and_served(files):
         assert "legal" in shown
 
 
-@pytest.mark.parametrize("name", ["jmoe distill", "jmoe evaluate", "python -m training.remake"])
+@pytest.mark.parametrize("name", ["jmoe distill", "jmoe evaluate"])
 def test_commands_of_a_training_engineer(files, name):
     folder, names = files
     found = [command for command in commands() if kind(command) == name]
