@@ -34,11 +34,11 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The burst under every controller, three times, and what a step costs; CPU figures are about this CPU.
+# The bursts under every controller, and what a step costs; CPU figures are about this CPU.
 bench: $(VENV)/.base
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.expert_op
 	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.step_time
-	$(BIN)/jmoe demo --repeat 3 --controllers
+	$(BIN)/jmoe demo --controllers
 
 # On an H200, with whatever Python has jax for CUDA there: a piece of at most nine minutes; call again
 # until nothing is left (docs/gpu.md). `make gpu ARGS='--parts step'` chooses.

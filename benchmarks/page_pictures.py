@@ -26,12 +26,20 @@ VIEW = {"width": 1360, "height": 1000}
 async def take_pictures(out: Path, duration_s: float) -> None:
     """Plays the demo and photographs its page. Raises RuntimeError where the demo ends before."""
     demo = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "serving.bench.demo", "--duration-s", str(duration_s)),
+        *(
+            sys.executable,
+            "-m",
+            "serving.bench.demo",
+            "--pairs",
+            "1",
+            "--segment-s",
+            str(duration_s),
+        ),
         stdout=asyncio.subprocess.PIPE,
     )
     try:
         url = await _wait_for_line(demo, r"live page: (\S+)")
-        await _wait_for_line(demo, f"playing: {VARIANTS[PAIR[-1]].label}$")
+        await _wait_for_line(demo, f"playing: pair 1, {VARIANTS[PAIR[-1]].label}$")
         await asyncio.sleep(duration_s - BEFORE_THE_END_S)
         await _photograph(url, out)
         await _wait_for_line(demo, r"results: (\S+)")

@@ -123,8 +123,10 @@ class Accounts:
             self.counters.requests_aborted += 1
         self._tell(Observer.request_ended, sequence, error)
 
-    def stats(self, scheduler: "Scheduler", compilations: int, uptime_s: float) -> EngineStats:
-        """Returns the counters, the scheduler's current gauges, and compilations since ready."""
+    def stats(
+        self, scheduler: "Scheduler", compilations: int, uptime_s: float, full_decode_step_s: float
+    ) -> EngineStats:
+        """Returns the counters, the scheduler's gauges, and what the engine adds."""
         places = scheduler.places
         return EngineStats(
             **asdict(self.counters),
@@ -140,6 +142,7 @@ class Accounts:
             reused_tokens=scheduler.reuse.num_reused,
             kv_pages_kept=places.num_idle_pages,
             kept_pages_evicted=places.num_evicted_pages,
+            full_decode_step_s=full_decode_step_s,
         )
 
     def _tell(self, event: Callable[..., None], *args: Any) -> None:

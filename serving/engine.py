@@ -41,7 +41,7 @@ from serving.execution.programs import Progress
 from serving.execution.runner import Runner
 from serving.latencies import Latencies
 from serving.observer import Observer
-from serving.plan import StepResult
+from serving.plan import Phase, StepResult
 from serving.progress import progress_bar
 from serving.request import (
     BrownoutChange,
@@ -367,7 +367,8 @@ class Engine:
     def stats(self) -> EngineStats:
         """Returns the current counters and gauges."""
         up_s, compiled = self._clock() - self._started_at, self.runner.compilations_since_ready
-        return self.accounts.stats(self.scheduler, compiled, up_s)
+        full_s = self.pace.times.expected_s(Phase.DECODE, self.config.max_num_seqs)
+        return self.accounts.stats(self.scheduler, compiled, up_s, full_s)
 
     # ---- the tick ---------------------------------------------------------------------------
 

@@ -343,3 +343,4 @@ class EngineStats:
     reused_tokens: int = 0  # prompt tokens found in the prefix cache
     kv_pages_kept: int = 0  # free pages that are cached for prefix reuse
     kept_pages_evicted: int = 0  # cached pages that were evicted
+    full_decode_step_s: float = math.nan  # expected, with every slot taken and no brownout

@@ -2,11 +2,14 @@
 
 import asyncio
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from itertools import cycle
 from typing import Any
+
+import numpy as np
 
 from benchmarks.family_qos.config import ALTERNATIVES, QosConfig
 from benchmarks.family_qos.figures import (
@@ -21,7 +24,6 @@ from benchmarks.family_qos.targets import InTurn, SideBySide, Weights
 from serving.bench.calibrate import full_batch
 from serving.bench.facts import facts
 from serving.bench.loadgen import Target, play, saturate
-from serving.bench.machine import work_per_s
 from serving.bench.results import Record, Run
 from serving.bench.workload import (
     Arrival,
@@ -35,6 +37,7 @@ from serving.bench.workload import (
 PATIENCE_S = 120.0  # after the last request is due; who is not answered by then has failed
 WARM_S = 0.5
 PAUSE_S = 0.2
+WORK_S = 0.25
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _KEPT = ("loads", "duration_s", "rounds", "singles", "quantum_s", "share", "slots")
 _KEPT += ("threads", "prompt_tokens", "output_tokens", "seed")
@@ -216,3 +219,13 @@ def _of(arrivals: Sequence[Arrival], model: str) -> list[Arrival]:
 async def _ask(client: Target, arrival: Arrival) -> Record:
     run = await saturate(client, [arrival], concurrency=1, duration_s=PATIENCE_S)
     return run.records[0]
+
+
+def work_per_s(clock: Callable[[], float] = time.perf_counter) -> float:
+    """Matrix products of one fixed size that this machine does in a second."""
+    matrix = np.ones((256, 256), np.float32)
+    start, count = clock(), 0
+    while (elapsed := clock() - start) < WORK_S:
+        np.matmul(matrix, matrix)
+        count += 1
+    return count / elapsed

@@ -14,7 +14,7 @@ from benchmarks.gpu.live import ENGINE, Live, between, live, requests
 from benchmarks.gpu.part import Case, Context, RunCase
 from benchmarks.gpu.sizes import Mix, Sizes
 from serving.bench.calibrate import calibrate
-from serving.bench.demo import DemoConfig, run_result, wait_idle
+from serving.bench.demo import run_result, wait_idle
 from serving.bench.loadgen import play
 from serving.bench.results import Slo
 from serving.bench.variants import VARIANTS, use_variant
@@ -23,8 +23,8 @@ from serving.bench.workload import burst_pieces, piecewise_poisson_times, schedu
 DEPENDS = (*ENGINE, "benchmarks/gpu/burst_part.py")
 START_S = 150.0
 DRAIN_S = 12.0  # after the last arrival; what is not answered by then has failed
-SHAPE = DemoConfig(steady_load=0.55, burst_load=1.1)
-"""More than the demo's: the floors of a GPU's steps leave brownout the room."""
+STEADY_LOAD, BURST_LOAD, BURST_AT = 0.55, 1.1, 0.3
+"""Shares of the capacity without brownout, and of the time before the burst."""
 TARGET = 0.05  # late tokens, each phase, in the burst
 LEGS = ("brownout", "zero")
 
@@ -75,16 +75,16 @@ async def _leg(context: Context, server: Live, case: Case) -> dict[str, Any]:
     if calibration is None:
         raise RuntimeError(f"{mix.name} is not calibrated; run its calibration first")
     slo, capacity = Slo(**calibration["slo"]), calibration["figures"]["capacity_per_s"]
-    steady, burst = SHAPE.steady_load * capacity, SHAPE.burst_load * capacity
-    pieces = burst_pieces(sizes.burst_s, steady, burst, SHAPE.burst_at)
+    steady, burst = STEADY_LOAD * capacity, BURST_LOAD * capacity
+    pieces = burst_pieces(sizes.burst_s, steady, burst, BURST_AT)
     times = piecewise_poisson_times(pieces, sizes.seed)
     arrivals = schedule(requests(sizes, mix, min(len(times), 8192)), times)
     await wait_idle(server.client, 0.5)
     variant, own = VARIANTS[case.about["leg"]], await server.client.get_brownout()
-    state = await use_variant(server.client, variant, own, SHAPE.strategy, slo)
+    state = await use_variant(server.client, variant, own, "partial", slo)
     before = await server.probe()
     run = await play(server.client, arrivals, time_limit_s=sizes.burst_s + DRAIN_S)
-    burst_at_s = sizes.burst_s * SHAPE.burst_at
+    burst_at_s = sizes.burst_s * BURST_AT
     result = run_result(run, slo, burst_at_s, sizes.burst_s)
     rates = {m: result["burst"][f"{m}_violation_rate"] for m in ("ttft", "itl")}
     return {

@@ -222,7 +222,7 @@ def compare_with_live(live: Live) -> dict[str, dict[str, dict[str, float]]]:
             "engine.prefill_company": result["prefill_company"],
         }
         changes = own | server_settings(VARIANTS[name])
-        simulated = play(live, slo, pieces, changes, result["config"]["seed"])
+        simulated = play(live, slo, pieces, changes, result["seed"])
         found[name] = {"live": live_shares(result, name), "simulated": simulated}
         print(line_of(f"live, {name}", found[name]["live"]))
         print(line_of("  simulated", simulated), flush=True)

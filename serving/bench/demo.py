@@ -1,4 +1,4 @@
-"""`jmoe demo`: one server, one burst, played without and with brownout; a table and a picture."""
+"""`jmoe demo`: short bursts in pairs, without and with brownout; a table and a picture."""
 
 import argparse
 import asyncio
@@ -23,7 +23,16 @@ from serving.bench.facts import facts
 from serving.bench.launch import LaunchError, running_server
 from serving.bench.loadgen import play
 from serving.bench.machine import Watch
-from serving.bench.report import draw, latency_series, table, verdict
+from serving.bench.report import (
+    LEAST_GAIN,
+    draw,
+    latency_series,
+    median_pair,
+    pair_line,
+    table,
+    too_little,
+    verdict,
+)
 from serving.bench.results import (
     Record,
     Run,
@@ -47,30 +56,38 @@ from serving.bench.workload import (
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
+MOVED = 0.12
+"""A pair does not count if the machine's speed moved by more than this share within it."""
+OTHERS = 0.15
+"""Nor if other programs took more than this share of the processors."""
+LEFT_LATE_S = 0.25
+"""Nor if a request left so late: this process was held up."""
+
 
 @dataclass(frozen=True)
 class DemoConfig:
     """What the demo does.
 
-    Rates are shares of the capacity without brownout, which is measured with the next request sent
-    when one is answered. No server keeps up with Poisson arrivals at all of it.
+    A short burst is played in pairs of segments, with and without brownout, in the order ABBA, so
+    that both meet the same machine. `steady_load` is a share of the capacity without brownout,
+    which is measured with the next request sent when one is answered. The burst's load is the
+    geometric mean of the capacities without and with all of the brownout.
 
     Raises ValueError for durations and counts that leave nothing to play.
     """
 
-    duration_s: float = 75.0  # of arrivals, for each run
-    burst_at: float = 0.3  # share of the time
+    segment_s: float = 15.0  # of arrivals, for each segment
+    burst_at: float = 0.25  # share of the time
     steady_load: float = 0.5
-    burst_load: float = 1.0
+    pairs: int = 4  # that count
+    spare_pairs: int = 3  # played in place of those that do not count, at most
     strategy: str = "partial"  # or "full"
     controllers: bool = False  # play each of them, not only the server's own
     calibration_s: float = 6.0  # for each of its four full-batch measurements
-    pause_s: float = 2.0  # before each run, once the server is idle
-    repeat: int = 1  # more: calibrate and play the runs this often, and store medians
+    pause_s: float = 1.0  # before each segment, once the server is idle
     seed: int = 0
     tasks: Path = BUNDLED_TASKS
     out: Path = Path("out")  # picture, JSON, server log
-    benchmarks: Path = Path("benchmarks")  # where repeated results go
     server: tuple[str, ...] = ("-m", "serving.cli", "serve", "--config", "demo", "--port", "0")
     server_args: tuple[str, ...] = ()  # more flags for the server
     startup_timeout_s: float = 900.0
@@ -81,7 +98,7 @@ class DemoConfig:
         return ALL if self.controllers else PAIR
 
     def __post_init__(self) -> None:
-        for name in ("duration_s", "repeat"):
+        for name in ("segment_s", "pairs"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
 
@@ -101,23 +118,13 @@ async def _demo(config: DemoConfig, console: Console) -> dict[str, Any]:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     tasks = shuffled(load_tasks(config.tasks), config.seed)
     config.out.mkdir(parents=True, exist_ok=True)
-    results = []
     async with _server(config, console) as (address, pid), Client(address) as client:
         await client.wait_ready(config.startup_timeout_s)
         known, own = await facts(client), await client.get_brownout()
-        for number in range(config.repeat):
-            suffix = f"-{number + 1}" if config.repeat > 1 else ""
-            results.append(known | await _play(client, config, tasks, own, pid, console))
-            _show(results[-1], config.out / f"demo{suffix}.png", console)
-    if config.repeat == 1:
-        _store(results[0], config.out / "demo.json", console)
-        return results[0]
-    medians = {
-        "runs": {name: _medians([r["runs"][name] for r in results]) for name in config.variants}
-    }
-    repeated = known | {"repeat": config.repeat, "medians": medians, "results": results}
-    _store(repeated, config.benchmarks / "demo.json", console)
-    return repeated
+        result = known | await _play(client, config, tasks, own, pid, console)
+    _show(result, config.out / "demo.png", console)
+    _store(result, config.out / "demo.json", console)
+    return result
 
 
 @contextlib.asynccontextmanager
@@ -141,7 +148,7 @@ async def _server(config: DemoConfig, console: Console) -> AsyncIterator[tuple[s
             yield found
 
 
-# -- one calibration, and its runs -----------------------------------------------------------------
+# -- one calibration, and its pairs ----------------------------------------------------------------
 
 
 async def _play(
@@ -152,8 +159,9 @@ async def _play(
     pid: int,
     console: Console,
 ) -> dict[str, Any]:
-    """Calibrates, and plays each variant; `own` is the state in which the server was started."""
-    watch = Watch(pid)
+    """Calibrates, and plays pairs until enough of them count; `own` is the state in which the
+    server was started. The result has the runs of the median pair.
+    """
     with console.status("calibrating", refresh_per_second=4) as status:
         calibration = await calibrate(
             client,
@@ -162,58 +170,126 @@ async def _play(
             window_s=config.calibration_s,
             say=status.update,
         )
-    machine = {"calibration": watch.seen()}
-    slo = calibration.slo
-    steady_per_s, burst_per_s = (
-        load * calibration.zero.capacity_per_s for load in (config.steady_load, config.burst_load)
-    )
-    console.print(_calibration_text(calibration, steady_per_s, burst_per_s))
-    burst_at_s = config.duration_s * config.burst_at
-    pieces = burst_pieces(config.duration_s, steady_per_s, burst_per_s, config.burst_at)
-    arrivals = schedule(tasks, piecewise_poisson_times(pieces, config.seed))
-    runs = {}
-    for name in config.variants:
-        variant = VARIANTS[name]
-        await wait_idle(client, config.pause_s)
-        watch = Watch(pid)
-        state = await use_variant(client, variant, own, config.strategy, slo)
-        console.print(f"playing: {variant.label}")
-        with console.status(variant.label, refresh_per_second=4) as status:
-            run = await play(
-                client,
-                arrivals,
-                time_limit_s=config.duration_s + 30,
-                on_sample=_progress(variant.label, config.duration_s, status.update),
-            )
-        machine[name] = watch.seen()
-        runs[name] = run_result(run, slo, burst_at_s, config.duration_s)
+    step_s = (await client.stats()).full_decode_step_s
+    console.print(_calibration_text(calibration, config))
+    pairs: list[dict[str, Any]] = []
+    slowness = 1.0
+    while (
+        sum(not pair["why_not"] for pair in pairs) < config.pairs
+        and len(pairs) < config.pairs + config.spare_pairs
+    ):
+        pair = await _pair(client, config, own, calibration, pid, console, len(pairs), slowness)
+        seen = [_slowness(run, step_s) for run in pair["runs"].values()]
+        moved = max(abs(one / slowness - 1) for one in seen)
+        late_s = max(run["latest_send_ms"] for run in pair["runs"].values()) / 1e3
+        why_not = [
+            f"the machine's speed moved by {moved:.0%}" if moved > MOVED else "",
+            f"other programs took {pair['others']:.0%} of the processors"
+            if (pair["others"] or 0) > OTHERS
+            else "",
+            f"requests left up to {late_s:.2f} s late" if late_s > LEFT_LATE_S else "",
+        ]
+        pair |= {
+            "slowness": slowness,
+            "moved": moved,
+            "why_not": " and ".join(filter(None, why_not)),
+        }
+        slowness = float(np.median(seen))
+        pairs.append(pair)
+        console.print(pair_line(len(pairs), pair))
+    median = median_pair(pairs)
     return {
         "date": datetime.now().isoformat(timespec="seconds"),
         "config": {key: value for key, value in asdict(config).items() if key in _KEPT},
         "calibration": asdict(calibration),
+        "gain": calibration.full.capacity_per_s / calibration.zero.capacity_per_s,
+        "duration_s": config.segment_s,
+        "burst_at_s": config.segment_s * config.burst_at,
+        "controller": own.controller,
+        "prefill_company": own.prefill_company,
+        "pairs": [{**pair, "runs": _brief(pair["runs"])} for pair in pairs],
+        "median_pair": median + 1,
+        **{key: pairs[median][key] for key in _OF_MEDIAN},
+    }
+
+
+async def _pair(
+    client: Client,
+    config: DemoConfig,
+    own: pb.BrownoutState,
+    calibration: Calibration,
+    pid: int,
+    console: Console,
+    number: int,
+    slowness: float,
+) -> dict[str, Any]:
+    """Plays the same arrivals under each variant; those of every other pair in reverse order.
+
+    Objectives and load are the calibration's on a machine that takes `slowness` times as long.
+    """
+    slo = Slo(calibration.slo.ttft_s * slowness, calibration.slo.itl_s * slowness)
+    steady_per_s, burst_per_s = (rate / slowness for rate in _rates(calibration, config))
+    burst_at_s, seed = config.segment_s * config.burst_at, config.seed + number
+    pieces = burst_pieces(config.segment_s, steady_per_s, burst_per_s, config.burst_at)
+    tasks = shuffled(load_tasks(config.tasks), seed)
+    arrivals = schedule(tasks, piecewise_poisson_times(pieces, seed))
+    runs, others, state = {}, [], own
+    for name in config.variants[:: -1 if number % 2 else 1]:
+        variant = VARIANTS[name]
+        await wait_idle(client, config.pause_s)
+        watch = Watch(pid)
+        state = await use_variant(client, variant, own, config.strategy, slo)
+        words = f"pair {number + 1}, {variant.label}"
+        console.print(f"playing: {words}")
+        with console.status(words, refresh_per_second=4) as status:
+            run = await play(
+                client,
+                arrivals,
+                time_limit_s=2 * config.segment_s,
+                on_sample=_progress(words, config.segment_s, status.update),
+            )
+        others.append(watch.others())
+        runs[name] = run_result(run, slo, burst_at_s, config.segment_s)
+    return {
+        "seed": seed,
         "slo": {**asdict(slo), "warning_factor": state.warning_factor},
-        "duration_s": config.duration_s,
-        "burst_at_s": burst_at_s,
         "steady_rate_per_s": steady_per_s,
         "burst_rate_per_s": burst_per_s,
         "num_requests": len(arrivals),
-        "other_cpu_share": {name: seen.others for name, seen in machine.items()},
-        "machine_speed": {
-            name: seen.work_per_s / machine["calibration"].work_per_s
-            for name, seen in machine.items()
-        },
-        "controller": own.controller,
-        "prefill_company": own.prefill_company,
-        "runs": runs,
+        "others": max(filter(None, others), default=None),
+        "runs": {name: runs[name] for name in config.variants},
+    }
+
+
+_OF_MEDIAN = ("seed", "slo", "steady_rate_per_s", "burst_rate_per_s", "num_requests", "runs")
+
+
+def _rates(calibration: Calibration, config: DemoConfig) -> tuple[float, float]:
+    """Requests a second before the burst and in it."""
+    zero, full = calibration.zero.capacity_per_s, calibration.full.capacity_per_s
+    return config.steady_load * zero, math.sqrt(zero * full)
+
+
+def _slowness(run: dict[str, Any], step_s: float) -> float:
+    """How long a full decode step took in a run, of the `step_s` that it took at calibration."""
+    seen = [seconds for seconds in run["samples"]["full_decode_step_s"] if seconds]
+    return float(np.median(seen)) / step_s if seen and step_s > 0 else 1.0
+
+
+def _brief(runs: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: {key: value for key, value in run.items() if key not in ("series", "samples")}
+        for name, run in runs.items()
     }
 
 
 # Settings that shape the result; paths of the machine stay out of stored files.
 _KEPT = (
-    "duration_s",
+    "segment_s",
     "burst_at",
     "steady_load",
-    "burst_load",
+    "pairs",
+    "spare_pairs",
     "strategy",
     "calibration_s",
     "seed",
@@ -249,7 +325,7 @@ def run_result(run: Run, slo: Slo, burst_at_s: float, duration_s: float) -> dict
         **violations(run.records, slo),
         "steady": _phase(run, run.due(0, burst_at_s), slo, 0, burst_at_s),
         "burst": _phase(run, run.due(burst_at_s), slo, burst_at_s, duration_s),
-        "series": latency_series(run.records, duration_s),
+        "series": latency_series(run.records, duration_s, window_s=duration_s / 20),
         "samples": {key: [sample[key] for sample in samples] for key in samples[0]},
     }
 
@@ -274,8 +350,9 @@ def _phase(
 # -- what is shown and stored --------------------------------------------------------------------
 
 
-def _calibration_text(calibration: Calibration, steady_per_s: float, burst_per_s: float) -> str:
+def _calibration_text(calibration: Calibration, config: DemoConfig) -> str:
     zero, full, slo = calibration.zero, calibration.full, calibration.slo
+    steady_per_s, burst_per_s = _rates(calibration, config)
     lines = [
         f"an unloaded first token takes {calibration.unloaded_ttft_s * 1e3:.0f} ms",
         *(
@@ -286,27 +363,19 @@ def _calibration_text(calibration: Calibration, steady_per_s: float, burst_per_s
         f"SLO (P90): first token {slo.ttft_s * 1e3:.0f} ms, other tokens {slo.itl_s * 1e3:.1f} ms",
         f"load: {steady_per_s:.1f} requests/s, in the burst {burst_per_s:.1f}",
     ]
-    if full.itl_p90_s > 0.95 * zero.itl_p90_s:
-        lines.append("note: brownout hardly speeds decoding up here, so it cannot help much")
+    if (gain := full.capacity_per_s / zero.capacity_per_s) < LEAST_GAIN:
+        lines.append(f"note: {too_little(gain)}")
     return "\n".join(lines)
 
 
 def _show(result: dict[str, Any], picture: Path, console: Console) -> None:
     result["verdict"] = verdict(result)
+    if len(result["pairs"]) > 1:
+        console.print(f"pair {result['median_pair']}, the median:")
     console.print(table(result))
     draw(result, picture)
     console.print(f"picture: {picture}")
     console.print(result["verdict"], style="bold")
-
-
-def _medians(values: Sequence[Any]) -> Any:
-    """Medians of equal structures, number by number; what is not a number or a dict is left out."""
-    if isinstance(values[0], dict):
-        keys = [key for key in values[0] if key not in ("series", "samples")]
-        medians = {k: _medians([value[k] for value in values if k in value]) for k in keys}
-        return {key: median for key, median in medians.items() if median is not None}
-    numbers = [value for value in values if isinstance(value, int | float)]
-    return float(np.median(numbers)) if numbers else None
 
 
 def _rounded(value: Any) -> Any:
@@ -327,13 +396,8 @@ def _store(result: dict[str, Any], path: Path, console: Console) -> None:
 def main() -> None:
     """Command line: `python -m serving.bench.demo`."""
     parser = argparse.ArgumentParser(prog="python -m serving.bench.demo", description=__doc__)
-    parser.add_argument(
-        "--repeat",
-        type=int,
-        default=1,
-        help="calibrate and play so often; more than once: store medians",
-    )
-    parser.add_argument("--duration-s", type=float, default=75.0, help="of arrivals, for each run")
+    parser.add_argument("--pairs", type=int, default=4, help="pairs of segments that count")
+    parser.add_argument("--segment-s", type=float, default=15.0, help="of arrivals, for each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--controllers", action="store_true", help="play each of them")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")

@@ -157,6 +157,7 @@ def _sample(at_s: float, state: pb.BrownoutState, stats: pb.Stats) -> Sample:
         stats.num_waiting,
         stats.expert_visits,
         stats.degraded_visits,
+        _known(stats.full_decode_step_s or math.nan),  # 0: of a server that does not say
     )
 
 

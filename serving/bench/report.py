@@ -1,11 +1,11 @@
 """What a burst run looks like: a table for the terminal and one picture. No jax.
 
-A result is the JSON-like dict that `serving.bench.demo` stores: `slo`, `duration_s`, `burst_at_s`,
-both rates, and `runs` by name of `serving.bench.variants`: "zero" (no brownout) first. The verdict
-is on the last one.
+A result is the JSON-like dict that `serving.bench.demo` stores: of the median pair `slo`,
+`duration_s`, `burst_at_s`, both rates, and `runs` by name of `serving.bench.variants`: "zero" (no
+brownout) first. The verdict is on the last one, over all `pairs`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from serving.bench.results import Record
 from serving.bench.variants import VARIANTS, Variant
 
 ALLOWED_LATE_SHARE = 0.1  # the objectives are on the P90
+LEAST_GAIN = 1.15
+"""In capacity, with all of the brownout: what buys less cannot hold what is missed without it."""
+METRICS = ("ttft", "itl")
 _SLO_COLOR, _WARNING_COLOR = "#c1121f", "#2563eb"
 _BEHIND_TEXT = {"facecolor": "white", "alpha": 0.75, "lw": 0, "pad": 1}
 _PHASES = (
@@ -120,33 +123,105 @@ _SECTIONS = ("throughput", "burst: ITL P50 / P90 / P99, ms", "burst: late other 
 # -- the verdict ---------------------------------------------------------------------------------
 
 
+def too_little(gain: float) -> str:
+    """Says that brownout cannot hold anything on a machine; `gain` is in capacity."""
+    return (
+        f"brownout buys too little here: with all of it, this machine answers {gain:.2f} times as "
+        f"many requests, and {LEAST_GAIN:g} times would show"
+    )
+
+
+def pair_line(number: int, pair: Mapping[str, Any]) -> str:
+    """One line about a pair: its late tokens, and why it does not count if it does not."""
+    zero, brownout = (pair["runs"][name]["burst"] for name in _compared(pair))
+    counts = f"; does not count: {pair['why_not']}" if pair["why_not"] else ""
+    return (
+        f"pair {number}, late first / other tokens in the burst: {_late(zero)} without brownout, "
+        f"{_late(brownout)} with{counts}"
+    )
+
+
+def median_pair(pairs: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the index of the pair in the middle by late tokens with brownout, of those that count
+    if any do.
+    """
+
+    def late(at: int) -> float:
+        pair = pairs[at]
+        burst = pair["runs"][_compared(pair)[1]]["burst"]
+        return sum(burst[f"{metric}_violation_rate"] or 0.0 for metric in METRICS)
+
+    counted = [at for at, pair in enumerate(pairs) if not pair["why_not"]]
+    ordered = sorted(counted or range(len(pairs)), key=late)
+    return ordered[(len(ordered) - 1) // 2]
+
+
 def verdict(result: Mapping[str, Any]) -> str:
-    """What happened to the SLO in the burst, in plain words, whichever way it went."""
-    zero, brownout = (result["runs"][name]["burst"] for name in _compared(result))
-    kept = {name: _kept(burst) for name, burst in (("zero", zero), ("brownout", brownout))}
+    """What happened to the SLO in the bursts, in plain words, whichever way it went: medians of the
+    pairs that count, and their range.
+    """
+    pairs = [pair for pair in result["pairs"] if not pair["why_not"]]
+    played = f"{len(pairs)} of {len(result['pairs'])} pairs count"
+    if result["gain"] < LEAST_GAIN:
+        return f"Nothing to show: {too_little(result['gain'])}."
+    if len(pairs) < min(2, len(result["pairs"])):
+        return (
+            f"This machine is too busy to tell: {played}. Stop what else runs on it, and play the "
+            "demo again."
+        )
+    zero, brownout = (
+        _Bursts([pair["runs"][name]["burst"] for pair in pairs]) for name in _compared(result)
+    )
     late = (
-        f"In the burst {_late(zero)} came late without brownout, and {_late(brownout)} with it; "
+        f"In the bursts {zero.late()} came late without brownout, and {brownout.late()} with it; "
         f"a P90 objective allows {ALLOWED_LATE_SHARE:.0%}."
     )
     price = (
-        f"The price: {_share(brownout['degraded_share'])} of expert visits degraded, "
-        f"right answers {_share(zero['accuracy'])} -> {_share(brownout['accuracy'])}."
+        f"The price: {_share(brownout.median('degraded_share'))} of expert visits degraded, "
+        f"right answers {_share(zero.median('accuracy'))} -> {_share(brownout.median('accuracy'))}."
     )
-    if all(kept["zero"].values()):
+    if all(zero.kept().values()):
         opening = "Nothing to prove: the SLO held without brownout too."
-    elif all(kept["brownout"].values()):
-        opening = "Brownout held the SLO through the burst."
+    elif all(brownout.kept().values()):
+        opening = "Brownout held the SLO through the bursts."
     else:
-        missed = " and ".join(m.upper() for m, fine in kept["brownout"].items() if not fine)
-        improved = all(
-            (brownout[f"{m}_violation_rate"] or 0) < (zero[f"{m}_violation_rate"] or 0)
-            for m, fine in kept["brownout"].items()
-            if not fine
-        )
-        opening = f"Brownout did not hold the SLO: {missed} missed" + (
+        missed = [metric for metric, fine in brownout.kept().items() if not fine]
+        named = " and ".join(map(str.upper, missed))
+        improved = all(brownout.rate(metric) < zero.rate(metric) for metric in missed)
+        opening = f"Brownout did not hold the SLO: {named} missed" + (
             ", though by less than without it." if improved else ", no better than without it."
         )
-    return f"{opening} {late} {price}{_caution(result)}"
+    return f"{opening} {late} {price} {played[0].upper() + played[1:]}."
+
+
+class _Bursts:
+    """The bursts of one variant, over pairs."""
+
+    def __init__(self, bursts: Sequence[Mapping[str, Any]]) -> None:
+        self._bursts = bursts
+
+    def values(self, key: str) -> list[float]:
+        return [burst[key] for burst in self._bursts if burst[key] is not None]
+
+    def median(self, key: str) -> float | None:
+        values = self.values(key)
+        return float(np.median(values)) if values else None
+
+    def rate(self, metric: str) -> float:
+        return self.median(f"{metric}_violation_rate") or 0.0
+
+    def kept(self) -> dict[str, bool]:
+        return {metric: self.rate(metric) <= ALLOWED_LATE_SHARE for metric in METRICS}
+
+    def late(self) -> str:
+        def words(metric: str) -> str:
+            values = self.values(f"{metric}_violation_rate")
+            if not values:
+                return "-"
+            spread = f" ({_share(min(values))} to {_share(max(values))})" if len(values) > 1 else ""
+            return f"{_share(self.rate(metric))}{spread}"
+
+        return f"{words('ttft')} of first tokens and {words('itl')} of the others"
 
 
 def _compared(result: Mapping[str, Any]) -> tuple[str, str]:
@@ -155,34 +230,8 @@ def _compared(result: Mapping[str, Any]) -> tuple[str, str]:
     return names[0], names[-1]
 
 
-def _caution(result: Mapping[str, Any]) -> str:
-    """Whatever else the machine did while the two runs were compared."""
-    share = max(filter(None, result["other_cpu_share"].values()), default=0.0)
-    held_up_s = max(run["latest_send_ms"] for run in result["runs"].values()) / 1e3
-    speeds = result["machine_speed"].values()
-    seen = []
-    if share > 0.15:
-        seen.append(f"other programs took up to {_share(share, 0)} of this machine's processors")
-    if held_up_s > 0.25:
-        seen.append(f"requests left up to {held_up_s:.2f} s late")
-    if min(speeds) < 0.85 or max(speeds) > 1.15:
-        seen.append(
-            f"idle between runs, the machine did {min(speeds):.2f} to {max(speeds):.2f} times the "
-            "work that it did around calibration"
-        )
-    if not seen:
-        return ""
-    return f" Caution: {', and '.join(seen)}; the runs may not have met the same machine."
-
-
-def _kept(burst: Mapping[str, Any]) -> dict[str, bool]:
-    rates = {metric: burst[f"{metric}_violation_rate"] for metric in ("ttft", "itl")}
-    return {metric: rate is None or rate <= ALLOWED_LATE_SHARE for metric, rate in rates.items()}
-
-
 def _late(burst: Mapping[str, Any]) -> str:
-    first, others = (burst[f"{metric}_violation_rate"] for metric in ("ttft", "itl"))
-    return f"{_share(first)} of first tokens and {_share(others)} of the others"
+    return " / ".join(_share(burst[f"{metric}_violation_rate"]) for metric in METRICS)
 
 
 # -- the picture ---------------------------------------------------------------------------------
@@ -220,7 +269,7 @@ def _headline(result: Mapping[str, Any]) -> str:
     factor = result["burst_rate_per_s"] / result["steady_rate_per_s"]
     count = len(result["runs"])
     times = "twice" if count == 2 else f"{count} times"
-    rise = "doubles" if round(factor, 3) == 2 else f"rises {factor:g}-fold"
+    rise = "doubles" if round(factor, 2) == 2 else f"rises {factor:.3g}-fold"
     return f"Load {rise} at {result['burst_at_s']:.0f} s: the same requests, played {times}"
 
 

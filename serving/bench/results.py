@@ -77,6 +77,7 @@ class Sample:
     num_waiting: int
     expert_visits: int
     degraded_visits: int
+    full_decode_step_s: float | None = None  # that the server expects without brownout
 
 
 @dataclass

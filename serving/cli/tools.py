@@ -258,8 +258,10 @@ def demo(
     server_args: Annotated[
         list[str] | None, typer.Argument(help="After --: flags of `jmoe serve`.")
     ] = None,
-    duration_s: Annotated[float, typer.Option(help="Of arrivals, for each run.")] = 75.0,
-    repeat: Annotated[int, typer.Option(help="Pairs of runs; more: medians are stored.")] = 1,
+    segment_s: Annotated[
+        float, typer.Option(help="Seconds of arrivals in each half of a pair.")
+    ] = 15.0,
+    pairs: Annotated[int, typer.Option(help="Pairs of segments that have to count.")] = 4,
     strategy: Annotated[str, typer.Option(help="Brownout: partial or full.")] = "partial",
     controllers: Annotated[
         bool, typer.Option("--controllers", help="Play each controller, not only the server's own.")
@@ -267,7 +269,7 @@ def demo(
     seed: Annotated[int, typer.Option(help="Of arrival times and the order of tasks.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out"),
 ) -> None:
-    """Plays a burst against the bundled model, without and with brownout, and draws both."""
+    """Plays bursts against the bundled model, without and with brownout, and draws both."""
     flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
     from asyncio import CancelledError
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 PREFIX = "jmoe_"
 PHASES = ("prefill", "decode")
+SETTLED_STEPS = 1000  # after which the times of steps are known
 
 _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -116,6 +117,7 @@ class Metrics(Observer):
         self.by_model = ModelLoad(PREFIX)
         self.mesh = MeshLoad(PREFIX, {phase: Histogram(_IMBALANCE) for phase in PHASES})
         self.engine: Engine | None = None  # set it when the engine is ready
+        self._reference_step_s = 0.0  # of a full decode step, as soon as steps are known
         self.access: Access | None = None  # keys to report metrics of, and to check at a scrape
         self.registry.register(self)
 
@@ -221,6 +223,13 @@ class Metrics(Observer):
         if self.engine is not None:
             yield from _engine_families(self.engine)
             stats = self.engine.stats()
+            if self.engine.pace.times.num_observed >= SETTLED_STEPS:
+                self._reference_step_s = self._reference_step_s or stats.full_decode_step_s
+                yield _gauge(
+                    "step_time_speed",
+                    "Speed of the machine: 1 is that of its first scrape after a thousand steps",
+                    self._reference_step_s / stats.full_decode_step_s,
+                )
             ended |= {"abort": stats.requests_aborted, "error": stats.requests_failed}
         yield _family(
             CounterMetricFamily,

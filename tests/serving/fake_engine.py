@@ -72,7 +72,7 @@ class FakeEngine:
         self.runner = SimpleNamespace(part_layers_by_size={"decode 64": 4}, num_programs=7)
         self.pace = SimpleNamespace(
             best_effort_wait_s=lambda max_wait_s: max_wait_s + 1.5,
-            times=SimpleNamespace(error=0.125),
+            times=SimpleNamespace(error=0.125, num_observed=1000),
         )
         self.scheduler = SimpleNamespace(
             queues={LS: [None] * 3, BE: []},
@@ -200,7 +200,7 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         stats = EngineStats(self.running, 3, 25, 100, 0, self.closed, 1, 2, 5, 6, 800, 200, 1.5, 4)
-        return replace(stats, **self.counters)
+        return replace(stats, **{"full_decode_step_s": 0.01, **self.counters})
 
     async def drain(self, timeout_s: float) -> bool:
         self.status = "draining"

@@ -1,5 +1,4 @@
 import asyncio
-import itertools
 import json
 import math
 import os
@@ -29,12 +28,13 @@ def config(tmp_path, **change):
     ]
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = {
-        "duration_s": 1.5,
+        "segment_s": 1.5,
+        "pairs": 1,
+        "spare_pairs": 1,
         "calibration_s": 0.6,
         "pause_s": 0.1,
         "tasks": tasks,
         "out": tmp_path / "out",
-        "benchmarks": tmp_path / "benchmarks",
         "server": SCRIPTED,
         "startup_timeout_s": 120.0,
     }
@@ -45,25 +45,35 @@ def quiet():
     return Console(file=open(os.devnull, "w"), width=120, record=True)
 
 
-def test_demo_measures_both_runs_and_stores_them(tmp_path):
+def fake_watch(monkeypatch, others=0.0):
+    """What other programs take, of every segment: the tests' own machine is a busy one."""
+    monkeypatch.setattr(demo.Watch, "others", lambda _: others)
+
+
+def test_demo_measures_both_halves_and_stores_them(tmp_path, monkeypatch):
+    fake_watch(monkeypatch)
     console = quiet()
     result = run_demo(config(tmp_path), console)
     text = console.export_text()
     assert "a full batch without brownout:" in text
     assert "live page: http://127.0.0.1:9\n" in text
-    assert text.index("playing: without brownout\n") < text.index("playing: with brownout\n")
+    assert text.index("pair 1, without brownout\n") < text.index("pair 1, with brownout\n")
     assert result["verdict"][:30] in text.replace("\n", " ")
     assert (tmp_path / "out" / "demo.png").stat().st_size > 10_000
     stored = json.loads((tmp_path / "out" / "demo.json").read_text())
     assert str(tmp_path) not in json.dumps(stored)
     zero, brownout = stored["runs"]["zero"], stored["runs"]["brownout"]
     # The script: 20 ms a token, 10 ms at a threshold of 0; a busy machine wakes late, never early.
-    full_batch = [stored["calibration"][kind]["itl_p90_s"] for kind in ("zero", "full")]
-    assert full_batch[0] > 0.019
-    assert full_batch[1] > 0.009
-    assert stored["slo"]["itl_s"] == pytest.approx(math.prod(full_batch) ** 0.5, rel=1e-3)
+    batches = [stored["calibration"][kind] for kind in ("zero", "full")]
+    itl_s = [batch["itl_p90_s"] for batch in batches]
+    assert itl_s[0] > 0.019
+    assert itl_s[1] > 0.009
+    assert stored["slo"]["itl_s"] == pytest.approx(math.prod(itl_s) ** 0.5, rel=1e-3)
     assert stored["slo"]["ttft_s"] >= 3 * 0.02
-    assert stored["burst_rate_per_s"] == pytest.approx(2 * stored["steady_rate_per_s"], rel=1e-3)
+    capacities = [batch["capacity_per_s"] for batch in batches]
+    assert stored["gain"] == pytest.approx(capacities[1] / capacities[0], rel=1e-3)
+    assert stored["steady_rate_per_s"] == pytest.approx(capacities[0] / 2, rel=1e-3)
+    assert stored["burst_rate_per_s"] == pytest.approx(math.prod(capacities) ** 0.5, rel=1e-3)
     assert zero["completed"] == brownout["completed"] == stored["num_requests"]
     assert zero["degraded_share"] == 0.0
     assert brownout["degraded_share"] > 0.4
@@ -73,28 +83,49 @@ def test_demo_measures_both_runs_and_stores_them(tmp_path):
     assert {"machine", "versions", "commit", "calibration", "config", "model"} <= set(stored)
 
 
-@pytest.mark.parametrize("change", [{"repeat": 0}, {"duration_s": 0.0}, {"duration_s": math.nan}])
+@pytest.mark.parametrize("change", [{"pairs": 0}, {"segment_s": 0.0}, {"segment_s": math.nan}])
 def test_nothing_to_play_is_told_before_a_server_starts(tmp_path, change):
     with pytest.raises(ValueError, match=f"{next(iter(change))} is .*; it must be above 0"):
         config(tmp_path, **change)
 
 
-def test_repeats_store_medians(tmp_path):
-    result = run_demo(config(tmp_path, repeat=2, duration_s=0.5), quiet())
-    assert len(result["results"]) == 2
-    rates = [r["runs"]["zero"]["output_throughput"] for r in result["results"]]
-    assert result["medians"]["runs"]["zero"]["output_throughput"] == pytest.approx(sum(rates) / 2)
-    assert (tmp_path / "benchmarks" / "demo.json").exists()
-    assert (tmp_path / "out" / "demo-2.png").exists()
+def test_pairs_go_to_and_fro_and_those_of_a_busy_machine_are_played_again(tmp_path, monkeypatch):
+    shares = iter([0.0, 0.0, 0.1, 0.3, 0.05, 0.02])
+    monkeypatch.setattr(demo.Watch, "others", lambda _: next(shares))
+    console = quiet()
+    result = run_demo(config(tmp_path, pairs=2, segment_s=0.4), console)
+    played = [line for line in console.export_text().splitlines() if line.startswith("playing: ")]
+    with_brownout = ["with" in line.split() for line in played]
+    assert with_brownout == [False, True, True, False, False, True]
+    assert [pair["why_not"] for pair in result["pairs"]] == [
+        "",
+        "other programs took 30% of the processors",
+        "",
+    ]
+    assert [pair["seed"] for pair in result["pairs"]] == [0, 1, 2]
+    assert "2 of 3 pairs count" in result["verdict"]
+    assert result["median_pair"] in (1, 3)
 
 
-def test_each_controller_is_played_on_one_calibration(tmp_path):
-    result = run_demo(config(tmp_path, controllers=True, duration_s=0.5), quiet())
+def test_each_controller_is_played_on_one_calibration(tmp_path, monkeypatch):
+    fake_watch(monkeypatch)
+    result = run_demo(config(tmp_path, controllers=True, segment_s=0.5), quiet())
     assert tuple(result["runs"]) == ALL
     assert (result["controller"], result["prefill_company"]) == ("algorithm2", True)
     degraded = {name: run["degraded_share"] > 0 for name, run in result["runs"].items()}
     assert degraded == {name: name != "zero" for name in ALL}
     assert (tmp_path / "out" / "demo.png").stat().st_size > 10_000
+
+
+def step_times(*seconds):
+    """A run in which the server said so of a full decode step."""
+    return {"samples": {"full_decode_step_s": list(seconds)}}
+
+
+def test_slowness_is_what_the_server_expects_of_a_step_over_its_calibration():
+    assert demo._slowness(step_times(0.012, None, 0.011, 0.013), 0.01) == pytest.approx(1.2)
+    assert demo._slowness(step_times(None), 0.01) == 1.0  # a server that says nothing
+    assert demo._slowness(step_times(0.01), 0.0) == 1.0
 
 
 async def test_a_variant_is_the_servers_own_state_but_for_what_it_names():
@@ -114,24 +145,11 @@ async def test_a_variant_is_the_servers_own_state_but_for_what_it_names():
 
 
 def test_what_else_the_machine_did(monkeypatch):
-    real = machine.Watch(os.getpid()).seen()
-    assert real.others is None or 0 <= real.others <= 1
-    ticks, work = iter([(10, 100), (40, 200)]), iter([800.0, 600.0])
+    real = machine.Watch(os.getpid()).others()
+    assert real is None or 0 <= real <= 1
+    ticks = iter([(10, 100), (40, 200)])
     monkeypatch.setattr(machine.Watch, "_ticks", lambda _: next(ticks))
-    monkeypatch.setattr(machine, "work_per_s", lambda: next(work))
-    assert machine.Watch(1).seen() == (pytest.approx(0.3), 700.0)
-
-
-def test_work_is_counted_by_the_second():
-    clock = itertools.count(0.0, machine.WORK_S / 4)
-    assert machine.work_per_s(lambda: next(clock)) == pytest.approx(3 / machine.WORK_S)
-
-
-def test_medians_go_number_by_number():
-    values = [
-        {"a": n, "b": {"c": n * 2.0, "d": None}, "series": [n], "word": "x"} for n in (1, 5, 3)
-    ]
-    assert demo._medians(values) == {"a": 3.0, "b": {"c": 6.0}}
+    assert machine.Watch(1).others() == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import struct
 import pytest
 from rich.console import Console
 
-from serving.bench.report import draw, latency_series, table, verdict
+from serving.bench.report import draw, latency_series, median_pair, pair_line, table, verdict
 from serving.bench.results import Record
 
 
@@ -51,10 +51,20 @@ def result(zero=(0.9, 0.8), brownout=(0.02, 0.05), ttft_s=40.0):
         "burst_at_s": 1.5,
         "steady_rate_per_s": 5.0,
         "burst_rate_per_s": 10.0,
-        "other_cpu_share": {"calibration": None, "zero": 0.01, "brownout": 0.02},
-        "machine_speed": {"calibration": 1.0, "zero": 0.97, "brownout": 1.04},
-        "runs": {"zero": run(zero), "brownout": run(brownout)},
+        "gain": 1.4,
+        "runs": (runs := {"zero": run(zero), "brownout": run(brownout)}),
+        "pairs": [{"runs": runs, "why_not": ""}],
     }
+
+
+def of_pairs(*rates, why_not=()):
+    """A result of several pairs, by the late first tokens of each with brownout."""
+    found = [result(brownout=(rate, 0.0)) for rate in rates]
+    pairs = [
+        {"runs": one["runs"], "why_not": "busy" if number in why_not else ""}
+        for number, one in enumerate(found)
+    ]
+    return found[0] | {"pairs": pairs}
 
 
 def test_series_by_hand():
@@ -111,14 +121,36 @@ def test_verdict_is_honest(zero, brownout, opening):
     assert verdict(result(zero, brownout)).startswith(opening)
 
 
-def test_a_busy_machine_is_told():
-    assert "Caution" not in verdict(result())
-    starved = result()
-    starved["runs"]["zero"]["latest_send_ms"] = 2100.0
-    assert "left up to 2.10 s late" in verdict(starved)
-    busy = result()
-    busy["other_cpu_share"]["brownout"] = 0.4
-    assert "up to 40 % of this machine" in verdict(busy)
-    slow = result()
-    slow["machine_speed"]["brownout"] = 0.7
-    assert "did 0.70 to 1.00 times the work" in verdict(slow)
+def test_the_verdict_is_that_of_the_median_of_pairs_that_count():
+    told = verdict(of_pairs(0.02, 0.9, 0.08, 0.04, why_not=(1,)))
+    assert told.startswith("Brownout held the SLO")
+    assert "4.0 % (2.0 % to 8.0 %) of first tokens" in told
+    assert told.endswith("3 of 4 pairs count.")
+    assert verdict(of_pairs(0.02, 0.9, 0.5)).startswith(
+        "Brownout did not hold the SLO: TTFT missed"
+    )
+
+
+def test_a_machine_that_lets_no_two_pairs_count_is_too_busy_to_tell():
+    told = verdict(of_pairs(0.02, 0.01, 0.0, why_not=(0, 2)))
+    assert told.startswith("This machine is too busy to tell: 1 of 3 pairs count")
+    assert "held" not in told
+
+
+def test_where_brownout_buys_too_little_nothing_is_held():
+    told = verdict(result(brownout=(0.0, 0.0)) | {"gain": 1.1})
+    assert "too little" in told
+    assert "1.10 times as many" in told
+    assert "held" not in told
+
+
+def test_the_median_pair_is_one_that_counts():
+    pairs = of_pairs(0.5, 0.02, 0.9, 0.04, why_not=(0, 2))["pairs"]
+    assert median_pair(pairs) == 1
+    assert median_pair(of_pairs(0.5, 0.02, 0.9, why_not=(0, 1, 2))["pairs"]) == 0
+
+
+def test_a_pair_says_why_it_does_not_count():
+    pairs = of_pairs(0.02, 0.04, why_not=(1,))["pairs"]
+    assert pair_line(1, pairs[0]).endswith("2.0 % / 0.0 % with")
+    assert pair_line(2, pairs[1]).endswith("; does not count: busy")

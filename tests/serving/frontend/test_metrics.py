@@ -143,6 +143,7 @@ def test_scrape_over_http() -> None:
         ("jmoe_controller_p90_seconds", "decode", "seen"): 0.05,
         ("jmoe_controller_p90_seconds", "decode", "expected"): 0.06,
         ("jmoe_step_time_error",): 0.125,
+        ("jmoe_step_time_speed",): 1.0,
         ("jmoe_expert_visits_total",): 800,
         ("jmoe_degraded_visits_total",): 200,
         ("jmoe_recompilations_total",): 0,
@@ -152,6 +153,16 @@ def test_scrape_over_http() -> None:
     }
     assert {key: got[key] for key in expected} == expected
     assert ("jmoe_controller_p90_seconds", "prefill", "expected") not in got  # NaN: nothing is
+
+
+def test_speed_is_that_of_the_first_scrape_over_that_of_now() -> None:
+    metrics = busy()
+    speeds = []
+    for step_s in (0.01, 0.0125):
+        metrics.engine.counters["full_decode_step_s"] = step_s
+        found = {family.name: family.samples[0].value for family in metrics.collect()}
+        speeds.append(found["jmoe_step_time_speed"])
+    assert speeds == [1.0, 0.8]
 
 
 def step(phase: str, *previous_at: float) -> SimpleNamespace:
