@@ -162,7 +162,7 @@ def test_speed_is_that_of_the_first_scrape_over_that_of_now() -> None:
         metrics.engine.counters["full_decode_step_s"] = step_s
         found = {family.name: family.samples[0].value for family in metrics.collect()}
         speeds.append(found["jmoe_step_time_speed"])
-    assert speeds == [1.0, 0.8]
+    assert speeds == pytest.approx([1.0, 0.8])
 
 
 def step(phase: str, *previous_at: float) -> SimpleNamespace:
