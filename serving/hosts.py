@@ -24,6 +24,7 @@ OWN = frozenset(
         "chat_template",  # process 0 alone makes prompts
         "coordinator",  # process 0 may listen on all addresses
         "process_index",
+        "secret_file",  # process 0 has checked that it is the same secret
         "join_timeout_s",
         "peer_timeout_s",
         "compilation_cache",
