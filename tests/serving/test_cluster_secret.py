@@ -44,7 +44,7 @@ def test_a_file_that_others_may_read_or_write_is_refused(write, mode):
 def test_a_short_or_endless_secret_is_refused_and_not_shown(write, text):
     for config, environment in ((write(text), {}), (EngineConfig(), {VARIABLE: text})):
         if text or config.secret_file:
-            with pytest.raises(SettingsError, match="fewer than 32 bytes.*openssl") as refused:
+            with pytest.raises(SettingsError, match=r"fewer than 32 bytes.*openssl") as refused:
                 ClusterSecret.of(config, environment)
             assert "aaa" not in str(refused.value)
 
