@@ -3,8 +3,8 @@
 import logging
 from pathlib import Path
 
+from serving.addresses import is_loopback
 from serving.config import ServerConfig
-from serving.frontend.origin import Origins
 from serving.frontend.tls import Certificates, Files
 
 log = logging.getLogger(__name__)
@@ -21,8 +21,8 @@ def certificates(config: ServerConfig) -> Certificates | None:
 def warn(config: ServerConfig) -> None:
     """Warns about ports that other machines can reach without encryption or access control."""
     others_may_call, others_may_administer = (
-        not Origins(config.host).is_loopback,
-        not Origins(config.admin_host).is_loopback,
+        not is_loopback(config.host),
+        not is_loopback(config.admin_host),
     )
     if config.keys_file and not config.tls_cert and (others_may_call or others_may_administer):
         log.warning(
