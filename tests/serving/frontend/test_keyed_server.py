@@ -169,6 +169,13 @@ async def test_metrics_ask_for_a_key_that_may_and_probes_for_none(file):
             assert got == status
             assert asks == ("Bearer" if status == 401 else None)
             assert ("jmoe_prompt_tokens" in body) == (status == 200)
+        for _ in range(2):
+            error = await failure(ask(s, file.text("prometheus")))
+            assert error.code() == CODE.PERMISSION_DENIED
+            assert "reads metrics and does nothing else" in error.details()
+        _, body, _ = await asyncio.to_thread(get, s, "/metrics", file.says("prometheus"))
+        assert 'jmoe_refused_by_key_total{key="prometheus",reason="generate"} 2.0' in body
+        assert not s.engine.calls
 
 
 async def test_what_keys_did_is_counted_by_their_names(file):
