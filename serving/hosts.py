@@ -137,8 +137,9 @@ def join(config: EngineConfig) -> Leader:
         peer_timeout_s=config.peer_timeout_s,
         secret=secret,
     )
-    address = leader.join(config.join_timeout_s)
-    connect(config, address)
+    port = leader.join(config.join_timeout_s).rpartition(":")[2]
+    # Process 0 may listen on all addresses: this process knows which of them it reaches.
+    connect(config, f"{config.coordinator.rpartition(':')[0]}:{port}")
     return leader
 
 

@@ -37,7 +37,9 @@ class Hosts:
         for index in (0, 1):
             settings = (*FEW_PROGRAMS, f"engine.peer_timeout_s={PEER_TIMEOUT_S}", *changes[index])
             command = [sys.executable, "-m", "serving.cli", "serve", "--config", "demo"]
-            command += ["--mesh", "ep=8", "--coordinator", f"127.0.0.1:{coordinator}"]
+            command += ["--mesh", "ep=8"]
+            if not any(value.startswith("engine.coordinator=") for value in settings):
+                command += ["--coordinator", f"127.0.0.1:{coordinator}"]
             command += ["--num-processes", "2", "--process-index", str(index), "--port", str(port)]
             command += ["--secret-file", str(self._secret(index))]
             command += ["--set", f"engine.compilation_cache={folder.parent / 'programs'}"]
@@ -201,7 +203,7 @@ async def test_two_processes_answer_as_one_and_end_together(hosts, ports):
         assert started.ended(EXIT_S) == [0, 0]
 
 
-async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts):
+async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts, ports):
     with hosts() as started:
         address = started.address()
         ends = await streams(address, 2, started.processes[1].kill)
@@ -211,7 +213,7 @@ async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts)
         assert started.processes[0].wait(PEER_TIMEOUT_S + EXIT_S) == 1
         assert "health is NOT_SERVING from now on" in started.log(0)
         assert "jmoe: the engine failed: PeerLost: process 1 of 2" in started.log(0)
-    with hosts() as started:
+    with hosts(leaders=(f"engine.coordinator=0.0.0.0:{ports[0]}",)) as started:
         address = started.address()
         ends = await streams(address, 1, started.processes[0].kill)
         assert ends[0][0] is grpc.StatusCode.UNAVAILABLE
