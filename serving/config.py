@@ -92,6 +92,7 @@ class EngineConfig:
     coordinator: str = ""  # HOST:PORT of process 0, where a mesh spans several processes
     num_processes: int = 0  # of that mesh, with the same number of devices each; 0: one, alone
     process_index: int = -1  # which of them this is; 0 is who serves requests, the others follow
+    secret_file: str = ""  # the secret of a server's processes; empty: JMOE_CLUSTER_SECRET, or none
     join_timeout_s: float = 300.0  # at the start, how long processes wait for each other
     peer_timeout_s: float = 30.0  # within which a process notices that another one is gone
     max_num_seqs: int = 64  # sequences decoded together

@@ -10,6 +10,8 @@ import jax
 
 from jmoe.api import resolve
 from jmoe.checkpoint import is_native
+from serving.addresses import is_loopback
+from serving.cluster_secret import HOW_TO_MAKE_ONE, ClusterSecret
 from serving.config import EngineConfig
 from serving.execution.executables import sources
 from serving.execution.followers import Followers, Leader
@@ -24,6 +26,7 @@ OWN = frozenset(
         "chat_template",  # process 0 alone makes prompts
         "coordinator",  # process 0 may listen on all addresses
         "process_index",
+        "secret_file",  # process 0 has checked that it is the same secret
         "join_timeout_s",
         "peer_timeout_s",
         "compilation_cache",
@@ -65,6 +68,22 @@ def _fingerprint(directory: Path) -> str:
     return digest.hexdigest()[:12]
 
 
+def secret_of(config: EngineConfig) -> ClusterSecret | None:
+    """Reads the secret that the processes share; None where all of them are on one machine.
+
+    Raises SettingsError for a coordinator that other machines can reach without a secret, and as
+    `ClusterSecret.of`.
+    """
+    secret = ClusterSecret.of(config)
+    if secret is None and not is_loopback(config.coordinator.rpartition(":")[0]):
+        raise SettingsError(
+            f"engine.coordinator is {config.coordinator!r}, which other machines can reach, and "
+            "the processes share no secret, so that anybody could join or end this server; "
+            f"{HOW_TO_MAKE_ONE}"
+        )
+    return secret
+
+
 def check(config: EngineConfig) -> None:
     """Raises SettingsError for settings that several processes do not support yet."""
     if is_native(resolve(config.model, config.hub_revision)):
@@ -84,12 +103,14 @@ def lead(config: EngineConfig) -> Followers:
 
     Raises SettingsError and Unavailable, each with what to do.
     """
+    secret = secret_of(config)
     check(config)
     followers = Followers(
         config.coordinator,
         config.num_processes,
         facts(config),
         peer_timeout_s=config.peer_timeout_s,
+        secret=secret,
     )
     log.info("process 0 of %d waits for the others at %s", config.num_processes, config.coordinator)
     try:
@@ -106,6 +127,7 @@ def lead(config: EngineConfig) -> Followers:
 
 def join(config: EngineConfig) -> Leader:
     """Runs in the other processes: joins process 0. Raises as `lead` does."""
+    secret = secret_of(config)
     check(config)
     leader = Leader(
         config.coordinator,
@@ -113,9 +135,11 @@ def join(config: EngineConfig) -> Leader:
         config.process_index,
         facts(config),
         peer_timeout_s=config.peer_timeout_s,
+        secret=secret,
     )
-    address = leader.join(config.join_timeout_s)
-    connect(config, address)
+    port = leader.join(config.join_timeout_s).rpartition(":")[2]
+    # Process 0 may listen on all addresses: this process knows which of them it reaches.
+    connect(config, f"{config.coordinator.rpartition(':')[0]}:{port}")
     return leader
 
 

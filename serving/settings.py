@@ -349,6 +349,14 @@ def check(config: ServerConfig) -> None:
 def _check_hosts(config: ServerConfig, require: Any) -> None:
     """Checks that the settings of a mesh over several processes are complete and consistent."""
     engine = config.engine
+    require(
+        not engine.secret_file
+        or bool(engine.coordinator)
+        or engine.asynchronous.workers != "threads",
+        "engine.secret_file",
+        "empty for a server of one process: those of a mesh (engine.coordinator), and asynchronous "
+        "workers that are processes, share a secret",
+    )
     given = {
         "engine.coordinator": bool(engine.coordinator),
         "engine.num_processes": engine.num_processes != 0,

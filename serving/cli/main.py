@@ -94,6 +94,7 @@ _FLAGS = {
     "coordinator": "engine.coordinator",
     "num_processes": "engine.num_processes",
     "process_index": "engine.process_index",
+    "secret_file": "engine.secret_file",
     "host": "host",
     "port": "port",
     "http_port": "http_port",
@@ -169,6 +170,9 @@ def serve(
     num_processes: Annotated[int | None, typer.Option(help="How many these are.")] = None,
     process_index: Annotated[
         int | None, typer.Option(help="Which of them this is: 0 serves, the others follow it.")
+    ] = None,
+    secret_file: Annotated[
+        str | None, typer.Option(help="What a server's processes on several machines share.")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on for callers.")] = None,
     port: Annotated[int | None, typer.Option(help="For callers; 0 takes a free one.")] = None,
