@@ -30,11 +30,11 @@ class Queues(dict[Priority, list[SequenceState]]):
         """Returns all waiting sequences, class by class."""
         return [*self[LS], *self[BE]]
 
-    def head(
+    def heads(
         self, group: Collection[Priority], models: Collection[int] | None = None
-    ) -> SequenceState | None:
-        """Returns the best-ranked of the queues' first sequences for `models` (None: any) whose
-        class is in `group`.
+    ) -> list[SequenceState]:
+        """Returns the queues' first sequences for `models` (None: any) whose class is in `group`,
+        in the policy's order.
 
         A sequence whose last token is still in flight cannot be recomputed yet, and is skipped.
         """
@@ -43,7 +43,7 @@ class Queues(dict[Priority, list[SequenceState]]):
             for queue in self.values()
         )
         own = [s for s in heads if s is not None and s.priority in group]
-        return min(own, key=self._policy.rank, default=None)
+        return sorted(own, key=self._policy.rank)
 
 
 def _asks(sequence: SequenceState, models: Collection[int] | None) -> bool:

@@ -331,10 +331,15 @@ class Scheduler:
 
         No sequence of the same class and model overtakes it, since a long prompt must not starve
         behind short ones. Sequences of another model overtake it only to fill up a step of their
-        own model.
+        own model. A latency-sensitive one overtakes best effort that waits for a slot or pages,
+        since it may use slots, and evict for pages, where best effort may not.
         """
-        head = self.queues.head(group, self.models if model is None else (model,))
-        return head if head is not None and self._admissible(head, ranks) else None
+        for head in self.queues.heads(group, self.models if model is None else (model,)):
+            if self._admissible(head, ranks):
+                return head
+            if not is_best_effort(head):
+                return None
+        return None
 
     def _admissible(self, head: SequenceState, ranks: Sequence[int] | None = None) -> bool:
         """Whether there are a slot and pages, including those that best effort would give up."""

@@ -5,6 +5,7 @@ The runner counts up, so that every answer is known whatever went before, betwee
 
 import random
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from serving.scheduling.policy import (
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState, SequenceStatus
 from serving.scheduling.share import Share
+from serving.scheduling.units import UnitScheduler
 from tests.traces import num_traces
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
@@ -280,6 +282,40 @@ def test_best_effort_that_has_waited_too_long_counts_as_latency_sensitive():
             play.tick()
         assert (play.answers["b"] == [2, 3, 4, 5, 6]) == gets
         play.finish()
+
+
+def ran(scheduler, now):
+    """The sequences of the next step, whose rows have left the last layer with their tokens."""
+    step = scheduler.next_step(now=now)
+    if isinstance(scheduler, UnitScheduler):
+        scheduler.leave(scheduler.enter(step, now))
+    for at, one in enumerate(step.sequences):
+        if step.sampled[at]:
+            one.accept(2, 0.0, 1)
+    return step.sequences
+
+
+@pytest.mark.parametrize("kind", [Scheduler, UnitScheduler])
+@pytest.mark.parametrize("policy", ["ls_first", "fcfs"])
+def test_promoted_best_effort_waits_for_its_own_class_and_not_in_the_others_way(kind, policy):
+    """Four of best effort fill the decode batch, or all pages; of six slots two are free."""
+    for num_pages, length in ((24, 1), (8, 6)):
+        limits = replace(LIMITS, num_pages=num_pages)
+        scheduler = kind(limits, make_policy(policy), max_wait_s=5.0)
+        running = [sequence(name, [1] * length, 9, BE) for name in "bcde"]
+        promoted, prompt = sequence("f", [1] * length, 9, BE), sequence("a", [7], 9, arrived_at=6.0)
+        for one in (*running, promoted):
+            scheduler.add(one)
+        while sum(bool(one.tokens) for one in running) < 4:
+            ran(scheduler, 0.0)
+        assert promoted.status is SequenceStatus.WAITING
+        scheduler.add(prompt, 6.0)
+        assert prompt in [*ran(scheduler, 6.0), *ran(scheduler, 6.0)]
+        assert promoted.priority is LS
+        for one in running:
+            scheduler.finish(one)
+        scheduler.add(sequence("g", [9], 9, arrived_at=7.0), 7.0)
+        assert promoted in [*ran(scheduler, 7.0), *ran(scheduler, 7.0)]  # has the next slot
 
 
 # ---- policies ----
