@@ -105,7 +105,8 @@ class Engine:
         self.pace = Pace(runner.limits.num_layers, waits=config.prefill_company)
         ways = allowed_ways(config.brownout, self.family)
         way = ways[0] if ways else 0
-        self.slo = SloAnalyser(config.brownout, config.salc, way=way, pace=self.pace)
+        slow_s = config.plugin_slow_ms / 1e3 or math.inf
+        self.slo = SloAnalyser(config.brownout, config.salc, way=way, pace=self.pace, slow_s=slow_s)
         observers = [observer] if isinstance(observer, Observer) else observer or ()
         self.loader = ExpertsLoader(runner, self.family, ways, self.slo, config.balance)
         self.accounts = Accounts([self.slo.load, *self.loader.observers, *observers])
@@ -117,6 +118,7 @@ class Engine:
             config.best_effort_max_wait_s or math.inf,
             runner.mixes,
             self.slo.accepted if config.reuses_prefixes else None,
+            slow_s,
         )
         self._work = asyncio.Event()
         count, wake = len(self.names), self._work.set

@@ -29,6 +29,7 @@ OWN = frozenset(
         "compilation_cache",
         "cpu_threads",
         "watchdog_s",
+        "plugin_slow_ms",
         "check_weights",
         "allow_unknown_config",
     }

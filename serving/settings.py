@@ -61,6 +61,7 @@ _NOT_NEGATIVE = (
     "engine.num_pages",
     "engine.cpu_threads",
     "engine.watchdog_s",
+    "engine.plugin_slow_ms",
     "engine.part_layers",
     "engine.max_best_effort_queue_len",
     "engine.mixed_models",

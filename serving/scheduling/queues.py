@@ -1,6 +1,5 @@
 """Queues of sequences that wait for a slot, one per class, each in the policy's order."""
 
-from bisect import insort
 from collections.abc import Collection
 
 from serving.request import Priority
@@ -19,7 +18,7 @@ class Queues(dict[Priority, list[SequenceState]]):
     def add(self, sequence: SequenceState) -> bool:
         """Inserts a sequence in order; returns whether it is now the first of its class."""
         queue = self[sequence.request.priority]
-        insort(queue, sequence, key=self._policy.rank)
+        self._policy.insert(queue, sequence)
         return queue[0] is sequence
 
     def remove(self, sequence: SequenceState) -> None:
@@ -43,7 +42,7 @@ class Queues(dict[Priority, list[SequenceState]]):
             for queue in self.values()
         )
         own = [s for s in heads if s is not None and s.priority in group]
-        return sorted(own, key=self._policy.rank)
+        return self._policy.sorted(own)
 
 
 def _asks(sequence: SequenceState, models: Collection[int] | None) -> bool:

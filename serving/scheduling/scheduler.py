@@ -9,6 +9,7 @@ sequence is removed from its step, so that later layers do not write.
 
 import math
 from collections.abc import Callable, Sequence, Set
+from types import MappingProxyType
 
 import numpy as np
 
@@ -60,6 +61,7 @@ class Scheduler:
             None: never.
         accepted: returns how much brownout a sequence accepts in reused pages; None turns
             prefix reuse off.
+        slow_s: calls of the policy that take longer are logged.
     """
 
     def __init__(
@@ -71,9 +73,10 @@ class Scheduler:
         max_wait_s: float = math.inf,
         mixes: Callable[[Sequence[int]], bool] | None = None,
         accepted: Callable[[SequenceState], Brownout] | None = None,
+        slow_s: float = math.inf,
     ) -> None:
         self.limits, self.share = limits, share or Share(0.0)
-        self.policy = GuardedPolicy(policy)
+        self.policy = GuardedPolicy(policy, slow_s)
         self.places = Places(limits)
         self.reuse = Reuse(limits, self.places, accepted)
         self._room = Room(
@@ -248,7 +251,7 @@ class Scheduler:
             be_prefill=RequestViews([*prefill[BE], *self.queues[BE]]),
             ls_decode=RequestViews(decode[LS]),
             be_decode=RequestViews(decode[BE]),
-            can_prefill=can,
+            can_prefill=MappingProxyType(can),
             under_way=tuple(
                 batch.view(index, parked=batch is not self._newest)
                 for index, batch in enumerate(self.under_way)

@@ -3,11 +3,15 @@
 The runner counts up, so that every answer is known whatever went before, between or along with it.
 """
 
+import asyncio
+import math
 import random
 import re
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from serving.fake import FakeRunner
@@ -393,7 +397,90 @@ def test_a_policy_that_fails_loses_nothing_and_is_named_once_in_a_while(caplog):
         assert play.answers[f"{number}"] == counted([10 * number], 9)
     lines = [record.getMessage() for record in caplog.records]
     assert 2 < len(lines) < 12  # the 1st, 2nd, 4th, 8th, ...
-    assert "policy Broken: rank failed, for the 1th time; first come first served" in lines[0]
+    assert "policy Broken: choose failed, for the 1th time; first come first served" in lines[0]
+
+
+class Unspeakable(BaseException):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Odd(Fcfs):
+    """Answers with what looks right, is of another type, or ends the process, in turn."""
+
+    parks = True
+    ranks = (None, 1.0, (1, 2.0), math.nan, (0, math.nan), "a", np.zeros(2), 1j, 2, SystemExit())
+    choices = (
+        Choice(resume=0.0),
+        Choice(resume=True),
+        Choice(resume=np.int64(0)),
+        Choice(resume=math.nan),
+        Choice(resume=10**5000),
+        Choice(Phase.DECODE, ((LS,), (LS, BE))),
+        Choice(Phase.PREFILL, ((LS,), (BE,), (LS,))),
+        Choice(Phase.PREFILL, (group for group in [(LS, BE)])),
+        Choice(Phase.DECODE, (["latency_sensitive"],)),
+        Choice(Phase.PREFILL, None),
+        asyncio.CancelledError(),
+        GeneratorExit(),
+        Unspeakable(),
+    )
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def _answer(self, answers):
+        answer = self.rng.choice(answers)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def rank(self, request):
+        return self._answer(self.ranks)
+
+    def choose(self, view):
+        with pytest.raises(TypeError):
+            view.can_prefill[LS] = True
+        return self._answer(self.choices) if self.rng.random() < 0.7 else super().choose(view)
+
+    def victim(self, running):
+        return self._answer((*running, Unspeakable(), None, "a"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "order"),
+    [
+        ({"a": None, "b": 1.0, "c": 0.0}, "abc"),
+        ({"a": 3.0, "b": (1, 2), "c": 0.0}, "abc"),
+        ({"a": math.nan, "b": 1.0, "c": 0.0}, "abc"),
+        ({"a": 2.0, "b": 1.0, "c": (0, math.nan)}, "bac"),
+    ],
+)
+def test_ranks_that_cannot_be_compared_are_passed_over_for_arrival(ranks, order, caplog):
+    class Mixed(Fcfs):
+        def rank(self, request):
+            return ranks[request.request_id]
+
+    play = Play(Mixed())
+    play.add(*(sequence(name, [7], 1, arrived_at=at) for at, name in enumerate("abc")))
+    assert "".join(s.request.request_id for s in play.scheduler.waiting) == order
+    play.finish()
+    assert "Mixed: rank failed, for the 1th time; first come" in caplog.text
+
+
+def test_a_call_of_a_policy_that_takes_long_is_named_once_in_a_while(caplog):
+    class Slow(Fcfs):
+        def choose(self, view):
+            time.sleep(0.002)
+            return super().choose(view)
+
+    play = Play(Slow(), slow_s=0.001)
+    play.add(sequence("a", [7], 9))
+    play.finish()
+    lines = [line for line in caplog.messages if "choose took" in line]
+    assert "Slow: choose took" in lines[0]
+    assert "longer than engine.plugin_slow_ms, for the 1th time" in lines[0]
+    assert 2 < len(lines) < 6  # of more than nine calls
 
 
 @pytest.mark.parametrize(
@@ -402,10 +489,13 @@ def test_a_policy_that_fails_loses_nothing_and_is_named_once_in_a_while(caplog):
         ("fifo", "policy is 'fifo'; it must be one of fcfs, edf, ls_first, qllm, or module:Class"),
         ("no_such_module:Mine", "cannot be made: ModuleNotFoundError"),
         ("json:Mine", "cannot be made: AttributeError"),
+        ("ends_the_process:Mine", "cannot be made: SystemExit: 3"),
         ("json:JSONDecoder", "has no rank, choose, victim"),
     ],
 )
-def test_a_policy_that_is_not_there_is_named(name, words):
+def test_a_policy_that_is_not_there_is_named(name, words, tmp_path, monkeypatch):
+    (tmp_path / "ends_the_process.py").write_text("raise SystemExit(3)", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=words):
         make_policy(name)
 
@@ -504,9 +594,9 @@ def random_trace(seed, make):
     return play
 
 
-@pytest.mark.parametrize("name", [*POLICIES, "whims", "broken"])
+@pytest.mark.parametrize("name", [*POLICIES, "whims", "broken", "odd"])
 def test_random_traces_lose_nothing_under_any_policy(name):
-    makers = {"whims": Whims, "broken": lambda rng: Broken()}
+    makers = {"whims": Whims, "odd": Odd, "broken": lambda rng: Broken()}
     make = makers.get(name, lambda rng: make_policy(name))
     parks = joins = evictions = 0
     for seed in range(120):
