@@ -73,11 +73,6 @@ def check(config: EngineConfig) -> None:
             f"engine.model is {config.model!r}, in jmoe's own format, which is read onto one device"
             f" before it is spread; {config.num_processes} processes load Hugging Face directories"
         )
-    if config.balance.load_file:
-        raise SettingsError(
-            f"engine.balance.load_file is {config.balance.load_file!r}, and {config.num_processes} "
-            "processes would each place experts by a file of their own; leave it empty"
-        )
 
 
 def lead(config: EngineConfig) -> Followers:
