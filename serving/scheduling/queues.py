@@ -1,11 +1,15 @@
 """Queues of sequences that wait for a slot, one per class, each in the policy's order."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from itertools import islice
 
 from serving.request import Priority
 from serving.scheduling.guarded import GuardedPolicy
 from serving.scheduling.policy import BE, LS
 from serving.scheduling.sequence import SequenceState
+
+MOST_SKIPPED = 32
+"""Of a queue, which bounds what a plan costs where many wait for the same pages."""
 
 
 class Queues(dict[Priority, list[SequenceState]]):
@@ -30,18 +34,24 @@ class Queues(dict[Priority, list[SequenceState]]):
         return [*self[LS], *self[BE]]
 
     def heads(
-        self, group: Collection[Priority], models: Collection[int] | None = None
+        self,
+        group: Collection[Priority],
+        models: Collection[int] | None = None,
+        skips: Callable[[SequenceState], bool] = lambda sequence: False,
     ) -> list[SequenceState]:
         """Returns the queues' first sequences for `models` (None: any) whose class is in `group`,
         in the policy's order.
 
-        A sequence whose last token is still in flight cannot be recomputed yet, and is skipped.
+        A sequence whose last token is still in flight cannot be recomputed yet, and is skipped; so
+        are those of the first `MOST_SKIPPED` for which `skips` holds.
         """
-        heads = (
-            next((s for s in queue if not s.in_flight and _asks(s, models)), None)
-            for queue in self.values()
-        )
-        own = [s for s in heads if s is not None and s.priority in group]
+        own = []
+        for queue in self.values():
+            ready = (s for s in queue if not s.in_flight and _asks(s, models))
+            waiting = (s for s in islice(ready, MOST_SKIPPED) if s.priority in group)
+            head = next((s for s in waiting if not skips(s)), None)
+            if head is not None:
+                own.append(head)
         return self._policy.sorted(own)
 
 

@@ -160,6 +160,7 @@ class Scheduler:
             raise AssertionError(f"{len(self.waiting)} waiting and {len(self.running)} running")
         self.places.check_idle()
         self.extents.check_idle()
+        self.reuse.check_idle()
         if self.under_way:
             raise AssertionError(f"{len(self.under_way)} steps without rows are under way")
 
@@ -335,14 +336,23 @@ class Scheduler:
         No sequence of the same class and model overtakes it, since a long prompt must not starve
         behind short ones. Sequences of another model overtake it only to fill up a step of their
         own model. A latency-sensitive one overtakes best effort that waits for a slot or pages,
-        since it may use slots, and evict for pages, where best effort may not.
+        since it may use slots, and evict for pages, where best effort may not. Any overtakes one
+        that waits until a running one has computed its prefix.
         """
-        for head in self.queues.heads(group, self.models if model is None else (model,)):
+        models = self.models if model is None else (model,)
+        for head in self.queues.heads(group, models, self._awaits_prefix):
             if self._admissible(head, ranks):
                 return head
             if not is_best_effort(head):
                 return None
         return None
+
+    def _awaits_prefix(self, waiting: SequenceState) -> bool:
+        """Whether a sequence that could be admitted waits for pages that are being computed."""
+        return any(
+            self.reuse.awaits(waiting, rank) and self._admissible(waiting, (rank,))
+            for rank in range(self.limits.num_ranks)
+        )
 
     def _admissible(self, head: SequenceState, ranks: Sequence[int] | None = None) -> bool:
         """Whether there are a slot and pages, including those that best effort would give up."""
@@ -504,5 +514,6 @@ class Scheduler:
             if not batch.sequences:
                 self._end(batch)
         self.running.remove(sequence)
+        self.reuse.end(sequence)
         self.places.give_back(sequence.slot, sequence.pages)
         sequence.pages = []
