@@ -19,6 +19,7 @@ import numpy as np
 
 from jmoe.family import Family
 from jmoe.tokenizer import Tokenizer, TokenizerError
+from serving.composes import SHAPING, why_not
 from serving.config import EngineConfig
 from serving.errors import (
     NOT_OURS,
@@ -212,14 +213,8 @@ class Admission:
 
     def _check_shaping(self, sampling: SamplingParams) -> None:
         """Raises InvalidRequest for changes of logits in modes that do not support them."""
-        config = self._config
-        where = "asynchronous workers" if config.mode == "aep" else ""
-        where = "a mesh over several processes" if config.coordinator else where
-        if where and sampling.shapes:
-            raise InvalidRequest(
-                "min_p, penalties, logit_bias, top_logprobs and structured output are not built "
-                f"for {where}; leave them out"
-            )
+        if sampling.shapes and (why := why_not(self._config, SHAPING)):
+            raise InvalidRequest(f"{SHAPING} must be left out {why}")
 
     async def tokenize(self, request: Request) -> list[int]:
         """Returns the token ids of a prompt whose size was checked. Raises InvalidRequest."""

@@ -109,6 +109,7 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] = ()  # token counts compiled for; empty: by device
     threshold_buckets_percent: tuple[int, ...] = ()  # capacities compiled for; empty: by device
     policy: str = "ls_first"  # fcfs, edf, ls_first, qllm, or module:Class of your own
+    plugin_slow_ms: float = 20.0  # of a call of a policy or controller, then logged; 0: never
     part_layers: int = 0  # layers launched at once while best effort is there; 0: as measured
     prefix_reuse: str = "auto"  # prompts begin with pages that others computed: on, off
     prefill_company: bool = True  # prompts wait for others, not for long, while rows decode

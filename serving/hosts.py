@@ -32,6 +32,7 @@ OWN = frozenset(
         "compilation_cache",
         "cpu_threads",
         "watchdog_s",
+        "plugin_slow_ms",
         "check_weights",
         "allow_unknown_config",
     }
@@ -90,11 +91,6 @@ def check(config: EngineConfig) -> None:
         raise SettingsError(
             f"engine.model is {config.model!r}, in jmoe's own format, which is read onto one device"
             f" before it is spread; {config.num_processes} processes load Hugging Face directories"
-        )
-    if config.balance.load_file:
-        raise SettingsError(
-            f"engine.balance.load_file is {config.balance.load_file!r}, and {config.num_processes} "
-            "processes would each place experts by a file of their own; leave it empty"
         )
 
 

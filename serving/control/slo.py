@@ -95,10 +95,12 @@ class ClassControl:
     controller: GuardedController
 
     @classmethod
-    def make(cls, salc: SalcConfig, controller: str, percents: tuple[int, int]) -> "ClassControl":
+    def make(
+        cls, salc: SalcConfig, controller: str, percents: tuple[int, int], slow_s: float
+    ) -> "ClassControl":
         """Raises ValueError for a controller that cannot be made."""
         prefill, decode = (PhaseControl(salc, percent) for percent in percents)
-        return cls(prefill, decode, make_controller(salc, controller))
+        return cls(prefill, decode, make_controller(salc, controller, slow_s))
 
     def of(self, phase: Phase) -> PhaseControl:
         """One of the phases."""
@@ -138,9 +140,16 @@ class SloAnalyser:
     """Settings of brownout, samples of TTFT and ITL, and the controllers between them."""
 
     def __init__(
-        self, brownout: BrownoutConfig, salc: SalcConfig, *, way: int, pace: Pace | None = None
+        self,
+        brownout: BrownoutConfig,
+        salc: SalcConfig,
+        *,
+        way: int,
+        pace: Pace | None = None,
+        slow_s: float = math.inf,
     ) -> None:
-        """`way` is the one that is loaded, 0 for none; `pace` knows what steps take.
+        """`way` is the one that is loaded, 0 for none; `pace` knows what steps take. Calls of a
+        controller that take longer than `slow_s` are logged.
 
         Raises SettingsError as `starting_strategy`, and ValueError for a controller that cannot be
         made.
@@ -150,13 +159,13 @@ class SloAnalyser:
         self.way_changes = False  # some layers have the next one already
         self.salc_enabled = brownout.salc
         self.ttft_slo_s, self.itl_slo_s = brownout.ttft_slo_s, brownout.itl_slo_s
-        self.config = salc
+        self.config, self._slow_s = salc, slow_s
         self.load = LoadMeter()
         self._pace = pace or Pace()
         given = brownout.prefill_threshold_percent, brownout.decode_threshold_percent
-        self.ls = ClassControl.make(salc, salc.controller, given)
+        self.ls = ClassControl.make(salc, salc.controller, given, slow_s)
         # Best effort without an objective has nothing to control, and moves nothing.
-        self.best_effort = ClassControl.make(salc, "algorithm2", (100, 100))
+        self.best_effort = ClassControl.make(salc, "algorithm2", (100, 100), slow_s)
         self._best_effort_slo_s = tuple(
             slo_s or math.inf
             for slo_s in (brownout.best_effort_ttft_slo_s, brownout.best_effort_itl_slo_s)
@@ -332,7 +341,7 @@ class SloAnalyser:
         controller = self.ls.controller
         if named:
             try:
-                controller = make_controller(self.config, change.controller or "")
+                controller = make_controller(self.config, change.controller or "", self._slow_s)
             except ValueError as error:
                 raise InvalidRequest(str(error)) from None
         steps_differ = change.strategy not in (None, self.strategy)

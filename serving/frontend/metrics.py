@@ -126,8 +126,9 @@ class Metrics(Observer):
     ) -> None:
         """See Observer."""
         super().step_read(step, result, started_at, now)
-        rows = result.expert_rows.astype(np.int64)
-        self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
+        if result.expert_rows.size:  # empty where it is not counted (`composes.EXPERT_LOAD`)
+            rows = result.expert_rows.astype(np.int64)
+            self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
         self.mesh.step_read(step.plan.phase, int(step.plan.q_lens.sum()), result)
         if step.plan.phase == "prefill":
             self.prefill_tokens += int(step.plan.q_lens.sum()) * step.is_last

@@ -282,7 +282,8 @@ async def test_requests_that_need_an_expert_that_is_gone_are_told(start):
 
 async def test_metrics_say_what_waits_for_each_worker(start):
     metrics = Metrics()
-    metrics.engine = start(random.Random(0))
+    metrics.engine = start(random.Random(0), observer=metrics)
+    await collect(metrics.engine, [1], 3)
     found = {family.name: family for family in metrics.collect()}
     assert [s.labels for s in found["jmoe_worker_up"].samples] == [
         {"worker": "attention-0"},
@@ -290,6 +291,9 @@ async def test_metrics_say_what_waits_for_each_worker(start):
     ]
     assert {s.value for s in found["jmoe_worker_oldest_row_seconds"].samples} == {0.5}
     assert "jmoe_worker_stages" in found
+    # Nobody counts rows by expert: no metric, and no map of no experts on the page.
+    assert "jmoe_expert_rows" not in found
+    assert metrics.expert_rows is None
 
 
 async def test_a_timeline_has_a_track_for_each_worker(tmp_path):

@@ -6,13 +6,25 @@ import random
 import re
 from dataclasses import replace
 
+import grpc
 import numpy as np
 import pytest
 from families import GOLDEN, answer
 
 import jmoe
-from serving.config import AsynchronousConfig, BrownoutConfig, EngineConfig
+from serving.client import Client
+from serving.config import (
+    AsynchronousConfig,
+    BrownoutConfig,
+    EngineConfig,
+    SalcConfig,
+    ServerConfig,
+)
+from serving.control.algorithm2 import Algorithm2
 from serving.engine import Engine
+from serving.frontend.page.sample import about
+from serving.frontend.server import Server
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import Priority, SamplingParams
 from serving.settings import SettingsError
 from serving.start_asynchronous import with_mode
@@ -110,20 +122,61 @@ def test_prompts_are_scored_beside_others(engine_and_model):
         np.testing.assert_allclose(scored, want, atol=1e-4)
 
 
+def test_what_has_no_effect_is_refused_and_not_shown(engine_and_model):
+    """Over sockets: changes that only steps know, requests that change logits, and the page."""
+    engine, _, loop = engine_and_model
+
+    async def ask():
+        server = Server(ServerConfig(engine=SETTINGS, port=0, http_port=-1))
+        await server.start()
+        await server.attach(engine)
+        refused = {}
+        try:
+            async with Client(server.address, server.admin_address) as client:
+                for change in (
+                    {"controller": "predictive"},
+                    {"prefill_company": True},
+                    {"way": 2},
+                ):
+                    with pytest.raises(grpc.aio.AioRpcError) as error:
+                        await client.set_brownout(**change)
+                    refused |= {next(iter(change)): error.value}
+                await client.set_brownout(controller="algorithm2", prefill_company=False)
+                state, info = await client.get_brownout(), await client.server_info()
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    async for _ in client.generate([5], pb.SamplingParams(min_p=0.5)):
+                        pass
+                refused["shaping"] = error.value
+            return refused, state, info, about(server)
+        finally:
+            server.engine = None  # other tests go on with it
+            await server.stop()
+
+    refused, state, info, page = loop.run_until_complete(ask())
+    for name, error in refused.items():
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, name
+        assert "with asynchronous workers (mode aep): " in error.details()
+    assert "rows take no step together" in refused["controller"].details()
+    assert not state.prefill_company
+    assert not info.threshold_buckets_percent
+    assert not info.part_layers
+    assert page["controllers"] == ["algorithm2"]
+
+
+class ByStep(Algorithm2):
+    """It sets thresholds step by step."""
+
+    def of_step(self, step):
+        return 50.0
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"asynchronous": AsynchronousConfig(1, 0)}, r"asynchronous\.experts is 0.*--experts"),
         ({"asynchronous": AsynchronousConfig(2, 2, copies=3)}, r"copies is 3.*at most .*, 2"),
-        ({"mesh": "ep=2"}, r"mesh is 'ep=2'; it must be '' with .*do not go with it"),
-        ({"policy": "qllm"}, "policy is 'qllm'.*parks steps between two layers"),
-        ({"models": ("a=b",)}, "models is .*do not go with it"),
         ({"mode": "steps"}, r"attention is 2; it must be 0 in engine\.mode steps"),
         ({"mode": "both"}, "mode is 'both'.*auto, steps, aep"),
-        (
-            {"prefix_reuse": "on"},
-            "prefix_reuse is 'on'; it must be auto or off",
-        ),
         ({"prefix_reuse": "yes"}, "prefix_reuse is 'yes'.*auto, on, off"),
         (
             {"mode": "auto", "asynchronous": AsynchronousConfig(2, 1, workers="ray")},
@@ -132,6 +185,10 @@ def test_prompts_are_scored_beside_others(engine_and_model):
         (
             {"asynchronous": AsynchronousConfig(2, 1, layer_rule="lifo")},
             r"layer_rule: .*'lifo'",
+        ),
+        (
+            {"salc": SalcConfig(controller="test_asynchronous_served:ByStep")},
+            r"controller is 'test_asynchronous_served:ByStep', with .*rows take no step together",
         ),
     ],
 )

@@ -52,7 +52,7 @@ async def test_answers_are_those_of_each_model_alone(config, directories, reside
             directories,
             policy="restless:Restless",
             resident_sets=resident_sets,
-            model_stay_s=0.02,
+            model_stay_s=0.02 if resident_sets else 0.0,
         )
     )
     try:
@@ -155,7 +155,7 @@ async def test_over_a_socket_with_shared_experts(config, directories, tmp_path):
 
 
 async def test_a_mesh_of_several_models(config, directories):
-    with pytest.raises(SettingsError, match=r"engine\.mesh is 'ep=2'; it must be empty where"):
+    with pytest.raises(SettingsError, match=r"mesh is 'ep=2'; it must be left out with several"):
         await Engine.start(config(directories, mesh="ep=2"))
 
 

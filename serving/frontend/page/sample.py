@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from serving.composes import why_not
 from serving.frontend.status import loadable_ways
 from serving.request import BrownoutState, Priority
 from serving.version import jmoe_version
@@ -167,7 +168,9 @@ def about(server: "Server") -> dict[str, Any]:
 def _controllers(engine: "Engine") -> list[str]:
     from serving.control.guarded import CONTROLLERS  # imports jax, as the engine did
 
-    return list(dict.fromkeys((*CONTROLLERS, engine.config.salc.controller)))
+    config = engine.config
+    names = dict.fromkeys((*CONTROLLERS, config.salc.controller))
+    return [name for name in names if not why_not(config, f"engine.salc.controller={name}")]
 
 
 def now(server: "Server") -> dict[str, Any]:
