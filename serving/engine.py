@@ -397,13 +397,21 @@ class Engine:
                     self._work.clear()
                     if not self.registry.swapping:
                         self.scheduler.check_idle()
-                    await self._work.wait()
+                    await self._until_work()
         except BaseException as error:
             # Whatever the error is, no caller must wait for an engine that no longer ticks.
             self._fail(f"{type(error).__name__}: {error}")
             if isinstance(error, NOT_OURS):
                 raise
             log.debug("where it came from", exc_info=True)
+
+    async def _until_work(self) -> None:
+        """Waits for work. Controllers go on deciding until thresholds are back at their ceiling."""
+        while not self._work.is_set():
+            timeout_s = None if self.slo.is_at_rest else self.config.salc.interval_s
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._work.wait(), timeout_s)
+            self._decide(self._clock())
 
     async def _tick(self) -> bool:
         """Launches step N + 1, then takes step N's results. Returns False if there is no work."""
@@ -438,9 +446,12 @@ class Engine:
             await asyncio.sleep(0)  # lets other tasks run between two layers of another way
         return True
 
-    def _advance_controllers(self, now: float) -> None:
+    def _decide(self, now: float) -> None:
         waiting = {c: self.scheduler.waits(c, now) for c in (LS, BE)}
         self.slo.maybe_update(now, waiting, self.scheduler.limits.decode_rows)
+
+    def _advance_controllers(self, now: float) -> None:
+        self._decide(now)
         self.loader.advance(now)
         self.registry.advance(now)
         self.fetcher.advance(now)

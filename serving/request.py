@@ -317,6 +317,9 @@ class BrownoutState:
     prefill_company: bool
     predicted_ttft_p90_s: float
     predicted_itl_p90_s: float
+    objective_state: str = ""  # why brownout is in vain; empty: it is not
+    least_ttft_s: float = math.nan  # the shortest objective that can be kept, where this one cannot
+    least_itl_s: float = math.nan
 
 
 @dataclass(frozen=True)

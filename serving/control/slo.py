@@ -1,12 +1,13 @@
 """The SLO analyser: recent latencies by class and phase, and the controllers that act on them."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jmoe.brownout import check_threshold, strategy_code
 from serving.config import BrownoutConfig, SalcConfig
-from serving.control.controller import Decision, PhaseSeen, Seen, StepSeen
+from serving.control.controller import Decision, Load, PhaseSeen, Seen, StepSeen
 from serving.control.guarded import CONTROLLERS, GuardedController, make_controller
 from serving.control.load import LoadMeter
 from serving.control.window import LatencyWindow
@@ -22,6 +23,18 @@ from serving.scheduling.sequence import SequenceState
 from serving.scheduling.waiting import Waiting
 from serving.settings import SettingsError
 
+log = logging.getLogger(__name__)
+
+REST_S = 10.0
+"""After the last late token, thresholds are back at the ceiling within this time, if the load is
+light."""
+CONFIRMED = 3
+"""So many decisions in a row have to find brownout in vain before it stops."""
+LEAST_SAVING = 0.03
+"""Share of a step's time that all of the brownout has to save."""
+MANY_ROWS = 8
+"""In smaller steps, brownout saves next to nothing anyway."""
+
 
 class PhaseControl:
     """One phase's samples and threshold, and the moment that last changed."""
@@ -35,6 +48,22 @@ class PhaseControl:
         self._min_samples = salc.min_samples
         self._applied = (0.0, 0)  # percent by rows, and rows, of steps since the last update
         self._applied_percent = math.nan  # their mean, of the interval before
+        self.in_vain = ""  # why brownout cannot keep the objective; empty: it may
+        self.least_s = math.nan  # the shortest objective that it could keep, if this one is shorter
+        self._num_in_vain = 0
+
+    def judge(self, in_vain: str, least_s: float) -> None:
+        """Takes what a decision found: why brownout is in vain, or nothing."""
+        self._num_in_vain = self._num_in_vain + 1 if in_vain else 0
+        before = self.in_vain
+        if not in_vain:
+            self.in_vain, self.least_s = "", math.nan
+        elif self.in_vain or self._num_in_vain >= CONFIRMED:
+            self.in_vain, self.least_s = in_vain, least_s
+        if self.in_vain and not before:
+            log.warning("%s", self.in_vain)
+        elif before and not self.in_vain:
+            log.info("no more: %s", before)
 
     @property
     def percent(self) -> int:
@@ -93,6 +122,10 @@ class ClassControl:
     prefill: PhaseControl
     decode: PhaseControl
     controller: GuardedController
+    strained_at: float = math.nan
+    """When a token was late last, a request waited or no slot was free; at first, the first
+    decision.
+    """
 
     @classmethod
     def make(
@@ -192,7 +225,7 @@ class SloAnalyser:
         plan, percent = step.plan, self.ls.of(step.plan.phase).percent
         if not step.batch.has_ls:
             percent = min(percent, self.best_effort.of(plan.phase).percent)
-        elif self.controls and self.ls.controller.by_step:
+        elif self.controls and self.ls.controller.by_step and not self.ls.of(plan.phase).in_vain:
             seen = StepSeen(
                 now=now,
                 phase=plan.phase,
@@ -239,6 +272,14 @@ class SloAnalyser:
         """Whether controllers move thresholds."""
         return self.salc_enabled and self.strategy != "zero"
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no threshold would move though nobody asks for anything."""
+        phases = [of.of(phase) for of in (self.ls, self.best_effort) for phase in Phase]
+        return not self.controls or all(
+            control.shown_percent >= self.config.ceiling_percent for control in phases
+        )
+
     def itl_slack_s(
         self, before: ScheduledStep, started_at: float, prefill_tokens: int, num_decoding: int
     ) -> float:
@@ -260,9 +301,14 @@ class SloAnalyser:
     ) -> None:
         """Tokens of a class came at `now`, of a step launched then."""
         of, arrived_at = self._of(priority), latencies.first(priority)
+        ttft_slo_s, itl_slo_s = self.objectives(priority)
+        if arrived_at.size and now - float(arrived_at.min()) > ttft_slo_s:
+            of.strained_at = now
         if arrived_at.size:
             of.prefill.window.add(float(arrived_at.min()), now, now - arrived_at)
         previous_at = latencies.further(priority)
+        if previous_at.size and now - float(previous_at.min()) > itl_slo_s:
+            of.strained_at = now
         if previous_at.size:
             began_at = min(float(previous_at.min()), launched_at)
             of.decode.window.add(began_at, now, now - previous_at)
@@ -293,7 +339,78 @@ class SloAnalyser:
                 company=self._pace.company(self.ttft_slo_s, running) if in_company else None,
             )
             seen = Seen(now, prefill, decode, load, self._pace.times)
-            of.take(of.controller.decide(seen), seen)
+            decision = of.controller.decide(seen)
+            is_full = of_class.num_queued > 0 or running >= max_running
+            if is_full or of_class.oldest_s > ttft_slo_s or math.isnan(of.strained_at):
+                of.strained_at = now
+            if priority is Priority.LATENCY_SENSITIVE:
+                self._judge(load)
+            of.take(decision._replace(**self._released(of, seen)), seen)
+
+    def _released(self, of: ClassControl, seen: Seen) -> dict[str, float]:
+        """Returns the ceiling, as fields of a Decision, for the phases that need no brownout or
+        gain nothing by it.
+
+        A phase needs none if the load has been light for `REST_S`, less the time until the next
+        decision: every token was in time, nobody waited, a slot was free, and there are too few
+        samples to go by, or steps without brownout would be in time too.
+        """
+        rest_s = max(self.config.interval_s, REST_S - self.config.interval_s)
+        is_calm = seen.now - of.strained_at >= rest_s
+        is_queue = bool(seen.load.num_waiting)
+        found = {}
+        for phase, slo_s in (
+            (Phase.PREFILL, seen.prefill.slo_s),
+            (Phase.DECODE, seen.decode.slo_s),
+        ):
+            control = of.of(phase)
+            few = control.window.late_share(seen.now, slo_s, self.config.min_samples) is None
+            in_vain = control.in_vain and not (is_queue and control.least_s == control.least_s)
+            if in_vain or (is_calm and (few or self._fits(phase, slo_s, seen.load))):
+                percent = max(self.config.ceiling_percent, control.threshold_percent)
+                found[f"{phase}_percent"] = percent
+        return found
+
+    def _fits(self, phase: Phase, slo_s: float, load: Load) -> bool:
+        """Returns whether a prefill step and decode steps at the ceiling are expected within the
+        warning line.
+        """
+        times, percent = self._pace.times, self.config.ceiling_percent
+        prefill_s = times.expected_s(Phase.PREFILL, max(load.prompt_tokens, 1), percent)
+        decode_s = times.expected_s(Phase.DECODE, max(load.num_running, 1), percent)
+        steps_s = prefill_s + decode_s * (2 if phase is Phase.PREFILL else 1)
+        return steps_s <= slo_s * self.config.warning_factor
+
+    def _judge(self, load: Load) -> None:
+        """Judges, by what steps are known to take, whether brownout can keep the objectives of
+        latency-sensitive requests, and whether it saves time at all.
+        """
+        times, floor, ceiling = (
+            self._pace.times,
+            self.config.floor_percent,
+            self.config.ceiling_percent,
+        )
+        for phase, name, slo_s, size, words in (
+            (Phase.PREFILL, "TTFT", self.ttft_slo_s, load.prompt_tokens, "a prompt alone"),
+            (Phase.DECODE, "ITL", self.itl_slo_s, load.num_running, "the present batch"),
+        ):
+            if not (size and times.has_seen(phase, floor) and times.has_seen(phase, ceiling)):
+                continue
+            largest, in_vain = times.largest(phase), ""
+            least_s = times.expected_s(phase, size, floor)
+            floor_s, ceiling_s = (times.expected_s(phase, largest, at) for at in (floor, ceiling))
+            if least_s > slo_s:
+                in_vain = (
+                    f"the {name} objective of {1e3 * slo_s:.4g} ms cannot be kept; the least that "
+                    f"can is {1e3 * least_s:.4g} ms, what {words} takes under all of the brownout"
+                )
+            elif largest >= MANY_ROWS and floor_s > (1 - LEAST_SAVING) * ceiling_s:
+                least_s = math.nan
+                in_vain = (
+                    f"brownout saves nothing in {phase} steps: under all of it they take "
+                    f"{100 * floor_s / ceiling_s:.0f} % of their time"
+                )
+            self.ls.of(phase).judge(in_vain, least_s)
 
     def check(self, change: BrownoutChange) -> None:
         """Raises InvalidRequest for a value out of range; nothing is changed."""
@@ -372,6 +489,8 @@ class SloAnalyser:
         if self.strategy != "zero" and kind != self._learnt:
             self._learnt = kind
             self._pace.times.forget_brownout()
+            for phase in Phase:
+                self.ls.of(phase).judge("", math.nan)
         for of_class in (self.ls, self.best_effort):
             of_class.prefill.changed_at = of_class.decode.changed_at = now
 
@@ -391,6 +510,9 @@ class SloAnalyser:
             itl_p90_s=decode.p90_s,
             controller=self.ls.controller.name,
             prefill_company=self._pace.waits,
+            objective_state="; ".join(filter(None, (prefill.in_vain, decode.in_vain))),
+            least_ttft_s=prefill.least_s,
+            least_itl_s=decode.least_s,
             predicted_ttft_p90_s=prefill.predicted_p90_s,
             predicted_itl_p90_s=decode.predicted_p90_s,
         )

@@ -57,6 +57,10 @@ class StepTimeModel:
         """Whether a step of that phase was observed."""
         return self._tables[phase].known
 
+    def has_seen(self, phase: Phase, threshold_percent: float) -> bool:
+        """Returns whether steps about as degraded as that, of any size, were observed."""
+        return self._tables[phase].has_seen(threshold_percent)
+
     def observe(self, phase: Phase, size: int, threshold_percent: float, seconds: float) -> None:
         """Learns from a step's duration. The threshold is a mean over its rows; exempt ones have
         100.
@@ -144,6 +148,11 @@ class _Table:
                 self._first.pop((row, column), None)
         if any(map(any, self._weights)):
             self._fill()
+
+    def has_seen(self, threshold_percent: float) -> bool:
+        column, right = _place(THRESHOLDS_PERCENT, threshold_percent)
+        column += right > 0.5
+        return sum(weights[column] for weights in self._weights) >= 1
 
     def read(self, size: float, threshold_percent: float) -> float:
         near = _near(size, threshold_percent)
