@@ -94,6 +94,9 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
     """
     own = config.asynchronous
     make_layer_picker(own)  # fail early on a bad rule
+    if make_controller(config.salc).by_step:
+        why = why_not(config, "engine.salc.controller=predictive")
+        raise SettingsError(f"engine.salc.controller is {config.salc.controller!r}, {why}")
     keep_programs(config.compilation_cache)
     family = Family.of(load_models(config, None, progress) if model is None else model)
     if len(family) > 1:
@@ -101,9 +104,6 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
             f"engine.mode is 'aep', and {len(family)} models are given: "
             f"{COMPOSES[AEP, 'engine.models']}"
         )
-    if make_controller(config.salc).by_step:
-        why = why_not(config, "engine.salc.controller=predictive")
-        raise SettingsError(f"engine.salc.controller is {config.salc.controller!r}, {why}")
     loaded = family[0]
     ways = allowed_ways(config.brownout, family)[:1]
     starting_strategy(config.brownout.strategy, ways[0] if ways else 0)

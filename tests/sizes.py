@@ -95,6 +95,7 @@ DEEP_TESTS = {
     "tests/serving/test_shaped.py::test_tokens_are_those_of_changed_logits[evictions]",
     "tests/serving/test_asynchronous_served.py::test_many_at_once_get_what_the_model_writes",
     "tests/serving/test_asynchronous_served.py::test_prompts_are_scored_beside_others",
+    "tests/serving/test_asynchronous_served.py::test_what_has_no_effect_is_refused_and_not_shown",
     "tests/serving/test_host_experts_served.py::"
     "test_who_refuses_gets_what_a_difference_makes_of_a_siblings_expert",
     "tests/jmoe/test_cut.py::"

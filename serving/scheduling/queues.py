@@ -48,9 +48,8 @@ class Queues(dict[Priority, list[SequenceState]]):
         own = []
         for queue in self.values():
             ready = (s for s in queue if not s.in_flight and _asks(s, models))
-            waiting = (s for s in islice(ready, MOST_SKIPPED) if s.priority in group)
-            head = next((s for s in waiting if not skips(s)), None)
-            if head is not None:
+            head = next((s for s in islice(ready, MOST_SKIPPED) if not skips(s)), None)
+            if head is not None and head.priority in group:
                 own.append(head)
         return self._policy.sorted(own)
 

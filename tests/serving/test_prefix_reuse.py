@@ -287,7 +287,7 @@ async def test_who_comes_at_once_with_the_same_prompt_has_it_computed_once(lengt
 
 
 async def test_nobody_else_waits_for_pages_that_are_being_computed():
-    """Another prompt goes along with the first of its like, and one without reuse does, too."""
+    """Another prompt goes along with the first of its like, and one without reuse goes before."""
     engine = reading_engine()
     clock = asyncio.get_running_loop().time
     began = clock()
@@ -299,8 +299,8 @@ async def test_nobody_else_waits_for_pages_that_are_being_computed():
     like = [asyncio.create_task(first_token([5] * 7)) for _ in range(3)]
     other = asyncio.create_task(first_token([6] * 5))
     alone = await first_token([5] * 2 + [7], reuse_prefix=False)
-    assert await other == alone == pytest.approx(0.02)  # the first step had begun without them
-    assert sorted(await asyncio.gather(*like)) == pytest.approx([0.01, 0.03, 0.03])
+    assert (alone, await other) == pytest.approx((0.01, 0.02))
+    assert sorted(await asyncio.gather(*like)) == pytest.approx([0.02, 0.03, 0.03])
     await engine.stop()
 
 
@@ -324,7 +324,7 @@ async def test_whoever_waits_for_pages_in_vain_computes_them():
     asked = [asyncio.create_task(ask(engine, PROMPT, 1)) for _ in range(4)]
     began = asyncio.get_running_loop().time()
     assert {(await one)[1].usage.cached_tokens for one in asked} == {0}
-    assert asyncio.get_running_loop().time() - began == pytest.approx(2.0)
+    assert asyncio.get_running_loop().time() - began == pytest.approx(3.0)
     engine.scheduler.check_idle()
     await engine.stop()
 

@@ -314,7 +314,10 @@ def test_promoted_best_effort_waits_for_its_own_class_and_not_in_the_others_way(
             ran(scheduler, 0.0)
         assert promoted.status is SequenceStatus.WAITING
         scheduler.add(prompt, 6.0)
+        short = sequence("s", [3], 9, BE)
+        scheduler.add(short)
         assert prompt in [*ran(scheduler, 6.0), *ran(scheduler, 6.0)]
+        assert short.status is SequenceStatus.WAITING  # nor does its own class overtake it
         assert promoted.priority is LS
         for one in running:
             scheduler.finish(one)
