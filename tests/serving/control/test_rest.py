@@ -51,14 +51,13 @@ def serve(start):
 
 async def ask(engine, rate_per_s, seconds, max_new=5):
     """Requests in even gaps; returns when all are answered."""
-    clock, tasks = asyncio.get_running_loop().time, []
-    ends_at = clock() + seconds
-    while clock() < ends_at:
-        if rate_per_s:
-            tasks.append(asyncio.create_task(collect(engine, [1] * 8, max_new)))
-        await asyncio.sleep(min(1 / rate_per_s if rate_per_s else seconds, ends_at - clock()))
-    for task in tasks:
-        await task
+
+    async def one(at_s):
+        await asyncio.sleep(at_s)
+        await collect(engine, [1] * 8, max_new)
+
+    count = int(rate_per_s * seconds)
+    await asyncio.gather(*(one(number / rate_per_s) for number in range(count)))
 
 
 def thresholds(engine):
@@ -93,6 +92,7 @@ async def test_an_idle_engine_is_left_alone_once_it_is_at_rest(serve):
     await asyncio.sleep(30)
     assert thresholds(engine) == (100, 100)
     loop = asyncio.get_running_loop()
+    assert engine.slo.is_at_rest
     assert not [timer for timer in loop._scheduled if not timer.cancelled()]
 
 
