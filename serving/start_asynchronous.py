@@ -18,6 +18,7 @@ from jmoe.config import read_config
 from jmoe.family import Family
 from jmoe.parallel.asynchronous import Deployment, advise
 from jmoe.parallel.placement import Placement, contiguous, from_hosts
+from serving.cluster_secret import ClusterSecret
 from serving.composes import AEP, COMPOSES, why_not
 from serving.config import AsynchronousConfig, EngineConfig
 from serving.control.experts_loader import allowed_ways
@@ -145,7 +146,9 @@ def prepare_crew(
     if starter is not None:
         from serving.execution.aep.remote_crew import RemoteCrew
 
-        crew = RemoteCrew(config, parts.limits, parts.hosts, starter)
+        secret = ClusterSecret.of(config) or ClusterSecret.random()
+        key = secret.derive("connections between asynchronous workers")
+        crew = RemoteCrew(config, parts.limits, parts.hosts, starter, key)
         crew.start(progress)
         return parts.config, parts.family, crew
     devices = worker_devices(own)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 import re
+import threading
 from dataclasses import replace
 
 import grpc
@@ -26,6 +27,7 @@ from serving.frontend.page.sample import about
 from serving.frontend.server import Server
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import Priority, SamplingParams
+from serving.scheduling.layers import compiled
 from serving.settings import SettingsError
 from serving.start_asynchronous import with_mode
 
@@ -50,10 +52,29 @@ SETTINGS = EngineConfig(
 
 
 @pytest.fixture(scope="module")
-def engine_and_model(compiled_in_a_hurry):
+def picks():
+    """Sets of arguments' types and shapes with which pickers' code ran: before the engine was
+    ready, and afterwards.
+    """
+    numba = pytest.importorskip("numba")
+    found, decide = [set(), set()], compiled.decide
+
+    def note(*args):
+        found[ready.is_set()].add((*map(numba.typeof, args), args[2].shape))
+        return decide(*args)
+
+    ready = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "decide", note)
+        yield found, ready
+
+
+@pytest.fixture(scope="module")
+def engine_and_model(compiled_in_a_hurry, picks):
     """One engine for the module's tests, in a loop of its own."""
     loop = asyncio.new_event_loop()
     engine = loop.run_until_complete(Engine.start(SETTINGS, progress=lambda *_: None))
+    picks[1].set()
     yield engine, jmoe.load(GOLDEN, "float32"), loop
     loop.run_until_complete(engine.stop())
     loop.close()
@@ -65,7 +86,7 @@ def requests(rng, count):
         yield prompt, rng.randrange(1, 14), rng.choice([LS, BE])
 
 
-def test_many_at_once_get_what_the_model_writes(engine_and_model):
+def test_many_at_once_get_what_the_model_writes(engine_and_model, picks):
     """More than slots, prompts longer than a chunk; a third of them sample."""
     engine, model, loop = engine_and_model
     given = list(requests(random.Random(3), 24))
@@ -87,6 +108,9 @@ def test_many_at_once_get_what_the_model_writes(engine_and_model):
 
     found = loop.run_until_complete(all_of_them())
     assert engine.stats().compilations_since_ready == 0
+    warmed, picked = picks[0]
+    assert picked
+    assert picked <= warmed  # numba compiles nothing either
     want = {}
     greedy = [at for at in range(24) if at not in samples]
     whole = jmoe.generate(model, [given[at][0] for at in greedy], 14, stop_token_ids=())
