@@ -340,24 +340,25 @@ class SloAnalyser:
             )
             seen = Seen(now, prefill, decode, load, self._pace.times)
             decision = of.controller.decide(seen)
-            is_full = of_class.num_queued > 0 or running >= max_running
+            is_full = of_class.slots_taken or running >= max_running
             if is_full or of_class.oldest_s > ttft_slo_s or math.isnan(of.strained_at):
                 of.strained_at = now
             if priority is Priority.LATENCY_SENSITIVE:
                 self._judge(load)
-            of.take(decision._replace(**self._released(of, seen)), seen)
+            released = self._released(of, seen, of_class.slots_taken)
+            of.take(decision._replace(**released), seen)
 
-    def _released(self, of: ClassControl, seen: Seen) -> dict[str, float]:
+    def _released(self, of: ClassControl, seen: Seen, is_queue: bool) -> dict[str, float]:
         """Returns the ceiling, as fields of a Decision, for the phases that need no brownout or
         gain nothing by it.
 
         A phase needs none if the load has been light for `REST_S`, less the time until the next
         decision: every token was in time, nobody waited, a slot was free, and there are too few
-        samples to go by, or steps without brownout would be in time too.
+        samples to go by, or steps without brownout would be in time too. An objective that cannot
+        be kept is no reason for brownout either, unless that shortens a queue.
         """
         rest_s = max(self.config.interval_s, REST_S - self.config.interval_s)
         is_calm = seen.now - of.strained_at >= rest_s
-        is_queue = bool(seen.load.num_waiting)
         found = {}
         for phase, slo_s in (
             (Phase.PREFILL, seen.prefill.slo_s),
@@ -365,7 +366,7 @@ class SloAnalyser:
         ):
             control = of.of(phase)
             few = control.window.late_share(seen.now, slo_s, self.config.min_samples) is None
-            in_vain = control.in_vain and not (is_queue and control.least_s == control.least_s)
+            in_vain = control.in_vain and not (is_queue and not math.isnan(control.least_s))
             if in_vain or (is_calm and (few or self._fits(phase, slo_s, seen.load))):
                 percent = max(self.config.ceiling_percent, control.threshold_percent)
                 found[f"{phase}_percent"] = percent

@@ -44,6 +44,7 @@ def serve(start):
             brownout=BrownoutConfig("full", ttft_slo_s=ttft_slo_s, itl_slo_s=itl_slo_s),
             salc=SalcConfig(controller=controller, **salc),
             prefix_reuse="off",
+            max_queue_len=10_000,
         )
 
     return make
