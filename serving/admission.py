@@ -6,19 +6,22 @@ the KV pages.
 """
 
 import asyncio
+import contextlib
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Sequence, Sized
+from collections.abc import AsyncIterator, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jmoe.family import Family
-from jmoe.tokenizer import Tokenizer, TokenizerError
+from jmoe.tokenizer import Tokenizer
+from serving.chat_templates import ChatTemplate
 from serving.composes import SHAPING, why_not
 from serving.config import EngineConfig
 from serving.errors import (
@@ -48,10 +51,6 @@ if TYPE_CHECKING:
 
 LONG_TEXT = 16_384
 """Characters above which a prompt is tokenized in a thread: 4 ms with the bundled tokenizer."""
-_CHARS_A_MESSAGE = 64
-"""Characters that a chat message counts for beside its content: templates take microseconds for
-each message.
-"""
 RETRY_AFTER_S = 0.5
 """The retry time that an overloaded engine reports before it knows its own speed."""
 
@@ -89,7 +88,7 @@ class Admission:
         self._tokenizers = [None] if family is None else [model.tokenizer for model in family]
         self._eos = [()] if family is None else [model.config.eos_token_ids for model in family]
         self.capacity = {priority: Capacity(limits.decode_rows) for priority in Priority}
-        self.num_tokenizing = Counter[Priority]()  # long texts, waiting for their tokens
+        self.num_tokenizing = Counter[Priority]()  # chats and long texts, waiting for their tokens
         models = () if family is None else family
         self._structures = [
             Structures(model.tokenizer, model.config.vocab_size, model.config.eos_token_ids)
@@ -100,6 +99,19 @@ class Admission:
         longest = max(1 if one is None else one.longest_token for one in self._tokenizers)
         vocab_size = 0 if family is None else family.config.vocab_size
         self.bounds = Bounds(most, most * longest, vocab_size)
+        self._templates = self._make_templates()
+
+    def _make_templates(self) -> list[ChatTemplate | None]:
+        """Makes each model's chat template; models that have the same one share it."""
+        found: list[ChatTemplate | None] = []
+        made: dict[tuple[object, ...], ChatTemplate] = {}
+        for one in self._tokenizers:
+            if one is None:
+                found.append(None)
+                continue
+            what = one.chat_template, *one.special_tokens.items()
+            found.append(made.setdefault(what, ChatTemplate(one, self.bounds)))
+        return found
 
     def tokenizer(self, request: Request) -> Tokenizer | None:
         """Returns the tokenizer of a request's model; None if that takes token ids only."""
@@ -140,13 +152,8 @@ class Admission:
         """Makes the matcher of a structured output, within the request's timeout."""
         if not self._structures:
             raise InvalidRequest("structured output needs a model; this engine runs without one")
-        try:
-            async with asyncio.timeout(request.timeout_s):
-                return await self._structures[request.model].matcher(structure)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the structure was not read within {request.timeout_s} s; others may be read first"
-            ) from None
+        async with _in_time(request, "the structure was not read"):
+            return await self._structures[request.model].matcher(structure)
 
     def check_queue(
         self, priority: Priority, scheduler: "Scheduler", ttft_slo_s: float = math.inf
@@ -222,7 +229,11 @@ class Admission:
         if isinstance(prompt, str | Chat):
             tokenizer = self.tokenizer(request)
             assert tokenizer is not None  # its size was checked
-            tokens = await self._encode(tokenizer, prompt, request.priority)
+            self.num_tokenizing[request.priority] += 1
+            try:
+                tokens = await self._encode(tokenizer, request)
+            finally:
+                self.num_tokenizing[request.priority] -= 1
         else:
             tokens = _ids(prompt)
         if not tokens:
@@ -256,12 +267,13 @@ class Admission:
             )
 
     async def close(self) -> None:
-        """Ends the thread and the structure readers; prompts that wait to be tokenized are
-        cancelled.
+        """Ends the thread, and the processes of structures and templates; prompts that wait to be
+        tokenized are cancelled.
         """
         self._thread.shutdown(wait=False, cancel_futures=True)
-        for structures in self._structures:
-            await structures.close()
+        for limited in (*self._structures, *self._templates):
+            if limited is not None:
+                await limited.close()
 
     def _too_long(self, num_tokens: int, request: Request) -> InvalidRequest:
         new = request.sampling.max_new_tokens or 1
@@ -270,35 +282,38 @@ class Admission:
             f"positions; this server has {self._config.max_model_len}"
         )
 
-    def _tokens_of(self, tokenizer: Tokenizer, prompt: str | Chat) -> list[int]:
-        if isinstance(prompt, str):
-            return tokenizer.encode(prompt)
-        text = tokenizer.chat(prompt.messages, prompt.options)
-        self.bounds.check_chars(len(text))
-        return tokenizer.encode(text, special_tokens=False)
-
-    async def _encode(
-        self, tokenizer: Tokenizer, prompt: str | Chat, priority: Priority
-    ) -> list[int]:
-        of_template = _CHARS_A_MESSAGE * len(prompt.messages) if isinstance(prompt, Chat) else 0
+    async def _encode(self, tokenizer: Tokenizer, request: Request) -> list[int]:
+        text, from_template = request.prompt, isinstance(request.prompt, Chat)
+        if isinstance(text, Chat):
+            template = self._templates[request.model]
+            assert template is not None
+            async with _in_time(request, "the chat was not rendered"):
+                text = await template.render(text)
+        assert isinstance(text, str)
+        encode = partial(tokenizer.encode, text, special_tokens=not from_template)
         try:
-            if _num_chars(prompt) + of_template <= LONG_TEXT:
-                return self._tokens_of(tokenizer, prompt)
+            if len(text) <= LONG_TEXT:
+                return encode()
             # In a thread, one text at a time, so that steps go on meanwhile.
-            job = self._thread.submit(self._tokens_of, tokenizer, prompt)
-            self.num_tokenizing[priority] += 1
-            try:
-                return await asyncio.wrap_future(job)
-            finally:
-                self.num_tokenizing[priority] -= 1
-        except (*NOT_OURS, InvalidRequest):
+            return await asyncio.wrap_future(self._thread.submit(encode))
+        except NOT_OURS:
             raise
-        except TokenizerError as error:
-            raise InvalidRequest(str(error)) from None
         except Exception as error:  # e.g. an unpaired surrogate that a library refuses
             raise InvalidRequest(f"the prompt cannot be tokenized: {error}") from None
         except BaseException as error:  # a panic of an extension module is no Exception
             raise RequestFailed(f"the tokenizer failed: {error}") from None
+
+
+@contextlib.asynccontextmanager
+async def _in_time(request: Request, what: str) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded when a request's timeout is over."""
+    try:
+        async with asyncio.timeout(request.timeout_s):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"{what} within {request.timeout_s} s; others may come first"
+        ) from None
 
 
 def _num_chars(prompt: str | Chat) -> int:

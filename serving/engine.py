@@ -408,8 +408,8 @@ class Engine:
     async def _until_work(self) -> None:
         """Waits for work. Controllers go on deciding until thresholds are back at their ceiling."""
         while not self._work.is_set():
-            timeout_s = None if self.slo.is_at_rest else self.config.salc.interval_s
             with contextlib.suppress(TimeoutError):
+                timeout_s = self.slo.decides_in_s(self._clock())
                 await asyncio.wait_for(self._work.wait(), timeout_s)
             self._decide(self._clock())
 

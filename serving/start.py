@@ -19,7 +19,7 @@ from serving.execution.memory import check_balance
 from serving.execution.programs import Progress, limit_cpu_threads
 from serving.execution.runner import DeviceRunner, Runner
 from serving.hosts import lead
-from serving.loading import load_models, make_mesh_of
+from serving.loading import check_chat_templates, load_models, make_mesh_of
 from serving.scheduling.policy import make_policy
 from serving.settings import SettingsError, check_composes
 from serving.start_asynchronous import prepare_crew, with_mode
@@ -37,12 +37,14 @@ def prepare(
 
     Returns the settings in force, the models, and their runner.
 
-    Raises SettingsError for a strategy that the model does not support, ValueError for an unknown
-    way, what `jmoe.load` raises, and Unavailable if another process of the mesh does not come or is
-    lost.
+    Raises SettingsError for a strategy that the model does not support and a chat template that
+    does not compile, ValueError for an unknown way, what `jmoe.load` raises, and Unavailable if
+    another process of the mesh does not come or is lost.
     """
     limit_cpu_threads(config.cpu_threads)
     claim_memory(config.memory_fraction)
+    if model is None:
+        check_chat_templates(config)
     config = with_mode(config, model)
     if config.mode == "aep":
         return prepare_crew(config, model, progress)

@@ -91,6 +91,9 @@ def _worker_of(
 
 def main() -> None:
     """Runs a worker process; see the module's docstring."""
+    # Streams are to finish first; keys and certificates are the server's.
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
     logs.configure()
     said = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print goes to stderr
@@ -104,8 +107,6 @@ def main() -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_input, daemon=True).start()
-    for name in (signal.SIGINT, signal.SIGTERM):  # let streams finish first
-        signal.signal(name, signal.SIG_IGN)
     try:
         work(assignment, make_worker, announce)
     except Exception as error:

@@ -272,13 +272,16 @@ class SloAnalyser:
         """Whether controllers move thresholds."""
         return self.salc_enabled and self.strategy != "zero"
 
-    @property
-    def is_at_rest(self) -> bool:
-        """Whether no threshold would move though nobody asks for anything."""
-        phases = [of.of(phase) for of in (self.ls, self.best_effort) for phase in Phase]
-        return not self.controls or all(
-            control.shown_percent >= self.config.ceiling_percent for control in phases
-        )
+    def decides_in_s(self, now: float) -> float | None:
+        """Returns how long it is to the next decision; None if nothing would move on an idle
+        engine.
+        """
+        shown = [
+            of.of(phase).shown_percent for of in (self.ls, self.best_effort) for phase in Phase
+        ]
+        if not self.controls or min(shown) >= self.config.ceiling_percent:
+            return None
+        return max(0.0, self._next_update - now)
 
     def itl_slack_s(
         self, before: ScheduledStep, started_at: float, prefill_tokens: int, num_decoding: int

@@ -153,8 +153,7 @@ class _Table:
             self._fill()
 
     def has_seen(self, threshold_percent: float) -> bool:
-        at = int(threshold_percent // NEAR_PERCENT)
-        return sum(self._steps_near[max(at - 1, 0) : at + 2]) >= YOUNG
+        return self._steps_near[int(threshold_percent // NEAR_PERCENT)] >= YOUNG
 
     def read(self, size: float, threshold_percent: float) -> float:
         near = _near(size, threshold_percent)

@@ -148,6 +148,11 @@ async def test_workers_are_killed_and_come_back(copies):
         load = Load(address, prompts, want)
         callers = [asyncio.create_task(load.caller(seed)) for seed in range(6)]
         await load.until(lambda: load.seen["OK"] > 6)
+        before = workers_of(server)
+        for process in (*before, server.pid):
+            os.kill(process, signal.SIGHUP)
+        await load.until(lambda: load.seen["OK"] > 12)
+        assert workers_of(server) == before
         for number in range(KILLS):
             victim, name = rng.choice(sorted(workers_of(server).items()))
             refused = load.seen["UNAVAILABLE"]

@@ -197,6 +197,8 @@ async def test_two_processes_answer_as_one_and_end_together(hosts, ports):
             stats = await client.stats()
             assert (stats.compilations_since_ready, stats.kv_pages_used) == (0, 0)
             assert stats.degraded_visits > 0
+        for one in started.processes:
+            one.send_signal(signal.SIGHUP)  # ends nobody
         leader = started.processes[0]
         ends = await streams(address, 2, lambda: leader.send_signal(signal.SIGTERM), LONG)
         assert ends == [(grpc.StatusCode.OK, 60)] * 2  # drained

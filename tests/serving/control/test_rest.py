@@ -66,7 +66,7 @@ def thresholds(engine):
     return state.prefill_threshold_percent, state.decode_threshold_percent
 
 
-@pytest.mark.parametrize("rate_per_s", [0, 0.1, 0.5, 1, 2, 2.4, 2.6, 5])
+@pytest.mark.parametrize("rate_per_s", [0, 0.1, 0.5, 1, 2.4, 2.6, 5])
 @pytest.mark.parametrize("controller", ["algorithm2", "predictive"])
 async def test_ten_seconds_after_the_last_late_token_nothing_is_degraded(
     serve, rate_per_s, controller
@@ -93,7 +93,7 @@ async def test_an_idle_engine_is_left_alone_once_it_is_at_rest(serve):
     await asyncio.sleep(30)
     assert thresholds(engine) == (100, 100)
     loop = asyncio.get_running_loop()
-    assert engine.slo.is_at_rest
+    assert engine.slo.decides_in_s(loop.time()) is None
     assert not [timer for timer in loop._scheduled if not timer.cancelled()]
 
 
@@ -144,7 +144,7 @@ async def test_an_objective_that_no_threshold_can_keep_is_a_state_not_a_reason(
 async def test_a_queue_that_brownout_shortens_is_no_reason_to_stop(serve):
     """60 requests/s are more than the 40 that can be served without brownout."""
     engine = serve(itl_slo_s=0.03)
-    await ask(engine, 60, 30, max_new=20)
+    await ask(engine, 60, 20, max_new=20)
     state = engine.get_brownout()
     assert state.objective_state == ""
     assert min(thresholds(engine)) < 70
@@ -153,9 +153,7 @@ async def test_a_queue_that_brownout_shortens_is_no_reason_to_stop(serve):
 
 
 async def test_brownout_that_saves_nothing_stops(serve):
-    engine = serve(floor=0.99)
-    await ask(engine, 60, 40, max_new=20)
+    engine = serve(floor=0.99, interval_s=0.5, window_s=1.0)
+    await ask(engine, 60, 12, max_new=20)
     assert "saves nothing in decode steps" in engine.get_brownout().objective_state
     assert thresholds(engine) == (100, 100)
-    await engine.set_brownout(BrownoutChange(strategy="zero"))
-    await engine.set_brownout(BrownoutChange(strategy="full"))
