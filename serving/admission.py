@@ -98,7 +98,7 @@ class Admission:
         most = config.max_model_len - 1
         longest = max(1 if one is None else one.longest_token for one in self._tokenizers)
         vocab_size = 0 if family is None else family.config.vocab_size
-        self.bounds = Bounds(most, most * longest, vocab_size)
+        self.bounds = Bounds(most, most * longest, vocab_size, config.max_logprobs_per_call)
         self._templates = self._make_templates()
 
     def _make_templates(self) -> list[ChatTemplate | None]:
@@ -256,6 +256,7 @@ class Admission:
         total = len(tokens) + (request.sampling.max_new_tokens or 1)
         if total > self._config.max_model_len:
             raise self._too_long(len(tokens), request)
+        self.bounds.check_logprobs([(request.sampling, len(tokens))])
         limits, vocab = self._limits, self.bounds.vocab_size
         wrong = next((t for t in tokens if t < 0 or (vocab and t >= vocab)), None)
         if wrong is not None:

@@ -98,6 +98,7 @@ class EngineConfig:
     max_num_seqs: int = 64  # sequences decoded together
     max_model_len: int = 2048  # positions a sequence, prompt and output; at most the model's own
     max_queue_len: int = 512  # requests that wait with every slot taken; more are refused
+    max_logprobs_per_call: int = 500_000  # answers times tokens times 1 + top_logprobs
     queue_timeout_s: float = 0.0  # a request that waits longer for its first step ends; 0: never
     admission: str = "queue"  # or objective: refuse what would get its first token too late
     page_size: int = 64

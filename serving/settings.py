@@ -37,6 +37,7 @@ _POSITIVE = (
     "engine.max_num_seqs",
     "engine.max_model_len",
     "engine.max_queue_len",
+    "engine.max_logprobs_per_call",
     "engine.page_size",
     "engine.max_prefill_tokens",
     "engine.max_prefill_seqs",

@@ -153,7 +153,14 @@ async def test_a_queue_that_brownout_shortens_is_no_reason_to_stop(serve):
 
 
 async def test_brownout_that_saves_nothing_stops(serve):
-    engine = serve(floor=0.99, interval_s=0.5, window_s=1.0)
-    await ask(engine, 60, 12, max_new=20)
-    assert "saves nothing in decode steps" in engine.get_brownout().objective_state
+    engine = serve(floor=1.0, interval_s=0.5, window_s=1.0, shrink_ratio=0.5)
+    await ask(engine, 5, 5)  # steps without brownout
+    asking = asyncio.create_task(ask(engine, 60, 10, max_new=20))
+    await asyncio.sleep(3.0)
+    assert min(thresholds(engine)) < 60
+    await asyncio.sleep(6.5)
+    state = engine.get_brownout().objective_state
+    assert "saves nothing in decode steps" in state
+    assert "saves nothing in prefill steps" in state
     assert thresholds(engine) == (100, 100)
+    await asking
