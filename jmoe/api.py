@@ -237,7 +237,7 @@ def load(
     if checkpoint.is_native(directory):
         cfg, weights = checkpoint.load_native(directory, kind, check_weights)
         check_tokenizer(tokenizer, cfg, directory)
-        united = choose_ways(checkpoint.load_united(directory, cfg, finite), ways, name)
+        united = _united(directory, cfg, finite, ways, name)
         missing = num_united_slots(united)
         if missing > weights.num_united_slots:
             raise ValueError(f"{name} was saved without slots for ways {sorted(united)}")
@@ -246,11 +246,24 @@ def load(
     else:
         cfg = read_config(directory, allow_unknown_config=allow_unknown_config)
         check_tokenizer(tokenizer, cfg, directory)
-        united = choose_ways(checkpoint.load_united(directory, cfg, finite), ways, name)
+        united = _united(directory, cfg, finite, ways, name)
         home = _home(cfg, num_united_slots(united), mesh, placement)
         weights = checkpoint.load_hf(directory, cfg, kind, united, progress, check_weights, home)
     resident = ResidentWeights(weights, united, name, home)
     return Model(name, directory, cfg, kind, resident, tokenizer)
+
+
+def _united(
+    directory: Path,
+    cfg: ModelConfig,
+    finite: jnp.dtype | None,
+    ways: Sequence[int] | None,
+    name: str,
+) -> dict[int, UnitedExperts]:
+    """United experts to keep at hand. Raises CheckpointError, and ValueError as `choose_ways`."""
+    if ways is not None and not ways:
+        return {}
+    return choose_ways(checkpoint.load_united(directory, cfg, finite), ways, name)
 
 
 def check_dtype(dtype: str) -> jnp.dtype:
@@ -330,11 +343,8 @@ def save(model: Model, path: str | Path) -> None:
     directory = Path(path)
     table = model.table._replace(groups=jnp.full_like(model.table.groups, -1))
     checkpoint.save_native(directory, model.config, model.weights._replace(table=table))
-    for name in (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        checkpoint.UNITED_FILE,
-    ):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (model.path / name).exists():
             shutil.copyfile(model.path / name, directory / name)
+    if (model.path / checkpoint.UNITED_FILE).exists():
+        checkpoint.copy_united(model.path, directory)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from tokenizers import Tokenizer as Backend
 
+from jmoe.model_files import regular
 from jmoe.pieces import Pieces
 from jmoe.text_stream import TextStream
 
@@ -42,13 +43,13 @@ class Tokenizer:
                 )
             return None
         try:
-            backend = Backend.from_file(str(path))
+            backend = Backend.from_file(str(regular(path)))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{path} is not readable: {error}") from None
         settings = _settings(directory / "tokenizer_config.json")
         template = directory / "chat_template.jinja"
         if template.exists():
-            settings["chat_template"] = _text(template)
+            settings["chat_template"] = _own_text(template)
         settings["chat_template"] = _one_template(settings.get("chat_template"), directory)
         if chat_template:
             settings["chat_template"] = _checked_template(Path(chat_template))
@@ -164,11 +165,19 @@ def _text(path: Path) -> str:
         raise TokenizerError(f"{path} is not readable: {error}") from None
 
 
+def _own_text(path: Path) -> str:
+    """Of a file that the model's directory holds."""
+    try:
+        return _text(regular(path))
+    except OSError as error:
+        raise TokenizerError(f"{path} is not readable: {error}") from None
+
+
 def _settings(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        loaded = json.loads(_text(path))
+        loaded = json.loads(_own_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(loaded, dict):

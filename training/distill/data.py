@@ -156,6 +156,7 @@ def _fill(items: list[Encoded], length: int) -> list[list[Encoded]]:
 def digest(files: Sequence[Path]) -> str:
     """A hash of the files' contents, in order."""
     out = hashlib.sha256()
-    for file in files:
-        out.update(hashlib.sha256(file.read_bytes()).digest())
+    for path in files:
+        with path.open("rb") as file:
+            out.update(hashlib.file_digest(file, "sha256").digest())
     return out.hexdigest()
