@@ -17,6 +17,7 @@ from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
 from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots
 from jmoe.hub import locate
+from jmoe.numbers import integer
 from jmoe.parallel.home import Home
 from jmoe.parallel.placement import Placement, check, contiguous
 from jmoe.tokenizer import Tokenizer, TokenizerError
@@ -322,10 +323,11 @@ def choose_ways(
     """Those of the wanted ways; None: all. Raises ValueError for one that is not there."""
     if wanted is None:
         return found
+    wanted = [integer("a way", way) for way in wanted]
     lacking = [way for way in wanted if way not in found]
     if lacking:
         have = ", ".join(map(str, found)) or "none"
-        raise ValueError(f"ways are {list(wanted)}; {name} has united experts for: {have}")
+        raise ValueError(f"ways are {wanted}; {name} has united experts for: {have}")
     return {way: found[way] for way in wanted}
 
 

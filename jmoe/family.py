@@ -24,6 +24,7 @@ from jmoe.config import ConfigError, ModelConfig, read_config
 from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots, write_slots
 from jmoe.finite import seem_finite
 from jmoe.model_files import regular
+from jmoe.numbers import integer
 from jmoe.residuals import ByDifference, read_residuals
 from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, SharingError, read_sharing
 from jmoe.tokenizer import Tokenizer
@@ -148,6 +149,8 @@ def load_family(
     vocabulary, SharingError for a map of other models; then as `jmoe.load`.
     """
     kind = check_dtype(dtype)
+    resident_experts = integer("resident_experts", resident_experts)
+    spare_experts = integer("spare_experts", spare_experts)
     found, cfgs, tokenizers = check_family(
         directories, allow_unknown_config, revision, chat_template
     )
