@@ -1,5 +1,6 @@
 """Training data of a distillation: texts of files, packed into rows of tokens."""
 
+import codecs
 import hashlib
 import json
 import random
@@ -59,7 +60,7 @@ def _content(data: Path) -> str:
     except OSError as error:
         raise ValueError(f"cannot read data file {data}: {error}") from None
     try:
-        return raw.decode("utf-8")
+        return raw.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise ValueError(
@@ -69,6 +70,8 @@ def _content(data: Path) -> str:
 
 def _from_json(line: str, number: int, tokenizer: Tokenizer | None) -> Text:
     row = json.loads(line)
+    if "\\u" in line:  # half a surrogate pair is JSON, and no text
+        json.dumps(row, ensure_ascii=False).encode()
     if "messages" in row:
         return _from_messages(row["messages"], number, tokenizer)
     prompt, answer = row["prompt"], row.get("answer", "")
