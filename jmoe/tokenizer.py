@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as Backend
 
+from jmoe.model_files import read_text, regular
 from jmoe.pieces import Pieces
 from jmoe.text_stream import TextStream
 
@@ -46,7 +47,7 @@ class Tokenizer:
                 )
             return None
         try:
-            backend = Backend.from_file(str(path))
+            backend = Backend.from_file(str(regular(path)))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{path} is not readable: {error}") from None
         return cls(backend, read_settings(directory, chat_template))
@@ -149,8 +150,8 @@ def read_settings(directory: Path, chat_template: str | Path = "") -> dict[str, 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path)
+    except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} is not readable: {error}") from None
 
 

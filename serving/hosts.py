@@ -9,7 +9,11 @@ from pathlib import Path
 import jax
 
 from jmoe.api import resolve
-from jmoe.checkpoint import is_native
+from jmoe.checkpoint import UNITED_FILE, is_native, weights_digest
+from jmoe.config import CONFIG_FILES
+from jmoe.digests import file_digests
+from jmoe.model_files import regular
+from jmoe.parallel.probe import PROBE_FILE
 from serving.addresses import is_loopback
 from serving.cluster_secret import HOW_TO_MAKE_ONE, ClusterSecret
 from serving.config import EngineConfig
@@ -43,7 +47,8 @@ OWN = frozenset(
 def facts(config: EngineConfig) -> dict[str, str]:
     """Returns what must be equal in all processes, by name: settings but `OWN`, versions, files.
 
-    Weight files are compared by name and size, since reading whole checkpoints would take minutes.
+    The first start with a model reads all of its weights for it (`jmoe.digests`). Raises
+    CheckpointError, and SettingsError for files that cannot be read.
     """
     found = {}
     for name in keys(EngineConfig).keys() - OWN:
@@ -59,14 +64,15 @@ def facts(config: EngineConfig) -> dict[str, str]:
 
 
 def _fingerprint(directory: Path) -> str:
-    """Hashes a model's `config.json`, and the names and sizes of its weight files."""
-    digest = hashlib.sha256()
-    for path in sorted((directory).glob("*")):
-        if path.suffix == ".safetensors":
-            digest.update(f"{path.name} {path.stat().st_size}".encode())
-        elif path.name == "config.json":
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    """Hashes a model's configuration, its weights, and the united experts and probes beside it."""
+    names = (*CONFIG_FILES, UNITED_FILE, PROBE_FILE)
+    beside = [path for name in names if (path := directory / name).exists()]
+    try:
+        digests = file_digests(map(regular, beside))
+    except OSError as error:
+        raise SettingsError(f"engine.model cannot be read: {error}") from None
+    found = [weights_digest(directory), *(path.name for path in beside), *digests]
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
 
 
 def secret_of(config: EngineConfig) -> ClusterSecret | None:

@@ -231,12 +231,13 @@ def united_bytes(directory: Path) -> Mapping[int, int]:
     from safetensors import SafetensorError, safe_open
 
     from jmoe.checkpoint import UNITED_FILE, CheckpointError
+    from jmoe.model_files import regular
 
     path, ways = directory / UNITED_FILE, dict[int, int]()
     if not path.exists():
         return ways
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(regular(path), framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118
                 way = int(name.partition(".")[0].removeprefix("way"))
                 tensor = file.get_slice(name)

@@ -118,3 +118,18 @@ def test_all_settings_are_compared_but_those_that_are_a_processes_own():
     named = {name.removeprefix("engine.") for name in hosts.facts(load())}
     assert settings.keys(EngineConfig).keys() > hosts.OWN
     assert settings.keys(EngineConfig).keys() - named == hosts.OWN
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "united.safetensors", "config.json"])
+def test_a_bit_in_a_file_makes_it_another_model(tmp_path, name):
+    for file in ("model.safetensors", "united.safetensors", "config.json", "tokenizer.json"):
+        (tmp_path / file).write_bytes(bytes(100))
+
+    def told():
+        return hosts.facts(load(model=str(tmp_path)))["the model in engine.model"]
+
+    before = told()
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")  # process 0 alone reads it
+    assert told() == before
+    (tmp_path / name).write_bytes(bytes(99) + b"\1")  # as large
+    assert told() != before
