@@ -71,6 +71,7 @@ class Answer(Response):
         raw = await bodies.read(scope, receive, guard, bodies.max_bytes(engine.bounds))
         with guard.place():
             body = await bodies.parse(self._endpoint.request, raw, engine.bounds)
+            del raw  # not kept while it is answered
             number = number_of(body.model, engine.names)
             set_request_id(scope, body.request_id)
             if body.stream_options is not None and not body.stream:
