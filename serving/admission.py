@@ -99,19 +99,14 @@ class Admission:
         longest = max(1 if one is None else one.longest_token for one in self._tokenizers)
         vocab_size = 0 if family is None else family.config.vocab_size
         self.bounds = Bounds(most, most * longest, vocab_size, config.max_logprobs_per_call)
-        self._templates = self._make_templates()
+        self._templates: dict[tuple[object, ...], ChatTemplate] = {}
 
-    def _make_templates(self) -> list[ChatTemplate | None]:
-        """Makes each model's chat template; models that have the same one share it."""
-        found: list[ChatTemplate | None] = []
-        made: dict[tuple[object, ...], ChatTemplate] = {}
-        for one in self._tokenizers:
-            if one is None:
-                found.append(None)
-                continue
-            what = one.chat_template, *one.special_tokens.items()
-            found.append(made.setdefault(what, ChatTemplate(one, self.bounds)))
-        return found
+    def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
+        """Returns a model's chat template; models that have the same one share it."""
+        what = tokenizer.chat_template, *tokenizer.special_tokens.items()
+        if what not in self._templates:
+            self._templates[what] = ChatTemplate(tokenizer, self.bounds)
+        return self._templates[what]
 
     def tokenizer(self, request: Request) -> Tokenizer | None:
         """Returns the tokenizer of a request's model; None if that takes token ids only."""
@@ -272,9 +267,8 @@ class Admission:
         tokenized are cancelled.
         """
         self._thread.shutdown(wait=False, cancel_futures=True)
-        for limited in (*self._structures, *self._templates):
-            if limited is not None:
-                await limited.close()
+        for limited in (*self._structures, *self._templates.values()):
+            await limited.close()
 
     def _too_long(self, num_tokens: int, request: Request) -> InvalidRequest:
         new = request.sampling.max_new_tokens or 1
@@ -286,10 +280,8 @@ class Admission:
     async def _encode(self, tokenizer: Tokenizer, request: Request) -> list[int]:
         text, from_template = request.prompt, isinstance(request.prompt, Chat)
         if isinstance(text, Chat):
-            template = self._templates[request.model]
-            assert template is not None
             async with _in_time(request, "the chat was not rendered"):
-                text = await template.render(text)
+                text = await self._template(tokenizer).render(text)
         assert isinstance(text, str)
         encode = partial(tokenizer.encode, text, special_tokens=not from_template)
         try:

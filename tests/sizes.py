@@ -154,7 +154,6 @@ DEEP_TESTS = {
         for case in ("unshared", "shared", "attention_bias", "dense_layers")
     ),
     "tests/jmoe/test_mixed.py::test_layers_in_arrays_of_their_own_are_the_same_step",
-    "tests/serving/bench/test_demo.py::test_repeats_store_medians",
     "tests/pallas_kernels/test_grouped_gemm_quantized.py::"
     "test_slots_that_nobody_visits_are_not_read",
     "tests/serving/test_preemption.py::test_what_gave_way_answers_alike",

@@ -304,6 +304,6 @@ def _text(sections: Sequence[Section]) -> str:
     width = max(len(name) for _, rows in sections for name, _ in rows)
     blocks = []
     for heading, rows in sections:
-        lines = [f"{name:<{width}}  {value}".rstrip() for name, value in rows]
+        lines = [f"{name:<{width}}  {value}".rstrip() for name, value in rows if value != ""]
         blocks.append("\n".join([heading, *lines] if heading else lines))
     return "\n\n".join(blocks)

@@ -82,7 +82,7 @@ class CountingSetup(HttpSetup):
 
 
 def rendering(engine, usual: bool) -> LimitedProcess:
-    template = engine.admission._templates[0]
+    template = engine.admission._template(engine.family[0].tokenizer)
     return template._short if usual else template._other
 
 
