@@ -293,7 +293,7 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return "no samples" if math.isnan(value) else f"{value:.6f}".rstrip("0").rstrip(".")
     if isinstance(value, str | int | bool):
-        return str(value)
+        return str(value) or "none"
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {value[key]}" for key in sorted(value)) or "none"
     return ", ".join(map(str, value)) or "none"
@@ -304,6 +304,6 @@ def _text(sections: Sequence[Section]) -> str:
     width = max(len(name) for _, rows in sections for name, _ in rows)
     blocks = []
     for heading, rows in sections:
-        lines = [f"{name:<{width}}  {value}".rstrip() for name, value in rows if value != ""]
+        lines = [f"{name:<{width}}  {value}".rstrip() for name, value in rows]
         blocks.append("\n".join([heading, *lines] if heading else lines))
     return "\n\n".join(blocks)
