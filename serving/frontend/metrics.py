@@ -307,6 +307,14 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
         if not isnan(value):
             family.add_metric(labels, value)
     yield family
+    least = {"prefill": brownout.least_ttft_s, "decode": brownout.least_itl_s}
+    yield _family(
+        GaugeMetricFamily,
+        "objective_least_seconds",
+        "The shortest objective that can be kept, if the one that is set cannot; else 0",
+        "phase",
+        {phase: 0.0 if isnan(seconds) else seconds for phase, seconds in least.items()},
+    )
     times = engine.pace.times
     yield _gauge("step_time_error", "Mean relative error of expected step times", times.error)
 

@@ -176,7 +176,7 @@ def _controllers(engine: "Engine") -> list[str]:
 def now(server: "Server") -> dict[str, Any]:
     """Returns what is shown without a history: status, settings, models, workers."""
     engine = server.engine
-    found: dict[str, Any] = {"status": server.status, "failure": server.failure or ""}
+    found: dict[str, Any] = {"status": _word(server), "failure": server.failure or ""}
     if engine is None:
         return found | {"brownout": None, "models": [], "workers": [], "uptime_s": math.nan}
     return found | {
@@ -185,6 +185,18 @@ def now(server: "Server") -> dict[str, Any]:
         "workers": _workers(engine.runner),
         "uptime_s": engine.stats().uptime_s,
     }
+
+
+def _word(server: "Server") -> str:
+    """Returns the server's status; `overloaded` in place of `ready` if no threshold keeps the
+    objectives.
+    """
+    engine = server.engine
+    if engine is None or server.status != "ready":
+        return server.status
+    state = engine.get_brownout()
+    kept = math.isnan(state.least_ttft_s) and math.isnan(state.least_itl_s)
+    return "ready" if kept else "overloaded"
 
 
 def _models(engine: "Engine", metrics: "Metrics") -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 from urllib.request import Request, urlopen
 
@@ -153,6 +154,19 @@ def test_scrape_over_http() -> None:
     }
     assert {key: got[key] for key in expected} == expected
     assert ("jmoe_controller_p90_seconds", "prefill", "expected") not in got  # NaN: nothing is
+
+
+def test_the_least_objective_is_told_while_the_one_that_is_set_cannot_be_kept() -> None:
+    metrics = busy()
+    assert least_objectives(metrics) == {"prefill": 0.0, "decode": 0.0}
+    metrics.engine.brownout = replace(metrics.engine.brownout, least_itl_s=0.008)
+    assert least_objectives(metrics) == {"prefill": 0.0, "decode": 0.008}
+
+
+def least_objectives(metrics: Metrics) -> dict[str, float]:
+    name = "jmoe_objective_least_seconds"
+    samples = next(family.samples for family in metrics.collect() if family.name == name)
+    return {sample.labels["phase"]: sample.value for sample in samples}
 
 
 def test_speed_is_that_of_the_first_scrape_over_that_of_now() -> None:
