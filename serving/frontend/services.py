@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import NotFound
-from serving.frontend import access, brownout, convert, kserve
+from serving.frontend import access, brownout, convert
 from serving.frontend.outputs import noted
 from serving.frontend.tracing import trace_headers
 from serving.proto.inference import inference_pb2

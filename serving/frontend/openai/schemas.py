@@ -133,7 +133,6 @@ class Sampled(Strict):
         pattern=REQUEST_ID,
     )
 
-
     def name_of(self, param: str) -> str:
         """Returns this body's name of a field of `Request` or `SamplingParams`."""
         if param == "structure":
