@@ -8,6 +8,7 @@ the KV pages.
 import asyncio
 import math
 import random
+import sys
 from collections import Counter, deque
 from collections.abc import Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
@@ -185,7 +186,7 @@ class Admission:
         name = "request_id"
         check_count(f"characters of {name}", len(request.request_id), MAX_REQUEST_ID_CHARS, name)
         if timeout_s is not None and not (
-            isinstance(timeout_s, int | float) and abs(timeout_s) < math.inf
+            isinstance(timeout_s, int | float) and abs(timeout_s) <= sys.float_info.max
         ):
             raise InvalidRequest(
                 f"timeout_s is {shown(timeout_s)}; it must be a number of seconds", "timeout_s"

@@ -3,6 +3,7 @@
 import enum
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -191,7 +192,7 @@ def _whole(value: object, least: int, below: int = 2**63) -> bool:
 
 
 def _real(value: object) -> bool:
-    return isinstance(value, Real) and -math.inf < value < math.inf  # type: ignore[operator]
+    return isinstance(value, Real) and abs(value) <= sys.float_info.max
 
 
 def check_count(what: str, count: int, most: int, param: str | None = None) -> None:

@@ -29,7 +29,7 @@ KEEP_ALIVE_S = 75
 """How long a connection may be idle between requests. Longer than clients keep idle connections, so
 that usually the client closes first.
 """
-PROBE_S, MAX_PROBE_S = 0.25, 5.0
+PROBE_S, MAX_PROBE_S = 0.1, 5.0
 """How long after a client has closed its side to ask whether it is still there: at first, and at
 most. Each time doubles it.
 """
@@ -94,8 +94,8 @@ class BoundedHttp(HttpToolsProtocol):
     def _probe(self, after_s: float) -> None:
         """Closes the connection if the client, which has closed its side, has left.
 
-        The interim response asks for that: the machine of a client that has left refuses it, which
-        the next call sees. Clients must ignore interim responses.
+        An interim response, or a comment in a stream of events, asks for that: the machine of a
+        client that has left refuses it, which the next call sees. Clients must ignore both.
         """
         if self.transport.is_closing():
             return
@@ -104,8 +104,11 @@ class BoundedHttp(HttpToolsProtocol):
         if polled.poll(0):  # an error, or closed on both sides
             self.transport.abort()
             return
-        if self._running is not None and not self._running.response_started:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        if self._running is not None and not self.flow.write_paused:
+            if not self._running.response_started:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            elif self._running.scope["state"].get("streams_events"):
+                self.transport.write(b"3\r\n:\n\n\r\n")  # a chunk
         after_s = min(2 * after_s, MAX_PROBE_S)
         self.loop.call_later(after_s, self._probe, after_s)
 

@@ -95,7 +95,9 @@ def _parsed[Parsed: BaseModel](model: type[Parsed], body: bytes, bounds: Bounds)
     try:  # also refuses a key that is given twice, and anything nested 200 deep
         found = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True)
     except ValueError as error:
-        raise HttpError(f"the body is no JSON: {error}; send one JSON object") from None
+        raise HttpError(
+            f"the body cannot be read: {error}; send one JSON object, with each key once"
+        ) from None
     if not isinstance(found, dict):
         kind = type(found).__name__
         raise HttpError(f"the body is a JSON {kind}; send one JSON object")

@@ -65,7 +65,12 @@ class Door:
             if not started:
                 started = True
                 told = (b"x-request-id", request_id_of(scope).encode())
-                message = {**message, "headers": [*message["headers"], told]}
+                headers = message["headers"]
+                # Beside them, `bounded_http` may write comments.
+                scope["state"]["streams_events"] = any(
+                    value.startswith(b"text/event-stream") for _, value in headers
+                )
+                message = {**message, "headers": [*headers, told]}
             elif not message.get("more_body"):
                 ended = True
             return send(message)

@@ -146,13 +146,13 @@ async def _read_change(request: Request, timeout_s: float) -> BrownoutChange:
     except ClientDisconnect:
         raise ClientLeft("the client left before its change was there") from None
     try:
+        change = _CHANGE.validate_json(bytes(body), strict=True, extra="forbid")
         jiter.from_json(bytes(body), catch_duplicate_keys=True)
-    except ValueError as error:
-        raise InvalidRequest(f"the change is no JSON: {error}; send one JSON object") from None
-    try:
-        return _CHANGE.validate_json(bytes(body), strict=True, extra="forbid")
+        return change
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+    except ValueError as error:
+        raise InvalidRequest(f"the change: {error}; send each field once") from None
     if not first["loc"]:
         raise InvalidRequest(
             f"the change is {shown(bytes(body))}; it must be a JSON object with some of: "

@@ -91,6 +91,7 @@ async def test_where_logits_cannot_be_changed_that_is_said(settings, where, aske
         ([1] * 1900, {"max_new_tokens": 1}, {}, TooLong, "prompt"),
         ([], {}, {}, InvalidRequest, "prompt"),
         ([-1], {}, {}, InvalidRequest, "prompt"),
+        ([10**400], {}, {}, InvalidRequest, "prompt"),
         ([[1]], {}, {}, InvalidRequest, "prompt"),
         ("text", {}, {}, InvalidRequest, "prompt"),
         (5, {}, {}, InvalidRequest, "prompt"),
@@ -109,7 +110,8 @@ async def test_what_cannot_be_served_is_said_by_its_field(
     request = Request(**{"request_id": "a", "prompt": prompt, **options})
     try:
         with pytest.raises(InvalidRequest) as caught:
-            await admission.sequence(replace(request, sampling=SamplingParams(**asked)), 0.0)
+            sampling = SamplingParams(**{"max_new_tokens": 1, **asked})
+            await admission.sequence(replace(request, sampling=sampling), 0.0)
     finally:
         await admission.close()
     assert (type(caught.value), caught.value.param) == (error, param)
