@@ -1,7 +1,5 @@
 """What a gRPC request asks of its tokens arrives as it was meant, and what comes back does, too."""
 
-from dataclasses import replace
-
 import pytest
 from served import CODE, collect, failure, request, serving
 
@@ -107,11 +105,11 @@ async def test_what_cannot_be_served_is_said_by_its_field(
     prompt, asked, options, error, param
 ) -> None:
     admission = Admission(EngineConfig(), Limits(4, 8, 16, 32, 4), None)
-    request = Request(**{"request_id": "a", "prompt": prompt, **options})
+    sampling = SamplingParams(**{"max_new_tokens": 1, **asked})
+    request = Request(**{"request_id": "a", "prompt": prompt, "sampling": sampling, **options})
     try:
         with pytest.raises(InvalidRequest) as caught:
-            sampling = SamplingParams(**{"max_new_tokens": 1, **asked})
-            await admission.sequence(replace(request, sampling=sampling), 0.0)
+            await admission.sequence(request, 0.0)
     finally:
         await admission.close()
     assert (type(caught.value), caught.value.param) == (error, param)
