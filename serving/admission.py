@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import random
+import sys
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from serving.errors import (
     InvalidRequest,
     Overloaded,
     RequestFailed,
+    TooLong,
     shown,
 )
 from serving.plan import Limits
@@ -146,7 +148,9 @@ class Admission:
     async def _matcher(self, request: Request, structure: Structure) -> Matcher:
         """Makes the matcher of a structured output, within the request's timeout."""
         if not self._structures:
-            raise InvalidRequest("structured output needs a model; this engine runs without one")
+            raise InvalidRequest(
+                "structured output needs a model; this engine runs without one", "structure"
+            )
         async with _in_time(request, "the structure was not read"):
             return await self._structures[request.model].matcher(structure)
 
@@ -182,25 +186,29 @@ class Admission:
         """Checks sizes and types only. Raises InvalidRequest for what can never be served."""
         bounds, prompt, timeout_s = self.bounds, request.prompt, request.timeout_s
         tokenizer = self.tokenizer(request)
-        check_count("characters of request_id", len(request.request_id), MAX_REQUEST_ID_CHARS)
+        name = "request_id"
+        check_count(f"characters of {name}", len(request.request_id), MAX_REQUEST_ID_CHARS, name)
         if timeout_s is not None and not (
-            isinstance(timeout_s, int | float) and math.isfinite(timeout_s)
+            isinstance(timeout_s, int | float) and abs(timeout_s) <= sys.float_info.max
         ):
-            raise InvalidRequest(f"timeout_s is {shown(timeout_s)}; it must be a number of seconds")
+            raise InvalidRequest(
+                f"timeout_s is {shown(timeout_s)}; it must be a number of seconds", "timeout_s"
+            )
         if isinstance(prompt, str | Chat):
             if tokenizer is None:
-                raise InvalidRequest("this model has no tokenizer; send token ids")
+                raise InvalidRequest("this model has no tokenizer; send token ids", "prompt")
             if isinstance(prompt, Chat):
-                check_count("messages", len(prompt.messages), bounds.max_prompt_tokens)
+                num_messages = len(prompt.messages)
+                check_count("messages", num_messages, bounds.max_prompt_tokens, "prompt")
             bounds.check_chars(_num_chars(prompt))
         elif isinstance(prompt, bytes) or not isinstance(prompt, Sized):
             kind = type(prompt).__name__
-            raise InvalidRequest(f"the prompt is of type {kind}; send text or token ids")
+            raise InvalidRequest(f"the prompt is of type {kind}; send text or token ids", "prompt")
         elif len(prompt) > bounds.max_prompt_tokens:
             raise self._too_long(len(prompt), request)
         self._check_shaping(request.sampling)
         if request.sampling.stop and tokenizer is None:
-            raise InvalidRequest("stop strings need a tokenizer; this model has none")
+            raise InvalidRequest("stop strings need a tokenizer; this model has none", "stop")
         self._check_tokens("stop_token_ids", request.sampling.stop_token_ids)
         self._check_tokens("logit_bias", [token for token, _ in request.sampling.logit_bias])
 
@@ -210,7 +218,8 @@ class Admission:
             if token < 0 or (vocab_size and token >= vocab_size):
                 raise InvalidRequest(
                     f"{name} has {shown(token)}, which is no token of this model; "
-                    f"ids are between 0 and {vocab_size - 1}"
+                    f"ids are between 0 and {vocab_size - 1}",
+                    name,
                 )
 
     def _check_shaping(self, sampling: SamplingParams) -> None:
@@ -232,7 +241,7 @@ class Admission:
         else:
             tokens = _ids(prompt)
         if not tokens:
-            raise InvalidRequest("the prompt is empty; send at least one token")
+            raise InvalidRequest("the prompt is empty; send at least one token", "prompt")
         return tokens
 
     def fitted(self, request: Request, tokens: list[int]) -> Request:
@@ -255,11 +264,14 @@ class Admission:
         limits, vocab = self._limits, self.bounds.vocab_size
         wrong = next((t for t in tokens if t < 0 or (vocab and t >= vocab)), None)
         if wrong is not None:
-            raise InvalidRequest(f"token {shown(wrong)} is outside the vocabulary of {vocab}")
-        if limits.pages_for(total) > limits.pages_per_rank:
             raise InvalidRequest(
+                f"token {shown(wrong)} is outside the vocabulary of {vocab}", "prompt"
+            )
+        if limits.pages_for(total) > limits.pages_per_rank:
+            raise TooLong(
                 f"{total} positions need {limits.pages_for(total)} KV pages; "
-                f"this server has {limits.pages_per_rank}"
+                f"this server has {limits.pages_per_rank}",
+                _longer(len(tokens), limits.pages_per_rank * limits.page_size),
             )
 
     async def close(self) -> None:
@@ -270,11 +282,12 @@ class Admission:
         for limited in (*self._structures, *self._templates.values()):
             await limited.close()
 
-    def _too_long(self, num_tokens: int, request: Request) -> InvalidRequest:
-        new = request.sampling.max_new_tokens or 1
-        return InvalidRequest(
+    def _too_long(self, num_tokens: int, request: Request) -> TooLong:
+        new, most = request.sampling.max_new_tokens or 1, self._config.max_model_len
+        return TooLong(
             f"prompt ({num_tokens} tokens) and max_new_tokens ({new}) make {num_tokens + new} "
-            f"positions; this server has {self._config.max_model_len}"
+            f"positions; this server has {most}",
+            _longer(num_tokens, most),
         )
 
     async def _encode(self, tokenizer: Tokenizer, request: Request) -> list[int]:
@@ -292,7 +305,7 @@ class Admission:
         except NOT_OURS:
             raise
         except Exception as error:  # e.g. an unpaired surrogate that a library refuses
-            raise InvalidRequest(f"the prompt cannot be tokenized: {error}") from None
+            raise InvalidRequest(f"the prompt cannot be tokenized: {error}", "prompt") from None
         except BaseException as error:  # a panic of an extension module is no Exception
             raise RequestFailed(f"the tokenizer failed: {error}") from None
 
@@ -309,6 +322,11 @@ async def _in_time(request: Request, what: str) -> AsyncIterator[None]:
         ) from None
 
 
+def _longer(num_tokens: int, num_positions: int) -> str:
+    """Returns which of a prompt of so many tokens and its output must be shorter."""
+    return "prompt" if num_tokens >= num_positions else "max_new_tokens"
+
+
 def _num_chars(prompt: str | Chat) -> int:
     return prompt.num_chars if isinstance(prompt, Chat) else len(prompt)
 
@@ -319,5 +337,7 @@ def _ids(prompt: Sequence[int]) -> list[int]:
     except (ValueError, TypeError, OverflowError):
         array = None  # rows of different lengths, for one
     if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidRequest(f"the prompt is {shown(prompt)}; send text or one list of token ids")
+        raise InvalidRequest(
+            f"the prompt is {shown(prompt)}; send text or one list of token ids", "prompt"
+        )
     return array.tolist()

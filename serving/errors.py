@@ -33,6 +33,15 @@ class ServingError(Exception):
 class InvalidRequest(ServingError):
     """The request can never be served as it is: INVALID_ARGUMENT."""
 
+    def __init__(self, message: str, param: str | None = None) -> None:
+        """`param` is the field at fault, of `Request` or `SamplingParams`, if it is one field."""
+        super().__init__(message)
+        self.param = param
+
+
+class TooLong(InvalidRequest):
+    """Prompt and output have more positions than the server has: INVALID_ARGUMENT."""
+
 
 class RequestFailed(ServingError):
     """The server failed this request alone; others go on: INTERNAL."""
@@ -80,3 +89,7 @@ class QueuedTooLong(DeadlineExceeded):
 
 class Aborted(ServingError):
     """The request was aborted by its caller or by an engine that stopped: CANCELLED."""
+
+
+class ClientLeft(Aborted):
+    """The client cancelled its request or closed its connection: CANCELLED."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from serving.errors import InvalidRequest, NotFound, shown
+from serving.errors import InvalidRequest, NotFound, TooLong, shown
 
 MAX_STOP_STRINGS, MAX_STOP_CHARS = 64, 1024
 MAX_STOP_TOKEN_IDS = 1024
@@ -49,19 +49,21 @@ class Bounds:
             )
 
     def check_chars(self, count: int) -> None:
-        """Raises InvalidRequest for a text that cannot fit."""
+        """Raises TooLong for a text that cannot fit."""
         if count > self.max_prompt_chars:
-            raise InvalidRequest(
+            raise TooLong(
                 f"the prompt has {count} characters; {self.max_prompt_tokens} tokens, this "
-                f"server's longest prompt, have {self.max_prompt_chars} at most"
+                f"server's longest prompt, have {self.max_prompt_chars} at most",
+                "prompt",
             )
 
     def check_tokens(self, count: int) -> None:
-        """Raises InvalidRequest for token ids that cannot fit."""
+        """Raises TooLong for token ids that cannot fit."""
         if count > self.max_prompt_tokens:
-            raise InvalidRequest(
+            raise TooLong(
                 f"the prompt has {count} tokens; this server's longest prompt has "
-                f"{self.max_prompt_tokens}"
+                f"{self.max_prompt_tokens}",
+                "prompt",
             )
 
 
@@ -89,7 +91,8 @@ class Structure:
 
     def __post_init__(self) -> None:
         """Checks the size only; `serving.structure` parses the text."""
-        check_count(f"characters of a {self.kind}", len(self.text), MAX_STRUCTURE_CHARS)
+        what = f"characters of a {self.kind}"
+        check_count(what, len(self.text), MAX_STRUCTURE_CHARS, "structure")
 
     @classmethod
     def one_of(cls, texts: Sequence[str]) -> "Structure":
@@ -98,7 +101,9 @@ class Structure:
         Raises InvalidRequest if one is empty.
         """
         if not all(texts):
-            raise InvalidRequest("choice has an empty text; each must have a character at least")
+            raise InvalidRequest(
+                "choice has an empty text; each must have a character at least", "structure"
+            )
         return cls(StructureKind.REGEX, "|".join(_META.sub(r"\\\g<0>", text) for text in texts))
 
 
@@ -140,13 +145,14 @@ class SamplingParams:
         seed_fits = self.seed is None or _whole(self.seed, 0, 2**64)
         _check(seed_fits, "seed", self.seed, "a 64-bit number")
         self._check_shaping()
-        check_count("stop strings", len(self.stop), MAX_STOP_STRINGS)
-        check_count("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
+        check_count("stop strings", len(self.stop), MAX_STOP_STRINGS, "stop")
+        name = "stop_token_ids"
+        check_count(name, len(self.stop_token_ids), MAX_STOP_TOKEN_IDS, name)
         for text in self.stop:
             _check(isinstance(text, str) and text != "", "stop", text, "a string, not empty")
-            check_count("characters of a stop string", len(text), MAX_STOP_CHARS)
+            check_count("characters of a stop string", len(text), MAX_STOP_CHARS, "stop")
         for token in self.stop_token_ids:
-            _check(isinstance(token, Integral), "a stop token", token, "an integer")
+            _check(isinstance(token, Integral), name, token, "an integer", "a stop token")
 
     def num_logprobs(self, prompt_tokens: int, most_new: int) -> int:
         """Returns the most log-probabilities that the answer to a prompt of this many tokens can
@@ -160,7 +166,8 @@ class SamplingParams:
         if self.structure is not None and self.ignore_eos:
             raise InvalidRequest(
                 "ignore_eos is set beside a structured output, which ends where its structure "
-                "does; leave one out"
+                "does; leave one out",
+                "ignore_eos",
             )
         top = self.top_logprobs
         most = f"a whole number up to {MAX_TOP_LOGPROBS}"
@@ -172,11 +179,12 @@ class SamplingParams:
         penalty = self.repetition_penalty
         in_range = _real(penalty) and 0 < penalty <= 100
         _check(in_range, "repetition_penalty", penalty, "above 0 and at most 100")
-        check_count("tokens in logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES)
+        name = "logit_bias"
+        check_count(f"tokens in {name}", len(self.logit_bias), MAX_LOGIT_BIASES, name)
         for token, bias in self.logit_bias:
-            _check(isinstance(token, Integral), "a token of logit_bias", token, "an integer")
+            _check(isinstance(token, Integral), name, token, "an integer", f"a token of {name}")
             in_range = _real(bias) and -100 <= bias <= 100
-            _check(in_range, f"logit_bias of {token}", bias, "between -100 and 100")
+            _check(in_range, name, bias, "between -100 and 100", f"{name} of {token}")
 
     @property
     def shapes(self) -> bool:
@@ -195,9 +203,10 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
-def _check(holds: bool, name: str, value: object, wanted: str) -> None:
+def _check(holds: bool, name: str, value: object, wanted: str, what: str = "") -> None:
+    """`what` is the part of the field `name` that is checked; by default, all of it."""
     if not holds:
-        raise InvalidRequest(f"{name} is {shown(value)}; it must be {wanted}")
+        raise InvalidRequest(f"{what or name} is {shown(value)}; it must be {wanted}", name)
 
 
 def _whole(value: object, least: int, below: int = 2**63) -> bool:
@@ -205,13 +214,13 @@ def _whole(value: object, least: int, below: int = 2**63) -> bool:
 
 
 def _real(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    return isinstance(value, Real) and abs(value) <= sys.float_info.max
 
 
-def check_count(what: str, count: int, most: int) -> None:
+def check_count(what: str, count: int, most: int, param: str | None = None) -> None:
     """Raises InvalidRequest for more than a request may carry; call it before copying."""
     if count > most:
-        raise InvalidRequest(f"number of {what} is {count}; it must be {most} at most")
+        raise InvalidRequest(f"number of {what} is {count}; it must be {most} at most", param)
 
 
 def number_of(model: str, names: Sequence[str]) -> int:

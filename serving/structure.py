@@ -81,10 +81,13 @@ class Matcher:
         if self._left_s < 0:
             raise InvalidRequest(
                 f"the structure takes more than {1e3 * SHARE_S:g} ms a token, in which all others "
-                "wait; simplify it"
+                "wait; simplify it",
+                "structure",
             )
         if not allowed.any():
-            raise InvalidRequest("no token of this model continues the structure; loosen it")
+            raise InvalidRequest(
+                "no token of this model continues the structure; loosen it", "structure"
+            )
 
     def _failed(self) -> None:
         from serving.grammars import said
@@ -92,8 +95,8 @@ class Matcher:
         self._forget()
         why = said(self._matcher.get_error())
         if self._matcher.stop_reason() in _COMPLEX:
-            raise InvalidRequest(f"the structure is too complex: {why}; simplify it")
-        raise InvalidRequest(f"the structure cannot be followed: {why}")
+            raise InvalidRequest(f"the structure is too complex: {why}; simplify it", "structure")
+        raise InvalidRequest(f"the structure cannot be followed: {why}", "structure")
 
 
 class Structures:
@@ -118,7 +121,9 @@ class Structures:
         """
         if self._tokenizer is None or not self._eos:
             what = "tokenizer" if self._tokenizer is None else "end-of-sequence token"
-            raise InvalidRequest(f"a structured output needs a {what}; this model has none")
+            raise InvalidRequest(
+                f"a structured output needs a {what}; this model has none", "structure"
+            )
         if self.num_waiting >= MAX_WAITING:
             raise Overloaded(
                 f"{MAX_WAITING} requests wait until their structures are read; try again later",
@@ -231,4 +236,4 @@ def allowed_tokens(
 
 def _unreadable(structure: Structure, why: str) -> InvalidRequest:
     kind = structure.kind.replace("_", " ")
-    return InvalidRequest(f"the {kind} {shown(structure.text)} cannot be used: {why}")
+    return InvalidRequest(f"the {kind} {shown(structure.text)} cannot be used: {why}", "structure")

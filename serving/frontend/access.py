@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from threading import Lock
 
 from serving.errors import Overloaded, PermissionDenied, Unauthenticated, shown
 from serving.frontend import keys
@@ -183,10 +182,9 @@ class Access(Watched[dict[str, Key]]):
 
     def __init__(self, path: Path | None = None, clock: Clock = time.monotonic_ns) -> None:
         """Reads the file. Raises SettingsError for one that cannot be used."""
-        self.num_unauthenticated = 0
         self.callers: dict[str, Caller] = {}  # by name; replaced, never changed, like the next
         self._by_digest: dict[bytes, tuple[bytes, Caller]] = {}
-        self._path, self._clock, self._lock = path, clock, Lock()
+        self._path, self._clock = path, clock
         super().__init__("keys", [] if path is None else [path])
         if path is not None:
             self.use(self.read())
@@ -208,8 +206,6 @@ class Access(Watched[dict[str, Key]]):
         stored, caller = self._by_digest.get(found, (_NOBODY, ANYBODY))
         is_known = hmac.compare_digest(found, stored)
         if not (is_known and scheme.lower() == "bearer"):
-            with self._lock:
-                self.num_unauthenticated += 1
             raise Unauthenticated(_UNAUTHENTICATED)
         return caller
 

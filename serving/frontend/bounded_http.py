@@ -4,6 +4,7 @@ uvicorn's httptools protocol has none of these. The application limits the size 
 """
 
 import asyncio
+import select
 import socket
 import sys
 from collections.abc import Callable
@@ -28,6 +29,10 @@ KEEP_ALIVE_S = 75
 """How long a connection may be idle between requests. Longer than clients keep idle connections, so
 that usually the client closes first.
 """
+PROBE_S, MAX_PROBE_S = 0.1, 5.0
+"""How long after a client has closed its side to ask whether it is still there: at first, and at
+most. Each time doubles it.
+"""
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,11 @@ class HttpLimits:
 class BoundedHttp(HttpToolsProtocol):
     """A connection that is closed if its client sends too much, or too slowly."""
 
-    def __init__(self, *args: Any, limits: HttpLimits, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, limits: HttpLimits, refused: Callable[[int], None], **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._limits = limits
+        self._limits, self._count_refused = limits, refused
         self._header_bytes = 0  # size of the request line, headers and trailers
         self._unheard_bytes = 0  # since the parser's last callback; it buffers incomplete lines
         self._in_headers = True  # also before a request's first byte
@@ -66,6 +73,44 @@ class BoundedHttp(HttpToolsProtocol):
         if found is not None:  # detects a client that vanished without closing
             found.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._start_clock()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the connection open for the answers to whole requests; otherwise closes it.
+
+        A client that has closed its side for writing and one that has closed its socket look the
+        same until something is sent. An encrypted connection cannot be closed on one side.
+        """
+        whole = self.cycle is not None and not self.cycle.more_body and self._in_headers
+        waits = whole and not self.cycle.response_complete and not self._refused
+        if not waits or self._unheard_bytes or self.scheme == "https":
+            return False
+        if self.cycle.scope["http_version"] != "1.1":  # may not be sent what `_probe` sends
+            return False
+        if self.cycle.keep_alive:  # else this was called before
+            self.cycle.keep_alive = False
+            self.loop.call_later(PROBE_S, self._probe, PROBE_S)
+        return True
+
+    def _probe(self, after_s: float) -> None:
+        """Closes the connection if the client, which has closed its side, has left.
+
+        An interim response, or a comment in a stream of events, asks for that: the machine of a
+        client that has left refuses it, which the next call sees. Clients must ignore both.
+        """
+        if self.transport.is_closing():
+            return
+        polled = select.poll()
+        polled.register(self.transport.get_extra_info("socket").fileno(), 0)
+        if polled.poll(0):  # an error, or closed on both sides
+            self.transport.abort()
+            return
+        if self._running is not None and not self.flow.write_paused:
+            if not self._running.response_started:
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            elif self._running.scope["state"].get("streams_events"):
+                self.transport.write(b"3\r\n:\n\n\r\n")  # a chunk
+        after_s = min(2 * after_s, MAX_PROBE_S)
+        self.loop.call_later(after_s, self._probe, after_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
@@ -213,6 +258,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _refuse(self, status: int, code: str, message: str) -> None:
         """Responds without calling the application, and closes the connection."""
         self._refused = True
+        self._count_refused(status)
         self._stop_clock()
         running = self._running
         if not self._in_headers and self.cycle is not None and self.cycle.response_complete:
@@ -239,10 +285,15 @@ def _leave(cycle: RequestResponseCycle) -> None:
     cycle.message_event.set()
 
 
-def bounded_http(limits: HttpLimits) -> Callable[..., asyncio.Protocol]:
-    """Returns a factory with which uvicorn makes the protocol of each connection."""
+def bounded_http(
+    limits: HttpLimits, refused: Callable[[int], None]
+) -> Callable[..., asyncio.Protocol]:
+    """Returns a factory with which uvicorn makes the protocol of each connection.
+
+    `refused` is told the status of each request that is answered without the application.
+    """
 
     def protocol(*args: Any, **kwargs: Any) -> BoundedHttp:
-        return BoundedHttp(*args, limits=limits, **kwargs)
+        return BoundedHttp(*args, limits=limits, refused=refused, **kwargs)
 
     return protocol

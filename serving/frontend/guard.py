@@ -19,6 +19,7 @@ import grpc
 
 from serving.errors import (
     Aborted,
+    ClientLeft,
     DeadlineExceeded,
     InvalidRequest,
     NotFound,
@@ -97,18 +98,21 @@ class Guard(grpc.aio.ServerInterceptor):
         max_message_bytes: Callable[[str], int] = lambda method: SMALL_MESSAGE_BYTES,
         lasting: Collection[str] = (),
         identify: Callable[[str, str | None], Caller] = lambda method, authorization: ANYBODY,
+        ended: Callable[[str, str], None] = lambda method, code: None,
     ) -> None:
         """All callbacks get the method as `/package.Service/Method`.
 
         `identify` and then `admit` are called before a message is received, and may raise the error
         to report to the client. `identify` also gets the call's `authorization` metadata, and is
         not called for the health service. `max_message_bytes` is asked before a message is parsed.
+        `ended` is told of every call that has ended, with its status code's name; of methods that
+        do not exist as `other`.
         `lasting` are the methods that take a long-lived stream of requests (`Streams`).
         """
         self.limits = limits
         self.num_calls = self.num_streams = 0
         self._admit, self._max_message_bytes = admit, max_message_bytes
-        self._identify = identify
+        self._identify, self.ended = identify, ended
         # Health has its own inbox, so that callers of other services cannot block it.
         self.inbox, self._health_inbox = (
             Inbox(limits.max_receiving, 4 * limits.max_calls, limits.message_timeout_s)
@@ -144,7 +148,8 @@ class Guard(grpc.aio.ServerInterceptor):
         if method not in self._wrapped:
             handler = await continuation(handler_call_details)
             if handler is None:
-                return handler  # UNIMPLEMENTED
+                self.ended("other", grpc.StatusCode.UNIMPLEMENTED.name)
+                return handler
             self._wrapped[method] = self._wrap(method, handler)
         return self._wrapped[method]
 
@@ -241,7 +246,8 @@ class Guard(grpc.aio.ServerInterceptor):
         if count > self.limits.max_calls:
             raise InvalidRequest(
                 f"the call asks for {count} answers, and this server works on "
-                f"{self.limits.max_calls} at once (max_concurrent_calls); ask for fewer"
+                f"{self.limits.max_calls} at once (max_concurrent_calls); ask for fewer",
+                "n",
             )
 
     @contextlib.contextmanager
@@ -272,16 +278,36 @@ class Guard(grpc.aio.ServerInterceptor):
     @contextlib.asynccontextmanager
     async def _answering(self, method: str, context: Any) -> AsyncIterator[None]:
         """Turns exceptions raised in the block into a gRPC status."""
+        with self.counting(method, context) as end:
+            try:
+                yield
+            except Exception as error:
+                code, said, trailing = self.tell(method, context, error)
+                end(code)
+                await context.abort(code, said, trailing)
+
+    @contextlib.contextmanager
+    def counting(self, method: str, context: Any) -> Iterator[Callable[[grpc.StatusCode], None]]:
+        """Counts a call that ends with the block, as OK or with the code that the block reports."""
+        code = grpc.StatusCode.OK
+
+        def end(with_code: grpc.StatusCode) -> None:
+            nonlocal code
+            code = with_code
+
         try:
-            yield
-        except grpc.aio.AbortError:
+            yield end
+        except asyncio.CancelledError:
+            is_late = context.time_remaining() == 0
+            end(grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED)
             raise
-        except Exception as error:
-            code, said, trailing = self.tell(method, context, error)
-            await context.abort(code, said, trailing)
+        finally:
+            self.ended(method, code.name)
 
     def tell(self, method: str, context: Any, error: Exception) -> Told:
         """Notes an error, and returns how it is reported to the client."""
+        if isinstance(error, grpc.aio.BaseError):  # no message can be sent on a call that has ended
+            error = ClientLeft("the client left before its answer was whole")
         self.note(method, context.peer(), error)
         # The error may outlive its call until the next garbage collection, in a cycle of gRPC's
         # context and the exception that `abort` raises: let no message be among its frames.

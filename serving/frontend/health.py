@@ -3,11 +3,10 @@
 import asyncio
 from typing import Any
 
-import grpc
 from grpc_health.v1 import health_pb2 as pb
 from grpc_health.v1 import health_pb2_grpc as rpc
 
-from serving.errors import Overloaded, shown
+from serving.errors import NotFound, Overloaded, shown
 
 MAX_WATCHERS = 256
 
@@ -53,11 +52,9 @@ class Health(rpc.HealthServicer):
         return states(status=states.SERVING if self.is_serving else states.NOT_SERVING)
 
     async def Check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
-        """Returns the current status. Aborts with NOT_FOUND for an unknown name."""
+        """Returns the current status. Raises NotFound for an unknown name."""
         if request.service not in self._names:
-            await context.abort(
-                grpc.StatusCode.NOT_FOUND, f"no service is named {shown(request.service)}"
-            )
+            raise NotFound(f"no service is named {shown(request.service)}")
         return self._answer(request.service)
 
     async def List(self, request: Any, context: Any) -> Any:

@@ -30,8 +30,3 @@ def collect_keys(prefix: str, access: "Access | None") -> Iterator[Metric]:
         for reason, count in caller.refused.items():
             refused.add_metric([caller.name, reason], count)
     yield refused
-    yield CounterMetricFamily(
-        f"{prefix}unauthenticated",
-        "Calls without a key that is known",
-        value=access.num_unauthenticated,
-    )

@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Callable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import grpc
+
 from serving.errors import InvalidRequest, ServingError, shown
 from serving.frontend import kserve_tensors
 from serving.frontend.guard import authorization, cut
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 INFER, STREAM_INFER = f"/{SERVICE}/ModelInfer", f"/{SERVICE}/ModelStreamInfer"
+STREAM_REQUEST = f"{STREAM_INFER}/request"
+"""How requests of a stream are counted, apart from the stream itself."""
 MAX_UNDER_WAY = 128
 """Concurrent requests of one stream; the next message is read when one of them has ended."""
 
@@ -219,8 +223,8 @@ class _InferStream:
                     request = await anext(self._messages, None)
                 except InvalidRequest as error:  # not a valid request, so it has no id
                     self._free.release()
-                    with self._messages.request():  # not idle until the client reads this
-                        await self._tell(error, "")
+                    with self._messages.request(), self._counting() as end:
+                        await self._tell(error, "", end)  # not idle until the client reads this
                 except ServingError as error:
                     ended = error
                 else:
@@ -232,26 +236,36 @@ class _InferStream:
 
     async def _answer(self, request: pb.ModelInferRequest) -> None:
         try:
-            with self._messages.request(), self._service.guard.place():
-                responses = self._service.answers(request, self._context, may_stream=True)
-                async with contextlib.aclosing(responses):
-                    async for response in responses:
-                        await self._write(pb.ModelStreamInferResponse(infer_response=response))
-        except Exception as error:
-            await self._tell(error, request.id)
+            with self._counting() as end:
+                try:
+                    with self._messages.request(), self._service.guard.place():
+                        responses = self._service.answers(request, self._context, may_stream=True)
+                        async with contextlib.aclosing(responses):
+                            async for response in responses:
+                                told = pb.ModelStreamInferResponse(infer_response=response)
+                                await self._write(told)
+                except Exception as error:
+                    await self._tell(error, request.id, end)
         finally:
             self._free.release()
 
-    async def _tell(self, error: Exception, request_id: str) -> None:
-        """Sends an error as the last response to its request."""
+    def _counting(self) -> contextlib.AbstractContextManager[Callable[[grpc.StatusCode], None]]:
+        return self._service.guard.counting(STREAM_REQUEST, self._context)
+
+    async def _tell(
+        self, error: Exception, request_id: str, end: Callable[[grpc.StatusCode], None]
+    ) -> None:
+        """Sends an error as the last response to its request, and reports its code to `end`."""
         code, said, trailing = self._service.guard.tell(STREAM_INFER, self._context, error)
+        end(code)
         told = pb.ModelStreamInferResponse(error_message=said or code.name)
         told.infer_response.id = cut(request_id)
         parameters: dict[str, Any] = {"triton_final_response": True, "status": code.name}
         if trailing:
             parameters["retry_after_ms"] = int(trailing[0][1])
         kserve_tensors.set_parameters(told.infer_response, parameters)
-        await self._write(told)
+        with contextlib.suppress(grpc.aio.BaseError):  # the client has left
+            await self._write(told)
 
     async def _write(self, response: pb.ModelStreamInferResponse) -> None:
         async with self._writing:  # gRPC takes one message of a call at a time

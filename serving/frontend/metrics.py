@@ -7,9 +7,9 @@ not in TYPE and HELP lines. Nothing here imports jax.
 
 import ssl
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf, isnan
-from threading import Thread
+from threading import Lock, Thread
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIServer
 
@@ -93,6 +93,43 @@ class ByClass:
         return family
 
 
+class Calls:
+    """Counts the calls that have ended, by protocol, route and code. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._lock = Lock()
+
+    def door(
+        self, protocol: str, routes: Iterable[str], failed: str
+    ) -> Callable[[str, str | int], None]:
+        """Returns what a door calls with the route and code of each call that has ended.
+
+        `failed` is the code of a fault of the server. For each of `routes` it is counted from 0,
+        since Prometheus sees no increase in a series that begins at 1.
+        """
+        self._counts.update(dict.fromkeys(((protocol, route, failed) for route in routes), 0))
+
+        def ended(route: str, code: str | int) -> None:
+            with self._lock:
+                self._counts[protocol, route, str(code)] += 1
+
+        return ended
+
+    def collect(self) -> Metric:
+        """Returns the metric family."""
+        family = CounterMetricFamily(
+            PREFIX + "calls",
+            "Calls that have ended, by HTTP status or gRPC code",
+            labels=["protocol", "route", "code"],
+        )
+        with self._lock:
+            counts = dict(self._counts)
+        for labels, count in counts.items():
+            family.add_metric(labels, count)
+        return family
+
+
 class Metrics(Observer):
     """Metrics of one server, with its own registry. Times are in seconds.
 
@@ -114,6 +151,7 @@ class Metrics(Observer):
         self.finished: Counter[str] = Counter(stop=0, length=0)
         self.expired: Counter[str] = Counter(deadline=0, queue=0)
         self.prompt_tokens = self.prefill_tokens = self.generation_tokens = 0
+        self.calls = Calls()
         self.by_model = ModelLoad(PREFIX)
         self.mesh = MeshLoad(PREFIX, {phase: Histogram(_IMBALANCE) for phase in PHASES})
         self.engine: Engine | None = None  # set it when the engine is ready
@@ -198,6 +236,7 @@ class Metrics(Observer):
         yield from collect_workers(PREFIX, self.engine)
         yield from self.by_model.collect(self.engine)
         yield from collect_keys(PREFIX, self.access)
+        yield self.calls.collect()
         yield self.e2e.collect("e2e_request_latency_seconds", "Arrival to last token")
         yield _counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
         yield _counter(
@@ -252,7 +291,8 @@ class Metrics(Observer):
         Raises OSError if it cannot listen.
         """
         try:
-            return metrics_http.serve(host, port, self.registry, readiness, self.access, tls)
+            ended = self.calls.door("metrics", metrics_http.PATHS, "500")
+            return metrics_http.serve(host, port, self.registry, readiness, self.access, tls, ended)
         except OSError as error:
             raise OSError(
                 f"metrics cannot be served at {host}:{port}: {error.strerror}; "

@@ -23,6 +23,8 @@ MAX_CONNECTIONS = 16
 TIMEOUT_S = 10.0
 """Time limit for a request and its response."""
 
+PATHS = ("/metrics", "/healthz", "/readyz")
+
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
 
@@ -33,6 +35,7 @@ class BoundedServer(socketserver.ThreadingMixIn, WSGIServer):
     """
 
     tls: Callable[[], ssl.SSLContext] | None = None
+    ended: Callable[[str, int], None] | None = None
     daemon_threads = True
     request_queue_size = 128  # with the default of 5, bursts of clients wait for seconds
 
@@ -103,6 +106,11 @@ class _Handler(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not logged."""
 
+    def log_request(self, code: Any = "-", size: Any = "-") -> None:
+        """Counts an answered request, of which the standard library calls this."""
+        path = getattr(self, "path", "").partition("?")[0]  # unset if the request was malformed
+        self.server.ended(path if path in PATHS else "other", int(code))  # type: ignore[attr-defined]
+
 
 def serve(
     host: str,
@@ -111,8 +119,10 @@ def serve(
     readiness: Callable[[], tuple[bool, str]],
     access: Access | None = None,
     tls: Callable[[], ssl.SSLContext] | None = None,
+    ended: Callable[[str, int], None] = lambda route, status: None,
 ) -> tuple[WSGIServer, threading.Thread]:
     """Starts a thread that answers GET requests, also while the engine is loading; `tls` encrypts.
+    `ended` is told of every request: the path, or `other`, and the status.
 
     `/metrics` is for Prometheus, which must send a key that may read metrics if `access` has keys.
     `/healthz` is 200 as long as the process answers. `/readyz` is 200 or 503 as `readiness`
@@ -124,6 +134,7 @@ def serve(
         host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     own = {"address_family": family, "tls": None if tls is None else staticmethod(tls)}
+    own["ended"] = staticmethod(ended)
     server_type = type("Server", (BoundedServer,), own)
     app = _app(registry, readiness, access or Access(), Origins(host))
     server = make_server(str(where[0]), port, app, server_type, _Handler)
@@ -161,11 +172,7 @@ def _app(
         status = "200 OK" if ready else "503 Service Unavailable"
         return _text(environ, start_response, status, word)
 
-    paths: dict[str, App] = {
-        "/metrics": metrics,
-        "/healthz": healthz,
-        "/readyz": readyz,
-    }
+    paths: dict[str, App] = dict(zip(PATHS, (metrics, healthz, readyz), strict=True))
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         found = paths.get(environ["PATH_INFO"])

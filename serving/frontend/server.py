@@ -39,10 +39,16 @@ from serving.frontend.openai.app import make_app as make_openai
 from serving.frontend.page.app import make_app as make_page
 from serving.frontend.page.live import Live
 from serving.frontend.reload import Watched
-from serving.frontend.services import GENERATE, SERVICES, AdminService, GenerationService
+from serving.frontend.services import (
+    GENERATE,
+    METHODS,
+    SERVICES,
+    AdminService,
+    GenerationService,
+)
 from serving.frontend.status import StatusLog
 from serving.frontend.tracing import Tracer
-from serving.frontend.web import Listener
+from serving.frontend.web import Listener, routes_of
 from serving.proto.inference import inference_pb2_grpc as inference_rpc
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.settings import named_models
@@ -91,15 +97,19 @@ class Server:
         self.access = Access(Path(config.keys_file) if config.keys_file else None)
         self.certificates = exposure.certificates(config)
         self.metrics.access = self.access
+        ended = self._grpc_door()
         self.guard = Guard(
             Limits(max_calls(config), receiving, timeout_s),
             self._admit,
             self._max_message_bytes,
             lasting=(kserve.STREAM_INFER,),
             identify=self._identify,
+            ended=ended,
         )
         self._admin_guard = Guard(
-            Limits(_ADMIN_CALLS, receiving, timeout_s), identify=self._identify
+            Limits(_ADMIN_CALLS, receiving, timeout_s),
+            identify=self._identify,
+            ended=ended,
         )
         self._main = make_server(self.guard, config.max_connections)
         self._admin = make_server(self._admin_guard, _ADMIN_CONNECTIONS)
@@ -109,12 +119,30 @@ class Server:
         if config.http_port >= 0:
             limits = HttpLimits(config.max_connections, timeout_s)
             app, port = make_openai(self), config.http_port
-            self.web = Listener(app, config.host, port, limits, first=_FIRST_HTTP_PORT)
+            counted = self.metrics.calls.door("http", routes_of(app), "500")
+            self.web = Listener(app, config.host, port, limits, counted, first=_FIRST_HTTP_PORT)
         self.live = Live(self)
         if config.admin_http_port >= 0:
             limits = HttpLimits(_ADMIN_CONNECTIONS, timeout_s)
             port, page = config.admin_http_port, make_page(self, self.live)
-            self.page = Listener(page, config.admin_host, port, limits, prefix="admin-")
+            counted = self.metrics.calls.door("page", routes_of(page), "500")
+            self.page = Listener(page, config.admin_host, port, limits, counted, prefix="admin-")
+
+    def _grpc_door(self) -> Callable[[str, str], None]:
+        """Returns what counts an ended gRPC call, under the protocol of its service."""
+        calls, failed = self.metrics.calls, "INTERNAL"
+        generation, admin, inference = SERVICES
+        any_other = calls.door("grpc", [*METHODS[generation], "other"], failed)
+        of_inference = [*METHODS[inference], kserve.STREAM_REQUEST]
+        doors = {
+            admin: calls.door("admin", METHODS[admin], failed),
+            inference: calls.door("kserve", of_inference, failed),
+        }
+
+        def ended(method: str, code: str) -> None:
+            doors.get(method[1:].partition("/")[0], any_other)(method, code)
+
+        return ended
 
     def _add_services(self) -> None:
         generation, admin, inference = SERVICES

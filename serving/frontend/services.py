@@ -4,9 +4,10 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import NotFound
-from serving.frontend import access, brownout, convert, kserve
+from serving.frontend import access, brownout, convert
 from serving.frontend.outputs import noted
 from serving.frontend.tracing import trace_headers
+from serving.proto.inference import inference_pb2
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.request import number_of
@@ -15,10 +16,13 @@ from serving.version import jmoe_version
 if TYPE_CHECKING:
     from serving.frontend.server import Server
 
-SERVICES = (
-    *(service.full_name for service in pb.DESCRIPTOR.services_by_name.values()),
-    kserve.SERVICE,
-)
+METHODS = {
+    service.full_name: [f"/{service.full_name}/{method.name}" for method in service.methods]
+    for file in (pb.DESCRIPTOR, inference_pb2.DESCRIPTOR)
+    for service in file.services_by_name.values()
+}
+"""The methods of each service, as gRPC names them."""
+SERVICES = tuple(METHODS)
 GENERATE = "/jmoe.v1.Generation/Generate"
 
 

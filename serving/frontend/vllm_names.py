@@ -27,6 +27,8 @@ DEFAULTS: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0}
 
 _DEEPEST = 200  # nested objects and arrays, far below Python's limit
 _MOST_BRACKETS = 10_000  # in all: each one makes a Python object
+_WHOLE = re.compile(r"[+-]?[0-9]+")
+_REAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 _BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[{]|[\]}]', re.S)
 
 
@@ -109,11 +111,8 @@ def _wrong(name: str, value: object, wanted: str) -> InvalidRequest:
 
 def _real(name: str, value: Any) -> float:
     """Reads a finite number, or its text."""
-    if isinstance(value, str) and len(value) <= 64:
-        try:
-            value = float(value)
-        except ValueError:
-            raise _wrong(name, value, "a number") from None
+    if isinstance(value, str) and len(value) <= 64 and _REAL.fullmatch(value):
+        value = float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _wrong(name, value, "a number")
     try:
@@ -127,11 +126,8 @@ def _real(name: str, value: Any) -> float:
 
 def _whole(name: str, value: Any) -> int:
     """Reads a whole number, or its text."""
-    if isinstance(value, str) and len(value) <= 64:
-        try:
-            value = int(value)
-        except ValueError:
-            raise _wrong(name, value, "a whole number") from None
+    if isinstance(value, str) and len(value) <= 64 and _WHOLE.fullmatch(value):
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise _wrong(name, value, "a whole number")
     return value

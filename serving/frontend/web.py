@@ -6,15 +6,22 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from fastapi import FastAPI
+from starlette.routing import Match
 
 from serving.frontend.bounded_http import KEEP_ALIVE_S, HttpLimits, bounded_http
 from serving.frontend.handshake import Door
 from serving.frontend.listen import bind_socket, join
 
+if TYPE_CHECKING:
+    from starlette.types import Message, Receive, Scope, Send
+
 log = logging.getLogger(__name__)
+
+Ended = Callable[[str, int], None]
 
 
 class _Uvicorn(uvicorn.Server):
@@ -26,23 +33,63 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
+class _Counted:
+    """An application whose requests are counted by route and status when they end."""
+
+    def __init__(self, app: FastAPI, ended: Ended) -> None:
+        self._app, self._ended = app, ended
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """See ASGI. `scope["state"]["code"]` has the status of an error within a stream."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        code = 500
+
+        def sending(message: "Message") -> Any:  # not a coroutine: it is called for every token
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = message["status"]
+            return send(message)
+
+        try:
+            await self._app(scope, receive, sending)
+        finally:
+            self._ended(self._route(scope), scope["state"].get("code", code))
+
+    def _route(self, scope: "Scope") -> str:
+        found = scope.get("route")
+        if found is None:  # refused before it was routed
+            matching = (one for one in self._app.routes if one.matches(scope)[0] is not Match.NONE)
+            found = next(matching, None)
+        return getattr(found, "path", "other") or "/"
+
+
+def routes_of(app: FastAPI) -> list[str]:
+    """Returns the routes under which an application's requests are counted."""
+    return [*(getattr(route, "path", "") or "/" for route in app.routes), "other"]
+
+
 class Listener:
     """One application on one port."""
 
     def __init__(
         self,
-        app: Any,
+        app: FastAPI,
         host: str,
         port: int,
         limits: HttpLimits,
+        ended: Ended,
         *,
         prefix: str = "",
         first: int = 0,
     ) -> None:
-        """`prefix` is that of the flags which errors name, such as `--admin-http-port` (see
-        `bind`); `first` is the port that is tried first where `port` is 0.
+        """`ended` is told the route and status of every request that has ended, `other` for paths
+        that are not served. `prefix` is that of the flags which errors name, such as
+        `--admin-http-port` (see `bind`); `first` is the port that is tried first where `port` is 0.
         """
-        self._app, self._host, self._wanted, self._prefix = app, host, port, prefix
+        self._app, self._ended, self._host = _Counted(app, ended), ended, host
+        self._wanted, self._prefix = port, prefix
         self._first = first
         self._limits = limits
         self.port = 0  # the bound one, after start
@@ -67,7 +114,9 @@ class Listener:
             log.info("port %d is taken; HTTP is on port %d", self._first, self.port)
         config = uvicorn.Config(
             self._app,
-            http=bounded_http(self._limits),  # type: ignore[arg-type]  # a factory of protocols
+            http=bounded_http(  # type: ignore[arg-type]  # a factory of protocols
+                self._limits, lambda status: self._ended("other", status)
+            ),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -3,10 +3,10 @@
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import orjson
+import jiter
 from pydantic import BaseModel, ValidationError
 
-from serving.errors import Aborted, DeadlineExceeded, shown
+from serving.errors import ClientLeft, DeadlineExceeded, shown
 from serving.frontend import convert
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
 from serving.frontend.openai.errors import HttpError, SlowBody
@@ -59,7 +59,7 @@ async def read(scope: "Scope", receive: "Receive", guard: "Guard", most: int) ->
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise Aborted("the client left before its request was there")
+                    raise ClientLeft("the client left before its request was there")
                 parts.append(message.get("body", b""))
                 count += len(parts[-1])
                 _check_length(count, most)
@@ -92,24 +92,27 @@ async def parse[Parsed: BaseModel](model: type[Parsed], body: bytes, bounds: Bou
 
 
 def _parsed[Parsed: BaseModel](model: type[Parsed], body: bytes, bounds: Bounds) -> Parsed:
-    try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise HttpError(f"the body is no JSON: {error}; send one JSON object") from None
+    try:  # also refuses a key that is given twice, and anything nested 200 deep
+        found = jiter.from_json(body, allow_inf_nan=False, catch_duplicate_keys=True)
+    except ValueError as error:
+        raise HttpError(
+            f"the body cannot be read: {error}; send one JSON object, with each key once"
+        ) from None
     if not isinstance(found, dict):
         kind = type(found).__name__
         raise HttpError(f"the body is a JSON {kind}; send one JSON object")
-    _check_counts(found, max(bounds.max_prompt_tokens, MAX_ENTRIES))
+    _check_counts(found, bounds)
     try:
         return model.model_validate(found)
     except ValidationError as error:
         raise explained(model, error) from None
 
 
-def _check_counts(found: dict[str, Any], most: int) -> None:
+def _check_counts(found: dict[str, Any], bounds: Bounds) -> None:
     """Limits the number of fields and entries before validation, which takes time for each
     of them.
     """
+    most = max(bounds.max_prompt_tokens, MAX_ENTRIES)
     if len(found) > MAX_ENTRIES:
         raise HttpError(
             f"the body has {len(found)} fields; {MAX_ENTRIES} at most are looked at, and "
@@ -117,6 +120,8 @@ def _check_counts(found: dict[str, Any], most: int) -> None:
         )
     for name, value in found.items():
         if isinstance(value, list | dict) and len(value) > most:
+            if name == "prompt":
+                bounds.check_tokens(len(value))
             raise HttpError(
                 f"{shown(name)} has {len(value)} entries; this server takes {most} at most", name
             )

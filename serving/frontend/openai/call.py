@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 from starlette.responses import Response
 
-from serving.errors import Aborted
+from serving.errors import ClientLeft
 from serving.frontend.access import Caller
 from serving.frontend.openai import body as bodies
 from serving.frontend.openai.choice import Choice
@@ -74,6 +74,7 @@ class Answer(Response):
             del raw  # not kept while it is answered
             number = number_of(body.model, engine.names)
             set_request_id(scope, body.request_id)
+            scope["state"]["body"] = body
             if body.stream_options is not None and not body.stream:
                 raise HttpError(
                     "stream_options without stream; set stream to true, or leave them out",
@@ -246,7 +247,7 @@ async def _send_whole(send: "Send", pieces: list[bytes | bytearray]) -> None:
 
 @contextlib.asynccontextmanager
 async def _while_there(receive: "Receive") -> AsyncIterator[None]:
-    """Cancels its block and raises Aborted as soon as the client disconnects."""
+    """Cancels its block and raises ClientLeft as soon as the client disconnects."""
     loop = asyncio.get_running_loop()
 
     async def watch() -> None:
@@ -265,4 +266,4 @@ async def _while_there(receive: "Receive") -> AsyncIterator[None]:
     except TimeoutError:
         if not limit.expired():
             raise
-        raise Aborted("the client left before its answer was whole") from None
+        raise ClientLeft("the client left before its answer was whole") from None

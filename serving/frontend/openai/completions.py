@@ -90,7 +90,9 @@ async def _echo(prompt: Prompt, tokenizer: "Tokenizer | None") -> str:
     try:
         return await asyncio.to_thread(tokenizer.decode, prompt)
     except (OverflowError, TypeError, ValueError):
-        raise InvalidRequest(f"the prompt {shown(prompt)} has numbers that are no tokens") from None
+        raise InvalidRequest(
+            f"the prompt {shown(prompt)} has numbers that are no tokens", "prompt"
+        ) from None
 
 
 async def _tokens_of(prompt: Prompt, tokenizer: "Tokenizer | None") -> Prompt:
@@ -98,5 +100,5 @@ async def _tokens_of(prompt: Prompt, tokenizer: "Tokenizer | None") -> Prompt:
     if not isinstance(prompt, str):
         return prompt
     if tokenizer is None:
-        raise InvalidRequest("this model has no tokenizer; send token ids")
+        raise InvalidRequest("this model has no tokenizer; send token ids", "prompt")
     return await asyncio.to_thread(tokenizer.encode, prompt)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
-from serving.errors import PermissionDenied, shown
+from serving.errors import InvalidRequest, PermissionDenied, shown
 from serving.frontend.access import ANYBODY
 from serving.frontend.openai import errors
 from serving.frontend.openai.errors import HttpError
@@ -65,7 +65,12 @@ class Door:
             if not started:
                 started = True
                 told = (b"x-request-id", request_id_of(scope).encode())
-                message = {**message, "headers": [*message["headers"], told]}
+                headers = message["headers"]
+                # Beside them, `bounded_http` may write comments.
+                scope["state"]["streams_events"] = any(
+                    value.startswith(b"text/event-stream") for _, value in headers
+                )
+                message = {**message, "headers": [*headers, told]}
             elif not message.get("more_body"):
                 ended = True
             return send(message)
@@ -105,7 +110,8 @@ class Door:
         client = scope.get("client") or ("", 0)
         path = scope["path"][:200]
         self._server.guard.note(f"{scope['method']} {path!r}", f"{client[0]}:{client[1]}", error)
-        body = errors.body(error)
+        status = scope["state"]["code"] = errors.told(error).status
+        body = errors.body(error, _param(scope, error))
         if started:
             event = b"data: " + body + b"\n\n"
             await send({"type": "http.response.body", "body": event})
@@ -116,8 +122,16 @@ class Door:
             *errors.headers(error),
         ]
         start = {"type": "http.response.start", "headers": headers}
-        await send({**start, "status": errors.told(error).status})
+        await send({**start, "status": status})
         await send({"type": "http.response.body", "body": body})
+
+
+def _param(scope: "Scope", error: Exception) -> str | None:
+    """Returns the request's name of the field at fault."""
+    param = error.param if isinstance(error, InvalidRequest) else None
+    if param is None or isinstance(error, HttpError) or "body" not in scope["state"]:
+        return param
+    return scope["state"]["body"].name_of(param)
 
 
 def _checked(given: str) -> str:

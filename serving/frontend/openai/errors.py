@@ -7,12 +7,14 @@ import orjson
 
 from serving.errors import (
     Aborted,
+    ClientLeft,
     DeadlineExceeded,
     InvalidRequest,
     NotFound,
     Overloaded,
     PermissionDenied,
     ServingError,
+    TooLong,
     Unauthenticated,
     Unavailable,
     WorkerLost,
@@ -30,8 +32,8 @@ class HttpError(InvalidRequest):
     """
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.param, self.status = param, status
+        super().__init__(message, param)
+        self.status = status
 
 
 class SlowBody(DeadlineExceeded):
@@ -49,6 +51,7 @@ class Told:
 
 _TOLD: dict[type[Exception], Told] = {
     SlowBody: Told(408, "timeout_error", "body_timeout"),
+    TooLong: Told(400, INVALID, "context_length_exceeded"),
     InvalidRequest: Told(400, INVALID, "invalid_value"),
     ValueError: Told(400, INVALID, "invalid_value"),
     Unauthenticated: Told(401, "authentication_error", "invalid_api_key"),
@@ -58,6 +61,7 @@ _TOLD: dict[type[Exception], Told] = {
     WorkerLost: Told(503, "server_error", "worker_lost"),
     Unavailable: Told(503, "server_error", "unavailable"),
     DeadlineExceeded: Told(504, "timeout_error", "deadline_exceeded"),
+    ClientLeft: Told(499, INVALID, "client_left"),  # for the metrics: nobody is there to be told
     Aborted: Told(503, "server_error", "aborted"),
 }
 _FAILED = Told(500, "server_error", "request_failed")
@@ -76,9 +80,9 @@ def told(error: Exception) -> Told:
     return next((how for kind, how in _TOLD.items() if isinstance(error, kind)), _FAILED)
 
 
-def body(error: Exception) -> bytes:
-    """Returns the response body with the `error` object, as JSON."""
-    how, param = told(error), getattr(error, "param", None)
+def body(error: Exception, param: str | None) -> bytes:
+    """Returns the response body with the `error` object, as JSON; `param` is the field at fault."""
+    how = told(error)
     expected = isinstance(error, ServingError | ValueError)
     message = str(error) if expected else f"{type(error).__name__}: {error}"
     # A library's message may contain an unpaired surrogate, which JSON cannot represent.

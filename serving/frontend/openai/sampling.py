@@ -1,10 +1,9 @@
 """Converts fields of a request to the engine's sampling parameters."""
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
-
-import orjson
 
 from serving.errors import shown
 from serving.frontend.openai.errors import HttpError
@@ -84,7 +83,7 @@ def _biases(given: Mapping[str, Any]) -> tuple[tuple[int, float], ...]:
                 f"logit_bias of {token} is {shown(bias)}; it must be a number between -100 and 100",
                 "logit_bias",
             )
-    return tuple((int(token), float(bias)) for token, bias in given.items())
+    return tuple((int(token), bias) for token, bias in given.items())
 
 
 def structure(body: Sampled) -> Structure | None:
@@ -97,7 +96,10 @@ def structure(body: Sampled) -> Structure | None:
         raise HttpError(f"{' and '.join(found)} each say what the answer must match; send one")
     for name, one in found.items():
         if not one.text:
-            raise HttpError(f"{name} is empty; leave it out, or say what the answer must match")
+            raise HttpError(
+                f"{name} is empty; leave it out, or say what the answer must match",
+                name.partition(".")[0],
+            )
         return one
     return None
 
@@ -117,7 +119,7 @@ def _structures(body: Sampled) -> dict[str, Structure]:
         if wanted.type == "json_object":
             found["response_format"] = Structure(kinds.JSON_SCHEMA, _ANY_OBJECT)
         elif wanted.json_schema is not None:
-            schema = _json(wanted.json_schema.schema_)
+            schema = _json(wanted.json_schema.schema_, "response_format")
             found["response_format"] = Structure(kinds.JSON_SCHEMA, schema)
     outputs = body.structured_outputs
     for prefix, schema, regex, grammar, choice in (
@@ -129,7 +131,8 @@ def _structures(body: Sampled) -> dict[str, Structure]:
         ),
     ):
         if schema is not None:
-            text = schema if isinstance(schema, str) else _json(schema)
+            name = "guided_json" if prefix == "guided_" else "structured_outputs"
+            text = schema if isinstance(schema, str) else _json(schema, name)
             found[f"{prefix}json"] = Structure(kinds.JSON_SCHEMA, text)
         if regex is not None:
             found[f"{prefix}regex"] = Structure(kinds.REGEX, regex)
@@ -145,5 +148,8 @@ def _structures(body: Sampled) -> dict[str, Structure]:
     return found
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    return orjson.dumps(schema).decode()
+def _json(schema: Mapping[str, Any], name: str) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        raise HttpError(f"{name} has a number beyond 1.8e308; send a finite one", name) from None

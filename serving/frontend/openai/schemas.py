@@ -27,6 +27,10 @@ _TokenPrompts = Annotated[list[Tokens], Field(fail_fast=True, max_length=MAX_SEQ
 _Parts = Annotated[list["TextPart"], Field(fail_fast=True, max_length=MAX_ENTRIES)]
 Object = dict[str, Any]
 
+_STRUCTURES = (
+    *("response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_grammar", "guided_choice"),
+)
 _TOOLS = "the models served here are given no tools; say in the prompt what you want back"
 
 
@@ -129,6 +133,12 @@ class Sampled(Strict):
         pattern=REQUEST_ID,
     )
 
+    def name_of(self, param: str) -> str:
+        """Returns this body's name of a field of `Request` or `SamplingParams`."""
+        if param == "structure":
+            return next((name for name in _STRUCTURES if getattr(self, name) is not None), param)
+        return "max_tokens" if param == "max_new_tokens" else param
+
 
 class CompletionRequest(Sampled):
     """Body of `POST /v1/completions`."""
@@ -147,6 +157,10 @@ class CompletionRequest(Sampled):
     )
     best_of: int | None = supported("as many as `n`; more are refused", ge=1)
     suffix: None = refused("models served here write on from a prompt; they fill no gaps")
+
+    def name_of(self, param: str) -> str:
+        """See Sampled."""
+        return "logprobs" if param == "top_logprobs" else super().name_of(param)
 
 
 class TextPart(Strict):
@@ -214,3 +228,9 @@ class ChatRequest(Sampled):
     tools: None = refused(_TOOLS)
     verbosity: None = refused("models served here know no such setting; say it in a message")
     web_search_options: None = refused("nothing is searched here")
+
+    def name_of(self, param: str) -> str:
+        """See Sampled."""
+        if param == "max_new_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return "messages" if param == "prompt" else super().name_of(param)

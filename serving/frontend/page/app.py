@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jiter
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -20,6 +21,7 @@ from starlette.requests import ClientDisconnect
 
 from serving.errors import (
     Aborted,
+    ClientLeft,
     DeadlineExceeded,
     InvalidRequest,
     NotFound,
@@ -53,7 +55,8 @@ _STATUS: dict[type[ServingError], int] = {
     Overloaded: 503,
     Unavailable: 503,
     DeadlineExceeded: 408,
-    Aborted: 503,  # the client has disconnected
+    ClientLeft: 499,
+    Aborted: 503,
 }
 
 
@@ -125,7 +128,7 @@ async def _read_change(request: Request, timeout_s: float) -> BrownoutChange:
     """Reads a JSON object with fields of BrownoutChange.
 
     Raises InvalidRequest, which names the field, DeadlineExceeded if the body does not arrive in
-    time, and Aborted if the client disconnects.
+    time, and ClientLeft if the client disconnects.
     """
     body = bytearray()
     try:
@@ -141,11 +144,15 @@ async def _read_change(request: Request, timeout_s: float) -> BrownoutChange:
             f"the change did not come within message_timeout_s, {timeout_s:g} s; send it at once"
         ) from None
     except ClientDisconnect:
-        raise Aborted("the client left before its change was there") from None
+        raise ClientLeft("the client left before its change was there") from None
     try:
-        return _CHANGE.validate_json(bytes(body), strict=True, extra="forbid")
+        change = _CHANGE.validate_json(bytes(body), strict=True, extra="forbid")
+        jiter.from_json(bytes(body), catch_duplicate_keys=True)
+        return change
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+    except ValueError as error:
+        raise InvalidRequest(f"the change: {error}; send each field once") from None
     if not first["loc"]:
         raise InvalidRequest(
             f"the change is {shown(bytes(body))}; it must be a JSON object with some of: "

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -59,8 +60,10 @@ class Live:
         try:
             while True:
                 self._tick_or_log()
-                # After the event loop was blocked, do not catch up with a burst of samples.
-                due_at = max(due_at + INTERVAL_S, loop.time())
+                # The next whole interval, but no sooner than half an interval after this sample,
+                # which is late if the event loop was blocked: rates over less would be noise.
+                late_s = loop.time() - due_at
+                due_at += INTERVAL_S * math.ceil(late_s / INTERVAL_S + 0.5)
                 await asyncio.sleep(due_at - loop.time())
         finally:
             self._closed = True

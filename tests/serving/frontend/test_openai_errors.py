@@ -21,6 +21,7 @@ RAISED = [
     (errors.Unavailable("no"), openai.InternalServerError, 503, "unavailable"),
     (errors.WorkerLost("no", 0.2), openai.InternalServerError, 503, "worker_lost"),
     (errors.DeadlineExceeded("no"), openai.InternalServerError, 504, "deadline_exceeded"),
+    (errors.TooLong("no"), openai.BadRequestError, 400, "context_length_exceeded"),
     (errors.Aborted("no"), openai.InternalServerError, 503, "aborted"),
     (errors.RequestFailed("no"), openai.InternalServerError, 500, "request_failed"),
     (RuntimeError("no"), openai.InternalServerError, 500, "request_failed"),
@@ -45,6 +46,39 @@ async def test_each_error_is_the_clients_class(error, kind, status, code, stream
     assert (told["retry-after"], told["retry-after-ms"]) == want
     # Clients try again by themselves, but not what would take as long again.
     assert raw.headers.get("x-should-retry") == ("false" if status == 504 else None)
+
+
+@pytest.mark.parametrize(
+    ("found", "chat", "fields", "param"),
+    [
+        ("prompt", False, {}, "prompt"),
+        ("prompt", True, {}, "messages"),
+        ("max_new_tokens", False, {}, "max_tokens"),
+        ("max_new_tokens", True, {}, "max_tokens"),
+        ("max_new_tokens", True, {"max_completion_tokens": 2}, "max_completion_tokens"),
+        ("top_logprobs", False, {}, "logprobs"),
+        ("structure", True, {"response_format": {"type": "json_object"}}, "response_format"),
+        ("structure", False, {"guided_regex": "a"}, "guided_regex"),
+        ("structure", False, {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ("stop_token_ids", False, {}, "stop_token_ids"),
+        (None, False, {}, None),
+    ],
+)
+async def test_what_the_engine_refuses_has_the_bodys_own_name(found, chat, fields, param):
+    async with serving_http() as s:
+        s.engine.failure = errors.InvalidRequest("no", found)
+        with pytest.raises(openai.BadRequestError) as caught:
+            await (s.chat if chat else s.complete)(extra_body=fields)
+    assert caught.value.param == param
+
+
+async def test_a_long_list_of_tokens_is_a_prompt_too_long():
+    """It is refused before it is validated, as any long list is."""
+    async with serving_http() as s:
+        answer = await s.post(prompt=[1] * 5000)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "prompt")
+    assert error["code"] == "context_length_exceeded"
 
 
 async def test_a_model_that_is_not_served():

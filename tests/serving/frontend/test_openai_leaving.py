@@ -7,6 +7,7 @@ from openai_served import head, serving_http
 from served import until
 
 from serving.config import EngineConfig
+from serving.frontend import bounded_http
 
 BODY = b'{"model":"counter","prompt":%b,"max_tokens":9%b}'
 
@@ -41,6 +42,52 @@ async def test_a_client_that_leaves_while_the_next_request_waits():
         writer.transport.abort()
         await gone(s)
         assert len(s.engine.calls) == 1
+
+
+@pytest.mark.parametrize("fields", [b"", b',"stream":true'])
+async def test_a_client_that_closes_its_side_is_answered(fields, monkeypatch):
+    """As `nc -N` does. While it waits, interim responses ask whether it is still there."""
+    monkeypatch.setattr(bounded_http, "PROBE_S", 0.01)
+    async with serving_http() as s:
+        s.engine.gate.clear()
+        reader, writer = await s.raw()
+        sent = BODY % (b'"ab"', fields)
+        writer.write(2 * (head(length=len(sent)) + sent))
+        writer.write_eof()
+        if not fields:
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await until(lambda: s.engine.running == 1)
+        s.engine.gate.set()
+        answers = await asyncio.wait_for(reader.read(), 20)  # and then the server closes
+        writer.close()
+    assert answers.count(b"HTTP/1.1 200 OK") == 2
+    assert answers.count(b"[DONE]" if fields else b'"finish_reason":"length"') == 2
+    assert s.engine.closed == len(s.engine.calls) == 2
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HT", head(length=100) + b"{"])
+async def test_a_client_that_closes_its_side_too_soon_is_closed(sent):
+    async with serving_http() as s:
+        reader, writer = await s.raw()
+        writer.write(sent)
+        writer.write_eof()
+        assert await asyncio.wait_for(reader.read(), 20) == b""
+        writer.close()
+
+
+async def test_a_client_that_closes_its_side_and_then_leaves(monkeypatch):
+    monkeypatch.setattr(bounded_http, "PROBE_S", 0.01)
+    async with serving_http() as s:
+        s.engine.gate.clear()
+        reader, writer = await s.raw()
+        sent = BODY % (b'"ab"', b"")
+        writer.write(head(length=len(sent)) + sent)
+        writer.write_eof()
+        await reader.readuntil(b"100 Continue\r\n\r\n")
+        assert s.engine.running == 1
+        writer.close()
+        await gone(s)
+        assert s.engine.closed == 1
 
 
 async def test_a_client_that_leaves_before_its_body_is_there():

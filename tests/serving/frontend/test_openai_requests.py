@@ -1,5 +1,6 @@
 """What of a request reaches the engine, and what is refused: by name, with what would do."""
 
+import json
 import re
 
 import llguidance
@@ -133,8 +134,8 @@ WRONG = [
     ({"max_tokens": 0}, "max_tokens", "max_tokens is 0; it must be greater than or equal to 1"),
     ({"max_tokens": "5"}, "max_tokens", "a valid integer"),
     ({"temperature": True}, "temperature", "a valid number"),
-    ({"temperature": -1}, None, "temperature is -1.0; it must be between 0 and 100"),
-    ({"top_p": 2}, None, "top_p is 2"),
+    ({"temperature": -1}, "temperature", "temperature is -1.0; it must be between 0 and 100"),
+    ({"top_p": 2}, "top_p", "top_p is 2"),
     ({"n": 0}, "n", "n is 0"),
     ({"n": MAX_SEQUENCES + 1}, "n", "n is 65"),
     ({"prompt": ["a"] * 33, "n": 2}, "prompt", "33 prompts times n 2 make 66 answers"),
@@ -143,10 +144,14 @@ WRONG = [
     ({"echo": True, "logprobs": 1}, "logprobs", "send logprobs 0"),
     ({"stop": 5}, "stop", "stop is 5; it must be a string or a list of strings"),
     ({"stop": [5]}, "stop", "stop is 5; it must be a string or a list of strings"),
-    ({"stop": ["x"] * 65}, None, "stop strings is 65"),
+    ({"stop": ["x"] * 65}, "stop", "stop strings is 65"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "keys must be token ids"),
     ({"logit_bias": {"1": "1"}}, "logit_bias", "must be a number between -100 and 100"),
-    ({"logit_bias": {"1": 101}}, None, "logit_bias of 1 is 101"),
+    ({"logit_bias": {"1": 101}}, "logit_bias", "logit_bias of 1 is 101"),
+    ({"logit_bias": {"1": 10**400}}, "logit_bias", "logit_bias of 1 is 1000"),
+    ({"max_tokens": 10**400}, "max_tokens", "it must be a whole number"),
+    *(({name: 10**400}, name, f"{name} is ") for name in ("seed", "timeout_s")),
+    ({"temperature": 10**400}, "temperature", "temperature is "),
     ({"suffix": "x"}, "suffix", "suffix is not supported: "),
     ({"stream_options": {"include_usage": True}}, "stream_options", "set stream to true"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options", "stream_options.'x' is not"),
@@ -157,7 +162,7 @@ WRONG = [
     ({"request_id": "a b"}, "request_id", "request_id is 'a b'"),
     ({"request_id": "a" * 129}, "request_id", "request_id is"),
     ({"guided_regex": "a", "guided_json": {}}, None, "guided_json and guided_regex each say"),
-    ({"guided_regex": ""}, None, "guided_regex is empty"),
+    ({"guided_regex": ""}, "guided_regex", "guided_regex is empty"),
     ({"structured_outputs": {}}, "structured_outputs", "one of json, regex, choice, grammar"),
     ({"response_format": {"type": "xml"}}, "response_format", "response_format.type is 'xml'"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "no json_schema"),
@@ -181,6 +186,50 @@ WRONG_CHATS = [
     ({"top_logprobs": 2}, "top_logprobs", "set logprobs to true"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21"),
 ]
+
+
+AS_JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize("name", ["response_format", "guided_json", "chat_template_kwargs"])
+async def test_what_is_nested_too_deep_is_refused(name):
+    """Within 200 levels it is taken, and beyond them it is nobody's fault but the caller's."""
+    async with serving_http() as s:
+        for depth in (190, 230, 254, 255, 900, 5000):
+            value = b'{"a":' * depth + b"1" + b"}" * depth
+            if name == "response_format":
+                value = b'{"type":"json_schema","json_schema":{"name":"a","schema":%b}}' % value
+            body = json.dumps({"model": "counter", "messages": CHAT, "max_tokens": 1})
+            sent = body[:-1].encode() + b',"%b":%b}' % (name.encode(), value)
+            answer = await s.http.post("/v1/chat/completions", content=sent, headers=AS_JSON)
+            assert answer.status_code == (200 if depth == 190 else 400), (depth, answer.text)
+            if depth > 190:
+                assert "recursion limit exceeded" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "message"),
+    [
+        (b'{"model":"counter","prompt":"a","max_tokens":1,"max_tokens":9}', '"max_tokens"'),
+        (b'{"model":"counter","prompt":"a","logit_bias":{"1":2,"\\u0031":3}}', '"1"'),
+    ],
+)
+async def test_a_key_given_twice_is_refused(sent, message):
+    async with serving_http() as s:
+        answer = await s.http.post("/v1/completions", content=sent, headers=AS_JSON)
+        assert answer.status_code == 400
+        assert f"duplicate key {message}" in answer.json()["error"]["message"]
+        assert not s.engine.calls
+
+
+async def test_a_schema_with_a_number_that_is_none_is_refused():
+    async with serving_http() as s:
+        sent = b'{"model":"counter","prompt":"a","guided_json":{"maximum":1e999}}'
+        answer = await s.http.post("/v1/completions", content=sent, headers=AS_JSON)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_json")
+        sent = sent.replace(b"1e999", b"1%b" % (b"0" * 40))
+        answer = await s.http.post("/v1/completions", content=sent, headers=AS_JSON)
+        assert answer.status_code == 200
 
 
 async def assert_refused(s, path, body, param, message):
@@ -223,13 +272,13 @@ async def test_null_is_absent():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"", "the body is no JSON"),
-        (b"{", "the body is no JSON"),
+        (b"", "the body cannot be read"),
+        (b"{", "the body cannot be read"),
         (b"[]", "the body is a JSON list"),
         (b'"x"', "the body is a JSON str"),
-        (b'{"model": "\xff"}', "the body is no JSON"),
-        (b'{"model": NaN}', "the body is no JSON"),
-        (b"[" * 100_000, "the body is no JSON"),
+        (b'{"model": "\xff"}', "the body cannot be read"),
+        (b'{"model": NaN}', "the body cannot be read"),
+        (b"[" * 100_000, "the body cannot be read"),
         (b'{"model": "counter"}', "prompt is missing"),
         (b"{" + b",".join(b'"%d":1' % i for i in range(4000)) + b"}", "model is missing"),
         (

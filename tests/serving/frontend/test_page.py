@@ -26,6 +26,7 @@ from serving.frontend.page.live import HISTORY, MAX_VIEWERS, Live
 from serving.frontend.page.sample import Counted, Sampler
 from serving.frontend.page.shield import POLICY
 from serving.request import Priority
+from serving.simulated_time import SimulatedLoop
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 
@@ -370,6 +371,27 @@ async def test_a_sample_comes_each_second_by_itself() -> None:
     assert np.diff(times) == pytest.approx([1.0, 1.0], abs=0.5)
 
 
+def test_after_a_late_sample_the_next_one_is_no_sooner_than_half_an_interval(monkeypatch) -> None:
+    """Rates over a millisecond would be a thousand times what they are."""
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        loop, times = runner.get_loop(), []
+        live = Live(SimpleNamespace(), loop.time)
+        monkeypatch.setattr(live, "tick", lambda: times.append(loop.now))
+
+        def hold(loop, until_s) -> None:
+            loop.now = until_s
+
+        async def run() -> None:
+            loop.call_at(2.5, hold, loop, 3.999)
+            loop.call_at(5.5, hold, loop, 6.25)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(9.5):
+                    await live.run()
+
+        runner.run(run())
+    assert times == pytest.approx([0, 1, 2, 3.999, 5, 6.25, 7, 8, 9])
+
+
 async def test_a_sample_that_fails_is_logged_and_the_next_one_comes(caplog, monkeypatch) -> None:
     monkeypatch.setattr(live_module, "INTERVAL_S", 0.01)
     async with serving() as s:
@@ -548,6 +570,14 @@ async def test_a_live_page_of_a_fake_engine_alone() -> None:
     live = Live(face)
     live.tick()
     assert json.loads(live.state())["samples"][0]["strategy"] == "partial"
+
+
+async def test_a_key_given_twice_changes_nothing() -> None:
+    async with serving() as s:
+        answer = await set_brownout(s, b'{"strategy":"zero","strategy":"full"}')
+        assert answer.status_code == 400
+        assert 'duplicate key "strategy"' in answer.json()["error"]
+        assert s.engine.brownout.strategy == "partial"
 
 
 async def test_a_change_that_does_not_come_is_not_waited_for(caplog) -> None:

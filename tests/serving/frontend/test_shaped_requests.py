@@ -5,7 +5,7 @@ from served import CODE, collect, failure, request, serving
 
 from serving.admission import Admission
 from serving.config import EngineConfig
-from serving.errors import InvalidRequest
+from serving.errors import InvalidRequest, TooLong
 from serving.frontend import convert
 from serving.plan import Limits
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
@@ -78,6 +78,41 @@ async def test_where_logits_cannot_be_changed_that_is_said(settings, where, aske
             admission.check_size(Request("id", [1], SamplingParams(**asked)))
     finally:
         await admission.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "options", "error", "param"),
+    [
+        ([1] * 3000, {}, {}, TooLong, "prompt"),
+        ([1] * 9, {"max_new_tokens": 3000}, {}, TooLong, "max_new_tokens"),
+        ([1] * 9, {"max_new_tokens": 2000}, {}, TooLong, "max_new_tokens"),  # KV pages
+        ([1] * 1900, {"max_new_tokens": 1}, {}, TooLong, "prompt"),
+        ([], {}, {}, InvalidRequest, "prompt"),
+        ([-1], {}, {}, InvalidRequest, "prompt"),
+        ([10**400], {}, {}, InvalidRequest, "prompt"),
+        ([[1]], {}, {}, InvalidRequest, "prompt"),
+        ("text", {}, {}, InvalidRequest, "prompt"),
+        (5, {}, {}, InvalidRequest, "prompt"),
+        ([1], {"stop": ("a",)}, {}, InvalidRequest, "stop"),
+        ([1], {"stop_token_ids": (-1,)}, {}, InvalidRequest, "stop_token_ids"),
+        ([1], {"logit_bias": ((-1, 1.0),)}, {}, InvalidRequest, "logit_bias"),
+        ([1], {"structure": Structure("regex", "a")}, {}, InvalidRequest, "structure"),
+        ([1], {}, {"timeout_s": 10**400}, InvalidRequest, "timeout_s"),
+        ([1], {}, {"request_id": "a" * 129}, InvalidRequest, "request_id"),
+    ],
+)
+async def test_what_cannot_be_served_is_said_by_its_field(
+    prompt, asked, options, error, param
+) -> None:
+    admission = Admission(EngineConfig(), Limits(4, 8, 16, 32, 4), None)
+    sampling = SamplingParams(**{"max_new_tokens": 1, **asked})
+    request = Request(**{"request_id": "a", "prompt": prompt, "sampling": sampling, **options})
+    try:
+        with pytest.raises(InvalidRequest) as caught:
+            await admission.sequence(request, 0.0)
+    finally:
+        await admission.close()
+    assert (type(caught.value), caught.value.param) == (error, param)
 
 
 async def test_biases_are_of_tokens_that_there_are() -> None:

@@ -1,0 +1,220 @@
+"""What `jmoe_calls_total` counts: every call of every port, and who was at fault."""
+
+import asyncio
+import logging
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import grpc
+import httpx2
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from kserve_requests import infer
+from openai_served import NO_CERTIFICATES, head, serving_http
+from served import collect, failure, serving, until
+
+from serving.errors import Aborted, InvalidRequest
+from serving.frontend.metrics import Calls
+from serving.proto.inference import inference_pb2_grpc as inference_rpc
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+
+FOUR = {"max_tokens": 4}
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+GENERATE = "/jmoe.v1.Generation/Generate"
+STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
+
+
+def counted(s, protocol):
+    """Counts other than 0, by route and code."""
+    samples = s.server.metrics.calls.collect().samples
+    return {
+        (sample.labels["route"], sample.labels["code"]): sample.value
+        for sample in samples
+        if sample.labels["protocol"] == protocol and sample.value
+    }
+
+
+async def test_calls_over_http():
+    async with serving_http() as s:
+        await s.complete()
+        await s.chat(stream=True)
+        await s.post(max_tokens=0)
+        await s.http.get(COMPLETIONS)
+        await s.http.get("/health?x=1")
+        for path in ("/v1/a-strangers", "/v1/models/nobody", "/v1/models/counter"):
+            await s.http.get(path)
+        await s.http.get("/v1/models", headers={"host": "evil.example"})
+        s.engine.failure = RuntimeError("a fault")
+        await s.post()
+        async with s.http.stream("POST", COMPLETIONS, content=b"{") as answer:
+            assert answer.status_code == 415
+        s.engine.failure = InvalidRequest("no")
+        await s.post()
+        _, writer = await s.raw()
+        writer.write(b"no HTTP\r\n\r\n")
+        await until(lambda: ("other", "400") in counted(s, "http"))
+        writer.close()
+    assert counted(s, "http") == {
+        (COMPLETIONS, "200"): 1,
+        (CHATS, "200"): 1,
+        (COMPLETIONS, "400"): 2,
+        (COMPLETIONS, "405"): 1,
+        (COMPLETIONS, "415"): 1,
+        (COMPLETIONS, "500"): 1,
+        ("/health", "200"): 1,
+        ("/v1/models", "403"): 1,
+        ("/v1/models/{id:path}", "200"): 1,
+        ("/v1/models/{id:path}", "404"): 1,
+        ("other", "404"): 1,
+        ("other", "400"): 1,
+    }
+
+
+@pytest.mark.parametrize("fields", [b"", b',"stream":true'])
+async def test_a_stream_counts_by_its_end_and_a_client_that_leaves_as_one(fields):
+    body = b'{"model":"counter","prompt":"ab","max_tokens":9%b}' % fields
+    async with serving_http() as s:
+        s.engine.gate.clear()
+        _, writer = await s.raw()
+        writer.write(head(length=len(body)) + body)
+        await until(lambda: s.engine.running == 1)
+        writer.transport.abort()
+        await until(lambda: counted(s, "http"))
+        assert counted(s, "http") == {(COMPLETIONS, "499"): 1}
+        reader, writer = await s.raw()
+        writer.write(head(length=len(body)) + body)
+        await until(lambda: s.engine.running == 1)
+        s.engine.fail("it was time")
+        assert b"it was time" in await asyncio.wait_for(reader.readuntil(b"}}"), 20)
+        writer.close()
+        assert counted(s, "http") == {(COMPLETIONS, "499"): 1, (COMPLETIONS, "503"): 1}
+
+
+async def test_calls_over_grpc():
+    async with serving() as s:
+        await collect(s.counting(2))
+        await failure(s.counting(2, request_id="x" * 129))
+        s.engine.failure = RuntimeError("a fault")
+        await failure(s.counting(2))
+        s.engine.failure = Aborted("the engine stopped")
+        await failure(s.counting(2))
+        s.engine.failure = None
+        await failure(s.channel.unary_unary("/a.strangers/Method")(b""))
+        health = health_pb2_grpc.HealthStub(s.channel)
+        await failure(health.Check(health_pb2.HealthCheckRequest(service="nobody")))
+        s.engine.gate.clear()
+        await failure(s.stub.Generate(pb.GenerateRequest(text="ab"), timeout=0.1))
+        call = s.counting(2)
+        await call.read()
+        call.cancel()
+        await until(lambda: counted(s, "grpc").get((GENERATE, "CANCELLED")) == 2)
+        await s.admin.GetStats(pb.GetStatsRequest())
+        assert counted(s, "admin") == {("/jmoe.v1.Admin/GetStats", "OK"): 1}
+    assert counted(s, "grpc") == {
+        (GENERATE, "OK"): 1,
+        (GENERATE, "INVALID_ARGUMENT"): 1,
+        (GENERATE, "INTERNAL"): 1,
+        (GENERATE, "CANCELLED"): 2,
+        (GENERATE, "DEADLINE_EXCEEDED"): 1,
+        ("other", "UNIMPLEMENTED"): 1,
+        ("/grpc.health.v1.Health/Check", "NOT_FOUND"): 1,
+    }
+
+
+async def test_requests_of_a_stream_count_one_by_one():
+    async with serving() as s:
+        stub = inference_rpc.GRPCInferenceServiceStub(s.channel)
+        requests = [infer(id="a", sampling=FOUR), infer(id="b", sampling={"n": 2})]
+        assert len([one async for one in stub.ModelStreamInfer(iter(requests))]) == 2
+        s.engine.failure = RuntimeError("a fault")
+        assert [one async for one in stub.ModelStreamInfer(iter(requests[:1]))]
+    assert counted(s, "kserve") == {
+        (STREAM, "OK"): 2,
+        (f"{STREAM}/request", "OK"): 1,
+        (f"{STREAM}/request", "INVALID_ARGUMENT"): 1,
+        (f"{STREAM}/request", "INTERNAL"): 1,
+    }
+
+
+async def test_streams_that_are_cancelled_are_nobodys_fault(caplog):
+    """Whatever is being written at that moment."""
+    caplog.set_level(logging.INFO)
+    async with serving() as s:
+        stub = inference_rpc.GRPCInferenceServiceStub(s.channel)
+        many = {"max_tokens": 2000, "stop_token_ids": []}
+        requests = [infer(id=str(i), stream=True, sampling=many) for i in range(6)]
+        for i in range(30):
+            call = stub.ModelStreamInfer(iter(requests))
+            for _ in range(1 + i % 7):
+                await call.read()
+            call.cancel()
+        await until(lambda: s.engine.running == s.server.guard.num_calls == 0)
+        await until(lambda: not len(s.server.guard.streams))
+    codes = {code for _, code in counted(s, "kserve")}
+    assert codes == {"CANCELLED"}
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+
+
+async def test_a_write_that_fails_is_the_clients_leave(caplog):
+    async with serving() as s:
+        s.engine.failure = grpc.aio.InternalError("Failed execute_batch")
+        stub = inference_rpc.GRPCInferenceServiceStub(s.channel)
+        await failure(stub.ModelInfer(infer(sampling=FOUR)))
+        await failure(s.counting(2))
+    assert counted(s, "grpc") == {(GENERATE, "CANCELLED"): 1}
+    assert {code for _, code in counted(s, "kserve")} == {"CANCELLED"}
+    assert not caplog.records
+
+
+async def test_calls_of_the_page_and_of_metrics():
+    async with serving_http(admin_http_port=0) as s:
+        url = f"http://127.0.0.1:{s.server.page.port}"
+        async with httpx2.AsyncClient(base_url=url, verify=NO_CERTIFICATES) as http:
+            for path in ("/", "/nothing", "/api/state"):
+                await http.get(path)
+            s.engine.stats = None
+            await http.get("/", headers={"host": "evil.example"})
+            await http.post("/api/brownout", json={"zzz": 1})
+        metrics, thread = s.server.metrics.serve("127.0.0.1", 0, s.server.readiness)
+        try:
+            for path in ("/healthz", "/readyz?x=1", "/nothing", "/metrics"):
+                where = f"http://127.0.0.1:{metrics.server_port}{path}"
+                try:
+                    await asyncio.to_thread(urlopen, where)
+                except HTTPError as error:
+                    error.close()
+            _, writer = await asyncio.open_connection("127.0.0.1", metrics.server_port)
+            writer.write(b"no HTTP at all\r\n\r\n")
+            await until(lambda: ("other", "400") in counted(s, "metrics"))
+            writer.close()
+        finally:
+            await asyncio.to_thread(metrics.shutdown)
+            metrics.server_close()
+            thread.join()
+    assert counted(s, "page") == {
+        ("/", "200"): 1,
+        ("/", "404"): 1,
+        ("/", "403"): 1,
+        ("/api/state", "200"): 1,
+        ("/api/brownout", "400"): 1,
+    }
+    assert counted(s, "metrics") == {
+        ("/healthz", "200"): 1,
+        ("/readyz", "200"): 1,
+        ("/metrics", "500"): 1,  # the engine's numbers are gone
+        ("other", "404"): 1,
+        ("other", "400"): 1,
+    }
+
+
+def test_faults_are_counted_from_0():
+    """Of a series that begins at 1 Prometheus would see no increase."""
+    calls = Calls()
+    ended = calls.door("http", ["/a", "other"], "500")
+    ended("/a", 200)
+    found = {tuple(sample.labels.values()): sample.value for sample in calls.collect().samples}
+    assert found == {
+        ("http", "/a", "500"): 0,
+        ("http", "other", "500"): 0,
+        ("http", "/a", "200"): 1,
+    }
