@@ -234,10 +234,10 @@ def _no_http(rng: random.Random, model: str, kind: str) -> Fuzzed:
 
 
 def _nested_schema(rng: random.Random, model: str, kind: str) -> Fuzzed:
-    """Within a body that is right but for this."""
+    """In a body that is right but for this. No schema is valid, since the device follows none."""
     path, found = body(rng, model)
     depth = rng.choice((5, 190, 199, 200, 230, 253, 254, 255, 900, 1020, 1024, 5000))
-    value = b'{"a":' * depth + b"1" + b"}" * depth
+    value = b'{"type":' * depth + b"1" + b"}" * depth
     name, format_ = rng.choice(
         (
             ("guided_json", b"%b"),
