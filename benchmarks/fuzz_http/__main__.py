@@ -108,6 +108,8 @@ class _Sender:
             self._streams = await asyncio.open_connection(self._host, self._port)
         reader, writer = self._streams
         writer.write(sent.data)
+        if sent.half_closes:
+            writer.write_eof()
         if sent.leaves:
             self._found.statuses[sent.kind, "left"] += 1
             self.close()
@@ -116,7 +118,8 @@ class _Sender:
             if not await self._take(reader, sent):
                 self.close()
                 return
-        if sent.num_answers is None:  # what else was sent may spoil the next request
+        # What else was sent may spoil the next request.
+        if sent.half_closes or sent.num_answers is None:
             self.close()
 
     async def _take(self, reader: asyncio.StreamReader, sent: Fuzzed) -> bool:

@@ -59,13 +59,15 @@ _OWN: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Fuzzed:
     """What is written to a connection at once. `num_answers` None: nobody can say how many come;
-    `leaves`: its sender closes the connection instead of reading.
+    `leaves`: its sender closes the connection instead of reading; `half_closes`: it closes its side
+    and then reads.
     """
 
     kind: str
     data: bytes
     num_answers: int | None = 1
     leaves: bool = False
+    half_closes: bool = False
 
 
 def draw(rng: random.Random, model: str) -> Fuzzed:
@@ -231,6 +233,39 @@ def _no_http(rng: random.Random, model: str, kind: str) -> Fuzzed:
     return Fuzzed(kind, head + extra + b"transfer-encoding: %b\r\n\r\n%b" % (coding, chunks), None)
 
 
+def _nested_schema(rng: random.Random, model: str, kind: str) -> Fuzzed:
+    """In a body that is right but for this. No schema is valid, since the device follows none."""
+    path, found = body(rng, model)
+    depth = rng.choice((5, 190, 199, 200, 230, 253, 254, 255, 900, 1020, 1024, 5000))
+    value = b'{"type":' * depth + b"1" + b"}" * depth
+    name, format_ = rng.choice(
+        (
+            ("guided_json", b"%b"),
+            ("structured_outputs", b'{"json":%b}'),
+            ("response_format", b'{"type":"json_schema","json_schema":{"name":"a","schema":%b}}'),
+            ("chat_template_kwargs", b"%b"),
+        )
+    )
+    found.pop(name, None)
+    payload = json.dumps(found).encode()[:-1] + b',"%b":%b}' % (name.encode(), format_ % value)
+    return Fuzzed(kind, request(path, payload))
+
+
+def _twice(rng: random.Random, model: str, kind: str) -> Fuzzed:
+    path, found = body(rng, model)
+    name = rng.choice([*found])
+    payload = json.dumps(found).encode()[:-1] + b',"%b":%b}' % (
+        name.encode(),
+        json.dumps(rng.choice((found[name], anything(rng)))).encode(),
+    )
+    return Fuzzed(kind, request(path, payload))
+
+
+def _half_closed(rng: random.Random, model: str, kind: str) -> Fuzzed:
+    made = rng.choice((_right, _wrong_values, _nested_schema))(rng, model, kind)
+    return Fuzzed(kind, made.data, half_closes=True)
+
+
 _KINDS: dict[str, tuple[int, Callable[[random.Random, str, str], Fuzzed]]] = {
     "right": (10, _right),
     "wrong values": (30, _wrong_values),
@@ -239,10 +274,13 @@ _KINDS: dict[str, tuple[int, Callable[[random.Random, str, str], Fuzzed]]] = {
     "bad UTF-8": (4, _bad_utf8),
     "noise": (4, _noise),
     "nested": (2, _nested),
+    "nested schemas": (3, _nested_schema),
+    "a key twice": (2, _twice),
     "routes": (5, _routes),
     "headers": (6, _headers),
     "pipelined": (4, _pipelined),
     "cut": (3, _cut),
     "left": (3, _left),
+    "half-closed": (3, _half_closed),
     "no HTTP": (2, _no_http),
 }

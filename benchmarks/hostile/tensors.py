@@ -69,6 +69,7 @@ _STRUCTURES = ("json", "regex", "choice", "grammar", "json_object", "backend", "
 _SCALARS = (
     *(None, True, False, 0, 1, 3, -1, 2**31, 2**63, 2**64, 10**30, 0.0, 0.5, 1.0, -1.0, 7.5),
     *(1e308, 1e-320, "", "a", "1", "0.5", "true", "nan", "inf", "\ud800", "é" * 40, "x" * 3000),
+    *("1_0", " 4 ", "\u0664"),
 )
 _TEXTS = (b"", b"abc", b"\xff\xfe", b"\0", "é\U0001f600".encode(), b"x" * 9000, b"word " * 300)
 _NOT_JSON = (b"", b"{", b"[" * 5000, b'{"a":' * 5000, b"NaN", b"nul", b'{"n": NaN}', b"\xff")

@@ -51,6 +51,7 @@ class BoundedHttp(HttpToolsProtocol):
     ) -> None:
         super().__init__(*args, **kwargs)
         self._limits, self._count_refused = limits, refused
+        self._half_closed = False  # the client has closed its side
         self._header_bytes = 0  # size of the request line, headers and trailers
         self._unheard_bytes = 0  # since the parser's last callback; it buffers incomplete lines
         self._in_headers = True  # also before a request's first byte
@@ -86,8 +87,9 @@ class BoundedHttp(HttpToolsProtocol):
             return False
         if self.cycle.scope["http_version"] != "1.1":  # may not be sent what `_probe` sends
             return False
-        if self.cycle.keep_alive:  # else this was called before
-            self.cycle.keep_alive = False
+        self.cycle.keep_alive = False
+        if not self._half_closed:  # asyncio calls this again whenever reading is resumed
+            self._half_closed = True
             self.loop.call_later(PROBE_S, self._probe, PROBE_S)
         return True
 

@@ -75,13 +75,14 @@ async def test_a_client_that_closes_its_side_too_soon_is_closed(sent):
         writer.close()
 
 
-async def test_a_client_that_closes_its_side_and_then_leaves(monkeypatch):
+@pytest.mark.parametrize("fields", [b"", b"connection: close\r\n"])
+async def test_a_client_that_closes_its_side_and_then_leaves(fields, monkeypatch):
     monkeypatch.setattr(bounded_http, "PROBE_S", 0.01)
     async with serving_http() as s:
         s.engine.gate.clear()
         reader, writer = await s.raw()
         sent = BODY % (b'"ab"', b"")
-        writer.write(head(length=len(sent)) + sent)
+        writer.write(head(fields, len(sent)) + sent)
         writer.write_eof()
         await reader.readuntil(b"100 Continue\r\n\r\n")
         assert s.engine.running == 1
