@@ -17,6 +17,7 @@ from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
 from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots
 from jmoe.hub import locate
+from jmoe.numbers import integer
 from jmoe.parallel.home import Home
 from jmoe.parallel.placement import Placement, check, contiguous
 from jmoe.tokenizer import Tokenizer, TokenizerError
@@ -237,7 +238,7 @@ def load(
     if checkpoint.is_native(directory):
         cfg, weights = checkpoint.load_native(directory, kind, check_weights)
         check_tokenizer(tokenizer, cfg, directory)
-        united = choose_ways(checkpoint.load_united(directory, cfg, finite), ways, name)
+        united = _united(directory, cfg, finite, ways, name)
         missing = num_united_slots(united)
         if missing > weights.num_united_slots:
             raise ValueError(f"{name} was saved without slots for ways {sorted(united)}")
@@ -246,11 +247,24 @@ def load(
     else:
         cfg = read_config(directory, allow_unknown_config=allow_unknown_config)
         check_tokenizer(tokenizer, cfg, directory)
-        united = choose_ways(checkpoint.load_united(directory, cfg, finite), ways, name)
+        united = _united(directory, cfg, finite, ways, name)
         home = _home(cfg, num_united_slots(united), mesh, placement)
         weights = checkpoint.load_hf(directory, cfg, kind, united, progress, check_weights, home)
     resident = ResidentWeights(weights, united, name, home)
     return Model(name, directory, cfg, kind, resident, tokenizer)
+
+
+def _united(
+    directory: Path,
+    cfg: ModelConfig,
+    finite: jnp.dtype | None,
+    ways: Sequence[int] | None,
+    name: str,
+) -> dict[int, UnitedExperts]:
+    """United experts to keep at hand. Raises CheckpointError, and ValueError as `choose_ways`."""
+    if ways is not None and not ways:
+        return {}
+    return choose_ways(checkpoint.load_united(directory, cfg, finite), ways, name)
 
 
 def check_dtype(dtype: str) -> jnp.dtype:
@@ -309,10 +323,11 @@ def choose_ways(
     """Those of the wanted ways; None: all. Raises ValueError for one that is not there."""
     if wanted is None:
         return found
+    wanted = [integer("a way", way) for way in wanted]
     lacking = [way for way in wanted if way not in found]
     if lacking:
         have = ", ".join(map(str, found)) or "none"
-        raise ValueError(f"ways are {list(wanted)}; {name} has united experts for: {have}")
+        raise ValueError(f"ways are {wanted}; {name} has united experts for: {have}")
     return {way: found[way] for way in wanted}
 
 
@@ -330,11 +345,8 @@ def save(model: Model, path: str | Path) -> None:
     directory = Path(path)
     table = model.table._replace(groups=jnp.full_like(model.table.groups, -1))
     checkpoint.save_native(directory, model.config, model.weights._replace(table=table))
-    for name in (
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "chat_template.jinja",
-        checkpoint.UNITED_FILE,
-    ):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (model.path / name).exists():
             shutil.copyfile(model.path / name, directory / name)
+    if (model.path / checkpoint.UNITED_FILE).exists():
+        checkpoint.copy_united(model.path, directory)

@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 
 from jmoe import display
 from jmoe.experts import groups_by_index
+from jmoe.numbers import integer
 from pallas_kernels import routing
 
 Strategy = Literal["zero", "partial", "full"]
@@ -44,11 +45,15 @@ class Brownout:
     way: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError for an unknown strategy or a threshold out of range."""
+        """Raises ValueError for an unknown strategy, a threshold out of range or not whole, and a
+        way that is no integer.
+        """
         strategy_code(self.strategy)
-        check_threshold(self.threshold_percent)
-        if self.threshold_percent != int(self.threshold_percent):
-            raise ValueError(f"threshold is {self.threshold_percent} %; it must be whole percent")
+        threshold = integer("threshold_percent", self.threshold_percent)
+        check_threshold(threshold)
+        object.__setattr__(self, "threshold_percent", threshold)
+        if self.way is not None:
+            object.__setattr__(self, "way", integer("way", self.way))
 
 
 class Control(NamedTuple):
@@ -61,9 +66,7 @@ class Control(NamedTuple):
     def of(cls, brownout: Brownout | None) -> "Control":
         """No setting is zero brownout."""
         setting = brownout or Brownout("zero")
-        return cls(
-            jnp.int32(int(setting.threshold_percent)), jnp.int32(strategy_code(setting.strategy))
-        )
+        return cls(jnp.int32(setting.threshold_percent), jnp.int32(strategy_code(setting.strategy)))
 
 
 class Plan(routing.Plan):
@@ -111,6 +114,7 @@ def plan(
 
     Raises ValueError for a value out of range, or shapes that do not agree.
     """
+    num_experts = integer("num_experts", num_experts)
     choices = np.asarray(ids)
     if choices.ndim not in (2, 3) or not np.issubdtype(choices.dtype, np.integer):
         raise ValueError(f"ids must be integers [T, K]; got {choices.dtype} {choices.shape}")
@@ -121,11 +125,11 @@ def plan(
         raise ValueError(
             f"ids span {seen.min()} to {seen.max()}; experts are 0 to {num_experts - 1}"
         )
-    Brownout(strategy, threshold_percent)
+    setting = Brownout(strategy, threshold_percent, way)
     expert_ids, degraded, s1 = _plan(
         jnp.asarray(np.where(keep[:, None], flat, 0), jnp.int32),
-        groups=jnp.asarray(_groups(num_experts, way, groups, strategy), jnp.int32),
-        threshold_percent=jnp.int32(int(threshold_percent)),
+        groups=jnp.asarray(_groups(num_experts, setting.way, groups, strategy), jnp.int32),
+        threshold_percent=jnp.int32(setting.threshold_percent),
         strategy=jnp.int32(strategy_code(strategy)),
         valid=jnp.asarray(keep),
         exempt=jnp.asarray(_rows("exempt", exempt, rows, default=False)),

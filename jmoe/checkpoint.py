@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from jmoe import layout
 from jmoe.config import ModelConfig, RopeConfig
+from jmoe.digests import file_digests
 from jmoe.experts import (
     ExpertPool,
     ExpertTable,
@@ -25,10 +28,13 @@ from jmoe.experts import (
 )
 from jmoe.finite import fault, seem_finite
 from jmoe.layout import Layout
+from jmoe.model_files import read_text, regular, stays_inside
 from jmoe.parallel.home import Home
 from jmoe.weights import PoolHolder, Weights
 
 UNITED_FILE = "united.safetensors"
+DISTILLED_FROM = "distilled_from"
+"""In the metadata of that file: `weights_digest` of the model whose experts it stands in for."""
 FLOATS = ("BF16", "F16", "F32", "F64")  # as safetensors names them
 FAULTS_SHOWN, FAULTS_COUNTED = 20, 1000
 
@@ -64,7 +70,7 @@ class TensorFiles:
         self._open: dict[str, Any] = {}
         for name in names:
             try:
-                file = safe_open(directory / name, framework="numpy")
+                file = safe_open(regular(directory / name), framework="numpy")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{directory / name} is not readable: {error}") from None
             twice = sorted(self._open.keys() & file.keys())
@@ -89,15 +95,6 @@ class TensorFiles:
         """One tensor in host memory, as it is stored."""
         return self._open[name].get_tensor(name)
 
-    def sampled(self, name: str, count: int, num_bytes: int) -> bytes:
-        """Out of a tensor as it is stored: the first `num_bytes` of `count` of its rows, spread
-        over it, the last among them.
-        """
-        part = self._open[name].get_slice(name)
-        rows = (part.get_shape() or [0])[0]
-        at = sorted({rows - 1 - rows * k // count for k in range(count)} if rows else ())
-        return b"".join(part[row : row + 1].tobytes()[:num_bytes] for row in at)
-
     def read(self, name: str, dtype: jnp.dtype, *, on_host: bool = False) -> jax.Array | np.ndarray:
         """One tensor in `dtype`, where it is assembled: on the device, or in a CPU's memory, where
         every shape of an operation would be a program to compile; `on_host` is there always.
@@ -114,13 +111,35 @@ def _file_names(directory: Path) -> list[str]:
     if not index.exists():
         return ["model.safetensors"]
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = json.loads(read_text(index))["weight_map"]
         names = sorted(set(weight_map.values()))
         if not all(isinstance(name, str) for name in names):
             raise TypeError("weight_map names files that are not text")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not readable: {error!r}") from None
+    if outside := [name for name in names if not stays_inside(name)]:
+        raise CheckpointError(
+            f"{index} names {outside[0]!r}, which is no file in its folder; shards lie beside it"
+        )
     return names
+
+
+def weights_digest(directory: Path) -> str:
+    """Returns a hash of a model's weights as they are stored, every byte of every file.
+
+    Large files are remembered (`jmoe.digests`). Raises CheckpointError for files that cannot be
+    read.
+    """
+    if is_native(directory):
+        state = (directory / "state").rglob("*")
+        names = sorted(str(path.relative_to(directory)) for path in state if not path.is_dir())
+    else:
+        names = _file_names(directory)
+    try:
+        digests = file_digests(regular(directory / name) for name in names)
+    except OSError as error:
+        raise CheckpointError(f"{directory} is not readable: {error}") from None
+    return f"sha256:{sha256(json.dumps([names, digests]).encode()).hexdigest()}"
 
 
 def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
@@ -316,18 +335,25 @@ def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype) -> ExpertPool
 def load_united(
     directory: Path, cfg: ModelConfig, dtype: jnp.dtype | None = None
 ) -> dict[int, UnitedExperts]:
-    """United experts beside a model, by way; empty where there are none. Raises CheckpointError.
+    """United experts beside a model, by way; empty where there are none.
 
-    With `dtype` they must be finite in it.
+    With `dtype` they must be finite in it. Raises CheckpointError, also for those that were
+    distilled from a model with other weights.
     """
     path = directory / UNITED_FILE
     if not path.exists():
         return {}
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(regular(path), framework="numpy") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            origin = (file.metadata() or {}).get(DISTILLED_FROM)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not readable: {error}") from None
+    if origin is not None and origin != (own := weights_digest(directory)):
+        raise CheckpointError(
+            f"{path} was distilled from a model with the weights {origin[:19]}, and {directory} "
+            f"has {own[:19]}; distil this model with `jmoe distill`, or move the file away"
+        )
     prefixes = {name.split(".")[0].removeprefix("way"): name for name in tensors}
     for prefix, name in prefixes.items():
         if not (prefix.isascii() and prefix.isdigit() and 2 <= int(prefix[:9]) == int(prefix[:10])):
@@ -345,6 +371,21 @@ def load_united(
         faults = (fault(name, tensor, dtype) for name, tensor in weights)
         _refuse(f"{path} has weights that are not finite:", filter(None, faults))
     return united
+
+
+def copy_united(source: Path, to: Path) -> None:
+    """Copies united experts from one directory of a model to another of the same model, whose files
+    are others. Raises CheckpointError.
+    """
+    try:
+        with safe_open(regular(source / UNITED_FILE), framework="numpy") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{source / UNITED_FILE} is not readable: {error}") from None
+    if DISTILLED_FROM in metadata:
+        metadata[DISTILLED_FROM] = weights_digest(to)
+    save_file(tensors, to / UNITED_FILE, metadata=metadata)
 
 
 def _united_shapes(cfg: ModelConfig, way: int, layer: int) -> dict[str, tuple[int, ...]]:
@@ -405,7 +446,7 @@ def load_native(
 
     directory = directory.absolute()
     try:
-        cfg = _config_from_json(json.loads((directory / "jmoe.json").read_text(encoding="utf-8")))
+        cfg = _config_from_json(json.loads(read_text(directory / "jmoe.json")))
         with ocp.StandardCheckpointer() as checkpointer:
             tree = checkpointer.restore(directory / "state")
         stored = dict(tree["params"]), ExpertPool(**tree["pool"]), ExpertTable(**tree["table"])

@@ -12,6 +12,7 @@ from jmoe.architectures import ARCHITECTURES
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
 from jmoe.config_keys import ROPE_READ, check_keys, check_rope_keys
+from jmoe.model_files import read_text
 
 MOST_LAYERS = 10_000
 
@@ -113,6 +114,10 @@ def _require(holds: bool, key: str, value: object, wanted: str) -> None:
         raise ConfigError(f"{key} is {value!r}; it must be {wanted}")
 
 
+CONFIG_FILES = ("config.json", "generation_config.json")
+"""What `read_config` reads."""
+
+
 def read_config(path: str | Path, *, allow_unknown_config: Collection[str] = ()) -> ModelConfig:
     """Reads `config.json` (and eos ids of `generation_config.json`) of a Hugging Face directory.
 
@@ -120,9 +125,8 @@ def read_config(path: str | Path, *, allow_unknown_config: Collection[str] = ())
     does not know, but for those in `allow_unknown_config` (`KEY`, or `rope_scaling.KEY`).
     """
     directory = Path(path)
-    file = directory / "config.json"
+    file, generation = (directory / name for name in CONFIG_FILES)
     cfg = from_hf(_read_json(file), file=str(file), allow_unknown_config=allow_unknown_config)
-    generation = directory / "generation_config.json"
     if not generation.exists():
         return cfg
     fields = Fields(_read_json(generation), str(generation))
@@ -133,7 +137,7 @@ def read_config(path: str | Path, *, allow_unknown_config: Collection[str] = ())
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
+        loaded = json.loads(read_text(path))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; name a Hugging Face model directory") from None
     except OSError as error:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jmoe import display
+from jmoe.numbers import integer
 from pallas_kernels.routing import TableRow
 
 FETCHED, ABSENT = 1, 2
@@ -79,6 +80,7 @@ class UnitedExperts:
 
 def groups_by_index(num_experts: int, way: int) -> np.ndarray:
     """int32 [m]: consecutive experts, `way` a group; the last may be short. Raises ValueError."""
+    way = integer("way", way)
     if not 2 <= way <= num_experts:
         raise ValueError(
             f"way is {way}; it must be between 2 and the {num_experts} experts there are"

@@ -23,6 +23,8 @@ from jmoe.checkpoint import CheckpointError, HFLayers
 from jmoe.config import ConfigError, ModelConfig, read_config
 from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots, write_slots
 from jmoe.finite import seem_finite
+from jmoe.model_files import regular
+from jmoe.numbers import integer
 from jmoe.residuals import ByDifference, read_residuals
 from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, SharingError, read_sharing
 from jmoe.tokenizer import Tokenizer
@@ -147,6 +149,8 @@ def load_family(
     vocabulary, SharingError for a map of other models; then as `jmoe.load`.
     """
     kind = check_dtype(dtype)
+    resident_experts = integer("resident_experts", resident_experts)
+    spare_experts = integer("spare_experts", spare_experts)
     found, cfgs, tokenizers = check_family(
         directories, allow_unknown_config, revision, chat_template
     )
@@ -236,9 +240,10 @@ def _directories(directories: Mapping[str, str | Path], revision: str) -> dict[s
     if not directories:
         raise ValueError("no directory is named; give the models of a family as {name: directory}")
     for name in directories:
-        if not name or name != name.strip():
+        if not name or name != name.strip() or not name.isprintable():
             raise ValueError(
-                f"a model's name is {name!r}; it must be neither empty nor begin or end with space"
+                f"a model's name is {name!r}; it must be printable, and neither empty nor begin or "
+                "end with space"
             )
     return {name: resolve(path, revision) for name, path in directories.items()}
 
@@ -363,7 +368,7 @@ def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_wei
         raise SharingError("the map has merged experts, and no directory that holds them")
     path, (d, f) = sharing.directory / WEIGHTS_FILE, (cfg.d_model, cfg.d_ff_expert)
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(regular(path), framework="numpy") as file:
             for at in np.flatnonzero(reader.held_experts[:, 0] == MERGED):
                 (_, layer, expert), slot = reader.held_experts[at], reader.homes.slot[at]
                 found = []

@@ -9,6 +9,7 @@ from jmoe import display
 from jmoe.api import Model
 from jmoe.brownout import Brownout
 from jmoe.forward import check_tokens
+from jmoe.numbers import integer, real
 from jmoe.packed_rows import Q_LEN, empty_rows, pack_row
 from jmoe.stepper import Stepper
 from jmoe.steps import StepOutput
@@ -101,6 +102,9 @@ def generate(
     if isinstance(prompts, str):
         raise ValueError(f"prompts is the text {prompts!r:.40}; give a list: [{prompts!r:.40}]")
     _check_sampling(temperature, top_k, top_p)
+    max_new_tokens = integer("max_new_tokens", max_new_tokens)
+    chunk_size, page_size = integer("chunk_size", chunk_size), integer("page_size", page_size)
+    seed = integer("seed", seed)
     if page_size < 1:
         raise ValueError(f"page_size is {page_size}; it must be at least 1")
     token_lists = [as_tokens(model, prompt) for prompt in prompts]
@@ -115,7 +119,8 @@ def generate(
             f"the longest prompt and max_new_tokens make {longest} positions; "
             f"{model.name} has {cfg.max_position}"
         )
-    stops = set(cfg.eos_token_ids if stop_token_ids is None else stop_token_ids)
+    given = cfg.eos_token_ids if stop_token_ids is None else stop_token_ids
+    stops = {integer("a stop token", token) for token in given}
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     run = _Run(model, token_lists, longest, brownout, page_size, sampling, seed)
     run.prefill(chunk_size)
@@ -150,7 +155,7 @@ def as_tokens(model: Model, prompt: Prompt) -> list[int]:
             raise ValueError(f"{model.name} has no tokenizer; give token lists")
         tokens = model.tokenizer.encode(prompt)
     else:
-        tokens = [int(token) for token in prompt]
+        tokens = [integer("a token", token) for token in prompt]
     if not tokens:
         raise ValueError("a prompt is empty; give at least one token")
     check_tokens(tokens, model.config.vocab_size)
@@ -163,11 +168,11 @@ def _check_sampling(temperature: float, top_k: int, top_p: float) -> None:
     `serving.request` asks the same, and must not import this package: a server answers health
     before jax is there.
     """
-    if not 0 <= temperature <= 100:  # nor NaN
+    if not 0 <= real("temperature", temperature) <= 100:
         raise ValueError(f"temperature is {temperature!r}; it must be between 0 and 100")
-    if not 0 <= top_k < 2**31:
+    if not 0 <= integer("top_k", top_k) < 2**31:
         raise ValueError(f"top_k is {top_k!r}; it must be 0 (off) or more, below 2**31")
-    if not 0 < top_p <= 1:
+    if not 0 < real("top_p", top_p) <= 1:
         raise ValueError(f"top_p is {top_p!r}; it must be above 0 and at most 1")
 
 

@@ -22,6 +22,7 @@ from jmoe.checkpoint import CheckpointError
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from jmoe.finite import seem_finite
+from jmoe.model_files import regular
 from jmoe.sharing import WEIGHTS_FILE, Sharing
 
 
@@ -108,7 +109,7 @@ def read_residuals(
     }
     leaves = [np.empty((len(experts), *shape), jnp.bfloat16) for shape in shapes.values()]
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(regular(path), framework="numpy") as file:
             for at, (model, layer, expert) in enumerate(experts):
                 for leaf, ((key, side), shape) in zip(leaves, shapes.items(), strict=True):
                     name = tensor_name(sharing.fingerprints[model], layer, expert, key, side)

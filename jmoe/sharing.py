@@ -6,7 +6,6 @@ over the models' directories as they stand; only merged experts, and differences
 are weights of its own.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,17 +15,15 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jmoe.checkpoint import TensorFiles
+from jmoe.checkpoint import weights_digest
 
-FORMAT = "jmoe-family-1"
+FORMAT = "jmoe-family-2"
+_SAMPLED = "jmoe-family-1"
 MERGED = -1
 """As an owner: no model's expert, but the merged one of its position, in `WEIGHTS_FILE`."""
 WEIGHTS_FILE = "family.safetensors"
 """Beside `family.json`, with merged experts as `layers.{i}.experts.{e}.gate_up [d, 2 f]` and
 `.down [f, d]`, i counting MoE layers; and with differences (`jmoe.residuals.tensor_name`)."""
-
-SAMPLED_BYTES, SAMPLES = 256, 8
-"""Of each tensor, what a fingerprint reads: so many bytes at so many places."""
 
 
 class SharingError(ValueError):
@@ -43,7 +40,7 @@ class Sharing:
 
     names: tuple[str, ...]
     owners: Int[np.ndarray, "N layers m"]
-    fingerprints: tuple[str, ...] = ()  # of the models' directories; empty: not known
+    fingerprints: tuple[str, ...] = ()  # `weights_digest` of each model; empty: not known
     facts: Mapping[str, Any] = field(default_factory=dict)  # how it was made, for people
     directory: Path | None = None  # where merged experts and differences lie
     residual_rank: int = 0
@@ -135,6 +132,11 @@ def read_sharing(path: Path, directories: Mapping[str, Path], shape: tuple[int, 
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["format"] == _SAMPLED:
+            raise SharingError(
+                f"{path} is of an older jmoe, which knew a model by samples of its weights alone; "
+                "run `jmoe consolidate` again"
+            )
         if raw["format"] != FORMAT:
             raise ValueError(f"its format is {raw['format']!r}, not {FORMAT!r}")
         prints = [str(model["fingerprint"]) for model in raw["models"]]
@@ -147,6 +149,8 @@ def read_sharing(path: Path, directories: Mapping[str, Path], shape: tuple[int, 
             raise ValueError(f"residual_rank is {rank!r}, not a number of 0 or more")
     except OSError as error:
         raise SharingError(f"{path} is not readable: {error}") from None
+    except SharingError:
+        raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise SharingError(
             f"{path} is no map of shared experts: {error!r}; `jmoe consolidate` writes one"
@@ -174,7 +178,7 @@ def read_sharing(path: Path, directories: Mapping[str, Path], shape: tuple[int, 
 
 def _known(path: Path, name: str, directory: Path, prints: list[str], names: list[str]) -> int:
     """Which of the file's models a directory is."""
-    found = fingerprint(directory)
+    found = weights_digest(directory)
     if found in prints:
         return prints.index(found)
     known = f"; its {name} had other weights" if name in names else ""
@@ -191,15 +195,3 @@ def _reordered(sharing: Sharing, order: Sequence[int], names: tuple[str, ...]) -
     owners = number[sharing.owners[list(order)]]
     prints = tuple(sharing.fingerprints[at] for at in order)
     return replace(sharing, names=names, owners=owners, fingerprints=prints)
-
-
-def fingerprint(directory: Path) -> str:
-    """What tells a directory's weights from others: names, types, shapes, and bytes out of each
-    tensor; it reads little of them. Raises CheckpointError.
-    """
-    files, digest = TensorFiles(directory), hashlib.sha256()
-    for name in files.names():
-        digest.update(f"{name} {files.kind(name)} {files.shape(name)}\n".encode())
-        rows = files.sampled(name, SAMPLES, SAMPLED_BYTES)
-        digest.update(rows)
-    return f"sha256:{digest.hexdigest()}"

@@ -123,10 +123,12 @@ def make_state(
     dtype: Any,
     num_hidden: int = 0,
 ) -> State:
-    """Empty state: zeroed pages, block tables and tokens; `num_hidden` 0: steps run whole."""
+    """Empty state: zeroed pages and tokens, and block tables that list the padding page, where
+    rows of slots that own nothing may meet; `num_hidden` 0: steps run whole.
+    """
     return State(
         make_pages(cfg, num_pages, page_size, dtype),
-        jnp.zeros((num_slots, max_blocks), jnp.int32),
+        jnp.full((num_slots, max_blocks), num_pages, jnp.int32),
         jnp.zeros(num_slots, jnp.int32),
         jnp.zeros((num_hidden, cfg.d_model), dtype) if num_hidden else None,
     )

@@ -4,15 +4,20 @@ import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as Backend
 
+from jmoe.model_files import read_text, regular
 from jmoe.pieces import Pieces
 from jmoe.text_stream import TextStream
 
 if TYPE_CHECKING:
-    from jinja2 import Environment, Template
+    from jmoe.chat_template import ChatTemplate
+
+SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+"""Tokens that chat templates get from `tokenizer_config.json`, as `bos_token` and so on."""
+_FROM_THE_SERVER = frozenset({"messages", "add_generation_prompt", "bos_token", "eos_token"})
 
 
 class TokenizerError(ValueError):
@@ -25,7 +30,7 @@ class Tokenizer:
     def __init__(self, backend: Backend, settings: Mapping[str, Any]) -> None:
         self.backend = backend
         self._settings = settings
-        self._template = settings.get("chat_template")
+        self.chat_template: str | None = settings.get("chat_template")
 
     @classmethod
     def load(cls, directory: Path, chat_template: str | Path = "") -> "Tokenizer | None":
@@ -42,17 +47,10 @@ class Tokenizer:
                 )
             return None
         try:
-            backend = Backend.from_file(str(path))
+            backend = Backend.from_file(str(regular(path)))
         except Exception as error:  # the library raises bare Exception
             raise TokenizerError(f"{path} is not readable: {error}") from None
-        settings = _settings(directory / "tokenizer_config.json")
-        template = directory / "chat_template.jinja"
-        if template.exists():
-            settings["chat_template"] = _text(template)
-        settings["chat_template"] = _one_template(settings.get("chat_template"), directory)
-        if chat_template:
-            settings["chat_template"] = _checked_template(Path(chat_template))
-        return cls(backend, settings)
+        return cls(backend, read_settings(directory, chat_template))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the tokenizer itself adds; `special_tokens`
@@ -94,73 +92,66 @@ class Tokenizer:
     ) -> str:
         """The chat template applied, with the generation prompt. `options` are further names that
         the template may use. Raises TokenizerError.
-        """
-        from jinja2.exceptions import TemplateError
 
-        given = {
-            "messages": list(messages),
-            "add_generation_prompt": True,
-            "bos_token": self._special("bos_token"),
-            "eos_token": self._special("eos_token"),
-        }
-        if taken := sorted(given.keys() & (options or {}).keys()):
-            raise TokenizerError(f"the chat template gets {taken[0]} from the server; leave it out")
-        template = self._compiled
+        This runs the template in this process without limits: of a model whose maker you trust.
+        """
+        from jmoe.chat_template import ChatTemplateError
+
+        options = self.checked_options(options or {})
         try:
-            return template.render({**(options or {}), **given})
-        except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            return self._compiled.render(messages, options)
+        except ChatTemplateError as error:
             raise TokenizerError(f"the chat template failed: {error}") from None
+
+    def checked_options(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns `options` of a chat. Raises TokenizerError for names that the template gets from
+        the server, and for a model that has no template.
+        """
+        if taken := sorted(options.keys() & _FROM_THE_SERVER):
+            raise TokenizerError(f"the chat template gets {taken[0]} from the server; leave it out")
+        if not self.chat_template:
+            raise TokenizerError("this model has no chat template; send plain text")
+        return options
 
     @cached_property
-    def _compiled(self) -> "Template":
-        """The template, compiled once: that takes as long as a long prompt."""
-        if not self._template:
-            raise TokenizerError("this model has no chat template; send plain text")
-        from jinja2.exceptions import TemplateError
+    def special_tokens(self) -> dict[str, str]:
+        """Special tokens by the names that chat templates know them by; without a beginning or an
+        end, these are empty.
+        """
+        named = {f"{name}_token": self._special(f"{name}_token") for name in SPECIAL_TOKENS}
+        always = ("bos_token", "eos_token")
+        return {name: text for name, text in named.items() if text or name in always}
 
-        try:
-            return _environment().from_string(self._template)
-        except TemplateError as error:
-            raise TokenizerError(f"the chat template failed: {error}") from None
+    @cached_property
+    def _compiled(self) -> "ChatTemplate":
+        """The template, compiled once: that takes as long as a long prompt."""
+        from jmoe.chat_template import ChatTemplate
+
+        return ChatTemplate(self.chat_template or "", self.special_tokens)
 
     def _special(self, name: str) -> str:
         token = self._settings.get(name)
         return token.get("content", "") if isinstance(token, Mapping) else token or ""
 
 
-def _environment() -> "Environment":
-    """In which chat templates run: those of strangers, which may read what they get and no more."""
-    from jinja2.exceptions import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = refuse  # as templates call what they refuse with
-    return environment
-
-
-def _checked_template(path: Path) -> str:
-    """A template that is given for a model. Raises TokenizerError where it is none."""
-    from jinja2.exceptions import TemplateSyntaxError
-
-    template = _text(path)
-    try:
-        _environment().from_string(template)
-    except TemplateSyntaxError as error:
-        raise TokenizerError(
-            f"{path} is no chat template: line {error.lineno}: {error.message}"
-        ) from None
-    return template
+def read_settings(directory: Path, chat_template: str | Path = "") -> dict[str, Any]:
+    """The settings of `tokenizer_config.json`, with the text of the chat template, None without
+    one, as `chat_template`. Raises TokenizerError.
+    """
+    settings = _settings(directory / "tokenizer_config.json")
+    template = directory / "chat_template.jinja"
+    if template.exists():
+        settings["chat_template"] = _text(template)
+    settings["chat_template"] = _one_template(settings.get("chat_template"), directory)
+    if chat_template:
+        settings["chat_template"] = _text(Path(chat_template))
+    return settings
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path)
+    except (OSError, ValueError) as error:
         raise TokenizerError(f"{path} is not readable: {error}") from None
 
 

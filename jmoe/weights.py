@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool
 
 from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, load_layer
+from jmoe.numbers import integer
 
 if TYPE_CHECKING:
     from jmoe.parallel.home import Home
@@ -122,6 +123,7 @@ class ResidentWeights:
 
     def united_of(self, way: int) -> UnitedExperts:
         """United experts of a way in host memory. Raises ValueError where there are none."""
+        way = integer("way", way)
         if way not in self.united:
             have = ", ".join(map(str, self.united)) or "none"
             raise ValueError(f"way is {way}; {self._name} has united experts for: {have}")

@@ -6,20 +6,24 @@ the KV pages.
 """
 
 import asyncio
+import contextlib
 import math
 import random
 import sys
 from collections import Counter, deque
-from collections.abc import Sequence, Sized
+from collections.abc import AsyncIterator, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jmoe.family import Family
-from jmoe.tokenizer import Tokenizer, TokenizerError
+from jmoe.tokenizer import Tokenizer
+from serving.chat_templates import ChatTemplate
+from serving.composes import SHAPING, why_not
 from serving.config import EngineConfig
 from serving.errors import (
     NOT_OURS,
@@ -49,10 +53,6 @@ if TYPE_CHECKING:
 
 LONG_TEXT = 16_384
 """Characters above which a prompt is tokenized in a thread: 4 ms with the bundled tokenizer."""
-_CHARS_A_MESSAGE = 64
-"""Characters that a chat message counts for beside its content: templates take microseconds for
-each message.
-"""
 RETRY_AFTER_S = 0.5
 """The retry time that an overloaded engine reports before it knows its own speed."""
 
@@ -90,7 +90,7 @@ class Admission:
         self._tokenizers = [None] if family is None else [model.tokenizer for model in family]
         self._eos = [()] if family is None else [model.config.eos_token_ids for model in family]
         self.capacity = {priority: Capacity(limits.decode_rows) for priority in Priority}
-        self.num_tokenizing = Counter[Priority]()  # long texts, waiting for their tokens
+        self.num_tokenizing = Counter[Priority]()  # chats and long texts, waiting for their tokens
         models = () if family is None else family
         self._structures = [
             Structures(model.tokenizer, model.config.vocab_size, model.config.eos_token_ids)
@@ -100,7 +100,15 @@ class Admission:
         most = config.max_model_len - 1
         longest = max(1 if one is None else one.longest_token for one in self._tokenizers)
         vocab_size = 0 if family is None else family.config.vocab_size
-        self.bounds = Bounds(most, most * longest, vocab_size)
+        self.bounds = Bounds(most, most * longest, vocab_size, config.max_logprobs_per_call)
+        self._templates: dict[tuple[object, ...], ChatTemplate] = {}
+
+    def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
+        """Returns a model's chat template; models that have the same one share it."""
+        what = tokenizer.chat_template, *tokenizer.special_tokens.items()
+        if what not in self._templates:
+            self._templates[what] = ChatTemplate(tokenizer, self.bounds)
+        return self._templates[what]
 
     def tokenizer(self, request: Request) -> Tokenizer | None:
         """Returns the tokenizer of a request's model; None if that takes token ids only."""
@@ -143,13 +151,8 @@ class Admission:
             raise InvalidRequest(
                 "structured output needs a model; this engine runs without one", "structure"
             )
-        try:
-            async with asyncio.timeout(request.timeout_s):
-                return await self._structures[request.model].matcher(structure)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the structure was not read within {request.timeout_s} s; others may be read first"
-            ) from None
+        async with _in_time(request, "the structure was not read"):
+            return await self._structures[request.model].matcher(structure)
 
     def check_queue(
         self, priority: Priority, scheduler: "Scheduler", ttft_slo_s: float = math.inf
@@ -221,14 +224,8 @@ class Admission:
 
     def _check_shaping(self, sampling: SamplingParams) -> None:
         """Raises InvalidRequest for changes of logits in modes that do not support them."""
-        config = self._config
-        where = "asynchronous workers" if config.mode == "aep" else ""
-        where = "a mesh over several processes" if config.coordinator else where
-        if where and sampling.shapes:
-            raise InvalidRequest(
-                "min_p, penalties, logit_bias, top_logprobs and structured output are not built "
-                f"for {where}; leave them out"
-            )
+        if sampling.shapes and (why := why_not(self._config, SHAPING)):
+            raise InvalidRequest(f"{SHAPING} must be left out {why}")
 
     async def tokenize(self, request: Request) -> list[int]:
         """Returns the token ids of a prompt whose size was checked. Raises InvalidRequest."""
@@ -236,7 +233,11 @@ class Admission:
         if isinstance(prompt, str | Chat):
             tokenizer = self.tokenizer(request)
             assert tokenizer is not None  # its size was checked
-            tokens = await self._encode(tokenizer, prompt, request.priority)
+            self.num_tokenizing[request.priority] += 1
+            try:
+                tokens = await self._encode(tokenizer, request)
+            finally:
+                self.num_tokenizing[request.priority] -= 1
         else:
             tokens = _ids(prompt)
         if not tokens:
@@ -259,6 +260,7 @@ class Admission:
         total = len(tokens) + (request.sampling.max_new_tokens or 1)
         if total > self._config.max_model_len:
             raise self._too_long(len(tokens), request)
+        self.bounds.check_logprobs([(request.sampling, len(tokens))])
         limits, vocab = self._limits, self.bounds.vocab_size
         wrong = next((t for t in tokens if t < 0 or (vocab and t >= vocab)), None)
         if wrong is not None:
@@ -273,12 +275,12 @@ class Admission:
             )
 
     async def close(self) -> None:
-        """Ends the thread and the structure readers; prompts that wait to be tokenized are
-        cancelled.
+        """Ends the thread, and the processes of structures and templates; prompts that wait to be
+        tokenized are cancelled.
         """
         self._thread.shutdown(wait=False, cancel_futures=True)
-        for structures in self._structures:
-            await structures.close()
+        for limited in (*self._structures, *self._templates.values()):
+            await limited.close()
 
     def _too_long(self, num_tokens: int, request: Request) -> TooLong:
         new, most = request.sampling.max_new_tokens or 1, self._config.max_model_len
@@ -288,35 +290,36 @@ class Admission:
             _longer(num_tokens, most),
         )
 
-    def _tokens_of(self, tokenizer: Tokenizer, prompt: str | Chat) -> list[int]:
-        if isinstance(prompt, str):
-            return tokenizer.encode(prompt)
-        text = tokenizer.chat(prompt.messages, prompt.options)
-        self.bounds.check_chars(len(text))
-        return tokenizer.encode(text, special_tokens=False)
-
-    async def _encode(
-        self, tokenizer: Tokenizer, prompt: str | Chat, priority: Priority
-    ) -> list[int]:
-        of_template = _CHARS_A_MESSAGE * len(prompt.messages) if isinstance(prompt, Chat) else 0
+    async def _encode(self, tokenizer: Tokenizer, request: Request) -> list[int]:
+        text, from_template = request.prompt, isinstance(request.prompt, Chat)
+        if isinstance(text, Chat):
+            async with _in_time(request, "the chat was not rendered"):
+                text = await self._template(tokenizer).render(text)
+        assert isinstance(text, str)
+        encode = partial(tokenizer.encode, text, special_tokens=not from_template)
         try:
-            if _num_chars(prompt) + of_template <= LONG_TEXT:
-                return self._tokens_of(tokenizer, prompt)
+            if len(text) <= LONG_TEXT:
+                return encode()
             # In a thread, one text at a time, so that steps go on meanwhile.
-            job = self._thread.submit(self._tokens_of, tokenizer, prompt)
-            self.num_tokenizing[priority] += 1
-            try:
-                return await asyncio.wrap_future(job)
-            finally:
-                self.num_tokenizing[priority] -= 1
-        except (*NOT_OURS, InvalidRequest):
+            return await asyncio.wrap_future(self._thread.submit(encode))
+        except NOT_OURS:
             raise
-        except TokenizerError as error:
-            raise InvalidRequest(str(error), "prompt") from None
         except Exception as error:  # e.g. an unpaired surrogate that a library refuses
             raise InvalidRequest(f"the prompt cannot be tokenized: {error}", "prompt") from None
         except BaseException as error:  # a panic of an extension module is no Exception
             raise RequestFailed(f"the tokenizer failed: {error}") from None
+
+
+@contextlib.asynccontextmanager
+async def _in_time(request: Request, what: str) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded when a request's timeout is over."""
+    try:
+        async with asyncio.timeout(request.timeout_s):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"{what} within {request.timeout_s} s; others may come first"
+        ) from None
 
 
 def _longer(num_tokens: int, num_positions: int) -> str:

@@ -92,11 +92,13 @@ class EngineConfig:
     coordinator: str = ""  # HOST:PORT of process 0, where a mesh spans several processes
     num_processes: int = 0  # of that mesh, with the same number of devices each; 0: one, alone
     process_index: int = -1  # which of them this is; 0 is who serves requests, the others follow
+    secret_file: str = ""  # the secret of a server's processes; empty: JMOE_CLUSTER_SECRET, or none
     join_timeout_s: float = 300.0  # at the start, how long processes wait for each other
     peer_timeout_s: float = 30.0  # within which a process notices that another one is gone
     max_num_seqs: int = 64  # sequences decoded together
     max_model_len: int = 2048  # positions a sequence, prompt and output; at most the model's own
     max_queue_len: int = 512  # requests that wait with every slot taken; more are refused
+    max_logprobs_per_call: int = 500_000  # answers times tokens times 1 + top_logprobs
     queue_timeout_s: float = 0.0  # a request that waits longer for its first step ends; 0: never
     admission: str = "queue"  # or objective: refuse what would get its first token too late
     page_size: int = 64
@@ -108,6 +110,7 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] = ()  # token counts compiled for; empty: by device
     threshold_buckets_percent: tuple[int, ...] = ()  # capacities compiled for; empty: by device
     policy: str = "ls_first"  # fcfs, edf, ls_first, qllm, or module:Class of your own
+    plugin_slow_ms: float = 20.0  # of a call of a policy or controller, then logged; 0: never
     part_layers: int = 0  # layers launched at once while best effort is there; 0: as measured
     prefix_reuse: str = "auto"  # prompts begin with pages that others computed: on, off
     prefill_company: bool = True  # prompts wait for others, not for long, while rows decode

@@ -22,6 +22,7 @@ from jmoe.api import Model
 from jmoe.family import Family
 from serving.accounting import Accounts
 from serving.admission import Admission
+from serving.composes import COMPANY, WAY, why_not
 from serving.config import EngineConfig, ServerConfig
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
 from serving.control.fetcher import Fetcher
@@ -32,9 +33,11 @@ from serving.deadlines import Deadlines
 from serving.errors import (
     NOT_OURS,
     Aborted,
+    InvalidRequest,
     Overloaded,
     ServingError,
     Unavailable,
+    shown,
 )
 from serving.execution.aep.crew import Crew
 from serving.execution.programs import Progress
@@ -105,7 +108,8 @@ class Engine:
         self.pace = Pace(runner.limits.num_layers, waits=config.prefill_company)
         ways = allowed_ways(config.brownout, self.family)
         way = ways[0] if ways else 0
-        self.slo = SloAnalyser(config.brownout, config.salc, way=way, pace=self.pace)
+        slow_s = config.plugin_slow_ms / 1e3 or math.inf
+        self.slo = SloAnalyser(config.brownout, config.salc, way=way, pace=self.pace, slow_s=slow_s)
         observers = [observer] if isinstance(observer, Observer) else observer or ()
         self.loader = ExpertsLoader(runner, self.family, ways, self.slo, config.balance)
         self.accounts = Accounts([self.slo.load, *self.loader.observers, *observers])
@@ -117,6 +121,7 @@ class Engine:
             config.best_effort_max_wait_s or math.inf,
             runner.mixes,
             self.slo.accepted if config.reuses_prefixes else None,
+            slow_s,
         )
         self._work = asyncio.Event()
         count, wake = len(self.names), self._work.set
@@ -354,6 +359,7 @@ class Engine:
         """Changes brownout settings; another way is loaded layer by layer while serving goes on.
         Raises InvalidRequest, and Unavailable for another way if the engine has failed or stopped.
         """
+        self._check_composes(change)
         self.slo.check(change)
         if change.way is not None:
             if self.status in ("failed", "stopped"):
@@ -363,6 +369,17 @@ class Engine:
             await asyncio.shield(loaded)  # goes on even if this caller is cancelled
         self.slo.apply(change, self._clock())
         return self.slo.state()
+
+    def _check_composes(self, change: BrownoutChange) -> None:
+        """Raises InvalidRequest for a change that the settings do not go with."""
+        controller = f"engine.salc.controller={change.controller}"
+        for feature, name, value, asks in (
+            (WAY, "way", change.way, change.way not in (None, self.slo.way)),
+            (COMPANY, "prefill_company", change.prefill_company, change.prefill_company),
+            (controller, "controller", change.controller, change.controller is not None),
+        ):
+            if asks and (why := why_not(self.config, feature)):
+                raise InvalidRequest(f"{name} is {shown(value)}; it must be left out {why}")
 
     def stats(self) -> EngineStats:
         """Returns the current counters and gauges."""
@@ -380,13 +397,21 @@ class Engine:
                     self._work.clear()
                     if not self.registry.swapping:
                         self.scheduler.check_idle()
-                    await self._work.wait()
+                    await self._until_work()
         except BaseException as error:
             # Whatever the error is, no caller must wait for an engine that no longer ticks.
             self._fail(f"{type(error).__name__}: {error}")
             if isinstance(error, NOT_OURS):
                 raise
             log.debug("where it came from", exc_info=True)
+
+    async def _until_work(self) -> None:
+        """Waits for work. Controllers go on deciding until thresholds are back at their ceiling."""
+        while not self._work.is_set():
+            with contextlib.suppress(TimeoutError):
+                timeout_s = self.slo.decides_in_s(self._clock())
+                await asyncio.wait_for(self._work.wait(), timeout_s)
+            self._decide(self._clock())
 
     async def _tick(self) -> bool:
         """Launches step N + 1, then takes step N's results. Returns False if there is no work."""
@@ -421,9 +446,12 @@ class Engine:
             await asyncio.sleep(0)  # lets other tasks run between two layers of another way
         return True
 
-    def _advance_controllers(self, now: float) -> None:
+    def _decide(self, now: float) -> None:
         waiting = {c: self.scheduler.waits(c, now) for c in (LS, BE)}
         self.slo.maybe_update(now, waiting, self.scheduler.limits.decode_rows)
+
+    def _advance_controllers(self, now: float) -> None:
+        self._decide(now)
         self.loader.advance(now)
         self.registry.advance(now)
         self.fetcher.advance(now)

@@ -27,6 +27,7 @@ def follow(config: EngineConfig, progress: Progress) -> None:
     process ends at once with a message and status 1, since a running program would wait for it for
     ever. Raises SettingsError, Unavailable, and what `jmoe.load` raises.
     """
+    signal.signal(signal.SIGHUP, _read_nothing)
     who = f"process {config.process_index} of {config.num_processes}"
     limit_cpu_threads(config.cpu_threads)
     claim_memory(config.memory_fraction)
@@ -78,3 +79,7 @@ def _leave_signals_to_the_leader(who: str) -> None:
 
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, on_signal)
+
+
+def _read_nothing(*_: object) -> None:
+    logs.say("jmoe: SIGHUP: keys and certificates are process 0's; nothing is read again here")

@@ -9,7 +9,13 @@ from pathlib import Path
 import jax
 
 from jmoe.api import resolve
-from jmoe.checkpoint import is_native
+from jmoe.checkpoint import UNITED_FILE, is_native, weights_digest
+from jmoe.config import CONFIG_FILES
+from jmoe.digests import file_digests
+from jmoe.model_files import regular
+from jmoe.parallel.probe import PROBE_FILE
+from serving.addresses import is_loopback
+from serving.cluster_secret import HOW_TO_MAKE_ONE, ClusterSecret
 from serving.config import EngineConfig
 from serving.execution.executables import sources
 from serving.execution.followers import Followers, Leader
@@ -24,11 +30,13 @@ OWN = frozenset(
         "chat_template",  # process 0 alone makes prompts
         "coordinator",  # process 0 may listen on all addresses
         "process_index",
+        "secret_file",  # process 0 has checked that it is the same secret
         "join_timeout_s",
         "peer_timeout_s",
         "compilation_cache",
         "cpu_threads",
         "watchdog_s",
+        "plugin_slow_ms",
         "check_weights",
         "allow_unknown_config",
     }
@@ -39,7 +47,8 @@ OWN = frozenset(
 def facts(config: EngineConfig) -> dict[str, str]:
     """Returns what must be equal in all processes, by name: settings but `OWN`, versions, files.
 
-    Weight files are compared by name and size, since reading whole checkpoints would take minutes.
+    The first start with a model reads all of its weights for it (`jmoe.digests`). Raises
+    CheckpointError, and SettingsError for files that cannot be read.
     """
     found = {}
     for name in keys(EngineConfig).keys() - OWN:
@@ -55,14 +64,31 @@ def facts(config: EngineConfig) -> dict[str, str]:
 
 
 def _fingerprint(directory: Path) -> str:
-    """Hashes a model's `config.json`, and the names and sizes of its weight files."""
-    digest = hashlib.sha256()
-    for path in sorted((directory).glob("*")):
-        if path.suffix == ".safetensors":
-            digest.update(f"{path.name} {path.stat().st_size}".encode())
-        elif path.name == "config.json":
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    """Hashes a model's configuration, its weights, and the united experts and probes beside it."""
+    names = (*CONFIG_FILES, UNITED_FILE, PROBE_FILE)
+    beside = [path for name in names if (path := directory / name).exists()]
+    try:
+        digests = file_digests(map(regular, beside))
+    except OSError as error:
+        raise SettingsError(f"engine.model cannot be read: {error}") from None
+    found = [weights_digest(directory), *(path.name for path in beside), *digests]
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
+
+
+def secret_of(config: EngineConfig) -> ClusterSecret | None:
+    """Reads the secret that the processes share; None where all of them are on one machine.
+
+    Raises SettingsError for a coordinator that other machines can reach without a secret, and as
+    `ClusterSecret.of`.
+    """
+    secret = ClusterSecret.of(config)
+    if secret is None and not is_loopback(config.coordinator.rpartition(":")[0]):
+        raise SettingsError(
+            f"engine.coordinator is {config.coordinator!r}, which other machines can reach, and "
+            "the processes share no secret, so that anybody could join or end this server; "
+            f"{HOW_TO_MAKE_ONE}"
+        )
+    return secret
 
 
 def check(config: EngineConfig) -> None:
@@ -72,11 +98,6 @@ def check(config: EngineConfig) -> None:
             f"engine.model is {config.model!r}, in jmoe's own format, which is read onto one device"
             f" before it is spread; {config.num_processes} processes load Hugging Face directories"
         )
-    if config.balance.load_file:
-        raise SettingsError(
-            f"engine.balance.load_file is {config.balance.load_file!r}, and {config.num_processes} "
-            "processes would each place experts by a file of their own; leave it empty"
-        )
 
 
 def lead(config: EngineConfig) -> Followers:
@@ -84,12 +105,14 @@ def lead(config: EngineConfig) -> Followers:
 
     Raises SettingsError and Unavailable, each with what to do.
     """
+    secret = secret_of(config)
     check(config)
     followers = Followers(
         config.coordinator,
         config.num_processes,
         facts(config),
         peer_timeout_s=config.peer_timeout_s,
+        secret=secret,
     )
     log.info("process 0 of %d waits for the others at %s", config.num_processes, config.coordinator)
     try:
@@ -106,6 +129,7 @@ def lead(config: EngineConfig) -> Followers:
 
 def join(config: EngineConfig) -> Leader:
     """Runs in the other processes: joins process 0. Raises as `lead` does."""
+    secret = secret_of(config)
     check(config)
     leader = Leader(
         config.coordinator,
@@ -113,9 +137,11 @@ def join(config: EngineConfig) -> Leader:
         config.process_index,
         facts(config),
         peer_timeout_s=config.peer_timeout_s,
+        secret=secret,
     )
-    address = leader.join(config.join_timeout_s)
-    connect(config, address)
+    port = leader.join(config.join_timeout_s).rpartition(":")[2]
+    # Process 0 may listen on all addresses: this process knows which of them it reaches.
+    connect(config, f"{config.coordinator.rpartition(':')[0]}:{port}")
     return leader
 
 

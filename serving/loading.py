@@ -13,6 +13,7 @@ from jmoe.checkpoint import is_native
 from jmoe.config import read_config
 from jmoe.family import Family, load_family
 from jmoe.parallel.home import make_mesh
+from serving.chat_templates import check_templates
 from serving.config import EngineConfig
 from serving.control.mover import starting_placement
 from serving.execution.memory import check_mesh
@@ -49,6 +50,16 @@ def make_mesh_of(config: EngineConfig) -> Mesh | None:
         return make_mesh(count)
     except ValueError as error:
         raise SettingsError(f"engine.mesh is {config.mesh!r}: {error}") from None
+
+
+def check_chat_templates(config: EngineConfig) -> None:
+    """Compiles the chat templates of the models that the settings name, with limits.
+
+    Raises SettingsError for one that fails, and what `jmoe.load` raises.
+    """
+    named = named_models(config.models).values() if config.models else [config.model]
+    found = [resolve(path, config.hub_revision) for path in named]
+    check_templates(found, config.chat_template)
 
 
 def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> Model | Family:

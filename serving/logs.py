@@ -3,6 +3,10 @@
 import json
 import logging
 import math
+import os
+import re
+import signal
+import subprocess
 import sys
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -13,6 +17,12 @@ FORMATS = ("text", "json")
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _OWN = "jmoe"  # name of the handler that `configure` adds
 _request_id: ContextVar[str] = ContextVar("jmoe_request_id", default="")
+_FOREIGN = "stderr"  # logger of lines that are not ours
+_ABSL = re.compile(rb"([IWEF])\d{4} ")
+"""How absl's lines begin, those of gRPC and XLA, by level."""
+_LEVELS = {b"I": logging.INFO, b"W": logging.WARNING, b"E": logging.ERROR, b"F": logging.CRITICAL}
+_MAX_LINE_BYTES = 1 << 16
+_relay: "subprocess.Popen[bytes] | None" = None
 _STANDARD = {*vars(logging.makeLogRecord({})), "message", "asctime"}
 
 
@@ -59,6 +69,38 @@ def configure(log_format: str = "text", *, verbose: bool = False) -> None:
     logging.getLogger("serving").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 
+def wrap_stderr() -> None:
+    """Makes a JSON record of each line that libraries write to stderr, from C as well.
+
+    A process does it, which has their last words of a crash, too, and does not need the
+    interpreter's lock, which a library may hold while it writes. Records of `logging` go past it.
+    """
+    global _relay
+    own = _handler()
+    if _relay is not None or not isinstance(own, logging.StreamHandler):
+        return
+    command = sys.executable, "-m", "serving.logs"
+    _relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    assert _relay.stdin is not None
+    own.setStream(os.fdopen(os.dup(2), "w", encoding="utf-8", errors="backslashreplace"))
+    os.dup2(_relay.stdin.fileno(), 2)
+    _relay.stdin.close()
+
+
+def _relay_lines() -> None:
+    """Writes lines of stdin to stderr as JSON until all that could write them have ended."""
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
+    configure("json")
+    foreign = logging.getLogger(_FOREIGN)
+    foreign.setLevel(logging.INFO)
+    while line := sys.stdin.buffer.readline(_MAX_LINE_BYTES):
+        if text := line.decode(errors="replace").rstrip():
+            prefix = _ABSL.match(line)
+            level = logging.WARNING if prefix is None else _LEVELS[prefix[1]]
+            foreign.log(level, "%s", text)
+
+
 def note_request(request_id: str) -> None:
     """Adds a request's id to all that this task, and the tasks it starts, log from now on.
 
@@ -84,3 +126,7 @@ def say(text: str, level: int = logging.INFO) -> None:
 
 def _handler() -> logging.Handler | None:
     return next((h for h in logging.getLogger().handlers if h.name == _OWN), None)
+
+
+if __name__ == "__main__":
+    _relay_lines()

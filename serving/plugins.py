@@ -2,10 +2,17 @@
 
 import importlib
 import importlib.util
+import logging
+import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from serving.errors import MAX_SHOWN
+
+log = logging.getLogger(__name__)
 
 
 def make(
@@ -32,8 +39,10 @@ def make(
         raise ValueError(f"{kind} is {name!r}; it must be one of {have}")
     try:
         made = getattr(_imported(module), attribute)(*args)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a script that ends the process as it is imported, for one
+        reason = _reason(error)
         raise ValueError(f"{kind} {name!r} cannot be made: {reason}; it must be {have}") from error
     missing = [m for m in methods if not callable(getattr(made, m, None))]
     if missing:
@@ -55,3 +64,67 @@ def _imported(module: str) -> Any:
     found = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(found)
     return found
+
+
+class Guard:
+    """Calls a plugin's methods, so that a faulty one costs no more than its own influence.
+
+    The 1st, 2nd, 4th, 8th, ... fault is logged, and likewise the calls that take too long.
+    """
+
+    def __init__(self, name: str, instead: str, slow_s: float = math.inf) -> None:
+        """`name` is the plugin's and `instead` what acts when it fails, in the words of the log.
+        Calls that take longer than `slow_s` are logged.
+        """
+        self._name, self._instead, self._slow_s = name, instead, slow_s
+        self._num_faults = self._num_slow = 0
+
+    def call[T](self, method: str, own: Callable[[], T], instead: Callable[[], T]) -> T:
+        """Returns what `own` returns; what `instead` returns if `own` raises anything but a
+        KeyboardInterrupt.
+        """
+        fault, began = None, time.perf_counter()
+        try:
+            return own()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # no plugin may end the engine, by SystemExit for one
+            fault = error
+        finally:
+            took_s = time.perf_counter() - began
+            if took_s > self._slow_s:
+                self._note_slow(method, took_s)
+        self._note_fault(method, fault)
+        return instead()
+
+    def _note_slow(self, method: str, took_s: float) -> None:
+        self._num_slow += 1
+        if self._num_slow.bit_count() == 1:
+            log.warning(
+                "%s: %s took %.3g ms, longer than engine.plugin_slow_ms, for the %dth time; "
+                "every step waits for it",
+                self._name,
+                method,
+                1e3 * took_s,
+                self._num_slow,
+            )
+
+    def _note_fault(self, method: str, fault: BaseException | None) -> None:
+        self._num_faults += 1
+        if self._num_faults.bit_count() == 1:
+            log.error(
+                "%s: %s failed, for the %dth time; %s goes on: %s",
+                self._name,
+                method,
+                self._num_faults,
+                self._instead,
+                _reason(fault),
+            )
+
+
+def _reason(error: BaseException | None) -> str:
+    try:
+        said = " ".join(str(error).split())
+    except Exception:  # an error whose text is a fault itself
+        said = "it cannot say why"
+    return f"{type(error).__name__}: {said[:MAX_SHOWN]}"

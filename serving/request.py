@@ -4,7 +4,7 @@ import enum
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -26,13 +26,27 @@ _META = re.compile(r"[\\.+*?()|\[\]{}^$]")
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of a prompt's size. Larger prompts cannot fit, and are refused before they are
-    copied.
+    """Limits of a prompt's size, and of the log-probabilities of a call. Larger prompts cannot fit,
+    and are refused before they are copied.
     """
 
     max_prompt_tokens: int  # one position is left for the first new token
     max_prompt_chars: int  # of text: the tokenizer's longest token times `max_prompt_tokens`
     vocab_size: int  # of the model; 0 where there is none
+    max_logprobs_per_call: int = sys.maxsize
+
+    def check_logprobs(self, asked: "Iterable[tuple[SamplingParams, int]]") -> None:
+        """Raises InvalidRequest if the requests of one call, each given with the tokens of its
+        prompt, ask for more log-probabilities than a call may.
+        """
+        count = sum(one.num_logprobs(tokens, self.max_prompt_tokens) for one, tokens in asked)
+        if count > self.max_logprobs_per_call:
+            raise InvalidRequest(
+                f"the call asks for {count} log-probabilities: for each answer, max_tokens times "
+                "1 + top_logprobs, and the prompt's tokens where it asks for theirs; one call has "
+                f"{self.max_logprobs_per_call} at most (engine.max_logprobs_per_call); ask for "
+                "fewer top_logprobs, tokens or answers, or send several calls"
+            )
 
     def check_chars(self, count: int) -> None:
         """Raises TooLong for a text that cannot fit."""
@@ -139,6 +153,14 @@ class SamplingParams:
             check_count("characters of a stop string", len(text), MAX_STOP_CHARS, "stop")
         for token in self.stop_token_ids:
             _check(isinstance(token, Integral), name, token, "an integer", "a stop token")
+
+    def num_logprobs(self, prompt_tokens: int, most_new: int) -> int:
+        """Returns the most log-probabilities that the answer to a prompt of this many tokens can
+        have, if at most `most_new` tokens fit behind a prompt.
+        """
+        new = most_new if self.max_new_tokens is None else min(self.max_new_tokens, most_new)
+        of_new = new * (1 + self.top_logprobs) if self.logprobs or self.top_logprobs else 0
+        return of_new + (prompt_tokens if self.prompt_logprobs else 0)
 
     def _check_shaping(self) -> None:
         if self.structure is not None and self.ignore_eos:
@@ -328,6 +350,9 @@ class BrownoutState:
     prefill_company: bool
     predicted_ttft_p90_s: float
     predicted_itl_p90_s: float
+    objective_state: str = ""  # why brownout is in vain; empty: it is not
+    least_ttft_s: float = math.nan  # the shortest objective that can be kept, where this one cannot
+    least_itl_s: float = math.nan
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from typing import Any, get_type_hints
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from serving.config import ServerConfig
+from serving.composes import refused_settings
+from serving.config import EngineConfig, ServerConfig
 from serving.settings_asynchronous import check_asynchronous
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -36,6 +37,7 @@ _POSITIVE = (
     "engine.max_num_seqs",
     "engine.max_model_len",
     "engine.max_queue_len",
+    "engine.max_logprobs_per_call",
     "engine.page_size",
     "engine.max_prefill_tokens",
     "engine.max_prefill_seqs",
@@ -61,6 +63,7 @@ _NOT_NEGATIVE = (
     "engine.num_pages",
     "engine.cpu_threads",
     "engine.watchdog_s",
+    "engine.plugin_slow_ms",
     "engine.part_layers",
     "engine.max_best_effort_queue_len",
     "engine.mixed_models",
@@ -129,11 +132,6 @@ def _name_and_directory(model: str) -> tuple[str, str]:
 def _check_models(config: ServerConfig, require: Any) -> None:
     """Checks the settings of a family of models."""
     engine = config.engine
-    require(
-        not engine.models or not engine.mesh,
-        "engine.mesh",
-        "empty where engine.models names several: a family is served on one device",
-    )
     require(
         not engine.family or bool(engine.models),
         "engine.family",
@@ -342,13 +340,31 @@ def check(config: ServerConfig) -> None:
             list(values) == sorted({v for v in values if v > 0}), name, "positive and ascending"
         )
     check_asynchronous(config, require)
+    check_composes(config.engine, len(config.engine.models))
     _check_together(config, require)
     _check_hosts(config, require)
+
+
+def check_composes(engine: EngineConfig, num_models: int = 0) -> None:
+    """Raises SettingsError for a setting that does not go with others (`serving.composes`).
+
+    `num_models` is 0 where it is not known.
+    """
+    for key, have, why in refused_settings(engine, num_models):
+        raise SettingsError(f"{key} is {have!r}; it must be left out {why}")
 
 
 def _check_hosts(config: ServerConfig, require: Any) -> None:
     """Checks that the settings of a mesh over several processes are complete and consistent."""
     engine = config.engine
+    require(
+        not engine.secret_file
+        or bool(engine.coordinator)
+        or engine.asynchronous.workers != "threads",
+        "engine.secret_file",
+        "empty for a server of one process: those of a mesh (engine.coordinator), and asynchronous "
+        "workers that are processes, share a secret",
+    )
     given = {
         "engine.coordinator": bool(engine.coordinator),
         "engine.num_processes": engine.num_processes != 0,

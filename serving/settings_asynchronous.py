@@ -1,30 +1,13 @@
 """Checks the settings of mode aep."""
 
 from math import inf
-from operator import attrgetter
 from typing import Any
 
 from serving.config import ServerConfig
 
-NOT_ASYNCHRONOUS = {
-    "mesh": "",
-    "coordinator": "",
-    "models": (),
-    "family": "",
-    "resident_sets": 0,
-    "resident_experts": 0,
-    "spare_experts": 0,
-    "part_layers": 0,
-    "threshold_buckets_percent": (),
-    "enforce_eager": False,
-    "brownout.best_effort_ttft_slo_s": 0.0,
-    "brownout.best_effort_itl_slo_s": 0.0,
-}
-"""Settings that apply to steps only, with the values they must have in mode aep."""
-
 
 def check_asynchronous(config: ServerConfig, require: Any) -> None:
-    """Checks the settings of workers, and that others are compatible with mode aep."""
+    """Checks the settings of workers."""
     engine, own = config.engine, config.engine.asynchronous
     for name, other in (("attention", "experts"), ("experts", "attention")):
         require(
@@ -56,36 +39,3 @@ def check_asynchronous(config: ServerConfig, require: Any) -> None:
     )
     if engine.mode == "steps":
         require(not own.attention, "engine.asynchronous.attention", "0 in engine.mode steps")
-    require(
-        engine.prefix_reuse != "on" or not (own.attention or engine.mode == "aep"),
-        "engine.prefix_reuse",
-        "auto or off in engine.mode aep: asynchronous workers share no pages",
-    )
-    if not own.attention:
-        return
-    for name, wanted in NOT_ASYNCHRONOUS.items():
-        require(
-            attrgetter(name)(engine) == wanted,
-            f"engine.{name}",
-            f"{wanted!r} with engine.asynchronous.attention {own.attention}: asynchronous workers "
-            "do not go with it",
-        )
-    require(
-        len(engine.brownout.ways) <= 1,
-        "engine.brownout.ways",
-        f"one at most with engine.asynchronous.attention {own.attention}: workers keep the way that"
-        " they start with",
-    )
-    require(
-        engine.policy != "qllm",
-        "engine.policy",
-        "another one with engine.asynchronous.attention "
-        f"{own.attention}: qllm parks steps between two layers, and there is none to park; "
-        "ls_first serves latency-sensitive rows first in every layer",
-    )
-    require(
-        engine.salc.controller != "predictive",
-        "engine.salc.controller",
-        "algorithm2, or your own, with engine.asynchronous.attention "
-        f"{own.attention}: predictive knows steps, and rows here take no step together",
-    )

@@ -8,6 +8,7 @@ from jmoe.api import Model
 from jmoe.away import check_spare
 from jmoe.family import Family
 from jmoe.parallel.cost import exchange_bytes
+from serving.composes import COMPOSES, SEVERAL
 from serving.config import EngineConfig
 from serving.control.experts_loader import allowed_ways
 from serving.control.slo import starting_strategy
@@ -18,9 +19,9 @@ from serving.execution.memory import check_balance
 from serving.execution.programs import Progress, limit_cpu_threads
 from serving.execution.runner import DeviceRunner, Runner
 from serving.hosts import lead
-from serving.loading import load_models, make_mesh_of
+from serving.loading import check_chat_templates, load_models, make_mesh_of
 from serving.scheduling.policy import make_policy
-from serving.settings import SettingsError
+from serving.settings import SettingsError, check_composes
 from serving.start_asynchronous import prepare_crew, with_mode
 
 log = logging.getLogger(__name__)
@@ -36,12 +37,14 @@ def prepare(
 
     Returns the settings in force, the models, and their runner.
 
-    Raises SettingsError for a strategy that the model does not support, ValueError for an unknown
-    way, what `jmoe.load` raises, and Unavailable if another process of the mesh does not come or is
-    lost.
+    Raises SettingsError for a strategy that the model does not support and a chat template that
+    does not compile, ValueError for an unknown way, what `jmoe.load` raises, and Unavailable if
+    another process of the mesh does not come or is lost.
     """
     limit_cpu_threads(config.cpu_threads)
     claim_memory(config.memory_fraction)
+    if model is None:
+        check_chat_templates(config)
     config = with_mode(config, model)
     if config.mode == "aep":
         return prepare_crew(config, model, progress)
@@ -90,10 +93,11 @@ def build(
     mesh = make_mesh_of(config)
     family = Family.of(load_models(config, mesh, progress) if model is None else model)
     loaded = family[0]
-    if len(family) > 1 and (mesh is not None or any(one.home is not None for one in family)):
+    check_composes(config, len(family))
+    if len(family) > 1 and any(one.home is not None for one in family):
         raise SettingsError(
-            f"engine.mesh is {config.mesh!r}, and {len(family)} models are given: a family is "
-            "served on one device; leave engine.mesh empty, or serve one model"
+            f"{len(family)} models are given, and some are spread over a mesh: "
+            f"{COMPOSES[SEVERAL, 'engine.mesh']}; serve one model, or load them without a mesh"
         )
     if mesh is not None and (loaded.home is None or loaded.home.mesh != mesh):
         raise SettingsError(

@@ -18,8 +18,11 @@ from jmoe.config import read_config
 from jmoe.family import Family
 from jmoe.parallel.asynchronous import Deployment, advise
 from jmoe.parallel.placement import Placement, contiguous, from_hosts
+from serving.cluster_secret import ClusterSecret
+from serving.composes import AEP, COMPOSES, why_not
 from serving.config import AsynchronousConfig, EngineConfig
 from serving.control.experts_loader import allowed_ways
+from serving.control.guarded import make_controller
 from serving.control.slo import starting_strategy
 from serving.execution.aep.local import LocalWorkers, Sizes
 from serving.execution.aep.local_crew import LocalCrew
@@ -92,12 +95,15 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
     """
     own = config.asynchronous
     make_layer_picker(own)  # fail early on a bad rule
+    if make_controller(config.salc).by_step:
+        why = why_not(config, "engine.salc.controller=predictive")
+        raise SettingsError(f"engine.salc.controller is {config.salc.controller!r}, {why}")
     keep_programs(config.compilation_cache)
     family = Family.of(load_models(config, None, progress) if model is None else model)
     if len(family) > 1:
         raise SettingsError(
-            f"engine.mode is 'aep', and {len(family)} models are given: a crew serves one; set "
-            "engine.mode to steps"
+            f"engine.mode is 'aep', and {len(family)} models are given: "
+            f"{COMPOSES[AEP, 'engine.models']}"
         )
     loaded = family[0]
     ways = allowed_ways(config.brownout, family)[:1]
@@ -106,6 +112,10 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
         loaded.use_way(ways[0])
     brownout = replace(config.brownout, ways=ways)  # the loaded way stays
     fitting = fit_to_model(replace(config, brownout=brownout), loaded, own.attention)
+    # What has no effect here is off, wherever the settings in force are shown.
+    fitting = replace(
+        fitting, threshold_buckets_percent=(), prefill_company=False, best_effort_share=0.0
+    )
     limits = limits_of(fitting, loaded.config.num_layers, own.attention)
     hosts = np.asarray(placement_of(own, loaded).hosts)
     return CrewParts(fitting, family, limits, sizes_of(fitting, limits), hosts)
@@ -136,7 +146,9 @@ def prepare_crew(
     if starter is not None:
         from serving.execution.aep.remote_crew import RemoteCrew
 
-        crew = RemoteCrew(config, parts.limits, parts.hosts, starter)
+        secret = ClusterSecret.of(config) or ClusterSecret.random()
+        key = secret.derive("connections between asynchronous workers")
+        crew = RemoteCrew(config, parts.limits, parts.hosts, starter, key)
         crew.start(progress)
         return parts.config, parts.family, crew
     devices = worker_devices(own)

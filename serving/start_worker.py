@@ -25,13 +25,15 @@ from serving.execution.aep.messages import ATTENTION, RowNumbers
 from serving.execution.aep.queues import buckets
 from serving.execution.aep.worker_process import Address, Assignment, Worker, work
 from serving.execution.kv_pages import claim_memory
-from serving.execution.programs import limit_cpu_threads
+from serving.execution.programs import Progress, limit_cpu_threads
 from serving.start_asynchronous import crew_of, make_layer_picker
 
 log = logging.getLogger(__name__)
 
 
-def make_worker(assignment: Assignment, send: Callable[[int, Any], None]) -> Worker:
+def make_worker(
+    assignment: Assignment, send: Callable[[int, Any], None], progress: Progress
+) -> Worker:
     """Loads the model, keeps the worker's part of it, and compiles.
 
     Raises what `jmoe.load` raises.
@@ -43,17 +45,17 @@ def make_worker(assignment: Assignment, send: Callable[[int, Any], None]) -> Wor
     device = jax.local_devices()[0]
     # The whole model is loaded on the CPU; the device gets only the worker's part.
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        worker, sizes = _worker_of(assignment, send, device)
+        worker, sizes = _worker_of(assignment, send, device, progress)
     worker.warm(sizes)
     return worker
 
 
 def _worker_of(
-    assignment: Assignment, send: Callable[[int, Any], None], device: Any
+    assignment: Assignment, send: Callable[[int, Any], None], device: Any, progress: Progress
 ) -> tuple[Worker, list[int]]:
     """Makes the worker; also returns the message sizes to warm it with."""
     config, number = assignment.config, assignment.number
-    crew = crew_of(config, None, lambda *_: None)
+    crew = crew_of(config, None, progress)
     own, sizes, model = config.asynchronous, crew.sizes, crew.model
     numbers = RowNumbers(own.attention, sizes.num_rows)
     picker = make_layer_picker(own)
@@ -89,6 +91,9 @@ def _worker_of(
 
 def main() -> None:
     """Runs a worker process; see the module's docstring."""
+    # Streams are to finish first; keys and certificates are the server's.
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
     logs.configure()
     said = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print goes to stderr
@@ -102,8 +107,6 @@ def main() -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_input, daemon=True).start()
-    for name in (signal.SIGINT, signal.SIGTERM):  # let streams finish first
-        signal.signal(name, signal.SIG_IGN)
     try:
         work(assignment, make_worker, announce)
     except Exception as error:

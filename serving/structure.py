@@ -2,13 +2,11 @@
 
 A request's schema, regular expression or grammar is compiled to a matcher, which takes the tokens
 of the output and returns a bit mask of the tokens that may follow. Since a structure is in effect a
-client's program, it is first compiled in a separate process (`serving.structure_check`) with limits
+client's program, it is first compiled in a separate process (`serving.limited_process`) with limits
 on time and memory; computing masks is limited, too. Nothing here runs on the device.
 """
 
 import asyncio
-import json
-import sys
 import threading
 import time
 from collections import OrderedDict
@@ -23,10 +21,13 @@ from jaxtyping import Int
 from jmoe.shape_rows import everything
 from jmoe.tokenizer import Tokenizer
 from serving.errors import NOT_OURS, InvalidRequest, Overloaded, RequestFailed, shown
+from serving.limited_process import LimitedProcess, LimitExceeded
 from serving.request import Structure
 
 READ_S = 3.0
 """Time limit for compiling a structure."""
+ROOM_BYTES = 1 << 30
+"""Memory that compiling may take."""
 MAX_BYTES, MAX_KEPT_BYTES = 64 << 20, 256 << 20
 """Memory limits: of one structure, and of all that are cached for further requests."""
 SHARE_S, BURST_S = 2e-3, 0.2
@@ -109,7 +110,7 @@ class Structures:
         self._eos = list(eos_token_ids)
         self._kept: OrderedDict[Structure, tuple[Any, int]] = OrderedDict()  # matcher and bytes
         self._reader = asyncio.Lock()  # one structure is compiled at a time
-        self._checker: asyncio.subprocess.Process | None = None
+        self._checker = LimitedProcess("structures", lambda: self._facts, READ_S, ROOM_BYTES)
         self.num_waiting = 0
 
     async def matcher(self, structure: Structure) -> Matcher:
@@ -139,10 +140,7 @@ class Structures:
 
     async def close(self) -> None:
         """Ends the checking process."""
-        checker, self._checker = self._checker, None
-        if checker is not None and checker.returncode is None:
-            checker.kill()
-            await checker.communicate()
+        await self._checker.close()
 
     def _keep(self, structure: Structure, matcher: Any, num_bytes: int) -> None:
         self._kept[structure] = matcher, num_bytes
@@ -166,46 +164,17 @@ class Structures:
 
         Raises InvalidRequest.
         """
+        asked = {"kind": structure.kind.value, "text": structure.text}
         try:
-            checker = await self._started()
-            assert checker.stdin is not None
-            assert checker.stdout is not None
-            asked = {"kind": structure.kind.value, "text": structure.text}
-            async with asyncio.timeout(READ_S):
-                checker.stdin.write(json.dumps(asked).encode() + b"\n")
-                await checker.stdin.drain()
-                line = await checker.stdout.readline()
-            found = json.loads(line)  # ValueError if empty: the process has ended
-        except (TimeoutError, OSError, ValueError):
-            await self.close()
-            raise _unreadable(
-                structure, f"reading it takes more than {READ_S:g} s, or too much memory; simplify"
-            ) from None
-        except BaseException:  # cancelled: the next caller must not get this answer
-            await self.close()
-            raise
+            found = await self._checker.ask(asked)
+        except (LimitExceeded, TypeError) as error:
+            raise _unreadable(structure, f"{error}; simplify") from None
         if found["error"] is not None:
             raise _unreadable(structure, found["error"])
         if found["bytes"] > MAX_BYTES:
-            await self.close()
+            await self._checker.close()
             raise _unreadable(structure, f"it takes {found['bytes'] >> 20} MiB; simplify")
         return found["bytes"]
-
-    async def _started(self) -> asyncio.subprocess.Process:
-        if self._checker is None or self._checker.returncode is not None:
-            self._checker = checker = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "serving.structure_check"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                limit=1 << 20,
-            )
-            assert checker.stdin is not None
-            checker.stdin.write(json.dumps(self._facts).encode() + b"\n")
-            await checker.stdin.drain()
-            assert checker.stdout is not None
-            await checker.stdout.readline()  # it has read the vocabulary
-        return self._checker
 
     @cached_property
     def _facts(self) -> dict[str, Any]:

@@ -95,6 +95,7 @@ DEEP_TESTS = {
     "tests/serving/test_shaped.py::test_tokens_are_those_of_changed_logits[evictions]",
     "tests/serving/test_asynchronous_served.py::test_many_at_once_get_what_the_model_writes",
     "tests/serving/test_asynchronous_served.py::test_prompts_are_scored_beside_others",
+    "tests/serving/test_asynchronous_served.py::test_what_has_no_effect_is_refused_and_not_shown",
     "tests/serving/test_host_experts_served.py::"
     "test_who_refuses_gets_what_a_difference_makes_of_a_siblings_expert",
     "tests/jmoe/test_cut.py::"
@@ -153,7 +154,6 @@ DEEP_TESTS = {
         for case in ("unshared", "shared", "attention_bias", "dense_layers")
     ),
     "tests/jmoe/test_mixed.py::test_layers_in_arrays_of_their_own_are_the_same_step",
-    "tests/serving/bench/test_demo.py::test_repeats_store_medians",
     "tests/pallas_kernels/test_grouped_gemm_quantized.py::"
     "test_slots_that_nobody_visits_are_not_read",
     "tests/serving/test_preemption.py::test_what_gave_way_answers_alike",

@@ -120,7 +120,9 @@ def write_figures(path: Path, found: dict[str, Any]) -> None:
 
 def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
+        return {str(key): _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    if isinstance(value, float):  # JSON has no NaN
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from benchmarks.harness.command import write_figures
 from benchmarks.simulator.play import Machine, recorded_server, simulate
 from serving import settings
 from serving.bench.priority import (
@@ -189,7 +190,7 @@ def main() -> None:
     if args.json:
         stored = {"overhead_ms": 1e3 * machine.overhead_s, "seeds": args.seeds, "ratios": rows}
         stored["simulated_over_live"] = [[v, load, list(found)] for v, load, found in compared]
-        args.json.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+        write_figures(args.json, stored)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, no_room, set_groups
+from jmoe.numbers import integer
 from jmoe.parallel.experts import AXIS
 from jmoe.parallel.placement import Placement, rehosted
 from jmoe.weights import Weights
@@ -30,7 +31,7 @@ def make_mesh(num_devices: int) -> Mesh:
 
     Raises ValueError where there are not so many.
     """
-    have = jax.device_count()
+    num_devices, have = integer("num_devices", num_devices), jax.device_count()
     if not 1 <= num_devices <= have:
         raise ValueError(
             f"a mesh of {num_devices} devices was asked for, and there are {have}; on a CPU "

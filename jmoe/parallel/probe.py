@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from jmoe.config import ModelConfig
+from jmoe.model_files import regular
 
 PROBE_FILE = "lookahead.safetensors"
 TINY = 1e-9
@@ -98,7 +99,7 @@ def load_probes(directory: Path, cfg: ModelConfig) -> Probe | None:
     if not path.exists():
         return None
     try:
-        found = load_file(path)
+        found = load_file(regular(path))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not readable: {error}") from None
     layers, m = cfg.num_moe_layers - 1, cfg.num_experts

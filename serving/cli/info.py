@@ -231,12 +231,13 @@ def united_bytes(directory: Path) -> Mapping[int, int]:
     from safetensors import SafetensorError, safe_open
 
     from jmoe.checkpoint import UNITED_FILE, CheckpointError
+    from jmoe.model_files import regular
 
     path, ways = directory / UNITED_FILE, dict[int, int]()
     if not path.exists():
         return ways
     try:
-        with safe_open(path, framework="numpy") as file:
+        with safe_open(regular(path), framework="numpy") as file:
             for name in file.keys():  # noqa: SIM118
                 way = int(name.partition(".")[0].removeprefix("way"))
                 tensor = file.get_slice(name)
@@ -292,7 +293,7 @@ def _value(value: Any) -> str:
     if isinstance(value, float):
         return "no samples" if math.isnan(value) else f"{value:.6f}".rstrip("0").rstrip(".")
     if isinstance(value, str | int | bool):
-        return str(value)
+        return str(value) or "none"
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {value[key]}" for key in sorted(value)) or "none"
     return ", ".join(map(str, value)) or "none"

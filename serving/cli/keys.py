@@ -27,7 +27,12 @@ def new(
     admin: Annotated[
         bool, typer.Option("--admin", help="May use the admin service, the page and /metrics.")
     ] = False,
-    metrics: Annotated[bool, typer.Option("--metrics", help="May read /metrics.")] = False,
+    metrics: Annotated[
+        bool,
+        typer.Option(
+            "--metrics", help="May read /metrics; without a model, class or limit nothing else."
+        ),
+    ] = False,
     model: Annotated[
         list[str] | None, typer.Option(help="That it may use; repeatable. Without: all.")
     ] = None,
@@ -79,6 +84,8 @@ def list_(file: File) -> None:
 
 def _allows(key: "Key") -> list[str]:
     limits = ("requests_per_min", "tokens_per_min", "concurrency")
+    if not key.generates:
+        return ["metrics only"]
     return [
         *(word for word in ("admin", "metrics") if getattr(key, word)),
         f"models {' '.join(key.models)}" if key.models else "all models",

@@ -5,6 +5,7 @@ Commands import what they need when they run, so that `jmoe --help` is quick.
 
 import logging
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -55,6 +56,8 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log each request
 
 def main() -> None:
     """Runs a command. Bad input is one line on stderr and exit code 2."""
+    if not os.environ.get("JAX_PLATFORMS") and not has_nvidia_gpu():
+        os.environ["JAX_PLATFORMS"] = "cpu"
     if not sys.stderr.isatty():  # the Hub's bars are for people, not for logs
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
@@ -63,6 +66,25 @@ def main() -> None:
         log.debug("where it came from", exc_info=True)
         logs.say(f"jmoe: {error}", logging.ERROR)
         sys.exit(2)
+
+
+def has_nvidia_gpu(root: Path = Path("/")) -> bool:
+    """Returns whether this machine has an NVIDIA GPU, whether or not its driver works.
+
+    Without one, jax must not look for CUDA: if CUDA's libraries are not all there, that prints a
+    traceback. With one, what jax says of them matters.
+    """
+    devices = (root / "dev" / name for name in ("nvidia0", "nvidiactl", "dxg"))  # dxg: of WSL
+    if any(map(Path.exists, devices)):
+        return True
+    for vendor in (root / "sys/bus/pci/devices").glob("*/vendor"):
+        try:
+            is_display = vendor.with_name("class").read_text().startswith("0x03")
+            if is_display and vendor.read_text().strip() == "0x10de":
+                return True
+        except OSError:  # a device that went away
+            continue
+    return False
 
 
 def _version(wanted: bool) -> None:
@@ -94,6 +116,7 @@ _FLAGS = {
     "coordinator": "engine.coordinator",
     "num_processes": "engine.num_processes",
     "process_index": "engine.process_index",
+    "secret_file": "engine.secret_file",
     "host": "host",
     "port": "port",
     "http_port": "http_port",
@@ -169,6 +192,9 @@ def serve(
     num_processes: Annotated[int | None, typer.Option(help="How many these are.")] = None,
     process_index: Annotated[
         int | None, typer.Option(help="Which of them this is: 0 serves, the others follow it.")
+    ] = None,
+    secret_file: Annotated[
+        str | None, typer.Option(help="What a server's processes on several machines share.")
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on for callers.")] = None,
     port: Annotated[int | None, typer.Option(help="For callers; 0 takes a free one.")] = None,
@@ -264,6 +290,7 @@ def serve(
 ) -> None:
     """Serves a model, or a family of them, over gRPC until SIGTERM or SIGINT, then drains."""
     given = locals()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     import uvloop
 
     from serving import settings
@@ -278,6 +305,8 @@ def serve(
     loaded = settings.load(config, overrides(flags, set_ or []))
     verbose = verbose or logging.getLogger("serving").level == logging.DEBUG
     logs.configure(loaded.log_format, verbose=verbose)
+    if loaded.log_format == "json":
+        logs.wrap_stderr()
     if loaded.engine.process_index > 0:
         _follow(loaded)
         return

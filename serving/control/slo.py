@@ -1,12 +1,13 @@
 """The SLO analyser: recent latencies by class and phase, and the controllers that act on them."""
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jmoe.brownout import check_threshold, strategy_code
 from serving.config import BrownoutConfig, SalcConfig
-from serving.control.controller import Decision, PhaseSeen, Seen, StepSeen
+from serving.control.controller import Decision, Load, PhaseSeen, Seen, StepSeen
 from serving.control.guarded import CONTROLLERS, GuardedController, make_controller
 from serving.control.load import LoadMeter
 from serving.control.window import LatencyWindow
@@ -22,6 +23,18 @@ from serving.scheduling.sequence import SequenceState
 from serving.scheduling.waiting import Waiting
 from serving.settings import SettingsError
 
+log = logging.getLogger(__name__)
+
+REST_S = 10.0
+"""After the last late token, thresholds are back at the ceiling within this time, if the load is
+light."""
+CONFIRMED = 3
+"""So many decisions in a row have to find brownout in vain before it stops."""
+LEAST_SAVING = 0.03
+"""Share of a step's time that all of the brownout has to save."""
+MANY_ROWS = 8
+"""In smaller steps, brownout saves next to nothing anyway."""
+
 
 class PhaseControl:
     """One phase's samples and threshold, and the moment that last changed."""
@@ -35,6 +48,22 @@ class PhaseControl:
         self._min_samples = salc.min_samples
         self._applied = (0.0, 0)  # percent by rows, and rows, of steps since the last update
         self._applied_percent = math.nan  # their mean, of the interval before
+        self.in_vain = ""  # why brownout cannot keep the objective; empty: it may
+        self.least_s = math.nan  # the shortest objective that it could keep, if this one is shorter
+        self._num_in_vain = 0
+
+    def judge(self, in_vain: str, least_s: float) -> None:
+        """Takes what a decision found: why brownout is in vain, or nothing."""
+        self._num_in_vain = self._num_in_vain + 1 if in_vain else 0
+        before = self.in_vain
+        if not in_vain:
+            self.in_vain, self.least_s = "", math.nan
+        elif self.in_vain or self._num_in_vain >= CONFIRMED:
+            self.in_vain, self.least_s = in_vain, least_s
+        if self.in_vain and not before:
+            log.warning("%s", self.in_vain)
+        elif before and not self.in_vain:
+            log.info("no more: %s", before)
 
     @property
     def percent(self) -> int:
@@ -93,12 +122,18 @@ class ClassControl:
     prefill: PhaseControl
     decode: PhaseControl
     controller: GuardedController
+    strained_at: float = math.nan
+    """When a token was late last, a request waited or no slot was free; at first, the first
+    decision.
+    """
 
     @classmethod
-    def make(cls, salc: SalcConfig, controller: str, percents: tuple[int, int]) -> "ClassControl":
+    def make(
+        cls, salc: SalcConfig, controller: str, percents: tuple[int, int], slow_s: float
+    ) -> "ClassControl":
         """Raises ValueError for a controller that cannot be made."""
         prefill, decode = (PhaseControl(salc, percent) for percent in percents)
-        return cls(prefill, decode, make_controller(salc, controller))
+        return cls(prefill, decode, make_controller(salc, controller, slow_s))
 
     def of(self, phase: Phase) -> PhaseControl:
         """One of the phases."""
@@ -138,9 +173,16 @@ class SloAnalyser:
     """Settings of brownout, samples of TTFT and ITL, and the controllers between them."""
 
     def __init__(
-        self, brownout: BrownoutConfig, salc: SalcConfig, *, way: int, pace: Pace | None = None
+        self,
+        brownout: BrownoutConfig,
+        salc: SalcConfig,
+        *,
+        way: int,
+        pace: Pace | None = None,
+        slow_s: float = math.inf,
     ) -> None:
-        """`way` is the one that is loaded, 0 for none; `pace` knows what steps take.
+        """`way` is the one that is loaded, 0 for none; `pace` knows what steps take. Calls of a
+        controller that take longer than `slow_s` are logged.
 
         Raises SettingsError as `starting_strategy`, and ValueError for a controller that cannot be
         made.
@@ -150,13 +192,13 @@ class SloAnalyser:
         self.way_changes = False  # some layers have the next one already
         self.salc_enabled = brownout.salc
         self.ttft_slo_s, self.itl_slo_s = brownout.ttft_slo_s, brownout.itl_slo_s
-        self.config = salc
+        self.config, self._slow_s = salc, slow_s
         self.load = LoadMeter()
         self._pace = pace or Pace()
         given = brownout.prefill_threshold_percent, brownout.decode_threshold_percent
-        self.ls = ClassControl.make(salc, salc.controller, given)
+        self.ls = ClassControl.make(salc, salc.controller, given, slow_s)
         # Best effort without an objective has nothing to control, and moves nothing.
-        self.best_effort = ClassControl.make(salc, "algorithm2", (100, 100))
+        self.best_effort = ClassControl.make(salc, "algorithm2", (100, 100), slow_s)
         self._best_effort_slo_s = tuple(
             slo_s or math.inf
             for slo_s in (brownout.best_effort_ttft_slo_s, brownout.best_effort_itl_slo_s)
@@ -183,7 +225,7 @@ class SloAnalyser:
         plan, percent = step.plan, self.ls.of(step.plan.phase).percent
         if not step.batch.has_ls:
             percent = min(percent, self.best_effort.of(plan.phase).percent)
-        elif self.controls and self.ls.controller.by_step:
+        elif self.controls and self.ls.controller.by_step and not self.ls.of(plan.phase).in_vain:
             seen = StepSeen(
                 now=now,
                 phase=plan.phase,
@@ -230,6 +272,17 @@ class SloAnalyser:
         """Whether controllers move thresholds."""
         return self.salc_enabled and self.strategy != "zero"
 
+    def decides_in_s(self, now: float) -> float | None:
+        """Returns how long it is to the next decision; None if nothing would move on an idle
+        engine.
+        """
+        shown = [
+            of.of(phase).shown_percent for of in (self.ls, self.best_effort) for phase in Phase
+        ]
+        if not self.controls or min(shown) >= self.config.ceiling_percent:
+            return None
+        return max(0.0, self._next_update - now)
+
     def itl_slack_s(
         self, before: ScheduledStep, started_at: float, prefill_tokens: int, num_decoding: int
     ) -> float:
@@ -251,9 +304,14 @@ class SloAnalyser:
     ) -> None:
         """Tokens of a class came at `now`, of a step launched then."""
         of, arrived_at = self._of(priority), latencies.first(priority)
+        ttft_slo_s, itl_slo_s = self.objectives(priority)
+        if arrived_at.size and now - float(arrived_at.min()) > ttft_slo_s:
+            of.strained_at = now
         if arrived_at.size:
             of.prefill.window.add(float(arrived_at.min()), now, now - arrived_at)
         previous_at = latencies.further(priority)
+        if previous_at.size and now - float(previous_at.min()) > itl_slo_s:
+            of.strained_at = now
         if previous_at.size:
             began_at = min(float(previous_at.min()), launched_at)
             of.decode.window.add(began_at, now, now - previous_at)
@@ -284,7 +342,79 @@ class SloAnalyser:
                 company=self._pace.company(self.ttft_slo_s, running) if in_company else None,
             )
             seen = Seen(now, prefill, decode, load, self._pace.times)
-            of.take(of.controller.decide(seen), seen)
+            decision = of.controller.decide(seen)
+            is_full = of_class.slots_taken or running >= max_running
+            if is_full or of_class.oldest_s > ttft_slo_s or math.isnan(of.strained_at):
+                of.strained_at = now
+            if priority is Priority.LATENCY_SENSITIVE:
+                self._judge(load)
+            released = self._released(of, seen, of_class.slots_taken)
+            of.take(decision._replace(**released), seen)
+
+    def _released(self, of: ClassControl, seen: Seen, is_queue: bool) -> dict[str, float]:
+        """Returns the ceiling, as fields of a Decision, for the phases that need no brownout or
+        gain nothing by it.
+
+        A phase needs none if the load has been light for `REST_S`, less the time until the next
+        decision: every token was in time, nobody waited, a slot was free, and there are too few
+        samples to go by, or steps without brownout would be in time too. An objective that cannot
+        be kept is no reason for brownout either, unless that shortens a queue.
+        """
+        rest_s = max(self.config.interval_s, REST_S - self.config.interval_s)
+        is_calm = seen.now - of.strained_at >= rest_s
+        found = {}
+        for phase, slo_s in (
+            (Phase.PREFILL, seen.prefill.slo_s),
+            (Phase.DECODE, seen.decode.slo_s),
+        ):
+            control = of.of(phase)
+            few = control.window.late_share(seen.now, slo_s, self.config.min_samples) is None
+            in_vain = control.in_vain and not (is_queue and not math.isnan(control.least_s))
+            if in_vain or (is_calm and (few or self._fits(phase, slo_s, seen.load))):
+                percent = max(self.config.ceiling_percent, control.threshold_percent)
+                found[f"{phase}_percent"] = percent
+        return found
+
+    def _fits(self, phase: Phase, slo_s: float, load: Load) -> bool:
+        """Returns whether a prefill step and decode steps at the ceiling are expected within the
+        warning line.
+        """
+        times, percent = self._pace.times, self.config.ceiling_percent
+        prefill_s = times.expected_s(Phase.PREFILL, max(load.prompt_tokens, 1), percent)
+        decode_s = times.expected_s(Phase.DECODE, max(load.num_running, 1), percent)
+        steps_s = prefill_s + decode_s * (2 if phase is Phase.PREFILL else 1)
+        return steps_s <= slo_s * self.config.warning_factor
+
+    def _judge(self, load: Load) -> None:
+        """Judges, by what steps are known to take, whether brownout can keep the objectives of
+        latency-sensitive requests, and whether it saves time at all.
+        """
+        times, floor, ceiling = (
+            self._pace.times,
+            self.config.floor_percent,
+            self.config.ceiling_percent,
+        )
+        for phase, name, slo_s, size, words in (
+            (Phase.PREFILL, "TTFT", self.ttft_slo_s, load.prompt_tokens, "a prompt alone"),
+            (Phase.DECODE, "ITL", self.itl_slo_s, load.num_running, "the present batch"),
+        ):
+            if not (size and times.has_seen(phase, floor) and times.has_seen(phase, ceiling)):
+                continue
+            largest, in_vain = times.largest(phase), ""
+            least_s = times.expected_s(phase, size, floor)
+            floor_s, ceiling_s = (times.expected_s(phase, largest, at) for at in (floor, ceiling))
+            if least_s > slo_s:
+                in_vain = (
+                    f"the {name} objective of {1e3 * slo_s:.4g} ms cannot be kept; the least that "
+                    f"can is {1e3 * least_s:.4g} ms, what {words} takes under all of the brownout"
+                )
+            elif largest >= MANY_ROWS and floor_s > (1 - LEAST_SAVING) * ceiling_s:
+                least_s = math.nan
+                in_vain = (
+                    f"brownout saves nothing in {phase} steps: under all of it they take "
+                    f"{100 * floor_s / ceiling_s:.0f} % of their time"
+                )
+            self.ls.of(phase).judge(in_vain, least_s)
 
     def check(self, change: BrownoutChange) -> None:
         """Raises InvalidRequest for a value out of range; nothing is changed."""
@@ -332,7 +462,7 @@ class SloAnalyser:
         controller = self.ls.controller
         if named:
             try:
-                controller = make_controller(self.config, change.controller or "")
+                controller = make_controller(self.config, change.controller or "", self._slow_s)
             except ValueError as error:
                 raise InvalidRequest(str(error)) from None
         steps_differ = change.strategy not in (None, self.strategy)
@@ -363,6 +493,8 @@ class SloAnalyser:
         if self.strategy != "zero" and kind != self._learnt:
             self._learnt = kind
             self._pace.times.forget_brownout()
+            for phase in Phase:
+                self.ls.of(phase).judge("", math.nan)
         for of_class in (self.ls, self.best_effort):
             of_class.prefill.changed_at = of_class.decode.changed_at = now
 
@@ -382,6 +514,9 @@ class SloAnalyser:
             itl_p90_s=decode.p90_s,
             controller=self.ls.controller.name,
             prefill_company=self._pace.waits,
+            objective_state="; ".join(filter(None, (prefill.in_vain, decode.in_vain))),
+            least_ttft_s=prefill.least_s,
+            least_itl_s=decode.least_s,
             predicted_ttft_p90_s=prefill.predicted_p90_s,
             predicted_itl_p90_s=decode.predicted_p90_s,
         )

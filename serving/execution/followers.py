@@ -6,6 +6,10 @@ grpcio's, which is here already; messages stay in order; and it says within `pee
 the other end is gone, even of a machine that fell silent, which jax's key-value store would leave
 to be found out. Messages are protobuf, arrays are bytes: nothing that comes from the network is
 ever run.
+
+Where the processes share a secret, both ends prove by TLS that they know it, and a stranger gets no
+further than the handshake. Without one (on loopback), other users of the machine can join; they are
+not told the values of settings. What has not joined is bounded in number and time either way.
 """
 
 import logging
@@ -17,7 +21,8 @@ from typing import Any
 
 import grpc
 
-from serving.errors import Unavailable
+from serving.cluster_secret import TLS_NAME, ClusterSecret
+from serving.errors import Unavailable, shown
 from serving.proto.jmoe.v1 import hosts_pb2 as pb
 from serving.proto.jmoe.v1 import hosts_pb2_grpc as rpc
 from serving.settings import SettingsError
@@ -28,6 +33,12 @@ NAMED_WITHIN_S = 3.0
 """How long a failed step waits to hear whether it failed because a process is gone."""
 CALLS_OF_ANY_SIZE = ("grpc.max_receive_message_length", -1)
 """For a follower alone: united experts travel in calls. What process 0 receives is short."""
+SPEAKS_WITHIN_S = 10.0
+"""How long a connection to process 0 may shake hands, and a stream wait with its first message."""
+MOST_CONNECTIONS = 512
+"""To process 0: more are closed as they come."""
+STREAMS_BESIDE = 64
+"""Streams that process 0 listens to at a time beside those of its followers; others wait."""
 
 
 class PeerLost(Unavailable):
@@ -51,6 +62,20 @@ def channel_options(peer_timeout_s: float) -> list[tuple[str, int]]:
         ("grpc.enable_http_proxy", 0),
         ("grpc.so_reuseport", 0),
         ("grpc.use_local_subchannel_pool", 1),
+    ]
+
+
+def _listening_options(peer_timeout_s: float) -> list[tuple[str, int]]:
+    """gRPC's of process 0, which bound what strangers can hold."""
+    return [
+        *channel_options(peer_timeout_s),
+        ("grpc.server_handshake_timeout_ms", int(1000 * SPEAKS_WITHIN_S)),
+        ("grpc.max_connection_idle_ms", int(1000 * SPEAKS_WITHIN_S)),  # without a stream
+        ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+        ("grpc.max_concurrent_streams", 4),  # a connection
+        ("grpc.max_receive_message_length", 1 << 20),
+        ("grpc.max_metadata_size", 8 << 10),
+        ("grpc.absolute_max_metadata_size", 16 << 10),
     ]
 
 
@@ -129,9 +154,15 @@ class Followers(rpc.HostsServicer):
     """The other processes, as process 0 sees them."""
 
     def __init__(
-        self, address: str, num_processes: int, facts: Mapping[str, str], *, peer_timeout_s: float
+        self,
+        address: str,
+        num_processes: int,
+        facts: Mapping[str, str],
+        *,
+        peer_timeout_s: float,
+        secret: ClusterSecret | None = None,
     ) -> None:
-        """Listens at an address. `facts` have to be those of every process that joins.
+        """Listens at an address. `facts` and `secret` have to be those of every process that joins.
 
         Raises SettingsError where it cannot listen there.
         """
@@ -142,11 +173,21 @@ class Followers(rpc.HostsServicer):
         self._changed = threading.Condition()
         self._queues: dict[int, SimpleQueue[pb.ToFollower | None]] = {}
         self._ending = False
-        pool = ThreadPoolExecutor(2 * num_processes + 2, thread_name_prefix="jmoe-followers")
-        self._server = grpc.server(pool, options=channel_options(peer_timeout_s))
+        self._shares_secret = secret is not None
+        pool = ThreadPoolExecutor(
+            num_processes + STREAMS_BESIDE, thread_name_prefix="jmoe-followers"
+        )
+        self._server = grpc.server(pool, options=_listening_options(peer_timeout_s))
         rpc.add_HostsServicer_to_server(self, self._server)
         try:
-            self.port = self._server.add_insecure_port(address)
+            if secret is None:
+                self.port = self._server.add_insecure_port(address)
+            else:
+                key, certificate = secret.certificate()
+                own = grpc.ssl_server_credentials(
+                    [(key, certificate)], certificate, require_client_auth=True
+                )
+                self.port = self._server.add_secure_port(address, own)
         except RuntimeError as error:
             raise SettingsError(
                 f"engine.coordinator is {address!r}, and this process, number 0, cannot listen "
@@ -168,7 +209,7 @@ class Followers(rpc.HostsServicer):
             raise Unavailable(
                 f"of {self.num_processes} processes, {', '.join(map(str, missing))} did not join "
                 f"at {self.address} within {timeout_s:g} s (engine.join_timeout_s); start one with "
-                f"--process-index {missing[0]} and the same other settings"
+                f"--process-index {missing[0]}, and the same other settings and secret"
             )
 
     def begin(self, jax_coordinator: str) -> None:
@@ -204,16 +245,22 @@ class Followers(rpc.HostsServicer):
 
     def Follow(self, request_iterator: Any, context: Any) -> Iterator[pb.ToFollower]:
         """A follower's stream; in a thread of its own."""
-        join = next(request_iterator, pb.FromFollower()).join
+        silent = threading.Timer(SPEAKS_WITHIN_S, context.cancel)
+        silent.daemon = True
+        silent.start()
+        try:
+            join = next(request_iterator, pb.FromFollower()).join
+        finally:
+            silent.cancel()
         queue: SimpleQueue[pb.ToFollower | None] = SimpleQueue()
         with self._changed:
-            refusal = self._refusal(join)
+            refusal, answer = self._refusal(join)
             if not refusal:
                 self._queues[join.process_index] = queue
                 self._changed.notify_all()
         if refusal:
             log.warning("a process was refused: %s", refusal)
-            context.abort(grpc.StatusCode.FAILED_PRECONDITION, refusal)
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, answer)
         log.info("process %d of %d joined", join.process_index, self.num_processes)
         listen = threading.Thread(
             target=self._listen, args=(request_iterator, join.process_index, queue), daemon=True
@@ -222,27 +269,37 @@ class Followers(rpc.HostsServicer):
         while (message := queue.get()) is not None:
             yield message
 
-    def _refusal(self, join: pb.Join) -> str:
-        """Why a process may not follow; empty: it may."""
+    def _refusal(self, join: pb.Join) -> tuple[str, str]:
+        """Why a process may not follow, for the log and for that process; empty: it may.
+
+        Values of process 0's settings are only for who knows the secret.
+        """
         index = join.process_index
         if not 0 < index < self.num_processes:
-            return (
-                f"engine.process_index is {index}; process 0 waits for {self.num_processes} in "
-                "all, so that it must be above 0 and below that"
+            reason = (
+                f"engine.process_index is {index}; it must be above 0 and below "
+                "engine.num_processes of process 0"
             )
+            return reason, reason
         if index in self._queues:
-            return (
+            reason = (
                 f"engine.process_index is {index}, and such a process has joined already; give "
                 "each its own"
             )
+            return reason, reason
         for name in sorted(self._facts.keys() | join.facts.keys()):
             here, there = self._facts.get(name, ""), join.facts.get(name, "")
             if here != there:
-                return (
-                    f"{name} is {there} in process {index} and {here} in process 0; it has to "
-                    "be alike in every process"
+                if name not in self._facts:
+                    name, there = shown(name), shown(there)
+                reason = (
+                    f"{name} is {there} in process {index} and {here} in process 0; it has to be "
+                    "alike in every process"
                 )
-        return ""
+                if self._shares_secret:
+                    return reason, reason
+                return reason, f"{name} differs from process 0's, whose log has both values"
+        return "", ""
 
     def _listen(
         self, messages: Iterator[Any], index: int, queue: SimpleQueue[pb.ToFollower | None]
@@ -275,15 +332,23 @@ class Leader:
         facts: Mapping[str, str],
         *,
         peer_timeout_s: float,
+        secret: ClusterSecret | None = None,
     ) -> None:
-        """`facts` have to be those of process 0."""
+        """`facts` and `secret` have to be those of process 0."""
         self._stops_within_s = peer_timeout_s
         self.address, self.num_processes, self.index = address, num_processes, process_index
         self.lost = Lost()
         self._facts = dict(facts)
-        self._channel = grpc.insecure_channel(
-            address, options=[*channel_options(peer_timeout_s), CALLS_OF_ANY_SIZE]
-        )
+        options = [*channel_options(peer_timeout_s), CALLS_OF_ANY_SIZE]
+        if secret is None:
+            self._channel = grpc.insecure_channel(address, options)
+        else:
+            key, certificate = secret.certificate()
+            self._channel = grpc.secure_channel(
+                address,
+                grpc.ssl_channel_credentials(certificate, key, certificate),
+                [*options, ("grpc.ssl_target_name_override", TLS_NAME)],
+            )
         self._said: SimpleQueue[pb.FromFollower | None] = SimpleQueue()
         self._heard: SimpleQueue[pb.ToFollower | None] = SimpleQueue()
         self._began: Future[str] = Future()
@@ -302,8 +367,8 @@ class Leader:
             self._channel.close()
             raise Unavailable(
                 f"process 0 did not answer at {self.address} within {timeout_s:g} s "
-                "(engine.join_timeout_s); start it with --process-index 0, or correct "
-                "engine.coordinator"
+                "(engine.join_timeout_s); start it with --process-index 0, correct "
+                "engine.coordinator, or give both the same secret (engine.secret_file)"
             ) from None
         join = pb.Join(process_index=self.index, facts=self._facts)
         self._said.put(pb.FromFollower(join=join))

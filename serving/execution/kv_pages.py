@@ -24,7 +24,8 @@ from serving.settings import SettingsError
 
 log = logging.getLogger(__name__)
 
-FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+FRACTION, OLD_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Two names of one variable; XLA refuses to have both."""
 STEPS_UNDER_WAY = 2
 """Each with memory of its own: the one that runs, and the one that is launched behind it."""
 SIGNIFICANT_BITS = 6
@@ -45,7 +46,8 @@ def claim_memory(fraction: float) -> None:
     """Has XLA take so much of each GPU, unless the environment says how much already. Works until
     jax makes its first array.
     """
-    os.environ.setdefault(FRACTION, f"{fraction:g}")
+    if not (os.environ.get(FRACTION) or os.environ.get(OLD_FRACTION)):
+        os.environ[FRACTION] = f"{fraction:g}"
 
 
 def device_memory(device: Any) -> DeviceMemory | None:

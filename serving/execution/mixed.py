@@ -126,8 +126,8 @@ class MixedSteps:
 
 
 def _step(models: Sequence[int], rows: int, first: int = 0) -> ByRank:
-    """A decode step with `rows` rows of each model, at slots from `first` on; of page 0, which
-    nobody owns yet.
+    """A decode step with `rows` rows of each model, at slots from `first` on, which own no
+    page yet: all are in the padding page.
     """
     packed = np.stack([pack_row(first + at, kv_len=1) for at in range(rows * len(models))])
     row_models = np.repeat(np.array(models, np.int32), rows)

@@ -325,7 +325,7 @@ class DeviceRunner:
         """
         size = min(key.size, self.buckets.rows(key), self.limits.slots_per_rank)
         q_len, prefill = max(1, key.size // size), key.phase == "prefill"
-        rows = [  # of each rank's page 0, which nobody owns yet
+        rows = [  # of slots that own no page yet: all are in the padding page
             pack_row(
                 rank * self.limits.slots_per_rank + at, kv_len=q_len, q_len=q_len if prefill else 1
             )

@@ -22,8 +22,10 @@ from serving.request import Priority
 
 log = logging.getLogger(__name__)
 
-REASONS = ("admin", "metrics", "model", "class", "concurrency", "requests", "tokens")
+REASONS = ("admin", "metrics", "generate", "model", "class", "concurrency", "requests", "tokens")
 """Reasons for refusing a call with a valid key."""
+MAX_NAMED = 10
+"""How many of the keys that are gone the log names."""
 _NOBODY = bytes(32)
 _UNAUTHENTICATED = (
     "this server needs a key, and none that it knows was sent; send `authorization: Bearer KEY` "
@@ -107,11 +109,18 @@ class Caller:
         self._tokens.take(num_tokens, self._clock())
 
     def check_room(self, count: int = 1) -> None:
-        """Raises Overloaded, with a retry time, if the key's rate or concurrency limit is reached.
+        """Raises Overloaded, with a retry time, if the key's rate or concurrency limit is reached,
+        and PermissionDenied if it may not generate at all.
 
         The check is cheap, so that it can be made before a request is read.
         """
         key = self.key
+        if not key.generates:
+            raise self._denied(
+                "generate",
+                "this key reads metrics and does nothing else; use one made without --metrics, or "
+                "with what it may generate: models, classes, or a limit",
+            )
         if key.concurrency and self.num_running + count > key.concurrency:
             # It is not known when a request will end, so use the retry time of an overloaded
             # server.
@@ -224,4 +233,26 @@ class Access(Watched[dict[str, Key]]):
         for caller in callers.values():
             stored = bytes.fromhex(caller.key.sha256)
             by_digest[stored] = stored, caller
+        self._warn_of_gone(by_digest)
         self.callers, self._by_digest = callers, by_digest
+
+    def _warn_of_gone(self, left: Collection[bytes]) -> None:
+        """Warns about keys that are no longer there, and about a file that has none."""
+        before = len(self._by_digest)
+        gone = [
+            caller.name for stored, (_, caller) in self._by_digest.items() if stored not in left
+        ]
+        if gone:
+            names = ", ".join(sorted(gone)[:MAX_NAMED]) + ", ..." * (len(gone) > MAX_NAMED)
+            log.warning(
+                "%d of %d keys are gone (%s); %s in %s",
+                *(len(gone), before, names, f"{len(left)} are there" if left else "none is left"),
+                self._path,
+                extra={"event": "keys_gone", "gone": len(gone), "left": len(left)},
+            )
+        elif not left:
+            log.warning(
+                "%s has no keys, so that every caller is refused; make one with "
+                "`jmoe keys new NAME --file %s`",
+                *(self._path, self._path),
+            )

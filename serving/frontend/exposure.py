@@ -3,8 +3,8 @@
 import logging
 from pathlib import Path
 
+from serving.addresses import is_loopback
 from serving.config import ServerConfig
-from serving.frontend.origin import Origins
 from serving.frontend.tls import Certificates, Files
 
 log = logging.getLogger(__name__)
@@ -21,8 +21,8 @@ def certificates(config: ServerConfig) -> Certificates | None:
 def warn(config: ServerConfig) -> None:
     """Warns about ports that other machines can reach without encryption or access control."""
     others_may_call, others_may_administer = (
-        not Origins(config.host).is_loopback,
-        not Origins(config.admin_host).is_loopback,
+        not is_loopback(config.host),
+        not is_loopback(config.admin_host),
     )
     if config.keys_file and not config.tls_cert and (others_may_call or others_may_administer):
         log.warning(
@@ -33,9 +33,19 @@ def warn(config: ServerConfig) -> None:
         )
     if config.keys_file or config.tls_client_ca:
         return
-    if others_may_administer or (others_may_call and config.admin_on_main_port):
+    if others_may_call:
+        may = "use"
+        if others_may_administer or config.admin_on_main_port:
+            may = "use and administer"
         log.warning(
-            "whoever reaches %s may administer this server; set keys_file or tls_client_ca, or "
-            "keep it to 127.0.0.1",
-            f"admin_host {config.admin_host}" if others_may_administer else f"host {config.host}",
+            "--host is %s, and no key is asked for: whoever reaches it may %s this server; give "
+            "--keys-file (made by `jmoe keys new`) or --tls-client-ca, or keep it to this machine "
+            "with --host 127.0.0.1",
+            *(config.host, may),
+        )
+    elif others_may_administer:
+        log.warning(
+            "--admin-host is %s, and no key is asked for: whoever reaches it may administer this "
+            "server; give --keys-file or --tls-client-ca, or keep it to 127.0.0.1",
+            config.admin_host,
         )

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextvars import Context
 from dataclasses import dataclass
@@ -182,9 +183,9 @@ class Guard(grpc.aio.ServerInterceptor):
                 self._admit(method)
                 with place():  # if there is no room, refuse before receiving the message
                     pass
-                message = await inbox.receive_one(context)
+                received = [await inbox.receive_one(context)]  # not kept while it is answered
                 with place():
-                    return await inner(self._parsed(method, handler, message), context)
+                    return await inner(self._parsed(method, handler, received.pop()), context)
 
         return call
 
@@ -308,6 +309,9 @@ class Guard(grpc.aio.ServerInterceptor):
         if isinstance(error, grpc.aio.BaseError):  # no message can be sent on a call that has ended
             error = ClientLeft("the client left before its answer was whole")
         self.note(method, context.peer(), error)
+        # The error may outlive its call until the next garbage collection, in a cycle of gRPC's
+        # context and the exception that `abort` raises: let no message be among its frames.
+        traceback.clear_frames(error.__traceback__)
         if not isinstance(error, ServingError | ValueError):
             return Told(grpc.StatusCode.INTERNAL, cut(f"{type(error).__name__}: {error}"), ())
         return Told(_code(error), cut(str(error)), _trailing(error))

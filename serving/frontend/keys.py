@@ -38,12 +38,17 @@ class Key:
 
     sha256: str  # of the key, in hexadecimal digits
     admin: bool = False  # may use the admin service, the live page and /metrics
-    metrics: bool = False  # may read /metrics
+    metrics: bool = False  # may read /metrics; without admin and what follows, nothing else
     models: tuple[str, ...] = ()  # by the names they are served under; empty: all
     classes: tuple[Priority, ...] = ()  # empty: all
     requests_per_min: int = 0
     tokens_per_min: int = 0  # of prompts and outputs together
     concurrency: int = 0  # requests running at a time
+
+    @property
+    def generates(self) -> bool:
+        """Whether the key may generate: one for metrics may only if it says what or how much."""
+        return self.admin or not self.metrics or self != Key(self.sha256, metrics=True)
 
 
 _FILE = TypeAdapter(dict[str, Key])
@@ -76,6 +81,10 @@ def read(path: Path) -> dict[str, Key]:
     Raises SettingsError, which names file, key and field but repeats no value: that could be a key
     that was put where its hash belongs.
     """
+    if not path.exists():
+        raise SettingsError(
+            f"there is no keys file {path}; `jmoe keys new NAME --admin --file {path}` makes one"
+        )
     found = read_yaml(path, quotes=False)
     if found.keys() - {"keys"}:
         raise SettingsError(f"{path} must have `keys` at its top, and nothing else")

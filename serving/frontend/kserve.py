@@ -9,6 +9,7 @@ import contextlib
 import math
 import uuid
 from collections.abc import AsyncGenerator, Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -284,4 +285,4 @@ def _decoder(engine: "Engine", model: str) -> Callable[[int], str] | None:
     if engine.family is None:
         return None
     tokenizer = engine.family[engine.names.index(model)].tokenizer
-    return None if tokenizer is None else lambda token: tokenizer.decode([token])
+    return None if tokenizer is None else cache(lambda token: tokenizer.decode([token]))

@@ -7,8 +7,8 @@ not import jax.
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from serving.errors import InvalidRequest, NotFound, shown
@@ -317,7 +317,9 @@ class Answer:
     ) -> None:
         """`decode` returns the text of a token; None if the model has no tokenizer."""
         self._request_id, self._model, self._asked, self._decode = request_id, model, asked, decode
-        self._held: list[Output] = []
+        self._texts = [asked.prompt] if asked.echoes else []
+        self._num_tokens = 0
+        self._logprobs = bytearray()  # their JSON so far, which is a list's without brackets
         self._cumulative_logprob = 0.0
 
     def add(self, out: Output) -> pb.ModelInferResponse | None:
@@ -326,17 +328,22 @@ class Answer:
         If the request does not stream, returns None until the last output, and then a single
         response.
         """
-        if self._asked.streams:
-            return self._response(out)
-        self._held.append(out)
-        if out.finish_reason is None:
+        self._texts.append(out.text)
+        self._num_tokens += len(out.token_ids)
+        self._cumulative_logprob += sum(out.logprobs)
+        if "logprobs" in self._asked.outputs:
+            for entry in self._entries(out):
+                self._logprobs += b", " if self._logprobs else b""
+                self._logprobs += json.dumps(entry).encode()
+        if out.finish_reason is None and not self._asked.streams:
             return None
-        whole = merged(self._held)
-        prefix = self._asked.prompt if self._asked.echoes else ""
-        return self._response(replace(whole, text=prefix + whole.text))
+        response = self._response(out)
+        self._texts.clear()
+        self._num_tokens = 0
+        self._logprobs.clear()
+        return response
 
     def _response(self, out: Output) -> pb.ModelInferResponse:
-        self._cumulative_logprob += sum(out.logprobs)
         response = pb.ModelInferResponse(
             model_name=self._model, model_version=VERSION, id=self._request_id
         )
@@ -353,31 +360,27 @@ class Answer:
     def _element(self, name: str, out: Output) -> bytes:
         match name:
             case "text_output":
-                return _bytes(out.text)
+                return _bytes("".join(self._texts))
             case "finish_reason":
                 return _bytes(str(out.finish_reason))  # "None" if unfinished, as in Triton
             case "cumulative_logprob":
                 return struct.pack("<f", self._cumulative_logprob)
             case "logprobs":
-                return _bytes(json.dumps(self._logprobs(out)))
+                return struct.pack("<I", len(self._logprobs) + 2) + b"[%b]" % self._logprobs
             case "num_input_tokens":
                 return struct.pack("<I", out.usage.prompt_tokens)
             case _:
-                return struct.pack("<I", len(out.token_ids))
+                return struct.pack("<I", self._num_tokens)
 
-    def _logprobs(self, out: Output) -> list[dict[int, dict[str, Any]]]:
-        """Returns, for each token, the log-probabilities of it and of the likeliest tokens,
-        by id.
-        """
-        found = []
+    def _entries(self, out: Output) -> Iterator[dict[int, dict[str, Any]]]:
+        """Yields, for each token, the log-probabilities of it and the likeliest tokens, by id."""
         top = out.top_logprobs or ((),) * len(out.token_ids)
         for token, logprob, likeliest in zip(out.token_ids, out.logprobs, top, strict=True):
             ranked = {
                 other: self._entry(other, value, rank)
                 for rank, (other, value) in enumerate(likeliest, 1)
             }
-            found.append({token: self._entry(token, logprob, None), **ranked})
-        return found
+            yield {token: self._entry(token, logprob, None), **ranked}
 
     def _entry(self, token: int, logprob: float, rank: int | None) -> dict[str, Any]:
         return {
@@ -385,18 +388,6 @@ class Answer:
             "rank": rank,
             "decoded_token": None if self._decode is None else self._decode(token),
         }
-
-
-def merged(outs: list[Output]) -> Output:
-    """Merges all outputs of a request into one."""
-    last = outs[-1]
-    return replace(
-        last,
-        text="".join(out.text for out in outs),
-        token_ids=tuple(token for out in outs for token in out.token_ids),
-        logprobs=tuple(logprob for out in outs for logprob in out.logprobs),
-        top_logprobs=tuple(top for out in outs for top in out.top_logprobs),
-    )
 
 
 def _bytes(text: str) -> bytes:

@@ -164,8 +164,9 @@ class Metrics(Observer):
     ) -> None:
         """See Observer."""
         super().step_read(step, result, started_at, now)
-        rows = result.expert_rows.astype(np.int64)
-        self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
+        if result.expert_rows.size:  # empty where it is not counted (`composes.EXPERT_LOAD`)
+            rows = result.expert_rows.astype(np.int64)
+            self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
         self.mesh.step_read(step.plan.phase, int(step.plan.q_lens.sum()), result)
         if step.plan.phase == "prefill":
             self.prefill_tokens += int(step.plan.q_lens.sum()) * step.is_last
@@ -346,6 +347,14 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
         if not isnan(value):
             family.add_metric(labels, value)
     yield family
+    least = {"prefill": brownout.least_ttft_s, "decode": brownout.least_itl_s}
+    yield _family(
+        GaugeMetricFamily,
+        "objective_least_seconds",
+        "The shortest objective that can be kept, if the one that is set cannot; else 0",
+        "phase",
+        {phase: 0.0 if isnan(seconds) else seconds for phase, seconds in least.items()},
+    )
     times = engine.pace.times
     yield _gauge("step_time_error", "Mean relative error of expected step times", times.error)
 

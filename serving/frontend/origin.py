@@ -4,11 +4,11 @@ API keys identify callers. A server without keys that a browser can reach has to
 foreign page must not use it, read its data, or change its settings.
 """
 
-import ipaddress
 import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
+from serving.addresses import is_loopback, parse
 from serving.errors import shown
 
 
@@ -25,8 +25,7 @@ class Origins:
     @property
     def is_loopback(self) -> bool:
         """Whether the server is reachable from its own machine only."""
-        address = _address(self._host)
-        return self._host == "localhost" if address is None else address.is_loopback
+        return is_loopback(self._host)
 
     def has(self, host: str, local: str = "") -> bool:
         """Whether `host`, a request's Host header, names this server.
@@ -38,12 +37,12 @@ class Origins:
         name = _name_of(host)
         if name in self._names:
             return True
-        address = _address(name)
+        address = parse(name)
         if address is None:
             return False
         # Unlike names, addresses cannot be rebound. If the server listens on all, any may be its
         # own.
-        return address.is_loopback or address == _address(local) or _is_wildcard(self._host)
+        return address.is_loopback or address == parse(local) or _is_wildcard(self._host)
 
 
 def foreign(headers: Mapping[str, str]) -> str:
@@ -81,13 +80,6 @@ def _name_of(host: str) -> str:
     return name.strip("[]").rstrip(".").lower()
 
 
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(name.partition("%")[0])
-    except ValueError:
-        return None
-
-
 def _is_wildcard(name: str) -> bool:
-    address = _address(name)
+    address = parse(name)
     return address is not None and address.is_unspecified

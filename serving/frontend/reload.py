@@ -29,15 +29,15 @@ class Watched[T](ABC):
     def use(self, found: T) -> None:
         """Puts a new value in force; called in the event loop's thread."""
 
-    def news(self) -> T | None:
-        """Reads the files if they have changed since the last look; otherwise None. Runs in any
-        thread.
+    def news(self, *, anyway: bool = False) -> T | None:
+        """Reads the files if they have changed since the last look, or `anyway`; otherwise None.
+        Runs in any thread.
 
         If the new files cannot be used, an error is logged once, and the old value stays in force
         until they are fixed.
         """
         now = self._look()
-        if now == self._seen:
+        if now == self._seen and not anyway:
             return None
         self._seen = now  # taken before reading, so writes meanwhile are seen next time
         try:
@@ -53,6 +53,10 @@ class Watched[T](ABC):
     def reload(self) -> bool:
         """Reads changed files and uses the new value; returns whether there is one."""
         return self._use(self.news())
+
+    async def reread(self) -> None:
+        """Reads the files now, changed or not; says in the log what was read."""
+        self._use(await asyncio.to_thread(self.news, anyway=True))
 
     def _use(self, found: T | None) -> bool:
         if found is None:

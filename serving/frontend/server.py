@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIServer
 
 from grpc_health.v1 import health, health_pb2_grpc
@@ -38,6 +38,7 @@ from serving.frontend.metrics import Metrics
 from serving.frontend.openai.app import make_app as make_openai
 from serving.frontend.page.app import make_app as make_page
 from serving.frontend.page.live import Live
+from serving.frontend.reload import Watched
 from serving.frontend.services import (
     GENERATE,
     METHODS,
@@ -215,14 +216,24 @@ class Server:
             )
         for listener in self._listeners():
             await listener.start(context)
-        for watched in (self.access, tls):
-            if watched is not None:
-                watching = asyncio.create_task(watched.watch(), name=f"jmoe-{watched.what}")
-                self._tasks.append(watching)
+        for watched in self._watched():
+            watching = asyncio.create_task(watched.watch(), name=f"jmoe-{watched.what}")
+            self._tasks.append(watching)
         if self.page is not None:
             self._tasks.append(asyncio.create_task(self.live.run(), name="jmoe-live"))
         await self._main.start()
         await self._admin.start()
+
+    async def reread(self) -> None:
+        """Reads keys and certificates now; says in the log what was read."""
+        if not (watched := self._watched()):
+            log.info("nothing to read again: keys_file and tls_cert are not set")
+        for each in watched:
+            await each.reread()
+
+    def _watched(self) -> "list[Watched[Any]]":
+        both = self.access, self.certificates
+        return [one for one in both if one is not None and one.paths]
 
     async def attach(self, engine: "Engine") -> None:
         """Starts serving with `engine`, which `drain` and `stop` will stop."""
@@ -353,6 +364,7 @@ async def serve(
     tracer: Tracer | None = None,
 ) -> bool:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once.
+    SIGHUP reads keys and certificates again.
 
     Prints `jmoe admin on HOST:PORT` when it listens, and `jmoe ready on HOST:PORT` when requests
     are served. Returns whether all streams were delivered in time. `metrics` and `tracer`, if
@@ -380,6 +392,14 @@ async def serve(
     loop = asyncio.get_running_loop()
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, on_signal, name)
+    rereading = set[asyncio.Task[None]]()
+
+    def on_hangup() -> None:
+        task = asyncio.create_task(server.reread(), name="jmoe-reread")
+        rereading.add(task)
+        task.add_done_callback(rereading.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
     try:
         await server.attach(await loading)
     except asyncio.CancelledError:

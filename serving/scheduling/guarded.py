@@ -1,75 +1,102 @@
 """Guards against faulty policies: if one fails, `Fcfs` decides, and no request is lost."""
 
-import logging
+import math
+import operator
+from bisect import insort
+from collections.abc import Sequence
 from typing import Any
 
+from serving.errors import shown
 from serving.plan import Phase
+from serving.plugins import Guard
 from serving.request import Priority
 from serving.scheduling.policy import Choice, Fcfs, Policy, RequestView, RequestViews, View
 from serving.scheduling.sequence import SequenceState
 
-log = logging.getLogger(__name__)
-
 
 class GuardedPolicy:
-    """Wraps a policy, and logs its 1st, 2nd, 4th, 8th, ... failure."""
+    """Wraps a policy; whatever it returns, does or raises, a valid choice results."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, slow_s: float = math.inf) -> None:
+        """Calls that take longer than `slow_s` are logged."""
         self.policy = policy
-        self.parks = getattr(policy, "parks", True)
-        self._num_faults = 0
+        self.parks = bool(getattr(policy, "parks", True))
+        name = f"policy {type(policy).__qualname__}"
+        self._guard = Guard(name, "first come first served", slow_s)
 
-    def rank(self, sequence: SequenceState) -> tuple[Any]:
-        """Returns the sort key in the queue; the arrival time if the policy fails."""
-        try:
-            return (self.policy.rank(RequestView(sequence)),)
-        except Exception as error:
-            self._fault("rank", error)
-            return (sequence.arrived_at,)
+    def insert(self, queue: list[SequenceState], sequence: SequenceState) -> None:
+        """Inserts a sequence into a queue by the policy's rank; by arrival if that fails."""
+        self._guard.call(
+            "rank",
+            lambda: insort(queue, sequence, key=self._rank),
+            lambda: insort(queue, sequence, key=_arrived_at),
+        )
+
+    def sorted(self, sequences: list[SequenceState]) -> list[SequenceState]:
+        """Returns the sequences by the policy's rank; by arrival if that fails."""
+        if len(sequences) < 2:
+            return sequences
+        return self._guard.call(
+            "rank",
+            lambda: sorted(sequences, key=self._rank),
+            lambda: sorted(sequences, key=_arrived_at),
+        )
 
     def choose(self, view: View) -> Choice:
         """Returns what runs next; chosen by `Fcfs` if the policy fails or makes an invalid
         choice.
         """
-        try:
-            choice = self.policy.choose(view) or Fcfs().choose(view)
-            _check(choice, view)
-            return choice
-        except Exception as error:
-            self._fault("choose", error)
-            return Fcfs().choose(view)
+        return self._guard.call(
+            "choose",
+            lambda: _checked(self.policy.choose(view) or Fcfs().choose(view), view),
+            lambda: Fcfs().choose(view),
+        )
 
     def victim(self, running: list[SequenceState]) -> SequenceState:
         """Returns the sequence to evict; the one that arrived last if the policy fails."""
-        try:
-            chosen = self.policy.victim(RequestViews(running))
-            for sequence in running:
-                if RequestView(sequence).same_as(chosen):
-                    return sequence
-            raise ValueError(f"victim is {chosen!r}, which is not one of those it may be")
-        except Exception as error:
-            self._fault("victim", error)
-            return max(running, key=lambda sequence: sequence.arrived_at)
+        return self._guard.call(
+            "victim", lambda: self._victim(running), lambda: max(running, key=_arrived_at)
+        )
 
-    def _fault(self, method: str, error: Exception) -> None:
-        self._num_faults += 1
-        if self._num_faults.bit_count() == 1:
-            log.error(
-                "policy %s: %s failed, for the %dth time; first come first served goes on: %s",
-                type(self.policy).__qualname__,
-                method,
-                self._num_faults,
-                f"{type(error).__name__}: {error}",
-            )
+    def _rank(self, sequence: SequenceState) -> Any:
+        rank = self.policy.rank(RequestView(sequence))
+        if _has_nan(rank):
+            raise ValueError(f"rank is {shown(rank)}; NaN has no place in an order")
+        return rank
+
+    def _victim(self, running: list[SequenceState]) -> SequenceState:
+        chosen = self.policy.victim(RequestViews(running))
+        for sequence in running:
+            if RequestView(sequence).same_as(chosen):
+                return sequence
+        raise ValueError(f"victim is {shown(chosen)}, which is not one of those it may be")
 
 
-def _check(choice: Choice, view: View) -> None:
+def _arrived_at(sequence: SequenceState) -> float:
+    return sequence.arrived_at
+
+
+def _has_nan(rank: Any) -> bool:
+    if isinstance(rank, tuple | list):
+        return any(map(_has_nan, rank))
+    return bool(rank != rank)
+
+
+def _checked(choice: Choice, view: View) -> Choice:
+    """Returns the choice in its own types. Raises ValueError or TypeError for an invalid one."""
     if choice.resume is not None:
-        if choice.resume not in range(len(view.under_way)):
-            raise ValueError(f"resume is {choice.resume!r}; {len(view.under_way)} are under way")
-        return
+        index, count = operator.index(choice.resume), len(view.under_way)
+        if isinstance(choice.resume, bool) or not 0 <= index < count:
+            raise ValueError(f"resume is {shown(choice.resume)}; {count} steps are under way")
+        return Choice(resume=index)
     if not isinstance(choice.phase, Phase):
-        raise ValueError(f"phase is {choice.phase!r}; it must be a Phase")
-    unknown = {c for group in choice.order for c in group} - set(Priority)
-    if unknown:
-        raise ValueError(f"order has {unknown}; it must hold groups of Priority")
+        raise ValueError(f"phase is {shown(choice.phase)}; it must be a Phase")
+    if not isinstance(choice.order, Sequence):
+        raise ValueError(f"order is {shown(choice.order)}; it must be a sequence of groups")
+    order = tuple(map(tuple, choice.order))
+    classes = [one for group in order for one in group]
+    if unknown := [one for one in classes if not isinstance(one, Priority)]:
+        raise ValueError(f"order has {shown(unknown[0])}; it must hold groups of Priority")
+    if len(set(classes)) < len(classes):
+        raise ValueError(f"order is {shown(order)}; a class may be in one group only")
+    return Choice(choice.phase, order)

@@ -110,6 +110,8 @@ class Prefix:
         0  # pages already handled: cached, reused from the cache, or never to be cached
     )
     brownout: Brownout = field(default=EXACT)  # of all its KV values, computed or reused
+    coming: range = range(0)  # pages that prefill will fill, whose results were not read yet
+    awaits: "tuple[Prefix, int] | None" = None  # whose pages it waited for, and how many it had
     num_mapped: int = 0  # pages that the device's block table has
 
     def anew(self) -> "Prefix":

@@ -1,12 +1,15 @@
 """Queues of sequences that wait for a slot, one per class, each in the policy's order."""
 
-from bisect import insort
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from itertools import islice
 
 from serving.request import Priority
 from serving.scheduling.guarded import GuardedPolicy
 from serving.scheduling.policy import BE, LS
 from serving.scheduling.sequence import SequenceState
+
+MOST_SKIPPED = 32
+"""Of a queue, which bounds what a plan costs where many wait for the same pages."""
 
 
 class Queues(dict[Priority, list[SequenceState]]):
@@ -19,7 +22,7 @@ class Queues(dict[Priority, list[SequenceState]]):
     def add(self, sequence: SequenceState) -> bool:
         """Inserts a sequence in order; returns whether it is now the first of its class."""
         queue = self[sequence.request.priority]
-        insort(queue, sequence, key=self._policy.rank)
+        self._policy.insert(queue, sequence)
         return queue[0] is sequence
 
     def remove(self, sequence: SequenceState) -> None:
@@ -30,20 +33,25 @@ class Queues(dict[Priority, list[SequenceState]]):
         """Returns all waiting sequences, class by class."""
         return [*self[LS], *self[BE]]
 
-    def head(
-        self, group: Collection[Priority], models: Collection[int] | None = None
-    ) -> SequenceState | None:
-        """Returns the best-ranked of the queues' first sequences for `models` (None: any) whose
-        class is in `group`.
+    def heads(
+        self,
+        group: Collection[Priority],
+        models: Collection[int] | None = None,
+        skips: Callable[[SequenceState], bool] = lambda sequence: False,
+    ) -> list[SequenceState]:
+        """Returns the queues' first sequences for `models` (None: any) whose class is in `group`,
+        in the policy's order.
 
-        A sequence whose last token is still in flight cannot be recomputed yet, and is skipped.
+        A sequence whose last token is still in flight cannot be recomputed yet, and is skipped; so
+        are those of the first `MOST_SKIPPED` for which `skips` holds.
         """
-        heads = (
-            next((s for s in queue if not s.in_flight and _asks(s, models)), None)
-            for queue in self.values()
-        )
-        own = [s for s in heads if s is not None and s.priority in group]
-        return min(own, key=self._policy.rank, default=None)
+        own = []
+        for queue in self.values():
+            ready = (s for s in queue if not s.in_flight and _asks(s, models))
+            head = next((s for s in islice(ready, MOST_SKIPPED) if not skips(s)), None)
+            if head is not None and head.priority in group:
+                own.append(head)
+        return self._policy.sorted(own)
 
 
 def _asks(sequence: SequenceState, models: Collection[int] | None) -> bool:

@@ -12,6 +12,7 @@ from serving.plan import Limits, Phase
 from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.exact import ExactRows
 from serving.scheduling.places import Places
+from serving.scheduling.policy import BE, LS
 from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout, Kept, Names, Prefix, Seen
 from serving.scheduling.sequence import SequenceState
 
@@ -32,6 +33,8 @@ class Reuse:
         self.num_reused = 0  # positions taken from the cache instead of computed
         self._limits, self._places = limits, places
         self._accepted = accepted or (lambda sequence: EXACT)
+        # By rank and name: who will fill a page by prefill; removed once its results are read.
+        self._coming: list[dict[bytes, SequenceState]] = [{} for _ in range(limits.num_ranks)]
 
     def found(self, sequence: SequenceState, rank: int) -> list[Kept]:
         """Returns the cached pages of a rank with which a waiting sequence would start."""
@@ -57,9 +60,41 @@ class Reuse:
         ranks = range(self._limits.num_ranks)
         return self._limits.page_size * max(len(self.found(sequence, rank)) for rank in ranks)
 
+    def awaits(self, sequence: SequenceState, rank: int) -> bool:
+        """Whether a waiting sequence should start only when a running one of that rank has
+        computed its next page, so that it need not compute the same.
+
+        Latency-sensitive sequences never wait for best effort, nor anybody for pages that are
+        expected to have more brownout than it accepts; and after having waited in vain, for no
+        other sequence.
+        """
+        coming = self._coming[rank]
+        count = self._num_wanted(sequence) if coming else 0
+        num_found = len(self.found(sequence, rank)) if count else 0
+        if num_found >= count:
+            return False
+        names = self._names(sequence).upto(count, lambda: sequence.context)
+        owner, prefix = coming.get(names[num_found]), sequence.prefix
+        if owner is None or (sequence.priority is LS and owner.request.priority is BE):
+            return False
+        expected = owner.prefix.brownout.and_then(self._accepted(owner))
+        if not expected.is_within(self._accepted(sequence)):
+            return False
+        if prefix.awaits is None or prefix.awaits[0] is not owner.prefix:
+            if prefix.awaits is not None and num_found <= prefix.awaits[1]:
+                return False
+            prefix.awaits = owner.prefix, num_found
+        return True
+
     def begin(self, sequence: SequenceState, found: Sequence[Kept]) -> None:
         """Records that a sequence was admitted with `found` as its first pages."""
         prefix = sequence.prefix
+        if self._shares(sequence):
+            count = len(sequence.context) // self._limits.page_size
+            prefix.coming = range(len(found), count)
+            coming = self._coming[self._limits.rank(sequence.slot)]
+            for name in self._coming_names(sequence):
+                coming.setdefault(name, sequence)
         prefix.num_named = len(found)
         for kept in found:
             prefix.brownout = prefix.brownout.and_then(kept.brownout)
@@ -101,6 +136,8 @@ class Reuse:
         """
         prefix.brownout = prefix.brownout.and_then(by)
         count = end // self._limits.page_size
+        if sequence.prefix is prefix and count > prefix.coming.start:
+            self._came(sequence, count)
         if count <= prefix.num_named or prefix.brownout == NOBODYS or not self._shares(sequence):
             return
         if sequence.prefix is not prefix or sequence.slot < 0:
@@ -110,6 +147,28 @@ class Reuse:
         for block in range(prefix.num_named, count):
             pages.keep(names[block], sequence.pages[block], prefix.brownout)
         prefix.num_named = count
+
+    def end(self, sequence: SequenceState) -> None:
+        """Records that a running sequence loses its slot: nobody need wait for its pages."""
+        self._came(sequence, sequence.prefix.coming.stop)
+
+    def check_idle(self) -> None:
+        """Raises AssertionError if pages are awaited of which none will come."""
+        if any(self._coming):
+            raise AssertionError(f"{sum(map(len, self._coming))} pages are awaited for ever")
+
+    def _came(self, sequence: SequenceState, count: int) -> None:
+        """Nobody need wait any longer for the first `count` pages of a running sequence."""
+        coming, prefix = self._coming[self._limits.rank(sequence.slot)], sequence.prefix
+        before = prefix.coming
+        for name in self._coming_names(sequence)[: count - before.start]:
+            if coming.get(name) is sequence:
+                del coming[name]
+        prefix.coming = range(min(count, before.stop), before.stop)
+
+    def _coming_names(self, sequence: SequenceState) -> list[bytes]:
+        of = sequence.prefix.coming
+        return self._names(sequence).upto(of.stop, lambda: sequence.context)[of.start : of.stop]
 
     def _shares(self, sequence: SequenceState) -> bool:
         return self.is_on and sequence.request.reuse_prefix

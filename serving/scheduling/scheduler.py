@@ -9,6 +9,7 @@ sequence is removed from its step, so that later layers do not write.
 
 import math
 from collections.abc import Callable, Sequence, Set
+from types import MappingProxyType
 
 import numpy as np
 
@@ -60,6 +61,7 @@ class Scheduler:
             None: never.
         accepted: returns how much brownout a sequence accepts in reused pages; None turns
             prefix reuse off.
+        slow_s: calls of the policy that take longer are logged.
     """
 
     def __init__(
@@ -71,9 +73,10 @@ class Scheduler:
         max_wait_s: float = math.inf,
         mixes: Callable[[Sequence[int]], bool] | None = None,
         accepted: Callable[[SequenceState], Brownout] | None = None,
+        slow_s: float = math.inf,
     ) -> None:
         self.limits, self.share = limits, share or Share(0.0)
-        self.policy = GuardedPolicy(policy)
+        self.policy = GuardedPolicy(policy, slow_s)
         self.places = Places(limits)
         self.reuse = Reuse(limits, self.places, accepted)
         self._room = Room(
@@ -157,6 +160,7 @@ class Scheduler:
             raise AssertionError(f"{len(self.waiting)} waiting and {len(self.running)} running")
         self.places.check_idle()
         self.extents.check_idle()
+        self.reuse.check_idle()
         if self.under_way:
             raise AssertionError(f"{len(self.under_way)} steps without rows are under way")
 
@@ -248,7 +252,7 @@ class Scheduler:
             be_prefill=RequestViews([*prefill[BE], *self.queues[BE]]),
             ls_decode=RequestViews(decode[LS]),
             be_decode=RequestViews(decode[BE]),
-            can_prefill=can,
+            can_prefill=MappingProxyType(can),
             under_way=tuple(
                 batch.view(index, parked=batch is not self._newest)
                 for index, batch in enumerate(self.under_way)
@@ -331,10 +335,24 @@ class Scheduler:
 
         No sequence of the same class and model overtakes it, since a long prompt must not starve
         behind short ones. Sequences of another model overtake it only to fill up a step of their
-        own model.
+        own model. A latency-sensitive one overtakes best effort that waits for a slot or pages,
+        since it may use slots, and evict for pages, where best effort may not. Any overtakes one
+        that waits until a running one has computed its prefix.
         """
-        head = self.queues.head(group, self.models if model is None else (model,))
-        return head if head is not None and self._admissible(head, ranks) else None
+        models = self.models if model is None else (model,)
+        for head in self.queues.heads(group, models, self._awaits_prefix):
+            if self._admissible(head, ranks):
+                return head
+            if not is_best_effort(head):
+                return None
+        return None
+
+    def _awaits_prefix(self, waiting: SequenceState) -> bool:
+        """Whether a sequence that could be admitted waits for pages that are being computed."""
+        return any(
+            self.reuse.awaits(waiting, rank) and self._admissible(waiting, (rank,))
+            for rank in range(self.limits.num_ranks)
+        )
 
     def _admissible(self, head: SequenceState, ranks: Sequence[int] | None = None) -> bool:
         """Whether there are a slot and pages, including those that best effort would give up."""
@@ -496,5 +514,6 @@ class Scheduler:
             if not batch.sequences:
                 self._end(batch)
         self.running.remove(sequence)
+        self.reuse.end(sequence)
         self.places.give_back(sequence.slot, sequence.pages)
         sequence.pages = []

@@ -22,6 +22,7 @@ controller that expected no gain from brownout would never try it.
 MOOD_GAIN = 0.1
 GAIN = 0.02  # least learning rate of an entry with many observations
 YOUNG = 5  # an entry is the median of its first steps, so many; later ones move it
+NEAR_PERCENT = 5.0  # thresholds that differ by less are about the same
 ERROR_GAIN = 0.02
 CLIP = 0.5
 """Limit of a step's relative error, up or down, once an entry is no longer young: outliers, such as
@@ -56,6 +57,10 @@ class StepTimeModel:
     def knows(self, phase: Phase) -> bool:
         """Whether a step of that phase was observed."""
         return self._tables[phase].known
+
+    def has_seen(self, phase: Phase, threshold_percent: float) -> bool:
+        """Returns whether steps about as degraded as that, of any size, were observed."""
+        return self._tables[phase].has_seen(threshold_percent)
 
     def observe(self, phase: Phase, size: int, threshold_percent: float, seconds: float) -> None:
         """Learns from a step's duration. The threshold is a mean over its rows; exempt ones have
@@ -128,6 +133,7 @@ class _Table:
         self._seconds = np.full(shape, math.nan).tolist()
         self._weights = np.zeros(shape).tolist()  # summed shares of observed steps
         self._first: dict[tuple[int, int], list[float]] = {}  # a young entry's observations
+        self._steps_near = [0] * (int(100 // NEAR_PERCENT) + 1)  # observed, by threshold
 
     @property
     def known(self) -> bool:
@@ -138,12 +144,16 @@ class _Table:
 
     def forget_brownout(self) -> None:
         below = [c for c, percent in enumerate(THRESHOLDS_PERCENT) if percent < 100]
+        self._steps_near[:-1] = [0] * (len(self._steps_near) - 1)
         for row in range(len(SIZES)):
             for column in below:
                 self._weights[row][column] = 0.0
                 self._first.pop((row, column), None)
         if any(map(any, self._weights)):
             self._fill()
+
+    def has_seen(self, threshold_percent: float) -> bool:
+        return self._steps_near[int(threshold_percent // NEAR_PERCENT)] >= YOUNG
 
     def read(self, size: float, threshold_percent: float) -> float:
         near = _near(size, threshold_percent)
@@ -169,6 +179,7 @@ class _Table:
         """
         self.smallest = min(self.smallest or size, size)
         self.largest = max(self.largest, size)
+        self._steps_near[int(threshold_percent // NEAR_PERCENT)] += 1
         near = _near(size, threshold_percent)
         whole = sum(share**2 for _, _, share in near)
         is_new, wanted = False, []

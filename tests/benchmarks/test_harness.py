@@ -102,9 +102,22 @@ def test_figures_are_written_a_record_a_line(tmp_path):
     long = [{"rows": n, "us": [n / 3, None, True]} for n in range(9)]
     found = {"commit": "a", "few": [1, 2], "none": {}, "records": long, "by": {"x": long, "y": 1}}
     path = tmp_path / "found.json"
-    command.write_figures(path, found)
+    command.write_figures(path, {**found, "by": {"x": long, 16: math.nan}})
+    found["by"] = {"x": long, "16": None}
     text = path.read_text(encoding="utf-8")
     for record in long:
         record["us"][0] = float(f"{record['us'][0]:.6g}")
     assert json.loads(text) == found
     assert len(text.splitlines()) == 2 + 3 + (2 + 9) + (2 + 2)
+
+
+def test_what_is_stored_is_json(request):
+    """As the standard has it: without NaN."""
+
+    def refuse(word):
+        raise ValueError(word)
+
+    files = sorted((request.config.rootpath / "benchmarks").rglob("*.json"))
+    assert len(files) > 30
+    for file in files:
+        json.loads(file.read_text(encoding="utf-8"), parse_constant=refuse)

@@ -9,11 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from test_images import command, instructions
+from typer.testing import CliRunner
 
+from serving.cli.main import app
 from serving.client import Client
+from serving.connection import Connection
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 SMALL = {
@@ -43,6 +46,12 @@ def test_the_images_command_starts_answers_and_drains(tmp_path):
         words[words.index(name) + 1] = str(value)
     at = words.index("engine.compilation_cache=/cache/xla")
     words[at] = f"engine.compilation_cache={tmp_path}/xla"
+    key = (
+        CliRunner()
+        .invoke(app, ["keys", "new", "ops", "--admin", "--file", f"{tmp_path}/keys"])
+        .stdout
+    )
+    words[words.index("--keys-file") + 1] = f"{tmp_path}/keys"
     words += [part for key, value in SMALL.items() for part in ("--set", f"{key}={value}")]
     log = (tmp_path / "log").open("w+")
     child = subprocess.Popen(
@@ -60,8 +69,10 @@ def test_the_images_command_starts_answers_and_drains(tmp_path):
         while not (line := child.stdout.readline()).startswith("jmoe ready on"):
             assert line, Path(log.name).read_text()
         assert health(ports["--metrics-port"]) == 0
-        asyncio.run(ask(f"127.0.0.1:{ports['--port']}"))
-        with urlopen(f"http://127.0.0.1:{ports['--metrics-port']}/metrics") as answer:
+        asyncio.run(ask(f"127.0.0.1:{ports['--port']}", key.strip()))
+        metrics = Request(f"http://127.0.0.1:{ports['--metrics-port']}/metrics")
+        metrics.add_header("Authorization", f"Bearer {key.strip()}")
+        with urlopen(metrics) as answer:
             assert b"jmoe_generation_tokens_total 4.0" in answer.read()
         child.send_signal(signal.SIGTERM)
         began = time.monotonic()
@@ -73,8 +84,8 @@ def test_the_images_command_starts_answers_and_drains(tmp_path):
         log.close()
 
 
-async def ask(address):
-    async with Client(address) as client:
+async def ask(address, key):
+    async with Client(address, connection=Connection(key)) as client:
         sampling = pb.SamplingParams(max_new_tokens=4, ignore_eos=True)
         answers = [answer async for answer in client.generate("What is 2 + 3?", sampling)]
     assert sum(len(answer.token_ids) for answer in answers) == 4

@@ -13,7 +13,7 @@ import yaml
 
 from serving import settings
 from serving.cli import main as cli
-from serving.frontend import server
+from serving.frontend import exposure, server
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
@@ -110,6 +110,7 @@ def test_what_it_starts_is_a_server_on_the_ports_that_it_says(monkeypatch):
     (check,) = instructions("HEALTHCHECK")
     assert f"http://127.0.0.1:{config.metrics_port}/readyz" in check
     assert config.host == "0.0.0.0"
+    assert any(config.keys_file.startswith(f"{v}/") for v in json.loads(instructions("VOLUME")[0]))
     assert config.admin_host == "127.0.0.1"
     volumes = json.loads(instructions("VOLUME")[0])
     assert config.engine.model in volumes
@@ -163,8 +164,10 @@ def test_hadolint_has_nothing_to_say():
 
 
 @pytest.mark.parametrize("name", ["systemd/server.yaml", "kubernetes/server.yaml"])
-def test_settings_are_settings(name):
+def test_settings_are_settings_and_let_no_stranger_in(name, caplog):
     path = ROOT / "deploy" / name
     config = settings.load(path)
+    exposure.warn(config)
+    assert "no key is asked for" not in caplog.text
     said = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert config.engine.model == said["engine"]["model"]

@@ -82,6 +82,11 @@ def test_a_pod_has_the_time_to_drain():
 def test_volumes_that_are_mounted_are_there():
     volumes = {volume["name"] for volume in POD["volumes"]}
     assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == volumes
+    keys = next(v for v in POD["volumes"] if v["name"] == "keys")["secret"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
+    assert CONFIG.keys_file == f"{mounts['keys']}/keys.yaml"
+    assert not keys.get("optional")
+    assert keys["defaultMode"] & 0o007 == 0  # or the server warns of it
     claims = [
         v["persistentVolumeClaim"]["claimName"] for v in POD["volumes"] if "cache" in v["name"]
     ]

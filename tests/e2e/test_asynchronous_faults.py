@@ -1,10 +1,16 @@
-"""Workers' processes are killed under load: nobody hangs, nobody gets a wrong token (AMoE)."""
+"""Workers' processes are killed and stopped, and their connections reset, under load: nobody hangs,
+nobody gets a wrong token (AMoE).
+"""
 
 import asyncio
+import ctypes
 import json
 import os
 import random
+import re
 import signal
+import socket
+import urllib.request
 from collections import Counter
 from pathlib import Path
 
@@ -19,6 +25,9 @@ from .conftest import serving
 
 CODES = grpc.StatusCode
 KILLS = int(os.environ.get("JMOE_KILLS", "4"))
+FAULTS = (signal.SIGSTOP, "reset", signal.SIGKILL, signal.SIGKILL, "reset", signal.SIGKILL)
+"""In turn. Who is stopped falls silent: it counts as gone after a while, and is killed."""
+BURST, PIDFD_GETFD, ESTABLISHED = 25, 438, "01"
 SETTINGS = (
     "engine.mode=aep",
     "engine.asynchronous.workers=processes",
@@ -43,6 +52,35 @@ def workers_of(server):
             if "serving.start_worker" in line:
                 found[int(pid)] = line[line.index("serving.start_worker") + 1]
     return found
+
+
+def num_up(port):
+    """Workers that are up."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        return len(re.findall(rb"(?m)^jmoe_worker_up\{.*\} 1\.0$", answer.read()))
+
+
+def reset_connections(pid):
+    """The kernel drops a process's connections, and what is under way on them, with an RST; how
+    many. Raises OSError where it may not.
+    """
+    table = [line.split() for line in _read(Path("/proc/net/tcp")).splitlines()[1:]]
+    connections = {f"socket:[{row[9]}]" for row in table if row[3] == ESTABLISHED}
+    libc, process, count = ctypes.CDLL(None, use_errno=True), os.pidfd_open(pid), 0
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                if os.readlink(link) not in connections:
+                    continue
+            except FileNotFoundError:
+                continue
+            if (fd := libc.syscall(PIDFD_GETFD, process, int(link.name), 0)) < 0:
+                raise OSError(ctypes.get_errno(), "pidfd_getfd")
+            count += libc.connect(fd, bytes(16), 16) == 0  # to AF_UNSPEC: to nowhere
+            os.close(fd)
+    finally:
+        os.close(process)
+    return count
 
 
 def _read(path):
@@ -103,21 +141,40 @@ async def test_workers_are_killed_and_come_back(copies):
     prompts = [model.tokenizer.encode(json.loads(line)["prompt"]) for line in lines[:12]]
     want = jmoe.generate(model, prompts, NEW_TOKENS, stop_token_ids=()).tokens
     settings = [*SETTINGS, f"engine.asynchronous.copies={copies}"]
-    with serving(*settings) as (server, address):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with serving(*settings, f"metrics_port={port}") as (server, address):
         load = Load(address, prompts, want)
         callers = [asyncio.create_task(load.caller(seed)) for seed in range(6)]
         await load.until(lambda: load.seen["OK"] > 6)
+        before = workers_of(server)
+        for process in (*before, server.pid):
+            os.kill(process, signal.SIGHUP)
+        await load.until(lambda: load.seen["OK"] > 12)
+        assert workers_of(server) == before
         for number in range(KILLS):
             victim, name = rng.choice(sorted(workers_of(server).items()))
             refused = load.seen["UNAVAILABLE"]
-            # One falls silent: it counts as gone after a while, and is killed.
-            os.kill(victim, signal.SIGKILL if number else signal.SIGSTOP)
-            await asyncio.sleep(rng.uniform(0, 1))
-            await load.until(lambda gone=victim: gone not in workers_of(server))
-            await load.until(lambda: len(workers_of(server)) == 3)
+            fault = FAULTS[number % len(FAULTS)]
+            if fault == "reset":
+                count = 0
+                for _ in range(BURST):
+                    count += reset_connections(victim)
+                    await asyncio.sleep(rng.uniform(0, 0.08))
+                assert count >= BURST
+            else:
+                os.kill(victim, fault)
+                await asyncio.sleep(rng.uniform(0, 1))
+                await load.until(lambda gone=victim: gone not in workers_of(server))
+                await load.until(lambda: len(workers_of(server)) == 3)
+            if copies == 2:  # or the next might take the other host of an expert
+                await load.until(lambda: num_up(port) == 3)
             before = load.seen["OK"]
             await load.until(lambda before=before: load.seen["OK"] > before + 6)
-            if copies == 2 and name.startswith("experts"):
+            if fault == "reset":
+                assert victim in workers_of(server)
+            if fault == "reset" or (copies == 2 and name.startswith("experts")):
                 assert load.seen["UNAVAILABLE"] == refused
             assert all(not caller.done() for caller in callers), [c for c in callers if c.done()]
         load.done = True

@@ -9,8 +9,9 @@ import grpc
 import numpy as np
 import pytest
 
+from jmoe.checkpoint import weights_digest
 from jmoe.config import read_config
-from jmoe.sharing import Sharing, fingerprint, write_sharing
+from jmoe.sharing import Sharing, write_sharing
 from serving.client import Client
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
@@ -35,7 +36,7 @@ def settings(tmp_path_factory):
     owners = Sharing.none(NAMES, cfg.num_moe_layers, cfg.num_experts).owners
     shared = np.random.default_rng(0).random(owners.shape[1:]) < 0.75
     owners[:, shared] = np.arange(shared.sum()) % len(NAMES)
-    prints = tuple(map(fingerprint, own.values()))
+    prints = tuple(map(weights_digest, own.values()))
     write_sharing(where / "family.json", Sharing(NAMES, owners, prints))
     return EngineConfig(
         models=tuple(f"{name}={path}" for name, path in own.items()),

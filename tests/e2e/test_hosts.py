@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import grpc
@@ -37,8 +37,11 @@ class Hosts:
         for index in (0, 1):
             settings = (*FEW_PROGRAMS, f"engine.peer_timeout_s={PEER_TIMEOUT_S}", *changes[index])
             command = [sys.executable, "-m", "serving.cli", "serve", "--config", "demo"]
-            command += ["--mesh", "ep=8", "--coordinator", f"127.0.0.1:{coordinator}"]
+            command += ["--mesh", "ep=8"]
+            if not any(value.startswith("engine.coordinator=") for value in settings):
+                command += ["--coordinator", f"127.0.0.1:{coordinator}"]
             command += ["--num-processes", "2", "--process-index", str(index), "--port", str(port)]
+            command += ["--secret-file", str(self._secret(index))]
             command += ["--set", f"engine.compilation_cache={folder.parent / 'programs'}"]
             command += [part for value in settings for part in ("--set", value)]
             with self._out(index).open("w") as out, self._err(index).open("w") as err:
@@ -51,6 +54,13 @@ class Hosts:
                         env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"},
                     )
                 )
+
+    def _secret(self, index):
+        """Each process has a copy of its own."""
+        path = self._folder / f"secret{index}"
+        path.touch(0o600)
+        path.write_text("5ec2e7" * 10 + "\n" * index)
+        return path
 
     def _out(self, index):
         return self._folder / f"out{index}"
@@ -143,7 +153,22 @@ async def streams(address, count, begun, sampling=ENDLESS):
         return await asyncio.gather(*map(one, range(count)))
 
 
-async def test_two_processes_answer_as_one_and_end_together(hosts):
+@contextmanager
+def strangers(port):
+    """Try to join, and leave connections open that say nothing, or nonsense."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        with pytest.raises(grpc.RpcError) as refused:
+            next(channel.stream_stream("/jmoe.v1.Hosts/Follow")(iter([b"\n\2\b\1"])))
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    with ExitStack() as stack:
+        for number in range(200):
+            idle = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            if number % 2:
+                idle.sendall(b"\0nonsense" * 50)
+        yield
+
+
+async def test_two_processes_answer_as_one_and_end_together(hosts, ports):
     model = jmoe.load("bundled", "float32")
     texts = prompts(model)[:24]
     with serving(*FEW_PROGRAMS, "engine.mesh=ep=8") as (_, address):
@@ -151,7 +176,8 @@ async def test_two_processes_answer_as_one_and_end_together(hosts):
     with hosts(leaders=("drain_timeout_s=120",)) as started:
         address = started.address()
         assert "jmoe follows 127.0.0.1" in started.wait_for(1, ".*as process 1 of 2").group(0)
-        got = await answers(address, texts)
+        with strangers(ports[0]):
+            got = await answers(address, texts)
         parted = [i for i in range(len(texts)) if got[i] != want[i]]
         assert len(parted) <= 2
         assert all(_near_tie(model, texts[i], got[i], want[i]) for i in parted)
@@ -171,13 +197,15 @@ async def test_two_processes_answer_as_one_and_end_together(hosts):
             stats = await client.stats()
             assert (stats.compilations_since_ready, stats.kv_pages_used) == (0, 0)
             assert stats.degraded_visits > 0
+        for one in started.processes:
+            one.send_signal(signal.SIGHUP)  # ends nobody
         leader = started.processes[0]
         ends = await streams(address, 2, lambda: leader.send_signal(signal.SIGTERM), LONG)
         assert ends == [(grpc.StatusCode.OK, 60)] * 2  # drained
         assert started.ended(EXIT_S) == [0, 0]
 
 
-async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts):
+async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts, ports):
     with hosts() as started:
         address = started.address()
         ends = await streams(address, 2, started.processes[1].kill)
@@ -187,7 +215,7 @@ async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts)
         assert started.processes[0].wait(PEER_TIMEOUT_S + EXIT_S) == 1
         assert "health is NOT_SERVING from now on" in started.log(0)
         assert "jmoe: the engine failed: PeerLost: process 1 of 2" in started.log(0)
-    with hosts() as started:
+    with hosts(leaders=(f"engine.coordinator=0.0.0.0:{ports[0]}",)) as started:
         address = started.address()
         ends = await streams(address, 1, started.processes[0].kill)
         assert ends[0][0] is grpc.StatusCode.UNAVAILABLE

@@ -185,7 +185,7 @@ def test_a_family_is_consolidated_and_served(files):
     folder, names = files
     (consolidate,) = [command for command in commands() if kind(command) == "jmoe consolidate"]
     assert "experts" in run(consolidate, folder, names)
-    (_, serve) = [c for c in commands() if kind(c) == "jmoe serve --model base="]
+    (serve,) = [c for c in commands() if kind(c) == "jmoe serve --model base="]
     with serving(*FEW_PROGRAMS, *serve_settings(serve, names)) as (_, address):
         shown = run("jmoe info --address A", folder, names, address=address)
         assert "legal" in shown

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jaxtyping
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -80,3 +81,11 @@ def edit_config():
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
     return edit
+
+
+@pytest.fixture
+def without_type_checks():
+    """The checks that tests run under would be first to complain of wrong values."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

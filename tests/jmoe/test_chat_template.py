@@ -59,3 +59,24 @@ def test_what_a_template_cannot_make_is_one_error(template, says):
 def test_a_template_may_leave_a_loop():
     found = tokenizer("{% for m in messages %}{{ m.content }}{% break %}{% endfor %}")
     assert found.chat(HI * 3) == "hi"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{{ messages[0] | tojson }}", '{"role": "user", "content": "<\u00e9\'>"}'),
+        (
+            "{{ messages[0] | tojson(ensure_ascii=True, separators=(',', ':'), sort_keys=True) }}",
+            '{"content":"<\\u00e9\'>","role":"user"}',
+        ),
+        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+        ("{{ strftime_now('%Y')[:2] }}", "20"),
+        ("{% generation %}{% set x = 1 %}a{% endgeneration %}{{ x }}b", "ab"),
+        ("{{ tools is none and documents is none }}", "True"),
+        ("{{ pad_token is defined }}{{ eos_token }}", "False"),
+        ("  {% if true %}\na\n  {% endif %}\nb", "a\nb"),
+    ],
+)
+def test_a_template_has_what_transformers_gives_it(template, text):
+    given = [{"role": "user", "content": "<\u00e9'>"}]
+    assert tokenizer(template).chat(given) == text

@@ -9,9 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jmoe
+from jmoe.checkpoint import weights_digest
 from jmoe.config import ConfigError
 from jmoe.family import Family, load_family
-from jmoe.sharing import MERGED, Sharing, SharingError, fingerprint, write_sharing
+from jmoe.sharing import MERGED, Sharing, SharingError, write_sharing
 from tests.jmoe.conftest import GOLDEN, add_united
 from tests.variants import change, tensors, variant
 
@@ -120,7 +121,7 @@ def test_what_two_models_have_alike_is_there_once(unshared):
 
 def test_a_file_says_what_is_shared_and_holds_what_was_merged(directories, tmp_path):
     cfg = jmoe.config.read_config(directories["base"])
-    prints = tuple(map(fingerprint, directories.values()))
+    prints = tuple(map(weights_digest, directories.values()))
     owners = drawn_map(directories, cfg, seed=3, merged=True).owners
     sharing = Sharing(tuple(directories), owners, prints)
     write_sharing(tmp_path / "family.json", sharing)

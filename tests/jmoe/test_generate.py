@@ -123,13 +123,40 @@ def test_stop_tokens_end_a_sequence_alone(united_models):
         ([[1]], {"temperature": float("nan")}, "temperature is nan"),
         ([[1]], {"top_p": 2.0}, "top_p is 2.0; it must be above 0 and at most 1"),
         ([[1]], {"top_k": 10**12}, "top_k is 1000000000000; it must be 0"),
+        *(
+            ([[1]], {name: value}, rf"{name} is {value}; it must be an integer")
+            for name in ("max_new_tokens", "top_k", "seed", "chunk_size", "page_size")
+            for value in (True, 2.5)
+        ),
+        ([[1]], {"temperature": True}, "temperature is True; it must be a number"),
+        ([[1]], {"top_p": "1"}, "top_p is '1'; it must be a number"),
+        ([[1]], {"stop_token_ids": [2.5]}, "a stop token is 2.5; it must be an integer"),
+        ([[1, 2.5]], {}, "a token is 2.5; it must be an integer"),
+        ([[True]], {}, "a token is True; it must be an integer"),
         ("abc", {}, "prompts is the text 'abc'; give a list"),
         ([[1]], {"brownout": Brownout("partial", 10, 9)}, "way is 9; qwen2_moe has"),
     ],
 )
-def test_bad_input_names_the_value(prompts, kwargs, words, united_models):
+def test_bad_input_names_the_value(prompts, kwargs, words, united_models, without_type_checks):
     with pytest.raises(ValueError, match=words):
         jmoe.generate(united_models(CASE), prompts, **{"max_new_tokens": 2, **kwargs})
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda model: model.use_way(True), "way is True; it must be an integer"),
+        (lambda model: jmoe.load(model.path, ways=[2.0]), "a way is 2.0; it must be an integer"),
+        (lambda model: jmoe.make_mesh(1.0), "num_devices is 1.0; it must be an integer"),
+        (
+            lambda model: jmoe.load_family({"a": model.path}, resident_experts=True),
+            "resident_experts is True; it must be an integer",
+        ),
+    ],
+)
+def test_numbers_that_are_no_integers_are_named(call, words, united_models, without_type_checks):
+    with pytest.raises(ValueError, match=words):
+        call(united_models(CASE))
 
 
 TOKENS = [[5, 60, 17, 33, 8], [41, 12, 3, 9, 40]]  # the smallest vocabulary has 61

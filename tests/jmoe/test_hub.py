@@ -23,6 +23,8 @@ from jmoe.tokenizer import Tokenizer
 from serving.config import EngineConfig, ServerConfig
 from serving.frontend.server import Server
 from serving.loading import load_models
+from serving.settings import SettingsError
+from serving.start import prepare
 
 ROOT = Path(__file__).parents[2]
 BUNDLED = resolve("bundled")
@@ -267,8 +269,9 @@ def test_a_template_takes_the_models_place(template):
 
 def test_a_template_that_cannot_be_used_is_refused_at_the_start(template, tmp_path):
     template.write_text("one\n{% for m in messages %}")
-    with pytest.raises(ValueError, match=rf"{template.name} is no chat template: line 2"):
-        jmoe.load("bundled", chat_template=template)
+    settings = EngineConfig(chat_template=str(template))
+    with pytest.raises(SettingsError, match=rf"{template.name} is no chat template: line 2"):
+        prepare(settings, None, lambda *_: None)
     with pytest.raises(ValueError, match=r"none\.jinja is not readable"):
         jmoe.load("bundled", chat_template=tmp_path / "none.jinja")
     with pytest.raises(ValueError, match=r"has no tokenizer\.json to go with it"):

@@ -4,7 +4,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import plan_oracle
 import pytest
@@ -233,14 +232,6 @@ def test_the_bound_of_visits_is_attained():
     assert routing.max_active_experts(50, 60, 30, 2) == 2
 
 
-@pytest.fixture
-def without_type_checks():
-    """The checks that tests run under would be first to complain of some of these."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 GOOD = {"ids": [[0, 1], [2, 3]], "num_experts": 4, "threshold_percent": 50, "way": 2}
 
 
@@ -253,8 +244,14 @@ GOOD = {"ids": [[0, 1], [2, 3]], "num_experts": 4, "threshold_percent": 50, "way
         ({"ids": [[-1, 2]]}, "ids span -1 to 2; experts are 0 to 3"),
         ({"threshold_percent": 101}, "threshold is 101 %; it must be between 0 and 100"),
         ({"threshold_percent": -1}, "threshold is -1 %; it must be between 0 and 100"),
-        ({"threshold_percent": 0.6}, "threshold is 0.6 %; it must be whole percent"),
-        ({"threshold_percent": float("nan")}, "threshold is nan %"),
+        ({"threshold_percent": 0.6}, "threshold_percent is 0.6; it must be an integer"),
+        ({"threshold_percent": float("nan")}, "threshold_percent is nan; it must be an integer"),
+        ({"threshold_percent": True}, "threshold_percent is True; it must be an integer"),
+        ({"threshold_percent": np.True_}, r"threshold_percent is np.True_; it must be an integer"),
+        ({"way": 2.5}, "way is 2.5; it must be an integer"),
+        ({"way": "2"}, "way is '2'; it must be an integer"),
+        ({"way": True, "strategy": "zero"}, "way is True; it must be an integer"),
+        ({"num_experts": 4.0}, "num_experts is 4.0; it must be an integer"),
         ({"strategy": "half"}, "strategy is 'half'; it must be one of zero, partial, full"),
         ({"way": 1}, "way is 1; it must be between 2 and the 4 experts"),
         ({"way": 5}, "way is 5; it must be between 2 and the 4 experts"),
@@ -271,6 +268,16 @@ def test_bad_input_names_the_value_and_what_is_expected(change, words, without_t
     plan = partial(brownout.plan, **{**GOOD, **change})
     with pytest.raises(ValueError, match=words):
         plan()
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint64, np.array, jnp.int32])
+def test_integers_of_any_library_are_taken(kind, without_type_checks):
+    numbers = {name: kind(GOOD[name]) for name in ("num_experts", "threshold_percent", "way")}
+    found, wanted = brownout.plan(GOOD["ids"], **numbers), brownout.plan(**GOOD)
+    assert found.expert_ids.tolist() == wanted.expert_ids.tolist()
+    setting = brownout.Brownout("partial", kind(50), kind(2))
+    assert setting == brownout.Brownout("partial", 50, 2)
+    assert repr(setting).endswith("threshold_percent=50, way=2)")
 
 
 def test_no_rows_and_only_padding():

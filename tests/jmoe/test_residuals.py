@@ -9,10 +9,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import jmoe
-from jmoe.checkpoint import CheckpointError
+from jmoe.checkpoint import CheckpointError, weights_digest
 from jmoe.family import load_family
 from jmoe.residuals import tensor_name
-from jmoe.sharing import MERGED, WEIGHTS_FILE, SharingError, fingerprint, write_sharing
+from jmoe.sharing import MERGED, WEIGHTS_FILE, SharingError, write_sharing
 from tests.jmoe.conftest import GOLDEN
 from tests.jmoe.test_family_pool import alone, drawn_map, logits, with_owners_experts
 from tests.variants import change, variant
@@ -38,7 +38,7 @@ def cfg(directories):
 def written(directories, cfg, tmp_path_factory):
     """A map with drawn owners, and differences of drawn numbers that are exact in bfloat16."""
     folder, rng = tmp_path_factory.mktemp("map"), np.random.default_rng(5)
-    prints = tuple(fingerprint(path) for path in directories.values())
+    prints = tuple(weights_digest(path) for path in directories.values())
     drawn = drawn_map(directories, cfg, seed=3)
     sharing = replace(drawn, fingerprints=prints, residual_rank=RANK, directory=folder)
     d, f = cfg.d_model, cfg.d_ff_expert

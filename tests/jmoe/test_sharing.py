@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from jmoe.checkpoint import weights_digest
 from jmoe.sharing import (
     MERGED,
     Sharing,
     SharingError,
-    fingerprint,
     read_sharing,
     write_sharing,
 )
@@ -80,7 +80,7 @@ def directories(tmp_path_factory):
 @pytest.fixture
 def written(directories, tmp_path):
     owners = np.random.default_rng(0).integers(MERGED, 3, (3, *SHAPE)).astype(np.int32)
-    prints = tuple(map(fingerprint, directories.values()))
+    prints = tuple(map(weights_digest, directories.values()))
     sharing = Sharing(tuple(directories), owners, prints, {"rule": "drawn"})
     write_sharing(tmp_path / "family.json", sharing)
     return tmp_path / "family.json", sharing
@@ -112,19 +112,31 @@ def test_models_are_known_by_their_weights_whatever_they_are_called(written, dir
             assert found.owners[(new, *at)] == expected
 
 
-def test_a_fingerprint_sees_any_tensor_that_changed(directories, tmp_path):
-    golden = directories["base"]
-    assert fingerprint(golden) == fingerprint(variant(golden, tmp_path / "same", 0, scale=0.0))
-    last = tmp_path / "last"
-    variant(golden, last, 0, scale=0.0)
-    change(last, lambda name, t: t * 2 if name == "model.norm.weight" else t)
-    assert fingerprint(last) != fingerprint(golden)
+def test_a_map_sees_a_bit_that_changed_in_a_tensor(written, directories, tmp_path):
+    path, _ = written
+    other = variant(directories["base"], tmp_path / "other", 0, scale=0.0)
+
+    def changed(name, tensor):
+        if name == "model.embed_tokens.weight":
+            tensor = tensor.copy()
+            tensor.view(np.uint16)[1, -1] ^= 1  # in no row that was sampled
+        return tensor
+
+    change(other, changed)
+    with pytest.raises(
+        SharingError, match=r"was not made with .*other.*its base had other weights"
+    ):
+        read_sharing(path, directories | {"base": other}, SHAPE)
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (lambda raw: raw.update(format="x"), r"format is 'x'.*jmoe consolidate"),
+        (
+            lambda raw: raw.update(format="jmoe-family-1"),
+            "older jmoe.*run `jmoe consolidate` again",
+        ),
         (lambda raw: raw.pop("owners"), r"KeyError\('owners'\)"),
         (lambda raw: raw.update(owners=[[[0.5]]]), "no table of integers"),
         (lambda raw: raw["owners"][0][0].__setitem__(0, 9), "must be numbers of the 3 models"),

@@ -44,7 +44,8 @@ class FakeEngine:
     def __init__(self, config: EngineConfig | None = None, tokenizer=None) -> None:
         self.config = config or EngineConfig(threshold_buckets_percent=(20, 40, 70, 100))
         self.status, self.names = "ready", ("counter",)
-        self.bounds = Bounds(self.config.max_model_len - 1, 4 * self.config.max_model_len, 100)
+        most = self.config.max_model_len
+        self.bounds = Bounds(most - 1, 4 * most, 100, self.config.max_logprobs_per_call)
         model = SimpleNamespace(
             name="counter",
             tokenizer=tokenizer,

@@ -10,12 +10,18 @@ from counting import collect
 from fake_crew import asynchronous_engine
 
 from serving.config import BrownoutConfig
-from serving.errors import Aborted, DeadlineExceeded, Unavailable, WorkerLost
+from serving.errors import (
+    Aborted,
+    DeadlineExceeded,
+    InvalidRequest,
+    Unavailable,
+    WorkerLost,
+)
 from serving.execution.aep.messages import FailedUnits, Left, LostUnits, WorkerUp
 from serving.execution.aep.recorder import Stages
 from serving.frontend.metrics import Metrics
 from serving.plan import Limits
-from serving.request import Priority, SamplingParams
+from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.timeline import Timeline
 
 pytestmark = pytest.mark.simulated_time
@@ -282,7 +288,8 @@ async def test_requests_that_need_an_expert_that_is_gone_are_told(start):
 
 async def test_metrics_say_what_waits_for_each_worker(start):
     metrics = Metrics()
-    metrics.engine = start(random.Random(0))
+    metrics.engine = start(random.Random(0), observer=metrics)
+    await collect(metrics.engine, [1], 3)
     found = {family.name: family for family in metrics.collect()}
     assert [s.labels for s in found["jmoe_worker_up"].samples] == [
         {"worker": "attention-0"},
@@ -290,6 +297,25 @@ async def test_metrics_say_what_waits_for_each_worker(start):
     ]
     assert {s.value for s in found["jmoe_worker_oldest_row_seconds"].samples} == {0.5}
     assert "jmoe_worker_stages" in found
+    # Nobody counts rows by expert: no metric, and no map of no experts on the page.
+    assert "jmoe_expert_rows" not in found
+    assert metrics.expert_rows is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"controller": "predictive"}, "controller is 'predictive'; .*rows take no step together"),
+        ({"prefill_company": True}, "prefill_company is True; .*no prompt waits for another"),
+        ({"way": 4}, "way is 4; .*workers keep the way that they start with"),
+    ],
+)
+async def test_changes_that_only_steps_know_are_refused_by_name(start, change, words):
+    engine = start(random.Random(0), mode="aep")
+    with pytest.raises(InvalidRequest, match=words):
+        await engine.set_brownout(BrownoutChange(strategy="full", **change))
+    assert engine.get_brownout().strategy == "zero"
+    await engine.set_brownout(BrownoutChange(controller="algorithm2", prefill_company=False))
 
 
 async def test_a_timeline_has_a_track_for_each_worker(tmp_path):

@@ -4,16 +4,30 @@ import asyncio
 import logging
 import random
 import re
+import threading
 from dataclasses import replace
 
+import grpc
 import numpy as np
 import pytest
 from families import GOLDEN, answer
 
 import jmoe
-from serving.config import AsynchronousConfig, BrownoutConfig, EngineConfig
+from serving.client import Client
+from serving.config import (
+    AsynchronousConfig,
+    BrownoutConfig,
+    EngineConfig,
+    SalcConfig,
+    ServerConfig,
+)
+from serving.control.algorithm2 import Algorithm2
 from serving.engine import Engine
+from serving.frontend.page.sample import about
+from serving.frontend.server import Server
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import Priority, SamplingParams
+from serving.scheduling.layers import compiled
 from serving.settings import SettingsError
 from serving.start_asynchronous import with_mode
 
@@ -38,10 +52,29 @@ SETTINGS = EngineConfig(
 
 
 @pytest.fixture(scope="module")
-def engine_and_model(compiled_in_a_hurry):
+def picks():
+    """Sets of arguments' types and shapes with which pickers' code ran: before the engine was
+    ready, and afterwards.
+    """
+    numba = pytest.importorskip("numba")
+    found, decide = [set(), set()], compiled.decide
+
+    def note(*args):
+        found[ready.is_set()].add((*map(numba.typeof, args), args[2].shape))
+        return decide(*args)
+
+    ready = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled, "decide", note)
+        yield found, ready
+
+
+@pytest.fixture(scope="module")
+def engine_and_model(compiled_in_a_hurry, picks):
     """One engine for the module's tests, in a loop of its own."""
     loop = asyncio.new_event_loop()
     engine = loop.run_until_complete(Engine.start(SETTINGS, progress=lambda *_: None))
+    picks[1].set()
     yield engine, jmoe.load(GOLDEN, "float32"), loop
     loop.run_until_complete(engine.stop())
     loop.close()
@@ -53,7 +86,7 @@ def requests(rng, count):
         yield prompt, rng.randrange(1, 14), rng.choice([LS, BE])
 
 
-def test_many_at_once_get_what_the_model_writes(engine_and_model):
+def test_many_at_once_get_what_the_model_writes(engine_and_model, picks):
     """More than slots, prompts longer than a chunk; a third of them sample."""
     engine, model, loop = engine_and_model
     given = list(requests(random.Random(3), 24))
@@ -75,6 +108,9 @@ def test_many_at_once_get_what_the_model_writes(engine_and_model):
 
     found = loop.run_until_complete(all_of_them())
     assert engine.stats().compilations_since_ready == 0
+    warmed, picked = picks[0]
+    assert picked
+    assert picked <= warmed  # numba compiles nothing either
     want = {}
     greedy = [at for at in range(24) if at not in samples]
     whole = jmoe.generate(model, [given[at][0] for at in greedy], 14, stop_token_ids=())
@@ -110,20 +146,61 @@ def test_prompts_are_scored_beside_others(engine_and_model):
         np.testing.assert_allclose(scored, want, atol=1e-4)
 
 
+def test_what_has_no_effect_is_refused_and_not_shown(engine_and_model):
+    """Over sockets: changes that only steps know, requests that change logits, and the page."""
+    engine, _, loop = engine_and_model
+
+    async def ask():
+        server = Server(ServerConfig(engine=SETTINGS, port=0, http_port=-1))
+        await server.start()
+        await server.attach(engine)
+        refused = {}
+        try:
+            async with Client(server.address, server.admin_address) as client:
+                for change in (
+                    {"controller": "predictive"},
+                    {"prefill_company": True},
+                    {"way": 2},
+                ):
+                    with pytest.raises(grpc.aio.AioRpcError) as error:
+                        await client.set_brownout(**change)
+                    refused |= {next(iter(change)): error.value}
+                await client.set_brownout(controller="algorithm2", prefill_company=False)
+                state, info = await client.get_brownout(), await client.server_info()
+                with pytest.raises(grpc.aio.AioRpcError) as error:
+                    async for _ in client.generate([5], pb.SamplingParams(min_p=0.5)):
+                        pass
+                refused["shaping"] = error.value
+            return refused, state, info, about(server)
+        finally:
+            server.engine = None  # other tests go on with it
+            await server.stop()
+
+    refused, state, info, page = loop.run_until_complete(ask())
+    for name, error in refused.items():
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, name
+        assert "with asynchronous workers (mode aep): " in error.details()
+    assert "rows take no step together" in refused["controller"].details()
+    assert not state.prefill_company
+    assert not info.threshold_buckets_percent
+    assert not info.part_layers
+    assert page["controllers"] == ["algorithm2"]
+
+
+class ByStep(Algorithm2):
+    """It sets thresholds step by step."""
+
+    def of_step(self, step):
+        return 50.0
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"asynchronous": AsynchronousConfig(1, 0)}, r"asynchronous\.experts is 0.*--experts"),
         ({"asynchronous": AsynchronousConfig(2, 2, copies=3)}, r"copies is 3.*at most .*, 2"),
-        ({"mesh": "ep=2"}, r"mesh is 'ep=2'; it must be '' with .*do not go with it"),
-        ({"policy": "qllm"}, "policy is 'qllm'.*parks steps between two layers"),
-        ({"models": ("a=b",)}, "models is .*do not go with it"),
         ({"mode": "steps"}, r"attention is 2; it must be 0 in engine\.mode steps"),
         ({"mode": "both"}, "mode is 'both'.*auto, steps, aep"),
-        (
-            {"prefix_reuse": "on"},
-            "prefix_reuse is 'on'; it must be auto or off",
-        ),
         ({"prefix_reuse": "yes"}, "prefix_reuse is 'yes'.*auto, on, off"),
         (
             {"mode": "auto", "asynchronous": AsynchronousConfig(2, 1, workers="ray")},
@@ -132,6 +209,10 @@ def test_prompts_are_scored_beside_others(engine_and_model):
         (
             {"asynchronous": AsynchronousConfig(2, 1, layer_rule="lifo")},
             r"layer_rule: .*'lifo'",
+        ),
+        (
+            {"salc": SalcConfig(controller="test_asynchronous_served:ByStep")},
+            r"controller is 'test_asynchronous_served:ByStep', with .*rows take no step together",
         ),
     ],
 )

@@ -13,8 +13,6 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.content }}]{% endfor %}{
 HI = [{"role": "user", "content": "hi"}]
 FITTING = SamplingParams(max_new_tokens=None)
 
-pytestmark = pytest.mark.simulated_time
-
 
 def chatting(start, template=TEMPLATE, **options):
     return start(model=model_with(characters(template)), **options)

@@ -13,7 +13,7 @@ from jmoe.packed_rows import EXEMPT
 from serving.config import BrownoutConfig, SalcConfig
 from serving.errors import Overloaded
 from serving.fake import FakeRunner
-from serving.plan import Limits
+from serving.plan import Limits, Phase
 from serving.request import Priority, SamplingParams
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
@@ -201,4 +201,37 @@ async def test_a_flood_of_best_effort_does_not_hold_up_prompts(start):
     assert flooded_s <= 1.8 * alone_s + 0.010
     answers = await asyncio.gather(*flood)
     assert all(len(outs) == 150 for outs in answers)
+    engine.scheduler.check_idle()
+
+
+@simulated_time
+async def test_a_backlog_older_than_its_longest_wait_does_not_hold_up_prompts(start):
+    """Best effort waits up to twice `best_effort_max_wait_s`, so that its first is promoted."""
+    limits = Limits(10, 400, 4, 16, 4, num_layers=2, max_decode_seqs=8)
+    runner = partial(FakeRunner, part_layers=1, checks_context=False)
+    config = {"best_effort_max_wait_s": 4.0, "prefix_reuse": "off", "runner": runner}
+    clock = asyncio.get_running_loop().time
+
+    def step_s(plan):
+        return 0.04 if plan.phase is Phase.PREFILL else 0.02
+
+    async def prompts(engine):
+        async def one(number):
+            await asyncio.sleep(0.153 * number)
+            began = clock()
+            await collect(engine, [number] * 9, 1)
+            return clock() - began
+
+        return await asyncio.gather(*map(one, range(60)))
+
+    alone_s = await prompts(start(step_s, limits, **config))
+    engine = start(step_s, limits, **config)
+    backlog = [asyncio.create_task(collect(engine, [i] * 9, 120, priority=BE)) for i in range(40)]
+    await asyncio.sleep(0.05)
+    beside_s = await prompts(engine)
+    waited_s = [clock() - s.arrived_at for s in engine.scheduler.queues[BE]]
+    assert min(waited_s) > 2 * 4.0
+    assert np.percentile(beside_s, 90) <= 1.8 * np.percentile(alone_s, 90)
+    assert max(beside_s) <= 3 * max(alone_s)
+    assert [len(outs) for outs in await asyncio.gather(*backlog)] == [120] * 40
     engine.scheduler.check_idle()

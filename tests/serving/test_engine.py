@@ -264,7 +264,7 @@ async def test_a_long_text_is_tokenized_beside_the_steps(start):
     class Held:
         longest_token = 150
 
-        def encode(self, text):
+        def encode(self, text, special_tokens=True):
             assert held.wait(10)
             return [5]
 

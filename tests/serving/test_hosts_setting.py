@@ -1,10 +1,12 @@
 """What can be wrong with a mesh over several processes, told before anything is loaded."""
 
+import re
 from dataclasses import replace
 
 import pytest
 
 from serving import hosts, settings
+from serving.cluster_secret import VARIABLE, ClusterSecret
 from serving.config import EngineConfig
 from serving.settings import SettingsError
 from serving.start import prepare
@@ -48,6 +50,10 @@ def test_all_or_none(missing):
         ({"process_index": "-2"}, "between 0 and 1"),
         ({"mesh": ""}, "engine.mesh is ''; it must be ep=N with N a multiple of"),
         ({"mesh": "ep=3"}, "a multiple of engine.num_processes, 2"),
+        (
+            {"coordinator": "", "num_processes": "0", "process_index": "-1", "secret_file": "s"},
+            "engine.secret_file is 's'; it must be empty for a server of one process",
+        ),
         ({"peer_timeout_s": "0"}, "engine.peer_timeout_s is 0.0; it must be above 0"),
         ({"join_timeout_s": "nan"}, "engine.join_timeout_s"),
     ],
@@ -63,6 +69,28 @@ def test_an_engine_is_process_0_and_loads_its_own_model():
         prepare(load(process_index="1"), None, lambda *_: None)
     with pytest.raises(SettingsError, match="leave the model out"):
         prepare(load(), object(), lambda *_: None)
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1:7000", "0.0.0.0:7000", "host-0:7000", "[::]:7000"])
+@pytest.mark.parametrize("begin", [hosts.lead, hosts.join])
+def test_other_machines_are_let_in_by_a_secret_only(begin, address, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(SettingsError, match=f"{re.escape(address)}.*openssl rand.*--secret-file"):
+        begin(load(coordinator=address))
+    for local in ("127.0.0.1:7000", "[::1]:7000", "localhost:7000"):
+        assert hosts.secret_of(load(coordinator=local)) is None
+    monkeypatch.setenv(VARIABLE, "s" * 32)
+    assert hosts.secret_of(load(coordinator=address)) == ClusterSecret(b"s" * 32)
+
+
+def test_jax_is_reached_where_process_0_is(monkeypatch):
+    """Which may listen on all addresses, and says so."""
+    met = []
+    monkeypatch.setattr(hosts, "connect", lambda _, address: met.append(address))
+    monkeypatch.setattr(hosts.Leader, "join", lambda *_: "0.0.0.0:7001")
+    config = load(coordinator="127.0.0.1:7000", process_index="1")
+    hosts.join(replace(config, model="bundled")).close()
+    assert met == ["127.0.0.1:7001"]
 
 
 def test_jmoes_own_format_is_refused(tmp_path):
@@ -90,3 +118,18 @@ def test_all_settings_are_compared_but_those_that_are_a_processes_own():
     named = {name.removeprefix("engine.") for name in hosts.facts(load())}
     assert settings.keys(EngineConfig).keys() > hosts.OWN
     assert settings.keys(EngineConfig).keys() - named == hosts.OWN
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "united.safetensors", "config.json"])
+def test_a_bit_in_a_file_makes_it_another_model(tmp_path, name):
+    for file in ("model.safetensors", "united.safetensors", "config.json", "tokenizer.json"):
+        (tmp_path / file).write_bytes(bytes(100))
+
+    def told():
+        return hosts.facts(load(model=str(tmp_path)))["the model in engine.model"]
+
+    before = told()
+    (tmp_path / "tokenizer.json").write_bytes(b"{}")  # process 0 alone reads it
+    assert told() == before
+    (tmp_path / name).write_bytes(bytes(99) + b"\1")  # as large
+    assert told() != before

@@ -57,7 +57,7 @@ def test_process_0_listens_at_the_coordinators_address():
 
 
 def test_workers_listen_at_the_address_they_are_given():
-    port = Port("a", [], bind="tcp://127.0.0.1:0")
+    port = Port("a", [], bytes(32), bind="tcp://127.0.0.1:0")
     try:
         found = here(int(port.peer.address.rpartition(":")[2]))
         assert found == {"0100007F"}

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from jmoe.sharing import Sharing, fingerprint, write_sharing
+from jmoe.checkpoint import weights_digest
+from jmoe.sharing import Sharing, write_sharing
 from serving.config import BrownoutConfig
 from serving.engine import Engine
 from serving.frontend.metrics import Metrics
@@ -31,7 +32,7 @@ def served(tmp_path_factory):
         add_united(directory, ways=(2,), seed=seed)
     owners = Sharing.none(NAMES, *SHAPE[1:]).owners
     owners[:, :, :5] = random.Random(0).choices(range(3), k=5)
-    path, prints = where / "family.json", tuple(map(fingerprint, own.values()))
+    path, prints = where / "family.json", tuple(map(weights_digest, own.values()))
     write_sharing(path, Sharing(NAMES, owners, prints))
     cache = str(tmp_path_factory.mktemp("programs"))
 

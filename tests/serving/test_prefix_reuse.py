@@ -11,6 +11,7 @@ from reading import VOCAB, ReadingRunner, written
 from serving.plan import Limits
 from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.scheduling.policy import LS
+from serving.scheduling.prefixes import NOBODYS
 from tests.traces import num_traces
 
 pytestmark = pytest.mark.simulated_time
@@ -268,6 +269,63 @@ async def test_predictions_count_what_is_computed():
     assert sum(engine.scheduler._left(s) for s in waiting) == 2 * len(waiting)
     await asyncio.gather(*tasks)
     assert engine.slo.load.load(0.0).prompt_tokens < 10
+    await engine.stop()
+
+
+@pytest.mark.parametrize("length", [10, 29])  # within a step, and in chunks
+@pytest.mark.parametrize("limits", [LIMITS, TIGHT])
+async def test_who_comes_at_once_with_the_same_prompt_has_it_computed_once(length, limits):
+    engine = reading_engine(limits)
+    prompt = list(range(1, length + 1))
+    found = await asyncio.gather(*(ask(engine, prompt, 1) for _ in range(4)))
+    assert all(tokens == written(0, prompt, 1) for tokens, _ in found)
+    shared = (length - 1) // 4 * 4
+    assert engine.stats().expert_visits == length + 3 * (length - shared)
+    assert sorted(out.usage.cached_tokens for _, out in found) == [0, shared, shared, shared]
+    engine.scheduler.check_idle()
+    await engine.stop()
+
+
+async def test_nobody_else_waits_for_pages_that_are_being_computed():
+    """Another prompt goes along with the first of its like, and one without reuse goes before."""
+    engine = reading_engine()
+    clock = asyncio.get_running_loop().time
+    began = clock()
+
+    async def first_token(prompt, **how):
+        await ask(engine, prompt, 1, **how)
+        return clock() - began
+
+    like = [asyncio.create_task(first_token([5] * 7)) for _ in range(3)]
+    other = asyncio.create_task(first_token([6] * 5))
+    alone = await first_token([5] * 2 + [7], reuse_prefix=False)
+    assert (alone, await other) == pytest.approx((0.01, 0.02))
+    assert sorted(await asyncio.gather(*like)) == pytest.approx([0.02, 0.03, 0.03])
+    await engine.stop()
+
+
+async def test_whoever_waits_for_pages_in_vain_computes_them():
+    """Their owner goes away; they are of best effort; or they turn out to be nobody's."""
+    engine = reading_engine()
+    owner = asyncio.create_task(ask(engine, PROMPT, 1))
+    waiting = asyncio.create_task(ask(engine, PROMPT, 1))
+    await asyncio.sleep(0.001)
+    owner.cancel()
+    assert (await waiting)[1].usage.cached_tokens == 0
+    engine.scheduler.places.named(0).drop_all()
+    engine.runner.step_s = 1.0
+    slow = asyncio.create_task(ask(engine, PROMPT, 1, priority=BE))
+    await asyncio.sleep(0.001)
+    assert (await ask(engine, PROMPT, 1))[1].usage.cached_tokens == 0
+    await slow
+    engine.scheduler.places.named(0).drop_all()
+    await at(engine, 40)
+    engine.slo.suffered = lambda step: NOBODYS
+    asked = [asyncio.create_task(ask(engine, PROMPT, 1)) for _ in range(4)]
+    began = asyncio.get_running_loop().time()
+    assert {(await one)[1].usage.cached_tokens for one in asked} == {0}
+    assert asyncio.get_running_loop().time() - began == pytest.approx(3.0)
+    engine.scheduler.check_idle()
     await engine.stop()
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from serving.cluster_secret import ClusterSecret
+from serving.config import EngineConfig
 from serving.frontend import keys
 from serving.frontend.tls import Certificates, Files
 
@@ -64,6 +66,11 @@ def meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> bool:
         except ssl.SSLWantReadError:
             waiting.append(end)
     return ends[1].getpeercert()["subject"] == ((("commonName", "alice"),),)
+
+
+def test_a_secret_is_made_and_loads(tmp_path):
+    assert run(tmp_path, "umask")[0].returncode == 0
+    assert ClusterSecret.of(EngineConfig(secret_file=str(tmp_path / "secret")), {})
 
 
 def test_keys_are_made_listed_and_revoked(tmp_path):

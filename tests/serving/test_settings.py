@@ -1,5 +1,6 @@
 """Settings: what goes in comes out, and what is wrong is named."""
 
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -8,6 +9,15 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serving.composes import (
+    AEP,
+    ALL_THERE,
+    COMPOSES,
+    HOST_EXPERTS,
+    ONE_THERE,
+    PROCESSES,
+    SEVERAL,
+)
 from serving.config import BrownoutConfig, EngineConfig, SalcConfig, ServerConfig
 from serving.settings import CONFIGS, SettingsError, check, keys, load, read_yaml
 
@@ -177,3 +187,63 @@ def test_values_that_contradict_each_other() -> None:
 def test_unknown_preset_lists_those_there_are() -> None:
     with pytest.raises(SettingsError, match=r"dmo is neither .* default, demo"):
         load("dmo")
+
+
+MODE_SETTINGS = {
+    AEP: {"engine.asynchronous.attention": 1, "engine.asynchronous.experts": 1},
+    SEVERAL: {"engine.models": ("a=x", "b=y")},
+    ALL_THERE: {"engine.models": ("a=x", "b=y")},
+    ONE_THERE: {"engine.models": ("a=x", "b=y"), "engine.resident_sets": 1},
+    HOST_EXPERTS: {
+        "engine.models": ("a=x", "b=y"),
+        "engine.resident_experts": 4,
+        "engine.spare_experts": 4,
+    },
+    PROCESSES: {
+        "engine.coordinator": "a:1",
+        "engine.num_processes": 2,
+        "engine.process_index": 0,
+        "engine.mesh": "ep=2",
+        "engine.balance.spare_slots": 1,
+    },
+}
+ASKING = {
+    "engine.mesh": "ep=2",
+    "engine.coordinator": "a:1",
+    "engine.models": ("a=x", "b=y"),
+    "engine.family": "family.json",
+    "engine.best_effort_share": 0.3,
+    "engine.threshold_buckets_percent": (50, 100),
+    "engine.enforce_eager": True,
+    "engine.brownout.ways": (2, 4),
+    "engine.mixed_models": 3,
+    "engine.model_stay_s": 1.0,
+    "engine.brownout.best_effort_ttft_slo_s": 1.0,
+    "engine.brownout.best_effort_itl_slo_s": 1.0,
+    "engine.balance.load_file": "load.npy",
+}
+"""Other settings that ask for something are numbers."""
+
+
+@pytest.mark.parametrize("mode", MODE_SETTINGS)
+def test_what_a_mode_does_not_go_with_is_refused_by_name(mode):
+    base = MODE_SETTINGS[mode]
+    load(None, {**base, "engine.best_effort_share": 0.0, "engine.mixed_models": 1})
+    features = [feature for own, feature in COMPOSES if own == mode and feature.startswith("eng")]
+    assert features
+    for feature in features:
+        key, _, value = feature.partition("=")
+        wanted = value or ASKING.get(key, 1)
+        why = re.escape(f"{key} is {wanted!r}; it must be left out with ")
+        with pytest.raises(SettingsError, match=why) as error:
+            load(None, {**base, key: wanted})
+        assert COMPOSES[mode, feature] in str(error.value)
+
+
+def test_the_page_has_the_table_of_what_does_not_go_together(request):
+    page = (request.config.rootpath / "docs" / "operating.md").read_text(encoding="utf-8")
+    table = page.split("## What does not go together")[1].split("\n## ")[0]
+    rows = [re.split(r" ?\| ?", line)[1:-1] for line in table.splitlines() if "|" in line][2:]
+    assert [(mode, feature.replace("`", ""), why) for mode, feature, why in rows] == [
+        (mode, feature.replace("`", ""), why) for (mode, feature), why in COMPOSES.items()
+    ]

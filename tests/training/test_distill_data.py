@@ -87,6 +87,18 @@ def test_messages_without_a_chat_template_are_refused(tiny_dir, tmp_path):
         read_texts(path, Tokenizer.load(tmp_path))
 
 
+def test_a_byte_order_mark_is_no_text_and_half_a_surrogate_pair_is_refused(tmp_path):
+    for name, content in (("a.txt", "one"), ("a.jsonl", '{"prompt": "one"}')):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content.encode())
+        assert read_texts(tmp_path / name)[0].answer == "one"
+    path = tmp_path / "b.jsonl"
+    path.write_text('{"prompt": "\\ud83d\\ude00"}\n')
+    assert read_texts(path)[0].answer == "\U0001f600"
+    path.write_text('{"prompt": "a"}\n{"prompt": "\\ud83d"}\n')
+    with pytest.raises(ValueError, match=r"b.jsonl, line 2: .*surrogates not allowed"):
+        read_texts(path)
+
+
 def test_bytes_that_are_not_utf8_are_named_by_line(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"one\ntwo\n\xff\n")
     with pytest.raises(ValueError, match=r"a.txt, line 3: not UTF-8"):

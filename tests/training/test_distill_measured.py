@@ -84,11 +84,12 @@ def test_the_disk_holds_what_the_plan_said(tiny_dir, measured):
     """Finished layers and stages: what Orbax writes beside the arrays is not counted."""
     cfg = read_config(tiny_dir.path)
     work = measured.out / "distill-work"
+    store = whole.Store(measured.out, {}, {}, measured.out)
     written = sum(
         leaf.nbytes
         for way in (4, 3)
         for at in range(cfg.num_moe_layers)
-        for leaf in whole.Store(measured.out, {}, {}).layer(way, at)[0].params.values()
+        for leaf in store.layer(way, at)[0].params.values()
     )
     assert written == 4 * sum(united_parameters(cfg, way) for way in (4, 3))
     assert sorted(path.name[-6:] for path in work.glob("refine-*")) == ["3-done", "4-done"]

@@ -60,7 +60,7 @@ def test_default_ways_that_do_not_fit_are_left_out_with_a_warning():
         "105.0 GiB are free",
     ):
         assert words in warning
-    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in warning
+    assert "XLA_CLIENT_MEM_FRACTION" in warning
     for free, ways in [(room(140), (2, 4, 8)), (room(60), (8,)), (room(140, 64), (4, 8))]:
         assert choose(plan(free), named=False)[0].ways == ways
     assert choose(plan(room(140, 1000, 100)), named=False)[0].ways == (4, 8)

@@ -4,20 +4,24 @@ import dataclasses
 import errno
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.flax import load_file
+from safetensors.flax import load_file, save_file
 from test_distill import QUICK
 
 import jmoe
+import training.distill.run as distillation
+from jmoe.checkpoint import CheckpointError
 from jmoe.layers import Layers
 from jmoe.tokenizer import Tokenizer
 from training.distill import DistillConfig, DistillError, distill
@@ -188,6 +192,90 @@ def test_finished_layers_serve_other_ways_and_another_end_to_end_stage(
 def test_another_run_does_not_mix_with_what_is_there(tiny_dir, finished, tmp_path):
     with pytest.raises(ValueError, match="another settings"):
         run(tiny_dir, finished[0], config=dataclasses.replace(QUICK, seed=1))
+
+
+@pytest.fixture
+def sibling(tiny_dir, tmp_path):
+    """A model that differs in the last bit of its file, which is as large."""
+    path = shutil.copytree(tiny_dir.path, tmp_path / "sibling")
+    change_a_bit(path)
+    return SimpleNamespace(path=path)
+
+
+def change_a_bit(path):
+    weights = path / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+
+
+def unfinished(finished, out):
+    """As if it was killed: a layer is missing, or only what says that it was finished."""
+    shutil.copytree(finished[0], out)
+    (out / "distill-work" / "finished.json").unlink()
+    return out
+
+
+def test_a_folder_of_another_model_is_refused_finished_or_not(
+    tiny_dir, finished, sibling, tmp_path
+):
+    out = unfinished(finished, tmp_path / "out")
+    shutil.rmtree(out / "distill-work" / "way-3-layer-1")
+    for folder in (finished[0], out):
+        with pytest.raises(ValueError, match="holds a run of another model") as refused:
+            run(sibling, folder)
+        for words in (tiny_dir.path, sibling.path, "remove", "--out"):
+            assert str(words) in str(refused.value)
+        assert len(re.findall(r"sha256:[0-9a-f]{12}\b", str(refused.value))) == 2
+
+
+def test_another_number_of_devices_is_refused_until_it_is_finished(
+    tiny_dir, finished, tmp_path, monkeypatch
+):
+    out = unfinished(finished, tmp_path / "out")
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"number of devices \(1 cpu, and here are 2 cpu\)"):
+        run(tiny_dir, out)
+    assert run(tiny_dir, finished[0]) == finished[1]
+
+
+def test_weights_that_change_under_a_run_end_it(finished, tiny_dir, tmp_path, monkeypatch):
+    model = SimpleNamespace(path=shutil.copytree(tiny_dir.path, tmp_path / "model"))
+    out, layers = unfinished(finished, tmp_path / "out"), distillation._all_layers
+
+    def meanwhile(*args):
+        change_a_bit(model.path)
+        return layers(*args)
+
+    monkeypatch.setattr(distillation, "_all_layers", meanwhile)
+    (out / "united.safetensors").unlink()
+    with pytest.raises(DistillError, match=r"weights of .*model changed during the run"):
+        run(model, out)
+    assert not (out / "united.safetensors").exists()
+
+
+def test_one_file_never_holds_united_experts_of_two_models(finished, sibling, tmp_path):
+    """Where the folder with the work is gone, the file itself says of which model it is."""
+    for united in (load_file(finished[0] / "united.safetensors"), None):
+        (tmp_path / "out").mkdir(exist_ok=True)
+        if united is None:
+            shutil.copy(finished[0] / "united.safetensors", tmp_path / "out")
+        else:  # as an older jmoe wrote it
+            save_file(united, tmp_path / "out" / "united.safetensors")
+        words = "does not say of which model" if united else "has the model sha256:"
+        with pytest.raises(ValueError, match=rf"holds way3, way4 and {words}.*would mix two"):
+            distill(sibling.path, [2], [sibling.path / "tasks.jsonl"], tmp_path / "out", QUICK)
+
+
+def test_united_experts_of_another_model_are_not_served(finished, tiny_dir, sibling, tmp_path):
+    shutil.copy(finished[0] / "united.safetensors", sibling.path)
+    with pytest.raises(CheckpointError, match=r"was distilled from a model with the weights"):
+        jmoe.load(sibling.path, "float32")
+    assert not jmoe.load(sibling.path, "float32", ways=()).united
+    own = shutil.copytree(tiny_dir.path, tmp_path / "own")
+    shutil.copy(finished[0] / "united.safetensors", own)
+    jmoe.save(jmoe.load(own, "float32"), tmp_path / "saved")  # in another format, from float32
+    assert sorted(jmoe.load(tmp_path / "saved", "float32").united) == [3, 4]
 
 
 # -- bad input -------------------------------------------------------------------------------------

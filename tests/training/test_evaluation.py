@@ -201,14 +201,16 @@ def test_digests_see_what_changes(tmp_path):
     assert model_digest(tmp_path) != before
 
 
-def test_large_files_are_sampled(tmp_path, monkeypatch):
-    monkeypatch.setattr("training.evaluation.store._WHOLE_BYTES", 10)
-    monkeypatch.setattr("training.evaluation.store._BLOCK_BYTES", 4)
-    content = np.random.default_rng(0).integers(0, 256, 4000).astype(np.uint8)
-    path = tmp_path / "united.safetensors"
-    path.write_bytes(content.tobytes())
+@pytest.mark.parametrize("name", ["united.safetensors", "tokenizer.json", "state/d/0"])
+def test_a_digest_sees_what_lies_beside_the_weights(tmp_path, name):
+    """The last is of a model in jmoe's own format."""
+    weights = tmp_path / ("jmoe.json" if name.startswith("state") else "model.safetensors")
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    weights.write_bytes(b"{}")
+    path.write_bytes(bytes(100))
     before = model_digest(tmp_path)
-    path.write_bytes((content + 1).tobytes())
+    path.write_bytes(bytes(99) + b"x")
     assert model_digest(tmp_path) != before
 
 

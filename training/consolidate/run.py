@@ -10,10 +10,11 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from jmoe.checkpoint import weights_digest
 from jmoe.config import ModelConfig
 from jmoe.family import check_family
 from jmoe.layers import Layers
-from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, fingerprint, write_sharing
+from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, write_sharing
 from jmoe.tokenizer import Tokenizer
 from training.consolidate.budget import slots_of_budget, slots_of_share
 from training.consolidate.measure import differences
@@ -188,7 +189,7 @@ def _fingerprints(directories: Mapping[str, Path]) -> tuple[str, ...]:
     """Raises ValueError for one model under two names: a map could not tell them apart."""
     prints: dict[str, str] = {}
     for name, path in directories.items():
-        found = fingerprint(path)
+        found = weights_digest(path)
         if found in prints:
             raise ValueError(
                 f"{name} and {prints[found]} have the same weights; name this model once"
@@ -304,4 +305,5 @@ def _facts(
 
 
 def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

@@ -1,5 +1,6 @@
 """Training data of a distillation: texts of files, packed into rows of tokens."""
 
+import codecs
 import hashlib
 import json
 import random
@@ -59,7 +60,7 @@ def _content(data: Path) -> str:
     except OSError as error:
         raise ValueError(f"cannot read data file {data}: {error}") from None
     try:
-        return raw.decode("utf-8")
+        return raw.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise ValueError(
@@ -69,6 +70,8 @@ def _content(data: Path) -> str:
 
 def _from_json(line: str, number: int, tokenizer: Tokenizer | None) -> Text:
     row = json.loads(line)
+    if "\\u" in line:  # half a surrogate pair is JSON, and no text
+        json.dumps(row, ensure_ascii=False).encode()
     if "messages" in row:
         return _from_messages(row["messages"], number, tokenizer)
     prompt, answer = row["prompt"], row.get("answer", "")
@@ -156,6 +159,7 @@ def _fill(items: list[Encoded], length: int) -> list[list[Encoded]]:
 def digest(files: Sequence[Path]) -> str:
     """A hash of the files' contents, in order."""
     out = hashlib.sha256()
-    for file in files:
-        out.update(hashlib.sha256(file.read_bytes()).digest())
+    for path in files:
+        with path.open("rb") as file:
+            out.update(hashlib.file_digest(file, "sha256").digest())
     return out.hexdigest()

@@ -228,7 +228,7 @@ def _advice(plan: Plan, short: Shortage) -> str:
         words.append(f"lower --rows ({plan.config.rows} now)")
     if plan.room.platform != "cpu" and "device" in short.text:
         words.append("more devices share it" if "end to end" in short.text else "")
-        words.append("XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 lets XLA use more than 75 % of a GPU")
+        words.append("XLA_CLIENT_MEM_FRACTION=0.95 lets XLA use more than 75 % of a GPU")
     return ", ".join(filter(None, words))
 
 

@@ -16,10 +16,12 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jmoe.api import Model, load, resolve
-from jmoe.checkpoint import UNITED_FILE
+from jmoe.checkpoint import DISTILLED_FROM, UNITED_FILE, weights_digest
 from jmoe.config import ModelConfig
+from jmoe.digests import file_digests
 from jmoe.experts import ExpertPool
 from jmoe.layers import Layers
+from jmoe.model_files import regular
 from training.distill.config import DistillConfig
 from training.distill.data import digest
 from training.distill.expert import outputs_on_all
@@ -31,7 +33,7 @@ from training.distill.refine import Progressing, begin, freeze, refine
 from training.distill.report import REPORT_FILES, LayerResult, RefineResult, write_report
 from training.distill.sizes import SAVE_EVERY
 from training.distill.start import make_start
-from training.distill.store import Store, finished
+from training.distill.store import Store, check_began, finished
 from training.distill.stream import LayerRows, first_rows, run_layer
 from training.packing import Batch
 
@@ -89,9 +91,10 @@ def distill(
     """
     config = config or DistillConfig()
     settings, end_to_end = config.stages()
-    fingerprint = {"settings": settings}
+    fingerprint: dict[str, Any] = {"settings": settings}
+    directory = resolve(model_dir)
     if all(path.is_file() for path in data):  # else packing says what is wrong
-        fingerprint |= {"data": digest(data), "model": _model_digest(resolve(model_dir))}
+        fingerprint |= {"data": digest(data), **_digests(directory)}
 
     def over(ways: Sequence[int]) -> dict[str, Any] | None:
         if "data" not in fingerprint:
@@ -103,6 +106,9 @@ def distill(
 
     if record := over(DEFAULT_WAYS if ways is None else ways):
         return _results(record, ways)
+    fingerprint["devices"] = f"{jax.device_count()} {jax.default_backend()}"
+    if "data" in fingerprint:
+        check_began(out, fingerprint, model_dir)
     prepared = prepare(model_dir, ways, data, out, config, allow_unknown_config)
     packed, own = prepared.data, prepared.plan.ways
     assert packed is not None
@@ -112,6 +118,7 @@ def distill(
         say(line)
     if prepared.refusal:
         raise ValueError(prepared.refusal)
+    _check_united(out / UNITED_FILE, own, model_dir, fingerprint["model"])
     layers = Layers(
         model_dir,
         layers_dtype(config, jax.default_backend()),
@@ -119,7 +126,7 @@ def distill(
     )
     cfg = layers.cfg
     out.mkdir(parents=True, exist_ok=True)
-    store = Store(out, fingerprint, end_to_end)
+    store = Store(out, fingerprint, end_to_end, model_dir)
     results = _all_layers(layers, own, packed, store, config, progress)
     refined = []
     if config.refine_steps:
@@ -128,7 +135,13 @@ def distill(
         )
         refined = [_refine(whole, cfg, way, packed, store, config, progress) for way in own]
     united = {way: _united(store, way, cfg.num_moe_layers, bool(refined)) for way in own}
-    _write(out, united)
+    if weights_digest(directory) != fingerprint["model"]:
+        raise DistillError(
+            f"the weights of {model_dir} changed during the run; put back those that it began with "
+            f"({fingerprint['model'][:19]}) and run the same command again, or remove "
+            f"{store.folder}, which may hold layers of both"
+        )
+    _write(out, united, fingerprint["model"])
     store.close()
     write_report(out, results, refined, f"Settings: {config}")
     record = {
@@ -322,17 +335,34 @@ def _refine(
     return RefineResult(way, before, after)
 
 
-def _write(out: Path, united: dict[int, United]) -> None:
-    """Replaces these ways in `out`'s file, or makes it; ways that it has besides stay."""
+def _write(out: Path, united: dict[int, United], model: str) -> None:
+    """Replaces these ways in `out`'s file, or makes it; ways that it has besides stay. `model` is
+    its `weights_digest`.
+    """
     tensors = _of_other_ways(out / UNITED_FILE, united)
     for way, leaves in united.items():
         for key, stacked in leaves.items():
             for at, leaf in enumerate(stacked):
                 tensors[f"way{way}.layers.{at}.{key}"] = leaf
     part = out / f"{UNITED_FILE}.part"
-    save_file(tensors, part)
+    save_file(tensors, part, metadata={DISTILLED_FROM: model})
     part.chmod(0o644)  # written as private by the library
     part.rename(out / UNITED_FILE)
+
+
+def _check_united(path: Path, ways: Collection[int], model_dir: Path, model: str) -> None:
+    """Raises ValueError for a file whose other ways, which stay in it, are not of this model."""
+    kept = sorted({name.partition(".")[0] for name in _of_other_ways(path, ways)})
+    if not kept:
+        return
+    with safe_open(path, framework="numpy") as file:
+        origin = (file.metadata() or {}).get(DISTILLED_FROM)
+    if origin != model:
+        of = "does not say of which model" if origin is None else f"has the model {origin[:19]}"
+        raise ValueError(
+            f"{path} holds {', '.join(kept)} and {of}, and {model_dir} is {model[:19]}: one file "
+            "would mix two; name another --out, or move the file away"
+        )
 
 
 def _of_other_ways(path: Path, ways: Collection[int]) -> dict[str, np.ndarray]:
@@ -344,11 +374,11 @@ def _of_other_ways(path: Path, ways: Collection[int]) -> dict[str, np.ndarray]:
         return {name: np.asarray(file.get_tensor(name)) for name in kept}
 
 
-def _model_digest(directory: Path) -> str:
-    """Of the configuration and of the names and sizes of the weight files."""
-    out = hashlib.sha256()
-    for path in sorted([*directory.glob("*.json"), *directory.glob("model*.safetensors")]):
-        out.update(f"{path.name} {path.stat().st_size}".encode())
-        if path.suffix == ".json":
-            out.update(path.read_bytes())
-    return out.hexdigest()
+def _digests(directory: Path) -> dict[str, str]:
+    """Of the model's weights, and of what makes its configuration and tokens."""
+    small = sorted([*directory.glob("*.json"), *directory.glob("*.jinja")])
+    contents = [path.name for path in small] + file_digests(map(regular, small))
+    return {
+        "model": weights_digest(directory),
+        "configuration or tokenizer": hashlib.sha256("\n".join(contents).encode()).hexdigest(),
+    }

@@ -18,7 +18,7 @@ import numpy as np
 from training.distill.fit import DistillError, Fit
 
 WORK = "distill-work"
-FINISHED = "finished.json"
+RUN, FINISHED = "run.json", "finished.json"
 
 
 class Store:
@@ -29,26 +29,27 @@ class Store:
         fingerprint: what the layers depend on.
         end_to_end: what the end-to-end stage depends on beside them; states of another are passed
             over.
+        model_dir: the model's directory, for who reads what the run was of.
 
-    Raises ValueError for a folder whose layers have another fingerprint.
+    Raises ValueError as `check_began`.
     """
 
-    def __init__(self, out: Path, fingerprint: dict[str, Any], end_to_end: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        out: Path,
+        fingerprint: dict[str, Any],
+        end_to_end: dict[str, Any],
+        model_dir: Path,
+    ) -> None:
         self.folder = (out / WORK).absolute()
         canonical = json.dumps(end_to_end, sort_keys=True).encode()
         self.stage = f"refine-{hashlib.sha256(canonical).hexdigest()[:12]}"
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "run.json"
-        if path.exists():
-            began = json.loads(path.read_text(encoding="utf-8"))
-            if differing := sorted(k for k in fingerprint if began.get(k) != fingerprint[k]):
-                raise ValueError(
-                    f"{self.folder} holds a run with another {', '.join(differing)}; "
-                    "finish it as it began, name another --out, or remove that folder"
-                )
-        else:
-            content = json.dumps(fingerprint, indent=1).encode()
-            self._write(path, lambda file: file.write(content))
+        check_began(out, fingerprint, model_dir)
+        if not (self.folder / RUN).exists():
+            record = fingerprint | {"directory": str(Path(model_dir).absolute())}
+            content = json.dumps(record, indent=1).encode()
+            self._write(self.folder / RUN, lambda file: file.write(content))
 
     # -- a run that is over -----------------------------------------------------------------------
 
@@ -171,6 +172,41 @@ class Store:
             if like is None:
                 return jax.tree.map(np.asarray, checkpointer.restore(path))
             return checkpointer.restore(path, jax.tree.map(np.asarray, like))
+
+
+def check_began(out: Path, fingerprint: dict[str, Any], model_dir: Path) -> None:
+    """Raises ValueError for an `out` with a run in it that had another fingerprint."""
+    folder = (out / WORK).absolute()
+    try:
+        began = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        if not isinstance(began, dict):
+            raise TypeError(f"it holds a {type(began).__name__}")
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"{folder / RUN} is not readable ({error}); name another --out, or remove {folder}"
+        ) from None
+    advice = f"finish it as it began, name another --out, or remove {folder}"
+    if "devices" not in began:
+        raise ValueError(
+            f"{folder} holds a run of an older jmoe, which did not record of which weights, and on "
+            f"which devices; name another --out, or remove {folder}. If you know that it was of "
+            f"{model_dir} as it is now, on {fingerprint['devices']}, remove {folder / RUN} alone, "
+            "and its layers are taken"
+        )
+    if not (differing := sorted(k for k in fingerprint if began.get(k) != fingerprint[k])):
+        return
+    if "model" in differing:
+        raise ValueError(
+            f"{folder} holds a run of another model: of {began.get('directory')} with the weights "
+            f"{str(began.get('model'))[:19]}, and {model_dir} has {fingerprint['model'][:19]}; "
+            f"{advice}"
+        )
+    told = ", ".join(differing)
+    if "devices" in differing:
+        told = f"number of devices ({began['devices']}, and here are {fingerprint['devices']})"
+    raise ValueError(f"{folder} holds a run with another {told}; {advice}")
 
 
 def finished(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from jmoe.brownout import Brownout
+from jmoe.checkpoint import UNITED_FILE, weights_digest
+from jmoe.digests import file_digests
 
 INPUTS, RESULTS = "inputs.json", "results.jsonl"
-_WHOLE_BYTES, _BLOCKS, _BLOCK_BYTES = 64 << 20, 256, 64 << 10
 
 
 @dataclass
@@ -110,21 +111,9 @@ def digest(parts: Iterable[str]) -> str:
 
 
 def model_digest(directory: Path) -> str:
-    """Short hash of a model directory's weights and settings.
-
-    Files beyond 64 MiB count by their size and 256 blocks spread over them: another training or
-    distillation changes every block.
+    """Returns a short hash of a model's weights, united experts and settings. Raises
+    CheckpointError, and OSError.
     """
-    found = hashlib.sha256()
-    names = ("*.json", "*.safetensors")
-    for path in sorted(p for name in names for p in directory.glob(name)):
-        size = path.stat().st_size
-        found.update(f"{path.name}:{size};".encode())
-        with path.open("rb") as file:
-            if size <= _WHOLE_BYTES:
-                found.update(file.read())
-                continue
-            for start in np.linspace(0, size - _BLOCK_BYTES, _BLOCKS).astype(np.int64):
-                file.seek(int(start))
-                found.update(file.read(_BLOCK_BYTES))
-    return found.hexdigest()[:16]
+    beside = sorted([*directory.glob("*.json"), *directory.glob(UNITED_FILE)])
+    names = [path.name for path in beside]
+    return digest([weights_digest(directory), *names, *file_digests(beside)])

@@ -404,6 +404,7 @@ class AttentionWorker:
         """Runs each program that may be needed once, on padding, at every size; `part_sizes` are
         those of parts that come.
         """
+        self.queues.warm(self._picker)
         nowhere = self.numbers.per_worker
         for group, sizes in self._buckets.items():
             for size in sizes:

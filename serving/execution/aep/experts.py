@@ -121,6 +121,7 @@ class ExpertWorker:
 
     def warm(self, row_sizes: Sequence[int]) -> None:
         """As of AttentionWorker; `row_sizes` are those of rows that come."""
+        self.queues.warm(self._picker)
         for size in row_sizes:
             self.device.keep(self.device.blank(size), np.full(size, self.numbers.total, np.int32))
         for size in self.stage_sizes:

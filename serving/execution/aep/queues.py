@@ -69,6 +69,10 @@ class MicroQueues:
             self.counts, self.oldest, now, urgent=self.urgent, more_may_come=more_may_come
         )
 
+    def warm(self, picker: Picker) -> None:
+        """Has a picker compiled, for what `pick` shows it."""
+        picker.pick(self.counts, self.oldest, 0.0, urgent=self.urgent, more_may_come=True)
+
     def put(self, layer: int, group: int, entries: Sequence[Entry]) -> None:
         """Rows wait from now on. Raises ValueError for an entry without any."""
         least = min(entry.rows for entry in entries)

@@ -40,6 +40,7 @@ from serving.execution.aep.worker_process import (
     MESSAGES,
     SERVER,
     Address,
+    Alive,
     Assignment,
     Beat,
     Meet,
@@ -57,6 +58,12 @@ log = logging.getLogger(__name__)
 LONGEST_PAUSE_S = 30.0
 """Before a worker that keeps ending is started once more; the first time it is a second."""
 STOPS_WITHIN_S = 5.0
+HANGS_AFTER = 4
+"""Times `worker_timeout_s` after which a worker that is up and has got nothing done counts as gone,
+though it gives signs of life: a long stage takes less.
+"""
+BLAMED_AFTER = 5
+"""Signs of life of a worker that gets on, during which another says that it does not hear."""
 
 
 @dataclass
@@ -73,15 +80,17 @@ class _Worker:
     num_ends: int = 0  # since it was last up
     run: int = 0  # which process of it this is; what is said of former ones comes too late
     started_at: float = math.nan
+    progressed_at: float = math.nan  # when it last got on
     beat: Beat | None = None
+    blamed: dict[str, int] = field(default_factory=dict)  # by whom, for how many of its beats
 
     @property
     def name(self) -> str:
         return name_of(self.kind, self.number)
 
 
-def _port_at(host: str) -> Port:
-    return Port(SERVER, MESSAGES, bind=f"tcp://{host}:0")
+def _port_at(host: str, key: bytes) -> Port:
+    return Port(SERVER, MESSAGES, key, bind=f"tcp://{host}:0")
 
 
 class RemoteCrew(OneModel):
@@ -93,16 +102,21 @@ class RemoteCrew(OneModel):
         limits: Limits,
         hosts: Bool[np.ndarray, "layers E W"],
         starter: Starter,
-        make_port: Callable[[str], Port] = _port_at,
+        key: bytes,
+        make_port: Callable[[str, bytes], Port] = _port_at,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`hosts` as of AttentionWorker; `config` is what workers are started with; `make_port`
-        listens at a host; `clock` is in seconds.
+        """`hosts` as of AttentionWorker; `config` is what workers are started with; `key` as of
+        Port; `make_port` listens at a host; `clock` is in seconds.
         """
-        self._make_port, self._clock = make_port, clock
+        self._make_port, self._clock, self._key = make_port, clock, key
         own = config.asynchronous
         self.limits, self._config, self._hosts = limits, config, hosts
         self._starter, self._join_s = starter, config.join_timeout_s
+        self._timeout_s = own.worker_timeout_s
+        # Before the watchdog ends the engine.
+        before_s = (self._timeout_s + (config.watchdog_s or math.inf)) / 2
+        self._hangs_s = min(HANGS_AFTER * self._timeout_s, before_s)
         counts = {ATTENTION: own.attention, EXPERTS: own.experts}
         self.workers = [_Worker(kind, n) for kind, count in counts.items() for n in range(count)]
         self._by_name = {worker.name: worker for worker in self.workers}
@@ -142,22 +156,20 @@ class RemoteCrew(OneModel):
         return f"expert {expert} of MoE layer {layer} is gone with {names_of(EXPERTS, had)}"
 
     def start(self, progress: Progress | None = None) -> None:
-        """Starts all workers, and returns when they are up. Raises Unavailable if one is not in
-        time.
+        """Starts all workers, and returns when they are up. Raises Unavailable if one ends, or gets
+        on with nothing for too long.
         """
         threading.Thread(target=self._run, name="jmoe-crew", daemon=True).start()
-        began_at, shown = time.monotonic(), -1
+        shown = -1
         while not self._ready.wait(0.2):
             up = sum(worker.is_up for worker in self.workers)
             if progress is not None and up != shown:
                 progress("starting workers", up, len(self.workers))
             shown = up
-            late = time.monotonic() - began_at > self._join_s
-            if self._failures.reason or late:
-                down = ", ".join(worker.name for worker in self.workers if not worker.is_up)
-                reason = self._failures.reason or f"not up after {self._join_s:g} s: {down}"
+            if self._failures.reason:
+                reason = self._failures.reason
                 self.close()
-                raise Unavailable(f"workers did not start: {reason} (engine.join_timeout_s)")
+                raise Unavailable(f"workers did not start: {reason}")
 
     def listen(self, tell: Callable[[Any], None]) -> None:
         """See Crew."""
@@ -201,7 +213,7 @@ class RemoteCrew(OneModel):
         """See Crew."""
         found = []
         for worker in self.workers:
-            beat = worker.beat or Beat(0, np.zeros(0, np.int64), 0.0, 0)
+            beat = worker.beat or Beat(0, np.zeros(0, np.int64), 0.0, 0, 0, [])
             rows = int(beat.rows.sum())
             found.append(WorkerSeen(worker.name, worker.is_up, beat.stages, rows, beat.oldest_s))
         return found
@@ -227,7 +239,7 @@ class RemoteCrew(OneModel):
 
     def open(self) -> None:
         """Listens, and starts all workers. The thread's, as `turn`."""
-        self._port = self._make_port(self._starter.host)
+        self._port = self._make_port(self._starter.host, self._key)
         for worker in self.workers:
             self._start(worker)
 
@@ -283,10 +295,12 @@ class RemoteCrew(OneModel):
             worker.number,
             Address.of(self._port.peer),
             self._config,
+            self._key.hex(),
             self._starter.host,
         )
         worker.run += 1
-        run, worker.starts_at, worker.started_at = worker.run, math.inf, self._clock()
+        run, worker.starts_at = worker.run, math.inf
+        worker.started_at = worker.progressed_at = self._clock()
 
         def announce(address: Address) -> None:
             self._do(lambda: self._meet(worker, address) if worker.run == run else None)
@@ -308,8 +322,16 @@ class RemoteCrew(OneModel):
     def _hear(self, worker: _Worker, message: Any) -> None:
         worker.heard_at = self._clock()
         match message:
-            case Beat():
+            case Beat(progress=progress, unreached=unreached):
+                if worker.beat is None or progress != worker.beat.progress:
+                    worker.progressed_at = worker.heard_at
+                    worker.blamed = {name: beats + 1 for name, beats in worker.blamed.items()}
                 worker.beat = message
+                for other in self.workers:
+                    if other.name in unreached:
+                        other.blamed.setdefault(worker.name, 0)
+                    else:
+                        other.blamed.pop(worker.name, None)
             case Met(incarnations):
                 worker.met.update(incarnations)
                 for one in self.workers:
@@ -370,7 +392,10 @@ class RemoteCrew(OneModel):
                 self._send(other.name, WorkerDown(worker.kind, worker.number))
         self._port.forget(worker.name)
         worker.address, worker.beat, worker.heard_at = None, None, math.inf
-        worker.met, worker.started_at = set(), math.nan
+        worker.met, worker.blamed = set(), {}
+        worker.started_at = worker.progressed_at = math.nan
+        for other in self.workers:
+            other.blamed.pop(worker.name, None)
         pause_s = min(LONGEST_PAUSE_S, 2.0**worker.num_ends)
         worker.num_ends += 1
         worker.starts_at = self._clock() + pause_s
@@ -382,25 +407,38 @@ class RemoteCrew(OneModel):
 
     def _look_after_all(self) -> None:
         """Signs of life, either way; and what is to be started."""
-        now, limit_s = self._clock(), self._config.asynchronous.worker_timeout_s
+        now = self._clock()
         held_up_s = now - self._spoke_at
         if held_up_s >= BEAT_S:
             self._spoke_at = now
             for worker in self.workers:
-                self._send(worker.name, Beat(0, np.zeros(0, np.int32), 0.0, 0))
+                self._send(worker.name, Alive())
         for worker in self.workers:
-            if held_up_s > 2 * BEAT_S and worker.is_up:
-                worker.heard_at = now  # who was held up is this process
-            if worker.is_up and now - worker.heard_at > limit_s:
+            if held_up_s > 2 * BEAT_S:  # who was held up is this process
+                worker.progressed_at += now - worker.progressed_at  # NaN stays
+                if worker.is_up:
+                    worker.heard_at = now
+            if reason := self._why_gone(worker, now):
                 self._starter.kill(worker.name)
-                self._end(
-                    worker, f"silent for {limit_s:g} s (engine.asynchronous.worker_timeout_s)"
-                )
-            if not worker.is_up and now - worker.started_at > self._join_s:
-                self._starter.kill(worker.name)
-                self._end(worker, f"not up after {self._join_s:g} s (join_timeout_s)")
+                self._end(worker, reason)
             if now >= worker.starts_at:
                 self._start(worker)
+
+    def _why_gone(self, worker: _Worker, now: float) -> str:
+        """Why a worker whose process may still run counts as gone; empty: it does not."""
+        limit_s, idle_s = self._timeout_s, now - worker.progressed_at
+        if not worker.is_up:
+            late = idle_s > self._join_s
+            return f"it got on with nothing for {idle_s:.0f} s (engine.join_timeout_s)" * late
+        if now - worker.heard_at > limit_s:
+            return f"silent for {limit_s:g} s (engine.asynchronous.worker_timeout_s)"
+        if idle_s > self._hangs_s:
+            return f"it got nothing done for {idle_s:.0f} s"
+        blame = [name for name, beats in worker.blamed.items() if beats >= BLAMED_AFTER]
+        blame += [w.name for w in self.workers if w.blamed.get(worker.name, 0) >= BLAMED_AFTER]
+        if worker.kind == EXPERTS and blame:  # of the two, the one that nobody's tokens depend on
+            return f"it and {blame[0]} live, and nothing gets from one to the other"
+        return ""
 
 
 _: type[Crew] = RemoteCrew

@@ -1,5 +1,7 @@
 """Messages between processes as frames: a JSON header, then the bytes of each array.
 
+Each of these is in frames of MAX_FRAME_BYTES, and one behind them that is shorter, maybe empty.
+
 Nothing that comes is ever run, and only types that the receiver names are made. What a message's
 header holds, and which frames belong to it, is said by the annotations of its fields alone; both
 ends check values against them, and frames against their own sizes. Whether a number makes sense is
@@ -22,9 +24,13 @@ from jaxtyping import AbstractArray, Float, Shaped
 Buffer = bytes | bytearray | memoryview
 Rows = Float[np.ndarray, "n d"] | Float[jax.Array, "n d"]
 Part = bytes | Shaped[np.ndarray, "..."] | Rows
-"""Of an outgoing message: its header, or an array that `to_frame` has yet to make a frame of."""
+"""Of an outgoing message: its header, or an array that `to_frames` has yet to make frames of."""
 
-MAX_FRAME_BYTES = 1 << 30
+MAX_FRAME_BYTES = 1 << 17
+"""What a connection may make its receiver keep before anybody knows whose it is."""
+MAX_ARRAY_BYTES = 1 << 30
+MOST_FRAMES = 2 * MAX_ARRAY_BYTES // MAX_FRAME_BYTES
+"""Of a message."""
 _SCALARS = (bool, int, float, str)
 _DTYPES = {
     np.dtype(kind).name: np.dtype(kind)
@@ -80,8 +86,9 @@ class Wire:
         """
         if not frames:
             raise WireError("a message has no frame")
+        incoming = _Incoming(iter(frames), to_rows)
         try:
-            plain = json.loads(bytes(frames[0]))
+            plain = json.loads(bytes(incoming.part() or b""))
         except (ValueError, RecursionError) as error:
             raise WireError(f"a header is not JSON: {error}") from None
         if not (isinstance(plain, list) and len(plain) == 2 and isinstance(plain[0], str)):
@@ -89,18 +96,17 @@ class Wire:
         name, plain = plain
         if name not in self._kinds:
             raise WireError(f"{reprlib.repr(name)} is not among {', '.join(self._kinds)}")
-        incoming = _Incoming(iter(frames[1:]), to_rows)
         message = self._kinds[name].unpack(plain, incoming)
         if extra := sum(1 for _ in incoming.frames):
             raise WireError(f"{name} has {extra} frames too many")
         return message
 
 
-def to_frame(part: Part) -> Buffer:
+def to_frames(part: Part) -> list[Buffer]:
     """The bytes of a part, without a copy where its memory is the host's; waits for rows."""
-    if isinstance(part, bytes):
-        return part
-    return np.ascontiguousarray(np.asarray(part)).reshape(-1).view(np.uint8).data
+    given = part if isinstance(part, bytes) else np.ascontiguousarray(np.asarray(part))
+    view = memoryview(given if isinstance(given, bytes) else given.reshape(-1).view(np.uint8))
+    return [view[at : at + MAX_FRAME_BYTES] for at in range(0, len(view) + 1, MAX_FRAME_BYTES)]
 
 
 class _Incoming:
@@ -109,14 +115,23 @@ class _Incoming:
     def __init__(self, frames: Iterator[Buffer], to_rows: Callable[[Rows], Any]) -> None:
         self.frames, self.to_rows = frames, to_rows
 
+    def part(self) -> Buffer | None:
+        """The bytes of the next part; None behind the last."""
+        pieces = list[memoryview]()
+        for frame in self.frames:
+            pieces.append(memoryview(frame))
+            if pieces[-1].nbytes != MAX_FRAME_BYTES:
+                break
+        return b"".join(pieces) if len(pieces) > 1 else next(iter(pieces), None)
+
     def view(self, plain: Any) -> Shaped[np.ndarray, "..."]:
-        """The next frame as the array that `plain` describes."""
+        """The next part as the array that `plain` describes."""
         match plain:
             case [str(name), list(shape)] if name in _DTYPES and all(map(_is_size, shape)):
                 dtype = _DTYPES[name]
             case _:
                 raise WireError(f"{reprlib.repr(plain)} is no dtype and shape")
-        frame = next(self.frames, None)
+        frame = self.part()
         if frame is None:
             raise WireError("its frame is missing")
         size, wanted = memoryview(frame).nbytes, math.prod(shape) * dtype.itemsize
@@ -173,8 +188,8 @@ class _Array:
                 f"it is {array.dtype} {list(array.shape)}; it must have {self._rank} dimensions, "
                 f"and be of {wanted}"
             )
-        if array.nbytes > MAX_FRAME_BYTES:
-            raise WireError(f"it has {array.nbytes} bytes; a frame has {MAX_FRAME_BYTES} at most")
+        if array.nbytes > MAX_ARRAY_BYTES:
+            raise WireError(f"it has {array.nbytes} bytes; an array has {MAX_ARRAY_BYTES} at most")
 
     def pack(self, value: Any, arrays: list[Part]) -> Any:
         if not isinstance(value, np.ndarray):

@@ -5,9 +5,10 @@ It ends when the server says so, or when nothing comes from the server any more.
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from serving.execution.aep.messages import (
 from serving.execution.aep.port import Peer, Port
 from serving.execution.aep.recorder import Record, Recorder, Stages, run_stage
 from serving.execution.compilations import Compilations
+from serving.execution.programs import Progress
 
 SERVER = "server"
 BEAT_S = 1.0
@@ -78,6 +80,12 @@ class Beat(NamedTuple):
     rows: Int[np.ndarray, "layers"]  # that wait before each layer
     oldest_s: float  # for how long the oldest of them has; 0 without any
     compilations: int  # since it was ready
+    progress: int  # grows with whatever the process gets done, and while it waits for messages
+    unreached: list[str]  # of whom it has not heard for too long that what it sends them comes
+
+
+class Alive(NamedTuple):
+    """The server's sign of life."""
 
 
 class Stop(NamedTuple):
@@ -85,7 +93,7 @@ class Stop(NamedTuple):
 
 
 MESSAGES = (
-    *(Meet, Met, Beat, Stop, Record, Stages, Enter, Steer, Left, LostUnits, FailedUnits),
+    *(Meet, Met, Beat, Alive, Stop, Record, Stages, Enter, Steer, Left, LostUnits, FailedUnits),
     *(WorkerDown, WorkerUp, ToExperts, FromExperts),
 )
 
@@ -98,6 +106,7 @@ class Assignment:
     number: int  # of its kind
     server: Address
     config: EngineConfig
+    key: str = field(repr=False)  # of all ports, in hexadecimal
     host: str = "127.0.0.1"  # address of its own machine at which others reach it
 
     @property
@@ -126,8 +135,8 @@ def names_of(kind: str, numbers: Sequence[int]) -> str:
 
 
 Worker = AttentionWorker | ExpertWorker
-Make = Callable[[Assignment, Callable[[int, Any], None]], Worker]
-"""Loads and warms a worker; it sends by what it is given."""
+Make = Callable[[Assignment, Callable[[int, Any], None], Progress], Worker]
+"""Loads and warms a worker; it sends by what it is given, and says how far it is."""
 
 
 def work(
@@ -143,8 +152,13 @@ def work(
     """
     other = EXPERTS if assignment.kind == ATTENTION else ATTENTION
     port = Port(
-        assignment.name, MESSAGES, device=jax.local_devices()[0], bind=f"tcp://{assignment.host}:0"
+        assignment.name,
+        MESSAGES,
+        bytes.fromhex(assignment.key),
+        device=jax.local_devices()[0],
+        bind=f"tcp://{assignment.host}:0",
     )
+    pulse = None
     try:
         port.connect(assignment.server.peer)
         announce(Address.of(port.peer))
@@ -152,19 +166,82 @@ def work(
         def send(number: int, message: Any) -> None:
             port.send(name_of(other, number), message)
 
-        Loop(assignment.name, port, make(assignment, send), silence_s).run()
+        pulse = Pulse(port.beats(SERVER))
+        pulse.start()
+        worker = make(assignment, send, pulse.get_on)
+        unreached_s = assignment.config.asynchronous.worker_timeout_s
+        Loop(assignment.name, port, worker, pulse, silence_s, unreached_s).run()
     finally:
+        if pulse is not None:
+            pulse.stop()
         port.close()
 
 
-class Loop:
-    """Takes messages, runs stages, and says that it lives."""
+class Pulse:
+    """Says every second that a process lives, from a thread of its own, and whether it gets on."""
 
-    def __init__(self, name: str, port: Port, worker: Worker, silence_s: float) -> None:
-        self._port, self._worker, self._limit_s = port, worker, silence_s
-        self._heard_at = self._beat_at = time.monotonic()
+    def __init__(self, tell: Callable[[Beat], None]) -> None:
+        """`tell` is called in the thread."""
+        self._tell, self._progress = tell, 0
+        self._worker: Worker | None = None
+        self.unreached: list[str] = []
         self._compilations = Compilations()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jmoe-pulse", daemon=True)
+
+    def start(self) -> None:
+        """The first beat comes at once."""
+        self._thread.start()
+
+    def get_on(self, *_: Any) -> None:
+        """Something has been done."""
+        self._progress += 1
+
+    def has(self, worker: Worker) -> None:
+        """It is ready."""
+        self._worker = worker
         self._compilations.ready()
+
+    def beat(self) -> Beat:
+        """What is to be said now."""
+        compiled, progress = self._compilations.since_ready, self._progress
+        progress += self._compilations.before + compiled
+        if self._worker is None:
+            return Beat(0, np.zeros(0, np.int64), 0.0, 0, progress, [])
+        queues = self._worker.queues
+        rows, waited_s = queues.counts.sum(axis=1), queues.waited_s(time.monotonic())
+        return Beat(self._worker.stages, rows, waited_s, compiled, progress, self.unreached)
+
+    def stop(self) -> None:
+        """No beat comes after it."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._compilations.close()
+
+    def _run(self) -> None:
+        while True:
+            self._tell(self.beat())
+            if self._stopped.wait(BEAT_S):
+                return
+
+
+class Loop:
+    """Takes messages, runs stages, and looks whether the server lives."""
+
+    def __init__(
+        self,
+        name: str,
+        port: Port,
+        worker: Worker,
+        pulse: Pulse,
+        silence_s: float = math.inf,
+        unreached_s: float = math.inf,
+    ) -> None:
+        self._port, self._worker, self._pulse = port, worker, pulse
+        self._limit_s, self._unreached_s = silence_s, unreached_s
+        self._heard_at = self._look_at = time.monotonic()
+        pulse.has(worker)
         self._recorder = Recorder(name, worker)
 
     def run(self) -> None:
@@ -172,7 +249,7 @@ class Loop:
         ran, worker, port = False, self._worker, self._port
         while True:
             now = time.monotonic()
-            wait_s = max(0.0, min(worker.wake_at() - now, self._beat_at - now))
+            wait_s = max(0.0, min(worker.wake_at() - now, self._look_at - now))
             gone = set[str]()  # of whom what is behind the news of their end came too late
             for sender, message in port.receive(0.0 if ran else wait_s):
                 if isinstance(message, Stop):
@@ -180,7 +257,8 @@ class Loop:
                 if sender not in gone:
                     gone |= self._take(sender, message)
             ran = run_stage(worker, self._recorder, time.monotonic, partial(port.send, SERVER))
-            self._beat()
+            self._pulse.get_on()
+            self._look()
 
     def _take(self, sender: str, message: Any) -> set[str]:
         """Returns whose former process it says has ended."""
@@ -188,7 +266,7 @@ class Loop:
         if sender == SERVER:
             self._heard_at = now
         match message:
-            case Beat():
+            case Alive():
                 pass
             case Record():
                 self._recorder.is_on = True
@@ -205,18 +283,14 @@ class Loop:
                 self._worker.take(message, now)
         return set()
 
-    def _beat(self) -> None:
-        """Says that it lives, and looks whether the server does."""
+    def _look(self) -> None:
+        """Whether the server lives, and the other workers hear."""
         now = time.monotonic()
-        if now < self._beat_at:
+        if now < self._look_at:
             return
-        if now - self._heard_at > self._limit_s and now - self._beat_at < BEAT_S:
+        if now - self._heard_at > self._limit_s and now - self._look_at < BEAT_S:
             raise TimeoutError(f"nothing came from the server for {self._limit_s:g} s")
-        if now - self._beat_at > BEAT_S:  # this process itself was held up
+        if now - self._look_at > BEAT_S:  # this process itself was held up
             self._heard_at = now
-        self._beat_at = now + BEAT_S
-        queues = self._worker.queues
-        rows, waited_s = queues.counts.sum(axis=1), queues.waited_s(now)
-        self._port.send(
-            SERVER, Beat(self._worker.stages, rows, waited_s, self._compilations.since_ready)
-        )
+        self._look_at = now + BEAT_S
+        self._pulse.unreached = self._port.unreached(self._unreached_s)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 _DONE = b"data: [DONE]\n\n"
+_PART_BYTES = 64 << 10  # after which a response that is not streamed waits for its client
 
 Take = Callable[[Choice, Output], Awaitable[None]]
 
@@ -70,6 +71,7 @@ class Answer(Response):
         raw = await bodies.read(scope, receive, guard, bodies.max_bytes(engine.bounds))
         with guard.place():
             body = await bodies.parse(self._endpoint.request, raw, engine.bounds)
+            del raw  # not kept while it is answered
             number = number_of(body.model, engine.names)
             set_request_id(scope, body.request_id)
             scope["state"]["body"] = body
@@ -88,6 +90,7 @@ class Answer(Response):
                     request_id, model, priority(body), operation=operation, **headers
                 )
                 count = len(choices)
+                engine.bounds.check_logprobs((one.sampling, one.prompt_tokens) for one in choices)
                 self._caller.check_allowed(model, priority(body), count)
                 guard.check_count(count)
                 with (
@@ -138,8 +141,11 @@ class _Call:
             await self._stream(fields, send)
             return
         await self._run(_keep)
-        fields["choices"] = [choice.whole() for choice in self._choices]
-        await send_whole(send, orjson.dumps({**fields, "usage": self.usage()}))
+        pieces: list[bytes | bytearray] = [orjson.dumps(fields)[:-1], b',"choices":[']
+        for at, choice in enumerate(self._choices):
+            pieces += [b"," if at else b"", *choice.whole()]
+        pieces.append(b'],"usage":%b}' % orjson.dumps(self.usage()))
+        await _send_whole(send, pieces)
 
     async def _stream(self, fields: dict[str, Any], send: "Send") -> None:
         head, left = orjson.dumps(fields)[1:-1], len(self._choices)
@@ -209,6 +215,8 @@ class _Call:
         async with noted(outputs, request_id, self._caller, self._span) as note:
             async for out in outputs:
                 note(out)
+                if choice.sampling.prompt_logprobs and choice.last is None:
+                    await choice.take_prompt(out)
                 await take(choice, out)
 
 
@@ -222,14 +230,19 @@ async def _keep(choice: Choice, out: Output) -> None:
     choice.take(out)
 
 
-async def send_whole(
-    send: "Send", body: bytes, code: int = 200, headers: list[tuple[bytes, bytes]] | None = None
-) -> None:
-    """Sends a complete (not streamed) JSON response."""
-    length = (b"content-length", b"%d" % len(body))
-    told = [(b"content-type", b"application/json"), length, *(headers or ())]
-    await send({"type": "http.response.start", "status": code, "headers": told})
-    await send({"type": "http.response.body", "body": body})
+async def _send_whole(send: "Send", pieces: list[bytes | bytearray]) -> None:
+    """Sends a complete (not streamed) JSON response in parts, no faster than the client reads."""
+    length = (b"content-length", b"%d" % sum(map(len, pieces)))
+    headers = [(b"content-type", b"application/json"), length]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    part = bytearray()
+    for piece in pieces:
+        for at in range(0, len(piece), _PART_BYTES):
+            if len(part) >= _PART_BYTES:
+                await send({"type": "http.response.body", "body": bytes(part), "more_body": True})
+                part.clear()
+            part += piece[at : at + _PART_BYTES]
+    await send({"type": "http.response.body", "body": bytes(part)})
 
 
 @contextlib.asynccontextmanager

@@ -4,11 +4,15 @@ A stream sends one event per token. So all bytes of an event except the text are
 first token, and as few objects as possible are made per token.
 """
 
-from typing import Any
+import asyncio
+from itertools import chain
 
 import orjson
 
+from serving.frontend.openai import logprobs
 from serving.request import Chat, Output, SamplingParams
+
+LogprobsFormat = logprobs.Chat | logprobs.Completion
 
 _FINISH = {None: b"null", "stop": b'"stop"', "length": b'"length"'}
 
@@ -18,9 +22,15 @@ class Choice:
 
     content: tuple[bytes, bytes]  # what surrounds the text of an event
     first_content: bytes  # what precedes the text of the first event
+    whole_content: tuple[bytes, bytes]  # what surrounds the text of an answer that is not streamed
 
     def __init__(
-        self, index: int, prompt: str | list[int] | Chat, sampling: SamplingParams, echo: str = ""
+        self,
+        index: int,
+        prompt: str | list[int] | Chat,
+        sampling: SamplingParams,
+        shown: LogprobsFormat,
+        echo: str = "",
     ) -> None:
         """`index` is the choice's index in the call, and `echo` is text to put before the
         answer.
@@ -28,15 +38,41 @@ class Choice:
         self.index, self.prompt, self.sampling, self.echo = index, prompt, sampling, echo
         self.last: Output | None = None
         self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
+        self._format = shown
+        self._logprobs = [bytearray() for _ in shown.starts]  # the lists so far, as JSON
 
-    def logprobs_of(self, out: Output, is_first: bool) -> dict[str, Any]:
-        """Formats the log-probabilities of an output, if they were asked for."""
-        raise NotImplementedError
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of the prompt's tokens; 0 where the engine will encode it."""
+        return len(self.prompt) if isinstance(self.prompt, list) else 0
 
-    def whole(self) -> dict[str, Any]:
-        """Returns the choice for a response that is not streamed."""
-        raise NotImplementedError
+    async def take_prompt(self, out: Output) -> None:
+        """Formats the log-probabilities of the prompt, which are in the first output, in parts
+        between which other tasks run.
+        """
+        assert isinstance(self._format, logprobs.Completion)  # the only one with `echo`
+        assert isinstance(self.prompt, list)  # `choices` encoded it
+        values = (None, *out.prompt_logprobs)  # the first token has none
+        for at in range(0, len(self.prompt), logprobs.PROMPT_PIECE):
+            part = slice(at, at + logprobs.PROMPT_PIECE)
+            self._append(self._format.of_prompt(self.prompt[part], values[part]))
+            await asyncio.sleep(0)
+
+    def _append(self, lists: logprobs.Lists) -> None:
+        for so_far, new in zip(self._logprobs, lists, strict=True):
+            if so_far and new:
+                so_far += b","
+            so_far += new
+
+    def _taken(self) -> list[bytes | bytearray]:
+        """Returns the pieces of the `logprobs` object of what was appended, and forgets that."""
+        if not self.sampling.logprobs:
+            return [b"null"]
+        lists, self._logprobs = self._logprobs, [bytearray() for _ in self._logprobs]
+        return [
+            *chain.from_iterable(zip(self._format.starts, lists, strict=True)),
+            self._format.end,
+        ]
 
     # ---- not streaming ----------------------------------------------------------------------
 
@@ -46,18 +82,19 @@ class Choice:
             self._texts.append(self.echo)
         self._texts.append(out.text)
         if self.sampling.logprobs:
-            self._logprobs.append(self.logprobs_of(out, self.last is None))
+            self._append(self._format.of(out))
         self.last = out
 
-    @property
-    def text(self) -> str:
-        """The text of all outputs taken so far."""
-        return "".join(self._texts)
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why generation ended; None while it goes on."""
-        return None if self.last is None else self.last.finish_reason
+    def whole(self) -> list[bytes | bytearray]:
+        """Returns the choice for a response that is not streamed, as pieces of JSON."""
+        assert self.last is not None  # it is whole
+        before, after = self.whole_content
+        text = orjson.dumps("".join(self._texts))
+        return [
+            b'{"index":%d,%b%b%b,"logprobs":' % (self.index, before, text, after),
+            *self._taken(),
+            b',"finish_reason":%b}' % _FINISH[self.last.finish_reason],
+        ]
 
     # ---- streaming --------------------------------------------------------------------------
 
@@ -87,14 +124,13 @@ class Choice:
             if not text and not is_first:  # a UTF-8 character is still incomplete
                 return b""
             return before + orjson.dumps(text) + self._plain
-        told = b"null"
         if self.sampling.logprobs:
-            told = orjson.dumps(self.logprobs_of(out, is_first))
+            self._append(self._format.of(out))
         return b'%b%b%b%b,"finish_reason":%b}]%b}\n\n' % (
             before,
             orjson.dumps(text),
             self._after,
-            told,
+            b"".join(self._taken()),
             _FINISH[out.finish_reason],
             usage or self._null_usage,
         )

@@ -10,7 +10,7 @@ from serving.frontend.openai.choice import Choice
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.sampling import sampling
 from serving.frontend.openai.schemas import MAX_SEQUENCES, CompletionRequest
-from serving.request import Bounds, Output, SamplingParams
+from serving.request import Bounds
 
 if TYPE_CHECKING:
     from jmoe.tokenizer import Tokenizer
@@ -23,34 +23,7 @@ class CompletionChoice(Choice):
 
     content = b'"text":', b""
     first_content = b'"text":'
-
-    def __init__(
-        self,
-        index: int,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        echo: str,
-        texts: logprobs.Texts,
-    ) -> None:
-        super().__init__(index, prompt, sampling, echo)
-        self._told = logprobs.Completion(texts, sampling.top_logprobs > 0)
-
-    def logprobs_of(self, out: Output, is_first: bool) -> dict[str, Any]:
-        """See Choice."""
-        if is_first and self.sampling.prompt_logprobs:
-            assert not isinstance(self.prompt, str)  # `choices` encoded it
-            before = self._told.of_prompt(list(self.prompt), out.prompt_logprobs)  # type: ignore[arg-type]
-            return logprobs.joined([before, self._told.of(out)])
-        return self._told.of(out)
-
-    def whole(self) -> dict[str, Any]:
-        """See Choice."""
-        return {
-            "index": self.index,
-            "text": self.text,
-            "logprobs": logprobs.joined(self._logprobs) if self._logprobs else None,
-            "finish_reason": self.finish_reason,
-        }
+    whole_content = content
 
 
 class CompletionEndpoint:
@@ -83,7 +56,8 @@ class CompletionEndpoint:
                 "computed, send logprobs 0 for the log-probabilities of the prompt itself",
                 "logprobs",
             )
-        texts, found = logprobs.Texts(tokenizer), []
+        texts = logprobs.Texts(tokenizer)
+        found: list[Choice] = []
         for prompt in prompts:
             if body.echo and tokenizer is not None:  # the tokenizer will encode or decode it
                 check = bounds.check_chars if isinstance(prompt, str) else bounds.check_tokens
@@ -91,11 +65,10 @@ class CompletionEndpoint:
             echo = await _echo(prompt, tokenizer) if body.echo else ""
             if body.echo and body.logprobs is not None:
                 prompt = await _tokens_of(prompt, tokenizer)
-            found += [
-                CompletionChoice(len(found) + i, prompt, sampling(body, i), echo, texts)
-                for i in range(n)
-            ]
-        return list(found)
+            for i in range(n):
+                shown = logprobs.Completion(texts, bool(body.logprobs))
+                found.append(CompletionChoice(len(found), prompt, sampling(body, i), shown, echo))
+        return found
 
 
 def _prompts(given: Any) -> Sequence[Prompt]:

@@ -1,16 +1,30 @@
-"""Formats log-probabilities as the two endpoints return them."""
+"""Formats log-probabilities as the two endpoints return them: as JSON, piece by piece.
+
+An answer has up to `engine.max_logprobs_per_call` of them, so no objects are kept for them, and no
+step of the event loop formats more than those of one output or of `PROMPT_PIECE` prompt tokens.
+"""
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
+
+import orjson
 
 from serving.request import Output
 
 if TYPE_CHECKING:
+    from jmoe.pieces import Pieces
     from jmoe.tokenizer import Tokenizer
 
+PROMPT_PIECE = 512
+"""Prompt tokens that are formatted at a time."""
 _LEAST = -9999.0
 """Replaces a log-probability that JSON cannot represent, such as -inf."""
+_CACHED_TOKENS = 4096
+
+Lists = tuple[bytes, ...]
+"""What is appended to each list of a `logprobs` object: elements as JSON, with commas between."""
 
 
 class Texts:
@@ -19,33 +33,48 @@ class Texts:
     def __init__(self, tokenizer: "Tokenizer | None") -> None:
         """Without a tokenizer tokens are shown by their ids."""
         self._pieces = None if tokenizer is None else tokenizer.pieces
+        self._ends = lru_cache(_CACHED_TOKENS)(partial(_ends, self._pieces))
 
     def text(self, token: int) -> str:
         """Returns the text of a token; bytes that do not form whole characters appear as U+FFFD."""
-        if self._pieces is None:
-            return f"token_id:{token}"
-        return self._pieces[token].decode("utf-8", "replace")
+        return _text(self._pieces, token)
 
-    def bytes(self, token: int) -> list[int] | None:
-        """Returns the token's bytes, maybe only part of a UTF-8 character; None without a
-        tokenizer.
-        """
-        return None if self._pieces is None else list(self._pieces[token])
+    def entry(self, token: int, logprob: float) -> bytes:
+        """Returns a chat's entry for a token, without its closing brace."""
+        before, after = self._ends(token)
+        return before + orjson.dumps(_told(logprob)) + after
 
 
-def chat(out: Output, texts: Texts) -> dict[str, Any]:
-    """Returns `choices[].logprobs` of a chat."""
-    content = []
-    for at, (token, logprob) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
-        top = out.top_logprobs[at] if out.top_logprobs else ()
-        content.append(
-            {**_entry(token, logprob, texts), "top_logprobs": [_entry(*one, texts) for one in top]}
-        )
-    return {"content": content, "refusal": None}
+def _text(pieces: "Pieces | None", token: int) -> str:
+    return f"token_id:{token}" if pieces is None else pieces[token].decode("utf-8", "replace")
 
 
-def _entry(token: int, logprob: float, texts: Texts) -> dict[str, Any]:
-    return {"token": texts.text(token), "logprob": _told(logprob), "bytes": texts.bytes(token)}
+def _ends(pieces: "Pieces | None", token: int) -> tuple[bytes, bytes]:
+    """Returns what surrounds the log-probability in a token's entry. The bytes may be only part of
+    a UTF-8 character; they are null without a tokenizer.
+    """
+    own = None if pieces is None else list(pieces[token])
+    text = orjson.dumps(_text(pieces, token))
+    return b'{"token":%b,"logprob":' % text, b',"bytes":' + orjson.dumps(own)
+
+
+class Chat:
+    """Makes `choices[].logprobs` of a chat: one list with an entry per token."""
+
+    starts: tuple[bytes, ...] = (b'{"content":[',)
+    end = b'],"refusal":null}'
+
+    def __init__(self, texts: Texts) -> None:
+        self._texts = texts
+
+    def of(self, out: Output) -> Lists:
+        """Returns the entries for an output's tokens."""
+        entry, content = self._texts.entry, []
+        for at, (token, logprob) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
+            top = out.top_logprobs[at] if out.top_logprobs else ()
+            likeliest = b",".join([entry(*one) + b"}" for one in top])
+            content.append(entry(token, logprob) + b',"top_logprobs":[%b]}' % likeliest)
+        return (b",".join(content),)
 
 
 class Completion:
@@ -54,45 +83,34 @@ class Completion:
     def __init__(self, texts: Texts, wants_top: bool) -> None:
         self._texts, self._wants_top = texts, wants_top
         self._offset = 0  # where the next token begins in the text of all tokens
+        self.starts = b'{"tokens":[', b'],"token_logprobs":[', b'],"text_offset":['
+        self.end = b'],"top_logprobs":null}'
+        if wants_top:
+            self.starts, self.end = (*self.starts, b'],"top_logprobs":['), b"]}"
 
-    def of_prompt(self, tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-        """Returns the lists for an echoed prompt, whose first token has no log-probability."""
-        found = self._lists(tokens, (None, *logprobs))
-        return found | {"top_logprobs": None}
+    def of_prompt(self, tokens: Sequence[int], logprobs: Sequence[float | None]) -> Lists:
+        """Returns the entries for a part of an echoed prompt. The likeliest tokens there are
+        never asked for.
+        """
+        texts, offsets = [self._texts.text(token) for token in tokens], []
+        for text in texts:
+            offsets.append(self._offset)
+            self._offset += len(text)
+        told = [None if one is None else _told(one) for one in logprobs]
+        return tuple(orjson.dumps(one)[1:-1] for one in (texts, told, offsets))
 
-    def of(self, out: Output) -> dict[str, Any]:
-        """Returns the lists for an output's tokens. `top_logprobs` includes the sampled token."""
-        found = self._lists(out.token_ids, out.logprobs)
+    def of(self, out: Output) -> Lists:
+        """Returns the entries for an output's tokens. `top_logprobs` includes the sampled token."""
+        found = self.of_prompt(out.token_ids, out.logprobs)
         if not self._wants_top:
-            return found | {"top_logprobs": None}
+            return found
         tops = []
         for at, (token, logprob) in enumerate(zip(out.token_ids, out.logprobs, strict=True)):
             top = {self._texts.text(token): _told(logprob)}
             for other, its in out.top_logprobs[at] if out.top_logprobs else ():
                 top.setdefault(self._texts.text(other), _told(its))  # equal texts: keep the first
             tops.append(top)
-        return found | {"top_logprobs": tops}
-
-    def _lists(self, tokens: Sequence[int], logprobs: Sequence[float | None]) -> dict[str, Any]:
-        texts, offsets = [self._texts.text(token) for token in tokens], []
-        for text in texts:
-            offsets.append(self._offset)
-            self._offset += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": [None if one is None else _told(one) for one in logprobs],
-            "text_offset": offsets,
-        }
-
-
-def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Concatenates the logprobs of several outputs. Keys without lists stay None."""
-    found: dict[str, Any] = dict.fromkeys(parts[0])
-    for part in parts:
-        for key, values in part.items():
-            if values is not None:
-                found[key] = [*(found[key] or ()), *values]
-    return found
+        return (*found, orjson.dumps(tops)[1:-1])
 
 
 def _told(logprob: float) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from serving.composes import why_not
 from serving.frontend.status import loadable_ways
 from serving.request import BrownoutState, Priority
 from serving.version import jmoe_version
@@ -167,13 +168,15 @@ def about(server: "Server") -> dict[str, Any]:
 def _controllers(engine: "Engine") -> list[str]:
     from serving.control.guarded import CONTROLLERS  # imports jax, as the engine did
 
-    return list(dict.fromkeys((*CONTROLLERS, engine.config.salc.controller)))
+    config = engine.config
+    names = dict.fromkeys((*CONTROLLERS, config.salc.controller))
+    return [name for name in names if not why_not(config, f"engine.salc.controller={name}")]
 
 
 def now(server: "Server") -> dict[str, Any]:
     """Returns what is shown without a history: status, settings, models, workers."""
     engine = server.engine
-    found: dict[str, Any] = {"status": server.status, "failure": server.failure or ""}
+    found: dict[str, Any] = {"status": _word(server), "failure": server.failure or ""}
     if engine is None:
         return found | {"brownout": None, "models": [], "workers": [], "uptime_s": math.nan}
     return found | {
@@ -182,6 +185,18 @@ def now(server: "Server") -> dict[str, Any]:
         "workers": _workers(engine.runner),
         "uptime_s": engine.stats().uptime_s,
     }
+
+
+def _word(server: "Server") -> str:
+    """Returns the server's status; `overloaded` in place of `ready` if no threshold keeps the
+    objectives.
+    """
+    engine = server.engine
+    if engine is None or server.status != "ready":
+        return server.status
+    state = engine.get_brownout()
+    kept = math.isnan(state.least_ttft_s) and math.isnan(state.least_itl_s)
+    return "ready" if kept else "overloaded"
 
 
 def _models(engine: "Engine", metrics: "Metrics") -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ goes before at most once. Where a stage takes at most B rows, the oldest first, 
 is max_age_s + (L G + N / B) E.
 """
 
-import logging
 import math
 import operator
 from dataclasses import dataclass
@@ -23,8 +22,6 @@ from jaxtyping import Bool, Float, Int
 from serving import plugins
 from serving.scheduling.layers import compiled
 from serving.scheduling.layers.rules import RULES, Defragging, Rule
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class LayerPicker:
         w = self.waiting
         self._limits = int(w.min_batch), float(w.max_wait_s), float(w.max_age_s)
         self._fallback = Defragging()
-        self._num_faults = 0
+        self._guard = plugins.Guard(f"layer rule {type(rule).__qualname__}", "defragging")
 
     def pick(
         self,
@@ -184,23 +181,16 @@ class LayerPicker:
         seen = counts.view(), may_run.view()
         for array in seen:
             array.flags.writeable = False
-        try:
-            chosen = self.rule.choose(*seen, now)
-            if chosen is not None:
-                return _checked(chosen, may_run)
-        except Exception as error:
-            self._fault(error)
-        return self._fallback.choose(counts, may_run, now)
 
-    def _fault(self, error: Exception) -> None:
-        self._num_faults += 1
-        if self._num_faults.bit_count() == 1:
-            log.error(
-                "layer rule %s: choose failed, for the %dth time; defragging goes on: %s",
-                type(self.rule).__qualname__,
-                self._num_faults,
-                f"{type(error).__name__}: {error}",
-            )
+        def choose() -> tuple[int, int]:
+            chosen = self.rule.choose(*seen, now)
+            if chosen is None:
+                return self._fallback.choose(counts, may_run, now)
+            return _checked(chosen, may_run)
+
+        return self._guard.call(
+            "choose", choose, lambda: self._fallback.choose(counts, may_run, now)
+        )
 
 
 def _checked(

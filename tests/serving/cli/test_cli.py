@@ -257,6 +257,30 @@ def test_model_config_that_is_not_there() -> None:
         load_model_config("gpt")
 
 
+PCI = "sys/bus/pci/devices/0000:01:00.0"
+
+
+def pci(vendor: str, kind: str) -> dict[str, str]:
+    return {f"{PCI}/vendor": f"{vendor}\n", f"{PCI}/class": f"{kind}\n"}
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ({}, False),
+        ({"dev/nvidiactl": ""}, True),
+        (pci("0x10de", "0x030200"), True),
+        (pci("0x10de", "0x020000"), False),
+        (pci("0x1002", "0x030000"), False),
+    ],
+)
+def test_a_gpu_counts_whether_or_not_its_driver_works(tmp_path, made, found) -> None:
+    for name, text in made.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert cli.has_nvidia_gpu(tmp_path) == found
+
+
 def test_serve_for_real(monkeypatch, capsys, tmp_path) -> None:
     small = {
         "engine.max_model_len": 32,
@@ -276,7 +300,9 @@ def test_serve_for_real(monkeypatch, capsys, tmp_path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        # Without a GPU, jax must not look for one; gRPC's C core writes to stderr.
+        env={**os.environ, "JAX_PLATFORMS": "cpu" if cli.has_nvidia_gpu() else ""}
+        | {"GRPC_VERBOSITY": "DEBUG", "GRPC_TRACE": "tcp"},
     )
     try:
         assert child.stdout.readline().startswith("jmoe admin on 127.0.0.1:"), child.stderr.read()
@@ -291,7 +317,8 @@ def test_serve_for_real(monkeypatch, capsys, tmp_path) -> None:
         assert rows["ServerInfo.part_layers"].startswith("decode 4: ")
         assert int(rows["ServerInfo.num_programs"]) > 2
         assert rows["ServerInfo.best_effort_wait_s"] == "inf"  # no step was seen yet
-        child.send_signal(signal.SIGTERM)
+        for name in (signal.SIGHUP, signal.SIGTERM):
+            child.send_signal(name)
         _, log = child.communicate(timeout=120)
     finally:
         child.kill()
@@ -301,6 +328,10 @@ def test_serve_for_real(monkeypatch, capsys, tmp_path) -> None:
     assert drawn["traceEvents"][0]["args"] == {"name": "jmoe"}
     entries = [json.loads(line) for line in log.splitlines()]
     assert any(entry["message"].startswith("compiling: ") for entry in entries)
+    assert "cuDNN" not in log
+    foreign = [(e["level"], e["message"]) for e in entries if e["logger"] == "stderr"]
+    assert any(level == "INFO" and "gRPC Tracers: tcp" in text for level, text in foreign)
+    assert [e["level"] for e in entries if e["message"].startswith("nothing to read")] == ["INFO"]
     found = {entry["event"]: entry for entry in entries if "event" in entry}
     assert [e["event"] for e in entries if "event" in e] == [
         *("listening", "model", "capacity", "brownout", "ready", "stopped")

@@ -50,6 +50,8 @@ def test_flags_are_what_the_key_allows(path):
         "tokens_per_min 600, concurrency 2\n"
     )
     assert key.sha256 not in listed
+    run("new", "b", "--metrics", "--file", path)
+    assert "b  metrics only\n" in run("list", "--file", path).stdout
 
 
 def test_revoked_is_gone_and_others_stay(path):

@@ -3,6 +3,7 @@
 import logging
 import math
 
+import numpy as np
 import pytest
 from scheduled import decode_step, prefill_step, sequence_of
 
@@ -280,11 +281,23 @@ def test_where_a_controller_fails_algorithm_2_decides(caplog):
 
 @pytest.mark.parametrize(
     ("decision", "words"),
-    [(Decision(50, 101), "decode_percent is 101"), ((50, 50), "must return a Decision")],
+    [
+        (Decision(50, 101), "decode_percent is 101"),
+        ((50, 50), "must return a Decision"),
+        (Decision(True, 50), "prefill_percent is True; it must be a number"),
+        (Decision(50, math.nan), "decode_percent is nan"),
+        (Decision(10**5000, 50), "decide failed"),
+        (Decision("50", 50), "prefill_percent is '50'"),
+        (Decision(np.array([50.0]), 50), "it must be a number"),
+        (Decision(50, 50, -1.0), "ttft_p90_s is -1.0; it must be 0 or more"),
+        (SystemExit(1), "decide failed, for the 1th time; algorithm2 goes on: SystemExit: 1"),
+    ],
 )
 def test_a_decision_that_is_none_is_not_taken(decision, words, caplog):
     class Wrong(Half):
         def decide(self, seen):
+            if isinstance(decision, BaseException):
+                raise decision
             return decision
 
     controller = GuardedController("wrong", Wrong(CONFIG), CONFIG)
@@ -328,7 +341,17 @@ def test_the_example_of_the_page_works(request):
     assert decision == Decision(70, 70)
 
 
-@pytest.mark.parametrize("odd", ["a", None, {}])
+def test_numpys_numbers_are_numbers():
+    class Numpys(Half):
+        def decide(self, seen):
+            return Decision(np.float32(50), np.int64(60))
+
+    found = GuardedController("numpys", Numpys(CONFIG), CONFIG).decide(seen())
+    assert found == Decision(50, 60)
+    assert type(found.prefill_percent) is type(found.decode_percent) is float
+
+
+@pytest.mark.parametrize("odd", ["a", "nan", None, {}, True])
 def test_an_expected_p90_that_is_no_number_is_a_fault_of_the_controller(odd, caplog):
     class Odd(Half):
         def decide(self, seen):

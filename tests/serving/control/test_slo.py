@@ -138,11 +138,13 @@ def test_waiting_for_a_slot_is_waiting_for_decode():
     assert math.isnan(slo.state().itl_p90_s)  # no latency was seen
 
 
-def test_without_data_nothing_changes():
+def test_without_data_nothing_changes_until_that_is_evidence_of_no_load():
     slo = analyser(decode_threshold_percent=40)
-    for now in range(10):
+    for now in range(9):
         update(slo, float(now), 0.0)
     assert slo.ls.decode.threshold_percent == 40
+    update(slo, 9.0, 0.0)  # one interval before ten seconds are over
+    assert slo.ls.decode.threshold_percent == 100
 
 
 def test_a_fixed_threshold_turns_the_controllers_off():

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from serving.execution.aep.port import Peer, Port
 
 FLOOD = -1
+KEY = bytes(range(32))
 
 
 class Note(NamedTuple):
@@ -28,7 +29,7 @@ def main():
     """Says where it is, is told of its peer, says that it knows; then adds one to each note, or
     counts without end.
     """
-    port = Port("other", [Note])
+    port = Port("other", [Note], KEY)
     print(as_json(port.peer), flush=True)
     port.connect(from_json(sys.stdin.readline()))
     print("connected", flush=True)

@@ -1,9 +1,15 @@
 """Messages between processes: as frames and back, and between ports over real sockets."""
 
 import json
+import re
+import secrets
+import socket
+import struct
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +21,20 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import Float, Int
+from zmq.utils import z85
 
 from serving.execution.aep.messages import FromExperts, ToExperts
 from serving.execution.aep.port import Peer, PeerBehind, Port, PortError
-from serving.execution.aep.wire import MAX_FRAME_BYTES, Wire, WireError, to_frame
+from serving.execution.aep.wire import (
+    MAX_ARRAY_BYTES,
+    MOST_FRAMES,
+    Wire,
+    WireError,
+    to_frames,
+)
 
 SOON_S = 10.0
+KEY = bytes(range(32))
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,7 @@ WIRE = Wire([Whole, Note])
 
 
 def frames_of(message):
-    return [bytes(to_frame(part)) for part in WIRE.encode(message)]
+    return [bytes(frame) for part in WIRE.encode(message) for frame in to_frames(part)]
 
 
 def decoded(frames, to_rows=np.array):
@@ -123,7 +137,7 @@ def test_arrays_that_are_strided_travel_and_are_whole_when_they_come():
     index = np.arange(10)[::3]
     message = FromExperts(1, np.ones((4, 8), np.float32).T, 8, index, index)
     wire = Wire([ToExperts, FromExperts])
-    found = wire.decode([to_frame(part) for part in wire.encode(message)], np.array)
+    found = wire.decode([f for part in wire.encode(message) for f in to_frames(part)], np.array)
     assert same(found, message)
     assert found.row.flags.writeable
 
@@ -209,7 +223,7 @@ def test_frames_that_are_no_message_are_refused_by_name(frames, words):
         (Note(1, np.zeros(3, np.float32)), r"Note\.rows: it is float32 \[3\]"),
         (MESSAGE._replace(index=[1]), r"Whole\.index: .* an array of NumPy"),
         (MESSAGE._replace(part=None), r"Whole\.part: it is None; it must be of Part"),
-        (Note(1, np.broadcast_to(np.float32(0), (2, MAX_FRAME_BYTES))), r"Note\.rows: it has"),
+        (Note(1, np.broadcast_to(np.float32(0), (2, MAX_ARRAY_BYTES))), r"Note\.rows: it has"),
     ],
 )
 def test_messages_that_cannot_travel_are_refused_when_they_are_sent(message, words):
@@ -246,7 +260,7 @@ def port():
     made = []
 
     def make(name, **options):
-        made.append(Port(name, [Note, ToExperts], **options))
+        made.append(Port(name, [Note, ToExperts], options.pop("key", KEY), **options))
         return made[-1]
 
     yield make
@@ -273,14 +287,71 @@ def numbers(port, count, *, helps=()):
     return found
 
 
+class Proxy:
+    """Carries a port's connections, and closes them as it is told: what is under way is lost."""
+
+    def __init__(self, peer):
+        self.connections, self.count, self.passes = [], 0, True
+        host, _, number = peer.address.removeprefix("tcp://").rpartition(":")
+        self.target = host, int(number)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.peer = peer._replace(address=address)
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        with suppress(OSError):
+            while True:
+                ends = self.listener.accept()[0], socket.create_connection(self.target)
+                self.connections += ends
+                self.count += 1
+                for one, other in (ends, ends[::-1]):
+                    threading.Thread(target=self.carry, args=(one, other), daemon=True).start()
+
+    def carry(self, one, other):
+        with suppress(OSError):
+            while data := one.recv(1 << 16):
+                if self.passes:
+                    other.sendall(data)
+
+    def reset(self):
+        """With an RST, which takes what lies in buffers, too."""
+        ends, self.connections = self.connections, []
+        for end in ends:
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RD)
+            end.close()
+
+    def close(self):
+        self.listener.close()
+        self.reset()
+
+
+@pytest.fixture
+def proxied(port):
+    """Two ports and the proxies through which the second and the first are reached."""
+    one, other = port("one"), port("other")
+    proxies = Proxy(other.peer), Proxy(one.peer)
+    one.connect(proxies[0].peer)
+    other.connect(proxies[1].peer)
+    yield one, other, *proxies
+    for each in proxies:
+        each.close()
+
+
 @pytest.fixture
 def raw():
     """Sockets that send frames as they are."""
     with zmq.Context() as context:
         sockets = []
 
-        def connect(peer):
+        def connect(peer, key=KEY, server=KEY):
             sockets.append(context.socket(zmq.PUSH))
+            if key is not None:
+                sockets[-1].curve_secretkey = z85.encode(key)
+                sockets[-1].curve_publickey = zmq.curve_public(z85.encode(key))
+                sockets[-1].curve_serverkey = zmq.curve_public(z85.encode(server))
             sockets[-1].connect(peer.address)
             return sockets[-1]
 
@@ -289,8 +360,12 @@ def raw():
             socket.close(linger=0)
 
 
+def head(number, to, sender, said=0, again=False):
+    return struct.pack("!16s16sQQ?", to, sender, number, said, again)
+
+
 def note(number, to, sender):
-    return [to + sender, *frames_of(Note(number))]
+    return [head(number, to, sender), *frames_of(Note(number))]
 
 
 def test_messages_come_in_order_with_their_senders_name(two):
@@ -334,6 +409,56 @@ def test_rows_that_have_yet_to_be_computed_keep_nobody_waiting(two, monkeypatch)
     assert numbers(other, 2, helps=[one]) == [1, 2]
 
 
+def test_connections_that_are_reset_lose_double_and_reorder_nothing(proxied):
+    one, other, *proxies = proxied
+    rows, count = np.arange(64 * 1024, dtype=np.float32).reshape(64, 1024), 400
+    came, resets = {one: [], other: []}, 0
+    sent, deadline = 0, time.monotonic() + 3 * SOON_S
+    while min(map(len, came.values())) < count:
+        assert time.monotonic() < deadline, [len(each) for each in came.values()]
+        if sent < min(count, len(came[one]) + 30):
+            one.send("other", Note(sent, rows))
+            other.send("one", Note(sent, rows))
+            sent += 1
+        for port in came:
+            came[port] += [message for _, message in port.receive(0)]
+        if len(came[one]) // 40 > resets:  # when connections carry much
+            resets += 1
+            for proxy in proxies:
+                proxy.reset()
+    assert resets >= 5
+    assert min(proxy.count for proxy in proxies) > 5
+    for messages in came.values():
+        assert [message.number for message in messages] == list(range(count))
+        assert all(same(message.rows, rows) for message in messages)
+
+
+def test_the_last_message_is_not_lost_either(proxied):
+    one, other, proxy, _ = proxied
+    one.send("other", Note(0))
+    assert numbers(other, 1, helps=[one]) == [0]
+    proxy.passes = False
+    one.send("other", Note(1))
+    while one.unreached(0.05) != ["other"]:
+        assert one.receive(0.01) == other.receive(0) == []
+    proxy.reset()
+    proxy.passes = True
+    assert numbers(other, 1, helps=[one]) == [1]
+    while one.unreached(0):
+        assert one.receive(0.01) == other.receive(0) == []
+
+
+def test_beats_come_whatever_else_is_missing(two):
+    one, other = two
+    beat = one.beats("other")
+    thread = threading.Thread(target=beat, args=(Note(5),))
+    thread.start()
+    thread.join()
+    assert other.receive(SOON_S) == [("one", Note(5))]
+    one.send("other", Note(6))
+    assert other.receive(SOON_S) == [("one", Note(6))]
+
+
 def test_a_stranger_and_who_means_another_are_not_heard(two, raw):
     one, other = two
     to, sender, socket = other.peer.incarnation, one.peer.incarnation, raw(other.peer)
@@ -342,24 +467,28 @@ def test_a_stranger_and_who_means_another_are_not_heard(two, raw):
     socket.send_multipart(note(2, stranger, sender))  # a former port of that address
     socket.send_multipart([b"", b"x"])
     socket.send_multipart([b"x"])
-    socket.send_multipart(note(3, to, sender))
-    assert other.receive(SOON_S) == [("one", Note(3))]
+    socket.send_multipart(note(1, to, sender))
+    assert other.receive(SOON_S) == [("one", Note(1))]
 
 
 def test_a_message_that_is_none_is_named_and_loses_no_other(two, raw):
     one, other = two
     to, sender, socket = other.peer.incarnation, one.peer.incarnation, raw(other.peer)
     socket.send_multipart(note(1, to, sender))
-    socket.send_multipart([to + sender, b"{}"])
-    socket.send_multipart(note(2, to, sender))
+    socket.send_multipart([head(2, to, sender), b"{}"])
+    socket.send_multipart([head(3, to, sender), *[b""] * MOST_FRAMES])
+    socket.send_multipart(note(4, to, sender))
     found, refused, deadline = [], [], time.monotonic() + SOON_S
     while len(found) < 2 and time.monotonic() < deadline:
         try:
             found += numbers(other, 1)
         except WireError as error:
             refused.append(str(error))
-    assert found == [1, 2]
-    assert refused == ["from one: a header is {}; it must be a name and values"]
+    assert found == [1, 4]
+    assert refused == [
+        "from one: a header is {}; it must be a name and values",
+        f"from one: it has {MOST_FRAMES + 1} frames; it may have {MOST_FRAMES}",
+    ]
 
 
 def test_what_a_former_incarnation_sent_is_not_its_successors(two, raw, port):
@@ -367,9 +496,9 @@ def test_what_a_former_incarnation_sent_is_not_its_successors(two, raw, port):
     successor = port("one")
     socket = raw(other.peer)
     other.connect(successor.peer)
-    socket.send_multipart(note(1, other.peer.incarnation, one.peer.incarnation))
-    socket.send_multipart(note(2, other.peer.incarnation, successor.peer.incarnation))
-    assert other.receive(SOON_S) == [("one", Note(2))]
+    socket.send_multipart(note(2, other.peer.incarnation, one.peer.incarnation))
+    socket.send_multipart(note(1, other.peer.incarnation, successor.peer.incarnation))
+    assert other.receive(SOON_S) == [("one", Note(1))]
     other.send("one", Note(3))
     successor.connect(other.peer)
     assert successor.receive(SOON_S) == [("other", Note(3))]
@@ -397,10 +526,10 @@ def test_who_is_forgotten_is_not_heard_and_gets_nothing(two, raw):
     socket.send_multipart(note(1, other.peer.incarnation, one.peer.incarnation))
     other.send("one", Note(2))
     other.connect(one.peer)
-    socket.send_multipart(note(3, other.peer.incarnation, one.peer.incarnation))
+    socket.send_multipart(note(1, other.peer.incarnation, one.peer.incarnation))
     other.send("one", Note(4))
     assert numbers(one, 1) == [4]
-    assert numbers(other, 1)[-1] == 3
+    assert numbers(other, 1) == [1]
 
 
 def test_who_never_was_is_refused(two):
@@ -469,3 +598,66 @@ def test_a_port_is_closed_twice_and_woken_afterwards(port):
     one.close()
     one.close()
     one.wake()
+
+
+def resident_bytes():
+    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def test_strangers_get_nothing_in_and_keep_nobody_from_anything(two, raw):
+    """Without CURVE, with another key, with none at all; many that never end a handshake."""
+    one, other = two
+    host, _, number = other.peer.address.removeprefix("tcp://").rpartition(":")
+    to, sender = other.peer.incarnation, one.peer.incarnation
+    one.send("other", Note(0))
+    assert numbers(other, 1) == [0]
+    before = resident_bytes()
+    stranger = secrets.token_bytes(32)
+    for socket_ in (
+        raw(other.peer, key=None),
+        raw(other.peer, key=stranger),  # knows the public key
+        raw(other.peer, key=stranger, server=stranger),
+    ):
+        with suppress(zmq.Again):  # it has no connection that would take them
+            socket_.send_multipart(note(2, to, sender), zmq.NOBLOCK)
+            socket_.send_multipart([bytes(1 << 20)] * 8, zmq.NOBLOCK)
+            while True:
+                socket_.send(b"x", zmq.NOBLOCK)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(47)
+    frame = b"\x06" + struct.pack("!Q", 1 << 40) + bytes(1 << 16)
+    waiting = []
+    for at in range(200):
+        waiting.append(socket.create_connection((host, int(number))))
+        given = (b"", greeting, greeting + frame, secrets.token_bytes(1 << 16))[at % 4]
+        with suppress(OSError):
+            waiting[-1].sendall(given)
+    assert other.receive(0.3) == []
+    for sent in range(1, 200):
+        one.send("other", Note(sent, np.zeros((4, 4), np.float32)))
+    assert numbers(other, 199) == list(range(1, 200))
+    assert other.receive(0.2) == []
+    assert resident_bytes() - before < 64 << 20
+    for each in waiting:
+        each.close()
+
+
+def test_a_flood_of_what_is_not_heard_does_not_keep_receive_from_returning(two, raw):
+    """From one that has the key, but is nobody that the port was told of."""
+    _, other = two
+    flood, over = raw(other.peer), threading.Event()
+
+    def send():
+        while not over.is_set():
+            with suppress(zmq.Again):
+                flood.send(b"x", zmq.NOBLOCK)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        time.sleep(0.05)
+        began = time.monotonic()
+        assert other.receive(0.1) == []
+        assert time.monotonic() - began < SOON_S / 4
+    finally:
+        over.set()
+        thread.join()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from serving.execution.aep.port import Port
-from tests.serving.execution.aep_port_peer import FLOOD, Note, as_json, from_json
+from tests.serving.execution.aep_port_peer import FLOOD, KEY, Note, as_json, from_json
 
 SOON_S = 60.0
 ROWS = np.arange(32 * 2048).reshape(32, 2048).astype(ml_dtypes.bfloat16)  # 128 KB
@@ -19,7 +19,7 @@ ROWS = np.arange(32 * 2048).reshape(32, 2048).astype(ml_dtypes.bfloat16)  # 128 
 
 @pytest.fixture
 def port():
-    port = Port("one", [Note], most_waiting=1000)
+    port = Port("one", [Note], KEY, most_waiting=1000)
     yield port
     port.close()
 

@@ -1,7 +1,9 @@
 """The server's view of workers that are processes: who has met whom, who is gone, who is back."""
 
+from queue import SimpleQueue
 from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -9,10 +11,10 @@ from serving.config import AsynchronousConfig, EngineConfig
 from serving.execution.aep.messages import FromExperts, Left, Steer, WorkerDown, WorkerUp
 from serving.execution.aep.queues import MicroQueues
 from serving.execution.aep.remote_crew import RemoteCrew
-from serving.execution.aep.worker_process import Address, Beat, Loop, Meet, Met, Stop
+from serving.execution.aep.worker_process import Address, Beat, Loop, Meet, Met, Pulse, Stop
 
 ALONE = np.array([[[True, False], [False, True]]])  # each of two experts on a worker of its own
-BEAT = Beat(1, np.array([2, 3]), 0.5, 0)
+BEAT = Beat(1, np.array([2, 3]), 0.5, 0, 0, [])
 
 
 class FakePort:
@@ -39,6 +41,9 @@ class FakePort:
     def wake(self):
         pass
 
+    def unreached(self, limit_s):
+        return []
+
 
 class Setup:
     """A crew of 1 + 2, whose processes do what a test says."""
@@ -52,7 +57,7 @@ class Setup:
         self.processes, self.killed, self.addresses = {}, [], {}
         limits = SimpleNamespace(num_ranks=1)
         self.crew = RemoteCrew(
-            config, limits, ALONE, self, lambda host: self.port, lambda: self.now
+            config, limits, ALONE, self, bytes(32), lambda *_: self.port, lambda: self.now
         )
         self.crew.listen(self.told.append)
         self.crew.open()
@@ -85,11 +90,16 @@ class Setup:
         self.port.coming.append((name, message))
         self.crew.turn()
 
-    def passes(self, seconds, *beating):
-        """Time, in which some beat."""
+    def passes(self, seconds, *beating, hanging=(), unreached=()):
+        """Time, in which some beat, some of them without getting on; and expert workers that
+        attention does not reach.
+        """
         for _ in range(round(2 * seconds)):
             self.now += 0.5
-            self.port.coming += [(name, BEAT) for name in beating]
+            for name in beating:
+                beat = BEAT._replace(unreached=list(unreached) if "attention" in name else [])
+                beat = beat if name in hanging else beat._replace(progress=round(2 * self.now))
+                self.port.coming.append((name, beat))
             self.crew.turn()
 
     def all_up(self):
@@ -187,6 +197,42 @@ def test_a_silent_worker_is_killed_and_replaced():
     assert "experts-1" in setup.processes
 
 
+def test_one_that_gives_signs_of_life_and_gets_nothing_done_has_longer_and_is_replaced():
+    setup, all_names = (
+        Setup(worker_timeout_s=4.0).all_up(),
+        ("attention-0", "experts-0", "experts-1"),
+    )
+    setup.passes(15.0, *all_names, hanging=["experts-1"])
+    assert not setup.killed
+    setup.passes(3.0, *all_names, hanging=["experts-1"])
+    assert setup.killed == ["experts-1"]
+    assert setup.sent_to("attention-0", WorkerDown) == [WorkerDown("experts", 1)]
+
+
+@pytest.mark.parametrize("hanging", [[], ["experts-1"]])
+def test_of_two_that_live_and_do_not_hear_each_other_the_expert_worker_is_replaced(hanging):
+    """Not before it gets on, and has had the time to say what came."""
+    setup, all_names = (
+        Setup(worker_timeout_s=4.0).all_up(),
+        ("attention-0", "experts-0", "experts-1"),
+    )
+    setup.passes(1.5, *all_names, unreached=["experts-1"])
+    setup.passes(1.5, *all_names)
+    setup.passes(5.0, *all_names, unreached=["experts-1"], hanging=hanging)
+    assert setup.killed == ([] if hanging else ["experts-1"])
+
+
+def test_one_that_gets_on_with_loading_is_waited_for():
+    setup = Setup().all_up()
+    setup.dies("experts-1")
+    setup.passes(1.5, "attention-0", "experts-0")
+    setup.listens("experts-1")
+    setup.passes(150.0, "attention-0", "experts-0", "experts-1")
+    assert not setup.killed
+    setup.passes(101.0, "attention-0", "experts-0", "experts-1", hanging=["experts-1"])
+    assert setup.killed == ["experts-1"]
+
+
 def test_nobody_is_taken_for_silent_while_the_server_itself_was_held_up():
     setup = Setup(worker_timeout_s=4.0).all_up()
     setup.now += 60.0
@@ -243,6 +289,24 @@ class FakeWorker:
         return None
 
 
+def test_signs_of_life_come_though_a_process_is_busy_and_say_whether_it_gets_on():
+    told = SimpleQueue()
+    pulse = Pulse(told.put)
+    pulse.start()
+    try:
+        first = told.get(timeout=10)
+        pulse.get_on("loading", 1, 2)
+        jax.jit(lambda x: 3 * x - 1)(1.0)  # compiles
+        second = pulse.beat()
+        pulse.has(FakeWorker())
+        third = pulse.beat()
+    finally:
+        pulse.stop()
+    assert second.progress >= first.progress + 2
+    assert third.progress == second.progress
+    assert third.compilations == 0
+
+
 @pytest.mark.parametrize("news", ["down", "meet"])
 def test_what_a_former_process_sent_is_not_taken_behind_the_news_of_its_end(news):
     """It may stand in one batch with it: a port forgets what is to come, not what has come."""
@@ -258,7 +322,7 @@ def test_what_a_former_process_sent_is_not_taken_behind_the_news_of_its_end(news
         ("experts-0", parts[2]),
         ("server", Stop()),
     ]
-    Loop("attention-0", port, worker, np.inf).run()
+    Loop("attention-0", port, worker, Pulse(print)).run()
     taken = [message for message in worker.taken if isinstance(message, FromExperts)]
     assert [message is part for message, part in zip(taken, [parts[0], parts[2]], strict=True)] == [
         True,
@@ -271,4 +335,4 @@ def test_a_worker_whose_server_is_silent_ends(monkeypatch):
     fake = SimpleNamespace(monotonic=lambda: 0.2 * next(clock))
     monkeypatch.setattr("serving.execution.aep.worker_process.time", fake)
     with pytest.raises(TimeoutError, match="nothing came from the server for 5 s"):
-        Loop("attention-0", FakePort(), FakeWorker(), 5.0).run()
+        Loop("attention-0", FakePort(), FakeWorker(), Pulse(print), 5.0).run()

@@ -1,7 +1,6 @@
 """How many KV pages a GPU gets: memory is made up here, what steps need is what XLA says."""
 
 import logging
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 import jmoe
 from jmoe.kv_cache import page_bytes
@@ -219,12 +219,18 @@ def test_states_over_a_mesh_are_what_is_said_of_them():
 
 
 def test_memory_is_claimed_unless_the_environment_says_how_much(monkeypatch):
-    monkeypatch.delenv(kv_pages.FRACTION, raising=False)
-    kv_pages.claim_memory(0.9)
-    assert os.environ.pop(kv_pages.FRACTION) == "0.9"
-    monkeypatch.setenv(kv_pages.FRACTION, "0.5")
-    kv_pages.claim_memory(0.9)
-    assert os.environ[kv_pages.FRACTION] == "0.5"
+    names = kv_pages.FRACTION, kv_pages.OLD_FRACTION
+
+    def claimed(**given):
+        """What XLA makes of it."""
+        for name in names:
+            monkeypatch.setenv(name, given.get(name, ""))
+        kv_pages.claim_memory(0.9)
+        return generate_pjrt_gpu_plugin_options()["memory_fraction"]
+
+    assert claimed() == 0.9
+    for name in names:
+        assert claimed(**{name: "0.5"}) == 0.5
 
 
 def test_on_a_cpu_pages_are_what_full_sequences_need():

@@ -6,9 +6,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 
-from jmoe import steps
+from jmoe import attention, steps
 from jmoe.model import unstack
 from pallas_kernels.backend import traced_for
 from serving.config import BrownoutConfig, EngineConfig
@@ -145,6 +147,26 @@ async def test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase(as_on_a_gpu, mo
 )
 def test_parts_are_as_short_as_a_launch_is_cheap(launch_s, whole_s, layers, found):
     assert runner.part_layers(launch_s, whole_s, layers) == found
+
+
+async def test_steps_that_are_timed_write_no_two_rows_to_one_place(monkeypatch):
+    """But in the padding page; a GPU's kernel may leave there half of each."""
+    write_kv, written = attention.write_kv, []
+
+    def watched(projection, k_pages, v_pages, *, layer, page, offset):
+        jax.debug.callback(lambda *at: written.append(at), page, offset)
+        places = {"layer": layer, "page": page, "offset": offset}
+        return write_kv(projection, k_pages, v_pages, **places)
+
+    monkeypatch.setattr(attention, "write_kv", watched)
+    async with serving() as engine:
+        assert engine.runner.part_layers_by_size.keys() == {"decode 2", "prefill 8"}
+        padding = engine.runner.limits.num_pages
+    jax.effects_barrier()
+    assert any((np.asarray(page) != 0).any() for page, _ in written)
+    for page, offset in written:
+        own = [at for at in zip(page.tolist(), offset.tolist(), strict=True) if at[0] != padding]
+        assert len(set(own)) == len(own)
 
 
 async def test_a_policy_that_never_parks_needs_no_programs_for_parts(as_on_a_gpu):

@@ -1,7 +1,10 @@
 """What one caller sends over a real socket, and what others notice of it: nothing."""
 
 import asyncio
+import contextlib
+import gc
 import time
+import tracemalloc
 from contextlib import AsyncExitStack
 
 import grpc
@@ -155,6 +158,34 @@ async def test_silent_calls_of_one_connection_are_in_nobodys_way() -> None:
             call.cancel()
         await until(lambda: s.server.guard.inbox.num_callers == 0)
         assert s.server.guard.inbox._connections == {}
+
+
+async def test_a_message_is_freed_as_soon_as_it_is_read() -> None:
+    """Not by the garbage collector, before which many may come."""
+    refused = bytes(MAX_MESSAGE_BYTES - 1000)
+    long = b"\x12\x00" * 200_000  # `text`, empty, again and again
+    long += request([1]).SerializeToString()
+    methods = (GENERATE, "/inference.GRPCInferenceService/ModelStreamInfer")
+    calls = [method for method in methods for _ in range(3)]
+    async with serving() as s:
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            for method in calls:
+                call = s.channel.stream_stream(method)(iter([refused]))
+                with contextlib.suppress(grpc.aio.AioRpcError):
+                    await collect(call)
+            s.engine.gate.clear()
+            answers = aiter(s.channel.unary_stream(GENERATE)(long))
+            await anext(answers)
+            held, _ = tracemalloc.get_traced_memory()
+            s.engine.gate.set()
+            assert len([answer async for answer in answers]) == 127
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    assert held < len(long)
 
 
 async def test_silent_calls_of_many_connections_give_way() -> None:

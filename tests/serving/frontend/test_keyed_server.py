@@ -13,6 +13,8 @@ from serving.connection import Connection
 from serving.frontend.access import Access
 from serving.frontend.metrics import Metrics
 from serving.frontend.reload import Watched
+from serving.proto.inference import inference_pb2
+from serving.proto.inference import inference_pb2_grpc as inference
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import Priority
 
@@ -157,6 +159,17 @@ def get(s: Setup, path: str, authorization: str | None = None) -> tuple[int, str
         connection.close()
 
 
+def complete(s: Setup, authorization: str) -> int:
+    """The status of a completion over HTTP."""
+    connection = HTTPConnection(*s.server.web.address.rsplit(":", 1), timeout=60)
+    headers = {"Authorization": authorization, "Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", '{"prompt": [1], "max_tokens": 1}', headers)
+    try:
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
 async def test_metrics_ask_for_a_key_that_may_and_probes_for_none(file):
     file.write(alice={}, root={"admin": True}, prometheus={"metrics": True})
     async with keyed(file) as s:
@@ -169,6 +182,19 @@ async def test_metrics_ask_for_a_key_that_may_and_probes_for_none(file):
             assert got == status
             assert asks == ("Bearer" if status == 401 else None)
             assert ("jmoe_prompt_tokens" in body) == (status == 200)
+        for _ in range(2):
+            error = await failure(ask(s, file.text("prometheus")))
+            assert error.code() == CODE.PERMISSION_DENIED
+            assert "reads metrics and does nothing else" in error.details()
+        _, body, _ = await asyncio.to_thread(get, s, "/metrics", file.says("prometheus"))
+        assert 'jmoe_refused_by_key_total{key="prometheus",reason="generate"} 2.0' in body
+        assert await asyncio.to_thread(complete, s, file.says("prometheus")) == 403
+        stub = inference.GRPCInferenceServiceStub(s.channel)
+        infer = stub.ModelInfer(
+            inference_pb2.ModelInferRequest(), metadata=meta(file.text("prometheus"))
+        )
+        assert (await failure(infer)).code() == CODE.PERMISSION_DENIED
+        assert not s.engine.calls
 
 
 async def test_what_keys_did_is_counted_by_their_names(file):

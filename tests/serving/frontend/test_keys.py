@@ -5,6 +5,7 @@ import fcntl
 import hashlib
 import hmac
 import os
+from itertools import product
 
 import pytest
 from keyed import WRONG, Clock, KeysFile
@@ -229,6 +230,31 @@ def test_what_a_key_may_not_is_said_by_name(tmp_path):
     assert refused == {"model": 1, "class": 1, "admin": 1, "metrics": 1}
 
 
+def may(ask) -> bool:
+    try:
+        ask()
+    except PermissionDenied:
+        return False
+    return True
+
+
+def test_what_every_combination_of_fields_allows(tmp_path):
+    asks = {"models": ("m",), "classes": (LS,), "requests_per_min": 9, "tokens_per_min": 9}
+    limits = [{}, *({name: value} for name, value in asks.items()), {"concurrency": 9}]
+    rights = [{"admin": a, "metrics": m} for a in (False, True) for m in (False, True)]
+    allowed = {f"k{i}": {**r, **lim} for i, (r, lim) in enumerate(product(rights, limits))}
+    access = Access((file := KeysFile(tmp_path / "k", **allowed)).path)
+    for name, fields in allowed.items():
+        caller = access.caller(file.says(name))
+        generates = may(lambda caller=caller: let_in(caller))
+        got = generates, may(caller.require_metrics), may(caller.require_admin)
+        is_admin, metrics = fields["admin"], fields["metrics"]
+        only_metrics = metrics and not is_admin and len(fields) == 2
+        assert got == (not only_metrics, metrics or is_admin, is_admin), fields
+        assert may(caller.check_room) == generates  # before a request is read
+        assert caller.num_requests == generates
+
+
 # -- rates and concurrency, in simulated time ------------------------------------------------------
 
 
@@ -342,3 +368,42 @@ def test_a_file_that_breaks_leaves_keys_as_they_were_and_is_one_error(file, capl
     file.write(bob={})
     assert access.reload()
     assert access.caller(file.says("bob")).name == "bob"
+
+
+def warnings(caplog):
+    return [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_keys_that_go_are_counted_and_named(file, caplog):
+    file.write(alice={}, bob={}, root={"admin": True})
+    access = Access(file.path)
+    file.write(alice={}, bob={"concurrency": 1}, root={"admin": True}, carol={})
+    assert access.reload()
+    assert not warnings(caplog)
+    file.write(alice={}, bob={})
+    assert access.reload()
+    (record,) = warnings(caplog)
+    assert "2 of 4 keys are gone (carol, root)" in record.getMessage()
+    caplog.clear()
+    file.path.write_text("")
+    assert access.reload()
+    (record,) = warnings(caplog)
+    assert "2 of 2 keys are gone (alice, bob); none is left" in record.getMessage()
+    assert (record.event, record.gone, record.left) == ("keys_gone", 2, 0)
+    with pytest.raises(Unauthenticated):
+        access.caller(file.says("alice"))
+
+
+def test_a_key_replaced_under_its_name_has_gone_too(file, caplog, monkeypatch):
+    access = Access(file.path)
+    monkeypatch.setattr(file, "text", lambda name: f"jmoe_anew{name}")
+    file.write(alice={}, root={})
+    assert access.reload()
+    assert "2 of 2 keys are gone (alice, root)" in caplog.text
+
+
+def test_a_server_that_begins_without_any_key_says_so(tmp_path, caplog):
+    (tmp_path / "k").write_text("keys: {}")
+    (tmp_path / "k").chmod(0o600)
+    Access(tmp_path / "k")
+    assert "has no keys, so that every caller is refused" in caplog.text

@@ -15,7 +15,7 @@ from serving.config import ServerConfig
 from serving.errors import Overloaded
 from serving.frontend import kserve, kserve_tensors
 from serving.frontend.access import Access
-from serving.frontend.kserve_tensors import Answer, merged
+from serving.frontend.kserve_tensors import Answer
 from serving.proto.inference import inference_pb2 as pb
 from serving.proto.inference import inference_pb2_grpc as rpc
 from serving.request import (
@@ -659,10 +659,6 @@ def test_outputs_become_one() -> None:
     last = output(
         text="b", token_ids=(6, 7), logprobs=(-2.0, -3.0), top_logprobs=((), ()),
         usage=Usage(1, 3, 24, 3), finish_reason="stop", prefill_threshold=span,
-    )  # fmt: skip
-    assert merged([output(top_logprobs=((),)), last]) == Output(
-        "x", "ab", (5, 6, 7), (-1.0, -2.0, -3.0), Usage(1, 3, 24, 3), "stop", (), span, None,
-        ((), (), ()),
     )  # fmt: skip
     answer = Answer("x", "m", asked("text_output"), None)
     assert answer.add(output()) is None

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import socket
+from dataclasses import replace
 from types import SimpleNamespace
 from urllib.request import Request, urlopen
 
@@ -73,6 +74,7 @@ def busy() -> Metrics:
     for error in (QueuedTooLong(""), DeadlineExceeded(""), Aborted(""), None):
         metrics.request_ended(asked, error)
     metrics.engine = FakeEngine()
+    metrics.calls.door("http", ["/v1/completions"], "500")("/v1/completions", 200)
     return metrics
 
 
@@ -155,13 +157,26 @@ def test_scrape_over_http() -> None:
     assert ("jmoe_controller_p90_seconds", "prefill", "expected") not in got  # NaN: nothing is
 
 
+def test_the_least_objective_is_told_while_the_one_that_is_set_cannot_be_kept() -> None:
+    metrics = busy()
+    assert least_objectives(metrics) == {"prefill": 0.0, "decode": 0.0}
+    metrics.engine.brownout = replace(metrics.engine.brownout, least_itl_s=0.008)
+    assert least_objectives(metrics) == {"prefill": 0.0, "decode": 0.008}
+
+
+def least_objectives(metrics: Metrics) -> dict[str, float]:
+    name = "jmoe_objective_least_seconds"
+    samples = next(family.samples for family in metrics.collect() if family.name == name)
+    return {sample.labels["phase"]: sample.value for sample in samples}
+
+
 def test_speed_is_that_of_the_first_scrape_over_that_of_now() -> None:
     metrics = busy()
     speeds = []
     for step_s in (0.01, 0.0125):
         metrics.engine.counters["full_decode_step_s"] = step_s
-        found = {family.name: family.samples[0].value for family in metrics.collect()}
-        speeds.append(found["jmoe_step_time_speed"])
+        family = next(f for f in metrics.collect() if f.name == "jmoe_step_time_speed")
+        speeds.append(family.samples[0].value)
     assert speeds == pytest.approx([1.0, 0.8])
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import filecmp
+import logging
 import math
 import os
 import re
@@ -12,13 +13,15 @@ from pathlib import Path
 
 import grpc
 import pytest
+from fake_engine import FakeEngine
 from google.protobuf import descriptor_pool
 from grpc_reflection.v1alpha import reflection_pb2
+from keyed import KeysFile
 from served import CODE, Setup, collect, failure, request, serving, until
 
 from serving import errors
 from serving.config import EngineConfig, ServerConfig
-from serving.frontend.server import Server
+from serving.frontend.server import Server, serve
 from serving.frontend.services import SERVICES
 from serving.proto import build
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
@@ -345,6 +348,25 @@ async def test_signals_drain_then_kill(signals: int, hold_s: float, code: int) -
             else:
                 assert len(await collect(call)) == 2
             assert await asyncio.wait_for(child.wait(), 60) == code
+
+
+async def test_sighup_reads_keys_again_and_says_so(tmp_path, caplog) -> None:
+    caplog.set_level(logging.INFO)
+    file = KeysFile(tmp_path / "keys.json", one={})
+
+    async def start_engine() -> FakeEngine:
+        return FakeEngine()
+
+    config = ServerConfig(port=0, http_port=-1, admin_http_port=-1, keys_file=str(file.path))
+    served = asyncio.create_task(serve(config, start_engine))
+    for number, says in (
+        (0, "ready on "),
+        (signal.SIGHUP, f"keys were read again from {file.path}"),  # though they are the same
+    ):
+        os.kill(os.getpid(), number)
+        await until(lambda says=says: any(says in one.message for one in caplog.records))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await served
 
 
 async def test_a_signal_while_loading_ends_the_process() -> None:

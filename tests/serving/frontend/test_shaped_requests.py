@@ -74,7 +74,7 @@ async def test_where_logits_cannot_be_changed_that_is_said(settings, where, aske
     admission = Admission(EngineConfig(**settings), Limits(4, 8, 16, 32, 4), None)
     try:
         admission.check_size(Request("id", [1], SamplingParams()))
-        with pytest.raises(InvalidRequest, match=f"not built for .*{where}"):
+        with pytest.raises(InvalidRequest, match=f"must be left out with .*{where}"):
             admission.check_size(Request("id", [1], SamplingParams(**asked)))
     finally:
         await admission.close()

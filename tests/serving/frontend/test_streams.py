@@ -1,6 +1,7 @@
 """Calls that take request after request, by a clock of their own."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import grpc
@@ -144,7 +145,9 @@ async def test_a_stream_whose_caller_does_not_read_keeps_its_place() -> None:
 
     call.write = write
     said = Told(grpc.StatusCode.INVALID_ARGUMENT, "bad", ())
-    service = SimpleNamespace(guard=SimpleNamespace(tell=lambda *_: said))
+    uncounted = contextlib.nullcontext(lambda code: None)
+    guard = SimpleNamespace(tell=lambda *_: said, counting=lambda *_: uncounted)
+    service = SimpleNamespace(guard=guard)
     with streams.open(call, parse) as stream:
         running = asyncio.create_task(_InferStream(service, stream, call).run())
         call.sent.put_nowait(b"bad")

@@ -334,10 +334,17 @@ def test_ports_that_show_much_are_warnings(made, tmp_path, caplog):
     own = Deployed(tmp_path, made.server, made.first.cert).settings
     pair = {name: value for name, value in own.items() if name != "tls_client_ca"}
     clear, administer = "keys travel in the clear", "may administer this server"
+    use = "--host is 0.0.0.0, and no key is asked for: whoever reaches it may use this server"
+    both = "--host is ::, and no key is asked for: whoever reaches it may use and administer"
     for fields, said in (
         ({}, None),
-        ({"host": "0.0.0.0"}, None),
-        ({"host": "0.0.0.0", "admin_on_main_port": True}, administer),
+        ({"host": "127.0.0.1"}, None),
+        ({"host": "0.0.0.0"}, use),
+        ({"host": "0.0.0.0", **pair}, use),
+        ({"host": "0.0.0.0", **own}, None),
+        ({"host": "a.name"}, "--host is a.name"),
+        ({"host": "::", "admin_on_main_port": True}, both),
+        ({"host": "::", "admin_host": "::"}, both),
         ({"admin_host": "::"}, administer),
         ({"admin_host": "[::1]"}, None),
         ({"admin_host": "localhost"}, None),

@@ -3,10 +3,15 @@
 The runner counts up, so that every answer is known whatever went before, between or along with it.
 """
 
+import asyncio
+import math
 import random
 import re
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from serving.fake import FakeRunner
@@ -24,6 +29,7 @@ from serving.scheduling.policy import (
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState, SequenceStatus
 from serving.scheduling.share import Share
+from serving.scheduling.units import UnitScheduler
 from tests.traces import num_traces
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
@@ -282,6 +288,43 @@ def test_best_effort_that_has_waited_too_long_counts_as_latency_sensitive():
         play.finish()
 
 
+def ran(scheduler, now):
+    """The sequences of the next step, whose rows have left the last layer with their tokens."""
+    step = scheduler.next_step(now=now)
+    if isinstance(scheduler, UnitScheduler):
+        scheduler.leave(scheduler.enter(step, now))
+    for at, one in enumerate(step.sequences):
+        if step.sampled[at]:
+            one.accept(2, 0.0, 1)
+    return step.sequences
+
+
+@pytest.mark.parametrize("kind", [Scheduler, UnitScheduler])
+@pytest.mark.parametrize("policy", ["ls_first", "fcfs"])
+def test_promoted_best_effort_waits_for_its_own_class_and_not_in_the_others_way(kind, policy):
+    """Four of best effort fill the decode batch, or all pages; of six slots two are free."""
+    for num_pages, length in ((24, 1), (8, 6)):
+        limits = replace(LIMITS, num_pages=num_pages)
+        scheduler = kind(limits, make_policy(policy), max_wait_s=5.0)
+        running = [sequence(name, [1] * length, 9, BE) for name in "bcde"]
+        promoted, prompt = sequence("f", [1] * length, 9, BE), sequence("a", [7], 9, arrived_at=6.0)
+        for one in (*running, promoted):
+            scheduler.add(one)
+        while sum(bool(one.tokens) for one in running) < 4:
+            ran(scheduler, 0.0)
+        assert promoted.status is SequenceStatus.WAITING
+        scheduler.add(prompt, 6.0)
+        short = sequence("s", [3], 9, BE)
+        scheduler.add(short)
+        assert prompt in [*ran(scheduler, 6.0), *ran(scheduler, 6.0)]
+        assert short.status is SequenceStatus.WAITING  # nor does its own class overtake it
+        assert promoted.priority is LS
+        for one in running:
+            scheduler.finish(one)
+        scheduler.add(sequence("g", [9], 9, arrived_at=7.0), 7.0)
+        assert promoted in [*ran(scheduler, 7.0), *ran(scheduler, 7.0)]  # has the next slot
+
+
 # ---- policies ----
 
 
@@ -357,7 +400,90 @@ def test_a_policy_that_fails_loses_nothing_and_is_named_once_in_a_while(caplog):
         assert play.answers[f"{number}"] == counted([10 * number], 9)
     lines = [record.getMessage() for record in caplog.records]
     assert 2 < len(lines) < 12  # the 1st, 2nd, 4th, 8th, ...
-    assert "policy Broken: rank failed, for the 1th time; first come first served" in lines[0]
+    assert "policy Broken: choose failed, for the 1th time; first come first served" in lines[0]
+
+
+class Unspeakable(BaseException):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+class Odd(Fcfs):
+    """Answers with what looks right, is of another type, or ends the process, in turn."""
+
+    parks = True
+    ranks = (None, 1.0, (1, 2.0), math.nan, (0, math.nan), "a", np.zeros(2), 1j, 2, SystemExit())
+    choices = (
+        Choice(resume=0.0),
+        Choice(resume=True),
+        Choice(resume=np.int64(0)),
+        Choice(resume=math.nan),
+        Choice(resume=10**5000),
+        Choice(Phase.DECODE, ((LS,), (LS, BE))),
+        Choice(Phase.PREFILL, ((LS,), (BE,), (LS,))),
+        Choice(Phase.PREFILL, (group for group in [(LS, BE)])),
+        Choice(Phase.DECODE, (["latency_sensitive"],)),
+        Choice(Phase.PREFILL, None),
+        asyncio.CancelledError(),
+        GeneratorExit(),
+        Unspeakable(),
+    )
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def _answer(self, answers):
+        answer = self.rng.choice(answers)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    def rank(self, request):
+        return self._answer(self.ranks)
+
+    def choose(self, view):
+        with pytest.raises(TypeError):
+            view.can_prefill[LS] = True
+        return self._answer(self.choices) if self.rng.random() < 0.7 else super().choose(view)
+
+    def victim(self, running):
+        return self._answer((*running, Unspeakable(), None, "a"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "order"),
+    [
+        ({"a": None, "b": 1.0, "c": 0.0}, "abc"),
+        ({"a": 3.0, "b": (1, 2), "c": 0.0}, "abc"),
+        ({"a": math.nan, "b": 1.0, "c": 0.0}, "abc"),
+        ({"a": 2.0, "b": 1.0, "c": (0, math.nan)}, "bac"),
+    ],
+)
+def test_ranks_that_cannot_be_compared_are_passed_over_for_arrival(ranks, order, caplog):
+    class Mixed(Fcfs):
+        def rank(self, request):
+            return ranks[request.request_id]
+
+    play = Play(Mixed())
+    play.add(*(sequence(name, [7], 1, arrived_at=at) for at, name in enumerate("abc")))
+    assert "".join(s.request.request_id for s in play.scheduler.waiting) == order
+    play.finish()
+    assert "Mixed: rank failed, for the 1th time; first come" in caplog.text
+
+
+def test_a_call_of_a_policy_that_takes_long_is_named_once_in_a_while(caplog):
+    class Slow(Fcfs):
+        def choose(self, view):
+            time.sleep(0.002)
+            return super().choose(view)
+
+    play = Play(Slow(), slow_s=0.001)
+    play.add(sequence("a", [7], 9))
+    play.finish()
+    lines = [line for line in caplog.messages if "choose took" in line]
+    assert "Slow: choose took" in lines[0]
+    assert "longer than engine.plugin_slow_ms, for the 1th time" in lines[0]
+    assert 2 < len(lines) < 6  # of more than nine calls
 
 
 @pytest.mark.parametrize(
@@ -366,10 +492,13 @@ def test_a_policy_that_fails_loses_nothing_and_is_named_once_in_a_while(caplog):
         ("fifo", "policy is 'fifo'; it must be one of fcfs, edf, ls_first, qllm, or module:Class"),
         ("no_such_module:Mine", "cannot be made: ModuleNotFoundError"),
         ("json:Mine", "cannot be made: AttributeError"),
+        ("ends_the_process:Mine", "cannot be made: SystemExit: 3"),
         ("json:JSONDecoder", "has no rank, choose, victim"),
     ],
 )
-def test_a_policy_that_is_not_there_is_named(name, words):
+def test_a_policy_that_is_not_there_is_named(name, words, tmp_path, monkeypatch):
+    (tmp_path / "ends_the_process.py").write_text("raise SystemExit(3)", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match=words):
         make_policy(name)
 
@@ -468,9 +597,9 @@ def random_trace(seed, make):
     return play
 
 
-@pytest.mark.parametrize("name", [*POLICIES, "whims", "broken"])
+@pytest.mark.parametrize("name", [*POLICIES, "whims", "broken", "odd"])
 def test_random_traces_lose_nothing_under_any_policy(name):
-    makers = {"whims": Whims, "broken": lambda rng: Broken()}
+    makers = {"whims": Whims, "odd": Odd, "broken": lambda rng: Broken()}
     make = makers.get(name, lambda rng: make_policy(name))
     parks = joins = evictions = 0
     for seed in range(120):

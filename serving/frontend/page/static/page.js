@@ -41,13 +41,14 @@ function line(message) {
   past.draw();
 }
 
-function status({ status: word, failure, uptime_s: up }) {
+function status({ status: word, failure, brownout, uptime_s: up }) {
   const names = about.models;
   byId("model").textContent = names.length > 1 ? `${names.length} models` : names[0];
   byId("status").textContent = word;
   byId("status").dataset.status = word;
   byId("facts").textContent = up === null ? "" : `up ${duration(up)} · version ${about.version}`;
-  const text = failure ? `The engine failed: ${failure}.` : (SAYS[word] ?? "");
+  const vain = brownout?.objective_state ? `In vain: ${brownout.objective_state}.` : "";
+  const text = failure ? `The engine failed: ${failure}.` : (SAYS[word] ?? vain);
   if (byId("banner").textContent !== text) byId("banner").textContent = text;
   byId("banner").hidden = !text;
   byId("banner").classList.toggle("bad", Boolean(failure));

@@ -253,7 +253,7 @@ class SetBrownoutRequest(_message.Message):
     def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[int] = ..., decode_threshold_percent: _Optional[int] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ...) -> None: ...
 
 class BrownoutState(_message.Message):
-    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "warning_factor", "ttft_p90_s", "itl_p90_s", "controller", "prefill_company", "predicted_ttft_p90_s", "predicted_itl_p90_s")
+    __slots__ = ("strategy", "way", "prefill_threshold_percent", "decode_threshold_percent", "salc_enabled", "ttft_slo_s", "itl_slo_s", "warning_factor", "ttft_p90_s", "itl_p90_s", "controller", "prefill_company", "predicted_ttft_p90_s", "predicted_itl_p90_s", "objective_state", "least_ttft_s", "least_itl_s")
     STRATEGY_FIELD_NUMBER: _ClassVar[int]
     WAY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_THRESHOLD_PERCENT_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +268,9 @@ class BrownoutState(_message.Message):
     PREFILL_COMPANY_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_TTFT_P90_S_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_ITL_P90_S_FIELD_NUMBER: _ClassVar[int]
+    OBJECTIVE_STATE_FIELD_NUMBER: _ClassVar[int]
+    LEAST_TTFT_S_FIELD_NUMBER: _ClassVar[int]
+    LEAST_ITL_S_FIELD_NUMBER: _ClassVar[int]
     strategy: str
     way: int
     prefill_threshold_percent: float
@@ -282,7 +285,10 @@ class BrownoutState(_message.Message):
     prefill_company: bool
     predicted_ttft_p90_s: float
     predicted_itl_p90_s: float
-    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[float] = ..., decode_threshold_percent: _Optional[float] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., warning_factor: _Optional[float] = ..., ttft_p90_s: _Optional[float] = ..., itl_p90_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ..., predicted_ttft_p90_s: _Optional[float] = ..., predicted_itl_p90_s: _Optional[float] = ...) -> None: ...
+    objective_state: str
+    least_ttft_s: float
+    least_itl_s: float
+    def __init__(self, strategy: _Optional[str] = ..., way: _Optional[int] = ..., prefill_threshold_percent: _Optional[float] = ..., decode_threshold_percent: _Optional[float] = ..., salc_enabled: _Optional[bool] = ..., ttft_slo_s: _Optional[float] = ..., itl_slo_s: _Optional[float] = ..., warning_factor: _Optional[float] = ..., ttft_p90_s: _Optional[float] = ..., itl_p90_s: _Optional[float] = ..., controller: _Optional[str] = ..., prefill_company: _Optional[bool] = ..., predicted_ttft_p90_s: _Optional[float] = ..., predicted_itl_p90_s: _Optional[float] = ..., objective_state: _Optional[str] = ..., least_ttft_s: _Optional[float] = ..., least_itl_s: _Optional[float] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,107 @@
+"""What does not compose with what: everything else does.
+
+Settings, SetBrownout, requests, the live page and docs/operating.md read one table, so that nothing
+is accepted that would have no effect.
+"""
+
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+from serving.config import EngineConfig, ServerConfig
+
+AEP = "asynchronous workers (mode aep)"
+SEVERAL = "several models"
+ALL_THERE = "every model on the device"
+ONE_THERE = "one model on the device at a time"
+HOST_EXPERTS = "experts in host memory"
+PROCESSES = "a mesh over several processes"
+
+MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
+    AEP: lambda engine, count: engine.mode == "aep" or engine.asynchronous.attention > 0,
+    SEVERAL: lambda engine, count: bool(engine.models) or count > 1,
+    ALL_THERE: lambda engine, count: count > 0 and not 0 < engine.resident_sets < count,
+    ONE_THERE: lambda engine, count: 1 in (count, engine.resident_sets),
+    HOST_EXPERTS: lambda engine, count: engine.resident_experts > 0 or engine.spare_experts > 0,
+    PROCESSES: lambda engine, count: bool(engine.coordinator),
+}
+"""Whether settings ask for a mode; `count` is the number of models, 0 where that is not known."""
+
+SHAPING = "min_p, penalties, logit_bias, top_logprobs and structured output"
+COMPANY, WAY = "SetBrownout prefill_company", "SetBrownout way"
+EXPERT_LOAD = "expert load, on the live page and as `jmoe_expert_rows`"
+
+_ONE = "workers serve one model; several need engine.mode steps"
+_OWN_OBJECTIVES = "stages hold rows of both classes, and have one threshold"
+
+COMPOSES: dict[tuple[str, str], str] = {
+    (AEP, "engine.mesh"): "each device is a worker",
+    (AEP, "engine.coordinator"): "workers are processes already (engine.asynchronous.workers)",
+    (AEP, "engine.models"): _ONE,
+    (AEP, "engine.family"): _ONE,
+    (AEP, "engine.resident_sets"): _ONE,
+    (AEP, "engine.resident_experts"): _ONE,
+    (AEP, "engine.spare_experts"): _ONE,
+    (AEP, "engine.policy=qllm"): (
+        "qllm parks steps between two layers, and there is none to park; ls_first serves "
+        "latency-sensitive rows first in every layer"
+    ),
+    (AEP, "engine.part_layers"): "there are no steps to launch in parts",
+    (AEP, "engine.best_effort_share"): "it limits how often steps are parked, and none is",
+    (AEP, COMPANY): "no prompt waits for another's step",
+    (AEP, "engine.prefix_reuse=on"): "asynchronous workers share no pages",
+    (AEP, "engine.threshold_buckets_percent"): "stages have capacity for every threshold",
+    (AEP, "engine.enforce_eager"): "stages are always compiled",
+    (AEP, "engine.brownout.best_effort_ttft_slo_s"): _OWN_OBJECTIVES,
+    (AEP, "engine.brownout.best_effort_itl_slo_s"): _OWN_OBJECTIVES,
+    (AEP, "engine.brownout.ways"): "one way at most: workers keep the way that they start with",
+    (AEP, WAY): "workers keep the way that they start with",
+    (AEP, "engine.salc.controller=predictive"): (
+        "it sets thresholds step by step, as any controller with of_step does, and rows take no "
+        "step together; algorithm2 goes by intervals"
+    ),
+    (AEP, EXPERT_LOAD): "a stage mixes rows of many steps, and nobody counts by expert",
+    (AEP, SHAPING): "workers draw from logits as they are",
+    (SEVERAL, "engine.mesh"): "a family is served on one device",
+    (ALL_THERE, "engine.model_stay_s"): "no model takes another's place (engine.resident_sets)",
+    (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",
+    (HOST_EXPERTS, "engine.mixed_models"): "a row that met a stand-in expert runs again alone",
+    (PROCESSES, "engine.balance.load_file"): "each process would place experts by its own file",
+    (PROCESSES, SHAPING): "processes draw from logits as they are",
+}
+"""Why a mode does not go with a feature: a setting (`key=value`: only that value), a field of
+SetBrownout, or of requests.
+"""
+
+_DEFAULTS = ServerConfig()
+_ASKS: dict[str, Callable[[Any], bool]] = {
+    "engine.best_effort_share": lambda share: share not in (0, _DEFAULTS.engine.best_effort_share),
+    "engine.mixed_models": lambda count: count > _DEFAULTS.engine.mixed_models,
+    "engine.brownout.ways": lambda ways: len(ways) > 1,
+}
+"""Whether a value asks for the feature, where more values than the default do not."""
+
+
+def why_not(engine: EngineConfig, feature: str, num_models: int = 0) -> str:
+    """Returns with which mode in force a feature does not go, and why; empty if it goes with all.
+
+    `num_models` is 0 where it is not known.
+    """
+    for (mode, refused), reason in COMPOSES.items():
+        if refused == feature and MODES[mode](engine, num_models):
+            return f"with {mode}: {reason}"
+    return ""
+
+
+def refused_settings(engine: EngineConfig, num_models: int = 0) -> Iterator[tuple[str, Any, str]]:
+    """Yields the key and value of settings that do not go with others, and why, as `why_not`."""
+    config = ServerConfig(engine=engine)
+    for feature in dict.fromkeys(feature for _, feature in COMPOSES):
+        key, _, value = feature.partition("=")
+        if not key.startswith("engine."):
+            continue
+        have, default = attrgetter(key)(config), attrgetter(key)(_DEFAULTS)
+        asks = _ASKS.get(key, lambda have, default=default: have != default)
+        asked = have == value if value else asks(have)
+        if asked and (why := why_not(engine, feature, num_models)):
+            yield key, have, why

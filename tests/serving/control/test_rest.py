@@ -1,0 +1,166 @@
+"""Thresholds come back when nothing asks for brownout, or when it is in vain.
+
+The engine is a whole one, whose steps take what one can reckon.
+"""
+
+import asyncio
+from functools import partial
+
+import pytest
+from counting import collect
+
+from serving.config import BrownoutConfig, SalcConfig
+from serving.fake import FakeRunner
+from serving.plan import Limits, Phase
+from serving.request import BrownoutChange
+
+LIMITS = Limits(16, 1000, 4, 64, 8)
+PREFILL_S, DECODE_S = 0.02, 0.02  # without brownout
+pytestmark = pytest.mark.simulated_time
+
+
+class Browned(FakeRunner):
+    """Under all of the brownout, steps take `floor` of their time."""
+
+    def __init__(self, limits, floor, step_s):
+        super().__init__(limits, step_s=self.seconds, checks_context=False)
+        self.floor, self.share = floor, 1.0
+
+    def launch(self, plan, control):
+        degraded = 1 - control.threshold_percent / 100 if control.strategy else 0.0
+        self.share = 1 - (1 - self.floor) * degraded
+        return super().launch(plan, control)
+
+    def seconds(self, plan):
+        return self.share * (PREFILL_S if plan.phase is Phase.PREFILL else DECODE_S)
+
+
+@pytest.fixture
+def serve(start):
+    def make(floor=0.4, ttft_slo_s=0.1, itl_slo_s=0.1, controller="algorithm2", **salc):
+        return start(
+            limits=LIMITS,
+            runner=partial(Browned, floor=floor),
+            brownout=BrownoutConfig("full", ttft_slo_s=ttft_slo_s, itl_slo_s=itl_slo_s),
+            salc=SalcConfig(controller=controller, **salc),
+            prefix_reuse="off",
+            max_queue_len=10_000,
+        )
+
+    return make
+
+
+async def ask(engine, rate_per_s, seconds, max_new=5):
+    """Requests in even gaps; returns when all are answered."""
+
+    async def one(at_s):
+        await asyncio.sleep(at_s)
+        await collect(engine, [1] * 8, max_new)
+
+    count = int(rate_per_s * seconds)
+    await asyncio.gather(*(one(number / rate_per_s) for number in range(count)))
+
+
+def thresholds(engine):
+    state = engine.get_brownout()
+    return state.prefill_threshold_percent, state.decode_threshold_percent
+
+
+@pytest.mark.parametrize("rate_per_s", [0, 0.1, 0.5, 1, 2.4, 2.6, 5])
+@pytest.mark.parametrize("controller", ["algorithm2", "predictive"])
+async def test_ten_seconds_after_the_last_late_token_nothing_is_degraded(
+    serve, rate_per_s, controller
+):
+    engine = serve(controller=controller)
+    await ask(engine, 110, 8, max_new=20)
+    assert min(thresholds(engine)) < 60
+    clock, late_at = asyncio.get_running_loop().time, engine.slo.ls.strained_at
+    asking = asyncio.create_task(ask(engine, rate_per_s, 20))
+    await asyncio.sleep(late_at + 10 - clock())
+    assert engine.slo.ls.strained_at == late_at
+    assert thresholds(engine) == (100, 100)
+    launched = len(engine.runner.launches)
+    await asking
+    await collect(engine, [1] * 8)
+    assert {control.threshold_percent for _, _, control in engine.runner.launches[launched:]} == {
+        100
+    }
+
+
+async def test_an_idle_engine_is_left_alone_once_it_is_at_rest(serve):
+    engine = serve()
+    await ask(engine, 110, 8, max_new=20)
+    await asyncio.sleep(30)
+    assert thresholds(engine) == (100, 100)
+    loop = asyncio.get_running_loop()
+    assert engine.slo.decides_in_s(loop.time()) is None
+    assert not [timer for timer in loop._scheduled if not timer.cancelled()]
+
+
+async def test_where_the_window_has_its_samples_the_papers_step_governs(serve):
+    """Steps without brownout would be late, so that being in time says nothing."""
+    engine = serve(itl_slo_s=0.019, ttft_slo_s=10.0)
+    stream = asyncio.create_task(collect(engine, [1], 180))
+    seen = []
+    for _ in range(14):
+        await asyncio.sleep(2)
+        seen.append(thresholds(engine)[1])
+        if stream.done():
+            stream = asyncio.create_task(collect(engine, [1], 180))
+    stream.cancel()
+    # A step of 20 ms is late; under 80 % it takes 17.6 ms, between warning line and objective.
+    assert seen[3:] == [80.0] * 11
+    assert not engine.get_brownout().objective_state
+
+
+@pytest.mark.parametrize(
+    ("itl_slo_s", "least_ms"), [(0.0005, 8), (0.0075, 8), (0.0085, None), (0.019, None)]
+)
+async def test_an_objective_that_no_threshold_can_keep_is_a_state_not_a_reason(
+    serve, itl_slo_s, least_ms, caplog
+):
+    """A decode step takes 20 ms without brownout, and 8 ms under all of it."""
+    engine = serve(itl_slo_s=itl_slo_s, ttft_slo_s=10.0)
+    streams = [asyncio.create_task(collect(engine, [1], 190)) for _ in range(8)]
+    for _ in range(25):
+        await asyncio.sleep(2)
+        if all(stream.done() for stream in streams):
+            streams = [asyncio.create_task(collect(engine, [1], 190)) for _ in range(8)]
+    state = engine.get_brownout()
+    if least_ms is None:
+        assert state.objective_state == ""
+        assert state.decode_threshold_percent < 100
+        return
+    assert state.decode_threshold_percent == 100
+    assert state.least_itl_s == pytest.approx(least_ms / 1e3, rel=0.05)
+    assert f"the ITL objective of {1e3 * itl_slo_s:g} ms cannot be kept" in state.objective_state
+    said = [record.getMessage() for record in caplog.records]
+    assert sum("cannot be kept" in line for line in said) == 1
+    await engine.set_brownout(BrownoutChange(itl_slo_s=0.1))
+    await asyncio.sleep(3)
+    assert engine.get_brownout().objective_state == ""
+
+
+async def test_a_queue_that_brownout_shortens_is_no_reason_to_stop(serve):
+    """60 requests/s are more than the 40 that can be served without brownout."""
+    engine = serve(itl_slo_s=0.03)
+    await ask(engine, 60, 20, max_new=20)
+    state = engine.get_brownout()
+    assert state.objective_state == ""
+    assert min(thresholds(engine)) < 70
+    late = [control.threshold_percent for _, _, control in engine.runner.launches[-500:]]
+    assert max(late) < 100
+
+
+async def test_brownout_that_saves_nothing_stops(serve):
+    engine = serve(floor=1.0, interval_s=0.5, window_s=1.0, shrink_ratio=0.5)
+    await ask(engine, 5, 5)  # steps without brownout
+    asking = asyncio.create_task(ask(engine, 60, 10, max_new=20))
+    await asyncio.sleep(3.0)
+    assert min(thresholds(engine)) < 60
+    await asyncio.sleep(6.5)
+    state = engine.get_brownout().objective_state
+    assert "saves nothing in decode steps" in state
+    assert "saves nothing in prefill steps" in state
+    assert thresholds(engine) == (100, 100)
+    await asking
