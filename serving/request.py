@@ -214,7 +214,8 @@ def _whole(value: object, least: int, below: int = 2**63) -> bool:
 
 
 def _real(value: object) -> bool:
-    return isinstance(value, Real) and abs(value) <= sys.float_info.max
+    # Not `isfinite`, which raises for an integer beyond what a float can be.
+    return isinstance(value, Real) and bool(abs(value) <= sys.float_info.max)  # pyright: ignore[reportOperatorIssue]
 
 
 def check_count(what: str, count: int, most: int, param: str | None = None) -> None:

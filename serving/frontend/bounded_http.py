@@ -109,7 +109,7 @@ class BoundedHttp(HttpToolsProtocol):
         if self._running is not None and not self.flow.write_paused:
             if not self._running.response_started:
                 self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            elif self._running.scope["state"].get("streams_events"):
+            elif self._running.scope.get("state", {}).get("streams_events"):
                 self.transport.write(b"3\r\n:\n\n\r\n")  # a chunk
         after_s = min(2 * after_s, MAX_PROBE_S)
         self.loop.call_later(after_s, self._probe, after_s)

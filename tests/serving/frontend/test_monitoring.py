@@ -30,7 +30,7 @@ def labels_by_name():
     metrics.engine = FakeEngine()
     metrics.first_tokens(np.array([0.5]), 1.0, Priority.LATENCY_SENSITIVE)
     metrics.expert_rows = np.ones((1, 2), np.int64)
-    metrics.calls.door("http", ["/v1/completions"], "500")
+    metrics.calls.door("http", ["other"], "500")
     found = {}
     for family in metrics.registry.collect():
         for sample in family.samples:
