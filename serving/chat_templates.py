@@ -44,7 +44,7 @@ class ChatTemplate:
         try:
             options = dict(self._tokenizer.checked_options(chat.options))
         except TokenizerError as error:
-            raise InvalidRequest(str(error)) from None
+            raise InvalidRequest(str(error), "prompt") from None
         num_chars = chat.num_chars + _CHARS_A_MESSAGE * len(chat.messages)
         usual = num_chars <= SHORT_CHARS and not options
         process = self._short if usual else self._other
@@ -52,9 +52,9 @@ class ChatTemplate:
         try:
             found = await process.ask(asked)
         except (LimitExceeded, TypeError) as error:
-            raise InvalidRequest(f"the chat template failed: {error}") from None
+            raise InvalidRequest(f"the chat template failed: {error}", "prompt") from None
         if found["error"] is not None:
-            raise InvalidRequest(f"the chat template failed: {found['error']}")
+            raise InvalidRequest(f"the chat template failed: {found['error']}", "prompt")
         self._bounds.check_chars(found["num_chars"])
         return found["text"]
 

@@ -166,15 +166,25 @@ def _check_models(config: ServerConfig, require: Any) -> None:
     names = [name for name, _ in models]
     for model, (name, directory) in zip(engine.models, models, strict=True):
         require(
-            bool(name and directory),
+            bool(name and directory) and name.isprintable(),
             "engine.models",
-            f"NAME=DIR of each model, and one is {model!r}",
+            f"NAME=DIR of each model with a printable name, and one is {model!r}",
         )
         require(
             names.count(name) == 1,
             "engine.models",
             f"a name of its own for each model, and {name!r} is there twice",
         )
+    require(
+        config.served_model_name.isprintable(),
+        "served_model_name",
+        "printable: it stands in logs, metrics and answers",
+    )
+    require(
+        bool(config.served_model_name) or Path(engine.model).name.isprintable(),
+        "engine.model",
+        "a directory with a printable name, or go with served_model_name (--served-model-name)",
+    )
     require(
         not names or not config.served_model_name,
         "served_model_name",

@@ -168,7 +168,7 @@ async def test_a_map_without_models(config):
 @pytest.mark.parametrize(
     ("models", "words"),
     [
-        (("base",), "NAME=DIR of each model, and one is 'base'"),
+        (("base",), "NAME=DIR of each model with a printable name, and one is 'base'"),
         (("base=", "b=x"), "one is 'base='"),
         (("a=x", "a=y"), "'a' is there twice"),
     ],
