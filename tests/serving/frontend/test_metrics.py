@@ -107,6 +107,8 @@ def test_names_are_the_same_in_every_format(accept: str) -> None:
         for f in families
         for sample in f.samples
     }
+    # The scrape before is one of these, and is counted once its answer has gone.
+    got.pop(("jmoe_calls_total", "200", "metrics", "/metrics"), None)
     assert got == samples(plain)
     assert all(re.fullmatch("jmoe_[a-z0-9_]+", name) for name, *_ in got)
     for family in families:
