@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -50,7 +50,7 @@ class Batch:
 class Encoded:
     """Token ids of one item; the first `num_prompt` are the prompt."""
 
-    ids: list[int]
+    ids: Sequence[int] | Int[np.ndarray, " T"]
     num_prompt: int
     family: str
 

@@ -6,10 +6,14 @@ import shutil
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from jmoe.config import read_config
 from jmoe.tokenizer import Tokenizer
+from training.distill import data
 from training.distill.data import pack_files, read_texts
 
 TALK = [
@@ -121,3 +125,91 @@ def test_texts_of_one_token_are_no_data(tiny_dir, tmp_path):
     path.write_text("a\n")
     with pytest.raises(ValueError, match=r"a.txt has two tokens or more"):
         pack_files([path], cfg, Tokenizer.load(tiny_dir.path), 64, 0)
+
+
+SPLITS = {
+    "bundled": None,
+    "gpt2": r"'s| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    "llama3": (
+        r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    "none": "",
+    "prefixed": None,
+    "stripped": None,
+}
+
+
+def tokenizer_of(directory, name):
+    tokenizer = Tokenizer.load(directory)
+    assert tokenizer is not None
+    backend, pattern = tokenizer.backend, SPLITS[name]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=name == "prefixed", use_regex=False)
+    if pattern:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    elif name != "bundled":
+        backend.pre_tokenizer = byte_level
+    if name == "stripped":
+        backend.normalizer = normalizers.Strip()
+        backend.add_special_tokens([AddedToken("<s>", rstrip=True, lstrip=True)])
+    first, last = backend.token_to_id("<|im_start|>"), backend.token_to_id("<|im_end|>")
+    backend.post_processor = TemplateProcessing(
+        single="<|im_start|> $A <|im_end|>",
+        special_tokens=[("<|im_start|>", first), ("<|im_end|>", last)],
+    )
+    return tokenizer
+
+
+TEXTS = st.lists(
+    st.sampled_from(
+        ["a", "the", "copy", "12", "3456", "'s", ".", "!?", " ", "  ", "\n", "\t", "<s>"]
+    )
+    | st.text(max_size=3),
+    max_size=60,
+).map("".join)
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_the_tokens_of_parts_are_those_of_the_whole(tiny_dir, monkeypatch, name):
+    monkeypatch.setattr(data, "_PART", 20)
+    monkeypatch.setattr(data, "_AROUND", 24)
+    tokenizer = tokenizer_of(tiny_dir.path, name)
+
+    @settings(max_examples=80, deadline=None, derandomize=True)
+    @given(TEXTS, st.booleans())
+    def same(text, special):
+        whole = tokenizer.encode(text, special_tokens=special)
+        assert data.encode(tokenizer, text, special_tokens=special).tolist() == whole
+
+    same()
+
+
+@pytest.mark.parametrize("form", ["plain", "prompt", "answer", "messages"])
+def test_a_long_line_is_encoded_in_parts(tiny_dir, tmp_path, monkeypatch, form):
+    tokenizer, cfg = Tokenizer.load(tiny_dir.path), read_config(tiny_dir.path)
+    text = "copy ab, 47 + 38. " * 8_000
+    talk = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+    rows = {
+        "prompt": {"prompt": text},
+        "answer": {"prompt": text, "answer": text},
+        "messages": {"messages": talk},
+    }
+    path = tmp_path / "a.txt"
+    if form == "plain":
+        path.write_text(text)
+    else:
+        path = written(tmp_path / "a.jsonl", rows[form])
+    longest, own = [], Tokenizer.encode
+
+    def watched(self, text, **options):
+        longest.append(len(text))
+        return own(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", watched)
+    batch = pack_files([path], cfg, tokenizer, 128, 0)
+    assert max(longest) < 66_000
+    monkeypatch.setattr(data, "_PART", 10**9)
+    whole = pack_files([path], cfg, tokenizer, 128, 0)
+    for part, same in zip(batch.arrays(), whole.arrays(), strict=True):
+        np.testing.assert_array_equal(part, same)

@@ -2,11 +2,16 @@
 
 import codecs
 import hashlib
+import itertools
 import json
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int
 
 from jmoe.config import ModelConfig
 from jmoe.tokenizer import Tokenizer
@@ -112,7 +117,7 @@ def pack_files(
     for file in files:
         for text in read_texts(file, tokenizer):
             pieces = _pieces(cfg, tokenizer, text, length)
-            highest = max((max(piece.ids) for piece in pieces), default=0)
+            highest = max((int(np.max(piece.ids)) for piece in pieces), default=0)
             if highest >= cfg.vocab_size:
                 raise ValueError(
                     f"{file}, line {text.line}: the tokenizer makes token {highest}, but the model "
@@ -127,19 +132,61 @@ def pack_files(
 
 def _pieces(cfg: ModelConfig, tokenizer: Tokenizer, text: Text, length: int) -> list[Encoded]:
     # A template writes its own special tokens, and none belongs between prompt and answer.
-    prompt = _plain_ids(tokenizer, text.prompt) if text.chat else []
-    if text.prompt and not text.chat:
-        prompt = tokenizer.encode(text.prompt)
-    answer = (_plain_ids if text.prompt else Tokenizer.encode)(tokenizer, text.answer)
-    ids = [*prompt, *answer, *cfg.eos_token_ids[:1]]
+    prompt = encode(tokenizer, text.prompt, special_tokens=not text.chat)
+    if not text.prompt:
+        prompt = prompt[:0]
+    answer = encode(tokenizer, text.answer, special_tokens=not text.prompt)
+    ids = np.concatenate([prompt, answer, np.array(cfg.eos_token_ids[:1], np.int32)])
     cuts = range(0, max(1, len(ids) - 1), length)
     pieces = [(ids[at : at + length + 1], len(prompt) - at) for at in cuts]
     return [Encoded(piece, max(1, own), "") for piece, own in pieces if len(piece) > 1]
 
 
-def _plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Without the special tokens that the tokenizer would add."""
-    return tokenizer.backend.encode(text, add_special_tokens=False).ids
+def encode(
+    tokenizer: Tokenizer, text: str, *, special_tokens: bool = True
+) -> Int[np.ndarray, " T"]:
+    """The token ids of `text` as `Tokenizer.encode` gives them; a long text is encoded in parts.
+
+    Encoding takes 150 to 700 bytes of memory a character. A part has 65,536 characters or a few
+    more. It ends before a space that follows a character other than white space, where the text
+    around, 256 characters on either side, has the same tokens in one call as in two. There each
+    word split of a served model's pre-tokenizer ends anyway (its patterns have white space only
+    before a word, look no further than the next character, and never behind), and two tokens of
+    BPE that may be neighbours may be so in every text. A text in which 16 such spaces in succession
+    disagree, or that has none, is encoded on from there in one call, as is every text of a
+    tokenizer that truncates or pads.
+    """
+    if len(text) <= _PART or tokenizer.backend.truncation or tokenizer.backend.padding:
+        return np.array(tokenizer.encode(text, special_tokens=special_tokens), np.int32)
+
+    def plain(part: str) -> list[int]:
+        return tokenizer.encode(part, special_tokens=False)
+
+    ids = [np.array(plain(part), np.int32) for part in _parts(plain, text)]
+    if special_tokens:  # what the tokenizer adds before and after any text
+        one = tokenizer.backend.encode("a")
+        own = [at for at, added in enumerate(one.special_tokens_mask) if not added]
+        ids = [one.ids[: own[0]], *ids, one.ids[own[-1] + 1 :]]
+    return np.concatenate([np.asarray(part, np.int32) for part in ids])
+
+
+def _parts(plain: Callable[[str], list[int]], text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > _PART:
+        spaces = (space.start() for space in _SPACE.finditer(text, start + _PART))
+        for cut in itertools.islice(spaces, _TRIES):
+            before, after = text[max(start, cut - _AROUND) : cut], text[cut : cut + _AROUND]
+            if plain(before + after) == plain(before) + plain(after):
+                break
+        else:
+            break
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+_PART, _AROUND, _TRIES = 1 << 16, 256, 16
+_SPACE = re.compile(r"(?<=\S) ")
 
 
 def _fill(items: list[Encoded], length: int) -> list[list[Encoded]]:
