@@ -58,6 +58,7 @@ DEEP_FOLDERS = ("tests/sm90/",)
 DEEP_TESTS = {
     "tests/serving/test_mixed_served.py::test_who_refuses_brownout_is_exact_beside_others_models",
     "tests/benchmarks/test_aep_simulator.py::test_one_worker_of_each_kind_and_one_layer",
+    "tests/benchmarks/test_aep_simulator.py::test_overheads_by_hand",
     "tests/jmoe/test_parts.py::test_the_program_for_parts_is_the_one_without[qwen2_moe]",
     "tests/jmoe/test_cut.py::"
     "test_the_fused_stage_has_the_bits_of_the_stages_it_is_made_of[qwen2_moe]",
