@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import numpy as np
@@ -27,6 +27,7 @@ class FullBatch:
     ttft_p90_s: float
     itl_p90_s: float
     capacity_per_s: float
+    full_decode_step_s: float = math.nan  # that the server expected of one without brownout
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ async def _full_batch(
     client: Client, samples: Sequence[Arrival], concurrency: int, window_s: float
 ) -> FullBatch:
     run = await saturate(client, cycle(samples), concurrency=concurrency, duration_s=window_s)
-    return full_batch(run, 0.2 * window_s, window_s)
+    step_s = (await client.stats()).full_decode_step_s
+    return replace(full_batch(run, 0.2 * window_s, window_s), full_decode_step_s=step_s)
 
 
 def full_batch(run: Run, start_s: float, end_s: float) -> FullBatch:

@@ -170,7 +170,7 @@ async def _play(
             window_s=config.calibration_s,
             say=status.update,
         )
-    step_s = (await client.stats()).full_decode_step_s
+    step_s = calibration.zero.full_decode_step_s
     console.print(_calibration_text(calibration, config))
     pairs: list[dict[str, Any]] = []
     slowness = 1.0
