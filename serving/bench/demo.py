@@ -70,8 +70,9 @@ class DemoConfig:
 
     A short burst is played in pairs of segments, with and without brownout, in the order ABBA, so
     that both meet the same machine. `steady_load` is a share of the capacity without brownout,
-    which is measured with the next request sent when one is answered. The burst's load is the
-    geometric mean of the capacities without and with all of the brownout.
+    which is measured with the next request sent when one is answered. The burst's load is a quarter
+    of the way, in ratio, from the capacity without brownout to that with all of it: at half of the
+    way a burst of seconds left no time to react.
 
     Raises ValueError for durations and counts that leave nothing to play.
     """
@@ -267,7 +268,7 @@ _OF_MEDIAN = ("seed", "slo", "steady_rate_per_s", "burst_rate_per_s", "num_reque
 def _rates(calibration: Calibration, config: DemoConfig) -> tuple[float, float]:
     """Requests a second before the burst and in it."""
     zero, full = calibration.zero.capacity_per_s, calibration.full.capacity_per_s
-    return config.steady_load * zero, math.sqrt(zero * full)
+    return config.steady_load * zero, zero**0.75 * full**0.25
 
 
 def _slowness(run: dict[str, Any], step_s: float) -> float:
