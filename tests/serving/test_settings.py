@@ -32,7 +32,7 @@ configs = st.builds(
     drain_timeout_s=seconds,
     engine=st.builds(
         EngineConfig,
-        model=st.text(min_size=1),
+        model=st.text(min_size=1).filter(str.isprintable),
         dtype=st.sampled_from(["bfloat16", "float32"]),
         max_num_seqs=sizes,
         max_model_len=sizes,
