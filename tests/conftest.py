@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -36,6 +37,14 @@ def release_programs():
     if MAPPINGS.exists() and MAPPINGS.read_bytes().count(b"\n") > 20_000:
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def any_http_port(monkeypatch):
+    """HTTP takes any free port: two tests at a time would dispute 8000, and the loser logs that."""
+    server = sys.modules.get("serving.frontend.server")
+    if server is not None:
+        monkeypatch.setattr(server, "_FIRST_HTTP_PORT", 0)
 
 
 @pytest.fixture(scope="module")
