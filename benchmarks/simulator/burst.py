@@ -21,12 +21,25 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.simulator.play import Machine, recorded_server, simulate, simulate_full
 from serving import settings
-from serving.bench.calibrate import NO_ROOM_S, Calibration, full_batch
+from serving.bench.calibrate import Calibration, calibrate
 from serving.bench.results import Record, Sample, Slo, quality, violations
+from serving.bench.simulator.server import (
+    Machine,
+    as_tokens,
+    recorded_machine,
+    run_simulated,
+    simulate,
+)
 from serving.bench.variants import ALL, VARIANTS, server_settings
-from serving.bench.workload import Arrival, piecewise_poisson_times, schedule, shuffled
+from serving.bench.workload import (
+    BUNDLED_TASKS,
+    Arrival,
+    load_tasks,
+    piecewise_poisson_times,
+    schedule,
+    shuffled,
+)
 
 FIGURES = {
     "late_first": "late first %",
@@ -83,28 +96,17 @@ def read_live(folder: Path) -> Live:
         result = json.loads((folder / "demo.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} has no result of `jmoe demo --out {folder}`: {error}") from None
-    return Live(result, *recorded_server([folder / "timeline.json"], {}))
+    machine = recorded_machine([folder / "timeline.json"], {}, settings.load("demo").engine)
+    return Live(result, machine, tuple(as_tokens(load_tasks(BUNDLED_TASKS))))
 
 
 def calibrated(live: Live) -> Calibration:
     """The simulated machine, measured as `serving.bench.calibrate` measures a real one."""
-    found = {}
-    for percent in (100, 0):
-        engine = settings.load(
-            "demo",
-            {
-                "engine.brownout.strategy": "partial",
-                "engine.brownout.salc": False,
-                "engine.brownout.prefill_threshold_percent": percent,
-                "engine.brownout.decode_threshold_percent": percent,
-                "engine.brownout.ttft_slo_s": NO_ROOM_S,
-                "engine.brownout.itl_slo_s": NO_ROOM_S,
-                "engine.prefill_company": False,
-            },
-        ).engine
-        run = simulate_full(live.machine, engine, shuffled(live.tasks, 0), duration_s=12.0)
-        found[percent] = full_batch(run, 2.4, 12.0)
-    return Calibration(live.result["calibration"]["unloaded_ttft_s"], found[100], found[0])
+    return run_simulated(
+        live.machine,
+        settings.load("demo").engine,
+        lambda server: calibrate(server, shuffled(live.tasks, 0)),
+    )
 
 
 def pieces_of(shape: str, duration_s: float, capacity_per_s: float) -> list[tuple[float, float]]:

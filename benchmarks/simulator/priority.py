@@ -21,7 +21,6 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.harness.command import write_figures
-from benchmarks.simulator.play import Machine, recorded_server, simulate
 from serving import settings
 from serving.bench.priority import (
     VARIANTS,
@@ -34,7 +33,8 @@ from serving.bench.priority import (
     table,
     variant_settings,
 )
-from serving.bench.workload import Arrival, shuffled
+from serving.bench.simulator.server import Machine, as_tokens, recorded_machine, simulate
+from serving.bench.workload import BUNDLED_TASKS, Arrival, load_tasks, shuffled
 
 RATIOS = {
     "ttft_p99_to_alone": "LS P99, to alone",
@@ -69,8 +69,9 @@ def read_live(folder: Path, recorded: Sequence[str]) -> Live:
     given = result["config"]
     config = PriorityConfig(**{**given, "loads": tuple(given["loads"])})
     timelines = [folder / f"timeline-{name}.json" for name in recorded]
-    machine, tasks = recorded_server(timelines, result["part_layers"]["ls_first"])
-    return Live(result, config, machine, tasks)
+    engine, part_layers = settings.load("demo").engine, result["part_layers"]["ls_first"]
+    machine = recorded_machine(timelines, part_layers, engine)
+    return Live(result, config, machine, tuple(as_tokens(load_tasks(BUNDLED_TASKS))))
 
 
 def play_all(

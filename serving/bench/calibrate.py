@@ -7,10 +7,9 @@ from itertools import cycle
 
 import numpy as np
 
-from serving.bench.loadgen import saturate
+from serving.bench.loadgen import Steered, saturate
 from serving.bench.results import Run, Slo
 from serving.bench.workload import Arrival
-from serving.client import Client
 
 NO_ROOM_S = 0.001
 """An objective that leaves no time to wait for anything."""
@@ -54,7 +53,7 @@ class Calibration:
 
 
 async def calibrate(
-    client: Client,
+    client: Steered,
     samples: Sequence[Arrival],
     *,
     strategy: str = "partial",
@@ -81,7 +80,7 @@ async def calibrate(
 
 
 async def _measure(
-    client: Client,
+    client: Steered,
     samples: Sequence[Arrival],
     concurrency: int,
     strategy: str,
@@ -105,7 +104,7 @@ async def _measure(
     return Calibration(float(np.median(ttfts_s)), zero, full)
 
 
-async def _fix_threshold(client: Client, strategy: str, percent: int) -> None:
+async def _fix_threshold(client: Steered, strategy: str, percent: int) -> None:
     await client.set_brownout(
         strategy=strategy,
         prefill_threshold_percent=percent,
@@ -117,7 +116,7 @@ async def _fix_threshold(client: Client, strategy: str, percent: int) -> None:
 
 
 async def _full_batch(
-    client: Client, samples: Sequence[Arrival], concurrency: int, window_s: float
+    client: Steered, samples: Sequence[Arrival], concurrency: int, window_s: float
 ) -> FullBatch:
     run = await saturate(client, cycle(samples), concurrency=concurrency, duration_s=window_s)
     step_s = (await client.stats()).full_decode_step_s

@@ -18,9 +18,9 @@ from serving.bench.results import Record, Run, Sample
 from serving.bench.workload import Arrival
 from serving.frontend import gc_freeze
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.simulated_time import SimulatedLoop
 
 FIRST_SAMPLE_S = 10.0  # the longest wait for the first answer of the admin service
-clock = time.monotonic  # uvloop's own counts whole milliseconds
 
 
 class Target(Protocol):
@@ -50,6 +50,18 @@ class Target(Protocol):
         ...
 
 
+class Steered(Target, Protocol):
+    """A target whose brownout can be set, and which says what it is."""
+
+    async def server_info(self) -> pb.ServerInfo:
+        """See Client."""
+        ...
+
+    async def set_brownout(self, **change: Any) -> pb.BrownoutState:
+        """See Client."""
+        ...
+
+
 class _Player:
     """The clock, the deadline and the records of one run."""
 
@@ -60,7 +72,10 @@ class _Player:
         self.records: list[Record] = []
         self.samples: list[Sample] = []
         self.watched = asyncio.Event()  # there is a sample, or nothing to take one of
-        self._clock, self._start = clock, clock()
+        loop = asyncio.get_running_loop()
+        # uvloop's own clock counts whole milliseconds.
+        self._clock = loop.time if isinstance(loop, SimulatedLoop) else time.monotonic
+        self._start = self._clock()
         self._cpu = time.process_time()
 
     def now_s(self) -> float:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from serving.bench.loadgen import Steered
 from serving.bench.results import Slo
-from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 
@@ -50,7 +50,7 @@ def server_settings(variant: Variant) -> dict[str, Any]:
 
 
 async def use_variant(
-    client: Client, variant: Variant, own: pb.BrownoutState, strategy: str, slo: Slo
+    client: Steered, variant: Variant, own: pb.BrownoutState, strategy: str, slo: Slo
 ) -> pb.BrownoutState:
     """Sets a server up for a run: thresholds at 100 %, then the controller on, where it has one.
 

@@ -314,7 +314,7 @@ class Guard(grpc.aio.ServerInterceptor):
         traceback.clear_frames(error.__traceback__)
         if not isinstance(error, ServingError | ValueError):
             return Told(grpc.StatusCode.INTERNAL, cut(f"{type(error).__name__}: {error}"), ())
-        return Told(_code(error), cut(str(error)), _trailing(error))
+        return Told(code_of(error), cut(str(error)), _trailing(error))
 
 
 def authorization(context: Any) -> str | None:
@@ -342,7 +342,8 @@ def _detail(method: str, peer: str, error: Exception) -> str:
     return f"the last one, {method} from {peer}: {said}"
 
 
-def _code(error: Exception) -> grpc.StatusCode:
+def code_of(error: Exception) -> grpc.StatusCode:
+    """Returns the gRPC status with which an error is reported."""
     codes = (code for kind, code in _CODES.items() if isinstance(error, kind))
     return next(codes, grpc.StatusCode.INTERNAL)
 

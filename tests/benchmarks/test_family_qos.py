@@ -217,25 +217,23 @@ class Answers:
     stats = get_brownout
 
 
-def played(target_of, arrivals, time_limit_s, monkeypatch):
+def played(target_of, arrivals, time_limit_s):
     async def run():
-        loop = asyncio.get_running_loop()
-        monkeypatch.setattr("serving.bench.loadgen.clock", loop.time)
         clients = {name: Answers(name) for name in "ab"}
         return clients, await play(target_of(clients), arrivals, time_limit_s=time_limit_s)
 
     return simulated(run())
 
 
-def test_side_by_side_a_request_goes_to_its_models_server(monkeypatch):
+def test_side_by_side_a_request_goes_to_its_models_server():
     arrivals = [Arrival("", 2, model=name, at_s=0.05) for name in "aab"]
-    clients, run = played(SideBySide, arrivals, 5, monkeypatch)
+    clients, run = played(SideBySide, arrivals, 5)
     assert [client.asked for client in clients.values()] == [2, 1]
     assert [record.model for record in run.records] == ["a", "a", "b"]
     assert [record.ttft_s for record in run.records] == pytest.approx([0.1] * 3, abs=1e-6)
 
 
-def test_in_turn_the_wait_counts_and_ends_with_the_run(monkeypatch):
+def test_in_turn_the_wait_counts_and_ends_with_the_run():
     async def change(model):
         await asyncio.sleep(0.05)
 
@@ -243,9 +241,9 @@ def test_in_turn_the_wait_counts_and_ends_with_the_run(monkeypatch):
         return InTurn(clients, Gate("ab", change, 0.1))
 
     arrivals = [Arrival("", 2, model=name) for name in "ab"]
-    _, run = played(in_turn, arrivals, 5, monkeypatch)
+    _, run = played(in_turn, arrivals, 5)
     assert [record.ttft_s for record in run.records] == pytest.approx([0.1, 0.35], abs=1e-6)
-    _, run = played(in_turn, arrivals, 0.15, monkeypatch)
+    _, run = played(in_turn, arrivals, 0.15)
     assert [record.code for record in run.records] == ["DEADLINE_EXCEEDED"] * 2
     assert run.duration_s == pytest.approx(0.15, abs=1e-6)
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from benchmarks.simulator import burst, priority
-from benchmarks.simulator.play import Machine, simulate
-from benchmarks.simulator.step_times import Recorded, StepTimes, read_timeline
 from serving.bench.results import Record, Sample, Slo
+from serving.bench.simulator.server import Machine, simulate
+from serving.bench.simulator.step_times import Recorded, StepTimes, read_timeline
 from serving.bench.variants import ALL, VARIANTS, server_settings
 from serving.bench.workload import Arrival
 from serving.config import BrownoutConfig, EngineConfig
@@ -119,7 +119,7 @@ def test_refusals_are_records():
     config = replace(CONFIG, max_queue_len=1)
     done = simulate(machine(), config, [Arrival((7,) * 20, 30) for _ in range(40)])
     codes = [record.code for record in done.run.records]
-    assert codes.count("Overloaded") > 0
+    assert codes.count("RESOURCE_EXHAUSTED") > 0
     assert codes.count("OK") > 16
 
 
@@ -151,7 +151,7 @@ def test_prediction_keeps_more_tokens_in_time_with_fewer_degraded_visits():
     for late in ("late_first", "late_other"):
         assert company[late] < zero[late] / 3
         assert predictive[late] < 0.7 * min(alone[late], company[late])
-    assert predictive["degraded"] < 0.9 * alone["degraded"]
+    assert predictive["degraded"] < 0.95 * alone["degraded"]
 
 
 @pytest.mark.parametrize("seconds", [60.0, 300.0])

@@ -4,7 +4,6 @@ import math
 import pytest
 import scripted_server
 
-from serving.bench import loadgen
 from serving.bench.calibrate import Calibration, CalibrationError, FullBatch, calibrate, full_batch
 from serving.bench.loadgen import play, saturate
 from serving.bench.results import (
@@ -27,9 +26,8 @@ def about(expected):
 
 
 @pytest.fixture
-async def simulated(monkeypatch):
+async def simulated():
     """A scripted server without a socket, in a loop whose clock takes no time to move."""
-    monkeypatch.setattr(loadgen, "clock", asyncio.get_running_loop().time)
     servicer = scripted_server.Scripted()
     return scripted_server.Direct(servicer), servicer
 

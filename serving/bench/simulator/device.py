@@ -9,12 +9,12 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.simulator.step_times import StepTimes
 from jmoe.api import Model, resolve
 from jmoe.away import Expert
 from jmoe.config import read_config
 from jmoe.experts import ExpertPool, UnitedExperts, make_table
 from jmoe.weights import ResidentWeights, Weights
+from serving.bench.simulator.step_times import StepTimes
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
 

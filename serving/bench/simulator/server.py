@@ -1,0 +1,220 @@
+"""The real engine over a device that is simulated, on a clock that is simulated.
+
+Scheduler, policies, controllers and admission are the server's own objects. What a step takes is
+drawn from a recording of a live server (`jmoe serve --timeline FILE`), so that a policy or a
+controller is compared over many seeds in seconds.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+import numpy as np
+
+from jmoe.api import resolve
+from jmoe.config import read_config
+from jmoe.tokenizer import Tokenizer
+from serving.bench.loadgen import play
+from serving.bench.results import Run
+from serving.bench.simulator.device import SimulatedDevice, simulated_model
+from serving.bench.simulator.step_times import StepTimes, read_timeline
+from serving.bench.workload import Arrival
+from serving.config import EngineConfig
+from serving.engine import Engine
+from serving.errors import ServingError
+from serving.execution.fitting import limits_of
+from serving.frontend import convert
+from serving.frontend.guard import code_of
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.request import BrownoutChange
+from serving.simulated_time import SimulatedLoop
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The server's sizes and what its steps take."""
+
+    times: StepTimes
+    num_layers: int
+    visits_per_layer: int
+    part_layers: dict[str, int]
+    overhead_s: float = 0.0  # from client to engine and back, of a first token
+    speed: float = 1.0
+    noise: float = 1.0
+
+
+class SimulatedServer:
+    """A server on a simulated machine, and its client: it has calls of `serving.client.Client`.
+
+    Prompts must be token ids. To be used in an event loop with simulated time; the engine runs
+    while the `async with` block does.
+    """
+
+    def __init__(
+        self, machine: Machine, config: EngineConfig, seed: int = 0, exempt_share: float = 0.0
+    ) -> None:
+        """`exempt_share` of the requests, drawn by `seed`, allow no brownout."""
+        clock = asyncio.get_running_loop().time
+        limits = limits_of(config, machine.num_layers)
+        self.device = SimulatedDevice(
+            limits,
+            machine.times,
+            machine.visits_per_layer,
+            machine.part_layers,
+            machine.speed,
+            machine.noise,
+            seed,
+        )
+        model = simulated_model(limits, machine.visits_per_layer, config.brownout.way)
+        self.engine = Engine(replace(config, watchdog_s=0), self.device, model, clock=clock)
+        self._overhead_s, self._exempt_share = machine.overhead_s, exempt_share
+        self._rng = np.random.default_rng(seed)
+
+    async def __aenter__(self) -> "SimulatedServer":
+        self.engine.run()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.engine.stop()
+        if error is None:
+            self.engine.scheduler.check_idle()
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: pb.SamplingParams | None = None,
+        *,
+        priority: pb.Priority = pb.PRIORITY_UNSPECIFIED,
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """See Client."""
+        is_exempt = self._rng.random() < self._exempt_share
+        await asyncio.sleep(self._overhead_s)
+        outputs = self.engine.generate(
+            prompt,
+            convert.sampling(sampling or pb.SamplingParams(), self.engine.bounds),
+            allow_brownout=not is_exempt,
+            priority=convert.priority(pb.GenerateRequest(priority=priority)),
+            timeout_s=None if timeout_s == math.inf else timeout_s,
+            model=model,
+        )
+        try:
+            async for out in outputs:
+                yield convert.response(out)
+        except ServingError as error:
+            nothing = grpc.aio.Metadata()
+            raise grpc.aio.AioRpcError(code_of(error), nothing, nothing, str(error)) from None
+
+    async def server_info(self) -> pb.ServerInfo:
+        """See Client."""
+        return pb.ServerInfo(
+            status=self.engine.status, max_num_seqs=self.engine.config.max_num_seqs
+        )
+
+    async def get_brownout(self) -> pb.BrownoutState:
+        """See Client."""
+        return convert.brownout_state(self.engine.get_brownout())
+
+    async def set_brownout(self, **change: Any) -> pb.BrownoutState:
+        """See Client."""
+        return convert.brownout_state(await self.engine.set_brownout(BrownoutChange(**change)))
+
+    async def stats(self) -> pb.Stats:
+        """See Client."""
+        return convert.stats(self.engine.stats())
+
+
+def run_simulated[T](
+    machine: Machine,
+    config: EngineConfig,
+    drive: Callable[[SimulatedServer], Awaitable[T]],
+    seed: int = 0,
+    exempt_share: float = 0.0,
+) -> T:
+    """Runs `drive` with a server of its own, in an event loop whose clock takes no time."""
+
+    async def run() -> T:
+        async with SimulatedServer(machine, config, seed, exempt_share) as server:
+            return await drive(server)
+
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        return runner.run(run())
+
+
+@dataclass
+class Simulated:
+    """A run, and what the engine counted."""
+
+    run: Run
+    parks: int
+    joins: int
+    evictions: int
+    busy_s: float  # of the device
+
+
+def simulate(
+    machine: Machine,
+    config: EngineConfig,
+    arrivals: Sequence[Arrival],
+    seed: int = 0,
+    exempt_share: float = 0.0,
+) -> Simulated:
+    """Plays `arrivals`, whose prompts are token ids, to the end of the last answer; a share of them
+    allows no brownout.
+    """
+
+    async def play_all(server: SimulatedServer) -> Simulated:
+        run = await play(server, arrivals, time_limit_s=math.inf)
+        stats = server.engine.stats()
+        return Simulated(run, stats.parks, stats.joins, stats.evictions, server.device.busy_s)
+
+    return run_simulated(machine, config, play_all, seed, exempt_share)
+
+
+def recorded_machine(
+    timelines: Sequence[Path], part_layers: dict[str, int], config: EngineConfig
+) -> Machine:
+    """Returns the machine that timelines of a server of the bundled model show, which was started
+    with `config`.
+
+    Raises ValueError for files that are no timelines.
+    """
+    cfg = read_config(resolve("bundled"))
+    steps = [
+        step
+        for path in timelines
+        for step in read_timeline(path, cfg.num_layers, cfg.experts_per_token)
+    ]
+    buckets = {"prefill": config.prefill_buckets, "decode": config.decode_buckets}
+    times = StepTimes.fit(steps, buckets)
+    return Machine(times, cfg.num_layers, cfg.experts_per_token, part_layers)
+
+
+def as_tokens(samples: Sequence[Arrival]) -> list[Arrival]:
+    """Returns tasks with prompts of the bundled model's token ids, and answers as long as the right
+    ones and their end.
+
+    A simulated answer is never the right one, and none is expected.
+    """
+    tokenizer = Tokenizer.load(resolve("bundled"))
+    assert tokenizer is not None  # the bundled model has one
+    return [
+        replace(
+            sample,
+            prompt=tuple(tokenizer.encode(sample.prompt)),
+            max_new_tokens=len(tokenizer.encode(sample.answer)) + 1,
+            answer=None,
+        )
+        for sample in samples
+    ]
