@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import cycle, islice
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from serving.bench.workload import Arrival
 
 NO_ROOM_S = 0.001
 """An objective that leaves no time to wait for anything."""
+BURST_S = 0.4
+"""For so long `run_all_steps` keeps the batch full, at a time."""
 
 
 class CalibrationError(RuntimeError):
@@ -79,6 +81,29 @@ async def calibrate(
         await client.set_brownout(prefill_company=company)
 
 
+async def run_all_steps(
+    client: Steered, samples: Sequence[Arrival], *, strategy: str = "partial", bursts: int = 15
+) -> None:
+    """Has the server run steps of every size without, with all and with half of the brownout.
+
+    Each of the short bursts fills the batch, keeps it full, and lets it run empty. Thresholds take
+    turns, so that a machine that gets slower does so for all of them. Takes a second a burst or
+    less; what is left set is as after `calibrate`, and company is off.
+
+    Raises CalibrationError, grpc.aio.AioRpcError.
+    """
+    concurrency, waiting = (await client.server_info()).max_num_seqs, cycle(samples)
+    for percent in islice(cycle((100, 0, 50)), bursts):
+        await _fix_threshold(client, strategy, percent)
+        run = await saturate(client, waiting, concurrency=concurrency, duration_s=BURST_S)
+        _check_answered(run)
+
+
+def _check_answered(run: Run) -> None:
+    if not any(record.ok for record in run.records):
+        raise CalibrationError(f"no request was answered: {run.records[0].error}")
+
+
 async def _measure(
     client: Steered,
     samples: Sequence[Arrival],
@@ -90,9 +115,8 @@ async def _measure(
     say("calibrating: single requests, no brownout")
     await _fix_threshold(client, strategy, 100)
     unloaded = await saturate(client, samples[:13], concurrency=1, duration_s=window_s)
+    _check_answered(unloaded)
     ttfts_s = [r.ttft_s for r in unloaded.records if r.ok]
-    if not ttfts_s:
-        raise CalibrationError(f"no request was answered: {unloaded.records[0].error}")
     ttfts_s = ttfts_s[1:] or ttfts_s  # the first one warms up, but may be all the window held
     found: dict[int, list[FullBatch]] = {100: [], 0: []}
     for percent, batches in [*found.items()] * 2:

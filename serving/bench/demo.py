@@ -11,17 +11,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
 import uvloop
 from rich.console import Console
 
-from serving.bench.calibrate import Calibration, CalibrationError, calibrate
+from serving.bench.calibrate import Calibration, CalibrationError, calibrate, run_all_steps
 from serving.bench.facts import facts
 from serving.bench.launch import LaunchError, running_server
-from serving.bench.loadgen import play
+from serving.bench.loadgen import Steered, play
 from serving.bench.machine import Watch
 from serving.bench.report import (
     LEAST_GAIN,
@@ -56,6 +56,9 @@ from serving.bench.workload import (
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
+if TYPE_CHECKING:
+    from serving.bench.simulator.server import Machine
+
 MOVED = 0.12
 """A pair does not count if the machine's speed moved by more than this share within it."""
 OTHERS = 0.15
@@ -74,7 +77,8 @@ class DemoConfig:
     of the way, in ratio, from the capacity without brownout to that with all of it: at half of the
     way a burst of seconds left no time to react.
 
-    Raises ValueError for durations and counts that leave nothing to play.
+    Raises ValueError for durations and counts that leave nothing to play, and for flags of a server
+    that would only be simulated.
     """
 
     segment_s: float = 15.0  # of arrivals, for each segment
@@ -84,6 +88,7 @@ class DemoConfig:
     spare_pairs: int = 3  # played in place of those that do not count, at most
     strategy: str = "partial"  # or "full"
     controllers: bool = False  # play each of them, not only the server's own
+    simulated: bool = False  # on the step times of a server that is only timed
     calibration_s: float = 6.0  # for each of its four full-batch measurements
     pause_s: float = 1.0  # before each segment, once the server is idle
     seed: int = 0
@@ -102,6 +107,11 @@ class DemoConfig:
         for name in ("segment_s", "pairs"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        if self.simulated and self.server_args:
+            raise ValueError(
+                f"flags for a server are {' '.join(self.server_args)!r}; a simulated demo has the "
+                "settings of the preset `demo`: leave them out, or play the demo for real"
+            )
 
 
 def run_demo(config: DemoConfig, console: Console | None = None) -> dict[str, Any]:
@@ -109,28 +119,67 @@ def run_demo(config: DemoConfig, console: Console | None = None) -> dict[str, An
 
     Raises LaunchError, or WorkloadError when the task file cannot be used.
     """
-    return uvloop.run(_demo(config, console or Console()))
-
-
-async def _demo(config: DemoConfig, console: Console) -> dict[str, Any]:
-    task = asyncio.current_task()
-    assert task is not None
-    # A demo that is told to stop takes its server with it.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    tasks = shuffled(load_tasks(config.tasks), config.seed)
+    console = console or Console()
+    tasks = load_tasks(config.tasks)
     config.out.mkdir(parents=True, exist_ok=True)
-    async with _server(config, console) as (address, pid), Client(address) as client:
-        await client.wait_ready(config.startup_timeout_s)
-        known, own = await facts(client), await client.get_brownout()
-        result = known | await _play(client, config, tasks, own, pid, console)
+    result = (_simulated if config.simulated else _live)(config, tasks, console)
     _show(result, config.out / "demo.png", console)
     _store(result, config.out / "demo.json", console)
     return result
 
 
+def _live(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -> dict[str, Any]:
+    async def run() -> dict[str, Any]:
+        async with _server(config, console) as (client, pid):
+            return await facts(client) | await _play(client, config, tasks, pid, console)
+
+    return uvloop.run(run())
+
+
+def _simulated(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -> dict[str, Any]:
+    """Times a server's steps, and plays the demo on a device that takes as long for them."""
+    timeline = config.out / "timeline.json"
+
+    async def time_steps() -> dict[str, Any]:
+        async with _server(config, console, "--timeline", str(timeline)) as (client, _):
+            with console.status("timing the server's steps", refresh_per_second=4):
+                asked = shuffled(tasks, config.seed)
+                await run_all_steps(client, asked, strategy=config.strategy)
+            return await facts(client)
+
+    known = uvloop.run(time_steps())  # the server writes its timeline when it ends
+    from serving import settings
+    from serving.bench.simulator.server import recorded_machine
+
+    machine = recorded_machine([timeline], {}, settings.load("demo").engine)
+    console.print(f"simulated from here on, by the times of {len(machine.times.moods)} steps")
+    return known | simulate_demo(config, tasks, machine, console)
+
+
+def simulate_demo(
+    config: DemoConfig, tasks: Sequence[Arrival], machine: "Machine", console: Console
+) -> dict[str, Any]:
+    """Plays the demo on a simulated machine with the preset's settings; returns its results."""
+    from serving import settings
+    from serving.bench.simulator.server import SimulatedServer, as_tokens, run_simulated
+
+    async def run(server: SimulatedServer) -> dict[str, Any]:
+        return await _play(server, config, as_tokens(tasks), None, console)
+
+    return run_simulated(machine, settings.load("demo").engine, run, config.seed)
+
+
 @contextlib.asynccontextmanager
-async def _server(config: DemoConfig, console: Console) -> AsyncIterator[tuple[str, int]]:
-    """A server as a child process; yields address and pid. It is gone when the block is left."""
+async def _server(
+    config: DemoConfig, console: Console, *flags: str
+) -> AsyncIterator[tuple[Client, int]]:
+    """A server as a child process; yields a client of it, once it is ready, and its pid. It is gone
+    when the block is left.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    # A demo that is told to stop takes its server with it.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     with console.status("starting the server", refresh_per_second=4) as status:
 
         def say(text: str) -> None:
@@ -138,35 +187,37 @@ async def _server(config: DemoConfig, console: Console) -> AsyncIterator[tuple[s
             status.update(f"starting the server: {shown}", spinner_style="green")
 
         async with running_server(
-            [*config.server, *config.server_args],
+            [*config.server, *config.server_args, *flags],
             config.out / "server.log",
             config.startup_timeout_s,
             say,
             (grpc.aio.AioRpcError, CalibrationError, TimeoutError),
             lambda url: console.print(f"live page: {url}"),
-        ) as found:
+        ) as (address, pid):
             status.stop()
-            yield found
+            async with Client(address) as client:
+                await client.wait_ready(config.startup_timeout_s)
+                yield client, pid
 
 
 # -- one calibration, and its pairs ----------------------------------------------------------------
 
 
 async def _play(
-    client: Client,
+    client: Steered,
     config: DemoConfig,
     tasks: Sequence[Arrival],
-    own: pb.BrownoutState,
-    pid: int,
+    pid: int | None,
     console: Console,
 ) -> dict[str, Any]:
-    """Calibrates, and plays pairs until enough of them count; `own` is the state in which the
-    server was started. The result has the runs of the median pair.
+    """Calibrates, and plays pairs until enough of them count. `pid` is the server's, if it has a
+    process. The result has the runs of the median pair.
     """
+    own = await client.get_brownout()
     with console.status("calibrating", refresh_per_second=4) as status:
         calibration = await calibrate(
             client,
-            tasks,
+            shuffled(tasks, config.seed),
             strategy=config.strategy,
             window_s=config.calibration_s,
             say=status.update,
@@ -179,7 +230,8 @@ async def _play(
         sum(not pair["why_not"] for pair in pairs) < config.pairs
         and len(pairs) < config.pairs + config.spare_pairs
     ):
-        pair = await _pair(client, config, own, calibration, pid, console, len(pairs), slowness)
+        number = len(pairs)
+        pair = await _pair(client, config, tasks, own, calibration, pid, console, number, slowness)
         seen = [_slowness(run, step_s) for run in pair["runs"].values()]
         moved = max(abs(one / slowness - 1) for one in seen)
         late_s = max(run["latest_send_ms"] for run in pair["runs"].values()) / 1e3
@@ -201,6 +253,7 @@ async def _play(
     median = median_pair(pairs)
     return {
         "date": datetime.now().isoformat(timespec="seconds"),
+        "simulated": config.simulated,
         "config": {key: value for key, value in asdict(config).items() if key in _KEPT},
         "calibration": asdict(calibration),
         "gain": calibration.full.capacity_per_s / calibration.zero.capacity_per_s,
@@ -215,11 +268,12 @@ async def _play(
 
 
 async def _pair(
-    client: Client,
+    client: Steered,
     config: DemoConfig,
+    tasks: Sequence[Arrival],
     own: pb.BrownoutState,
     calibration: Calibration,
-    pid: int,
+    pid: int | None,
     console: Console,
     number: int,
     slowness: float,
@@ -232,13 +286,12 @@ async def _pair(
     steady_per_s, burst_per_s = (rate / slowness for rate in _rates(calibration, config))
     burst_at_s, seed = config.segment_s * config.burst_at, config.seed + number
     pieces = burst_pieces(config.segment_s, steady_per_s, burst_per_s, config.burst_at)
-    tasks = shuffled(load_tasks(config.tasks), seed)
-    arrivals = schedule(tasks, piecewise_poisson_times(pieces, seed))
+    arrivals = schedule(shuffled(tasks, seed), piecewise_poisson_times(pieces, seed))
     runs, others, state = {}, [], own
     for name in config.variants[:: -1 if number % 2 else 1]:
         variant = VARIANTS[name]
         await wait_idle(client, config.pause_s)
-        watch = Watch(pid)
+        watch = None if pid is None else Watch(pid)
         state = await use_variant(client, variant, own, config.strategy, slo)
         words = f"pair {number + 1}, {variant.label}"
         console.print(f"playing: {words}")
@@ -249,7 +302,7 @@ async def _pair(
                 time_limit_s=2 * config.segment_s,
                 on_sample=_progress(words, config.segment_s, status.update),
             )
-        others.append(watch.others())
+        others.append(None if watch is None else watch.others())
         runs[name] = run_result(run, slo, burst_at_s, config.segment_s)
     return {
         "seed": seed,
@@ -297,7 +350,7 @@ _KEPT = (
 )
 
 
-async def wait_idle(client: Client, pause_s: float, timeout_s: float = 60.0) -> None:
+async def wait_idle(client: Steered, pause_s: float, timeout_s: float = 60.0) -> None:
     """Until nothing runs or waits, and a pause more."""
     async with asyncio.timeout(timeout_s):
         while (stats := await client.stats()).num_running or stats.num_waiting:
@@ -401,6 +454,7 @@ def main() -> None:
     parser.add_argument("--segment-s", type=float, default=15.0, help="of arrivals, for each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--controllers", action="store_true", help="play each of them")
+    parser.add_argument("--simulated", action="store_true", help="on this machine's step times")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the results")
     parser.add_argument("server_args", nargs="*", help="after --: more flags for the server")
     args = parser.parse_args()

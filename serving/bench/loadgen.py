@@ -73,10 +73,11 @@ class _Player:
         self.samples: list[Sample] = []
         self.watched = asyncio.Event()  # there is a sample, or nothing to take one of
         loop = asyncio.get_running_loop()
+        is_simulated = isinstance(loop, SimulatedLoop)
         # uvloop's own clock counts whole milliseconds.
-        self._clock = loop.time if isinstance(loop, SimulatedLoop) else time.monotonic
+        self._clock = loop.time if is_simulated else time.monotonic
         self._start = self._clock()
-        self._cpu = time.process_time()
+        self._cpu = math.nan if is_simulated else time.process_time()
 
     def now_s(self) -> float:
         return self._clock() - self._start

@@ -62,7 +62,8 @@ def table(result: Mapping[str, Any]) -> Table:
     runs = result["runs"]
     slo = result["slo"]
     drawn = Table(
-        title=f"SLO: TTFT {_ms(slo['ttft_s'] * 1e3)}, ITL {_ms(slo['itl_s'] * 1e3)}",
+        title=f"{_label(result)}SLO: TTFT {_ms(slo['ttft_s'] * 1e3)}, "
+        f"ITL {_ms(slo['itl_s'] * 1e3)}",
         title_justify="left",
     )
     drawn.add_column("")
@@ -160,14 +161,21 @@ def verdict(result: Mapping[str, Any]) -> str:
     """What happened to the SLO in the bursts, in plain words, whichever way it went: medians of the
     pairs that count, and their range.
     """
+    return _label(result) + _verdict(result)
+
+
+def _verdict(result: Mapping[str, Any]) -> str:
     pairs = [pair for pair in result["pairs"] if not pair["why_not"]]
     played = f"{len(pairs)} of {len(result['pairs'])} pairs count"
     if result["gain"] < LEAST_GAIN:
         return f"Nothing to show: {too_little(result['gain'])}."
     if len(pairs) < min(2, len(result["pairs"])):
+        again = (
+            "." if result.get("simulated") else ", or on its step times: `jmoe demo --simulated`."
+        )
         return (
             f"This machine is too busy to tell: {played}. Stop what else runs on it, and play the "
-            "demo again."
+            f"demo again{again}"
         )
     zero, brownout = (
         _Bursts([pair["runs"][name]["burst"] for pair in pairs]) for name in _compared(result)
@@ -176,9 +184,11 @@ def verdict(result: Mapping[str, Any]) -> str:
         f"In the bursts {zero.late()} came late without brownout, and {brownout.late()} with it; "
         f"a P90 objective allows {ALLOWED_LATE_SHARE:.0%}."
     )
+    right = [bursts.median("accuracy") for bursts in (zero, brownout)]
     price = (
-        f"The price: {_share(brownout.median('degraded_share'))} of expert visits degraded, "
-        f"right answers {_share(zero.median('accuracy'))} -> {_share(brownout.median('accuracy'))}."
+        f"The price: {_share(brownout.median('degraded_share'))} of expert visits degraded"
+        + ("" if None in right else f", right answers {' -> '.join(map(_share, right))}")
+        + "."
     )
     if all(zero.kept().values()):
         opening = "Nothing to prove: the SLO held without brownout too."
@@ -230,6 +240,10 @@ def _compared(result: Mapping[str, Any]) -> tuple[str, str]:
     return names[0], names[-1]
 
 
+def _label(result: Mapping[str, Any]) -> str:
+    return "Simulated: " if result.get("simulated") else ""
+
+
 def _late(burst: Mapping[str, Any]) -> str:
     return " / ".join(_share(burst[f"{metric}_violation_rate"]) for metric in METRICS)
 
@@ -270,7 +284,8 @@ def _headline(result: Mapping[str, Any]) -> str:
     count = len(result["runs"])
     times = "twice" if count == 2 else f"{count} times"
     rise = "doubles" if round(factor, 2) == 2 else f"rises {factor:.3g}-fold"
-    return f"Load {rise} at {result['burst_at_s']:.0f} s: the same requests, played {times}"
+    told = f"Load {rise} at {result['burst_at_s']:.0f} s: the same requests, played {times}"
+    return f"{_label(result)}{told}"
 
 
 def _subtitle(result: Mapping[str, Any]) -> str:
@@ -282,6 +297,7 @@ def _subtitle(result: Mapping[str, Any]) -> str:
             ("late other tokens", "itl_violation_rate"),
             ("right answers", "accuracy"),
         )
+        if zero[key] is not None
     ]
     return ";  ".join(parts)
 

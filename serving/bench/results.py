@@ -87,7 +87,9 @@ class Run:
     records: list[Record]
     samples: list[Sample]
     duration_s: float
-    client_cpu_s: float  # processor time of this process: the generator's own cost
+    client_cpu_s: (
+        float  # processor time of this process: the generator's own cost; NaN where simulated
+    )
 
     def due(self, start_s: float, end_s: float = math.inf) -> list[Record]:
         """Requests that were due in [start_s, end_s)."""

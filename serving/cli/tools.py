@@ -266,6 +266,10 @@ def demo(
     controllers: Annotated[
         bool, typer.Option("--controllers", help="Play each controller, not only the server's own.")
     ] = False,
+    simulated: Annotated[
+        bool,
+        typer.Option("--simulated", help="Simulate it on this machine's step times, in 30 s."),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of arrival times and the order of tasks.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out"),
 ) -> None:

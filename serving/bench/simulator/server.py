@@ -212,8 +212,8 @@ def as_tokens(samples: Sequence[Arrival]) -> list[Arrival]:
     return [
         replace(
             sample,
-            prompt=tuple(tokenizer.encode(sample.prompt)),
-            max_new_tokens=len(tokenizer.encode(sample.answer)) + 1,
+            prompt=tuple(tokenizer.encode(str(sample.prompt))),
+            max_new_tokens=len(tokenizer.encode(str(sample.answer))) + 1,
             answer=None,
         )
         for sample in samples
