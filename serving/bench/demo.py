@@ -151,7 +151,7 @@ def _simulated(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -
     from serving import settings
     from serving.bench.simulator.server import recorded_machine
 
-    machine = recorded_machine([timeline], {}, settings.load("demo").engine)
+    machine = recorded_machine([timeline], {}, settings.load("demo").engine, steady=True)
     console.print(f"simulated from here on, by the times of {len(machine.times.moods)} steps")
     return known | simulate_demo(config, tasks, machine, console)
 

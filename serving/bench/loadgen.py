@@ -142,7 +142,10 @@ class _Player:
             self.watched.set()
             if on_sample:
                 on_sample(self.samples[-1])
-            await asyncio.sleep(every_s - self.now_s() % every_s)  # a missed tick is skipped
+            # A missed tick is skipped, and so is one that is there but for a rounding error: a
+            # clock that is simulated would not move.
+            left_s = every_s - self.now_s() % every_s
+            await asyncio.sleep(left_s if left_s > 1e-6 else left_s + every_s)
 
     def result(self) -> Run:
         cpu_s = time.process_time() - self._cpu

@@ -183,10 +183,14 @@ def simulate(
 
 
 def recorded_machine(
-    timelines: Sequence[Path], part_layers: dict[str, int], config: EngineConfig
+    timelines: Sequence[Path],
+    part_layers: dict[str, int],
+    config: EngineConfig,
+    *,
+    steady: bool = False,
 ) -> Machine:
     """Returns the machine that timelines of a server of the bundled model show, which was started
-    with `config`.
+    with `config`. `steady`: as `StepTimes.fit` has it.
 
     Raises ValueError for files that are no timelines.
     """
@@ -197,7 +201,7 @@ def recorded_machine(
         for step in read_timeline(path, cfg.num_layers, cfg.experts_per_token)
     ]
     buckets = {"prefill": config.prefill_buckets, "decode": config.decode_buckets}
-    times = StepTimes.fit(steps, buckets)
+    times = StepTimes.fit(steps, buckets, steady=steady)
     return Machine(times, cfg.num_layers, cfg.experts_per_token, part_layers)
 
 

@@ -9,12 +9,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from scipy.ndimage import median_filter
 from scipy.optimize import nnls
 
 from serving.timeline import DEVICE
 
 OUTLIER = 4.0
 """Steps that took so many times the median of their kind are stalls of the machine."""
+DRIFT_STEPS = 301
+"""Steps over which the machine's speed is the median, where it is taken to be steady."""
+KNOTS = np.array([0.0, 0.5, 1.0])
+"""Shares of degraded visits between which a token's time is interpolated: half of the brownout
+saves more than half of what all of it does.
+"""
+STRAIGHT = np.array([0.0, 0.0, 1.0, -2.0, 1.0])
+"""What is 0 of coefficients whose token's time is linear in that share; it is taken for a token."""
 
 
 class Recorded(NamedTuple):
@@ -59,20 +68,42 @@ def _recorded(event: Mapping[str, Any], num_layers: int, visits_per_layer: int) 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of launches: a + s (b + c n + d n g) for n tokens, of whose visits g are degraded,
-    and a share s of the layers; a to d are those of the program, by phase and bucket.
+    """Seconds of launches: a + s (b + n c(g)) for n tokens, of whose visits a share g is degraded,
+    and a share s of the layers; a, b and c at each of `KNOTS` are those of the program, by phase
+    and bucket.
     """
 
     buckets: Mapping[str, tuple[int, ...]]
-    coefficients: Mapping[tuple[str, int], Float[np.ndarray, "4"]]
+    coefficients: Mapping[tuple[str, int], Float[np.ndarray, "5"]]
     moods: Float[np.ndarray, "N"]
     """Seconds recorded over seconds expected, launch by launch: the machine is not always alike."""
 
     @classmethod
     def fit(
+        cls,
+        recorded: Sequence[Recorded],
+        buckets: Mapping[str, tuple[int, ...]],
+        *,
+        steady: bool = False,
+    ) -> "StepTimes":
+        """Fits launches in order. `steady`: what changed the machine's speed for long is no part of
+        its moods.
+
+        Raises ValueError where a phase has none.
+        """
+        found = cls._fit(recorded, buckets)
+        if not steady:
+            return found
+        drift = median_filter(found.moods, DRIFT_STEPS, mode="nearest")
+        steady_s = [one.seconds / by for one, by in zip(recorded, drift, strict=True)]
+        return cls._fit(
+            [one._replace(seconds=s) for one, s in zip(recorded, steady_s, strict=True)], buckets
+        )
+
+    @classmethod
+    def _fit(
         cls, recorded: Sequence[Recorded], buckets: Mapping[str, tuple[int, ...]]
     ) -> "StepTimes":
-        """From launches in order. Raises ValueError where a phase has none."""
         by_program: dict[tuple[str, int], list[Recorded]] = {}
         for one in recorded:
             key = one.phase, _bucket(buckets[one.phase], one.size)
@@ -100,12 +131,12 @@ def _bucket(sizes: Sequence[int], size: int) -> int:
     return sizes[min(bisect_left(sizes, size), len(sizes) - 1)]
 
 
-def _features(size: int, degraded: float, share: float) -> Float[np.ndarray, "4"]:
-    # Degraded visits make a step shorter: what is saved is what is not there.
-    return np.array([1.0, share, share * size * degraded, share * size * (1 - degraded)])
+def _features(size: int, degraded: float, share: float) -> Float[np.ndarray, "5"]:
+    near = np.maximum(0.0, 1 - np.abs(degraded - KNOTS) / KNOTS[1])
+    return np.array([1.0, share, *(share * size * near)])
 
 
-def _solve(steps: Iterable[Recorded]) -> Float[np.ndarray, "4"]:
+def _solve(steps: Iterable[Recorded]) -> Float[np.ndarray, "5"]:
     steps = list(steps)
     per_share = np.array([one.seconds / one.share for one in steps])
     kept = [
@@ -113,5 +144,5 @@ def _solve(steps: Iterable[Recorded]) -> Float[np.ndarray, "4"]:
         for one, value in zip(steps, per_share, strict=True)
         if value <= OUTLIER * np.median(per_share)
     ]
-    matrix = np.array([_features(one.size, one.degraded, one.share) for one in kept])
-    return nnls(matrix, np.array([one.seconds for one in kept]))[0]
+    matrix = np.array([*(_features(one.size, one.degraded, one.share) for one in kept), STRAIGHT])
+    return nnls(matrix, np.array([*(one.seconds for one in kept), 0.0]))[0]
