@@ -82,7 +82,7 @@ async def calibrate(
 
 
 async def run_all_steps(
-    client: Steered, samples: Sequence[Arrival], *, strategy: str = "partial", bursts: int = 15
+    client: Steered, samples: Sequence[Arrival], *, strategy: str = "partial", bursts: int = 12
 ) -> None:
     """Has the server run steps of every size without, with all and with half of the brownout.
 

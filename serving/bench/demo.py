@@ -141,18 +141,21 @@ def _simulated(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -
     timeline = config.out / "timeline.json"
 
     async def time_steps() -> dict[str, Any]:
-        async with _server(config, console, "--timeline", str(timeline)) as (client, _):
+        async with _server(config, console, "--timeline", str(timeline)) as (client, pid):
+            watch = Watch(pid)
             with console.status("timing the server's steps", refresh_per_second=4):
                 asked = shuffled(tasks, config.seed)
                 await run_all_steps(client, asked, strategy=config.strategy)
-            return await facts(client)
+            return {**await facts(client), "others_while_timed": watch.others()}
 
     known = uvloop.run(time_steps())  # the server writes its timeline when it ends
     from serving import settings
     from serving.bench.simulator.server import recorded_machine
 
     machine = recorded_machine([timeline], {}, settings.load("demo").engine, steady=True)
-    console.print(f"simulated from here on, by the times of {len(machine.times.moods)} steps")
+    num_steps, others = len(machine.times.moods), known["others_while_timed"] or 0.0
+    busy = f" (other programs took {others:.0%} of the processors)" if others > OTHERS else ""
+    console.print(f"simulated from here on, by the times of {num_steps} steps{busy}")
     return known | simulate_demo(config, tasks, machine, console)
 
 

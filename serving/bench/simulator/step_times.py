@@ -22,8 +22,11 @@ KNOTS = np.array([0.0, 0.5, 1.0])
 """Shares of degraded visits between which a token's time is interpolated: half of the brownout
 saves more than half of what all of it does.
 """
-STRAIGHT = np.array([0.0, 0.0, 1.0, -2.0, 1.0])
-"""What is 0 of coefficients whose token's time is linear in that share; it is taken for a token."""
+ASSUMED = np.array([[0, 0, 1, -2, 1], [0, 0, 0.01, -0.01, 0], [0, 0, 0, 0.01, -0.01]])
+"""Products with coefficients that are 0 where a token's time is linear in that share, and does not
+depend on it. They say what steps that were not recorded take: brownout that was never seen saves
+nothing. Against steps of many tokens they weigh little.
+"""
 
 
 class Recorded(NamedTuple):
@@ -86,15 +89,16 @@ class StepTimes:
         *,
         steady: bool = False,
     ) -> "StepTimes":
-        """Fits launches in order. `steady`: what changed the machine's speed for long is no part of
-        its moods.
+        """Fits launches in order. `steady`: what changed the machine's speed for a while is no
+        part of its moods, and it has the speed that it mostly had.
 
         Raises ValueError where a phase has none.
         """
         found = cls._fit(recorded, buckets)
         if not steady:
             return found
-        drift = median_filter(found.moods, DRIFT_STEPS, mode="nearest")
+        speed = median_filter(found.moods, DRIFT_STEPS, mode="nearest")
+        drift = speed / np.median(speed)
         steady_s = [one.seconds / by for one, by in zip(recorded, drift, strict=True)]
         return cls._fit(
             [one._replace(seconds=s) for one, s in zip(recorded, steady_s, strict=True)], buckets
@@ -144,5 +148,5 @@ def _solve(steps: Iterable[Recorded]) -> Float[np.ndarray, "5"]:
         for one, value in zip(steps, per_share, strict=True)
         if value <= OUTLIER * np.median(per_share)
     ]
-    matrix = np.array([*(_features(one.size, one.degraded, one.share) for one in kept), STRAIGHT])
-    return nnls(matrix, np.array([*(one.seconds for one in kept), 0.0]))[0]
+    matrix = np.array([*(_features(one.size, one.degraded, one.share) for one in kept), *ASSUMED])
+    return nnls(matrix, np.array([*(one.seconds for one in kept), 0, 0, 0]))[0]

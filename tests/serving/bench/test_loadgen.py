@@ -45,6 +45,14 @@ def record(at_s, *token_s, code="OK", **more):
 
 
 @pytest.mark.simulated_time
+async def test_a_rounding_error_does_not_stop_the_sampler(simulated):
+    client, _ = simulated
+    await asyncio.sleep(0.001)  # from here, half seconds add up to a little less than 1
+    run = await asyncio.wait_for(play(client, [ask("1600")], time_limit_s=5), 4)
+    assert [round(sample.at_s, 6) for sample in run.samples] == [0.0, 0.5, 1.0, 1.5]
+
+
+@pytest.mark.simulated_time
 async def test_times_are_those_of_the_script(simulated):
     client, servicer = simulated
     run = await play(client, [ask("100,50,50", at_s=0.05, answer=" xxx\n")], time_limit_s=5)

@@ -3,7 +3,16 @@ import struct
 import pytest
 from rich.console import Console
 
-from serving.bench.report import draw, latency_series, median_pair, pair_line, table, verdict
+from serving.bench.report import (
+    _headline,
+    _subtitle,
+    draw,
+    latency_series,
+    median_pair,
+    pair_line,
+    table,
+    verdict,
+)
 from serving.bench.results import Record
 
 
@@ -134,7 +143,23 @@ def test_the_verdict_is_that_of_the_median_of_pairs_that_count():
 def test_a_machine_that_lets_no_two_pairs_count_is_too_busy_to_tell():
     told = verdict(of_pairs(0.02, 0.01, 0.0, why_not=(0, 2)))
     assert told.startswith("This machine is too busy to tell: 1 of 3 pairs count")
+    assert "`jmoe demo --simulated`" in told
     assert "held" not in told
+
+
+def test_what_was_simulated_says_so():
+    simulated = result() | {"simulated": True}
+    assert verdict(simulated).startswith("Simulated: Brownout held the SLO")
+    assert str(table(simulated).title).startswith("Simulated: SLO")
+    busy = verdict(of_pairs(0.02, 0.01, why_not=(0, 1)) | {"simulated": True})
+    assert busy.startswith("Simulated: This machine is too busy to tell")
+    assert "--simulated" not in busy  # no offer of what was played
+    for run in simulated["runs"].values():
+        run["burst"]["accuracy"] = None  # a simulated answer is neither right nor wrong
+    assert "right answers" not in verdict(simulated)
+    for label, drawn in (("Simulated: ", simulated), ("", result())):
+        assert _headline(drawn).startswith(f"{label}Load doubles")
+    assert "right answers" not in _subtitle(simulated)
 
 
 def test_where_brownout_buys_too_little_nothing_is_held():
