@@ -24,7 +24,7 @@ TASKS = [Arrival("1 2", 9, "12345678", "f")]  # some tokens, all of one length
 CONFIG = DemoConfig(simulated=True, segment_s=3.0, pairs=2, spare_pairs=0, calibration_s=2.0)
 
 
-def machine(prefill_s=0.008, decode_s=0.020, saved=0.5):
+def machine(prefill_s=0.016, decode_s=0.040, saved=0.5):
     """Every prefill and every decode step takes so long; all of the brownout saves a share."""
     times = {}
     for phase, seconds in (("prefill", prefill_s), ("decode", decode_s)):
@@ -40,20 +40,20 @@ def played(of, **change):
 
 
 def test_figures_are_those_of_the_steps_by_hand():
-    result = played(machine(saved=0.0), pairs=1, segment_s=2.0)
+    result = played(machine(saved=0.0), pairs=1, segment_s=1.5)
     known = result["calibration"]
-    assert known["unloaded_ttft_s"] == pytest.approx(0.008)  # a prefill step alone
-    assert known["zero"]["full_decode_step_s"] == pytest.approx(0.020, rel=1e-3)
+    assert known["unloaded_ttft_s"] == pytest.approx(0.016)  # a prefill step alone
+    assert known["zero"]["full_decode_step_s"] == pytest.approx(0.040, rel=1e-3)
     # Nothing is saved: a gap is a decode step, or a prefill step and it, with and without.
-    assert known["zero"]["itl_p90_s"] == pytest.approx(0.028, rel=1e-3)
-    assert known["full"] == pytest.approx(known["zero"], rel=1e-3)
-    assert result["gain"] == pytest.approx(1.0, rel=1e-3)
+    assert known["zero"]["itl_p90_s"] == pytest.approx(0.056, rel=1e-3)
+    assert known["full"] == pytest.approx(known["zero"], rel=0.01)
+    assert result["gain"] == pytest.approx(1.0, rel=0.01)
     (pair,) = result["pairs"]
-    assert pair["slo"]["itl_s"] == pytest.approx(0.028, rel=1e-3)
+    assert pair["slo"]["itl_s"] == pytest.approx(0.056, rel=1e-3)
     assert pair["steady_rate_per_s"] == pytest.approx(known["zero"]["capacity_per_s"] / 2)
     assert (pair["slowness"], pair["others"]) == (1.0, None)
     zero = result["runs"]["zero"]
-    assert zero["samples"]["full_decode_step_s"][-1] == pytest.approx(0.020, rel=1e-3)
+    assert zero["samples"]["full_decode_step_s"][-1] == pytest.approx(0.040, rel=1e-3)
     assert zero["degraded_share"] == 0.0
     assert zero["completed"] == result["num_requests"]
     assert result["simulated"]
@@ -65,6 +65,14 @@ def test_brownout_that_saves_half_of_a_step_holds():
     assert result["gain"] > 1.3
     assert verdict(result).startswith("Simulated: Brownout held the SLO")
     assert len(result["pairs"]) == 2
+
+
+def test_noise_of_steps_is_no_change_of_the_machines_speed():
+    """What a server expects of a step at one moment is off by a third where steps are as noisy."""
+    moods = np.random.default_rng(0).lognormal(-0.06, 0.35, 2000)
+    noisy = machine()
+    result = played(replace(noisy, times=replace(noisy.times, moods=moods)))
+    assert [pair["why_not"] for pair in result["pairs"]] == ["", ""]
 
 
 @pytest.mark.parametrize("plant", PLANTS)
@@ -113,9 +121,9 @@ def test_steps_of_a_server_are_learnt_with_what_brownout_saves(plant, monkeypatc
     asked = [Arrival((7,) * 5, 10)]
     run_simulated(of, ENGINE, lambda server: run_all_steps(server, asked, bursts=3))
     times = StepTimes.fit(steps, BUCKETS, steady=True)
-    assert times.expected_s("decode", 36, 0.0, 1.0) == pytest.approx(0.020, rel=0.01)
+    assert times.expected_s("decode", 36, 0.0, 1.0) == pytest.approx(0.040, rel=0.01)
     least_s = times.expected_s("decode", 36, 1.0, 1.0)
-    assert least_s == pytest.approx(0.020 if plant else 0.010, rel=0.02)
+    assert least_s == pytest.approx(0.040 if plant else 0.020, rel=0.02)
 
 
 def test_flags_of_a_server_that_is_simulated_are_refused():
