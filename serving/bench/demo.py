@@ -139,6 +139,7 @@ def _live(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -> dic
 def _simulated(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -> dict[str, Any]:
     """Times a server's steps, and plays the demo on a device that takes as long for them."""
     timeline = config.out / "timeline.json"
+    timeline.unlink(missing_ok=True)  # one of before is not what is timed now
 
     async def time_steps() -> dict[str, Any]:
         async with _server(config, console, "--timeline", str(timeline)) as (client, pid):

@@ -3,14 +3,17 @@
 "30,10,10" waits these milliseconds before each of three tokens "x"; "refuse" is turned away;
 "10,die" breaks off after a token; "10,cancel" is cancelled by the server; "hang" never answers; ""
 answers nothing at once. `slots` limits how many are answered at a time, first come first served.
+With `--timeline FILE` it writes one, of steps that take 16 ms (prefill) and 40 ms.
 Below a threshold of 100 waits shrink towards half, and half of the visits are degraded.
 
 `Direct` is a client of such a server without the socket, for tests in simulated time.
 """
 
 import asyncio
+import json
 import os
 import sys
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -182,7 +185,19 @@ async def start(slots: int = 1000) -> tuple[grpc.aio.Server, Scripted, str]:
     return server, servicer, f"127.0.0.1:{port}"
 
 
+def _write_timeline(path: Path) -> None:
+    steps = [
+        {"ph": "X", "tid": 2, "name": name, "dur": 1e3 * took_ms}
+        | {"args": {"layers": "0-3", "rows": size, "tokens": size, "degraded_visits": 0}}
+        for name, took_ms in (("prefill", 16), ("decode", 40))
+        for size in (1, 4, 20, 32)
+    ]
+    path.write_text(json.dumps({"traceEvents": steps * 5}))
+
+
 async def _main() -> None:
+    if sys.argv[1:2] == ["--timeline"]:
+        _write_timeline(Path(sys.argv[2]))
     server, _, address = await start(slots=4)
     print("pid", os.getpid(), file=sys.stderr, flush=True)
     print("jmoe page on http://127.0.0.1:9", flush=True)

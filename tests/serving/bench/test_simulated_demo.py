@@ -1,16 +1,19 @@
 """`jmoe demo --simulated` on machines whose steps take what a test says."""
 
+import json
 import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import scripted_server
 from rich.console import Console
 
 from benchmarks.demo_series import PLANTS, planted, row
 from serving import settings
+from serving.bench import calibrate
 from serving.bench.calibrate import run_all_steps
-from serving.bench.demo import DemoConfig, simulate_demo
+from serving.bench.demo import DemoConfig, run_demo, simulate_demo
 from serving.bench.report import verdict
 from serving.bench.simulator.device import SimulatedDevice
 from serving.bench.simulator.server import Machine, run_simulated
@@ -35,8 +38,12 @@ def machine(prefill_s=0.016, decode_s=0.040, saved=0.5):
     return Machine(StepTimes(BUCKETS, times, np.ones(1)), LAYERS, PICKS, {})
 
 
+def quiet():
+    return Console(file=open(os.devnull, "w"), width=150, record=True)
+
+
 def played(of, **change):
-    return simulate_demo(replace(CONFIG, **change), TASKS, of, Console(file=open(os.devnull, "w")))
+    return simulate_demo(replace(CONFIG, **change), TASKS, of, quiet())
 
 
 def test_figures_are_those_of_the_steps_by_hand():
@@ -58,6 +65,25 @@ def test_figures_are_those_of_the_steps_by_hand():
     assert zero["completed"] == result["num_requests"]
     assert result["simulated"]
     assert zero["accuracy"] is None
+
+
+def test_a_server_is_timed_and_then_simulated(tmp_path, monkeypatch):
+    """The whole way, with a server whose timeline has steps of 16 and of 40 ms."""
+    monkeypatch.setattr(calibrate, "BURST_S", 0.001)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"family": "f", "prompt": "1,1", "answer": "1 2 3 4"}))
+    server, out = (scripted_server.__file__,), tmp_path / "out"
+    console = quiet()
+    change = {"tasks": tasks, "out": out, "server": server, "segment_s": 1.0, "pairs": 1}
+    result = run_demo(replace(CONFIG, calibration_s=1.0, **change), console)
+    assert "simulated from here on, by the times of 40 steps" in console.export_text()
+    stored = json.loads((out / "demo.json").read_text())
+    assert stored["simulated"]
+    assert stored["calibration"]["unloaded_ttft_s"] == pytest.approx(0.016, rel=1e-3)
+    assert stored["runs"]["zero"]["client_cpu_share"] is None  # no client was there
+    assert stored["model"]["name"] == "scripted"
+    assert result["verdict"].startswith("Simulated: Nothing to show: brownout buys too little")
+    assert (out / "demo.png").stat().st_size > 10_000
 
 
 def test_brownout_that_saves_half_of_a_step_holds():
