@@ -18,7 +18,7 @@ from serving.bench.launch import LaunchError, running_server, tail
 from serving.bench.scrape import free_port, scrape, value
 from serving.client import Client
 
-# Few programs, so that starts are quick; no brownout: the variants have no united experts.
+# Few programs, so that starts are quick; no brownout: every request gets its own model.
 SETTINGS = {
     "engine.prefill_buckets": "32,128",
     "engine.threshold_buckets_percent": "100",

@@ -1,11 +1,14 @@
 """`jmoe distill`: flags for `training.distill`."""
 
+import dataclasses
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from serving import logs
 from serving.cli.options import AllowUnknownConfig, HubRevision
 from serving.progress import progress_bar
 
@@ -34,8 +37,11 @@ def distill(
         ),
     ] = False,
     device_memory_gib: Annotated[
-        float, typer.Option(help="--dry-run: plan for a GPU with this much; 0: this machine.")
+        float, typer.Option(help="--dry-run: plan for GPUs with this much; 0: this machine.")
     ] = 0.0,
+    devices: Annotated[
+        int, typer.Option(help="--dry-run: plan for so many devices; 0: those that are here.")
+    ] = 0,
     objective: Annotated[
         str, typer.Option(help="combined, routed, or equation4 (the paper's).")
     ] = "combined",
@@ -67,11 +73,18 @@ def distill(
     """Distils united experts, which stand in for groups of routed ones under brownout.
 
     Prints what the run will take, and begins. Killed at any moment, the same command goes on where
-    it was; a finished run is left as it is.
+    it was; a finished run is left as it is. The last line is the command that serves the result.
     """
     numbers = None if ways is None else _numbers(ways)
     if device_memory_gib and not dry_run:
         raise ValueError("--device-memory-gib is for --dry-run; a run uses the memory there is")
+    if devices and not dry_run:
+        raise ValueError("--devices is for --dry-run; a run uses the devices that jax sees")
+    if device_memory_gib < 0 or devices < 0:
+        raise ValueError(
+            f"--device-memory-gib is {device_memory_gib:g} and --devices {devices}; neither can be "
+            "negative"
+        )
     from training.distill import DistillConfig
 
     config = DistillConfig(
@@ -98,12 +111,14 @@ def distill(
 
     if dry_run:
         directory = resolve(model, hub_revision, weights=False)
-        _plan(directory, numbers, data or [], out, config, allowed, device_memory_gib)
+        _plan(directory, numbers, data or [], out, config, allowed, device_memory_gib, devices)
         return
     if not data or out is None:
         missing = "--out" if data else "--data"
         raise ValueError(f"{missing} is missing; only --dry-run does without it")
-    _run(resolve(model, hub_revision), numbers, data, out, config, allowed)
+    directory = resolve(model, hub_revision)
+    _run(directory, numbers, data, out, config, allowed)
+    print(_serve_command(directory, out, allowed))
 
 
 def _numbers(ways: str) -> list[int]:
@@ -121,21 +136,37 @@ def _plan(
     config: "DistillConfig",
     allowed: Sequence[str],
     device_memory_gib: float,
+    devices: int,
 ) -> None:
-    """Prints what a run would take, here or on a GPU with so much memory."""
-    from training.distill.plan import GIB, H200_RATE
+    """Prints what a run would take, here or on so many GPUs with so much memory each."""
+    from training.distill.plan import GIB, H200_RATE, measure
     from training.distill.prepare import prepare
-    from training.distill.room import Room
+    from training.distill.room import Room, room_here
 
-    room, rate = None, None
     if device_memory_gib:
-        room = Room("gpu", 1, int(device_memory_gib * GIB), None, None)
-        rate = H200_RATE
+        room = Room("gpu", devices or 1, int(device_memory_gib * GIB), None, None)
+    else:
+        room = room_here(out)
+        room = dataclasses.replace(room, num_devices=devices or room.num_devices)
     prepared = prepare(model, ways, data, out, config, allowed, need_data=False, room=room)
-    for line in prepared.lines(measure=True, rate=rate):
+    timing = None
+    if not device_memory_gib and not prepared.refusal:
+        timing = measure(prepared.plan, lambda what: logs.say(f"timing {what}"))
+    for line in prepared.lines(timing, H200_RATE if device_memory_gib else None):
         print(line, flush=True)
     if prepared.refusal:
         raise ValueError(prepared.refusal)
+
+
+def _serve_command(model: Path, out: Path, allowed: Sequence[str]) -> str:
+    """The shell's words that serve the model with the united experts in `out`."""
+    from jmoe.checkpoint import UNITED_FILE
+
+    unknown = (word for key in allowed for word in ("--allow-unknown-config", key))
+    serve = shlex.join(["jmoe", "serve", str(model), *unknown])
+    if out.resolve() == model.resolve():
+        return serve
+    return f"{shlex.join(['cp', str(out / UNITED_FILE), str(model)])} && {serve}"
 
 
 def _run(

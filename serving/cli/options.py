@@ -49,7 +49,9 @@ def overrides(flags: Mapping[str, object], pairs: Sequence[str]) -> dict[str, ob
 
     Raises ValueError for a pair without `=` and for a key that is set twice.
     """
-    found = {key: value for key, value in flags.items() if value is not None}
+    given = {key: value for key, value in flags.items() if value is not None}
+    # A repeated flag comes as a list, and a setting that holds several values is a tuple.
+    found = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:

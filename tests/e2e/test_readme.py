@@ -31,6 +31,8 @@ SHORT = {
     "jmoe serve --model DIR --mesh": FEW_PROGRAMS,
     "jmoe serve --model DIR --mode": (*FEW_PROGRAMS, "engine.salc.controller=algorithm2"),
     "jmoe serve --model base=": FEW_PROGRAMS,
+    "jmoe serve base=": FEW_PROGRAMS,
+    "python -m training.family": (),
     "jmoe serve --config demo": FEW_PROGRAMS,
     "jmoe info": (),
     "jmoe bench serve": ("--num-prompts", "3"),
@@ -128,14 +130,22 @@ def run(command, folder, names, **replaced):
 def serve_settings(command, names):
     """The settings that a `jmoe serve` of README has, as `tests/e2e/conftest.py` takes them."""
     words = [names.get(word, word) for word in shlex.split(command)[2:]]
+    fixed = "--no-salc" in words
+    words = [word for word in words if word != "--no-salc"]
     given = {flag: [] for flag in words if flag.startswith("--")}
     for flag, word in itertools.pairwise(words):
         if flag in given:
             given[flag].append(word)
-    own = {"--mesh", "--family", "--mode", "--attention", "--experts"}
+    thresholds = {"--prefill-threshold", "--decode-threshold"}
+    own = {"--mesh", "--family", "--mode", "--attention", "--experts", *thresholds}
     assert set(given) <= {"--set", "--config", "--model", "--port", *own}
     settings = given.get("--set", [])
-    models = given.get("--model", []) or [word for word in words[:1] if not word.startswith("--")]
+    for flag in thresholds & set(given):
+        key = flag.removeprefix("--").replace("-", "_")
+        settings += [f"engine.brownout.{key}_percent={given[flag][0]}"]
+    settings += ["engine.brownout.salc=false"] if fixed else []
+    positional = itertools.takewhile(lambda word: not word.startswith("--"), words)
+    models = given.get("--model", []) or list(positional)
     if any("=" in model for model in models):
         settings += [f"engine.models={','.join(models)}"]
     elif models:
@@ -168,17 +178,21 @@ async def test_a_server_and_what_asks_it(files, name):
                 shown = await asyncio.to_thread(run, asking, folder, names, **options)
                 assert "bundled" in shown or "Benchmark Result" in shown
         if name == "jmoe serve":
-            await asyncio.to_thread(ask_by_curl, port)
+            await asyncio.to_thread(ask_by_curl, port, "bundled")
 
 
-def ask_by_curl(port):
-    """Runs the README's curl, against the server's own port, and finds the answer beside it."""
-    (block,) = [block for block in blocks("sh") if block.startswith("curl")]
-    done = subprocess.run(
-        block.replace(":8000/", f":{port}/"), shell=True, capture_output=True, text=True, timeout=60
-    )
-    (answer,) = re.findall(r"answer's `text` is `(\".*\")`", README)
-    assert json.loads(done.stdout)["choices"][0]["text"] == json.loads(answer), done
+def ask_by_curl(port, model):
+    """Runs the README's curl of a model, against the server's own port, and finds the answer beside
+    it; returns the whole reply.
+    """
+    asking = [block for block in blocks("sh") if block.startswith("curl")]
+    (at,) = [at for at, block in enumerate(asking) if f'"model": "{model}"' in block]
+    block = asking[at].replace(":8000/", f":{port}/")
+    done = subprocess.run(block, shell=True, capture_output=True, text=True, timeout=60)
+    answers = re.findall(r"answer's `text` is `(\".*?\")`", README)
+    reply = json.loads(done.stdout)
+    assert reply["choices"][0]["text"] == json.loads(answers[at]), done
+    return reply
 
 
 def test_a_family_is_consolidated_and_served(files):
@@ -189,6 +203,18 @@ def test_a_family_is_consolidated_and_served(files):
     with serving(*FEW_PROGRAMS, *serve_settings(serve, names)) as (_, address):
         shown = run("jmoe info --address A", folder, names, address=address)
         assert "legal" in shown
+
+
+def test_the_restored_family_is_served_under_brownout(files):
+    folder, names = files
+    (restore,) = [command for command in commands() if kind(command) == "python -m training.family"]
+    assert "cipher" in run(restore, folder, names)
+    (serve,) = [command for command in commands() if kind(command) == "jmoe serve base="]
+    names = {f"{n}=family/{n}": f"{n}={folder / 'family' / n}" for n in ("base", "cipher")}
+    port = free_port()
+    with serving(*FEW_PROGRAMS, f"http_port={port}", *serve_settings(serve, names)):
+        reply = ask_by_curl(port, "cipher")
+    assert reply["usage"]["degraded_share"] > 0.2
 
 
 @pytest.mark.parametrize("name", ["jmoe distill", "jmoe evaluate"])

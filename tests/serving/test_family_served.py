@@ -5,9 +5,11 @@ import random
 
 import pytest
 
+import jmoe
 from jmoe.checkpoint import weights_digest
 from jmoe.family import load_family
 from jmoe.sharing import Sharing, write_sharing
+from serving.cli import main as cli
 from serving.client import Client
 from serving.config import BrownoutConfig, ServerConfig
 from serving.engine import Engine
@@ -109,14 +111,34 @@ async def test_under_brownout_each_has_its_own_united_experts(config, directorie
             await alone.stop()
 
 
-async def test_over_a_socket_with_shared_experts(config, directories, tmp_path):
-    """What `family.json` says is served, each model by its name."""
-    shape = (3, 2, 7)
-    owners = Sharing.none(NAMES, *shape[1:]).owners
+@pytest.fixture
+def asked_for(directories, tmp_path, monkeypatch):
+    """Engine settings of `jmoe serve NAME=DIR NAME=DIR --family FILE` under fixed brownout."""
+    owners = Sharing.none(NAMES, 2, 7).owners
     owners[:, :, ::2] = 1
-    prints = tuple(map(weights_digest, directories.values()))
-    write_sharing(tmp_path / "family.json", Sharing(NAMES, owners, prints))
-    settings = config(directories, family=str(tmp_path / "family.json"))
+    prints, file = tuple(map(weights_digest, directories.values())), tmp_path / "family.json"
+    write_sharing(file, Sharing(NAMES, owners, prints))
+    started = []
+
+    def serve(settings, *_):
+        started.append(settings)
+        return asyncio.sleep(0)
+
+    monkeypatch.setattr("serving.frontend.server.serve", serve)
+    models = [f"{name}={path}" for name, path in directories.items()]
+    flags = "--way 2 --prefill-threshold 30 --decode-threshold 30 --no-salc"
+    words = ["serve", *models, "--family", str(file), *flags.split()]
+    monkeypatch.setattr("sys.argv", ["jmoe", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    return started[0].engine
+
+
+async def test_over_a_socket_with_shared_experts_under_brownout(config, directories, asked_for):
+    """What `family.json` says is served, each model by its name and with its own united experts."""
+    given = asked_for
+    settings = config({}, models=given.models, family=given.family, brownout=given.brownout)
     metrics = Metrics()
     server = Server(ServerConfig(port=0, engine=settings), metrics)
     await server.start()
@@ -131,19 +153,16 @@ async def test_over_a_socket_with_shared_experts(config, directories, tmp_path):
             sampling = pb.SamplingParams(max_new_tokens=5)
             served = {}
             for name in ("", *NAMES):
-                served[name] = [
-                    token
-                    async for out in client.generate([3, 1, 4], sampling, model=name)
-                    for token in out.token_ids
-                ]
+                assert list((await client.model_info(name)).united_ways) == [2, 3]
+                outs = [out async for out in client.generate([3, 1, 4], sampling, model=name)]
+                assert outs[-1].usage.degraded_visits > 0
+                served[name] = [token for out in outs for token in out.token_ids]
     finally:
         await server.stop()
     assert served[""] == served["base"]
-    expected = load_family(directories, Sharing(NAMES, owners), "float32")
-    import jmoe
-
-    for model in expected:
-        found = jmoe.generate(model, [[3, 1, 4]], max_new_tokens=5)
+    brownout = jmoe.Brownout("partial", 30, 2)
+    for model in load_family(directories, given.family, "float32"):
+        found = jmoe.generate(model, [[3, 1, 4]], max_new_tokens=5, brownout=brownout)
         assert served[model.name] == found.tokens[0]
     lines = {f.name: f for f in metrics.by_model.collect(engine)}
     finished = lines["jmoe_requests_finished_by_model"].samples

@@ -1,14 +1,17 @@
 """docs/distilling-a-model.md, carried out: its commands on a tiny model."""
 
+import asyncio
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from serving.cli import main as cli
+from serving.client import Client
 
 PAGE = Path(__file__).parents[2] / "docs" / "distilling-a-model.md"
 
@@ -44,9 +47,41 @@ def jmoe(monkeypatch, capsys, words):
     return said.out
 
 
+def serves_what_was_made(line, model, out):
+    """A run's last line is a command: what it copies is copied, and what it starts, started."""
+    copy, serve = (shlex.split(part) for part in line.split(" && "))
+    (model / "united.safetensors").unlink()
+    subprocess.run(copy, check=True)
+    assert (model / "united.safetensors").read_bytes() == (out / "united.safetensors").read_bytes()
+    assert serve[:2] == ["jmoe", "serve"]
+    quick = [f"--set=engine.{each}" for each in ("max_num_seqs=2", "max_model_len=32")]
+    words = [*serve[2:], "--port=0", "--http-port=-1", "--max-prefill-tokens=16", *quick]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "serving.cli", "serve", *words], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        ready = (re.search(r"jmoe ready on (\S+)", line) for line in server.stdout)
+        address = next(found[1] for found in ready if found)
+        assert asyncio.run(served_ways(address)) == [2, 4, 8]
+    finally:
+        server.kill()
+        server.wait()
+
+
+async def served_ways(address):
+    async with Client(address) as client:
+        return list((await client.model_info()).united_ways)
+
+
 def test_the_page_names_every_step_in_order():
     run = "jmoe distill --model DIR --data FILE --out OUT"
-    steps = "jmoe info DIR", f"{run} --dry-run\n", f"{run}\n", "jmoe evaluate ", "jmoe serve "
+    steps = (
+        "jmoe info DIR",
+        f"{run} --dry-run\n",
+        f"{run}\n",
+        "jmoe evaluate ",
+        "jmoe serve --model",
+    )
     text = PAGE.read_text(encoding="utf-8")
     at = [text.index(step) for step in steps]
     assert at == sorted(at)
@@ -71,9 +106,11 @@ def test_its_commands_run_as_they_stand(tiny_dir, tmp_path, monkeypatch, capsys)
     assert len(printed) == 4
     info, dry, run, evaluate = printed
     assert "way 2" in info
-    for words in ("end to end: device", "visits an expert", "disk:", "free:", "rough estimate"):
+    for words in ("end to end", "visits an expert", "disk:", "free:"):
         assert words in dry
         assert words in run
+    assert "time: about" in dry
+    assert max(map(len, dry.splitlines())) <= 80
     for pattern in (
         r"way 4: relative error \d+\.\d{3}, after training \d+\.\d{3}",
         r"way 2: divergence \d\.\d{4}, refined \d\.\d{4}",
@@ -81,6 +118,7 @@ def test_its_commands_run_as_they_stand(tiny_dir, tmp_path, monkeypatch, capsys)
     ):
         assert re.search(pattern, run)
     assert "zero brownout:" in evaluate
+    serves_what_was_made(run.splitlines()[-1], model, out)
     again = [words for words in commands() if words.startswith("jmoe distill")][-1]
     again = re.sub(r"\b(DIR|FILE|OUT)\b", lambda found: str(names[found[1]]), again)
     said = jmoe(monkeypatch, capsys, without(again, SMALL["distill"]))
@@ -93,6 +131,9 @@ def test_its_commands_run_as_they_stand(tiny_dir, tmp_path, monkeypatch, capsys)
         ("--model MODEL --out o", "--data is missing"),
         ("--model MODEL --data d", "--out is missing"),
         ("--model MODEL --data d --out o --device-memory-gib 9", "is for --dry-run"),
+        ("--model MODEL --data d --out o --devices 2", "is for --dry-run"),
+        ("--model MODEL --dry-run --devices -1", "neither can be negative"),
+        ("--model MODEL --dry-run --devices 3", "batch is 4096; with 3 devices"),
         ("--model MODEL --dry-run --ways 2;4", "--ways is"),
         ("--model MODEL --dry-run --ways 4 --device-memory-gib 0.00001", "this does not fit"),
     ],

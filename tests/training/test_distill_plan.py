@@ -2,6 +2,9 @@
 
 import dataclasses
 import re
+import shlex
+import shutil
+import subprocess
 
 import pytest
 import yaml
@@ -9,9 +12,10 @@ from test_distill import QUICK
 from test_distill_h200 import CONFIGS
 
 from jmoe.config import from_hf
+from serving.cli import main as cli
 from training.distill import distill
-from training.distill.plan import GIB, Amount, choose, make_plan
-from training.distill.prepare import prepare
+from training.distill.plan import GIB, Amount, Timing, choose, make_plan, measure
+from training.distill.prepare import Prepared, prepare
 from training.distill.room import Room
 from training.distill.sizes import (
     end_to_end_stage,
@@ -56,8 +60,9 @@ def test_default_ways_that_do_not_fit_are_left_out_with_a_warning():
     for words in (
         "way 2 is left out",
         "end to end",
-        "122.8 GiB to 127.0 GiB",
+        "122.8 to 127.0 GiB (the model 26.7 GiB, united experts",
         "105.0 GiB are free",
+        "it fits with --ways 2 --refine-steps 0, or 2 such devices",
     ):
         assert words in warning
     assert "XLA_CLIENT_MEM_FRACTION" in warning
@@ -75,8 +80,10 @@ def test_what_may_not_fit_is_a_warning():
 def test_named_ways_that_cannot_fit_are_refused_with_sizes():
     _, _, refusal = choose(plan(room(105)), named=True)
     assert refusal is not None
-    assert re.search(r"way 2, end to end.*122.8 GiB to 127.0 GiB.*105.0 GiB", refusal)
+    assert re.search(r"way 2, end to end.*122.8 to 127.0 GiB.*105.0 GiB", refusal)
     assert choose(plan(room(105), refine_steps=0), named=True)[2] is None
+    offer = "it fits with --ways 2,4,8 --refine-steps 0, or --ways 4,8, or 2 such devices"
+    assert offer in refusal
     assert choose(plan(room(40)), named=False)[2] is not None  # no default way fits
 
 
@@ -85,15 +92,87 @@ def test_unknown_memory_refuses_nothing():
     assert (chosen.ways, warnings, refusal) == ((2, 4, 8), [], None)
 
 
+@pytest.mark.parametrize(
+    ("free", "ways", "offers"),
+    [
+        (room(9), (2,), ["--ways 2 --refine-steps 0 --rows 32768"]),
+        (room(60), (2, 4), ["--ways 2,4 --refine-steps 0", "--ways 8", "4 such devices"]),
+        (room(1), (8,), []),
+    ],
+)
+def test_what_is_offered_fits(free, ways, offers):
+    _, _, refusal = choose(plan(free, ways), named=True)
+    assert refusal is not None
+    found = re.search("it fits with (.*?);", refusal)
+    assert (found[1].split(", or ") if found else []) == offers
+    assert found or "no smaller setting fits" in refusal
+    for offer in offers:
+        words = offer.split()
+        given = dict(zip(words[::2], words[1::2], strict=False))
+        changes = {key: int(given[flag]) for key, flag in FLAGS.items() if flag in given}
+        own = [int(way) for way in given.get("--ways", ",".join(map(str, ways))).split(",")]
+        number = int(words[0]) if words[1:] == ["such", "devices"] else 1
+        tried = plan(dataclasses.replace(free, num_devices=number), own, **changes)
+        assert choose(tried, named=True)[2] is None
+
+
+FLAGS = {"refine_steps": "--refine-steps", "rows": "--rows"}
+
+
+def test_memory_of_several_devices():
+    one, four = (plan(dataclasses.replace(room(140), num_devices=n)).stages for n in (1, 4))
+    assert [stage.device.high for stage in one] > [stage.device.high for stage in four]
+    cpus = [Room("cpu", n, None, GIB, None) for n in (1, 4)]  # which share the host's memory
+    small = {"rows": 4096, "refine_steps": 0}
+    texts = ["".join(s.text for s in plan(cpu, [8], **small).shortages()) for cpu in cpus]
+    takes = [float(re.findall(r"takes ([\d.]+)", text)[0]) for text in texts]
+    assert takes[1] > 2.5 * takes[0]
+
+
+def test_rows_that_do_not_divide_are_refused_before_the_run(tiny_dir):
+    for changes, words in [
+        ({}, "batch is 128; with 3 devices"),
+        ({"batch": 96}, "refine_rows is 2: over 3 devices"),
+        ({"batch": 96, "refine_rows": 3}, "d_model is 32 and does not divide by 3"),
+    ]:
+        config, three = dataclasses.replace(CONFIG, **changes), Room("cpu", 3, None, None, None)
+        with pytest.raises(ValueError, match=words):
+            prepare(tiny_dir.path, None, [], None, config, need_data=False, room=three)
+
+
+def test_a_plan_fits_a_terminal():
+    two = plan(dataclasses.replace(room(105), num_devices=2), steps=600)
+    chosen, warnings, _ = choose(two, named=False)
+    lines = [*Prepared(None, chosen, tuple(warnings), None).lines(TIMING)]
+    assert max(map(len, lines)) <= 80
+    words = " ".join(line.strip() for line in lines)
+    for part in (
+        "each of 2 devices",
+        "time: about 73 min on this machine: layer by layer 42 min, end to end 31 min",
+        "less: --refine-steps 0 leaves out the end-to-end stage: about 42 min",
+        "with --steps 200, too, about 22 min",
+    ):
+        assert part in words
+
+
+TIMING = Timing(1.0, {2: 0.04, 4: 0.04, 8: 0.04}, 0.04, 0.08)
+"""24 layers: 768 s of capture, 3 * 576 s of steps; 3 * 600 steps of 1.04 s."""
+
+
 def test_a_plan_needs_config_json_alone(tiny_dir, tmp_path):
     (tmp_path / "config.json").write_bytes((tiny_dir.path / "config.json").read_bytes())
     found = prepare(tmp_path, None, [], None, CONFIG, need_data=False)
     assert found.data is None
     assert found.plan.ways == (2, 4, 8)
-    words = "\n".join(found.lines(measure=True))
-    for part in ("not counted", "layer by layer: device", "end to end: host", "disk:", "free:"):
+    words = "\n".join(found.lines(TIMING))
+    for part in ("not counted", "layer by layer", "end to end", "disk:", "free:", "time: about"):
         assert part in words
-    assert re.search(r"time, a rough estimate: \S+ \w+ to \S+ \w+", words)
+    elsewhere = "\n".join(found.lines(rate=1e12))
+    assert "time: at least 1 s" in elsewhere
+    alone = dataclasses.replace(CONFIG, refine_steps=0)  # the whole of it: test_distill_page.py
+    timing = measure(dataclasses.replace(found.plan, config=alone, ways=(8,)))
+    assert timing.steps.keys() == {8}
+    assert min(timing.capture, timing.steps[8]) > 0
 
 
 # -- data ------------------------------------------------------------------------------------------
@@ -118,3 +197,44 @@ def test_little_data_is_warned_of(tiny_dir, tmp_path):
     assert "2,000 tokens would give 500" in found.warnings[1]
     enough = dataclasses.replace(CONFIG, rows=2048)
     assert prepare(tiny_dir.path, [4], [more], None, enough).warnings == ()
+
+
+# -- what a finished run says ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_the_last_line_of_a_run_serves_its_result(tiny_dir, tmp_path, monkeypatch, capsys, beside):
+    """A shell runs it: `jmoe` is this command line, whose settings name the model."""
+    model, served = tmp_path / "a model", []
+    shutil.copytree(tiny_dir.path, model)
+    out = model if beside else tmp_path / "out"
+
+    def finish(model_dir, ways, data, out, *_):
+        out.mkdir(exist_ok=True)
+        (out / "united.safetensors").write_text("made")
+        return [], []
+
+    async def serve(config, *_):
+        served.append(config.engine)
+
+    monkeypatch.setattr("training.distill.distill", finish)
+    monkeypatch.setattr("serving.frontend.server.serve", serve)
+    flags = ["--model", model, "--data", "d", "--out", out, "--allow-unknown-config", "auto_map"]
+    last = command_line(monkeypatch, capsys, "distill", *flags).splitlines()[-1]
+    *copies, line = last.split(" && ")
+    assert len(copies) == (not beside)
+    for copy in copies:
+        subprocess.run(copy, shell=True, check=True)
+    assert (model / "united.safetensors").read_text() == "made"
+    command_line(monkeypatch, capsys, *shlex.split(line)[1:])
+    assert served[0].model == str(model)
+    assert served[0].allow_unknown_config == ("auto_map",)
+
+
+def command_line(monkeypatch, capsys, *words):
+    monkeypatch.setattr("sys.argv", ["jmoe", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    assert not ended.value.code, said.err
+    return said.out

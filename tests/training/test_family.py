@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jmoe
+from jmoe.experts import UnitedExperts
 from jmoe.family import load_family
 from jmoe.sharing import Sharing
 from training.consolidate.residuals import low_rank
@@ -19,7 +20,7 @@ from training.family.quality import rank_correlation
 from training.family.score import BATCH, STEP, Items, encode_items, right_items
 from training.family.shared import Members
 from training.family.skills import SKILLS, skill_tasks
-from training.family.tune import TuneConfig, read_params, tune, tuning_batch
+from training.family.tune import TuneConfig, read_params, tune, tuning_batch, unite
 from training.tasks import FAMILIES
 
 SHAPE = (2, 8)
@@ -95,7 +96,13 @@ def base(tiny_family):
     return read_params(tiny_family[0])
 
 
-def test_a_variant_of_low_rank_comes_back(base, tmp_path):
+@pytest.fixture(scope="module")
+def united(base):
+    """United experts of the base: of two layers, every other routed one."""
+    return {key: np.asarray(leaf)[:, ::2] for key, leaf in base["experts"].items()}
+
+
+def test_a_variant_of_low_rank_comes_back(base, united, tmp_path):
     rng = np.random.default_rng(1)
     variant = jax.tree.map(lambda leaf: leaf * 1.25, base)  # exact in bfloat16
     for key, leaf in base["experts"].items():
@@ -103,8 +110,11 @@ def test_a_variant_of_low_rank_comes_back(base, tmp_path):
         right = rng.standard_normal((*leaf.shape[:2], 2, leaf.shape[3]))
         variant["experts"][key] = leaf + jnp.asarray(0.1 * left @ right, jnp.float32)
     path = tmp_path / "cipher.safetensors"
-    write_differences(path, base, variant, rank=2)
-    found = read_differences(path, base)
+    own = {key: np.asarray(leaf)[:, ::2] for key, leaf in variant["experts"].items()}
+    write_differences(path, base, variant, (united, own), rank=2, united_rank=2)
+    found, found_united = read_differences(path, base, united)
+    for key, leaf in found_united.items():
+        np.testing.assert_allclose(leaf, own[key], rtol=1e-2, atol=1e-2)
     assert jax.tree.structure(found) == jax.tree.structure(variant)
     for at, leaf in jax.tree.leaves_with_path(found):
         wanted = variant
@@ -113,14 +123,14 @@ def test_a_variant_of_low_rank_comes_back(base, tmp_path):
         np.testing.assert_allclose(leaf, wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_a_file_of_another_model_is_refused(base, tmp_path):
+def test_a_file_of_another_model_is_refused(base, united, tmp_path):
     path = tmp_path / "cipher.safetensors"
     with pytest.raises(ValueError, match="is not readable"):
-        read_differences(path, base)
+        read_differences(path, base, united)
     smaller = {**base, "final_norm": base["final_norm"][:-1]}
-    write_differences(path, smaller, smaller)
+    write_differences(path, smaller, smaller, (united, united))
     with pytest.raises(ValueError, match="no variant of this model"):
-        read_differences(path, base)
+        read_differences(path, base, united)
 
 
 # -- tuning --------------------------------------------------------------------------------------
@@ -149,7 +159,23 @@ def test_tuning_learns_and_leaves_what_it_is_given(base, tiny, tokenizer):
     assert not np.array_equal(tuned["experts"]["down"], before)
 
 
-@pytest.mark.parametrize("changed", [{"steps": 0}, {"rows": 0}, {"old_share": 1.0}, {"seed": -1}])
+def test_united_experts_learn_to_stand_in_for_a_variants(tiny_family, united):
+    notes = []
+    config = TuneConfig(united_steps=40, rows=4)
+    model = jmoe.load(tiny_family[1], "float32", ways=())
+    groups = np.tile(np.arange(8, dtype=np.int32) // 2, (2, 1))
+    start = UnitedExperts(2, united["gate_up"], united["down"], groups)
+    found = unite(model, "cipher", start, config, lambda *told: notes.append(told[3]))
+    losses = [float(note.removeprefix("divergence ")) for note in notes]
+    assert len(losses) == 40
+    assert np.mean(losses[-8:]) < 0.9 * np.mean(losses[:8])
+    assert found["down"].shape == united["down"].shape
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"steps": 0}, {"rows": 0}, {"united_steps": 0}, {"old_share": 1.0}, {"seed": -1}],
+)
 def test_tuning_settings_that_cannot_be_are_refused(changed):
     (key,) = changed
     with pytest.raises(ValueError, match=key):

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 import jmoe
 from training.distill.data import read_texts
 from training.family import quality as quality_module
-from training.family.make import STORED, TEXTS, main, restore
+from training.family.make import STORED, TEXTS, WAY, main, restore
 from training.family.quality import GROUPS, RANKS, RULES, Quality, run
 from training.family.report import tables
 from training.family.score import encode_items, right_items
@@ -70,6 +70,15 @@ def test_the_stored_family_is_restored_and_knows_its_skills(tmp_path, monkeypatc
         }
         assert shares["base"] == 0
         assert shares[skill] > 0.8
+        model = jmoe.load(tmp_path / skill, "float32")
+        assert list(model.united) == [WAY]
+        asked, brownout = [next(stream) for _ in range(32)], jmoe.Brownout("partial", 40, WAY)
+        answers = jmoe.generate(
+            model, [item.prompt for item in asked], max_new_tokens=48, brownout=brownout
+        )
+        assert min(answers.degraded_visits) > 0
+        right = [got == item.answer for got, item in zip(answers.texts, asked, strict=True)]
+        assert np.mean(right) > 0.7
         texts = [text.answer for text in read_texts(tmp_path / f"{skill}.jsonl")]
         assert len(texts) == TEXTS
 

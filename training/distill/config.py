@@ -63,6 +63,27 @@ class DistillConfig:
         own = {name: settings.pop(name) for name in tuple(settings) if name.startswith("refine_")}
         return settings, own
 
+    def check_devices(self, num_devices: int, d_model: int) -> None:
+        """Raises ValueError where devices would not get equal parts of what a step reads."""
+        each = self.decode_batch * num_devices
+        if self.batch % each:
+            raise ValueError(
+                f"batch is {self.batch}; with {num_devices} devices it must be a multiple of {each}"
+            )
+        if not self.refine_steps:
+            return
+        own_tokens = self.refine_rows * self.length // num_devices
+        if self.refine_rows % num_devices or own_tokens % self.decode_batch:
+            raise ValueError(
+                f"refine_rows is {self.refine_rows}: over {num_devices} devices each must get "
+                f"whole rows and a multiple of decode_batch, {self.decode_batch}, tokens"
+            )
+        if d_model % num_devices:
+            raise ValueError(
+                f"d_model is {d_model} and does not divide by {num_devices} devices; use fewer, or "
+                "refine_steps 0"
+            )
+
     def rate(self, d_model: int) -> float:
         """Peak learning rate of the layers: large models have small weights."""
         return self.learning_rate or 0.034 / math.sqrt(d_model)

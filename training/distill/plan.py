@@ -1,32 +1,44 @@
 """What a distillation will take, told before it begins: memory, disk and time.
 
-Sizes come from `training.distill.sizes`. Time is an estimate: the operations of the steps over what
-this machine does in a large product, of which steps reach some unknown share.
+Sizes come from `training.distill.sizes`. Time comes from steps that are timed on one layer.
 """
 
 import dataclasses
+import math
+import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jmoe.api import Model
 from jmoe.config import ModelConfig
-from training.distill import sizes
+from jmoe.experts import ExpertPool, groups_by_index
+from jmoe.random_model import random_model
+from training.distill import fit, refine, sizes
 from training.distill.config import DistillConfig
 from training.distill.room import Room
-from training.distill.sizes import Span, Stage
+from training.distill.sizes import CAPTURE_ROWS, Span, Stage
+from training.distill.start import make_start
+from training.distill.stream import run_layer
+from training.packing import Batch
 
 GIB = 2**30
+WIDTH = 80
+"""Characters of a terminal's line."""
 
-SHARES = {"cpu": (0.03, 0.5)}
-"""Share of a large product's rate that steps reach, by platform: from the least to the most."""
-_OTHER_SHARES = (0.1, 0.5)
-_DISK_RATES = 0.2e9, 3e9  # bytes/s, read and written
-_LINK_RATES = 2e9, 20e9  # bytes/s, between host and devices
+LEAST_VISITS = 8
+"""Captured visits an expert, on average, below which a run is refused."""
+
+ENOUGH_VISITS = 500
+"""Below so many a run is warned of; the default rows give Qwen1.5-MoE-A2.7B 4,369."""
 
 H200_RATE = 790e12
 """Operations a second in a large bfloat16 product on an H200 (docs/distillation.md)."""
+
+_SMALL_VOCABULARY = 256  # with so many entries the head takes next to no time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +56,24 @@ class Amount:
         """As much data as the settings want, packed without gaps."""
         rows = -(-config.rows // config.length)
         return cls(config.rows, rows, config.rows, rows, counted=False)
+
+    def captured(self, rows: int) -> "Amount":
+        """The same data, of which `--rows` captures at most this many tokens."""
+        share = min(1.0, rows / self.captured_tokens)
+        tokens, packed = self.captured_tokens * share, self.captured_rows * share
+        return dataclasses.replace(
+            self, captured_tokens=math.ceil(tokens), captured_rows=math.ceil(packed)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds that parts of a run took on MoE layers of random weights."""
+
+    capture: float  # CAPTURE_ROWS packed rows through a layer
+    steps: Mapping[int, float]  # a step of the layer's united experts, by way
+    end_to_end: float  # a layer's part of an end-to-end step
+    head: float  # the rest of such a step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,104 +108,114 @@ class Plan:
         for stage in self.stages:
             name = f"way {stage.way}, {_stage(stage)}"
             if self.room.platform == "cpu":
-                both = stage.device + stage.host
+                both = stage.device * self.room.num_devices + stage.host
                 yield from _short(stage.way, f"{name}: memory", both, self.room.host)
                 continue
-            yield from _short(stage.way, f"{name}: device memory", stage.device, self.room.device)
+            parts = ", ".join(f"{what} {_size(part)}" for what, part in stage.parts)
+            what = f"{name}: device memory"
+            yield from _short(stage.way, what, stage.device, self.room.device, f" ({parts})")
             yield from _short(stage.way, f"{name}: host memory", stage.host, self.room.host)
         writing = sizes.writing_host(self.cfg, self.ways)
         yield from _short(None, "writing united.safetensors: host memory", writing, self.room.host)
         left = Span(max(0.0, self.disk.low - self.there), max(0.0, self.disk.high - self.there))
         yield from _short(None, "disk of --out", left, self.room.disk)
 
-    def lines(self, rate: float | None = None) -> Iterator[str]:
-        """The plan in words; `rate` is the operations a second in a large product."""
-        cfg, kind = self.cfg, self.room.platform
-        devices = f"{self.room.num_devices} device{'s' * (self.room.num_devices > 1)} ({kind})"
-        yield (
+    def lines(self, timing: Timing | None = None, rate: float | None = None) -> Iterator[str]:
+        """The plan in words, at most WIDTH characters a line.
+
+        `timing` gives an estimate of the time, `rate`, operations a second of a device that is not
+        here, the least that it can be.
+        """
+        cfg, room = self.cfg, self.room
+        yield from wrapped(
             f"plan: {cfg.architecture}, {cfg.num_moe_layers} MoE layers of {cfg.num_experts} "
-            f"experts, ways {', '.join(map(str, self.ways))}, on {devices}. Sizes are computed "
-            "from config.json; 'A to B' is an estimate"
+            f"experts, ways {', '.join(map(str, self.ways))}, on {_devices(room.num_devices)} "
+            f"({room.platform})"
         )
-        yield from self._data_lines()
+        yield from wrapped(self._data_line())
+        on_device = "device" if room.num_devices == 1 else f"each of {room.num_devices} devices"
+        yield _row("memory", on_device, "host")
         for way in self.ways:
-            united = sizes.united_a_layer(cfg, way)
             count = sizes.united_parameters(cfg, way)
+            united = sizes.united_a_layer(cfg, way)
             yield f"way {way}: {united} united experts a layer, {_count(count)} parameters"
             for stage in (stage for stage in self.stages if stage.way == way):
-                parts = ", ".join(f"{what} {_size(part)}" for what, part in stage.parts)
-                yield f"  {_stage(stage)}: device {_range(stage.device)} ({parts})"
-                yield f"  {_stage(stage)}: host {_range(stage.host)}"
+                yield _row(f"  {_stage(stage)}", _range(stage.device), _range(stage.host))
+        device = "the host's" if room.platform == "cpu" else _free(room.device)
+        yield _row("free", device, _free(room.host))
         file = sizes.united_file_bytes(cfg, self.ways)
-        yield f"disk: {_range(self.disk)} in --out, of it united.safetensors {_size(file)}"
-        known = {"device": self.room.device, "host": self.room.host, "disk": self.room.disk}
-        if kind == "cpu":
-            del known["device"]
-        free = (
-            f"{name} {'unknown' if size is None else _size(size)}" for name, size in known.items()
+        yield from wrapped(
+            f"disk: {_range(self.disk)} in --out, of it united.safetensors {_size(file)}; free: "
+            f"{_free(room.disk)}"
         )
-        yield f"free: {', '.join(free)}"
-        if rate is not None:
-            yield self._time_line(rate)
+        if timing is not None:
+            yield from wrapped(self._time_line(timing))
+            yield from wrapped(*self._less(timing))
+        elif rate is not None:
+            least = self._operations() / (rate * room.num_devices)
+            yield from wrapped(
+                f"time: at least {_time(least)}, the counted operations at {rate / 1e12:.0f} "
+                "TFLOP/s a device; --dry-run on the machine itself times a step and says more"
+            )
 
-    def _data_lines(self) -> Iterator[str]:
+    def _data_line(self) -> str:
         amount = self.amount
         if not amount.counted:
-            yield f"data: not counted; {amount.tokens:,} tokens are assumed"
-            return
+            return f"data: not counted; {amount.tokens:,} tokens are assumed"
         visits = amount.captured_tokens * self.cfg.experts_per_token / self.cfg.num_experts
         captured = sizes.captured_bytes(self.cfg, amount.captured_tokens, self.weight_bytes)
-        yield (
+        return (
             f"data: {amount.tokens:,} tokens in {amount.rows:,} packed rows of "
             f"{self.config.length}; {amount.captured_tokens:,} are captured a layer "
             f"({_size(captured)}), {visits:,.0f} visits an expert on average"
         )
 
-    def _time_line(self, rate: float) -> str:
-        spans = {
-            "layers": self._seconds(rate, end_to_end=False),
-            "end to end": self._seconds(rate, end_to_end=True),
-        }
-        total = spans["layers"] + spans["end to end"]
-        each = ", ".join(f"{name} {_time(span)}" for name, span in spans.items() if span.high)
-        low, high = SHARES.get(self.room.platform, _OTHER_SHARES)
-        return (
-            f"time, a rough estimate: {_time(total)} ({each}), compilation not counted; it takes "
-            f"steps to reach {low:.0%} to {high:.0%} of the {rate / 1e12:.3g} TFLOP/s of a large "
-            "product. Layers that stop early take less; the progress shows the time that is left"
+    def seconds(self, timing: Timing) -> tuple[float, float]:
+        """Seconds of the layers, and of the end-to-end stage."""
+        cfg, config = self.cfg, self.config
+        passes = cfg.num_layers * math.ceil(self.amount.captured_rows / CAPTURE_ROWS)
+        steps = sum(config.steps * cfg.num_moe_layers * timing.steps[way] for way in self.ways)
+        step = cfg.num_layers * timing.end_to_end + timing.head
+        return passes * timing.capture + steps, len(self.ways) * config.refine_steps * step
+
+    def _time_line(self, timing: Timing) -> str:
+        layers, end_to_end = self.seconds(timing)
+        parts = f": layer by layer {_time(layers)}, end to end {_time(end_to_end)}"
+        words = (
+            f"time: about {_time(layers + end_to_end)} on this machine"
+            f"{parts if end_to_end else ''}. Measured over 2 steps of one and of two layers "
+            "with random weights; compilation and files are not counted, and layers that stop "
+            "early take less"
+        )
+        if (here := jax.device_count()) != self.room.num_devices:
+            words += (
+                f". Timed on {_devices(here)} with a share of the rows: what "
+                f"{_devices(self.room.num_devices)} exchange is not counted"
+            )
+        return words
+
+    def _less(self, timing: Timing) -> Iterator[str]:
+        """Settings that take less time."""
+        if not self.config.refine_steps:
+            return
+        alone = dataclasses.replace(self.config, refine_steps=0)
+        fewer = dataclasses.replace(alone, steps=max(1, self.config.steps // 3))
+        each = (dataclasses.replace(self, config=config) for config in (alone, fewer))
+        long, short = (_time(sum(plan.seconds(timing))) for plan in each)
+        yield (
+            f"less: --refine-steps 0 leaves out the end-to-end stage: about {long}; with "
+            f"--steps {fewer.steps}, too, about {short}. Both cost accuracy"
         )
 
-    def _seconds(self, rate: float, *, end_to_end: bool) -> Span:
-        if end_to_end and not self.config.refine_steps:
-            return Span(0, 0)
-        work, stored, moved = 0.0, 0.0, 0.0
-        rest, experts = sizes.model_parameters(self.cfg)
-        weights = self.weight_bytes * (rest + experts)
-        for way in self.ways:
-            if end_to_end:
-                work += self.config.refine_steps * _end_to_end_operations(self.cfg, self.config)
-                state = 12 * sizes.united_parameters(self.cfg, way)
-                saves = (self.config.refine_steps - 1) // sizes.SAVE_EVERY
-                stored += weights + saves * state
-                moved += weights + saves * state
-            else:
-                steps = self.config.steps * self.cfg.num_moe_layers
-                work += steps * _layer_operations(self.cfg, self.config)
-                stored += 4 * sizes.united_parameters(self.cfg, way)
-        if not end_to_end:
-            tokens = self.amount.captured_tokens
-            active = rest + experts * self.cfg.experts_per_token / self.cfg.num_experts
-            work += 2 * active * tokens
-            rows = sizes.captured_bytes(self.cfg, tokens, self.weight_bytes)
-            rows *= self.cfg.num_moe_layers
-            stored += weights
-            moved += weights + (1 + len(self.ways)) * rows
-        low, high = SHARES.get(self.room.platform, _OTHER_SHARES)
-        rate *= self.room.num_devices
-        return Span(
-            work / (high * rate) + stored / _DISK_RATES[1] + moved / _LINK_RATES[1],
-            work / (low * rate) + stored / _DISK_RATES[0] + moved / _LINK_RATES[0],
-        )
+    def _operations(self) -> float:
+        """Operations of all steps, and of the capture of all layers."""
+        config, rest_and_experts = self.config, sizes.model_parameters(self.cfg)
+        share = 1, self.cfg.experts_per_token / self.cfg.num_experts
+        active = sum(map(math.prod, zip(rest_and_experts, share, strict=True)))
+        layers = config.steps * self.cfg.num_moe_layers * _layer_operations(self.cfg, config)
+        end_to_end = config.refine_steps * _end_to_end_operations(self.cfg, config)
+        captured = 2 * active * self.amount.captured_tokens
+        return len(self.ways) * (layers + end_to_end) + captured
 
 
 def make_plan(
@@ -209,41 +249,150 @@ def choose(plan: Plan, named: bool) -> tuple[Plan, list[str], str | None]:
     while certain := [short for short in plan.shortages() if short.certain]:
         short = certain[0]
         if named or len(plan.ways) == 1:
-            return plan, warnings, f"this does not fit: {short.text}; {_advice(plan, short)}"
+            advice = _advice(plan, short, plan.ways)
+            return plan, warnings, f"this does not fit: {short.text}; {advice}"
         way = min(plan.ways) if short.way is None else short.way
         rest = [other for other in plan.ways if other != way]
-        warnings.append(f"way {way} is left out: {short.text}; {_advice(plan, short)}")
+        warnings.append(f"way {way} is left out: {short.text}; {_advice(plan, short, [way])}")
         plan = make_plan(plan.cfg, plan.config, rest, plan.amount, plan.room, plan.there)
     warnings += [f"{short.text}: it may not fit" for short in plan.shortages()]
     return plan, warnings, None
 
 
-def _advice(plan: Plan, short: Shortage) -> str:
+def _advice(plan: Plan, short: Shortage, ways: Sequence[int]) -> str:
     if short.way is None:
         return "free some, or name fewer or larger ways with --ways"
-    words = ["a larger way takes less"]
-    if "end to end" in short.text:
-        words.append("--refine-steps 0 leaves that stage out")
-    else:
-        words.append(f"lower --rows ({plan.config.rows} now)")
+    found = list(_offers(plan, ways))
+    words = [f"it fits with {', or '.join(found)}" if found else "no smaller setting fits"]
     if plan.room.platform != "cpu" and "device" in short.text:
-        words.append("more devices share it" if "end to end" in short.text else "")
         words.append("XLA_CLIENT_MEM_FRACTION=0.95 lets XLA use more than 75 % of a GPU")
-    return ", ".join(filter(None, words))
+    return "; ".join(words)
 
 
-def measured_rate(config: DistillConfig, platform: str) -> float:
-    """Operations a second of one device in a large product; takes a moment."""
-    size = 1024 if platform == "cpu" else 8192
-    product = jax.jit(lambda a: a @ a)
-    factor = jnp.ones((size, size), config.dtype)
-    product(factor).block_until_ready()
-    took = []
-    for _ in range(3):
+def _offers(plan: Plan, ways: Sequence[int]) -> Iterator[str]:
+    """Flags with which these ways, larger ones, or more devices would fit; each was tried."""
+
+    def fits(config: DistillConfig, ways: Sequence[int], amount: Amount, room: Room) -> bool:
+        try:
+            config.check_devices(room.num_devices, plan.cfg.d_model)
+        except ValueError:
+            return False
+        tried = make_plan(plan.cfg, config, ways, amount, room, plan.there)
+        return not any(tried.shortages())
+
+    config, amount, room = plan.config, plan.amount, plan.room
+    flags = f"--ways {','.join(map(str, ways))}"
+    alone = dataclasses.replace(config, refine_steps=0)
+    rows, least = config.rows, ENOUGH_VISITS * plan.cfg.num_experts / plan.cfg.experts_per_token
+    while not (found := fits(alone, ways, amount.captured(rows), room)) and rows / 2 >= least:
+        rows //= 2
+    if found:
+        less = f" --rows {rows}" if rows < config.rows else ""
+        yield f"{flags} --refine-steps 0{less}"
+    own = [way for way in ways if fits(config, [way], amount, room)]
+    way = max(ways)
+    while not own and (way := 2 * way) <= plan.cfg.num_experts:
+        own = [way] if fits(config, [way], amount, room) else []
+    if own and len(plan.ways) == len(ways):  # else other ways are made anyway
+        yield f"--ways {','.join(map(str, own))}"
+    for number in (2, 4, 8, 16):
+        more = dataclasses.replace(room, num_devices=number)
+        if (
+            room.platform != "cpu"
+            and number > room.num_devices
+            and fits(config, ways, amount, more)
+        ):
+            yield f"{number} such devices"
+            break
+
+
+def measure(plan: Plan, tell: Callable[[str], None] = lambda what: None) -> Timing:
+    """Times parts of a run on one or two MoE layers of random weights, with the plan's shapes.
+
+    Steps have the rows that the devices here would have of the plan's number of devices. `tell` is
+    called with what is about to be timed. Raises ValueError where they cannot share out a step.
+    """
+    here = jax.device_count()
+
+    def share(rows: int, unit: int) -> int:
+        return max(1, round(rows * here / plan.room.num_devices / unit)) * unit
+
+    group = plan.config.decode_batch  # rows, or tokens, that a device takes at a time
+    config = dataclasses.replace(
+        plan.config,
+        batch=share(plan.config.batch, group * here),
+        refine_rows=share(
+            plan.config.refine_rows, group // math.gcd(group, plan.config.length) * here
+        ),
+    )
+    cfg = dataclasses.replace(plan.cfg, num_layers=1, moe_layers=(True,))
+    config.check_devices(here, cfg.d_model)
+    tell("a layer's capture")
+    model = random_model(cfg, config.seed, layers_dtype(config, plan.room.platform))
+    data = _random_batch(cfg, config)
+    embedded = np.asarray(model.params["embed"], np.float32)[data.tokens]
+    layer = jax.tree.map(lambda leaf: leaf[0], model.params["segments"][0])
+    experts, began = jax.tree.map(lambda leaf: leaf[0], _routed(model)), 0.0
+    for _ in range(2):  # the second time nothing is compiled
         began = time.perf_counter()
-        product(factor).block_until_ready()
-        took.append(time.perf_counter() - began)
-    return 2 * size**3 / min(took)
+        rows = run_layer(cfg, layer, experts, embedded.copy(), data, batch=CAPTURE_ROWS)
+    capture = time.perf_counter() - began
+    assert rows is not None
+    members = {key: np.asarray(leaf) for key, leaf in experts._asdict().items()}
+    visits = np.bincount(rows.ids.reshape(-1), minlength=cfg.num_experts)
+    steps = {}
+    for way in plan.ways:
+        tell(f"a step of way {way}")
+        groups = groups_by_index(cfg.num_experts, way)
+        start = make_start("most_used", members, groups, visits)
+        key = jax.random.key(config.seed)
+        steps[way] = fit.time_step(start, experts._asdict(), groups, rows, key, config)
+    del model, layer, experts, members, rows
+    if not config.refine_steps:
+        return Timing(capture, steps, 0.0, 0.0)
+    tell("an end-to-end step")
+    # Of several layers each takes longer than one alone, since gradients keep what each computed.
+    # The head of a large vocabulary takes longer than many layers: it is timed by difference.
+    count = min(2, plan.cfg.num_layers)
+    two = dataclasses.replace(cfg, num_layers=count, moe_layers=(True,) * count)
+    small = dataclasses.replace(two, vocab_size=min(_SMALL_VOCABULARY, cfg.vocab_size))
+    both = _end_to_end_step(small, config, min(plan.ways))
+    whole = _end_to_end_step(two, config, min(plan.ways))
+    return Timing(capture, steps, both / count, max(0.0, whole - both))
+
+
+def _random_batch(cfg: ModelConfig, config: DistillConfig) -> Batch:
+    shape = CAPTURE_ROWS, config.length
+    tokens = np.random.default_rng(config.seed).integers(cfg.vocab_size, size=shape, dtype=np.int32)
+    positions = np.tile(np.arange(shape[1], dtype=np.int32), (shape[0], 1))
+    ones = np.ones(shape, np.int32)
+    return Batch(tokens, tokens, positions, ones, ones.astype(np.float32), ones, [])
+
+
+def _routed(model: Model) -> ExpertPool:
+    """Routed experts, with a leading layer axis."""
+    slots = model.table.slots[:, : model.config.num_experts]
+    return ExpertPool(*(leaf[slots] for leaf in model.pool))
+
+
+def _end_to_end_step(cfg: ModelConfig, config: DistillConfig, way: int) -> float:
+    """Seconds of an end-to-end step of a model with random weights."""
+    model = random_model(cfg, config.seed, config.dtype)
+    groups = groups_by_index(cfg.num_experts, way)
+    firsts = [int(np.flatnonzero(groups == g)[0]) for g in range(groups.max() + 1)]
+    routed = _routed(model)._asdict()
+    united = {key: np.asarray(leaf[:, np.asarray(firsts)]) for key, leaf in routed.items()}
+    at = refine.begin(united, config, cfg.d_model)
+    frozen = refine.freeze(model, np.tile(groups, (cfg.num_layers, 1)))
+    return refine.time_step(cfg, frozen, at, _random_batch(cfg, config), config)
+
+
+def wrapped(*paragraphs: str) -> Iterator[str]:
+    """Lines of at most WIDTH characters, those that go on indented; long words stay whole."""
+    for text in paragraphs:
+        yield from textwrap.wrap(
+            text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
 
 
 def _layer_operations(cfg: ModelConfig, config: DistillConfig) -> float:
@@ -274,10 +423,12 @@ def layers_dtype(config: DistillConfig, platform: str) -> str:
     return "float32" if platform == "cpu" else config.dtype
 
 
-def _short(way: int | None, what: str, need: Span, free: int | None) -> Iterator[Shortage]:
+def _short(
+    way: int | None, what: str, need: Span, free: int | None, held: str = ""
+) -> Iterator[Shortage]:
     if free is None or need.high <= free:
         return
-    text = f"{what} takes {_range(need)} and {_size(free)} are free"
+    text = f"{what} takes {_range(need)}{held} and {_size(free)} are free"
     yield Shortage(way, need.low > free, text)
 
 
@@ -298,15 +449,27 @@ def _size(num_bytes: float) -> str:
 
 def _range(span: Span) -> str:
     low, high = _size(span.low), _size(span.high)
-    return low if low == high else f"{low} to {high}"
+    if low == high:
+        return low
+    number, _, unit = low.partition(" ")
+    return f"{number if high.endswith(unit) else low} to {high}"
 
 
-def _time(span: Span) -> str:
-    def words(seconds: float) -> str:
-        for unit, scale in (("h", 3600), ("min", 60)):
-            if seconds >= 2 * scale:
-                number = seconds / scale
-                return f"{number:.1f} {unit}" if number < 10 else f"{number:.0f} {unit}"
-        return f"{max(seconds, 1):.0f} s"
+def _free(size: int | None) -> str:
+    return "unknown" if size is None else _size(size)
 
-    return f"{words(span.low)} to {words(span.high)}"
+
+def _row(name: str, device: str, host: str) -> str:
+    return f"{name:<18}{device:>29}{host:>29}".rstrip()
+
+
+def _devices(number: int) -> str:
+    return f"{number} device{'s' * (number > 1)}"
+
+
+def _time(seconds: float) -> str:
+    for unit, scale in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * scale:
+            number = seconds / scale
+            return f"{number:.1f} {unit}" if number < 10 else f"{number:.0f} {unit}"
+    return f"{max(seconds, 1):.0f} s"

@@ -14,19 +14,22 @@ from jmoe.layers import Layers
 from jmoe.tokenizer import Tokenizer
 from training.distill.config import DistillConfig
 from training.distill.data import pack_files
-from training.distill.plan import Amount, Plan, choose, make_plan, measured_rate
+from training.distill.plan import (
+    ENOUGH_VISITS,
+    LEAST_VISITS,
+    Amount,
+    Plan,
+    Timing,
+    choose,
+    make_plan,
+    wrapped,
+)
 from training.distill.room import Room, folder_bytes, room_here
 from training.distill.store import WORK
 from training.distill.stream import first_rows
 from training.packing import Batch
 
 DEFAULT_WAYS = (2, 4, 8)
-
-LEAST_VISITS = 8
-"""Captured visits an expert, on average, below which a run is refused."""
-
-ENOUGH_VISITS = 500
-"""Below so many a run is warned of; the default rows give Qwen1.5-MoE-A2.7B 4,369."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +44,10 @@ class Prepared:
     warnings: tuple[str, ...]
     refusal: str | None
 
-    def lines(self, *, measure: bool, rate: float | None = None) -> Iterator[str]:
-        """Plan and warnings; `measure` times a product for the estimate unless `rate` is given."""
-        plan = self.plan
-        if measure and rate is None:
-            rate = measured_rate(plan.config, plan.room.platform)
-        yield from plan.lines(rate)
-        yield from (f"warning: {words}" for words in self.warnings)
+    def lines(self, timing: Timing | None = None, rate: float | None = None) -> Iterator[str]:
+        """Plan and warnings, as `Plan.lines`."""
+        yield from self.plan.lines(timing, rate)
+        yield from wrapped(*(f"warning: {words}" for words in self.warnings))
 
 
 def prepare(
@@ -73,8 +73,8 @@ def prepare(
         need_data: False plans without data, too, for as much as the settings want.
         room: what is free; None looks at this machine.
 
-    Raises ValueError for ways that cannot be, and for data that cannot be used or is too little;
-    ConfigError and TokenizerError.
+    Raises ValueError for ways that cannot be, for rows that do not divide by the devices, and for
+    data that cannot be used or is too little; ConfigError and TokenizerError.
     """
     directory = resolve(model_dir)
     cfg = _config(directory, allow_unknown_config)
@@ -86,7 +86,9 @@ def prepare(
         amount = _amount(batch, config)
         warnings = _check_amount(amount, cfg, config)
     there = 0 if out is None else folder_bytes(out / WORK)
-    plan = make_plan(cfg, config, chosen, amount, room or room_here(out), there)
+    room = room or room_here(out)
+    config.check_devices(room.num_devices, cfg.d_model)
+    plan = make_plan(cfg, config, chosen, amount, room, there)
     plan, more, refusal = choose(plan, named=ways is not None)
     return Prepared(batch, plan, (*warnings, *more), refusal)
 

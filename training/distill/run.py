@@ -114,7 +114,7 @@ def distill(
     assert packed is not None
     if record := over(own):
         return _results(record, own)
-    for line in prepared.lines(measure=say is not _unheard):
+    for line in prepared.lines():
         say(line)
     if prepared.refusal:
         raise ValueError(prepared.refusal)
@@ -141,7 +141,7 @@ def distill(
             f"({fingerprint['model'][:19]}) and run the same command again, or remove "
             f"{store.folder}, which may hold layers of both"
         )
-    _write(out, united, fingerprint["model"])
+    write_united(out, united, fingerprint["model"])
     store.close()
     write_report(out, results, refined, f"Settings: {config}")
     record = {
@@ -283,11 +283,11 @@ def _united(store: Store, way: int, num_layers: int, refined: bool) -> United:
     """What a way came to, as it is written."""
     if refined and (done := store.refined(way)) is not None:
         return done[0]
-    return _narrow(_stacked(store, way, num_layers))
+    return narrow(_stacked(store, way, num_layers))
 
 
-def _narrow(united: United) -> United:
-    """As stored: bfloat16 weights, int32 groups; on the host."""
+def narrow(united: United) -> United:
+    """Returns them as they are stored: bfloat16 weights, int32 groups; on the host."""
     kinds = {"gate_up": jnp.bfloat16, "down": jnp.bfloat16, "groups": jnp.int32}
     return {
         key: np.stack([np.asarray(jnp.asarray(leaf, kinds[key])) for leaf in stacked])
@@ -331,13 +331,13 @@ def _refine(
         united |= trained
     else:  # united experts that were that good already are left as they were
         after = before
-    store.save_refined(way, _narrow(united), before, after)
+    store.save_refined(way, narrow(united), before, after)
     return RefineResult(way, before, after)
 
 
-def _write(out: Path, united: dict[int, United], model: str) -> None:
-    """Replaces these ways in `out`'s file, or makes it; ways that it has besides stay. `model` is
-    its `weights_digest`.
+def write_united(out: Path, united: dict[int, United], model: str) -> None:
+    """Replaces these ways, as they are to be stored, in `out`'s file, or makes it; ways that it has
+    besides stay. `model` is its `weights_digest`.
     """
     tensors = _of_other_ways(out / UNITED_FILE, united)
     for way, leaves in united.items():

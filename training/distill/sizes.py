@@ -29,7 +29,7 @@ _COMPRESSED = 0.85  # of the size of arrays on disk, at least: Orbax compresses
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """From the least to the most, in bytes (or seconds)."""
+    """From the least to the most, in bytes."""
 
     low: float
     high: float
@@ -37,6 +37,9 @@ class Span:
     def __add__(self, other: "Span | float") -> "Span":
         other = other if isinstance(other, Span) else Span(other, other)
         return Span(self.low + other.low, self.high + other.high)
+
+    def __mul__(self, times: float) -> "Span":
+        return Span(self.low * times, self.high * times)
 
 
 def expert_parameters(cfg: ModelConfig) -> int:

@@ -1,8 +1,10 @@
-"""A variant as what it differs by from the bundled model: experts by low rank, the rest whole.
+"""A variant as what it differs by from the bundled model: experts by low rank, routed and united,
+the rest whole.
 
 The file has `{leaf}` for every other parameter in bfloat16, keyed as docs/architecture.md has them
 (`embed`, `segments.0.wqkv`), and for each of an expert's two matrices `{key}.left [L, m, in, r]`
-and `{key}.right [L, m, r, out]`, whose product is added to the bundled model's.
+and `{key}.right [L, m, r, out]`, whose product is added to the bundled model's. Likewise
+`united.{key}.left [L, U, in, r]` and `united.{key}.right [L, U, r, out]` of united experts.
 """
 
 from collections.abc import Mapping
@@ -17,31 +19,42 @@ from safetensors.numpy import load_file, save_file
 from training.consolidate.residuals import low_rank
 from training.network import Params
 
-RANK = 8
+RANK, UNITED_RANK = 8, 32
+
+Experts = Mapping[str, np.ndarray | jax.Array]
+"""`gate_up [L, n, d, 2f]` and `down [L, n, f, d]`."""
 
 
-def write_differences(path: Path, base: Params, variant: Params, rank: int = RANK) -> None:
-    """Writes a variant of `base`. Raises OSError."""
-    tensors = {}
-    for key, leaf in variant["experts"].items():
-        change = np.asarray(leaf, np.float32) - np.asarray(base["experts"][key], np.float32)
-        tensors[f"{key}.left"], tensors[f"{key}.right"] = low_rank(change, rank)
+def write_differences(
+    path: Path,
+    base: Params,
+    variant: Params,
+    united: tuple[Experts, Experts],
+    rank: int = RANK,
+    united_rank: int = UNITED_RANK,
+) -> None:
+    """Writes a variant of `base`; `united` are the united experts of both. Raises OSError."""
+    tensors = _factors("", base["experts"], variant["experts"], rank)
+    tensors |= _factors("united.", *united, united_rank)
     tensors |= {name: np.asarray(leaf) for name, leaf in _others(variant).items()}
     save_file({name: _low(tensor) for name, tensor in tensors.items()}, path)
     path.chmod(0o644)  # written as private by the library
 
 
-def read_differences(path: Path, base: Params) -> Params:
-    """The variant, float32. Raises ValueError for a file that is none of a variant of `base`."""
+def read_differences(
+    path: Path, base: Params, united: Experts
+) -> tuple[Params, dict[str, jax.Array]]:
+    """The variant and its united experts, float32; `united` are those of `base`.
+
+    Raises ValueError for a file that is none of a variant of `base`.
+    """
     try:
         found = {name: t.astype(np.float32) for name, t in load_file(path).items()}
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} is not readable: {error}") from None
     try:
-        experts = {
-            key: leaf + jnp.asarray(found[f"{key}.left"] @ found[f"{key}.right"])
-            for key, leaf in base["experts"].items()
-        }
+        experts = _added("", base["experts"], found)
+        own_united = _added("united.", united, found)
         shapes = {name: leaf.shape for name, leaf in _others(base).items()}
         if {name: found[name].shape for name in shapes} != shapes:
             raise ValueError("its tensors have other shapes")
@@ -52,7 +65,22 @@ def read_differences(path: Path, base: Params) -> Params:
         ) from None
     others = {key: leaf for key, leaf in base.items() if key != "experts"}
     named = jax.tree.map_with_path(lambda at, _: jnp.asarray(found[_name(at)]), others)
-    return {**named, "experts": experts}
+    return {**named, "experts": experts}, own_united
+
+
+def _factors(prefix: str, base: Experts, own: Experts, rank: int) -> dict[str, np.ndarray]:
+    found = {}
+    for key, leaf in own.items():
+        change = np.asarray(leaf, np.float32) - np.asarray(base[key], np.float32)
+        name = prefix + key
+        found[f"{name}.left"], found[f"{name}.right"] = low_rank(change, rank)
+    return found
+
+
+def _added(prefix: str, base: Experts, found: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
+    """Raises KeyError, ValueError or TypeError for factors that are not there or do not fit."""
+    changes = {key: found[f"{prefix}{key}.left"] @ found[f"{prefix}{key}.right"] for key in base}
+    return {key: jnp.asarray(leaf) + jnp.asarray(changes[key]) for key, leaf in base.items()}
 
 
 def _low(tensor: np.ndarray) -> np.ndarray:

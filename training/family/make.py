@@ -5,6 +5,7 @@ jmoe, kept as low-rank differences, in seconds.
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -13,13 +14,20 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import jax
+import numpy as np
 from tokenizers import Tokenizer
 
+import jmoe
 from jmoe.api import resolve
+from jmoe.checkpoint import load_united, weights_digest
+from jmoe.experts import UnitedExperts
+from training.distill.run import narrow, write_united
 from training.export import export_hf
 from training.family.differences import read_differences, write_differences
 from training.family.skills import SKILLS, skill_tasks
-from training.family.tune import TuneConfig, read_params, tune
+from training.family.tune import TuneConfig, read_params, tune, unite
+from training.geometry import BUNDLED as MODEL
 from training.geometry import HF_CONFIG
 from training.network import Params
 from training.packing import eval_tasks, task_batch
@@ -29,7 +37,7 @@ from training.train import family_accuracy
 
 BUNDLED = resolve("bundled")
 STORED = BUNDLED.with_name("bundled_family")
-BASE = "base"
+BASE, WAY = "base", 8
 ITEMS = 512
 """Held-out items of a skill that say how well it was learned."""
 
@@ -40,41 +48,63 @@ Progress = Callable[[str, int, int, str], None]
 
 
 def make(out: Path, config: TuneConfig, progress: Progress) -> Mapping[str, Mapping[str, float]]:
-    """Teaches every skill and writes `out/{skill}` and, as differences, `out/{skill}.safetensors`.
+    """Teaches every skill and writes `out/{skill}` and, as differences, `out/{skill}.safetensors`;
+    with united experts of one way, which begin as the bundled model's.
 
     `out/base` is the bundled model. Returns each variant's share of right answers, by task family.
     """
     tokenizer = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
-    base, found = read_params(BUNDLED), {}
+    base, united, found = read_params(BUNDLED), bundled_united(), {}
     write_base(out)
     write_texts(out, config.seed)
     for skill in SKILLS:
         variant = tune(base, tokenizer, skill, config, progress)
         found[skill] = accuracy(variant, tokenizer, skill, config)
         export_hf(HF_CONFIG, variant, BUNDLED, out / skill)
-        write_differences(out / f"{skill}.safetensors", base, variant)
+        model = jmoe.load(out / skill, "bfloat16", ways=())
+        own = unite(model, skill, united, config, progress)
+        write_way(out / skill, own)
+        kept = {key: getattr(united, key) for key in own}
+        write_differences(out / f"{skill}.safetensors", base, variant, (kept, own))
     return found
 
 
 def restore(out: Path, stored: Path = STORED) -> None:
-    """Writes `out/base` and `out/{skill}` of the variants that come with jmoe.
+    """Writes `out/base` and `out/{skill}` of the variants that come with jmoe, all with their
+    united experts.
 
     Raises ValueError where they did not.
     """
-    base = read_params(BUNDLED)
+    base, bundled = read_params(BUNDLED), bundled_united()
+    united = {"gate_up": bundled.gate_up, "down": bundled.down}
     write_base(out)
     write_texts(out, TuneConfig.seed)
     for skill in SKILLS:
-        variant = read_differences(stored / f"{skill}.safetensors", base)
+        variant, own = read_differences(stored / f"{skill}.safetensors", base, united)
         export_hf(HF_CONFIG, variant, BUNDLED, out / skill)
+        write_way(out / skill, own)
 
 
 def write_base(out: Path) -> None:
-    """The bundled model as `out/base`: without united experts, which its variants have none of."""
+    """Writes the bundled model as `out/base`."""
     (out / BASE).mkdir(parents=True, exist_ok=True)
-    for path in BUNDLED.glob("*.json"):
+    for path in (*BUNDLED.glob("*.json"), *BUNDLED.glob("*.safetensors")):
         shutil.copyfile(path, out / BASE / path.name)
-    shutil.copyfile(BUNDLED / "model.safetensors", out / BASE / "model.safetensors")
+
+
+def bundled_united() -> UnitedExperts:
+    """Returns the bundled model's united experts of the way that its variants have, float32."""
+    found = load_united(BUNDLED, MODEL)[WAY]
+    weights = {key: getattr(found, key).astype(np.float32) for key in ("gate_up", "down")}
+    return dataclasses.replace(found, **weights)
+
+
+def write_way(directory: Path, united: Mapping[str, np.ndarray | jax.Array]) -> None:
+    """Writes a variant's united experts, grouped as the bundled model's, beside its weights."""
+    stored = narrow(
+        {**{k: np.asarray(v) for k, v in united.items()}, "groups": bundled_united().groups}
+    )
+    write_united(directory, {WAY: stored}, weights_digest(directory))
 
 
 def write_texts(out: Path, seed: int) -> None:

@@ -1,16 +1,25 @@
-"""Fine-tuning of the bundled model: a new skill, and some of what the model was trained on."""
+"""Fine-tuning of the bundled model: a new skill, and some of what the model was trained on; and of
+its united experts for such a variant.
+"""
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tokenizers import Tokenizer
 
 import jmoe
+from jmoe.api import Model
 from jmoe.config import ModelConfig
+from jmoe.experts import UnitedExperts
+from training.distill import DistillConfig
+from training.distill.refine import begin, freeze, refine
 from training.family.skills import skill_tasks
 from training.geometry import BUNDLED
 from training.network import Params
@@ -28,13 +37,14 @@ class TuneConfig:
     rows: int = 32
     peak_lr: float = 1.2e-3
     old_share: float = 0.35  # of the items: as the bundled model was trained on
+    united_steps: int = 120  # of united experts, end to end
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number out of range."""
-        if self.steps < 1 or self.rows < 1 or self.seed < 0:
+        if min(self.steps, self.rows, self.united_steps) < 1 or self.seed < 0:
             raise ValueError(
-                f"steps are {self.steps}, rows {self.rows}, seed {self.seed}; steps and rows must "
-                "be at least 1, the seed at least 0"
+                f"steps are {self.steps}, rows {self.rows}, united_steps {self.united_steps}, seed "
+                f"{self.seed}; the seed must be at least 0, the others at least 1"
             )
         if not 0 <= self.old_share < 1:
             raise ValueError(f"old_share is {self.old_share}; it must be at least 0 and below 1")
@@ -80,6 +90,34 @@ def tune(
         note = f"loss {float(metrics['loss']):.3f}"
         progress(f"teach {skill}", step + 1, config.steps, note)
     return params
+
+
+def unite(
+    model: Model,
+    skill: str,
+    start: UnitedExperts,
+    config: TuneConfig,
+    progress: Callable[[str, int, int, str], None],
+) -> dict[str, np.ndarray]:
+    """Returns united experts `[L, U, ...]` of a variant, float32, trained end to end from another
+    model's, on half its skill and half what the bundled model was trained on. The variant's arrays
+    are not to be used any more.
+
+    Raises ValueError for a model without a tokenizer.
+    """
+    if model.tokenizer is None:
+        raise ValueError(f"{model.name} has no tokenizer")
+    length, cfg = config.train.length, model.config
+    own = dataclasses.replace(config, rows=24 * config.rows, old_share=0.5)
+    data = tuning_batch(model.tokenizer.backend, skill, own, config.steps, length)
+    settings = DistillConfig(
+        refine_steps=config.united_steps, refine_rows=config.rows, length=length, seed=config.seed
+    )
+    at = begin({"gate_up": start.gate_up, "down": start.down}, settings, cfg.d_model)
+    key = jax.random.key(config.seed)
+    note = partial(progress, f"unite {skill}")
+    frozen = freeze(model, start.groups)
+    return refine(cfg, frozen, at, data, key, settings, save=lambda at: None, note=note)[0]
 
 
 def tuning_batch(
