@@ -53,8 +53,8 @@ def naming(model_type: str) -> Architecture:
 
 
 def _qwen(fields: Fields) -> dict[str, Any]:
-    _refuse_window(fields, fields.flag("use_sliding_window", False))
     return {
+        "sliding_window": _window(fields, fields.flag("use_sliding_window", False)),
         "d_ff_expert": fields.size("moe_intermediate_size"),
         "moe_layers": _moe_layers(fields),
         "norm_topk_prob": fields.flag("norm_topk_prob", False),
@@ -83,8 +83,8 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
 
 
 def _mixtral(fields: Fields) -> dict[str, Any]:
-    _refuse_window(fields, fields.given("sliding_window") is not None)
     return {
+        "sliding_window": _window(fields, fields.given("sliding_window") is not None),
         "num_experts": _num_experts(fields, *_either_count(fields)),
         "d_ff_expert": fields.size("intermediate_size"),
         "moe_layers": (True,) * fields.size("num_hidden_layers"),
@@ -119,19 +119,16 @@ def _moe_layers(fields: Fields) -> tuple[bool, ...]:
     return layers
 
 
-def _refuse_window(fields: Fields, used: bool) -> None:
-    """jmoe attends to the whole context."""
+def _window(fields: Fields, used: bool) -> int:
+    """Returns the positions of a sliding window that is shorter than the context; 0: there is
+    none.
+    """
     if not used:
-        return
+        return 0
     if fields.given("sliding_window") is None:
         raise fields.wrong("use_sliding_window", "false; jmoe attends to the whole context")
-    longest = fields.size("max_position_embeddings")
-    if fields.size("sliding_window", least=0) < longest:
-        raise fields.wrong(
-            "sliding_window",
-            f"max_position_embeddings ({longest}) or more, or off (Qwen: use_sliding_window "
-            "false, Mixtral: null); jmoe attends to the whole context only",
-        )
+    window = fields.size("sliding_window")
+    return window if window < fields.size("max_position_embeddings") else 0
 
 
 register(

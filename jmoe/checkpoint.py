@@ -66,6 +66,7 @@ class TensorFiles:
             raise CheckpointError(
                 f"{directory} lacks {', '.join(missing)}; a Hugging Face directory has "
                 "model.safetensors, or shards and model.safetensors.index.json"
+                + _how_to_convert(directory)
             )
         self._open: dict[str, Any] = {}
         for name in names:
@@ -104,6 +105,20 @@ class TensorFiles:
             return jnp.asarray(raw).astype(dtype)
         with np.errstate(over="ignore"):  # to infinity, which is looked for later
             return raw.astype(dtype, copy=False)
+
+
+def _how_to_convert(directory: Path) -> str:
+    """Returns what turns PyTorch's own files into safetensors; empty where there are some."""
+    if any(directory.glob("*.safetensors")):
+        return ""
+    source, target = str(directory), f"{directory.absolute().name}-safetensors"
+    return (
+        ". Convert a checkpoint of pytorch_model.bin files: pip install torch transformers && "
+        'python -c "from transformers import AutoModelForCausalLM, AutoTokenizer; '
+        f"AutoModelForCausalLM.from_pretrained({source!r}, torch_dtype='auto')"
+        f".save_pretrained({target!r}); "
+        f'AutoTokenizer.from_pretrained({source!r}).save_pretrained({target!r})"'
+    )
 
 
 def _file_names(directory: Path) -> list[str]:
@@ -371,6 +386,22 @@ def load_united(
         faults = (fault(name, tensor, dtype) for name, tensor in weights)
         _refuse(f"{path} has weights that are not finite:", filter(None, faults))
     return united
+
+
+def united_ways(directory: Path) -> list[int]:
+    """Returns the ways that a model has united experts for, by their names; reads no weights.
+
+    Raises CheckpointError for a file that is not readable.
+    """
+    path = directory / UNITED_FILE
+    if not path.exists():
+        return []
+    try:
+        with safe_open(regular(path), framework="numpy") as file:
+            prefixes = {name.split(".")[0].removeprefix("way") for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is not readable: {error}") from None
+    return sorted(int(prefix) for prefix in prefixes if prefix.isdecimal())
 
 
 def copy_united(source: Path, to: Path) -> None:

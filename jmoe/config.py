@@ -11,7 +11,7 @@ from typing import Any
 from jmoe.architectures import ARCHITECTURES
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
-from jmoe.config_keys import ROPE_READ, check_keys, check_rope_keys
+from jmoe.config_keys import ROPE_SECTIONS, check_keys, rope_kind
 from jmoe.model_files import read_text
 
 MOST_LAYERS = 10_000
@@ -59,6 +59,7 @@ class ModelConfig:
     max_position: int
     eos_token_ids: tuple[int, ...] = ()
     o_bias: bool = False  # of attention's output projection
+    sliding_window: int = 0  # positions that attention reaches back; 0: all
 
     def __post_init__(self) -> None:
         """Raises ConfigError where fields contradict each other."""
@@ -97,6 +98,11 @@ class ModelConfig:
     def num_moe_layers(self) -> int:
         """Layers that have routed experts."""
         return sum(self.moe_layers)
+
+    @property
+    def max_context(self) -> int:
+        """Positions up to which full attention, which jmoe computes, is the model's own."""
+        return min(self.max_position, self.sliding_window or self.max_position)
 
     def segments(self) -> list[tuple[bool, int, int]]:
         """Runs of layers of one kind: (is MoE, first layer, number of layers)."""
@@ -168,8 +174,8 @@ def from_hf(
     vocab_size = fields.size("vocab_size")
     max_position = fields.size("max_position_embeddings")
     d_ff_dense = fields.size("intermediate_size", 0)
-    _refuse_windowed_layers(fields, num_layers)
     own = architecture.translate(fields)
+    _check_layer_types(fields, num_layers, windowed=bool(own.get("sliding_window")))
     try:
         return ModelConfig(
             architecture=family,
@@ -185,7 +191,7 @@ def from_hf(
             else d_ff_dense or fields.size("intermediate_size"),
             tie_embeddings=fields.flag("tie_word_embeddings", False),
             rms_norm_eps=fields.number("rms_norm_eps", architecture.rms_norm_eps),
-            rope=_rope(fields, architecture.rope_theta, max_position, allow_unknown_config),
+            rope=_rope(fields, architecture.rope_theta, max_position),
             max_position=max_position,
             eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
             **{"d_ff_shared": 0, "qkv_bias": False, "qk_norm": False, **own},
@@ -219,22 +225,27 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
     return d_model // num_heads
 
 
-def _refuse_windowed_layers(fields: Fields, num_layers: int) -> None:
-    """jmoe attends to the whole context, in every layer."""
+def _check_layer_types(fields: Fields, num_layers: int, *, windowed: bool) -> None:
+    """Raises ConfigError for kinds of layers other than full attention and, within a model's
+    sliding window, sliding attention.
+    """
     kinds = fields.given("layer_types")
-    if kinds is not None and kinds != ["full_attention"] * num_layers:
+    served = {"full_attention", *(["sliding_attention"] if windowed else [])}
+    if kinds is not None and not (
+        isinstance(kinds, list) and len(kinds) == num_layers and all(k in served for k in kinds)
+    ):
         raise fields.wrong(
             "layer_types", f"'full_attention' for each of num_hidden_layers ({num_layers})"
         )
 
 
-def _rope(fields: Fields, theta: float, max_position: int, allowed: Collection[str]) -> RopeConfig:
+def _rope(fields: Fields, theta: float, max_position: int) -> RopeConfig:
     """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`."""
-    sections = [fields.section(key) for key in ("rope_scaling", "rope_parameters")]
+    sections = [fields.section(key) for key in ROPE_SECTIONS]
     theta = fields.number("rope_theta", theta)
     original = fields.size("original_max_position_embeddings", 0)
     ropes = [
-        _scaled(section, section.number("rope_theta", theta), original, max_position, allowed)
+        _scaled(section, section.number("rope_theta", theta), original, max_position)
         for section in sections
         if section.values
     ]
@@ -243,16 +254,8 @@ def _rope(fields: Fields, theta: float, max_position: int, allowed: Collection[s
     return ropes[0] if ropes else RopeConfig(theta=theta)
 
 
-def _scaled(
-    fields: Fields, theta: float, original: int, max_position: int, allowed: Collection[str]
-) -> RopeConfig:
-    kind = fields.given("rope_type") or fields.given("type") or "default"
-    if not isinstance(kind, str) or kind not in ROPE_READ:
-        served = ", ".join(ROPE_READ)
-        raise ConfigError(
-            f"{fields.file}: rope type is {shown(kind)} in {fields.where}; jmoe serves {served}"
-        )
-    check_rope_keys(fields, kind, allowed)
+def _scaled(fields: Fields, theta: float, original: int, max_position: int) -> RopeConfig:
+    kind = rope_kind(fields)
     if kind == "default":
         return RopeConfig(theta=theta)
     factor = fields.number("factor")

@@ -44,10 +44,9 @@ ONLY_IN_ALL: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "mlp_bias": (False,),
     "partial_rotary_factor": (1.0,),
-    "pretraining_tp": (1,),
     "pruned_heads": ({},),
-    "quantization_config": (),
     "tie_encoder_decoder": (False,),
+    "use_mrope": (False,),
 }
 """Keys of the arithmetic that jmoe computes in one way only. No value at all: only null."""
 
@@ -55,8 +54,9 @@ HARMLESS: Mapping[str, str] = {
     **_because(
         "training only",
         """
-        attention_dropout classifier_dropout embd_pdrop hidden_dropout initializer_range
-        resid_pdrop router_aux_loss_coef router_jitter_noise
+        attention_dropout classifier_dropout embd_pdrop gradient_checkpointing hidden_dropout
+        initializer_range loss_type neftune_noise_alpha resid_pdrop router_aux_loss_coef
+        router_jitter_noise
         """,
     ),
     **_because(
@@ -81,16 +81,18 @@ HARMLESS: Mapping[str, str] = {
     **_because(
         "bookkeeping",
         """
-        _name_or_path dtype finetuning_task id2label is_decoder label2id name_or_path num_labels
-        problem_type task_specific_params tokenizer_class torch_dtype transformers_version
-        unsloth_fixed unsloth_version
+        _commit_hash _name_or_path auto_map custom_pipelines dtype finetuning_task id2label
+        is_decoder label2id name_or_path num_labels problem_type task_specific_params
+        tokenizer_class tokenizer_model_max_length tokenizer_padding_side torch_dtype
+        transformers.js_config transformers_version unsloth_fixed unsloth_version
         """,
     ),
     **_because(
         "which implementation of the same arithmetic to use",
         """
         _attn_implementation _attn_implementation_autoset _experts_implementation
-        attn_implementation experts_implementation tf_legacy_loss torchscript use_bfloat16
+        _flash_attn_2_enabled attn_implementation experts_implementation pretraining_tp
+        tf_legacy_loss torchscript use_bfloat16
         """,
     ),
 }
@@ -108,8 +110,14 @@ ROPE_READ: Mapping[str, Collection[str]] = {
 }
 """Keys of `rope_scaling` and `rope_parameters` that are read, by rope type."""
 
+ROPE_SECTIONS = ("rope_scaling", "rope_parameters")
 ROPE_ONLY: Mapping[str, tuple[Any, ...]] = {"partial_rotary_factor": (1.0,)}
 ROPE_HARMLESS: Mapping[str, str] = _because("bookkeeping", f"finetuned {_ORIGINAL}")
+
+
+QUANTIZED = ("compression_config", "quantization", "quantization_config")
+"""Keys of checkpoints whose weights are quantized, as transformers, compressed-tensors and MLX
+write them."""
 
 
 def check_keys(
@@ -118,26 +126,56 @@ def check_keys(
     only: Mapping[str, tuple[Any, ...]],
     allowed: Collection[str],
 ) -> None:
-    """Raises ConfigError for a key of `config.json` that jmoe would ignore though it may matter."""
+    """Checks the keys of `config.json`, also those of `rope_scaling` and `rope_parameters`.
+
+    Raises ConfigError that names every key that jmoe would ignore though it may matter.
+    """
+    allowed = (allowed,) if isinstance(allowed, str) else allowed
+    for key in QUANTIZED:
+        if fields.given(key) is not None and key not in allowed:
+            raise ConfigError(
+                f"{fields.file}: {key} is {shown(fields.given(key))}; jmoe does not load quantized "
+                "weights; give the checkpoint from which this one was quantized, with weights in "
+                "bfloat16, float16 or float32"
+            )
     unknown = "jmoe does not know this key"
-    _check(fields, read, {**ONLY_IN_ALL, **only}, HARMLESS, unknown, allowed)
+    faults = _faults(fields, read, {**ONLY_IN_ALL, **only}, HARMLESS, unknown, allowed)
+    for section in map(fields.section, ROPE_SECTIONS):
+        kind = rope_kind(section)
+        unknown = f"rope type {kind!r} as jmoe knows it does not have this key"
+        faults |= _faults(section, ROPE_READ[kind], ROPE_ONLY, ROPE_HARMLESS, unknown, allowed)
+    if faults:
+        flags = " ".join(f"--allow-unknown-config {name}" for name in faults)
+        raise ConfigError(
+            f"{fields.file}: {'; '.join(faults.values())}; "
+            f"if {'it changes' if len(faults) == 1 else 'they change'} nothing, pass {flags}"
+        )
 
 
-def check_rope_keys(fields: Fields, kind: str, allowed: Collection[str]) -> None:
-    """The same for `rope_scaling` or `rope_parameters` of a rope type."""
-    unknown = f"rope type {kind!r} as jmoe knows it does not have this key"
-    _check(fields, ROPE_READ[kind], ROPE_ONLY, ROPE_HARMLESS, unknown, allowed)
+def rope_kind(section: Fields) -> str:
+    """Returns the rope type of `rope_scaling` or `rope_parameters`.
+
+    Raises ConfigError for one that jmoe does not serve.
+    """
+    kind = section.given("rope_type") or section.given("type") or "default"
+    if not isinstance(kind, str) or kind not in ROPE_READ:
+        served = ", ".join(ROPE_READ)
+        raise ConfigError(
+            f"{section.file}: rope type is {shown(kind)} in {section.where}; jmoe serves {served}"
+        )
+    return kind
 
 
-def _check(
+def _faults(
     fields: Fields,
     read: Collection[str],
     only: Mapping[str, tuple[Any, ...]],
     harmless: Collection[str],
     unknown: str,
     allowed: Collection[str],
-) -> None:
-    allowed = (allowed,) if isinstance(allowed, str) else allowed
+) -> dict[str, str]:
+    """Returns what is wrong with each key that is refused, by the key's name."""
+    faults = {}
     for key, value in fields.values.items():
         name = fields.name(key)
         if value is None or key in read or key in harmless or name in allowed:
@@ -149,10 +187,8 @@ def _check(
             trouble = f"jmoe serves {values} only" if values else "jmoe serves models without it"
         else:
             continue
-        raise ConfigError(
-            f"{fields.file}: {name} is {shown(value)}; {trouble}; "
-            f"if it changes nothing, pass --allow-unknown-config {name}"
-        )
+        faults[name] = f"{name} is {shown(value)}; {trouble}"
+    return faults
 
 
 def _same(value: object, other: object) -> bool:

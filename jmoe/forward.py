@@ -140,9 +140,9 @@ def _sequences(model: Model, tokens: Tokens) -> np.ndarray:
             f"tokens must be integers [batch, length]; got {array.dtype} {array.shape}"
         )
     check_tokens(array, model.config.vocab_size)
-    if array.shape[1] > model.config.max_position:
+    if array.shape[1] > model.config.max_context:
         raise ValueError(
-            f"rows have {array.shape[1]} positions; {model.name} has {model.config.max_position}"
+            f"rows have {array.shape[1]} positions; {model.name} has {model.config.max_context}"
         )
     return array
 

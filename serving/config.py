@@ -96,7 +96,7 @@ class EngineConfig:
     join_timeout_s: float = 300.0  # at the start, how long processes wait for each other
     peer_timeout_s: float = 30.0  # within which a process notices that another one is gone
     max_num_seqs: int = 64  # sequences decoded together
-    max_model_len: int = 2048  # positions a sequence, prompt and output; at most the model's own
+    max_model_len: int = 0  # positions a sequence, prompt and output; 0: the model's, 2048 at most
     max_queue_len: int = 512  # requests that wait with every slot taken; more are refused
     max_logprobs_per_call: int = 500_000  # answers times tokens times 1 + top_logprobs
     queue_timeout_s: float = 0.0  # a request that waits longer for its first step ends; 0: never

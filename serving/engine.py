@@ -159,8 +159,8 @@ class Engine:
     ) -> "Engine":
         """Loads a model unless one is given, compiles and warms every program, starts the tick.
 
-        `config.max_model_len` is cut to the positions that the model was made for. `progress` is
-        told what is being done; without one, bars or lines are shown (`serving.progress`).
+        `progress` is told what is being done; without one, bars or lines are shown
+        (`serving.progress`).
 
         Raises SettingsError for a configuration that cannot be used, and what `jmoe.load` raises.
         """

@@ -3,16 +3,20 @@ warms up.
 """
 
 import logging
+from pathlib import Path
 
-from jmoe.api import Model
+from jmoe.api import BUNDLED, Model, name_of, resolve
 from jmoe.away import check_spare
+from jmoe.checkpoint import TensorFiles, is_native, united_ways
+from jmoe.config import read_config
 from jmoe.family import Family
 from jmoe.parallel.cost import exchange_bytes
 from serving.composes import COMPOSES, SEVERAL
 from serving.config import EngineConfig
-from serving.control.experts_loader import allowed_ways
+from serving.control.experts_loader import allowed_ways, ways_among
+from serving.control.guarded import make_controller
 from serving.control.slo import starting_strategy
-from serving.execution.fitting import fit_to_model
+from serving.execution.fitting import fit_to_model, served_len
 from serving.execution.followers import Followers
 from serving.execution.kv_pages import claim_memory
 from serving.execution.memory import check_balance
@@ -21,13 +25,36 @@ from serving.execution.runner import DeviceRunner, Runner
 from serving.hosts import lead
 from serving.loading import check_chat_templates, load_models, make_mesh_of
 from serving.scheduling.policy import make_policy
-from serving.settings import SettingsError, check_composes
-from serving.start_asynchronous import prepare_crew, with_mode
+from serving.settings import SettingsError, check_composes, named_models
+from serving.start_asynchronous import make_layer_picker, prepare_crew, with_mode
 
 log = logging.getLogger(__name__)
 
 GATHERS_WELL = 8
 """Up to so many devices, all-gather (sending every row to all devices) is the best exchange."""
+
+
+def check_start(config: EngineConfig) -> None:
+    """Checks what can be told before anything is loaded: plugins, the models' files, and what
+    their configurations and ways say of the settings.
+
+    Reads no weights, and fetches only what describes a model of the Hub: its weights and ways are
+    not checked. Raises what `prepare` would.
+    """
+    make_policy(config.policy)
+    make_controller(config.salc)
+    if config.asynchronous.attention:
+        make_layer_picker(config.asynchronous)
+    for path in named_models(config.models).values() if config.models else [config.model]:
+        directory = resolve(path, config.hub_revision, weights=False)
+        if not is_native(directory):
+            cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
+            served_len(config, cfg, name_of(path))
+        if path == BUNDLED or Path(path).exists():
+            if not is_native(directory):
+                TensorFiles(directory)
+            ways = ways_among(united_ways(directory), config.brownout)
+            starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
 
 
 def prepare(

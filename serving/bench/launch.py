@@ -32,7 +32,8 @@ async def running_server(
     its live page is. An exception of the kinds `failures` that leaves the block is raised as
     LaunchError.
 
-    Raises LaunchError where the server ends or is not ready in time.
+    Raises ValueError for a setting that the server refuses, LaunchError where it ends otherwise or
+    is not ready in time.
     """
     with log_path.open("wb") as log:
         process = await asyncio.create_subprocess_exec(
@@ -63,8 +64,15 @@ async def _read_stdout(
             on_page(page[1].decode())
         if (ready := _READY.search(line)) and not address.done():
             address.set_result(ready[1].decode())
-    if not address.done():
-        address.set_exception(LaunchError(f"the server ended with status {await process.wait()}"))
+    if address.done():
+        return
+    status = await process.wait()
+    log.flush()
+    said = tail(Path(log.name), 1)
+    if status == 2 and said.startswith("jmoe: "):  # bad input, which it names in one line
+        address.set_exception(ValueError(said.removeprefix("jmoe: ")))
+    else:
+        address.set_exception(LaunchError(f"the server ended with status {status}"))
 
 
 async def _wait_for_address(

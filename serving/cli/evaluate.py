@@ -43,6 +43,7 @@ def evaluate(
     from training.evaluation.items import grid, integers, parse_only
     from training.evaluation.run import EvaluateConfig, label
     from training.evaluation.run import evaluate as run
+    from training.evaluation.tables import loss
 
     if only is not None:
         settings = parse_only(only)
@@ -70,7 +71,6 @@ def evaluate(
     print(f"zero brownout: {100 * found[0].accuracy:.2f} % right")
     for score in found[1:]:
         print(
-            f"{label(score.setting)}: {100 * score.accuracy:.2f} % right, "
-            f"loss {score.loss_percent:.2f} % ({score.low_percent:.2f} to {score.high_percent:.2f})"
+            f"{label(score.setting)}: {100 * score.accuracy:.2f} % right, loss {loss(score, ' %')}"
         )
     print(f"tables and picture in {out}")

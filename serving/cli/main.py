@@ -233,7 +233,10 @@ def serve(
     verbose: Verbose = False,
     max_num_seqs: Annotated[int | None, typer.Option(help="Sequences decoded together.")] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence, prompt and output, at most.")
+        int | None,
+        typer.Option(
+            help="Tokens of a sequence, prompt and output, at most; 0: the model's, 2048 at most."
+        ),
     ] = None,
     max_queue_len: Annotated[
         int | None, typer.Option(help="Requests that may wait; more are refused.")
@@ -310,6 +313,9 @@ def serve(
     if loaded.engine.process_index > 0:
         _follow(loaded)
         return
+    from serving.start import check_start
+
+    check_start(loaded.engine)  # before a port is opened
     metrics, path = Metrics(), Path(loaded.timeline)
     tracer = make_tracer(loaded.otlp_endpoint)
     observers: list[Observer] = [metrics, tracer]

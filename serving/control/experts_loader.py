@@ -1,6 +1,7 @@
 """The experts loader: changes the way of united experts while steps run."""
 
 import asyncio
+from collections.abc import Collection
 
 from jmoe.family import Family
 from serving.config import BalanceConfig, BrownoutConfig
@@ -20,7 +21,11 @@ def allowed_ways(config: BrownoutConfig, family: Family | None) -> tuple[int, ..
 
     Raises ValueError for a way that a model lacks; those of a family have the same ones.
     """
-    have = {} if family is None else family[0].united
+    return ways_among({} if family is None else family[0].united, config)
+
+
+def ways_among(have: Collection[int], config: BrownoutConfig) -> tuple[int, ...]:
+    """Returns what `allowed_ways` does, for a model that has united experts for the ways `have`."""
     wanted = config.ways or tuple(have)
     for way in (*wanted, *([config.way] if config.way else [])):
         if way not in have:

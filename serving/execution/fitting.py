@@ -1,14 +1,16 @@
 """Settings as a model is served with them, and the sizes that follow."""
 
-import logging
 from dataclasses import replace
 
 from jmoe.api import Model
+from jmoe.config import ModelConfig
 from serving.config import EngineConfig
 from serving.execution.buckets import with_default_buckets
 from serving.plan import Limits
+from serving.settings import SettingsError
 
-log = logging.getLogger(__name__)
+DEFAULT_MODEL_LEN = 2048
+"""Positions of a sequence where the settings leave them open and the model has as many."""
 
 
 def limits_of(config: EngineConfig, num_layers: int = 1, num_ranks: int = 1) -> Limits:
@@ -39,17 +41,34 @@ def num_ranks_of(model: Model) -> int:
 
 
 def fit_to_model(config: EngineConfig, model: Model, num_ranks: int = 0) -> EngineConfig:
-    """`config` as it is served: what it leaves open is chosen, and `max_model_len` cut to the
-    positions that the model was made for. `num_ranks` 0: those of the model.
+    """Returns `config` as it is served: what it leaves open is chosen. `num_ranks` 0: those of the
+    model.
+
+    Raises SettingsError as `served_len`.
     """
-    most = model.config.max_position
-    config = with_default_buckets(config, num_ranks or num_ranks_of(model))
-    if config.max_model_len <= most:
-        return config
-    log.warning(
-        "max_model_len is %d; %s has %d positions, and serves those",
-        config.max_model_len,
-        model.name,
-        most,
-    )
-    return replace(config, max_model_len=most)
+    num_ranks = num_ranks or num_ranks_of(model)
+    length = served_len(config, model.config, model.name, num_ranks)
+    return replace(with_default_buckets(config, num_ranks), max_model_len=length)
+
+
+def served_len(config: EngineConfig, cfg: ModelConfig, name: str, num_ranks: int = 1) -> int:
+    """Returns `max_model_len` as the model called `name` is served with it.
+
+    Raises SettingsError for more positions than the model has, or than its sliding window.
+    """
+    length, most = config.max_model_len, cfg.max_position
+    if length > most:
+        raise SettingsError(
+            f"engine.max_model_len is {length}; {name} has {most} positions; "
+            f"pass --max-model-len {most} or less, or leave it out"
+        )
+    if not length:
+        pages = -(-config.num_pages // num_ranks)
+        length = min(most, DEFAULT_MODEL_LEN, pages * config.page_size or most)
+    if length > cfg.max_context:
+        raise SettingsError(
+            f"engine.max_model_len is {length}; {name} has a sliding window of {cfg.max_context} "
+            "positions, and jmoe attends to the whole context only; "
+            f"pass --max-model-len {cfg.max_context}"
+        )
+    return length

@@ -96,7 +96,7 @@ def test_an_unreadable_index_is_named(copy, content):
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "rope type is 'dynamic'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "config.json lacks factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"use_sliding_window": True, "sliding_window": 16}, "sliding_window is 16"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window is 0"),
         ({"decoder_sparse_step": 5}, "at least one MoE layer"),
     ],
 )
@@ -104,6 +104,15 @@ def test_a_config_that_is_not_served_names_key_and_value(copy, edit_config, chan
     directory = copy(CASE)
     edit_config(directory, **change)
     assert words in refused(directory, ConfigError)
+
+
+def test_a_checkpoint_of_pytorch_says_how_to_convert_it(copy):
+    directory = copy(CASE)
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    words = refused(directory)
+    assert f"AutoModelForCausalLM.from_pretrained({str(directory)!r}, " in words
+    assert f".save_pretrained('{directory.name}-safetensors')" in words
+    assert compile(words.split('"')[1], "command", "exec")
 
 
 def test_a_directory_that_is_none(tmp_path):

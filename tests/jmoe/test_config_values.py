@@ -116,10 +116,16 @@ def test_two_rope_sections_that_differ(copy, edit_config):
     assert "rope_scaling is" in refused(directory)
 
 
-def test_windows_that_transformers_would_use_are_refused(copy, edit_config):
+def test_windows_that_transformers_would_use_are_not_exceeded(copy, edit_config):
     directory = copy("mixtral")
     edit_config(directory, sliding_window=16, use_sliding_window=False)
-    assert "sliding_window is 16" in refused(directory)
+    assert read_config(directory).max_context == 16
+    edit_config(directory, layer_types=["sliding_attention"] * read_config(directory).num_layers)
+    assert read_config(directory).max_context == 16
+    with pytest.raises(ValueError, match="rows have 17 positions; mixtral has 16"):
+        jmoe.forward(jmoe.load(directory, "float32"), [[1] * 17])
+    edit_config(directory, sliding_window=None)
+    assert "layer_types is ['sliding_attention'" in refused(directory)
     directory = copy("qwen3_moe")
     edit_config(directory, use_sliding_window=True)
     assert "use_sliding_window is True" in refused(directory)
@@ -130,8 +136,10 @@ def test_an_unknown_key_is_refused_and_can_be_allowed(copy, edit_config):
     edit_config(directory, logits_scaling=2.0, rope_scaling={"type": "default", "short_factor": 1})
     words = refused(directory)
     assert "config.json: logits_scaling is 2.0; jmoe does not know this key" in words
-    assert words.endswith("if it changes nothing, pass --allow-unknown-config logits_scaling")
+    flags = "--allow-unknown-config logits_scaling --allow-unknown-config rope_scaling.short_factor"
+    assert words.endswith(f"if they change nothing, pass {flags}")
     keys = ("logits_scaling", "rope_scaling.short_factor")
+    assert "rope_scaling.short_factor is 1; rope type 'default' as jmoe knows" in words
     with pytest.raises(ConfigError, match=r"rope_scaling\.short_factor is 1"):
         read_config(directory, allow_unknown_config=keys[:1])
     with pytest.raises(ConfigError, match="logits_scaling"):
@@ -144,11 +152,10 @@ def test_an_unknown_key_is_refused_and_can_be_allowed(copy, edit_config):
 @pytest.mark.parametrize(
     ("change", "served"),
     [
-        ({"quantization_config": {"quant_method": "fp8"}}, "jmoe serves models without it"),
         ({"use_qk_norm": True}, "jmoe serves False only"),
         ({"attention_bias": True}, "jmoe serves False only"),
         ({"partial_rotary_factor": 0.5}, "jmoe serves 1.0 only"),
-        ({"pretraining_tp": True}, "jmoe serves 1 only"),
+        ({"chunk_size_feed_forward": False}, "jmoe serves 0 only"),
     ],
 )
 def test_keys_that_are_served_with_some_values_only(copy, edit_config, change, served):
@@ -157,6 +164,41 @@ def test_keys_that_are_served_with_some_values_only(copy, edit_config, change, s
     [key] = change
     assert f"{key} is " in refused(directory)
     assert served in refused(directory)
+
+
+@pytest.mark.parametrize("key", ["compression_config", "quantization", "quantization_config"])
+def test_quantized_weights_are_refused_without_advice_to_ignore_it(copy, edit_config, key):
+    directory = copy(CASE)
+    edit_config(directory, **{key: {"quant_method": "fp8"}})
+    words = refused(directory)
+    assert f"{key} is {{'quant_method': 'fp8'}}; jmoe does not load quantized weights" in words
+    assert "--allow-unknown-config" not in words
+    assert read_config(directory, allow_unknown_config=[key]) == read_config(GOLDEN / CASE)
+
+
+def test_what_tools_for_fine_tuning_write_passes(copy, edit_config):
+    directory = copy(CASE)
+    edit_config(
+        directory,
+        **{
+            "_commit_hash": "0123abc",
+            "_flash_attn_2_enabled": True,
+            "_name_or_path": "someone/base",
+            "auto_map": {"AutoModelForCausalLM": "modeling.Model"},
+            "custom_pipelines": {},
+            "gradient_checkpointing": False,
+            "loss_type": "ForCausalLM",
+            "neftune_noise_alpha": 5.0,
+            "pretraining_tp": 2,
+            "tokenizer_model_max_length": 4096,
+            "tokenizer_padding_side": "right",
+            "transformers.js_config": {"kv_cache_dtype": "float16"},
+            "unsloth_version": "2026.4.2",
+            "use_cache": False,
+            "use_mrope": False,
+        },
+    )
+    assert read_config(directory) == read_config(GOLDEN / CASE)
 
 
 @pytest.mark.parametrize("eos", ["x", -1, 97, [0, 97], {"id": 3}])

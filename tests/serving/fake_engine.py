@@ -42,7 +42,9 @@ class FakeEngine:
     """
 
     def __init__(self, config: EngineConfig | None = None, tokenizer=None) -> None:
-        self.config = config or EngineConfig(threshold_buckets_percent=(20, 40, 70, 100))
+        self.config = config or EngineConfig(
+            max_model_len=2048, threshold_buckets_percent=(20, 40, 70, 100)
+        )
         self.status, self.names = "ready", ("counter",)
         most = self.config.max_model_len
         self.bounds = Bounds(most - 1, 4 * most, 100, self.config.max_logprobs_per_call)

@@ -161,7 +161,7 @@ def test_a_key_that_is_merged_in_may_be_overridden(tmp_path: Path) -> None:
         ("engine.threshold_buckets_percent", "20,40", "ends with 100"),
         ("engine.threshold_buckets_percent", "40,20,100", "ascending"),
         ("engine.decode_buckets", "1,2", "empty, or reach 64"),
-        ("engine.num_pages", "8", "max_model_len 2048"),
+        ("engine.max_model_len", "-1", "0 or more"),
         ("engine.dtype", "int8", "one of bfloat16, float16, float32"),
         ("engine.brownout.strategy", "most", "one of auto, zero, partial, full"),
         ("metrics_port", "50051", "other than port"),
@@ -183,6 +183,8 @@ def test_values_that_contradict_each_other() -> None:
         load(None, {"engine.brownout.ways": "2,4", "engine.brownout.way": "8"})
     with pytest.raises(SettingsError, match="at most ceiling_percent 40"):
         load(None, {"engine.salc.floor_percent": "50", "engine.salc.ceiling_percent": "40"})
+    with pytest.raises(SettingsError, match="enough for one sequence of max_model_len 2048"):
+        load(None, {"engine.num_pages": "8", "engine.max_model_len": "2048"})
     with pytest.raises(SettingsError, match="max_num_seqs is 0"):
         check(ServerConfig(engine=replace(EngineConfig(), max_num_seqs=0)))
 

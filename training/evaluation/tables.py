@@ -133,7 +133,7 @@ def write_markdown(found: Sequence[Score], inputs: Mapping[str, Any]) -> str:
         f"(mean over {len(zero.families)} families).\n",
         "## Accuracy loss\n\nIn percent of zero brownout's accuracy, with a 95 % interval "
         f"(percentile bootstrap over items, paired, by family, {RESAMPLES:,} resamples).\n",
-        _grid(found, _loss),
+        _grid(found, loss),
         "## Accuracy\n\nRight answers, percent, mean over families.\n",
         _grid(found, lambda s: f"{100 * s.accuracy:.2f}"),
     ]
@@ -148,12 +148,15 @@ def write_markdown(found: Sequence[Score], inputs: Mapping[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _loss(score: Score) -> str:
+def loss(score: Score, unit: str = "") -> str:
+    """Returns a score's loss and its interval for people; `-` where zero brownout got nothing
+    right.
+    """
     if math.isnan(score.loss_percent):
         return "-"
     if score.setting.threshold_percent == 100:
-        return "0.00"
-    return f"{score.loss_percent:.2f} ({score.low_percent:.2f} to {score.high_percent:.2f})"
+        return f"0.00{unit}"
+    return f"{score.loss_percent:.2f}{unit} ({score.low_percent:.2f} to {score.high_percent:.2f})"
 
 
 def _grid(found: Sequence[Score], cell: Any) -> str:

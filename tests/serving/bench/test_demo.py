@@ -170,6 +170,12 @@ def test_a_server_that_does_not_come_up_is_explained(tmp_path, program, message)
     assert ("no weights" in str(error.value)) or ("loading" in str(error.value))
 
 
+def test_a_setting_that_the_server_refuses_is_bad_input(tmp_path):
+    program = "import sys; sys.stderr.write('jmoe: way is 3\\n'); sys.exit(2)"
+    with pytest.raises(ValueError, match=r"^way is 3$"):
+        run_demo(config(tmp_path, server=("-c", program)), quiet())
+
+
 def test_a_server_that_refuses_everything_is_explained(tmp_path):
     tasks = tmp_path / "refused.jsonl"
     tasks.write_text(json.dumps({"family": "f", "prompt": "refuse", "answer": "x"}) + "\n")

@@ -181,6 +181,31 @@ def test_flags_and_pairs_reach_the_server(monkeypatch) -> None:
     assert (engine.brownout.salc, engine.brownout.ttft_slo_s) == (False, 2.0)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--model nowhere", "nowhere/config.json does not exist"),
+        ("--model no-one=nowhere --model b=bundled", "nowhere/config.json does not exist"),
+        (f"--model {GOLDEN / MODELS[0]} --strategy partial", "the model has no united experts"),
+        ("--way 3", "brownout way is 3; the model has united experts for: 2, 4, 8"),
+        ("--policy nope", "policy is 'nope'; it must be one of"),
+        ("--controller nope", "controller is 'nope'; it must be one of"),
+        (
+            "--attention 1 --experts 1 --set engine.asynchronous.layer_rule=nope",
+            "layer rule is 'nope'; it must be one of",
+        ),
+        ("--max-model-len 600", "engine.max_model_len is 600; bundled has 512 positions"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_before_a_port_opens(
+    flags: str, message: str, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(server, "Server", None)  # nothing listens without one
+    assert run(monkeypatch, "serve", *flags.split()) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
 def test_flags_are_the_keys_of_what_they_set() -> None:
     assert set(cli._FLAGS.values()) <= set(keys())
     assert set(cli._FLAGS) <= flags_of("serve")

@@ -44,6 +44,17 @@ def test_defaults_are_the_papers_grid(calls, monkeypatch, capsys) -> None:
     assert "zero brownout: 100.00 % right" in capsys.readouterr().out
 
 
+def test_no_loss_is_told_where_nothing_was_right(monkeypatch, capsys) -> None:
+    results = {
+        brownout: run_module.Result(brownout.strategy, None, 100, [False], 0.0, [0.0])
+        for brownout in (Brownout("zero"), Brownout("full", 0))
+    }
+    found = run_module.scores([Brownout("full", 0)], results, ["f"])
+    monkeypatch.setattr(run_module, "evaluate", lambda *_: found)
+    assert run(monkeypatch, "--generate-tasks", "1") == 0
+    assert "full, t 0 %: 0.00 % right, loss -\n" in capsys.readouterr().out
+
+
 def test_flags_are_the_fields_of_the_configuration() -> None:
     flags = {parameter.name for parameter in get_command(cli.app).commands["evaluate"].params}
     fields = {field.name for field in dataclasses.fields(EvaluateConfig)}

@@ -71,7 +71,9 @@ def test_likeliest_tokens_go_back_one_list_a_token() -> None:
     "asked", [{"min_p": 0.5}, {"logit_bias": ((1, 1.0),)}, {"top_logprobs": 1}]
 )
 async def test_where_logits_cannot_be_changed_that_is_said(settings, where, asked) -> None:
-    admission = Admission(EngineConfig(**settings), Limits(4, 8, 16, 32, 4), None)
+    admission = Admission(
+        EngineConfig(max_model_len=2048, **settings), Limits(4, 8, 16, 32, 4), None
+    )
     try:
         admission.check_size(Request("id", [1], SamplingParams()))
         with pytest.raises(InvalidRequest, match=f"must be left out with .*{where}"):
@@ -104,7 +106,7 @@ async def test_where_logits_cannot_be_changed_that_is_said(settings, where, aske
 async def test_what_cannot_be_served_is_said_by_its_field(
     prompt, asked, options, error, param
 ) -> None:
-    admission = Admission(EngineConfig(), Limits(4, 8, 16, 32, 4), None)
+    admission = Admission(EngineConfig(max_model_len=2048), Limits(4, 8, 16, 32, 4), None)
     sampling = SamplingParams(**{"max_new_tokens": 1, **asked})
     request = Request(**{"request_id": "a", "prompt": prompt, "sampling": sampling, **options})
     try:
@@ -116,7 +118,7 @@ async def test_what_cannot_be_served_is_said_by_its_field(
 
 
 async def test_biases_are_of_tokens_that_there_are() -> None:
-    admission = Admission(EngineConfig(), Limits(4, 8, 16, 32, 4), None)
+    admission = Admission(EngineConfig(max_model_len=2048), Limits(4, 8, 16, 32, 4), None)
     try:
         with pytest.raises(InvalidRequest, match="logit_bias has -1, which is no token"):
             admission.check_size(Request("id", [1], SamplingParams(logit_bias=((-1, 1.0),))))
