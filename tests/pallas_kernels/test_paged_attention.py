@@ -12,6 +12,7 @@ import numpy as np
 import paged
 import pytest
 
+from pallas_kernels.backend import batched_only
 from pallas_kernels.paged_attention import mosaic as kernel
 from pallas_kernels.paged_attention import paged_attention, tiles
 from pallas_kernels.shapes import TINY, Shape
@@ -47,6 +48,7 @@ class Implementation:
 
 IMPLEMENTATIONS = {
     "public": Implementation(paged_attention, TINY, (1, 2, 7, 16, 64)),
+    "batched": Implementation(paged_attention, TINY, (1, 2, 7, 16, 64), context=batched_only),
     "mosaic": Implementation(
         interpreted_kernel,
         (

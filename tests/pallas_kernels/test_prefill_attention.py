@@ -11,6 +11,7 @@ import numpy as np
 import paged
 import pytest
 
+from pallas_kernels.backend import batched_only
 from pallas_kernels.prefill_attention import mosaic, prefill_attention
 from pallas_kernels.shapes import TINY, Shape
 
@@ -33,6 +34,11 @@ class Implementation(NamedTuple):
 
 def compiled(fn, *args):
     return jax.jit(fn)(*args)
+
+
+def batched(fn, *args):
+    with batched_only():
+        return jax.jit(lambda *args: fn(*args))(*args)
 
 
 def wide(heads, kv_heads, head_dim=64):
@@ -62,12 +68,17 @@ IMPLEMENTATIONS = {
         jnp.bfloat16,
     ),
 }
+IMPLEMENTATIONS["batched"] = IMPLEMENTATIONS["public"]._replace(
+    run=batched, lengths=(31, 64, 70)
+)
 IMPLEMENTATIONS["sm90"] = IMPLEMENTATIONS["mosaic"]._replace(
     op=partial(mosaic.prefill_attention, num_blocks=2), run=interpreter.emulate
 )
 implementations = pytest.mark.parametrize("impl", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 in_jax = pytest.mark.parametrize(  # what concerns the order of chunks, not of instructions
-    "impl", [IMPLEMENTATIONS["public"], IMPLEMENTATIONS["mosaic"]], ids=["public", "mosaic"]
+    "impl",
+    [IMPLEMENTATIONS[name] for name in ("public", "batched", "mosaic")],
+    ids=["public", "batched", "mosaic"],
 )
 
 
