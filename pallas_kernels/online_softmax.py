@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 
@@ -44,20 +43,3 @@ def update(
 def finish(state: Softmax) -> Float[Array, "*rows D"]:
     """The weighted mean of the values; zeros for a row that saw no key."""
     return state.acc / jnp.maximum(state.norm, 1e-30)[..., None]
-
-
-def normalizer(
-    scores: Float[Array, "..."], axes: tuple[int, ...]
-) -> tuple[Float[Array, "*rows"], Float[Array, "*rows"]]:
-    """Largest score and sum of exp(score - largest) over `axes`, in one reduction, so that
-    `exp(score - top) / norm` are the weights; 0 and 1 where all scores are -inf.
-    """
-
-    def join(a, b):
-        top = jnp.maximum(a[0], b[0])
-        pivot = jnp.where(top == -jnp.inf, 0.0, top)
-        return top, a[1] * jnp.exp(a[0] - pivot) + b[1] * jnp.exp(b[0] - pivot)
-
-    seen = jnp.where(scores == -jnp.inf, 0.0, jnp.ones_like(scores))
-    top, norm = lax.reduce((scores, seen), (jnp.float32(-jnp.inf), jnp.float32(0)), join, axes)
-    return jnp.where(top == -jnp.inf, 0.0, top), jnp.where(norm == 0, 1.0, norm)

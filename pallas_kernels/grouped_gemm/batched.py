@@ -100,17 +100,11 @@ def _summed(x, gate_up, down, row_token, slots) -> Float[Array, "rows d"]:
 def _sums(
     rows: list[Float[Array, "N k"]], weights: Float[Array, "N k columns"]
 ) -> list[Float[Array, "N columns"]]:
-    """Row i of every block times its weights; `SUM_ROWS` of them in a reduction."""
-
-    def add(a, b):
-        return [x + y for x, y in zip(a, b, strict=True)]
-
-    weights, sums = weights.astype(jnp.float32), []
-    for start in range(0, len(rows), SUM_ROWS):
-        some = rows[start : start + SUM_ROWS]
-        terms = [row.astype(jnp.float32)[:, :, None] * weights for row in some]
-        sums += lax.reduce(terms, [jnp.float32(0)] * len(some), add, (1,))
-    return sums
+    """Row i of every block times its weights: sums that read the same, so XLA makes one kernel of
+    them. Of one reduction of several operands it would write the operands first.
+    """
+    weights = weights.astype(jnp.float32)
+    return [jnp.sum(row.astype(jnp.float32)[:, :, None] * weights, axis=1) for row in rows]
 
 
 def _combine(y: Float[Array, "rows d"], plan, start: int) -> Float[Array, "T d"]:

@@ -1,39 +1,41 @@
-"""Paged decode attention in four launches of XLA's, for GPUs without the Mosaic kernel.
+"""Paged decode attention in three launches of XLA's, for GPUs without the Mosaic kernel.
 
-Scores, their softmax and the weighted values are sums over pages that lie where they are: none is
-copied. What is read follows the lengths, since a place past a sequence's end reads its first page
-again; what is computed follows the table's width. Scores and weights, float32 [B, H, M S], are all
-it takes of memory.
+Scores and weighted values are sums over pages that lie where they are: none is copied. What is read
+follows the lengths, since a place past a sequence's end reads its first page again; what is
+computed follows the table's width. Scores and weights, float32 [B, H, M S], are all it takes of
+memory.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.online_softmax import normalizer
+DEAD = -1e30
+"""Score of a place past a sequence's end: finite, so that a row of nothing else has weights."""
 
 
 def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
     """See `op.paged_attention`."""
     batch, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
-    num_pages = block_table.shape[1]
-    first = jnp.arange(num_pages, dtype=jnp.int32) * page_size
-    table = jnp.where(first[None, :] < kv_len[:, None], block_table, block_table[:, :1])
-    position = jnp.arange(num_pages * page_size, dtype=jnp.int32)
-    live = (position[None, :] < kv_len[:, None]).reshape(batch, 1, 1, num_pages, page_size)
+    group, keys = heads // kv_heads, block_table.shape[1] * page_size
+    position = jnp.arange(keys, dtype=jnp.int32)
+    live = position[None, :] < kv_len[:, None]
+    place = jnp.where(live, position[None, :], 0)
+    page = jnp.take_along_axis(block_table, place // page_size, axis=1, mode="clip")
+    head = jnp.arange(kv_heads, dtype=jnp.int32)
 
-    def read(pages):  # [B, G, 1, M, S, D]
-        return pages[layer, table].transpose(0, 2, 1, 3, 4)[:, :, None].astype(jnp.float32)
+    def read(pages):  # [B, G, 1, M S, D]; not page by page, which would order scores so
+        at = layer, page[:, None, :], head[None, :, None], (place % page_size)[:, None, :]
+        return pages[at][:, :, None].astype(jnp.float32)
 
-    qg = q.reshape(batch, kv_heads, heads // kv_heads, 1, 1, head_dim).astype(jnp.float32)
-    scores = jnp.sum(qg * read(k_pages), axis=-1) * scale  # [B, G, H/G, M, S]
-    scores = lax.optimization_barrier(jnp.where(live, scores, -jnp.inf))
-    top, norm = normalizer(scores, (3, 4))
-    # Computed before the sum, not anew for every element of a value.
-    weights = lax.optimization_barrier(
-        jnp.exp(scores - top[..., None, None]) / norm[..., None, None]
-    )
+    live = live[:, None, None, :]
+    qg = q.reshape(batch, kv_heads, group, 1, head_dim).astype(jnp.float32)
+    scores = jnp.sum(qg * read(k_pages), axis=-1) * scale
+    # Each computed before what reads it: XLA would do it anew for every element of a value.
+    scores = lax.optimization_barrier(jnp.where(live, scores, DEAD))
+    weights = lax.optimization_barrier(jax.nn.softmax(scores, axis=-1))
     # A weight of zero would not do: what another sequence left there may be infinite.
     values = jnp.where(live[..., None], read(v_pages), 0)
-    out = jnp.sum(weights[..., None] * values, axis=(3, 4))
+    out = jnp.sum(weights[..., None] * values, axis=3)
     return out.reshape(batch, heads, head_dim).astype(q.dtype)

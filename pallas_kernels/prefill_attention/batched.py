@@ -5,12 +5,13 @@ scores are a product, softmax is float32. Tiles run in pieces whose copies, scor
 `PIECE_BYTES` at most, but where one tile takes more. A piece computes over the table's whole width.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.online_softmax import normalizer
-
 PIECE_BYTES = 2**30
+DEAD = -1e30
+"""Score of a key that a row does not see: finite, so that a row that sees none has weights."""
 LEAST_TILE, LARGEST_TILE = 64, 256
 """Query rows of a tile. Keys are copied once a tile, and a chunk's last one may be nearly empty."""
 
@@ -65,15 +66,13 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
         s = jnp.einsum("ngtd,ngcd->ngtc", qt, read(k_pages), preferred_element_type=jnp.float32)
         s = s.reshape(n, kv_heads, group, tile, keys) * scale
         live = position[None, None, :] < seen[:, :, None]
-        s = jnp.where(live[:, None, None], s, -jnp.inf)
-        top, norm = normalizer(s, (4,))
-        weights = jnp.exp(s - top[..., None]).astype(v_pages.dtype)
-        weights = weights.reshape(n, kv_heads, group * tile, keys)
+        s = jnp.where(live[:, None, None], s, DEAD)
+        weights = jax.nn.softmax(s, axis=-1).astype(v_pages.dtype).reshape(n, kv_heads, group * tile, keys)
         # A weight of zero would not do: what another sequence left there may be infinite.
         written = position[None, :] < kv_len[own][:, None]
         v = jnp.where(written[:, None, :, None], read(v_pages), 0)
         read_by = jnp.einsum("ngtc,ngcd->ngtd", weights, v, preferred_element_type=jnp.float32)
-        read_by = read_by.reshape(n, kv_heads, group, tile, head_dim) / norm[..., None]
+        read_by = read_by.reshape(n, kv_heads, group, tile, head_dim)
         here = valid & (at_tile >= start) & (at_tile < start + n)
         place = jnp.clip(at_tile - start, 0, n - 1)
         new = read_by[place, :, :, at_row]

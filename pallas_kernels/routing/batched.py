@@ -123,7 +123,11 @@ def _dispatch(expert_ids, weights, slots, *, block_m, num_blocks):
     visit = jnp.arange(num_visits, dtype=jnp.int32)
     ahead = (key[None, :] == key[:, None]) & (visit[None, :] < visit[:, None])
     before = jnp.where(logical[None, :] < key[:, None], rows[None, :], 0)
-    place = jnp.sum(jnp.concatenate([ahead.astype(jnp.int32), before], 1), 1, dtype=jnp.int32)
+    most = max(num_visits, num_logical)  # padded to one sum
+    ahead, before = (
+        jnp.pad(a.astype(jnp.int32), ((0, 0), (0, most - a.shape[1]))) for a in (ahead, before)
+    )
+    place = jnp.sum(ahead + before, axis=1, dtype=jnp.int32)
     place = jnp.where(key < num_logical, place, num_sorted)
 
     # The visit of each sorted row; and the last expert that has a block no later than the row's.
