@@ -1,9 +1,9 @@
 """Grouped GEMM as a few large launches of XLA's, for GPUs without the Mosaic kernels.
 
-Blocks of at most 8 rows are sums of products, a kernel a matrix and `SUM_ROWS` rows of each block,
-whose sums run in step, so that a weight is read once, and from the pool itself. Larger blocks are
-batched products of weights that are copied out of the pool before, a piece at a time, at most
-`PIECE_BYTES` of weights and rows together.
+Small blocks are sums of products, one kernel a matrix, which read weights from the pool itself: once
+a row, but rows of one expert follow each other and find its weights in L2. Larger blocks are batched
+products of weights that are copied out of the pool before, a piece at a time, at most `PIECE_BYTES`
+of weights and rows together.
 
 `lax.ragged_dot` is no use: for sm_80, sm_89, sm_90 and sm_100 jax 0.11.2 expands it densely, over
 all slots of the pool, its flags for fused and grouped products notwithstanding.
@@ -19,10 +19,9 @@ from pallas_kernels.grouped_gemm.tiles import BLOCK_M
 
 PIECE_BYTES = 2**30
 """Most that a piece's weights and rows take, but where one block takes more."""
-SUM_ROWS = 4
-"""Rows whose sums one kernel has room for in the 48 KiB of shared memory that XLA gives it."""
-SUMMED = 12
-"""Visits an expert, up to which sums read weights faster than copies of them feed products."""
+SUMMED = 9
+"""Visits an expert, up to which sums are expected to be faster than copies and products: reading a
+weight from L2 once a visit against reading, writing and reading it again once a block."""
 COPY_ROWS = 375
 """Rows whose product takes as long as copying and reading an expert's weights: on an A100,
 6 bytes a weight at 2 TB/s against 2 operations a weight and row at 250 TFLOP/s."""
@@ -30,11 +29,11 @@ MAX_BLOCK_M = 512
 
 
 def block_rows(num_visits: int, num_experts: int) -> int:
-    """Rows of a block, for the dispatch: `SUM_ROWS` where sums are faster, or about the number,
+    """Rows of a block, for the dispatch: 1 where sums are faster, or about the number,
     a power of two, at which copies and padded rows of `num_experts` blocks together cost least.
     """
     if num_visits <= SUMMED * num_experts:
-        return SUM_ROWS
+        return 1
     best = (COPY_ROWS * num_visits / num_experts) ** 0.5
     rows = 2 * BLOCK_M
     while rows < MAX_BLOCK_M and rows * 2**0.5 < best:
@@ -49,7 +48,8 @@ def moe_mlp(x, gate_up, down, plan):
     row_token = plan.row_token.reshape(num_blocks, block_m)
     if block_m <= BLOCK_M:
         return _combine(_summed(x, gate_up, down, row_token, plan.block_slot), plan, 0)
-    step = max(1, PIECE_BYTES // _block_bytes(x, down, block_m))
+    pieces = -(-num_blocks // max(1, PIECE_BYTES // _block_bytes(x, down, block_m)))
+    step = -(-num_blocks // pieces)
     out, slots = jnp.zeros(x.shape, jnp.float32), plan.block_slot
     for start in range(0, num_blocks, step):
         # One piece after another, or they would all be in memory at once.
@@ -75,7 +75,7 @@ def _weights(weights: Weights, slots: Int[Array, "N"], dtype) -> Float[Array, "N
 
 def _multiplied(x, gate_up, down, row_token, slots) -> Float[Array, "rows d"]:
     """Blocks' rows after both products."""
-    h = jnp.take(x, row_token, axis=0, mode="fill", fill_value=0)
+    h = jnp.take(x, row_token, axis=0, mode="clip")  # what becomes of a gap row goes nowhere
     w = _weights(gate_up, slots, x.dtype)
     h = jnp.einsum("nmd,ndf->nmf", h, w, preferred_element_type=jnp.float32)
     gate, up = jnp.split(h, 2, axis=-1)
@@ -87,24 +87,17 @@ def _multiplied(x, gate_up, down, row_token, slots) -> Float[Array, "rows d"]:
 
 def _summed(x, gate_up, down, row_token, slots) -> Float[Array, "rows d"]:
     """The same without products."""
-    rows = [jnp.take(x, row, axis=0, mode="fill", fill_value=0) for row in row_token.T]
-    halves = [jnp.split(h, 2, axis=1) for h in _sums(rows, _weights(gate_up, slots, x.dtype))]
+    h = _sums(jnp.take(x, row_token, axis=0, mode="clip"), gate_up, slots)
+    gate, up = jnp.split(h, 2, axis=-1)
     # Computed before the sums: XLA would do it anew for every column of `down`.
-    rows = lax.optimization_barrier(
-        jnp.stack([(jax.nn.silu(gate) * up).astype(x.dtype) for gate, up in halves])
-    )
-    y = jnp.stack(_sums(list(rows), _weights(down, slots, x.dtype)), axis=1)
+    h = lax.optimization_barrier((jax.nn.silu(gate) * up).astype(x.dtype))
+    y = lax.optimization_barrier(_sums(h, down, slots))
     return y.reshape(-1, y.shape[-1])
 
 
-def _sums(
-    rows: list[Float[Array, "N k"]], weights: Float[Array, "N k columns"]
-) -> list[Float[Array, "N columns"]]:
-    """Row i of every block times its weights: sums that read the same, so XLA makes one kernel of
-    them. Of one reduction of several operands it would write the operands first.
-    """
-    weights = weights.astype(jnp.float32)
-    return [jnp.sum(row.astype(jnp.float32)[:, :, None] * weights, axis=1) for row in rows]
+def _sums(rows: Float[Array, "N m k"], weights: Weights, slots) -> Float[Array, "N m columns"]:
+    found = _weights(weights, slots, rows.dtype).astype(jnp.float32)
+    return jnp.sum(rows.astype(jnp.float32)[..., None] * found[:, None], axis=2)
 
 
 def _combine(y: Float[Array, "rows d"], plan, start: int) -> Float[Array, "T d"]:

@@ -30,10 +30,10 @@ def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
         return pages[at][:, :, None].astype(jnp.float32)
 
     live = live[:, None, None, :]
-    qg = q.reshape(batch, kv_heads, group, 1, head_dim).astype(jnp.float32)
-    scores = jnp.sum(qg * read(k_pages), axis=-1) * scale
+    qg = q.reshape(batch, kv_heads, group, 1, head_dim).astype(jnp.float32) * scale
+    scores = jnp.sum(qg * read(k_pages), axis=-1)
     # Each computed before what reads it: XLA would do it anew for every element of a value.
-    scores = lax.optimization_barrier(jnp.where(live, scores, DEAD))
+    scores = jnp.where(live, lax.optimization_barrier(scores), DEAD)
     weights = lax.optimization_barrier(jax.nn.softmax(scores, axis=-1))
     # A weight of zero would not do: what another sequence left there may be infinite.
     values = jnp.where(live[..., None], read(v_pages), 0)

@@ -44,7 +44,8 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
 
     size = k_pages.dtype.itemsize
     tile_bytes = heads * tile * keys * (4 + size) + 2 * kv_heads * keys * head_dim * size
-    step = max(1, PIECE_BYTES // tile_bytes)
+    pieces = -(-num_tiles // max(1, PIECE_BYTES // tile_bytes))
+    step = -(-num_tiles // pieces)
     position = jnp.arange(keys, dtype=jnp.int32)
     out = jnp.zeros((num_rows, kv_heads, group, head_dim), jnp.float32)
     for start in range(0, num_tiles, step):

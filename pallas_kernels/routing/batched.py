@@ -12,6 +12,10 @@ from jax import lax
 
 from pallas_kernels.routing import reference
 
+HALF = 1 << 16
+MOST_UNSORTED = 64
+"""Visits that stay in their order in blocks of one row each: an expert's first row means nothing
+there, and its weights may be read again."""
 MOST_COMPARED = 4096
 """Visits. So many take about as long to compare as sorting and scattering takes to launch."""
 
@@ -35,15 +39,17 @@ def route(
     `op.Dispatch`.
     """
     num_experts = groups.shape[0]
+    if logits.shape[0] * HALF > jnp.iinfo(jnp.int32).max:
+        raise ValueError(f"{logits.shape[0]} rows are more than one step's routing can count")
     logits = logits[:, :num_experts].astype(jnp.float32)
     keys = jnp.where(logits >= reference.LOWEST, logits, reference.LOWEST)
     rank, sum_of_exp = _ranks(keys, logits)
     degradable = valid & ~exempt
-    chosen = rank < top_k
-    count = jnp.sum(chosen & degradable[:, None], axis=0, dtype=jnp.int32)
-    pinned = jnp.any(chosen & (valid & exempt)[:, None], axis=0)
-    # Every degradable row has been counted top_k times.
-    total = jnp.sum(count, dtype=jnp.int32)
+    # Degradable rows in the lower half of a number, exempt ones above: one sum instead of two.
+    of_row = jnp.where(valid, jnp.where(exempt, HALF, 1), 0)
+    visits = jnp.sum(jnp.where(rank < top_k, of_row[:, None], 0), axis=0, dtype=jnp.int32)
+    count, pinned = visits % HALF, visits >= HALF
+    total = top_k * jnp.sum(degradable, dtype=jnp.int32)  # the same in every layer
     s1, target = reference.targets(count, pinned, total, groups, threshold_percent, strategy)
 
     own = jnp.arange(num_experts, dtype=jnp.int32)
@@ -121,6 +127,14 @@ def _dispatch(expert_ids, weights, slots, *, block_m, num_blocks):
     rows = -(-count // block_m) * block_m
 
     visit = jnp.arange(num_visits, dtype=jnp.int32)
+    if block_m == 1 and num_visits <= min(MOST_UNSORTED, num_blocks):
+        place = jnp.where(key < num_logical, visit, num_sorted)
+        row_token = jnp.where(key < num_logical, visit // top_k, num_rows)
+        row_token = jnp.pad(row_token, (0, num_sorted - num_visits), constant_values=num_rows)
+        block_slot = slots[jnp.minimum(key, num_logical - 1)]
+        block_slot = jnp.pad(block_slot, (0, num_sorted - num_visits), mode="edge")
+        fields = row_token, block_slot, jnp.int32(num_visits), place.reshape(num_rows, top_k)
+        return *fields, weights, count, jnp.zeros_like(count), slots
     ahead = (key[None, :] == key[:, None]) & (visit[None, :] < visit[:, None])
     before = jnp.where(logical[None, :] < key[:, None], rows[None, :], 0)
     most = max(num_visits, num_logical)  # padded to one sum
@@ -130,17 +144,13 @@ def _dispatch(expert_ids, weights, slots, *, block_m, num_blocks):
     place = jnp.sum(ahead + before, axis=1, dtype=jnp.int32)
     place = jnp.where(key < num_logical, place, num_sorted)
 
-    # The visit of each sorted row; and the last expert that has a block no later than the row's.
-    row = jnp.arange(num_sorted, dtype=jnp.int32)[:, None]
-    computed = jnp.where(place[None, :] == row, visit[None, :] // top_k, num_rows)
-    reached = (place[None, :] // block_m <= row // block_m) & (key < num_logical)[None, :]
-    row_token, owner = lax.reduce(
-        (computed, jnp.where(reached, key[None, :], -1)),
-        (jnp.int32(num_rows), jnp.int32(-1)),
-        lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])),
-        (1,),
-    )
-    block_slot = slots[owner.reshape(num_blocks, block_m)[:, 0]]  # the last one's without visits
+    # The last visit whose place is at or before each row, and that place, in one number.
+    row = jnp.arange(num_sorted, dtype=jnp.int32)
+    code = place * num_visits + visit
+    code = jnp.max(jnp.where(place[None, :] <= row[:, None], code[None, :], -1), axis=1)
+    last = code % num_visits  # -1 is the last visit of all, which is dropped as the others are
+    row_token = jnp.where(code // num_visits == row, last // top_k, num_rows)
+    block_slot = slots[jnp.minimum(key[last[::block_m]], num_logical - 1)]
     first_row = jnp.sum(
         jnp.where(logical[None, :] < logical[:, None], rows[None, :], 0), axis=1, dtype=jnp.int32
     )
