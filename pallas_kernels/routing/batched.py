@@ -48,7 +48,7 @@ def route(
     # Degradable rows in the lower half of a number, exempt ones above: one sum instead of two.
     of_row = jnp.where(valid, jnp.where(exempt, HALF, 1), 0)
     visits = jnp.sum(jnp.where(rank < top_k, of_row[:, None], 0), axis=0, dtype=jnp.int32)
-    count, pinned = visits % HALF, visits >= HALF
+    count, pinned = visits & (HALF - 1), visits >= HALF
     total = top_k * jnp.sum(degradable, dtype=jnp.int32)  # the same in every layer
     s1, target = reference.targets(count, pinned, total, groups, threshold_percent, strategy)
 
@@ -129,7 +129,7 @@ def _dispatch(expert_ids, weights, slots, *, block_m, num_blocks):
     visit = jnp.arange(num_visits, dtype=jnp.int32)
     if block_m == 1 and num_visits <= min(MOST_UNSORTED, num_blocks):
         place = jnp.where(key < num_logical, visit, num_sorted)
-        row_token = jnp.where(key < num_logical, visit // top_k, num_rows)
+        row_token = jnp.where(key < num_logical, lax.div(visit, jnp.int32(top_k)), num_rows)
         row_token = jnp.pad(row_token, (0, num_sorted - num_visits), constant_values=num_rows)
         block_slot = slots[jnp.minimum(key, num_logical - 1)]
         block_slot = jnp.pad(block_slot, (0, num_sorted - num_visits), mode="edge")
@@ -146,10 +146,12 @@ def _dispatch(expert_ids, weights, slots, *, block_m, num_blocks):
 
     # The last visit whose place is at or before each row, and that place, in one number.
     row = jnp.arange(num_sorted, dtype=jnp.int32)
-    code = place * num_visits + visit
+    bits = num_visits.bit_length()
+    code = (place << bits) | visit
     code = jnp.max(jnp.where(place[None, :] <= row[:, None], code[None, :], -1), axis=1)
-    last = code % num_visits  # -1 is the last visit of all, which is dropped as the others are
-    row_token = jnp.where(code // num_visits == row, last // top_k, num_rows)
+    # Of -1, where there are no visits, the index is clipped: to a dropped one, as all are then.
+    last = jnp.minimum(code & ((1 << bits) - 1), num_visits - 1)
+    row_token = jnp.where(code >> bits == row, lax.div(last, jnp.int32(top_k)), num_rows)
     block_slot = slots[jnp.minimum(key[last[::block_m]], num_logical - 1)]
     first_row = jnp.sum(
         jnp.where(logical[None, :] < logical[:, None], rows[None, :], 0), axis=1, dtype=jnp.int32
