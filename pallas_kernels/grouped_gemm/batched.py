@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.grouped_gemm.quantized import QuantizedWeights, Weights, slot_weights
 from pallas_kernels.grouped_gemm.tiles import BLOCK_M
 
-PIECE_BYTES = 2**30
+PIECE_BYTES = 2**31
 """Most that a piece's weights and rows take, but where one block takes more."""
 SUMMED = 9
 """Visits an expert, up to which sums are expected to be faster than copies and products: reading a
@@ -25,7 +25,7 @@ weight from L2 once a visit against reading, writing and reading it again once a
 COPY_ROWS = 375
 """Rows whose product takes as long as copying and reading an expert's weights: on an A100,
 6 bytes a weight at 2 TB/s against 2 operations a weight and row at 250 TFLOP/s."""
-MAX_BLOCK_M = 512
+MAX_BLOCK_M = 1024
 
 
 def block_rows(num_visits: int, num_experts: int) -> int:

@@ -1,21 +1,39 @@
 """Paged decode attention in three launches of XLA's, for GPUs without the Mosaic kernel.
 
-Scores and weighted values are sums over pages that lie where they are: none is copied. What is read
-follows the lengths, since a place past a sequence's end reads its first page again; what is
-computed follows the table's width. Scores and weights, float32 [B, H, M S], are all it takes of
-memory.
+Scores and weighted values are sums over pages where they lie; where query heads share a key, XLA
+copies keys and values first, once a layer. What is read follows the lengths, since a place past a
+sequence's end reads its first page again; what is computed follows the table's width. Rows run in
+pieces whose scores, weights and copies take `PIECE_BYTES` at most, but where one row takes more.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+PIECE_BYTES = 2**31
 DEAD = -1e30
 """Score of a place past a sequence's end: finite, so that a row of nothing else has weights."""
 
 
 def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
     """See `op.paged_attention`."""
+    batch, heads, head_dim = q.shape
+    kv_heads, page_size = k_pages.shape[2:4]
+    copied = kv_heads * head_dim * k_pages.dtype.itemsize if heads > kv_heads else 0
+    row_bytes = block_table.shape[1] * page_size * 2 * (4 * heads + copied)
+    pieces = -(-batch // max(1, PIECE_BYTES // row_bytes))
+    step, outs = -(-batch // pieces), []
+    for start in range(0, batch, step):
+        if outs:  # one piece after another, or they would all be in memory at once
+            q, outs[-1] = lax.optimization_barrier((q, outs[-1]))
+        rows = slice(start, start + step)
+        given = {"layer": layer, "block_table": block_table[rows], "kv_len": kv_len[rows]}
+        outs.append(_attend(q[rows], k_pages, v_pages, scale=scale, **given))
+    return outs[0] if pieces == 1 else jnp.concatenate(outs)
+
+
+def _attend(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
+    """Of one piece's rows."""
     batch, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
     group, keys = heads // kv_heads, block_table.shape[1] * page_size

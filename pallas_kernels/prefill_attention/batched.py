@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-PIECE_BYTES = 2**30
+PIECE_BYTES = 2**31
 DEAD = -1e30
 """Score of a key that a row does not see: finite, so that a row that sees none has weights."""
 LEAST_TILE, LARGEST_TILE = 64, 256
