@@ -72,6 +72,13 @@ def batched() -> bool:
     return not _references_only.get() and backend() != "cpu"
 
 
+def implementation() -> str:
+    """What this backend's ops run, for a log: "Mosaic kernels", "batched XLA" or "XLA loops"."""
+    if hopper():
+        return "Mosaic kernels"
+    return "batched XLA" if batched() else "XLA loops"
+
+
 @contextmanager
 def batched_only() -> Iterator[None]:
     """Within it, what is traced runs the batched forms on every backend, as on an A100."""

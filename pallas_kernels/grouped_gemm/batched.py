@@ -1,9 +1,9 @@
 """Grouped GEMM as a few large launches of XLA's, for GPUs without the Mosaic kernels.
 
-Small blocks are sums of products, one kernel a matrix, which read weights from the pool itself: once
-a row, but rows of one expert follow each other and find its weights in L2. Larger blocks are batched
-products of weights that are copied out of the pool before, a piece at a time, at most `PIECE_BYTES`
-of weights and rows together.
+Small blocks are sums of products, one kernel a matrix, which read weights from the pool itself:
+once a row, but rows of one expert follow each other and find its weights in L2. Larger blocks are
+batched products of weights that are copied out of the pool before, a piece at a time, at most
+`PIECE_BYTES` of weights and rows together.
 
 `lax.ragged_dot` is no use: for sm_80, sm_89, sm_90 and sm_100 jax 0.11.2 expands it densely, over
 all slots of the pool, its flags for fused and grouped products notwithstanding.

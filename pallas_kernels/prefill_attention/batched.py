@@ -68,7 +68,11 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
         s = s.reshape(n, kv_heads, group, tile, keys) * scale
         live = position[None, None, :] < seen[:, :, None]
         s = jnp.where(live[:, None, None], s, DEAD)
-        weights = jax.nn.softmax(s, axis=-1).astype(v_pages.dtype).reshape(n, kv_heads, group * tile, keys)
+        weights = (
+            jax.nn.softmax(s, axis=-1)
+            .astype(v_pages.dtype)
+            .reshape(n, kv_heads, group * tile, keys)
+        )
         # A weight of zero would not do: what another sequence left there may be infinite.
         written = position[None, :] < kv_len[own][:, None]
         v = jnp.where(written[:, None, :, None], read(v_pages), 0)

@@ -68,9 +68,7 @@ IMPLEMENTATIONS = {
         jnp.bfloat16,
     ),
 }
-IMPLEMENTATIONS["batched"] = IMPLEMENTATIONS["public"]._replace(
-    run=batched, lengths=(31, 64, 70)
-)
+IMPLEMENTATIONS["batched"] = IMPLEMENTATIONS["public"]._replace(run=batched, lengths=(31, 64, 70))
 IMPLEMENTATIONS["sm90"] = IMPLEMENTATIONS["mosaic"]._replace(
     op=partial(mosaic.prefill_attention, num_blocks=2), run=interpreter.emulate
 )

@@ -390,5 +390,10 @@ STATICS = (
 @pytest.mark.parametrize("strategy", routing.STRATEGIES.values(), ids=routing.STRATEGIES)
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_route_is_its_parts(name, strategy, static):
-    seeds = {"public": range(40), "batched": range(40), "mosaic": range(strategy, 8, 4), "sm90": [strategy + 8]}
+    seeds = {
+        "public": range(40),
+        "batched": range(40),
+        "mosaic": range(strategy, 8, 4),
+        "sm90": [strategy + 8],
+    }
     check_route(name, static, [draw(seed, static, strategy) for seed in seeds[name]])
