@@ -19,7 +19,7 @@ def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
     """See `op.paged_attention`."""
     batch, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
-    copied = kv_heads * head_dim * k_pages.dtype.itemsize if heads > kv_heads else 0
+    copied = 4 * kv_heads * head_dim if heads > kv_heads else 0
     row_bytes = block_table.shape[1] * page_size * 2 * (4 * heads + copied)
     pieces = -(-batch // max(1, PIECE_BYTES // row_bytes))
     step, outs = -(-batch // pieces), []
