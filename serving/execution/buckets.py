@@ -63,8 +63,9 @@ def with_default_buckets(config: EngineConfig, num_ranks: int = 1) -> EngineConf
     Over a mesh a size is each rank's.
 
     On a GPU powers of two and four capacities; a decode step's rows are multiples of `GPU_ROWS`. On
-    a CPU, where a program takes four seconds of a core to compile, few: sizes above 16 rows are four times apart, and a step at full capacity
-    takes no longer than one at less, as its loop runs over the experts that are visited.
+    a CPU, where a program takes four seconds of a core to compile, few: sizes above 16 rows are
+    four times apart, and a step at full capacity takes no longer than one at less, as its loop runs
+    over the experts that are visited.
     """
     on_cpu = backend() == "cpu"
     most = -(-config.max_num_seqs // num_ranks)
