@@ -139,7 +139,7 @@ def log_implementation() -> None:
         log.info("%s: ops run %s where they take the model's sizes", device, found)
     else:
         log.warning(
-            "%s: ops run %s, as the Mosaic kernels need a Hopper GPU (H100, H200): 22 to 31 "
+            "%s: ops run %s, as the Mosaic kernels need a Hopper GPU (H100, H200): 22 to 33 "
             "launches a layer in decode, and weights of experts are read more than once in prefill "
             "(docs/kernels.md, Other GPUs)",
             device,

@@ -110,6 +110,14 @@ def test_lengths_at_page_borders(op, page_size):
     check(op, lengths, page_size)
 
 
+@pytest.mark.parametrize(("heads", "taken"), [(32, True), (33, False), (40, False)])
+def test_a_group_at_which_the_kernel_would_spill_registers_is_not_taken(heads, taken):
+    q, pages = (
+        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, heads, 256), (1, 4, 1, 64, 256))
+    )
+    assert kernel.supports(q, pages, pages) == taken
+
+
 @implementations
 def test_padding_rows_are_zero(op):
     got = check(op, [0, 6, 0, 0], 16)

@@ -160,6 +160,12 @@ def test_no_rows_but_padding(impl):
     check(impl, [(0, 0), (4, 0)], padding=8)
 
 
+@pytest.mark.parametrize(("page_size", "taken"), [(16, True), (32, False), (64, True)])
+def test_a_page_size_at_which_the_kernel_would_spill_registers_is_not_taken(page_size, taken):
+    q, pages = (jnp.zeros(s, jnp.bfloat16) for s in ((8, 2, 256), (1, 4, 1, page_size, 256)))
+    assert mosaic.supports(q, pages, pages, 1.0) == taken
+
+
 @in_jax
 def test_no_padding(impl):
     check(impl, [(0, 33), (1, 30)], padding=0)
