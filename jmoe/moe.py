@@ -108,9 +108,8 @@ def experts(
     max_active: int,
 ) -> tuple[Float[Array, "T d"], Int[Array, "E"]]:
     """Routed experts of planned visits, through one layer's table row; and each expert's rows."""
-    work = routing.dispatch(
-        expert_ids, weights, slots, block_m=grouped_gemm.BLOCK_M, max_active=max_active
-    )
+    block_m = grouped_gemm.block_rows(expert_ids.size, max_active)
+    work = routing.dispatch(expert_ids, weights, slots, block_m=block_m, max_active=max_active)
     out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work)
     return out.astype(h.dtype), work.expert_rows
 
@@ -164,7 +163,7 @@ def routed(
         logits,
         threshold_percent=control.threshold_percent,
         strategy=control.strategy,
-        block_m=grouped_gemm.BLOCK_M,
+        block_m=grouped_gemm.block_rows(logits.shape[0] * top_k, max_active),
         max_active=max_active,
         top_k=top_k,
         normalize=cfg.norm_topk_prob,

@@ -41,16 +41,16 @@ from jmoe.parallel.replicas import Balance, Replication
 from jmoe.sampling import Sampling, greedy, sample, token_logprobs
 from jmoe.shaping import Drawn, Shaping, draw
 from jmoe.weights import Params, Weights
-from pallas_kernels.backend import backend, hopper
+from pallas_kernels.backend import backend, batched
 
 
 def served(params: Params, *, eager: bool = False) -> tuple[Params, dict[str, str]]:
     """Weights and XLA's options for a server's step programs.
 
-    On a Hopper GPU a step is one CUDA graph, for which layers are in arrays of their own. `eager`
-    scans them, and makes no graph at all.
+    On a GPU a step is one CUDA graph, for which layers are in arrays of their own. `eager` scans
+    them, and makes no graph at all.
     """
-    if hopper() and not eager:
+    if batched() and backend() != "cpu" and not eager:
         return unstack(params), compiler_options("graph")
     return params, compiler_options("eager" if eager else "scan")
 

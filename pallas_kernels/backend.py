@@ -1,4 +1,4 @@
-"""What the ops may use on the backend they are traced for: Mosaic kernels, and which loops."""
+"""What the ops may use on the backend they are traced for: Mosaic kernels, batched or loops."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +20,7 @@ cannot be told from 12.9.0 by it. Mosaic attention that comes with jax refuses t
 
 _named: ContextVar[str | None] = ContextVar("backend that is traced for", default=None)
 _references_only: ContextVar[bool] = ContextVar("ops run their XLA references", default=False)
+_batched_only: ContextVar[bool] = ContextVar("ops run their batched forms", default=False)
 
 
 def backend() -> str:
@@ -44,11 +45,11 @@ def traced_for(platform: str) -> Iterator[None]:
 def hopper() -> bool:
     """Whether Mosaic kernels may run: on a Hopper GPU, or compiled for one (`traced_for`).
 
-    The kernels use sm_90a instructions, which no other generation has; there, as on CPUs, every op
-    is its XLA reference. Raises RuntimeError on a Hopper GPU where jax finds a ptxas known to
-    compile them wrongly (`check_ptxas`).
+    The kernels use sm_90a instructions, which no other generation has; there ops are batched
+    (`batched`). Raises RuntimeError on a Hopper GPU where jax finds a ptxas known to compile them
+    wrongly (`check_ptxas`).
     """
-    if _references_only.get():
+    if _references_only.get() or _batched_only.get():
         return False
     if _named.get() is not None:
         return _named.get() == "cuda"
@@ -58,6 +59,34 @@ def hopper() -> bool:
         return False
     _check_ptxas_found()
     return True
+
+
+def batched() -> bool:
+    """Whether an op without a Mosaic kernel runs its batched form: on every GPU.
+
+    It is XLA, too, but of few large launches where the reference loops over small blocks. A CPU
+    runs the reference, whose cost follows the work there is.
+    """
+    if _batched_only.get():
+        return True
+    return not _references_only.get() and backend() != "cpu"
+
+
+def implementation() -> str:
+    """What this backend's ops run, for a log: "Mosaic kernels", "batched XLA" or "XLA loops"."""
+    if hopper():
+        return "Mosaic kernels"
+    return "batched XLA" if batched() else "XLA loops"
+
+
+@contextmanager
+def batched_only() -> Iterator[None]:
+    """Within it, what is traced runs the batched forms on every backend, as on an A100."""
+    token = _batched_only.set(True)
+    try:
+        yield
+    finally:
+        _batched_only.reset(token)
 
 
 def check_ptxas(version: int | None) -> None:

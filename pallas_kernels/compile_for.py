@@ -1,4 +1,4 @@
-"""Compile for NVIDIA H200 GPUs on a machine that has none: memory, copies and HLO of a program.
+"""Compile for NVIDIA GPUs on a machine that has none: memory, copies and HLO of a program.
 
     mesh = h200_mesh()
     exe = compile_for(mesh, step, *abstract_args, donate_argnums=3)
@@ -8,6 +8,7 @@ Needs the `aot` extra (the CUDA plugin of jax, no CUDA libraries) and `JAX_PLATF
 there is no GPU. What comes out is never run.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -52,11 +53,65 @@ dnn_version_info { major: 9 minor: 12 }
 _COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
+def _like_h200(name: str, capability: str, **sizes: str) -> str:
+    """The description of another GPU: what it does not say is an H200's."""
+    lines = H200.replace("NVIDIA H200", f"NVIDIA {name}").replace("major: 9", capability)
+    for field, size in sizes.items():
+        lines = re.sub(rf"\b{field}: .*", f"{field}: {size}", lines)
+    return lines
+
+
+OTHER_GPUS = {
+    "sm_80": _like_h200(
+        "A100",
+        "major: 8",
+        core_count="108",
+        clock_rate_ghz="1.41",
+        fpus_per_core="64",
+        shared_memory_per_block_optin="166912",
+        shared_memory_per_core="167936",
+        l2_cache_size="41943040",
+        device_memory_size="85899345920",
+        memory_bandwidth="2039000000000",
+    ),
+    "sm_89": _like_h200(
+        "L40S",
+        "major: 8 minor: 9",
+        core_count="142",
+        clock_rate_ghz="2.52",
+        threads_per_core_limit="1536",
+        shared_memory_per_block_optin="101376",
+        shared_memory_per_core="102400",
+        l2_cache_size="100663296",
+        device_memory_size="48318382080",
+        memory_bandwidth="864000000000",
+    ),
+    "sm_100": _like_h200(
+        "B200",
+        "major: 10",
+        core_count="148",
+        l2_cache_size="132120576",
+        device_memory_size="193273528320",
+        memory_bandwidth="8000000000000",
+    ),
+}
+"""GPUs without the Mosaic kernels, by generation; compile for them under `batched_only`."""
+
+
+def gpu_mesh(generation: str) -> Mesh:
+    """One of `OTHER_GPUS` that is not there; raises as `h200_mesh`."""
+    return _mesh(generation, OTHER_GPUS[generation], 1, "ep")
+
+
 def h200_mesh(num_gpus: int = 1, axis: str = "ep") -> Mesh:
     """A mesh of H200s that are not there, NVLink between them: compile against it, never run.
 
     Raises ImportError, with what to install, where jax's CUDA plugin is missing.
     """
+    return _mesh("h200", H200, num_gpus, axis)
+
+
+def _mesh(name: str, target: str, num_gpus: int, axis: str) -> Mesh:
     try:
         import jax_plugins.xla_cuda13  # noqa: F401
     except ImportError as error:
@@ -64,7 +119,7 @@ def h200_mesh(num_gpus: int = 1, axis: str = "ep") -> Mesh:
             "compiling for a GPU that is not there needs jax's CUDA plugin: install jmoe[aot]"
         ) from error
     topology = topologies.get_topology_desc(
-        "h200", "cuda", target_config=H200, topology=f"1x1x{num_gpus}"
+        name, "cuda", target_config=target, topology=f"1x1x{num_gpus}"
     )
     return topologies.make_mesh(topology, (num_gpus,), (axis,))
 

@@ -5,12 +5,15 @@ warms up.
 import logging
 from pathlib import Path
 
+import jax
+
 from jmoe.api import BUNDLED, Model, name_of, resolve
 from jmoe.away import check_spare
 from jmoe.checkpoint import TensorFiles, is_native, united_ways
 from jmoe.config import read_config
 from jmoe.family import Family
 from jmoe.parallel.cost import exchange_bytes
+from pallas_kernels.backend import backend, hopper, implementation
 from serving.composes import COMPOSES, SEVERAL
 from serving.config import EngineConfig
 from serving.control.experts_loader import allowed_ways, ways_among
@@ -146,9 +149,29 @@ def build(
     if config.brownout.strategy == "auto" and not ways and config.process_index <= 0:
         log.warning("brownout is off: %s has no united experts", loaded.name)
     fitting = fit_to_model(config, loaded)
+    if config.process_index <= 0:
+        log_implementation()
     warn_of_gathering(fitting, loaded)
     parks = getattr(make_policy(config.policy), "parks", True)
     return fitting, family, DeviceRunner(family, fitting, parks=parks, followers=followers), ways
+
+
+def log_implementation() -> None:
+    """Logs what a GPU's ops run; a warning where that is not the kernels. Nothing on a CPU."""
+    found = implementation()
+    if backend() == "cpu":
+        return
+    device = jax.devices()[0].device_kind
+    if hopper():
+        log.info("%s: ops run %s where they take the model's sizes", device, found)
+    else:
+        log.warning(
+            "%s: ops run %s, as the Mosaic kernels need a Hopper GPU (H100, H200): 22 to 33 "
+            "launches a layer in decode, and weights of experts are read more than once in prefill "
+            "(docs/kernels.md, Other GPUs)",
+            device,
+            found,
+        )
 
 
 def warn_of_gathering(config: EngineConfig, model: Model) -> None:

@@ -28,6 +28,7 @@ DEEP_FILES = {
     "tests/e2e/test_stopped_process.py",
     "tests/jmoe/test_compile_h200.py",
     "tests/jmoe/test_compile_mixed_h200.py",
+    "tests/jmoe/test_compile_other_gpus.py",
     "tests/jmoe/test_kernels_emulated.py",
     "tests/jmoe/test_pages.py",
     "tests/jmoe/parallel/test_compile_eight_h200.py",

@@ -136,7 +136,7 @@ def routed_experts(
         jnp.where(own, plan.expert_ids, -1),
         rows.weights,
         jnp.maximum(slots, 0),
-        block_m=grouped_gemm.BLOCK_M,
+        block_m=grouped_gemm.block_rows(rows.weights.size, max_active),
         max_active=max_active,
     )
     parts = grouped_gemm.moe_mlp(rows.h, pool.gate_up, pool.down, work).astype(h.dtype)

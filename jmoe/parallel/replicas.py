@@ -302,7 +302,7 @@ def _visits(
         ids,
         weights,
         jnp.maximum(slots, 0),
-        block_m=grouped_gemm.BLOCK_M,
+        block_m=grouped_gemm.block_rows(weights.size, max_active),
         max_active=max_active,
     )
     out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work)

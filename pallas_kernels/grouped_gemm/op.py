@@ -2,20 +2,30 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import hopper
+from pallas_kernels.backend import batched, hopper
+from pallas_kernels.grouped_gemm import batched as few_launches
 from pallas_kernels.grouped_gemm import reference
 from pallas_kernels.grouped_gemm.quantized import QuantizedWeights, Weights, weight_sizes
 from pallas_kernels.grouped_gemm.tiles import BLOCK_M, Tile, choose
 from pallas_kernels.routing.op import Dispatch
 from pallas_kernels.routing.tile_map import RowTiles
 
-__all__ = ["BLOCK_M", "moe_mlp", "row_tiles", "tile_for"]
+__all__ = ["BLOCK_M", "block_rows", "moe_mlp", "row_tiles", "tile_for"]
 
 
 def tile_for(num_rows: int, top_k: int, num_experts: int, down: Weights) -> Tile:
     """What the kernels take where `num_rows` rows have `top_k` visits each over `num_experts`."""
     f, d = weight_sizes(down)
     return choose(num_rows, top_k, num_experts, d, f, isinstance(down, QuantizedWeights))
+
+
+def block_rows(num_visits: int, max_active: int) -> int:
+    """Rows of a dispatch's blocks for `moe_mlp` of so many visits to `max_active` experts at most:
+    `BLOCK_M` but where large products are batched.
+    """
+    if hopper() or not batched():
+        return BLOCK_M
+    return few_launches.block_rows(num_visits, max_active)
 
 
 def row_tiles(num_rows: int, top_k: int, num_experts: int, down: Weights) -> RowTiles | None:
@@ -46,4 +56,5 @@ def moe_mlp(
 
         if mosaic.supports(x, gate_up, down, plan):
             return mosaic.moe_mlp(x, gate_up, down, plan)
-    return reference.moe_mlp(x, gate_up, down, plan)
+    op = few_launches if batched() else reference
+    return op.moe_mlp(x, gate_up, down, plan)

@@ -58,6 +58,8 @@ def supports(q: Any, k_pages: Any, v_pages: Any) -> bool:
     bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
     if not bf16 or batch == 0 or page_size < 16 or heads > MOST_GROUP * kv_heads:
         return False
+    if k_pages.shape[4] == 256 and heads > 32 * kv_heads:  # registers would spill
+        return False
     return sizes_of(q, k_pages, None, None) is not None
 
 

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import hopper
+from pallas_kernels.backend import batched, hopper
+from pallas_kernels.paged_attention import batched as few_launches
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.schedule import Plan
 
@@ -50,4 +51,5 @@ def paged_attention(
 
         if mosaic.supports(q, k_pages, v_pages):
             return mosaic.paged_attention(q, k_pages, v_pages, todo=todo, **rows)
-    return reference.paged_attention(q, k_pages, v_pages, **rows)
+    op = few_launches if batched() else reference
+    return op.paged_attention(q, k_pages, v_pages, **rows)

@@ -54,6 +54,7 @@ def supports(q: Array, k_pages: Array, v_pages: Array, scale: float) -> bool:
     bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
     kv_heads, page_size, head_dim = k_pages.shape[2:]
     sizes = head_dim in (64, 128, 256) and page_size in (16, 32, 64, 128)
+    sizes = sizes and (head_dim, page_size) != (256, 32)  # registers would spill
     # The largest score is found before scaling.
     return bf16 and sizes and q.shape[1] % kv_heads == 0 and scale > 0
 

@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import hopper
+from pallas_kernels.backend import batched, hopper
+from pallas_kernels.prefill_attention import batched as few_launches
 from pallas_kernels.prefill_attention import reference, work
 from pallas_kernels.prefill_attention.tiles import choose
 
@@ -62,4 +63,5 @@ def prefill_attention(
 
         if mosaic.supports(q, k_pages, v_pages, scale):
             return mosaic.prefill_attention(q, k_pages, v_pages, todo=todo, **chunks)
-    return reference.prefill_attention(q, k_pages, v_pages, **chunks)
+    op = few_launches if batched() else reference
+    return op.prefill_attention(q, k_pages, v_pages, **chunks)

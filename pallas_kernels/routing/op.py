@@ -5,7 +5,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.backend import hopper
+from pallas_kernels.backend import batched, hopper
+from pallas_kernels.routing import batched as few_launches
 from pallas_kernels.routing import reference, tile_map
 from pallas_kernels.routing.tile_map import RowTiles, TileMap
 
@@ -186,6 +187,25 @@ def route(
                 tiles=tiles,
             )
     groups, slots = row_of(groups), row_of(slots)
+    if batched():
+        ids, plan, work = few_launches.route(
+            logits,
+            top_k=top_k,
+            normalize=normalize,
+            scoring=scoring,
+            groups=groups,
+            slots=slots,
+            threshold_percent=threshold_percent,
+            strategy=strategy,
+            valid=valid,
+            exempt=exempt,
+            block_m=block_m,
+            num_blocks=max_blocks(logits.shape[0] * top_k, max_active, block_m),
+        )
+        plan, work = Plan(*plan), Dispatch(*work)
+        if tiles is not None:
+            work = work._replace(tile_map=TileMap(map_tiles(work, tiles), tiles))
+        return ids, plan, work
     logits = logits[:, : groups.shape[0]]
     weights, ids = gate(logits, top_k=top_k, normalize=normalize, scoring=scoring)
     plan = brownout_plan(

@@ -40,6 +40,18 @@ def brownout_plan(ids, *, groups, threshold_percent, strategy, valid, exempt):
     count = _count(chosen & degradable[:, None, None])
     pinned = jnp.any(chosen & (valid & exempt)[:, None, None], axis=(0, 1))
     total = ids.shape[1] * jnp.sum(degradable, dtype=jnp.int32)
+    s1, target = targets(count, pinned, total, groups, threshold_percent, strategy)
+    expert_ids = jnp.where(degradable[:, None], target[ids], ids)
+    expert_ids = jnp.where(valid[:, None], expert_ids, -1)
+    return expert_ids, valid[:, None] & (expert_ids != ids), s1
+
+
+def targets(count, pinned, total, groups, threshold_percent, strategy):
+    """S1, and the logical expert that serves each expert's degradable visits, -1: none.
+
+    `count` are these visits, `total` their number; `pinned` experts are in S1 whatever it is.
+    """
+    num_experts = groups.shape[0]
     s1 = pinned | _covering(count, total, pinned, threshold_percent)
     s2_visited = ~s1 & (count > 0)
     together = groups[:, None] == groups[None, :]
@@ -48,10 +60,7 @@ def brownout_plan(ids, *, groups, threshold_percent, strategy, valid, exempt):
     stand_in = ~s1 & (groups >= 0) & (members > 1)
     partial = jnp.where(stand_in, num_experts + groups, own)
     full = jnp.where(s1, own, -1)
-    target = jnp.where(strategy == 0, own, jnp.where(strategy == 1, full, partial))
-    expert_ids = jnp.where(degradable[:, None], target[ids], ids)
-    expert_ids = jnp.where(valid[:, None], expert_ids, -1)
-    return expert_ids, valid[:, None] & (expert_ids != ids), s1
+    return s1, jnp.where(strategy == 0, own, jnp.where(strategy == 1, full, partial))
 
 
 def _count(mask):

@@ -14,6 +14,10 @@ from serving.config import EngineConfig
 from serving.plan import Limits
 
 FULL_CAPACITY = 100
+GPU_ROWS = 8
+"""Rows of a decode step are a multiple of it on a GPU: cuBLAS takes no other number, and XLA would
+pad and cut around every product, some six launches a layer.
+"""
 
 
 class Key(NamedTuple):
@@ -58,13 +62,15 @@ def with_default_buckets(config: EngineConfig, num_ranks: int = 1) -> EngineConf
 
     Over a mesh a size is each rank's.
 
-    On a GPU powers of two and four capacities. On a CPU, where a program takes four seconds of a
-    core to compile, few: sizes above 16 rows are four times apart, and a step at full capacity
-    takes no longer than one at less, as its loop runs over the experts that are visited.
+    On a GPU powers of two and four capacities; a decode step's rows are multiples of `GPU_ROWS`. On
+    a CPU, where a program takes four seconds of a core to compile, few: sizes above 16 rows are
+    four times apart, and a step at full capacity takes no longer than one at less, as its loop runs
+    over the experts that are visited.
     """
     on_cpu = backend() == "cpu"
     most = -(-config.max_num_seqs // num_ranks)
-    decode = sizes_up_to(most, 4, lambda n: 4 if on_cpu and n >= 16 else 2)
+    least, whole = (4, most) if on_cpu else (GPU_ROWS, -(-most // GPU_ROWS) * GPU_ROWS)
+    decode = sizes_up_to(whole, least, lambda n: 4 if on_cpu and n >= 16 else 2)
     prefill = sizes_up_to(config.max_prefill_tokens, 32, lambda n: 4 if on_cpu else 2)
     thresholds = (FULL_CAPACITY,) if on_cpu else (20, 40, 70, FULL_CAPACITY)
     return replace(

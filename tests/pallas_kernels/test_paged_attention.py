@@ -12,6 +12,7 @@ import numpy as np
 import paged
 import pytest
 
+from pallas_kernels.backend import batched_only
 from pallas_kernels.paged_attention import mosaic as kernel
 from pallas_kernels.paged_attention import paged_attention, tiles
 from pallas_kernels.shapes import TINY, Shape
@@ -47,6 +48,7 @@ class Implementation:
 
 IMPLEMENTATIONS = {
     "public": Implementation(paged_attention, TINY, (1, 2, 7, 16, 64)),
+    "batched": Implementation(paged_attention, TINY, (1, 2, 7, 16, 64), context=batched_only),
     "mosaic": Implementation(
         interpreted_kernel,
         (
@@ -106,6 +108,14 @@ def test_query_heads_share_kv_heads(op, shape):
 def test_lengths_at_page_borders(op, page_size):
     lengths = [1, page_size, page_size + 1, max(2 * page_size - 1, 1), 2 * page_size, 130]
     check(op, lengths, page_size)
+
+
+@pytest.mark.parametrize(("heads", "taken"), [(32, True), (33, False), (40, False)])
+def test_a_group_at_which_the_kernel_would_spill_registers_is_not_taken(heads, taken):
+    q, pages = (
+        jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, heads, 256), (1, 4, 1, 64, 256))
+    )
+    assert kernel.supports(q, pages, pages) == taken
 
 
 @implementations

@@ -11,6 +11,7 @@ import numpy as np
 import paged
 import pytest
 
+from pallas_kernels.backend import batched_only
 from pallas_kernels.prefill_attention import mosaic, prefill_attention
 from pallas_kernels.shapes import TINY, Shape
 
@@ -33,6 +34,11 @@ class Implementation(NamedTuple):
 
 def compiled(fn, *args):
     return jax.jit(fn)(*args)
+
+
+def batched(fn, *args):
+    with batched_only():
+        return jax.jit(lambda *args: fn(*args))(*args)
 
 
 def wide(heads, kv_heads, head_dim=64):
@@ -62,12 +68,15 @@ IMPLEMENTATIONS = {
         jnp.bfloat16,
     ),
 }
+IMPLEMENTATIONS["batched"] = IMPLEMENTATIONS["public"]._replace(run=batched, lengths=(31, 64, 70))
 IMPLEMENTATIONS["sm90"] = IMPLEMENTATIONS["mosaic"]._replace(
     op=partial(mosaic.prefill_attention, num_blocks=2), run=interpreter.emulate
 )
 implementations = pytest.mark.parametrize("impl", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 in_jax = pytest.mark.parametrize(  # what concerns the order of chunks, not of instructions
-    "impl", [IMPLEMENTATIONS["public"], IMPLEMENTATIONS["mosaic"]], ids=["public", "mosaic"]
+    "impl",
+    [IMPLEMENTATIONS[name] for name in ("public", "batched", "mosaic")],
+    ids=["public", "batched", "mosaic"],
 )
 
 
@@ -149,6 +158,12 @@ def test_empty_chunks(impl):
 @implementations
 def test_no_rows_but_padding(impl):
     check(impl, [(0, 0), (4, 0)], padding=8)
+
+
+@pytest.mark.parametrize(("page_size", "taken"), [(16, True), (32, False), (64, True)])
+def test_a_page_size_at_which_the_kernel_would_spill_registers_is_not_taken(page_size, taken):
+    q, pages = (jnp.zeros(s, jnp.bfloat16) for s in ((8, 2, 256), (1, 4, 1, page_size, 256)))
+    assert mosaic.supports(q, pages, pages, 1.0) == taken
 
 
 @in_jax

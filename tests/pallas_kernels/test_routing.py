@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import routing
-from pallas_kernels.backend import references_only
+from pallas_kernels.backend import batched_only, references_only
 from pallas_kernels.routing.tile_map import COUNT, TileMap
 from pallas_kernels.shapes import MODELS, TINY
 
@@ -278,10 +278,10 @@ def draw(seed, static, strategy):
 
 @cache
 def compiled(name, static):
-    """The route of one shape, public or of the kernel, interpreted or emulated."""
+    """The route of one shape, public or batched or of the kernel, interpreted or emulated."""
     arrays = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), draw(0, static, 0))
 
-    op = routing.route if name == "public" else kernel_of(static, name)
+    op = kernel_of(static, name) if name in ("mosaic", "sm90") else routing.route
     return jax.jit(partial(routed, op, static)).lower(arrays).compile()
 
 
@@ -372,6 +372,7 @@ def check_tiles(got, want):
 
 CONTEXTS = {
     "public": nullcontext,
+    "batched": batched_only,
     "mosaic": interpreter.interpreted,
     "sm90": interpreter.emulated,
 }
@@ -389,5 +390,10 @@ STATICS = (
 @pytest.mark.parametrize("strategy", routing.STRATEGIES.values(), ids=routing.STRATEGIES)
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_route_is_its_parts(name, strategy, static):
-    seeds = {"public": range(40), "mosaic": range(strategy, 8, 4), "sm90": [strategy + 8]}
+    seeds = {
+        "public": range(40),
+        "batched": range(40),
+        "mosaic": range(strategy, 8, 4),
+        "sm90": [strategy + 8],
+    }
     check_route(name, static, [draw(seed, static, strategy) for seed in seeds[name]])

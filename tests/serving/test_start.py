@@ -2,10 +2,25 @@
 
 import pytest
 
+from pallas_kernels.backend import traced_for
 from serving import start as module
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.settings import SettingsError
+
+
+@pytest.mark.parametrize(
+    ("platform", "said"), [("rocm", "ops run batched XLA"), ("cuda", "ops run Mosaic"), ("cpu", "")]
+)
+def test_the_log_says_what_a_gpus_ops_run(platform, said, caplog):
+    caplog.set_level("INFO")
+    with traced_for(platform):
+        module.log_implementation()
+    assert said in caplog.text
+    assert bool(caplog.records) == bool(said)
+    assert [r.levelname for r in caplog.records if "batched" in r.message] == ["WARNING"] * (
+        platform == "rocm"
+    )
 
 
 class Compiled(Exception):

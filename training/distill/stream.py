@@ -38,7 +38,7 @@ def each_visit(
         ids.reshape(-1, 1),
         jnp.ones((num_rows * top_k, 1), jnp.float32),
         jnp.arange(num_experts, dtype=jnp.int32),
-        block_m=grouped_gemm.BLOCK_M,
+        block_m=grouped_gemm.block_rows(ids.size, num_experts),
         max_active=num_experts,
     )
     rows = jnp.repeat(h, top_k, axis=0)

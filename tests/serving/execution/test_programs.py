@@ -184,7 +184,9 @@ def test_a_cpu_gets_few_programs_and_a_gpu_fine_steps():
     assert buckets() == ((4, 8, 16, 64), (32, 128, 512), (100,))
     assert buckets(max_num_seqs=3, max_prefill_tokens=40) == ((3,), (32, 40), (100,))
     with traced_for("cuda"):
-        assert buckets() == ((4, 8, 16, 32, 64), (32, 64, 128, 256, 512), (20, 40, 70, 100))
+        assert buckets() == ((8, 16, 32, 64), (32, 64, 128, 256, 512), (20, 40, 70, 100))
+        assert buckets(max_num_seqs=3)[0] == (8,)  # cuBLAS takes whole eights of rows
+        assert buckets(max_num_seqs=100)[0] == (8, 16, 32, 64, 104)
 
 
 def test_buckets_that_are_set_are_kept_but_for_those_that_no_step_reaches():
