@@ -1,4 +1,4 @@
-"""Which machines can reach an address that a server listens on."""
+"""Addresses that a server listens on: how they are written, and which machines reach them."""
 
 import ipaddress
 
@@ -15,3 +15,9 @@ def is_loopback(host: str) -> bool:
     """Whether `host`, an address or a name, is reachable from its own machine only."""
     address = parse(host)
     return host.lower() == "localhost" if address is None else address.is_loopback
+
+
+def join(host: str, port: int) -> str:
+    """Returns `host:port`, with brackets around an IPv6 address."""
+    bare = host.strip("[]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"

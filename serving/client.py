@@ -8,15 +8,27 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from serving.connection import Connection
+from serving.addresses import is_loopback, join, parse
+from serving.connection import Connection, bare
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
 
 def admin_address_of(address: str, info: pb.ServerInfo) -> str:
-    """Returns the address of a server's admin service, given the server's own `info`."""
-    host, colon, _ = address.rpartition(":")  # with `https://` where that is there
-    return f"{host}:{info.admin_port}" if colon and info.admin_port else address
+    """Returns the address of a server's admin service, given the server's own `info`.
+
+    Its host is that of `address`, unless that is a loopback address: then the server is on this
+    machine, and where it listens is where it is found.
+    """
+    host, colon, _ = bare(address).rpartition(":")
+    if not (colon and info.admin_port):
+        return address
+    if info.admin_host and parse(host) is not None and is_loopback(host):
+        host = _LOOPBACK.get(info.admin_host, info.admin_host)
+    scheme = address.removesuffix(bare(address))
+    return f"{scheme}{join(host, info.admin_port)}"
 
 
 class Client:

@@ -170,7 +170,14 @@ def _routes(rng: random.Random, model: str, kind: str) -> Fuzzed:
     path = rng.choice(
         (
             *("/", "/v1", "/v1/models", f"/v1/models/{model}", "/v1/models/x/y", "/health"),
-            *("/version", "/openapi.json", "/%00%ff", "/v1/models/%2e%2e%2f", "//", "/docs"),
+            *(
+                "/version",
+                "/openapi.json",
+                "/%00%ff",
+                "/v1/models/%2e%2e%2f",
+                "//",
+                "/docs/%2e%2e/x",
+            ),
             *("/v1/completions/", "/v1/completions?x=" + "y" * 300, "/" + "z" * 9000),
         )
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from serving.addresses import join
 from serving.bench.results import METRICS
 from serving.bench.workload import (
     BUNDLED_TASKS,
@@ -190,7 +191,7 @@ def _address(config: BenchConfig) -> str:
     if config.base_url is None:
         if not 0 < config.port < 65536:
             raise WorkloadError(f"--port is {config.port}; it must be between 1 and 65535")
-        return _join(config.host, config.port)
+        return join(config.host, config.port)
     try:
         url = urlsplit(config.base_url)
         host, port = url.hostname, url.port
@@ -202,11 +203,7 @@ def _address(config: BenchConfig) -> str:
             f"--base-url is {config.base_url}; write http://HOST:PORT or grpc://HOST:PORT, or "
             "https://HOST:PORT where the server has a certificate"
         )
-    return ("https://" if url.scheme == "https" else "") + _join(host, port)
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    return ("https://" if url.scheme == "https" else "") + join(host, port)
 
 
 def _percentiles(text: str) -> list[float]:

@@ -5,12 +5,11 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
 from serving.client import Client
-from serving.version import jmoe_version
+from serving.version import commit, jmoe_version
 
 
 async def facts(client: Client) -> dict[str, Any]:
@@ -40,12 +39,3 @@ def _cpu_model() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
-
-
-def commit() -> str | None:
-    """The checkout's commit, with "+" where files differ from it; None outside a checkout."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
-    with contextlib.suppress(OSError):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return done.stdout.strip() or None
-    return None

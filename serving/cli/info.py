@@ -1,7 +1,7 @@
 """`jmoe info`: what a model needs in memory, or what a running server says of itself."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -81,10 +81,15 @@ def info(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     allow_unknown_config: AllowUnknownConfig = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --address: everything it says, as JSON.")
+    ] = False,
 ) -> None:
     """Parameters and memory of a model, or the state of a running server."""
     if (model, model_config, address).count(None) < 2:
         raise ValueError("give one of MODEL, --model-config and --address")
+    if as_json and address is None:
+        raise ValueError("--json is of a running server; give --address HOST:PORT as well")
     if address is not None and mesh is not None:
         raise ValueError("--mesh is of a model; give MODEL or --model-config, not --address")
     if device_gb is not None and not mesh:
@@ -106,7 +111,11 @@ def info(
         connection = Connection.of_environment(
             api_key_env, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
         )
-        sections = _ask(address, admin_address, connection)
+        admin, messages = _ask(address, admin_address, connection)
+        if as_json:
+            print(_json(address, admin, messages))
+            return
+        sections = _in_words(address, admin, messages)
     elif model_config is not None:
         cfg = load_model_config(model_config)
         sections = _describe(cfg, mesh=mesh, device_gb=device_gb)
@@ -248,21 +257,26 @@ def united_bytes(directory: Path) -> Mapping[int, int]:
     return dict(sorted(ways.items()))
 
 
-def _ask(address: str, admin_address: str | None, connection: "Connection") -> list[Section]:
-    """What a running server says. Raises ConnectionError where none answers."""
+def _ask(
+    address: str, admin_address: str | None, connection: "Connection"
+) -> tuple[str, list[Any]]:
+    """What a running server says: where its admin service is, and messages of `jmoe.v1`.
+
+    Raises ConnectionError where none answers.
+    """
     import asyncio
 
     import grpc
 
     from serving.client import Client, admin_address_of
 
-    async def ask() -> tuple[list[Any], str]:
+    async def ask() -> tuple[str, list[Any]]:
         async with Client(address, admin_address, connection) as client:
             found: list[Any] = [await client.server_info()]
             port = found[0].admin_port
             admin = admin_address or (admin_address_of(address, found[0]) if port else "none")
             if found[0].status != "ready":
-                return found, admin
+                return admin, found
             names = found[0].models or [""]  # an older server names none
             found += [await client.model_info(name) for name in names]
             try:
@@ -270,33 +284,129 @@ def _ask(address: str, admin_address: str | None, connection: "Connection") -> l
                 admin = client.admin_address or admin
             except grpc.aio.AioRpcError as error:  # it may listen for the server's own host only
                 admin = f"{client.admin_address} does not answer: {error.details()}"
-            return found, admin
+            return admin, found
 
     try:
-        messages, admin = asyncio.run(ask())
+        return asyncio.run(ask())
     except grpc.aio.AioRpcError as error:
         raise ConnectionError(f"{address} does not answer: {error.details()}") from None
-    return [("", [("address", address), ("admin service", admin)]), *map(_message, messages)]
 
 
-def _message(message: Any) -> Section:
-    """The fields of a reply under its name, each with the name that the proto gives it."""
-    name = message.DESCRIPTOR.name
-    rows = [
-        (f"{name}.{field.name}", _value(getattr(message, field.name)))
-        for field in message.DESCRIPTOR.fields
-    ]
-    return name, rows
+def _json(address: str, admin: str, messages: Sequence[Any]) -> str:
+    """Every field of every message, by the proto's names; null for what is no finite number."""
+    import json
+
+    said: dict[str, Any] = {"address": address, "admin_address": admin, "models": []}
+    for message in messages:
+        fields = {
+            field.name: _plain(getattr(message, field.name)) for field in message.DESCRIPTOR.fields
+        }
+        if message.DESCRIPTOR.name == "ModelInfo":
+            said["models"].append(fields)
+        else:
+            said[_KEYS[message.DESCRIPTOR.name]] = fields
+    return json.dumps(said, indent=2)
 
 
-def _value(value: Any) -> str:
+_KEYS = {"ServerInfo": "server", "BrownoutState": "brownout", "Stats": "stats"}
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, float):
-        return "no samples" if math.isnan(value) else f"{value:.6f}".rstrip("0").rstrip(".")
-    if isinstance(value, str | int | bool):
-        return str(value) or "none"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}: {value[key]}" for key in sorted(value)) or "none"
-    return ", ".join(map(str, value)) or "none"
+        return value if math.isfinite(value) else None
+    if isinstance(value, str | int):
+        return value
+    return dict(value) if isinstance(value, Mapping) else list(value)
+
+
+def _in_words(address: str, admin: str, messages: Sequence[Any]) -> list[Section]:
+    said = (_WORDS[message.DESCRIPTOR.name](message) for message in messages)
+    return [("", [("address", address), ("admin service", admin)]), *said]
+
+
+def _server_in_words(info: Any) -> Section:
+    rows = [
+        ("status", info.status),
+        ("version", f"{info.version}, on {info.platform}" if info.platform else info.version),
+        ("serves", ", ".join(info.models or [info.model])),
+        ("requests", f"{info.max_num_seqs:,} at once, {info.max_queue_len:,} more wait"),
+        ("tokens of each", f"{info.max_model_len:,} at most, prompt and output together"),
+        ("KV cache", f"{info.num_kv_pages:,} pages of {info.kv_page_size:,} tokens"),
+        ("next is by", info.policy),
+        ("step programs", f"{info.num_programs:,}"),
+    ]
+    if info.part_layers:
+        sizes = (f"{size}: {info.part_layers[size]}" for size in sorted(info.part_layers))
+        rows.append(("layers at once beside best effort", ", ".join(sizes)))
+    if math.isfinite(info.best_effort_wait_s):
+        rows.append(("best effort waits", f"{info.best_effort_wait_s:.3g} s for a token at most"))
+    return "Server", [row for row in rows if row[1]]
+
+
+def _model_in_words(info: Any) -> Section:
+    ways = ", ".join(map(str, info.united_ways))
+    return f"Model {info.name}", [
+        ("architecture", f"{info.architecture}, {info.num_layers} layers of {info.d_model:,}"),
+        ("experts a layer", f"{info.num_experts}, {info.experts_per_token} a token"),
+        ("united experts", f"ways {ways}" if ways else "none, so that visits can only be dropped"),
+        ("parameters", f"{info.num_parameters:,} in {info.dtype}"),
+        ("positions", f"{info.max_position:,}"),
+        ("vocabulary", f"{info.vocab_size:,} tokens"),
+    ]
+
+
+def _brownout_in_words(state: Any) -> Section:
+    def latency(p90_s: float, slo_s: float) -> str:
+        seen = "no samples" if math.isnan(p90_s) else f"P90 {1e3 * p90_s:.1f} ms"
+        return f"{seen}, objective {1e3 * slo_s:.1f} ms"
+
+    who = f"set by the controller {state.controller}" if state.salc_enabled else "fixed"
+    prefill, decode = state.prefill_threshold_percent, state.decode_threshold_percent
+    rows = [
+        ("strategy", f"{state.strategy}, way {state.way}" if state.way else state.strategy),
+        ("visits kept exact", f"prefill {prefill:.1f} %, decode {decode:.1f} %, {who}"),
+        ("time to first token", latency(state.ttft_p90_s, state.ttft_slo_s)),
+        ("time between tokens", latency(state.itl_p90_s, state.itl_slo_s)),
+    ]
+    if state.objective_state:
+        rows.append(("brownout is in vain", state.objective_state))
+    return "Brownout", rows
+
+
+def _stats_in_words(stats: Any) -> Section:
+    degraded = stats.degraded_visits / max(stats.expert_visits, 1)
+    ended = (
+        f"{stats.requests_finished:,} finished, {stats.requests_aborted:,} aborted, "
+        f"{stats.requests_rejected:,} refused, {stats.requests_failed:,} failed"
+    )
+    rows = [
+        ("up for", _duration(stats.uptime_s)),
+        ("requests now", f"{stats.num_running:,} running, {stats.num_waiting:,} waiting"),
+        ("requests so far", ended),
+        ("KV pages", f"{stats.kv_pages_used:,} of {stats.kv_pages_total:,} in use"),
+        ("reused prefixes", f"{stats.reused_tokens:,} tokens, {stats.kv_pages_kept:,} pages kept"),
+        ("steps", f"{stats.steps_prefill:,} prefill, {stats.steps_decode:,} decode"),
+        ("preemption", f"{stats.parks:,} parked steps, {stats.evictions:,} evicted requests"),
+        ("expert visits", f"{stats.expert_visits:,}, {degraded:.1%} of them degraded"),
+        ("compiled since ready", f"{stats.compilations_since_ready:,}"),
+    ]
+    return "Load", rows
+
+
+_WORDS: Mapping[str, Callable[[Any], Section]] = {
+    "ServerInfo": _server_in_words,
+    "ModelInfo": _model_in_words,
+    "BrownoutState": _brownout_in_words,
+    "Stats": _stats_in_words,
+}
+
+
+def _duration(duration_s: float) -> str:
+    minutes, seconds = divmod(round(duration_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
+    return " ".join(f"{number} {unit}" for number, unit in parts if number) or "0 s"
 
 
 def _text(sections: Sequence[Section]) -> str:

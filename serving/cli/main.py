@@ -31,7 +31,6 @@ app = typer.Typer(
     help="Serves Mixture-of-Experts models that keep their latency promise under bursts.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
@@ -89,9 +88,12 @@ def has_nvidia_gpu(root: Path = Path("/")) -> bool:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from serving.version import jmoe_version
+        from importlib.metadata import version
 
-        print(f"jmoe {jmoe_version()}")
+        from serving.version import commit, device, jmoe_version
+
+        of_commit = f" (commit {known})" if (known := commit()) else ""
+        print(f"jmoe {jmoe_version()}{of_commit}, jax {version('jax')}, device: {device()}")
         raise typer.Exit
 
 

@@ -6,6 +6,7 @@ import socket
 
 import grpc
 
+from serving.addresses import join
 from serving.frontend.guard import Guard
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
 
@@ -31,12 +32,6 @@ _SPARE_STREAMS = 128
 """Calls that one connection may have open beyond `max_calls`, so that health checks and refusals
 still get through.
 """
-
-
-def join(host: str, port: int) -> str:
-    """Returns `host:port`, with brackets around an IPv6 address."""
-    bare = host.strip("[]")
-    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
 
 
 def make_server(guard: Guard, max_connections: int) -> grpc.aio.Server:

@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
+from serving.addresses import join
 from serving.errors import DeadlineExceeded, QueuedTooLong, ServingError
 from serving.frontend import metrics_http
 from serving.frontend.key_metrics import collect_keys
@@ -295,7 +296,7 @@ class Metrics(Observer):
             return metrics_http.serve(host, port, self.registry, readiness, self.access, tls, ended)
         except OSError as error:
             raise OSError(
-                f"metrics cannot be served at {host}:{port}: {error.strerror}; "
+                f"metrics cannot be served at {join(host, port)}: {error.strerror}; "
                 "choose another --metrics-port"
             ) from None
 

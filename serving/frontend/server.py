@@ -17,6 +17,7 @@ from wsgiref.simple_server import WSGIServer
 
 from grpc_health.v1 import health, health_pb2_grpc
 
+from serving.addresses import join
 from serving.config import ServerConfig
 from serving.errors import Unavailable
 from serving.frontend import (
@@ -33,7 +34,7 @@ from serving.frontend.bounded_http import HttpLimits
 from serving.frontend.guard import SMALL_MESSAGE_BYTES, Guard, Limits
 from serving.frontend.health import Health
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
-from serving.frontend.listen import bind, join, make_server
+from serving.frontend.listen import bind, make_server
 from serving.frontend.metrics import Metrics
 from serving.frontend.openai.app import make_app as make_openai
 from serving.frontend.page.app import make_app as make_page

@@ -77,6 +77,7 @@ class GenerationService(rpc.GenerationServicer):
             policy=settings.policy,
             part_layers={} if engine is None else dict(engine.runner.part_layers_by_size),
             admin_port=server.admin_port,
+            admin_host=server.config.admin_host.strip("[]"),
             num_programs=0 if engine is None else engine.runner.num_programs,
             best_effort_wait_s=math.inf
             if engine is None

@@ -16,7 +16,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 from tritonclient.utils import InferenceServerException
 
 ADDRESS = sys.argv[1]
-PROMPT = "add 4 + 3 ="
+PROMPT = "Question: what is the capital of Ladrodro? Answer:"
 SAMPLING = {"temperature": "0", "max_tokens": "8", "logprobs": 0}  # numbers as text, as samples do
 TENSORS = {
     "return_finish_reason": True,

@@ -2,6 +2,9 @@
 
 import asyncio
 import re
+import shlex
+import subprocess
+from pathlib import Path
 from typing import Literal
 
 import openai
@@ -60,6 +63,22 @@ async def test_a_chat_is_its_templates_text_over_grpc(addresses, client):
         extra_body={"allow_brownout": False},
     )
     assert got.choices[0].message.content == want
+
+
+def test_the_pages_examples_get_the_answers_beside_them(addresses, capfd):
+    page = (Path(__file__).parents[2] / "docs" / "http.md").read_text(encoding="utf-8")
+    here = page.replace("http://127.0.0.1:8000/v1", addresses[1])
+    examples = re.findall(r"^```(sh|python)\n(.*?)^```", here, re.DOTALL | re.MULTILINE)
+    assert [language for language, _ in examples] == ["sh", "sh", "python"]
+    for language, text in examples:
+        if language == "sh":
+            subprocess.run(shlex.split(text.replace("\\\n", "")), check=True, timeout=60)
+        else:
+            exec(compile(text, "http.md", "exec"), {})
+        printed = capfd.readouterr().out
+        pieces = re.findall(r'"(?:content|text)":"([^"]*)"', printed)
+        said = "".join(pieces) if pieces else printed
+        assert said.count(" Bedrin") == (2 if language == "python" else 1), printed
 
 
 async def test_prompts_are_scored(client):

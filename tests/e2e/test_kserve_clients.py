@@ -1,6 +1,9 @@
 """Clients that know nothing of jmoe ask `jmoe serve` by the Open Inference Protocol."""
 
+import base64
 import json
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -13,7 +16,12 @@ from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 from .foreign import npm_package, python_packages, run_python
 
-PROMPT = "add 4 + 3 ="
+BLOCKS = re.findall(
+    r"^```\n(.*?)^```",
+    (Path(__file__).parents[2] / "docs" / "kserve.md").read_text(encoding="utf-8"),
+    re.DOTALL | re.MULTILINE,
+)
+PROMPT = "Question: what is the capital of Ladrodro? Answer:"
 SERVICE = "inference.GRPCInferenceService"
 
 
@@ -93,8 +101,31 @@ def test_tritonclient_hears_what_is_wrong(asked) -> None:
     assert asked["late"][0] == "StatusCode.DEADLINE_EXCEEDED"
 
 
-def test_buf_curl_asks_by_reflection(server) -> None:
-    buf = npm_package("buf-1.75.0", "@bufbuild/buf@1.75.0") / "node_modules" / ".bin" / "buf"
+def test_the_pages_examples_of_tritonclient_run(server, tmp_path) -> None:
+    packages = python_packages("tritonclient-2.73.0", "tritonclient[grpc]==2.73.0")
+    script = tmp_path / "examples.py"
+    script.write_text("".join(BLOCKS[:2]).replace("127.0.0.1:50051", server[1]))
+    whole, *pieces = run_python(packages, script).splitlines()
+    assert whole == f"{PROMPT} Bedrin"
+    assert b"".join(map(eval, pieces)) == b" Bedrin"
+
+
+@pytest.fixture(scope="module")
+def buf() -> Path:
+    return npm_package("buf-1.75.0", "@bufbuild/buf@1.75.0") / "node_modules" / ".bin" / "buf"
+
+
+def test_the_pages_example_of_buf_runs(server, buf) -> None:
+    (block,) = BLOCKS[2:]
+    program, *arguments = shlex.split(block.replace("127.0.0.1:50051", server[1]))
+    assert program == "buf"
+    done = subprocess.run([str(buf), *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (content,) = json.loads(done.stdout)["rawOutputContents"]
+    assert base64.b64decode(content)[4:].decode() == f"{PROMPT} Bedrin"
+
+
+def test_buf_curl_asks_by_reflection(server, buf) -> None:
 
     def curl(method: str, body: dict) -> list[dict]:
         done = subprocess.run(
@@ -115,7 +146,9 @@ def test_buf_curl_asks_by_reflection(server) -> None:
         return found
 
     assert curl("ServerReady", {}) == [{"ready": True}]
-    text = {"bytesContents": ["YWRkIDQgKyAzID0="]}  # Base64 of PROMPT
+    text = {
+        "bytesContents": ["UXVlc3Rpb246IHdoYXQgaXMgdGhlIGNhcGl0YWwgb2YgTGFkcm9kcm8/IEFuc3dlcjo="]
+    }  # Base64 of PROMPT
     body = {
         "id": "mine",
         "inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "contents": text}],

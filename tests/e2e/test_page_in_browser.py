@@ -27,6 +27,8 @@ pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="there is no chromium: apt-get install chromium"
 )
 
+from keyed import KeysFile  # noqa: E402
+from openai_served import serving_http  # noqa: E402
 from page_scene import LAYERS, ROUTED, UNITED, Scene  # noqa: E402
 
 DESKTOP, PHONE = {"width": 1360, "height": 1000}, {"width": 390, "height": 844}
@@ -292,3 +294,33 @@ async def test_a_server_that_loads_fails_and_comes_back_is_followed(pictures):
             await page.locator("#status", has_text="ready").wait_for()
             await page.wait_for_function("document.querySelector('#link').textContent === ''")
             assert await page.locator("#banner").is_hidden()
+
+
+async def test_swagger_asks_with_a_key_and_nothing_but_the_server(tmp_path, pictures):
+    """`/docs`: without a key the server refuses; "Authorize" takes one, and the example runs."""
+    keys = KeysFile(tmp_path / "keys.yaml", alice={})
+    async with (
+        serving_http(keys_file=str(keys.path), served_model_name="bundled") as s,
+        browsing(quiet=False) as page,
+    ):
+        asked, wrong = [], []
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
+        await page.goto(f"http://{s.address}/docs")
+        call = page.locator("#operations-default-completions_v1_completions_post")
+        await call.locator(".opblock-summary-control").click()
+        execute = call.get_by_role("button", name="Execute")
+        await execute.click()
+        await call.locator(".live-responses-table .response-col_status", has_text="401").wait_for()
+        assert not [text for text in wrong if "401" not in text]
+        wrong.clear()
+        await page.locator(".auth-wrapper .authorize").click()
+        await page.locator("#auth-bearer-value").fill(keys.text("alice"))
+        await page.locator(".auth-btn-wrapper .authorize").click()
+        await page.locator(".auth-btn-wrapper .btn-done").click()
+        await execute.click()
+        await call.locator(".live-responses-table .response-col_status", has_text="200").wait_for()
+        await shoot(page, pictures, "swagger")
+        assert not wrong
+        assert {url.split("/")[2] for url in asked if not url.startswith("data:")} == {s.address}
+        assert await page.evaluate("localStorage.length + document.cookie.length") == 0

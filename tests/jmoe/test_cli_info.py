@@ -1,6 +1,7 @@
 """`jmoe info`: the ways that are there and what others would take, and what a server says."""
 
 import asyncio
+import json
 import re
 import sys
 from pathlib import Path
@@ -111,41 +112,53 @@ def asked(admin=True, **settings):
             await server.start()
         if admin:
             servicer.admin_port = ports[1]
-        sections = await asyncio.to_thread(
-            cli_info._ask, f"127.0.0.1:{ports[0]}", None, Connection()
-        )
+        address = f"127.0.0.1:{ports[0]}"
+        where, messages = await asyncio.to_thread(cli_info._ask, address, None, Connection())
         for server in servers:
             await server.stop(0)
-        return cli_info._text(sections), ports[1]
+        said = json.loads(cli_info._json(address, where, messages))
+        return cli_info._text(cli_info._in_words(address, where, messages)), said, ports[1]
 
-    text, port = asyncio.run(run())
+    text, said, port = asyncio.run(run())
     values = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines() if "  " in line)
-    return values, port
+    return values, said, port
 
 
-def test_a_server_says_where_its_admin_service_is_and_its_brownout():
-    values, port = asked()
-    assert values["admin service"] == f"127.0.0.1:{port}"
-    assert values["ServerInfo.admin_port"] == str(port)
-    assert values["ServerInfo.num_kv_pages"] == "1000000000000"
-    assert values["ModelInfo.united_ways"] == "2, 4"
-    assert values["BrownoutState.strategy"] == "partial"
-    assert values["BrownoutState.decode_threshold_percent"] == "33.75"
-    assert values["BrownoutState.itl_slo_s"] == "0.0123"
-    assert values["BrownoutState.itl_p90_s"] == "no samples"
-    assert values["Stats.uptime_s"] == "1234567.5"
-    assert values["Stats.expert_visits"] == "1000000000000000"
+def test_a_server_says_in_words_where_its_admin_service_is_and_how_it_does():
+    values, said, port = asked()
+    assert values["admin service"] == said["admin_address"] == f"127.0.0.1:{port}"
+    assert values["KV cache"] == "1,000,000,000,000 pages of 0 tokens"
+    assert values["united experts"] == "ways 2, 4"
+    assert values["strategy"] == "partial, way 8"
+    assert values["visits kept exact"] == "prefill 0.0 %, decode 33.8 %, fixed"
+    assert values["time between tokens"] == "no samples, objective 12.3 ms"
+    assert values["up for"] == "14 d 6 h 56 min 8 s"
+    assert values["expert visits"] == "1,000,000,000,000,000, 0.0% of them degraded"
+    assert not [name for name in values if "_" in name or "." in name]
+
+
+def test_json_has_every_field():
+    _, said, port = asked()
+    messages = {"server": pb.ServerInfo, "brownout": pb.BrownoutState, "stats": pb.Stats}
+    found = {name: said[name] for name in messages} | {"models": said["models"][0]}
+    for name, kind in (messages | {"models": pb.ModelInfo}).items():
+        assert set(found[name]) == {field.name for field in kind.DESCRIPTOR.fields}
+    assert said["server"]["admin_port"] == port
+    assert said["models"][0]["united_ways"] == [2, 4]
+    assert said["brownout"]["itl_p90_s"] is None
+    assert said["stats"]["expert_visits"] == 10**15
 
 
 def test_a_server_without_an_admin_service():
-    values, _ = asked(admin=False)
+    values, said, _ = asked(admin=False)
     assert "does not answer" in values["admin service"]
-    assert "BrownoutState.strategy" not in values
-    assert values["ModelInfo.name"] == "m"
+    assert "strategy" not in values
+    assert "brownout" not in said
+    assert said["models"][0]["name"] == "m"
 
 
 def test_a_server_that_starts_is_asked_for_no_more():
-    values, port = asked(status="starting")
-    assert values["ServerInfo.status"] == "starting"
+    values, said, port = asked(status="starting")
+    assert values["status"] == "starting"
     assert values["admin service"] == f"127.0.0.1:{port}"
-    assert "ModelInfo.name" not in values
+    assert said["models"] == []

@@ -1,11 +1,16 @@
 """OpenAI's API over HTTP: the application and its routes."""
 
+import base64
+import hashlib
+import re
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import orjson
 from fastapi import FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
+from fastapi.staticfiles import StaticFiles
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -14,8 +19,9 @@ from serving.frontend.openai import answers
 from serving.frontend.openai.call import Answer
 from serving.frontend.openai.chat import ChatEndpoint
 from serving.frontend.openai.completions import CompletionEndpoint
-from serving.frontend.openai.door import Door
+from serving.frontend.openai.door import DOCS_PATH, OPENAPI_PATH, Door
 from serving.frontend.openai.schemas import ChatRequest, CompletionRequest
+from serving.frontend.page import shield
 from serving.request import number_of
 from serving.version import jmoe_version
 
@@ -24,36 +30,68 @@ if TYPE_CHECKING:
 
 _COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
 _BODIES = {_COMPLETIONS: CompletionRequest, _CHATS: ChatRequest}
+_QUESTION = "Question: what is the capital of Ladrodro? Answer:"
+_EXAMPLES = {
+    _COMPLETIONS: {"prompt": _QUESTION},
+    _CHATS: {"messages": [{"role": "user", "content": _QUESTION}]},
+}
+"""Bodies that the bundled model has an answer to."""
 _REF = "#/components/schemas/{model}"
 _PATH_PARAMETER = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+_KEY_SCHEME = {
+    "type": "http",
+    "scheme": "bearer",
+    "description": "An API key, on a server that has some (`keys_file`).",
+}
+_KEYED: dict[int | str, Any] = {code: answers.ERRORS[code] for code in (401, 403)}
+_NO_KEY = {"security": []}
 
 
 class _App(FastAPI):
     """The FastAPI application. Routes read their request bodies themselves: see `call.Answer`."""
 
     def openapi(self) -> dict[str, Any]:
-        """Builds the OpenAPI description, including the schemas of request bodies."""
+        """Builds the OpenAPI description, including keys and the schemas of request bodies.
+
+        Anybody may read it, so it is the same on every server.
+        """
         if self.openapi_schema is None:
             found = get_openapi(title=self.title, version=self.version, routes=self.routes)
+            found["security"] = [{"key": []}, {}]  # the latter: a server without keys
+            found["components"]["securitySchemes"] = {"key": _KEY_SCHEME}
             schemas = found["components"]["schemas"]
             for path, model in _BODIES.items():
                 schema = model.model_json_schema(ref_template=_REF)
                 schemas |= schema.pop("$defs", {})
                 schemas[model.__name__] = schema
-                content = {
-                    "application/json": {"schema": {"$ref": _REF.format(model=model.__name__)}}
+                body = {
+                    "schema": {"$ref": _REF.format(model=model.__name__)},
+                    "example": {"model": "bundled", **_EXAMPLES[path], "max_tokens": 16}
+                    | {"temperature": 0},
                 }
+                content = {"application/json": body}
                 found["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
             self.openapi_schema = found
         return self.openapi_schema
+
+
+class _Assets(StaticFiles):
+    """Swagger UI's files, from the package that brings them."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """See StaticFiles."""
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(shield.HEADERS)
+        return response
 
 
 def make_app(server: "Server") -> FastAPI:
     """Makes the application; each request asks `server` for its engine."""
     app = _App(
         title="jmoe",
-        version=jmoe_version(),
-        docs_url=None,  # these pages load scripts from other hosts
+        version="1",  # of the API: `/version` has jmoe's, for who has a key
+        openapi_url=OPENAPI_PATH,
+        docs_url=None,  # FastAPI's pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
         exception_handlers={HTTPException: _leave_to_the_door},
@@ -61,7 +99,32 @@ def make_app(server: "Server") -> FastAPI:
     app.add_middleware(Door, server=server)
     _add_endpoints(app, server)
     _add_facts(app, server, created=int(time.time()))
+    _add_docs(app)
     return app
+
+
+def _add_docs(app: FastAPI) -> None:
+    """Adds Swagger UI. The page and its files name no server, so that a proxy may move them."""
+    of_page = get_swagger_ui_html(
+        openapi_url=OPENAPI_PATH[1:],
+        title="jmoe",
+        swagger_js_url=f"{DOCS_PATH[1:]}/swagger-ui-bundle.js",
+        swagger_css_url=f"{DOCS_PATH[1:]}/swagger-ui.css",
+        swagger_favicon_url=f"{DOCS_PATH[1:]}/favicon-32x32.png",
+        swagger_ui_parameters={"validatorUrl": None, "tryItOutEnabled": True},
+    )
+    page = bytes(of_page.body)
+    (script,) = re.findall(rb"<script>(.*?)</script>", page, re.DOTALL)
+    sha256 = base64.b64encode(hashlib.sha256(script).digest()).decode()
+    policy = shield.POLICY.replace("script-src 'self'", f"script-src 'self' 'sha256-{sha256}'")
+    policy = policy.replace("style-src 'self'", "style-src 'self' 'unsafe-inline'")
+    headers = shield.HEADERS | {"content-security-policy": policy, "cache-control": "no-cache"}
+
+    @app.get(DOCS_PATH, include_in_schema=False)
+    async def docs() -> Response:
+        return Response(page, media_type="text/html", headers=headers)
+
+    app.mount(DOCS_PATH, _Assets(packages=[("fastapi_swagger", "resources")]))
 
 
 def _add_endpoints(app: FastAPI, server: "Server") -> None:
@@ -88,14 +151,14 @@ def _add_facts(app: FastAPI, server: "Server", created: int) -> None:
         told = {"id": name, "object": "model", "created": created, "owned_by": "jmoe"}
         return {**told, "max_model_len": settings.max_model_len}
 
-    @app.get("/v1/models", responses={200: {"model": answers.Models}})
+    @app.get("/v1/models", responses={200: {"model": answers.Models}, **_KEYED})
     async def models() -> Response:
         """The names that requests may give, also while they are loaded."""
         return _json({"object": "list", "data": [model(name) for name in server.model_names]})
 
     @app.get(
         "/v1/models/{id:path}",
-        responses={200: {"model": answers.Model}, 404: answers.ERRORS[404]},
+        responses={200: {"model": answers.Model}, **_KEYED, 404: answers.ERRORS[404]},
         openapi_extra={"parameters": [_PATH_PARAMETER]},
     )
     async def one_model(request: Request) -> Response:
@@ -106,13 +169,17 @@ def _add_facts(app: FastAPI, server: "Server", created: int) -> None:
         number_of(name, server.model_names)
         return _json(model(name))
 
-    @app.get("/health", responses={200: {"model": answers.Health}, 503: {"model": answers.Health}})
+    @app.get(
+        "/health",
+        responses={200: {"model": answers.Health}, 503: {"model": answers.Health}},
+        openapi_extra=_NO_KEY,
+    )
     async def health() -> Response:
         """200 while requests are served, else 503. Needs no key."""
         ready, word = server.readiness()
         return _json({"status": word}, 200 if ready else 503)
 
-    @app.get("/version", responses={200: {"model": answers.Version}})
+    @app.get("/version", responses={200: {"model": answers.Version}, **_KEYED})
     async def version() -> Response:
         """Which jmoe this is."""
         return _json({"version": jmoe_version()})

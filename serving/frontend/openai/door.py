@@ -8,7 +8,6 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from serving.errors import InvalidRequest, PermissionDenied, shown
-from serving.frontend.access import ANYBODY
 from serving.frontend.openai import errors
 from serving.frontend.openai.errors import HttpError
 from serving.frontend.openai.schemas import REQUEST_ID
@@ -21,6 +20,10 @@ if TYPE_CHECKING:
 
 OPEN_PATHS = ("/health",)
 """Paths that need no API key: load balancers have none."""
+OPENAPI_PATH, DOCS_PATH = "/openapi.json", "/docs"
+"""The API's description, and the page that shows it: the same on every server, so that they need no
+key, which is typed into the page.
+"""
 
 _REQUEST_ID = re.compile(REQUEST_ID)
 
@@ -78,20 +81,33 @@ class Door:
         try:
             if (given := header(scope, b"x-request-id")) is not None:
                 set_request_id(scope, _checked(given))
-            if scope["path"] not in OPEN_PATHS:
-                key = header(scope, b"authorization")
-                scope["state"]["caller"] = caller = self._server.access.caller(key)
-                if caller is ANYBODY:
-                    self._check_origin(scope)
+            self._check_caller(scope)
             await self._app(scope, receive, sending)
         except Exception as error:
             if not ended:  # else the client disconnected after the last byte
                 await self._tell(scope, sending, error, started)
 
-    def _check_origin(self, scope: "Scope") -> None:
-        """Raises PermissionDenied for a request that another site's page made a browser send."""
+    def _check_caller(self, scope: "Scope") -> None:
+        """Identifies the caller, where the path needs a key.
+
+        Raises Unauthenticated, and PermissionDenied as `_check_origin` does.
+        """
+        path, access = scope["path"], self._server.access
+        if path in OPEN_PATHS:
+            return
+        is_page = path == DOCS_PATH or path.startswith(f"{DOCS_PATH}/")
+        if not (is_page or path == OPENAPI_PATH):
+            scope["state"]["caller"] = access.caller(header(scope, b"authorization"))
+        if not access.paths:  # without keys
+            self._check_origin(scope, is_page)
+
+    def _check_origin(self, scope: "Scope", is_page: bool) -> None:
+        """Raises PermissionDenied for a request that another site's page made a browser send.
+
+        Other sites may link to what `is_page`.
+        """
         headers = Headers(scope=scope)
-        if who := foreign(headers):
+        if not is_page and (who := foreign(headers)):
             raise PermissionDenied(
                 f"{who} may not use a server that asks for no keys; set keys_file, and send one"
             )

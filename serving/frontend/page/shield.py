@@ -23,7 +23,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-_HEADERS = {
+HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -51,7 +51,7 @@ class Shield:
         async def send_shielded(message: "Message") -> None:
             if message["type"] == "http.response.start":
                 found = MutableHeaders(scope=message)
-                found.update(_HEADERS)
+                found.update(HEADERS)
                 found["cache-control"] = "no-store" if is_data else "no-cache"
             await send(message)
 

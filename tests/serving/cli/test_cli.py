@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.main import get_command
 
 from jmoe.api import load
 from jmoe.config import read_config
+from serving import version
 from serving.cli import main as cli
 from serving.cli.info import kv_bytes_per_token, load_model_config, num_parameters
 from serving.cli.options import overrides
@@ -102,8 +104,88 @@ def test_help(command: list[str], monkeypatch, capsys) -> None:
 
 
 def test_version(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr("serving.version.commit", lambda: "8f3827f")
     assert run(monkeypatch, "--version") == 0
-    assert re.fullmatch(r"jmoe \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    assert re.fullmatch(
+        r"jmoe \d+\.\d+\.\d+ \(commit 8f3827f\), jax \d+\.\d+\.\d+, device: cpu\n", shown
+    )
+    monkeypatch.setattr("serving.version.commit", lambda: None)
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == shown.replace(" (commit 8f3827f)", "")
+
+
+def test_version_imports_no_jax() -> None:
+    code = (
+        "import sys, contextlib, serving.cli.main as m; sys.argv[1:] = ['--version']\n"
+        "with contextlib.suppress(SystemExit): m.main()\n"
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_the_commit_is_the_checkouts_or_the_installations(tmp_path, monkeypatch) -> None:
+    def git(*arguments: str) -> str:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "-q")
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "-qm", "a")
+    head = git("rev-parse", "HEAD")
+    (site := tmp_path / "site-packages").mkdir()  # as in a virtual environment in a project
+    monkeypatch.syspath_prepend(str(site))
+    (about := site / "jmoe-0.1.0.dist-info").mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: jmoe\nVersion: 0.1.0\n")
+    assert version.commit(site) is None
+    installed = {"url": "https://a.example/jmoe", "vcs_info": {"vcs": "git", "commit_id": "1" * 40}}
+    (about / "direct_url.json").write_text(json.dumps(installed))
+    assert version.commit(site) == "1" * 40
+    assert head.startswith(version.commit(tmp_path) or "none")
+    (tmp_path / "file").write_text("b")
+    assert (version.commit(tmp_path) or "").endswith("+")
+
+
+@pytest.mark.parametrize("has_plugin", [False, True])
+def test_the_device_is_named_without_cuda(has_plugin, tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    plugins = [SimpleNamespace(name="xla_cuda13")] * has_plugin
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: plugins)
+    for number in ("0000:01:00.0", "0000:02:00.0"):
+        (folder := tmp_path / "proc/driver/nvidia/gpus" / number).mkdir(parents=True)
+        (folder / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 14\n")
+    told = version.device(tmp_path)
+    assert told.startswith(
+        "NVIDIA H200, NVIDIA H200" if has_plugin else "cpu (there is NVIDIA H200"
+    )
+    assert "without a driver" in version.device(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("jmoe ser", "serve"), ("jmoe serve --admin-h", "--admin-host")],
+)
+def test_bash_completes_commands_and_flags(typed, offered) -> None:
+    """By bash itself, with what `jmoe --show-completion bash` prints."""
+    jmoe = Path(sys.executable).with_name("jmoe")
+    script = """
+eval "$(jmoe --show-completion bash)"
+read -ra COMP_WORDS <<< "$1"; [[ $1 == *" " ]] && COMP_WORDS+=("")
+COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
+_jmoe_completion jmoe "${COMP_WORDS[COMP_CWORD]}"
+printf "%s\n" "${COMPREPLY[@]}"
+"""
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", typed],
+        env={**os.environ, "PATH": f"{jmoe.parent}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert offered in done.stdout.split(), done.stderr
 
 
 @pytest.mark.parametrize(
@@ -124,6 +206,7 @@ def test_version(monkeypatch, capsys) -> None:
         (["generate", "--tokens", "1,x"], "'1,x' is not a list of token ids"),
         (["generate", "--brownout-threshold", "101", "hello"], "threshold is 101 %"),
         (["info", "bundled", "--address", "127.0.0.1:1"], "give one of"),
+        (["info", "bundled", "--json"], "--json is of a running server"),
         (["info", "--model-config", "qwen"], "qwen3-30b-a3b"),
         (["info", "bundled", "--mesh", "ep=0"], "engine.mesh is 'ep=0'; it must be empty, or ep=N"),
         (["info", "bundled", "--mesh", "tp=2"], "engine.mesh is 'tp=2'; it must be empty, or ep=N"),

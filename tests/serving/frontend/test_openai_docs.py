@@ -15,6 +15,7 @@ from openai_served import CHAT, serving_http
 
 from serving import errors
 from serving.config import EngineConfig
+from serving.frontend.access import Access
 from serving.frontend.openai.errors import _CODES, HttpError, SlowBody, told
 from serving.frontend.openai.fields import ACCEPTED, REFUSED, STATE, SUPPORTED
 from serving.frontend.openai.schemas import ChatRequest, CompletionRequest
@@ -78,6 +79,44 @@ def test_every_error_is_in_the_table():
         assert re.search(row, PAGE), how
 
 
+async def test_the_page_of_swagger_loads_nothing_of_others_and_needs_no_key(file):
+    async with serving_http() as s:
+        open_to_all = await s.http.get("/docs", headers={"sec-fetch-site": "cross-site"})
+        assert (await s.http.get("/docs", headers={"host": "evil.example"})).status_code == 403
+        s.server.access = Access(file.path)
+        page = await s.http.get("/docs")
+        assert page.text == open_to_all.text
+        loaded = re.findall(r'(?:src|href|url)(?:=|: )["\']([^"\']+)', page.text)
+        assert len(loaded) == 4
+        for path in loaded:
+            assert re.fullmatch(r"[a-z0-9/.-]+", path), "it is neither absolute nor of another host"
+            found = await s.http.get(f"/{path}")
+            assert found.status_code == 200
+            if path != "openapi.json":
+                assert found.headers["x-content-type-options"] == "nosniff"
+        policy = page.headers["content-security-policy"]
+        assert "default-src 'none'; script-src 'self' 'sha256-" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert (await s.http.get("/docs/nothing")).json()["error"]["code"] == "not_found"
+        assert (await s.http.get("/docs/../openai/app.py")).status_code in (401, 404)
+
+
+async def test_the_description_is_the_same_on_every_server_and_says_where_keys_go(file):
+    async with serving_http() as s, serving_http(served_model_name="secret") as other:
+        other.server.access = Access(file.path)
+        told, same = [(await one.http.get("/openapi.json")).json() for one in (s, other)]
+        assert told == same
+        assert told["security"] == [{"key": []}, {}]
+        assert told["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+        for path, methods in told["paths"].items():
+            for method in methods.values():
+                assert ("401" in method["responses"]) == (method.get("security") != []), path
+            if "post" in methods:  # the example is taken as it stands
+                body = methods["post"]["requestBody"]["content"]["application/json"]["example"]
+                answer = await s.http.post(path, json=body | {"model": "counter"})
+                assert answer.status_code == 200
+
+
 def examples(language):
     return re.findall(rf"^```{language}\n(.*?)^```", PAGE, re.S | re.M)
 
@@ -88,7 +127,7 @@ def here(text, s):
 
 @pytest.mark.parametrize("number", range(len(examples("sh"))))
 async def test_curl_gets_an_answer(number):
-    async with serving_http(engine=EngineConfig(max_model_len=40)) as s:
+    async with serving_http(engine=EngineConfig(max_model_len=128)) as s:
         command = shlex.split(here(examples("sh")[number], s).replace("\\\n", ""))
         done = await to_thread(
             subprocess.run, [*command, "-sS"], capture_output=True, text=True, timeout=60
@@ -96,8 +135,8 @@ async def test_curl_gets_an_answer(number):
         (call,) = s.engine.calls
     assert done.returncode == 0, done.stderr
     if number == 0:
-        assert call["sampling"].max_new_tokens == 8
-        assert '"text":"9:;<=>?@"' in done.stdout
+        assert call["sampling"].max_new_tokens == 16
+        assert '"text":";<=>?@ABCDEFGHIJ"' in done.stdout
     else:
         assert done.stdout.startswith("data: ")
         assert done.stdout.endswith("data: [DONE]\n\n")
@@ -106,7 +145,7 @@ async def test_curl_gets_an_answer(number):
 async def test_the_clients_example_runs():
     (example,) = examples("python")
     printed = io.StringIO()
-    async with serving_http() as s:
+    async with serving_http(engine=EngineConfig(max_model_len=128)) as s:
 
         def run():
             with contextlib.redirect_stdout(printed):
@@ -116,7 +155,7 @@ async def test_the_clients_example_runs():
         chat, text = s.engine.calls
     assert list(chat["prompt"].messages) != CHAT
     assert chat["allow_brownout"] is False
-    assert text["prompt"] == "add 47 + 38"
+    assert text["prompt"] == "Question: what is the capital of Ladrodro? Answer:"
     lines = printed.getvalue().splitlines()
-    assert lines[0] == "^_`abcde"
-    assert lines[-1] == "9:;<=>?@"
+    assert lines[0] == "^_`abcdefghijklm"
+    assert lines[-1] == ";<=>?@ABCDEFGHIJ"

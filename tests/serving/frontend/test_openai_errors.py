@@ -169,7 +169,7 @@ async def test_bodies_are_sent_as_json(kind):
 async def test_keys_are_asked_for_before_anything_else(file):
     async with serving_http() as s:
         s.server.access = Access(file.path)
-        paths = ("/v1/models", "/v1/models/x", "/version", "/openapi.json", "/nothing")
+        paths = ("/v1/models", "/v1/models/x", "/version", "/docsx", "/nothing")
         for path in paths:
             answer = await s.http.get(path)
             assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")

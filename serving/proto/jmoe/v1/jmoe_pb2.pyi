@@ -152,7 +152,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "status", "model", "platform", "max_num_seqs", "max_model_len", "max_queue_len", "num_kv_pages", "kv_page_size", "threshold_buckets_percent", "admin_port", "policy", "part_layers", "num_programs", "best_effort_wait_s", "models")
+    __slots__ = ("version", "status", "model", "platform", "max_num_seqs", "max_model_len", "max_queue_len", "num_kv_pages", "kv_page_size", "threshold_buckets_percent", "admin_port", "policy", "part_layers", "num_programs", "best_effort_wait_s", "models", "admin_host")
     class PartLayersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +176,7 @@ class ServerInfo(_message.Message):
     NUM_PROGRAMS_FIELD_NUMBER: _ClassVar[int]
     BEST_EFFORT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
+    ADMIN_HOST_FIELD_NUMBER: _ClassVar[int]
     version: str
     status: str
     model: str
@@ -192,7 +193,8 @@ class ServerInfo(_message.Message):
     num_programs: int
     best_effort_wait_s: float
     models: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., status: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., num_kv_pages: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., threshold_buckets_percent: _Optional[_Iterable[int]] = ..., admin_port: _Optional[int] = ..., policy: _Optional[str] = ..., part_layers: _Optional[_Mapping[str, int]] = ..., num_programs: _Optional[int] = ..., best_effort_wait_s: _Optional[float] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
+    admin_host: str
+    def __init__(self, version: _Optional[str] = ..., status: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., num_kv_pages: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., threshold_buckets_percent: _Optional[_Iterable[int]] = ..., admin_port: _Optional[int] = ..., policy: _Optional[str] = ..., part_layers: _Optional[_Mapping[str, int]] = ..., num_programs: _Optional[int] = ..., best_effort_wait_s: _Optional[float] = ..., models: _Optional[_Iterable[str]] = ..., admin_host: _Optional[str] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ("model",)
