@@ -1,20 +1,25 @@
-"""Writes docs/reference/: every message and route, of the protos and of the HTTP application.
+"""Writes docs/reference/ (every message, route and setting) and the preset `default`.
 
-`python docs/make_reference.py [DIRECTORY]`. Comments of the protos and docstrings of the routes are
-the text. Needs grpcio-tools (the `dev` extra).
+`python docs/make_reference.py [DIRECTORY]`, with a directory the pages only. Comments of the
+protos, docstrings of the routes and fields of `serving.config` are the text. Needs grpcio-tools
+(the `dev` extra).
 """
 
 import asyncio
 import json
+import re
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from google.protobuf import descriptor_pb2 as d
 
-from serving.config import ServerConfig
+from serving.config import ServerConfig, Setting
 from serving.frontend.openai.app import make_app
 from serving.frontend.server import Server
 
@@ -25,6 +30,8 @@ PAGES = {
 }
 """Of the protos that callers use; workers of one server talk by another one."""
 HTTP_PAGE = "http.md"
+SETTINGS_PAGE = "settings.md"
+PRESET = ROOT / "configs" / "serving" / "default.yaml"
 
 _MADE = "Made by `python docs/make_reference.py`; change the sources, not this page.\n"
 _Path = tuple[int, ...]
@@ -251,13 +258,93 @@ async def openapi() -> dict[str, Any]:
     return make_app(Server(ServerConfig())).openapi()
 
 
+# ---- settings ---------------------------------------------------------------------------------
+
+
+def settings_page() -> str:
+    """Every setting as Markdown, a table for each section."""
+    parts = ["# Settings\n", f"Of `serving/config.py`. {_MADE}", _ENVIRONMENT]
+    for section, config in _sections("", ServerConfig()):
+        parts.append(f"## {f'`{section}`' if section else 'Server'}\n\n{_doc(config)}\n")
+        rows = []
+        for name, value, setting in _settings(config):
+            flag = setting.flag or name.replace("_", "-")
+            named = f"`{section}.{name}`".replace("`.", "`")
+            text = re.sub(r"([a-z-]+\.md)", r"[\1](../\1)", setting.help)
+            within = setting.range.wanted if setting.range else ""
+            rows.append(
+                (
+                    named + (f", `--{flag}`" if setting.group else ""),
+                    f"`{_yaml(value)}`",
+                    within,
+                    text,
+                )
+            )
+        parts.append(table(("setting, flag", "default", "must be", "what it does"), *rows))
+    return "\n".join(parts)
+
+
+_ENVIRONMENT = """\
+What `engine.page_size` is comes from the first of these that names it: the flag `--page-size` or
+`--set engine.page_size=32`; the variable `JMOE_ENGINE__PAGE_SIZE` of the environment (for settings
+without a section, such as `port`, `JMOE_SERVER__PORT`); the YAML file or preset of `--config`; the
+default. A list is its values with commas.
+"""
+
+
+def preset() -> str:
+    """The preset `default` as YAML: every setting at its default, explained."""
+    lines = [
+        "# Every setting at its default. Made by `python docs/make_reference.py`: edit the sources."
+    ]
+    for section, config in _sections("", ServerConfig()):
+        indent = "  " * len(section.split(".")) if section else ""
+        if section:
+            lines += ["", f"{indent[2:]}{section.split('.')[-1]}:"]
+        lines += [f"{indent}# {line}" for line in textwrap.wrap(_doc(config), 96 - len(indent))]
+        for name, value, setting in _settings(config):
+            lines += [f"{indent}# {line}" for line in textwrap.wrap(setting.help, 96 - len(indent))]
+            lines.append(f"{indent}{name}: {_yaml(value)}")
+    return "\n".join([*lines, ""])
+
+
+def _sections(name: str, config: Any) -> Iterator[tuple[str, Any]]:
+    """A settings dataclass and those in it, by dotted key."""
+    yield name, config
+    for field in fields(config):
+        below = getattr(config, field.name)
+        if is_dataclass(below):
+            yield from _sections(f"{name}.{field.name}".lstrip("."), below)
+
+
+def _settings(config: Any) -> Iterator[tuple[str, Any, Setting]]:
+    """Name, default and description of a section's own settings."""
+    for field in fields(config):
+        if "setting" in field.metadata:
+            yield field.name, getattr(config, field.name), field.metadata["setting"]
+
+
+def _doc(config: Any) -> str:
+    return " ".join((type(config).__doc__ or "").split())
+
+
+def _yaml(value: Any) -> str:
+    dumped = yaml.safe_dump(list(value) if isinstance(value, tuple) else value)
+    return '""' if value == "" else dumped.splitlines()[0]
+
+
 def make(out: Path) -> None:
     """Writes every page below `out`."""
     out.mkdir(parents=True, exist_ok=True)
     for page, proto in PAGES.items():
         (out / page).write_text(ProtoPage(proto).text(), encoding="utf-8")
     (out / HTTP_PAGE).write_text(http_page(asyncio.run(openapi())), encoding="utf-8")
+    (out / SETTINGS_PAGE).write_text(settings_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    make(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "reference")
+    if len(sys.argv) > 1:
+        make(Path(sys.argv[1]))
+    else:
+        make(ROOT / "docs" / "reference")
+        PRESET.write_text(preset(), encoding="utf-8")

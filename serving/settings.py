@@ -1,21 +1,19 @@
-"""Reads and checks server settings: a YAML preset, then overrides key by key."""
+"""Reads and checks server settings: a YAML preset, the environment, then overrides key by key."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
-from functools import cache
-from math import inf
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from serving.composes import refused_settings
-from serving.config import EngineConfig, ServerConfig
+from serving.config import EngineConfig, ServerConfig, described, keys
 from serving.settings_asynchronous import check_asynchronous
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -29,87 +27,6 @@ _TYPES = {
     tuple[int, ...]: "a list of integers",
     tuple[str, ...]: "a list of strings",
 }
-_POSITIVE = (
-    "max_connections",
-    "message_timeout_s",
-    "engine.join_timeout_s",
-    "engine.peer_timeout_s",
-    "engine.max_num_seqs",
-    "engine.max_queue_len",
-    "engine.max_logprobs_per_call",
-    "engine.page_size",
-    "engine.max_prefill_tokens",
-    "engine.max_prefill_seqs",
-    "engine.brownout.ttft_slo_s",
-    "engine.brownout.itl_slo_s",
-    "engine.salc.increment_percent",
-    "engine.salc.interval_s",
-    "engine.salc.window_s",
-    "engine.salc.min_samples",
-    "engine.balance.replicas_per_pair",
-    "engine.balance.interval_s",
-    "engine.balance.half_life_s",
-    "engine.asynchronous.copies",
-    "engine.asynchronous.min_batch",
-    "engine.asynchronous.max_age_s",
-)
-_NOT_NEGATIVE = (
-    "drain_timeout_s",
-    "status_interval_s",
-    "max_concurrent_calls",
-    "request_timeout_s",
-    "engine.queue_timeout_s",
-    "engine.max_model_len",
-    "engine.num_pages",
-    "engine.cpu_threads",
-    "engine.watchdog_s",
-    "engine.plugin_slow_ms",
-    "engine.part_layers",
-    "engine.max_best_effort_queue_len",
-    "engine.mixed_models",
-    "engine.best_effort_max_wait_s",
-    "engine.brownout.way",
-    "engine.brownout.best_effort_ttft_slo_s",
-    "engine.brownout.best_effort_itl_slo_s",
-    "engine.balance.replicas",
-    "engine.balance.replicas_min_tokens",
-    "engine.balance.spare_slots",
-    "engine.asynchronous.attention",
-    "engine.asynchronous.experts",
-    "engine.asynchronous.max_wait_s",
-)
-_PORTS = ("port", "metrics_port", "admin_port")
-_OPTIONAL_PORTS = ("http_port", "admin_http_port")
-_PERCENT = (
-    "engine.brownout.prefill_threshold_percent",
-    "engine.brownout.decode_threshold_percent",
-    "engine.salc.floor_percent",
-    "engine.salc.ceiling_percent",
-)
-_PARTS = (
-    "engine.best_effort_share",
-    "engine.balance.replicas_local_share",
-    "engine.balance.min_gain",
-)
-_SHARES = ("engine.memory_fraction", "engine.salc.warning_factor", "engine.salc.shrink_ratio")
-_ASCENDING = (
-    "engine.decode_buckets",
-    "engine.prefill_buckets",
-    "engine.threshold_buckets_percent",
-    "engine.brownout.ways",
-)
-_CHOICES = {
-    "log_format": ("text", "json"),
-    "engine.admission": ("queue", "objective"),
-    "engine.mode": ("auto", "steps", "aep"),
-    "engine.prefix_reuse": ("auto", "on", "off"),
-    "engine.asynchronous.workers": ("threads", "processes", "ray"),
-    "engine.dtype": ("bfloat16", "float16", "float32"),
-    "engine.balance.predictor": ("auto", "router", "probe"),
-    "engine.brownout.strategy": ("auto", "zero", "partial", "full"),
-}
-
-
 _MESH = re.compile(r"ep=([1-9][0-9]{0,5})")
 
 
@@ -218,22 +135,53 @@ class SettingsError(ValueError):
 
 
 def load(
-    source: str | Path | None = None, overrides: Mapping[str, object] | None = None
+    source: str | Path | None = None,
+    overrides: Mapping[str, object] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> ServerConfig:
-    """Reads settings.
+    """Reads settings. Each of these three overrides the ones before it.
 
     Args:
         source: a YAML file, or the name of a preset in `configs/serving`; None takes the defaults.
+        environment: variables, of which those named as `variable` says are settings.
         overrides: values by dotted key, such as `engine.brownout.way`. Text is read as the key's
             type; a list is text with commas.
 
-    Raises SettingsError for an unknown key, a value of the wrong type, or one out of range.
+    Raises SettingsError for unknown keys, a value of the wrong type, or one out of range.
     """
     config = ServerConfig() if source is None else _read(find("serving", source))
+    for key, value in _of_environment(environment or {}).items():
+        config = _put(config, key.split("."), _parse(key, value, variable(key)))
     for key, value in (overrides or {}).items():
-        config = _put(config, key.split("."), _parse(key, value))
+        config = _put(config, key.split("."), _parse(key, value, "override"))
     check(config)
     return config
+
+
+def variable(key: str) -> str:
+    """Returns the environment variable of a setting: JMOE_ENGINE__MODEL of `engine.model`.
+
+    Those of no section are in section SERVER, so that none is JMOE_PORT, which Kubernetes sets in
+    every pod beside a service named jmoe, or JMOE_TLS_CERT, which is a client's certificate.
+    """
+    return "JMOE_" + (key if "." in key else f"server.{key}").replace(".", "__").upper()
+
+
+def _of_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns values by key. Raises SettingsError for a variable that only looks like a setting."""
+    known = {variable(key): key for key in keys()}
+    flat = {name.replace("__", "_"): name for name in known if name.startswith("JMOE_ENGINE")}
+    found, wrong = {}, []
+    for name, value in environment.items():
+        if name in known:
+            found[known[name]] = value
+        elif name in flat or re.fullmatch(r"JMOE_.*__.*", name):
+            near = [flat[name]] if name in flat else get_close_matches(name, known, n=1)
+            advice = f"did you mean {near[0]}?" if near else "JMOE_SERVER__PORT is that of port"
+            wrong.append(f"{name} is no setting; {advice}")
+    if wrong:
+        raise SettingsError(f"environment: {'; '.join(wrong)}")
+    return found
 
 
 def find(kind: str, name: str | Path) -> Path:
@@ -269,30 +217,22 @@ def read_yaml(path: Path, *, quotes: bool = True) -> dict[Any, Any]:
     return loaded
 
 
-@cache
-def keys(kind: type = ServerConfig) -> dict[str, Any]:
-    """Returns all dotted keys of a settings dataclass, with their types."""
-    found = {}
-    for name, hint in get_type_hints(kind).items():
-        below = keys(hint) if is_dataclass(hint) else None
-        found |= {name: hint} if below is None else {f"{name}.{k}": t for k, t in below.items()}
-    return found
-
-
 def _read(path: Path) -> ServerConfig:
     # As JSON, since only there does strict validation take lists for tuples.
     text = json.dumps(read_yaml(path), default=str)
     try:
         return TypeAdapter(ServerConfig).validate_json(text, strict=True, extra="forbid")
     except ValidationError as error:
-        first = error.errors()[0]
-        raise _explain(".".join(map(str, first["loc"])), first["input"], str(path)) from None
+        wrong = dict.fromkeys(
+            _explain(".".join(map(str, found["loc"])), found["input"]) for found in error.errors()
+        )
+        raise SettingsError(f"{path}: {'; '.join(wrong)}") from None
 
 
-def _parse(key: str, value: object) -> object:
+def _parse(key: str, value: object, where: str) -> object:
     hint = keys().get(key)
     if hint is None:
-        raise _explain(key, value, "override")
+        raise SettingsError(f"{where}: {_explain(key, value)}")
     text = isinstance(value, str)
     parts = [p for p in value.strip("[] ").split(",") if p] if isinstance(value, str) else value
     try:
@@ -301,21 +241,23 @@ def _parse(key: str, value: object) -> object:
             parts if hint in (tuple[int, ...], tuple[str, ...]) else value, strict=not text
         )
     except ValidationError:
-        raise _explain(key, value, "override") from None
+        raise SettingsError(f"{where}: {_explain(key, value)}") from None
 
 
-def _explain(key: str, value: object, where: str) -> SettingsError:
+def _explain(key: str, value: object) -> str:
+    """Says what is wrong with a key or its value, and what would be right."""
     known = keys()
     name = key.rpartition(".")[0] if key[-1:].isdigit() else key  # inside a list: an index
     if name in known:
-        return SettingsError(f"{where}: {name} is {value!r}; it must be {_TYPES[known[name]]}")
+        return f"{name} is {value!r}; it must be {_TYPES[known[name]]}"
     if any(name.startswith(f"{key}.") for name in known):
-        return SettingsError(f"{where}: {key} is {value!r}; it must be a mapping of settings")
-    leaves = {name.split(".")[-1]: name for name in known}
-    near = get_close_matches(key, known, n=1)
-    near = near or [leaves[m] for m in get_close_matches(key.split(".")[-1], leaves, n=1)]
-    advice = f"did you mean {near[0]}?" if near else f"keys are {', '.join(known)}"
-    return SettingsError(f"{where}: unknown key {key}; {advice}")
+        return f"{key} is {value!r}; it must be a mapping of settings"
+    section, _, leaf = key.rpartition(".")
+    close = get_close_matches(leaf, {name.split(".")[-1] for name in known}, n=1)
+    near = [name for name in known if name.split(".")[-1] in close]
+    near = [name for name in near if name.rpartition(".")[0] == section] or near
+    advice = f"did you mean {' or '.join(near)}?" if near else "docs/reference/settings.md has all"
+    return f"unknown key {key}; {advice}"
 
 
 def _put(node: Any, path: list[str], value: object) -> Any:
@@ -330,25 +272,9 @@ def check(config: ServerConfig) -> None:
         if not holds:
             raise SettingsError(f"{key} is {attrgetter(key)(config)!r}; it must be {wanted}")
 
-    # Conditions are written so that NaN and infinity fail.
-    for names, holds, wanted in (
-        (_POSITIVE, lambda v: 0 < v < inf, "above 0"),
-        (_NOT_NEGATIVE, lambda v: 0 <= v < inf, "0 or more"),
-        (_PORTS, lambda v: 0 <= v <= 65535, "between 0 and 65535"),
-        (_OPTIONAL_PORTS, lambda v: -1 <= v <= 65535, "between 0 and 65535, or -1: off"),
-        (_PERCENT, lambda v: 0 <= v <= 100, "between 0 and 100"),
-        (_SHARES, lambda v: 0 < v <= 1, "above 0 and at most 1"),
-        (_PARTS, lambda v: 0 <= v <= 1, "between 0 and 1"),
-    ):
-        for name in names:
-            require(holds(attrgetter(name)(config)), name, wanted)
-    for name, choices in _CHOICES.items():
-        require(attrgetter(name)(config) in choices, name, f"one of {', '.join(choices)}")
-    for name in _ASCENDING:
-        values = attrgetter(name)(config)
-        require(
-            list(values) == sorted({v for v in values if v > 0}), name, "positive and ascending"
-        )
+    for key, setting in described().items():
+        if setting.range is not None:
+            require(setting.range.holds(attrgetter(key)(config)), key, setting.range.wanted)
     check_asynchronous(config, require)
     check_composes(config.engine, len(config.engine.models))
     _check_together(config, require)

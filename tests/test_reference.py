@@ -30,6 +30,7 @@ def test_pages_are_those_of_the_sources(reference, tmp_path) -> None:
     made = {page.name: page.read_text(encoding="utf-8") for page in tmp_path.iterdir()}
     committed = {page.name: page.read_text(encoding="utf-8") for page in COMMITTED.iterdir()}
     assert made == committed, "run python docs/make_reference.py"
+    assert reference.PRESET.read_text(encoding="utf-8") == reference.preset()
 
 
 @pytest.mark.parametrize(

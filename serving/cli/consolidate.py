@@ -14,36 +14,46 @@ from serving.progress import progress_bar
 def consolidate(
     model: Annotated[
         list[str],
-        typer.Option(metavar="NAME=DIR", help="A fine-tuned model; at least two of them."),
+        typer.Option(metavar="NAME=DIR", help="A fine-tuned model. Repeat it, for two or more."),
     ],
-    out: Annotated[Path, typer.Option(help="The map to write, such as family.json.")],
+    out: Annotated[Path, typer.Option(help="File to write, such as family.json.")],
     rule: Annotated[
-        str, typer.Option(help="functional, paper (closest weights), random or average.")
+        str,
+        typer.Option(
+            help="How experts are matched: functional, paper (closest weights), random or average."
+        ),
     ] = "functional",
     share: Annotated[
         float | None,
-        typer.Option(metavar="PERCENT", help="Of what sharing can save; 100: one slot a position."),
+        typer.Option(
+            metavar="PERCENT",
+            help="Percentage of what sharing can save. 100: one expert per position.",
+        ),
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help="Instead of --share: slots, or bytes such as 12GiB.")
+        str | None,
+        typer.Option(help="Instead of --share: number of slots, or bytes such as 12GiB."),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             metavar="[NAME=]FILE",
-            help="Texts as for distill, of one model or of all; repeatable.",
+            help="Texts, as for `jmoe distill`, of one model or of all. May be repeated.",
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(help="Captured rows (tokens) a model.")] = 16_384,
-    length: Annotated[int, typer.Option(help="Tokens a packed row.")] = 128,
+    rows: Annotated[int, typer.Option(help="Number of captured rows (tokens) per model.")] = 16_384,
+    length: Annotated[int, typer.Option(help="Number of tokens in a packed row.")] = 128,
     residual_rank: Annotated[
         int,
-        typer.Option(help="Keep models' differences from shared experts, of this rank; 0: no."),
+        typer.Option(help="Keep models' differences from shared experts, at this rank. 0: do not."),
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Of rows, and of the random rule.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of rows and of the rule random.")] = 0,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
-    """Chooses which experts fine-tuned models share, so that they fit one pool of experts."""
+    """Chooses which experts fine-tuned models share.
+
+    They then fit one pool of experts (docs/consolidation.md).
+    """
     from jmoe.display import size
     from training.consolidate.run import ConsolidateConfig
     from training.consolidate.run import consolidate as run

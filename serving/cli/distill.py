@@ -21,56 +21,72 @@ def distill(
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            help="JSON lines of prompt and answer, or of messages; or a text a line; repeatable."
+            help="Texts: JSON lines with prompt and answer or with messages, or plain "
+            "text. May be repeated."
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Directory for united.safetensors and the report.")
+        Path | None, typer.Option(help="Folder for united.safetensors and the report.")
     ] = None,
     ways: Annotated[
-        str | None, typer.Option(help="With commas; without it, those of 2,4,8 that fit.")
+        str | None,
+        typer.Option(help="Ways, separated by commas. Default: those of 2,4,8 that fit."),
     ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", "--plan", help="Print what it will take and stop; needs no weights."
+            "--dry-run", "--plan", help="Print what the run will take, and exit. Needs no weights."
         ),
     ] = False,
     device_memory_gib: Annotated[
-        float, typer.Option(help="--dry-run: plan for GPUs with this much; 0: this machine.")
+        float,
+        typer.Option(help="With --dry-run: plan for GPUs with this much memory. 0: this machine."),
     ] = 0.0,
     devices: Annotated[
-        int, typer.Option(help="--dry-run: plan for so many devices; 0: those that are here.")
+        int,
+        typer.Option(help="With --dry-run: plan for this many devices. 0: those of this machine."),
     ] = 0,
     objective: Annotated[
-        str, typer.Option(help="combined, routed, or equation4 (the paper's).")
+        str, typer.Option(help="Training objective: combined, routed, or equation4 (the paper's).")
     ] = "combined",
-    start: Annotated[str, typer.Option(help="most_used, mean or aligned.")] = "most_used",
-    grouping: Annotated[str, typer.Option(help="index, similarity or coactivation.")] = "index",
-    rows: Annotated[int, typer.Option(help="Captured rows (tokens) a layer.")] = 65_536,
-    steps: Annotated[int, typer.Option(help="Steps a layer and way, at most.")] = 600,
-    batch: Annotated[int, typer.Option(help="Rows a step.")] = 4096,
+    start: Annotated[
+        str, typer.Option(help="What united experts start from: most_used, mean or aligned.")
+    ] = "most_used",
+    grouping: Annotated[
+        str, typer.Option(help="How experts are grouped: index, similarity or coactivation.")
+    ] = "index",
+    rows: Annotated[int, typer.Option(help="Number of captured rows (tokens) per layer.")] = 65_536,
+    steps: Annotated[int, typer.Option(help="Most training steps per layer and way.")] = 600,
+    batch: Annotated[int, typer.Option(help="Number of rows in a training step.")] = 4096,
     decode_batch: Annotated[
-        int, typer.Option(help="Rows among which brownout chooses, as a decode step would.")
+        int, typer.Option(help="Number of rows among which brownout chooses, as in a decode step.")
     ] = 64,
-    learning_rate: Annotated[float, typer.Option(help="0: 0.034 / sqrt(d_model).")] = 0.0,
-    held_out: Annotated[float, typer.Option(help="Share of rows that only measure.")] = 0.05,
-    patience: Annotated[
-        int, typer.Option(help="Evaluations without gain that end a layer; 0: none do.")
-    ] = 4,
-    eval_every: Annotated[int, typer.Option(help="Steps between evaluations.")] = 100,
-    refine_steps: Annotated[int, typer.Option(help="End-to-end steps a way; 0: none.")] = 600,
-    refine_rows: Annotated[int, typer.Option(help="Packed rows an end-to-end step.")] = 32,
-    refine_learning_rate: Annotated[
-        float, typer.Option(help="0: two thirds of the layers'.")
+    learning_rate: Annotated[
+        float, typer.Option(help="Learning rate. 0: 0.034 / sqrt(d_model).")
     ] = 0.0,
-    length: Annotated[int, typer.Option(help="Tokens a packed row.")] = 128,
-    dtype: Annotated[str, typer.Option(help="Of the products: bfloat16, float32.")] = "bfloat16",
+    held_out: Annotated[float, typer.Option(help="Share of rows held out to measure.")] = 0.05,
+    patience: Annotated[
+        int, typer.Option(help="Number of evaluations without gain that end a layer. 0: no limit.")
+    ] = 4,
+    eval_every: Annotated[int, typer.Option(help="Number of steps between evaluations.")] = 100,
+    refine_steps: Annotated[
+        int, typer.Option(help="Number of end-to-end steps per way. 0: none.")
+    ] = 600,
+    refine_rows: Annotated[
+        int, typer.Option(help="Number of packed rows in an end-to-end step.")
+    ] = 32,
+    refine_learning_rate: Annotated[
+        float, typer.Option(help="Learning rate of end-to-end steps. 0: two thirds of the layers'.")
+    ] = 0.0,
+    length: Annotated[int, typer.Option(help="Number of tokens in a packed row.")] = 128,
+    dtype: Annotated[
+        str, typer.Option(help="Data type of matrix products: bfloat16 or float32.")
+    ] = "bfloat16",
     hub_revision: HubRevision = "",
-    seed: Annotated[int, typer.Option(help="Of rows and of their order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of rows and of their order.")] = 0,
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
-    """Distils united experts, which stand in for groups of routed ones under brownout.
+    """Distils united experts for serving under brownout.
 
     Prints what the run will take, and begins. Killed at any moment, the same command goes on where
     it was; a finished run is left as it is. The last line is the command that serves the result.

@@ -11,35 +11,50 @@ from serving.progress import progress_bar
 
 def evaluate(
     model: Annotated[str, typer.Option(help="Model directory, or bundled.")] = "bundled",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    data: Annotated[Path | None, typer.Option(help="JSON lines of prompt, answer, family.")] = None,
-    num: Annotated[int | None, typer.Option(help="Items of --data; without it, all.")] = None,
-    generate_tasks: Annotated[
-        int | None, typer.Option(help="Make so many held-out items instead of --data.")
+    dtype: Annotated[
+        str, typer.Option(help="Data type: bfloat16, float16 or float32.")
+    ] = "bfloat16",
+    data: Annotated[
+        Path | None, typer.Option(help="JSON lines with prompt, answer and family.")
     ] = None,
-    ways: Annotated[str, typer.Option(help="With commas.")] = "2,4,8",
+    num: Annotated[
+        int | None, typer.Option(help="Number of items of --data. Default: all.")
+    ] = None,
+    generate_tasks: Annotated[
+        int | None, typer.Option(help="Make this many held-out items instead of reading --data.")
+    ] = None,
+    ways: Annotated[str, typer.Option(help="Ways, separated by commas.")] = "2,4,8",
     thresholds: Annotated[
-        str, typer.Option(help="Percent, with commas.")
+        str, typer.Option(help="Thresholds in percent, separated by commas.")
     ] = "100,90,80,70,60,50,40,30,20,10,0",
-    strategies: Annotated[str, typer.Option(help="partial, full, or both.")] = "partial,full",
+    strategies: Annotated[
+        str, typer.Option(help="Strategies, separated by commas: partial, full.")
+    ] = "partial,full",
     only: Annotated[
         str | None,
-        typer.Option(
-            help="Single settings instead of the grid, as 2:0,4:20,full:40 (WAY:PERCENT)."
-        ),
+        typer.Option(help="Settings (WAY:PERCENT) instead of the grid, such as 2:0,4:20,full:40."),
     ] = None,
-    text: Annotated[list[Path] | None, typer.Option(help="Text files for perplexity.")] = None,
-    text_window: Annotated[int, typer.Option(help="Tokens of context at most.")] = 128,
-    batch: Annotated[int, typer.Option(help="Sequences of a decode step.")] = 64,
-    chunk: Annotated[int, typer.Option(help="Tokens of a prefill step.")] = 256,
-    error_steps: Annotated[int, typer.Option(help="Steps that measure output error.")] = 32,
-    seed: Annotated[int, typer.Option(help="Of fresh items and of their order.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder; run again, it goes on.")] = Path(
-        "out/evaluate"
-    ),
+    text: Annotated[
+        list[Path] | None, typer.Option(help="Text files for perplexity. May be repeated.")
+    ] = None,
+    text_window: Annotated[int, typer.Option(help="Most tokens of context.")] = 128,
+    batch: Annotated[int, typer.Option(help="Number of sequences in a decode step.")] = 64,
+    chunk: Annotated[int, typer.Option(help="Number of tokens in a prefill step.")] = 256,
+    error_steps: Annotated[
+        int, typer.Option(help="Number of steps that measure output error.")
+    ] = 32,
+    seed: Annotated[
+        int, typer.Option(help="Seed of the items that are made, and of their order.")
+    ] = 0,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the results. A run that was ended continues there.")
+    ] = Path("out/evaluate"),
     allow_unknown_config: AllowUnknownConfig = None,
 ) -> None:
-    """Accuracy, perplexity and output error under brownout, by strategy, way and threshold."""
+    """Measures accuracy and perplexity under brownout.
+
+    Output error as well, by strategy, way and threshold (docs/evaluation.md).
+    """
     from training.evaluation.items import grid, integers, parse_only
     from training.evaluation.run import EvaluateConfig, label
     from training.evaluation.run import evaluate as run

@@ -26,54 +26,65 @@ def info(
     ] = None,
     hub_revision: HubRevision = "",
     model_config: Annotated[
-        str | None, typer.Option(help="YAML geometry, or a preset's name; no weights needed.")
+        str | None,
+        typer.Option(
+            help="YAML file with a model's geometry, or a preset's name. Needs no weights."
+        ),
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(
-            help="Of a running server: HOST:PORT, or https://HOST:PORT.", metavar="HOST:PORT"
-        ),
+        typer.Option(help="Running server: HOST:PORT or https://HOST:PORT.", metavar="HOST:PORT"),
     ] = None,
     admin_address: Annotated[
         str | None,
-        typer.Option(help="Of its admin service; else what it says.", metavar="HOST:PORT"),
+        typer.Option(help="Its admin service. Default: what the server says.", metavar="HOST:PORT"),
     ] = None,
     mesh: Annotated[
         str | None,
-        typer.Option(help="Also what ep=N, experts over N devices, would take.", metavar="ep=N"),
+        typer.Option(
+            help="Show, too, what experts spread over N devices would take.", metavar="ep=N"
+        ),
     ] = None,
     device_gb: Annotated[
         float | None,
-        typer.Option(help="Memory of each, in 1e9 bytes; else an H200's 141.", metavar="GB"),
+        typer.Option(
+            help="Memory of each device, in 1e9 bytes. Default: an H200's 141.", metavar="GB"
+        ),
     ] = None,
     in_flight: Annotated[
         int | None,
         typer.Option(
-            help="With --mesh: whether asynchronous workers pay at T sequences.", metavar="T"
+            help="With --mesh: say whether asynchronous workers would pay off with T sequences.",
+            metavar="T",
         ),
     ] = None,
     context: Annotated[
         float | None,
-        typer.Option(help="Tokens of KV a sequence, for --in-flight; else 256.", metavar="TOKENS"),
+        typer.Option(
+            help="For --in-flight: tokens of KV cache per sequence. Default: 256.", metavar="TOKENS"
+        ),
     ] = None,
     imbalance: Annotated[
         str | None,
         typer.Option(
-            help="The fullest device's visits over the mean, without and with copies of busy "
-            "experts, for --in-flight; else 1,1.",
+            help="For --in-flight: the busiest device's visits over the mean, without and "
+            "with copies of busy experts. Default: 1,1.",
             metavar="BEFORE,AFTER",
         ),
     ] = None,
     host_us: Annotated[
         float | None,
         typer.Option(
-            help="Of a worker's host for a stage, for --in-flight; else 100.", metavar="US"
+            help="For --in-flight: microseconds that a worker's host takes for a stage. "
+            "Default: 100.",
+            metavar="US",
         ),
     ] = None,
     stage_times: Annotated[
         Path | None,
         typer.Option(
-            help="Measured stage times, for --in-flight; else a roofline.", metavar="FILE"
+            help="For --in-flight: file with measured stage times. Default: a roofline.",
+            metavar="FILE",
         ),
     ] = None,
     api_key_env: ApiKeyEnv = None,
@@ -82,10 +93,11 @@ def info(
     tls_key: TlsKey = None,
     allow_unknown_config: AllowUnknownConfig = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="With --address: everything it says, as JSON.")
+        bool,
+        typer.Option("--json", help="With --address: print all that the server says, as JSON."),
     ] = False,
 ) -> None:
-    """Parameters and memory of a model, or the state of a running server."""
+    """Shows a model's memory, or the state of a running server."""
     if (model, model_config, address).count(None) < 2:
         raise ValueError("give one of MODEL, --model-config and --address")
     if as_json and address is None:

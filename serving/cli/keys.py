@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from serving.frontend.keys import Key
 
 keys = typer.Typer(
-    help="API keys of `jmoe serve --keys-file FILE`, which has no more than their hashes. A "
-    "running server reads the file again within a second or two.",
+    help="Makes, lists and revokes API keys.\n\nThe file of `jmoe serve --keys-file FILE` holds "
+    "their hashes only. A running server reads it again within two seconds.",
     no_args_is_help=True,
 )
 
-File = Annotated[Path, typer.Option("--file", metavar="FILE", help="Of keys, as hashes.")]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="What logs and metrics call the key.")]
+File = Annotated[
+    Path, typer.Option("--file", metavar="FILE", help="File with the keys, as hashes.")
+]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the key in logs and metrics.")]
 
 
 @keys.command()
@@ -34,21 +36,25 @@ def new(
         ),
     ] = False,
     model: Annotated[
-        list[str] | None, typer.Option(help="That it may use; repeatable. Without: all.")
+        list[str] | None, typer.Option(help="Model that it may use. May be repeated. Default: all.")
     ] = None,
     class_: Annotated[
         list[Priority] | None,
-        typer.Option("--class", help="Of requests that it may make; repeatable. Without: all."),
+        typer.Option(
+            "--class", help="Class of requests that it may make. May be repeated. Default: all."
+        ),
     ] = None,
-    requests_per_min: Annotated[int, typer.Option(help="0: any number.", min=0)] = 0,
+    requests_per_min: Annotated[
+        int, typer.Option(help="Most requests per minute. 0: any number.", min=0)
+    ] = 0,
     tokens_per_min: Annotated[
-        int, typer.Option(help="Of prompts and outputs; 0: any number.", min=0)
+        int, typer.Option(help="Most tokens per minute, prompts and outputs. 0: any number.", min=0)
     ] = 0,
     concurrency: Annotated[
-        int, typer.Option(help="Requests under way at a time; 0: any number.", min=0)
+        int, typer.Option(help="Most requests at a time. 0: any number.", min=0)
     ] = 0,
 ) -> None:
-    """Makes a key and prints it, this once: nothing but its hash is stored."""
+    """Makes a key and prints it once; only its hash is stored."""
     from serving.frontend.keys import Key, changing, check_name, digest, new_key
 
     check_name(name)
@@ -74,7 +80,7 @@ def new(
 
 @keys.command("list")
 def list_(file: File) -> None:
-    """Prints names and what they allow; hashes are left out."""
+    """Lists the names of keys and what each allows."""
     from serving.frontend.keys import read
 
     found = read(file)
@@ -96,7 +102,10 @@ def _allows(key: "Key") -> list[str]:
 
 @keys.command()
 def revoke(name: Name, file: File) -> None:
-    """Removes a key. What it has under way is finished; it begins nothing more."""
+    """Removes a key.
+
+    Requests under way are finished; no further one begins.
+    """
     from serving.frontend.keys import changing
 
     with changing(file) as found:

@@ -19,7 +19,15 @@ from serving.cli.distill import distill
 from serving.cli.evaluate import evaluate
 from serving.cli.info import info
 from serving.cli.keys import keys
-from serving.cli.options import AllowUnknownConfig, HubRevision, models_flag, overrides
+from serving.cli.options import (
+    AllowUnknownConfig,
+    Command,
+    HubRevision,
+    flag_keys,
+    models_flag,
+    overrides,
+    setting_flags,
+)
 from serving.cli.tools import bench, demo
 from serving.errors import ServingError, Unavailable
 from serving.progress import progress_bar
@@ -31,6 +39,7 @@ app = typer.Typer(
     help="Serves Mixture-of-Experts models that keep their latency promise under bursts.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its columns cut names at 80 columns
 )
 app.add_typer(bench, name="bench")
 app.add_typer(keys, name="keys")
@@ -43,14 +52,19 @@ app.command()(info)
 Strategy = Annotated[
     Literal["zero", "partial", "full"] | None,
     typer.Option(
-        help="Degraded visits: zero degrades none, partial sends them to united experts, full drops"
-        " them."
+        help="What happens to degraded expert visits: partial sends them to united "
+        "experts, full drops them, zero degrades none. Default: partial."
     ),
 ]
 Way = Annotated[
-    int | None, typer.Option(help="Routed experts that a united expert stands for.", metavar="K")
+    int | None,
+    typer.Option(
+        help="Number of routed experts that a united expert stands in for. Default: "
+        "the largest that the model has.",
+        metavar="K",
+    ),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log each request, too.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every request.")]
 
 
 def main() -> None:
@@ -100,7 +114,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def common(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and end.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -108,193 +125,51 @@ def common(
     logs.configure(verbose=verbose)
 
 
-_FLAGS = {
-    "family": "engine.family",
-    "dtype": "engine.dtype",
-    "mode": "engine.mode",
-    "attention": "engine.asynchronous.attention",
-    "experts": "engine.asynchronous.experts",
-    "mesh": "engine.mesh",
-    "coordinator": "engine.coordinator",
-    "num_processes": "engine.num_processes",
-    "process_index": "engine.process_index",
-    "secret_file": "engine.secret_file",
-    "host": "host",
-    "port": "port",
-    "http_port": "http_port",
-    "admin_host": "admin_host",
-    "admin_port": "admin_port",
-    "admin_http_port": "admin_http_port",
-    "metrics_port": "metrics_port",
-    "keys_file": "keys_file",
-    "tls_cert": "tls_cert",
-    "tls_key": "tls_key",
-    "tls_client_ca": "tls_client_ca",
-    "served_model_name": "served_model_name",
-    "log_format": "log_format",
-    "timeline": "timeline",
-    "status_interval_s": "status_interval_s",
-    "max_num_seqs": "engine.max_num_seqs",
-    "max_model_len": "engine.max_model_len",
-    "max_queue_len": "engine.max_queue_len",
-    "max_prefill_tokens": "engine.max_prefill_tokens",
-    "page_size": "engine.page_size",
-    "allow_unknown_config": "engine.allow_unknown_config",
-    "num_pages": "engine.num_pages",
-    "memory_fraction": "engine.memory_fraction",
-    "hub_revision": "engine.hub_revision",
-    "chat_template": "engine.chat_template",
-    "policy": "engine.policy",
-    "strategy": "engine.brownout.strategy",
-    "way": "engine.brownout.way",
-    "salc": "engine.brownout.salc",
-    "controller": "engine.salc.controller",
-    "prefill_threshold": "engine.brownout.prefill_threshold_percent",
-    "decode_threshold": "engine.brownout.decode_threshold_percent",
-    "ttft_slo_s": "engine.brownout.ttft_slo_s",
-    "itl_slo_s": "engine.brownout.itl_slo_s",
-}
+_SETTINGS = (
+    "docs/reference/settings.md has every setting. A setting is looked for in this order: flag or "
+    "--set, environment (JMOE_ENGINE__MAX_NUM_SEQS is engine.max_num_seqs, JMOE_SERVER__PORT is "
+    "port), --config, default."
+)
 
 
-@app.command()
+@app.command(cls=Command, epilog=_SETTINGS)
+@setting_flags
 def serve(
     models: Annotated[
         list[str] | None,
         typer.Argument(metavar="[[NAME=]MODEL]...", help="What --model takes, without the flag."),
     ] = None,
-    config: Annotated[str, typer.Option(help="YAML file, or a preset's name.")] = "default",
+    config: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="YAML file with settings, or a preset: default or demo."),
+    ] = "default",
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Set any key, such as engine.salc.window_s=4. May be repeated.",
+        ),
+    ] = None,
     model: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="[NAME=]DIR",
-            help="Hugging Face directory, OWNER/NAME of the Hub, or bundled; NAME=DIR several "
-            "times for a family.",
+            metavar="[NAME=]MODEL",
+            help="Hugging Face directory, OWNER/NAME of the Hub, or bundled, the small model that "
+            "comes with jmoe. NAME=MODEL, repeated, for each model of a family. [default: "
+            "bundled]",
+            rich_help_panel="Model",
         ),
     ] = None,
-    family: Annotated[
-        str | None, typer.Option(help="family.json of `jmoe consolidate`: what they share.")
-    ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model, instead of its directory.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16 or float32.")] = None,
-    mode: Annotated[
-        Literal["auto", "steps", "aep"] | None,
-        typer.Option(help="aep: asynchronous, with attention and experts on their own devices."),
-    ] = None,
-    attention: Annotated[int | None, typer.Option(help="Of aep: devices for attention.")] = None,
-    experts: Annotated[int | None, typer.Option(help="Of aep: devices for experts.")] = None,
-    mesh: Annotated[
-        str | None, typer.Option(help="ep=N spreads the experts over N devices.", metavar="ep=N")
-    ] = None,
-    coordinator: Annotated[
-        str | None,
-        typer.Option(help="Of a mesh over several processes: process 0's.", metavar="HOST:PORT"),
-    ] = None,
-    num_processes: Annotated[int | None, typer.Option(help="How many these are.")] = None,
-    process_index: Annotated[
-        int | None, typer.Option(help="Which of them this is: 0 serves, the others follow it.")
-    ] = None,
-    secret_file: Annotated[
-        str | None, typer.Option(help="What a server's processes on several machines share.")
-    ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on for callers.")] = None,
-    port: Annotated[int | None, typer.Option(help="For callers; 0 takes a free one.")] = None,
-    http_port: Annotated[
-        int | None,
-        typer.Option(help="OpenAI's API over HTTP; 0: 8000 or the next free one, -1: off."),
-    ] = None,
-    admin_host: Annotated[str | None, typer.Option(help="Address of the admin service.")] = None,
-    admin_port: Annotated[
-        int | None, typer.Option(help="Of the admin service; 0 takes a free one.")
-    ] = None,
-    admin_http_port: Annotated[
-        int | None, typer.Option(help="The live page; 0 takes a free one, -1 is off.")
-    ] = None,
-    keys_file: Annotated[
-        str | None, typer.Option(help="API keys, as hashes; without it nobody needs one.")
-    ] = None,
-    tls_cert: Annotated[str | None, typer.Option(help="PEM file of the server.")] = None,
-    tls_key: Annotated[str | None, typer.Option(help="PEM file with its private key.")] = None,
-    tls_client_ca: Annotated[
-        str | None, typer.Option(help="PEM file: clients need a certificate of one of these.")
-    ] = None,
-    metrics_port: Annotated[
-        int | None, typer.Option(help="HTTP: /metrics, /healthz, /readyz; 0 is off.")
-    ] = None,
-    log_format: Annotated[
-        Literal["text", "json"] | None, typer.Option(help="json: an object a line.")
-    ] = None,
-    status_interval_s: Annotated[
-        float | None, typer.Option(help="Seconds between status lines of the log; 0: none.")
-    ] = None,
-    timeline: Annotated[
-        str | None,
-        typer.Option(help="File for steps and requests over time, for Perfetto.", metavar="FILE"),
-    ] = None,
-    verbose: Verbose = False,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Sequences decoded together.")] = None,
-    max_model_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of a sequence, prompt and output, at most; 0: the model's, 2048 at most."
-        ),
-    ] = None,
-    max_queue_len: Annotated[
-        int | None, typer.Option(help="Requests that may wait; more are refused.")
-    ] = None,
-    max_prefill_tokens: Annotated[
-        int | None, typer.Option(help="Prompt tokens of a prefill step, at most.")
-    ] = None,
-    page_size: Annotated[int | None, typer.Option(help="Tokens of a KV page.")] = None,
-    num_pages: Annotated[
-        int | None,
-        typer.Option(help="KV pages; 0: by memory on a GPU, max-num-seqs full sequences on a CPU."),
-    ] = None,
-    memory_fraction: Annotated[
-        float | None, typer.Option(help="Of a GPU's memory, that the server may take.")
-    ] = None,
-    hub_revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a model of the Hub.")
-    ] = None,
-    chat_template: Annotated[
-        str | None,
-        typer.Option(help="Jinja template in place of the model's own.", metavar="FILE"),
-    ] = None,
-    policy: Annotated[
-        str | None, typer.Option(help="Who is served next: fcfs, edf, ls_first, qllm.")
-    ] = None,
-    strategy: Annotated[
-        Literal["auto", "zero", "partial", "full"] | None,
-        typer.Option(help="Brownout; auto: partial where the model has united experts."),
-    ] = None,
-    way: Way = None,
-    salc: Annotated[
-        bool | None, typer.Option(help="Whether a controller moves the thresholds.")
-    ] = None,
-    controller: Annotated[
-        str | None, typer.Option(help="Which: algorithm2, predictive, or module:Class.")
-    ] = None,
-    prefill_threshold: Annotated[
-        int | None, typer.Option(help="Percent of expert visits kept exact in prefill.")
-    ] = None,
-    decode_threshold: Annotated[
-        int | None, typer.Option(help="Percent of expert visits kept exact in decode.")
-    ] = None,
-    ttft_slo_s: Annotated[
-        float | None, typer.Option(help="Objective for the time to first token, P90.")
-    ] = None,
-    itl_slo_s: Annotated[
-        float | None, typer.Option(help="Objective for the time between tokens, P90.")
-    ] = None,
-    allow_unknown_config: AllowUnknownConfig = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Any key, as engine.salc.window_s=4."),
-    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Log every request.", rich_help_panel="Log")
+    ] = False,
+    **flags: Any,
 ) -> None:
-    """Serves a model, or a family of them, over gRPC until SIGTERM or SIGINT, then drains."""
-    given = locals()
+    """Serves a model, or a family of them, over gRPC and HTTP.
+
+    SIGTERM and SIGINT end it, once streams have ended (drain_timeout_s).
+    """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     import uvloop
 
@@ -305,9 +180,9 @@ def serve(
     from serving.observer import Observer
     from serving.timeline import Timeline
 
-    flags = {key: given[name] for name, key in _FLAGS.items() if given[name] != []}
-    flags |= models_flag([*(models or []), *(model or [])])
-    loaded = settings.load(config, overrides(flags, set_ or []))
+    given = {key: flags[name] for name, key in flag_keys().items() if flags[name] != []}
+    given |= models_flag([*(models or []), *(model or [])])
+    loaded = settings.load(config, overrides(given, set_ or []), os.environ)
     verbose = verbose or logging.getLogger("serving").level == logging.DEBUG
     logs.configure(loaded.log_format, verbose=verbose)
     if loaded.log_format == "json":
@@ -379,15 +254,26 @@ def generate(
         str, typer.Option(help="Model directory, OWNER/NAME of the Hub, or bundled.")
     ] = "bundled",
     hub_revision: HubRevision = "",
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    tokens: Annotated[bool, typer.Option(help="Prompts are ids with commas.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens a prompt gets, at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the draws, where temperature is above 0.")] = 0,
+    dtype: Annotated[
+        str, typer.Option(help="Data type: bfloat16, float16 or float32.")
+    ] = "bfloat16",
+    tokens: Annotated[
+        bool, typer.Option(help="Prompts are token ids, separated by commas.")
+    ] = False,
+    max_new_tokens: Annotated[
+        int, typer.Option(help="Most tokens to generate for each prompt.")
+    ] = 64,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature. 0: greedy.")] = 0.0,
+    top_k: Annotated[
+        int, typer.Option(help="Sample among this many most likely tokens. 0: all.")
+    ] = 0,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Sample among the most likely tokens of this total probability. 1: all."),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
     brownout_threshold: Annotated[
-        int, typer.Option(help="Percent of expert visits kept exact; 100 degrades nothing.")
+        int, typer.Option(help="Percentage of expert visits kept exact. 100: no brownout.")
     ] = 100,
     strategy: Strategy = None,
     way: Way = None,

@@ -1,16 +1,43 @@
-"""What commands share: options, and settings from flags."""
+"""What commands share: options, settings from flags, and how `--help` looks."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
+
+from serving.config import GROUPS, ServerConfig, described, keys
+
+
+class Command(TyperCommand):
+    """A command whose `--help` has its options by group (`rich_help_panel`), with whole names."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes a section for each group. See click.Command."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                is_argument = param.param_type_name == "argument"
+                title = getattr(param, "rich_help_panel", None)
+                title = "Arguments" if is_argument else title or "Options"
+                sections.setdefault(title, []).append(record)
+        for title in sorted(
+            sections, key=lambda title: GROUPS.index(title) if title in GROUPS else -1
+        ):
+            with formatter.section(title):
+                formatter.write_dl(sections[title])
+
 
 AllowUnknownConfig = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY",
-        help="Key of config.json that jmoe does not know and that changes nothing; repeatable.",
+        help="Key of config.json that jmoe does not know and that changes nothing. May"
+        " be repeated.",
     ),
 ]
 
@@ -18,30 +45,89 @@ HubRevision = Annotated[
     str,
     typer.Option(
         metavar="REVISION",
-        help="Branch, tag or commit of a model of the Hugging Face Hub; else its main branch.",
+        help="Branch, tag or commit of a model of the Hugging Face Hub. Default: its main branch.",
     ),
 ]
 ApiKeyEnv = Annotated[
     str | None,
     typer.Option(
         metavar="VARIABLE",
-        help="Environment variable with the API key; else JMOE_API_KEY. A flag would show it in "
-        "`ps`.",
+        help="Environment variable that holds the API key. Default: JMOE_API_KEY. (The"
+        " key itself is no flag, since `ps` would show it.)",
     ),
 ]
 TlsCa = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE", help="PEM: who signs the server's certificate; or JMOE_TLS_CA. Encrypts."
+        metavar="FILE",
+        help="PEM file with the CA that signed the server's certificate; turns on TLS."
+        " Default: JMOE_TLS_CA.",
     ),
 ]
 TlsCert = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help="PEM: this client's certificate; or JMOE_TLS_CERT."),
+    typer.Option(
+        metavar="FILE", help="PEM file with this client's certificate. Default: JMOE_TLS_CERT."
+    ),
 ]
 TlsKey = Annotated[
-    str | None, typer.Option(metavar="FILE", help="PEM: its private key; or JMOE_TLS_KEY.")
+    str | None,
+    typer.Option(metavar="FILE", help="PEM file with its private key. Default: JMOE_TLS_KEY."),
 ]
+
+
+def flag_keys() -> dict[str, str]:
+    """Returns the settings that have a flag of `jmoe serve`, by the flag's name as a parameter."""
+    named = {key: setting for key, setting in described().items() if setting.group}
+    return {
+        (setting.flag or key.split(".")[-1]).replace("-", "_"): key
+        for key, setting in named.items()
+    }
+
+
+def setting_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives `command` a flag for every setting in `flag_keys`; its `**flags` get what is given.
+
+    A flag that is not given is None.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    flags = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_flag(key))
+        for name, key in flag_keys().items()
+    ]
+    command.__signature__ = signature.replace(parameters=[*own, *flags])  # type: ignore[attr-defined]
+    return command
+
+
+def _flag(key: str) -> Any:
+    """Returns the annotated type of the flag of a setting."""
+    setting, kind = described()[key], keys()[key]
+    name = "--" + (setting.flag or key.split(".")[-1].replace("_", "-"))
+    if setting.range is not None and setting.range.choices:
+        kind = Literal[setting.range.choices]
+    elif kind == tuple[str, ...]:
+        kind = list[str]
+    option = typer.Option(
+        f"{name}/--no-{name[2:]}" if kind is bool else name,
+        help=f"{setting.help}{_said_beside(key)}",
+        metavar=setting.metavar or None,
+        rich_help_panel=setting.group,
+    )
+    return Annotated[kind | None, option]
+
+
+def _said_beside(key: str) -> str:
+    """Returns the default and range of a setting, as they stand behind its help."""
+    default, within = attrgetter(key)(ServerConfig()), described()[key].range
+    said = [f"default: {_text(default)}"] if default not in ("", ()) else []
+    if within is not None and not within.choices:
+        said.append(within.wanted)
+    return f" [{'; '.join(said)}]" if said else ""
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def overrides(flags: Mapping[str, object], pairs: Sequence[str]) -> dict[str, object]:
@@ -70,7 +156,7 @@ def models_flag(models: Sequence[str]) -> dict[str, object]:
     if not models:
         return {}
     if len(models) == 1 and ("=" not in models[0] or Path(models[0]).exists()):
-        return {"engine.model": models[0]}
+        return {"engine.model": models[0], "engine.models": ()}
     for model in models:
         if "=" not in model:
             raise ValueError(

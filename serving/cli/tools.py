@@ -14,12 +14,12 @@ from typer.core import TyperCommand
 from serving.cli.options import ApiKeyEnv, TlsCa, TlsCert, TlsKey
 from serving.progress import progress_bar
 
-bench = typer.Typer(help="Benchmarks.", no_args_is_help=True)
+bench = typer.Typer(help="Runs benchmarks.", no_args_is_help=True)
 
 
 @bench.callback()
 def _bench() -> None:
-    """Benchmarks."""
+    """Runs benchmarks."""
 
 
 class _SeveralValues(TyperCommand):
@@ -43,62 +43,74 @@ class _SeveralValues(TyperCommand):
 
 @bench.command(cls=_SeveralValues)
 def serve(
-    backend: Annotated[str, typer.Option(help="Only jmoe (gRPC) is supported.")] = "jmoe",
+    backend: Annotated[
+        str, typer.Option(help="Protocol of the server; jmoe (gRPC) is the only one.")
+    ] = "jmoe",
     base_url: Annotated[
         str | None,
         typer.Option(
-            help="Server, in place of --host and --port: http://, https:// or grpc://.",
+            help="Server, instead of --host and --port: http://, https:// or grpc://.",
             metavar="http://HOST:PORT",
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Of the server.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Of the server.")] = 50051,
+    host: Annotated[str, typer.Option(help="Address of the server.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="gRPC port of the server.")] = 50051,
     admin_address: Annotated[
         str | None,
-        typer.Option(help="Of the server's admin service; else what it says.", metavar="HOST:PORT"),
+        typer.Option(
+            help="The server's admin service. Default: what the server says.", metavar="HOST:PORT"
+        ),
     ] = None,
     api_key_env: ApiKeyEnv = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     ready_check_timeout_sec: Annotated[
-        float, typer.Option(help="Longest wait for a server that is starting; 0: none.")
+        float, typer.Option(help="Seconds to wait for a server that is starting. 0: do not wait.")
     ] = 600.0,
     model: Annotated[
-        str | None, typer.Option(help="Name that must be served; else the server's first.")
+        str | None, typer.Option(help="Model that requests go to. Default: the server's first.")
     ] = None,
     model_mix: Annotated[
         list[str] | None,
         typer.Option(
             help="Models of a family that requests go to, drawn by weight, such as base=2 "
-            "legal=1; figures by model follow.",
+            "legal=1. The result then has figures for each.",
             metavar="NAME=WEIGHT...",
         ),
     ] = None,
     dataset_name: Annotated[
-        str, typer.Option(help="sharegpt, alpaca, tasks or random.")
+        str, typer.Option(help="Dataset: sharegpt, alpaca, tasks or random.")
     ] = "random",
     dataset_path: Annotated[
         Path | None,
-        typer.Option(help="File of the dataset; else the bundled tasks, or lengths like its own."),
+        typer.Option(
+            help="File of the dataset. Default: the bundled tasks, or lengths like the dataset's."
+        ),
     ] = None,
     tokenizer: Annotated[
-        Path | None, typer.Option(help="tokenizer.json, or its folder: counts a dataset's tokens.")
+        Path | None,
+        typer.Option(help="tokenizer.json, or its folder, to count a dataset's tokens."),
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option(help="Requests; else 1000, or what the server takes at once.")
+        int | None,
+        typer.Option(
+            help="Number of requests. Default: 1000, or as many as the server takes at once."
+        ),
     ] = None,
-    request_rate: Annotated[float, typer.Option(help="Per second; inf: all at once.")] = math.inf,
+    request_rate: Annotated[
+        float, typer.Option(help="Requests per second. inf: all at once.")
+    ] = math.inf,
     burstiness: Annotated[
         float,
         typer.Option(
-            help="Shape of the gamma distribution of gaps between requests: 1 is a Poisson "
-            "process, less comes in bursts, more comes evenly."
+            help="Shape of the gamma distribution of gaps between requests. 1: a Poisson "
+            "process; below 1: bursts; above 1: more even."
         ),
     ] = 1.0,
     ramp_up_strategy: Annotated[
         str | None,
-        typer.Option(help="linear or exponential: the rate grows, in place of --request-rate."),
+        typer.Option(help="Let the rate grow, linear or exponential, instead of --request-rate."),
     ] = None,
     ramp_up_start_rps: Annotated[
         float | None, typer.Option(help="Requests per second at the start of the ramp.")
@@ -107,23 +119,29 @@ def serve(
         float | None, typer.Option(help="Requests per second at the end of the ramp.")
     ] = None,
     max_concurrency: Annotated[
-        int | None, typer.Option(help="Most requests in flight; others wait here.")
+        int | None, typer.Option(help="Most requests in flight; others wait in the client.")
     ] = None,
     random_input_len: Annotated[
-        int | None, typer.Option(help="Tokens a random prompt; else 1024, or what fits the server.")
+        int | None,
+        typer.Option(help="Tokens in a random prompt. Default: 1024, or what fits the server."),
     ] = None,
     random_output_len: Annotated[
-        int | None, typer.Option(help="Tokens an answer to it; else 128, or what fits the server.")
+        int | None,
+        typer.Option(help="Tokens in its answer. Default: 128, or what fits the server."),
     ] = None,
     best_effort_share: Annotated[
-        float, typer.Option(help="Of the requests: sent as best effort; figures by class follow.")
+        float,
+        typer.Option(
+            help="Share of requests that are best effort. The result then has figures for "
+            "each class."
+        ),
     ] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of prompts, their order and their times.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, their order and their times.")] = 0,
     percentile_metrics: Annotated[
-        str, typer.Option(help="Latencies to report, of ttft, tpot, itl, e2el; with commas.")
+        str, typer.Option(help="Latencies to report, separated by commas: ttft, tpot, itl, e2el.")
     ] = "ttft,tpot,itl",
     metric_percentiles: Annotated[
-        str, typer.Option(help="Percentiles of them, such as 50,90,99.")
+        str, typer.Option(help="Percentiles to report, such as 50,90,99.")
     ] = "99",
     goodput: Annotated[
         list[str] | None,
@@ -136,14 +154,16 @@ def serve(
         bool, typer.Option("--save-result", help="Write the result as JSON.")
     ] = False,
     save_detailed: Annotated[
-        bool, typer.Option("--save-detailed", help="Write every request's figures and text, too.")
+        bool,
+        typer.Option("--save-detailed", help="Write the figures and text of every request, too."),
     ] = False,
-    result_dir: Annotated[Path, typer.Option(help="Folder of the JSON.")] = Path(),
+    result_dir: Annotated[Path, typer.Option(help="Folder for the result.")] = Path(),
     result_filename: Annotated[
-        str | None, typer.Option(help="Its name; else made of rate, model and date.")
+        str | None,
+        typer.Option(help="Name of the result's file. Default: made of rate, model and date."),
     ] = None,
     time_limit_s: Annotated[
-        float, typer.Option(help="Requests that are not answered by then have failed.")
+        float, typer.Option(help="Seconds after which requests without an answer have failed.")
     ] = 3600.0,
 ) -> None:
     """Plays a workload against a running server. Flags are those of `vllm bench serve`."""
@@ -184,20 +204,30 @@ def _seldom(progress: Callable[..., None]) -> Callable[[int, int, str], None]:
 @bench.command()
 def priority(
     server_args: Annotated[
-        list[str] | None, typer.Argument(help="After --: flags of `jmoe serve`.")
+        list[str] | None, typer.Argument(help="Flags of `jmoe serve`, after --.")
     ] = None,
-    num_requests: Annotated[int, typer.Option(help="At each load, of both classes.")] = 2500,
+    num_requests: Annotated[
+        int, typer.Option(help="Number of requests at each load, of both classes.")
+    ] = 2500,
     loads: Annotated[
-        str, typer.Option(help="Shares of what first come, first served can do, with commas.")
+        str,
+        typer.Option(
+            help="Loads as shares of what first come, first served can do, separated by commas."
+        ),
     ] = "0.4,0.8,1.2",
-    ls_share: Annotated[float, typer.Option(help="Of the requests: latency-sensitive.")] = 0.2,
+    ls_share: Annotated[
+        float, typer.Option(help="Share of requests that are latency-sensitive.")
+    ] = 0.2,
     part_layers: Annotated[
-        int, typer.Option(help="Layers at once where steps run in parts; 0: as measured.")
+        int, typer.Option(help="Number of layers in a part of a step. 0: as measured.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Of arrivals and classes.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out"),
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and classes.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out"),
 ) -> None:
-    """Plays two classes of requests under each policy, over request rate (QLLM's figures)."""
+    """Plays two classes of requests under each policy.
+
+    At several loads, for QLLM's figures (docs/priorities.md).
+    """
     flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every server that is started
     from serving.bench.launch import LaunchError
@@ -217,29 +247,40 @@ def priority(
 @bench.command()
 def balance(
     server_args: Annotated[
-        list[str] | None, typer.Argument(help="After --: flags of `jmoe serve`.")
+        list[str] | None, typer.Argument(help="Flags of `jmoe serve`, after --.")
     ] = None,
     model: Annotated[str, typer.Option(help="Model directory, or bundled.")] = "bundled",
     mesh: Annotated[
-        str, typer.Option(help="ep=N: N devices, 2 or more; a CPU counts as so many.")
+        str, typer.Option(help="ep=N: a mesh of N devices, 2 or more; a CPU can act as that many.")
     ] = "ep=8",
     variants: Annotated[
-        str, typer.Option(help="Of none, replicas, spare and both, with commas.")
+        str,
+        typer.Option(help="Variants to compare, separated by commas: none, replicas, spare, both."),
     ] = "none,replicas,spare,both",
     families: Annotated[
-        str, typer.Option(help="Task families of the prompts, with commas; few are uneven.")
+        str,
+        typer.Option(
+            help="Task families of the prompts, separated by commas. Fewer families load "
+            "experts more unevenly."
+        ),
     ] = "fact",
-    requests: Annotated[int, typer.Option(help="That are measured, all at once.")] = 256,
-    seed: Annotated[int, typer.Option(help="Of the prompts.")] = 0,
+    requests: Annotated[int, typer.Option(help="Number of requests, sent all at once.")] = 256,
+    seed: Annotated[int, typer.Option(help="Seed of the prompts.")] = 0,
     replicas: Annotated[
-        int, typer.Option(help="Experts that a device copies for a layer while a step runs.")
+        int,
+        typer.Option(
+            help="Number of experts that each device copies for a layer while a step runs."
+        ),
     ] = 4,
     spare_slots: Annotated[
-        int, typer.Option(help="Slots of a layer and device for copies that stay.")
+        int, typer.Option(help="Slots per layer and device for copies that stay.")
     ] = 2,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out"),
 ) -> None:
-    """Plays one load on a mesh without and with copies of experts: how even the devices are."""
+    """Compares a mesh without and with copies of experts.
+
+    One load, and how evenly devices share it (docs/expert-parallelism.md).
+    """
     flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every server that is started
     from serving.bench.balance import BalanceBenchConfig, run_balance
@@ -256,13 +297,13 @@ def balance(
 
 def demo(
     server_args: Annotated[
-        list[str] | None, typer.Argument(help="After --: flags of `jmoe serve`.")
+        list[str] | None, typer.Argument(help="Flags of `jmoe serve`, after --.")
     ] = None,
     segment_s: Annotated[
         float, typer.Option(help="Seconds of arrivals in each half of a pair.")
     ] = 15.0,
-    pairs: Annotated[int, typer.Option(help="Pairs of segments that have to count.")] = 4,
-    strategy: Annotated[str, typer.Option(help="Brownout: partial or full.")] = "partial",
+    pairs: Annotated[int, typer.Option(help="Number of pairs that have to count.")] = 4,
+    strategy: Annotated[str, typer.Option(help="Brownout strategy: partial or full.")] = "partial",
     controllers: Annotated[
         bool, typer.Option("--controllers", help="Play each controller, not only the server's own.")
     ] = False,
@@ -270,10 +311,13 @@ def demo(
         bool,
         typer.Option("--simulated", help="Simulate it on this machine's step times, in 30 s."),
     ] = False,
-    seed: Annotated[int, typer.Option(help="Of arrival times and the order of tasks.")] = 0,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("out"),
+    seed: Annotated[int, typer.Option(help="Seed of arrival times and of the order of tasks.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out"),
 ) -> None:
-    """Plays bursts against the bundled model, without and with brownout, and draws both."""
+    """Plays bursts without and with brownout, and draws both.
+
+    Against the bundled model, in a server of its own.
+    """
     flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
     from asyncio import CancelledError
 

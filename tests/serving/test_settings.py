@@ -18,8 +18,15 @@ from serving.composes import (
     PROCESSES,
     SEVERAL,
 )
-from serving.config import BrownoutConfig, EngineConfig, SalcConfig, ServerConfig
-from serving.settings import CONFIGS, SettingsError, check, keys, load, read_yaml
+from serving.config import (
+    BrownoutConfig,
+    EngineConfig,
+    SalcConfig,
+    ServerConfig,
+    described,
+    keys,
+)
+from serving.settings import CONFIGS, SettingsError, check, load, read_yaml, variable
 
 sizes = st.integers(1, 10**6)
 seconds = st.floats(1e-3, 1e6)
@@ -252,3 +259,76 @@ def test_the_page_has_the_table_of_what_does_not_go_together(request):
     assert [(mode, feature.replace("`", ""), why) for mode, feature, why in rows] == [
         (mode, feature.replace("`", ""), why) for (mode, feature), why in COMPOSES.items()
     ]
+
+
+def test_all_unknown_keys_of_a_file_are_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text("ttft_slo_s: 1\nengine: {window_s: 2, page_size: x, zzz: 1}\nprot: 1\n")
+    with pytest.raises(SettingsError) as caught:
+        load(path)
+    assert str(caught.value).removeprefix(f"{path}: ").split("; ") == [
+        "engine.page_size is 'x'",
+        "it must be an integer",
+        "unknown key engine.window_s",
+        "did you mean engine.salc.window_s?",
+        "unknown key engine.zzz",
+        "docs/reference/settings.md has all",
+        "unknown key ttft_slo_s",
+        "did you mean engine.brownout.ttft_slo_s?",
+        "unknown key prot",
+        "did you mean port?",
+    ]
+
+
+def test_the_same_key_of_other_sections_is_suggested_first() -> None:
+    with pytest.raises(SettingsError, match=r"engine.salc.interval_s or engine.balance.interval_s"):
+        load(None, {"engine.interval_s": "1"})
+
+
+def test_environment_stands_between_file_and_flags(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("port: 1\nengine: {page_size: 16, max_num_seqs: 3, dtype: float16}\n")
+    environment = {
+        "JMOE_ENGINE__PAGE_SIZE": "32",
+        "JMOE_ENGINE__MAX_NUM_SEQS": "4",
+        "JMOE_ENGINE__BROWNOUT__SALC": "off",
+        "JMOE_ENGINE__DECODE_BUCKETS": "4,8",
+        "JMOE_SERVER__HTTP_PORT": "-1",
+        "JMOE_TLS_CERT": "a client's",
+        "JMOE_PORT": "tcp://10.0.0.1:50051",  # as Kubernetes sets beside a service named jmoe
+        "PATH": "/bin",
+    }
+    config = load(path, {"engine.page_size": 64}, environment)
+    assert (config.port, config.http_port, config.tls_cert) == (1, -1, "")
+    assert (config.engine.page_size, config.engine.max_num_seqs) == (64, 4)
+    assert (config.engine.dtype, config.engine.decode_buckets) == ("float16", (4, 8))
+    assert config.engine.brownout.salc is False
+
+
+def test_every_setting_has_a_variable_of_its_own() -> None:
+    values = {"port": "7", "engine.salc.window_s": "9", "engine.models": "a=x,b=y"}
+    named = {variable(key): value for key, value in values.items()}
+    assert load(None, None, named) == load(None, values)
+    assert len({variable(key) for key in keys()}) == len(keys())
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("JMOE_ENGINE__PAGE_SIZ", "1", "is no setting; did you mean JMOE_ENGINE__PAGE_SIZE?"),
+        ("JMOE_ENGINE_MODEL", "x", "did you mean JMOE_ENGINE__MODEL?"),
+        ("JMOE_PORT__X", "1", "JMOE_PORT__X is no setting"),
+        ("JMOE_ENGINE__PAGE_SIZE", "x", "JMOE_ENGINE__PAGE_SIZE: engine.page_size is 'x'; it must"),
+        ("JMOE_SERVER__PORT", "65536", "port is 65536; it must be between 0 and 65535"),
+    ],
+)
+def test_wrong_variables_are_named(name: str, value: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        load(None, None, {name: value})
+
+
+def test_every_default_is_in_its_range() -> None:
+    assert described().keys() == keys().keys()
+    for key, setting in described().items():
+        assert setting.help.endswith("."), key
+        assert setting.range is None or setting.range.holds(flat(ServerConfig())[key]), key

@@ -19,9 +19,10 @@ from jmoe.config import read_config
 from serving import version
 from serving.cli import main as cli
 from serving.cli.info import kv_bytes_per_token, load_model_config, num_parameters
-from serving.cli.options import overrides
+from serving.cli.options import flag_keys, overrides
+from serving.config import GROUPS, described, keys
 from serving.frontend import server
-from serving.settings import CONFIGS, SettingsError, keys
+from serving.settings import CONFIGS, SettingsError
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 MODELS = ("qwen2_moe_mlp_only_tied", "qwen3_moe_tied_no_head_dim", "mixtral")
@@ -74,19 +75,24 @@ def test_every_parameter_of_every_command_has_a_help_text() -> None:
     assert missing == []
 
 
-def test_no_help_is_cut_at_100_columns(monkeypatch, capsys) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    monkeypatch.setenv("TERMINAL_WIDTH", "100")
+def test_help_cuts_nothing_at_80_columns(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
     for path, command in commands():
         assert run(monkeypatch, *path, "--help") == 0
-        # Borders and line breaks aside, each word of each text is there.
-        shown = capsys.readouterr().out.replace("│", " ").split()
-        assert "…" not in "".join(shown), path
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 80, path
+        assert "…" not in text, path
+        shown = " ".join(text.split())
+        for name, below in getattr(command, "commands", {}).items():
+            summary = " ".join((below.help or "").split()).split(". ")[0]
+            assert f"{name} {summary}" in shown, (path, name)
         for parameter in command.params:
             for option in getattr(parameter, "opts", ()):
                 if option.startswith("--"):
-                    assert option in " ".join(shown), (path, option)
-            assert set((parameter.help or "").split()) <= set(shown), (path, parameter.name)
+                    assert option in shown, (path, option)
+            # Without spaces, since a long word may be broken at a hyphen.
+            assert "".join((parameter.help or "").split()) in "".join(text.split()), path
 
 
 def test_start_is_quick_and_imports_no_jax() -> None:
@@ -196,7 +202,10 @@ printf "%s\n" "${COMPREPLY[@]}"
         (["serve", "--page-size", "16", "--set", "engine.page_size=16"], "is set twice"),
         (["serve", "--port", "70000"], "port is 70000"),
         (["serve", "--set", "engine.page_size=0"], "engine.page_size is 0; it must be above 0"),
-        (["serve", "--dtype", "int8"], "engine.dtype is 'int8'; it must be one of bfloat16"),
+        (
+            ["serve", "--set", "engine.dtype=int8"],
+            "engine.dtype is 'int8'; it must be one of bfloat16",
+        ),
         (["serve", "--status-interval-s", "-1"], "status_interval_s is -1.0; it must be 0 or more"),
         (["serve", "--host", "nohost.invalid"], "cannot listen on nohost.invalid"),
         (["serve", "--config", "dmo"], "default, demo"),
@@ -289,9 +298,30 @@ def test_what_cannot_be_served_is_one_line_before_a_port_opens(
     assert message in line
 
 
-def test_flags_are_the_keys_of_what_they_set() -> None:
-    assert set(cli._FLAGS.values()) <= set(keys())
-    assert set(cli._FLAGS) <= flags_of("serve")
+def test_serve_has_a_flag_for_each_setting_with_a_group() -> None:
+    assert set(flag_keys().values()) <= set(keys())
+    assert len(flag_keys()) == sum(bool(setting.group) for setting in described().values())
+    assert set(flag_keys()) <= flags_of("serve")
+
+
+def test_help_of_serve_has_groups_defaults_and_ranges(monkeypatch, capsys) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert run(monkeypatch, "serve", "--help") == 0
+    text = capsys.readouterr().out
+    titles = [line[:-1] for line in text.splitlines() if re.fullmatch(r"[A-Z]\w+:", line)]
+    assert titles == ["Arguments", "Options", *GROUPS]
+    words = " ".join(text.split())
+    assert "Number of tokens in a KV page. [default: 64; above 0]" in words
+    assert "--log-format <text|json>" in words
+
+
+def test_settings_come_from_the_environment(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(server, "Server", None)
+    monkeypatch.setenv("JMOE_ENGINE__MODEL", "/nowhere")
+    assert run(monkeypatch, "serve") == 2
+    assert "/nowhere" in capsys.readouterr().err
+    assert run(monkeypatch, "serve", "--model", "/elsewhere") == 2
+    assert "/elsewhere" in capsys.readouterr().err
 
 
 def test_tool_flags_follow_the_configurations() -> None:
