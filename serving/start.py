@@ -13,7 +13,9 @@ from jmoe.checkpoint import TensorFiles, is_native, united_ways
 from jmoe.config import read_config
 from jmoe.family import Family
 from jmoe.parallel.cost import exchange_bytes
+from jmoe.tokenizer import read_settings
 from pallas_kernels.backend import backend, hopper, implementation
+from serving.cluster_secret import ClusterSecret
 from serving.composes import COMPOSES, SEVERAL
 from serving.config import EngineConfig
 from serving.control.experts_loader import allowed_ways, ways_among
@@ -46,6 +48,12 @@ def check_start(config: EngineConfig) -> None:
     """
     make_policy(config.policy)
     make_controller(config.salc)
+    ClusterSecret.of(config)
+    if config.family and not Path(config.family).is_file():
+        raise SettingsError(
+            f"engine.family is {config.family!r}, and no such file is there; `jmoe consolidate "
+            "--out FILE` writes one"
+        )
     if config.asynchronous.attention:
         make_layer_picker(config.asynchronous)
     for path in named_models(config.models).values() if config.models else [config.model]:
@@ -56,6 +64,7 @@ def check_start(config: EngineConfig) -> None:
         if path == BUNDLED or Path(path).exists():
             if not is_native(directory):
                 TensorFiles(directory)
+            read_settings(directory, config.chat_template)
             ways = ways_among(united_ways(directory), config.brownout)
             starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
 

@@ -287,6 +287,12 @@ def test_flags_and_pairs_reach_the_server(monkeypatch) -> None:
             "layer rule is 'nope'; it must be one of",
         ),
         ("--max-model-len 600", "engine.max_model_len is 600; bundled has 512 positions"),
+        ("--chat-template nowhere", "nowhere is not readable"),
+        ("--model a=bundled --model b=bundled --family nowhere", "engine.family is 'nowhere', and"),
+        (
+            "--secret-file nowhere --coordinator a:1 --num-processes 2 --process-index 0 --mesh ep=2",
+            "engine.secret_file is 'nowhere', which cannot be read",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_one_line_before_a_port_opens(
