@@ -290,7 +290,8 @@ def test_flags_and_pairs_reach_the_server(monkeypatch) -> None:
         ("--chat-template nowhere", "nowhere is not readable"),
         ("--model a=bundled --model b=bundled --family nowhere", "engine.family is 'nowhere', and"),
         (
-            "--secret-file nowhere --coordinator a:1 --num-processes 2 --process-index 0 --mesh ep=2",
+            "--secret-file nowhere --coordinator a:1 --num-processes 2 --process-index 0 "
+            "--mesh ep=2",
             "engine.secret_file is 'nowhere', which cannot be read",
         ),
     ],
