@@ -3,7 +3,9 @@
 The XLA reference is some 25 small kernels, and in a decode step nearly all of their time is that of
 launches. Here one warpgroup is a block and holds 64 rows; the blocks of a step are one cluster, and
 a decode step of up to 64 rows is a single block. The floor is latency: one trip to memory and back
-for the logits, a few thousand instructions of one warpgroup, and one trip out.
+for the logits, a few thousand instructions of one warpgroup, and one trip out. Of more than 512
+rows a block has several times 64, one after the other (`Block.each_turn`): their picks stay in
+shared memory, and what is one-hot is made again when visits are placed.
 
 - Gate: logits stay in registers, a row in four lanes. `top_k` rounds of row maximum, then the
   lowest id among those that equal it. What was picked becomes -inf, below any logit, and so marks
@@ -28,6 +30,7 @@ finds none for a program of this size, and tiles what TMA then refuses to fill (
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -40,14 +43,17 @@ from jaxlib.mlir.dialects import llvm
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.layouts import (
+    BY_ROW,
     I32,
     ROWS,
     WGMMA,
+    by_row,
     iota,
 )
 from pallas_kernels.routing import stages
 from pallas_kernels.routing.op import Dispatch, Plan, TableRow, row_length, row_of
 from pallas_kernels.routing.parts import (
+    BY_EXPERT,
     DEGRADABLE,
     EXEMPT,
     FEW_PICKS,
@@ -57,6 +63,9 @@ from pallas_kernels.routing.parts import (
     MAX_LOGICAL,
     MAX_PICKS,
     MAX_ROUTED,
+    MAX_ROUTED_IN_TURNS,
+    MAX_SMEM,
+    MAX_TURNS,
     PADDING,
     Block,
     Given,
@@ -65,6 +74,7 @@ from pallas_kernels.routing.parts import (
     Smem,
     by_expert,
     scratch,
+    smem_bytes,
 )
 from pallas_kernels.routing.tile_map import COUNT, END, HEAD, ROW, SIZE, SLOT, RowTiles, TileMap
 
@@ -72,17 +82,20 @@ from pallas_kernels.routing.tile_map import COUNT, END, HEAD, ROW, SIZE, SLOT, R
 def supports(
     logits: Array, groups: Array | TableRow, slots: Array | TableRow, top_k: int, block_m: int
 ) -> bool:
-    """Whether the kernel takes these: float32 logits, up to 512 rows, up to 256 routed experts, in
-    fours, and 512 logical ones; 8 picks, of 128 experts or more up to 16.
+    """Whether the kernel takes these: float32 logits, up to 4,096 rows as far as their picks fit in
+    shared memory, up to 256 routed experts (of more than 512 rows 192), in fours, and 512 logical
+    ones; 8 picks, of 128 experts or more up to 16.
     """
     num_rows, columns = logits.shape
     num_experts, num_logical = row_length(groups), row_length(slots)
+    sizes = Sizes(num_rows, top_k, num_experts, num_logical, block_m, 0, True, "", None, False)
     return (
         logits.dtype == jnp.float32
-        and 0 < num_rows <= ROWS * MAX_BLOCKS
+        and 0 < num_rows <= ROWS * MAX_BLOCKS * MAX_TURNS
+        and smem_bytes(sizes) <= MAX_SMEM
         and columns % 4 == 0
         and num_experts % 4 == 0
-        and num_experts <= min(num_logical, MAX_ROUTED)
+        and num_experts <= min(num_logical, MAX_ROUTED if sizes.turns == 1 else MAX_ROUTED_IN_TURNS)
         and num_logical <= MAX_LOGICAL
         and top_k <= (MAX_PICKS if num_experts >= MANY_EXPERTS else FEW_PICKS)
         and block_m % 4 == 0
@@ -203,25 +216,22 @@ def _call(sizes: Sizes):
 def _route(at: Block) -> None:
     smem, sizes = at.smem, at.sizes
     _load(at)
-    _kinds(at)
     _prepare(at)
-    plgpu.barrier_wait(smem.full)
-    stages.gate(at)
-    plgpu.wait_smem_to_gmem(1)  # gaps are marked; picks are on their way
+    at.each_turn(_pick)
+    plgpu.wait_smem_to_gmem(1 if sizes.turns == 1 else 0)  # gaps are marked; picks are on their way
     _meet(at, "arrive.release")
+    plgpu.barrier_wait(smem.full)
     used = pl.ds(0, sizes.experts)
     _exchange(at, 0, smem.visits, smem.all_visits)
     visits, _ = _sums(at, smem.visits, smem.all_visits, lambda ref: by_expert(ref.at[used]))
     stages.plan(at, visits)
-    expert_ids = stages.look_up(at)
-    kept = stages.merge_repeats(at, expert_ids)
-    stages.one_hot(at, expert_ids)
+    served: list[tuple] = []
+    at.each_turn(lambda at: served.append(_serve(at)))
     _exchange(at, 1, smem.rows, smem.all_rows)
     num_tiles = stages.starts(at, functools.partial(_sums, at, smem.rows, smem.all_rows))
-    stages.ranks(at, expert_ids, kept)
-    _store(at)
     _meet(at, "wait.acquire")  # gaps are marked by all blocks, tokens written over some of them
-    _fill(at)
+    at.each_turn(lambda at: _place(at, *(served[0] if sizes.turns == 1 else _served(at))))
+    _store_sums(at)
     if sizes.tiles:
         _map_tiles(at, num_tiles)
     plgpu.wait_smem_to_gmem(0)
@@ -232,8 +242,7 @@ def _load(at: Block) -> None:
     past its end, and that of the table, is what nobody asks for.
     """
     given, smem, sizes = at.given, at.smem, at.sizes
-    logits = given.logits.at[at.own, pl.ds(0, sizes.experts)]
-    plgpu.copy_gmem_to_smem(logits, smem.logits, smem.full)
+    _load_logits(at)
     groups = pl.ds(given.groups_layer[0] * sizes.experts, sizes.padded)
     plgpu.copy_gmem_to_smem(given.groups.at[groups], smem.groups, smem.full)
     for first, count in sizes.slot_boxes:
@@ -242,13 +251,64 @@ def _load(at: Block) -> None:
         plgpu.copy_gmem_to_smem(given.slots.at[slots], into, smem.full)
 
 
+def _load_logits(at: Block) -> None:
+    logits = at.given.logits.at[at.own, pl.ds(0, at.sizes.experts)]
+    plgpu.copy_gmem_to_smem(logits, at.smem.logits, at.smem.loaded)
+
+
+def _pick(at: Block) -> None:
+    """Picks of 64 rows, while the next ones' logits are loaded as soon as these are read."""
+    _kinds(at)
+    plgpu.barrier_wait(at.smem.loaded)
+    stages.gate(at)
+    if at.sizes.turns > 1:
+        following = at._replace(turn=at.turn + 1)
+
+        @pl.when((at.turn + 1 < at.sizes.turns) & (following.first_row < at.sizes.rows))
+        def _():
+            _load_logits(following)
+
+
+def _serve(at: Block) -> tuple[list, Callable]:
+    """Experts that serve 64 rows; whether the visit of a pick is kept. Counts the experts' rows."""
+    smem = at.smem
+    expert_ids = stages.look_up(at)
+    kept = stages.merge_repeats(at, expert_ids)
+    if at.sizes.turns == 1:
+        stages.one_hot(at, expert_ids)
+    else:
+        stages.one_hot(at._replace(smem=smem._replace(rows=smem.turn_rows)), expert_ids)
+        stages.add_rows(at, smem.rows)
+        for k, keep in enumerate(kept):
+            smem.visit_row[:, k] = jnp.where(keep, 1, 0)
+    return expert_ids, kept.__getitem__
+
+
+def _served(at: Block) -> tuple[list, Callable]:
+    """Again what `_serve` returned for these rows, and their visits one-hot."""
+    smem, picks = at.smem, range(at.sizes.picks)
+    expert_ids = [by_row(smem.expert_ids.at[:, k]) for k in picks]
+    stages.one_hot(at._replace(smem=smem._replace(rows=smem.turn_rows)), expert_ids)
+    return expert_ids, lambda k: by_row(smem.visit_row.at[:, k]) != 0
+
+
+def _place(at: Block, expert_ids: list, kept: Callable) -> None:
+    """Sorted rows of 64 rows' visits, and the tokens there."""
+    stages.ranks(at, expert_ids, kept)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(at.smem.visit_row, at.out.visit_row.at[at.own])
+    _fill(at)
+    if at.sizes.turns > 1:
+        stages.add_rows(at, at.smem.first)
+
+
 def _kinds(at: Block) -> None:
     """What each row is, into shared memory. TMA knows no booleans: a warp reads them one by one."""
     given, last = at.given, at.sizes.rows - 1
 
     def one_warp(warp):
         rows = [warp * 16 + i for i in range(16)]
-        own = [at.index * ROWS + row for row in rows]
+        own = [at.first_row + row for row in rows]
         read = [(given.valid[lax.min(row, last)], given.exempt[lax.min(row, last)]) for row in own]
         for row, at_row, (valid, exempt) in zip(rows, own, read, strict=True):
             kind = jnp.where(exempt, EXEMPT, DEGRADABLE)
@@ -261,6 +321,11 @@ def _kinds(at: Block) -> None:
 def _prepare(at: Block) -> None:
     """Constants in shared memory, and gaps for sorted rows, while the copies are under way."""
     smem, sizes = at.smem, at.sizes
+    if sizes.turns > 1:  # sums over turns begin at nothing
+        smem.visits[...] = plgpu.layout_cast(jnp.zeros((sizes.padded,), I32), BY_EXPERT)
+        zeros = plgpu.layout_cast(jnp.full((ROWS,), 0, I32), BY_ROW)
+        for chunk in range(sizes.chunks):
+            smem.rows[chunk] = zeros
     strided = plgpu.Layout.WG_STRIDED((GAP,), 2)
     smem.gap[...] = plgpu.layout_cast(jnp.full((GAP,), sizes.rows, I32), strided)
     plgpu.commit_smem()
@@ -333,11 +398,10 @@ def _sums(at: Block, own, every, load):
     return lax.fori_loop(1, at.sizes.blocks, add, (part, part * jnp.where(at.index > 0, 1, 0)))
 
 
-def _store(at: Block) -> None:
-    """Starts the copies of what is left to be written."""
+def _store_sums(at: Block) -> None:
+    """Starts the copies of what is of all rows: S1, rows and starts of experts."""
     smem, out, sizes = at.smem, at.out, at.sizes
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(smem.visit_row, out.visit_row.at[at.own])
 
     @pl.when(at.index == 0)
     def _():
@@ -371,7 +435,7 @@ def _fill(at: Block) -> None:
 
                 @pl.when(place < sizes.sorted_rows)
                 def _(token=token, place=place):
-                    at.out.row_token[place] = at.index * ROWS + token
+                    at.out.row_token[place] = at.first_row + token
 
     plgpu.warp_map(one_warp)
 

@@ -1,11 +1,13 @@
 """What the parts of the routing kernel share: sizes, buffers, layouts and small helpers."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.layouts import BY_SINGLE_COLUMN, I32, ROWS, SINGLE_COLUMNS
 from pallas_kernels.routing.tile_map import RowTiles, max_tiles
@@ -13,8 +15,17 @@ from pallas_kernels.routing.tile_map import RowTiles, max_tiles
 MAX_BLOCKS = 8
 """Blocks of a cluster, the most that every GPU can place."""
 
+MAX_TURNS = 8
+"""Times that a block takes 64 rows, where a step has more than 512: picks stay in shared memory."""
+
+MAX_SMEM = 220 * 1024
+"""Bytes of shared memory that buffers may take; a block has 227 KB, of which barriers take some."""
+
 MAX_ROUTED, MAX_LOGICAL = 256, 512
 """Experts. A row's logits are in registers, 128 of a thread's 255 at the most."""
+
+MAX_ROUTED_IN_TURNS = 192
+"""Routed experts of steps of more than 512 rows: a loop's own values need registers, too."""
 
 MAX_PICKS = 16
 """A row's picks are compared with each other in registers."""
@@ -48,9 +59,14 @@ class Sizes(NamedTuple):
     interpreted: bool
 
     @property
+    def turns(self) -> int:
+        """Times 64 rows that a block has; the last block may have fewer."""
+        return -(-self.rows // (ROWS * MAX_BLOCKS))
+
+    @property
     def blocks(self) -> int:
         """Blocks of the cluster."""
-        return -(-self.rows // ROWS)
+        return -(-self.rows // (ROWS * self.turns))
 
     @property
     def width(self) -> int:
@@ -115,8 +131,8 @@ class Smem(NamedTuple):
     logits: Any
     groups: Any
     slots: Any
-    kind: Any
-    ids: Any  # [row, pick], as the next three
+    kind: Any  # [turn, row]; of a turn, [row]
+    ids: Any  # [turn, row, pick], as the next three; of a turn, [row, pick]
     expert_ids: Any
     visit_row: Any
     weights: Any
@@ -132,16 +148,18 @@ class Smem(NamedTuple):
     visited: Any  # one-hot, [64 experts at once, row, expert]
     earlier: Any  # 1 where the column is before the row
     ones: Any
-    full: Any
+    full: Any  # barrier of the tables
+    loaded: Any  # of a turn's logits
     all_visits: Any = None  # of every block, as the next
     all_rows: Any = None
-    first: Any = None  # sorted row of the block's first visit to each logical expert
+    first: Any = None  # sorted row of the turn's first visit to each logical expert
+    turn_rows: Any = None  # of a turn, as `rows` is of the block
     exchanged: Any = None  # barriers
     met: Any = None
 
 
 class Block(NamedTuple):
-    """A block of 64 rows, and all it works with."""
+    """A block, or 64 of its rows, and all it works with."""
 
     sizes: Sizes
     index: Any
@@ -149,11 +167,34 @@ class Block(NamedTuple):
     out: Out
     shared: Any  # in memory: what blocks exchange
     smem: Smem
+    turn: Any = 0
+
+    @property
+    def first_row(self):
+        """Its first row of the arrays."""
+        return (self.index * self.sizes.turns + self.turn) * ROWS
 
     @property
     def own(self):
         """Its rows of the arrays. They may pass the end, where TMA stops."""
-        return pl.ds(self.index * ROWS, ROWS)
+        return pl.ds(self.first_row, ROWS)
+
+    def each_turn(self, do) -> None:
+        """Calls `do` with the block's rows, 64 at a time."""
+        turns = self.sizes.turns
+        if turns == 1:
+            do(self._at_turn(0))
+            return
+        left = -(-self.sizes.rows // ROWS) - self.index * turns
+
+        @pl.loop(0, lax.min(left, jnp.int32(turns)))
+        def _(turn):
+            do(self._at_turn(turn))
+
+    def _at_turn(self, turn) -> "Block":
+        names = ("kind", "ids", "expert_ids", "visit_row", "weights")
+        views = {name: getattr(self.smem, name).at[turn] for name in names}
+        return self._replace(smem=self.smem._replace(**views), turn=turn)
 
 
 def scratch(sizes: Sizes) -> dict[str, Any]:
@@ -164,17 +205,22 @@ def scratch(sizes: Sizes) -> dict[str, Any]:
     )
     bf16 = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=swizzled)
     i32 = functools.partial(plgpu.SMEM, dtype=I32)
-    visits, vector, places = (ROWS, sizes.width), (sizes.padded,), (sizes.chunks, ROWS)
+    visits, vector, places = (
+        (sizes.turns, ROWS, sizes.width),
+        (sizes.padded,),
+        (sizes.chunks, ROWS),
+    )
     scratch = {
         "logits": plgpu.SMEM((ROWS, sizes.experts), jnp.float32),
-        "kind": i32((ROWS,)),
+        "kind": i32((sizes.turns, ROWS)),
         "weights": plgpu.SMEM(visits, jnp.float32),
         "gap": i32((GAP,)),
         "visited": bf16((sizes.chunks, ROWS, ROWS)),
         "earlier": bf16((ROWS, ROWS)),
         "ones": bf16((8, ROWS)),
         "slots": i32((sizes.chunks * ROWS,)),
-        "full": plgpu.Barrier(num_arrivals=2 + len(sizes.slot_boxes)),
+        "full": plgpu.Barrier(num_arrivals=1 + len(sizes.slot_boxes)),
+        "loaded": plgpu.Barrier(),
         **{name: i32(visits) for name in ("ids", "expert_ids", "visit_row")},
         **{name: i32(vector) for name in ("groups", "visits", "key", "s1", "left", "target")},
         **{name: i32(places) for name in ("rows", "start", "tile")},
@@ -186,9 +232,17 @@ def scratch(sizes: Sizes) -> dict[str, Any]:
             "first": i32(places),
             "exchanged": plgpu.Barrier(num_barriers=2),
         }
+        if sizes.turns > 1:
+            scratch["turn_rows"] = i32(places)
         if sizes.interpreted:
             scratch["met"] = plgpu.ClusterBarrier(collective_axes=("block",), num_barriers=2)
     return scratch
+
+
+def smem_bytes(sizes: Sizes) -> int:
+    """Bytes of shared memory that a block's buffers take."""
+    buffers = (made for made in scratch(sizes).values() if isinstance(made, pl.MemoryRef))
+    return sum(math.prod(made.shape) * jnp.dtype(made.dtype).itemsize for made in buffers)
 
 
 def by_expert(ref):

@@ -105,7 +105,10 @@ def gate(at: Block) -> None:
     visit = jnp.where(kind == DEGRADABLE, 1, jnp.where(kind == EXEMPT, EXEMPT_VISIT, 0))
     for part, x in zip(parts, xs, strict=True):
         visits = jnp.where(x == -jnp.inf, across(visit, x.shape), 0)
-        smem.visits[part.slice] = jnp.sum(visits, axis=0)
+        visits = jnp.sum(visits, axis=0)
+        if sizes.turns > 1:
+            visits += by_expert(smem.visits.at[part.slice])
+        smem.visits[part.slice] = visits
     _weigh(at, scale)
 
 
@@ -219,7 +222,7 @@ def merge_repeats(at: Block, expert_ids: list) -> list:
 
 
 def one_hot(at: Block, expert_ids: list) -> None:
-    """Visits one-hot, and the rows of each logical expert, into shared memory."""
+    """Visits one-hot, and the rows of each logical expert, into shared memory (`rows`)."""
     smem = at.smem
     shape = (ROWS, ROWS)
 
@@ -273,15 +276,29 @@ def _divided_up(rows, by: int):
     return lax.div(rows + (by - 1), jnp.full(rows.shape, by, I32))
 
 
-def ranks(at: Block, expert_ids: list, kept: list) -> None:
-    """Sorted row of each visit, into shared memory: its expert's start plus the rows before."""
+def add_rows(at: Block, to) -> None:
+    """Adds a turn's rows of each logical expert to a vector in shared memory."""
+    plgpu.commit_smem()
+
+    @pl.loop(0, at.sizes.chunks)
+    def _(chunk):
+        to[chunk] = by_row(to.at[chunk]) + by_row(at.smem.turn_rows.at[chunk])
+
+    plgpu.commit_smem()
+
+
+def ranks(at: Block, expert_ids: list, kept: Callable) -> None:
+    """Sorted row of each visit that is kept, into shared memory: its expert's start plus the rows
+    before.
+    """
     sizes, smem = at.sizes, at.smem
     shape = (ROWS, ROWS)
-    starts = smem.start if sizes.blocks == 1 else smem.first
+    starts = smem.start if smem.first is None else smem.first
 
     nowhere = plgpu.layout_cast(jnp.full((ROWS,), 0, I32), BY_ROW)
-    for first in range(0, sizes.picks, PICKS):
-        some = expert_ids[first : first + PICKS]
+    together = PICKS if sizes.turns == 1 else PICKS // 2  # a loop's own values need registers, too
+    for first in range(0, sizes.picks, together):
+        some = expert_ids[first : first + together]
 
         def one_chunk(chunk, found, some=some):
             earlier = product(smem.earlier, smem.visited.at[chunk]).astype(I32)
@@ -293,4 +310,4 @@ def ranks(at: Block, expert_ids: list, kept: list) -> None:
 
         found = lax.fori_loop(0, sizes.chunks, one_chunk, (nowhere,) * len(some))
         for k, row in enumerate(found, first):
-            smem.visit_row[:, k] = jnp.where(kept[k], row, sizes.sorted_rows)
+            smem.visit_row[:, k] = jnp.where(kept(k), row, sizes.sorted_rows)
