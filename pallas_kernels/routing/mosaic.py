@@ -56,10 +56,11 @@ from pallas_kernels.routing.parts import (
     BY_EXPERT,
     DEGRADABLE,
     EXEMPT,
+    FEW_EXPERTS,
     FEW_PICKS,
+    FEW_TURNS,
     GAP,
     MANY_EXPERTS,
-    MAX_BLOCKS,
     MAX_LOGICAL,
     MAX_PICKS,
     MAX_ROUTED,
@@ -82,20 +83,22 @@ from pallas_kernels.routing.tile_map import COUNT, END, HEAD, ROW, SIZE, SLOT, R
 def supports(
     logits: Array, groups: Array | TableRow, slots: Array | TableRow, top_k: int, block_m: int
 ) -> bool:
-    """Whether the kernel takes these: float32 logits, up to 4,096 rows as far as their picks fit in
-    shared memory, up to 256 routed experts (of more than 512 rows 192), in fours, and 512 logical
-    ones; 8 picks, of 128 experts or more up to 16.
+    """Whether the kernel takes these: float32 logits; up to 4,096 rows of 64 routed experts, 2,048
+    of 128, 512 of 256, in fours; 512 logical experts; 8 picks, up to 512 rows of 128 experts or
+    more 16; as far as what a block keeps fits in shared memory.
     """
     num_rows, columns = logits.shape
     num_experts, num_logical = row_length(groups), row_length(slots)
     sizes = Sizes(num_rows, top_k, num_experts, num_logical, block_m, 0, True, "", None, False)
     return (
         logits.dtype == jnp.float32
-        and 0 < num_rows <= ROWS * MAX_BLOCKS * MAX_TURNS
+        and num_rows > 0
+        and sizes.turns <= (MAX_TURNS if num_experts <= FEW_EXPERTS else FEW_TURNS)
         and smem_bytes(sizes) <= MAX_SMEM
         and columns % 4 == 0
         and num_experts % 4 == 0
-        and num_experts <= min(num_logical, MAX_ROUTED if sizes.turns == 1 else MAX_ROUTED_IN_TURNS)
+        and num_experts <= min(num_logical, MAX_ROUTED)
+        and (sizes.turns == 1 or (num_experts <= MAX_ROUTED_IN_TURNS and top_k <= FEW_PICKS))
         and num_logical <= MAX_LOGICAL
         and top_k <= (MAX_PICKS if num_experts >= MANY_EXPERTS else FEW_PICKS)
         and block_m % 4 == 0
@@ -225,7 +228,7 @@ def _route(at: Block) -> None:
     _exchange(at, 0, smem.visits, smem.all_visits)
     visits, _ = _sums(at, smem.visits, smem.all_visits, lambda ref: by_expert(ref.at[used]))
     stages.plan(at, visits)
-    served: list[tuple] = []
+    served: list[tuple[list, Callable]] = []
     at.each_turn(lambda at: served.append(_serve(at)))
     _exchange(at, 1, smem.rows, smem.all_rows)
     num_tiles = stages.starts(at, functools.partial(_sums, at, smem.rows, smem.all_rows))

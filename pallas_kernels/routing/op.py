@@ -164,7 +164,8 @@ def route(
 
     Logits past the m experts that `groups` has are padding, and are not looked at. With `tiles`,
     of a multiple of `block_m` rows, the dispatch has a map of them. Returns the experts that the
-    router chose, the plan and the dispatch. On Hopper, steps of up to 4,096 rows take one kernel.
+    router chose, the plan and the dispatch. On Hopper, steps of up to 4,096 rows (of
+    more than 64 experts 2,048, of more than 128 512) take one kernel.
     """
     if hopper():
         from pallas_kernels.routing import mosaic  # Pallas is not imported where it is unused

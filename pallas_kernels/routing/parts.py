@@ -15,8 +15,10 @@ from pallas_kernels.routing.tile_map import RowTiles, max_tiles
 MAX_BLOCKS = 8
 """Blocks of a cluster, the most that every GPU can place."""
 
-MAX_TURNS = 8
-"""Times that a block takes 64 rows, where a step has more than 512: picks stay in shared memory."""
+MAX_TURNS, FEW_TURNS, FEW_EXPERTS = 8, 4, 64
+"""Times that a block takes 64 rows, where a step has more than 512; of more than 64 experts a turn
+takes longer, and from 2,048 rows on XLA's many launches should be over sooner (docs/roofline.md).
+"""
 
 MAX_SMEM = 220 * 1024
 """Bytes of shared memory that buffers may take; a block has 227 KB, of which barriers take some."""
@@ -24,7 +26,7 @@ MAX_SMEM = 220 * 1024
 MAX_ROUTED, MAX_LOGICAL = 256, 512
 """Experts. A row's logits are in registers, 128 of a thread's 255 at the most."""
 
-MAX_ROUTED_IN_TURNS = 192
+MAX_ROUTED_IN_TURNS = 128
 """Routed experts of steps of more than 512 rows: a loop's own values need registers, too."""
 
 MAX_PICKS = 16

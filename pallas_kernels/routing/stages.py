@@ -36,9 +36,9 @@ from pallas_kernels.routing.parts import (
 )
 from pallas_kernels.routing.reference import LOWEST, TINY
 
-MAX_TOGETHER, FEW = 128, 32
-"""Routed experts that sums over rows are made of at once; where there are more, they are made of so
-few at a time, that registers suffice."""
+MAX_TOGETHER, MAX_TOGETHER_IN_TURNS, FEW = 128, 64, 32
+"""Routed experts that sums over rows are made of at once, in a block of one turn and of several;
+where there are more, they are made of so few at a time, that registers suffice."""
 
 PICKS = 8
 """Of a row, that are ranked at once, likewise."""
@@ -67,7 +67,8 @@ class _Part(NamedTuple):
 
 def _parts(sizes: Sizes) -> list[_Part]:
     count = sizes.experts
-    together = count if count <= MAX_TOGETHER else FEW
+    most = MAX_TOGETHER if sizes.turns == 1 else MAX_TOGETHER_IN_TURNS
+    together = count if count <= most else FEW
     return [_Part(first, min(together, count - first)) for first in range(0, count, together)]
 
 

@@ -215,6 +215,15 @@ def test_a_prefill_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, 
     assert sum(count_launches(program.hlo).values()) == case.launches[1]
 
 
+def test_a_prefill_of_1024_rows_launches_as_little_as_one_of_512(mesh):
+    counts = []
+    for num_rows in (512, 1024):
+        rows = int32(num_rows), int32(8, 9), int32(8, 3), int32(2)
+        program = compile_step(mesh, QWEN15._replace(depth=3), prefill_step, *rows)
+        counts.append(sum(count_launches(program.hlo).values()))
+    assert counts[1] <= counts[0] + 1  # one more beside the layers
+
+
 STEPS = {"decode": (decode_step, [(BATCH, 9), (8, 3), (4,)]),
          "prefill": (prefill_step, [(512,), (8, 9), (8, 3), (4,), (512,)])}  # fmt: skip
 NUM_HIDDEN = BATCH + 2 * 512
