@@ -421,7 +421,9 @@ def test_serve_for_real(monkeypatch, capsys, tmp_path) -> None:
         shown = capsys.readouterr().out
         assert "mine" in shown
         assert "KV pages" in shown  # from the admin service, which info has found
-        rows = dict(re.split("  +", line, maxsplit=1) for line in shown.splitlines() if "  " in line)
+        rows = dict(
+            re.split("  +", line, maxsplit=1) for line in shown.splitlines() if "  " in line
+        )
         assert rows["layers per launch"].startswith("decode 4: ")
         assert int(rows["compiled programs"]) > 2
         assert "best-effort token" not in rows  # no step was seen yet
