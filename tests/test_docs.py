@@ -55,6 +55,33 @@ def test_every_setting_is_documented_and_every_documented_one_exists():
     assert sorted(documented) == sorted(keys())
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_settings_that_pages_name_exist(page):
+    names = re.findall(r"`(engine\.(?!py)[a-z_.]+)(?:=[^`]*)?`", page.read_text(encoding="utf-8"))
+    known = keys()
+    for name in names:
+        assert name in known or any(key.startswith(f"{name}.") for key in known), name
+
+
+@pytest.mark.parametrize("message", first_columns(TROUBLESHOOTING))
+def test_messages_are_those_of_the_code(message):
+    text = message.strip("`").replace("…", "\0")
+    pattern = ".+".join(map(re.escape, text.split("\0")))
+    assert any(re.search(pattern, found) for found in CODE), message
+
+
+def test_messages_are_in_order():
+    for section in TROUBLESHOOTING.split("\n## ")[1:]:
+        cells = [cell.lstrip("`… ").lower() for cell in first_columns(section)]
+        assert cells == sorted(cells)
+
+
+def test_metrics_are_documented_and_exist():
+    documented = set(re.findall(r"`(jmoe_[a-z0-9_]+)`", OPERATING))
+    families = {family.name for family in Metrics().collect()}
+    assert {name.removesuffix("_total") for name in documented} >= families
+
+
 def test_the_table_of_ports_is_that_of_the_code():
     table = OPERATING.split("## Ports\n")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
@@ -111,33 +138,6 @@ def test_links_modules_and_flags_of_the_pages_exist(page):
             command = command.commands[words.pop(0)]
         given = {word.partition("=")[0] for word in words if word.startswith("--")}
         assert given <= flags(command), line
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_settings_that_pages_name_exist(page):
-    names = re.findall(r"`(engine\.(?!py)[a-z_.]+)(?:=[^`]*)?`", page.read_text(encoding="utf-8"))
-    known = keys()
-    for name in names:
-        assert name in known or any(key.startswith(f"{name}.") for key in known), name
-
-
-@pytest.mark.parametrize("message", first_columns(TROUBLESHOOTING))
-def test_messages_are_those_of_the_code(message):
-    text = message.strip("`").replace("…", "\0")
-    pattern = ".+".join(map(re.escape, text.split("\0")))
-    assert any(re.search(pattern, found) for found in CODE), message
-
-
-def test_messages_are_in_order():
-    for section in TROUBLESHOOTING.split("\n## ")[1:]:
-        cells = [cell.lstrip("`… ").lower() for cell in first_columns(section)]
-        assert cells == sorted(cells)
-
-
-def test_metrics_are_documented_and_exist():
-    documented = set(re.findall(r"`(jmoe_[a-z0-9_]+)`", OPERATING))
-    families = {family.name for family in Metrics().collect()}
-    assert {name.removesuffix("_total") for name in documented} >= families
 
 
 CODE = messages()

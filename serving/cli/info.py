@@ -82,7 +82,8 @@ def info(
     tls_key: TlsKey = None,
     allow_unknown_config: AllowUnknownConfig = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="With --address: print every field, as JSON.")
+        bool,
+        typer.Option("--json", help="With --address: print all that the server says, as JSON."),
     ] = False,
 ) -> None:
     """Parameters and memory of a model, or the state of a running server."""
