@@ -290,7 +290,10 @@ def _ask(
     try:
         return asyncio.run(ask())
     except grpc.aio.AioRpcError as error:
-        raise ConnectionError(f"{address} does not answer: {error.details()}") from None
+        said = f"{address} does not answer: {error.details()}"
+        if error.code() == grpc.StatusCode.UNAVAILABLE:
+            said += "; --address takes HOST:PORT as in the server's line `jmoe ready on`"
+        raise ConnectionError(said) from None
 
 
 _KEYS = {"ServerInfo": "server", "BrownoutState": "brownout", "Stats": "stats"}

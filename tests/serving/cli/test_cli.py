@@ -221,6 +221,7 @@ printf "%s\n" "${COMPREPLY[@]}"
             "--device-gb is nan; it must be above 0",
         ),
         (["info", "--address", "127.0.0.1:1"], "127.0.0.1:1 does not answer"),
+        (["info", "--address", "http://127.0.0.1:1"], "takes HOST:PORT as in"),
         (
             ["bench", "balance", "--variants", "none,all"],
             "variant 'all' is unknown; there are none",
