@@ -19,8 +19,8 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 def admin_address_of(address: str, info: pb.ServerInfo) -> str:
     """Returns the address of a server's admin service, given the server's own `info`.
 
-    Its host is that of `address`, unless that is a loopback address: then the server is on this
-    machine, and where it listens is where it is found.
+    The host is that of `address`. If that is a loopback address, though, the server is on this
+    machine, and the host is the one that its admin service listens on.
     """
     host, colon, _ = bare(address).rpartition(":")
     if not (colon and info.admin_port):

@@ -17,8 +17,8 @@ def jmoe_version() -> str:
 
 
 def commit(root: Path = Path(__file__).parents[1]) -> str | None:
-    """Returns the checkout's commit, with "+" where files differ from it; of a package that pip
-    installed from git, the commit that it was; else None.
+    """Returns the commit of jmoe's checkout, with "+" if files differ from it, or the commit that
+    pip installed from git; None for any other installation.
 
     `root` is the folder that holds jmoe's packages. A repository further up is another project's.
     """
@@ -34,7 +34,7 @@ def commit(root: Path = Path(__file__).parents[1]) -> str | None:
 
 
 def device(root: Path = Path("/")) -> str:
-    """Returns what jax will run on, as far as that shows without asking CUDA, which takes seconds.
+    """Returns what jax will run on, as far as can be told without asking CUDA, which takes seconds.
 
     `root` is the root of the file system.
     """
@@ -47,7 +47,7 @@ def device(root: Path = Path("/")) -> str:
         for line in path.read_text().splitlines()
         if line.startswith("Model:")
     ]
-    gpus = ", ".join(models) or "an NVIDIA GPU without a driver"
+    gpus = ", ".join(models) or "an NVIDIA GPU that no driver names"
     plugins = importlib.metadata.entry_points(group="jax_plugins")
     if any("cuda" in plugin.name for plugin in plugins):
         return gpus

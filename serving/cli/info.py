@@ -101,7 +101,7 @@ def info(
     if (model, model_config, address).count(None) < 2:
         raise ValueError("give one of MODEL, --model-config and --address")
     if as_json and address is None:
-        raise ValueError("--json is of a running server; give --address HOST:PORT as well")
+        raise ValueError("--json needs a running server; give --address HOST:PORT as well")
     if address is not None and mesh is not None:
         raise ValueError("--mesh is of a model; give MODEL or --model-config, not --address")
     if device_gb is not None and not mesh:
@@ -123,11 +123,11 @@ def info(
         connection = Connection.of_environment(
             api_key_env, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
         )
-        admin, messages = _ask(address, admin_address, connection)
+        admin, trouble, messages = _ask(address, admin_address, connection)
         if as_json:
-            print(_json(address, admin, messages))
+            print(_json(address, admin, trouble, messages))
             return
-        sections = _in_words(address, admin, messages)
+        sections = _in_words(address, admin, trouble, messages)
     elif model_config is not None:
         cfg = load_model_config(model_config)
         sections = _describe(cfg, mesh=mesh, device_gb=device_gb)
@@ -271,10 +271,11 @@ def united_bytes(directory: Path) -> Mapping[int, int]:
 
 def _ask(
     address: str, admin_address: str | None, connection: "Connection"
-) -> tuple[str, list[Any]]:
-    """What a running server says: where its admin service is, and messages of `jmoe.v1`.
+) -> tuple[str, str, list[Any]]:
+    """Asks a running server for its messages of `jmoe.v1`.
 
-    Raises ConnectionError where none answers.
+    Returns the address of its admin service, empty if it has none; why that does not answer, empty
+    if it does; and the messages. Raises ConnectionError if the server does not answer.
     """
     import asyncio
 
@@ -282,33 +283,39 @@ def _ask(
 
     from serving.client import Client, admin_address_of
 
-    async def ask() -> tuple[str, list[Any]]:
+    async def ask() -> tuple[str, str, list[Any]]:
         async with Client(address, admin_address, connection) as client:
             found: list[Any] = [await client.server_info()]
             port = found[0].admin_port
-            admin = admin_address or (admin_address_of(address, found[0]) if port else "none")
+            admin = admin_address or (admin_address_of(address, found[0]) if port else "")
             if found[0].status != "ready":
-                return admin, found
+                return admin, "", found
             names = found[0].models or [""]  # an older server names none
             found += [await client.model_info(name) for name in names]
             try:
                 found += [await client.get_brownout(), await client.stats()]
-                admin = client.admin_address or admin
             except grpc.aio.AioRpcError as error:  # it may listen for the server's own host only
-                admin = f"{client.admin_address} does not answer: {error.details()}"
-            return admin, found
+                return client.admin_address or admin, error.details() or "no reason given", found
+            return client.admin_address or admin, "", found
 
     try:
         return asyncio.run(ask())
     except grpc.aio.AioRpcError as error:
-        raise ConnectionError(f"{address} does not answer: {error.details()}") from None
+        said = f"{address} does not answer: {error.details()}"
+        if error.code() == grpc.StatusCode.UNAVAILABLE:
+            said += "; --address takes HOST:PORT as in the server's line `jmoe ready on`"
+        raise ConnectionError(said) from None
 
 
-def _json(address: str, admin: str, messages: Sequence[Any]) -> str:
-    """Every field of every message, by the proto's names; null for what is no finite number."""
+_KEYS = {"ServerInfo": "server", "BrownoutState": "brownout", "Stats": "stats"}
+
+
+def _json(address: str, admin: str, trouble: str, messages: Sequence[Any]) -> str:
+    """Writes all fields under the proto's names; null stands for NaN, infinity and no address."""
     import json
 
-    said: dict[str, Any] = {"address": address, "admin_address": admin, "models": []}
+    said: dict[str, Any] = {"address": address, "admin_address": admin or None}
+    said |= {"admin_error": trouble or None, "models": []}
     for message in messages:
         fields = {
             field.name: _plain(getattr(message, field.name)) for field in message.DESCRIPTOR.fields
@@ -320,9 +327,6 @@ def _json(address: str, admin: str, messages: Sequence[Any]) -> str:
     return json.dumps(said, indent=2)
 
 
-_KEYS = {"ServerInfo": "server", "BrownoutState": "brownout", "Stats": "stats"}
-
-
 def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -331,36 +335,40 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else list(value)
 
 
-def _in_words(address: str, admin: str, messages: Sequence[Any]) -> list[Section]:
+def _in_words(address: str, admin: str, trouble: str, messages: Sequence[Any]) -> list[Section]:
+    if trouble:
+        admin = f"{admin} does not answer: {trouble}"
     said = (_WORDS[message.DESCRIPTOR.name](message) for message in messages)
-    return [("", [("address", address), ("admin service", admin)]), *said]
+    return [("", [("address", address), ("admin service", admin or "none")]), *said]
 
 
 def _server_in_words(info: Any) -> Section:
+    backend, _, device = info.platform.partition(" ")
     rows = [
         ("status", info.status),
-        ("version", f"{info.version}, on {info.platform}" if info.platform else info.version),
-        ("serves", ", ".join(info.models or [info.model])),
-        ("requests", f"{info.max_num_seqs:,} at once, {info.max_queue_len:,} more wait"),
-        ("tokens of each", f"{info.max_model_len:,} at most, prompt and output together"),
+        ("version", f"{info.version} on {device or backend}" if backend else info.version),
+        ("models", ", ".join(info.models or [info.model])),
+        ("concurrent requests", f"{info.max_num_seqs:,}, and {info.max_queue_len:,} may wait"),
+        ("context length", f"{info.max_model_len:,} tokens, prompt and output together"),
         ("KV cache", f"{info.num_kv_pages:,} pages of {info.kv_page_size:,} tokens"),
-        ("next is by", info.policy),
-        ("step programs", f"{info.num_programs:,}"),
+        ("policy", info.policy),
+        ("compiled programs", f"{info.num_programs:,}"),
     ]
     if info.part_layers:
-        sizes = (f"{size}: {info.part_layers[size]}" for size in sorted(info.part_layers))
-        rows.append(("layers at once beside best effort", ", ".join(sizes)))
+        sizes = sorted(info.part_layers, key=lambda size: (size.partition(" ")[0], len(size), size))
+        layers = ", ".join(f"{size}: {info.part_layers[size]}" for size in sizes)
+        rows.append(("layers per launch", f"{layers} (while best effort is there)"))
     if math.isfinite(info.best_effort_wait_s):
-        rows.append(("best effort waits", f"{info.best_effort_wait_s:.3g} s for a token at most"))
-    return "Server", [row for row in rows if row[1]]
+        rows.append(("best-effort token", f"within {info.best_effort_wait_s:.3g} s"))
+    return "Server", rows
 
 
 def _model_in_words(info: Any) -> Section:
     ways = ", ".join(map(str, info.united_ways))
     return f"Model {info.name}", [
-        ("architecture", f"{info.architecture}, {info.num_layers} layers of {info.d_model:,}"),
-        ("experts a layer", f"{info.num_experts}, {info.experts_per_token} a token"),
-        ("united experts", f"ways {ways}" if ways else "none, so that visits can only be dropped"),
+        ("architecture", f"{info.architecture}, {info.num_layers} layers, width {info.d_model:,}"),
+        ("experts", f"{info.num_experts} per layer, {info.experts_per_token} per token"),
+        ("united experts", f"ways {ways}" if ways else "none"),
         ("parameters", f"{info.num_parameters:,} in {info.dtype}"),
         ("positions", f"{info.max_position:,}"),
         ("vocabulary", f"{info.vocab_size:,} tokens"),
@@ -369,38 +377,40 @@ def _model_in_words(info: Any) -> Section:
 
 def _brownout_in_words(state: Any) -> Section:
     def latency(p90_s: float, slo_s: float) -> str:
-        seen = "no samples" if math.isnan(p90_s) else f"P90 {1e3 * p90_s:.1f} ms"
-        return f"{seen}, objective {1e3 * slo_s:.1f} ms"
+        seen = "no samples" if math.isnan(p90_s) else f"P90 {1e3 * p90_s:,.4g} ms"
+        return f"{seen}, SLO {1e3 * slo_s:,.4g} ms"
 
-    who = f"set by the controller {state.controller}" if state.salc_enabled else "fixed"
+    who = f"set by controller {state.controller}" if state.salc_enabled else "fixed"
     prefill, decode = state.prefill_threshold_percent, state.decode_threshold_percent
     rows = [
         ("strategy", f"{state.strategy}, way {state.way}" if state.way else state.strategy),
         ("visits kept exact", f"prefill {prefill:.1f} %, decode {decode:.1f} %, {who}"),
         ("time to first token", latency(state.ttft_p90_s, state.ttft_slo_s)),
-        ("time between tokens", latency(state.itl_p90_s, state.itl_slo_s)),
+        ("inter-token latency", latency(state.itl_p90_s, state.itl_slo_s)),
     ]
     if state.objective_state:
-        rows.append(("brownout is in vain", state.objective_state))
+        rows.append(("brownout in vain", state.objective_state))
     return "Brownout", rows
 
 
 def _stats_in_words(stats: Any) -> Section:
-    degraded = stats.degraded_visits / max(stats.expert_visits, 1)
+    degraded = 100 * stats.degraded_visits / max(stats.expert_visits, 1)
     ended = (
         f"{stats.requests_finished:,} finished, {stats.requests_aborted:,} aborted, "
         f"{stats.requests_rejected:,} refused, {stats.requests_failed:,} failed"
     )
+    reused = f"{stats.reused_tokens:,} tokens reused, {stats.kv_pages_kept:,} pages kept"
+    preempted = f"{stats.parks:,} steps parked, {stats.evictions:,} requests evicted"
     rows = [
-        ("up for", _duration(stats.uptime_s)),
+        ("uptime", _duration(stats.uptime_s)),
         ("requests now", f"{stats.num_running:,} running, {stats.num_waiting:,} waiting"),
         ("requests so far", ended),
         ("KV pages", f"{stats.kv_pages_used:,} of {stats.kv_pages_total:,} in use"),
-        ("reused prefixes", f"{stats.reused_tokens:,} tokens, {stats.kv_pages_kept:,} pages kept"),
+        ("prefixes", reused),
         ("steps", f"{stats.steps_prefill:,} prefill, {stats.steps_decode:,} decode"),
-        ("preemption", f"{stats.parks:,} parked steps, {stats.evictions:,} evicted requests"),
-        ("expert visits", f"{stats.expert_visits:,}, {degraded:.1%} of them degraded"),
-        ("compiled since ready", f"{stats.compilations_since_ready:,}"),
+        ("preemption", preempted),
+        ("expert visits", f"{stats.expert_visits:,}, {degraded:.1f} % degraded"),
+        ("compiled since ready", f"{stats.compilations_since_ready:,} programs"),
     ]
     return "Load", rows
 

@@ -64,10 +64,7 @@ def bind(
             return server.add_insecure_port(address)
         except RuntimeError as error:
             refused = OSError(None, str(error))
-    name = "port" if refused.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
-    raise OSError(
-        f"cannot listen on {address}: {refused.strerror}; choose another --{prefix}{name}"
-    ) from None
+    raise cannot_listen(address, refused, prefix, "port") from None
 
 
 def bind_socket(host: str, port: int, prefix: str = "", first: int = 0) -> socket.socket:
@@ -102,12 +99,19 @@ def bind_socket(host: str, port: int, prefix: str = "", first: int = 0) -> socke
             raise
     except (OSError, UnicodeError) as error:
         refused = error if isinstance(error, OSError) else OSError(None, "this is no host's name")
-        name = "http-port" if refused.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
-        raise OSError(
-            f"cannot listen on {join(host, port)}: {refused.strerror}; "
-            f"choose another --{prefix}{name}"
-        ) from None
+        raise cannot_listen(join(host, port), refused, prefix, "http-port") from None
     return bound
+
+
+def cannot_listen(address: str, refused: OSError, prefix: str, port_flag: str) -> OSError:
+    """Returns the error that names the flag to change: `--<prefix><port_flag>`, or `--<prefix>host`
+    if the port is not the reason.
+    """
+    flag = port_flag if refused.errno in (errno.EADDRINUSE, errno.EACCES) else "host"
+    advice = f"choose another --{prefix}{flag}"
+    if refused.errno == errno.EACCES:
+        advice += ", or let this process use it: docs/operating.md, Port 443"
+    return OSError(f"cannot listen on {address}: {refused.strerror}; {advice}")
 
 
 def _refusal(host: str, port: int) -> OSError | None:

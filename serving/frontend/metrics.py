@@ -26,6 +26,7 @@ from serving.addresses import join
 from serving.errors import DeadlineExceeded, QueuedTooLong, ServingError
 from serving.frontend import metrics_http
 from serving.frontend.key_metrics import collect_keys
+from serving.frontend.listen import cannot_listen
 from serving.frontend.mesh_metrics import MeshLoad
 from serving.frontend.model_metrics import ModelLoad
 from serving.frontend.worker_metrics import collect_workers
@@ -295,10 +296,7 @@ class Metrics(Observer):
             ended = self.calls.door("metrics", metrics_http.PATHS, "500")
             return metrics_http.serve(host, port, self.registry, readiness, self.access, tls, ended)
         except OSError as error:
-            raise OSError(
-                f"metrics cannot be served at {join(host, port)}: {error.strerror}; "
-                "choose another --metrics-port"
-            ) from None
+            raise cannot_listen(join(host, port), error, "", "metrics-port") from None
 
 
 def _engine_families(engine: "Engine") -> Iterator[Metric]:

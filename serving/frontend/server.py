@@ -1,8 +1,8 @@
 """The server: its gRPC and HTTP ports, in the engine's event loop.
 
-There are two gRPC ports: one for clients, and one for operators, with the admin service. Both
-listen, and report NOT_SERVING, before the engine is ready. So does the HTTP port for metrics and
-probes, if it is set. Nothing here imports jax.
+There are two gRPC ports, one for clients and one for operators with the admin service, and up to
+three HTTP ports: OpenAI's API, the live page, and metrics and probes. All of them listen, and say
+that nothing is served yet, before the engine is ready. Nothing here imports jax.
 """
 
 import asyncio

@@ -39,6 +39,7 @@ def served_with(monkeypatch, words):
         return True
 
     monkeypatch.setattr(server, "serve", serve)
+    monkeypatch.setattr("serving.start.check_start", lambda engine: None)  # no model is there
     monkeypatch.setattr(sys, "argv", ["jmoe", *words])
     with pytest.raises(SystemExit) as ended:
         cli.main()
@@ -146,9 +147,13 @@ def test_the_service_has_no_more_rights_than_it_needs():
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
-def test_systemd_takes_the_service(tmp_path):
+def test_systemd_takes_the_service_and_what_port_443_adds(tmp_path):
     unit = (ROOT / "deploy" / "systemd" / "jmoe.service").read_text(encoding="utf-8")
     path = tmp_path / "jmoe.service"
+    page = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
+    (added,) = re.findall(r"```ini\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "jmoe.service.d").mkdir()
+    (tmp_path / "jmoe.service.d" / "override.conf").write_text(added)
     path.write_text(unit.replace("/opt/jmoe/bin/jmoe", shutil.which("true")))
     verify = ["systemd-analyze", "verify", "--man=no", str(path)]
     done = subprocess.run(verify, capture_output=True, text=True, timeout=60)

@@ -28,11 +28,13 @@ def free_port():
 
 
 @contextmanager
-def serving(*settings, start_timeout_s=240, cpu_devices=1):
-    """Yields (process, address) of `jmoe serve --config demo` once it is ready."""
-    command = [sys.executable, "-m", "serving.cli", "serve", "--config", "demo", "--port", "0"]
+def serving(*settings, preset="demo", log_path=None, start_timeout_s=240, cpu_devices=1):
+    """Yields (process, address) of `jmoe serve --config PRESET` once it is ready; the log stays in
+    the file `log_path`.
+    """
+    command = [sys.executable, "-m", "serving.cli", "serve", "--config", preset, "--port", "0"]
     command += [part for value in settings for part in ("--set", value)]
-    with tempfile.TemporaryFile("w+") as log:
+    with open(log_path, "w+") if log_path else tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

@@ -14,17 +14,32 @@ import pytest
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
-from .conftest import FEW_PROGRAMS, free_port, serving
+from .conftest import free_port, serving
 
 PROMPTS = ["add 47 + 38 and 12 + 9 then say it", "what is 1+2", "é"]
 
 
 @pytest.fixture(scope="module")
-def addresses():
-    """Over gRPC and over HTTP."""
+def log_path(tmp_path_factory):
+    return tmp_path_factory.mktemp("http") / "log"
+
+
+@pytest.fixture(scope="module")
+def addresses(log_path):
+    """Over gRPC and over HTTP, of a server with default settings, but with fewer programs."""
     port = free_port()
-    with serving(*FEW_PROGRAMS, f"http_port={port}") as (_, address):
+    fewer = ("engine.decode_buckets=8,64", "engine.prefill_buckets=32,512")
+    with serving(*fewer, f"http_port={port}", preset="default", log_path=log_path) as (_, address):
         yield address, f"http://127.0.0.1:{port}/v1"
+
+
+def test_a_default_start_warns_of_nothing(addresses, log_path):
+    starting, ready, _ = log_path.read_text().partition(f"ready on {addresses[0]}")
+    assert ready
+    lines = starting.splitlines()
+    assert sum(" INFO " in line for line in lines) >= 5
+    expected = r"\d{4}-\d\d-\d\d [\d:,]+ INFO |(loading|compiling): \d+ of \d+ after "
+    assert not [line for line in lines if not re.match(expected, line)]
 
 
 @pytest.fixture

@@ -76,7 +76,15 @@ class Server(rpc.GenerationServicer, rpc.AdminServicer):
     status, admin_port = "ready", 0
 
     async def GetServerInfo(self, request, context):
-        return pb.ServerInfo(status=self.status, admin_port=self.admin_port, num_kv_pages=10**12)
+        return pb.ServerInfo(
+            version="0.1.0",
+            status=self.status,
+            admin_port=self.admin_port,
+            num_kv_pages=10**12,
+            platform="gpu NVIDIA H200",
+            part_layers={"decode 16": 3, "decode 4": 5},
+            best_effort_wait_s=float("inf"),
+        )
 
     async def GetModelInfo(self, request, context):
         return pb.ModelInfo(name="m", united_ways=[2, 4])
@@ -113,11 +121,11 @@ def asked(admin=True, **settings):
         if admin:
             servicer.admin_port = ports[1]
         address = f"127.0.0.1:{ports[0]}"
-        where, messages = await asyncio.to_thread(cli_info._ask, address, None, Connection())
+        said = await asyncio.to_thread(cli_info._ask, address, None, Connection())
         for server in servers:
             await server.stop(0)
-        said = json.loads(cli_info._json(address, where, messages))
-        return cli_info._text(cli_info._in_words(address, where, messages)), said, ports[1]
+        text = cli_info._text(cli_info._in_words(address, *said))
+        return text, json.loads(cli_info._json(address, *said)), ports[1]
 
     text, said, port = asyncio.run(run())
     values = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines() if "  " in line)
@@ -131,9 +139,12 @@ def test_a_server_says_in_words_where_its_admin_service_is_and_how_it_does():
     assert values["united experts"] == "ways 2, 4"
     assert values["strategy"] == "partial, way 8"
     assert values["visits kept exact"] == "prefill 0.0 %, decode 33.8 %, fixed"
-    assert values["time between tokens"] == "no samples, objective 12.3 ms"
-    assert values["up for"] == "14 d 6 h 56 min 8 s"
-    assert values["expert visits"] == "1,000,000,000,000,000, 0.0% of them degraded"
+    assert values["inter-token latency"] == "no samples, SLO 12.3 ms"
+    assert values["layers per launch"].startswith("decode 4: 5, decode 16: 3 ")
+    assert values["version"] == "0.1.0 on NVIDIA H200"
+    assert "best-effort token" not in values
+    assert values["uptime"] == "14 d 6 h 56 min 8 s"
+    assert values["expert visits"] == "1,000,000,000,000,000, 0.0 % degraded"
     assert not [name for name in values if "_" in name or "." in name]
 
 
@@ -145,13 +156,15 @@ def test_json_has_every_field():
         assert set(found[name]) == {field.name for field in kind.DESCRIPTOR.fields}
     assert said["server"]["admin_port"] == port
     assert said["models"][0]["united_ways"] == [2, 4]
-    assert said["brownout"]["itl_p90_s"] is None
+    assert said["brownout"]["itl_p90_s"] is said["admin_error"] is None
     assert said["stats"]["expert_visits"] == 10**15
 
 
 def test_a_server_without_an_admin_service():
     values, said, _ = asked(admin=False)
-    assert "does not answer" in values["admin service"]
+    assert re.fullmatch(r"127\.0\.0\.1:\d+ does not answer: .+", values["admin service"])
+    assert said["admin_address"] in values["admin service"]
+    assert said["admin_error"]
     assert "strategy" not in values
     assert "brownout" not in said
     assert said["models"][0]["name"] == "m"

@@ -79,7 +79,7 @@ class _Assets(StaticFiles):
     """Swagger UI's files, from the package that brings them."""
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
-        """See StaticFiles."""
+        """Returns a file with the headers that protect the live page's files, too."""
         response = super().file_response(*args, **kwargs)
         response.headers.update(shield.HEADERS)
         return response
@@ -104,7 +104,7 @@ def make_app(server: "Server") -> FastAPI:
 
 
 def _add_docs(app: FastAPI) -> None:
-    """Adds Swagger UI. The page and its files name no server, so that a proxy may move them."""
+    """Adds Swagger UI. Its links are relative, so that a proxy may serve it below another path."""
     of_page = get_swagger_ui_html(
         openapi_url=OPENAPI_PATH[1:],
         title="jmoe",

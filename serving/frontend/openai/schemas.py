@@ -117,7 +117,7 @@ class Sampled(Strict):
     allow_brownout: bool | None = supported("jmoe's: false exempts the request from brownout")
     reuse_prefix: bool | None = supported(
         "jmoe's: false computes the whole prompt and adds none of its pages to the cache "
-        "([prefixes.md](prefixes.md))"
+        "(docs/prefixes.md)"
     )
     cache_salt: str | None = supported(
         "as in vLLM: requests with different ones share no prefix",

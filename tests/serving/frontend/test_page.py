@@ -6,7 +6,10 @@ import contextlib
 import json
 import logging
 import re
+import shlex
 import socket
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx2
@@ -498,6 +501,21 @@ async def test_a_change_is_made_and_logged_as_over_grpc(caplog) -> None:
         "ttft_slo_s": 0.5,
     }
     assert re.fullmatch(r"ops at http:127\.0\.0\.1:\d+", record.peer)
+
+
+async def test_the_commands_of_the_documents_get_answers() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "page.md").read_text(encoding="utf-8")
+    commands = [line for line in page.splitlines() if line.startswith("curl ")]
+    async with serving() as s:
+        answers = []
+        for command in commands:
+            words = shlex.split(command.replace("http://127.0.0.1:PORT", base(s)))
+            done = await asyncio.to_thread(
+                subprocess.run, words, check=True, capture_output=True, timeout=60
+            )
+            answers.append(json.loads(done.stdout))
+    assert answers[0]["now"]["status"] == "ready"
+    assert answers[1]["strategy"] == "full"
 
 
 async def test_another_way_is_loaded_before_the_answer(caplog) -> None:
