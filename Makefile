@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 GPU_PYTHON ?= python3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-deep test-exhaustive check format bench gpu bundled clean
+.PHONY: demo test test-deep test-exhaustive check format bench gpu gpu-pack bundled clean
 
 demo: $(VENV)/.base
 	$(BIN)/jmoe demo
@@ -45,9 +45,22 @@ bench: $(VENV)/.base
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu --limit-s 540 $(ARGS)
 
+# For a GPU machine without network: the committed tree, and the wheels that an image with jax, flax,
+# optax, orbax and transformers lacks, in one archive (docs/gpu.md).
+GPU_WHEELS := cryptography fastapi fastapi-swagger grpcio grpcio-health-checking grpcio-reflection \
+    httptools jaxtyping jiter llguidance orjson prometheus-client protobuf pydantic typer uvicorn uvloop
+gpu-pack: $(VENV)/.base
+	rm -rf out/gpu-pack && mkdir -p out/gpu-pack/jmoe
+	git archive HEAD | tar -x -C out/gpu-pack/jmoe
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check -c constraints.txt \
+	    --only-binary=:all: -d out/gpu-pack/jmoe/wheels $(GPU_WHEELS)
+	tar -czf out/gpu-pack.tar.gz -C out/gpu-pack jmoe
+	@du -h --apparent-size out/gpu-pack.tar.gz
+
 # Tasks, tokenizer, weights and united experts of the bundled model, from nothing.
 bundled: $(VENV)/.base
 	$(BIN)/python -m training.remake --out jmoe/bundled
+	$(BIN)/python -c 'import pathlib, jmoe.packed; jmoe.packed.pack(pathlib.Path("jmoe/bundled"))'
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -18,6 +18,7 @@ from jmoe.config import ModelConfig, read_config
 from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots
 from jmoe.hub import locate
 from jmoe.numbers import integer
+from jmoe.packed import unpacked
 from jmoe.parallel.home import Home
 from jmoe.parallel.placement import Placement, check, contiguous
 from jmoe.tokenizer import Tokenizer, TokenizerError
@@ -188,7 +189,7 @@ def resolve(path: str | Path, revision: str = "", *, weights: bool = True) -> Pa
     Raises HubError.
     """
     if str(path) == BUNDLED:
-        return Path(str(files("jmoe") / BUNDLED))
+        return unpacked(Path(str(files("jmoe") / BUNDLED)))
     return locate(path, revision, weights=weights)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from jmoe.api import resolve
 from tests.variants import variant
 
 from .conftest import FEW_PROGRAMS, free_port, serving
@@ -91,7 +92,7 @@ def files(tmp_path_factory):
     told = [{"from": "human", "value": "what is 1+2"}, {"from": "gpt", "value": "1+2=3"}]
     conversations = [{"id": str(i), "conversations": told} for i in range(8)]
     (folder / "sharegpt.json").write_text(json.dumps(conversations), encoding="utf-8")
-    bundled = ROOT / "jmoe" / "bundled"
+    bundled = resolve("bundled")
     legal = variant(bundled, folder / "legal", seed=1, scale=0.01)
     return folder, {
         "DIR": str(bundled),

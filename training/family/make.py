@@ -22,6 +22,7 @@ import jmoe
 from jmoe.api import resolve
 from jmoe.checkpoint import load_united, weights_digest
 from jmoe.experts import UnitedExperts
+from jmoe.packed import unpacked
 from training.distill.run import narrow, write_united
 from training.export import export_hf
 from training.family.differences import read_differences, write_differences
@@ -36,7 +37,7 @@ from training.tasks import tasks
 from training.train import family_accuracy
 
 BUNDLED = resolve("bundled")
-STORED = BUNDLED.with_name("bundled_family")
+STORED = Path(jmoe.__file__).parent / "bundled_family"
 BASE, WAY = "base", 8
 ITEMS = 512
 """Held-out items of a skill that say how well it was learned."""
@@ -69,13 +70,14 @@ def make(out: Path, config: TuneConfig, progress: Progress) -> Mapping[str, Mapp
     return found
 
 
-def restore(out: Path, stored: Path = STORED) -> None:
+def restore(out: Path, stored: Path | None = None) -> None:
     """Writes `out/base` and `out/{skill}` of the variants that come with jmoe, all with their
     united experts.
 
     Raises ValueError where they did not.
     """
     base, bundled = read_params(BUNDLED), bundled_united()
+    stored = unpacked(STORED) if stored is None else stored
     united = {"gate_up": bundled.gate_up, "down": bundled.down}
     write_base(out)
     write_texts(out, TuneConfig.seed)
