@@ -45,17 +45,19 @@ bench: $(VENV)/.base
 gpu:
 	$(GPU_PYTHON) -m benchmarks.gpu --limit-s 540 $(ARGS)
 
-# For a GPU machine without network: the committed tree, and the wheels that an image with jax, flax,
-# optax, orbax and transformers lacks, in one archive (docs/gpu.md).
-GPU_WHEELS := cryptography fastapi fastapi-swagger grpcio grpcio-health-checking grpcio-reflection \
-    httptools jaxtyping jiter llguidance orjson prometheus-client protobuf pydantic typer uvicorn uvloop
+# For a GPU machine without network, in one archive (docs/gpu.md): the committed tree but for what
+# no part of `make gpu` reads, and wheels that an image with jax, flax, optax, orbax, transformers and
+# torch lacks.
+GPU_WHEELS := annotated-types fastapi fastapi-swagger grpcio grpcio-health-checking grpcio-reflection \
+    httptools jiter llguidance opentelemetry-api orjson protobuf pydantic pydantic-core starlette \
+    typing-inspection uvicorn
 gpu-pack: $(VENV)/.base
 	rm -rf out/gpu-pack && mkdir -p out/gpu-pack/jmoe
-	git archive HEAD | tar -x -C out/gpu-pack/jmoe
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check -c constraints.txt \
+	git archive HEAD . ':!jmoe/bundled_family' ':!docs/*.png' | tar -x -C out/gpu-pack/jmoe
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check -c constraints.txt --no-deps \
 	    --only-binary=:all: -d out/gpu-pack/jmoe/wheels $(GPU_WHEELS)
 	tar -czf out/gpu-pack.tar.gz -C out/gpu-pack jmoe
-	@du -h --apparent-size out/gpu-pack.tar.gz
+	@du -m --apparent-size out/gpu-pack.tar.gz out/gpu-pack/jmoe/wheels
 
 # Tasks, tokenizer, weights and united experts of the bundled model, from nothing.
 bundled: $(VENV)/.base

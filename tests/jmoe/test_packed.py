@@ -1,7 +1,9 @@
 """Packed weights are unpacked once, as they were."""
 
 import os
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,3 +60,17 @@ def test_a_cache_that_cannot_be_written_is_done_without(model, tmp_path):
     found = unpacked(folder, tmp_path / "cache")
     assert contents(found) == held
     assert os.path.commonpath([found, tmp_path / "cache"]) != str(tmp_path / "cache")
+
+
+def test_the_tree_travels_with_the_wheels_that_a_gpu_image_lacks():
+    """15.5 MB of wheels (`make gpu-pack`) go along where 64 MiB may be copied."""
+    root = Path(__file__).parents[2]
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", ":!jmoe/bundled_family"],
+        cwd=root,
+        capture_output=True,
+        check=True,
+    )
+    names = listed.stdout.decode().split("\0")[:-1]
+    assert len(names) > 500
+    assert sum((root / name).stat().st_size for name in names if (root / name).exists()) < 48e6
