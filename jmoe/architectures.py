@@ -125,7 +125,7 @@ def _window(fields: Fields, used: bool) -> int:
     """
     if not used:
         return 0
-    if fields.given("sliding_window") is None:
+    if fields.given("use_sliding_window") and not fields.given("sliding_window"):
         raise fields.wrong("use_sliding_window", "false; jmoe attends to the whole context")
     window = fields.size("sliding_window")
     return window if window < fields.size("max_position_embeddings") else 0

@@ -104,6 +104,14 @@ class ModelConfig:
         """Positions up to which full attention, which jmoe computes, is the model's own."""
         return min(self.max_position, self.sliding_window or self.max_position)
 
+    @property
+    def context_in_words(self) -> str:
+        """What an error says of `max_context`."""
+        why = (
+            "sliding_window" if self.max_context < self.max_position else "max_position_embeddings"
+        )
+        return f"{self.max_context} positions ({why})"
+
     def segments(self) -> list[tuple[bool, int, int]]:
         """Runs of layers of one kind: (is MoE, first layer, number of layers)."""
         runs: list[tuple[bool, int, int]] = []

@@ -142,7 +142,8 @@ def _sequences(model: Model, tokens: Tokens) -> np.ndarray:
     check_tokens(array, model.config.vocab_size)
     if array.shape[1] > model.config.max_context:
         raise ValueError(
-            f"rows have {array.shape[1]} positions; {model.name} has {model.config.max_context}"
+            f"rows have {array.shape[1]} positions; {model.name} has "
+            f"{model.config.context_in_words}"
         )
     return array
 

@@ -117,7 +117,7 @@ def generate(
     if longest > cfg.max_context:
         raise ValueError(
             f"the longest prompt and max_new_tokens make {longest} positions; "
-            f"{model.name} has {cfg.max_context}"
+            f"{model.name} has {cfg.context_in_words}"
         )
     given = cfg.eos_token_ids if stop_token_ids is None else stop_token_ids
     stops = {integer("a stop token", token) for token in given}

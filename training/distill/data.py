@@ -111,6 +111,8 @@ def pack_files(
     """
     if tokenizer is None:
         raise ValueError("the model has no tokenizer.json; its inputs cannot be made from text")
+    if length > cfg.max_context:
+        raise ValueError(f"length is {length}; the model has {cfg.context_in_words}")
     if not files:
         raise ValueError("no data file was given; name at least one with --data")
     items: list[Encoded] = []
