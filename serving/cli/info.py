@@ -103,11 +103,11 @@ def info(
     if as_json and address is None:
         raise ValueError("--json needs a running server; give --address HOST:PORT as well")
     if address is not None and mesh is not None:
-        raise ValueError("--mesh is of a model; give MODEL or --model-config, not --address")
+        raise ValueError("--mesh needs a model: give MODEL or --model-config, not --address")
     if device_gb is not None and not mesh:
-        raise ValueError("--device-gb is of a mesh; give --mesh ep=N as well")
+        raise ValueError("--device-gb needs --mesh ep=N")
     if in_flight is not None and not mesh:
-        raise ValueError("--in-flight is of a mesh; give --mesh ep=N as well")
+        raise ValueError("--in-flight needs --mesh ep=N")
     of_forecast = {
         "--context": context,
         "--imbalance": imbalance,
@@ -116,7 +116,7 @@ def info(
     }
     for name, value in of_forecast.items():
         if value is not None and in_flight is None:
-            raise ValueError(f"{name} is of a forecast; give --mesh ep=N and --in-flight T as well")
+            raise ValueError(f"{name} needs --mesh ep=N and --in-flight T")
     if address is not None:
         from serving.connection import Connection
 

@@ -222,9 +222,9 @@ printf "%s\n" "${COMPREPLY[@]}"
         (["info", "bundled", "--mesh", "ep=x"], "engine.mesh is 'ep=x'; it must be empty, or ep=N"),
         (
             ["info", "--address", "127.0.0.1:1", "--mesh", "ep=2"],
-            "--mesh is of a model; give MODEL",
+            "--mesh needs a model: give MODEL",
         ),
-        (["info", "bundled", "--device-gb", "80"], "--device-gb is of a mesh; give --mesh ep=N"),
+        (["info", "bundled", "--device-gb", "80"], "--device-gb needs --mesh ep=N"),
         (
             ["info", "--mesh", "ep=2", "--device-gb", "nan"],
             "--device-gb is nan; it must be above 0",

@@ -73,8 +73,8 @@ FORECAST = (*MESH, "--in-flight", "64")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--in-flight", "64"), "--in-flight is of a mesh; give --mesh ep=N as well"),
-        ((*MESH, "--host-us", "50"), "--host-us is of a forecast; give --mesh ep=N and --in-fl"),
+        (("--in-flight", "64"), "--in-flight needs --mesh ep=N"),
+        ((*MESH, "--host-us", "50"), "--host-us needs --mesh ep=N and --in-fl"),
         (("--mesh", "ep=1", "--in-flight", "64"), "--mesh is ep=1; for --in-flight it must be"),
         ((*MESH, "--in-flight", "0"), "--in-flight is 0; it must be between 1 and 1,000,000"),
         ((*FORECAST, "--context", "0"), "--context is 0; it must be above 0"),
