@@ -44,14 +44,14 @@ class Calibration:
     def slo(self) -> Slo:
         """Objectives that brownout can keep.
 
-        TTFT: 3 times the unloaded one, or twice what a full batch takes with all the brownout,
-        whichever is more: without that room for a queue, no threshold would keep it. Without
-        brownout it is missed once requests queue. ITL: halfway, in ratio, between the full batch's
-        extremes: without brownout a full batch misses it.
+        TTFT: three times the unloaded one, or that of a full batch with all the brownout, whichever
+        is more: without that room for a queue, no threshold would keep it. Without brownout it is
+        missed once requests queue. ITL: halfway, in ratio, between the full batch's extremes:
+        without brownout a full batch misses it.
         """
         ttft_s = 3 * self.unloaded_ttft_s
         if math.isfinite(self.full.ttft_p90_s):
-            ttft_s = max(ttft_s, 2 * self.full.ttft_p90_s)
+            ttft_s = max(ttft_s, 3 * self.full.ttft_p90_s)
         return Slo(ttft_s=ttft_s, itl_s=math.sqrt(self.zero.itl_p90_s * self.full.itl_p90_s))
 
 

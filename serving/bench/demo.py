@@ -229,7 +229,7 @@ async def _play(
     step_s = calibration.zero.full_decode_step_s
     console.print(_calibration_text(calibration, config))
     pairs: list[dict[str, Any]] = []
-    slowness = 1.0
+    slowness = await _warm_slowness(client, config, tasks, own, calibration, console)
     while (
         sum(not pair["why_not"] for pair in pairs) < config.pairs
         and len(pairs) < config.pairs + config.spare_pairs
@@ -269,6 +269,33 @@ async def _play(
         "median_pair": median + 1,
         **{key: pairs[median][key] for key in _OF_MEDIAN},
     }
+
+
+async def _warm_slowness(
+    client: Steered,
+    config: DemoConfig,
+    tasks: Sequence[Arrival],
+    own: pb.BrownoutState,
+    calibration: Calibration,
+    console: Console,
+) -> float:
+    """Returns the slowness of the machine as it serves a burst, which no pair is made of.
+
+    A processor that was idle before the calibration may be faster in it than it will be.
+    """
+    burst_per_s = _rates(calibration, config)[1]
+    times = piecewise_poisson_times([(config.segment_s / 2, burst_per_s)], config.seed)
+    arrivals = schedule(shuffled(tasks, config.seed), times)
+    await use_variant(client, VARIANTS[config.variants[0]], own, config.strategy, calibration.slo)
+    with console.status("warming up", refresh_per_second=4) as status:
+        run = await play(
+            client,
+            arrivals,
+            time_limit_s=2 * config.segment_s,
+            on_sample=_progress("warming up", config.segment_s / 2, status.update),
+        )
+    samples = {"full_decode_step_s": [sample.full_decode_step_s for sample in run.samples]}
+    return _slowness({"samples": samples}, calibration.zero.full_decode_step_s)
 
 
 async def _pair(
