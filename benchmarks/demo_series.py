@@ -29,7 +29,7 @@ from serving.bench.demo import DemoConfig, run_demo
 from serving.bench.launch import LaunchError
 from serving.plan import StepControl, StepPlan, StepResult
 
-MEAN_STRETCH_S = 15.0
+MEAN_STRETCH_S = 60.0
 """Of a stretch in which the core is taken, and of one in which it is not."""
 PLANTS = ("off", "saves_nothing")
 

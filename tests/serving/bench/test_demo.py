@@ -126,6 +126,7 @@ def step_times(*seconds):
 def test_slowness_is_what_the_server_expects_of_a_step_over_its_calibration():
     assert demo._slowness(step_times(0.012, None, 0.011, 0.013), 0.01) == pytest.approx(1.2)
     assert demo._slowness(step_times(None), 0.01) == 1.0  # a server that says nothing
+    assert demo._slowness(step_times(0.009), 0.01) == 1.0  # no more load than was carried
     assert demo._slowness(step_times(0.01), 0.0) == 1.0
 
 
