@@ -345,7 +345,7 @@ class DeviceRunner:
         step, found = self._full_step(key), []
         for _ in range(TIMED):
             began = time.perf_counter()
-            arrays = self.device.arrays(key, step, FULL_CONTROL)
+            arrays = self.device.arrays(key, step, FULL_CONTROL, stop=self.limits.num_layers)
             out = self._calls.run(key, arrays)
             found.append(time.perf_counter() - began)
             self._results.start(out, key, step, 0)()
