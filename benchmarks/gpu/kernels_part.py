@@ -14,13 +14,13 @@ from benchmarks.kernels.cases import OPS, SOURCES
 
 DEPENDS = ("pallas_kernels", "benchmarks/kernels", "benchmarks/gpu/kernels_part.py")
 START_S = 0.0
-SECONDS = {"grouped_gemm": 240.0, "paged_attention": 150.0, "prefill_attention": 150.0}
-"""Given to an op, others 90; what it does not finish is left for the next call."""
+SECONDS = {"grouped_gemm": 80.0, "paged_attention": 60.0, "prefill_attention": 60.0}
+"""Given to an op, others 40; what it does not finish is left for the next call."""
 
 
 def cases(sizes: Sizes) -> list[Case]:
     """A case an op."""
-    return [Case(op, 30.0 if sizes.dry else SECONDS.get(op, 90.0)) for op in OPS]
+    return [Case(op, 30.0 if sizes.dry else SECONDS.get(op, 40.0)) for op in OPS]
 
 
 @contextmanager
@@ -39,7 +39,8 @@ def run_op(context: Context, case: Case) -> dict[str, Any]:
     command += ["--out", str(context.kept.folder), "--limit-s", str(case.estimate_s)]
     command += ["--commit", context.commit]
     command += ["--dry-run"] if context.sizes.dry else []
-    done = subprocess.run(command, cwd=store.ROOT, capture_output=True, text=True)
+    limit_s = 60 + 2 * case.estimate_s
+    done = subprocess.run(command, cwd=store.ROOT, capture_output=True, text=True, timeout=limit_s)
     lines = done.stdout.strip().splitlines()
     left = next((line for line in lines if line.endswith(CALL_AGAIN)), None)
     now = store.revision(context.commit, SOURCES)

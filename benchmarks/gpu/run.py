@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import tarfile
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,8 @@ from benchmarks.gpu.sizes import DRY, Sizes
 from benchmarks.harness import command, store
 
 PARTS = (
+    "light",
+    "kernels",
     "tests",
     "layers",
     "step",
@@ -29,9 +32,28 @@ PARTS = (
     "transformers",
     "startup",
     "distill",
-    "kernels",
 )
 """In order of worth: what is right first, then the headline figures."""
+
+FIRST = (
+    ("light", ""),
+    ("kernels", ""),
+    ("tests", "test_models"),
+    ("step", "zero/"),
+    ("serve", "capacity/sharegpt"),
+    ("burst", "calibration/sharegpt"),
+    ("burst", "brownout/sharegpt"),
+)
+"""Parts, and what of a case's name, that come before all else: they fit half an hour of a GPU."""
+
+OWNS_MEMORY = ("step", "family", "mesh", "distill")
+"""Parts that hold a model in their own process, and nobody else does: it takes nearly all memory at
+once, as a server does. XLA's own choice, three quarters, is too little for `step` on 80 GB."""
+MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_CLIENT_MEM_FRACTION": "0.92"}
+
+LOST = 3
+"""Exit status of a part whose device gives nothing but errors any more: a new process goes on."""
+LOST_WORDS = ("CUDA_ERROR", "INTERNAL: ", "illegal memory access", "unspecified launch failure")
 
 
 def module(part: str) -> Part:
@@ -96,31 +118,87 @@ def device_name() -> str | None:
 
 
 def run_parts(args: argparse.Namespace, sizes: Sizes, clock: command.Clock) -> int:
-    """Every part in a process of its own; one that outruns the time is killed."""
+    """Every part in a process of its own, what is `FIRST` first; then a table of all of them.
+
+    A part that cannot be imported costs itself alone, as does one that outruns its time, which is
+    twice what its cases should take. Results and table are also packed as `OUT.tar.gz`.
+    """
+    first = [(part, match) for part, match in FIRST if part in args.parts and not args.match]
+    absent: dict[str, str] = {}
     worst = 0
-    for part in args.parts:
-        kept = _store(args, part)
-        wanted = todo(args, kept, part, sizes)
-        if not wanted:
-            continue
-        least_s = module(part).START_S + min(case.estimate_s for case in wanted)
-        if clock.left_s < least_s:
-            print(f"{part}: {len(wanted)} {command.CALL_AGAIN}", flush=True)
-            continue
-        words = [sys.executable, "-m", "benchmarks.gpu", "--parts", part, "--out", str(args.out)]
-        words += ["--match", args.match, "--limit-s", f"{clock.left_s:.1f}"]
-        words += ["--commit", args.commit] if args.commit else []
-        words += [f"--{f}" for f in ("retry", "again") if getattr(args, f)]
-        words += ["--dry-run"] if sizes.dry else []
-        worst = max(worst, _child(words, clock.left_s + 15))
+    try:
+        for part, match in [*first, *((part, args.match) for part in args.parts)]:
+            try:
+                worst = max(worst, _some(args, sizes, clock, part, match))
+            except ImportError as error:
+                worst = 1
+                if part not in absent:
+                    print(f"{part}: left out, as {error}", flush=True)
+                absent[part] = str(error)
+    finally:
+        print(_pack(args, sizes, absent), flush=True)
     return worst
 
 
-def _child(words: list[str], limit_s: float) -> int:
+def _some(
+    args: argparse.Namespace, sizes: Sizes, clock: command.Clock, part: str, match: str
+) -> int:
+    """Runs cases of a part in processes of its own until none is left that may be tried."""
+    args = argparse.Namespace(**{**vars(args), "match": match})
+    worst, again = 0, True
+    while again:
+        wanted = todo(args, _store(args, part), part, sizes)
+        if not wanted:
+            break
+        start_s = module(part).START_S
+        if clock.left_s < start_s + min(case.estimate_s for case in wanted):
+            print(f"{part}: {len(wanted)} {command.CALL_AGAIN}", flush=True)
+            break
+        words = [sys.executable, "-m", "benchmarks.gpu", "--parts", part, "--out", str(args.out)]
+        words += ["--match", match, "--limit-s", f"{clock.left_s:.1f}"]
+        words += ["--commit", args.commit] if args.commit else []
+        words += [f"--{f}" for f in ("retry", "again") if getattr(args, f)]
+        words += ["--dry-run"] if sizes.dry else []
+        most_s = 60 + 2 * (start_s + sum(case.estimate_s for case in wanted))
+        env = {**os.environ, **(MEMORY if part in OWNS_MEMORY and not sizes.dry else {})}
+        status = _child(words, min(clock.left_s + 15, most_s), env)
+        worst = max(worst, int(status != 0))
+        # What failed is stored, so that a new process goes on behind it.
+        again = status == LOST and not (args.retry or args.again)
+    return worst
+
+
+def _pack(args: argparse.Namespace, sizes: Sizes, absent: dict[str, str]) -> str:
+    """Writes the table, and one archive of all results; returns the table."""
+    rows = []
+    for part in args.parts:
+        if part in absent:
+            rows.append([part, "-", "left out", "-", "-", absent[part]])
+            continue
+        records = _store(args, part).records(part)
+        for case in module(part).cases(sizes):
+            record = records.get(case.name)
+            if args.match not in case.name:
+                continue
+            failed = (record or {}).get("failed")
+            verdict = "not run" if record is None else "FAILED" if failed else "ok"
+            took_s = record.get("wall_s") if record else None
+            took = None if took_s is None else f"{took_s:.0f}"
+            rows.append([part, case.name, verdict, f"{case.estimate_s:.0f}", took, failed])
+    columns = ["part", "case", "verdict", "estimate, s", "took, s", "why"]
+    table = "\n".join(command.markdown(columns, rows))
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "table.md").write_text(table + "\n", encoding="utf-8")
+    with tarfile.open(args.out.with_name(f"{args.out.name}.tar.gz"), "w:gz") as packed:
+        packed.add(args.out, args.out.name)
+    return table
+
+
+def _child(words: list[str], limit_s: float, env: dict[str, str]) -> int:
     # A session of its own, so that a server it started ends with it.
-    process = subprocess.Popen(words, cwd=store.ROOT, start_new_session=True)
+    process = subprocess.Popen(words, cwd=store.ROOT, start_new_session=True, env=env)
     try:
-        return int(process.wait(None if math.isinf(limit_s) else limit_s) != 0)
+        return process.wait(None if math.isinf(limit_s) else limit_s)
     except subprocess.TimeoutExpired:
         print("out of time: the part is killed", flush=True)
         return 1
@@ -178,7 +256,11 @@ def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: command
                 if not clock.has_time(case.estimate_s):
                     print(f"{part}: {len(wanted) - done} {command.CALL_AGAIN}", flush=True)
                     break
-                failed += _run_case(part, case, run_case, context, about)
+                why = _run_case(part, case, run_case, context, about)
+                failed += bool(why)
+                if any(word in why for word in LOST_WORDS) and part in OWNS_MEMORY:
+                    print(f"{part}: the device is lost to this process", flush=True)
+                    return LOST
     except Exception:  # the session did not begin: nothing is stored, and the next call tries again
         traceback.print_exc()
         return 1
@@ -187,12 +269,13 @@ def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: command
 
 def _run_case(
     part: str, case: Case, run_case: RunCase, context: Context, about: dict[str, Any]
-) -> int:
+) -> str:
+    """Runs and stores a case; returns why it failed, or nothing."""
     case_of = {"name": case.name, **case.about}
     record = {"case": case_of, **about, "date": store.now(), **context.facts}
     record = command.attempt(context.kept, part, record, lambda: run_case(case))
     print(f"{part} {case.name}: {record['wall_s']:.1f} s, {_line(record)}", flush=True)
-    return int("failed" in record)
+    return str(record.get("failed", ""))
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -55,6 +55,7 @@ def run_tests(context: Context, case: Case) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        timeout=60 + 2 * case.estimate_s,
     )
     if not report.exists():
         return {"failed": f"pytest ended with {done.returncode}: {done.stdout[-600:]}"}

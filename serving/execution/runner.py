@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 MAX_LAUNCH_SHARE = 0.03  # of the time of layers launched at once, what launching them may cost
 TIMED = 5  # runs of a program whose median counts
 GPU_LAUNCH_S = 17e-6
-"""What one launch more costs a GPU: a graph's start, and kernels that are in every part. Reckoned,
-not measured."""
+"""What one launch more costs a GPU at least: a graph's start, and kernels that are in every part.
+Reckoned, not measured; what it costs the host is measured."""
 FULL_CONTROL = StepControl(100, 0)
 
 
@@ -265,8 +265,10 @@ class DeviceRunner:
         """Chooses how many layers to launch at once.
 
         What a launch more costs is what two halves take longer than the whole, each read as a
-        server reads it, and at least a launch of no layers. Where each part is a program, all sizes
-        of a phase are cut alike, so that they can join.
+        server reads it, and at least a launch of no layers. Where each part is a program, which is
+        compiled only for the cut that is chosen, it is what the host takes to launch one: so decode
+        steps, which are short, run whole, and long prefill steps in parts. There all sizes of a
+        phase are cut alike, so that they can join.
         """
         num_layers = self.limits.num_layers
         half = num_layers // 2
@@ -277,7 +279,8 @@ class DeviceRunner:
                 whole_s, halves_s, none_s = self._time(key, whole, halves, [(0, 0)])
                 launch_s = max(halves_s - whole_s, none_s)
             else:
-                (whole_s,), launch_s = self._time(key, whole), GPU_LAUNCH_S
+                (whole_s,) = self._time(key, whole)
+                launch_s = max(GPU_LAUNCH_S, self._host_launch_s(key))
             self._layers_at_once[phase, size] = part_layers(launch_s, whole_s, num_layers)
         if not self._parts_by_number:
             for phase, longest in self._longest_parts().items():
@@ -323,17 +326,7 @@ class DeviceRunner:
 
         A way is (first layer, layer to stop at) of each part.
         """
-        size = min(key.size, self.buckets.rows(key), self.limits.slots_per_rank)
-        q_len, prefill = max(1, key.size // size), key.phase == "prefill"
-        rows = [  # of slots that own no page yet: all are in the padding page
-            pack_row(
-                rank * self.limits.slots_per_rank + at, kv_len=q_len, q_len=q_len if prefill else 1
-            )
-            for rank in range(self.limits.num_ranks)
-            for at in range(size)
-        ]
-        tokens = np.zeros(len(rows) * q_len * prefill, np.int32)
-        step = ByRank.of_arrays(self.limits, np.stack(rows), tokens=tokens)
+        step = self._full_step(key)
         times_s: list[list[float]] = [[] for _ in ways]
         for _ in range(TIMED):
             for way, found in zip(ways, times_s, strict=True):
@@ -344,6 +337,35 @@ class DeviceRunner:
                     self._results.start(out, key, step, first)()
                 found.append(time.perf_counter() - began)
         return [sorted(found)[TIMED // 2] for found in times_s]
+
+    def _host_launch_s(self, key: Key) -> float:
+        """Seconds that the host takes to lay out and launch a full step, which goes on without it;
+        a median.
+        """
+        step, found = self._full_step(key), []
+        for _ in range(TIMED):
+            began = time.perf_counter()
+            arrays = self.device.arrays(key, step, FULL_CONTROL, stop=self.limits.num_layers)
+            out = self._calls.run(key, arrays)
+            found.append(time.perf_counter() - began)
+            self._results.start(out, key, step, 0)()
+        return sorted(found)[TIMED // 2]
+
+    def _full_step(self, key: Key) -> ByRank:
+        """Rows of a step that fills a size, of slots that own no page yet: all are in the padding
+        page.
+        """
+        size = min(key.size, self.buckets.rows(key), self.limits.slots_per_rank)
+        q_len, prefill = max(1, key.size // size), key.phase == "prefill"
+        rows = [
+            pack_row(
+                rank * self.limits.slots_per_rank + at, kv_len=q_len, q_len=q_len if prefill else 1
+            )
+            for rank in range(self.limits.num_ranks)
+            for at in range(size)
+        ]
+        tokens = np.zeros(len(rows) * q_len * prefill, np.int32)
+        return ByRank.of_arrays(self.limits, np.stack(rows), tokens=tokens)
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
         """See Runner."""

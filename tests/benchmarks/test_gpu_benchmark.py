@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import tarfile
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -138,7 +140,7 @@ def test_no_case_is_begun_that_the_time_does_not_hold(command, monkeypatch, caps
 
 def test_several_parts_have_a_process_each_with_what_time_is_left(command, monkeypatch, tmp_path):
     commands = []
-    monkeypatch.setattr(run, "_child", lambda command, limit_s: commands.append(command) or 0)
+    monkeypatch.setattr(run, "_child", lambda command, *_: commands.append(command) or 0)
     assert command(FakePart(), "--limit-s", "500", "--match", "a") == 0
     assert [c[c.index("--parts") + 1] for c in commands] == list(run.PARTS)
     for c in commands:
@@ -152,10 +154,60 @@ def test_several_parts_have_a_process_each_with_what_time_is_left(command, monke
 
 
 def test_a_part_that_outruns_its_time_is_killed(capfd):
-    assert run._child(["python3", "-c", "import time; time.sleep(60)"], 0.3) == 1
+    env = dict(os.environ)
+    assert run._child(["python3", "-c", "import time; time.sleep(60)"], 0.3, env) == 1
     assert "killed" in capfd.readouterr().out
-    assert run._child(["python3", "-c", "raise SystemExit(3)"], 60) == 1
-    assert run._child(["python3", "-c", ""], 60) == 0
+    assert run._child(["python3", "-c", "raise SystemExit(3)"], 60, env) == 3
+    assert run._child(["python3", "-c", ""], 60, env) == 0
+
+
+def test_what_is_first_comes_first_and_the_rest_is_a_second_list(command, monkeypatch):
+    commands = []
+    monkeypatch.setattr(run, "_child", lambda command, *_: commands.append(command) or 0)
+    assert command(FakePart(), "--limit-s", "500") == 0
+    asked = [(c[c.index("--parts") + 1], c[c.index("--match") + 1]) for c in commands]
+    first = [(part, match) for part, match in run.FIRST if match in ("", "a")]
+    assert asked[: len(first)] == first
+    assert [part for part, _ in asked[len(first) :]] == list(run.PARTS)
+
+
+def test_a_part_that_cannot_be_imported_costs_itself_alone(command, monkeypatch, capsys, tmp_path):
+    fake, children = FakePart(), []
+
+    def module(name):
+        if name == "serve":
+            raise ModuleNotFoundError("No module named 'grpc_health'")
+        return fake
+
+    monkeypatch.setattr(run, "_child", lambda command, *_: children.append(command) or 0)
+    assert command(None, "--parts", "step,mesh") == 0  # keeps the fixture's own settings
+    children.clear()
+    monkeypatch.setattr(run, "module", module)
+    assert run.main(["--dry-run", "--out", str(tmp_path / "x"), "--parts", "serve,mesh"]) == 1
+    assert [c[c.index("--parts") + 1] for c in children] == ["mesh"]
+    text = capsys.readouterr().out
+    assert "serve: left out, as No module named 'grpc_health'" in text
+    assert "| serve | - | left out |" in text
+    with tarfile.open(tmp_path / "x.tar.gz") as packed:
+        assert "x/table.md" in packed.getnames()
+
+
+def test_a_lost_device_ends_a_process_and_a_new_one_goes_on(command, monkeypatch, tmp_path):
+    fake = FakePart(a=RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS"))
+    assert command(fake, "--parts", "step") == run.LOST
+    assert fake.ran == ["a"]
+    statuses = iter([run.LOST, 0])
+
+    def child(words, limit_s, env):
+        assert env["XLA_CLIENT_MEM_FRACTION"] == "0.92" if "--dry-run" not in words else True
+        status = next(statuses)
+        if status != run.LOST:
+            command(fake, "--parts", "step")  # as the new process does
+        return status
+
+    monkeypatch.setattr(run, "_child", child)
+    command(fake, "--parts", "step,mesh", "--match", "")
+    assert fake.ran == ["a", "b", "c"]
 
 
 def test_without_a_gpu_it_says_what_can_be_done(monkeypatch, capsys):

@@ -36,6 +36,7 @@ def test_every_op_is_tried():
 def test_an_op_equals_its_reference(case, pools):
     problem = problems.build(case, SIZES, secrets.randbits(31), pools)
     program = JaxProgram(problem.call, problem.sets, problem.carry)
-    assert program.has_mosaic
+    # Routing of more rows, experts or picks than its kernel takes is XLA's.
+    assert program.has_mosaic or (case.op == "routing" and case.tokens > 512)
     seen = judge.check(program, problem.error, problem.tolerance)
     assert seen.passed, seen

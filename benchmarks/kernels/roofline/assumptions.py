@@ -69,6 +69,16 @@ SOFTMAX_CYCLES = 200
 """Of a warpgroup's step of prefill attention beside its elements: sums over lanes, barriers. An
 estimate."""
 
+PREFILL_EXPOSED_CYCLES = 450
+"""Of a step of prefill attention over keys, that overlap does not hide: barriers, the start of
+products, sums over lanes. FlashAttention-3 overlaps as this kernel does and publishes 648 TFLOP/s
+(below), which is 2,048 cycles of products and 450 more at the rate of `PRODUCT_TFLOP_S`."""
+
+PUBLISHED_TFLOP_S = {"attention, head size 128": 648, "attention, 256": 642, "the same, again": 621}
+"""Of others, on an H100: FlashAttention-3's paper, 16k tokens (arXiv 2407.08608, forward speed),
+and its 128 as run again by PyTorch's benchmarks (pytorch/benchmark, pull request 2391). For grouped
+GEMMs of a MoE layer in bfloat16 arXiv 2501.16103 has 91 % of the peak it takes an H800 to have."""
+
 TILE_CHAIN_CYCLES = 1500
 """From a tile of keys to the next in paged attention: two products of few columns (270 each), a
 softmax of four scores a thread with its sums over warps (500), fences and barriers. An estimate;

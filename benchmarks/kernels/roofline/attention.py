@@ -183,6 +183,7 @@ def _prefill(case: Case) -> Kernel:
     product = WARPGROUPS * (scores + values)
     # A warpgroup's next scores wait for its softmax; the other's products go on meanwhile.
     bound = max(product, scores + softmax, WARPGROUPS * elements / h200.MUFU_PER_CLOCK)
+    bound += h200.PREFILL_EXPOSED_CYCLES
     # Of an item: its first softmax and its results hide behind nothing of its own.
     finish = LANES * d * (1 / h200.CONVERT_PER_CLOCK + 4 / h200.SMEM_BYTES_PER_CLOCK)
     alone = softmax + finish + h200.EPILOGUE_CYCLES

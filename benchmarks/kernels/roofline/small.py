@@ -25,6 +25,7 @@ from benchmarks.kernels.roofline.parts import (
 from pallas_kernels.grouped_gemm import BLOCK_M
 from pallas_kernels.routing import mosaic
 from pallas_kernels.routing.op import max_blocks
+from pallas_kernels.routing.parts import MAX_BLOCKS
 
 ROWS = 64  # of a block of the routing kernel
 INSTRUCTIONS = "instructions of one warpgroup"
@@ -71,7 +72,8 @@ def routing_bytes(case: Case) -> int:
 
 
 def routing(case: Case, within: str = "op") -> Prediction:
-    """Of `routing`: one launch for up to 512 rows, and some of XLA; XLA's reference for more.
+    """Of `routing`: one launch and some of XLA's, or XLA's alone where the kernel does not take the
+    rows. A block takes more than 512 rows in turns of 64.
 
     `within` says whose launches count: the "op" alone, or what a "layer" needs of it.
     """
@@ -79,7 +81,8 @@ def routing(case: Case, within: str = "op") -> Prediction:
     logical = m + -(-m // WAY)
     count = Count(routing_bytes(case), 0)
     floor_us = h200.copy_us(count.bytes)
-    blocks = -(-rows // ROWS)
+    turns = -(-rows // (ROWS * MAX_BLOCKS))
+    blocks = -(-rows // (ROWS * turns))
     logits = jax.ShapeDtypeStruct((rows, m), jnp.float32)
     groups, slots = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (m, logical))
     supports = partial(mosaic.supports, top_k=k, block_m=BLOCK_M)
@@ -93,9 +96,10 @@ def routing(case: Case, within: str = "op") -> Prediction:
             FILL: 2 * launches * h200.IDLE_TRIP_US,
         }
         return joined(count, [Kernel("XLA reference", floor_us, losses, launches)])
-    compute_us = instructions(m, k, logical) * h200.CYCLES_PER_INSTRUCTION / h200.CLOCK_GHZ / 1e3
-    # In and out; and twice, where blocks meet, out and in again.
-    trips = 2 + (4 if blocks > 1 else 0)
+    each = instructions(m, k, logical) * h200.CYCLES_PER_INSTRUCTION / h200.CLOCK_GHZ / 1e3
+    compute_us = turns * each
+    # In, once a turn, and out; and twice, where blocks meet, out and in again.
+    trips = 1 + turns + (4 if blocks > 1 else 0)
     kernel = Kernel(
         "routing",
         floor_us,

@@ -119,6 +119,9 @@ async def test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase(as_on_a_gpu, mo
     monkeypatch.setattr(
         runner.DeviceRunner, "_time", lambda self, key, *ways: [times[key.phase, key.size]]
     )
+    # What the host takes counts where it is more than what the device does.
+    host_s = 0.0
+    monkeypatch.setattr(runner.DeviceRunner, "_host_launch_s", lambda self, key: host_s)
     monkeypatch.setattr(runner, "GPU_LAUNCH_S", 0.27)  # 3 % of three layers of the smallest
     async with serving(decode_buckets=(1, 2)) as engine:
         assert engine.runner.part_layers_by_size == {"decode 1": 4, "decode 2": 4, "prefill 8": 1}
@@ -129,6 +132,9 @@ async def test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase(as_on_a_gpu, mo
     monkeypatch.setattr(runner, "GPU_LAUNCH_S", 0.12)
     async with serving(decode_buckets=(1, 2)) as engine:
         assert engine.runner.part_layers_by_size == {"decode 1": 2, "decode 2": 2, "prefill 8": 1}
+    host_s = 0.27
+    async with serving(decode_buckets=(1, 2)) as engine:
+        assert engine.runner.part_layers_by_size == {"decode 1": 4, "decode 2": 4, "prefill 8": 1}
 
 
 @pytest.mark.parametrize(

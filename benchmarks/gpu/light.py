@@ -1,0 +1,242 @@
+"""One case of first light, in a process of its own: `python -m benchmarks.gpu.light CASE`.
+
+Says which phase it is in as it gets there, and at last a line of JSON with what it found. Whoever
+started it (`light_part`) can so tell a hang from a crash, and where it was.
+"""
+
+import json
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+PHASES = ("import", "draw", "compile", "run", "compare")
+PLANT = "JMOE_GPU_PLANT"
+"""Environment variable: CASE=hang, CASE=abort or CASE=wrong, with commas; to test the harness."""
+TOO_FAR = 0.05
+"""Of the largest value: elements further from the XLA reference are counted as wrong."""
+TILE = 64
+
+
+def main() -> None:
+    """Runs the case that the command line names."""
+    name, dry = sys.argv[1], "--dry-run" in sys.argv
+    planted = dict(one.split("=") for one in os.environ.get(PLANT, "").split(",") if "=" in one)
+    _phase("import")
+    import jax
+
+    if dry:
+        jax.config.update("jax_platforms", "cpu")
+    plant = planted.get(name, "")
+    kind, _, rest = name.partition("/")
+    run = {"smoke": _smoke, "step": _step}.get(kind, _op)
+    found = run(name if run is _op else rest, dry, plant)
+    print("result: " + json.dumps(found), flush=True)
+
+
+def _phase(name: str, plant: str = "") -> None:
+    print(f"phase: {name}", flush=True)
+    if name == "run" and plant == "hang":
+        time.sleep(3600)
+    if name == "run" and plant == "abort":
+        os.abort()
+
+
+def _smoke(_: str, dry: bool, plant: str) -> dict[str, Any]:
+    """The smallest kernel there is: a copy by TMA, one added."""
+    import jax
+    import jax.numpy as jnp
+
+    add_one: Any = _add_one()
+    x = jnp.arange(128, dtype=jnp.float32)
+    _phase("compile")
+    compiled = jax.jit((lambda x: x + 1) if dry else add_one).lower(x).compile()
+    _phase("run", plant)
+    out = _spoiled(compiled(x), plant)
+    _phase("compare")
+    return _difference([out], [x + 1])
+
+
+def _add_one() -> Any:
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+    import jax.numpy as jnp
+
+    def kernel(x: Any, out: Any, smem: Any, barrier: Any) -> None:
+        plgpu.copy_gmem_to_smem(x, smem, barrier)
+        plgpu.barrier_wait(barrier)
+        smem[...] = smem[...] + 1.0
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, out)
+        plgpu.wait_smem_to_gmem(0)
+
+    import jax
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+        scratch_types={"smem": plgpu.SMEM((128,), jnp.float32), "barrier": plgpu.Barrier()},
+    )
+
+
+def _step(way: str, dry: bool, plant: str) -> dict[str, Any]:
+    """A decode step of two layers, one way, against the same step by XLA references."""
+    import contextlib
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from benchmarks.gpu import models, step_part
+    from benchmarks.gpu.sizes import DRY, Sizes
+    from jmoe.packed_rows import empty_deltas, pack_row
+    from jmoe.steps import decode_step, served
+    from pallas_kernels.backend import references_only
+
+    batch = 4 if dry else 8
+    sizes = replace(DRY if dry else Sizes(), batches=(batch,), ways=())
+    _phase("draw")
+    model = models.make(sizes, depth=2)
+    rows = np.stack([pack_row(slot, kv_len=sizes.context) for slot in range(batch)])
+    arrays = jnp.asarray(rows), jnp.asarray(empty_deltas(batch)), jnp.asarray([100, 0], jnp.int32)
+
+    def tokens_and_logits(way: str) -> tuple[Any, Any]:
+        params, options = served(model.params, eager=way != "graph")
+        state = step_part.decode_state(sizes, model, (batch,))
+
+        def call(state: Any, weights: Any, *arrays: Any) -> Any:
+            cfg = model.config
+            state, out = decode_step(cfg, weights, state, *arrays, max_active=cfg.num_experts)
+            return state, out.logits
+
+        weights = model.weights._replace(params=params)
+        with references_only() if way == "references" else contextlib.nullcontext():
+            lowered = jax.jit(call, donate_argnums=0).lower(state, weights, *arrays)
+            compiled = lowered.compile(compiler_options=options or None)
+        if way != "references":
+            _phase("run", plant)
+        return compiled(state, weights, *arrays)[1]
+
+    _phase("compile")
+    want = tokens_and_logits("references")
+    out = _spoiled(tokens_and_logits(way), plant)
+    _phase("compare")
+    return _difference([out], [want])
+
+
+def _op(name: str, dry: bool, plant: str) -> dict[str, Any]:
+    """A case of the kernel benchmark: its judge's word, and where results differ."""
+    import secrets
+
+    import jax
+
+    from benchmarks.kernels import judge, problems
+    from benchmarks.kernels.inputs import Pools
+    from benchmarks.kernels.timing import JaxProgram
+    from pallas_kernels.backend import references_only
+
+    sizes = op_sizes(dry=dry)
+    case = next(case for case in op_cases(dry=dry) if case.name == name)
+    _phase("draw")
+    problem = problems.build(case, sizes, secrets.randbits(31), Pools())
+    _phase("compile")
+    program: Any = JaxProgram(problem.call, problem.sets, problem.carry)
+    if plant == "wrong":
+        program = _Spoiled(program)
+    _phase("run", plant)
+    seen = judge.check(program, problem.error, problem.tolerance)
+    _phase("compare")
+    found: dict[str, Any] = {
+        "ok": seen.passed,
+        "error": seen.error,
+        "tolerance": seen.tolerance,
+        "unwritten": seen.unwritten,
+        "runs_differ": not seen.deterministic,
+        "mosaic": program.has_mosaic,
+    }
+    if not seen.passed and problem.carry is None:
+        with references_only():
+            want = jax.jit(problem.call)(*problem.sets[0])
+        where = _difference(jax.tree.leaves(program(0)), jax.tree.leaves(want))
+        found |= {key: where[key] for key in ("share", "nan", "first", "tiles") if key in where}
+    return found
+
+
+class _Spoiled:
+    """A program whose results have a tile of NaN, as a kernel that skips one has."""
+
+    def __init__(self, program: Any) -> None:
+        self._program = program
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    def __call__(self, i: int) -> Any:
+        import jax
+
+        return jax.tree.map(lambda leaf: _spoiled(leaf, "wrong"), self._program(i))
+
+
+def _spoiled(out: Any, plant: str) -> Any:
+    import jax.numpy as jnp
+
+    if plant != "wrong":
+        return out
+    bad = jnp.nan if jnp.issubdtype(out.dtype, jnp.floating) else 1
+    return out.at[1:3].set(bad) if out.ndim else out
+
+
+def _difference(out: list[Any], want: list[Any]) -> dict[str, Any]:
+    """How results differ from those of the reference: the first place, the share, the tiles."""
+    import numpy as np
+
+    for which, (a, b) in enumerate(zip(out, want, strict=True)):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        limit = TOO_FAR * max(float(np.max(np.abs(b), initial=0.0)), 1e-30)
+        wrong = ~(np.abs(a - b) <= limit)
+        if wrong.any():
+            places = np.argwhere(wrong)
+            tiles = {tuple(int(i) // TILE for i in place[:2]) for place in places[:100_000]}
+            return {
+                "ok": False,
+                "result": which,
+                "share": float(wrong.mean()),
+                "nan": int(np.isnan(a).sum()),
+                "first": [int(i) for i in places[0]],
+                "tiles": sorted(tiles)[:8],
+            }
+    return {"ok": True}
+
+
+def op_sizes(*, dry: bool) -> Any:
+    """Sizes of the kernel cases."""
+    from benchmarks.kernels import cases
+    from pallas_kernels.shapes import MODELS
+
+    if dry:
+        return cases.DRY
+    return cases.Sizes(
+        models=MODELS[:3],
+        quantized_models=MODELS[:1],
+        decode_tokens=(8,),
+        prefill_tokens=(512,),
+        contexts=(1024,),
+        rotated_bytes=0,
+        kv_bytes=1 << 28,
+    )
+
+
+def op_cases(*, dry: bool) -> list[Any]:
+    """Kernel cases, those that move least first; layers are steps' business."""
+    from benchmarks.kernels.cases import all_cases
+
+    found = [
+        case
+        for case in all_cases(op_sizes(dry=dry))
+        if not case.op.endswith("_layer") and case.skew != "uniform"
+    ]
+    return sorted(found, key=lambda c: (c.op.startswith("grouped_gemm"), c.tokens, c.name))
+
+
+if __name__ == "__main__":
+    main()

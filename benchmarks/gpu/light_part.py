@@ -1,0 +1,129 @@
+"""First light: the smallest kernel, a step of two layers, every kernel once; a process each.
+
+Whatever one of them does (hang, crash, wrong rows) costs that one alone. Four run at a time.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from benchmarks.gpu import light
+from benchmarks.gpu.part import Case, Context, RunCase
+from benchmarks.gpu.sizes import Sizes
+from benchmarks.harness import store
+
+DEPENDS = (
+    "pallas_kernels",
+    "jmoe",
+    "benchmarks/kernels",
+    "benchmarks/gpu/light.py",
+    "benchmarks/gpu/light_part.py",
+)
+START_S = 0.0
+AT_ONCE = 4
+LIMIT_S = 75.0
+"""Of a case's process: imports, compiling, two runs."""
+DRY_LIMIT_S = 25.0
+
+
+def cases(sizes: Sizes) -> list[Case]:
+    """The smallest first. An estimate is a quarter of what a case takes, as four run at once."""
+    names = ["smoke", *(f"step/{way}" for way in ("references", "eager", "graph"))]
+    names += [case.name for case in light.op_cases(dry=sizes.dry)]
+    return [Case(name, 4.0) for name in names]
+
+
+@contextmanager
+def session(context: Context) -> Iterator[RunCase]:
+    """Processes for all cases that are not stored, started in order; a case waits for its own."""
+    limit_s = DRY_LIMIT_S if context.sizes.dry else LIMIT_S
+    pool = ThreadPoolExecutor(AT_ONCE)
+    wanted = [case.name for case in cases(context.sizes) if not context.record("light", case.name)]
+    found = {name: pool.submit(run_case, name, context.sizes.dry, limit_s) for name in wanted}
+
+    def run(case: Case) -> dict[str, Any]:
+        if case.name not in found:
+            found[case.name] = pool.submit(run_case, case.name, context.sizes.dry, limit_s)
+        return found[case.name].result()
+
+    try:
+        yield run
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def run_case(name: str, dry: bool, limit_s: float) -> dict[str, Any]:
+    """The record of a case: `figures.verdict` is ok, WRONG, CRASH or HANG, with what is known."""
+    words = [sys.executable, "-m", "benchmarks.gpu.light", name, *(["--dry-run"] if dry else [])]
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    began = time.monotonic()
+    process = subprocess.Popen(
+        words,
+        cwd=store.ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    ended: queue.Queue[None] = queue.Queue()
+
+    def read() -> None:
+        assert process.stdout is not None
+        lines.extend(line.rstrip() for line in process.stdout)
+        ended.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    hung = False
+    try:
+        ended.get(timeout=limit_s)
+    except queue.Empty:
+        hung = True
+        os.killpg(process.pid, signal.SIGKILL)
+        ended.get(timeout=10)
+    status = process.wait()
+    took_s = time.monotonic() - began
+    verdict, more = judged(lines, status, hung, limit_s)
+    record: dict[str, Any] = {"figures": {"verdict": verdict, "took_s": took_s}, **more}
+    if verdict != "ok":
+        record["failed"] = verdict
+    return record
+
+
+def judged(lines: list[str], status: int, hung: bool, limit_s: float) -> tuple[str, dict[str, Any]]:
+    """The verdict on a process by what it printed and how it ended, and what it found."""
+    phase = next((line[7:] for line in reversed(lines) if line.startswith("phase: ")), "start")
+    result = next((line[8:] for line in lines if line.startswith("result: ")), None)
+    if hung:
+        return f"HANG in {phase}, killed after {limit_s:.0f} s", {}
+    if result is None:
+        last = [line for line in lines if not line.startswith("phase: ")][-3:]
+        return f"CRASH in {phase}, status {status}: {' | '.join(last)[-300:]}", {}
+    found = json.loads(result)
+    if found["ok"]:
+        return "ok", {"found": found}
+    known = {
+        "first": "first at",
+        "share": "share",
+        "nan": "NaN",
+        "tiles": "tiles",
+        "error": "error",
+        "unwritten": "unwritten",
+        "runs_differ": "runs differ",
+    }
+    words = [f"{word} {_short(found[key])}" for key, word in known.items() if found.get(key)]
+    return f"WRONG: {', '.join(words)}", {"found": found}
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,111 @@
+"""First light: what a process of a case printed is judged; planted faults cost their case alone."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.gpu import light, light_part
+from benchmarks.gpu.part import Context
+from benchmarks.gpu.sizes import DRY, Sizes
+from benchmarks.harness import store
+
+RESULT = "result: "
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "hung", "verdict"),
+    [
+        (["phase: import", RESULT + '{"ok": true}'], 0, False, "ok"),
+        (["phase: import", "phase: run"], -9, True, "HANG in run, killed after 75 s"),
+        (["phase: compile", "Fatal: x"], -6, False, "CRASH in compile, status -6: Fatal: x"),
+        ([], 1, False, "CRASH in start, status 1: "),
+        (
+            [
+                "phase: compare",
+                RESULT
+                + json.dumps(
+                    {
+                        "ok": False,
+                        "first": [3, 0],
+                        "share": 0.25,
+                        "nan": 7,
+                        "tiles": [[0, 0]],
+                        "runs_differ": True,
+                    }
+                ),
+            ],
+            0,
+            False,
+            "WRONG: first at [3, 0], share 0.25, NaN 7, tiles [[0, 0]], runs differ True",
+        ),
+    ],
+)
+def test_verdicts(lines, status, hung, verdict):
+    assert light_part.judged(lines, status, hung, 75.0)[0] == verdict
+
+
+@pytest.mark.parametrize("sizes", [DRY, Sizes()], ids=["dry", "full"])
+def test_cases_begin_with_the_smallest_and_fit_three_minutes(sizes):
+    cases = light_part.cases(sizes)
+    assert cases[0].name == "smoke"
+    assert {case.name.split("/")[0] for case in cases} >= {"step", "routing", "kv_write"}
+    assert sum(case.estimate_s for case in cases) <= 200
+
+
+def test_where_results_differ():
+    import numpy as np
+
+    want = np.ones((130, 4), np.float32)
+    out = want.copy()
+    out[70:72] = np.nan
+    found = light._difference([want, out], [want, want])
+    assert found == {
+        "ok": False,
+        "result": 1,
+        "share": pytest.approx(8 / 520),
+        "nan": 8,
+        "first": [70, 0],
+        "tiles": [(1, 0)],
+    }
+    assert light._difference([want], [want]) == {"ok": True}
+
+
+def test_it_needs_nothing_that_a_gpu_image_lacks():
+    code = """
+import sys
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in HIDDEN:
+            raise ModuleNotFoundError(name)
+HIDDEN = {"grpc_health", "grpc_reflection", "pydantic", "fastapi", "httptools", "orjson",
+          "llguidance", "uvicorn", "jiter", "starlette", "cryptography"}
+sys.meta_path.insert(0, Hidden())
+import benchmarks.gpu.light, benchmarks.gpu.light_part, benchmarks.gpu.run as run
+import benchmarks.gpu.step_part, benchmarks.gpu.models, benchmarks.kernels.problems, jmoe
+for part in ("light", "kernels", "tests", "step"):
+    run.module(part)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=store.ROOT, check=True, timeout=120)
+
+
+def test_planted_faults_cost_their_cases_alone(tmp_path, monkeypatch):
+    plants = {
+        "smoke": "hang",
+        "routing/tiny/decode/t4": "abort",
+        "grouped_gemm/tiny/decode/t4/exponential": "wrong",
+    }
+    monkeypatch.setenv(light.PLANT, ",".join(f"{k}={v}" for k, v in plants.items()))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(light_part, "AT_ONCE", 2)
+    monkeypatch.setattr(light_part, "DRY_LIMIT_S", 45.0)
+    kept = store.Store(tmp_path, {"sources": "1"})
+    with light_part.session(Context(DRY, kept, tmp_path, tmp_path)) as run_case:
+        found = {case.name: run_case(case)["figures"]["verdict"] for case in light_part.cases(DRY)}
+    assert found.pop("smoke").startswith("HANG in run")
+    assert found.pop("routing/tiny/decode/t4").startswith("CRASH in run, status -6")
+    wrong = found.pop("grouped_gemm/tiny/decode/t4/exponential")
+    assert wrong.startswith("WRONG: first at [1, 0], share 0.5, NaN ")
+    assert set(found.values()) == {"ok"}
+    assert len(found) > 5
