@@ -85,6 +85,12 @@ def _verdict(target: Mapping[str, Any] | None) -> str:
     return "" if not target else ("met" if target["met"] else "MISSED")
 
 
+def light(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
+    """What each case's process came to."""
+    rows = [[name, r.get("figures", {}).get("verdict")] for name, r in stored["light"].items()]
+    return markdown(["case", "verdict"], rows)
+
+
 def tests(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
     """Counts by file."""
     rows = [
@@ -313,6 +319,7 @@ def kernels(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
 
 
 TABLES: dict[str, Callable[[Mapping[str, Records], Sizes], list[str]]] = {
+    "light": light,
     "tests": tests,
     "layers": layers,
     "step": step,
