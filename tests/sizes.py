@@ -253,7 +253,7 @@ DEEP_TESTS = {
 }
 ON_MESHES = "tests/e2e/test_hostile_load.py"
 
-EMULATED, INTERPRETED = "sm90", "mosaic"
+EMULATED, INTERPRETED, BATCHED = "sm90", "mosaic", "batched"
 """Parameters by which contract suites name the implementation they run."""
 
 INTERPRETED_TESTS = 1
@@ -415,6 +415,7 @@ class Sizes:
 
     def __init__(self) -> None:
         self._interpreted: dict[str, set[str]] = {}
+        self._batched: set[str] = set()
         self._num_cases: Counter[tuple[str, str]] = Counter()
 
     def markers(self, nodeid: str) -> list[str]:
@@ -435,6 +436,10 @@ class Sizes:
             return True
         if EMULATED in parameters or (file == ON_MESHES and "ep=" in parameters):
             return True
+        if file == NEVER_INTERPRETED and BATCHED in parameters:
+            first = function not in self._batched
+            self._batched.add(function)
+            return not first
         if INTERPRETED not in parameters:
             return False
         return file == NEVER_INTERPRETED or self._is_past(INTERPRETED_TESTS, file, function)
