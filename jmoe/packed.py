@@ -15,14 +15,13 @@ from zlib import crc32
 import numpy as np
 
 CACHE = Path("~/.cache/jmoe/models")
-_EVEN, _ODD = "even", "odd"
 
 
 def pack(directory: Path) -> None:
     """Replaces every `.safetensors` file in a directory by its packed form."""
     for file in sorted(directory.glob("*.safetensors")):
         body = np.frombuffer(file.read_bytes(), np.uint8)
-        np.savez_compressed(file.with_suffix(".npz"), **{_EVEN: body[0::2], _ODD: body[1::2]})
+        np.savez_compressed(file.with_suffix(".npz"), even=body[0::2], odd=body[1::2])
         file.unlink()
 
 
@@ -66,7 +65,7 @@ def _unpack_all(directory: Path, to: Path) -> Path:
 
 def _unpack(file: Path, to: Path) -> None:
     with np.load(file) as parts:
-        even, odd = parts[_EVEN], parts[_ODD]
+        even, odd = parts["even"], parts["odd"]
     body = np.empty(even.size + odd.size, np.uint8)
     body[0::2], body[1::2] = even, odd
     to.write_bytes(body.tobytes())
