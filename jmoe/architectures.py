@@ -125,8 +125,10 @@ def _window(fields: Fields, used: bool) -> int:
     """
     if not used:
         return 0
-    if fields.given("use_sliding_window") and not fields.given("sliding_window"):
+    if fields.given("sliding_window") is None:
         raise fields.wrong("use_sliding_window", "false; jmoe attends to the whole context")
+    if not fields.given("sliding_window") and fields.given("use_sliding_window"):
+        raise fields.wrong("sliding_window", "1 or more where use_sliding_window is true")
     window = fields.size("sliding_window")
     return window if window < fields.size("max_position_embeddings") else 0
 

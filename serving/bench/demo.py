@@ -279,12 +279,12 @@ async def _warm_slowness(
     calibration: Calibration,
     console: Console,
 ) -> float:
-    """Returns the slowness of the machine as it serves a burst, which no pair is made of.
+    """Returns the slowness of the machine as it serves a segment that no pair is made of.
 
     A processor that was idle before the calibration may be faster in it than it will be.
     """
-    burst_per_s = _rates(calibration, config)[1]
-    times = piecewise_poisson_times([(config.segment_s / 2, burst_per_s)], config.seed)
+    pieces = burst_pieces(config.segment_s, *_rates(calibration, config), config.burst_at)
+    times = piecewise_poisson_times(pieces, config.seed)
     arrivals = schedule(shuffled(tasks, config.seed), times)
     await use_variant(client, VARIANTS[config.variants[0]], own, config.strategy, calibration.slo)
     with console.status("warming up", refresh_per_second=4) as status:
@@ -292,7 +292,7 @@ async def _warm_slowness(
             client,
             arrivals,
             time_limit_s=2 * config.segment_s,
-            on_sample=_progress("warming up", config.segment_s / 2, status.update),
+            on_sample=_progress("warming up", config.segment_s, status.update),
         )
     samples = {"full_decode_step_s": [sample.full_decode_step_s for sample in run.samples]}
     return _slowness({"samples": samples}, calibration.zero.full_decode_step_s)
