@@ -266,9 +266,8 @@ class DeviceRunner:
 
         What a launch more costs is what two halves take longer than the whole, each read as a
         server reads it, and at least a launch of no layers. Where each part is a program, which is
-        compiled only for the cut that is chosen, it is what the host takes to launch one: so decode
-        steps, which are short, run whole, and long prefill steps in parts. There all sizes of a
-        phase are cut alike, so that they can join.
+        compiled only for the cut that is chosen, it is what the host takes to launch one. There all
+        sizes of a phase are cut alike, so that they can join: the smallest decides.
         """
         num_layers = self.limits.num_layers
         half = num_layers // 2
