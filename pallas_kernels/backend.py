@@ -20,6 +20,7 @@ cannot be told from 12.9.0 by it. Mosaic attention that comes with jax refuses t
 
 _named: ContextVar[str | None] = ContextVar("backend that is traced for", default=None)
 _references_only: ContextVar[bool] = ContextVar("ops run their XLA references", default=False)
+_noted: ContextVar[dict[str, str] | None] = ContextVar("implementations by op", default=None)
 _batched_only: ContextVar[bool] = ContextVar("ops run their batched forms", default=False)
 
 
@@ -72,11 +73,29 @@ def batched() -> bool:
     return not _references_only.get() and backend() != "cpu"
 
 
-def implementation() -> str:
-    """What this backend's ops run, for a log: "Mosaic kernels", "batched XLA" or "XLA loops"."""
-    if hopper():
-        return "Mosaic kernels"
-    return "batched XLA" if batched() else "XLA loops"
+KERNEL = "Mosaic kernel"
+"""How `noting` names the implementation of an op that is none in XLA."""
+
+
+@contextmanager
+def noting() -> Iterator[dict[str, str]]:
+    """Within it, yields which implementation each op takes that is traced, by its name.
+
+    That is `KERNEL`, "batched XLA" or "XLA": the op's sizes and dtypes decide, too. Of an op that
+    is traced several times it is the last one.
+    """
+    noted: dict[str, str] = {}
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def note(op: str, *, kernel: bool = False, has_batched: bool = True) -> None:
+    """Notes what an op takes: its Mosaic kernel, or what this backend has beside it."""
+    if (noted := _noted.get()) is not None:
+        noted[op] = KERNEL if kernel else "batched XLA" if has_batched and batched() else "XLA"
 
 
 @contextmanager

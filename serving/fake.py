@@ -155,6 +155,11 @@ class FakeRunner:
         """See serving.execution.runner.Runner."""
         return {}
 
+    @property
+    def implementations(self) -> Mapping[str, str]:
+        """See Runner: nothing to tell."""
+        return {}
+
     def mixes(self, counts: Sequence[int]) -> bool:
         """See Runner; always mixes as many models as allowed."""
         return 1 < len(counts) <= self.mixed_models

@@ -3,6 +3,7 @@ warms up.
 """
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from jmoe.config import read_config
 from jmoe.family import Family
 from jmoe.parallel.cost import exchange_bytes
 from jmoe.tokenizer import read_settings
-from pallas_kernels.backend import backend, hopper, implementation
+from pallas_kernels.backend import KERNEL, hopper
 from serving.cluster_secret import ClusterSecret
 from serving.composes import COMPOSES, SEVERAL
 from serving.config import EngineConfig
@@ -158,29 +159,34 @@ def build(
     if config.brownout.strategy == "auto" and not ways and config.process_index <= 0:
         log.warning("brownout is off: %s has no united experts", loaded.name)
     fitting = fit_to_model(config, loaded)
-    if config.process_index <= 0:
-        log_implementation()
     warn_of_gathering(fitting, loaded)
     parks = getattr(make_policy(config.policy), "parks", True)
-    return fitting, family, DeviceRunner(family, fitting, parks=parks, followers=followers), ways
+    runner = DeviceRunner(family, fitting, parks=parks, followers=followers)
+    if config.process_index <= 0:
+        log_implementations(runner.implementations)
+    return fitting, family, runner, ways
 
 
-def log_implementation() -> None:
-    """Logs what a GPU's ops run; a warning where that is not the kernels. Nothing on a CPU."""
-    found = implementation()
-    if backend() == "cpu":
+def log_implementations(taken: Mapping[str, str]) -> None:
+    """Logs what a GPU's ops run, by phase and op; a warning for those without a kernel."""
+    if not taken:  # a CPU
         return
     device = jax.devices()[0].device_kind
-    if hopper():
-        log.info("%s: ops run %s where they take the model's sizes", device, found)
-    else:
-        log.warning(
-            "%s: ops run %s, as the Mosaic kernels need a Hopper GPU (H100, H200): 22 to 33 "
-            "launches a layer in decode, and weights of experts are read more than once in prefill "
-            "(docs/kernels.md, Other GPUs)",
-            device,
-            found,
-        )
+    with_kernel = [op for op, form in taken.items() if form == KERNEL]
+    others = {op: form for op, form in taken.items() if form != KERNEL}
+    if with_kernel:
+        log.info("%s: Mosaic kernels run %s", device, ", ".join(with_kernel))
+    if not others:
+        return
+    why = (
+        "whose kernels do not take the model's sizes or dtype (docs/kernels.md, What they take)"
+        if hopper()
+        else "as the Mosaic kernels need a Hopper GPU (H100, H200): 26 to 41 launches a layer in "
+        "decode, and weights of experts are read more than once in prefill (docs/kernels.md, "
+        "Other GPUs)"
+    )
+    said = ", ".join(f"{op} ({form})" for op, form in others.items())
+    log.warning("%s: without a Mosaic kernel are %s, %s", device, said, why)
 
 
 def warn_of_gathering(config: EngineConfig, model: Model) -> None:

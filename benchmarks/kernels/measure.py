@@ -7,6 +7,7 @@ import jax
 
 from benchmarks.kernels import inputs, judge, libraries, problems, roofline, sweep
 from benchmarks.kernels.cases import Case, Sizes, target
+from benchmarks.kernels.roofline import assumptions
 from benchmarks.kernels.timing import Ceilings, JaxProgram, Program, Ruler, Timing
 
 
@@ -38,7 +39,11 @@ class Bench:
 
     def _measured(self, case: Case, seed: int) -> dict[str, Any]:
         record: dict[str, Any] = {"ceilings": self.ceilings._asdict()}
-        record["expected"] = roofline.predict(case, self.sizes).record()
+        with assumptions.on(jax.devices()[0].device_kind) as device:
+            record["expected"] = {
+                **roofline.predict(case, self.sizes).record(),
+                "expected_of": device,
+            }
         problem = problems.build(case, self.sizes, seed, self.pools)
         program = JaxProgram(problem.call, problem.sets, problem.carry)
         record["implementation"] = "mosaic" if program.has_mosaic else "xla"

@@ -9,7 +9,7 @@ HEADER = (
     f"{'case':58} {'us':>9} {'expected':>9} {'floor':>6} {'TB/s':>6} {'TFLOP/s':>8} {'copy':>6} "
     f"{'product':>7}  target; library time / ours; largest loss expected"
 )
-"""`expected` and `floor`: microseconds on an H200 by arithmetic (`roofline`), and the share of the
+"""`expected` and `floor`: microseconds on this GPU by arithmetic (`roofline`), and the share of the
 floor in them. What was measured is beside them: `us`, and of the floor the larger of `copy` and
 `product`."""
 

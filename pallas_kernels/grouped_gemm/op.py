@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.backend import batched, hopper
+from pallas_kernels.backend import batched, hopper, note
 from pallas_kernels.grouped_gemm import batched as few_launches
 from pallas_kernels.grouped_gemm import reference
 from pallas_kernels.grouped_gemm.quantized import QuantizedWeights, Weights, weight_sizes
@@ -55,6 +55,8 @@ def moe_mlp(
         from pallas_kernels.grouped_gemm import mosaic  # Pallas is not imported where it is unused
 
         if mosaic.supports(x, gate_up, down, plan):
+            note("grouped GEMM", kernel=True)
             return mosaic.moe_mlp(x, gate_up, down, plan)
+    note("grouped GEMM")
     op = few_launches if batched() else reference
     return op.moe_mlp(x, gate_up, down, plan)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.backend import batched, hopper
+from pallas_kernels.backend import batched, hopper, note
 from pallas_kernels.paged_attention import batched as few_launches
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.schedule import Plan
@@ -50,6 +50,8 @@ def paged_attention(
         from pallas_kernels.paged_attention import mosaic  # Pallas is not imported where unused
 
         if mosaic.supports(q, k_pages, v_pages):
+            note("attention", kernel=True)
             return mosaic.paged_attention(q, k_pages, v_pages, todo=todo, **rows)
+    note("attention")
     op = few_launches if batched() else reference
     return op.paged_attention(q, k_pages, v_pages, **rows)

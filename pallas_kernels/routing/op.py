@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.backend import batched, hopper
+from pallas_kernels.backend import batched, hopper, note
 from pallas_kernels.routing import batched as few_launches
 from pallas_kernels.routing import reference, tile_map
 from pallas_kernels.routing.tile_map import RowTiles, TileMap
@@ -171,6 +171,7 @@ def route(
         from pallas_kernels.routing import mosaic  # Pallas is not imported where it is unused
 
         if mosaic.supports(logits, groups, slots, top_k, block_m):
+            note("routing", kernel=True)
             num_visits = logits.shape[0] * top_k
             return mosaic.route(
                 logits,
@@ -187,6 +188,7 @@ def route(
                 num_blocks=max_blocks(num_visits, max_active, block_m),
                 tiles=tiles,
             )
+    note("routing")
     groups, slots = row_of(groups), row_of(slots)
     if batched():
         ids, plan, work = few_launches.route(

@@ -358,6 +358,9 @@ def _server_in_words(info: Any) -> Section:
         sizes = sorted(info.part_layers, key=lambda size: (size.partition(" ")[0], len(size), size))
         layers = ", ".join(f"{size}: {info.part_layers[size]}" for size in sizes)
         rows.append(("layers per launch", f"{layers} (while best effort is there)"))
+    for form in sorted(set(info.implementations.values())):
+        ops = (op for op, taken in sorted(info.implementations.items()) if taken == form)
+        rows.append((f"by {form}", ", ".join(ops)))
     if math.isfinite(info.best_effort_wait_s):
         rows.append(("best-effort token", f"within {info.best_effort_wait_s:.3g} s"))
     return "Server", rows

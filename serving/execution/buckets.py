@@ -5,7 +5,7 @@ many experts as a step at t <= b can touch. The threshold itself is traced and n
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -85,6 +85,13 @@ def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
     return sizes[: bisect_left(sizes, most) + 1]
 
 
+def cuts(at_once: int, num_layers: int) -> list[tuple[int, int]]:
+    """(first layer, layer to stop at) of parts of `at_once` layers; the last may have fewer."""
+    return [
+        (first, min(first + at_once, num_layers)) for first in range(0, num_layers, at_once)
+    ]
+
+
 class Buckets:
     """Sizes that programs are compiled for, on each device of a mesh, and the choice among them."""
 
@@ -100,6 +107,7 @@ class Buckets:
         self._max_model_len = config.max_model_len
         self._max_blocks = limits.pages_for(config.max_model_len)
         self._reuses = config.reuses_prefixes
+        self._num_layers = limits.num_layers
 
     @property
     def seat(self) -> Key:
@@ -133,16 +141,29 @@ class Buckets:
         steps = (key for key in self.keys() if key.phase in ("prefill", "decode"))
         return [key for key in steps if key.models == 1]
 
-    def parts(self, phase: str, num_layers: int, at_once: int) -> list[Key]:
-        """Programs for parts of a phase's steps, of `at_once` layers each; the last may have fewer.
+    def part(self, key: Key, layers: tuple[int, int], at_once: Mapping[tuple[str, int], int]) -> Key:
+        """The smallest program of at least the key's size for these layers, in one part.
+
+        `at_once` has the layers of a part by phase and size. Of a size that is cut otherwise are
+        steps that were begun with more rows: some have left since.
+        """
+        size = min(
+            size
+            for (phase, size), count in at_once.items()
+            if phase == key.phase and size >= key.size and layers in cuts(count, self._num_layers)
+        )
+        return key._replace(size=size, bucket_percent=FULL_CAPACITY, layers=layers)
+
+    def parts(self, at_once: Mapping[tuple[str, int], int]) -> list[Key]:
+        """Programs for parts of steps, of `at_once` layers by phase and size, the largest first.
 
         They have capacity for every threshold: less would multiply them.
         """
-        sizes = self.decode if phase == "decode" else self.prefill
         return [
-            Key(phase, size, FULL_CAPACITY, (first, min(first + at_once, num_layers)))
-            for size in reversed(sizes)
-            for first in range(0, num_layers, at_once)
+            Key(phase, size, FULL_CAPACITY, layers)
+            for (phase, size), count in sorted(at_once.items(), reverse=True)
+            if count < self._num_layers
+            for layers in cuts(count, self._num_layers)
         ]
 
     def choose(

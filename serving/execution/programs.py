@@ -31,6 +31,7 @@ from jmoe.steps import (
     score_step,
 )
 from jmoe.weights import Params, Weights
+from pallas_kernels.backend import backend, noting
 from pallas_kernels.routing import max_active_experts
 from serving.execution import traced_code
 from serving.execution.buckets import FULL_CAPACITY, Buckets, Key, sampling_phases
@@ -220,22 +221,38 @@ class Programs:
         scores = program(_without_layers(self._params[model]), out.hidden, tokens, rows)
         return out._replace(prompt_logprobs=scores)
 
+    def implementations(self) -> dict[str, str]:
+        """Which implementation of each op the largest step of a phase runs, such as "decode
+        attention" (`pallas_kernels.backend.noting`). Traces it; nothing on a CPU, which has one.
+        """
+        found: dict[str, str] = {}
+        for phase, sizes in (("decode", self._buckets.decode), ("prefill", self._buckets.prefill)):
+            key = Key(phase, sizes[-1], FULL_CAPACITY)
+            with noting() as ops:
+                if backend() != "cpu":
+                    self._jitted(key).trace(*self._arguments(key))
+            found |= {f"{phase} {op}": taken for op, taken in ops.items()}
+        return found
+
     def _lower(self, key: Key) -> jax.stages.Lowered:
+        return self._jitted(key).lower(*self._arguments(key))
+
+    def _jitted(self, key: Key) -> Any:
         cfg, max_active = self._model.config, self._max_active(key)
         if key.phase in ("sample", "truncate"):
             step = partial(sample_step, truncate=key.phase == "truncate")
             step = self._spread(step, on_mesh.SAMPLE)
-            return jax.jit(step, donate_argnums=0).lower(*self._arguments(key))
+            return jax.jit(step, donate_argnums=0)
         if key.phase == "draw":
             truncate = None if len(sampling_phases()) == 1 else True
             step = self._spread(partial(draw_step, truncate=truncate), on_mesh.DRAW)
-            return jax.jit(step, donate_argnums=(0, 1)).lower(*self._arguments(key))
+            return jax.jit(step, donate_argnums=(0, 1))
         if key.phase == "seat":
             step = self._spread(seat, on_mesh.SEAT)
-            return jax.jit(step, donate_argnums=0).lower(*self._arguments(key))
+            return jax.jit(step, donate_argnums=0)
         if key.phase == "score":
             step = self._spread(partial(score_step, cfg), on_mesh.SCORE)
-            return jax.jit(step).lower(*self._arguments(key))
+            return jax.jit(step)
         layers = self._layers(key)
         if key.models > 1:
             step = partial(mixed_decode_step, cfg, max_active=max_active)
@@ -254,7 +271,7 @@ class Programs:
             )
         step = self._spread(step, on_mesh.STEPS[key.phase])
         step.__name__ = key.name.replace("-", "_")  # type: ignore[attr-defined]
-        return jax.jit(step, donate_argnums=1).lower(*self._arguments(key))
+        return jax.jit(step, donate_argnums=1)
 
     def _spread(self, step: Callable, lies: on_mesh.Specs) -> Callable:
         """A step as it runs on all devices of the model's mesh."""
@@ -342,7 +359,7 @@ def _traced_code() -> str:
             draw_step,
             seat,
             score_step,
-            Programs._lower,
+            Programs._jitted,
             Programs._max_active,
         )
     )

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
@@ -80,12 +80,20 @@ class Runner(Protocol):
         ...
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
-        """Layers of such a step to launch at once, where others may have to go between."""
+        """Returns how many layers to launch at once, where others may have to go between.
+
+        `size` is the step's number of positions on its fullest rank.
+        """
         ...
 
     @property
     def part_layers_by_size(self) -> Mapping[str, int]:
         """`layers_at_once` by phase and size, such as "decode 64"."""
+        ...
+
+    @property
+    def implementations(self) -> Mapping[str, str]:
+        """Which implementation each op runs, by phase and op; empty on a CPU."""
         ...
 
     def load_way(self, way: int, layer: int) -> None:
@@ -250,7 +258,7 @@ class DeviceRunner:
             self._measure_parts()
         self.mixed.measure()
         if self._runs_parts and not self._parts_by_number:
-            self._prepare(self._keys_of_parts(), progress)
+            self._prepare(self.buckets.parts(self._layers_at_once), progress)
         self._calls.ready()
 
     def _prepare(self, keys: Sequence[Key], progress: Progress | None) -> None:
@@ -266,8 +274,8 @@ class DeviceRunner:
 
         What a launch more costs is what two halves take longer than the whole, each read as a
         server reads it, and at least a launch of no layers. Where each part is a program, which is
-        compiled only for the cut that is chosen, it is what the host takes to launch one. There all
-        sizes of a phase are cut alike, so that they can join: the smallest decides.
+        compiled only for the cut that is chosen, it is what the host takes to launch one. Each size
+        is cut as its own layers take: steps of sizes that are cut alike can join.
         """
         num_layers = self.limits.num_layers
         half = num_layers // 2
@@ -281,9 +289,6 @@ class DeviceRunner:
                 (whole_s,) = self._time(key, whole)
                 launch_s = max(GPU_LAUNCH_S, self._host_launch_s(key))
             self._layers_at_once[phase, size] = part_layers(launch_s, whole_s, num_layers)
-        if not self._parts_by_number:
-            for phase, longest in self._longest_parts().items():
-                self._layers_at_once |= {k: longest for k in self._layers_at_once if k[0] == phase}
 
     def _measure_copies(self) -> None:
         """What `host_layer` takes; and it is compiled now.
@@ -303,22 +308,6 @@ class DeviceRunner:
             jax.block_until_ready(self.model.pool)
             took_s.append(time.perf_counter() - began)
         self.copy_s = max(took_s[2:])
-
-    def _longest_parts(self) -> dict[str, int]:
-        """Layers at once by phase, the most of any size."""
-        found: dict[str, int] = {}
-        for (phase, _), count in self._layers_at_once.items():
-            found[phase] = max(found.get(phase, 0), count)
-        return found
-
-    def _keys_of_parts(self) -> list[Key]:
-        num_layers = self.limits.num_layers
-        return [
-            key
-            for phase, count in self._longest_parts().items()
-            if count < num_layers
-            for key in self.buckets.parts(phase, num_layers, count)
-        ]
 
     def _time(self, key: Key, *ways: Sequence[tuple[int, int]]) -> list[float]:
         """Seconds that a full step takes when it is cut in these ways, in turn; medians.
@@ -378,7 +367,7 @@ class DeviceRunner:
         )
         if not self._parts_by_number and plan.num_layers < self.limits.num_layers:
             layers = plan.first_layer, plan.stop_layer
-            key = key._replace(bucket_percent=FULL_CAPACITY, layers=layers)
+            key = self.buckets.part(key, layers, self._layers_at_once)
         arrays = self.device.arrays(
             key, step, control, first=plan.first_layer, stop=plan.stop_layer
         )
@@ -426,9 +415,8 @@ class DeviceRunner:
         return min(FULL_CAPACITY, control.threshold_percent + math.ceil(pinned / num_experts))
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
-        """See Runner; measured at the start, or as the settings say. Buckets are each rank's."""
-        share = -(-size // self.limits.num_ranks)
-        return self._layers_at_once[phase, self.buckets.bucket(phase, share)]
+        """See Runner; measured at the start, or as the settings say."""
+        return self._layers_at_once[phase, self.buckets.bucket(phase, size)]
 
     def mixes(self, counts: Sequence[int]) -> bool:
         """See Runner; measured at the start."""
@@ -438,6 +426,11 @@ class DeviceRunner:
     def part_layers_by_size(self) -> dict[str, int]:
         """See Runner."""
         return {f"{phase} {size}": n for (phase, size), n in self._layers_at_once.items()}
+
+    @cached_property
+    def implementations(self) -> dict[str, str]:
+        """See Runner."""
+        return self.programs.implementations()
 
     def load_way(self, way: int, layer: int) -> None:
         """See Runner. Every way fits the slots that capacities are reckoned with."""

@@ -76,6 +76,7 @@ class GenerationService(rpc.GenerationServicer):
             threshold_buckets_percent=settings.threshold_buckets_percent,
             policy=settings.policy,
             part_layers={} if engine is None else dict(engine.runner.part_layers_by_size),
+            implementations={} if engine is None else dict(engine.runner.implementations),
             admin_port=server.admin_port,
             admin_host=server.config.admin_host.strip("[]"),
             num_programs=0 if engine is None else engine.runner.num_programs,

@@ -124,6 +124,7 @@ class Batch:
         self.tokens = tokens or []
         self.places: list[range] = []  # hidden rows on the device
         self.next_layer = 0
+        self.at_once = 0  # layers that are launched at once, of every part alike
         self.num_parks = 0
         self.control: StepControl | None = None  # of all its layers, set at launch
         self.joins: Batch | None = None  # a parked batch that joins when this one reaches its layer
@@ -181,6 +182,25 @@ class Batch:
             seqs, tokens = found[rank]
             found[rank] = seqs + 1, tokens + (len(self.tokens[number]) if self.tokens else 1)
         return found
+
+    def size(self, limits: Limits, *others: "Batch") -> int:
+        """Returns the size of the program that it and `others` would need together.
+
+        That is the number of positions on the fullest rank, or the largest prefill program for
+        prompt log-probabilities.
+        """
+        batches = (self, *others)
+        if limits.prefill_buckets and any(batch.scores_prompts for batch in batches):
+            return limits.prefill_buckets[-1]
+        ranks = zip(*(batch.on_ranks(limits) for batch in batches), strict=True)
+        return max(sum(tokens for _, tokens in rank) for rank in ranks)
+
+    @property
+    def scores_prompts(self) -> bool:
+        """Whether a prompt's log-probabilities are computed."""
+        return self.phase is Phase.PREFILL and any(
+            s.request.sampling.prompt_logprobs and not s.tokens for s in self.sequences
+        )
 
     def has_room_for(self, other: "Batch", limits: Limits) -> bool:
         """Whether `other` can join this prefill step at no extra cost (the same token bucket)."""
@@ -243,18 +263,13 @@ class Batch:
 
     def take_layers(self, stop: int, num_layers: int) -> ScheduledStep:
         """Returns the step that runs layers up to `stop`; the last one frees the sequences."""
-        prefill, sequences, is_last = (
-            self.phase is Phase.PREFILL,
-            self.sequences,
-            stop == num_layers,
-        )
+        sequences, is_last = self.sequences, stop == num_layers
         plan = StepPlan(
             phase=self.phase,
             rows=self.rows.copy(),  # rows may be made exempt for these layers only
             deltas=np.array(self._deltas, np.int32).reshape(-1, NUM_DELTA_COLUMNS),
             tokens=_joined(self.tokens),
-            prompt_logprobs=prefill
-            and any(s.request.sampling.prompt_logprobs and not s.tokens for s in sequences),
+            prompt_logprobs=self.scores_prompts,
             places=_joined(self.places),
             model=self.model,
             row_models=self._row_models(),

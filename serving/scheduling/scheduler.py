@@ -53,7 +53,8 @@ class Scheduler:
     Args:
         limits: sizes that a schedule must keep to.
         policy: the scheduling policy.
-        layers_at_once: returns the number of layers to launch at once for a (phase, size)
+        layers_at_once: returns the number of layers to launch at once for a phase and a size, in
+            positions on the fullest rank
             while there is best-effort work; otherwise steps are launched whole.
         share: best effort's guaranteed share of device time; None: no guarantee.
         max_wait_s: best effort that has waited longer counts as latency-sensitive.
@@ -297,13 +298,8 @@ class Scheduler:
             parks = self._newest
             parks.num_parks += 1
             self.num_parks += 1
-        last, stop = self.limits.num_layers, self.limits.num_layers
-        # A step begun in parts goes on in parts: the program for all the rest may not be compiled.
-        if self.policy.parks and (self._has_best_effort or batch.next_layer):
-            stop = batch.next_layer + self._layers_at_once(batch.phase, batch.num_tokens)
-        if other is not None:
-            stop = min(stop, other.next_layer)
-        step = batch.take_layers(min(stop, last), last)
+        last = self.limits.num_layers
+        step = batch.take_layers(min(batch.next_layer + batch.at_once, last), last)
         step.parks, step.num_joined = parks, num_joined
         if step.is_last:
             self._end(batch)
@@ -312,10 +308,29 @@ class Scheduler:
 
     def _begin(self, batch: Batch, now: float) -> Batch:
         self.under_way.append(batch)
+        batch.at_once = self._at_once(batch)
         if batch.has_best_effort:
             for sequence in batch.sequences:
                 sequence.waiting_since = now
         return batch
+
+    def _at_once(self, batch: Batch, *others: Batch) -> int:
+        """Returns how many layers of a batch to launch at once, together with `others`."""
+        if not (self.policy.parks and self._has_best_effort):
+            return self.limits.num_layers
+        return self._layers_at_once(batch.phase, batch.size(self.limits, *others))
+
+    def _joins(self, batch: Batch, parked: Batch | None) -> Batch | None:
+        """Returns the parked batch if its rows can go on as part of `batch`, which begins.
+
+        It reaches the layer at which the other is parked only if both are cut alike, and goes on
+        from there only if what they are together is, too: where each part is a program of its own,
+        there is none for other layers.
+        """
+        if parked not in self.under_way:
+            return None
+        alike = batch.at_once == parked.at_once == self._at_once(batch, parked)
+        return parked if alike else None
 
     def _end(self, batch: Batch) -> None:
         """Ends a batch: its last layers are launched, or it has no rows left."""
@@ -373,7 +388,7 @@ class Scheduler:
         batch.place(self.extents.take(ranks), self.limits)
         parked = self._parked(Phase.PREFILL, batch.model)
         if parked is not None and batch.has_room_for(parked, self.limits):
-            batch.joins = parked
+            batch.joins = self._joins(batch, parked)
         return batch
 
     def _parked(self, phase: Phase, model: int | None) -> Batch | None:
@@ -464,7 +479,7 @@ class Scheduler:
         batch = Batch(Phase.DECODE, scheduled, rows, [True] * len(scheduled), deltas)
         self._begin(batch, now)
         self.num_mixed += len(batch.models) > 1
-        batch.joins = parked if parked in self.under_way else None
+        batch.joins = self._joins(batch, parked)
         return batch
 
     def _decoding(self, order: Order) -> list[SequenceState]:

@@ -182,6 +182,34 @@ def test_steps_of_prefill_tiles():
     assert (dealt[0], dealt[131], dealt[132], dealt[263]) == (0, 131, 131, 0)
 
 
+def test_long_prompts_are_expected_between_what_others_measured():
+    """With the overlap that this kernel has, and without it (FlashAttention-3's ablation)."""
+    published = assumptions.PUBLISHED_TFLOP_S
+    of = predict("prefill_attention", QWEN15_MOE_A27B, "prefill", 4096, 32768)
+    rate = of.count.flops / of.us / 1e6
+    assert published["without the overlap of softmax and products"] < rate
+    assert rate < published["attention, head size 128, no mask"]
+
+
+def test_another_hopper_gpu_has_its_own_rates():
+    """By hand: an H100 copies 3.0 TB/s, a product of an H20 takes 5.6 times an H200's time."""
+    decode, gigabyte = ("paged_attention", QWEN3_30B_A3B, "decode", 64, 32768), 1e9
+    usual = predict(*decode)
+    with assumptions.on("NVIDIA H100 80GB HBM3") as name:
+        assert name == "H100"
+        assert assumptions.copy_us(gigabyte) == pytest.approx(333.3, abs=0.1)
+        assert assumptions.product_us(790e6) == pytest.approx(1.0)
+        assert predict(*decode).us > 1.3 * usual.us
+    with assumptions.on("NVIDIA H20") as name:
+        assert name == "H20"
+        assert assumptions.product_us(790e6) == pytest.approx(790 / 140)
+        assert assumptions.wgmma_cycles(256) == 512  # 64 x 256 x 16 at 1,024 a clock
+    with assumptions.on("NVIDIA H200") as name:
+        assert name == "H200"
+        assert predict(*decode) == usual
+    assert predict(*decode) == usual
+
+
 def test_losses_of_a_ladder():
     got = parts.ladder(10.0, [("a", 12.0), ("b", 11.0), ("c", 15.0), ("a", 16.0)])
     assert got == {"a": 3.0, "b": 0.0, "c": 3.0}

@@ -72,7 +72,11 @@ class FakeEngine:
         self.reason, self.dead = "", asyncio.Event()
         self.way_gate = asyncio.Event()  # holds a change of way
         self.way_gate.set()
-        self.runner = SimpleNamespace(part_layers_by_size={"decode 64": 4}, num_programs=7)
+        self.runner = SimpleNamespace(
+            part_layers_by_size={"decode 64": 4},
+            num_programs=7,
+            implementations={"decode attention": "Mosaic kernel", "prefill routing": "batched XLA"},
+        )
         self.pace = SimpleNamespace(
             best_effort_wait_s=lambda max_wait_s: max_wait_s + 1.5,
             times=SimpleNamespace(error=0.125, num_observed=1000),

@@ -1,21 +1,24 @@
 """The real engine with its steps on the kernels: what ptxas is given, emulated, beside a CPU's.
 
 Three forms of model, two layers each: prompts that reuse pages of others, best effort whose steps
-run in parts, decode steps with rows of both classes. Every launch is emulated, a second or more
-each, so that there is one case a form. Under brownout what a row gets depends on its company, so
-there each prompt is alone.
+run in parts, decode steps with rows of both classes; and two models of a family in one decode step.
+Every launch is emulated, a second or more each, so that there is one case a form. Under brownout
+what a row gets depends on its company, so there each prompt is alone.
 """
 
 import asyncio
+import math
 
 import jax
 import pytest
 
 from jmoe.config import from_hf
-from jmoe.random_model import random_model
+from jmoe.random_model import random_family, random_model
+from jmoe.sharing import Sharing
 from pallas_kernels.backend import traced_for
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
+from serving.execution.mixed import MixedSteps
 from serving.request import Priority, SamplingParams
 
 pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]")
@@ -72,6 +75,8 @@ PROMPTS = [
     ([60, 61, 62], LS),
 ]
 NEW = 3
+TIE = 0.02
+"""Between the log-probabilities of two tokens, either of which may be the likelier one."""
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +88,7 @@ def _fresh_programs():
     jax.clear_caches()
 
 
-def settings(threshold):
+def settings(threshold, **changes):
     return EngineConfig(
         max_num_seqs=8,
         max_model_len=48,
@@ -105,31 +110,51 @@ def settings(threshold):
             prefill_threshold_percent=threshold,
             decode_threshold_percent=threshold,
         ),
+        **changes,
     )
 
 
+async def ask(engine, prompt, priority=LS, model=""):
+    """Tokens, their and the likeliest two's log-probabilities, and degraded visits."""
+    tokens, logprobs, likeliest, usage = [], [], [], None
+    sampling = SamplingParams(max_new_tokens=NEW, logprobs=True, top_logprobs=2, ignore_eos=True)
+    async for out in engine.generate(prompt, sampling, priority=priority, model=model):
+        tokens += out.token_ids
+        logprobs += out.logprobs
+        likeliest += [[logprob for _, logprob in top] for top in out.top_logprobs]
+        usage = out.usage
+    return tokens, logprobs, likeliest, usage.degraded_visits
+
+
 async def served(model, threshold):
-    """Tokens, log-probabilities and degraded visits of each prompt; whether pages were reused."""
+    """Answers to the prompts, tokens that were reused, and the layers that steps ran at once."""
     engine = await Engine.start(settings(threshold), model=model)
+    launch, layers = engine.runner.launch, set()
 
-    async def ask(prompt, priority):
-        tokens, logprobs, usage = [], [], None
-        sampling = SamplingParams(max_new_tokens=NEW, logprobs=True, ignore_eos=True)
-        async for out in engine.generate(prompt, sampling, priority=priority):
-            tokens += out.token_ids
-            logprobs += out.logprobs
-            usage = out.usage
-        return tokens, logprobs, usage.degraded_visits
+    def watched(plan, control):
+        layers.add((plan.first_layer, plan.stop_layer))
+        return launch(plan, control)
 
+    engine.runner.launch = watched
     try:
-        found = [await ask(*PROMPTS[0])]
+        found = [await ask(engine, *PROMPTS[0])]
         if threshold == 100:
-            found += await asyncio.gather(*(ask(*one) for one in PROMPTS[1:]))
+            found += await asyncio.gather(*(ask(engine, *one) for one in PROMPTS[1:]))
         else:
-            found += [await ask(*one) for one in PROMPTS[1:3]]
-        return found, engine.scheduler.reuse.num_reused
+            found += [await ask(engine, *one) for one in PROMPTS[1:3]]
+        return found, engine.scheduler.reuse.num_reused, layers
     finally:
         await engine.stop()
+
+
+def num_alike(got, want):
+    """Tokens of an answer that are the same, up to one that may as well be the other of a tie."""
+    for at, (token, own) in enumerate(zip(got[0], want[0], strict=True)):
+        if token != own:
+            assert math.isclose(*want[2][at], abs_tol=TIE)
+            return at
+        assert got[1][at] == pytest.approx(want[1][at], abs=0.01)
+    return len(got[0])
 
 
 @pytest.mark.parametrize("threshold", [100, 50])
@@ -138,14 +163,50 @@ async def test_the_engine_serves_on_kernels_what_it_serves_on_a_cpu(form, thresh
     def model():
         return random_model(from_hf(FORMS[form]), 0, "bfloat16", ways=(4,), skew=0.3)
 
-    want, reused = await served(model(), threshold)
+    want, reused, layers = await served(model(), threshold)
     jax.clear_caches()
     with sm90.emulated() as ran, traced_for("cuda"):
-        got, reused_too = await served(model(), threshold)
+        got, reused_too, layers_too = await served(model(), threshold)
     assert {kernel.name for kernel in ran} >= KERNELS
     assert reused == reused_too == len(SHARED)
-    for (tokens, logprobs, degraded), (own, theirs, as_many) in zip(got, want, strict=True):
-        assert tokens == own
-        assert logprobs == pytest.approx(theirs, abs=0.01)
-        assert (degraded > 0) == (threshold < 100)
-        assert degraded == pytest.approx(as_many, abs=2)  # ties of experts' visits
+    assert layers == layers_too == {(0, 1), (1, 2), (0, 2)}
+    for answer, own in zip(got, want, strict=True):
+        if threshold == 100:
+            assert answer[0] == own[0]
+        assert num_alike(answer, own) > 0
+        assert (answer[3] > 0) == (threshold < 100)
+        if answer[0] == own[0]:
+            assert answer[3] == pytest.approx(own[3], abs=2)  # ties of experts' visits
+    alike = sum(num_alike(answer, own) for answer, own in zip(got, want, strict=True))
+    assert alike >= 0.8 * NEW * len(want)
+
+
+async def test_two_models_in_one_decode_step_answer_on_kernels_as_on_a_cpu(monkeypatch):
+    """What pays is not timed: each would be a step more to emulate."""
+    monkeypatch.setattr(MixedSteps, "measure", lambda self: None)
+    monkeypatch.setattr(MixedSteps, "pays", lambda self, counts: True)
+
+    async def both():
+        cfg = from_hf(FORMS["qwen3"])
+        sharing = Sharing.none(("one", "other"), cfg.num_moe_layers, cfg.num_experts)
+        sharing.owners[1, :, ::2] = 0  # half of the experts are the first model's
+        family = random_family(cfg, sharing, 0, "bfloat16", skew=0.3)
+        engine = await Engine.start(settings(100, policy="fcfs", mixed_models=2), model=family)
+        try:
+            asked = [
+                ask(engine, prompt, model=engine.names[at % 2])
+                for at, (prompt, _) in enumerate(PROMPTS)
+            ]
+            return await asyncio.gather(*asked), engine.scheduler.num_mixed
+        finally:
+            await engine.stop()
+
+    want, mixed = await both()
+    jax.clear_caches()
+    with sm90.emulated() as ran, traced_for("cuda"):
+        got, mixed_too = await both()
+    assert {kernel.name for kernel in ran} >= KERNELS
+    assert mixed > 0
+    assert mixed_too > 0
+    assert [answer[0] for answer in got] == [own[0] for own in want]
+    assert all(num_alike(answer, own) == NEW for answer, own in zip(got, want, strict=True))

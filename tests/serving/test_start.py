@@ -2,25 +2,88 @@
 
 import pytest
 
-from pallas_kernels.backend import traced_for
+from jmoe.config import from_hf
+from jmoe.random_model import random_model
+from pallas_kernels.backend import KERNEL, traced_for
 from serving import start as module
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
+from serving.execution.fitting import fit_to_model
+from serving.execution.runner import DeviceRunner
 from serving.settings import SettingsError
 
 
+SMALL = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_experts": 12,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+}
+ALL = {"KV write", "attention", "grouped GEMM", "routing"}
+
+
 @pytest.mark.parametrize(
-    ("platform", "said"), [("rocm", "ops run batched XLA"), ("cuda", "ops run Mosaic"), ("cpu", "")]
+    ("platform", "page_size", "dtype", "without_kernel"),
+    [
+        ("cpu", 16, "float32", None),
+        ("rocm", 16, "bfloat16", {"decode": ALL, "prefill": ALL}),
+        ("cuda", 16, "bfloat16", {"decode": {*()}, "prefill": {*()}}),
+        ("cuda", 256, "bfloat16", {"decode": {*()}, "prefill": {"attention"}}),
+        ("cuda", 8, "bfloat16", {"decode": {"attention"}, "prefill": {"attention"}}),
+        ("cuda", 16, "float32", {"decode": ALL - {"routing"}, "prefill": ALL - {"routing"}}),
+    ],
 )
-def test_the_log_says_what_a_gpus_ops_run(platform, said, caplog):
+def test_the_log_says_what_each_op_of_a_gpu_runs(platform, page_size, dtype, without_kernel, caplog):
+    """A model's own steps are traced: of heads of 64, and experts of 64 columns."""
+    found = implementations(platform, page_size, dtype)
+    if without_kernel is None:
+        assert found == {}
+    else:
+        assert {op for op in found} == {f"{phase} {op}" for phase in without_kernel for op in ALL}
+        others = {f"{phase} {op}" for phase, ops in without_kernel.items() for op in ops}
+        assert {op for op, form in found.items() if form != KERNEL} == others
+        for op in others:
+            wanted = "XLA" if "KV write" in op else "batched XLA"
+            assert found[op] == wanted
     caplog.set_level("INFO")
     with traced_for(platform):
-        module.log_implementation()
-    assert said in caplog.text
-    assert bool(caplog.records) == bool(said)
-    assert [r.levelname for r in caplog.records if "batched" in r.message] == ["WARNING"] * (
-        platform == "rocm"
+        module.log_implementations(found)
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == (without_kernel is not None and any(without_kernel.values()))
+    for op, form in found.items():
+        (record,) = (r for r in caplog.records if op in r.message)
+        assert (record in warnings) == (form != KERNEL)
+
+
+def implementations(platform, page_size, dtype):
+    """Of a model of two layers, whose programs are traced and not compiled."""
+    model = random_model(from_hf(SMALL), dtype=dtype)
+    config = EngineConfig(
+        dtype=dtype,
+        max_num_seqs=8,
+        max_model_len=512,
+        num_pages=64,
+        page_size=page_size,
+        max_prefill_tokens=32,
+        compilation_cache="",
     )
+    with traced_for(platform):
+        runner = DeviceRunner(model, fit_to_model(config, model))
+        found = runner.implementations
+    runner.close()
+    return found
 
 
 class Compiled(Exception):

@@ -4,6 +4,10 @@ Where a figure is a range, the middle is taken; what no source gives is marked a
 measurement that contradicts a prediction contradicts one of these, or shows a loss that has none.
 """
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 COPY_TB_S = 4.3
 """Device memory, bytes read plus bytes written by a large copy: the project's floor (its design
 gives 4.3 of the 4.8 TB/s that NVIDIA's data sheet states)."""
@@ -71,13 +75,22 @@ estimate."""
 
 PREFILL_EXPOSED_CYCLES = 450
 """Of a step of prefill attention over keys, that overlap does not hide: barriers, the start of
-products, sums over lanes. FlashAttention-3 overlaps as this kernel does and publishes 648 TFLOP/s
-(below), which is 2,048 cycles of products and 450 more at the rate of `PRODUCT_TFLOP_S`."""
+products, sums over lanes. Fitted to an H100: FlashAttention-3, which overlaps as this kernel does,
+takes 2,048 cycles of products and 400 to 450 more at the rate of `PRODUCT_TFLOP_S` (below)."""
 
-PUBLISHED_TFLOP_S = {"attention, head size 128": 648, "attention, 256": 642, "the same, again": 621}
-"""Of others, on an H100: FlashAttention-3's paper, 16k tokens (arXiv 2407.08608, forward speed),
-and its 128 as run again by PyTorch's benchmarks (pytorch/benchmark, pull request 2391). For grouped
-GEMMs of a MoE layer in bfloat16 arXiv 2501.16103 has 91 % of the peak it takes an H800 to have."""
+PUBLISHED_TFLOP_S = {
+    "attention, head size 128, no mask": 661,
+    "without the overlap of softmax and products": 582,
+    "attention, head size 128, 8k tokens, again": 639,
+    "whole MoE layer, 128 experts of 768": 242,
+}
+"""Of others, on an H100: FlashAttention-3's ablation (arXiv 2407.08608, table 2), whose abstract has
+up to 740 in float16; the same kernel as others ran it (meta-pytorch/tritonbench, pull request
+1254); PyTorch's grouped products with all that surrounds them, hidden size 2,048, 32,768 tokens
+(ByteDance-Seed/VeOmni, pull request 460). No bfloat16 rate of a grouped GEMM at Mixtral's sizes was
+found; arXiv 2501.16103 has 91 % of the peak that it takes an H800 to have. An expected rate of a
+grouped GEMM near `PRODUCT_TFLOP_S` is therefore a bound rather than a forecast: nothing is deducted
+for what its loop loses against cuBLAS's."""
 
 TILE_CHAIN_CYCLES = 1500
 """From a tile of keys to the next in paged attention: two products of few columns (270 each), a
@@ -115,6 +128,31 @@ GLUE_LAUNCHES = {"experts": 2, "shared experts": 2, "attention": 5}
 """Norms, sums and indices around the ops and products of a layer."""
 
 
+DEVICES = {
+    "H200": {"COPY_TB_S": 4.3, "PRODUCT_TFLOP_S": 790.0, "NUM_SMS": 132, "FLOPS_PER_CLOCK": 4096},
+    "H100": {"COPY_TB_S": 3.0, "PRODUCT_TFLOP_S": 790.0, "NUM_SMS": 132, "FLOPS_PER_CLOCK": 4096},
+    "H20": {"COPY_TB_S": 3.6, "PRODUCT_TFLOP_S": 140.0, "NUM_SMS": 78, "FLOPS_PER_CLOCK": 1024},
+}
+"""What differs on other Hopper GPUs: of data sheets' 3.35 and 4.0 TB/s the share that the H200's
+copy is taken to reach; of an H20's 148 TFLOP/s the 95 % that arXiv 2501.16103 has for a MoE layer."""
+
+
+@contextmanager
+def on(device: str) -> Iterator[str]:
+    """Within it, predictions are of the GPU whose name, as its driver has it, holds one of
+    `DEVICES`; yields which. Of any other they are an H200's.
+    """
+    name = next((one for one in DEVICES if re.search(rf"\b{one}\b", device)), "H200")
+    own = globals()
+    before = {key: own[key] for key in (*DEVICES[name], "PRODUCT_GHZ")}
+    own.update(DEVICES[name])
+    own["PRODUCT_GHZ"] = 1e3 * PRODUCT_TFLOP_S / (NUM_SMS * FLOPS_PER_CLOCK)
+    try:
+        yield name
+    finally:
+        own.update(before)
+
+
 def copy_us(num_bytes: float) -> float:
     """Microseconds device memory takes for so many bytes."""
     return num_bytes / (1e6 * COPY_TB_S)
@@ -128,7 +166,7 @@ def product_us(flops: float) -> float:
 def wgmma_cycles(columns: float, registers: bool = False) -> float:
     """Cycles of a 64 x `columns` x 16 product, its operands in shared memory or, A, registers."""
     operands = columns + (0 if registers else 64)
-    return max(columns / 2, operands * 32 / SMEM_BYTES_PER_CLOCK)
+    return max(columns * 2048 / FLOPS_PER_CLOCK, operands * 32 / SMEM_BYTES_PER_CLOCK)
 
 
 def little_bytes() -> float:

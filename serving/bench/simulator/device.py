@@ -75,6 +75,11 @@ class SimulatedDevice:
         """See Runner."""
         return self.part_layers
 
+    @property
+    def implementations(self) -> Mapping[str, str]:
+        """See Runner: nothing to tell."""
+        return {}
+
     def load_way(self, way: int, layer: int) -> None:
         """There is nothing to load."""
 

@@ -120,6 +120,11 @@ class OneModel:
         """See Runner."""
         return {}
 
+    @property
+    def implementations(self) -> Mapping[str, str]:
+        """See Runner: nothing to tell."""
+        return {}
+
     def mixes(self, counts: Sequence[int]) -> bool:
         """See Runner: never."""
         return False

@@ -55,13 +55,13 @@ async def serving(**changes):
         await engine.stop()
 
 
-async def answer(engine, priority=LS, wait=0):
+async def answer(engine, priority=LS, wait=0, prompt=PROMPT):
     """Tokens and degraded visits; prefill in two chunks, decode under brownout."""
     tokens, degraded = [], 0
     for _ in range(wait):
         await asyncio.sleep(0)
     sampling = SamplingParams(max_new_tokens=6, ignore_eos=True)
-    async for out in engine.generate(PROMPT, sampling, priority=priority):
+    async for out in engine.generate(prompt, sampling, priority=priority):
         tokens += out.token_ids
         degraded = out.usage.degraded_visits
     return tokens, degraded
@@ -113,8 +113,8 @@ async def test_a_program_for_each_part_where_the_host_would_wait_for_a_loop(as_o
         assert rows.degraded_visits == sum(one[1] for one in (alone, *together))
 
 
-async def test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase(as_on_a_gpu, monkeypatch):
-    """The size that needs the longest parts decides; and parts are of equal length."""
+async def test_each_size_of_a_gpus_steps_is_cut_as_its_layers_take(as_on_a_gpu, monkeypatch):
+    """A size whose layers are short runs whole, and no other for its sake."""
     times = {("decode", 1): 12.0, ("decode", 2): 40.0, ("prefill", 8): 1200.0}
     monkeypatch.setattr(
         runner.DeviceRunner, "_time", lambda self, key, *ways: [times[key.phase, key.size]]
@@ -124,17 +124,63 @@ async def test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase(as_on_a_gpu, mo
     monkeypatch.setattr(runner.DeviceRunner, "_host_launch_s", lambda self, key: host_s)
     monkeypatch.setattr(runner, "GPU_LAUNCH_S", 0.27)  # 3 % of three layers of the smallest
     async with serving(decode_buckets=(1, 2)) as engine:
-        assert engine.runner.part_layers_by_size == {"decode 1": 4, "decode 2": 4, "prefill 8": 1}
-        layers = {
-            (key.phase, key.layers) for key in engine.runner.programs.compiled() if key.layers
-        }
-        assert layers == {("prefill", (n, n + 1)) for n in range(4)}
+        assert engine.runner.part_layers_by_size == {"decode 1": 4, "decode 2": 1, "prefill 8": 1}
+        assert parts_of(engine) == {("decode 2", 1), ("prefill 8", 1)}
     monkeypatch.setattr(runner, "GPU_LAUNCH_S", 0.12)
     async with serving(decode_buckets=(1, 2)) as engine:
-        assert engine.runner.part_layers_by_size == {"decode 1": 2, "decode 2": 2, "prefill 8": 1}
-    host_s = 0.27
+        assert engine.runner.part_layers_by_size == {"decode 1": 2, "decode 2": 1, "prefill 8": 1}
+    host_s = 0.9
     async with serving(decode_buckets=(1, 2)) as engine:
         assert engine.runner.part_layers_by_size == {"decode 1": 4, "decode 2": 4, "prefill 8": 1}
+        assert parts_of(engine) == {("prefill 8", 1)}
+
+
+def parts_of(engine):
+    """Sizes that have programs for parts, and how many layers these have."""
+    keys = [key for key in engine.runner.programs.compiled() if key.layers]
+    return {(f"{key.phase} {key.size}", key.layers[1] - key.layers[0]) for key in keys}
+
+
+async def test_rows_that_leave_a_step_in_parts_leave_it_to_the_programs_it_was_begun_with(
+    as_on_a_gpu, monkeypatch
+):
+    """Of eight tokens, four are left after the first layer: too few to be cut, but for this step."""
+    times = {("decode", 2): 1.0, ("prefill", 4): 1.0, ("prefill", 8): 1200.0}
+    monkeypatch.setattr(
+        runner.DeviceRunner, "_time", lambda self, key, *ways: [times[key.phase, key.size]]
+    )
+    monkeypatch.setattr(runner.DeviceRunner, "_host_launch_s", lambda self, key: 1.0)
+    async with serving(prefill_buckets=(4, 8), max_prefill_seqs=2) as engine:
+        assert parts_of(engine) == {("prefill 8", 1)}
+        alone = await answer(engine, prompt=PROMPT[:4])
+        leaves, stays = (
+            asyncio.create_task(answer(engine, BE, prompt=PROMPT[:4])) for _ in range(2)
+        )
+        while not any(batch.next_layer for batch in engine.scheduler.under_way):
+            await asyncio.sleep(0)
+        (batch,) = engine.scheduler.under_way
+        assert batch.num_tokens == 8
+        leaves.cancel()
+        assert await stays == alone
+        assert engine.runner.compilations_since_ready == 0
+
+
+@pytest.mark.parametrize("first", ["decode", "prefill"])
+def test_a_part_has_a_program_for_whatever_a_step_that_began_it_still_holds(first):
+    """Sizes are cut into 1, 2 and 4 layers of 4."""
+    limits = limits_of(config(), num_layers=4)
+    of = Buckets(config(decode_buckets=(2, 4, 8), prefill_buckets=(2, 4, 8)), limits)
+    at_once = {(first, 2): 4, (first, 4): 2, (first, 8): 1}
+    parts = of.parts(at_once)
+    assert [key.layers for key in parts if key.size == 8] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert [key.layers for key in parts if key.size == 4] == [(0, 2), (2, 4)]
+    assert not [key for key in parts if key.size == 2]
+    for begun in parts:
+        for left in (2, 4, 8):
+            if left <= begun.size:
+                found = of.part(Key(first, left, 100), begun.layers, at_once)
+                assert found in parts
+                assert left <= found.size <= begun.size
 
 
 @pytest.mark.parametrize(
@@ -259,8 +305,8 @@ def test_an_exempt_row_costs_the_experts_it_pins_and_no_more():
     assert percent(20, 20) == 70
 
 
-def test_how_many_layers_at_once_goes_by_a_ranks_share_of_a_step():
-    """A step of a mesh has more rows than any program, which are of one rank each."""
+def test_how_many_layers_at_once_goes_by_the_program_that_a_step_needs():
+    """Of a mesh it is that of the fullest rank: `size` is its rows."""
     mesh = config(max_num_seqs=32, decode_buckets=(4, 8), mesh="ep=4")
     limits = limits_of(mesh, num_layers=4, num_ranks=4)
     holder = SimpleNamespace(
@@ -268,5 +314,5 @@ def test_how_many_layers_at_once_goes_by_a_ranks_share_of_a_step():
         buckets=Buckets(mesh, limits),
         _layers_at_once={("decode", 4): 2, ("decode", 8): 1},
     )
-    for size, layers in ((1, 2), (16, 2), (17, 1), (32, 1)):
+    for size, layers in ((1, 2), (4, 2), (5, 1), (8, 1)):
         assert runner.DeviceRunner.layers_at_once(holder, "decode", size) == layers

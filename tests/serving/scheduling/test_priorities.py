@@ -61,9 +61,9 @@ def sequence(name, prompt, max_new=3, priority=LS, arrived_at=0.0, timeout_s=Non
 class Play:
     """Ticks as the engine does: launches, then takes the results of the launch before."""
 
-    def __init__(self, policy=None, limits=LIMITS, part_layers=2, **options):
+    def __init__(self, policy=None, limits=LIMITS, part_layers=2, at_once=None, **options):
         self.runner = FakeRunner(limits, part_layers=part_layers)
-        at_once = self.runner.layers_at_once
+        at_once = at_once or self.runner.layers_at_once
         self.scheduler = Scheduler(limits, policy or LsFirst(), at_once, **options)
         self.steps, self.answers, self.now = [], {}, 0.0
         self._before = None
@@ -127,14 +127,63 @@ def test_a_prompt_parks_a_best_effort_prefill_and_meets_it_where_it_waits():
     assert (play.scheduler.num_parks, play.scheduler.num_joins) == (1, 1)
 
 
-def test_whoever_meets_a_parked_step_stops_there():
-    play = Play()
-    play.add(sequence("b", [1] * 4, 1, BE))
+def test_a_step_that_is_cut_elsewhere_does_not_take_along_what_is_parked():
+    """Each goes on as it was begun, though the parked one's layer is not one of the other's."""
+    play = Play(at_once=lambda phase, size: 2 if size > 4 else 3)
+    play.add(sequence("b", [1] * 8, 1, BE))
     play.tick()
-    play.runner.part_layers = 5
     play.add(sequence("a", [7] * 4, 1))
     play.finish()
-    assert play.steps[1:] == [("prefill", "a", 0, 2), ("prefill", "ab", 2, 6)]
+    assert play.steps == [
+        ("prefill", "b", 0, 2),
+        ("prefill", "a", 0, 3),
+        ("prefill", "a", 3, 6),
+        ("prefill", "b", 2, 4),
+        ("prefill", "b", 4, 6),
+    ]
+    assert play.answers == {"a": [8], "b": [2]}
+    assert (play.scheduler.num_parks, play.scheduler.num_joins) == (1, 0)
+
+
+def test_nor_does_one_that_would_be_cut_elsewhere_with_it():
+    """Two rows of each are cut alike, four are not."""
+    play = Play(at_once=lambda phase, size: 2 if size <= 2 else 3)
+    for name in "bc":
+        play.add(sequence(name, [1], 2, BE))
+    while not any(step[0] == "decode" for step in play.steps):
+        play.tick()
+    for name in "ad":
+        play.add(sequence(name, [7], 2))
+    play.finish()
+    assert ("decode", "bc", 0, 2) in play.steps
+    assert play.scheduler.num_parks > 0
+    assert all({*names} not in ({*"abcd"}, {*"abc"}) for _, names, *_ in play.steps)
+    assert play.answers == {"a": [8, 9], "b": [2, 3], "c": [2, 3], "d": [8, 9]}
+
+
+def test_a_step_goes_on_as_it_was_begun_when_rows_leave_it():
+    play = Play(at_once=lambda phase, size: 2 if size > 4 else 6)
+    one, other = sequence("b", [1] * 8, 1, BE), sequence("c", [1] * 4, 1, BE)
+    play.add(one, other)
+    play.tick()
+    play.scheduler.finish(one)
+    play.finish()
+    assert play.steps == [
+        ("prefill", "bc", 0, 2),
+        ("prefill", "c", 2, 4),
+        ("prefill", "c", 4, 6),
+    ]
+
+
+def test_a_prompt_whose_log_probabilities_are_wanted_is_cut_as_the_largest_prefill():
+    play = Play(at_once=lambda phase, size: 2 if size == 16 else 6)
+    wanted = sequence("b", [1] * 4, 1, BE)
+    wanted.request = replace(
+        wanted.request, sampling=replace(wanted.request.sampling, prompt_logprobs=True)
+    )
+    play.add(wanted, sequence("c", [1] * 4, 1, BE))
+    play.finish()
+    assert [step[2:] for step in play.steps] == [(0, 2), (2, 4), (4, 6)]
 
 
 def test_what_would_make_the_prompts_step_dearer_does_not_join():

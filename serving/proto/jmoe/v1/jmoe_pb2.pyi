@@ -152,7 +152,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "status", "model", "platform", "max_num_seqs", "max_model_len", "max_queue_len", "num_kv_pages", "kv_page_size", "threshold_buckets_percent", "admin_port", "policy", "part_layers", "num_programs", "best_effort_wait_s", "models", "admin_host")
+    __slots__ = ("version", "status", "model", "platform", "max_num_seqs", "max_model_len", "max_queue_len", "num_kv_pages", "kv_page_size", "threshold_buckets_percent", "admin_port", "policy", "part_layers", "num_programs", "best_effort_wait_s", "models", "admin_host", "implementations")
     class PartLayersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -160,6 +160,13 @@ class ServerInfo(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class ImplementationsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +184,7 @@ class ServerInfo(_message.Message):
     BEST_EFFORT_WAIT_S_FIELD_NUMBER: _ClassVar[int]
     MODELS_FIELD_NUMBER: _ClassVar[int]
     ADMIN_HOST_FIELD_NUMBER: _ClassVar[int]
+    IMPLEMENTATIONS_FIELD_NUMBER: _ClassVar[int]
     version: str
     status: str
     model: str
@@ -194,7 +202,8 @@ class ServerInfo(_message.Message):
     best_effort_wait_s: float
     models: _containers.RepeatedScalarFieldContainer[str]
     admin_host: str
-    def __init__(self, version: _Optional[str] = ..., status: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., num_kv_pages: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., threshold_buckets_percent: _Optional[_Iterable[int]] = ..., admin_port: _Optional[int] = ..., policy: _Optional[str] = ..., part_layers: _Optional[_Mapping[str, int]] = ..., num_programs: _Optional[int] = ..., best_effort_wait_s: _Optional[float] = ..., models: _Optional[_Iterable[str]] = ..., admin_host: _Optional[str] = ...) -> None: ...
+    implementations: _containers.ScalarMap[str, str]
+    def __init__(self, version: _Optional[str] = ..., status: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., max_num_seqs: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_queue_len: _Optional[int] = ..., num_kv_pages: _Optional[int] = ..., kv_page_size: _Optional[int] = ..., threshold_buckets_percent: _Optional[_Iterable[int]] = ..., admin_port: _Optional[int] = ..., policy: _Optional[str] = ..., part_layers: _Optional[_Mapping[str, int]] = ..., num_programs: _Optional[int] = ..., best_effort_wait_s: _Optional[float] = ..., models: _Optional[_Iterable[str]] = ..., admin_host: _Optional[str] = ..., implementations: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ("model",)
