@@ -68,13 +68,13 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.base: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(PIP) -e .
+	$(PIP) -e '.[all]'
 	@touch $@
 
 # `aot` compiles for an H200 where there is none, `aep` schedulers for the CPU, with what workers talk
 # over; the tests use both.
 $(VENV)/.dev: $(VENV)/.base
-	$(PIP) -e '.[dev,aot,aep,ray,otel]'
+	$(PIP) -e '.[all,dev,aot,aep,ray,otel]'
 	@touch $@
 
 clean:

@@ -26,6 +26,7 @@ from jmoe.experts import (
     num_united_slots,
     write_slots,
 )
+from jmoe.extras import need
 from jmoe.finite import fault, seem_finite
 from jmoe.layout import Layout
 from jmoe.model_files import read_text, regular, stays_inside
@@ -453,6 +454,7 @@ def save_native(
     weights: Weights,
 ) -> None:
     """Writes jmoe's own format: `jmoe.json` and an Orbax tree. Raises FileExistsError."""
+    need("train", "orbax")
     import orbax.checkpoint as ocp
 
     directory = directory.absolute()
@@ -473,6 +475,7 @@ def load_native(
     directory: Path, dtype: jnp.dtype, check_weights: bool = True
 ) -> tuple[ModelConfig, Weights]:
     """Reads what `save_native` wrote, floating-point arrays as `dtype`. Raises CheckpointError."""
+    need("train", "orbax")
     import orbax.checkpoint as ocp
 
     directory = directory.absolute()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from jmoe.extras import need
 from serving.bench.scrape import Samples, value
 
 PHASES = ("prefill", "decode")
@@ -87,6 +88,7 @@ def _number(ratio: float | None) -> str:
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """A heat map a variant, PNG: load of each device over the mean, by MoE layer."""
+    need("plot", "matplotlib")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -20,6 +20,7 @@ import grpc
 import numpy as np
 import uvloop
 
+from jmoe.extras import need
 from serving.bench.facts import facts
 from serving.bench.launch import running_server
 from serving.bench.loadgen import play, saturate
@@ -339,6 +340,7 @@ def table(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """QLLM's three figures: TTFT, throughput and turnaround over request rate."""
+    need("plot", "matplotlib")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from jmoe.extras import need
 from serving.bench.results import Record
 from serving.bench.variants import VARIANTS, Variant
 
@@ -253,6 +254,7 @@ def _late(burst: Mapping[str, Any]) -> str:
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Writes the picture, 1600x900 PNG: P90 latencies over thresholds, prefill and decode."""
+    need("plot", "matplotlib")
     import matplotlib
 
     matplotlib.use("Agg")

@@ -87,9 +87,7 @@ def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 def cuts(at_once: int, num_layers: int) -> list[tuple[int, int]]:
     """(first layer, layer to stop at) of parts of `at_once` layers; the last may have fewer."""
-    return [
-        (first, min(first + at_once, num_layers)) for first in range(0, num_layers, at_once)
-    ]
+    return [(first, min(first + at_once, num_layers)) for first in range(0, num_layers, at_once)]
 
 
 class Buckets:
@@ -141,7 +139,9 @@ class Buckets:
         steps = (key for key in self.keys() if key.phase in ("prefill", "decode"))
         return [key for key in steps if key.models == 1]
 
-    def part(self, key: Key, layers: tuple[int, int], at_once: Mapping[tuple[str, int], int]) -> Key:
+    def part(
+        self, key: Key, layers: tuple[int, int], at_once: Mapping[tuple[str, int], int]
+    ) -> Key:
         """The smallest program of at least the key's size for these layers, in one part.
 
         `at_once` has the layers of a part by phase and size. Of a size that is cut otherwise are

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from jmoe.extras import need
+
 REPORT_FILES = "distill.md", "distill.png"
 
 
@@ -62,6 +64,7 @@ def write_report(
 
 
 def _draw(path: Path, layers: Sequence[LayerResult], ways: Sequence[int]) -> None:
+    need("plot", "matplotlib")
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

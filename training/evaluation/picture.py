@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jmoe.extras import need
 from training.evaluation.items import kind_of
 from training.evaluation.tables import Score
 
@@ -15,6 +16,7 @@ _MARKERS = "os^Dv<"
 
 def draw(found: Sequence[Score], path: Path, title: str) -> None:
     """Writes a PNG: the mean over families large, and each family small where there are several."""
+    need("plot", "matplotlib")
     import matplotlib
 
     matplotlib.use("Agg")

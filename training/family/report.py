@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from jmoe.extras import need
+
 
 def tables(found: Mapping[str, Any]) -> str:
     """Markdown: the loss of every model, right answers by task family, and expert distances."""
@@ -78,6 +80,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def write_picture(found: Float[np.ndarray, "N N L m"], names: Sequence[str], path: Path) -> None:
     """A PNG: for each variant, how far its experts are from the base's, by layer and position."""
+    need("plot", "matplotlib")
     import matplotlib
 
     matplotlib.use("Agg")

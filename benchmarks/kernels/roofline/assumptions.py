@@ -84,8 +84,8 @@ PUBLISHED_TFLOP_S = {
     "attention, head size 128, 8k tokens, again": 639,
     "whole MoE layer, 128 experts of 768": 242,
 }
-"""Of others, on an H100: FlashAttention-3's ablation (arXiv 2407.08608, table 2), whose abstract has
-up to 740 in float16; the same kernel as others ran it (meta-pytorch/tritonbench, pull request
+"""Of others, on an H100: FlashAttention-3's ablation (arXiv 2407.08608, table 2; its abstract has up
+to 740 in float16); the same kernel as others ran it (meta-pytorch/tritonbench, pull request
 1254); PyTorch's grouped products with all that surrounds them, hidden size 2,048, 32,768 tokens
 (ByteDance-Seed/VeOmni, pull request 460). No bfloat16 rate of a grouped GEMM at Mixtral's sizes was
 found; arXiv 2501.16103 has 91 % of the peak that it takes an H800 to have. An expected rate of a
@@ -134,7 +134,7 @@ DEVICES = {
     "H20": {"COPY_TB_S": 3.6, "PRODUCT_TFLOP_S": 140.0, "NUM_SMS": 78, "FLOPS_PER_CLOCK": 1024},
 }
 """What differs on other Hopper GPUs: of data sheets' 3.35 and 4.0 TB/s the share that the H200's
-copy is taken to reach; of an H20's 148 TFLOP/s the 95 % that arXiv 2501.16103 has for a MoE layer."""
+copy is taken to reach; of an H20's 148 TFLOP/s the 95 % of a MoE layer in arXiv 2501.16103."""
 
 
 @contextmanager

@@ -144,7 +144,7 @@ def parts_of(engine):
 async def test_rows_that_leave_a_step_in_parts_leave_it_to_the_programs_it_was_begun_with(
     as_on_a_gpu, monkeypatch
 ):
-    """Of eight tokens, four are left after the first layer: too few to be cut, but for this step."""
+    """Of eight tokens, four are left after the first layer: by themselves too few to be cut."""
     times = {("decode", 2): 1.0, ("prefill", 4): 1.0, ("prefill", 8): 1200.0}
     monkeypatch.setattr(
         runner.DeviceRunner, "_time", lambda self, key, *ways: [times[key.phase, key.size]]

@@ -1,0 +1,14 @@
+"""Says which extra brings a package that is not installed."""
+
+from importlib.util import find_spec
+
+
+def need(extra: str, *modules: str) -> None:
+    """Raises ModuleNotFoundError that names the extra if one of these modules is not installed."""
+    absent = [name for name in modules if find_spec(name) is None]
+    if absent:
+        raise ModuleNotFoundError(
+            f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed; install "
+            f"with: pip install 'jmoe[{extra}]'",
+            name=absent[0],
+        )

@@ -1,0 +1,84 @@
+"""Without an extra, what needs none works, and what needs it says which one brings what is missing."""
+
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+
+import pytest
+
+HIDE = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {hidden!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+@pytest.fixture(scope="module")
+def extras(request):
+    """Modules that each extra brings and the base does not."""
+    project = tomllib.loads((request.config.rootpath / "pyproject.toml").read_text("utf-8"))
+    wanted = project["project"]["optional-dependencies"]
+
+    def modules(requirements):
+        names = {_name(text) for text in requirements}
+        return {
+            module
+            for module, owners in packages_distributions().items()
+            if {_name(one) for one in owners} & names
+        }
+
+    base = modules(project["project"]["dependencies"])
+    return {extra: modules(wanted[extra]) - base for extra in ("serve", "train", "plot")}
+
+
+def _name(requirement):
+    name = requirement.split(";")[0]
+    for mark in "<>=[ ":
+        name = name.split(mark)[0]
+    return name.strip().lower().replace("_", "-")
+
+
+def run(hidden, code):
+    """What a Python without these modules prints at last."""
+    words = [sys.executable, "-c", HIDE.format(hidden=hidden) + code]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    return done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]
+
+
+def test_a_notebook_needs_no_extra(extras):
+    hidden = set().union(*extras.values())
+    assert {"grpc", "typer", "flax", "optax", "orbax", "matplotlib", "yaml"} <= hidden
+    status, said = run(
+        hidden,
+        "import jmoe\n"
+        "model = jmoe.load('tests/golden/qwen2_moe', 'float32')\n"
+        "print(len(jmoe.generate(model, [[1, 2, 3]], max_new_tokens=2).tokens[0]))\n",
+    )
+    assert (status, said) == (0, "2")
+
+
+@pytest.mark.parametrize(
+    ("extra", "code"),
+    [
+        ("serve", "import serving.engine"),
+        ("serve", "from serving.cli.main import main"),
+        ("serve", "from serving.client import Client"),
+        ("train", "import training.distill"),
+        ("train", "import jmoe; jmoe.save(jmoe.load('tests/golden/qwen2_moe'), '/nonexistent/x')"),
+        (
+            "plot",
+            "from pathlib import Path; from training.evaluation.picture import draw\n"
+            "draw([], Path('x.png'), '')",
+        ),
+    ],
+)
+def test_what_needs_an_extra_names_it(extras, extra, code):
+    status, said = run(extras[extra], code)
+    assert status != 0
+    assert f"pip install 'jmoe[{extra}]'" in said
