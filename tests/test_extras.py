@@ -1,4 +1,4 @@
-"""Without an extra, what needs none works, and what needs it says which one brings what is missing."""
+"""Without an extra, what needs none works, and what needs it names the extra."""
 
 import subprocess
 import sys

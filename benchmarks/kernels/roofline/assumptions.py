@@ -84,7 +84,7 @@ PUBLISHED_TFLOP_S = {
     "attention, head size 128, 8k tokens, again": 639,
     "whole MoE layer, 128 experts of 768": 242,
 }
-"""Of others, on an H100: FlashAttention-3's ablation (arXiv 2407.08608, table 2; its abstract has up
+"""Of others, on an H100: FlashAttention-3's ablation (arXiv 2407.08608, table 2; abstract: up
 to 740 in float16); the same kernel as others ran it (meta-pytorch/tritonbench, pull request
 1254); PyTorch's grouped products with all that surrounds them, hidden size 2,048, 32,768 tokens
 (ByteDance-Seed/VeOmni, pull request 460). No bfloat16 rate of a grouped GEMM at Mixtral's sizes was
