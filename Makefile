@@ -5,12 +5,20 @@ BIN := $(VENV)/bin
 GPU_PYTHON ?= python3
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-deep test-exhaustive check format bench gpu gpu-pack bundled clean
+.PHONY: demo quick test test-deep test-exhaustive test-rota check format bench gpu gpu-pack bundled clean
 
 demo: $(VENV)/.base
 	$(BIN)/jmoe demo
 
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20
+
+# A minute: contracts of imports, settings, scheduler, controllers, the engine over a fake device, and
+# one golden model.
+QUICK := tests/test_layers.py tests/serving/test_settings.py tests/serving/scheduling \
+    tests/serving/control tests/serving/test_engine.py tests/serving/test_engine_faults.py \
+    tests/serving/test_classes.py tests/jmoe/test_golden.py
+quick: $(VENV)/.quick
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m "not deep" -k "not golden or qwen2_moe" $(QUICK)
 
 # What a change to serving, model, training or an op's contract can break: at most ten minutes.
 test: $(VENV)/.dev
@@ -24,6 +32,10 @@ test-deep: $(VENV)/.dev
 # benchmark, and before a release.
 test-exhaustive: $(VENV)/.dev
 	$(PYTEST) -m exhaustive
+
+# As many of these as begin within six minutes; others at every call.
+test-rota: $(VENV)/.dev
+	$(PYTEST) -m exhaustive --dist load --rota $$(date +%s)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -69,6 +81,10 @@ $(VENV)/bin/python:
 
 $(VENV)/.base: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) -e '.[all]'
+	@touch $@
+
+$(VENV)/.quick: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) -e '.[serve,test]'
 	@touch $@
 
 # `aot` compiles for an H200 where there is none, `aep` schedulers for the CPU, with what workers talk

@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+import time
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -23,6 +24,7 @@ install_import_hook(["jmoe", "pallas_kernels"], "beartype.beartype")
 
 
 MAPPINGS = Path("/proc/self/maps")
+BEGAN = time.monotonic()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,6 +58,29 @@ def compiled_in_a_hurry():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+ROTA_S = 360.0
+"""For so long tests of a rota are begun."""
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--rota", type=int, default=0, help="Begin where this number says, for six minutes."
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist is told of the order
+def pytest_collection_finish(session):
+    if (number := session.config.getoption("--rota")) and session.items:
+        first = number // 3600 * 97 % len(session.items)  # seconds; another place every hour
+        session.items[:] = session.items[first:] + session.items[:first]
+
+
+def pytest_runtest_setup(item):
+    late = time.monotonic() - BEGAN > ROTA_S
+    if item.config.getoption("--rota") and late:
+        pytest.skip("not this time: `make test-exhaustive` runs them all")
 
 
 def pytest_collection_modifyitems(items):
