@@ -5,10 +5,17 @@ from importlib.util import find_spec
 
 def need(extra: str, *modules: str) -> None:
     """Raises ModuleNotFoundError that names the extra if one of these modules is not installed."""
-    absent = [name for name in modules if find_spec(name) is None]
+    absent = [name for name in modules if not _is_there(name)]
     if absent:
         raise ModuleNotFoundError(
             f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed; install "
             f"with: pip install 'jmoe[{extra}]'",
             name=absent[0],
         )
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False

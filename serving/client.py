@@ -1,5 +1,8 @@
 """A small asynchronous client of `jmoe.v1`. Does not import jax."""
 
+import serving.extras  # noqa: F401  (names the extra of a package that is missing)
+
+# isort: split
 import asyncio
 from collections.abc import Sequence
 from types import TracebackType

@@ -5,6 +5,9 @@ act, plan the next step and launch it; then take the results of the one that end
 never waits for the host, and a request waits for as few steps as possible.
 """
 
+import serving.extras  # noqa: F401  (names the extra of a package that is missing)
+
+# isort: split
 import asyncio
 import contextlib
 import logging

@@ -3,6 +3,9 @@
 Commands import what they need when they run, so that `jmoe --help` is quick.
 """
 
+import serving.extras  # noqa: F401  (names the extra of a package that is missing)
+
+# isort: split
 import logging
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The serving system: engine, scheduler, front ends, command line (`jmoe[serve]`)."""
+"""Imported first, says which extra brings the packages that serving needs, if any is missing."""
 
 from importlib.util import find_spec
 
