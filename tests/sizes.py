@@ -135,10 +135,10 @@ DEEP_TESTS = {
     "tests/benchmarks/test_aep_simulator.py::test_compiled_loops_are_the_plain_ones",
     "tests/pallas_kernels/test_grouped_gemm_quantized.py::test_reference_equals_float64",
     "tests/serving/execution/test_programs.py::"
-    "test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase",
+    "test_each_size_of_a_gpus_steps_is_cut_as_its_layers_take",
     "tests/training/test_train.py::test_resumed_run_equals_uninterrupted",
     "tests/jmoe/parallel/test_mesh_steps.py::test_all_other_steps_over_a_mesh_are_those_of_one_device",
-    "tests/benchmarks/test_balance.py::test_a_tiny_run_writes_table_json_and_picture",
+    "tests/benchmarks/test_balance.py::test_a_tiny_run_writes_table_and_json",
     "tests/serving/bench/test_balance_bench.py::test_the_whole_bench_on_the_bundled_model",
     "tests/serving/bench/test_priority.py::test_the_whole_bench_on_the_bundled_model",
     "tests/serving/test_preemption.py::test_many_more",
@@ -377,7 +377,7 @@ EXHAUSTIVE = {
     "tests/pallas_kernels/test_grouped_gemm_mosaic.py::test_weights_of_an_expert_are_read_once",
     "tests/serving/bench/test_priority.py::test_the_whole_bench_on_the_bundled_model",
     "tests/serving/execution/test_programs.py::"
-    "test_parts_of_a_gpu_are_alike_for_all_sizes_of_a_phase",
+    "test_each_size_of_a_gpus_steps_is_cut_as_its_layers_take",
     "tests/serving/execution/test_programs.py::"
     "test_a_program_for_each_part_where_the_host_would_wait_for_a_loop[full]",
     *(

@@ -1,6 +1,6 @@
 """When does asynchronous expert parallelism pay? All parts take some minutes on one core.
 
-    python -m benchmarks.aep_simulator --json benchmarks/aep_simulated.json --out docs
+    python -m benchmarks.aep_simulator --json benchmarks/aep_simulated.json
     python -m benchmarks.aep_simulator --parts paper,host
     python -m benchmarks.aep_simulator --case mixtral-8x7b,2,8,8192,0.5,different --times FILE
 
@@ -36,7 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     )
     add_choices(parser, "--parts", list(PARTS))
     parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--out", type=Path, help="folder for async-expert-parallelism.png")
     parser.add_argument("--tables", action="store_true", help="only print those of --json again")
     parser.add_argument(
         "--case",
@@ -68,10 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         if args.json:
             write_figures(args.json, found)
     print("\n".join(tables.all_of(found)))
-    if args.out:
-        from benchmarks.aep_simulator import picture
-
-        picture.draw(found, args.out / "async-expert-parallelism.png")
     return found
 
 

@@ -149,20 +149,6 @@ def _synchronous_curves() -> list[dict[str, Any]]:
 WAVES = Case("mixtral-8x7b", 2, 8, 4096, 0.5, False)
 
 
-def queue_depths(rule: str) -> dict[str, Any]:
-    """Rows before each layer of attention worker 0 over two iterations, as the paper's figure 7."""
-    ours = split(WAVES, SPARE)
-    system = system_of(WAVES, ours, SPARE)
-    picker = make_picker(rule, Waiting(max_age_s=1.0))
-    simulation = Simulation(system, Traffic(WAVES.in_flight), (picker, picker))
-    simulation.play(0.4)
-    depths, steps, every_s = [], 160, 0.5e-3
-    for step in range(steps):
-        simulation.play(0.4 + step * every_s)
-        depths.append(simulation.state.counts[0, :, 0].tolist())
-    return {"rule": rule, "every_ms": 1e3 * every_s, "depths": depths}
-
-
 def rates(rule: str, max_age_s: float, load: float) -> dict[str, Any]:
     """Requests that come and go at a steady rate, as the paper's figure 12; eight of the layers.
 
@@ -221,13 +207,12 @@ def _beyond(table: np.ndarray) -> np.ndarray:
 
 
 def waves(say: Callable[[str], None]) -> dict[str, Any]:
-    """Queue depths by rule, and rates in and out."""
+    """Rates in and out of an open load, by rule."""
     found = {
-        "depths": [queue_depths(rule) for rule in RULES],
         "rates": [
             rates(rule, age, 0.8)
             for rule, age in (("flfs", 100.0), ("flfs", 0.05), ("defrag", 100.0), ("mtfs", 100.0))
-        ],
+        ]
     }
     for one in found["rates"]:
         last = one["out_tokens_per_s"][-10:]

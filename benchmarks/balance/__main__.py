@@ -1,4 +1,4 @@
-"""Balance of expert load: baselines, Libra as printed, Libra as built; one table, one picture.
+"""Balance of expert load: baselines, Libra as printed, Libra as built; one table.
 
 Run: `JAX_PLATFORMS=cpu python -m benchmarks.balance`. Everything but the time of planning follows
 from the seed and does not depend on the machine. Nothing here speaks of a GPU's time.
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.balance import picture, real, timing
+from benchmarks.balance import real, timing
 from benchmarks.balance.strategies import STRATEGIES, Case
 from benchmarks.balance.traces import Trace, draw, imbalance
 from benchmarks.harness import store
@@ -24,7 +24,7 @@ SIZES = ((8, 128), (64, 256))  # devices and experts that planning is timed with
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measures, prints a table, and writes the JSON file and the picture that are asked for."""
+    """Measures, prints a table, and writes the JSON file that is asked for."""
     args = _parser().parse_args(arguments)
     traces = draw(args.traces, args.seed)
     found = {
@@ -46,9 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     print("\n".join(table(found)))
     if args.json:
         write_figures(args.json, found)
-    if args.out:
-        skewed = max(traces, key=lambda trace: imbalance(trace.at_home))
-        picture.draw(found, skewed, args.out / "balance.png")
     return found
 
 
@@ -62,7 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=2000, help="of the bundled tasks")
     parser.add_argument("--rows", type=int, default=128, help="rows a device in a bundled batch")
     parser.add_argument("--calls", type=int, default=400, help="timed a median; 0: no times")
-    parser.add_argument("--out", type=Path, help="folder for balance.png")
     parser.add_argument("--json", type=Path, help="file for all figures")
     return parser
 

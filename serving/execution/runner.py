@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Protocol
 
 import jax
@@ -228,6 +228,7 @@ class DeviceRunner:
         length = config.max_model_len
         self._drawing = Drawing(self.device, self._results, self._submit, length)
         self.copy_s = 0.0
+        self.implementations = self.programs.implementations()
 
     @property
     def programs(self) -> Programs:
@@ -426,11 +427,6 @@ class DeviceRunner:
     def part_layers_by_size(self) -> dict[str, int]:
         """See Runner."""
         return {f"{phase} {size}": n for (phase, size), n in self._layers_at_once.items()}
-
-    @cached_property
-    def implementations(self) -> dict[str, str]:
-        """See Runner."""
-        return self.programs.implementations()
 
     def load_way(self, way: int, layer: int) -> None:
         """See Runner. Every way fits the slots that capacities are reckoned with."""

@@ -67,13 +67,12 @@ def test_every_strategy_on_the_same_traces():
         assert found["None"][name] == found["2"][name]
 
 
-def test_a_tiny_run_writes_table_json_and_picture(tmp_path, capsys):
+def test_a_tiny_run_writes_table_and_json(tmp_path, capsys):
     file = tmp_path / "balance.json"
     args = ["--traces", "3", "--prompts", "100", "--rows", "16", "--calls", "0"]
-    found = balance.main([*args, "--out", str(tmp_path), "--json", str(file)])
+    found = balance.main([*args, "--json", str(file)])
     printed = capsys.readouterr().out
     stored = json.loads(file.read_text())
-    assert (tmp_path / "balance.png").stat().st_size > 20_000
     for name in strategies.STRATEGIES:
         assert f"| {name} |" in printed
         for accuracy in ("85", "60"):

@@ -5,7 +5,7 @@ Rows travel by value: their bytes are a frame of the message that says where the
 took 0.8 to 0.9 of its time), and it is not fit for peers that end: a pull from one that was killed
 before the connection never returns, nor does one from a peer that is stopped, whatever timeout
 they are given; what waits for a puller that was killed is never freed
-(`python -m benchmarks.row_transport`).
+(measured on two processes of a CPU).
 
 **Who may talk.** Every connection is encrypted and authenticated by ZeroMQ's CURVE with one key
 pair, which all ports of a server derive from one secret. Who does not have it gets no message in;
