@@ -7,18 +7,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels.cases import ATTENTION_OPS, OPS, Case, Sizes, all_cases, count_moe_mlp
+from benchmarks.kernels.cases import OPS, Case, Sizes, all_cases
 from benchmarks.kernels.roofline import assumptions, predict
 from benchmarks.kernels.roofline.parts import Prediction
-from pallas_kernels.shapes import MODELS, OTHER_MODELS, Shape
+from pallas_kernels.shapes import MODELS, OTHER_MODELS
 
 CATALOGUE = (*MODELS, *OTHER_MODELS)
 GRID = Sizes(models=CATALOGUE, quantized_models=CATALOGUE)
-PAGE_TOKENS = {"decode": (1, 64, 256), "prefill": (1024, 4096, 16384)}
+PAGE_TOKENS = {"decode": 64, "prefill": 4096}
+PAGE_CONTEXT = 8192
 """What the page has rows of; the command prints every case."""
 
 _HEADER = (
-    *("model", "tokens", "context", "MB", "GFLOP", "blocks", "waves", "in flight, KB"),
+    *("op", "model", "tokens", "context", "MB", "GFLOP"),
     *("floor, µs", "expected, µs", "share", "largest loss, µs"),
 )
 
@@ -86,51 +87,25 @@ def _number(value: float) -> str:
 def page() -> str:
     """docs/roofline.md, whole."""
     rows = predictions()
-    parts = [_INTRODUCTION, _table(*_floors()), _SUMMARY, _table(*_summary(rows)), _TABLES]
-    for op in OPS:
-        own = [(case, of) for case, of in rows if case.op == op and _is_on_page(case)]
-        parts += [f"### {op}\n", *_left_out(op), _table(_HEADER, *[_cells(*row) for row in own])]
-        notes = Counter(f"{case.shape.name}: {of.note}" for case, of in own if of.note)
-        parts += [f"{note} (in {number} rows).\n" for note, number in notes.items()]
+    own = [_page_cells(case, of) for case, of in rows if _is_on_page(case)]
+    parts = [_INTRODUCTION, _table(*_summary(rows)), _TABLE, _table(_HEADER, *own)]
     parts += [_ASSUMED, _table(*_assumptions())]
     return "\n".join(parts)
 
 
 def _is_on_page(case: Case) -> bool:
-    return case.tokens in PAGE_TOKENS[case.phase] and case.skew in ("", "uniform")
+    usual = case.shape in MODELS and case.tokens == PAGE_TOKENS[case.phase]
+    return usual and case.context in (0, PAGE_CONTEXT) and case.skew in ("", "uniform")
 
 
-def _left_out(op: str) -> list[str]:
-    names = [shape.name for shape in CATALOGUE if not shape.heads]
-    if op not in ATTENTION_OPS:
-        return []
-    return [f"Left out: {', '.join(names)}, whose attention (MLA) jmoe does not serve.\n"]
+def _page_cells(case: Case, of: Prediction) -> list[str]:
+    model, tokens, context, moved, flops, _, _, _, *times = _cells(case, of)
+    return [case.op, model, tokens, context, moved, flops, *times]
 
 
 def _table(*rows: Sequence[str]) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:], ""])
-
-
-def _floors() -> Iterator[Sequence[str]]:
-    yield (
-        *("model", "d_model", "d_ff", "experts", "top-k", "shared d_ff"),
-        *("heads : kv heads of size", "routed weights a layer, MB", "floor, µs"),
-    )
-    for shape in CATALOGUE:
-        weights = count_moe_mlp(shape, shape.num_experts, 0).bytes
-        sizes = (shape.d_model, shape.d_ff, shape.num_experts, shape.top_k, shape.d_ff_shared)
-        yield (
-            shape.name,
-            *map(str, sizes),
-            _attention(shape),
-            _number(weights / 1e6),
-            _number(assumptions.copy_us(weights)),
-        )
-
-
-def _attention(shape: Shape) -> str:
-    return f"{shape.heads} : {shape.kv_heads} of {shape.head_dim}" if shape.heads else "not served"
 
 
 def _summary(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
@@ -147,7 +122,7 @@ def _summary(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
 
 
 def _assumptions() -> Iterator[Sequence[str]]:
-    """Constants of `assumptions` with the text that follows each."""
+    """Constants of `assumptions` with the first sentence of the text that follows each."""
     yield "constant", "value", "what it is, and where it comes from"
     body = ast.parse(Path(assumptions.__file__).read_text(encoding="utf-8")).body
     for given, after in pairwise(body):
@@ -156,7 +131,8 @@ def _assumptions() -> Iterator[Sequence[str]]:
             assert isinstance(target, ast.Name)
             value = getattr(assumptions, target.id)
             shown = f"{value:.3g}" if isinstance(value, float) else str(value)
-            yield f"`{target.id}`", shown, " ".join(about.split())
+            first = " ".join(about.split()).split(". ")[0].rstrip(".")
+            yield f"`{target.id}`", shown, first
 
 
 _INTRODUCTION = """# Roofline of the kernels
@@ -170,36 +146,22 @@ kernel benchmark, and with `--json FILE` stores them.
 A measured time that is 10 % above the expected one says that a loss is missing here or that an
 assumption (the last table) is wrong; one below it refutes a loss.
 
-- **MB, GFLOP**: what no version of the op can do without: each input that counts read once, each
-  result written once, products of the rows there are. For the grouped GEMM only weights count.
-- **floor**: the larger of MB over the copy rate and GFLOP over the product rate.
-- **blocks, waves, in flight** are those of the kernel that takes longest: thread blocks of its
-  grid; work items over those that are worked on at once (of a persistent kernel, items a block);
-  bytes on their way to a multiprocessor (stages x bytes of a stage x blocks that live there). By
-  Little's law the memory's rate asks for 33 KB.
-- **expected**: the floor plus losses, each computed from the tile that the op chooses; **share**:
-  the floor in it. Gaps between kernels, page-table walks, banks of memory and what ptxas makes of a
-  loop have no number here.
-- Losses. *launches*: a fixed cost of each kernel. *pipeline fill and drain*: first bytes in, last
-  results out. *gather and combine*: what XLA does around the grouped GEMM's products. *rows in
-  and out of memory*: activations. *padding to tiles*: rows or keys beyond those there are, and
-  products too narrow for the tensor cores. *rereads*: through L2, and from memory where L2 is too
-  small. *exposed epilogue*: results that no product hides. *tail and uneven blocks*: the busiest
-  block over the mean. *latency*, *softmax*, *dequantization*, *merge of pieces*, *instructions of
-  one warpgroup*: the op's own. *work outside the floor*: kernels of one op bound by different
-  things, or bytes that its floor leaves out.
+- **MB, GFLOP**: what no version of the op can do without: inputs read once, results written once,
+  products of the rows there are. For the grouped GEMM only weights count.
+- **floor**: the larger of MB over the copy rate and GFLOP over the product rate. **expected**: the
+  floor plus losses, each computed from the tile that the op chooses. **share**: the floor in it.
+- Gaps between kernels, page-table walks, banks of memory and what ptxas makes of a loop have no
+  number here. On a GPU that is no H200, the kernel benchmark takes that one's rates (`DEVICES`).
 
-Experts' rows come from one draw of the benchmark's router with seed 0: here the uniform one; the
-command has the skewed one as well.
+Rows of experts are one draw of the benchmark's uniform router. The command prints every model,
+batch and skew, with thread blocks, waves and bytes in flight.
 
-## Models
+## What is lost, by op
 """
 
-_SUMMARY = """## What is lost, by op
-"""
-
-_TABLES = """## Tables
+_TABLE = """## 64 rows of decode, 4,096 tokens of prefill
 """
 
 _ASSUMED = """## Assumptions
+`benchmarks/kernels/roofline/assumptions.py` says where each comes from.
 """
