@@ -1,12 +1,11 @@
-"""Writes docs/reference/ (every message, route and setting) and the preset `default`.
+"""Writes docs/reference/ (every message and setting) and the preset `default`.
 
 `python docs/make_reference.py [DIRECTORY]`, with a directory the pages only. Comments of the
-protos, docstrings of the routes and fields of `serving.config` are the text. Needs grpcio-tools
+proto and fields of `serving.config` are the text; a server's own `/docs` tells its routes. Needs
+grpcio-tools
 (the `dev` extra).
 """
 
-import asyncio
-import json
 import re
 import sys
 import tempfile
@@ -20,16 +19,10 @@ import yaml
 from google.protobuf import descriptor_pb2 as d
 
 from serving.config import ServerConfig, Setting
-from serving.frontend.openai.app import make_app
-from serving.frontend.server import Server
 
 ROOT = Path(__file__).parents[1]
-PAGES = {
-    "jmoe.v1.md": "serving/proto/jmoe/v1/jmoe.proto",
-    "inference.md": "serving/proto/inference/inference.proto",
-}
-"""Of the protos that callers use; workers of one server talk by another one."""
-HTTP_PAGE = "http.md"
+PAGES = {"jmoe.v1.md": "serving/proto/jmoe/v1/jmoe.proto"}
+"""Of jmoe's own proto that callers use; workers of one server talk by another one."""
 SETTINGS_PAGE = "settings.md"
 PRESET = ROOT / "configs" / "serving" / "default.yaml"
 
@@ -167,97 +160,6 @@ class ProtoPage:
         return name.removeprefix(f".{self._file.package}.")
 
 
-# ---- HTTP -------------------------------------------------------------------------------------
-
-
-def http_page(document: dict[str, Any]) -> str:
-    """An OpenAPI document as Markdown."""
-    parts = ["# HTTP\n", f"Of the application in `serving/frontend/openai`. {_MADE}"]
-    for path, methods in document.get("paths", {}).items():
-        for method, route in methods.items():
-            parts += _route(f"{method.upper()} {path}", route)
-    schemas = document.get("components", {}).get("schemas", {})
-    if schemas:
-        parts.append("## Objects\n")
-    for name, schema in schemas.items():
-        parts += _schema(name, schema)
-    return "\n".join(parts)
-
-
-def _route(name: str, route: dict[str, Any]) -> list[str]:
-    parts = [f"## `{name}`\n"]
-    if said := route.get("description") or route.get("summary"):
-        parts.append(f"{said.strip()}\n")
-    rows = [
-        (f"`{one['name']}`", one["in"], _kind(one.get("schema", {})), one.get("description", ""))
-        for one in route.get("parameters", ())
-    ]
-    if rows:
-        parts.append(table(("parameter", "where", "type", "what it is"), *rows))
-    if body := route.get("requestBody"):
-        parts.append(f"Takes {_contents(body)}.\n")
-    rows = [
-        (code, _contents(answer), answer.get("description", ""))
-        for code, answer in route.get("responses", {}).items()
-    ]
-    return [*parts, table(("status", "answer", "what it means"), *rows)] if rows else parts
-
-
-def _contents(body: dict[str, Any]) -> str:
-    found = [
-        f"`{media}`" + (f": {kind}" if (kind := _kind(one.get("schema", {}))) else "")
-        for media, one in body.get("content", {}).items()
-    ]
-    return ", ".join(found)
-
-
-def _schema(name: str, schema: dict[str, Any]) -> list[str]:
-    parts = [f"### `{name}`\n"]
-    if said := schema.get("description"):
-        parts.append(f"{said.strip()}\n")
-    properties = schema.get("properties")
-    if not properties:
-        return [*parts, f"{_kind(schema) or 'Any value'}.\n"]
-    required = set(schema.get("required", ()))
-    rows = [
-        (
-            f"`{field}`",
-            _kind(one),
-            "required"
-            if field in required
-            else f"`{json.dumps(one['default'])}`"
-            if "default" in one
-            else "",
-            one.get("description", ""),
-        )
-        for field, one in properties.items()
-    ]
-    return [*parts, table(("field", "type", "default", "what it is"), *rows)]
-
-
-def _kind(schema: dict[str, Any]) -> str:
-    """A schema in a few words."""
-    if "$ref" in schema:
-        return f"`{schema['$ref'].rpartition('/')[2]}`"
-    for choice in ("anyOf", "oneOf", "allOf"):
-        if choice in schema:
-            return " or ".join(filter(None, map(_kind, schema[choice])))
-    if "const" in schema:
-        return f"`{json.dumps(schema['const'])}`"
-    if "enum" in schema:
-        return " or ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
-    if schema.get("type") == "array":
-        return f"list of {_kind(schema.get('items', {})) or 'any'}"
-    if isinstance(inner := schema.get("additionalProperties"), dict) and inner:
-        return f"object of {_kind(inner)}"
-    return schema.get("type", "")
-
-
-async def openapi() -> dict[str, Any]:
-    """What the application of a server says of itself."""
-    return make_app(Server(ServerConfig())).openapi()
-
-
 # ---- settings ---------------------------------------------------------------------------------
 
 
@@ -338,7 +240,6 @@ def make(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for page, proto in PAGES.items():
         (out / page).write_text(ProtoPage(proto).text(), encoding="utf-8")
-    (out / HTTP_PAGE).write_text(http_page(asyncio.run(openapi())), encoding="utf-8")
     (out / SETTINGS_PAGE).write_text(settings_page(), encoding="utf-8")
 
 
