@@ -25,7 +25,7 @@ quick: $(VENV)/.quick
 test: $(VENV)/.dev
 	$(PYTEST) -m "not deep"
 
-# The rest (tests/sizes.py): kernels emulated and compiled for an H200, whole steps, long runs.
+# The rest, marked deep: kernels emulated and compiled for an H200, whole steps, long runs.
 test-deep: $(VENV)/.dev
 	$(PYTEST) -m "deep and not exhaustive"
 

@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -14,8 +15,6 @@ os.environ.setdefault("PJRT_NPROC", "8")
 import jax
 import pytest
 from jaxtyping import install_import_hook
-
-from tests.sizes import Sizes
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -83,8 +82,48 @@ def pytest_runtest_setup(item):
         pytest.skip("not this time: `make test-exhaustive` runs them all")
 
 
-def pytest_collection_modifyitems(items):
-    sizes = Sizes()
+ROUTING = "tests/pallas_kernels/test_routing.py"  # its smallest interpreted case takes 20 seconds
+THINNED = {"tests/pallas_kernels/test_odd_shapes.py": 3, "tests/pallas_kernels/": 1000}
+"""Of each deep test of these files, every n-th case is not exhaustive."""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Marks cases that `sized` names, and of kernels' contract suites those that a rule makes deep:
+    all that are emulated, and interpreted ones but for the first of a file. Of deep interpreted
+    ones two tests a file are not exhaustive.
+    """
+    count, interpreted, named = Counter(), defaultdict(set), {}
     for item in items:
-        for marker in sizes.markers(item.nodeid):
-            item.add_marker(marker)
+        file, _, test = item.nodeid.partition("::")
+        function, _, case = test.partition("[")
+        for mark in item.iter_markers("sized"):
+            for size, cases in mark.kwargs.items():
+                named.setdefault((file, function), set(cases)).discard(case[:-1])
+                if case[:-1] in cases:
+                    item.add_marker(size)
+
+        def is_past(most, file=file, function=function):
+            tests = interpreted[file, most]
+            if function in tests or len(tests) == most:
+                return True
+            tests.add(function)
+            return False
+
+        how = next((one for one in ("sm90", "mosaic", "batched") if one in case), "")
+        is_deep = any(item.iter_markers("deep")) or any(item.iter_markers("exhaustive"))
+        if not is_deep and how == "mosaic":
+            is_deep = file == ROUTING or is_past(1)
+        elif not is_deep and how == "batched" and file == ROUTING:
+            is_deep = count[file, function, "batched"] > 0
+            count[file, function, "batched"] += 1
+        if is_deep or how == "sm90":
+            item.add_marker("deep")
+            if not any(item.iter_markers("exhaustive")):
+                step = next((n for start, n in THINNED.items() if file.startswith(start)), 1)
+                at = file, test.partition("[")[0], how.replace("batched", "")
+                if count[at] % step or (how == "mosaic" and is_past(2)):
+                    item.add_marker("exhaustive")
+                count[at] += 1
+    unknown = {at: cases for at, cases in named.items() if cases}
+    if unknown and config.args == config.getini("testpaths") and not config.option.keyword:
+        raise pytest.UsageError(f"`sized` names cases that are not there: {unknown}")

@@ -54,6 +54,7 @@ def system(aep, shape, times, *, overheads=None, row_s=0.0, spare=0, skew=0.5, s
     return aep.System(times, routing, placement, ours, theirs, row_s, overheads, **more)
 
 
+@pytest.mark.deep
 def test_one_worker_of_each_kind_and_one_layer(aep):
     """Ten tokens go round together: attention 10 x 0.5 s, and experts 1 s + max(10 x 0.2, 3) s."""
     times = straight(10, 10, 1, attention=0.5, product=0.2, read=3.0, fixed=1.0)
@@ -66,6 +67,7 @@ def test_one_worker_of_each_kind_and_one_layer(aep):
     assert run.experts_busy == pytest.approx(4 / 9)
 
 
+@pytest.mark.deep
 def test_overheads_by_hand(aep):
     """One token, one layer. Attention: 2 s of host and 1 of device; to the expert 0.5 s of link
     (0.1 for its bytes, 0.5 for the message) and 3 s on the way; there 4 s of host, 1 + 1 of device;
@@ -173,6 +175,7 @@ def test_what_comes_in_goes_out_and_every_layer_is_visited_in_order(
         assert (layer, missing) == (0, top_k)
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not compiled.AVAILABLE, reason="no numba")
 def test_compiled_loops_are_the_plain_ones(aep, monkeypatch):
     """The same events in the same order, whichever plays them."""

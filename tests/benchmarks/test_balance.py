@@ -56,6 +56,7 @@ def test_baselines_by_hand():
     assert exact.tolist() == [10, 10]
 
 
+@pytest.mark.deep
 def test_every_strategy_on_the_same_traces():
     found = balance.synthetic(traces.draw(2, 5), 0.85)
     for bound in ("None", "2"):
@@ -67,6 +68,7 @@ def test_every_strategy_on_the_same_traces():
         assert found["None"][name] == found["2"][name]
 
 
+@pytest.mark.deep
 def test_a_tiny_run_writes_table_and_json(tmp_path, capsys):
     file = tmp_path / "balance.json"
     args = ["--traces", "3", "--prompts", "100", "--rows", "16", "--calls", "0"]

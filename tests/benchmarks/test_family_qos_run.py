@@ -2,9 +2,13 @@
 
 import json
 
+import pytest
+
 from benchmarks.family_qos.__main__ import main
 from benchmarks.family_qos.config import ALTERNATIVES
 from training.family.make import restore
+
+pytestmark = pytest.mark.exhaustive
 
 
 def test_a_short_run_measures_every_alternative(tmp_path, capsys):

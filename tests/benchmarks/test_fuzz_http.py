@@ -35,6 +35,7 @@ def test_a_seed_draws_the_same():
     assert one == two
 
 
+@pytest.mark.deep
 async def test_two_thousand_requests_are_answered(tmp_path):
     args = Namespace(requests=2000, connections=16, seed=1)
     found = await run(args, tmp_path)

@@ -32,6 +32,8 @@ from jmoe import api
 from jmoe.config import from_hf
 from serving.config import EngineConfig
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _in_a_hurry():
@@ -132,6 +134,7 @@ def test_steps_count_the_experts_that_have_rows(context):
     assert record["temporary_bytes"] >= 0
 
 
+@pytest.mark.exhaustive
 def test_layers_are_compared_row_by_row(context):
     (case,) = layers_part.cases(DRY)
     record = layers_part.compare(context, case)
@@ -141,6 +144,7 @@ def test_layers_are_compared_row_by_row(context):
     assert check["errors"]["prefill_logprobs"]["rows"] == 8 * 10
 
 
+@pytest.mark.exhaustive
 def test_a_layer_is_distilled(context):
     with distill_part.session(context) as run_case:
         record = run_case(*distill_part.cases(DRY))
@@ -207,6 +211,7 @@ def test_mixed_steps_are_held_to_steps_in_turn(context):
     assert f["floors_mixed_over_alternating"] == pytest.approx(mixed / alternating, rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_the_engines_choice_between_them_is_by_its_own_times(context):
     records = run_all("family", context, "choice")
     choice = records["choice"]["figures"]

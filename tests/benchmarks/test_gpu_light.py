@@ -11,6 +11,8 @@ from benchmarks.gpu.part import Context
 from benchmarks.gpu.sizes import DRY, Sizes
 from benchmarks.harness import store
 
+pytestmark = pytest.mark.deep
+
 RESULT = "result: "
 
 

@@ -1,6 +1,9 @@
+import pytest
+
 from benchmarks import host_path
 
 
+@pytest.mark.deep
 async def test_a_slow_device_is_kept_busy(tmp_path, monkeypatch):
     monkeypatch.setattr(host_path, "RAMP_S", 1.0)
     monkeypatch.setattr(host_path, "WINDOW_S", 2.0)

@@ -1,5 +1,7 @@
 """HTTP's cost beside gRPC's: how it is reckoned, and that both are measured."""
 
+import pytest
+
 from benchmarks import host_path_http
 from benchmarks.host_path_http import Span, measure, ratio
 
@@ -14,6 +16,7 @@ def test_the_ratio_is_the_median_pairs():
     assert ratio(spans(2.0, 1.0, 6.0, 3.0, 90.0, 60.0)) == 1.5
 
 
+@pytest.mark.deep
 async def test_both_are_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(host_path_http, "RAMP_S", 0.5)
     monkeypatch.setattr(host_path_http, "SPAN_S", 3.0)

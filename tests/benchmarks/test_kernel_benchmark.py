@@ -23,6 +23,8 @@ from benchmarks.kernels import (
 from benchmarks.kernels.cases import DRY, Sizes, all_cases
 from pallas_kernels.shapes import MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
 
+pytestmark = pytest.mark.deep
+
 SMALL = Shape("small", d_model=4, d_ff=3, num_experts=5, top_k=2, heads=4, kv_heads=2, head_dim=8)
 
 

@@ -13,6 +13,8 @@ from benchmarks.kernels.cases import DRY, Case, all_cases
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.shapes import MODELS
 
+pytestmark = pytest.mark.exhaustive
+
 # ---- The whole command, on a CPU ----
 
 

@@ -263,6 +263,7 @@ def test_the_page_is_what_the_command_writes():
     assert (ROOT / "docs" / "roofline.md").read_text(encoding="utf-8") == page.page()
 
 
+@pytest.mark.deep
 def test_the_command_starts_no_device(tmp_path):
     file = tmp_path / "roofline.json"
     command = [sys.executable, "-m", "benchmarks.kernels.roofline", "--model", "glm"]
@@ -279,6 +280,7 @@ def test_the_command_starts_no_device(tmp_path):
     assert {"expected_us", "expected_share", "largest_loss", "waves"} <= stored[0].keys()
 
 
+@pytest.mark.deep
 def test_launches_are_those_of_compiled_programs():
     """A decode layer has every op but prefill attention. At small sizes: how many kernels XLA makes
     depends on which tensors there are."""

@@ -135,6 +135,7 @@ def test_a_folder_without_a_run_is_named(tmp_path):
         priority.read_live(tmp_path, ["fcfs"])
 
 
+@pytest.mark.deep
 def test_prediction_keeps_more_tokens_in_time_with_fewer_degraded_visits():
     """The demo's shape on made-up steps, calibrated as the demo is."""
     samples = tuple(Arrival((7,) * 20, 12) for _ in range(8))
@@ -154,6 +155,7 @@ def test_prediction_keeps_more_tokens_in_time_with_fewer_degraded_visits():
     assert predictive["degraded"] < 0.95 * alone["degraded"]
 
 
+@pytest.mark.sized(deep=("300.0",))
 @pytest.mark.parametrize("seconds", [60.0, 300.0])
 def test_a_steady_load_that_needs_no_brownout_gets_none(seconds):
     live = burst.Live({}, machine(), tuple(Arrival((7,) * 20, 12) for _ in range(8)))

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from urllib.request import Request, urlopen
 
+import pytest
 from test_images import command, instructions
 from typer.testing import CliRunner
 
@@ -18,6 +19,8 @@ from serving.cli.main import app
 from serving.client import Client
 from serving.connection import Connection
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+
+pytestmark = pytest.mark.deep
 
 SMALL = {
     "engine.max_model_len": 64,

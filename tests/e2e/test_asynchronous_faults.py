@@ -23,6 +23,8 @@ from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 from .conftest import serving
 
+pytestmark = pytest.mark.deep
+
 CODES = grpc.StatusCode
 KILLS = int(os.environ.get("JMOE_KILLS", "4"))
 FAULTS = (signal.SIGSTOP, "reset", signal.SIGKILL, signal.SIGKILL, "reset", signal.SIGKILL)
@@ -133,6 +135,7 @@ class Load:
         raise AssertionError(f"nothing more came: {self.seen}")
 
 
+@pytest.mark.sized(exhaustive=("1",))
 @pytest.mark.parametrize("copies", [2, 1])
 async def test_workers_are_killed_and_come_back(copies):
     """With an expert on both workers, one of them may go and nobody notices."""

@@ -15,6 +15,8 @@ from serving.settings import SettingsError
 
 from .conftest import serving
 
+pytestmark = pytest.mark.deep
+
 pytest.importorskip("ray")
 
 SETTINGS = (

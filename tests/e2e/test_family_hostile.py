@@ -19,7 +19,7 @@ from serving.frontend.server import Server
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from tests.variants import variant
 
-pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+pytestmark = [pytest.mark.usefixtures("compiled_in_a_hurry"), pytest.mark.exhaustive]
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
 NAMES = ("base", "law", "code", "tax")

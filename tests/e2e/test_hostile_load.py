@@ -155,6 +155,7 @@ async def idle(client):
     raise AssertionError(f"still busy: {stats}")
 
 
+@pytest.mark.sized(exhaustive=("ep=8", "aep=2+6"))
 async def test_everyone_is_answered_and_nothing_leaks(server, model, request):
     _, address = server
     rng, texts = random.Random(7), prompts(model)
@@ -188,6 +189,8 @@ async def test_everyone_is_answered_and_nothing_leaks(server, model, request):
         assert messages
 
 
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=("one", "ep=8"))
 @pytest.mark.parametrize("server", ["one", "ep=2", "ep=8", "aep=2+6"], indirect=True)
 async def test_served_tokens_are_those_of_the_notebook(server, model):
     _, address = server
@@ -222,6 +225,7 @@ def _near_tie(model, text, served, expected):
     return best[-1] - best[-2] < 1e-4
 
 
+@pytest.mark.sized(deep=("aep=2+6",), exhaustive=("ep=8",))
 async def test_a_way_can_be_switched_under_load(server, model, request):
     _, address = server
     ways = (8,) if request.node.callspec.params["server"] == "aep=2+6" else (2, 4, 8)
@@ -244,6 +248,7 @@ async def test_a_way_can_be_switched_under_load(server, model, request):
         assert (await idle(client)).compilations_since_ready == 0
 
 
+@pytest.mark.deep
 async def test_overload_is_refused_with_a_time_to_come_back():
     settings = [*FEW_PROGRAMS[:2], "engine.max_num_seqs=8", "engine.max_queue_len=2"]
     with serving(*settings) as (process, address):

@@ -10,6 +10,8 @@ import pytest
 
 from .conftest import FEW_PROGRAMS
 
+pytestmark = pytest.mark.deep
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -18,6 +20,7 @@ def hostile(*arguments, timeout_s=300):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s)
 
 
+@pytest.mark.exhaustive
 async def test_a_server_withstands_a_small_run(server, tmp_path):
     process, address = server
     out = tmp_path / "hostile.json"

@@ -21,6 +21,8 @@ from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from .conftest import FEW_PROGRAMS, serving
 from .test_hostile_load import _near_tie, prompts
 
+pytestmark = pytest.mark.deep
+
 PEER_TIMEOUT_S = 4.0
 EXIT_S = 10.0
 """For an exit beside what it waits for: two cores, and jax to take down."""
@@ -205,6 +207,7 @@ async def test_two_processes_answer_as_one_and_end_together(hosts, ports):
         assert started.ended(EXIT_S) == [0, 0]
 
 
+@pytest.mark.exhaustive
 async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts, ports):
     with hosts() as started:
         address = started.address()
@@ -223,6 +226,7 @@ async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts,
         assert re.search("\njmoe: process 0 at .* is gone; .*\n$", started.log(1))
 
 
+@pytest.mark.exhaustive
 async def test_a_follower_that_falls_silent_is_noticed_within_the_time(hosts):
     with hosts() as started:
         address, begun = started.address(), []

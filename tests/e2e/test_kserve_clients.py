@@ -16,6 +16,8 @@ from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 from .foreign import npm_package, python_packages, run_python
 
+pytestmark = pytest.mark.deep
+
 BLOCKS = re.findall(
     r"^```\n(.*?)^```",
     (Path(__file__).parents[2] / "docs" / "kserve.md").read_text(encoding="utf-8"),

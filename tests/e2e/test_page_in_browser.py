@@ -23,9 +23,10 @@ playwright = pytest.importorskip(
     "playwright.async_api", reason="Playwright is not installed: it comes with the extra `dev`"
 )
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="there is no chromium: apt-get install chromium"
-)
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium: apt-get install chromium"),
+    pytest.mark.deep,
+]
 
 from keyed import KeysFile  # noqa: E402
 from openai_served import serving_http  # noqa: E402

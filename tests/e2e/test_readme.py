@@ -19,6 +19,8 @@ from tests.variants import variant
 
 from .conftest import FEW_PROGRAMS, free_port, serving
 
+pytestmark = pytest.mark.deep
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 ENV = {**os.environ, "JAX_PLATFORMS": "cpu"}

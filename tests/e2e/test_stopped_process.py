@@ -4,10 +4,14 @@ import asyncio
 import signal
 import time
 
+import pytest
+
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 from .conftest import FEW_PROGRAMS, serving
+
+pytestmark = pytest.mark.deep
 
 WATCHDOG_S = 2.0
 

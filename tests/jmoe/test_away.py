@@ -61,6 +61,7 @@ def test_too_few_to_hold_one_model():
         choose_resident(held, 8, 7)
 
 
+@pytest.mark.deep
 def test_a_stand_in_is_the_siblings_expert_and_a_fetched_one_its_own(directories, tmp_path):
     cfg = jmoe.config.read_config(directories["base"])
     positions = cfg.num_moe_layers * cfg.num_experts

@@ -261,6 +261,7 @@ def saved(united_dirs, tmp_path_factory):
     return model, directory
 
 
+@pytest.mark.deep
 def test_save_and_load_give_equal_logits(saved):
     model, directory = saved
     back = jmoe.load(directory, dtype="float32")

@@ -36,6 +36,8 @@ from pallas_kernels.launches import count_launches, count_loop_launches
 from tests.compiled import large_results
 from tests.equal_kernels import equal_kernels_are_compiled_once
 
+pytestmark = pytest.mark.deep
+
 __all__ = ["equal_kernels_are_compiled_once"]
 
 BATCH, PAGES, PAGE_SIZE, MAX_BLOCKS = 64, 2048, 64, 64
@@ -190,6 +192,7 @@ def check_one_graph(program):
     assert alone == ["000: kCommandBuffer"]
 
 
+@pytest.mark.sized(exhaustive=("qwen3-30b-a3b", "mixtral-8x7b"))
 @unrolled
 def test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, case):
     program = compile_decode(mesh, case)
@@ -204,6 +207,7 @@ def test_a_decode_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, c
     assert sum(count_launches(program.hlo).values()) == case.launches[0]
 
 
+@pytest.mark.sized(exhaustive=("qwen1.5-moe-a2.7b", "qwen3-30b-a3b"))
 @unrolled
 def test_a_prefill_step_is_one_graph_and_copies_neither_experts_nor_pages(mesh, case):
     rows = int32(512), int32(8, 9), int32(8, 3), int32(2)
@@ -239,6 +243,7 @@ def _part(step, layers, *args, **options):
     return step(*args, layers=layers, **options)
 
 
+@pytest.mark.sized(exhaustive=("prefill-14",))
 @pytest.mark.parametrize(("phase", "fixed"), [("decode", 14), ("prefill", 14)])
 def test_a_part_of_a_step_is_one_graph_with_few_launches_of_its_own(mesh, phase, fixed):
     """Layers cost what they cost; beside them there is what each further part adds."""
@@ -250,6 +255,7 @@ def test_a_part_of_a_step_is_one_graph_with_few_launches_of_its_own(mesh, phase,
         check_one_graph(part)
 
 
+@pytest.mark.sized(exhaustive=("layers1",))
 @pytest.mark.parametrize("layers", [range(3), range(21, 24)])
 def test_the_first_and_the_last_part_copy_nothing_either(mesh, layers):
     part = compile_part(mesh, "decode", layers)
@@ -257,6 +263,7 @@ def test_the_first_and_the_last_part_copy_nothing_either(mesh, layers):
     check_one_graph(part)
 
 
+@pytest.mark.sized(exhaustive=("qwen3-30b-a3b", "mixtral-8x7b"))
 @scanned
 def test_an_eager_step_scans_its_layers_and_copies_nothing(mesh, case):
     program = compile_decode(mesh, case, eager=True)
@@ -311,6 +318,7 @@ def test_a_router_whose_columns_cublas_does_not_take_is_padded_once(mesh, monkey
     assert sum(count_loop_launches(program.hlo).values()) == QWEN15.launches[2] + 2
 
 
+@pytest.mark.exhaustive
 def test_a_padded_router_changes_no_bit(request, monkeypatch):
     """On a CPU that is taken for some other GPU: neither padded there, nor with our kernels."""
     tiny = load(request.config.rootpath / "tests/golden/qwen2_moe")
@@ -333,6 +341,7 @@ def test_a_padded_router_changes_no_bit(request, monkeypatch):
     np.testing.assert_array_equal(*logits)
 
 
+@pytest.mark.sized(exhaustive=("True",))
 @pytest.mark.parametrize("sliced", [False, True])
 def test_the_control_that_slices_its_layer_from_the_pool_is_caught(mesh, sliced):
     case = QWEN15

@@ -24,11 +24,14 @@ from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for
 from pallas_kernels.routing.parts import MAX_LOGICAL, MAX_ROUTED
 
+pytestmark = pytest.mark.deep
+
 __all__ = ["_kernels_are_assembled_well", "equal_kernels_are_compiled_once", "mesh"]  # fixtures
 
 ROWS = BATCH // 2
 
 
+@pytest.mark.sized(exhaustive=("qwen3-30b-a3b",))
 @pytest.mark.parametrize(
     "case", [MIXTRAL._replace(depth=2), QWEN3._replace(depth=2)], ids=lambda case: case.name
 )

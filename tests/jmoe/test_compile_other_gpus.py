@@ -23,6 +23,8 @@ from pallas_kernels.compile_for import OTHER_GPUS, compile_for, gpu_mesh
 from pallas_kernels.launches import count_launches
 from tests.compiled import large_results
 
+pytestmark = pytest.mark.deep
+
 BF16 = jnp.dtype(jnp.bfloat16)
 MODELS = Path(__file__).parents[2] / "configs" / "models"
 UNITED = {"qwen1.5-moe-a2.7b": 30, "qwen3-30b-a3b": 32, "mixtral-8x7b": 2}

@@ -19,6 +19,8 @@ from jmoe.config import read_config
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
+QUICK = {"qwen2_moe", "mixtral", "qwen3_moe_mixed_yarn"}  # one of each family
+SIZED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.deep) for name in CASES]
 ABSENT = "<absent>"
 TOLERANCE = 2e-4
 
@@ -74,7 +76,7 @@ def names_it(words, path):
     return any(name in words for name in (path[-1], path[0], "  model.", "  lm_head."))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SIZED)
 def test_a_changed_key_does_what_it_does_in_transformers_or_is_refused(case, tmp_path):
     directory = linked(case, tmp_path / case)
     config = json.loads((GOLDEN / case / "config.json").read_text())
@@ -110,7 +112,7 @@ def extra_tensor_names(config):
     yield "mtp.fc.weight"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SIZED)
 def test_a_tensor_that_nothing_reads_is_refused_by_name(case, tmp_path, add_tensors):
     config = json.loads((GOLDEN / case / "config.json").read_text())
     names = list(extra_tensor_names(config))

@@ -65,6 +65,8 @@ def together(*stats):
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=("qwen2_moe-True", "qwen3_moe_mixed_yarn-True"))
 @pytest.mark.parametrize("stacked", [True, False])
 def test_two_parts_are_the_whole_wherever_it_is_cut(model, stacked):
     params = model.params if stacked else unstack(model.params)
@@ -80,6 +82,7 @@ def test_two_parts_are_the_whole_wherever_it_is_cut(model, stacked):
             np.testing.assert_array_equal(got, leaf)
 
 
+@pytest.mark.deep
 def test_half_layers_one_by_one_are_the_whole(model):
     want, _ = run(model)
     x = None
@@ -112,6 +115,7 @@ def test_hidden_rows_of_a_part_are_refused(model):
         )
 
 
+@pytest.mark.deep
 def test_the_fused_stage_has_the_bits_of_the_stages_it_is_made_of(model):
     cfg = model.config
     x = embed(model.params, jnp.asarray(TOKENS).reshape(-1))
@@ -163,6 +167,7 @@ class OwnRowAlone(NamedTuple):
         return jnp.repeat(v * self.scale, q.shape[1] // v.shape[1], axis=1), cache
 
 
+@pytest.mark.deep
 def test_an_attention_kind_of_ones_own(model):
     """Whoever reads its own row alone is a sequence of one token; the step is a pytree."""
     want, _ = run(model, attention=CausalAttention(TOKENS.size, 1))

@@ -39,6 +39,7 @@ def run(model, prompts=PROMPTS, brownout=None, **kwargs):
     return jmoe.generate(model, prompts, NEW, brownout, stop_token_ids=(), page_size=4, **kwargs)
 
 
+@pytest.mark.sized(deep=("zero100", "full40"))
 @pytest.mark.parametrize(
     "brownout",
     [Brownout("zero"), Brownout("full", 40), Brownout("partial", 0, 2), Brownout("partial", 50, 3)],
@@ -63,6 +64,7 @@ def test_100_percent_equals_zero_brownout_exactly(united_models):
         assert out.degraded_visits == [0, 0, 0]
 
 
+@pytest.mark.deep
 def test_batched_equals_one_at_a_time(united_models):
     model = united_models(CASE)
     together = run(model)
@@ -83,6 +85,7 @@ def test_logprobs_are_those_of_forward(united_models):
     np.testing.assert_allclose(out.logprobs[0], want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.deep
 def test_sampling_is_reproducible_and_prompt_i_draws_from_seed_plus_i(united_models):
     model = united_models(CASE)
     one = run(model, [PROMPTS[0]] * 3, temperature=1.5, seed=7)
@@ -170,6 +173,8 @@ def stacked_and_not(request, case):
     return stacked, layers
 
 
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=("qwen3_moe_mixed_yarn",))
 @pytest.mark.parametrize("case", ["qwen2_moe", "qwen3_moe_mixed_yarn"])
 def test_layers_in_arrays_of_their_own_are_the_same_model(case, request):
     """The mixed one has runs of dense and of MoE layers."""
@@ -178,6 +183,7 @@ def test_layers_in_arrays_of_their_own_are_the_same_model(case, request):
     np.testing.assert_allclose(*logits, atol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_layers_in_arrays_of_their_own_write_the_same(request):
     models = stacked_and_not(request, "qwen3_moe_mixed_yarn")
     outs = [run(model, TOKENS, Brownout("full", 50)) for model in models]

@@ -57,6 +57,17 @@ def test_batched_forms_equal_transformers_greedy(name):
     assert out.tokens == golden["greedy"].tolist()
 
 
+@pytest.mark.sized(
+    deep=[name for name in CASES if name != "qwen2_moe"],
+    exhaustive=(
+        "mixtral_tied_llama3",
+        "mixtral_top1_head_dim",
+        "qwen2_moe_mlp_only_tied",
+        "qwen2_moe_yarn",
+        "qwen3_moe",
+        "qwen3_moe_tied_no_head_dim",
+    ),
+)
 def test_paged_generation_equals_transformers_greedy(case):
     name, model, golden = case
     prompts = [row.tolist() for row in golden["tokens"]]

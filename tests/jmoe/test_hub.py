@@ -202,6 +202,7 @@ def test_what_is_neither_says_what_was_tried(tiny, monkeypatch, cache):
     assert "a private one needs HF_TOKEN" in refused("org/tiny")
 
 
+@pytest.mark.deep
 def test_a_model_is_fetched_as_far_as_it_is_read(tiny, monkeypatch, cache):
     online(tiny, monkeypatch)
     monkeypatch.setenv("HF_TOKEN", "secret")
@@ -278,6 +279,7 @@ def test_a_template_that_cannot_be_used_is_refused_at_the_start(template, tmp_pa
         Tokenizer.load(tmp_path, template)
 
 
+@pytest.mark.deep
 def test_the_command_line_takes_a_name(tiny, tmp_path):
     """In a process of its own, whose environment says where the Hub is, and where the cache."""
     environment = os.environ | {

@@ -13,6 +13,8 @@ pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]
 
 import sm90
 
+pytestmark = pytest.mark.exhaustive
+
 CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",

@@ -150,6 +150,8 @@ def check_segments(models, counts, state, out):
         np.testing.assert_allclose(got[:, :-1], want[:, :-1], atol=2e-5)  # but the padding page
 
 
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=("unshared", "padding", "attention_bias", "dense_layers"))
 @pytest.mark.parametrize(
     ("case", "shared", "numbers", "counts"),
     [
@@ -168,6 +170,7 @@ def test_rows_are_those_of_each_model_alone(family, case, shared, numbers, count
     check_segments(models, counts, *run_mixed(models, rows_of(counts)))
 
 
+@pytest.mark.exhaustive
 def test_layers_in_arrays_of_their_own_are_the_same_step(family):
     models = family("qwen3_moe_mixed_yarn")[:2]
     rows, cfg = rows_of((4, 2)), models[0].config
@@ -178,6 +181,7 @@ def test_layers_in_arrays_of_their_own_are_the_same_step(family):
     np.testing.assert_allclose(out.logits, scanned.logits, atol=1e-5)
 
 
+@pytest.mark.deep
 def test_pages_that_rows_were_given_are_written(family):
     """Deltas are of all segments."""
     models, rows = family("qwen2_moe")[:2], rows_of((1, 1))
@@ -261,6 +265,7 @@ def layer_step(cfg, capacity):
     return jax.jit(run)
 
 
+@pytest.mark.sized(deep=("0.0-some-told0", "0.0-some-told1"))
 @pytest.mark.parametrize(
     ("shared", "told"),
     [

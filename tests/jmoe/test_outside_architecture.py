@@ -69,6 +69,7 @@ def test_without_it_the_checkpoint_is_refused(toy_directory):
         jmoe.load(toy_directory, dtype="float32")
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("registered")
 def test_with_it_the_model_is_the_one_it_renames(request, toy_directory):
     golden = jmoe.load(request.config.rootpath / "tests" / "golden" / GOLDEN, dtype="float32")

@@ -11,6 +11,8 @@ import pytest
 
 from jmoe.architectures import ARCHITECTURES
 
+pytestmark = pytest.mark.deep
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "docs" / "notebook.md"
 ARCHITECTURE = ROOT / "docs" / "new-architecture.md"

@@ -92,6 +92,8 @@ def same(state, other):
     np.testing.assert_array_equal(state.last_token, other.last_token)
 
 
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=("qwen3_moe_mixed_yarn",))
 def test_parts_are_the_whole_wherever_it_is_cut(setup):
     model, layers = setup[0], setup[0].config.num_layers
     arrays = prefill_arrays(dict(enumerate(PROMPTS)))
@@ -117,6 +119,8 @@ def test_parts_are_the_whole_wherever_it_is_cut(setup):
         np.testing.assert_array_equal(out.logprobs[:3], wanted.logprobs[:3])
 
 
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=("qwen3_moe_mixed_yarn",))
 def test_the_program_for_parts_is_the_one_without(setup):
     model = setup[0]
     arrays = prefill_arrays(dict(enumerate(PROMPTS)))
@@ -127,6 +131,7 @@ def test_the_program_for_parts_is_the_one_without(setup):
     np.testing.assert_array_equal(out.expert_rows, want.expert_rows)
 
 
+@pytest.mark.sized(deep=("qwen3_moe_mixed_yarn",))
 def test_a_parked_step_goes_on_after_another_and_they_may_join(setup):
     model = setup[0]
     both = prefill_arrays({0: PROMPTS[0], 1: PROMPTS[1]})
@@ -148,6 +153,7 @@ def test_a_parked_step_goes_on_after_another_and_they_may_join(setup):
     assert np.asarray(joined.last_token)[:2].tolist() == np.asarray(want.last_token)[:2].tolist()
 
 
+@pytest.mark.sized(deep=("qwen3_moe_mixed_yarn",))
 def test_exempt_rows_have_the_same_bits_in_any_company(setup):
     model = setup[0]
     alone = prefill_arrays({0: PROMPTS[0]})
@@ -180,6 +186,10 @@ def test_a_row_that_left_writes_nothing_more_and_changes_no_other(setup):
     assert out.logprobs[0] == wanted.logprobs[0]
 
 
+@pytest.mark.deep
+@pytest.mark.sized(
+    exhaustive=("qwen2_moe-cuts0", "qwen3_moe_mixed_yarn-cuts0", "qwen3_moe_mixed_yarn-cuts1")
+)
 @pytest.mark.parametrize("cuts", [(0, 1, 3, 4), (0, 2, 4)])
 def test_a_program_for_each_part_is_the_whole_too(setup, cuts):
     """As a GPU has them: its layers are known when it is compiled, and in arrays of their own."""

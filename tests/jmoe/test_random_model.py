@@ -41,6 +41,7 @@ def test_weights_have_unit_gain_and_every_layer_its_own():
     assert len({weights.tobytes() for weights in gate_up}) == 14
 
 
+@pytest.mark.deep
 def test_united_experts_are_means_of_their_members_and_can_be_loaded():
     model = random_model(config(), seed=1, ways=(2, 3))
     gate_up = np.asarray(model.pool.gate_up).reshape(2, 11, 32, 32)[:, :7]
@@ -53,6 +54,7 @@ def test_united_experts_are_means_of_their_members_and_can_be_loaded():
     assert np.isfinite(np.asarray(out)).all()
 
 
+@pytest.mark.deep
 def test_a_seed_gives_the_same_model_and_another_another():
     first, same, other = (random_model(config(), seed=seed) for seed in (1, 1, 2))
     assert jnp.array_equal(first.pool.down, same.pool.down)

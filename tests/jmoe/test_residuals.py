@@ -79,6 +79,7 @@ def oracle(directories, sharing, number, there, to):
     return path
 
 
+@pytest.mark.deep
 def test_models_are_their_siblings_experts_and_their_own_differences(
     directories, cfg, written, tmp_path
 ):

@@ -56,6 +56,7 @@ def by_hand(logits, prompt, output, biases, allowed, shape) -> np.ndarray:
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=5)
 
 
+@pytest.mark.deep
 @settings(max_examples=60, deadline=None)
 @given(
     prompt=tokens.filter(bool),
@@ -96,6 +97,7 @@ def test_greedy_rows_take_the_likeliest_of_what_a_loop_leaves(
         output.append(token)
 
 
+@pytest.mark.deep
 def test_rows_that_are_not_shaped_get_what_they_would_get_alone() -> None:
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 2, (4, VOCAB)).astype(np.float32)

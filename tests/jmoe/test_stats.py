@@ -14,7 +14,7 @@ from jmoe.rope import rotation
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
-CASES = ["qwen2_moe", "qwen2_moe_mlp_only_tied", "qwen3_moe"]
+CASES = ["qwen2_moe", pytest.param("qwen2_moe_mlp_only_tied", marks=pytest.mark.deep), "qwen3_moe"]
 TOKENS = np.random.default_rng(0).integers(0, 70, (3, 8))
 SETTINGS = [
     Brownout("zero", 0),

@@ -13,7 +13,7 @@ from numpy_model import NumpyModel
 import jmoe
 from jmoe.brownout import Brownout
 
-CASES = ["qwen2_moe", "qwen2_moe_mlp_only_tied", "qwen3_moe"]
+CASES = ["qwen2_moe", pytest.param("qwen2_moe_mlp_only_tied", marks=pytest.mark.deep), "qwen3_moe"]
 TOKENS = np.random.default_rng(0).integers(0, 70, (3, 8))
 
 

@@ -19,6 +19,8 @@ from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 from pallas_kernels.routing import tile_map
 from pallas_kernels.shapes import MIXTRAL_8X7B, MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B
 
+pytestmark = pytest.mark.deep
+
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
 ATOL = 8 * float(jnp.finfo(jnp.bfloat16).eps)
 DECODE = Tile(
@@ -230,6 +232,7 @@ def test_a_scan_over_layers_copies_no_weights(capfd, monkeypatch):
     assert memory.temp_size_in_bytes < 12 * 2**20  # an expert has 16.5 MiB
 
 
+@pytest.mark.exhaustive
 def test_weights_of_an_expert_are_read_once():
     """For each tile of its rows, which is one in decode; by a cluster for both of its blocks.
     Rows that are an expert's, in eights, are all that is written.

@@ -111,17 +111,20 @@ def test_quantizing_needs_whole_blocks():
         quantize(jnp.zeros((2, 128, 192)))
 
 
+@pytest.mark.deep
 def test_reference_equals_float64():
     args, want = case((5, 0, 17, 3))
     check(jax.jit(grouped_gemm.moe_mlp)(*args), want)
 
 
+@pytest.mark.deep
 def test_kernel_equals_float64(weights_in_registers):
     args, want = case((16, 0, 33, 1))
     run = partial(mosaic.moe_mlp, tile=replace(TILE, cluster=2), num_blocks=4)
     check(interpreter.run(run, *args), want)
 
 
+@pytest.mark.deep
 def test_slots_that_nobody_visits_are_not_read(weights_in_registers):
     (x, gate_up, down, plan), want = case((3, 0, 4, 0))
     unused = jnp.array([0, 1, 3])
@@ -141,6 +144,7 @@ def test_what_is_not_supported():
     assert not mosaic.supports(x, gate_up, jnp.zeros((SLOTS, F, D), BF16), plan)
 
 
+@pytest.mark.deep
 def test_compiles_for_an_h200_without_spills(capfd, monkeypatch):
     """A step that has every width, and clusters."""
     shape, num_rows = MIXTRAL_8X7B, 4096

@@ -15,6 +15,8 @@ from pallas_kernels.kv_write import mosaic as kernel
 from pallas_kernels.launches import count_launches
 from pallas_kernels.shapes import MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B, Shape
 
+pytestmark = pytest.mark.deep
+
 BF16, F32 = jnp.bfloat16, jnp.float32
 LAYERS = 48
 

@@ -26,6 +26,8 @@ from pallas_kernels.prefill_attention import mosaic as prefill_kernel
 from pallas_kernels.routing import mosaic as routing_kernel
 from pallas_kernels.shapes import GLM_45_AIR
 
+pytestmark = pytest.mark.deep
+
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 MOST_SHARED_BYTES = 227 * 1024
 

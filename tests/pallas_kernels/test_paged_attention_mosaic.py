@@ -18,6 +18,8 @@ from pallas_kernels.paged_attention import common, paged_attention, schedule, ti
 from pallas_kernels.paged_attention import mosaic as kernel
 from pallas_kernels.shapes import MODELS, QWEN3_30B_A3B, Shape
 
+pytestmark = pytest.mark.deep
+
 BF16 = jnp.bfloat16
 
 

@@ -21,6 +21,8 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.shapes import QWEN3_30B_A3B
 
+pytestmark = pytest.mark.deep
+
 ELEMENTS = 2**31
 
 

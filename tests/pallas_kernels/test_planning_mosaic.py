@@ -15,6 +15,8 @@ from pallas_kernels.launches import count_launches
 from pallas_kernels.planning import mosaic
 from tests.planned import decide, draw
 
+pytestmark = pytest.mark.deep
+
 WAYS = {"interpreted": interpreter.interpreted, "sm90": interpreter.emulated}
 
 
@@ -54,6 +56,7 @@ def test_interpreted(devices, experts, how):
     assert (made > 20) == (how.get("num_replicas") != 0 and devices > 1)
 
 
+@pytest.mark.sized(exhaustive=("3-70-seeds1",))
 @pytest.mark.parametrize(
     ("devices", "experts", "seeds"), [(4, 12, [0, 1, 2]), (3, 70, [0, 1, 2]), (8, 128, [3])]
 )

@@ -18,6 +18,8 @@ from pallas_kernels.prefill_attention import plan as plan_step
 from pallas_kernels.prefill_attention.tiles import Tile
 from pallas_kernels.shapes import MODELS, QWEN3_30B_A3B
 
+pytestmark = pytest.mark.deep
+
 I32 = jnp.int32
 INTERPRETED = {"interpreted": not interpreter.ON_SM90}
 

@@ -386,6 +386,7 @@ STATICS = (
 )
 
 
+@pytest.mark.sized(deep=("mosaic-zero-softmax-20_0", "mosaic-zero-softmax-20_1"))
 @pytest.mark.parametrize("static", STATICS, ids=lambda static: f"{static.scoring}-{static.rows}")
 @pytest.mark.parametrize("strategy", routing.STRATEGIES.values(), ids=routing.STRATEGIES)
 @pytest.mark.parametrize("name", CONTEXTS)

@@ -35,6 +35,8 @@ from pallas_kernels.launches import count_launches
 from pallas_kernels.routing import mosaic
 from pallas_kernels.shapes import MODELS, QWEN3_30B_A3B, QWEN15_MOE_A27B
 
+pytestmark = pytest.mark.deep
+
 
 def ones(static, **changes):
     """All logits equal, all rows degradable, united experts of two, half of the visits covered."""
@@ -77,6 +79,7 @@ def test_edges():
     check_route("mosaic", static, [ones(static, logits=one_expert(static, e)) for e in (0, 11)])
 
 
+@pytest.mark.exhaustive
 def test_more_than_64_experts():
     """Two chunks of routed experts, three of logical ones, and a full block of rows."""
     static = Static(rows=64, experts=100, united=50, top_k=8, tiles=ONE)
@@ -137,6 +140,7 @@ def test_blocks_that_take_their_rows_in_turns_emulated():
     check_route("sm90", static, [draw(5, static, routing.PARTIAL), exempt])
 
 
+@pytest.mark.exhaustive
 def test_steps_of_several_blocks():
     """Blocks that wait for each other each hold a thread of XLA's pool, so it has to be a large
     one, and its size is read when the process starts.

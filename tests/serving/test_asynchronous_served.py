@@ -86,6 +86,7 @@ def requests(rng, count):
         yield prompt, rng.randrange(1, 14), rng.choice([LS, BE])
 
 
+@pytest.mark.deep
 def test_many_at_once_get_what_the_model_writes(engine_and_model, picks):
     """More than slots, prompts longer than a chunk; a third of them sample."""
     engine, model, loop = engine_and_model
@@ -126,6 +127,7 @@ def test_many_at_once_get_what_the_model_writes(engine_and_model, picks):
         assert degraded == 0
 
 
+@pytest.mark.deep
 def test_prompts_are_scored_beside_others(engine_and_model):
     engine, model, loop = engine_and_model
     prompts = [[5 + n, 9, 4, 30, 22, 7, 8, 41, 3, 17, 5, 6, 2, 9, 40, 11, 23, 4] for n in range(4)]
@@ -146,6 +148,7 @@ def test_prompts_are_scored_beside_others(engine_and_model):
         np.testing.assert_allclose(scored, want, atol=1e-4)
 
 
+@pytest.mark.deep
 def test_what_has_no_effect_is_refused_and_not_shown(engine_and_model):
     """Over sockets: changes that only steps know, requests that change logits, and the page."""
     engine, _, loop = engine_and_model

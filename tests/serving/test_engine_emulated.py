@@ -25,6 +25,8 @@ pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]
 
 import sm90
 
+pytestmark = pytest.mark.exhaustive
+
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 COMMON = {
     "vocab_size": 256,

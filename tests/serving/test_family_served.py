@@ -46,6 +46,7 @@ def config(tmp_path_factory):
     return make
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("resident_sets", [0, 2])
 async def test_answers_are_those_of_each_model_alone(config, directories, resident_sets):
     """Alternating, parked between layers, and with sets of weights that come and go."""
@@ -86,6 +87,7 @@ async def test_answers_are_those_of_each_model_alone(config, directories, reside
             assert got[1] == pytest.approx(want[1], abs=1e-4)
 
 
+@pytest.mark.deep
 async def test_under_brownout_each_has_its_own_united_experts(config, directories):
     """One at a time, so that what is degraded depends on nobody else."""
     brownout = BrownoutConfig("partial", 2, (), 30, 30, salc=False)
@@ -135,6 +137,7 @@ def asked_for(directories, tmp_path, monkeypatch):
     return started[0].engine
 
 
+@pytest.mark.deep
 async def test_over_a_socket_with_shared_experts_under_brownout(config, directories, asked_for):
     """What `family.json` says is served, each model by its name and with its own united experts."""
     given = asked_for

@@ -40,6 +40,8 @@ def room(directories, more=0, **changes):
     return {"resident_experts": positions + more, "spare_experts": per_row, **changes}
 
 
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=("changes0",))
 @pytest.mark.parametrize("changes", [{}, {"policy": "restless:Restless"}, {"resident_sets": 2}])
 async def test_who_refuses_brownout_gets_its_models_experts(config, directories, changes):
     rng = random.Random(3)
@@ -70,6 +72,7 @@ async def test_who_refuses_brownout_gets_its_models_experts(config, directories,
         await whole.stop()
 
 
+@pytest.mark.deep
 async def test_passes_of_a_token_are_bounded_by_the_moe_layers(config, directories):
     cfg = read_config(directories["law"])
     engine = await Engine.start(config(directories, **room(directories)))
@@ -85,6 +88,7 @@ async def test_passes_of_a_token_are_bounded_by_the_moe_layers(config, directori
         await engine.stop()
 
 
+@pytest.mark.deep
 async def test_what_is_asked_most_is_fetched_ahead(config, directories):
     """Degradable requests alone: fewer visits are degraded once experts are there."""
     engine = await Engine.start(config(directories, **room(directories)))
@@ -103,6 +107,7 @@ async def test_what_is_asked_most_is_fetched_ahead(config, directories):
         await engine.stop()
 
 
+@pytest.mark.deep
 async def test_who_refuses_gets_what_a_difference_makes_of_a_siblings_expert(
     config, directories, tmp_path
 ):

@@ -84,6 +84,7 @@ def check_alike(got, want):
     assert got[0] == want[0]
 
 
+@pytest.mark.deep
 async def test_every_model_writes_what_it_writes_alone(served):
     """Alternating, and mixed with two or three in a step, in three interleavings."""
     asked = drawn(1, 18)
@@ -112,6 +113,7 @@ async def test_every_model_writes_what_it_writes_alone(served):
         await engine.stop()
 
 
+@pytest.mark.deep
 async def test_who_refuses_brownout_is_exact_beside_others_models(served):
     """In mixed steps whose other rows are degraded."""
     asked = drawn(2, 16)
@@ -136,6 +138,7 @@ async def test_who_refuses_brownout_is_exact_beside_others_models(served):
         check_alike(got[at], expected)
 
 
+@pytest.mark.deep
 async def test_sets_that_come_and_go(served):
     """Models whose weights are there mix; a change of sets compiles nothing."""
     asked = drawn(3, 12)

@@ -84,6 +84,8 @@ async def traces(engine, count, seed, *, exact=True):
     assert exact == (sum(engine.scheduler.num_evictions.values()) == 0)
 
 
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=("ls_first",))
 @pytest.mark.parametrize("policy", ["ls_first", "restless:Restless"])
 async def test_answers_do_not_depend_on_what_went_between(policy):
     engine = await Engine.start(config(policy=policy))
@@ -95,6 +97,7 @@ async def test_answers_do_not_depend_on_what_went_between(policy):
         await engine.stop()
 
 
+@pytest.mark.deep
 async def test_many_more():
     engine = await Engine.start(config(policy="restless:Restless", part_layers=2))
     try:
@@ -106,6 +109,7 @@ async def test_many_more():
         await engine.stop()
 
 
+@pytest.mark.deep
 async def test_what_gave_way_answers_alike():
     engine = await Engine.start(config(num_pages=12, reserved_ls_seqs=1))
     try:
@@ -114,6 +118,7 @@ async def test_what_gave_way_answers_alike():
         await engine.stop()
 
 
+@pytest.mark.deep
 async def test_layers_at_once_are_measured_and_within_the_model():
     engine = await Engine.start(config(part_layers=0))
     try:

@@ -429,5 +429,6 @@ async def test_whoever_shares_with_whom_answers_are_the_models():
     await traces(range(60))
 
 
+@pytest.mark.deep
 async def test_many_more():
     await traces(range(1000, 1000 + num_traces(400)))

@@ -132,6 +132,7 @@ async def traces(seeds):
     return counts
 
 
+@pytest.mark.deep
 @pytest.mark.usefixtures("compiled_in_a_hurry")
 async def test_answers_are_those_of_prompts_computed_whole():
     counts = await traces([0, 3])
@@ -139,6 +140,7 @@ async def test_answers_are_those_of_prompts_computed_whole():
     assert all(counts[what] for what in wanted), counts
 
 
+@pytest.mark.deep
 async def test_many_more():
     count = num_traces(12)
     counts = await traces(range(100, 100 + count))

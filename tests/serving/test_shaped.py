@@ -93,6 +93,7 @@ SHAPED = (
 )
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("num_pages", [0, 10], ids=["room", "evictions"])
 async def test_tokens_are_those_of_changed_logits(model, num_pages) -> None:
     engine = await Engine.start(config(num_pages=num_pages, max_model_len=96), model=model)
@@ -144,6 +145,7 @@ def matches(name: str, text: str) -> bool:
     )
 
 
+@pytest.mark.deep
 async def test_structured_outputs_match_and_leave_others_as_they_are(model) -> None:
     engine = await Engine.start(config(), model=model)
     try:
@@ -293,6 +295,7 @@ async def _collect(stream) -> list:
     return [output async for output in stream]
 
 
+@pytest.mark.exhaustive
 def test_shaped_rows_over_a_mesh() -> None:
     run_on_devices(Path(__file__).with_name("shaped_on_devices.py"), 4)
 

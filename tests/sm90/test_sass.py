@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from pallas_kernels.paged_attention.mosaic import paged_attention
 from sm90 import sass
+
+pytestmark = pytest.mark.deep
 
 TEXT = """
 .text.attention_mosaic_gpu_kernel:

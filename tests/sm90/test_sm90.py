@@ -22,6 +22,8 @@ from sm90.execute import Code
 from sm90.host import TensorMap
 from sm90.machine import Fault, Policy
 
+pytestmark = pytest.mark.deep
+
 F32 = jnp.dtype(jnp.float32)
 GEMM = GemmTile(block_k=64, parts=2, consumers=1, stages=2)
 TILE = Tile(widths=(8, 24), cluster=1, group=1, gate_up=GEMM, down=GEMM, visit_dtype=F32)

@@ -11,6 +11,8 @@ from benchmarks.accuracy import __main__ as comparison
 from benchmarks.accuracy import ablation
 from training.distill import DistillConfig
 
+pytestmark = pytest.mark.deep
+
 QUICK = DistillConfig(
     rows=512,
     steps=4,
@@ -48,6 +50,7 @@ def test_a_loss_past_its_bound_is_found(monkeypatch, capsys, tmp_path, strategy,
     assert "NOT every bound" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_the_ablation_runs_once_and_is_read_again(tiny_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(ablation, "TEXTS", 200)
 

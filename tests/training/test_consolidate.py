@@ -54,6 +54,7 @@ def measured(family):
     return layers
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("i", "j", "layer"), [(0, 1, 0), (1, 2, 0), (2, 0, 1), (0, 2, 1)])
 def test_costs_are_what_a_model_with_one_expert_swapped_differs_by(family, measured, i, j, layer):
     own = Sharing.none(NAMES, *SHAPE).owners
@@ -70,6 +71,7 @@ def test_costs_are_what_a_model_with_one_expert_swapped_differs_by(family, measu
     assert measured[layer].costs[i, j, expert] == pytest.approx(error.mean(), rel=2e-3)
 
 
+@pytest.mark.deep
 def test_an_expert_that_no_row_visits_costs_nothing(family, measured):
     tokens = rows_of(0)[1]
     _, choices = hidden(models_of(family, Sharing.none(NAMES, *SHAPE).owners)[0], tokens)

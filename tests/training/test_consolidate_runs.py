@@ -10,6 +10,8 @@ from jmoe.family import load_family
 from jmoe.sharing import MERGED, WEIGHTS_FILE
 from training.consolidate.run import ALL, ConsolidateConfig, consolidate
 
+pytestmark = pytest.mark.deep
+
 NAMES = ("one", "two", "three")
 
 

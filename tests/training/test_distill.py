@@ -75,6 +75,7 @@ def on_device(rows):
 # -- what is captured ------------------------------------------------------------------------------
 
 
+@pytest.mark.deep
 def test_layers_in_turn_are_the_model(tiny_dir):
     """The stream after the last layer gives jmoe's own logits, item by item, packed as they are."""
     layers = Layers(tiny_dir.path)
@@ -152,6 +153,7 @@ def test_s2_sets_are_those_that_brownout_makes():
     assert len(set(seen)) > 2
 
 
+@pytest.mark.sized(deep=("combined",))
 @pytest.mark.parametrize("objective", ["combined", "routed"])
 def test_brownout_errors_are_sums_over_degraded_visits(objective):
     members, united = random_experts(6, 8, 4, 0), random_experts(2, 8, 4, 1)
@@ -246,6 +248,7 @@ def test_groups_by_similarity_and_coactivation():
 # -- training --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sized(deep=("combined",))
 @pytest.mark.parametrize("objective", ["combined", "routed", "equation4"])
 def test_training_beats_its_start(objective):
     members, groups = random_experts(7, 16, 8, 0), (np.arange(7) // 3).astype(np.int32)
@@ -273,6 +276,7 @@ def test_reaches_the_minimiser_where_it_is_known():
     assert again.steps == 300
 
 
+@pytest.mark.deep
 def test_nan_is_an_error_that_says_where():
     members, groups = random_experts(4, 8, 4, 0), np.zeros(4, np.int32)
     rows = random_rows(members, 512, 2)
@@ -300,6 +304,7 @@ print(repr(refined.before), repr(refined.after))
 """
 
 
+@pytest.mark.exhaustive
 def test_the_end_to_end_stage_is_the_same_on_two_devices(tiny_dir, tmp_path):
     """Experts and moments in parts, rows apart: the same divergences and united experts."""
     found, united = [], []

@@ -18,6 +18,8 @@ from training.distill.fit import Problem, _optimizer, _steps
 from training.distill.objectives import Rows
 from training.distill.refine import FROZEN_SPECS, UNITED_SPECS, Frozen
 
+pytestmark = pytest.mark.deep
+
 GIB = 2**30
 CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 CONFIG = DistillConfig()
@@ -47,6 +49,7 @@ def abstract_step(cfg, way):
     return params, state, problem, shape(jnp.int32), key
 
 
+@pytest.mark.sized(exhaustive=("qwen1.5-moe-a2.7b-2-8", "qwen1.5-moe-a2.7b-8-5"))
 @pytest.mark.parametrize(
     ("name", "way", "limit_gib"),
     [("qwen1.5-moe-a2.7b", 2, 8), ("qwen1.5-moe-a2.7b", 8, 5), ("mixtral-8x7b", 2, 18)],
@@ -105,6 +108,7 @@ def abstract_refinement(cfg, way, mesh):
     return experts, state, frozen, arrays, key
 
 
+@pytest.mark.sized(exhaustive=("qwen1.5-moe-a2.7b-2-1-130",))
 @pytest.mark.parametrize(
     ("name", "way", "num_gpus", "limit_gib"),
     [

@@ -24,6 +24,8 @@ from training.distill.sizes import (
     united_parameters,
 )
 
+pytestmark = pytest.mark.exhaustive
+
 CONFIG = dataclasses.replace(QUICK, steps=4, eval_every=2, refine_steps=2)
 
 

@@ -13,6 +13,8 @@ import pytest
 from serving.cli import main as cli
 from serving.client import Client
 
+pytestmark = pytest.mark.exhaustive
+
 PAGE = Path(__file__).parents[2] / "docs" / "distilling-a-model.md"
 
 SMALL = {

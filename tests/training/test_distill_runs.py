@@ -27,6 +27,8 @@ from jmoe.tokenizer import Tokenizer
 from training.distill import DistillConfig, DistillError, distill
 from training.distill.data import pack_files
 
+pytestmark = pytest.mark.deep
+
 # -- the whole -------------------------------------------------------------------------------------
 
 
@@ -72,6 +74,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.exhaustive
 def test_interrupted_at_ten_moments_it_ends_in_the_same_bits(tiny_dir, finished, tmp_path):
     out, results, seen = finished
     rng = random.Random(1)
@@ -156,6 +159,7 @@ def test_a_device_that_is_too_small_is_told_what_helps(
         run(tiny_dir, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_finished_layers_serve_other_ways_and_another_end_to_end_stage(
     tiny_dir, finished, tmp_path
 ):

@@ -21,6 +21,8 @@ from training.evaluation.quality import OutputError, perplexity, sample_inputs, 
 from training.evaluation.run import EvaluateConfig, evaluate
 from training.tasks import write_jsonl
 
+pytestmark = pytest.mark.deep
+
 PARTIAL = Brownout("partial", 50, 2)
 PROMPTS = [[5, 9, 200, 31], [77], [300, 4, 4], [81, 12, 6, 6, 41], [9, 10], [400, 3, 2, 1]]
 

@@ -147,6 +147,7 @@ def test_a_batch_mixes_the_skill_with_what_the_model_knew(tokenizer):
     assert not np.array_equal(batch.tokens, other.tokens)
 
 
+@pytest.mark.deep
 def test_tuning_learns_and_leaves_what_it_is_given(base, tiny, tokenizer):
     notes = []
     config = TuneConfig(model=tiny.cfg, steps=12, rows=4, peak_lr=5e-3)
@@ -159,6 +160,7 @@ def test_tuning_learns_and_leaves_what_it_is_given(base, tiny, tokenizer):
     assert not np.array_equal(tuned["experts"]["down"], before)
 
 
+@pytest.mark.deep
 def test_united_experts_learn_to_stand_in_for_a_variants(tiny_family, united):
     notes = []
     config = TuneConfig(united_steps=40, rows=4)

@@ -15,6 +15,8 @@ from training.family.report import tables
 from training.family.score import encode_items, right_items
 from training.family.skills import SKILLS, skill_tasks
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture(scope="module")
 def quality(tiny_family):

@@ -27,6 +27,7 @@ def run(monkeypatch, *arguments):
     main()
 
 
+@pytest.mark.deep
 def test_probes_guess_better_than_the_next_router(model, tmp_path, monkeypatch, capsys):
     run(monkeypatch, "--rows", 4000, "--out", tmp_path)
     assert "4 probes" in capsys.readouterr().out
@@ -45,6 +46,7 @@ def test_probes_guess_better_than_the_next_router(model, tmp_path, monkeypatch, 
     assert np.mean(ours) > np.mean(routers) + 0.05
 
 
+@pytest.mark.deep
 def test_rows_beyond_the_number_asked_for_do_not_count(model):
     texts = [model.tokenizer.encode(t.prompt + t.answer) for t in read_texts(TASKS)[:80]]
     few = fit_probes(model, texts[:40], num_rows=600)

@@ -18,6 +18,7 @@ class Stopped(Exception):
     pass
 
 
+@pytest.mark.deep
 def test_its_finished_layer_is_taken_over(request, tiny_dir, tmp_path):
     with zipfile.ZipFile(request.path.parent / "older_run.zip") as old:
         old.extractall(tmp_path)

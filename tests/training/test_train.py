@@ -27,6 +27,7 @@ def config(tiny):
     )
 
 
+@pytest.mark.deep
 def test_loss_falls(config, tokenizer):
     params = init_params(config.model, seed=1)
     state = make_optimizer(config).init(params)
@@ -40,6 +41,7 @@ def test_loss_falls(config, tokenizer):
     assert all(0 <= score <= 1 for score in scores.values())
 
 
+@pytest.mark.deep
 def test_resumed_run_equals_uninterrupted(config, tmp_path):
     whole = train(config, tmp_path / "whole")
     train(config, tmp_path / "parts", stop_after_s=0.0)
@@ -55,6 +57,7 @@ def test_newest_params_of_an_empty_run_is_refused(config, tmp_path):
         newest_params(tmp_path, config.model)
 
 
+@pytest.mark.deep
 def test_logits_equal_jmoes(tiny, tiny_dir):
     """Training forward, export and jmoe's loader and forward agree."""
     tokens = np.random.default_rng(0).integers(0, 512, (3, 20)).astype(np.int32)

@@ -123,6 +123,7 @@ deployments = st.builds(
 )
 
 
+@pytest.mark.deep
 @settings(deadline=None, max_examples=60)
 @given(deployments, st.floats(0.0, 5.0))
 def test_more_host_cost_never_makes_it_pay_more(one, extra):
@@ -239,6 +240,7 @@ def test_a_split_leaves_a_device_for_both():
             forecast(tiny(), ours)
 
 
+@pytest.mark.deep
 def test_figures_are_those_of_the_forecast_and_of_the_simulator():
     """Of every case on one node; larger ones take seconds."""
     simulated = {tuple(row[k] for k in SAME): row for row in SIMULATED["eight"] + SIMULATED["more"]}
@@ -256,6 +258,7 @@ def test_figures_are_those_of_the_forecast_and_of_the_simulator():
         assert again["simulated"] == row["simulated"]
 
 
+@pytest.mark.deep
 def test_the_advice_is_no_in_every_simulated_case():
     for row in FORECAST["cases"]:
         if row["devices"] <= MOST_DEVICES:

@@ -33,6 +33,8 @@ from pallas_kernels.launches import count_launches
 from tests.compiled import large_results
 from tests.equal_kernels import equal_kernels_are_compiled_once
 
+pytestmark = pytest.mark.deep
+
 __all__ = ["equal_kernels_are_compiled_once"]
 
 DEVICES = 8
@@ -186,6 +188,7 @@ def check_memory(program):
     assert " conditional(" not in program.hlo
 
 
+@pytest.mark.sized(exhaustive=("prefill-177",))
 @pytest.mark.parametrize(("phase", "launches"), [("decode", 149), ("prefill", 177)])
 def test_a_step_copies_nothing_and_exchanges_rows_once_each_way(mesh, phase, launches):
     """As many layers as where experts are copied, whose kernels are these in part."""
@@ -210,27 +213,32 @@ class TestCopiesOfExperts:
     def program(self, mesh):
         return compile_step(mesh, "prefill", 3, REPLICATION)
 
+    @pytest.mark.exhaustive
     def test_only_what_is_sent_is_written(self, program):
         """What leaves is put together once, and arrives once, in both arrays of two layers."""
         check_memory(program)
         transfers = {"all-to-all-start": 4, "all-to-all-done": 4}
         assert program.copied() == {"fusion": 4, **transfers}
 
+    @pytest.mark.exhaustive
     def test_rows_travel_under_visits_of_own_rows(self, program):
         under = program.under("all-gather")
         sizes = [len(sorted_rows(each)) for each in under]
         assert sizes == [2, 4, 4]  # the first layer has no copies to compute with
         assert all(OWN_VISITS < rows < ALL_VISITS for each in under for rows in sorted_rows(each))
 
+    @pytest.mark.exhaustive
     def test_both_arrays_travel_under_visits_of_other_rows(self, program):
         under = program.under("all-to-all")
         assert [len(sorted_rows(each)) for each in under] == [2, 2, 4, 4]
         assert all(rows > ALL_VISITS for each in under for rows in sorted_rows(each))
 
+    @pytest.mark.exhaustive
     def test_only_the_sum_waits(self, program):
         """This model has no shared expert to compute while rows go home."""
         assert program.synchronous() == {"reduce-scatter": 3}
 
+    @pytest.mark.exhaustive
     def test_launches(self, program):
         """Planning is two kernels a layer, and none of its loops is the host's."""
         counts = count_launches(program.hlo)
@@ -238,6 +246,7 @@ class TestCopiesOfExperts:
         assert sum(counts.values()) <= 335
 
 
+@pytest.mark.sized(exhaustive=("True",))
 @pytest.mark.parametrize("joined", [False, True])
 def test_the_control_that_joins_copies_and_pool_is_caught(mesh, joined):
     """One array of both would be one grouped GEMM, and a copy of the pool in every layer."""

@@ -1,14 +1,18 @@
 from pathlib import Path
 
+import pytest
+
 from tests.on_devices import run_on_devices
 
 STEPS = Path(__file__).with_name("mesh_steps.py")
 SHORT = "copied_while and ranges and 30-partial or cannot or no_device"
 
 
+@pytest.mark.deep
 def test_some_steps_over_a_mesh_are_those_of_one_device():
     run_on_devices(STEPS, 8, "-k", SHORT)
 
 
+@pytest.mark.exhaustive
 def test_all_other_steps_over_a_mesh_are_those_of_one_device():
     run_on_devices(STEPS, 8, "-k", f"not ({SHORT})")

@@ -175,6 +175,7 @@ def test_settings_of_a_variant():
     assert "engine.dtype" not in other
 
 
+@pytest.mark.exhaustive
 def test_the_whole_bench_on_the_bundled_model(tmp_path):
     said = []
     config = BalanceBenchConfig(

@@ -108,6 +108,7 @@ def test_pairs_go_to_and_fro_and_those_of_a_busy_machine_are_played_again(tmp_pa
     assert result["median_pair"] in (1, 3)
 
 
+@pytest.mark.deep
 def test_each_controller_is_played_on_one_calibration(tmp_path, monkeypatch):
     fake_watch(monkeypatch)
     result = run_demo(config(tmp_path, controllers=True, segment_s=0.5), quiet())

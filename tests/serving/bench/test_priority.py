@@ -94,6 +94,7 @@ def test_what_leaves_nothing_to_play_is_named(changes, words):
         PriorityConfig(**changes)
 
 
+@pytest.mark.exhaustive
 def test_the_whole_bench_on_the_bundled_model(tmp_path):
     said = []
     config = PriorityConfig(

@@ -55,6 +55,7 @@ def test_times_repeat_with_the_seed_and_only_then():
     assert poisson_times(3, math.inf, seed=1) == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.deep
 @settings(deadline=None, max_examples=30)
 @given(
     weights=st.dictionaries(st.text(min_size=1), st.floats(0.01, 100), min_size=1, max_size=5),

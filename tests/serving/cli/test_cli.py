@@ -359,6 +359,7 @@ def test_overrides() -> None:
     assert overrides({"a": None, "b": 1}, ["c=x=y", "d="]) == {"b": 1, "c": "x=y", "d": ""}
 
 
+@pytest.mark.deep
 def test_generate_in_process(monkeypatch, capsys) -> None:
     flags = ["--model", str(GOLDEN / "qwen2_moe"), "--dtype", "float32", "--max-new-tokens", "3"]
     brownout = ["--strategy", "full", "--brownout-threshold", "0"]

@@ -13,6 +13,8 @@ import pytest
 from serving.execution.aep.port import Port
 from tests.serving.execution.aep_port_peer import FLOOD, KEY, Note, as_json, from_json
 
+pytestmark = pytest.mark.deep
+
 SOON_S = 60.0
 ROWS = np.arange(32 * 2048).reshape(32, 2048).astype(ml_dtypes.bfloat16)  # 128 KB
 

@@ -170,6 +170,7 @@ def play(seed):
     return rule
 
 
+@pytest.mark.sized(deep=("more",))
 @pytest.mark.parametrize(
     "seeds", [range(100), range(100, 100 + num_traces(400))], ids=["some", "more"]
 )
@@ -270,6 +271,7 @@ def tell_of(workers, down, ended, rng):
     workers.experts[gone].queues.drop(lambda what: True)
 
 
+@pytest.mark.deep
 def test_what_a_worker_that_ends_takes_with_it_is_computed_once_more():
     assert sum(play_with_faults(seed) for seed in range(60)) > 20
 

@@ -126,6 +126,8 @@ def some_prompts(model, rng, count):
     ]
 
 
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=("qwen2_moe-2-3-16", "mixtral-1-1-16", "qwen3_moe_mixed_yarn-2-2-16"))
 @pytest.mark.parametrize(
     ("name", "attention", "experts", "rounds"),
     [
@@ -150,6 +152,7 @@ def test_tokens_are_the_whole_models_in_any_order(models, name, attention, exper
         assert played.degraded == [0] * width
 
 
+@pytest.mark.deep
 def test_experts_that_several_workers_have_take_turns(models):
     model, rng = models["qwen2_moe"], random.Random(1)
     layers, num_experts = model.table.slots.shape
@@ -163,6 +166,7 @@ def test_experts_that_several_workers_have_take_turns(models):
     assert all(worker.stages for worker in workers.experts)
 
 
+@pytest.mark.deep
 def test_groups_of_experts_are_launched_by_themselves(models):
     """And by the scheduler that a server would have."""
     model, rng = models["qwen2_moe"], random.Random(2)
@@ -179,6 +183,7 @@ def test_groups_of_experts_are_launched_by_themselves(models):
     assert played.tokens == jmoe.generate(model, prompts, 4, stop_token_ids=()).tokens
 
 
+@pytest.mark.deep
 def test_sampled_tokens_are_those_of_generate(models):
     model, rng = models["qwen2_moe"], random.Random(3)
     workers = workers_of(model, rng)
@@ -246,6 +251,7 @@ def test_queues_say_what_waits_and_for_how_long():
         queues.put(0, 0, [Entry(0, 0, 0.0, None)])
 
 
+@pytest.mark.exhaustive
 def test_workers_on_devices_of_their_own():
     """Two for attention, six for experts."""
     run_on_devices(Path(__file__).with_name("aep_on_devices.py"), 8)
@@ -269,6 +275,7 @@ def recording(device, moe_layers):
     return found
 
 
+@pytest.mark.deep
 def test_under_brownout_tokens_are_those_of_the_plans_that_stages_made():
     """Each stage's plan is made of whom it met; replayed in float64, plans give the same tokens."""
     model, rng = jmoe.load(dtype="float32", ways=[4]), random.Random(6)
@@ -297,6 +304,7 @@ def test_under_brownout_tokens_are_those_of_the_plans_that_stages_made():
         assert abs(logits - forward(model, [context])[0]).max() > 1e-3  # plans were followed
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("strategy", ["zero", "full", "partial"])
 def test_without_a_worker_its_experts_visits_go_where_brownout_lets_them(strategy):
     """Odd experts are gone: united ones stand in, or nobody does; who refuses that is told."""
@@ -339,6 +347,8 @@ def test_without_a_worker_its_experts_visits_go_where_brownout_lets_them(strateg
         assert not attention.told()
 
 
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=("True",))
 @pytest.mark.parametrize("refuses", [False, True])
 def test_brownout_to_nothing_and_rows_that_refuse_it(refuses):
     """All visits are served by united experts then, whatever a stage saw; or one row is exact."""

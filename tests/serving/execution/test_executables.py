@@ -143,6 +143,7 @@ def few_programs(cache):
     )
 
 
+@pytest.mark.deep
 async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypatch):
     """The second engine's programs are the first's: greedy, drawn, cut, and under brownout."""
 
@@ -182,6 +183,7 @@ async def test_a_warm_start_lowers_nothing_and_answers_alike(tmp_path, monkeypat
     assert first[3] != first[0]  # the brownout was one
 
 
+@pytest.mark.deep
 async def test_a_patched_run_leaves_nothing_that_an_unpatched_one_finds(tmp_path, monkeypatch):
     """A researcher's plan that degrades every visit, and then the plan as it is."""
 

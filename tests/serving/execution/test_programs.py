@@ -80,6 +80,7 @@ def as_on_a_gpu(monkeypatch):
     return chosen
 
 
+@pytest.mark.deep
 async def test_layers_one_after_another_answer_as_scanned_ones(as_on_a_gpu):
     async with serving(policy="fcfs") as engine:
         tokens, degraded = await answer(engine)
@@ -90,6 +91,8 @@ async def test_layers_one_after_another_answer_as_scanned_ones(as_on_a_gpu):
     assert degraded > 0
 
 
+@pytest.mark.deep
+@pytest.mark.sized(exhaustive=("full",))
 @pytest.mark.parametrize("strategy", ["zero", "full"])
 async def test_a_program_for_each_part_where_the_host_would_wait_for_a_loop(as_on_a_gpu, strategy):
     """As on a GPU: what is parked between two of them answers as what runs alone."""
@@ -113,6 +116,7 @@ async def test_a_program_for_each_part_where_the_host_would_wait_for_a_loop(as_o
         assert rows.degraded_visits == sum(one[1] for one in (alone, *together))
 
 
+@pytest.mark.exhaustive
 async def test_each_size_of_a_gpus_steps_is_cut_as_its_layers_take(as_on_a_gpu, monkeypatch):
     """A size whose layers are short runs whole, and no other for its sake."""
     times = {("decode", 1): 12.0, ("decode", 2): 40.0, ("prefill", 8): 1200.0}
@@ -221,6 +225,7 @@ async def test_steps_that_are_timed_write_no_two_rows_to_one_place(monkeypatch):
         assert len(set(own)) == len(own)
 
 
+@pytest.mark.deep
 async def test_a_policy_that_never_parks_needs_no_programs_for_parts(as_on_a_gpu):
     async with serving(policy="fcfs", part_layers=1) as engine:
         assert all(key.layers is None for key in engine.runner.programs.compiled())

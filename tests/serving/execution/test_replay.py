@@ -66,6 +66,7 @@ async def serve(engine):
     await asyncio.gather(*best_effort, *urgent, change)
 
 
+@pytest.mark.deep
 async def test_the_same_calls_end_in_the_same_state(tmp_path):
     config = replace(CONFIG, compilation_cache=str(tmp_path))
     others = Listening()

@@ -29,6 +29,7 @@ MIXTRAL = {
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 
+@pytest.mark.deep
 async def test_no_text_of_a_model_ends_the_engine():
     """Broken characters by the hundred; every stream is answered whole, and the server lives."""
     model = random_model(from_hf(MIXTRAL))

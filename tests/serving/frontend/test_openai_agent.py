@@ -13,6 +13,8 @@ from openai_served import serving_http
 from serving.config import EngineConfig
 from serving.request import Chat
 
+pytestmark = pytest.mark.deep
+
 AGENTS = "pydantic-ai-slim[openai]==2.68.0"
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jmoe-tests"
 
