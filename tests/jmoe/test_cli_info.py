@@ -83,6 +83,11 @@ class Server(rpc.GenerationServicer, rpc.AdminServicer):
             num_kv_pages=10**12,
             platform="gpu NVIDIA H200",
             part_layers={"decode 16": 3, "decode 4": 5},
+            implementations={
+                "decode attention": "Mosaic kernel",
+                "prefill attention": "batched XLA",
+                "decode routing": "Mosaic kernel",
+            },
             best_effort_wait_s=float("inf"),
         )
 
@@ -141,6 +146,8 @@ def test_a_server_says_in_words_where_its_admin_service_is_and_how_it_does():
     assert values["visits kept exact"] == "prefill 0.0 %, decode 33.8 %, fixed"
     assert values["inter-token latency"] == "no samples, SLO 12.3 ms"
     assert values["layers per launch"].startswith("decode 4: 5, decode 16: 3 ")
+    assert values["by Mosaic kernel"] == "decode attention, decode routing"
+    assert values["by batched XLA"] == "prefill attention"
     assert values["version"] == "0.1.0 on NVIDIA H200"
     assert "best-effort token" not in values
     assert values["uptime"] == "14 d 6 h 56 min 8 s"

@@ -236,6 +236,7 @@ async def test_server_and_model_info() -> None:
     assert list(info.threshold_buckets_percent) == [20, 40, 70, 100]
     assert info.platform.startswith("cpu")
     assert (info.num_programs, dict(info.part_layers)) == (7, {"decode 64": 4})
+    assert dict(info.implementations)["prefill routing"] == "batched XLA"
     assert info.best_effort_wait_s == 31.5  # best_effort_max_wait_s, and the engine's steps
     assert (model.name, list(model.united_ways), model.num_parameters) == ("counter", [2, 8], 2**40)
 
