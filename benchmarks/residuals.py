@@ -21,7 +21,7 @@ from jax import lax
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.expert_op import spread
+from benchmarks.pairs.steps import spread
 from benchmarks.harness.command import write_figures
 from jmoe.away import OnHost
 from jmoe.experts import ExpertPool
