@@ -1,10 +1,10 @@
 """What a newcomer waits for: the README's own commands, from `git clone` to its `curl`'s answer.
 
-`python -m benchmarks.first_answer [--out benchmarks/results/first_answer.json]`: each round has an empty
-folder and an empty home, so that the first start compiles every program, and the second one finds
-them on disk. The round before the others downloads the packages, and those find them in pip's
-cache: they tell what is waited for after the download. CPU figures, about this CPU; where others
-use it, too, processor seconds (`_cpu`) change less than seconds.
+`python -m benchmarks.first_answer [--out benchmarks/results/first_answer.json]`: each round has
+an empty folder and an empty home, so that the first start compiles every program, and the second
+one finds them on disk. The round before the others downloads the packages, and those find them in
+pip's cache: they tell what is waited for after the download. CPU figures, about this CPU; where
+others use it, too, processor seconds (`_cpu`) change less than seconds.
 """
 
 import argparse

@@ -21,8 +21,8 @@ from jax import lax
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.pairs.steps import spread
 from benchmarks.harness.command import write_figures
+from benchmarks.pairs.steps import spread
 from jmoe.away import OnHost
 from jmoe.experts import ExpertPool
 from jmoe.residuals import ByDifference, Residuals

@@ -131,7 +131,6 @@ DEEP_TESTS = {
     "test_layers_in_arrays_of_their_own_are_the_same_model[qwen3_moe_mixed_yarn]",
     "tests/benchmarks/test_simulator.py::"
     "test_a_steady_load_that_needs_no_brownout_gets_none[300.0]",
-    "tests/benchmarks/test_host_path.py::test_a_slow_device_is_kept_busy",
     "tests/benchmarks/test_aep_simulator.py::test_compiled_loops_are_the_plain_ones",
     "tests/pallas_kernels/test_grouped_gemm_quantized.py::test_reference_equals_float64",
     "tests/serving/execution/test_programs.py::"
@@ -203,7 +202,6 @@ DEEP_TESTS = {
     "tests/jmoe/test_mixed.py::test_pages_that_rows_were_given_are_written",
     "tests/serving/test_shaped.py::test_tokens_are_those_of_changed_logits[room]",
     "tests/serving/test_family_served.py::test_under_brownout_each_has_its_own_united_experts",
-    "tests/benchmarks/test_host_path_http.py::test_both_are_measured",
     "tests/jmoe/test_cut.py::test_half_layers_one_by_one_are_the_whole[qwen3_moe_mixed_yarn]",
     "tests/serving/test_prefix_served.py::test_answers_are_those_of_prompts_computed_whole",
     "tests/training/test_train.py::test_logits_equal_jmoes",
