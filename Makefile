@@ -49,8 +49,8 @@ format: $(VENV)/.dev
 
 # The bursts under every controller, and what a step costs; CPU figures are about this CPU.
 bench: $(VENV)/.base
-	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.expert_op
-	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.step_time
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.pairs expert_op
+	JAX_PLATFORMS=cpu $(BIN)/python -m benchmarks.pairs step_time
 	$(BIN)/jmoe demo --controllers
 
 # On an H200, with whatever Python has jax for CUDA there: a piece of at most nine minutes; call again

@@ -15,9 +15,9 @@ import multiprocessing
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from benchmarks.harness.command import markdown, write_figures
 from serving.bench.demo import DemoConfig, run_demo
 from serving.bench.launch import LaunchError
 from serving.plan import StepControl, StepPlan, StepResult
+from serving.version import commit
 
 MEAN_STRETCH_S = 60.0
 """Of a stretch in which the core is taken, and of one in which it is not."""
@@ -35,17 +36,6 @@ PLANTS = ("off", "saves_nothing")
 
 type Launch = Callable[[Any, StepPlan, StepControl], "Future[StepResult]"]
 """`launch` of a class of runners."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """What became of a run; `uncounted` says why pairs do not count."""
-
-    run: int
-    verdict: str
-    counted: str
-    uncounted: str
-    seconds: float
 
 
 def planted(launch: Launch, plant: str, visits_per_layer: int) -> Launch:
@@ -87,6 +77,7 @@ def serve(plant: str, args: Sequence[str]) -> None:
 
 
 def _take_a_core(seed: int) -> None:
+    """Takes a core for a random half of the time, drawn by `seed`, until it is ended."""
     rng = random.Random(seed)
     is_busy = rng.random() < 0.5
     while True:
@@ -97,45 +88,38 @@ def _take_a_core(seed: int) -> None:
         is_busy = not is_busy
 
 
-@contextlib.contextmanager
-def busy_core(seed: int) -> Iterator[None]:
-    """A process takes a core for a random half of the time, drawn by `seed`, until the end."""
-    context = multiprocessing.get_context("spawn")
-    loop = context.Process(target=_take_a_core, args=(seed,), daemon=True)
-    loop.start()
-    try:
-        yield
-    finally:
-        loop.kill()
-        loop.join()
-
-
-def play(run: int, config: DemoConfig) -> Row:
+def play(run: int, config: DemoConfig, busy: bool) -> dict[str, Any]:
     """Plays one demo; what it prints is in `demo.log` of its folder. Raises LaunchError."""
     config.out.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    loop = context.Process(target=_take_a_core, args=(config.seed,), daemon=True)
     began = time.monotonic()
-    with (config.out / "demo.log").open("w", encoding="utf-8") as log:
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context((config.out / "demo.log").open("w", encoding="utf-8"))
+        if busy:
+            loop.start()
+            stack.callback(loop.kill)
         result = run_demo(config, Console(file=log, width=120))
     return row(run, result, time.monotonic() - began)
 
 
-def row(run: int, result: dict[str, Any], seconds: float) -> Row:
-    """Returns what a table says of a demo's result."""
+def row(run: int, result: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Returns what a table says of a demo's result; `uncounted` says why pairs do not count."""
     pairs = result["pairs"]
     uncounted = [
         f"{number}: {pair['why_not']}" for number, pair in enumerate(pairs, 1) if pair["why_not"]
     ]
-    return Row(
-        run,
-        result["verdict"].split(". ")[0],
-        f"{len(pairs) - len(uncounted)} of {len(pairs)}",
-        "; ".join(uncounted),
-        round(seconds, 1),
-    )
+    return {
+        "run": run,
+        "verdict": result["verdict"].split(". ")[0],
+        "counted": f"{len(pairs) - len(uncounted)} of {len(pairs)}",
+        "uncounted": "; ".join(uncounted),
+        "seconds": round(seconds, 1),
+    }
 
 
 def main() -> None:
-    """Command line."""
+    """Plays the demos and prints and writes their table."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.demo_series",
         description=__doc__,
@@ -147,26 +131,26 @@ def main() -> None:
     parser.add_argument("--simulated", action="store_true", help="play `jmoe demo --simulated`")
     parser.add_argument("--seed", type=int, default=0, help="of the first run; others count on")
     parser.add_argument("--out", type=Path, default=Path("out/series"), help="a folder a run")
+    parser.add_argument("--dry-run", action="store_true", help="one short simulated run")
     args = parser.parse_args()
-    server = DemoConfig.server
+    config = DemoConfig(simulated=args.simulated)
     if args.plant:
-        server = ("-m", "benchmarks.demo_series", "serve", args.plant, *server[3:])
-    rows: list[Row] = []
+        server = ("-m", "benchmarks.demo_series", "serve", args.plant, *config.server[3:])
+        config = replace(config, server=server)
+    if args.dry_run:
+        args.runs = 1
+        config = replace(config, simulated=True, segment_s=2.0, pairs=1, spare_pairs=0)
+    rows = []
     for run in range(1, args.runs + 1):
-        seed = args.seed + run - 1
-        config = DemoConfig(
-            seed=seed, out=args.out / str(run), server=server, simulated=args.simulated
-        )
-        with busy_core(seed) if args.busy else contextlib.nullcontext():
-            try:
-                rows.append(play(run, config))
-            except LaunchError as error:
-                sys.exit(f"run {run} failed: {error}")
+        one = replace(config, seed=args.seed + run - 1, out=args.out / str(run))
+        try:
+            rows.append(play(run, one, args.busy))
+        except LaunchError as error:
+            sys.exit(f"run {run} failed: {error}")
         print(rows[-1], flush=True)
-    columns = ["run", "verdict", "pairs that count", "those that do not", "seconds"]
-    print("\n".join(markdown(columns, [list(asdict(one).values()) for one in rows])))
-    kept = {"busy": args.busy, "plant": args.plant, "simulated": args.simulated}
-    write_figures(args.out / "series.json", kept | {"runs": [asdict(one) for one in rows]})
+    print("\n".join(markdown(list(rows[0]), [list(one.values()) for one in rows])))
+    command = f"python -m benchmarks.demo_series {' '.join(sys.argv[1:])}"
+    write_figures(args.out / "series.json", {"command": command, "commit": commit(), "runs": rows})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """What a newcomer waits for: the README's own commands, from `git clone` to its `curl`'s answer.
 
-`python -m benchmarks.first_answer [--out benchmarks/first_answer.json]`: each round has an empty
-folder and an empty home, so that the first start compiles every program, and the second one finds
-them on disk. The round before the others downloads the packages, and those find them in pip's
-cache: they tell what is waited for after the download. CPU figures, about this CPU; where others
-use it, too, processor seconds (`_cpu`) change less than seconds.
+`python -m benchmarks.first_answer [--out benchmarks/results/first_answer.json]`: each round has
+an empty folder and an empty home, so that the first start compiles every program, and the second
+one finds them on disk. The round before the others downloads the packages, and those find them in
+pip's cache: they tell what is waited for after the download. CPU figures, about this CPU; where
+others use it, too, processor seconds (`_cpu`) change less than seconds.
 """
 
 import argparse
@@ -27,6 +27,12 @@ from serving.version import commit
 ROOT = Path(__file__).parents[1]
 
 
+def commands(readme: str) -> tuple[str, str, str]:
+    """Returns the README's install commands, its first `curl`, and the text of the answer."""
+    install, ask = re.findall(r"^```sh\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[:2]
+    return install, ask, re.findall(r"answer's `text` is `\"(.*?)\"`", readme)[0]
+
+
 def measure(readme: str, folder: Path, env: Mapping[str, str]) -> dict[str, float]:
     """Follows the README's install and quick start in an empty folder.
 
@@ -34,8 +40,7 @@ def measure(readme: str, folder: Path, env: Mapping[str, str]) -> dict[str, floa
     start the time from the command to the answer; and processor seconds of each, the server's stop
     included. Raises RuntimeError if the answer is not the README's.
     """
-    install, ask = re.findall(r"^```sh\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)[:2]
-    (expected, *_) = re.findall(r"answer's `text` is `\"(.*?)\"`", readme)
+    install, ask, expected = commands(readme)
     home = folder / "home"
     home.mkdir()
     env = {**env, "HOME": str(home), "PATH": f"{folder}/venv/bin:{env['PATH']}"}
@@ -81,8 +86,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dry-run", action="store_true", help="only print what would be run")
     args = parser.parse_args()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    if args.dry_run:
+        print(*commands(readme), sep="\n")
+        return
     rounds = []
     with TemporaryDirectory() as name:
         path = f"{sys.base_prefix}/bin:{os.environ['PATH']}"

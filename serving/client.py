@@ -38,7 +38,7 @@ class Client:
     """A client of one server, with one channel for requests and one to its admin service.
 
     One `grpc.aio` channel read with `async for` takes as little CPU per token as any other way, and
-    less than threads (`benchmarks/client_cost.py`). Calls raise `grpc.aio.AioRpcError`.
+    less than threads. Calls raise `grpc.aio.AioRpcError`.
     """
 
     def __init__(

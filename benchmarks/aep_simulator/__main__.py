@@ -1,6 +1,6 @@
 """When does asynchronous expert parallelism pay? All parts take some minutes on one core.
 
-    python -m benchmarks.aep_simulator --json benchmarks/aep_simulated.json
+    python -m benchmarks.aep_simulator --json benchmarks/results/aep_simulated.json
     python -m benchmarks.aep_simulator --parts paper,host
     python -m benchmarks.aep_simulator --case mixtral-8x7b,2,8,8192,0.5,different --times FILE
 

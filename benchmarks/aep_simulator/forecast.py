@@ -1,8 +1,8 @@
 """How near the forecasts of `jmoe.parallel.asynchronous` come to what was simulated.
 
-    python -m benchmarks.aep_simulator.forecast --json benchmarks/aep_forecast.json
+    python -m benchmarks.aep_simulator.forecast --json benchmarks/results/aep_forecast.json
 
-For each case of benchmarks/aep_simulated.json: the imbalance of its routing, and tokens a second of
+For each case of aep_simulated.json: the imbalance of its routing, and tokens a second of
 every way by the forecast. And what a message may cost, simulated anew: half a minute in all.
 """
 
@@ -36,7 +36,7 @@ from jmoe.parallel.asynchronous import (
     synchronous_tokens_per_s,
 )
 
-SIMULATED = Path("benchmarks/aep_simulated.json")
+SIMULATED = Path("benchmarks/results/aep_simulated.json")
 BUILT = ("synchronous", "libra")  # ways that jmoe has besides
 MESSAGES_US = (0, 2, 5, 10)
 MESH_SPLITS = ((32, 14, 1), (32, 10, 2), (64, 28, 1))

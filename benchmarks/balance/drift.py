@@ -1,6 +1,6 @@
 """Ten minutes of drifting load: the server's own mover against copies that are placed anew.
 
-    python -m benchmarks.balance.drift --json benchmarks/drift.json
+    python -m benchmarks.balance.drift --json benchmarks/results/drift.json
 
 Steps, clock and runner are simulated; `serving.control.mover.Mover` is the real one. A decode step
 of every 20 ms tells it the rows of each expert, drawn by Poisson's law from popularities that

@@ -133,7 +133,7 @@ def summary(values: list[float]) -> dict[str, Any]:
 
 
 def measure(num_prompts: int, seed: int, rows_per_device: int, num_replicas: int) -> dict[str, Any]:
-    """Everything that `benchmarks/balance.json` says of the bundled model."""
+    """Everything that `benchmarks/results/balance.json` says of the bundled model."""
     model = jmoe.load("bundled", dtype="float32")
     found = routing.capture(model, num_prompts, seed)
     guesses = routing.predictions(model, found)

@@ -1,10 +1,11 @@
 """Fuzzed HTTP requests to a real server in a process of its own.
 
-`python -m benchmarks.fuzz_http [--requests 100000] [--out benchmarks/fuzz_http.json]`: the server,
-scheduler, admission and tokenizer are the real ones; the device is that of `benchmarks.host_path`,
-whose steps only pass time. Reports statuses by kind of request. Ends with status 1 for a status
-that is a fault of the server's (5xx, but for 503 and, since requests name deadlines, 504), an
-answer in another shape, a request without an answer, or a server that is not as before at the end.
+`python -m benchmarks.fuzz_http [--requests 100000] [--out FILE]`: the server,
+scheduler, admission and tokenizer are the real ones; the device's steps only pass time
+(`benchmarks.pairs.passing_time`). Reports statuses by kind of request. Ends with status 1 for a
+status that is a fault of the server's (5xx, but for 503 and, since requests name deadlines, 504),
+an answer in another shape, a request without an answer, or a server that is not as before at the
+end.
 """
 
 import argparse
@@ -182,7 +183,7 @@ async def _idle(client: Client) -> bool:
 async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All of it; what was found."""
     log = folder / "server.log"
-    command = ["-m", "benchmarks.host_path", "--serve-step-ms", str(STEP_MS)]
+    command = ["-m", "benchmarks.pairs.passing_time", str(STEP_MS)]
     async with running_server(command, log, 180) as (address, pid), Client(address) as client:
         http = re.search(r"jmoe http on http://(\S+)", log.read_text())
         assert http is not None

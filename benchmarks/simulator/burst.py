@@ -13,7 +13,9 @@ the worst of each variant.
 import argparse
 import itertools
 import json
+import shlex
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,6 +25,7 @@ import numpy as np
 
 from serving import settings
 from serving.bench.calibrate import Calibration, calibrate
+from serving.bench.demo import DemoConfig, run_demo
 from serving.bench.results import Record, Sample, Slo, quality, violations
 from serving.bench.simulator.server import (
     Machine,
@@ -40,6 +43,7 @@ from serving.bench.workload import (
     schedule,
     shuffled,
 )
+from serving.version import commit
 
 FIGURES = {
     "late_first": "late first %",
@@ -241,14 +245,24 @@ def main() -> None:
         "--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS), metavar="NAME"
     )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--dry-run", action="store_true", help="of a short simulated demo")
     args = parser.parse_args()
+    if args.dry_run:
+        args.live, args.seeds, args.duration_s, args.json = Path("out/dry"), 1, 5.0, None
+        args.conditions = args.conditions[:1]
+        run_demo(DemoConfig(simulated=True, segment_s=4.0, pairs=1, spare_pairs=0, out=args.live))
     try:
         live = read_live(args.live)
     except ValueError as error:
         parser.error(str(error))
     head = " " * 28 + "".join(f"{words:>14}" for words in FIGURES.values())
     print(f"the live demo's arrivals\n{head}")
-    stored: dict[str, Any] = {"compared": compare_with_live(live), "seeds": args.seeds}
+    stored: dict[str, Any] = {
+        "command": f"python -m benchmarks.simulator.burst {shlex.join(sys.argv[1:])}",
+        "commit": commit(),
+        "compared": compare_with_live(live),
+        "seeds": args.seeds,
+    }
     found = calibrated(live)
     slo, capacity = found.slo, found.zero.capacity_per_s
     stored["calibration"], stored["slo"] = asdict(found), asdict(slo)

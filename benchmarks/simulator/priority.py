@@ -12,6 +12,8 @@ come other seeds, and the mean of each ratio with its 95 % interval.
 import argparse
 import json
 import math
+import shlex
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,11 +32,13 @@ from serving.bench.priority import (
     by_load,
     points,
     ratios,
+    run_priority,
     table,
     variant_settings,
 )
 from serving.bench.simulator.server import Machine, as_tokens, recorded_machine, simulate
 from serving.bench.workload import BUNDLED_TASKS, Arrival, load_tasks, shuffled
+from serving.version import commit
 
 RATIOS = {
     "ttft_p99_to_alone": "LS P99, to alone",
@@ -172,7 +176,12 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--dry-run", action="store_true", help="of a short live run")
     args = parser.parse_args()
+    if args.dry_run:
+        args.live, args.seeds, args.json = Path("out/dry"), 2, None
+        short = PriorityConfig(num_requests=40, loads=(0.8,), saturation_s=1.0, out=args.live)
+        run_priority(short)
     try:
         live = read_live(args.live, args.recorded)
     except ValueError as error:
@@ -189,7 +198,9 @@ def main() -> None:
     rows = over_seeds(results)
     print(f"\n{args.seeds} seeds, mean and 95 % interval" + text_of(rows))
     if args.json:
-        stored = {"overhead_ms": 1e3 * machine.overhead_s, "seeds": args.seeds, "ratios": rows}
+        command = f"python -m benchmarks.simulator.priority {shlex.join(sys.argv[1:])}"
+        stored: dict[str, Any] = {"command": command, "commit": commit()}
+        stored |= {"overhead_ms": 1e3 * machine.overhead_s, "seeds": args.seeds, "ratios": rows}
         stored["simulated_over_live"] = [[v, load, list(found)] for v, load, found in compared]
         write_figures(args.json, stored)
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from pallas_kernels.backend import SHARED_BYTES
 
 BLOCK_M = 8
-"""Rows a block of the XLA reference. Measured on a CPU with benchmarks/expert_op.py: an expert's
-blocks share one read of its weights, so taller blocks mostly add padding. The Mosaic kernels need
-segments that start at multiples of 8."""
+"""Rows a block of the XLA reference. Measured on a CPU: an expert's blocks share one read of its
+weights, so taller blocks mostly add padding. The Mosaic kernels need segments that start at
+multiples of 8."""
 
 LANES = 64
 """Weight columns a consumer warpgroup multiplies at once: wgmma's M."""

@@ -29,8 +29,12 @@ from jmoe.parallel.stage_times import H200, Geometry, StageTimes
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "async-expert-parallelism.md").read_text(encoding="utf-8")
-FORECAST = json.loads((ROOT / "benchmarks" / "aep_forecast.json").read_text(encoding="utf-8"))
-SIMULATED = json.loads((ROOT / "benchmarks" / "aep_simulated.json").read_text(encoding="utf-8"))
+FORECAST = json.loads(
+    (ROOT / "benchmarks" / "results" / "aep_forecast.json").read_text(encoding="utf-8")
+)
+SIMULATED = json.loads(
+    (ROOT / "benchmarks" / "results" / "aep_simulated.json").read_text(encoding="utf-8")
+)
 SAME = ("model", "top_k", "devices", "in_flight", "skew", "same")
 PUBLISHED = ROOT / "tests" / "published_configs"
 MIXTRAL = from_hf(json.loads((PUBLISHED / "Mixtral-8x7B-v0.1.json").read_text()))

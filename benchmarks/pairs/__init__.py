@@ -1,0 +1,1 @@
+"""Compares settings in pairs: `python -m benchmarks.pairs --list` says which (`table.PAIRS`)."""

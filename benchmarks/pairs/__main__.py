@@ -1,0 +1,72 @@
+"""Measures one pair, or lists all of them.
+
+    python -m benchmarks.pairs --list
+    python -m benchmarks.pairs NAME [--rounds N] [--out benchmarks/results/NAME.json] [--dry-run]
+
+Settings are played in turn in one run, so that a machine that slows down slows all of them; quote
+ratios. The figures are about this machine's CPU. A dry run plays one round of the smallest size to
+test the benchmark, and writes nothing.
+"""
+
+import argparse
+import asyncio
+import os
+import platform
+from pathlib import Path
+
+from benchmarks.harness.command import markdown, write_figures
+from benchmarks.pairs import harness
+from benchmarks.pairs.table import PAIRS
+from serving.version import commit, jmoe_version
+
+
+def main() -> None:
+    """Prints medians and ratios of one pair and writes them, with every round, to `--out`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pairs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", choices=list(PAIRS), nargs="?")
+    parser.add_argument("--rounds", type=int, help="times that each setting is played")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
+    parser.add_argument("--dry-run", action="store_true", help="one round of the smallest size")
+    parser.add_argument("--list", action="store_true", help="print the pairs, measure nothing")
+    args = parser.parse_args()
+    if args.list:
+        for name, pair in PAIRS.items():
+            print(f"{name:13} {pair.about}\n{'':13} {' | '.join(pair.settings)}")
+        return
+    if args.name is None:
+        parser.error("name a pair; --list prints them")
+    pair = PAIRS[args.name]
+    rounds = 1 if args.dry_run else pair.rounds if args.rounds is None else args.rounds
+    if rounds < 1:
+        parser.error(f"--rounds is {rounds}; it must be 1 or more")
+    found = asyncio.run(harness.measure(pair, rounds, args.dry_run))
+    medians, ratios = harness.medians(found), harness.ratios(pair, found)
+    print(f"{pair.about} Medians of {rounds}:\n")
+    columns = list(next(iter(medians.values())))
+    rows = [
+        [name, *(f"{value:.4g}" for value in figures.values())] for name, figures in medians.items()
+    ]
+    print("\n".join(markdown(["", *columns], rows)), end="\n\n")
+    for names, of in ratios.items():
+        for figure, ratio in of.items():
+            span = f"{ratio['min']:.3f} to {ratio['max']:.3f}"
+            print(f"{figure}, {names}: {ratio['median']:.3f} ({span})")
+    if args.out and not args.dry_run:
+        result = {
+            "command": f"python -m benchmarks.pairs {args.name} --rounds {rounds}",
+            "commit": commit(),
+            "cpus": os.cpu_count(),
+            "versions": {"python": platform.python_version(), "jmoe": jmoe_version()},
+            "medians": medians,
+            "ratios": ratios,
+            "rounds": found,
+        }
+        write_figures(args.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Programs alone: a decode step of the bundled model, and the routed-expert op of its layer."""
+
+import json
+import statistics
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jmoe
+from benchmarks.pairs.engines import step_ms_of
+from benchmarks.pairs.harness import Figures, Play
+from benchmarks.pairs.passing_time import BATCH, CONFIG
+from jmoe.packed_rows import pack_row
+from pallas_kernels import grouped_gemm, routing
+from pallas_kernels.shapes import BUNDLED as SHAPE
+from serving.config import BrownoutConfig
+from serving.engine import Engine
+from serving.execution.buckets import Key
+from serving.execution.ranks import ByRank
+from serving.execution.runner import DeviceRunner
+from serving.plan import StepControl
+
+CONTEXT, WAY = 64, 8
+ENGINE = replace(
+    CONFIG,
+    page_size=16,
+    max_prefill_tokens=256,
+    decode_buckets=(BATCH,),
+    prefill_buckets=(256,),
+    threshold_buckets_percent=(40, 100),
+    brownout=BrownoutConfig(strategy="zero", way=WAY),
+)
+"""The demo's sizes, with only the programs that are timed."""
+
+
+@asynccontextmanager
+async def decode(settings: Mapping[str, tuple[int, int] | None], dry: bool) -> AsyncIterator[Play]:
+    """A setting is threshold and strategy of the program, or None for a whole engine's step.
+
+    The figure is the median time of a play's runs, or that between two tokens of a request.
+    """
+    model = jmoe.load("bundled", "float32", ways=[WAY])
+    assert model.tokenizer is not None
+    lines = (model.path / "tasks.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = [item["prompt"] + item["answer"] for item in map(json.loads, lines)]
+    text = [token for one in texts for token in model.tokenizer.encode(one)]
+    runner = DeviceRunner(model, ENGINE)
+    runner.start(WAY, (WAY,))
+    time_program = _program(runner, [text[i * CONTEXT :][:CONTEXT] for i in range(BATCH)])
+    engine = await Engine.start(ENGINE, model=model)
+
+    async def play(name: str, number: int) -> Figures:
+        control = settings[name]
+        if control is not None:
+            return {"step_ms": 1e3 * statistics.median(map(time_program, [control] * 5))}
+        rows, length = 4 if dry else BATCH, CONTEXT - 24  # contexts are CONTEXT on average
+        prompts = [text[i * length :][:length] for i in range(rows)]
+        return {"step_ms": await step_ms_of(engine, prompts, 48, "greedy")}
+
+    try:
+        yield play
+    finally:
+        await engine.stop()
+
+
+def _program(runner: DeviceRunner, prompts: list[list[int]]) -> Any:
+    """Returns a function that times a decode step of all slots under (threshold, strategy).
+
+    Slots hold keys of real text, so that routing is real; their length stays CONTEXT.
+    """
+    layers, state = runner.model.config.num_layers, runner.device.state
+    slots, blocks = state.block_table.shape
+    pages = np.arange(slots * blocks, dtype=np.int32).reshape(slots, blocks)
+    pages[BATCH:] = 0  # slots that no sequence of these has
+    state = state._replace(block_table=jnp.asarray(pages))
+    for slot, prompt in enumerate(prompts):
+        rows = np.stack([pack_row(slot, kv_len=CONTEXT, q_len=CONTEXT)])
+        step = ByRank.of_arrays(runner.limits, rows, tokens=np.array(prompt, np.int32))
+        key = Key("prefill", 256, 100)
+        args = runner.device.arrays(key, step, StepControl(100, 0), stop=layers)
+        state = runner.programs.run(key, state, *args)[0]
+    step = ByRank.of_arrays(
+        runner.limits, np.stack([pack_row(slot, kv_len=CONTEXT) for slot in range(BATCH)])
+    )
+    newest = np.zeros(slots, np.int32)
+    newest[:BATCH] = [prompt[-1] for prompt in prompts]
+
+    def run(control: tuple[int, int]) -> float:
+        nonlocal state
+        state = state._replace(last_token=jnp.array(newest))  # a copy: the state is donated
+        key = Key("decode", BATCH, 40 if control[1] else 100)
+        args = runner.device.arrays(key, step, StepControl(*control), stop=layers)
+        jax.block_until_ready(state)
+        start = time.perf_counter()
+        state, out = runner.programs.run(key, state, *args)
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+    return run
+
+
+def spread(num_rows: int, active: int, seed: int) -> np.ndarray:
+    """int32 [rows, picks]: distinct picks a row, every one of `active` experts about as often."""
+    chosen = np.random.default_rng(seed).permutation(SHAPE.num_experts)[:active]
+    first = np.arange(num_rows)[:, None] * SHAPE.top_k + np.arange(SHAPE.top_k)
+    return chosen[first % active].astype(np.int32)
+
+
+@asynccontextmanager
+async def expert_op(settings: Mapping[str, int], dry: bool) -> AsyncIterator[Play]:
+    """A setting is the number of experts that 64 rows visit; the bundled model's layer, float32."""
+    rng = np.random.default_rng(0)
+    d, f, m = SHAPE.d_model, SHAPE.d_ff, SHAPE.num_experts
+    sizes = (BATCH, d), (m, d, 2 * f), (m, f, d)
+    arrays = [jnp.asarray(rng.normal(size=size), jnp.float32) for size in sizes]
+    weights, slots = jnp.ones((BATCH, SHAPE.top_k), jnp.float32), jnp.arange(m, dtype=jnp.int32)
+    op = jax.jit(grouped_gemm.moe_mlp)
+
+    def run(active: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(op(*arrays, works[active]))
+        return 1e6 * (time.perf_counter() - start)
+
+    works = {
+        active: routing.dispatch(
+            jnp.asarray(spread(BATCH, active, active)),
+            weights,
+            slots,
+            block_m=grouped_gemm.BLOCK_M,
+            max_active=m,
+        )
+        for active in settings.values()
+    }
+
+    async def play(name: str, number: int) -> Figures:
+        return {"us": statistics.median(map(run, [settings[name]] * 5))}
+
+    yield play

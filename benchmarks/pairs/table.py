@@ -1,0 +1,83 @@
+"""The pairs by name."""
+
+from benchmarks.pairs.engines import OUTPUTS, outputs, parts, prefixes
+from benchmarks.pairs.harness import Pair
+from benchmarks.pairs.served import Load, served
+from benchmarks.pairs.steps import decode, expert_op
+
+_OUTPUTS = {
+    f"{kind}, {f'steps of {step_ms:g} ms' if step_ms else 'this CPU'}": (step_ms, kind)
+    for step_ms in (0.0, 16.0, 8.0)
+    for kind in OUTPUTS
+}
+_MASKED = [
+    (name, name.replace(kind, base))
+    for name, (_, kind) in _OUTPUTS.items()
+    if kind in ("regex", "schema")
+    for base in ("greedy", "sampled")
+]
+PAIRS: dict[str, Pair] = {
+    "secured": Pair(
+        "What keys and TLS cost a server whose steps last 16 ms.",
+        {"plain": Load(16.0), "secured": Load(16.0, secured=True)},
+        served,
+        ("tokens_per_s", "server_us_per_token"),
+        rounds=20,
+    ),
+    "http": Pair(
+        "What HTTP costs the server beside gRPC; steps last 8 ms.",
+        {"grpc": Load(8.0), "http": Load(8.0, over_http=True)},
+        served,
+        ("server_us_per_token",),
+        rounds=6,
+    ),
+    "host_path": Pair(
+        "What the host side of a server carries, by how long a step of 64 rows lasts.",
+        {f"{step_ms:g} ms": Load(step_ms) for step_ms in (16.0, 8.0, 4.0, 2.0)},
+        served,
+        ("tokens_per_s",),
+        rounds=3,
+    ),
+    "prefix_reuse": Pair(
+        "What prefix reuse saves, and what it costs where nothing is shared.",
+        {"off": "off", "on": "on"},
+        prefixes,
+        ("ttft_mean_s", "ttft_p90_s", "tokens_per_s"),
+        rounds=5,
+    ),
+    "structured": Pair(
+        "What the masks of structured outputs cost a decode step of 64 rows.",
+        _OUTPUTS,
+        outputs,
+        ("step_ms",),
+        rounds=5,
+        against=_MASKED,
+    ),
+    "preemption": Pair(
+        "What steps in parts cost best effort, and how long a prompt waits for the device.",
+        {"whole": 24, "parts": 0},
+        parts,
+        ("tokens_per_s", "wait_p50_ms", "wait_p99_ms"),
+        rounds=3,
+    ),
+    "step_time": Pair(
+        "A decode step of 64 rows at context 64, without and with brownout, and in the engine.",
+        {
+            "zero": (100, 0),
+            "way 8, t 40": (40, 2),
+            "way 8, t 0": (0, 2),
+            "full, t 0": (0, 1),
+            "zero, in the engine": None,
+        },
+        decode,
+        ("step_ms",),
+        rounds=20,
+    ),
+    "expert_op": Pair(
+        "The routed-expert op: 256 visits spread over fewer and fewer experts.",
+        {f"{active} experts": active for active in (60, 46, 30, 16, 8, 4)},
+        expert_op,
+        ("us",),
+        rounds=20,
+    ),
+}
