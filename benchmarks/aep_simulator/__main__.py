@@ -42,7 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         help="one alone: MODEL,K,DEVICES,IN_FLIGHT,SKEW,same|different; changes no file",
     )
     parser.add_argument("--times", default="", help="measured stage times for --case, JSON")
+    parser.add_argument("--dry-run", action="store_true", help="one small case")
     args = parser.parse_args(arguments)
+    if args.dry_run:
+        return one_case("mixtral-8x7b,2,4,16,0.5,different", "")
     if args.case:
         try:
             return one_case(args.case, args.times)

@@ -26,6 +26,8 @@ SIZES = ((8, 128), (64, 256))  # devices and experts that planning is timed with
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measures, prints a table, and writes the JSON file that is asked for."""
     args = _parser().parse_args(arguments)
+    if args.dry_run:
+        args.traces, args.prompts, args.rows, args.calls = 3, 100, 16, 0
     traces = draw(args.traces, args.seed)
     found = {
         "commit": store.commit(),
@@ -60,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", type=int, default=128, help="rows a device in a bundled batch")
     parser.add_argument("--calls", type=int, default=400, help="timed a median; 0: no times")
     parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--dry-run", action="store_true", help="three traces, a hundred prompts")
     return parser
 
 

@@ -278,7 +278,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seeds", type=int, default=3, help="scenes of each kind (default: 3)")
     parser.add_argument("--no-tuning", action="store_true", help="only the settings as they are")
     parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--dry-run", action="store_true", help="14 seconds of one scene of a kind")
     args = parser.parse_args(arguments)
+    if args.dry_run:
+        args.seconds, args.seeds, args.no_tuning = 14, 1, True
     found = {
         "commit": store.commit(),
         "date": store.now(),

@@ -11,6 +11,7 @@ shared memory's ports, and of what it can load alone. A cluster counts as one bl
 by mean rows an expert, and what a tile with two consumers takes in that of the plain one.
 """
 
+import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -179,16 +180,16 @@ def ratio(shape: Shape, tokens: int, skew: str, tile: Tile, other: Tile, gpu: Gp
     return float(np.mean([a / b for a, b in times]))
 
 
-def _print_tables() -> None:
+def _print_tables(models: Sequence[Shape], odd: Sequence[Shape]) -> None:
     print(f"{'prefill / decode':20s}{'mean':>6s}{'tokens':>8s}", *SKEWS, "(L2 at 40, 28)")
-    for shape in MODELS:
+    for shape in models:
         for mean in (24, 32, 40, 48, 64):
             tokens = mean * shape.num_experts // shape.top_k
             both = tiles.prefill(), tiles.decode(128, 2)
             found = [ratio(shape, tokens, s, *both, g) for s in SKEWS for g in (Gpu(), SLOW_L2)]
             print(f"{shape.name:20s}{mean:6d}{tokens:8d}", *(f"{r:.3f}" for r in found))
     print("prefill / plain")
-    for shape in _ODD:
+    for shape in odd:
         for tokens in (1024, 4096, 16384):
             both = tiles.prefill(), tiles.plain(tiles.prefill())
             found = [ratio(shape, tokens, SKEWS[1], *both, g) for g in (Gpu(), SLOW_L2)]
@@ -196,4 +197,7 @@ def _print_tables() -> None:
 
 
 if __name__ == "__main__":
-    _print_tables()
+    parser = argparse.ArgumentParser("benchmarks.kernels.gemm_model")
+    parser.add_argument("--dry-run", action="store_true", help="one model")
+    args = parser.parse_args()
+    _print_tables(*((MODELS[:1], ()) if args.dry_run else (MODELS, _ODD)))
