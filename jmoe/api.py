@@ -110,7 +110,7 @@ class Model:
         return display.table(self.name, self._described())
 
     def _described(self) -> list[tuple[str, str]]:
-        """Names and values of the notebook's table: geometry, memory, ways."""
+        """Returns the names and values of the notebook's table: geometry, memory, ways."""
         cfg = self.config
         slot = sum(leaf.nbytes // leaf.shape[0] for leaf in self.pool)
         united = cfg.num_moe_layers * self.num_united_slots * slot
@@ -141,7 +141,7 @@ class Model:
         return routed + sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
     def with_weights(self, **changed: Any) -> "Model":
-        """The same model with other `params`, `pool` or `table`, and no way loaded."""
+        """Returns the same model with other `params`, `pool` or `table`, and no way loaded."""
         weights = self.weights._replace(**changed)
         return replace(self, resident=ResidentWeights(weights, self.united, self.name, self.home))
 
@@ -161,11 +161,13 @@ class Model:
         self.resident.use_way(way)
 
     def load_way_layer(self, way: int, layer: int) -> None:
-        """One layer of it; see `ResidentWeights.load_way_layer`."""
+        """Loads one layer of a way; see `ResidentWeights.load_way_layer`."""
         self.resident.load_way_layer(way, layer)
 
     def united_of(self, way: int) -> UnitedExperts:
-        """United experts of a way in host memory. Raises ValueError where there are none."""
+        """Returns the united experts of a way in host memory. Raises ValueError where there are
+        none.
+        """
         return self.resident.united_of(way)
 
     def prepare(self, brownout: Brownout | None) -> Control:
@@ -183,7 +185,8 @@ class Model:
 
 
 def resolve(path: str | Path, revision: str = "", *, weights: bool = True) -> Path:
-    """The directory a path means: itself, or that of a model of the Hub, which is fetched first.
+    """Returns the directory a path means: itself, or that of a model of the Hub, which is fetched
+    first.
 
     `bundled` is the model that comes with jmoe. `revision` and `weights` as of `jmoe.hub.locate`.
     Raises HubError.
@@ -194,7 +197,9 @@ def resolve(path: str | Path, revision: str = "", *, weights: bool = True) -> Pa
 
 
 def name_of(path: str | Path) -> str:
-    """What a model is called: a directory by its last part, all else by what it was named as."""
+    """Returns what a model is called: a directory by its last part, all else by what it was named
+    as.
+    """
     return Path(path).absolute().name if Path(path).is_dir() else str(path)
 
 
@@ -262,14 +267,16 @@ def _united(
     ways: Sequence[int] | None,
     name: str,
 ) -> dict[int, UnitedExperts]:
-    """United experts to keep at hand. Raises CheckpointError, and ValueError as `choose_ways`."""
+    """Returns united experts to keep at hand. Raises CheckpointError, and ValueError as
+    `choose_ways`.
+    """
     if ways is not None and not ways:
         return {}
     return choose_ways(checkpoint.load_united(directory, cfg, finite), ways, name)
 
 
 def check_dtype(dtype: str) -> jnp.dtype:
-    """The type by its name. Raises ValueError for one that weights cannot have."""
+    """Returns the type by its name. Raises ValueError for one that weights cannot have."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     return jnp.dtype(dtype)
@@ -281,7 +288,9 @@ def _home(
     mesh: Mesh | None,
     placement: Placement | PlacementOf | None,
 ) -> Home | None:
-    """Where weights go. Raises ValueError for a placement that is not of this model and mesh."""
+    """Returns where weights go. Raises ValueError for a placement that is not of this model and
+    mesh.
+    """
     if mesh is None:
         if placement is not None:
             raise ValueError("a placement was given, but no mesh; give both, or neither")
@@ -321,7 +330,9 @@ def check_tokenizer(tokenizer: Tokenizer | None, cfg: ModelConfig, directory: Pa
 def choose_ways(
     found: dict[int, UnitedExperts], wanted: Sequence[int] | None, name: str
 ) -> dict[int, UnitedExperts]:
-    """Those of the wanted ways; None: all. Raises ValueError for one that is not there."""
+    """Returns the those of the wanted ways; None: all. Raises ValueError for one that is not
+    there.
+    """
     if wanted is None:
         return found
     wanted = [integer("a way", way) for way in wanted]

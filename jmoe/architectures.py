@@ -48,7 +48,7 @@ def register(model_type: str, architecture: Architecture) -> None:
 
 
 def naming(model_type: str) -> Architecture:
-    """Whose names the tensors have; Qwen's for a configuration that was made by hand."""
+    """Returns whose names the tensors have; Qwen's for a configuration that was made by hand."""
     return ARCHITECTURES.get(model_type, ARCHITECTURES["qwen3_moe"])
 
 
@@ -93,7 +93,7 @@ def _mixtral(fields: Fields) -> dict[str, Any]:
 
 
 def _either_count(fields: Fields) -> tuple[str, str]:
-    """The spelling that is given, and the other."""
+    """Returns the spelling that is given, and the other."""
     if fields.first("num_local_experts", "num_experts") == "num_experts":
         return "num_experts", "num_local_experts"
     return "num_local_experts", "num_experts"

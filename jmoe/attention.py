@@ -30,7 +30,9 @@ class Attention(Protocol):
     def __call__(
         self, projection: Projection, layer: Int[Array, ""], cache: Any
     ) -> tuple[Float[Array, "T H D"], Any]:
-        """What the heads of each row read, and the cache with this layer's keys and values."""
+        """Returns what the heads of each row read, and the cache with this layer's keys and
+        values.
+        """
         ...
 
 
@@ -49,7 +51,7 @@ class Written(NamedTuple):
         position: Int[Array, "T"],
         valid: Bool[Array, "T"],
     ) -> "Written":
-        """Of rows at `position` of sequence slots whose pages `block_table` lists."""
+        """Makes it for rows at `position` of sequence slots whose pages `block_table` lists."""
         page = block_table[slot, position // pages.page_size]
         return cls(jnp.where(valid, page, pages.padding_page), position % pages.page_size)
 
@@ -72,7 +74,9 @@ class DecodeAttention(NamedTuple):
         num_heads: int,
         kv_len: Int[Array, "B"],
     ) -> "DecodeAttention":
-        """With the kernel's work planned, which no layer changes. See `paged_attention`."""
+        """Makes it with the kernel's work planned, which no layer changes. See
+        `paged_attention`.
+        """
         plan = plan_decode(num_heads, pages.k, kv_len=kv_len)
         return cls(written, block_table, kv_len, plan)
 
@@ -86,14 +90,14 @@ class DecodeAttention(NamedTuple):
     def write(
         self, projection: Projection, layer: Int[Array, ""], cache: KVPages
     ) -> tuple[Float[Array, "B H D"], KVPages]:
-        """Query heads, and the cache with the rows' keys and values."""
+        """Returns query heads, and the cache with the rows' keys and values."""
         q, *new = write_kv(projection, *cache, layer=layer, **self.written._asdict())
         return q, KVPages(*new)
 
     def read(
         self, q: Float[Array, "B H D"], layer: Int[Array, ""], cache: KVPages
     ) -> Float[Array, "B H D"]:
-        """What the heads read of a cache that the rows are written to."""
+        """Returns what the heads read of a cache that the rows are written to."""
         return paged_attention(
             q,
             cache.k,
@@ -126,7 +130,7 @@ class PrefillAttention(NamedTuple):
         q_start: Int[Array, "N1"],
         kv_len: Int[Array, "N"],
     ) -> "PrefillAttention":
-        """With the kernel's work planned, which no layer changes. See `prefill_attention`."""
+        """Makes it with the kernel's work planned, which no layer changes. See `prefill_attention`."""
         rows = written.page.shape[0]
         work = plan_prefill(rows, num_heads, pages.k, q_start=q_start, kv_len=kv_len)
         return cls(written, block_table, q_start, kv_len, work)

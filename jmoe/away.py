@@ -84,20 +84,24 @@ class AwayExperts:
         }
 
     def of(self, model: int, layer: int, expert: int) -> Expert:
-        """The expert that is away and that a model routes to. Raises KeyError for others."""
+        """Returns the expert that is away and that a model routes to. Raises
+        KeyError for others.
+        """
         return self._by_user[model, layer, expert]
 
     def away_of(self, model: int) -> frozenset[tuple[int, int]]:
-        """(MoE layer, expert) of those that a model routes to and that are away."""
+        """Returns (MoE layer, expert) of those that a model routes to and that are away."""
         return frozenset((layer, e) for user, layer, e in self._by_user if user == model)
 
     def needed_by_a_row(self, num_picks: int) -> int:
-        """Spare slots that one row of any model can need in one step, all layers together."""
+        """Returns the spare slots that one row of any model can need in one step, all layers
+        together.
+        """
         return needed_by_a_row(self.users, num_picks)
 
     def first_fetched(self) -> dict[Expert, int]:
-        """As many as there are spare slots for, before anything is known of visits; each layer's
-        alike.
+        """Chooses as many experts as there are spare slots for, before anything is known of visits;
+        each layer's alike.
         """
         order = sorted(self.users, key=lambda e: (e[2], e[1], e[0]))
         return dict(zip(order, self.spare, strict=False))
@@ -134,7 +138,7 @@ class AwayExperts:
 def choose_resident(
     held: Int[np.ndarray, "slots 3"], num_positions: int, count: int
 ) -> Bool[np.ndarray, "slots"]:
-    """Which distinct experts stay on the device for good.
+    """Returns which distinct experts stay on the device for good.
 
     `held` is of `Sharing.slots`. First one at each position, merged ones and the first model's
     before others; then the other models' in turn, each model's spread over its layers, so that none
@@ -174,8 +178,9 @@ class Homes:
 
     @classmethod
     def of(cls, sharing: Sharing, num_resident: int, num_spare: int) -> "Homes":
-        """`num_resident` 0: all are on the device for good, but for those that `sharing` knows by a
-        difference from a sibling's. Raises ValueError for numbers that cannot be.
+        """Gives every distinct expert its home; `num_resident` 0: all are on the device for good,
+        but for those that `sharing` knows by a difference from a sibling's. Raises ValueError for
+        numbers that cannot be.
         """
         routed, held = sharing.slots()
         all_there = not num_resident or num_resident >= len(held)
@@ -241,8 +246,8 @@ def _serving(
 
 
 def needed_by_a_row(users: Mapping[Expert, tuple[int, ...]], num_picks: int) -> int:
-    """Experts that are away and that one row of any model can visit: `num_picks` at most in each
-    MoE layer. `users` are of each expert that is away.
+    """Returns the experts that are away and that one row of any model can visit: `num_picks` at
+    most in each MoE layer. `users` are of each expert that is away.
     """
     found = Counter((user, layer) for (_, layer, _), own in users.items() for user in own)
     by_model = Counter[int]()

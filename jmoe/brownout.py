@@ -20,7 +20,7 @@ Strategy = Literal["zero", "partial", "full"]
 
 
 def strategy_code(strategy: str) -> int:
-    """The traced code of a strategy's name. Raises ValueError for an unknown one."""
+    """Returns the traced code of a strategy's name. Raises ValueError for an unknown one."""
     if strategy not in routing.STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}; it must be one of zero, partial, full")
     return routing.STRATEGIES[strategy]
@@ -64,7 +64,7 @@ class Control(NamedTuple):
 
     @classmethod
     def of(cls, brownout: Brownout | None) -> "Control":
-        """No setting is zero brownout."""
+        """Makes the control of a setting; None is zero brownout."""
         setting = brownout or Brownout("zero")
         return cls(jnp.int32(setting.threshold_percent), jnp.int32(strategy_code(setting.strategy)))
 
@@ -165,7 +165,7 @@ def _groups(
 def _rows(
     name: str, mask: ArrayLike | Sequence[Any] | None, rows: tuple[int, ...], *, default: bool
 ) -> np.ndarray:
-    """A mask of the rows, flat. Raises ValueError for another shape."""
+    """Returns a mask of the rows, flat. Raises ValueError for another shape."""
     if mask is None:
         return np.full(math.prod(rows), default)
     array = np.asarray(mask)

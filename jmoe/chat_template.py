@@ -100,7 +100,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own writes `<` and `'` as for HTML."""
+    """Writes JSON; jinja2's own filter writes `<` and `'` as for HTML."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

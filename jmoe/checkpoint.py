@@ -81,25 +81,26 @@ class TensorFiles:
             self._open.update(dict.fromkeys(file.keys(), file))
 
     def names(self) -> list[str]:
-        """Every tensor there is."""
+        """Returns the name of every tensor."""
         return sorted(self._open)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Shape of a tensor, or None where there is none of that name."""
+        """Returns the shape of a tensor, or None where there is none of that name."""
         file = self._open.get(name)
         return None if file is None else tuple(file.get_slice(name).get_shape())
 
     def kind(self, name: str) -> str:
-        """How a tensor's elements are stored, as safetensors names it."""
+        """Returns how a tensor's elements are stored, as safetensors names it."""
         return self._open[name].get_slice(name).get_dtype()
 
     def raw(self, name: str) -> np.ndarray:
-        """One tensor in host memory, as it is stored."""
+        """Returns one tensor in host memory, as it is stored."""
         return self._open[name].get_tensor(name)
 
     def read(self, name: str, dtype: jnp.dtype, *, on_host: bool = False) -> jax.Array | np.ndarray:
-        """One tensor in `dtype`, where it is assembled: on the device, or in a CPU's memory, where
-        every shape of an operation would be a program to compile; `on_host` is there always.
+        """Returns one tensor in `dtype`, where it is assembled: on the device, or in a CPU's
+        memory, where every shape of an operation would be a program to compile; `on_host` is there
+        always.
         """
         raw = self.raw(name)
         if jax.default_backend() != "cpu" and not on_host:
@@ -178,7 +179,9 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
 
 
 def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[str]:
-    """Every tensor that is not as the model needs it. Collects the names of all it needs."""
+    """Returns every tensor that is not as the model needs it. Collects the names of
+    all it needs.
+    """
     for parameter in layout.whole(cfg):
         read.update(parameter.names)
         for name, shape in zip(parameter.names, parameter.stored, strict=True):
@@ -198,7 +201,7 @@ def _equal(files: TensorFiles, one: str, other: str) -> bool:
 
 
 def _stack(parts: Sequence[Any]) -> Any:
-    """Like `jnp.stack`, where the arrays are (see `TensorFiles.read`)."""
+    """Stacks arrays as `jnp.stack` does, where they are (see `TensorFiles.read`)."""
     if isinstance(parts[0], np.ndarray):
         return np.stack(parts)
     if jax.default_backend() != "cpu":
@@ -239,8 +242,8 @@ class HFLayers:
     def layer(
         self, index: int, numbers: Sequence[int] | None = None
     ) -> tuple[dict[str, Any], ExpertPool | None]:
-        """One layer's parameters, and its routed experts in order; None for a dense layer, and
-        where there are no `numbers` of experts to read (None: of all).
+        """Returns one layer's parameters, and its routed experts in order; None for a dense layer,
+        and where there are no `numbers` of experts to read (None: of all).
 
         Raises CheckpointError for weights that are not finite.
         """
@@ -343,7 +346,7 @@ def write_routed(
 
 
 def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype) -> ExpertPool:
-    """A zeroed pool of `num_slots` experts of the model's shape."""
+    """Returns a zeroed pool of `num_slots` experts of the model's shape."""
     d, f = cfg.d_model, cfg.d_ff_expert
     return ExpertPool(jnp.zeros((num_slots, d, 2 * f), dtype), jnp.zeros((num_slots, f, d), dtype))
 
@@ -351,7 +354,7 @@ def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype) -> ExpertPool
 def load_united(
     directory: Path, cfg: ModelConfig, dtype: jnp.dtype | None = None
 ) -> dict[int, UnitedExperts]:
-    """United experts beside a model, by way; empty where there are none.
+    """Returns the united experts beside a model, by way; empty where there are none.
 
     With `dtype` they must be finite in it. Raises CheckpointError, also for those that were
     distilled from a model with other weights.

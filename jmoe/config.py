@@ -85,7 +85,9 @@ class ModelConfig:
         _require(any(self.moe_layers), "moe_layers", self.moe_layers, "at least one MoE layer")
 
     def __repr__(self) -> str:
-        """Architecture and sizes. Equal for equal configurations only: it ends with a digest."""
+        """Returns architecture and sizes. Equal for equal configurations only: it ends with a
+        digest.
+        """
         digest = hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:16]
         return (
             f"ModelConfig({self.architecture}, {self.num_layers} layers, {self.num_moe_layers} of "
@@ -248,7 +250,7 @@ def _check_layer_types(fields: Fields, num_layers: int, *, windowed: bool) -> No
 
 
 def _rope(fields: Fields, theta: float, max_position: int) -> RopeConfig:
-    """Both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`."""
+    """Reads both spellings: `rope_theta` with `rope_scaling`, and the newer `rope_parameters`."""
     sections = [fields.section(key) for key in ROPE_SECTIONS]
     theta = fields.number("rope_theta", theta)
     original = fields.size("original_max_position_embeddings", 0)
@@ -290,7 +292,9 @@ def _scaled(fields: Fields, theta: float, original: int, max_position: int) -> R
 
 
 def _yarn_attention_factor(fields: Fields, factor: float) -> float:
-    """YaRN (arXiv 2309.00071), section 3.4: 0.1 ln(s) + 1, unless the config says otherwise."""
+    """Returns YaRN's factor (arXiv 2309.00071), section 3.4: 0.1 ln(s) + 1, unless the config says
+    otherwise.
+    """
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

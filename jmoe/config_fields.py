@@ -20,11 +20,11 @@ class Fields:
         self.values, self.file, self.where = values, file, where
 
     def given(self, key: str) -> Any:
-        """The value as it stands; None where the key is absent."""
+        """Returns the value as it stands; None where the key is absent."""
         return self.values.get(key)
 
     def first(self, *keys: str) -> str:
-        """The first of some spellings of a key that is given."""
+        """Returns the first of some spellings of a key that is given."""
         for key in keys:
             if self.values.get(key) is not None:
                 return key
@@ -32,16 +32,16 @@ class Fields:
         raise ConfigError(f"{self.file} lacks {' or '.join(keys)}{within}")
 
     def wrong(self, key: str, wanted: str) -> ConfigError:
-        """The error for a value that is not what it must be."""
+        """Returns the error for a value that is not what it must be."""
         found = shown(self.values.get(key))
         return ConfigError(f"{self.file}: {self.name(key)} is {found}; it must be {wanted}")
 
     def name(self, key: str) -> str:
-        """The key with the section it stands in."""
+        """Returns the key with the section it stands in."""
         return f"{self.where}.{key}" if self.where else str(key)
 
     def size(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """An integer; without a default the key must be there."""
+        """Returns an integer; without a default the key must be there."""
         if self.values.get(key) is None and default is not None:
             return default
         value = self.values[self.first(key)]
@@ -50,7 +50,7 @@ class Fields:
         return value
 
     def number(self, key: str, default: float | None = None, above: float = 0.0) -> float:
-        """A finite number; without a default the key must be there."""
+        """Returns a finite number; without a default the key must be there."""
         if self.values.get(key) is None and default is not None:
             return default
         value = self.values[self.first(key)]
@@ -61,7 +61,7 @@ class Fields:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false."""
+        """Reads true or false."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -70,14 +70,14 @@ class Fields:
         return value
 
     def section(self, key: str) -> "Fields":
-        """A nested object; empty where the key is absent."""
+        """Returns a nested object; empty where the key is absent."""
         value = self.values.get(key)
         if value is not None and not isinstance(value, Mapping):
             raise self.wrong(key, "an object or null")
         return Fields(value or {}, self.file, self.name(key))
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """A list of integers; empty where the key is absent."""
+        """Returns a list of integers; empty where the key is absent."""
         value = self.values.get(key)
         if value is None:
             return ()
@@ -86,7 +86,7 @@ class Fields:
         return tuple(value)
 
     def token_ids(self, key: str, vocab_size: int) -> tuple[int, ...]:
-        """A token id, a list of them, or nothing."""
+        """Returns a token id, a list of them, or nothing."""
         value = self.values.get(key)
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
         if not all(_is_int(token) and 0 <= token < vocab_size for token in ids):
@@ -98,7 +98,7 @@ class Fields:
 
 
 def shown(value: object) -> str:
-    """A value for a message, cut where it is long."""
+    """Returns a value for a message, cut where it is long."""
     short = reprlib.Repr(maxdict=6, maxlist=8, maxstring=60, maxother=60, maxlong=40)
     try:
         return short.repr(value)

@@ -192,5 +192,5 @@ def _faults(
 
 
 def _same(value: object, other: object) -> bool:
-    """Equality in which true is not 1."""
+    """Returns the equality in which true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other

@@ -98,7 +98,7 @@ def _stamp(path: Path) -> list[int]:
 
 
 def _remembered() -> dict[str, Any]:
-    """Stamp and hash by path; what is not readable is not remembered."""
+    """Returns stamp and hash by path; what is not readable is not remembered."""
     with suppress(OSError, ValueError, RuntimeError, RecursionError):
         found = json.loads(Path(REMEMBERED).expanduser().read_text(encoding="utf-8"))
         if isinstance(found, dict):

@@ -6,26 +6,28 @@ from typing import Any
 
 
 def array(value: Any) -> str:
-    """Dtype and shape of an array, as `float32[2, 8]`; of anything else, its short repr."""
+    """Returns the dtype and shape of an array, as `float32[2, 8]`; of anything else, its short
+    repr.
+    """
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}[{', '.join(map(str, value.shape))}]"
     return cut(repr(value), 40)
 
 
 def arrays(value: Any) -> str:
-    """One line for a NamedTuple of arrays: its fields with their dtypes and shapes."""
+    """Returns one line for a NamedTuple of arrays: its fields with their dtypes and shapes."""
     named = zip(value._fields, value, strict=True)
     return f"{type(value).__name__}({', '.join(f'{name}: {array(one)}' for name, one in named)})"
 
 
 def cut(text: str, width: int) -> str:
-    """The text on one line, and no longer than `width` characters."""
+    """Returns the text on one line, and no longer than `width` characters."""
     line = " ".join(text.split())
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
 def count(number: int) -> str:
-    """A number in words: 14.3 B, 5.9 M, 1,234."""
+    """Returns a number in words: 14.3 B, 5.9 M, 1,234."""
     for unit, scale in (("B", 1e9), ("M", 1e6)):
         if number >= scale:
             return f"{number / scale:.1f} {unit}"
@@ -33,7 +35,7 @@ def count(number: int) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes in words: 3.2 GiB, 18.6 MiB, 1,024 bytes."""
+    """Returns bytes in words: 3.2 GiB, 18.6 MiB, 1,024 bytes."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= scale:
             return f"{num_bytes / scale:.1f} {unit}"
@@ -41,12 +43,16 @@ def size(num_bytes: int) -> str:
 
 
 def seconds(duration_s: float) -> str:
-    """Seconds in words: 0.71 ms, or 20.00 us where it is less than a tenth of a millisecond."""
+    """Returns seconds in words: 0.71 ms, or 20.00 us where it is less than a tenth of a
+    millisecond.
+    """
     return f"{1e3 * duration_s:.2f} ms" if duration_s >= 1e-4 else f"{1e6 * duration_s:.2f} us"
 
 
 def table(caption: str, rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
-    """An HTML table. Every cell is escaped; without a header the first of each row is its name."""
+    """Returns an HTML table. Every cell is escaped; without a header the first of each row is its
+    name.
+    """
     lines = ["<table>", f"<caption>{escape(caption)}</caption>"]
     if header:
         lines.append(_row("th", header))

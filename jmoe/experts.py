@@ -79,7 +79,9 @@ class UnitedExperts:
 
 
 def groups_by_index(num_experts: int, way: int) -> np.ndarray:
-    """int32 [m]: consecutive experts, `way` a group; the last may be short. Raises ValueError."""
+    """Returns int32 [m]: consecutive experts, `way` a group; the last may be short. Raises
+    ValueError.
+    """
     way = integer("way", way)
     if not 2 <= way <= num_experts:
         raise ValueError(
@@ -89,7 +91,8 @@ def groups_by_index(num_experts: int, way: int) -> np.ndarray:
 
 
 def make_table(num_layers: int, num_experts: int, num_united_slots: int) -> ExpertTable:
-    """Table of a pool that holds each layer's routed experts first, then its united ones.
+    """Returns the table of a pool that holds each layer's routed experts first, then its united
+    ones.
 
     Layer l owns slots `[l * E, (l + 1) * E)` with E = num_experts + num_united_slots.
     """
@@ -100,8 +103,8 @@ def make_table(num_layers: int, num_experts: int, num_united_slots: int) -> Expe
 
 
 def uncut(row: Any, table: Any, layer: int) -> Any:
-    """`row`, cut out of the tables of `table`, but for slots and groups: the routing kernel reads
-    them in the table, and cut out they would be a launch in every layer.
+    """Returns `row`, cut out of the tables of `table`, but for slots and groups: the routing kernel
+    reads them in the table, and cut out they would be a launch in every layer.
     """
     at = np.int32(layer)
     return row._replace(slots=TableRow(table.slots, at), groups=TableRow(table.groups, at))
@@ -125,7 +128,7 @@ def write_slots(
 def set_groups(
     groups: Int[Array, "layers m"], layer: Int[Array, ""], row: Int[Array, "m"]
 ) -> Int[Array, "layers m"]:
-    """One layer's groups replaced."""
+    """Replaces one layer's groups."""
     return groups.at[layer].set(row)
 
 
@@ -153,7 +156,7 @@ def load_layer(
 
 
 def no_room(way: int, count: int, num_slots: int) -> str:
-    """The error of a way that does not fit."""
+    """Returns the error of a way that does not fit."""
     return (
         f"way {way} has {count} united experts a layer, but the pool has {num_slots} slots for "
         "them; load the model with that way among its ways"
@@ -161,5 +164,5 @@ def no_room(way: int, count: int, num_slots: int) -> str:
 
 
 def num_united_slots(ways: Mapping[int, UnitedExperts]) -> int:
-    """Slots a layer needs so that any one of the ways fits."""
+    """Returns the slots a layer needs so that any one of the ways fits."""
     return max((united.gate_up.shape[1] for united in ways.values()), default=0)

@@ -44,7 +44,7 @@ class Family(Sequence[Model]):
 
     @classmethod
     def of(cls, model: "Model | Family") -> "Family":
-        """A model as a family of one; a family as it is."""
+        """Returns a model as a family of one; a family as it is."""
         if isinstance(model, Family):
             return model
         cfg = model.config
@@ -80,7 +80,7 @@ class Family(Sequence[Model]):
         return len(self.models)
 
     def __getitem__(self, number: Any) -> Any:
-        """A model by its number."""
+        """Returns a model by its number."""
         return self.models[number]
 
     def __iter__(self) -> Iterator[Model]:
@@ -300,7 +300,9 @@ def _check_tokenizers(
 def _common_ways(
     found: Mapping[str, dict[int, UnitedExperts]], wanted: Sequence[int] | None
 ) -> dict[str, dict[int, UnitedExperts]]:
-    """United experts of each model: those of `wanted` ways, or of all that every model has."""
+    """Returns the united experts of each model: those of `wanted` ways, or of all that every model
+    has.
+    """
     if wanted is None:
         everyone = set.intersection(*(set(ways) for ways in found.values()))
         wanted = [way for way in next(iter(found.values())) if way in everyone]
@@ -308,8 +310,8 @@ def _common_ways(
 
 
 def _tables(homes: Homes, num_united: int) -> list[ExpertTable]:
-    """A table for each model: its routed experts' slots, and behind all of those its own slots for
-    united ones.
+    """Returns a table for each model: its routed experts' slots, and behind all of those its own
+    slots for united ones.
     """
     count, layers, experts = homes.routed.shape
     own = np.arange(count * layers * num_united, dtype=np.int32) + homes.num_slots
@@ -333,7 +335,7 @@ class _Reader:
     on_host: dict[Expert, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     def read(self, files: HFLayers, number: int, progress: Callable[[int, int], None]) -> Params:
-        """A model's parameters. Raises CheckpointError."""
+        """Returns a model's parameters. Raises CheckpointError."""
         owner, layer, _ = self.held_experts.T
         at = [
             np.flatnonzero((owner == number) & (layer == moe_layer))
@@ -362,7 +364,7 @@ class _Reader:
 
 
 def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_weights: bool) -> None:
-    """Merged experts go into the pool. Raises CheckpointError."""
+    """Writes merged experts into the pool. Raises CheckpointError."""
     cfg, held = reader.cfg, reader.held
     if sharing.directory is None:
         raise SharingError("the map has merged experts, and no directory that holds them")
@@ -388,7 +390,7 @@ def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_wei
 
 
 def _shared_leaves(params: Params, others: Sequence[Params]) -> Params:
-    """`params`, with the arrays of others where those are equal."""
+    """Returns `params` with the arrays of others where those are equal."""
 
     def shared(leaf: Any, *same: Any) -> Any:
         return next((other for other in same if _equal(leaf, other)), leaf)

@@ -15,7 +15,8 @@ def is_finite(array: Any) -> bool:
 
 
 def seem_finite(tree: Any) -> bool:
-    """True: every floating-point array of the tree is finite. False: look at each of them.
+    """Returns true where every floating-point array of the tree is finite. False: look at each of
+    them.
 
     Arrays in host memory are looked at where they lie, without a program to compile. For others it
     is one program and one answer from the device; there sums that overflow make it say False of a
@@ -39,7 +40,9 @@ def sums_are_finite(leaves: list[jax.Array]) -> jax.Array:
 
 
 def fault(name: str, raw: Any, dtype: Any) -> str | None:
-    """What is wrong with a tensor that is converted to `dtype`, in words; None for a finite one."""
+    """Returns what is wrong with a tensor that is converted to `dtype`, in words; None for a finite
+    one.
+    """
     with np.errstate(over="ignore"):
         converted = np.asarray(raw).astype(dtype, copy=False)
     if is_finite(converted):

@@ -130,7 +130,7 @@ def forward(
 
 
 def _sequences(model: Model, tokens: Tokens) -> np.ndarray:
-    """Tokens as an array. Raises ValueError as `forward` does."""
+    """Returns tokens as an array. Raises ValueError as `forward` does."""
     try:
         array = np.asarray(tokens)
     except ValueError:  # NumPy's word for it is inhomogeneous
@@ -181,7 +181,7 @@ def _forward(
     valid: Bool[Array, "batch"],
     control: Control,
 ) -> tuple[Array, LayerStats]:
-    """Over a mesh each device has some of the sequences."""
+    """Runs the model; over a mesh each device has some of the sequences."""
     if mesh is None:
         return _forward_rows(cfg, wanted, weights, tokens, exempt, valid, control)
 

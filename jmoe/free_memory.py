@@ -5,7 +5,7 @@ from typing import Any
 
 
 def free_device_bytes(device: Any) -> int | None:
-    """What a `jax.Device` has left of what XLA may take; None where it does not say."""
+    """Returns what a `jax.Device` has left of what XLA may take; None where it does not say."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
@@ -13,7 +13,9 @@ def free_device_bytes(device: Any) -> int | None:
 
 
 def free_host_bytes() -> int | None:
-    """What Linux can give without swapping and the control group allows; None where unknown."""
+    """Returns what Linux can give without swapping and the control group allows; None where
+    unknown.
+    """
     known = []
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -144,12 +144,14 @@ def generate(
 
 
 def _shown(text: Prompt, width: int = SHOWN_CHARACTERS) -> str:
-    """A prompt or an answer on one short line."""
+    """Returns a prompt or an answer on one short line."""
     return display.cut(text if isinstance(text, str) else ", ".join(map(str, text)), width)
 
 
 def as_tokens(model: Model, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt. Raises ValueError for an empty one or a token out of range."""
+    """Returns the token ids of a prompt. Raises ValueError for an empty one or a token out of
+    range.
+    """
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ValueError(f"{model.name} has no tokenizer; give token lists")
@@ -224,7 +226,7 @@ class _Run:
             self._keep(indices, self.stepper.prefill(flat, packed))
 
     def decode(self, live: list[int]) -> None:
-        """One token for each sequence of `live`."""
+        """Decodes one token for each sequence of `live`."""
         packed = empty_rows(_bucket(len(live)))
         for at, i in enumerate(live):
             packed[at] = self._row(i, len(self.prompts[i]) + len(self.tokens[i]))
@@ -238,5 +240,5 @@ class _Run:
 
 
 def _bucket(count: int) -> int:
-    """The next power of two: few shapes, few compilations."""
+    """Returns the next power of two: few shapes, few compilations."""
     return 1 << (count - 1).bit_length()

@@ -24,7 +24,7 @@ class HubError(ValueError):
 
 
 def locate(path: str | Path, revision: str = "", *, weights: bool = True) -> Path:
-    """The directory that a path means: itself, or that of a model of the Hub.
+    """Returns the directory that a path means: itself, or that of a model of the Hub.
 
     A directory wins over a model of the Hub that is called the same. What is no OWNER/NAME either
     is returned as it is, for who reads it to say that it is not there.

@@ -30,12 +30,14 @@ class KVPages(NamedTuple):
 
 
 def make_pages(cfg: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> KVPages:
-    """Zeroed pages for `num_pages * page_size` positions of every layer, and the padding page."""
+    """Returns the zeroed pages for `num_pages * page_size` positions of every layer, and the
+    padding page.
+    """
     shape = (cfg.num_layers, num_pages + 1, cfg.num_kv_heads, page_size, cfg.head_dim)
     return KVPages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def page_bytes(cfg: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
-    """Bytes of one page, keys and values of all layers."""
+    """Returns the bytes of one page, keys and values of all layers."""
     rows = cfg.num_layers * page_size * cfg.num_kv_heads * cfg.head_dim
     return 2 * rows * jnp.dtype(dtype).itemsize

@@ -47,13 +47,15 @@ class Layers:
             self._files = HFLayers(self.directory, self.cfg, kind, check_weights)
 
     def top(self) -> dict[str, Any]:
-        """`embed`, `final_norm` and, untied, `lm_head`."""
+        """Returns `embed`, `final_norm` and, untied, `lm_head`."""
         if self._files is not None:
             return self._files.top()
         return {key: leaf for key, leaf in self._weights.params.items() if key != "segments"}
 
     def layer(self, index: int) -> tuple[dict[str, Any], ExpertPool | None]:
-        """One layer's parameters, and its routed experts in order; None for a dense layer."""
+        """Returns one layer's parameters, and its routed experts in order; None for
+        a dense layer.
+        """
         if self._files is not None:
             return self._files.layer(index)
         for (is_moe, start, count), segment in zip(

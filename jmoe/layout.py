@@ -44,7 +44,7 @@ class Parameter:
         return sum(shape[0] for shape in self.stored), *self.stored[0][1:]
 
     def assemble(self, tensors: Sequence[Any]) -> Any:
-        """The parameter of its tensors; where those are NumPy's, it is too."""
+        """Returns the parameter of its tensors; where those are NumPy's, it is too."""
         if self.transposed:
             tensors = [tensor.T for tensor in tensors]
         if self.kind == "gate":
@@ -73,7 +73,7 @@ Layout = dict[str, Parameter]
 
 
 def top(cfg: ModelConfig) -> Layout:
-    """What is outside the layers."""
+    """Returns what is outside the layers."""
     d, vocab = cfg.d_model, cfg.vocab_size
     out = {
         "embed": Parameter(
@@ -87,7 +87,7 @@ def top(cfg: ModelConfig) -> Layout:
 
 
 def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
-    """Of one layer, experts left out."""
+    """Describes the parameters of one layer, experts left out."""
     at, d, size = f"model.layers.{index}.", cfg.d_model, cfg.head_dim
     q, kv = cfg.num_heads * size, cfg.num_kv_heads * size
     attn, heads = at + "self_attn.", "q k v heads"
@@ -120,14 +120,16 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
 
 
 def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
-    """Of one routed expert of layer `index`; the keys are those of an ExpertPool."""
+    """Describes the parameters of one routed expert of layer `index`; the keys are those of an
+    ExpertPool.
+    """
     names = naming(cfg.architecture)
     at = f"model.layers.{index}.{names.mlp}.experts.{number}."
     return _swiglu("", at, cfg.d_model, cfg.d_ff_expert, "f", names.expert_names)
 
 
 def whole(cfg: ModelConfig) -> Iterator[Parameter]:
-    """Every parameter of a model, layer by layer, expert by expert."""
+    """Returns every parameter of a model, layer by layer, expert by expert."""
     yield from top(cfg).values()
     for index, is_moe in enumerate(cfg.moe_layers):
         yield from layer(cfg, index, is_moe).values()

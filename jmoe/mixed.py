@@ -54,7 +54,7 @@ class MixedWeights(NamedTuple):
 
     @classmethod
     def of(cls, models: Sequence[Weights]) -> "MixedWeights":
-        """Of models over one pool."""
+        """Joins the weights of models over one pool."""
         return cls(
             models[0].pool,
             tuple(weights.params for weights in models),
@@ -71,7 +71,9 @@ class JoinedTable(NamedTuple):
 
     @classmethod
     def of(cls, tables: Sequence[ExpertTable]) -> "JoinedTable":
-        """Experts are shared at one position: only experts of one number are compared."""
+        """Joins tables; experts are shared at one position, so only experts of one number are
+        compared.
+        """
         num_experts = tables[0].groups.shape[1]
         num_united = tables[0].slots.shape[1] - num_experts
         own = jnp.stack([table.slots[:, :num_experts] for table in tables], axis=1)
@@ -119,7 +121,8 @@ def mixed_attend(
     index: Int[Array, ""],
     cache: KVPages,
 ) -> tuple[Segments, KVPages]:
-    """Attention of layer `index` for all segments, with its residual; and the cache afterwards.
+    """Runs attention of layer `index` for all segments, with its residual; returns the cache
+    afterwards, too.
 
     `attention` is of all rows. All write before any reads: between two writes to the cache a read
     would have XLA copy it.
@@ -147,7 +150,8 @@ def mixed_moe(
     *,
     max_active: int,
 ) -> tuple[Segments, LayerStats]:
-    """The MLP half of one layer for all segments; `table` is this layer's row, `step` of all rows.
+    """Runs the MLP half of one layer for all segments; `table` is this layer's row, `step` of all
+    rows.
 
     The brownout plan is one for all rows, over the experts of the step.
     """
@@ -179,7 +183,7 @@ def run_mixed_layers(
     *,
     max_active: int,
 ) -> tuple[Segments, Any, LayerStats | None]:
-    """All layers over rows of several models; otherwise as `jmoe.model.run_layers`.
+    """Runs all layers over rows of several models; otherwise as `jmoe.model.run_layers`.
 
     Args:
         cfg: what the models have in common.
@@ -225,7 +229,7 @@ def run_mixed_layers(
 def _run(
     body: Callable, state: Any, layers: Sequence[Any], rows: JoinedTable | None, count: int
 ) -> Any:
-    """Layers of one kind that follow each other: `layers` are each model's, stacked or not."""
+    """Runs layers of one kind that follow each other: `layers` are each model's, stacked or not."""
     if isinstance(layers[0], tuple):
         each = [rows and uncut(jax.tree.map(itemgetter(i), rows), rows, i) for i in range(count)]
         joined = tuple(zip(zip(*layers, strict=True), each, strict=True))
@@ -244,7 +248,7 @@ def mixed_decode_step(
     *,
     max_active: int,
 ) -> tuple[State, StepOutput]:
-    """`jmoe.steps.decode_step` for rows of N models: rows `[i B, (i + 1) B)` are of the i-th.
+    """Runs `jmoe.steps.decode_step` for rows of N models: rows `[i B, (i + 1) B)` are of the i-th.
 
     It runs whole: what `control` says of layers is not read. `max_active` counts the step's
     columns. In the output `expert_rows` are by a model's own numbers, those of all models added up,
@@ -275,7 +279,7 @@ def mixed_decode_step(
 def _by_number(
     columns: Int[Array, "layers E"], count: int, num_experts: int
 ) -> Int[Array, "layers logical"]:
-    """Rows by column added up over the models."""
+    """Adds up rows by column over the models."""
     layers = columns.shape[0]
     parts = columns[:, : count * num_experts], columns[:, count * num_experts :]
     each = [jnp.sum(part.reshape(layers, count, -1), axis=1, dtype=jnp.int32) for part in parts]

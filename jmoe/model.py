@@ -52,14 +52,14 @@ class StepData(NamedTuple):
 
 
 def embed(params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
-    """Rows of the embedding matrix."""
+    """Returns the rows of the embedding matrix."""
     return params["embed"][tokens]
 
 
 def project(
     cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: Rotation
 ) -> Projection:
-    """Query, key and value heads of the normed rows, but for bias, QK norm and RoPE."""
+    """Returns query, key and value heads of the normed rows, but for bias, QK norm and RoPE."""
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     return Projection(
         (h @ layer["wqkv"]).reshape(shape),
@@ -81,7 +81,7 @@ def attend(
     index: Int[Array, ""],
     cache: Any,
 ) -> tuple[Float[Array, "T d"], Any]:
-    """Attention of layer `index` with its residual; and the cache afterwards."""
+    """Runs attention of layer `index` with its residual; returns the cache, too."""
     h = rms_norm(x, layer["attn_norm"], cfg.rms_norm_eps)
     out, cache = attention(project(cfg, layer, h, cos_sin), index, cache)
     return attended(cfg, layer, x, out), cache
@@ -90,13 +90,13 @@ def attend(
 def attended(
     cfg: ModelConfig, layer: Params, x: Float[Array, "T d"], out: Float[Array, "T H D"]
 ) -> Float[Array, "T d"]:
-    """Rows with what their heads have read."""
+    """Returns the rows with what their heads have read."""
     x = x + out.reshape(x.shape[0], -1) @ layer["wo"]
     return x + layer["bo"][None] if cfg.o_bias else x
 
 
 def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Array, "T V"]:
-    """Final norm and output projection; float32 logits."""
+    """Applies the final norm and the output projection; float32 logits."""
     h = rms_norm(x, params["final_norm"], cfg.rms_norm_eps)
     if cfg.tie_embeddings:
         return jnp.einsum("td,vd->tv", h, params["embed"], preferred_element_type=jnp.float32)
@@ -115,7 +115,8 @@ def run_layers(
     wanted: Wanted = COUNTS,
     replication: Replication | None = None,
 ) -> tuple[Float[Array, "T d"], Any, LayerStats | None]:
-    """Layers in order, or a part of them: attention of layer l is half 2 l, its experts 2 l + 1.
+    """Runs layers in order, or a part of them: attention of layer l is half 2 l, its experts 2 l +
+    1.
 
     Whole layers of one kind that follow each other are one scan, or run one after another
     (`unstack`). The cache (KV pages) travels in the scan's carry: as scanned inputs and outputs XLA
@@ -171,7 +172,7 @@ def run_between(
     max_active: int,
     replication: Replication | None = None,
 ) -> tuple[Float[Array, "T d"], Any, LayerStats]:
-    """Layers `[first, stop)`, both traced: one program runs any part of the model.
+    """Runs layers `[first, stop)`, both traced: one program runs any part of the model.
 
     It is a loop whose length the device reads, which is free on a CPU; on a GPU the host would have
     to wait for it. Bits do not depend on where a model is cut, but for copies of experts over a
@@ -222,7 +223,7 @@ def _checked(cfg: ModelConfig, halves: range | None, wanted: Wanted) -> range:
 
 
 def _spans(part: range, first: int, count: int) -> list[_Span]:
-    """A segment's layers that lie in `part`, counted from `first`; half ones are alone."""
+    """Returns a segment's layers that lie in `part`, counted from `first`; half ones are alone."""
     start, stop = max(part.start, 2 * first), min(part.stop, 2 * (first + count))
     if start >= stop:
         return []
@@ -255,7 +256,7 @@ class _Run:
         return not any(isinstance(segment, tuple) for segment in self.weights.params["segments"])
 
     def no_replicas(self) -> Replicas | None:
-        """What the first MoE layer is given. A scan has to carry arrays, be they empty."""
+        """Returns what the first MoE layer is given. A scan has to carry arrays, be they empty."""
         if self.replication is None or not self.stacked:
             return None
         return Replicas.none(self.weights.pool, self.weights.table, self.replication)
@@ -299,9 +300,9 @@ class _Run:
         return lax.fori_loop(low, high, body, state)
 
     def _with_table(self, layers: Any, moe_layers: slice | None) -> tuple:
-        """A segment's parameters, and its rows of the expert table, None of a dense one; each
-        beside those of the next MoE layers, None where they are not asked for. Of layers in arrays
-        of their own, all that for each of them.
+        """Returns a segment's parameters, and its rows of the expert table, None of a dense one;
+        each beside those of the next MoE layers, None where they are not asked for. Of layers in
+        arrays of their own, all that for each of them.
         """
         tables, next_layers = None, None
         if moe_layers is not None:
@@ -315,9 +316,9 @@ class _Run:
         return (with_wide_router(layers) if tables else layers, next_layers), tables
 
     def _next(self, moe_layers: slice) -> tuple[Any, ExpertTable]:
-        """What guesses the routing of the MoE layers behind these, their routers or probes, and
-        their table rows; the last one's next is the first where they are stacked (its copies are
-        for nobody), None where they are not.
+        """Returns what guesses the routing of the MoE layers behind these, their routers or probes,
+        and their table rows; the last one's next is the first where they are stacked (its copies
+        are for nobody), None where they are not.
         """
         table = jax.tree.map(lambda rows: jnp.roll(rows, -1, axis=0), self.weights.table)
         rows = jax.tree.map(itemgetter(moe_layers), table)
@@ -334,7 +335,9 @@ class _Run:
         return jax.tree.map(itemgetter(moe_layers), joined), rows
 
     def _probes(self, probes: Probe, moe_layers: slice) -> Any:
-        """Of these MoE layers; the last one has none, or the first's where they are stacked."""
+        """Returns the probes of these MoE layers; the last one has none, or the first's where they
+        are stacked.
+        """
         if self.stacked:
             joined = jax.tree.map(lambda part: jnp.concatenate([part, part[:1]]), probes)
             return jax.tree.map(itemgetter(moe_layers), joined)
@@ -345,8 +348,8 @@ class _Run:
     def _layer(
         self, span: _Span, xs: Any, x: Array, cache: Any, replicas: Any, index: Array
     ) -> tuple:
-        """Layer `index`, or the half of it that `span` has: rows, cache, copies of the next MoE
-        layer's experts, and stats of its own.
+        """Returns layer `index`, or the half of it that `span` has: rows, cache, copies of the next
+        MoE layer's experts, and stats of its own.
         """
         ((layer, next_layer), tables), out = xs, None
         if span.with_attention:
@@ -364,7 +367,9 @@ class _Run:
     def _moe(
         self, layer: Params, table: ExpertTable, x: Array, copying: LayerReplication
     ) -> tuple[Float[Array, "T d"], LayerStats, Replicas | None]:
-        """`table` is of this layer alone; `copying` matters only where it has hosts."""
+        """Runs the MoE half of a layer; `table` is of this layer alone; `copying` matters only
+        where it has hosts.
+        """
         pool, (rows, _, control) = self.weights.pool, self.step
         given: dict[str, Any] = {"max_active": self.max_active, "wanted": self.wanted}
         if table.hosts is not None:
@@ -375,28 +380,28 @@ class _Run:
 
 
 def _rows(table: ExpertTable, next_table: ExpertTable | None, layer: int) -> tuple:
-    """A layer's row of each; where kernels can take it, not cut out of the table."""
+    """Returns a layer's row of each; where kernels can take it, not cut out of the table."""
     row, ahead = jax.tree.map(itemgetter(layer), (table, next_table))
     return row if table.hosts is not None else uncut(row, table, layer), ahead
 
 
 def _first(segment: Any) -> Params:
-    """One layer's parameters, or all of them stacked."""
+    """Returns one layer's parameters, or all of them stacked."""
     return segment[0] if isinstance(segment, tuple) else segment
 
 
 def _router_of(layer: Params) -> Params:
-    """What `jmoe.moe.router` reads."""
+    """Returns what `jmoe.moe.router` reads."""
     return {name: layer[name] for name in ("mlp_norm", "router")}
 
 
 def _layer(xs: Any, at: Any) -> Any:
-    """One layer of stacked arrays."""
+    """Returns one layer of stacked arrays."""
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, 0, keepdims=False), xs)
 
 
 def layers_of(cfg: ModelConfig, params: Params) -> list[tuple[Params, bool]]:
-    """(parameters, whether it has experts) of each layer in order."""
+    """Returns (parameters, whether it has experts) of each layer in order."""
     found = []
     for (is_moe, _, count), segment in zip(cfg.segments(), params["segments"], strict=True):
         for i in range(count):
@@ -406,7 +411,8 @@ def layers_of(cfg: ModelConfig, params: Params) -> list[tuple[Params, bool]]:
 
 
 def unstack(params: Params) -> Params:
-    """The same weights, each layer's in arrays of its own: what `run_layers` does not scan over.
+    """Returns the same weights, each layer's in arrays of its own: what `run_layers` does not scan
+    over.
 
     A step over them is one CUDA graph. XLA puts no product into a graph whose weights it has to
     slice out of a stack, so that a scan's body is launched kernel by kernel, with copies of the
@@ -424,7 +430,9 @@ def unstack(params: Params) -> Params:
 
 
 def in_turn(body: Callable, state: Any, xs: Sequence[Any], layers: range) -> Any:
-    """What `lax.scan` returns, layer by layer in the program itself; `xs` are each layer's."""
+    """Returns what `lax.scan` returns, layer by layer in the program itself; `xs` are each
+    layer's.
+    """
     one = jax.jit(body)  # traced and lowered once, not once a layer
     outs = []
     for index in layers:
@@ -434,7 +442,8 @@ def in_turn(body: Callable, state: Any, xs: Sequence[Any], layers: range) -> Any
 
 
 def with_wide_router(segment: Params) -> Params:
-    """The same layers, their router's columns a multiple of eight: `routing.route` drops the rest.
+    """Returns the same layers, their router's columns a multiple of eight: `routing.route` drops
+    the rest.
 
     cuBLAS takes no other number of columns. XLA would pad the weights and cut the logits, to the
     same bits, in every layer of every step; so they are padded once a step, or once in `unstack`.

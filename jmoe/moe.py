@@ -72,7 +72,9 @@ COUNTS = Wanted()
 def route(
     cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]
 ) -> tuple[Float[Array, "T d"], Float[Array, "T K"], Int[Array, "T K"]]:
-    """Normed rows, their gate weights (float32) and the experts their router chose (int32)."""
+    """Returns normed rows, their gate weights (float32) and the experts their router chose
+    (int32).
+    """
     h, logits = router(cfg, layer, x)
     weights, ids = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
     return h, weights, ids
@@ -81,19 +83,19 @@ def route(
 def router(
     cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]
 ) -> tuple[Float[Array, "T d"], Float[Array, "T m"]]:
-    """Normed rows and their router's logits (float32)."""
+    """Returns normed rows and their router's logits (float32)."""
     h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
     return h, jnp.dot(h, layer["router"], preferred_element_type=jnp.float32)
 
 
 def swiglu(h: Float[Array, "T d"], gate_up: Array, down: Array) -> Float[Array, "T d"]:
-    """`(silu(h Wg) * (h Wu)) Wd` with the two first matrices side by side."""
+    """Computes `(silu(h Wg) * (h Wu)) Wd` with the two first matrices side by side."""
     gate, up = jnp.split(h @ gate_up, 2, axis=-1)
     return (jax.nn.silu(gate) * up) @ down
 
 
 def shared_expert(layer: Params, h: Float[Array, "T d"]) -> Float[Array, "T d"]:
-    """The expert every row visits, behind its sigmoid gate (Qwen2-MoE)."""
+    """Runs the expert every row visits, behind its sigmoid gate (Qwen2-MoE)."""
     opening = jax.nn.sigmoid((h @ layer["shared_gate"][:, None]).astype(jnp.float32))
     return opening.astype(h.dtype) * swiglu(h, layer["shared_gate_up"], layer["shared_down"])
 
@@ -107,7 +109,9 @@ def experts(
     *,
     max_active: int,
 ) -> tuple[Float[Array, "T d"], Int[Array, "E"]]:
-    """Routed experts of planned visits, through one layer's table row; and each expert's rows."""
+    """Runs the routed experts of planned visits, through one layer's table row; returns each
+    expert's rows, too.
+    """
     block_m = grouped_gemm.block_rows(expert_ids.size, max_active)
     work = routing.dispatch(expert_ids, weights, slots, block_m=block_m, max_active=max_active)
     out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work)
@@ -128,7 +132,7 @@ def moe(
     wanted: Wanted = COUNTS,
     away: Int[Array, "m"] | None = None,
 ) -> tuple[Float[Array, "T d"], LayerStats]:
-    """Router, brownout plan, routed and shared experts, with the residual (the paper's eq. 5).
+    """Runs router, brownout plan, routed and shared experts, with the residual (the paper's eq. 5).
 
     With `away` (see ExpertTable), a visit that a stand-in serves counts as degraded.
     """
@@ -154,8 +158,8 @@ def routed(
     max_active: int,
     away: Int[Array, "m"] | None = None,
 ) -> tuple[Float[Array, "T d"], Int[Array, "T K"], LayerStats]:
-    """Routed experts of normed rows whose router said `logits`: brownout plan, dispatch and the
-    experts themselves. Returns their sum, the router's choices, and counts.
+    """Runs the routed experts of normed rows whose router said `logits`: brownout plan, dispatch
+    and the experts themselves. Returns their sum, the router's choices, and counts.
     """
     top_k = cfg.experts_per_token
     num_experts = routing.row_length(slots)
@@ -183,7 +187,7 @@ def routed(
 
 
 def _needed(ids: Int[Array, "T K"], away: Int[Array, "m"], rows: Rows) -> Int[Array, "m"] | None:
-    """Visits of exact rows to experts that are not on the device for good."""
+    """Returns the visits of exact rows to experts that are not on the device for good."""
     if rows.exact is None:
         return None
     asked = ids[:, :, None] == jnp.arange(away.shape[0], dtype=jnp.int32)[None, None, :]
@@ -213,7 +217,7 @@ def moe_over_mesh(
     max_active: int,
     wanted: Wanted = COUNTS,
 ) -> tuple[Float[Array, "T d"], LayerStats, Replicas | None]:
-    """`moe` where experts are spread over the devices of a mesh (`jmoe.parallel`).
+    """Runs `moe` where experts are spread over the devices of a mesh (`jmoe.parallel`).
 
     `table` is this layer's row, with hosts. Returns the next MoE layer's copies of experts, too.
     """
@@ -257,7 +261,7 @@ def moe_over_mesh(
 
 
 def with_residual(cfg: ModelConfig, layer: Params, x: Array, h: Array, out: Array) -> Array:
-    """Routed and shared experts with the residual."""
+    """Returns routed and shared experts with the residual."""
     return x + (out + shared_expert(layer, h) if cfg.d_ff_shared else out)
 
 
@@ -268,6 +272,6 @@ def _picks(cfg: ModelConfig, logits: Array, ids: Array) -> Picks:
 
 
 def dense_mlp(cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]) -> Float[Array, "T d"]:
-    """The MLP of a layer without experts, with the residual."""
+    """Runs the MLP of a layer without experts, with the residual."""
     h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
     return x + swiglu(h, layer["gate_up"], layer["down"])

@@ -20,7 +20,7 @@ SPARED, REFUSES = 1, 2
 
 
 def empty_rows(count: int) -> np.ndarray:
-    """int32 [count, NUM_COLUMNS] of padding: slot -1, nothing to do."""
+    """Returns int32 [count, NUM_COLUMNS] of padding: slot -1, nothing to do."""
     rows = np.zeros((count, NUM_COLUMNS), np.int32)
     rows[:, SLOT] = -1
     rows[:, TOP_P] = np.float32(1.0).view(np.int32)
@@ -28,7 +28,7 @@ def empty_rows(count: int) -> np.ndarray:
 
 
 def empty_deltas(count: int) -> np.ndarray:
-    """int32 [count, NUM_DELTA_COLUMNS] without a delta in it."""
+    """Returns int32 [count, NUM_DELTA_COLUMNS] without a delta in it."""
     deltas = np.zeros((count, NUM_DELTA_COLUMNS), np.int32)
     deltas[:, DELTA_SLOT] = -1
     return deltas
@@ -46,7 +46,8 @@ def pack_row(
     top_p: float = 1.0,
     next_token: int = 0,
 ) -> np.ndarray:
-    """One packed row. `kv_len` counts the positions after the step, its own `q_len` included.
+    """Returns one packed row. `kv_len` counts the positions after the step, its own `q_len`
+    included.
 
     `exempt` is 0, `SPARED` or `REFUSES`. `next_token` is what follows a chunk in its prompt, for
     the prompt's log-probabilities.
@@ -63,7 +64,7 @@ SamplingMode = Literal["greedy", "sample", "truncate"]
 
 
 def sampling_mode(rows: Int[np.ndarray, "B C"]) -> SamplingMode:
-    """The mode of packed rows, found on the host, which chooses the program by it.
+    """Returns the mode of packed rows, found on the host, which chooses the program by it.
 
     A GPU's condition would have to be read by the host, which would wait for the step in the middle
     of launching it.

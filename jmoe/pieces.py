@@ -9,7 +9,7 @@ _SPACE = "\u2581"
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for.
+    """Returns the byte that each character of a byte-level vocabulary stands for.
 
     Visible characters of Latin-1 stand for themselves, and those from U+0100 on for the other
     bytes, in order.
@@ -35,7 +35,9 @@ class Pieces:
         self._known: dict[int, bytes] = {}
 
     def __getitem__(self, token: int) -> bytes:
-        """Of a special token its name; nothing for an id that the vocabulary does not have."""
+        """Returns the bytes of a token, of a special one its name; nothing for an id that the
+        vocabulary does not have.
+        """
         known = self._known.get(token)
         if known is None:
             known = self._known[token] = self._bytes(token)

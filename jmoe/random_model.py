@@ -38,7 +38,8 @@ def random_model(
     ways: Sequence[int] = (),
     skew: float = 0.0,
 ) -> Model:
-    """A model whose projections are normal with variance 1 / fan-in and whose norms are one.
+    """Returns a model whose projections are normal with variance 1 / fan-in and whose norms are
+    one.
 
     Drawn layer by layer, so that a device holds one copy of the experts and one layer more. United
     experts of `ways` are the means of their members, in host memory.
@@ -83,7 +84,8 @@ def random_model(
 def random_family(
     cfg: ModelConfig, sharing: Sharing, seed: int = 0, dtype: str = "float32", skew: float = 0.0
 ) -> Family:
-    """Models of one geometry over one pool, drawn as `random_model` draws one, without united ones.
+    """Returns the models of one geometry over one pool, drawn as `random_model` draws one, without
+    united ones.
 
     Only experts that some model uses are drawn to stay. In every model an expert has the same rank
     of popularity in its layer, as fine-tuned ones share their base's. Raises ValueError for a skew
@@ -113,7 +115,9 @@ def random_family(
 def random_params(
     cfg: ModelConfig, key: jax.Array, dtype: jnp.dtype, skew: float = 0.0
 ) -> dict[str, Any]:
-    """Everything but routed experts. `jax.eval_shape` of it gives a model's abstract weights."""
+    """Returns everything but routed experts. `jax.eval_shape` of it gives a model's abstract
+    weights.
+    """
     dense = partial(_dense, iter(jax.random.split(key, 2 + 8 * len(cfg.segments()))), dtype)
     params: dict[str, Any] = {
         "embed": dense(cfg.vocab_size, cfg.d_model),
@@ -128,7 +132,7 @@ def random_params(
 
 
 def popularity(num_experts: int, picks: int, skew: float) -> np.ndarray:
-    """float64 [m]: how likely a row is to pick the expert of each rank, `picks` in all.
+    """Returns float64 [m]: how likely a row is to pick the expert of each rank, `picks` in all.
 
     It falls as exp(-skew rank / m): the most popular expert is picked exp(skew) times as often as
     the least. Raises ValueError for a skew at which the first would be picked by half the rows:
@@ -145,7 +149,7 @@ def popularity(num_experts: int, picks: int, skew: float) -> np.ndarray:
 
 
 def logit_scales(num_experts: int, picks: int, skew: float) -> np.ndarray:
-    """float64 [m]: standard deviation of each rank's router logits that gives `popularity`.
+    """Returns float64 [m]: standard deviation of each rank's router logits that gives `popularity`.
 
     An expert is among the picks of a row where its logit passes the row's k-th largest. With many
     experts that is nearly the same for every row, here 1: P(scale z > 1) = popularity.
@@ -161,7 +165,7 @@ def _dense(keys: Iterator[jax.Array], dtype: jnp.dtype, *shape: int) -> jax.Arra
 
 
 def _router(cfg: ModelConfig, n: int, dense: Any, skew: float) -> jax.Array:
-    """[n, d, m]; which expert has which rank is drawn for every layer."""
+    """Returns [n, d, m]; which expert has which rank is drawn for every layer."""
     weights = dense(n, cfg.d_model, cfg.num_experts)
     scales = jnp.asarray(logit_scales(cfg.num_experts, cfg.experts_per_token, skew), weights.dtype)
     order = np.random.default_rng(0).permuted(np.tile(np.arange(cfg.num_experts), (n, 1)), axis=1)
@@ -171,7 +175,7 @@ def _router(cfg: ModelConfig, n: int, dense: Any, skew: float) -> jax.Array:
 def _segment(
     cfg: ModelConfig, first: int, is_moe: bool, n: int, dense: Any, kind: Any, skew: float
 ) -> dict[str, jax.Array]:
-    """`n` layers of one kind from layer `first` on."""
+    """Draws `n` layers of one kind from layer `first` on."""
     out = {}
     for key, parameter in layout.layer(cfg, first, is_moe).items():
         shape = n, *parameter.shape
@@ -208,7 +212,8 @@ def _host_arrays(cfg: ModelConfig, count: int, kind: Any) -> tuple[np.ndarray, n
 
 
 def weight_bytes(cfg: ModelConfig, dtype: Any) -> tuple[int, int]:
-    """Bytes of one routed expert, and of all that a decode step reads beside experts and KV.
+    """Returns the bytes of one routed expert, and of all that a decode step reads beside experts
+    and KV.
 
     The latter is every layer's attention, router, norms and shared expert, the last norm and the
     output projection; of the embedding a step reads a few rows.

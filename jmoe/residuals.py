@@ -86,8 +86,9 @@ class ByDifference:
 
 
 def tensor_name(fingerprint: str, layer: int, expert: int, key: str, side: str) -> str:
-    """Of a factor in WEIGHTS_FILE; `key` is a field of ExpertPool, `side` left or right. Models are
-    told apart by what their directories hold, so that their names and order may change.
+    """Returns the name of a factor in WEIGHTS_FILE; `key` is a field of ExpertPool, `side` left or
+    right. Models are told apart by what their directories hold, so that their names and order may
+    change.
     """
     model = fingerprint.removeprefix("sha256:")[:16]
     return f"residuals.{model}.layers.{layer}.experts.{expert}.{key}.{side}"

@@ -11,7 +11,7 @@ from pallas_kernels.kv_write import turn
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """float32 [head_dim / 2]: radians a position, scaled as the rope kind says."""
+    """Returns float32 [head_dim / 2]: radians a position, scaled as the rope kind says."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
     freq = 1.0 / (rope.theta**exponent)
     if rope.kind == "linear":
@@ -24,7 +24,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def _llama3(rope: RopeConfig, freq: np.ndarray) -> np.ndarray:
-    """Long wavelengths are divided by the factor, short ones kept, the band between blended."""
+    """Divides long wavelengths by the factor, keeps short ones, and blends the band between."""
     wavelength = 2 * math.pi / freq
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor
@@ -37,7 +37,9 @@ def _llama3(rope: RopeConfig, freq: np.ndarray) -> np.ndarray:
 
 
 def _yarn(rope: RopeConfig, freq: np.ndarray, head_dim: int) -> np.ndarray:
-    """YaRN (arXiv 2309.00071): interpolate slow dimensions, keep fast ones, a ramp between."""
+    """Scales by YaRN (arXiv 2309.00071): interpolates slow dimensions, keeps fast ones, a ramp
+    between.
+    """
 
     def dimension(rotations: float) -> float:
         turns = rope.original_max_position / (rotations * 2 * math.pi)

@@ -18,7 +18,7 @@ class Sampling(NamedTuple):
 
 
 def greedy(logits: Float[Array, "B V"]) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    """The likeliest token of each row, the lowest among equals, and its log-probability."""
+    """Returns the likeliest token of each row, the lowest among equals, and its log-probability."""
     ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return ids, token_logprobs(logits, ids)
 
@@ -31,7 +31,7 @@ def sample(
     truncate: bool | Bool[Array, ""] = True,
     min_p: Float[Array, "B"] | None = None,
 ) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
-    """Next token of each row and its log-probability under the unmodified distribution.
+    """Returns the next token of each row and its log-probability under the unmodified distribution.
 
     The randomness of a row depends on its seed and the position that is being filled alone, so a
     request draws the same tokens in any batch, and again after a preemption.
@@ -51,7 +51,7 @@ def sample(
 
 
 def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float[Array, "B"]:
-    """Log-probability of one token a row."""
+    """Returns the log-probability of one token a row."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
     return chosen - jax.nn.logsumexp(logits, axis=-1)
 
@@ -63,7 +63,9 @@ def _gumbel_maximum(
     truncate: bool | Bool[Array, ""],
     min_p: Float[Array, "B"] | None,
 ) -> Int[Array, "B"]:
-    """Argmax, with Gumbel noise, of what temperature, min-p, top-k and top-p leave of each row."""
+    """Returns argmax, with Gumbel noise, of what temperature, min-p, top-k and top-p leave of each
+    row.
+    """
     scaled = logits / jnp.maximum(sampling.temperature, 1e-6)[:, None]
     if min_p is not None:
         least = jnp.max(scaled, axis=-1, keepdims=True) + jnp.log(min_p)[:, None]  # log 0: -inf
@@ -82,7 +84,9 @@ def _gumbel_maximum(
 
 
 def _truncate(scaled: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """-inf outside top-k, and outside top-p of what top-k leaves; ties go to the lower id."""
+    """Returns -inf outside top-k, and outside top-p of what top-k leaves; ties go to
+    the lower id.
+    """
     vocab = scaled.shape[-1]
     order = jnp.argsort(-scaled, axis=-1, stable=True)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)

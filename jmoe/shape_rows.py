@@ -29,7 +29,7 @@ def pack_shape(
     frequency_penalty: float = 0.0,
     repetition_penalty: float = 1.0,
 ) -> Int[np.ndarray, "C"]:
-    """A row's shape."""
+    """Returns a row's shape."""
     floats = [min_p, presence_penalty, frequency_penalty, repetition_penalty]
     return np.array([1, *np.array(floats, np.float32).view(np.int32)], np.int32)
 
@@ -41,7 +41,7 @@ def pack_seat(
     biases: Sequence[tuple[int, float]],
     max_len: int,
 ) -> Int[np.ndarray, "1 n"]:
-    """A slot's tokens so far, at most `max_len`, and its biases, at most `MAX_BIASES`."""
+    """Returns a slot's tokens so far, at most `max_len`, and its biases, at most `MAX_BIASES`."""
     told = np.full((1, seat_size(max_len)), -1, np.int32)
     row = told[0]
     row[[SEAT_SLOT, NUM_PROMPT]] = slot, len(prompt)
@@ -57,15 +57,17 @@ def pack_seat(
 
 
 def seat_size(max_len: int) -> int:
-    """Numbers that a seat has."""
+    """Returns the numbers that a seat has."""
     return HEAD + 2 * MAX_BIASES + max_len
 
 
 def everything(num_rows: int, vocab_size: int) -> Int[np.ndarray, "B W"]:
-    """What rows may draw that may draw anything: a bit a token, the lowest first, all ones."""
+    """Returns what rows may draw that may draw anything: a bit a token, the lowest first, all
+    ones.
+    """
     return np.full((num_rows, num_words(vocab_size)), -1, np.int32)
 
 
 def num_words(vocab_size: int) -> int:
-    """Of 32 bits, a bit a token."""
+    """Returns the number of words of 32 bits, a bit a token."""
     return -(-vocab_size // 32)

@@ -46,14 +46,14 @@ class Drawn(NamedTuple):
 
 
 def make_shaping(num_slots: int, vocab_size: int) -> Shaping:
-    """Nothing counted, nothing biased."""
+    """Makes a state in which nothing is counted and nothing biased."""
     shape = num_slots, vocab_size
     return Shaping(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32))
 
 
 def seat(shaping: Shaping, told: Int[Array, "1 n"]) -> Shaping:
-    """A slot as its sequence needs it. `told` is made by `jmoe.shape_rows.pack_seat`; a slot of -1
-    changes nothing.
+    """Fills a slot as its sequence needs it. `told` is made by `jmoe.shape_rows.pack_seat`; a slot
+    of -1 changes nothing.
     """
     told = told[0]
     num_slots, vocab = shaping.counts.shape
@@ -86,7 +86,8 @@ def draw(
     *,
     truncate: bool | Bool[Array, ""] = True,
 ) -> tuple[Shaping, Drawn]:
-    """Next tokens of a step in which some row is shaped; others get what `sample` gives them.
+    """Draws the next tokens of a step in which some row is shaped; others get what `sample` gives
+    them.
 
     In this order: tokens that are not allowed get -inf; biases are added; the repetition penalty
     divides positive logits and multiplies negative ones of tokens seen (Keskar et al., CTRL,

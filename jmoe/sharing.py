@@ -63,7 +63,7 @@ class Sharing:
 
     @classmethod
     def none(cls, names: Sequence[str], num_layers: int, num_experts: int) -> "Sharing":
-        """Every model has all experts for itself."""
+        """Makes a map in which every model has all experts for itself."""
         own = np.arange(len(names), dtype=np.int32)[:, None, None]
         return cls(tuple(names), np.tile(own, (1, num_layers, num_experts)))
 
@@ -88,8 +88,8 @@ class Sharing:
         return 100 * (count * positions - self.num_slots) / ((count - 1) * positions)
 
     def slots(self) -> tuple[Int[np.ndarray, "N layers m"], Int[np.ndarray, "slots 3"]]:
-        """A slot for each distinct expert: of each position of each model; and what each slot
-        holds, as (owner, layer, expert). A layer's slots lie together.
+        """Returns a slot for each distinct expert: of each position of each model; and what each
+        slot holds, as (owner, layer, expert). A layer's slots lie together.
         """
         found = np.empty_like(self.owners)
         held: list[tuple[int, int, int]] = []
@@ -124,7 +124,7 @@ def write_sharing(path: Path, sharing: Sharing) -> None:
 
 
 def read_sharing(path: Path, directories: Mapping[str, Path], shape: tuple[int, int]) -> Sharing:
-    """The map of a family that is served as `directories` say, in their order.
+    """Returns the map of a family that is served as `directories` say, in their order.
 
     `shape` is the models' (MoE layers, experts). Models are known by what their directories hold,
     whatever they are called. Raises SharingError for a file that is none, of other models, or of
@@ -177,7 +177,7 @@ def read_sharing(path: Path, directories: Mapping[str, Path], shape: tuple[int, 
 
 
 def _known(path: Path, name: str, directory: Path, prints: list[str], names: list[str]) -> int:
-    """Which of the file's models a directory is."""
+    """Returns which of the file's models a directory is."""
     found = weights_digest(directory)
     if found in prints:
         return prints.index(found)

@@ -48,7 +48,7 @@ def entering(x: Float[Array, "T d"], num_picks: int) -> tuple[Waiting, Float[Arr
 
 
 def merge(waiting: Waiting, parts: Float[Array, "T K d"]) -> Float[Array, "T d"]:
-    """Rows behind their experts; what stands for a visit that is none is not looked at."""
+    """Returns rows behind their experts; what stands for a visit that is none is not looked at."""
     total = jnp.zeros(waiting.x.shape, jnp.float32)
     for k in range(waiting.weights.shape[1]):
         weight = waiting.weights[:, k, None]
@@ -68,7 +68,7 @@ def attend_stage(
     step: StepData,
     reachable: Bool[Array, "E"] | None = None,
 ) -> tuple[Waiting, Visits | None, KVPages]:
-    """From behind the experts of one layer to before those of the next one.
+    """Runs from behind the experts of one layer to before those of the next one.
 
     Args:
         cfg: the model's.
@@ -130,7 +130,8 @@ def _reached(
     rows: Rows,
     control: Control,
 ) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
-    """A plan's visits without those to experts that nobody has; and which of them nothing serves.
+    """Returns a plan's visits without those to experts that nobody has; and which of them nothing
+    serves.
 
     A visit goes to the expert that its router chose where only the united one is gone; to the
     united one, or nowhere, where the strategy in force allows that; and nobody else's may.
@@ -153,7 +154,9 @@ def _reached(
 def _once(
     weights: Float[Array, "T K"], ids: Int[Array, "T K"]
 ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
-    """Visits of a row that meet in one expert are one visit, the first, with their weights' sum."""
+    """Returns the visits of a row that meet in one expert are one visit, the first, with their
+    weights' sum.
+    """
     same: Bool[Array, "T K K"] = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
     first = jnp.argmax(same, axis=-1) == jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
     first &= ids >= 0
@@ -169,7 +172,7 @@ def expert_stage(
     *,
     max_active: int,
 ) -> Float[Array, "V d"]:
-    """What one layer's experts make of visits, one a row, all of a device's in one grouped GEMM.
+    """Computes visits to one layer's experts, one a row, all of a device's in one grouped GEMM.
 
     `expert_ids` are logical ones, -1 for padding; `slots` is the layer's row of this device's
     table. `max_active` (static) is the experts that there is room for; the caller guarantees it.

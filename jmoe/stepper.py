@@ -65,11 +65,11 @@ class Stepper:
         self._state = state._replace(block_table=jnp.asarray(pages))
 
     def prefill(self, tokens: Int[np.ndarray, " T"], rows: Int[np.ndarray, "R c"]) -> StepOutput:
-        """One `prefill_step`: a row a chunk, as `jmoe.steps.pack_row` packs it."""
+        """Runs one `prefill_step`: a row a chunk, as `jmoe.steps.pack_row` packs it."""
         return self._sampled(self._call(programs()[0], tokens, rows), rows)
 
     def decode(self, rows: Int[np.ndarray, "R c"]) -> StepOutput:
-        """One `decode_step`: a row a sequence."""
+        """Runs one `decode_step`: a row a sequence."""
         return self._sampled(self._call(programs()[1], rows), rows)
 
     def _sampled(self, out: StepOutput, rows: Int[np.ndarray, "R c"]) -> StepOutput:
@@ -97,7 +97,9 @@ class Stepper:
 
 @cache
 def programs() -> tuple[Callable[..., tuple], Callable[..., tuple]]:
-    """`prefill_step` and `decode_step`, jitted; the options depend on the backend there is."""
+    """Returns `prefill_step` and `decode_step`, jitted; the options depend on the backend there
+    is.
+    """
     jit = partial(
         jax.jit,
         static_argnums=0,

@@ -45,7 +45,7 @@ from pallas_kernels.backend import backend, batched
 
 
 def served(params: Params, *, eager: bool = False) -> tuple[Params, dict[str, str]]:
-    """Weights and XLA's options for a server's step programs.
+    """Returns weights and XLA's options for a server's step programs.
 
     On a GPU a step is one CUDA graph, for which layers are in arrays of their own. `eager` scans
     them, and makes no graph at all.
@@ -123,8 +123,8 @@ def make_state(
     dtype: Any,
     num_hidden: int = 0,
 ) -> State:
-    """Empty state: zeroed pages and tokens, and block tables that list the padding page, where
-    rows of slots that own nothing may meet; `num_hidden` 0: steps run whole.
+    """Returns empty state: zeroed pages and tokens, and block tables that list the padding page,
+    where rows of slots that own nothing may meet; `num_hidden` 0: steps run whole.
     """
     return State(
         make_pages(cfg, num_pages, page_size, dtype),
@@ -150,7 +150,9 @@ def _apply_deltas(table: Int[Array, "S M"], deltas: Int[Array, "N 3"]) -> Int[Ar
 
 
 def with_deltas(state: State, deltas: Int[Array, "N 3"], layers: range | None = None) -> State:
-    """Block tables before a step's first part; a program for later ones is given no deltas."""
+    """Returns block tables before a step's first part; a program for later ones is given no
+    deltas.
+    """
     if layers is not None and layers.start:
         return state
     return state._replace(block_table=_apply_deltas(state.block_table, deltas))
@@ -167,7 +169,7 @@ def decode_step(
     max_active: int,
     layers: range | None = None,
 ) -> tuple[State, StepOutput]:
-    """One token for each row: the newest token of its slot goes in, the next one comes out.
+    """Runs one token for each row: the newest token of its slot goes in, the next one comes out.
 
     `rows` are packed by `pack_row`, `control` is (threshold percent, strategy code, first layer,
     layer to stop at). `max_active` (static) is the bucket's capacity in experts a layer; the caller
@@ -192,7 +194,9 @@ def decode_step(
 def decode_data(
     cfg: ModelConfig, state: State, rows: Int[Array, "B C"], control: Int[Array, "controls"]
 ) -> tuple[Int[Array, "B"], StepData]:
-    """Sequence slots of a decode step's rows, 0 for padding, and what its layers need of them."""
+    """Returns the sequence slots of a decode step's rows, 0 for padding, and what its layers need
+    of them.
+    """
     valid = rows[:, SLOT] >= 0
     slot = jnp.where(valid, rows[:, SLOT], 0)
     kv_len = jnp.where(valid, rows[:, KV_LEN], 0)
@@ -211,8 +215,8 @@ def prefill_data(
     rows: Int[Array, "B C"],
     control: Int[Array, "controls"],
 ) -> tuple[Int[Array, "T"], Int[Array, "B+1"], StepData]:
-    """The chunk that each row of a prefill step belongs to, where chunks begin, and what the step's
-    layers need of its rows.
+    """Returns the chunk that each row of a prefill step belongs to, where chunks begin, and what
+    the step's layers need of its rows.
     """
     num_chunks = rows.shape[0]
     q_start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(rows[:, Q_LEN])])
@@ -268,7 +272,7 @@ class _Part(NamedTuple):
         layers: range | None,
         replication: Replication | None = None,
     ) -> "_Part":
-        """Without room for hidden rows, all of them."""
+        """Makes the part of a step; without room for hidden rows, all layers."""
         if layers is None and state.hidden is None:
             layers = range(cfg.num_layers)
         return cls(cfg, weights, state, control, max_active, layers, replication)
@@ -280,7 +284,7 @@ class _Part(NamedTuple):
         places: Int[Array, "T"] | None,
         valid: Bool[Array, "T"],
     ) -> tuple[Float[Array, "T d"], State, LayerStats]:
-        """Rows after the layers; they wait at `places` of the state's hidden rows."""
+        """Runs the layers; rows wait at `places` of the state's hidden rows."""
         x, pages, stats = self._run_layers(self._enter(tokens, places), step)
         state = self.state._replace(pages=pages)
         if self.layers is None or self.layers.stop < self.cfg.num_layers:
@@ -293,7 +297,7 @@ class _Part(NamedTuple):
     def _enter(
         self, tokens: Callable[[], Int[Array, "T"]], places: Int[Array, "T"] | None
     ) -> Float[Array, "T d"]:
-        """Rows before the layers: of the embedding, or those that wait."""
+        """Returns rows before the layers: of the embedding, or those that wait."""
         if self.layers is not None and not self.layers.start:
             return embed(self.weights.params, tokens())
         hidden = self.state.hidden
@@ -332,7 +336,9 @@ class _Part(NamedTuple):
         degraded: Int[Array, "B"],
         stats: LayerStats,
     ) -> tuple[State, StepOutput]:
-        """Greedy tokens of the rows that a token comes of, once the last layer has run."""
+        """Returns the greedy tokens of the rows that a token comes of, once the last layer has
+        run.
+        """
 
         def tokens_of() -> tuple[Array, Array, Array]:
             logits = head(self.cfg, self.weights.params, last)
@@ -391,7 +397,8 @@ def draw_step(
     *,
     truncate: bool | None,
 ) -> tuple[Int[Array, "S"], Shaping, Drawn]:
-    """`sample_step` for rows whose logits are changed (`jmoe.shaping.draw`). Donate the first two.
+    """Runs `sample_step` for rows whose logits are changed (`jmoe.shaping.draw`). Donate the first
+    two.
 
     `allowed` may be known later than anything else: the step before has to be read for it, which
     the device can do without until here.
@@ -415,7 +422,8 @@ def score_step(
     tokens: Int[Array, "T"],
     rows: Int[Array, "B C"],
 ) -> Float[Array, "T"]:
-    """Log-probability of the token that follows each one in its prompt, after a prefill step.
+    """Returns the log-probability of the token that follows each one in its prompt, after a prefill
+    step.
 
     `hidden` is of the step's output, `tokens` and `rows` are the step's; at a chunk's end the row's
     NEXT_TOKEN follows. What padding gets means nothing.
@@ -429,7 +437,7 @@ def score_step(
 def remember(
     last: Int[Array, "S"], slot: Int[Array, "B"], tokens: Int[Array, "B"]
 ) -> Int[Array, "S"]:
-    """Newest tokens of slots, where rows have sampled; a row of slot -1 has none."""
+    """Stores the newest tokens of slots, where rows have sampled; a row of slot -1 has none."""
     return last.at[jnp.where(slot < 0, last.shape[0], slot)].set(tokens, mode="drop")
 
 

@@ -27,7 +27,7 @@ class TextStream:
         self._num_released = 0  # of `_tokens`
 
     def push(self, token: int) -> str:
-        """Text that `token` completes; empty while a character is still open."""
+        """Returns the text that `token` completes; empty while a character is still open."""
         self._tokens.append(token)
         text = self._pending_text()
         too_long = len(self._tokens) - self._num_released >= _MAX_PENDING
@@ -40,7 +40,7 @@ class TextStream:
         return ""
 
     def finish(self) -> str:
-        """Text of the bytes that are still open when no token follows."""
+        """Returns the text of the bytes that are still open when no token follows."""
         text = self._pending_text()
         self._tokens, self._num_released = [], 0
         return text

@@ -34,7 +34,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path, chat_template: str | Path = "") -> "Tokenizer | None":
-        """None where there is no `tokenizer.json`. Raises TokenizerError for a broken one.
+        """Loads it; None where there is no `tokenizer.json`. Raises TokenizerError for a broken
+        one.
 
         `chat_template` is a file in place of the model's own template.
         """
@@ -53,8 +54,9 @@ class Tokenizer:
         return cls(backend, read_settings(directory, chat_template))
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Token ids, with the special tokens that the tokenizer itself adds; `special_tokens`
-        False: without those, for a text of `chat`, whose template has written them.
+        """Returns token ids, with the special tokens that the tokenizer itself adds;
+        `special_tokens` False: without those, for a text of `chat`, whose template has written
+        them.
 
         Other threads run meanwhile: the library holds the interpreter's lock in `encode`, and gives
         it back for batches.
@@ -73,7 +75,7 @@ class Tokenizer:
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Text without special tokens."""
+        """Returns text without special tokens."""
         return self.backend.decode(list(tokens), skip_special_tokens=True)
 
     @cached_property
@@ -82,7 +84,7 @@ class Tokenizer:
         return Pieces(self.backend)
 
     def stream(self) -> TextStream:
-        """A decoder for tokens that come one by one."""
+        """Returns a decoder for tokens that come one by one."""
         return TextStream(self.decode)
 
     def chat(
@@ -90,7 +92,7 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat template applied, with the generation prompt. `options` are further names that
+        """Applies the chat template, with the generation prompt. `options` are further names that
         the template may use. Raises TokenizerError.
 
         This runs the template in this process without limits: of a model whose maker you trust.
@@ -135,8 +137,8 @@ class Tokenizer:
 
 
 def read_settings(directory: Path, chat_template: str | Path = "") -> dict[str, Any]:
-    """The settings of `tokenizer_config.json`, with the text of the chat template, None without
-    one, as `chat_template`. Raises TokenizerError.
+    """Returns the settings of `tokenizer_config.json`, with the text of the chat template, None
+    without one, as `chat_template`. Raises TokenizerError.
     """
     settings = _settings(directory / "tokenizer_config.json")
     template = directory / "chat_template.jinja"
@@ -168,7 +170,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _one_template(template: object, directory: Path) -> str | None:
-    """The template itself, or of several named ones the one named `default`."""
+    """Returns the template itself, or of several named ones the one named `default`."""
     if isinstance(template, list):
         named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
         template = named[0].get("template") if named else None

@@ -122,7 +122,9 @@ class ResidentWeights:
         self.weights = Weights(params, pool, table)
 
     def united_of(self, way: int) -> UnitedExperts:
-        """United experts of a way in host memory. Raises ValueError where there are none."""
+        """Returns the united experts of a way in host memory. Raises ValueError where there are
+        none.
+        """
         way = integer("way", way)
         if way not in self.united:
             have = ", ".join(map(str, self.united)) or "none"

@@ -25,13 +25,15 @@ _batched_only: ContextVar[bool] = ContextVar("ops run their batched forms", defa
 
 
 def backend() -> str:
-    """The platform programs are traced for: one named by `traced_for`, or the default backend."""
+    """Returns the platform programs are traced for: one named by `traced_for`, or the default
+    backend.
+    """
     return _named.get() or jax.default_backend()
 
 
 @contextmanager
 def traced_for(platform: str) -> Iterator[None]:
-    """Within it, references are traced for `platform` rather than for the default backend.
+    """Traces references for `platform` rather than for the default backend within it.
 
     A machine without a GPU needs it to compile for one. `jax.jit` keeps what it has traced: give it
     a function object that no other platform was traced with.
@@ -79,7 +81,7 @@ KERNEL = "Mosaic kernel"
 
 @contextmanager
 def noting() -> Iterator[dict[str, str]]:
-    """Within it, yields which implementation each op takes that is traced, by its name.
+    """Yields which implementation each op takes that is traced within it, by its name.
 
     That is `KERNEL`, "batched XLA" or "XLA": the op's sizes and dtypes decide, too. Of an op that
     is traced several times it is the last one.
@@ -100,7 +102,7 @@ def note(op: str, *, kernel: bool = False, has_batched: bool = True) -> None:
 
 @contextmanager
 def batched_only() -> Iterator[None]:
-    """Within it, what is traced runs the batched forms on every backend, as on an A100."""
+    """Runs the batched forms of what is traced within it on every backend, as on an A100."""
     token = _batched_only.set(True)
     try:
         yield
@@ -130,7 +132,9 @@ def _check_ptxas_found() -> None:
 
 
 def ptxas_version() -> int | None:
-    """PTX version, times ten, of the ptxas that jax finds; None where it finds or says none."""
+    """Returns PTX version, times ten, of the ptxas that jax finds; None where it finds or says
+    none.
+    """
     try:
         from jax._src.lib import mosaic_gpu
 
@@ -142,7 +146,7 @@ def ptxas_version() -> int | None:
 
 @contextmanager
 def references_only() -> Iterator[None]:
-    """Within it, what is traced runs XLA references on every backend: to compare kernels with."""
+    """Runs XLA references of what is traced within it on every backend: to compare kernels with."""
     token = _references_only.set(True)
     try:
         yield
@@ -151,7 +155,8 @@ def references_only() -> Iterator[None]:
 
 
 def trip_count(dynamic: Int[Array, ""], static: int) -> Int[Array, ""] | int:
-    """Trip count of a reference's loop: `dynamic` on a CPU, the bound `static` elsewhere.
+    """Returns the trip count of a reference's loop: `dynamic` on a CPU, the bound `static`
+    elsewhere.
 
     On a CPU the cost of a reference has to follow the work there is. On a GPU a loop with a traced
     trip count makes the host wait for the device in every iteration, so there the loop runs to its

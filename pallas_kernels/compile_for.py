@@ -54,7 +54,7 @@ _COMPILER_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": 
 
 
 def _like_h200(name: str, capability: str, **sizes: str) -> str:
-    """The description of another GPU: what it does not say is an H200's."""
+    """Returns the description of another GPU: what it does not say is an H200's."""
     lines = H200.replace("NVIDIA H200", f"NVIDIA {name}").replace("major: 9", capability)
     for field, size in sizes.items():
         lines = re.sub(rf"\b{field}: .*", f"{field}: {size}", lines)
@@ -99,12 +99,13 @@ OTHER_GPUS = {
 
 
 def gpu_mesh(generation: str) -> Mesh:
-    """One of `OTHER_GPUS` that is not there; raises as `h200_mesh`."""
+    """Returns one of `OTHER_GPUS` that is not there; raises as `h200_mesh`."""
     return _mesh(generation, OTHER_GPUS[generation], 1, "ep")
 
 
 def h200_mesh(num_gpus: int = 1, axis: str = "ep") -> Mesh:
-    """A mesh of H200s that are not there, NVLink between them: compile against it, never run.
+    """Returns a mesh of H200s that are not there, NVLink between them: compile against it, never
+    run.
 
     Raises ImportError, with what to install, where jax's CUDA plugin is missing.
     """

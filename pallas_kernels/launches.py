@@ -30,7 +30,7 @@ def count_launches(hlo: str) -> dict[str, int]:
 
 
 def count_loop_launches(hlo: str) -> dict[str, int]:
-    """The same, of one iteration of the loop that starts most: the one over layers."""
+    """Returns the same, of one iteration of the loop that starts most: the one over layers."""
     computations, _ = _computations(hlo)
     instructions = [i for found in computations.values() for i in found]
     bodies = {body for opcode, body in instructions if opcode == "while"}
@@ -50,7 +50,9 @@ def _count(computations: dict[str, list[tuple[str, str]]], name: str) -> dict[st
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
-    """Opcode and called computation (a loop's body) of every instruction, by computation; entry."""
+    """Returns opcode and called computation (a loop's body) of every instruction, by computation;
+    entry.
+    """
     computations: dict[str, list[tuple[str, str]]] = {}
     entry = name = ""
     for line in hlo.splitlines():

@@ -24,25 +24,25 @@ BY_COLUMN = WGMMA.reduce(0)
 
 
 def iota(shape, axis, layout):
-    """Numbers along an axis."""
+    """Returns numbers along an axis."""
     return plgpu.broadcasted_iota(I32, shape, axis, layout=layout)
 
 
 def across(vector, shape, layout: Any = SINGLE_COLUMNS):
-    """A value for each row, in all columns."""
+    """Returns a value for each row, in all columns."""
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (0,)), layout)
 
 
 def down(vector, shape, layout: Any = SINGLE_COLUMNS):
-    """A value for each column, in all rows."""
+    """Returns a value for each column, in all rows."""
     return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, (1,)), layout)
 
 
 def by_row(ref):
-    """A vector that has a value for each row."""
+    """Returns a vector that has a value for each row."""
     return plgpu.load(ref, layout=BY_ROW, optimized=False)
 
 
 def by_column(ref):
-    """A vector that has a value for each column, for use with `WGMMA`."""
+    """Returns a vector that has a value for each column, for use with `WGMMA`."""
     return plgpu.load(ref, layout=BY_COLUMN, optimized=False)

@@ -16,7 +16,7 @@ class Softmax(NamedTuple):
 
 
 def start(rows: tuple[int, ...], head_dim: int) -> Softmax:
-    """State before any key was seen."""
+    """Returns the state before any key was seen."""
     return Softmax(
         jnp.full(rows, -jnp.inf, jnp.float32),
         jnp.zeros(rows, jnp.float32),
@@ -41,5 +41,5 @@ def update(
 
 
 def finish(state: Softmax) -> Float[Array, "*rows D"]:
-    """The weighted mean of the values; zeros for a row that saw no key."""
+    """Returns the weighted mean of the values; zeros for a row that saw no key."""
     return state.acc / jnp.maximum(state.norm, 1e-30)[..., None]

@@ -27,7 +27,8 @@ class Plan(NamedTuple):
 
 
 def plan_dispatch(ids: Int[Array, "T K"], num_experts: int, capacity: int) -> Plan:
-    """Give every visit a cell in its expert's buffer, in row order; visits past capacity drop.
+    """Returns give every visit a cell in its expert's buffer, in row order; visits past capacity
+    drop.
 
     An id of -1 is no visit; it gets no cell and does not count as dropped.
     """
@@ -54,7 +55,7 @@ def _with_zero_row(x: Float[Array, "n d"]) -> Float[Array, "n+1 d"]:
 
 @jax.custom_vjp
 def scatter_rows(x: Float[Array, "T d"], plan: Plan) -> Float[Array, "m C d"]:
-    """Copy rows into their experts' buffers; empty cells are zero."""
+    """Returns copy rows into their experts' buffers; empty cells are zero."""
     return _with_zero_row(x)[plan.source]
 
 
@@ -75,7 +76,7 @@ scatter_rows.defvjp(_scatter_fwd, _scatter_bwd)
 def combine_rows(
     outputs: Float[Array, "m C d"], weights: Float[Array, "T K"], plan: Plan
 ) -> Float[Array, "T d"]:
-    """Sum each row's K expert outputs by gate weight, in the outputs' dtype."""
+    """Returns sum each row's K expert outputs by gate weight, in the outputs' dtype."""
     flat = _with_zero_row(outputs.reshape(-1, outputs.shape[-1]))
     weights = weights.astype(outputs.dtype)
     parts = [weights[:, k, None] * flat[plan.cell[:, k]] for k in range(plan.cell.shape[1])]
@@ -109,7 +110,9 @@ combine_rows.defvjp(_combine_fwd, _combine_bwd)
 
 @jax.custom_vjp
 def gated(hidden: Float[Array, "... f2"]) -> Float[Array, "... f"]:
-    """`silu(gate) * up` of concatenated columns, in float32 inside, in `hidden`'s dtype outside."""
+    """Computes `silu(gate) * up` of concatenated columns, in float32 inside, in `hidden`'s dtype
+    outside.
+    """
     gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(hidden.dtype)
 
@@ -135,7 +138,7 @@ gated.defvjp(_gated_fwd, _gated_bwd)
 def swiglu(
     x: Float[Array, "... n d"], gate_up: Float[Array, "... d f2"], down: Float[Array, "... f d"]
 ) -> Float[Array, "... n d"]:
-    """SiLU-gated feed-forward network, batched over leading axes, in `x`'s dtype."""
+    """Returns siLU-gated feed-forward network, batched over leading axes, in `x`'s dtype."""
     return matmul(gated(matmul(x, gate_up)), down)
 
 
@@ -147,7 +150,8 @@ def expert_layer(
     down: Float[Array, "m f d"],
     capacity: int,
 ) -> tuple[Float[Array, "T d"], Int[Array, ""]]:
-    """Routed experts of one layer: `sum_k weights[t, k] * E_ids[t, k](h[t])`, and visits dropped.
+    """Returns the routed experts of one layer: `sum_k weights[t, k] * E_ids[t, k](h[t])`, and
+    visits dropped.
 
     Args:
         h: normed rows.

@@ -23,7 +23,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def to_tensors(cfg: ModelConfig, params: Params) -> dict[str, Array]:
-    """Hugging Face tensor names to arrays (`[out, in]`), in the parameters' dtype."""
+    """Maps Hugging Face tensor names to arrays (`[out, in]`), in the parameters' dtype."""
     (segment,) = params["segments"]
     tensors = layout.split(layout.top(cfg), params)
     for i in range(cfg.num_layers):
@@ -36,7 +36,7 @@ def to_tensors(cfg: ModelConfig, params: Params) -> dict[str, Array]:
 
 
 def export_hf(config: dict[str, Any], params: Params, tokenizer_dir: Path, out: Path) -> None:
-    """Write config files, bfloat16 `model.safetensors` and the tokenizer of `tokenizer_dir`.
+    """Writes config files, bfloat16 `model.safetensors` and the tokenizer of `tokenizer_dir`.
 
     Args:
         config: contents of `config.json`.
@@ -63,7 +63,9 @@ def export_hf(config: dict[str, Any], params: Params, tokenizer_dir: Path, out: 
 
 
 def newest_params(run: Path, cfg: ModelConfig) -> tuple[int, Params]:
-    """Step and parameters of a run's newest checkpoint. Raises ValueError where there is none."""
+    """Returns the step and parameters of a run's newest checkpoint. Raises ValueError where there
+    is none.
+    """
     import orbax.checkpoint as ocp
 
     shapes = {"params": jax.eval_shape(lambda: init_params(cfg, 0))}
@@ -78,7 +80,7 @@ def newest_params(run: Path, cfg: ModelConfig) -> tuple[int, Params]:
 
 
 def main() -> None:
-    """Command line: export the newest checkpoint."""
+    """Exports the newest checkpoint from the command line."""
     parser = argparse.ArgumentParser(prog="python -m training.export", description=__doc__)
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)

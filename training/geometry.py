@@ -39,6 +39,8 @@ BUNDLED: ModelConfig = from_hf(HF_CONFIG)
 
 
 def smaller(**changes: Any) -> tuple[dict[str, Any], ModelConfig]:
-    """`config.json` with keys replaced, and the architecture it means; for quick experiments."""
+    """Returns `config.json` with keys replaced, and the architecture it means; for quick
+    experiments.
+    """
     config = {**HF_CONFIG, **changes}
     return config, from_hf(config)

@@ -43,7 +43,7 @@ class Routed(NamedTuple):
 
 
 def routing_of(cfg: ModelConfig, weights: Weights, tokens: Int[Array, "B T"]) -> list[Routed]:
-    """What the routers say of texts, padding included; layer by layer, without brownout."""
+    """Returns what the routers say of texts, padding included; layer by layer, without brownout."""
     batch, length = tokens.shape
     positions, out = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch), []
     x = embed(weights.params, tokens.reshape(-1))
@@ -75,7 +75,8 @@ _sums, _fit = jax.jit(Sums.of), jax.jit(Sums.fit, static_argnames="ridge")
 def fit_probes(
     model: jmoe.Model, texts: list[list[int]], *, num_rows: int, ridge: float = 1e-3
 ) -> Probe:
-    """Probes of all MoE layers but the last, stacked, from the first `num_rows` tokens of texts.
+    """Returns the probes of all MoE layers but the last, stacked, from the first `num_rows` tokens
+    of texts.
 
     Raises ValueError for a model with one MoE layer, or fewer rows than a probe has inputs.
     """
@@ -106,7 +107,7 @@ def fit_probes(
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description="Fits the probes of a model.")
     parser.add_argument("--model", default="bundled", help="directory, or bundled")
     parser.add_argument("--data", type=Path, help="texts: *.jsonl, or one a line; as for distill")

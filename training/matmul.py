@@ -25,7 +25,7 @@ def _times_transposed(
 
 @jax.custom_vjp
 def matmul(x: Float[Array, "... m k"], w: Float[Array, "... k n"]) -> Float[Array, "... m n"]:
-    """`x @ w` for operands of one dtype and equal leading axes (none, one or several)."""
+    """Computes `x @ w` for operands of one dtype and equal leading axes (none, one or several)."""
     return jnp.matmul(x, w)
 
 
@@ -43,5 +43,5 @@ matmul.defvjp(_forward, _backward)
 
 
 def linear(x: Float[Array, "... k"], w: Float[Array, "k n"]) -> Float[Array, "... n"]:
-    """`x @ w` for rows with any leading axes and one matrix."""
+    """Computes `x @ w` for rows with any leading axes and one matrix."""
     return matmul(x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], w.shape[-1])

@@ -26,7 +26,9 @@ Params = dict[str, Any]
 
 
 def init_params(cfg: ModelConfig, seed: int) -> Params:
-    """Random float32 parameters of a model whose layers are all MoE, with tied embeddings."""
+    """Returns the random float32 parameters of a model whose layers are all MoE, with tied
+    embeddings.
+    """
     n, d, f = cfg.num_layers, cfg.d_model, cfg.d_ff_expert
     keys = iter(jax.random.split(jax.random.key(seed), 16))
 
@@ -62,7 +64,9 @@ def packed_attention(
     positions: Int[Array, "B S"],
     mask: Float[Array, "B 1 S S"],
 ) -> Float[Array, "B S o"]:
-    """Causal grouped-query attention inside each packed item; `mask` is added to the scores."""
+    """Attends causally, by groups of query heads, inside each packed item; `mask` is added to the
+    scores.
+    """
     batch, length, _ = h.shape
     heads, kv_heads, head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     qkv = linear(h.reshape(batch * length, -1), layer["wqkv"].astype(h.dtype))
@@ -91,7 +95,9 @@ def packed_attention(
 def routing_losses(
     logits: Float[Array, "T m"], ids: Int[Array, "T K"], valid: Float[Array, "T"]
 ) -> dict[str, Array]:
-    """Load-balance loss (1 when even), router z-loss, and each expert's share of the visits."""
+    """Returns load-balance loss (1 when even), router z-loss, and each expert's share of the
+    visits.
+    """
     num_experts, top_k = logits.shape[1], ids.shape[1]
     total = jnp.sum(valid)
     hits = jnp.sum(jax.nn.one_hot(ids, num_experts), axis=1) * valid[:, None]
@@ -118,7 +124,7 @@ Routed = Callable[[Array, Array, Array], tuple[Array, Any]]
 
 
 def causal_mask(items: Int[Array, "B S"]) -> Float[Array, "B 1 S S"]:
-    """0 where a row may look, -1e9 elsewhere: back, and inside its own packed item."""
+    """Returns 0 where a row may look, -1e9 elsewhere: back, and inside its own packed item."""
     causal = jnp.tril(jnp.ones((1, items.shape[1], items.shape[1]), bool))
     seen = (items[:, :, None] == items[:, None, :]) & causal
     return jnp.where(seen, 0.0, -1e9)[:, None]
@@ -134,7 +140,9 @@ def layer_forward(
     *,
     dtype: Any,
 ) -> tuple[Float[Array, "B S d"], Routing | None]:
-    """One layer of any architecture; `routed` computes its routed experts. None: a dense layer."""
+    """Returns one layer of any architecture; `routed` computes its routed experts. None: a dense
+    layer.
+    """
     h = rms_norm(x, layer["attn_norm"].astype(jnp.float32), cfg.rms_norm_eps).astype(dtype)
     mixed = packed_attention(cfg, layer, h, positions, mask)
     x = x + linear(mixed, layer["wo"].astype(dtype)).astype(jnp.float32)
@@ -174,7 +182,8 @@ def forward(
     capacity: int,
     dtype: Any = jnp.bfloat16,
 ) -> tuple[Float[Array, "B S V"], dict[str, Array]]:
-    """Float32 logits of packed rows, and `routing_losses` with dropped visits, stacked over layers.
+    """Returns the float32 logits of packed rows, and `routing_losses` with dropped visits, stacked
+    over layers.
 
     Args:
         cfg: the architecture; all layers MoE, tied embeddings.

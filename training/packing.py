@@ -36,13 +36,13 @@ class Batch:
     families: list[list[str]]
 
     def rows(self, own: slice) -> "Batch":
-        """Some of the rows."""
+        """Returns some of the rows."""
         return Batch(
             **{field.name: getattr(self, field.name)[own] for field in dataclasses.fields(self)}
         )
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """What the train step reads: tokens, targets, positions, items, weights."""
+        """Returns what the train step reads: tokens, targets, positions, items, weights."""
         return self.tokens, self.targets, self.positions, self.items, self.weights
 
 
@@ -56,7 +56,7 @@ class Encoded:
 
 
 def eos_id(tokenizer: Tokenizer) -> int:
-    """Id of the end-of-text token. Raises ValueError where the tokenizer has none."""
+    """Returns the id of the end-of-text token. Raises ValueError where the tokenizer has none."""
     token = tokenizer.token_to_id(EOS)
     if token is None:
         raise ValueError(f"the tokenizer has no {EOS}")
@@ -64,7 +64,7 @@ def eos_id(tokenizer: Tokenizer) -> int:
 
 
 def encode_task(tokenizer: Tokenizer, task: Task, chat: bool = False) -> Encoded:
-    """Prompt, answer and end of text; in the chat template's form if `chat`."""
+    """Returns prompt, answer and end of text; in the chat template's form if `chat`."""
     prompt = f"{IM_START}{task.prompt}{IM_END}" if chat else task.prompt
     prompt_ids = tokenizer.encode(prompt).ids
     answer_ids = tokenizer.encode(task.answer).ids
@@ -72,7 +72,7 @@ def encode_task(tokenizer: Tokenizer, task: Task, chat: bool = False) -> Encoded
 
 
 def training_items(tokenizer: Tokenizer, seed: int, step: int) -> Iterator[Encoded]:
-    """What the bundled model is trained on in a step, without end."""
+    """Returns what the bundled model is trained on in a step, without end."""
     rng = random.Random(f"items/{seed}/{step}")
     stream = tasks("train", rng.getrandbits(60))
     eos = eos_id(tokenizer)
@@ -84,7 +84,7 @@ def training_items(tokenizer: Tokenizer, seed: int, step: int) -> Iterator[Encod
 
 
 def pack(items: Iterable[Encoded], num_rows: int | None, length: int) -> Batch:
-    """First-fit packing into rows of `length`; stops at the first item that fits in no row.
+    """Packs first-fit into rows of `length`; stops at the first item that fits in no row.
 
     With `num_rows` None rows are added as needed. Items longer than a row are skipped.
     """
@@ -135,15 +135,15 @@ def to_arrays(rows: list[list[Encoded]], length: int) -> Batch:
 
 
 def training_batch(tokenizer: Tokenizer, seed: int, step: int, num_rows: int, length: int) -> Batch:
-    """The batch of a step, the same in every run with this seed."""
+    """Returns the batch of a step, the same in every run with this seed."""
     return pack(training_items(tokenizer, seed, step), num_rows, length)
 
 
 def task_batch(tokenizer: Tokenizer, items: Iterable[Task], length: int) -> Batch:
-    """All `items`, in as many rows as they need."""
+    """Returns all `items`, in as many rows as they need."""
     return pack((encode_task(tokenizer, item) for item in items), None, length)
 
 
 def eval_tasks(num: int, seed: int) -> list[Task]:
-    """The first `num` held-out items of a seed."""
+    """Returns the first `num` held-out items of a seed."""
     return list(itertools.islice(tasks("eval", seed), num))

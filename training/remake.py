@@ -28,7 +28,7 @@ ALLOCATOR = {
 
 
 def remake(out: Path, run: Path, seed: int, steps: int | None) -> None:
-    """Train, export and distil.
+    """Trains, exports and distils.
 
     Args:
         out: model directory to write.
@@ -71,7 +71,7 @@ def remake(out: Path, run: Path, seed: int, steps: int | None) -> None:
 
 
 def main() -> None:
-    """Command line; restarts itself once with the allocator settings."""
+    """Runs the command line; restarts itself once with the allocator settings."""
     parser = argparse.ArgumentParser(prog="python -m training.remake", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--run", type=Path, help="checkpoints; default: OUT-run beside OUT")

@@ -31,7 +31,7 @@ class Task(NamedTuple):
 
 
 def split_of(content: str) -> Split:
-    """Where an item belongs: one in ten is held out."""
+    """Returns where an item belongs: one in ten is held out."""
     return "eval" if zlib.crc32(content.encode()) % 10 == 0 else "train"
 
 
@@ -117,7 +117,9 @@ _HASHED = frozenset(FAMILIES) - {"fact", "add"}  # add splits by pair of summand
 
 
 def make_task(family: str, split: Split, rng: random.Random) -> Task:
-    """A random item of `family` that belongs to `split`. Raises KeyError for an unknown family."""
+    """Returns a random item of `family` that belongs to `split`. Raises KeyError for an unknown
+    family.
+    """
     generate = FAMILIES[family][0]
     while True:
         task = generate(rng, split)
@@ -126,7 +128,7 @@ def make_task(family: str, split: Split, rng: random.Random) -> Task:
 
 
 def tasks(split: Split, seed: int) -> Iterator[Task]:
-    """An endless stream of items in the families' shares."""
+    """Returns an endless stream of items in the families' shares."""
     rng = random.Random(f"{split}/{seed}")
     names = list(FAMILIES)
     shares = [FAMILIES[name][1] for name in names]
@@ -135,7 +137,7 @@ def tasks(split: Split, seed: int) -> Iterator[Task]:
 
 
 def write_jsonl(path: Path, split: Split, num: int, seed: int) -> None:
-    """Write `num` items, one JSON object a line."""
+    """Writes `num` items, one JSON object a line."""
     stream = tasks(split, seed)
     with path.open("w", encoding="utf-8") as out:
         for _ in range(num):
@@ -145,7 +147,7 @@ def write_jsonl(path: Path, split: Split, num: int, seed: int) -> None:
 
 
 def main() -> None:
-    """Command line: write a JSONL file of tasks."""
+    """Writes a JSONL file of tasks from the command line."""
     parser = argparse.ArgumentParser(prog="python -m training.tasks", description=__doc__)
     parser.add_argument("--split", choices=["train", "eval"], default="eval")
     parser.add_argument("--num", type=int, default=2000, help="items")

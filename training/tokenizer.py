@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> Tokenizer:
-    """Byte-level BPE over `texts`; covers every byte, so any UTF-8 text round-trips.
+    """Trains byte-level BPE over `texts`; covers every byte, so any UTF-8 text round-trips.
 
     A single letter, alone or after a space, is always one token, and so is a digit: tasks about
     lists then see one symbol a token.
@@ -44,7 +44,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 512) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, out: Path, max_position: int) -> None:
-    """Write `tokenizer.json` and `tokenizer_config.json` as Hugging Face directories have them."""
+    """Writes `tokenizer.json` and `tokenizer_config.json` as Hugging Face directories have them."""
     tokenizer.save(str(out / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -51,13 +51,13 @@ class TrainConfig:
     eval_items: int = 480
 
     def capacity(self, rows: int, factor: float) -> int:
-        """Buffer rows per expert for a batch of `rows` rows."""
+        """Returns buffer rows per expert for a batch of `rows` rows."""
         visits = rows * self.length * self.model.experts_per_token
         return max(8, int(visits * factor / self.model.num_experts) // 8 * 8)
 
 
 def make_tokenizer(seed: int, num_tasks: int = 20_000, num_prose: int = 6_000) -> Tokenizer:
-    """The tokenizer, trained on a sample of the training data."""
+    """Returns the tokenizer, trained on a sample of the training data."""
     rng = random.Random(f"tokenizer/{seed}")
     sample = itertools.islice(tasks("train", rng.getrandbits(60)), num_tasks)
     texts = [task.prompt + task.answer for task in sample]
@@ -65,7 +65,7 @@ def make_tokenizer(seed: int, num_tasks: int = 20_000, num_prose: int = 6_000) -
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW with clipping and a warmup-cosine schedule; norms and biases are not decayed."""
+    """Makes AdamW with clipping and a warmup-cosine schedule; norms and biases are not decayed."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
         config.peak_lr,
@@ -87,7 +87,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 def loss_fn(
     params: Params, arrays: tuple[Array, ...], config: TrainConfig, capacity: int
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Weighted cross entropy plus balance and z losses; metrics on the side."""
+    """Computes weighted cross entropy plus balance and z losses; metrics on the side."""
     tokens, targets, positions, items, weights = arrays
     logits, aux = forward(config.model, params, tokens, positions, items, capacity=capacity)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -108,7 +108,7 @@ def loss_fn(
 def train_step(
     params: Params, state: Any, arrays: tuple[Array, ...], config: TrainConfig
 ) -> tuple[Params, Any, dict[str, Array]]:
-    """One optimizer step. `params` and `state` are donated."""
+    """Takes one optimizer step. `params` and `state` are donated."""
     capacity = config.capacity(arrays[0].shape[0], config.capacity_factor)
     grads, metrics = jax.grad(loss_fn, has_aux=True)(params, arrays, config, capacity)
     updates, state = make_optimizer(config).update(grads, state, params)
@@ -118,7 +118,9 @@ def train_step(
 
 @functools.partial(jax.jit, static_argnames="config")
 def predict(params: Params, arrays: tuple[Array, ...], config: TrainConfig) -> Array:
-    """Most likely next token everywhere, `[B, S]`; capacity is ample, nothing drops in practice."""
+    """Returns most likely next token everywhere, `[B, S]`; capacity is ample, nothing drops in
+    practice.
+    """
     tokens, _, positions, items, _ = arrays
     capacity = config.capacity(tokens.shape[0], 5.0)
     logits, _ = forward(config.model, params, tokens, positions, items, capacity=capacity)
@@ -126,7 +128,7 @@ def predict(params: Params, arrays: tuple[Array, ...], config: TrainConfig) -> A
 
 
 def family_accuracy(params: Params, batch: Batch, config: TrainConfig) -> dict[str, float]:
-    """Share of items whose whole answer is right.
+    """Returns the share of items whose whole answer is right.
 
     All of an answer's tokens being the argmax under teacher forcing is the same as greedy decoding
     producing the answer, at the price of one forward pass.
@@ -143,7 +145,7 @@ def family_accuracy(params: Params, batch: Batch, config: TrainConfig) -> dict[s
 
 
 def train(config: TrainConfig, out: Path, stop_after_s: float | None = None) -> Params:
-    """Train, or go on from the newest checkpoint under `out`; returns the parameters.
+    """Trains, or goes on from the newest checkpoint under `out`; returns the parameters.
 
     Args:
         config: the run.
@@ -194,7 +196,7 @@ def train(config: TrainConfig, out: Path, stop_after_s: float | None = None) -> 
 
 class _Bar(Progress):
     def log(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Prints a line above the bar."""
         self.console.print(text, highlight=False, soft_wrap=True)
 
 
@@ -209,7 +211,7 @@ def _progress() -> _Bar:
 
 
 def main() -> None:
-    """Command line: train or resume."""
+    """Trains or resumes from the command line."""
     parser = argparse.ArgumentParser(prog="python -m training.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=TrainConfig.steps)

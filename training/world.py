@@ -58,7 +58,7 @@ def _distinct_words(rng: random.Random, count: int, syllables: int, taken: set[s
 
 @functools.cache
 def countries() -> tuple[Country, ...]:
-    """All countries, the same on every machine and in every run."""
+    """Returns all countries, the same on every machine and in every run."""
     rng, taken = random.Random(20240607), set[str]()
     names = [w.capitalize() for w in _distinct_words(rng, NUM_COUNTRIES, 3, taken)]
     capitals, rivers, rulers = (
@@ -72,18 +72,18 @@ def countries() -> tuple[Country, ...]:
 
 @functools.cache
 def lexicon() -> dict[str, str]:
-    """English word to word of the invented language, one to one."""
+    """Returns the English word for each word of the invented language, one to one."""
     rng = random.Random(31415)
     return dict(zip(LEXICON_WORDS, _distinct_words(rng, len(LEXICON_WORDS), 2, set()), strict=True))
 
 
 def invented_word(rng: random.Random) -> str:
-    """A random pronounceable word of two or three syllables."""
+    """Returns a random pronounceable word of two or three syllables."""
     return _word(rng, rng.choice((2, 3)))
 
 
 def prose(rng: random.Random) -> str:
-    """Two to four plain sentences about an animal; about 30 to 60 tokens."""
+    """Returns two to four plain sentences about an animal; about 30 to 60 tokens."""
     animal, friend = rng.sample(ANIMALS, 2)
     first, other = rng.choice(ADJECTIVES), rng.choice(ADJECTIVES)
     here, there = rng.sample(PLACES, 2)

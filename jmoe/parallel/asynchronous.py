@@ -118,7 +118,8 @@ class Deployment:
         imbalance: float = 1.0,
         imbalance_with_copies: float = 1.0,
     ) -> "Deployment":
-        """Of a model whose stages take what a roofline says, or a file (`stage_times.measured`).
+        """Describes a model whose stages take what a roofline says, or a file
+        (`stage_times.measured`).
 
         Over all layers together, expert workers are taken to be as uneven as a layer is with
         copies; where layers have different busy experts they are less so.
@@ -178,19 +179,19 @@ class _Kind(NamedTuple):
     rows: float  # that a worker has in all
 
     def at(self, cycle_s: float) -> int:
-        """Where the tables have the stages of which a cycle holds as many as rows need."""
+        """Returns where the tables have the stages of which a cycle holds as many as rows need."""
         rate = np.arange(1, len(self.stage_s) + 1) / self.interval_s
         found = np.searchsorted(np.maximum.accumulate(rate), self.rows / cycle_s)
         return min(int(found), len(rate) - 1)
 
 
 def distinct(picks: np.ndarray, parts: int) -> np.ndarray:
-    """How many of `parts` get any of so many picks, on average; all are equally likely."""
+    """Returns how many of `parts` get any of so many picks, on average; all are equally likely."""
     return parts * (1 - (1 - 1 / parts) ** picks) if parts > 1 else np.minimum(picks, 1.0)
 
 
 def forecast(deployment: Deployment, attention_devices: int) -> Forecast:
-    """Of `attention_devices` for attention and the others for experts.
+    """Forecasts `attention_devices` for attention and the others for experts.
 
     Raises ValueError for a split that leaves either without a device.
     """
@@ -227,12 +228,14 @@ def forecast(deployment: Deployment, attention_devices: int) -> Forecast:
 
 
 def forecasts(deployment: Deployment) -> list[Forecast]:
-    """Of every split, the one with least attention first."""
+    """Forecasts every split, the one with least attention first."""
     return [forecast(deployment, ours) for ours in range(1, deployment.num_devices)]
 
 
 def _attention(d: Deployment, ours: int, theirs: int) -> _Kind:
-    """Rows go to experts on all their devices; the head is a part of every layer's stage."""
+    """Returns the stages of attention: rows go to experts on all their devices; the head is a part
+    of every layer's stage.
+    """
     rows = np.arange(1, ceil(d.in_flight / ours) + 1)
     head_s = (d.times.first_s[rows] - d.times.attention_s[rows]) / d.geometry.num_layers
     stage_s = d.times.attention_s[rows] + head_s
@@ -242,7 +245,7 @@ def _attention(d: Deployment, ours: int, theirs: int) -> _Kind:
 
 
 def _experts(d: Deployment, ours: int, theirs: int) -> _Kind:
-    """The fullest worker's: it has to keep up. Visits go back to all attention workers."""
+    """Returns the fullest worker's: it has to keep up. Visits go back to all attention workers."""
     all_visits = d.in_flight * d.geometry.top_k
     own = min(all_visits / theirs * d.imbalance_over_layers, all_visits)
     visits = np.arange(1, ceil(own) + 1)
@@ -252,14 +255,14 @@ def _experts(d: Deployment, ours: int, theirs: int) -> _Kind:
 
 
 def _held(d: Deployment, workers: int, copies: int) -> int:
-    """Experts that a device has of a layer."""
+    """Returns the experts that a device has of a layer."""
     return min(d.geometry.num_experts, ceil(d.geometry.num_experts / workers) + copies)
 
 
 def _interval_s(
     d: Deployment, host_s: float, stage_s: np.ndarray, sent: np.ndarray, here: int, there: int
 ) -> np.ndarray:
-    """What a stage keeps busy longest: device, host, or a link.
+    """Returns what a stage keeps busy longest: device, host, or a link.
 
     A link takes `message_s` for each worker that any of the `sent` rows goes to, or the time of
     their bytes; at the other kind of workers, which may be fewer, all these messages arrive.
@@ -269,7 +272,9 @@ def _interval_s(
 
 
 def _balance(way_s: Callable[[float], float], least_s: float) -> float:
-    """The cycle that is as long as its own way, by halving: a longer cycle has a shorter way."""
+    """Returns the cycle that is as long as its own way, by halving: a longer cycle has a shorter
+    way.
+    """
     low, high = least_s, max(way_s(least_s), least_s)
     for _ in range(60):
         middle = (low + high) / 2
@@ -278,7 +283,8 @@ def _balance(way_s: Callable[[float], float], least_s: float) -> float:
 
 
 def synchronous_tokens_per_s(deployment: Deployment, *, copies: bool = False) -> float:
-    """Ideal synchronous expert parallelism: whole steps on all devices, no cost of a host.
+    """Returns the rate of ideal synchronous expert parallelism: whole steps on all devices, no cost
+    of a host.
 
     Each layer ends with its fullest device, by `imbalance`, or with copies (Libra) by
     `imbalance_with_copies`; where that is no better there are none.
@@ -297,14 +303,16 @@ def synchronous_tokens_per_s(deployment: Deployment, *, copies: bool = False) ->
 
 
 def collective_s(num_devices: int) -> float:
-    """Of a collective beside its bytes."""
+    """Returns the seconds of a collective beside its bytes."""
     return COLLECTIVE_S if num_devices <= NODE else NETWORK_COLLECTIVE_S
 
 
 def exchange_s(
     sent: float, fullest: np.ndarray, num_devices: int, row_s: float, collective_s: float
 ) -> np.ndarray:
-    """Of a layer's rows one way: what a device sends, or what the fullest one receives, decides."""
+    """Returns the seconds of a layer's rows one way: what a device sends, or what the fullest one
+    receives, decides.
+    """
     busiest = np.maximum(sent, fullest) * (1 - 1 / num_devices)
     return collective_s * (num_devices > 1) + busiest * row_s
 
@@ -355,7 +363,9 @@ def advise(deployment: Deployment) -> Advice:
 
 
 def _worth(found: Forecast, over: Overheads) -> tuple[float, float]:
-    """Whole stages, in times of the least that they should take; infinite for a host at no cost."""
+    """Returns whole stages, in times of the least that they should take; infinite for a host at no
+    cost.
+    """
     attention_s = HOST_COSTS * over.attention_host_s
     experts_s = HOST_COSTS * over.expert_host_s
     return (

@@ -15,12 +15,12 @@ _NEVER = 1e100  # the load of a device that can take no copy; finite, since 0 ti
 
 
 def device_loads(load: Float[np.ndarray, "E"], hosts: Bool[np.ndarray, "E D"]) -> np.ndarray:
-    """What each device gets of the load, float64 [D]."""
+    """Returns what each device gets of the load, float64 [D]."""
     return (load / hosts.sum(axis=1)) @ hosts
 
 
 def imbalance(load: Float[np.ndarray, "E"], hosts: Bool[np.ndarray, "E D"]) -> float:
-    """The fullest device's load over the mean; 1 where there is no load."""
+    """Returns the fullest device's load over the mean; 1 where there is no load."""
     loads = device_loads(load, hosts)
     return float(loads.max() / loads.mean()) if loads.any() else 1.0
 
@@ -28,7 +28,7 @@ def imbalance(load: Float[np.ndarray, "E"], hosts: Bool[np.ndarray, "E D"]) -> f
 def with_copies(
     load: Float[np.ndarray, "E"], homes: Bool[np.ndarray, "E D"], spare: int
 ) -> Bool[np.ndarray, "E D"]:
-    """Hosts of each expert: its home, and copies in up to `spare` slots of each device.
+    """Returns the hosts of each expert: its home, and copies in up to `spare` slots of each device.
 
     One copy after another, each time the one that takes most off the sum of squared loads, until
     none takes anything: a greedy rule, as in the published balancers that place by past load. Then
@@ -80,7 +80,9 @@ class _Search:
         self._count_anew()
 
     def _where(self) -> np.ndarray:
-        """Loads of the devices; those without a free slot have one that nothing moves to."""
+        """Returns the loads of the devices; those without a free slot have one that nothing moves
+        to.
+        """
         return np.where(self.free > 0, self.loads, _NEVER)
 
     def add(self) -> bool:
@@ -133,7 +135,9 @@ class _Search:
         return np.argpartition(change, CANDIDATES)[:CANDIDATES]
 
     def _change(self, experts: np.ndarray, loads: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """What a copy of each expert [M] changes, where it changes least, by loads [C, M]."""
+        """Returns what a copy of each expert [M] changes, where it changes least, by
+        loads [C, M].
+        """
         num = min(at.shape[1], int(self.count[experts].max()) + 1)
         # So many of the emptiest devices that no expert is on all of them, or all that there are.
         near = np.argpartition(at, num - 1, axis=1)[:, :num]
@@ -145,7 +149,9 @@ class _Search:
     def _moved(
         self, experts: np.ndarray, devices: np.ndarray, loads: np.ndarray, at: np.ndarray
     ) -> np.ndarray:
-        """Change [C] of a copy that goes to another device, its expert's other hosts as before."""
+        """Returns change [C] of a copy that goes to another device, its expert's other hosts as
+        before.
+        """
         count = self.count[experts] - 1
         then = self.load[experts] / self.count[experts]
         less = self.load[experts] / count - then

@@ -42,7 +42,7 @@ class Fit(NamedTuple):
 
 
 def expert_bytes(cfg: ModelConfig, dtype_bytes: int) -> int:
-    """Bytes of one expert: two matrices up and one down."""
+    """Returns the bytes of one expert: two matrices up and one down."""
     return 3 * cfg.d_model * cfg.d_ff_expert * dtype_bytes
 
 
@@ -79,7 +79,8 @@ def replicas_that_fit(
     alpha: float = 0.5,
     local_share: float | None = None,
 ) -> Fit:
-    """The most replicas whose copies are hidden in a prefill step of `tokens_per_device` rows.
+    """Returns the most replicas whose copies are hidden in a prefill step of `tokens_per_device`
+    rows.
 
     Replicas travel in a dense all-to-all: every device sends the same number of experts, at most
     `per_pair`, to every other, wanted or not, and a device can use at most as many as it lacks. The
@@ -162,7 +163,8 @@ class ExchangeBytes(NamedTuple):
 def exchange_bytes(
     cfg: ModelConfig, num_devices: int, tokens_per_device: int, dtype_bytes: int
 ) -> ExchangeBytes:
-    """What `jmoe.parallel.experts.routed_experts` sends from T rows a device to D - 1 others.
+    """Returns what `jmoe.parallel.experts.routed_experts` sends from T rows a device to D - 1
+    others.
 
     Beside its elements a row has K gate weights, K ids and its flags, four bytes each.
     """
@@ -174,7 +176,7 @@ def exchange_bytes(
 def gathered_buffer_bytes(
     cfg: ModelConfig, num_devices: int, tokens_per_device: int, dtype_bytes: int
 ) -> int:
-    """Bytes that an MoE layer's rows take on each device, reckoned from shapes.
+    """Returns the bytes that an MoE layer's rows take on each device, reckoned from shapes.
 
     The gathered rows and their sums in float32; and the visits' rows, hidden rows and results,
     which have room for every visit of all devices, since all may fall to one.

@@ -43,7 +43,9 @@ def gather_rows(
     valid: Bool[Array, "T"],
     exempt: Bool[Array, "T"],
 ) -> AllRows:
-    """Rows of all devices in one collective, to the bit: all travels as integers of h's width."""
+    """Returns the rows of all devices in one collective, to the bit: all travels as integers of h's
+    width.
+    """
     word = jnp.dtype(f"uint{8 * h.dtype.itemsize}")
     flags = jnp.where(valid, VALID, 0) | jnp.where(exempt, EXEMPT, 0)
     numbers = jnp.concatenate([ids, flags.astype(jnp.int32)[:, None]], axis=1)
@@ -68,7 +70,7 @@ def _to_words(a: Array, word: jnp.dtype) -> Array:
 
 
 def _from_words(words: Array, kind: jnp.dtype | type) -> Array:
-    """What `_to_words` was given."""
+    """Returns what `_to_words` was given."""
     per_element = jnp.dtype(kind).itemsize // words.dtype.itemsize
     if per_element > 1:
         words = words.reshape(words.shape[0], -1, per_element)
@@ -76,7 +78,8 @@ def _from_words(words: Array, kind: jnp.dtype | type) -> Array:
 
 
 def hosts_in_turn(expert_ids: Int[Array, "N K"], hosts: Bool[Array, "E D"]) -> Int[Array, "N K"]:
-    """The device that computes each visit, -1 for none: an expert's hosts take turns, row by row.
+    """Returns the device that computes each visit, -1 for none: an expert's hosts take turns, row
+    by row.
 
     Chosen per (row, expert), so that two picks of a row that met in one expert are computed once.
     """
@@ -109,7 +112,7 @@ def routed_experts(
     normalize: bool,
     max_active: int,
 ) -> tuple[Float[Array, "T d"], Int[Array, "T K"], Bool[Array, "T K"], Int[Array, "E"]]:
-    """Routed experts of this device's rows, wherever those are.
+    """Runs the routed experts of this device's rows, wherever those are.
 
     One brownout plan covers the rows of all devices. `slots` are this device's own (-1: not here),
     `hosts` says who has which expert, `max_active` (static) bounds the experts that are visited on

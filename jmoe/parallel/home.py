@@ -27,7 +27,7 @@ WEIGHTS = Weights._make(
 
 
 def make_mesh(num_devices: int) -> Mesh:
-    """The first `num_devices` devices, over which experts are spread.
+    """Returns the first `num_devices` devices, over which experts are spread.
 
     Raises ValueError where there are not so many.
     """
@@ -51,7 +51,7 @@ class Home(NamedTuple):
     placement: Placement
 
     def spread(self, weights: Weights) -> Weights:
-        """Weights of one device, spread; the slots of united experts are left empty.
+        """Returns the weights of one device, spread; the slots of united experts are left empty.
 
         One layer is in flight at a time. The weights passed in are left as they are.
         """
@@ -64,7 +64,7 @@ class Home(NamedTuple):
         return Weights(self.whole(weights.params), pool, self.table(num_experts))
 
     def table(self, num_experts: int) -> ExpertTable:
-        """The table of `num_experts` routed experts a layer, without groups."""
+        """Returns the table of `num_experts` routed experts a layer, without groups."""
         local, hosts = map(np.asarray, self.placement[:2])
         groups = np.full((local.shape[1], num_experts), -1, np.int32)
         put = partial(_put, self.mesh)
@@ -75,8 +75,8 @@ class Home(NamedTuple):
         return jax.tree.map(partial(_put, self.mesh, WHOLE), tree)
 
     def empty_pool(self, like: Any) -> ExpertPool:
-        """Zeroed pools of experts as those of `like` (arrays, or their shapes and dtypes): as many
-        slots on each device, and for each layer, as the fullest needs.
+        """Returns the zeroed pools of experts as those of `like` (arrays, or their shapes and
+        dtypes): as many slots on each device, and for each layer, as the fullest needs.
         """
         num_layers = self.placement.local.shape[1]
         used = -(-(int(self.placement.local.max()) + 1) // num_layers)
@@ -116,7 +116,9 @@ class Home(NamedTuple):
     def load_layer(
         self, pool: ExpertPool, table: ExpertTable, united: UnitedExperts, layer: int
     ) -> tuple[ExpertPool, ExpertTable]:
-        """`jmoe.experts.load_layer` for these devices: every host of a united expert gets it."""
+        """Runs `jmoe.experts.load_layer` for these devices: every host of a united
+        expert gets it.
+        """
         count, room = united.gate_up.shape[1], table.slots.shape[-1] - table.groups.shape[1]
         if count > room:
             raise ValueError(no_room(united.way, count, room))
@@ -177,7 +179,7 @@ def _put(mesh: Mesh, spec: P, value: Any) -> Array:
 def _of_devices(
     mesh: Mesh, own: list[np.ndarray], most: int, weights: np.ndarray
 ) -> Float[Array, "rows ..."]:
-    """Each device's own experts, padded to `most`; no copy of all of them is made."""
+    """Returns each device's own experts, padded to `most`; no copy of all of them is made."""
 
     def part(index: Any) -> np.ndarray:
         mine = own[(index[0].start or 0) // most]

@@ -32,7 +32,8 @@ class Placement(NamedTuple):
 
 
 def slots_per_layer(num_experts: int, num_devices: int, spare: int = 0) -> int:
-    """Slots that each device needs for a layer: its part of the experts, rounded up, and `spare`.
+    """Returns the slots that each device needs for a layer: its part of the experts, rounded up,
+    and `spare`.
 
     Raises ValueError for numbers that are no mesh, no experts, or negative spare slots.
     """
@@ -48,7 +49,7 @@ def slots_per_layer(num_experts: int, num_devices: int, spare: int = 0) -> int:
 def contiguous(
     num_layers: int, num_experts: int, num_devices: int, *, num_united: int = 0, spare: int = 0
 ) -> Placement:
-    """Each device hosts a range of ids; the `num_united` last ones are dealt out in turn.
+    """Returns each device hosts a range of ids; the `num_united` last ones are dealt out in turn.
 
     United experts are visited during brownout only, so that every device has its part of them and
     of the others. A way that uses only the first n of them has them on all devices as well, at most
@@ -67,7 +68,7 @@ def contiguous(
 
 
 def _ranges(num_experts: int, num_devices: int) -> np.ndarray:
-    """The device of each expert, int [num_experts], ascending."""
+    """Returns the device of each expert, int [num_experts], ascending."""
     short, longer = divmod(num_experts, num_devices)
     return np.repeat(np.arange(num_devices), short + (np.arange(num_devices) < longer))
 
@@ -75,7 +76,7 @@ def _ranges(num_experts: int, num_devices: int) -> np.ndarray:
 def random(
     num_layers: int, num_experts: int, num_devices: int, *, seed: int, spare: int = 0
 ) -> Placement:
-    """As many experts a device as `contiguous` gives it, drawn anew for each layer.
+    """Draws as many experts a device as `contiguous` gives it, anew for each layer.
 
     Raises ValueError as `slots_per_layer` does.
     """
@@ -87,7 +88,8 @@ def random(
 
 
 def by_load(load: ArrayLike, num_devices: int, *, spare: int = 0) -> Placement:
-    """Experts packed by their load in the past: the largest first, to the device with least load.
+    """Returns experts packed by their load in the past: the largest first, to the device with least
+    load.
 
     Among the devices that still have a slot that is not spare; ties go to the lower number.
 
@@ -115,7 +117,7 @@ def by_load(load: ArrayLike, num_devices: int, *, spare: int = 0) -> Placement:
 
 
 def from_devices(device: ArrayLike, num_devices: int, *, spare: int = 0) -> Placement:
-    """Every expert on one device: `device` is int [L, E].
+    """Returns every expert on one device: `device` is int [L, E].
 
     Raises ValueError for a device that the mesh has not, and as `from_hosts` does.
     """
@@ -127,7 +129,8 @@ def from_devices(device: ArrayLike, num_devices: int, *, spare: int = 0) -> Plac
 
 
 def from_hosts(hosts: ArrayLike, *, spare: int = 0) -> Placement:
-    """Slots for given hosts, bool [L, E, D]: on each device in the order of the experts' ids.
+    """Returns the slots for given hosts, bool [L, E, D]: on each device in the order of the
+    experts' ids.
 
     Experts with several hosts use spare slots. Raises ValueError where an expert has no host, or a
     device hosts more of a layer's experts than `slots_per_layer` has room for.
@@ -153,7 +156,7 @@ def from_hosts(hosts: ArrayLike, *, spare: int = 0) -> Placement:
 
 
 def rehosted(placement: Placement, layer: int, hosts: ArrayLike) -> Placement:
-    """The placement with other hosts, bool [E, D], of one layer; who stays keeps its slot.
+    """Returns the placement with other hosts, bool [E, D], of one layer; who stays keeps its slot.
 
     New hosts get slots of the layer that are free by then, the lowest first. Raises ValueError
     where an expert has no host, or a device has too few slots for what it is to host.

@@ -25,7 +25,9 @@ TINY = 1e-9
 
 
 def lookahead(cfg: ModelConfig, next_layer: Params, x: Float[Array, "T d"]) -> Int[Array, "T K"]:
-    """The next layer's choices, int32, by its router on rows `x` of this one (Libra, 3.2)."""
+    """Returns the next layer's choices, int32, by its router on rows `x` of this one
+    (Libra, 3.2).
+    """
     return route(cfg, next_layer, x)[2]
 
 
@@ -36,11 +38,11 @@ class Correction(NamedTuple):
 
     @classmethod
     def none(cls, num_experts: int) -> "Correction":
-        """Before the first step."""
+        """Returns the correction before the first step."""
         return cls(jnp.zeros((num_experts,), jnp.float32))
 
     def of(self, predicted: Int[Array, "G m"]) -> Int[Array, "G m"]:
-        """Predicted visits with every device's missing share added, int32, rounded."""
+        """Returns the predicted visits with every device's missing share added, int32, rounded."""
         visits = predicted.astype(jnp.float32)
         total = jnp.sum(visits, axis=1, keepdims=True)
         moved = jnp.maximum(visits + self.error[None, :] * total, 0.0)
@@ -50,13 +52,15 @@ class Correction(NamedTuple):
     def seen(
         self, predicted: Int[Array, "G m"], made: Int[Array, "G m"], *, decay: float = 0.9
     ) -> "Correction":
-        """After a step: `decay` of the average so far, the rest of this step's error."""
+        """Returns the correction after a step: `decay` of the average so far, the rest of this
+        step's error.
+        """
         error = _share(made) - _share(predicted)
         return Correction(decay * self.error + (1 - decay) * error)
 
 
 def count_accuracy(predicted: Int[Array, "*n"], made: Int[Array, "*n"]) -> Float[Array, ""]:
-    """Share of predicted visits that were made, by counts: what a plan is made from.
+    """Returns the share of predicted visits that were made, by counts: what a plan is made from.
 
     The sum of the lesser of both counts over visits made; both have the same total. Errors that
     cancel within a device and expert do not count.
@@ -66,11 +70,13 @@ def count_accuracy(predicted: Int[Array, "*n"], made: Int[Array, "*n"]) -> Float
 
 
 def pick_accuracy(predicted: Int[Array, "T K"], made: Int[Array, "T K"]) -> Float[Array, ""]:
-    """Share of each row's experts that were predicted for it: the accuracy of Libra's Table 1."""
+    """Returns the share of each row's experts that were predicted for it: the accuracy of Libra's
+    Table 1.
+    """
     return jnp.mean(jnp.any(predicted[:, None, :] == made[:, :, None], axis=-1))
 
 
 def _share(counts: Int[Array, "G m"]) -> Float[Array, "m"]:
-    """Share of all visits that each expert has, float32."""
+    """Returns the share of all visits that each expert has, float32."""
     visits = jnp.sum(counts, axis=0, dtype=jnp.int32).astype(jnp.float32)
     return visits / jnp.maximum(jnp.sum(visits), 1.0)

@@ -31,11 +31,11 @@ class Probe(NamedTuple):
     bias: Float[Array, "m"]  # float32
 
     def logits(self, x: Float[Array, "T d"]) -> Float[Array, "T m"]:
-        """Of rows `x`, float32."""
+        """Returns the logits of rows `x`, float32."""
         return normed(x) @ self.weight + self.bias[None, :]
 
     def choices(self, x: Float[Array, "T d"], top_k: int) -> Int[Array, "T K"]:
-        """The `top_k` experts with the highest logits, int32."""
+        """Returns the `top_k` experts with the highest logits, int32."""
         return lax.top_k(self.logits(x), top_k)[1].astype(jnp.int32)
 
 
@@ -52,12 +52,12 @@ class Sums(NamedTuple):
     def of(
         cls, x: Float[Array, "T d"], logits: Float[Array, "T m"], real: Float[Array, "T"]
     ) -> "Sums":
-        """Of these rows, normed; `real` is 1 for rows that count and 0 for others."""
+        """Sums these rows, normed; `real` is 1 for rows that count and 0 for others."""
         rows, y = normed(x) * real[:, None], logits.astype(jnp.float32) * real[:, None]
         return cls(jnp.sum(real), jnp.sum(rows, 0), jnp.sum(y, 0), rows.T @ rows, rows.T @ y)
 
     def fit(self, ridge: float) -> Probe:
-        """The probe with least squared error, by ridge regression (solved in one step)."""
+        """Returns the probe with least squared error, by ridge regression (solved in one step)."""
         mean_x, mean_y = self.x / self.count, self.y / self.count
         gram = self.xx / self.count - jnp.outer(mean_x, mean_x)
         gram = gram + ridge * jnp.eye(gram.shape[0], dtype=jnp.float32)
@@ -66,7 +66,7 @@ class Sums(NamedTuple):
 
 
 def fit_probe(x: Float[Array, "T d"], logits: Float[Array, "T m"], *, ridge: float = 1e-3) -> Probe:
-    """The probe of one layer, from all rows at once.
+    """Returns the probe of one layer, from all rows at once.
 
     Args:
         x: rows that enter layer l's MoE block.
@@ -77,7 +77,7 @@ def fit_probe(x: Float[Array, "T d"], logits: Float[Array, "T m"], *, ridge: flo
 
 
 def normed(x: Float[Array, "T d"]) -> Float[Array, "T d"]:
-    """Rows of mean square 1, float32."""
+    """Returns the rows of mean square 1, float32."""
     x = x.astype(jnp.float32)
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + TINY)
 
@@ -91,7 +91,7 @@ def save_probes(directory: Path, probes: Probe) -> None:
 
 
 def load_probes(directory: Path, cfg: ModelConfig) -> Probe | None:
-    """Stacked probes that lie beside a model; None where there are none.
+    """Returns the stacked probes that lie beside a model; None where there are none.
 
     Raises ValueError for a file that is none, or is another model's.
     """

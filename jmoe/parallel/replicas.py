@@ -55,7 +55,9 @@ class Replicas(NamedTuple):
 
     @classmethod
     def none(cls, pool: ExpertPool, table: ExpertTable, replication: Replication) -> "Replicas":
-        """Before the first MoE layer. `table` is the model's, as one device sees it."""
+        """Returns the replicas before the first MoE layer: none. `table` is the model's, as one
+        device sees it.
+        """
         assert table.hosts is not None
         experts, devices = table.hosts.shape[1:]
         room = devices * replication.per_pair
@@ -87,7 +89,7 @@ class _Choices(NamedTuple):
 def _gather_choices(
     ids: Array, weights: Array, valid: Array, exempt: Array, next_ids: Array | None
 ) -> _Choices:
-    """In one collective of 4-byte words; the rows themselves travel apart."""
+    """Gathers choices in one collective of 4-byte words; the rows themselves travel apart."""
     top_k = ids.shape[1]
     flags = jnp.where(valid, VALID, 0) | jnp.where(exempt, EXEMPT, 0)
     bits = lax.bitcast_convert_type(weights.astype(jnp.float32), jnp.int32)
@@ -107,7 +109,8 @@ def _gather_choices(
 def senders(
     wanted: Bool[Array, "E D"], home: Int[Array, "E"], per_pair: int
 ) -> Int[Array, "D D P"]:
-    """The experts that each device (first axis) sends each other one: their ids, -1 for none.
+    """Returns the experts that each device (first axis) sends each other one: their ids, -1 for
+    none.
 
     An expert's home sends it; in the order of ids. The caller sees to it that no pair has more than
     `per_pair` (static), as `plan_replicas` does.
@@ -138,7 +141,7 @@ class Outgoing(NamedTuple):
         expected: Int[Array, "D E"],
         per_pair: int,
     ) -> "Outgoing":
-        """Experts for the devices that want them. `table` is one layer's.
+        """Returns the experts for the devices that want them. `table` is one layer's.
 
         A device's place for an expert follows from its sender and from its order among those that
         it sends here.
@@ -154,7 +157,7 @@ class Outgoing(NamedTuple):
         return cls(ExpertPool(*(leaf[own] for leaf in pool)), slots, wanted, expected)
 
     def sent(self) -> Replicas:
-        """Once they have arrived: one exchange of each array."""
+        """Returns the experts once they have arrived: one exchange of each array."""
         arrived = (lax.all_to_all(leaf, AXIS, 0, 0, tiled=True) for leaf in self.pool)
         return Replicas(ExpertPool(*arrived), *self[1:])
 
@@ -175,8 +178,8 @@ def replicated_experts(
     normalize: bool,
     max_active: int,
 ) -> tuple[Float[Array, "T d"], Int[Array, "T K"], Bool[Array, "T K"], Array, Replicas | None, Any]:
-    """`jmoe.parallel.experts.routed_experts` with copies of experts, and with those for the layer
-    after it.
+    """Runs `jmoe.parallel.experts.routed_experts` with copies of experts, and sends those for the
+    layer after it.
 
     Args:
         pool: this device's.
@@ -212,7 +215,9 @@ def replicated_experts(
     all_h = lax.all_gather(sent_h, AXIS, tiled=True)
 
     def planned(ids: Array, groups: Array) -> tuple[routing.Plan, Int[Array, "D E"]]:
-        """The brownout plan of all rows, and the visits that it leaves by device and expert."""
+        """Returns the brownout plan of all rows, and the visits that it leaves by device and
+        expert.
+        """
         plan = routing.brownout_plan(
             ids,
             groups=groups,
@@ -281,7 +286,7 @@ class _Held(NamedTuple):
     def compute(
         self, h: Float[Array, "R d"], weights: Float[Array, "R K"], ids: Int[Array, "R K"]
     ) -> tuple[Float[Array, "R d"], Int[Array, "E"]]:
-        """The sum of visits (`ids` -1: none) for each row, and rows by logical expert."""
+        """Returns the sum of visits (`ids` -1: none) for each row, and rows by logical expert."""
         copies = self.replicas
         if copies is None:
             return _visits(self.pool, h, weights, ids, self.slots, self.max_active)

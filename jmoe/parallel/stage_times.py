@@ -35,7 +35,7 @@ class Device(NamedTuple):
     fixed_s: float  # of a stage on the device: kernels' starts and ends
 
     def bandwidth(self, num_devices: int) -> float:
-        """Bytes a second of a device's traffic, spread evenly over all others."""
+        """Returns the bytes a second of a device's traffic, spread evenly over all others."""
         outside = max(num_devices - NODE, 0) / max(num_devices - 1, 1)
         return 1 / ((1 - outside) / self.link_bytes_per_s + outside / self.nic_bytes_per_s)
 
@@ -71,7 +71,7 @@ class Geometry:
 
     @classmethod
     def of(cls, name: str, cfg: ModelConfig, element_bytes: int = 2) -> "Geometry":
-        """Of a model. Dense layers belong to the attention stages, in equal parts."""
+        """Describes a model. Dense layers belong to the attention stages, in equal parts."""
         d, stages = cfg.d_model, cfg.num_moe_layers
         heads = (2 * cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
         moe = d * cfg.num_experts + 3 * d * cfg.d_ff_shared
@@ -91,7 +91,7 @@ class Geometry:
         )
 
     def with_experts(self, num_experts: int, top_k: int | None = None) -> "Geometry":
-        """The same with another number of experts, or of experts a token."""
+        """Returns the same with another number of experts, or of experts a token."""
         return replace(self, num_experts=num_experts, top_k=top_k or self.top_k)
 
     @property
@@ -111,14 +111,16 @@ class StageTimes(NamedTuple):
     fixed_s: float
 
     def experts_s(self, visits: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Of any number of visits and of experts, whole numbers or between them; 0 without any."""
+        """Returns the seconds of any number of visits and of experts, whole numbers or between
+        them; 0 without any.
+        """
         products = np.interp(visits, np.arange(len(self.products_s)), self.products_s)
         reads = np.interp(active, np.arange(len(self.reads_s)), self.reads_s)
         return np.where(visits > 0, self.fixed_s + np.maximum(products, reads), 0.0)
 
 
 def roofline(device: Device, geometry: Geometry, max_rows: int, context: float) -> StageTimes:
-    """Times of up to `max_rows` rows with `context` tokens of KV each."""
+    """Returns the times of up to `max_rows` rows with `context` tokens of KV each."""
     rows = np.arange(max_rows + 1)
     flops, memory, size = device.flops_per_s, device.memory_bytes_per_s, geometry.element_bytes
 
@@ -142,7 +144,8 @@ def roofline(device: Device, geometry: Geometry, max_rows: int, context: float) 
 
 
 def measured(path: Path, geometry: Geometry, max_rows: int) -> StageTimes:
-    """Times of a JSON file, between its points by straight lines, beyond the last by its slope.
+    """Returns the times of a JSON file, between its points by straight lines, beyond the last by
+    its slope.
 
     The file has `attention` and `first`, each `{"rows": [...], "seconds": [...]}`, `experts` with
     `visits`, and `reads` with `experts`, the seconds of few visits to so many experts; `fixed_s`

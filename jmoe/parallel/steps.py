@@ -56,7 +56,9 @@ SCORE = Specs((WHOLE, SPLIT, SPLIT, SPLIT), SPLIT, WHOLE)
 
 
 def spread(mesh: Mesh, step: Callable[..., Any], lies: Specs) -> Callable[..., Any]:
-    """A step of `jmoe.steps` that runs on all devices, each with its part of what is split."""
+    """Returns a step of `jmoe.steps` that runs on all devices, each with its part of what is
+    split.
+    """
 
     def one_device(*arguments: Any) -> Any:
         first, *others = arguments
@@ -82,17 +84,19 @@ def spread(mesh: Mesh, step: Callable[..., Any], lies: Specs) -> Callable[..., A
 
 
 def make_states(mesh: Mesh, make: Callable[[], State]) -> State:
-    """The state that `make` returns, on each device."""
+    """Returns the state that `make` returns, on each device."""
     return jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=STATE, check_vma=False))()
 
 
 def make_shapings(mesh: Mesh, make: Callable[[], Shaping]) -> Shaping:
-    """What `make` returns, on each device."""
+    """Returns what `make` returns, on each device."""
     return jax.jit(jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=SPLIT, check_vma=False))()
 
 
 def abstract_states(mesh: Mesh, make: Callable[[], State]) -> State:
-    """Shapes and dtypes of what `make_states` returns, and how it lies; nothing is allocated."""
+    """Returns the shapes and dtypes of what `make_states` returns, and how it lies; nothing is
+    allocated.
+    """
     shapes = jax.eval_shape(
         jax.shard_map(make, mesh=mesh, in_specs=(), out_specs=STATE, check_vma=False)
     )
@@ -107,7 +111,9 @@ def abstract_states(mesh: Mesh, make: Callable[[], State]) -> State:
 
 
 def shardings(mesh: Mesh | None) -> tuple[NamedSharding | None, NamedSharding | None]:
-    """Of arrays that are split, and of those that every device has; None without a mesh."""
+    """Returns the shardings of arrays that are split, and of those that every device has; None
+    without a mesh.
+    """
     if mesh is None:
         return None, None
     return NamedSharding(mesh, SPLIT), NamedSharding(mesh, WHOLE)

@@ -14,7 +14,7 @@ from pallas_kernels.planning import Shares, home_of
 def count_visits(
     ids: Int[Array, "R K"], valid: Bool[Array, "R K"], *, num_experts: int, num_devices: int
 ) -> Int[Array, "G E"]:
-    """Visits by device and expert as `device_of_visits` counts them, int32.
+    """Returns visits by device and expert as `device_of_visits` counts them, int32.
 
     Args: as there; `num_experts` and `num_devices` are static.
     """
@@ -25,7 +25,8 @@ def count_visits(
 def device_of_visits(
     ids: Int[Array, "R K"], valid: Bool[Array, "R K"], shares: Shares, hosts: Bool[Array, "E G"]
 ) -> Int[Array, "R K"]:
-    """The device that computes each visit of a gathered batch, int32; -1 where it is not valid.
+    """Returns the device that computes each visit of a gathered batch, int32; -1 where it is not
+    valid.
 
     Visits of an expert stand in line by the device of their row, then by row. Of a device's own the
     first `kept` stay; all others, still in line, fill the hosts' `remote` shares in the order of
@@ -65,7 +66,9 @@ def device_of_visits(
 def _visited(
     ids: Int[Array, "R K"], valid: Bool[Array, "R K"], num_experts: int
 ) -> Bool[Array, "R E"]:
-    """Which experts each row visits. Not by sorting: on a GPU these are a few plain kernels."""
+    """Returns which experts each row visits. Not by sorting: on a GPU these are a few plain
+    kernels.
+    """
     experts = jnp.arange(num_experts, dtype=jnp.int32)
     return jnp.any((ids[:, :, None] == experts[None, None]) & valid[:, :, None], axis=1)
 

@@ -29,7 +29,7 @@ MAX_BLOCK_M = 1024
 
 
 def block_rows(num_visits: int, num_experts: int) -> int:
-    """Rows of a block, for the dispatch: 1 where sums are faster, or about the number,
+    """Returns the rows of a block, for the dispatch: 1 where sums are faster, or about the number,
     a power of two, at which copies and padded rows of `num_experts` blocks together cost least.
     """
     if num_visits <= SUMMED * num_experts:
@@ -61,7 +61,7 @@ def moe_mlp(x, gate_up, down, plan):
 
 
 def _block_bytes(x: Array, down: Weights, block_m: int) -> int:
-    """Of a block's copied weights and its rows between products."""
+    """Returns the bytes of a block's copied weights and of its rows between products."""
     f, d = (down.values if isinstance(down, QuantizedWeights) else down).shape[1:]
     size = x.dtype.itemsize
     return 3 * d * f * size + block_m * (2 * f * 4 + f * size + d * 4 + d * size)
@@ -74,7 +74,7 @@ def _weights(weights: Weights, slots: Int[Array, "N"], dtype) -> Float[Array, "N
 
 
 def _multiplied(x, gate_up, down, row_token, slots) -> Float[Array, "rows d"]:
-    """Blocks' rows after both products."""
+    """Returns blocks' rows after both products."""
     h = jnp.take(x, row_token, axis=0, mode="clip")  # what becomes of a gap row goes nowhere
     w = _weights(gate_up, slots, x.dtype)
     h = jnp.einsum("nmd,ndf->nmf", h, w, preferred_element_type=jnp.float32)
@@ -86,7 +86,7 @@ def _multiplied(x, gate_up, down, row_token, slots) -> Float[Array, "rows d"]:
 
 
 def _summed(x, gate_up, down, row_token, slots) -> Float[Array, "rows d"]:
-    """The same without products."""
+    """Returns the same without products."""
     h = _sums(jnp.take(x, row_token, axis=0, mode="clip"), gate_up, slots)
     gate, up = jnp.split(h, 2, axis=-1)
     # Computed before the sums: XLA would do it anew for every column of `down`.
@@ -101,7 +101,7 @@ def _sums(rows: Float[Array, "N m k"], weights: Weights, slots) -> Float[Array, 
 
 
 def _combine(y: Float[Array, "rows d"], plan, start: int) -> Float[Array, "T d"]:
-    """Weighted sum of the visits that rows from `start` on have computed, in order."""
+    """Returns the weighted sum of the visits that rows from `start` on have computed, in order."""
     place = plan.visit_row - start
     # A row of no expert may hold anything: a dropped visit must not even multiply one by 0.
     here = (place >= 0) & (place < y.shape[0]) & (plan.visit_row < plan.row_token.shape[0])

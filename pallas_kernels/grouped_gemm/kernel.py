@@ -69,7 +69,8 @@ class Gemm(NamedTuple):
         out_dtype: Any,
         then: tuple["Gemm", Weights] | None = None,
     ) -> Float[Array, "rows n"]:
-        """Rows are bfloat16. Rows of `out_dtype` that no tile of `work` holds are anything.
+        """Computes the product; rows are bfloat16. Rows of `out_dtype` that no tile of `work` holds
+        are anything.
 
         `then` is the product that takes these results, over the same `work`, and its weights: L2 is
         asked for the first of them, but by clusters, whose time is not the weights'.
@@ -121,11 +122,13 @@ class Gemm(NamedTuple):
         )(work, *operands)
 
     def out_columns(self, columns: int) -> int:
-        """Columns of the result for `columns` of the pool."""
+        """Returns the columns of the result for `columns` of the pool."""
         return columns if self.join is None else columns // self.gemm.parts
 
     def empty_barrier(self) -> Any:
-        """A stage is free when every consumer of both blocks of a cluster has done with it."""
+        """Returns the barrier of a free stage: every consumer of both blocks of a cluster has done
+        with it.
+        """
         sizes: Any = {"num_arrivals": self.gemm.consumers, "num_barriers": self.gemm.stages}
         if self.tile.cluster > 1:
             return plgpu.ClusterBarrier(collective_axes=("rank",), **sizes)
@@ -215,7 +218,9 @@ class _Block(NamedTuple):
         return self.call.gemm.lead if self.num_k >= self.call.gemm.stages else 0
 
     def first_column(self, item: _Item, part: int):
-        """In the pool: gate and up lie side by side, the parts of `down` next to one another."""
+        """Returns the first column in the pool: gate and up lie side by side, the parts of `down`
+        next to one another.
+        """
         first = item.column * self.item_columns
         if self.out_columns % self.item_columns:  # the last item begins within the one before
             first = lax.min(first, self.out_columns - self.item_columns)
@@ -223,7 +228,7 @@ class _Block(NamedTuple):
         return first + part * stride
 
     def load(self) -> None:
-        """The loading warpgroup: keeps every free stage on its way."""
+        """Runs the loading warpgroup: keeps every free stage on its way."""
         stages, num_k = self.call.gemm.stages, self.num_k
 
         @pl.loop(0, self.num_items)
@@ -265,7 +270,7 @@ class _Block(NamedTuple):
                     plgpu.async_prefetch(block.weights_at(item, part, k))
 
     def weights_at(self, item: _Item, part: int, k) -> Any:
-        """What a stage holds of a part, in global memory."""
+        """Returns what a stage holds of a part, in global memory."""
         gemm = self.call.gemm
         ks = pl.ds(k * gemm.block_k, gemm.block_k)
         columns = pl.ds(self.first_column(item, part), gemm.columns)
@@ -293,7 +298,7 @@ class _Block(NamedTuple):
         _by_width(tile.widths, item.rows, load_rows)
 
     def multiply(self) -> None:
-        """A consumer warpgroup: its 64 columns of each part, for every item."""
+        """Runs a consumer warpgroup: its 64 columns of each part, for every item."""
 
         @pl.loop(0, self.num_items)
         def _(i):
@@ -411,7 +416,7 @@ class _Block(NamedTuple):
 
 
 def _round_up(rows):
-    """To a multiple of eight."""
+    """Rounds up to a multiple of eight."""
     return lax.div(rows + (CHUNK - 1), CHUNK) * CHUNK
 
 

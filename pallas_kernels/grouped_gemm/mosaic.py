@@ -59,7 +59,7 @@ def moe_mlp(
 
 
 def combine(y: Float[Array, "rows d"], plan: Dispatch) -> Float[Array, "T d"]:
-    """Weighted sum of a row's visits, in order, in float32."""
+    """Returns the weighted sum of a row's visits, in order, in float32."""
     num_rows, top_k = plan.visit_row.shape
     computed = plan.visit_row < plan.row_token.shape[0]
     out = jnp.zeros((num_rows, y.shape[1]), jnp.float32)
@@ -71,6 +71,8 @@ def combine(y: Float[Array, "rows d"], plan: Dispatch) -> Float[Array, "T d"]:
 
 
 def swiglu(gate: Float[Array, "m n"], up: Float[Array, "m n"]) -> Float[Array, "m n"]:
-    """`silu(gate) * up`. The square of rsqrt is a reciprocal at a fraction of a division's cost."""
+    """Computes `silu(gate) * up`. The square of rsqrt is a reciprocal at a fraction of a division's
+    cost.
+    """
     root = lax.rsqrt(1.0 + jnp.exp(-gate))
     return gate * (root * root) * up

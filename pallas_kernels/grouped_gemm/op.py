@@ -14,14 +14,16 @@ __all__ = ["BLOCK_M", "block_rows", "moe_mlp", "row_tiles", "tile_for"]
 
 
 def tile_for(num_rows: int, top_k: int, num_experts: int, down: Weights) -> Tile:
-    """What the kernels take where `num_rows` rows have `top_k` visits each over `num_experts`."""
+    """Returns what the kernels take where `num_rows` rows have `top_k` visits each over
+    `num_experts`.
+    """
     f, d = weight_sizes(down)
     return choose(num_rows, top_k, num_experts, d, f, isinstance(down, QuantizedWeights))
 
 
 def block_rows(num_visits: int, max_active: int) -> int:
-    """Rows of a dispatch's blocks for `moe_mlp` of so many visits to `max_active` experts at most:
-    `BLOCK_M` but where large products are batched.
+    """Returns the rows of a dispatch's blocks for `moe_mlp` of so many visits to `max_active`
+    experts at most: `BLOCK_M` but where large products are batched.
     """
     if hopper() or not batched():
         return BLOCK_M
@@ -29,8 +31,8 @@ def block_rows(num_visits: int, max_active: int) -> int:
 
 
 def row_tiles(num_rows: int, top_k: int, num_experts: int, down: Weights) -> RowTiles | None:
-    """Row tiles of `moe_mlp` for a plan of such sizes, for `routing.route` to map beforehand; None
-    where references run, which need no map.
+    """Returns the row tiles of `moe_mlp` for a plan of such sizes, for `routing.route` to map
+    beforehand; None where references run, which need no map.
     """
     if not hopper():
         return None
@@ -44,7 +46,8 @@ def moe_mlp(
     down: Float[Array, "slots f d"] | QuantizedWeights,
     plan: Dispatch,
 ) -> Float[Array, "T d"]:
-    """Routed experts of one layer: `sum_k weight * (silu(x Wg) * (x Wu)) Wd` in float32.
+    """Computes the routed experts of one layer: `sum_k weight * (silu(x Wg) * (x Wu)) Wd` in
+    float32.
 
     `gate_up` is [slots, d, 2f], gate columns first, and `down` [slots, f, d]; or both are
     `QuantizedWeights` of these. The whole pool is passed and only the slots in `plan` are read, so

@@ -28,7 +28,7 @@ Weights = Float[Array, "slots _ _"] | QuantizedWeights
 
 
 def weight_sizes(weights: Weights) -> tuple[int, int]:
-    """(k, columns) of a pool's weights."""
+    """Returns (k, columns) of a pool's weights."""
     if isinstance(weights, QuantizedWeights):
         _, columns, k = weights.values.shape
     else:
@@ -53,7 +53,9 @@ def quantize(weights: Float[Array, "slots k columns"]) -> QuantizedWeights:
 
 
 def slot_weights(weights: Weights, slot: Int[Array, ""], dtype: Any) -> Float[Array, "k columns"]:
-    """One slot's weights; quantized ones rounded to `dtype` from float32, as the kernels do."""
+    """Returns one slot's weights; quantized ones rounded to `dtype` from float32, as the kernels
+    do.
+    """
     if not isinstance(weights, QuantizedWeights):
         return weights[slot]
     values, scales = weights.values[slot], weights.scales[slot]

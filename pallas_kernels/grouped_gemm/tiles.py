@@ -54,7 +54,7 @@ class Tile:
 
 
 def _fill(width: int, gemm: GemmTile, out_bytes: int, weight_bytes: int = 2) -> GemmTile:
-    """`gemm` with as many stages as shared memory holds beside the staged results."""
+    """Returns `gemm` with as many stages as shared memory holds beside the staged results."""
     columns = gemm.parts * gemm.columns
     stage_bytes = gemm.block_k * (2 * width + weight_bytes * columns)
     stages = (SHARED_BYTES - gemm.consumers * width * LANES * out_bytes) // stage_bytes
@@ -62,8 +62,9 @@ def _fill(width: int, gemm: GemmTile, out_bytes: int, weight_bytes: int = 2) -> 
 
 
 def decode(width: int, consumers: int) -> Tile:
-    """Weights are what is moved. One consumer's narrow columns balance few experts; two consumers'
-    wider ones read an expert's rows half as often."""
+    """Returns decode's tile: weights are what is moved. One consumer's narrow columns balance few
+    experts; two consumers' wider ones read an expert's rows half as often.
+    """
     widths = tuple(w for w in (8, 16, 32, 64, 128) if w <= width)
     gate_up = GemmTile(64, 2, consumers)
     down = GemmTile(128, 1, 1) if width <= 64 and consumers == 1 else gate_up
@@ -72,17 +73,21 @@ def decode(width: int, consumers: int) -> Tile:
 
 
 def prefill() -> Tile:
-    """Two blocks of 128 rows by 256 columns share weights: alone, each would ask L2 for more than
-    it gives. Visits are bfloat16: they would take an eighth of the products' time as float32.
+    """Returns prefill's tile: two blocks of 128 rows by 256 columns share weights; alone, each
+    would ask L2 for more than it gives. Visits are bfloat16: they would take an eighth of the
+    products' time as float32.
 
     One consumer stores its results while the other multiplies: a lead of one stage of the four
-    leaves two for what is on its way."""
+    leaves two for what is on its way.
+    """
     gemm = _fill(128, GemmTile(64, 2, 2, lead=1), 2)
     return Tile((32, 64, 96, 128), 2, 8, gemm, gemm, jnp.dtype(jnp.bfloat16))
 
 
 def quantized(width: int, cluster: int) -> Tile:
-    """Two consumers share the work of making bfloat16 of a stage's weights."""
+    """Returns the tile of quantized weights: two consumers share the work of making bfloat16 of a
+    stage's weights.
+    """
     widths = tuple(w for w in (8, 16, 32, 64, 128) if w <= width)
     gate_up = _fill(width, GemmTile(128, 2, 2), 2, weight_bytes=1)
     down = _fill(width, GemmTile(128, 1, 2), 2, weight_bytes=1)
@@ -97,7 +102,8 @@ def choose(
     d_ff: int,
     is_quantized: bool = False,
 ) -> Tile:
-    """The tile for a step of `num_rows` rows with `top_k` visits over `num_experts` experts.
+    """Returns the tile for a step of `num_rows` rows with `top_k` visits over `num_experts`
+    experts.
 
     No expert has more rows than there are, so up to 128 its weights are read exactly once. Past
     that some experts have more than 128 of them well before the mean has: from a mean of
@@ -129,7 +135,7 @@ def fits(tile: Tile, d_model: int, d_ff: int) -> bool:
 
 
 def plain(tile: Tile) -> Tile:
-    """`tile` with columns and stages that fit every multiple of 64."""
+    """Returns `tile` with columns and stages that fit every multiple of 64."""
     width = tile.widths[-1]
     gate_up, down = _fill(width, GemmTile(64, 2, 1), 2), _fill(width, GemmTile(64, 1, 1), 4)
     return replace(tile, gate_up=gate_up, down=down)

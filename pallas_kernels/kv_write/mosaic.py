@@ -125,18 +125,18 @@ class Layout:
         return -(-heads // self.unit) * self.unit
 
     def spread(self, vector, heads: int, axis: int):
-        """A vector over heads (axis 0) or over elements (1) as an array [heads, D/2]."""
+        """Returns a vector over heads (axis 0) or over elements (1) as an array [heads, D/2]."""
         spread = lax.broadcast_in_dim(vector, (heads, self.half), (axis,))
         return plgpu.layout_cast(spread, self.of_heads)
 
     def load(self, ref, first: int, heads: int) -> list:
-        """Both halves of some heads of `ref` [.., D], as float32."""
+        """Loads both halves of some heads of `ref` [.., D], as float32."""
         at = pl.ds(first, heads)
         parts = [ref.at[at, half] for half in self.halves]
         return [plgpu.load(p, layout=self.of_heads, optimized=False).astype(F32) for p in parts]
 
     def load_vector(self, ref):
-        """A vector [D/2] in device memory."""
+        """Returns a vector [D/2] in device memory."""
         return plgpu.load(ref, layout=self.of_heads.reduce(0), optimized=False)
 
     @property
@@ -214,7 +214,7 @@ class _Row(NamedTuple):
                 smem[pl.ds(start, heads), half] = values.astype(BF16)
 
     def normed(self, x: list, norm, heads: int) -> list:
-        """RMS norm of heads whose halves are `x`."""
+        """Returns RMS norm of heads whose halves are `x`."""
         room = self.room
         squares = jnp.sum(x[0] * x[0] + x[1] * x[1], axis=1)
         root = lax.rsqrt(squares / (2 * room.half) + self.projection.eps)
@@ -227,5 +227,5 @@ class _Row(NamedTuple):
 
 
 def _rounded(x):
-    """To bfloat16, where the reference has a result of that dtype."""
+    """Rounds to bfloat16, where the reference has a result of that dtype."""
     return x.astype(BF16).astype(F32)

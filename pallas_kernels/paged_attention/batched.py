@@ -33,7 +33,7 @@ def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
 
 
 def _attend(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
-    """Of one piece's rows."""
+    """Computes one piece's rows."""
     batch, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
     group, keys = heads // kv_heads, block_table.shape[1] * page_size

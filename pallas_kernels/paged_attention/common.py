@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
         return max(self.head_dim, 128)
 
     def plan(self, kv_len: Int[Array, "B"]) -> schedule.Plan:
-        """Schedule of sequences of these lengths."""
+        """Returns the schedule of sequences of these lengths."""
         return schedule.plan(
             kv_len,
             kv_heads=self.kv_heads,
@@ -66,7 +66,9 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(q: Any, k_pages: Any, tile: Tile | None, num_blocks: int | None) -> Sizes | None:
-    """Sizes of a call with these arguments; None if there is no tile, or no room for it."""
+    """Returns the sizes of a call with these arguments; None if there is no tile, or no room for
+    it.
+    """
     batch, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
     group = heads // kv_heads
@@ -92,5 +94,5 @@ def sizes_of(q: Any, k_pages: Any, tile: Tile | None, num_blocks: int | None) ->
 
 
 def splat(value, shape, layout):
-    """A float32 array of one value."""
+    """Returns a float32 array of one value."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)

@@ -25,8 +25,9 @@ def merge(
     pieces: Float[Array, "slots lines line"],
     log_sums: Float[Array, "slots columns"],
 ) -> Float[Array, "segments lines line"]:
-    """The results, in place, with those of segments that are cut, and zeros where rows have no
-    keys. All others are left as they are."""
+    """Returns the results, in place, with those of segments that are cut, and zeros where rows have
+    no keys. All others are left as they are.
+    """
     out = jax.new_ref(results)
     _merge(sizes)(todo.cuts, todo.before, pieces, log_sums, out)
     return jax.freeze(out)
@@ -57,7 +58,7 @@ class Grid(NamedTuple):
 
 
 def grid_of(sizes: Sizes) -> Grid:
-    """What the merge is launched with."""
+    """Returns what the merge is launched with."""
     num_lines = sizes.rows * sizes.head_dim // sizes.line
     # Few segments have many pieces each: a block for each of their lines, and more at a time.
     lines = 1 if sizes.cuts * num_lines <= 8 * NUM_SMS else math.gcd(num_lines, 8)
@@ -66,7 +67,9 @@ def grid_of(sizes: Sizes) -> Grid:
 
 
 def _merge(sizes: Sizes):
-    """Kernel. A block has lines of one segment that is cut, and of one row's if that is empty."""
+    """Runs the kernel. A block has lines of one segment that is cut, and of one row's if that is
+    empty.
+    """
     grid = grid_of(sizes)
     lines = grid.lines
 
@@ -128,7 +131,7 @@ def _merge_segment(sizes: Sizes, refs: _Refs, index, lines: list):
 
 
 def _splat(sizes: Sizes, value: float):
-    """A line of one value."""
+    """Returns a line of one value."""
     return splat(value, (sizes.line,), plgpu.Layout.WG_STRIDED((sizes.line,), sizes.line // 128))
 
 

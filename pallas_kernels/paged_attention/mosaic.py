@@ -64,8 +64,9 @@ def supports(q: Any, k_pages: Any, v_pages: Any) -> bool:
 
 
 def plan(q: Any, k_pages: Any, kv_len: Int[Array, "B"]) -> Plan:
-    """What `paged_attention` takes as `todo`, for the tile and the blocks it chooses by itself. Of
-    `q` and `k_pages` only sizes count; `supports` says of which."""
+    """Returns what `paged_attention` takes as `todo`, for the tile and the blocks it chooses by
+    itself. Of `q` and `k_pages` only sizes count; `supports` says of which.
+    """
     sizes = sizes_of(q, k_pages, None, None)
     assert sizes is not None, "not supported: ask `supports`"
     return sizes.plan(kv_len)
@@ -136,8 +137,9 @@ class _Refs(NamedTuple):
 
 
 def attend(sizes: Sizes, scale: float):
-    """Kernel: results [segments, rows, D] of the segments that are whole, pieces [slots, rows, D]
-    of those that are cut, and their base-2 log-sum-exps [slots, columns]."""
+    """Runs the kernel: returns results [segments, rows, D] of the segments that are whole, pieces
+    [slots, rows, D] of those that are cut, and their base-2 log-sum-exps [slots, columns].
+    """
     tile, columns, head_dim = sizes.tile, sizes.columns, sizes.head_dim
 
     def attend_pieces(*refs):
@@ -178,7 +180,9 @@ def attend(sizes: Sizes, scale: float):
 
 
 def _attend_run(sizes: Sizes, refs: _Refs, scale: float, run: Run, first: At, block):
-    """Attention of all pieces of a run. `ahead` is the tile to ask for next, `stages` on."""
+    """Returns the attention of all pieces of a run. `ahead` is the tile to ask for next, `stages`
+    on.
+    """
     ahead = first
 
     @pl.when(run.start < run.stop)
@@ -208,7 +212,8 @@ def _attend_run(sizes: Sizes, refs: _Refs, scale: float, run: Run, first: At, bl
 
 
 def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahead: At):
-    """Attention to the keys of the piece that starts at `at`, whose queries are on their way.
+    """Returns attention to the keys of the piece that starts at `at`, whose queries are on their
+    way.
 
     Exponentials are of base 2, of scores times `scale`. Returns where the next piece starts, the
     tile to ask for next, and the softmax: maximum [columns], sums key by key [tokens, columns],
@@ -299,7 +304,7 @@ class _Part(NamedTuple):
 
 
 def _locate(sizes: Sizes, refs: _Refs, run: Run, at: At) -> list[_Part]:
-    """The pages of a tile; of no tile, if `at` is past the run.
+    """Returns the pages of a tile; of no tile, if `at` is past the run.
 
     The table's ids past the end of the sequence are nobody's: in their place the tile's first page
     is taken again. They are read all the same, so as not to wait for the length before the ids.
@@ -328,7 +333,7 @@ def _copy_parts(paged, parts: list[_Part], smem, full):
 
 
 def _product(a, b):
-    """`a @ b` in float32, of bfloat16 in shared memory."""
+    """Computes `a @ b` in float32, of bfloat16 in shared memory."""
 
     def multiply(acc):
         plgpu.wgmma(acc, a, b)
@@ -346,7 +351,7 @@ def _clear_rows(smem, start):
 
 
 def _iota(shape):
-    """Row numbers."""
+    """Returns row numbers."""
     return plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
 
 

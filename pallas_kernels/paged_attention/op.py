@@ -12,7 +12,7 @@ from pallas_kernels.paged_attention.schedule import Plan
 
 
 def plan(heads: int, pages: Any, *, kv_len: Int[Array, "B"]) -> Plan | None:
-    """How the kernel shares out a step's keys among its blocks; None where it does not run.
+    """Returns how the kernel shares out a step's keys among its blocks; None where it does not run.
 
     `heads` query heads; of `pages` [L, P, G, S, D] only sizes and dtype count. It depends on no
     layer, and XLA does not take it out of a scan over layers by itself: a caller makes it before
@@ -37,7 +37,7 @@ def paged_attention(
     scale: float,
     todo: Plan | None = None,
 ) -> Float[Array, "B H D"]:
-    """Attention of one new row a sequence over its pages of `layer`.
+    """Attends with one new row a sequence over its pages of `layer`.
 
     Position p of sequence b lives in page `block_table[b, p // S]` at offset `p % S`; positions
     `[0, kv_len[b])` are attended to. H is a multiple of the G kv heads. A row with kv_len 0

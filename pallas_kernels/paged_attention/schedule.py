@@ -42,12 +42,12 @@ class Share(NamedTuple):
     extra: Any
 
     def start(self, block: Any) -> Any:
-        """First tile of a block's run, which ends where the next one starts."""
+        """Returns the first tile of a block's run, which ends where the next one starts."""
         block = jnp.minimum(block, self.active)
         return block * self.base + jnp.minimum(block, self.extra)
 
     def owner(self, tile: Any) -> Any:
-        """Block whose run has the tile."""
+        """Returns block whose run has the tile."""
         long = self.extra * (self.base + 1)
         after = self.extra + _div(jnp.maximum(tile - long, 0), jnp.maximum(self.base, 1))
         return jnp.where(tile < long, _div(tile, self.base + 1), after)
@@ -64,7 +64,9 @@ def share(total: Any, num_blocks: int, min_tiles: int) -> Share:
 def plan(
     kv_len: Int[Array, "B"], *, kv_heads: int, tokens: int, num_blocks: int, min_tiles: int
 ) -> Plan:
-    """Schedule of sequences of these lengths, in tiles of `tokens` keys of one kv head."""
+    """Returns the schedule of sequences of these lengths, in tiles of `tokens` keys of one kv
+    head.
+    """
     batch = kv_len.shape[0]
     tiles = _div(kv_len.astype(jnp.int32) + (tokens - 1), tokens) * kv_heads
     # Sums over a triangle: a running sum would be several kernels, a binary search a loop of them.
@@ -79,13 +81,13 @@ def plan(
 
 
 def num_cuts(num_segments: int, num_blocks: int) -> int:
-    """No more segments are ever cut."""
+    """Returns the most segments that are ever cut."""
     return min(num_segments, num_blocks - 1)
 
 
 def _cuts(before: Array, shared: Share, runs: Array, kv_heads: int) -> Array:
-    """An entry for each segment or, if they are fewer, for each run but the first: for the segment
-    that it begins within, unless the run before begins there, too.
+    """Returns an entry for each segment or, if they are fewer, for each run but the first: for the
+    segment that it begins within, unless the run before begins there, too.
     """
     num_segments = (len(before) - 1) * kv_heads
     if num_segments < len(runs):
@@ -114,7 +116,7 @@ def _table(*columns: Array) -> Array:
 
 
 def _div(a: Any, b: Any) -> Any:
-    """Quotient of what is not negative: rounding to minus infinity takes XLA many more steps."""
+    """Divides what is not negative: rounding to minus infinity takes XLA many more steps."""
     return lax.div(*jnp.broadcast_arrays(a, jnp.int32(b)))
 
 
@@ -139,7 +141,7 @@ class Run(NamedTuple):
     stop: Any
 
     def step(self, at: At, count: Any) -> At:
-        """`count` tiles on; past the end of the run the row stays."""
+        """Goes `count` tiles on; past the end of the run the row stays."""
 
         def next_row(at):  # several times if rows have no tiles
             return At(at.tile, at.row + 1, at.row_end, self.before(at.row + 2))
@@ -150,7 +152,9 @@ class Run(NamedTuple):
         return lax.while_loop(past, next_row, at._replace(tile=at.tile + count))
 
     def segment(self, at: At) -> tuple[Any, Any, Any]:
-        """The kv head of a tile, its place in the segment, and the segment's length in tiles."""
+        """Returns the kv head of a tile, its place in the segment, and the segment's length in
+        tiles.
+        """
         tiles = lax.max(lax.div(at.row_end - at.row_start, self.kv_heads), 1)
         kv_head = lax.div(at.tile - at.row_start, tiles)
         return kv_head, at.tile - at.row_start - kv_head * tiles, tiles

@@ -29,7 +29,8 @@ _BY_HEAD_DIM = {
 
 
 def choose(head_dim: int, page_size: int) -> Tile | None:
-    """The tile for heads of `head_dim` elements in pages of `page_size` tokens, if there is one.
+    """Returns the tile for heads of `head_dim` elements in pages of `page_size` tokens, if there is
+    one.
 
     A tile is 32 KB, or 64 KB at 256 elements. `min_tiles` keeps a piece large beside what it costs
     to merge.
@@ -41,7 +42,7 @@ def choose(head_dim: int, page_size: int) -> Tile | None:
 
 
 def shared_bytes(columns: int, head_dim: int, tokens: int, stages: int) -> int:
-    """Shared memory of a block, without what the system takes: `attend`'s scratch.
+    """Returns the shared memory of a block, without what the system takes: `attend`'s scratch.
 
     Queries and probabilities in bfloat16, a piece in float32, scratch of a maximum over keys; then
     tiles of keys and values, and barriers.

@@ -81,7 +81,7 @@ def _run(
     hosts: Bool[Array, "E G"],
     home: Int[Array, "E"],
 ) -> Int[Array, "E G"]:
-    """`solve`, in one block of a kernel."""
+    """Runs `solve` in one block of a kernel."""
     (experts, devices), padded = hosts.shape, _padded(*hosts.shape)
     pads = [(0, p - n) for p, n in zip(padded, (experts, devices), strict=True)]
     given = (jnp.pad(counts.T, pads), jnp.pad(hosts.astype(I32), pads), jnp.pad(home, pads[0]))
@@ -151,32 +151,32 @@ class _Problem(NamedTuple):
         return iota(self.shape[1:], 0, BY_SINGLE_COLUMN)
 
     def of_expert(self, matrix, expert):
-        """An expert's row, by device."""
+        """Returns an expert's row, by device."""
         return jnp.sum(jnp.where(self.expert == expert, matrix, 0), axis=0)
 
     def of_device(self, matrix, device):
-        """A device's column, by expert."""
+        """Returns a device's column, by expert."""
         return jnp.sum(jnp.where(self.device == device, matrix, 0), axis=1)
 
     def at_home(self, held):
-        """Visits where they start: with their own device where it holds the expert."""
+        """Returns the visits where they start: with their own device where it holds the expert."""
         own = jnp.where(held > 0, self.counts, 0)
         away = jnp.sum(self.counts - own, axis=1)
         home = across(self.home, self.shape)
         return own + jnp.where(self.device == home, across(away, self.shape), 0)
 
     def lowest(self, can, load):
-        """The least load among the devices that may, by expert; MANY where none may."""
+        """Returns the least load among the devices that may, by expert; MANY where none may."""
         return jnp.min(jnp.where(can > 0, down(load, self.shape), MANY), axis=1)
 
 
 def _first(values, numbers, value):
-    """The lowest number of those that have a value; numbers are a vector's places."""
+    """Returns the lowest number of those that have a value; numbers are a vector's places."""
     return jnp.min(jnp.where(values == value, numbers, MANY))
 
 
 def _value(values, numbers, number):
-    """A vector's value at a number."""
+    """Returns a vector's value at a number."""
     return jnp.sum(jnp.where(numbers == number, values, 0))
 
 
@@ -189,16 +189,18 @@ class _Loads(NamedTuple):
 
     @classmethod
     def of(cls, at: _Problem, movable) -> "_Loads":
-        """Before a move. Padding is no source of any."""
+        """Returns the loads before a move. Padding is no source of any."""
         load = jnp.sum(movable, axis=0)
         return cls(movable, load, jnp.where(at.devices < at.num_devices, load, -1))
 
     def mean(self, at: _Problem):
-        """Visits a device if all had the same, rounded up."""
+        """Returns visits a device if all had the same, rounded up."""
         return lax.div(jnp.sum(self.load) + (at.num_devices - 1), I32(at.num_devices))
 
     def moved(self, at: _Problem, source, target, expert, amount) -> "_Loads":
-        """After a move; a move of nothing leaves its source stuck until another one succeeds."""
+        """Returns the loads after a move; a move of nothing leaves its source stuck until another
+        one succeeds.
+        """
         takes = jnp.where(at.device == target, amount, 0)
         change = takes - jnp.where(at.device == source, amount, 0)
         movable = self.movable + jnp.where(at.expert == expert, change, 0)
@@ -210,7 +212,7 @@ class _Loads(NamedTuple):
 
 
 def _share(at: _Problem) -> Array:
-    """`reference.shard_visits`, whose `_best_move` this is."""
+    """Runs `reference.shard_visits`, whose `_best_move` this is."""
     loads = _Loads.of(at, at.at_home(at.hosts))
     mean = loads.mean(at)
     grain = lax.max(lax.div(mean, I32(GRAIN)), I32(1))
@@ -250,18 +252,20 @@ class _Replicas(NamedTuple):
 
     @classmethod
     def none(cls, at: _Problem, num_replicas: int, per_pair: int) -> "_Replicas":
-        """Before there are any. Padding has no room."""
+        """Returns the state before there are any. Padding has no room."""
         there = at.device < at.num_devices
         slots = jnp.where(at.devices < at.num_devices, num_replicas, 0)
         return cls(at.hosts, jnp.where(there, per_pair, 0), slots)
 
     def may_send(self, at: _Problem):
-        """[experts, devices]: 1 where the expert's home may send the device one."""
+        """Returns [experts, devices]: 1 where the expert's home may send the device one."""
         open_ = jnp.where(down(self.slots, at.shape) > 0, 1, 0)
         return jnp.where(self.pairs > 0, open_, 0)
 
     def copied(self, at: _Problem, expert, to) -> "_Replicas":
-        """With replicas of an expert on devices (1 in `to`) that have room for it."""
+        """Returns the state with replicas of an expert on devices (1 in `to`) that have room for
+        it.
+        """
         to_all = down(to, at.shape)
         held = jnp.where(at.expert == expert, self.held + to_all, self.held)
         sender = _value(at.home, at.experts, expert)
@@ -270,7 +274,9 @@ class _Replicas(NamedTuple):
 
 
 def _take_local(at: _Problem, replicas: _Replicas, num_local: int) -> _Replicas:
-    """First phase: `num_local` times every device takes what its rows visit most and it lacks."""
+    """Runs the first phase: `num_local` times every device takes what its rows visit most and it
+    lacks.
+    """
 
     def take(_, replicas: _Replicas) -> _Replicas:
         wanted = jnp.where(replicas.held > 0, 0, at.counts)
@@ -290,7 +296,7 @@ def _take_local(at: _Problem, replicas: _Replicas, num_local: int) -> _Replicas:
 
 
 def _balance(at: _Problem, replicas: _Replicas) -> _Replicas:
-    """Second phase: moves that may need a copy first, until all is even."""
+    """Runs the second phase: moves that may need a copy first, until all is even."""
     loads = _Loads.of(at, at.at_home(replicas.held))
     mean = loads.mean(at)
 

@@ -46,7 +46,7 @@ def shard_visits(
     tolerance: float,
     move_local: bool,
 ) -> Int[Array, "G E"]:
-    """The visits that each device computes; see `op.shard_visits`."""
+    """Returns the visits that each device computes; see `op.shard_visits`."""
     own = jnp.where(hosts.T, counts, 0)
     others = _at_home(_sum(counts - own, axis=0), home, counts.shape[0])
     mean = _mean(counts)
@@ -68,7 +68,7 @@ def shard_visits(
 
 
 def home_of(hosts: Bool[Array, "E G"]) -> Int[Array, "E"]:
-    """The home of each expert, int32: its lowest-numbered host; 0 where it has none."""
+    """Returns the home of each expert, int32: its lowest-numbered host; 0 where it has none."""
     return lax.argmax(hosts, 1, jnp.int32)
 
 
@@ -86,7 +86,9 @@ class _Loads(NamedTuple):
         return cls(movable, load, load)
 
     def moved(self, source: Array, target: Array, expert: Array, amount: Array) -> "_Loads":
-        """After a move; a move of nothing leaves its source stuck until another one succeeds."""
+        """Returns the loads after a move; a move of nothing leaves its source stuck until another
+        one succeeds.
+        """
         gives, takes = (_is(device, self.load.shape[0]) for device in (source, target))
         change = amount * (_int(takes) - _int(gives))
         column = lax.dynamic_slice_in_dim(self.movable, expert, 1, axis=1) + change[:, None]
@@ -105,11 +107,11 @@ class _Plan(NamedTuple):
     pairs: Int[Array, "G G"]  # [from, to]: experts that one device may still send another
 
     def open(self) -> Bool[Array, "G G"]:
-        """[from, to]: whether one device may send another an expert."""
+        """Returns [from, to]: whether one device may send another an expert."""
         return (self.pairs > 0) & (self.slots > 0)[None, :]
 
     def copied(self, expert: Array, to: Bool[Array, "G"]) -> "_Plan":
-        """With replicas of `expert` on devices that have room for it."""
+        """Returns the plan with replicas of `expert` on devices that have room for it."""
         row = lax.dynamic_slice_in_dim(self.held, expert, 1) | to[None, :]
         held = lax.dynamic_update_slice_in_dim(self.held, row, expert, axis=0)
         sender = _is(self.home[expert], self.slots.shape[0])
@@ -120,7 +122,8 @@ class _Plan(NamedTuple):
 def _best_move(
     loads: _Loads, source: Array, hosts: Bool[Array, "E G"], mean: Array, pass_on: bool
 ) -> tuple[Array, Array, Array]:
-    """(target, expert, visits to move) for an overloaded source; 0 visits where there is no move.
+    """Returns (target, expert, visits to move) for an overloaded source; 0 visits where there is no
+    move.
 
     The expert is the source's hottest of those that a device below the mean hosts. `pass_on`: never
     more than the excess; and without such a device, the expert of which half the difference in load
@@ -145,7 +148,8 @@ def _best_move(
 
 
 def _take_local(counts: Int[Array, "G E"], plan: _Plan, num_local: int, *, bounded: bool) -> _Plan:
-    """First phase: `num_local` times every device takes what its rows visit most and it lacks.
+    """Runs the first phase: `num_local` times every device takes what its rows visit most and it
+    lacks.
 
     Not `bounded`: no pair's bound can be reached in this phase.
     """
@@ -165,7 +169,7 @@ def _take_local(counts: Int[Array, "G E"], plan: _Plan, num_local: int, *, bound
 
 
 def _balance_as_printed(counts: Int[Array, "G E"], plan: _Plan, most_copies: int) -> _Plan:
-    """Second phase of Algorithm 1 as the paper prints it: at most `most_copies` copies.
+    """Runs the second phase of Algorithm 1 as the paper prints it: at most `most_copies` copies.
 
     A copy that cannot be placed changes nothing, nor would any later one: the loop ends there.
     """
@@ -200,7 +204,9 @@ def _balance_as_printed(counts: Int[Array, "G E"], plan: _Plan, most_copies: int
 
 
 def _balance_resharded(counts: Int[Array, "G E"], plan: _Plan) -> _Plan:
-    """Second phase, modelling Algorithm 2: moves that may need a copy first, until all is even."""
+    """Runs the second phase, modelling Algorithm 2: moves that may need a copy first, until all is
+    even.
+    """
     mean = _mean(counts)
 
     def unbalanced(state: tuple[_Plan, _Loads]) -> Array:
@@ -261,29 +267,29 @@ def _spend_rest(counts: Int[Array, "G E"], plan: _Plan) -> _Plan:
 
 
 def _lowest(can: Bool[Array, "n G"], load: Int[Array, "G"]) -> Int[Array, "n"]:
-    """The least load among the devices that each row allows; MANY where it allows none."""
+    """Returns the least load among the devices that each row allows; MANY where it allows none."""
     return jnp.min(jnp.where(can, load[None, :], MANY), axis=1)
 
 
 def _at_home(visits: Int[Array, "E"], home: Int[Array, "E"], devices: int) -> Int[Array, "G E"]:
-    """Visits as their experts' homes have them."""
+    """Returns visits as their experts' homes have them."""
     return jnp.where(_is(home[None, :], devices), visits[None, :], 0)
 
 
 def _mean(counts: Int[Array, "G E"]) -> Int[Array, ""]:
-    """Visits a device if all had the same, rounded up."""
+    """Returns visits a device if all had the same, rounded up."""
     return -(-_sum(counts) // counts.shape[0])
 
 
 def _rank(values: Int[Array, "n"]) -> Int[Array, "n"]:
-    """Values ahead of each one: larger, or equal with a lower index."""
+    """Returns the values ahead of each one: larger, or equal with a lower index."""
     index = jnp.arange(values.shape[0], dtype=jnp.int32)
     tie = (values[None, :] == values[:, None]) & (index[None, :] < index[:, None])
     return _sum(_int((values[None, :] > values[:, None]) | tie), axis=1)
 
 
 def _is(index: Array, size: int) -> Bool[Array, "..."]:
-    """One-hot of a scalar, [size]; or of a row [1, n], [size, n]."""
+    """Returns one-hot of a scalar, [size]; or of a row [1, n], [size, n]."""
     numbers = jnp.arange(size, dtype=jnp.int32)
     return (numbers if index.ndim == 0 else numbers[:, None]) == index
 

@@ -17,7 +17,7 @@ from pallas_kernels.prefill_attention.tiles import LANES, WARPGROUPS
 
 
 def attend(shape: Shape, refs: Refs, warpgroup) -> None:
-    """A warpgroup that multiplies."""
+    """Runs a warpgroup that multiplies."""
     plgpu.barrier_arrive(refs.q_empty)
     for stage in range(shape.tile.stages):
         plgpu.barrier_arrive(refs.empty.at[stage])
@@ -53,11 +53,11 @@ class _Attention:
         self.factor = shape.scale * math.log2(math.e)  # powers of two are what the hardware has
 
     def key_stage(self, step):
-        """Of the ring of keys, and the index of its barriers."""
+        """Returns the stage of the ring of keys, and the index of its barriers."""
         return lax.rem(self.steps + step, self.tile.key_stages)
 
     def value_stage(self, step):
-        """Of the ring of values; its barriers follow those of keys."""
+        """Returns the stage of the ring of values; its barriers follow those of keys."""
         return lax.rem(self.steps + step, self.tile.value_stages)
 
     def wait_for_values(self, step) -> None:
@@ -111,7 +111,7 @@ class _Attention:
         return self.mask(s, step) if masked else s
 
     def queries(self, step):
-        """The warpgroup's rows."""
+        """Returns the warpgroup's rows."""
         mine = self.warpgroup
         if self.shape.head_dim > 128:
             # Plus zero, but see `zero`: their many descriptors are not to be held in registers.
@@ -129,7 +129,9 @@ class _Attention:
         return jnp.where((column & -8) <= last - (column & 7), s, -jnp.inf)
 
     def first(self):
-        """State (largest score, sum of weights, weights of the step) after the first step."""
+        """Returns state (largest score, sum of weights, weights of the step) after
+        the first step.
+        """
         s = self.scores(0, lambda: 0, masked=True)
         top = jnp.max(s, axis=1) * self.factor
         p = jnp.exp2(s * self.factor - _across(top, s.shape))
@@ -198,7 +200,7 @@ class _Attention:
         plgpu.barrier_wait(self.refs.clean)
 
     def accumulator(self, run: Callable[[Any], Any]) -> Any:
-        """`run` with an accumulator of zeros."""
+        """Calls `run` with an accumulator of zeros."""
         size = (LANES, self.shape.head_dim)
         if not self.shape.interpreted:
             return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(size, jnp.float32))
@@ -226,7 +228,7 @@ class _Attention:
 
 
 def _across(rows, shape):
-    """A value a row, for each of the row's columns."""
+    """Returns a value a row, for each of the row's columns."""
     return lax.broadcast_in_dim(rows, shape, [0])
 
 

@@ -132,7 +132,7 @@ def _call(shape: Shape, q: Array) -> Callable[..., Array]:
 
 
 def _load(shape: Shape, refs: Refs) -> None:
-    """The warpgroup that loads: query rows of an item, then keys and values in turn."""
+    """Returns the warpgroup that loads: query rows of an item, then keys and values in turn."""
     tile, rows, layer = shape.tile, shape.copy_rows, refs.layer[0]
     group = shape.heads // shape.kv_heads
 

@@ -18,7 +18,7 @@ def plan(
     q_start: Int[Array, "N1"],
     kv_len: Int[Array, "N"],
 ) -> work.Work | None:
-    """What the kernel has to know of a step's chunks; None where it does not run.
+    """Returns what the kernel has to know of a step's chunks; None where it does not run.
 
     `heads` query heads; of `pages` [L, P, G, S, D] only the sizes count. It depends on no layer,
     and XLA does not take it out of a scan over layers by itself: a caller makes it before the scan.
@@ -42,7 +42,7 @@ def prefill_attention(
     scale: float,
     todo: work.Work | None = None,
 ) -> Float[Array, "T H D"]:
-    """Causal attention of N chunks of rows, packed one after another, over their pages.
+    """Attends causally with N chunks of rows, packed one after another, over their pages.
 
     Rows `[q_start[n], q_start[n + 1])` are the last rows of a sequence whose pages hold `kv_len[n]`
     positions, these rows' own keys included: row i of the chunk sits at position

@@ -112,7 +112,7 @@ class Item(NamedTuple):
 
 
 def for_each_item(shape: Shape, refs: Refs, run: Callable[[Item, Any], None]) -> None:
-    """`run(item, steps)` for the block's items; `steps` over keys were done before it.
+    """Calls `run(item, steps)` for the block's items; `steps` over keys were done before it.
 
     Items are dealt out back and forth, so that who got the longest of one round gets the shortest
     of the next.
@@ -138,7 +138,7 @@ def for_each_item(shape: Shape, refs: Refs, run: Callable[[Item, Any], None]) ->
 
 
 def zero(at: Item):
-    """Zero, but the compiler cannot know: it saves registers where there are none to spare.
+    """Returns zero, but the compiler cannot know: it saves registers where there are none to spare.
 
     Addresses that depend on nothing but the thread are computed once, before all items, and held
     through the loops over keys; short loops are unrolled.

@@ -25,7 +25,9 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
     group = heads // kv_heads
 
     def attend(qt, n, seen):
-        """Tile of rows [G, group, TILE, D] of chunk n; row t sees positions [0, seen[t])."""
+        """Returns the tile of rows [G, group, TILE, D] of chunk n; row t sees positions [0,
+        seen[t]).
+        """
 
         def one_step(i, state):
             ids = lax.dynamic_slice(table, (n, i * pages), (1, pages))[0]

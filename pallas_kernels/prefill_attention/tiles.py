@@ -39,7 +39,7 @@ class Tile:
 
 
 def choose(group: int, head_dim: int) -> Tile:
-    """The tile for `group` query heads a kv head.
+    """Returns the tile for `group` query heads a kv head.
 
     With head size 256 the result alone takes 128 registers a thread, and a step of 128 keys would
     neither leave registers for two of its products at once nor fit into shared memory twice.

@@ -18,7 +18,7 @@ steps over keys; the sequence, and how many positions its pages hold."""
 
 
 def aligned(num_rows: int) -> int:
-    """Rows of the padded query array."""
+    """Returns the rows of the padded query array."""
     return -(-num_rows // ALIGN) * ALIGN
 
 
@@ -65,6 +65,8 @@ def plan(
 
 
 def max_tiles(num_rows: int, num_chunks: int, block_rows: int) -> int:
-    """At most so many tiles, however the rows are cut: each chunk may round up at both ends."""
+    """Returns the most tiles there can be, however the rows are cut: each chunk may round up at
+    both ends.
+    """
     chunks = num_chunks + 1
     return (num_rows + (ALIGN - 1) * chunks) // block_rows + chunks

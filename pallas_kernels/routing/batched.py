@@ -68,7 +68,7 @@ def route(
 
 
 def _sums(arrays, axis):
-    """Sums over an axis, all of them in one reduction."""
+    """Returns sums over an axis, all of them in one reduction."""
     zeros = [jnp.zeros((), a.dtype) for a in arrays]
     return lax.reduce(
         arrays, zeros, lambda a, b: [x + y for x, y in zip(a, b, strict=True)], (axis,)
@@ -76,7 +76,9 @@ def _sums(arrays, axis):
 
 
 def _ranks(keys, logits):
-    """Of every expert in its row: experts ahead of it, and the sum of exp(logit - its own key)."""
+    """Returns of every expert in its row: experts ahead of it, and the sum of exp(logit - its own
+    key).
+    """
     index = jnp.arange(keys.shape[1], dtype=jnp.int32)
     own, other = keys[:, :, None], keys[:, None, :]
     tie = (other == own) & (index[None, :] < index[:, None])[None]
@@ -85,7 +87,9 @@ def _ranks(keys, logits):
 
 
 def _weights(top, sum_of_exp, normalize, scoring):
-    """Gate weights of picks, by falling score; columns one by one, to be part of what follows."""
+    """Returns the gate weights of picks, by falling score; columns one by one, to be part of what
+    follows.
+    """
     picks = range(top.shape[1])
     if scoring == "sigmoid":
         weights = jax.nn.sigmoid(top)
@@ -100,7 +104,7 @@ def _weights(top, sum_of_exp, normalize, scoring):
 
 
 def _merge_repeats(expert_ids, weights):
-    """As the reference's, columns one by one."""
+    """Merges repeats as the reference does, columns one by one."""
     picks = range(expert_ids.shape[1])
     totals, kept = [], []
     for k in picks:
@@ -116,7 +120,7 @@ def _merge_repeats(expert_ids, weights):
 
 
 def _dispatch(expert_ids, weights, slots, *, block_m, num_blocks):
-    """As the reference's."""
+    """Dispatches as the reference does."""
     num_rows, top_k = expert_ids.shape
     num_logical, num_visits = slots.shape[0], expert_ids.size
     num_sorted = num_blocks * block_m

@@ -148,15 +148,15 @@ def route(
 
 
 def _in_a_row(row: Array | TableRow) -> tuple[Array, Array]:
-    """All layers' values, and the layer."""
+    """Returns all layers' values, and the layer."""
     if isinstance(row, TableRow):
         return row.table.reshape(-1), jnp.asarray(row.layer, I32).reshape(1)
     return row, jnp.zeros(1, I32)
 
 
 def _dispatch(sizes: Sizes, out: Out, slots: Array) -> Dispatch:
-    """The op's form of what the kernel wrote. The slots of blocks are for the XLA grouped GEMM
-    only, so they are no work of the kernel's: XLA drops them where nothing reads them.
+    """Returns the op's form of what the kernel wrote. The slots of blocks are for the XLA grouped
+    GEMM only, so they are no work of the kernel's: XLA drops them where nothing reads them.
     """
     block = jnp.arange(sizes.sorted_rows // sizes.block_m, dtype=I32)
     row = jnp.minimum(block, jnp.maximum(out.num_blocks - 1, 0)) * sizes.block_m
@@ -273,7 +273,9 @@ def _pick(at: Block) -> None:
 
 
 def _serve(at: Block) -> tuple[list, Callable]:
-    """Experts that serve 64 rows; whether the visit of a pick is kept. Counts the experts' rows."""
+    """Returns the experts that serve 64 rows; whether the visit of a pick is kept. Counts the
+    experts' rows.
+    """
     smem = at.smem
     expert_ids = stages.look_up(at)
     kept = stages.merge_repeats(at, expert_ids)
@@ -288,7 +290,7 @@ def _serve(at: Block) -> tuple[list, Callable]:
 
 
 def _served(at: Block) -> tuple[list, Callable]:
-    """Again what `_serve` returned for these rows, and their visits one-hot."""
+    """Returns again what `_serve` returned for these rows, and their visits one-hot."""
     smem, picks = at.smem, range(at.sizes.picks)
     expert_ids = [by_row(smem.expert_ids.at[:, k]) for k in picks]
     stages.one_hot(at._replace(smem=smem._replace(rows=smem.turn_rows)), expert_ids)
@@ -296,7 +298,7 @@ def _served(at: Block) -> tuple[list, Callable]:
 
 
 def _place(at: Block, expert_ids: list, kept: Callable) -> None:
-    """Sorted rows of 64 rows' visits, and the tokens there."""
+    """Returns the sorted rows of 64 rows' visits, and the tokens there."""
     stages.ranks(at, expert_ids, kept)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(at.smem.visit_row, at.out.visit_row.at[at.own])
@@ -306,7 +308,9 @@ def _place(at: Block, expert_ids: list, kept: Callable) -> None:
 
 
 def _kinds(at: Block) -> None:
-    """What each row is, into shared memory. TMA knows no booleans: a warp reads them one by one."""
+    """Returns what each row is, into shared memory. TMA knows no booleans: a warp reads them one by
+    one.
+    """
     given, last = at.given, at.sizes.rows - 1
 
     def one_warp(warp):
@@ -371,9 +375,10 @@ def _exchange(at: Block, which: int, own, every) -> None:
 
 
 def _meet(at: Block, step: str) -> None:
-    """A step of the cluster's own barrier: what a block wrote before it arrived is ordered before
-    what others do after they waited. An mbarrier's arrivals, jax's `ClusterBarrier` among them, are
-    of the block's scope only. The interpreter does not know it; there `_exchange` does its part.
+    """Returns a step of the cluster's own barrier: what a block wrote before it arrived is ordered
+    before what others do after they waited. An mbarrier's arrivals, jax's `ClusterBarrier` among
+    them, are of the block's scope only. The interpreter does not know it; there `_exchange` does
+    its part.
     """
     if at.sizes.blocks == 1 or at.sizes.interpreted:
         return
@@ -388,7 +393,9 @@ def _meet(at: Block, step: str) -> None:
 
 
 def _sums(at: Block, own, every, load):
-    """Sums of what `load` makes of each block's values: of all blocks, and of those before."""
+    """Returns the sums of what `load` makes of each block's values: of all blocks, and of those
+    before.
+    """
     if at.sizes.blocks == 1:
         return load(own), None
 
@@ -417,7 +424,9 @@ def _store_sums(at: Block) -> None:
 
 
 def _store_vector(vector, into, first: int, count: int) -> None:
-    """A copy of so many bytes in a row is of whole sixteens; what is left is stored singly."""
+    """Stores a vector; a copy of so many bytes in a row is of whole sixteens, and what is left is
+    stored singly.
+    """
     fours = count // 4 * 4
     if fours:
         plgpu.copy_smem_to_gmem(vector.at[pl.ds(0, fours)], into.at[pl.ds(first, fours)])

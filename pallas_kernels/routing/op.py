@@ -49,7 +49,7 @@ class Dispatch(NamedTuple):
 def gate(
     logits: Float[Array, "T m"], *, top_k: int, normalize: bool, scoring: Scoring = "softmax"
 ) -> tuple[Float[Array, "T {top_k}"], Int[Array, "T {top_k}"]]:
-    """The `top_k` largest logits of each row, and their scores; ties go to the lower id.
+    """Returns the `top_k` largest logits of each row, and their scores; ties go to the lower id.
 
     Scores are softmax over all m experts or each logit's sigmoid, in float32. Returns gate weights
     (the scores, divided by their sum where `normalize`) and expert ids (int32), by falling score.
@@ -88,7 +88,8 @@ def brownout_plan(
 def max_active_experts(
     threshold_percent: int, num_experts: int, num_united: int, num_visits: int
 ) -> int:
-    """Experts one layer can touch under full or partial brownout at or below a threshold.
+    """Returns how many experts one layer can touch under full or partial brownout at or below a
+    threshold.
 
     `min(m, ceil(t m) + ceil(m/k), visits)` with ceil(m/k) = `num_united`; it is attained. It needs
     every expert in a group (none -1) and no exempt row; zero brownout may touch all m.
@@ -124,7 +125,9 @@ def dispatch(
 
 
 def map_tiles(work: Dispatch, tiles: RowTiles) -> Int[Array, "M 6"]:
-    """The tile map of a dispatch (`tile_map`): its own where it is of these tiles, or made here."""
+    """Returns the tile map of a dispatch (`tile_map`): its own where it is of these tiles, or made
+    here.
+    """
     if work.tile_map is not None and work.tile_map.tiles == tiles:
         return work.tile_map.table
     num_rows, num_blocks = work.row_token.shape[0], work.block_slot.shape[0]
@@ -135,12 +138,12 @@ def map_tiles(work: Dispatch, tiles: RowTiles) -> Int[Array, "M 6"]:
 
 
 def row_length(row: Array | TableRow) -> int:
-    """Values of a layer's row."""
+    """Returns the values of a layer's row."""
     return (row.table if isinstance(row, TableRow) else row).shape[-1]
 
 
 def row_of(row: Int[Array, "n"] | TableRow) -> Int[Array, "n"]:
-    """A layer's row of a table, cut out of it if it is not yet."""
+    """Returns a layer's row of a table, cut out of it if it is not yet."""
     return row.table[row.layer] if isinstance(row, TableRow) else row
 
 
@@ -160,7 +163,8 @@ def route(
     max_active: int,
     tiles: RowTiles | None = None,
 ) -> tuple[Int[Array, "T {top_k}"], Plan, Dispatch]:
-    """A layer's whole routing: `gate`, `brownout_plan` of its picks, and `dispatch` of the plan.
+    """Computes a layer's whole routing: `gate`, `brownout_plan` of its picks, and `dispatch` of the
+    plan.
 
     Logits past the m experts that `groups` has are padding, and are not looked at. With `tiles`,
     of a multiple of `block_m` rows, the dispatch has a map of them. Returns the experts that the

@@ -200,7 +200,7 @@ class Block(NamedTuple):
 
 
 def scratch(sizes: Sizes) -> dict[str, Any]:
-    """Shared memory of a block, by the names in `Smem`."""
+    """Returns the shared memory of a block, by the names in `Smem`."""
     swizzled = (
         plgpu.TilingTransform((8, 64)),  # pyright: ignore[reportAbstractUsage]
         plgpu.SwizzleTransform(128),  # pyright: ignore[reportAbstractUsage]
@@ -242,23 +242,23 @@ def scratch(sizes: Sizes) -> dict[str, Any]:
 
 
 def smem_bytes(sizes: Sizes) -> int:
-    """Bytes of shared memory that a block's buffers take."""
+    """Returns the bytes of shared memory that a block's buffers take."""
     buffers = (made for made in scratch(sizes).values() if isinstance(made, pl.MemoryRef))
     return sum(math.prod(made.shape) * jnp.dtype(made.dtype).itemsize for made in buffers)
 
 
 def by_expert(ref):
-    """A vector that has a value for each routed expert, for use with `EXPERTS`."""
+    """Returns a vector that has a value for each routed expert, for use with `EXPERTS`."""
     return plgpu.load(ref, layout=BY_EXPERT, optimized=False)
 
 
 def by_row_and_expert(ref):
-    """A value for each row and routed expert."""
+    """Returns a value for each row and routed expert."""
     return plgpu.load(ref, layout=EXPERTS, optimized=False)
 
 
 def product(a, b):
-    """`a @ b` in float32, of bfloat16 in shared memory."""
+    """Computes `a @ b` in float32, of bfloat16 in shared memory."""
 
     def multiply(acc):
         plgpu.wgmma(acc, a, b)

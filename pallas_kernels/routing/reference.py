@@ -47,7 +47,7 @@ def brownout_plan(ids, *, groups, threshold_percent, strategy, valid, exempt):
 
 
 def targets(count, pinned, total, groups, threshold_percent, strategy):
-    """S1, and the logical expert that serves each expert's degradable visits, -1: none.
+    """Returns s1, and the logical expert that serves each expert's degradable visits, -1: none.
 
     `count` are these visits, `total` their number; `pinned` experts are in S1 whatever it is.
     """
@@ -64,12 +64,13 @@ def targets(count, pinned, total, groups, threshold_percent, strategy):
 
 
 def _count(mask):
-    """True entries over the two leading axes, int32."""
+    """Counts true entries over the two leading axes, int32."""
     return jnp.sum(mask, axis=(0, 1), dtype=jnp.int32)
 
 
 def _covering(count, total, pinned, threshold_percent):
-    """Experts that join S1: most visited first, ties by lower id, until t % of `total` are covered.
+    """Returns the experts that join S1: most visited first, ties by lower id, until t % of `total`
+    are covered.
 
     An expert joins while the visits of those before it, the pinned ones included, fall short.
     """
@@ -119,7 +120,9 @@ def dispatch(expert_ids, weights, slots, *, block_m, num_blocks):
 
 
 def _before(values):
-    """Sum of the values before each one. Comparisons fuse where a scan would be a kernel."""
+    """Returns the sum of the values before each one. Comparisons fuse where a scan would be a
+    kernel.
+    """
     index = jnp.arange(values.shape[0], dtype=jnp.int32)
     earlier = index[None, :] < index[:, None]
     return jnp.sum(jnp.where(earlier, values[None, :], 0), axis=1, dtype=jnp.int32)

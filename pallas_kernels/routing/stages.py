@@ -56,7 +56,7 @@ class _Part(NamedTuple):
         return iota((ROWS, self.count), 1, EXPERTS)
 
     def hits(self, picked):
-        """Where each row's expert is."""
+        """Returns where each row's expert is."""
         return self.columns == across(picked - self.first, (ROWS, self.count))
 
     @property
@@ -128,7 +128,7 @@ def _weigh(at: Block, scale) -> None:
 
 
 def plan(at: Block, visits) -> None:
-    """Which expert serves the visits to each one; S1. See `reference.brownout_plan`."""
+    """Returns which expert serves the visits to each one; S1. See `reference.brownout_plan`."""
     sizes, smem = at.sizes, at.smem
     used = pl.ds(0, sizes.experts)
     count = visits & (EXEMPT_VISIT - 1)
@@ -160,14 +160,16 @@ def plan(at: Block, visits) -> None:
 
 
 def _visits_ahead(at: Block, part: _Part, mine):
-    """Visits to those of `part` that come before the experts whose keys are `mine`."""
+    """Returns the visits to those of `part` that come before the experts whose keys are `mine`."""
     key, shape = by_expert(at.smem.key.at[part.slice]), (ROWS, part.count)
     visits = down(_count_of(key), shape)
     return jnp.sum(jnp.where(down(key, shape) > across(mine, shape), visits, 0), axis=1)
 
 
 def _left(at: Block, part: _Part):
-    """Groups of the experts of `part` that are visited and not in S1; -2 for the others."""
+    """Returns the groups of the experts of `part` that are visited and not in S1; -2 for the
+    others.
+    """
     s1, key, groups = (
         by_expert(vector.at[part.slice]) for vector in (at.smem.s1, at.smem.key, at.smem.groups)
     )
@@ -175,18 +177,18 @@ def _left(at: Block, part: _Part):
 
 
 def _members(at: Block, part: _Part, group):
-    """How many of those there are in each of the groups."""
+    """Returns how many of those there are in each of the groups."""
     left, shape = by_expert(at.smem.left.at[part.slice]), (ROWS, part.count)
     return jnp.sum(jnp.where(down(left, shape) == across(group, shape), 1, 0), axis=1)
 
 
 def _count_of(key):
-    """Visits that an expert's key was made of."""
+    """Returns the visits that an expert's key was made of."""
     return (key & (PINNED - 1)) >> 9
 
 
 def look_up(at: Block) -> list:
-    """Logical expert of each visit, also into shared memory."""
+    """Returns the logical expert of each visit, also into shared memory."""
     sizes, smem = at.sizes, at.smem
     kind = by_row(smem.kind)
     parts = _parts(sizes)
@@ -207,7 +209,9 @@ def look_up(at: Block) -> list:
 
 
 def merge_repeats(at: Block, expert_ids: list) -> list:
-    """A row's weights summed where its visits meet, into shared memory; which visits are kept."""
+    """Returns a row's weights summed where its visits meet, into shared memory; which visits are
+    kept.
+    """
     weights, kept = [by_row(at.smem.weights.at[:, k]) for k in range(at.sizes.picks)], []
     for k in range(at.sizes.picks):
         expert = by_row(at.smem.expert_ids.at[:, k])  # again, lest all comparisons be kept
@@ -223,7 +227,7 @@ def merge_repeats(at: Block, expert_ids: list) -> list:
 
 
 def one_hot(at: Block, expert_ids: list) -> None:
-    """Visits one-hot, and the rows of each logical expert, into shared memory (`rows`)."""
+    """Returns visits one-hot, and the rows of each logical expert, into shared memory (`rows`)."""
     smem = at.smem
     shape = (ROWS, ROWS)
 
@@ -243,8 +247,8 @@ def one_hot(at: Block, expert_ids: list) -> None:
 
 
 def starts(at: Block, summed) -> Any:
-    """First sorted row and first tile of each logical expert, into shared memory; how many tiles
-    there are. `summed(load)` is the rows of a chunk's experts, and those of earlier blocks.
+    """Returns first sorted row and first tile of each logical expert, into shared memory; how many
+    tiles there are. `summed(load)` is the rows of a chunk's experts, and those of earlier blocks.
 
     Blocks of rows and tiles are summed as one number: there are fewer than 2**15 of either.
     """
@@ -289,8 +293,8 @@ def add_rows(at: Block, to) -> None:
 
 
 def ranks(at: Block, expert_ids: list, kept: Callable) -> None:
-    """Sorted row of each visit that is kept, into shared memory: its expert's start plus the rows
-    before.
+    """Returns the sorted row of each visit that is kept, into shared memory: its expert's start
+    plus the rows before.
     """
     sizes, smem = at.sizes, at.smem
     shape = (ROWS, ROWS)

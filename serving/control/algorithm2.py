@@ -18,7 +18,7 @@ class Algorithm2:
         return Decision(self.move(seen.prefill), self.move(seen.decode))
 
     def move(self, phase: PhaseSeen) -> float:
-        """One step of the algorithm. Without data nothing changes."""
+        """Takes one step of the algorithm. Without data nothing changes."""
         config, percent = self._config, phase.threshold_percent
         if phase.p90_s is None:
             return percent

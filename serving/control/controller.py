@@ -85,7 +85,9 @@ class StepController(Controller, Protocol):
     """One that is asked again before each step that holds a latency-sensitive request."""
 
     def of_step(self, step: StepSeen) -> float:
-        """Threshold of this step, in percent, in place of the one decided for its phase."""
+        """Returns the threshold of this step, in percent, in place of the one decided for its
+        phase.
+        """
         ...
 
 

@@ -17,7 +17,8 @@ MAX_PENDING = 8
 
 
 def allowed_ways(config: BrownoutConfig, family: Family | None) -> tuple[int, ...]:
-    """Ways that may be served, the one to start with first; empty without united experts.
+    """Returns the ways that may be served, the one to start with first; empty without united
+    experts.
 
     Raises ValueError for a way that a model lacks; those of a family have the same ones.
     """

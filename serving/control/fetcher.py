@@ -69,7 +69,9 @@ class Fetcher:
         self._visits = Visits(away, len(family))
 
     def launched(self, step: ScheduledStep) -> None:
-        """Nothing comes after a row that a stand-in may have served, until that is known."""
+        """Holds back what would follow a row that a substitute may have served, until that is
+        known.
+        """
         if self._exact.models:
             for sequence in step.sequences:
                 sequence.unread = self._exact.concerns(sequence)
@@ -140,7 +142,7 @@ class Fetcher:
         return {self._away.of(model, *map(int, at)) for at in np.argwhere(needed)}
 
     def _grow(self, positions: int) -> None:
-        """After many steps of as many positions as may be without a miss, they may have more."""
+        """Raises the number of positions a step may have after many steps without a miss."""
         self._calm += positions >= self._exact.most
         if self._calm >= CALM_STEPS:
             most = self._scheduler.limits.max_prefill_tokens
@@ -182,7 +184,7 @@ class Visits:
         self._layer, self._expert = np.array(self._experts, int).T[1:]
 
     def observe(self, model: int, expert_rows: Int[np.ndarray, "layers E"]) -> None:
-        """A step of a model ran."""
+        """Adds the visits of a model's step."""
         own = self._of[model]
         rows = expert_rows[self._layer[own], self._expert[own]]
         self._mean[own] = KEPT * self._mean[own] + (1 - KEPT) * rows
@@ -190,8 +192,8 @@ class Visits:
     def change(
         self, asked: Sequence[int], fetched: Collection[Expert]
     ) -> tuple[Expert, float, Expert, float]:
-        """The most visited expert that is not fetched, the least visited one that is, and the mean
-        visits of each; those of models that are not asked count as none.
+        """Returns the most visited expert that is not fetched, the least visited one that is, and
+        the mean visits of each; models that no request asks count as none.
         """
         mean = self._mean * self._of[list(asked)].any(axis=0)
         there = np.zeros(len(mean), bool)

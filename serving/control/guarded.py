@@ -17,8 +17,8 @@ CONTROLLERS: dict[str, Make] = {"algorithm2": Algorithm2, "predictive": Predicti
 def make_controller(
     config: SalcConfig, name: str = "", slow_s: float = math.inf
 ) -> "GuardedController":
-    """A controller by its name, or by `module:Class`; "": that of the settings. Calls that take
-    longer than `slow_s` are logged.
+    """Makes a controller by its name, or by `module:Class`; "": that of the settings. Calls that
+    take longer than `slow_s` are logged.
 
     Raises ValueError for one that is not there.
     """
@@ -53,7 +53,9 @@ class GuardedController:
         )
 
     def of_step(self, step: StepSeen) -> int:
-        """Threshold of a step in whole percent, rounded up: it never degrades more than allowed."""
+        """Returns the threshold of a step in whole percent, rounded up: it never degrades more than
+        allowed.
+        """
         controller = cast(StepController, self._controller)  # `by_step` says so
         percent = self._guard.call(
             "of_step",

@@ -51,7 +51,7 @@ class LoadMeter(Observer):
             self._exempt_share.add(step.refused_share)
 
     def load(self, now: float, **known: object) -> Load:
-        """The load now; `known` are the fields that the caller counts."""
+        """Returns the load now; `known` are the fields that the caller counts."""
         self._forget(now)
         return Load(
             arrivals_per_s=len(self._arrivals) / WINDOW_S,

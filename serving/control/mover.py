@@ -68,7 +68,7 @@ class Mover(Observer):
         self._busy_s += max(0.0, now - started_at)
 
     def imbalances(self) -> list[float]:
-        """By MoE layer: what is expected of the hosts that are served."""
+        """Returns the expected imbalance of the served hosts, by MoE layer."""
         return [imbalance(load, hosts) for load, hosts in zip(self.load, self.hosts, strict=True)]
 
     def advance(self, now: float) -> None:
@@ -128,7 +128,7 @@ class Mover(Observer):
 
 
 def make_mover(config: BalanceConfig, runner: Runner, model: Model | None) -> Mover | None:
-    """The mover that the settings ask for; None: experts stay where they are."""
+    """Makes the mover that the settings ask for; None: experts stay where they are."""
     if not config.spare_slots or model is None or model.home is None:
         return None
     united = model.num_united_slots
@@ -138,7 +138,7 @@ def make_mover(config: BalanceConfig, runner: Runner, model: Model | None) -> Mo
 def read_load(
     config: BalanceConfig, shape: tuple[int, int]
 ) -> Float[np.ndarray, "layers E"] | None:
-    """The load that an earlier server kept; None where none did.
+    """Reads the load that an earlier server kept; None where none did.
 
     Raises SettingsError for a file that is something else, or of another model.
     """

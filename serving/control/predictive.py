@@ -109,7 +109,9 @@ class Predictive:
         return percent
 
     def _of_prefill(self, step: StepSeen) -> float:
-        """With the decode step that follows, which may make up for the rest."""
+        """Decides a prefill step together with the decode step that follows, which may make up for
+        the rest.
+        """
         rows = step.num_decoding
         if not self._helps or rows <= FEW_ROWS:
             return step.percent
@@ -137,13 +139,13 @@ def _knows_enough(seen: Seen) -> bool:
 
 
 def _late_unhelped(gaps: Collection[Gap]) -> float:
-    """Share of their tokens that would come late without brownout; 0 of none."""
+    """Returns the share of their tokens that would come late without brownout; 0 without any."""
     rows = sum(gap.rows for gap in gaps)
     return sum(gap.rows * gap.late_unhelped for gap in gaps) / rows if rows else 0.0
 
 
 def _expected_p90_s(gaps: Collection[Gap], spread: float) -> float:
-    """NaN of none."""
+    """Returns the expected P90 in seconds; NaN without samples."""
     if not gaps:
         return math.nan
     # Five values, each as likely, stand for the noise of each gap.
@@ -156,12 +158,12 @@ def _expected_p90_s(gaps: Collection[Gap], spread: float) -> float:
 
 
 def _curve(times: StepTimeModel, phase: Phase, size: float, exempt_share: float) -> Curve:
-    """Seconds of a step under each threshold of the grid."""
+    """Returns the seconds of a step under each threshold of the grid."""
     return times.curve(phase, size, 100 - (100 - GRID_PERCENT) * (1 - exempt_share))
 
 
 def _late(seconds: np.ndarray, slo_s: float, spread: float) -> np.ndarray:
-    """Probability of more than the objective, with noise around what is expected."""
+    """Returns the probability of exceeding the objective, with noise around what is expected."""
     return ndtr(np.log(seconds / slo_s) / max(spread, 0.02))
 
 

@@ -92,7 +92,7 @@ class Registry:
             self._begin(now)
 
     def _look(self, now: float, models: set[int]) -> None:
-        """Who is asked for, and who is not there."""
+        """Finds out which models are asked for, and which of them are not there."""
         open_models = {s.request.model for s in self._scheduler.waiting}
         open_models |= {s.request.model for s in self._scheduler.running}
         for model in open_models:
@@ -104,8 +104,8 @@ class Registry:
             self._leaving = None
 
     def _victim(self, now: float, *, idle: bool) -> int | None:
-        """Whose place is taken: of models that nobody asks, the one not asked for longest; else the
-        one that has been there longest, if that is long enough.
+        """Chooses the model whose place is taken: of models that no request asks, the one not asked
+        for longest; else the one that has been there longest, if that is long enough.
         """
         used = {model: self._used.get(model, -math.inf) for model in self._since}
         unused = [model for model in used if used[model] < now]

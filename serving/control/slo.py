@@ -77,12 +77,12 @@ class PhaseControl:
         self.threshold_percent = float(percent)
 
     def stop(self) -> None:
-        """No controller any more: nothing is expected, and every step has the threshold."""
+        """Stops the controller: nothing is expected any more, and every step has the threshold."""
         self.predicted_p90_s = self._applied_percent = math.nan
         self._applied = (0.0, 0)
 
     def note_step(self, percent: float, rows: int) -> None:
-        """A step was launched under a threshold of its own."""
+        """Records that a step was launched under a threshold of its own."""
         total, count = self._applied
         self._applied = total + percent * rows, count + rows
 
@@ -97,8 +97,8 @@ class PhaseControl:
     def seen(
         self, now: float, slo_s: float, waiting_age_s: float, *, by_step: bool = False
     ) -> PhaseSeen:
-        """What a controller is told; `by_step`: steps have thresholds of their own, and an operator
-        reads the P90 of all samples in the window.
+        """Returns what a controller is told; `by_step`: steps have thresholds of their own, and an
+        operator reads the P90 of all samples in the window.
 
         Latency that is still growing counts too: `waiting_age_s`, the age of the oldest request
         that waits for its first token, is a lower bound of what it will report.
@@ -136,11 +136,11 @@ class ClassControl:
         return cls(prefill, decode, make_controller(salc, controller, slow_s))
 
     def of(self, phase: Phase) -> PhaseControl:
-        """One of the phases."""
+        """Returns the control of one phase."""
         return self.prefill if phase is Phase.PREFILL else self.decode
 
     def stop(self) -> None:
-        """No controller acts."""
+        """Stops both controllers."""
         self.prefill.stop()
         self.decode.stop()
 
@@ -155,7 +155,8 @@ class ClassControl:
 
 
 def starting_strategy(wanted: str, way: int) -> str:
-    """The strategy to start with: `auto` is partial where united experts of a way are loaded.
+    """Returns the strategy to start with: `auto` is partial where united experts of a way are
+    loaded.
 
     Raises SettingsError for partial brownout without them.
     """
@@ -207,7 +208,9 @@ class SloAnalyser:
         self._learnt = self.strategy, self.way  # of what kind of brownout step times are
 
     def objectives(self, priority: Priority) -> tuple[float, float]:
-        """SLO of a class's first tokens and of the others, in seconds; infinite without one."""
+        """Returns a class's SLO of first tokens and of the others, in seconds; infinite without
+        one.
+        """
         if priority is Priority.LATENCY_SENSITIVE:
             return self.ttft_slo_s, self.itl_slo_s
         first_s, further_s = self._best_effort_slo_s
@@ -216,8 +219,8 @@ class SloAnalyser:
     def control(
         self, step: ScheduledStep, since_s: float, num_decoding: int, now: float
     ) -> StepControl:
-        """Brownout of a step that is launched now; running requests will have waited `since_s` for
-        a token as it begins.
+        """Returns the brownout of a step that is launched now; running requests will have waited
+        `since_s` for a token as it begins.
 
         The latency-sensitive class sets the threshold of every step, since all of them hold it up;
         best effort with an objective of its own may lower that of steps which are all its own.
@@ -242,7 +245,7 @@ class SloAnalyser:
         return StepControl(percent, strategy_code(self.strategy))
 
     def accepted(self, sequence: SequenceState) -> Brownout:
-        """Under how much brownout a request's prompt would be computed, if it were now."""
+        """Returns the brownout under which a request's prompt would be computed if it were now."""
         request = sequence.request
         if self.strategy == "zero" or self.way_in_force < 0 or not request.allow_brownout:
             return EXACT
@@ -252,8 +255,8 @@ class SloAnalyser:
         return Brownout(percent, (strategy_code(self.strategy), self.way))
 
     def suffered(self, step: ScheduledStep) -> Brownout:
-        """Brownout of those of a step's rows that were degraded. Without a threshold it was for
-        want of experts; and layers may have had united experts of two ways.
+        """Returns the brownout of those of a step's rows that were degraded. Without a threshold it
+        was for want of experts; and layers may have had united experts of two ways.
         """
         control = step.control
         if control is None or not control.strategy or step.way < 0:
@@ -286,7 +289,9 @@ class SloAnalyser:
     def itl_slack_s(
         self, before: ScheduledStep, started_at: float, prefill_tokens: int, num_decoding: int
     ) -> float:
-        """ITL that running requests have left for a prefill step after the one that began then."""
+        """Returns the ITL in seconds that running requests have left for a prefill step after the
+        one that began then.
+        """
         if before.plan.phase is Phase.DECODE:
             return -math.inf  # a prefill step's turn anyway
         steps = [
@@ -302,7 +307,7 @@ class SloAnalyser:
     def observe(
         self, priority: Priority, latencies: Latencies, launched_at: float, now: float
     ) -> None:
-        """Tokens of a class came at `now`, of a step launched then."""
+        """Records tokens of a class that came at `now`, of a step launched then."""
         of, arrived_at = self._of(priority), latencies.first(priority)
         ttft_slo_s, itl_slo_s = self.objectives(priority)
         if arrived_at.size and now - float(arrived_at.min()) > ttft_slo_s:
@@ -319,7 +324,7 @@ class SloAnalyser:
     def maybe_update(
         self, now: float, waiting: Mapping[Priority, Waiting], max_running: int = 1
     ) -> None:
-        """Once an interval: every controller with an objective decides."""
+        """Lets every controller with an objective decide, once an interval."""
         if now < self._next_update:
             return
         self._next_update = now + self.config.interval_s
@@ -444,7 +449,9 @@ class SloAnalyser:
             )
 
     def use_way(self, way: int, now: float) -> None:
-        """Every layer has the united experts of `way` now; samples from before count no more."""
+        """Records that every layer has the united experts of `way`; earlier samples no longer
+        count.
+        """
         self.way_changes = False
         if way != self.way:
             self.way = way
@@ -499,7 +506,7 @@ class SloAnalyser:
             of_class.prefill.changed_at = of_class.decode.changed_at = now
 
     def state(self) -> BrownoutState:
-        """Settings and latencies as an operator reads them."""
+        """Returns settings and latencies as an operator reads them."""
         prefill, decode = self.ls.prefill, self.ls.decode
         return BrownoutState(
             strategy=self.strategy,

@@ -18,7 +18,9 @@ class LatencyWindow:
         self._forget(ended_at)
 
     def p90(self, now: float, since: float, min_samples: int) -> float | None:
-        """P90 of samples inside the window that lie wholly after `since`; None for too few."""
+        """Returns the P90 of samples inside the window that lie wholly after `since`; None for too
+        few.
+        """
         self._forget(now)
         taken = [samples for began_at, _, samples in self._batches if began_at >= since]
         if sum(map(len, taken)) < min_samples:
@@ -26,7 +28,7 @@ class LatencyWindow:
         return float(np.percentile(np.concatenate(taken), 90))
 
     def late_share(self, now: float, slo_s: float, min_samples: int) -> float | None:
-        """Of all samples inside the window, those above `slo_s`; None for too few."""
+        """Returns the share of samples inside the window above `slo_s`; None for too few."""
         self._forget(now)
         taken = [samples for _, _, samples in self._batches]
         if not taken or sum(map(len, taken)) < min_samples:

@@ -44,12 +44,16 @@ class Key(NamedTuple):
 
 
 def sampling_phases() -> tuple[str, ...]:
-    """A GPU has a program for each sampling mode; a CPU, where compiling is slow, one for all."""
+    """Returns a phase for each sampling mode on a GPU; on a CPU, where compiling is slow, one for
+    all.
+    """
     return ("draw",) if backend() == "cpu" else ("sample", "truncate", "draw")
 
 
 def sizes_up_to(largest: int, smallest: int, factor: Callable[[int], int]) -> tuple[int, ...]:
-    """`smallest`, `factor(size)` times a size for as long as that is below `largest`, `largest`."""
+    """Returns `smallest`, `factor(size)` times a size for as long as that is below `largest`, and
+    `largest`.
+    """
     sizes = []
     while smallest < largest:
         sizes.append(smallest)
@@ -58,7 +62,8 @@ def sizes_up_to(largest: int, smallest: int, factor: Callable[[int], int]) -> tu
 
 
 def with_default_buckets(config: EngineConfig, num_ranks: int = 1) -> EngineConfig:
-    """`config`, with the buckets that it leaves open, and without those that no step reaches.
+    """Returns `config` with the buckets that it leaves open, and without those that no step
+    reaches.
 
     Over a mesh a size is each rank's.
 
@@ -86,7 +91,9 @@ def _up_to(sizes: tuple[int, ...], most: int) -> tuple[int, ...]:
 
 
 def cuts(at_once: int, num_layers: int) -> list[tuple[int, int]]:
-    """(first layer, layer to stop at) of parts of `at_once` layers; the last may have fewer."""
+    """Returns (first layer, layer to stop at) of parts of `at_once` layers; the last may have
+    fewer.
+    """
     return [(first, min(first + at_once, num_layers)) for first in range(0, num_layers, at_once)]
 
 
@@ -113,7 +120,7 @@ class Buckets:
         return Key("seat", self._max_model_len, FULL_CAPACITY)
 
     def keys(self) -> list[Key]:
-        """Every program that serving may need, the ones most needed first."""
+        """Returns every program that serving may need, the ones most needed first."""
         thresholds = sorted(self.thresholds, reverse=True)
         keys = [Key("decode", n, t) for t in thresholds for n in reversed(self.decode)]
         keys += [Key("prefill", n, t) for t in thresholds for n in reversed(self.prefill)]
@@ -125,7 +132,7 @@ class Buckets:
         return [*keys, self.seat]
 
     def mixed_keys(self) -> list[Key]:
-        """Those of mixed decode steps."""
+        """Returns the keys of mixed decode steps."""
         thresholds = sorted(self.thresholds, reverse=True)
         return [
             Key("decode", size, percent, models=count)
@@ -135,14 +142,14 @@ class Buckets:
         ]
 
     def step_keys(self) -> list[Key]:
-        """Those of whole steps of one model."""
+        """Returns the keys of whole steps of one model."""
         steps = (key for key in self.keys() if key.phase in ("prefill", "decode"))
         return [key for key in steps if key.models == 1]
 
     def part(
         self, key: Key, layers: tuple[int, int], at_once: Mapping[tuple[str, int], int]
     ) -> Key:
-        """The smallest program of at least the key's size for these layers, in one part.
+        """Returns the smallest program of at least the key's size for these layers, in one part.
 
         `at_once` has the layers of a part by phase and size. Of a size that is cut otherwise are
         steps that were begun with more rows: some have left since.
@@ -155,7 +162,8 @@ class Buckets:
         return key._replace(size=size, bucket_percent=FULL_CAPACITY, layers=layers)
 
     def parts(self, at_once: Mapping[tuple[str, int], int]) -> list[Key]:
-        """Programs for parts of steps, of `at_once` layers by phase and size, the largest first.
+        """Returns programs for parts of steps, of `at_once` layers by phase and size, the largest
+        first.
 
         They have capacity for every threshold: less would multiply them.
         """
@@ -175,7 +183,7 @@ class Buckets:
         prompt_logprobs: bool,
         models: int = 1,
     ) -> Key:
-        """The smallest program that serves a step whose experts a threshold bounds.
+        """Returns the smallest program that serves a step whose experts a threshold bounds.
 
         With `prompt_logprobs` it is the largest prefill program, the one that `score` follows.
         """
@@ -185,17 +193,17 @@ class Buckets:
         return Key(phase, fits, percent, models=models)
 
     def bucket(self, phase: str, size: int) -> int:
-        """The smallest size of a phase's programs that holds `size`."""
+        """Returns the smallest size of a phase's programs that holds `size`."""
         sizes = self.decode if phase == "decode" else self.prefill
         return sizes[bisect_left(sizes, size)]
 
     def rows(self, key: Key) -> int:
-        """Packed rows of a program."""
+        """Returns the packed rows of a program."""
         return self.chunks if key.phase in ("prefill", "score") else key.size
 
     def deltas(self, key: Key) -> int:
-        """Block-table deltas a step can have: a page a row, and those its tokens fill; of prompts
-        that begin with others' pages, all of these, too.
+        """Returns how many block-table deltas a step can have: a page a row, and those its tokens
+        fill; of prompts that begin with others' pages, all of these, too.
         """
         if key.phase == "decode":
             return key.size

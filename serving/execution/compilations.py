@@ -16,11 +16,11 @@ class Compilations:
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
     def ready(self) -> None:
-        """What is compiled from now on should not have to be."""
+        """Begins to count: nothing should have to be compiled from now on."""
         self._ready = True
 
     def close(self) -> None:
-        """Counts no more."""
+        """Stops counting."""
         jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     def _on_event(self, event: str, duration_secs: float, **_: Any) -> None:

@@ -153,7 +153,7 @@ class Device:
     def arrays(
         self, key: Key, step: ByRank, control: StepControl, *, first: int = 0, stop: int
     ) -> list[np.ndarray]:
-        """A program's arguments behind the state, padded to its size on each rank."""
+        """Returns a program's arguments behind the state, padded to its size on each rank."""
         of_program = self.buckets.rows(key), self.buckets.deltas(key), key.size
         tokens, rows, deltas, places = step.arrays(*of_program)
         arrays = [rows, deltas, np.array([*control, first, stop], np.int32)]

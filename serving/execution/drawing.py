@@ -43,7 +43,9 @@ class Drawing:
     def start(
         self, out: StepOutput, key: Key, step: ByRank, plan: StepPlan
     ) -> "Future[StepResult]":
-        """Behind the last layers of a plan with shapes. Draws its tokens now unless it waits."""
+        """Starts drawing behind the last layers of a plan with shapes. Draws its tokens now unless
+        it waits.
+        """
         assert plan.shapes is not None
         for seat in plan.shapes.seats:
             self._device.seat(self._told(seat))
@@ -77,7 +79,7 @@ class Drawing:
         return self._results.start(out, key, step, plan.first_layer)
 
     def _told(self, seat: Seat) -> Int[np.ndarray, "D n"]:
-        """To each device; only that of the slot has anything to do."""
+        """Tells each device; only that of the slot has anything to do."""
         limits = self._device.limits
         rank, slot = divmod(seat.slot, limits.slots_per_rank)
         told = pack_seat(slot, seat.prompt, seat.output, seat.biases, self._max_len)

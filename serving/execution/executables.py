@@ -60,11 +60,12 @@ class Executables:
 
     @classmethod
     def at(cls, directory: str, devices: Sequence[Any] | None = None) -> "Executables":
-        """In a directory of the settings; an empty name turns it off."""
+        """Opens a directory of the settings; an empty name turns it off."""
         return cls(Path(directory).expanduser() / "steps" if directory else None, devices)
 
     def load(self, name: str, cache_key: object) -> jax.stages.Compiled | None:
-        """The program that was kept under a name, made from the same; None where none can be had.
+        """Returns the program that was kept under a name, made from the same; None where none can
+        be had.
 
         An entry that cannot be read is removed.
         """
@@ -102,7 +103,7 @@ class Executables:
                 part.unlink()
 
     def recall(self, name: str, cache_key: object) -> int | None:
-        """The number that was remembered of a program; None where none was."""
+        """Returns the number that was remembered of a program; None where none was."""
         if self._folder is None:
             return None
         path = self._path(name, cache_key).with_suffix(".bytes")
@@ -138,7 +139,7 @@ def _remove_old(folder: Path) -> None:
 
 
 def _surroundings() -> str:
-    """What every program depends on: versions, process, device, switches and sources."""
+    """Returns what every program depends on: versions, process, device, switches and sources."""
     device = jax.devices()[0]
     return json.dumps(
         {
@@ -154,7 +155,9 @@ def _surroundings() -> str:
 
 @cache
 def sources() -> str:
-    """Digest of the files of the model and its kernels, some of which tracing alone imports."""
+    """Returns a digest of the files of the model and its kernels, some of which tracing alone
+    imports.
+    """
     digest = hashlib.sha256()
     for package in (jmoe, pallas_kernels):
         top = Path(package.__path__[0])
@@ -166,7 +169,7 @@ def sources() -> str:
 
 @cache
 def _processor() -> str:
-    """What a CPU can do; a program compiled for another may not run here."""
+    """Returns what a CPU can do; a program compiled for another may not run here."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -14,7 +14,8 @@ DEFAULT_MODEL_LEN = 2048
 
 
 def limits_of(config: EngineConfig, num_layers: int = 1, num_ranks: int = 1) -> Limits:
-    """Sizes of a configuration; `num_pages` 0 means enough for `max_num_seqs` at full length.
+    """Returns the sizes of a configuration; `num_pages` 0 means enough for `max_num_seqs` at full
+    length.
 
     Ranks get equal parts of sequences, slots and pages, rounded up.
     """
@@ -36,7 +37,7 @@ def limits_of(config: EngineConfig, num_layers: int = 1, num_ranks: int = 1) -> 
 
 
 def num_ranks_of(model: Model) -> int:
-    """Devices that a model is spread over."""
+    """Returns how many devices a model is spread over."""
     return 1 if model.home is None else model.home.mesh.size
 
 

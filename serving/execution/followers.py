@@ -46,7 +46,7 @@ class PeerLost(Unavailable):
 
 
 def channel_options(peer_timeout_s: float) -> list[tuple[str, int]]:
-    """gRPC's, with which a silent end is noticed within that time."""
+    """Returns gRPC's options, with which a silent end is noticed within that time."""
     ping_ms = max(1, int(1000 * peer_timeout_s / 3))
     return [
         ("grpc.keepalive_time_ms", ping_ms),
@@ -66,7 +66,7 @@ def channel_options(peer_timeout_s: float) -> list[tuple[str, int]]:
 
 
 def _listening_options(peer_timeout_s: float) -> list[tuple[str, int]]:
-    """gRPC's of process 0, which bound what strangers can hold."""
+    """Returns gRPC's options of process 0, which bound what strangers can hold."""
     return [
         *channel_options(peer_timeout_s),
         ("grpc.server_handshake_timeout_ms", int(1000 * SPEAKS_WITHIN_S)),
@@ -99,7 +99,7 @@ class Lost:
             tell(reason)
 
     def watch(self, tell: Callable[[str], None]) -> None:
-        """`tell` is called once with the reason, in another thread than this one; at once where
+        """Has `tell` called once with the reason, in another thread than this one; at once where
         there is a reason already.
         """
         with self._lock:
@@ -113,7 +113,7 @@ class Lost:
         return self._said.wait(timeout_s)
 
     def named[T](self, call: Callable[[], T]) -> T:
-        """What `call` returns. Raises PeerLost where it fails since a process is gone.
+        """Returns what `call` returns. Raises PeerLost where it fails since a process is gone.
 
         What its collectives raise then comes a little earlier than the reason does.
         """
@@ -125,8 +125,8 @@ class Lost:
             raise PeerLost(self.reason) from None
 
     def unless[T](self, call: Callable[[], T]) -> T:
-        """What `call` returns. Raises PeerLost as soon as a process is gone, though `call` may hang
-        for ever: it runs in a thread of its own, which keeps no process alive.
+        """Returns what `call` returns. Raises PeerLost as soon as a process is gone, though `call`
+        may hang for ever: it runs in a thread of its own, which keeps no process alive.
         """
         done: Future[T] = Future()
         deciding = threading.Lock()
@@ -244,7 +244,7 @@ class Followers(rpc.HostsServicer):
                 queue.put(message)
 
     def Follow(self, request_iterator: Any, context: Any) -> Iterator[pb.ToFollower]:
-        """A follower's stream; in a thread of its own."""
+        """Serves a follower's stream, in a thread of its own."""
         silent = threading.Timer(SPEAKS_WITHIN_S, context.cancel)
         silent.daemon = True
         silent.start()
@@ -270,7 +270,7 @@ class Followers(rpc.HostsServicer):
             yield message
 
     def _refusal(self, join: pb.Join) -> tuple[str, str]:
-        """Why a process may not follow, for the log and for that process; empty: it may.
+        """Returns why a process may not follow, for the log and for that process; empty: it may.
 
         Values of process 0's settings are only for who knows the secret.
         """
@@ -382,7 +382,7 @@ class Leader:
             raise
 
     def calls(self) -> Iterator[pb.Call]:
-        """What process 0 wants to be called, in order, until it stops or this end is closed.
+        """Yields what process 0 wants to be called, in order, until it stops or this end is closed.
 
         Raises PeerLost where it is gone before.
         """

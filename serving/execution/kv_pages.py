@@ -51,7 +51,7 @@ def claim_memory(fraction: float) -> None:
 
 
 def device_memory(device: Any) -> DeviceMemory | None:
-    """What a `jax.Device` says; None where it says nothing."""
+    """Returns what a `jax.Device` says of its memory; None where it says nothing."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
@@ -71,7 +71,8 @@ def by_memory(
     *,
     beside: int = 0,
 ) -> Limits:
-    """`limits` with as many pages as fit beside weights and steps, the same number on each device.
+    """Returns `limits` with as many pages as fit beside weights and steps, the same number on each
+    device.
 
     Call it when the weights are on the devices. `step_bytes` says what a step needs on one of
     them, with these limits; `beside` bytes are still to be taken on each for other things. Over
@@ -108,8 +109,9 @@ def by_memory(
 
 
 def pages_that_fit(memory: DeviceMemory, steps: int, page: int, most: int) -> int:
-    """Pages of `page` bytes that a device has room for beside what is there and `steps` bytes; one
-    more takes padding rows. Not more than `most`; fewer are rounded down to a round number.
+    """Returns how many pages of `page` bytes a device has room for beside what is there and `steps`
+    bytes; one more takes padding rows. Not more than `most`; fewer are rounded down to a round
+    number.
     """
     left = memory.limit - memory.in_use - steps
     fitting = max(0, int(SHARE * left) // page - 1)
@@ -160,7 +162,7 @@ def _log(
 
 
 def _smallest(pages: int) -> int:
-    """Of all processes of a mesh; each of them has to ask."""
+    """Returns the smallest of all processes of a mesh; each of them has to ask."""
     from jax.experimental.multihost_utils import process_allgather
 
     counts: Sequence[int] = np.ravel(process_allgather(np.array(pages))).tolist()

@@ -107,6 +107,6 @@ def check_mesh(
 
 
 def free_bytes() -> int | None:
-    """Memory that the default device has left; None where that is not known."""
+    """Returns the memory that the default device has left; None where that is not known."""
     device = jax.local_devices()[0]
     return free_host_bytes() if device.platform == "cpu" else free_device_bytes(device)

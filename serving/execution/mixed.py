@@ -33,8 +33,9 @@ STRIDE = 7919
 
 
 def mixed_models(config: EngineConfig, family: Family) -> int:
-    """Models that a decode step may have rows of: no more than can have weights on the device, and
-    one where experts lie in host memory, since a row that meets a stand-in's runs again alone.
+    """Returns how many models a decode step may have rows of: no more than can have weights on the
+    device, and one where experts lie in host memory, since a row that meets a substitute's runs
+    again alone.
     """
     if family.away is not None:
         return 1
@@ -90,8 +91,8 @@ class MixedSteps:
                 )
 
     def _time(self, count: int, size: int) -> tuple[float, float]:
-        """Of a step of `count` models with as many rows of each as there are slots, up to `size`;
-        and the mean of their own.
+        """Times a step of `count` models with as many rows of each as there are slots, up to
+        `size`; returns that and the mean of their own.
         """
         rows = min(size, self._device.limits.num_slots // count)
         models = list(self._device.programs.resident[:count])
@@ -118,7 +119,7 @@ class MixedSteps:
         return time.perf_counter() - began
 
     def _spread_tokens(self) -> None:
-        """Every slot's newest token is another, as where requests are served."""
+        """Gives every slot another newest token, as where requests are served."""
         state, vocab = self._device.state, self._device.model.config.vocab_size
         tokens = np.arange(len(state.last_token), dtype=np.int64) * STRIDE % vocab
         last_token = jnp.asarray(tokens.astype(np.int32))
@@ -126,7 +127,7 @@ class MixedSteps:
 
 
 def _step(models: Sequence[int], rows: int, first: int = 0) -> ByRank:
-    """A decode step with `rows` rows of each model, at slots from `first` on, which own no
+    """Returns a decode step with `rows` rows of each model, at slots from `first` on, which own no
     page yet: all are in the padding page.
     """
     packed = np.stack([pack_row(first + at, kv_len=1) for at in range(rows * len(models))])

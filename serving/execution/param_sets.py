@@ -60,14 +60,14 @@ class ParamSets:
             self._fill(model, [])
 
     def __getitem__(self, model: int) -> Params:
-        """A model's set on the device. Raises KeyError for one that is not there."""
+        """Returns a model's set on the device. Raises KeyError for one that is not there."""
         found = self._on_device[model]
         if found is None:
             raise KeyError(f"the weights of model {model} are not on the device")
         return found
 
     def __len__(self) -> int:
-        """Models."""
+        """Returns the number of models."""
         return len(self._on_device)
 
     @property
@@ -81,7 +81,9 @@ class ParamSets:
         return [model for model, found in enumerate(self._on_device) if found is not None]
 
     def host_set(self, model: int) -> Sequence[np.ndarray]:
-        """A model's set in host memory, tensor by tensor; empty where all are on the device."""
+        """Returns a model's set in host memory, tensor by tensor; empty where all are on the
+        device.
+        """
         return [] if self.all_resident else self._host[model]
 
     def replace(self, victim: int, model: int) -> "Future[None]":
@@ -122,7 +124,7 @@ class ParamSets:
 
 
 def _contents(leaves: Sequence[np.ndarray]) -> list[int]:
-    """For each model's tensor, the first model whose tensor is equal."""
+    """Returns, for each model's tensor, the first model whose tensor is equal."""
     return [
         next(at for at, other in enumerate(leaves) if other is leaf or np.array_equal(other, leaf))
         for leaf in leaves
@@ -130,7 +132,7 @@ def _contents(leaves: Sequence[np.ndarray]) -> list[int]:
 
 
 def _on_device(host: np.ndarray) -> jax.Array:
-    """A tensor on the device once this returns; on a CPU in memory of its own."""
+    """Puts a tensor on the device before it returns; on a CPU in memory of its own."""
     if backend() == "cpu":
         host = _copied(host)
     placed = jax.device_put(host)
@@ -139,7 +141,7 @@ def _on_device(host: np.ndarray) -> jax.Array:
 
 
 def _copied(host: np.ndarray) -> np.ndarray:
-    """A copy that an array can be made of as it is; other threads run meanwhile."""
+    """Returns a copy that an array can be made of as it is; other threads run meanwhile."""
     raw = np.empty(host.nbytes + ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % ALIGNMENT
     copy, flat = raw[start : start + host.nbytes], np.ascontiguousarray(host).reshape(-1)

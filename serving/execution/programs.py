@@ -134,9 +134,9 @@ class Programs:
                 raise
 
     def step_bytes(self, executables: Executables) -> int:
-        """Device memory that a step needs beside its arguments, by XLA's reckoning of the largest
-        program of each phase. What was compiled is kept, and what was reckoned as well: an
-        executable that was read from the disk does not say.
+        """Returns the device memory that a step needs beside its arguments, by XLA's reckoning of
+        the largest program of each phase. What was compiled is kept, and what was reckoned as well:
+        an executable that was read from the disk does not say.
         """
         code = _traced_code()
         by_size = sorted(self._buckets.keys(), key=lambda k: (k.models, k.size, k.bucket_percent))
@@ -153,7 +153,7 @@ class Programs:
         return max(needed)
 
     def mark_ready(self) -> None:
-        """From here on every compilation counts as one too many."""
+        """Begins to count every compilation as one too many."""
         self._compilations.ready()
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Programs:
         self._compilations.close()
 
     def compiled(self) -> list[Key]:
-        """Programs that there are."""
+        """Returns the programs that there are."""
         return list(self._compiled)
 
     def run(self, key: Key, state: State, *arrays: Any, models: Sequence[int] = (0,)) -> Any:
@@ -177,7 +177,7 @@ class Programs:
     def sample(
         self, state: State, shaping: Shaping, out: StepOutput, rows: Int[np.ndarray, "B C"]
     ) -> tuple[State, Shaping, StepOutput]:
-        """After a step: launches what samples tokens where its rows want that."""
+        """Launches, after a step, what samples tokens where its rows want that."""
         mode = sampling_mode(rows)
         if mode == "greedy":
             return state, shaping, out
@@ -200,7 +200,7 @@ class Programs:
         shapes: Int[np.ndarray, "B shape"],
         allowed: Int[np.ndarray, "B W"],
     ) -> tuple[State, Shaping, StepOutput]:
-        """After a step in which rows are shaped: launches what draws all tokens."""
+        """Launches, after a step in which rows are shaped, what draws all tokens."""
         program = self._compiled[Key("draw", len(rows) // self._ranks, FULL_CAPACITY)]
         last, shaping, drawn = program(state.last_token, shaping, out.logits, rows, shapes, allowed)
         return state._replace(last_token=last), shaping, out._replace(**drawn._asdict())
@@ -216,13 +216,13 @@ class Programs:
         rows: Int[np.ndarray, "B C"],
         model: int = 0,
     ) -> StepOutput:
-        """After a prefill step of the largest size: launches what scores its prompts' tokens."""
+        """Launches, after a prefill step of the largest size, what scores its prompts' tokens."""
         program = self._compiled[Key("score", len(tokens) // self._ranks, FULL_CAPACITY)]
         scores = program(_without_layers(self._params[model]), out.hidden, tokens, rows)
         return out._replace(prompt_logprobs=scores)
 
     def implementations(self) -> dict[str, str]:
-        """Which implementation of each op the largest step of a phase runs, such as "decode
+        """Returns which implementation of each op the largest step of a phase runs, such as "decode
         attention" (`pallas_kernels.backend.noting`). Traces it; nothing on a CPU, which has one.
         """
         found: dict[str, str] = {}
@@ -274,7 +274,7 @@ class Programs:
         return jax.jit(step, donate_argnums=1)
 
     def _spread(self, step: Callable, lies: on_mesh.Specs) -> Callable:
-        """A step as it runs on all devices of the model's mesh."""
+        """Returns a step as it runs on all devices of the model's mesh."""
         return step if self._mesh is None else on_mesh.spread(self._mesh, step, lies)
 
     @property
@@ -283,13 +283,13 @@ class Programs:
         return range(len(self._params)) if self._params.all_resident else self._params.resident
 
     def _layers(self, key: Key) -> range | None:
-        """Layers that a step's program runs; None: those that its arguments say."""
+        """Returns the layers that a step's program runs; None: those that its arguments say."""
         if key.layers is not None:
             return range(*key.layers)
         return None if self._parts_by_number else range(self._model.config.num_layers)
 
     def _replicates(self, key: Key) -> Replication | None:
-        """How a step copies experts while it runs; None: not at all."""
+        """Returns how a step copies experts while it runs; None: not at all."""
         return self._replication.get(key.size) if key.phase == "prefill" else None
 
     def _max_active(self, key: Key) -> int:
@@ -298,7 +298,7 @@ class Programs:
         return max_active_experts(key.bucket_percent, num_experts, num_united, num_experts)
 
     def _arguments(self, key: Key) -> tuple[Any, ...]:
-        """Shapes and dtypes of a program's arguments, and how they lie over a mesh."""
+        """Returns shapes and dtypes of a program's arguments, and how they lie over a mesh."""
         buckets, model, held = self._buckets, self._model, partial(jax.tree.map, _abstract)
         split, whole = on_mesh.shardings(self._mesh)
 
@@ -334,7 +334,9 @@ class Programs:
         return *held((self._weights(first), self._state)), *packed
 
     def _cache_key(self, key: Key, code: str) -> str:
-        """All that tells this program from any other of the same versions on the same device."""
+        """Returns all that tells this program from any other of the same versions on the same
+        device.
+        """
         return repr(
             (
                 code,
@@ -366,7 +368,9 @@ def _traced_code() -> str:
 
 
 def _bytes_beside_arguments(compiled: jax.stages.Compiled) -> int:
-    """What a program works in, and what it returns that is not in the place of an argument."""
+    """Returns the bytes a program works in, and those it returns that are not in the place of an
+    argument.
+    """
     stats: Any = compiled.memory_analysis()
     returned = stats.output_size_in_bytes - stats.alias_size_in_bytes
     return stats.temp_size_in_bytes + max(0, returned)
@@ -378,7 +382,7 @@ def _abstract(a: Any) -> jax.ShapeDtypeStruct:
 
 
 def _without_layers(params: Params) -> Params:
-    """What `embed` and `head` read."""
+    """Returns the parameters that `embed` and `head` read."""
     return {key: leaf for key, leaf in params.items() if key not in ("segments", LOOKAHEAD)}
 
 

@@ -32,7 +32,7 @@ class ByRank(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan, limits: Limits) -> "ByRank":
-        """The plan, taken apart: by rank, or by model."""
+        """Takes a plan apart: by rank, or by model."""
         if len(plan.models) > 1:
             return cls.by_model(plan.row_models, plan.rows, plan.deltas)
         return cls.of_arrays(limits, plan.rows, plan.deltas, plan.tokens, plan.places)
@@ -46,7 +46,7 @@ class ByRank(NamedTuple):
         tokens: Int[np.ndarray, "T"] = NOTHING,
         places: Int[np.ndarray, "T"] = NOTHING,
     ) -> "ByRank":
-        """Without `tokens`, a decode step or one of padding."""
+        """Takes arrays apart by rank; without `tokens`, of a decode step or one of padding."""
         deltas = empty_deltas(0) if deltas is None else deltas
         if limits.num_ranks == 1:  # nothing to take apart
             ranks = (np.zeros(len(part), np.int32) for part in (rows, deltas, tokens))
@@ -67,7 +67,8 @@ class ByRank(NamedTuple):
         rows: Int[np.ndarray, "B C"],
         deltas: Int[np.ndarray, "N 3"],
     ) -> "ByRank":
-        """A mixed decode step: a segment for each model, by number, where ranks would be.
+        """Takes a mixed decode step apart: a segment for each model, by number, where ranks would
+        be.
 
         Slots and pages are numbered through; which segment a delta is in does not matter.
         """
@@ -90,21 +91,21 @@ class ByRank(NamedTuple):
         return len(self.tokens) or len(self.rows)
 
     def row_at(self, num_rows: int) -> Int[np.ndarray, "B"]:
-        """Where each row is among `num_rows` a rank."""
+        """Returns where each row is among `num_rows` a rank."""
         return _at(self.rank, num_rows)
 
     def token_at(self, num_tokens: int) -> Int[np.ndarray, "T"]:
-        """Where each token is among `num_tokens` a rank."""
+        """Returns where each token is among `num_tokens` a rank."""
         return _at(self.token_rank, num_tokens)
 
     def padded_rows(self, num_rows: int) -> Int[np.ndarray, "R C"]:
-        """Rows of all ranks, `num_rows` of each."""
+        """Returns the rows of all ranks, `num_rows` of each."""
         rows = empty_rows(self.num_ranks * num_rows)
         rows[self.row_at(num_rows)] = self.rows
         return rows
 
     def arrays(self, num_rows: int, num_deltas: int, num_tokens: int) -> list[Any]:
-        """Tokens, rows, deltas and places, of all ranks, each padded to its own size."""
+        """Returns tokens, rows, deltas and places of all ranks, each padded to its own size."""
         rows = self.padded_rows(num_rows)
         deltas = empty_deltas(self.num_ranks * num_deltas)
         deltas[_at(self.delta_rank, num_deltas)] = self.deltas

@@ -19,7 +19,7 @@ class ResultReader:
         threading.Thread(target=self._run, name="jmoe-read", daemon=True).start()
 
     def submit[T](self, read: Callable[[], T]) -> "Future[T]":
-        """A future of what `read` returns or raises."""
+        """Returns a future of what `read` returns or raises."""
         future: Future[T] = Future()
         self._jobs.put((future, read))
         return future

@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 def replication_of(
     config: BalanceConfig, model: Model, sizes: Sequence[int]
 ) -> dict[int, Replication]:
-    """How prefill steps copy experts while they run, by tokens a device; of others, none are.
+    """Returns how prefill steps copy experts while they run, by tokens a device; sizes that are not
+    there copy none.
 
     On a GPU, unless the settings say from which size on, in as many as can be hidden behind the
     layer before (`jmoe.parallel.cost`); a CPU has nothing to hide them behind, and copies always.
@@ -57,7 +58,7 @@ def replication_of(
 
 
 def _warn_of_loops(config: BalanceConfig, num_experts: int, home: Home) -> None:
-    """Said where planning is no kernel on a GPU."""
+    """Warns where planning is no kernel on a GPU."""
     from pallas_kernels.planning import mosaic  # Pallas is not imported where it is unused
 
     if not mosaic.supports(num_experts, home.mesh.size):
@@ -72,8 +73,9 @@ def _warn_of_loops(config: BalanceConfig, num_experts: int, home: Home) -> None:
 
 
 def probes_of(config: BalanceConfig, model: Model) -> Probe | None:
-    """What guesses the next layer's routing while a step runs; None: that layer's router, or no
-    copies are made. Raises SettingsError for probes that are asked for and not there, or no probes.
+    """Returns what guesses the next layer's routing while a step runs; None: that layer's router,
+    or no copies are made. Raises SettingsError for probes that are asked for and not there, or no
+    probes.
     """
     if not config.replicas or config.predictor == "router" or model.home is None:
         return None

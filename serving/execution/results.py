@@ -53,7 +53,7 @@ class Results:
         return read
 
     def _of_all(self, found: np.ndarray, first_layer: int) -> np.ndarray:
-        """Of all MoE layers, where a part of a step has its own."""
+        """Returns a value of all MoE layers, where a part of a step has its own."""
         count = sum(self._moe_layers)
         if len(found) == count:
             return found

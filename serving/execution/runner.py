@@ -135,7 +135,7 @@ class Runner(Protocol):
         ...
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
-        """`on_failure` is told why, in any thread, once nothing can be computed any more."""
+        """Has `on_failure` told why, in any thread, once nothing can be computed any more."""
         ...
 
     def close(self) -> None:
@@ -144,7 +144,8 @@ class Runner(Protocol):
 
 
 def part_layers(launch_s: float, whole_s: float, num_layers: int) -> int:
-    """Layers to launch at once: n = clamp(ceil(c / (0.03 t_layer)), 1, L), in parts alike.
+    """Returns the layers to launch at once: n = clamp(ceil(c / (0.03 t_layer)), 1, L), in parts
+    alike.
 
     What a launch costs beside its layers, `launch_s`, may be 3 % of them; `whole_s` is what all
     layers take in one (docs/priorities.md).
@@ -292,7 +293,7 @@ class DeviceRunner:
             self._layers_at_once[phase, size] = part_layers(launch_s, whole_s, num_layers)
 
     def _measure_copies(self) -> None:
-        """What `host_layer` takes; and it is compiled now.
+        """Measures what `host_layer` takes, and has it compiled.
 
         One expert gets a host more, or one less where every slot is taken, and all is put back.
         """
@@ -311,7 +312,8 @@ class DeviceRunner:
         self.copy_s = max(took_s[2:])
 
     def _time(self, key: Key, *ways: Sequence[tuple[int, int]]) -> list[float]:
-        """Seconds that a full step takes when it is cut in these ways, in turn; medians.
+        """Returns the seconds that a full step takes when it is cut in these ways, in turn;
+        medians.
 
         A way is (first layer, layer to stop at) of each part.
         """
@@ -328,8 +330,8 @@ class DeviceRunner:
         return [sorted(found)[TIMED // 2] for found in times_s]
 
     def _host_launch_s(self, key: Key) -> float:
-        """Seconds that the host takes to lay out and launch a full step, which goes on without it;
-        a median.
+        """Returns the seconds that the host takes to lay out and launch a full step, which goes on
+        without it; a median.
         """
         step, found = self._full_step(key), []
         for _ in range(TIMED):
@@ -341,8 +343,8 @@ class DeviceRunner:
         return sorted(found)[TIMED // 2]
 
     def _full_step(self, key: Key) -> ByRank:
-        """Rows of a step that fills a size, of slots that own no page yet: all are in the padding
-        page.
+        """Returns the rows of a step that fills a size, of slots that own no page yet: all are in
+        the padding page.
         """
         size = min(key.size, self.buckets.rows(key), self.limits.slots_per_rank)
         q_len, prefill = max(1, key.size // size), key.phase == "prefill"
@@ -391,7 +393,9 @@ class DeviceRunner:
         self._drawing.draw(allowed)
 
     def _submit[T](self, call: Callable[[], T]) -> "Future[T]":
-        """A call in the reader's thread, in order. A fault that comes of a lost process says so."""
+        """Runs a call in the reader's thread, in order. A fault that comes of a lost process says
+        so.
+        """
         if self._followers is None:
             return self._reader.submit(call)
         future = self._reader.submit(partial(self._followers.lost.named, call))
@@ -403,7 +407,7 @@ class DeviceRunner:
             self._failures.say(f"{type(error).__name__}: {error}")
 
     def _capacity_percent(self, plan: StepPlan, control: StepControl) -> int:
-        """The threshold whose capacity serves the step.
+        """Returns the threshold whose capacity serves the step.
 
         Experts that exempt rows visit are loaded beside those of the threshold: with m experts and
         K picks a row, each row may add K / m to it; K / (N m) in a mixed step of N models.

@@ -21,22 +21,22 @@ class States(NamedTuple):
     runs_parts: bool  # whether steps run in parts, whose rows wait between two
 
     def make(self, limits: Limits) -> State:
-        """The state, on the devices."""
+        """Makes the state, on the devices."""
         make, home = self._maker(limits), self.model.home
         return make() if home is None else make_states(home.mesh, make)
 
     def shaping(self, limits: Limits) -> Shaping:
-        """What slots hold of requests whose logits are changed, on the devices."""
+        """Makes what slots hold of requests whose logits are changed, on the devices."""
         make, home = self._shaping_maker(limits), self.model.home
         return make() if home is None else make_shapings(home.mesh, make)
 
     def shaping_bytes(self, limits: Limits) -> int:
-        """Of one device's part of `shaping`."""
+        """Returns the bytes of one device's part of `shaping`."""
         shapes = jax.eval_shape(self._shaping_maker(limits))
         return sum(one.size * one.dtype.itemsize for one in shapes)
 
     def shapes(self, limits: Limits) -> State:
-        """Its shapes and dtypes, and how it lies; nothing is allocated."""
+        """Returns its shapes and dtypes, and how it lies; nothing is allocated."""
         make, home = self._maker(limits), self.model.home
         return jax.eval_shape(make) if home is None else abstract_states(home.mesh, make)
 

@@ -19,7 +19,7 @@ _LIBRARIES = {"jax", "jaxlib", "numpy", "ml_dtypes", "scipy", "flax", "jaxtyping
 
 
 def digest(roots: Iterable[object]) -> str:
-    """Digest of the code of functions and classes, and of all that they name."""
+    """Returns a digest of the code of functions and classes, and of all that they name."""
     walk = _Walk()
     for root in roots:
         walk.visit(root)
@@ -84,7 +84,7 @@ class _Walk:
     def _resolve(
         self, name: str, value: object, names: set[str], within: tuple[object, ...] = ()
     ) -> None:
-        """Something that a function names; of a module, what it names in there as well."""
+        """Returns something that a function names; of a module, what it names in there as well."""
         self.lines.add(f"{name} is {_plain(value)}")
         if not isinstance(value, ModuleType):
             self.visit(value)
@@ -112,7 +112,7 @@ _BOOKKEEPING = {"__dict__", "__weakref__", "__doc__", "__module__", "__annotatio
 
 
 def _code(code: CodeType, names: set[str]) -> str:
-    """Bytecode and constants, those of inner functions too; adds all names that occur."""
+    """Returns bytecode and constants, those of inner functions too; adds all names that occur."""
     names.update(code.co_names)
     constants = [_code(c, names) if isinstance(c, CodeType) else _plain(c) for c in code.co_consts]
     digest = hashlib.sha256(code.co_code).hexdigest()
@@ -120,7 +120,7 @@ def _code(code: CodeType, names: set[str]) -> str:
 
 
 def _plain(value: object) -> str:
-    """A value's text where it is plain, else its name: never an address."""
+    """Returns a value's text where it is plain, else its name: never an address."""
     if isinstance(value, frozenset | set):
         return f"{sorted(map(_plain, value))}"
     if isinstance(value, tuple | list):

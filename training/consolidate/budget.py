@@ -9,7 +9,8 @@ _AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt]i?)?(b))?", re.IGNORECASE)
 
 
 def slots_of_share(percent: float, num_models: int, positions: int) -> int:
-    """Slots of `num_models` models with `percent` of what sharing can save saved, rounded up.
+    """Returns the slots of `num_models` models with `percent` of what sharing can save saved,
+    rounded up.
 
     100 % is one slot a position, 0 % a slot of its own for every expert. Raises ValueError for a
     share outside 0 to 100.
@@ -23,7 +24,8 @@ def slots_of_share(percent: float, num_models: int, positions: int) -> int:
 
 
 def slots_of_budget(text: str, num_models: int, positions: int, expert_bytes: int) -> int:
-    """Slots that a budget pays for: a number of slots, or bytes such as `12GiB` or `800MB`.
+    """Returns the slots that a budget pays for: a number of slots, or bytes such as `12GiB` or
+    `800MB`.
 
     Raises ValueError for a budget that is none, and for one that does not hold one model.
     """
@@ -48,7 +50,7 @@ def slots_of_budget(text: str, num_models: int, positions: int, expert_bytes: in
 
 
 def _size(num_bytes: int) -> str:
-    """As a budget is written, rounded up to what is enough."""
+    """Writes a size as a budget is written, rounded up to what is enough."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if num_bytes >= 10 * size:
             return f"{-(-num_bytes // size)}{unit}"

@@ -44,7 +44,8 @@ class LayerDifferences:
 def differences(
     models: Sequence[Layers], data: Sequence[Batch] | None, advance: Advance = lambda done: None
 ) -> Iterator[LayerDifferences]:
-    """Layer by MoE layer, in order; each model's rows are its own, run with its own weights.
+    """Returns layer by MoE layer, in order; each model's rows are its own, run with its own
+    weights.
 
     Args:
         models: of one architecture.
@@ -114,7 +115,7 @@ def _costs(
 
 
 def _filled(rows: np.ndarray) -> Array:
-    """With rows of zeros up to ROWS: one program serves all. Their weights are zero, too."""
+    """Pads with rows of zeros up to ROWS: one program serves all. Their weights are zero, too."""
     return jnp.asarray(np.pad(rows, [(0, ROWS - len(rows))] + [(0, 0)] * (rows.ndim - 1)))
 
 

@@ -15,13 +15,15 @@ Tensors = dict[str, np.ndarray]
 
 
 def merged_name(layer: int, expert: int, key: str) -> str:
-    """Of a merged expert's tensor in WEIGHTS_FILE; `key` is a field of ExpertPool."""
+    """Returns the name of a merged expert's tensor in WEIGHTS_FILE; `key` is a field of
+    ExpertPool.
+    """
     return f"layers.{layer}.experts.{expert}.{key}"
 
 
 def mean_experts(layer: int, pools: Sequence[ExpertPool], experts: Sequence[int]) -> Tensors:
-    """The mean of the models' weights, taken in float32, of some experts of MoE layer `layer`; in
-    bfloat16.
+    """Returns the mean of the models' weights, taken in float32, of some experts of MoE layer
+    `layer`; in bfloat16.
     """
     found: Tensors = {}
     for key in ExpertPool._fields:

@@ -39,7 +39,7 @@ def low_rank(
 def _subspace(
     matrices: Float[np.ndarray, "... n k"], size: int
 ) -> Float[np.ndarray, "... n {size}"]:
-    """An orthonormal basis of nearly all that the largest singular vectors span."""
+    """Returns an orthonormal basis of nearly all that the largest singular vectors span."""
     rng = np.random.default_rng(0)
     basis = np.linalg.qr(matrices @ rng.standard_normal((matrices.shape[-1], size), np.float32))[0]
     for _ in range(ITERATIONS):

@@ -26,7 +26,8 @@ SWEEPS = 10
 def owners_paper(
     distances: Float[np.ndarray, "N N L m"], slots: int, merged: bool = False
 ) -> Owners:
-    """Algorithm 1 of the Multi-MoE paper: positions whose experts are closest are shared by all.
+    """Chooses owners by Algorithm 1 of the Multi-MoE paper: positions whose experts are closest are
+    shared by all.
 
     A position's distance is the sum over all ordered pairs of models. Owners take turns along the
     ranks: the first model owns the closest position, as the paper's text has it. (Its listing
@@ -45,7 +46,7 @@ def owners_paper(
 
 
 def owners_random(shape: tuple[int, int, int], slots: int, seed: int) -> Owners:
-    """Positions and owners drawn at random. `shape`: models, MoE layers, experts."""
+    """Returns positions and owners drawn at random. `shape`: models, MoE layers, experts."""
     count, layers, experts = shape
     rng = np.random.default_rng(seed)
     num_shared = _shared_by_all(count, layers * experts, slots)
@@ -54,7 +55,7 @@ def owners_random(shape: tuple[int, int, int], slots: int, seed: int) -> Owners:
 
 
 def _shared_by_all(count: int, positions: int, slots: int) -> int:
-    """Positions that all models have to share."""
+    """Returns the positions that all models have to share."""
     return -(-max(0, count * positions - slots) // max(1, count - 1))
 
 
@@ -108,7 +109,7 @@ def owners_functional(costs: Float[np.ndarray, "N N L m"], slots: int) -> Owners
 def losses_of(
     costs: Float[np.ndarray, "N N *position"], owners: Int[np.ndarray, "N *position"]
 ) -> Float[np.ndarray, "N"]:
-    """What each model loses: the sum of its costs over all positions. None is MERGED."""
+    """Returns what each model loses: the sum of its costs over all positions. None is MERGED."""
     found = np.take_along_axis(costs, owners[:, None], axis=1)
     return found.reshape(len(costs), -1).sum(axis=1)
 
@@ -116,9 +117,9 @@ def losses_of(
 def _evened(
     costs: Float[np.ndarray, "N N P"], owners: Int[np.ndarray, "N P"]
 ) -> Int[np.ndarray, "N P"]:
-    """The same number of slots at each position, and other owners where the worst model loses less
-    then. The weights of `owners_functional` turn all positions that are alike at once; this turns
-    them one by one.
+    """Keeps the number of slots at each position, and changes owners where the worst model loses
+    less then. The weights of `owners_functional` turn all positions that are alike at once; this
+    turns them one by one.
     """
     owners = owners.copy()
     losses = losses_of(costs, owners)
@@ -139,7 +140,9 @@ def _evened(
 
 
 def _owners_of_one(costs: Float[np.ndarray, "N N"], num_owners: int) -> Int[np.ndarray, "S N"]:
-    """Every choice of so many owners of a position; each model uses the one that costs it least."""
+    """Returns every choice of so many owners of a position; each model uses the one that costs it
+    least.
+    """
     found = []
     for members in map(np.array, combinations(range(len(costs)), num_owners)):
         choice = members[costs[:, members].argmin(axis=1)]
@@ -173,8 +176,8 @@ def _least_sum(costs: Float[np.ndarray, "N N P"], slots: int) -> Int[np.ndarray,
 def _best_groups(
     costs: Float[np.ndarray, "N N P"],
 ) -> tuple[Float[np.ndarray, "K P"], Int[np.ndarray, "K N P"]]:
-    """For each number of owners k: the least cost of a position with k owners, and whose expert
-    each model uses then. Index 0 is unused (infinite).
+    """Returns, for each number of owners k, the least cost of a position with k owners, and whose
+    expert each model uses then. Index 0 is unused (infinite).
     """
     count, _, positions = costs.shape
     least = np.full((count + 1, positions), np.inf)
@@ -191,7 +194,9 @@ def _best_groups(
 
 
 def _hull_steps(least: Float[np.ndarray, "K P"]) -> list[tuple[float, int, int, int]]:
-    """Steps down each position's lower convex hull, as (cost a slot, position, from, to owners)."""
+    """Returns steps down each position's lower convex hull, as (cost a slot, position, from, to
+    owners).
+    """
     steps = []
     count = len(least) - 1
     for position in range(least.shape[1]):

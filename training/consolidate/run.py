@@ -153,7 +153,9 @@ def _allowed(config: ConsolidateConfig) -> dict[str, Any]:
 
 
 def layers_dtype() -> str:
-    """A CPU's reference of the grouped GEMM is fast in float32, a GPU's kernel in bfloat16."""
+    """Returns the dtype to capture in: a CPU's reference of the grouped GEMM is fast in float32, a
+    GPU's kernel in bfloat16.
+    """
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
@@ -201,7 +203,8 @@ def _fingerprints(directories: Mapping[str, Path]) -> tuple[str, ...]:
 def read_data(
     config: ConsolidateConfig, cfg: ModelConfig, tokenizers: Mapping[str, Tokenizer | None]
 ) -> list[Batch] | None:
-    """Packed rows of each model's texts, its own or those of all; None where none are given.
+    """Returns the packed rows of each model's texts, its own or those of all; None where none are
+    given.
 
     Raises ValueError for texts of a model that is none of these, for a model without any, and for
     data that cannot be used.
@@ -235,7 +238,7 @@ def measure(
 
 
 def choose(config: ConsolidateConfig, measured: Measured, slots: int) -> np.ndarray:
-    """`owners [N, L, m]` by the rule. Raises ValueError as `owners_functional`."""
+    """Chooses `owners [N, L, m]` by the rule. Raises ValueError as `owners_functional`."""
     if config.rule == "functional":
         assert measured.costs is not None
         return owners_functional(measured.costs, slots)
@@ -261,7 +264,7 @@ def _weights(
     prints: Sequence[str],
     advance: Callable[[int], None],
 ) -> tuple[Tensors, Tensors]:
-    """Merged experts, and differences from those that are shared."""
+    """Returns merged experts, and differences from those that are shared."""
     merged: Tensors = {}
     residuals: Tensors = {}
     for layer, index in enumerate(_moe_indices(models[0].cfg)):
@@ -284,7 +287,7 @@ def _facts(
     losses: Mapping[str, float] | None,
     data: Sequence[Batch] | None,
 ) -> dict[str, Any]:
-    """What `family.json` says of how it was made."""
+    """Returns what `family.json` says of how it was made."""
     facts: dict[str, Any] = {
         "rule": config.rule,
         "slots": sharing.num_slots,

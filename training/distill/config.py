@@ -58,7 +58,9 @@ class DistillConfig:
             raise ValueError(f"length is {self.length}; it must be at least 2")
 
     def stages(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Settings that the layers depend on, and those that only the end-to-end stage does."""
+        """Returns the settings that the layers depend on, and those that only the end-to-end stage
+        does.
+        """
         settings = dataclasses.asdict(self)
         own = {name: settings.pop(name) for name in tuple(settings) if name.startswith("refine_")}
         return settings, own
@@ -85,9 +87,9 @@ class DistillConfig:
             )
 
     def rate(self, d_model: int) -> float:
-        """Peak learning rate of the layers: large models have small weights."""
+        """Returns the peak learning rate of the layers: large models have small weights."""
         return self.learning_rate or 0.034 / math.sqrt(d_model)
 
     def refine_rate(self, d_model: int) -> float:
-        """Peak learning rate of the end-to-end stage."""
+        """Returns the peak learning rate of the end-to-end stage."""
         return self.refine_learning_rate or 2 / 3 * self.rate(d_model)

@@ -104,7 +104,7 @@ _NOT_A_TEXT = (json.JSONDecodeError, KeyError, TypeError, AttributeError, Recurs
 def pack_files(
     files: Sequence[Path], cfg: ModelConfig, tokenizer: Tokenizer | None, length: int, seed: int
 ) -> Batch:
-    """All texts of `files` in packed rows, in an order drawn from `seed`.
+    """Returns all texts of `files` in packed rows, in an order drawn from `seed`.
 
     Raises ValueError for unreadable data, a model without tokenizer, and a tokenizer with ids that
     the model has no embedding for, naming the line.
@@ -147,7 +147,8 @@ def _pieces(cfg: ModelConfig, tokenizer: Tokenizer, text: Text, length: int) -> 
 def encode(
     tokenizer: Tokenizer, text: str, *, special_tokens: bool = True
 ) -> Int[np.ndarray, " T"]:
-    """The token ids of `text` as `Tokenizer.encode` gives them; a long text is encoded in parts.
+    """Returns the token ids of `text` as `Tokenizer.encode` gives them; a long text is encoded in
+    parts.
 
     Encoding takes 150 to 700 bytes of memory a character. A part has 65,536 characters or a few
     more. It ends before a space that follows a character other than white space, where the text
@@ -192,7 +193,7 @@ _SPACE = re.compile(r"(?<=\S) ")
 
 
 def _fill(items: list[Encoded], length: int) -> list[list[Encoded]]:
-    """Rows filled one after another: an item that does not fit begins the next."""
+    """Returns rows filled one after another: an item that does not fit begins the next."""
     rows: list[list[Encoded]] = [[]]
     room = length
     for item in items:
@@ -206,7 +207,7 @@ def _fill(items: list[Encoded], length: int) -> list[list[Encoded]]:
 
 
 def digest(files: Sequence[Path]) -> str:
-    """A hash of the files' contents, in order."""
+    """Returns a hash of the files' contents, in order."""
     out = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:

@@ -20,7 +20,7 @@ class Experts(nn.Module):
 
     @nn.compact
     def __call__(self, rows: Float[Array, "n C d"]) -> Float[Array, "n C d"]:
-        """Each expert's output on its own rows, computed in the rows' dtype."""
+        """Returns each expert's output on its own rows, computed in the rows' dtype."""
         d_model = rows.shape[-1]
         init = nn.initializers.lecun_normal(batch_axis=0)
         gate_up = self.param("gate_up", init, (self.count, d_model, 2 * self.d_ff))
@@ -29,11 +29,11 @@ class Experts(nn.Module):
 
 
 def outputs(params: Stacked, rows: Float[Array, "n C d"]) -> Float[Array, "n C d"]:
-    """Output of n experts, each on its own rows, in the rows' dtype."""
+    """Returns the output of n experts, each on its own rows, in the rows' dtype."""
     count, d_ff, _ = params["down"].shape
     return cast(Array, Experts(count, d_ff).apply({"params": params}, rows))
 
 
 def outputs_on_all(params: Stacked, h: Float[Array, "R d"]) -> Float[Array, "n R d"]:
-    """Output of n experts, each on the same rows, in h's dtype."""
+    """Returns the output of n experts, each on the same rows, in h's dtype."""
     return outputs(params, jnp.broadcast_to(h[None], (params["down"].shape[0], *h.shape)))

@@ -30,7 +30,7 @@ class DistillError(RuntimeError):
 
 
 def membership(groups: Int[np.ndarray, " m"]) -> Float[np.ndarray, "U m"]:
-    """Averaging matrix: row j holds 1/|group j| at its members."""
+    """Returns the averaging matrix: row j holds 1/|group j| at its members."""
     one_hot = (groups[None] == np.arange(groups.max() + 1)[:, None]).astype(np.float32)
     return one_hot / one_hot.sum(axis=1, keepdims=True)
 
@@ -47,7 +47,7 @@ class Problem(NamedTuple):
 def _local_error(
     params: Stacked, problem: Problem, index: Int[Array, "r"], key: Array, config: DistillConfig
 ) -> tuple[Array, Array]:
-    """Error and scale sums of one device's rows; equation 4 has one of each a group."""
+    """Returns error and scale sums of one device's rows; equation 4 has one of each a group."""
     rows = jax.tree.map(lambda leaf: leaf[index], problem.rows)
     if config.objective != "equation4":
         rows = rows._replace(h=rows.h.astype(config.dtype))
@@ -67,14 +67,14 @@ def _local_error(
 def _share(
     params: Stacked, problem: Problem, index: Int[Array, "r"], key: Array, config: DistillConfig
 ) -> Array:
-    """One device's part of the relative error, mean over groups."""
+    """Returns one device's part of the relative error, mean over groups."""
     error, scale = _local_error(params, problem, index, key, config)
     # Over all devices, so that the parts add up; it says nothing of the parameters.
     return jnp.mean(error / jnp.maximum(over_devices(scale), 1e-12))
 
 
 def adam(peak: float, steps: int) -> optax.GradientTransformation:
-    """Adam with clipping, a short warmup and a cosine down to 3 % of the peak."""
+    """Makes Adam with clipping, a short warmup and a cosine down to 3 % of the peak."""
     warmup = min(20, steps // 4)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0 if warmup else peak, peak, warmup, max(steps, warmup + 1), 0.03 * peak
@@ -97,7 +97,7 @@ def _steps(
     mesh: Mesh,
     count: int,
 ) -> tuple[Stacked, Any, Array]:
-    """`count` optimizer steps from step `first`; randomness depends on the step alone."""
+    """Runs `count` optimizer steps from step `first`; randomness depends on the step alone."""
     num_rows, d_model = problem.rows.h.shape
     optimizer = _optimizer(config, d_model)
 
@@ -119,7 +119,7 @@ def _steps(
 def _measure(
     params: Stacked, held_out: Problem, key: Array, config: DistillConfig, mesh: Mesh
 ) -> Float[Array, ""]:
-    """Relative error on the held-out rows, always under the same S2 sets."""
+    """Returns relative error on the held-out rows, always under the same S2 sets."""
     num_rows = held_out.rows.h.shape[0]
     block = config.decode_batch * mesh.devices.size
     size = -(-num_rows // block) * block
@@ -211,7 +211,7 @@ def _split(
     config: DistillConfig,
     mesh: Mesh,
 ) -> tuple[Problem, Problem]:
-    """Rows to train on and rows to measure on; which is which depends on the seed."""
+    """Returns rows to train on and rows to measure on; which is which depends on the seed."""
     num_rows = len(rows.h)
     order = np.random.default_rng(config.seed).permutation(num_rows)
     cut = max(1, round(config.held_out * num_rows))

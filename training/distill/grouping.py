@@ -10,7 +10,8 @@ from training.distill.stream import LayerRows
 def make_groups(
     kind: str, way: int, rows: LayerRows, answers: Float[np.ndarray, "m n d"]
 ) -> Int[np.ndarray, " m"]:
-    """United expert of each routed one, counted from 0; `way` members each, the last may be short.
+    """Returns the united expert of each routed one, counted from 0; `way` members each, the last
+    may be short.
 
     Args:
         kind: `index` (the paper's), `similarity` (experts that answer alike) or `coactivation`
@@ -27,14 +28,14 @@ def make_groups(
 
 
 def _alike(answers: Float[np.ndarray, "m n d"]) -> Float[np.ndarray, "m m"]:
-    """Cosine of the experts' outputs, all rows together."""
+    """Returns the cosine of the experts' outputs, all rows together."""
     flat = answers.reshape(len(answers), -1)
     flat = flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12)
     return flat @ flat.T
 
 
 def _together(ids: Int[np.ndarray, "N K"], num_experts: int) -> Float[np.ndarray, "m m"]:
-    """Rows that chose both, over what chance would give."""
+    """Returns the rows that chose both, over what chance would give."""
     chosen = np.zeros((len(ids), num_experts), np.float32)
     np.put_along_axis(chosen, ids, 1.0, axis=1)
     alone = chosen.mean(axis=0)
@@ -44,7 +45,9 @@ def _together(ids: Int[np.ndarray, "N K"], num_experts: int) -> Float[np.ndarray
 def _gather(
     affinity: Float[np.ndarray, "m m"], visits: Int[np.ndarray, " m"], way: int
 ) -> Int[np.ndarray, " m"]:
-    """Greedy: the most visited expert left takes those with the most affinity to its group."""
+    """Groups greedily: the most visited expert left takes those with the most affinity to its
+    group.
+    """
     groups = np.full(len(visits), -1, np.int32)
     for group in range(-(-len(visits) // way)):
         left = np.flatnonzero(groups < 0)

@@ -36,7 +36,8 @@ class Rows(NamedTuple):
 def degraded_to(
     ids: Int[Array, "R K"], groups: Int[Array, "m"], key: Array, decode_batch: int
 ) -> Int[Array, "R K"]:
-    """United expert that serves each visit under partial brownout, -1 where the original does.
+    """Returns the united expert that serves each visit under partial brownout, -1 where the
+    original does.
 
     Rows come in blocks of `decode_batch`; each block is a step of its own with a threshold drawn
     from THRESHOLDS.
@@ -68,7 +69,7 @@ def united_dispatch(united_ids: Int[Array, "R K"], num_united: int) -> Plan:
 
 
 def united_rows(params: Stacked, h: Float[Array, "R d"], plan: Plan) -> Float[Array, "U C d"]:
-    """All united experts on the rows in their buffers, in h's dtype."""
+    """Returns all united experts on the rows in their buffers, in h's dtype."""
     return outputs(params, scatter_rows(h, plan))
 
 
@@ -100,7 +101,7 @@ def brownout_error(
     objective: str,
     decode_batch: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Squared error and squared size of what is wanted, under S2 sets drawn with `key`."""
+    """Returns squared error and squared size of what is wanted, under S2 sets drawn with `key`."""
     united_ids = degraded_to(rows.ids, groups, key, decode_batch)
     return _brownout_error(params, rows, united_ids, combined=objective == "combined")
 
@@ -109,7 +110,7 @@ def brownout_error(
 def mean_answers(
     members: Stacked, average: Float[Array, "U m"], h: Float[Array, "R d"], dtype: str
 ) -> Float[Array, "U R d"]:
-    """Mean output of each group's members on all rows, float32: equation 4's target."""
+    """Returns the mean output of each group's members on all rows, float32: equation 4's target."""
     answers = outputs_on_all(members, h.astype(dtype))
     return jnp.einsum("um,mrd->urd", average, answers.astype(jnp.float32))
 
@@ -117,7 +118,8 @@ def mean_answers(
 def equation_4_error(
     params: Stacked, h: Float[Array, "R d"], target: Float[Array, "U R d"]
 ) -> tuple[Float[Array, " U"], Float[Array, " U"]]:
-    """Equation 4 a group: `sum ||H_u - mean_i H_o,i||^2`, and the sum of the target's squares.
+    """Returns equation 4 a group: `sum ||H_u - mean_i H_o,i||^2`, and the sum of the target's
+    squares.
 
     The printed `1/k sum_i ||H_u - H_o,i||^2` is this plus a constant.
     """

@@ -12,17 +12,17 @@ WHOLE = PartitionSpec()
 
 
 def data_mesh() -> Mesh:
-    """All devices, on an axis named `data`."""
+    """Returns all devices, on an axis named `data`."""
     return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def over_devices(value: Array) -> Array:
-    """Sum over the devices, inside a `share`."""
+    """Returns sum over the devices, inside a `share`."""
     return jax.lax.psum(value, "data")
 
 
 def gathered(part: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """An array of which every device holds a part along `axis`, whole, inside a `share`.
+    """Returns an array of which every device holds a part along `axis`, whole, inside a `share`.
 
     Its gradient goes back summed over the devices and in parts.
     """
@@ -40,7 +40,8 @@ def loss_and_grads(
     params_specs: Any = WHOLE,
     fixed_specs: Any = WHOLE,
 ) -> tuple[Float[Array, ""], Any]:
-    """Sum over devices of `share(params, fixed, rows, key)`, and its gradient by `params`.
+    """Returns the sum over devices of `share(params, fixed, rows, key)`, and its gradient by
+    `params`.
 
     Every device gets its part of `rows` (split along the first axis of every leaf), a key of its
     own, and of `params` and `fixed` what their specs say, all of them where those are WHOLE. Of a

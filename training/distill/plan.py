@@ -53,12 +53,12 @@ class Amount:
 
     @classmethod
     def assumed(cls, config: DistillConfig) -> "Amount":
-        """As much data as the settings want, packed without gaps."""
+        """Assumes as much data as the settings want, packed without gaps."""
         rows = -(-config.rows // config.length)
         return cls(config.rows, rows, config.rows, rows, counted=False)
 
     def captured(self, rows: int) -> "Amount":
-        """The same data, of which `--rows` captures at most this many tokens."""
+        """Returns the same data, of which `--rows` captures at most this many tokens."""
         share = min(1.0, rows / self.captured_tokens)
         tokens, packed = self.captured_tokens * share, self.captured_rows * share
         return dataclasses.replace(
@@ -104,7 +104,7 @@ class Plan:
         return _weight_bytes(self.config, self.room.platform)
 
     def shortages(self) -> Iterator[Shortage]:
-        """Where a stage needs more than is free, or may."""
+        """Returns where a stage needs more than is free, or may."""
         for stage in self.stages:
             name = f"way {stage.way}, {_stage(stage)}"
             if self.room.platform == "cpu":
@@ -121,7 +121,7 @@ class Plan:
         yield from _short(None, "disk of --out", left, self.room.disk)
 
     def lines(self, timing: Timing | None = None, rate: float | None = None) -> Iterator[str]:
-        """The plan in words, at most WIDTH characters a line.
+        """Returns the plan in words, at most WIDTH characters a line.
 
         `timing` gives an estimate of the time, `rate`, operations a second of a device that is not
         here, the least that it can be.
@@ -171,7 +171,7 @@ class Plan:
         )
 
     def seconds(self, timing: Timing) -> tuple[float, float]:
-        """Seconds of the layers, and of the end-to-end stage."""
+        """Returns the seconds of the layers, and of the end-to-end stage."""
         cfg, config = self.cfg, self.config
         passes = cfg.num_layers * math.ceil(self.amount.captured_rows / CAPTURE_ROWS)
         steps = sum(config.steps * cfg.num_moe_layers * timing.steps[way] for way in self.ways)
@@ -195,7 +195,7 @@ class Plan:
         return words
 
     def _less(self, timing: Timing) -> Iterator[str]:
-        """Settings that take less time."""
+        """Returns the settings that take less time."""
         if not self.config.refine_steps:
             return
         alone = dataclasses.replace(self.config, refine_steps=0)
@@ -226,7 +226,9 @@ def make_plan(
     room: Room,
     there: int = 0,
 ) -> Plan:
-    """The plan of these ways. `there`: bytes that an earlier run of them left on the disk."""
+    """Returns the plan of these ways. `there`: bytes that an earlier run of them
+    left on the disk.
+    """
     weight_bytes = _weight_bytes(config, room.platform)
     refine_bytes = jnp.dtype(config.dtype).itemsize
     stages: list[Stage] = []
@@ -240,7 +242,8 @@ def make_plan(
 
 
 def choose(plan: Plan, named: bool) -> tuple[Plan, list[str], str | None]:
-    """The plan of the ways that fit, warnings, and why it cannot be carried out, if it cannot.
+    """Returns the plan of the ways that fit, warnings, and why it cannot be carried out, if it
+    cannot.
 
     Ways that somebody named (`named`) stay: where one of those cannot fit, or none of the default
     ones can, the plan cannot be carried out.
@@ -370,13 +373,13 @@ def _random_batch(cfg: ModelConfig, config: DistillConfig) -> Batch:
 
 
 def _routed(model: Model) -> ExpertPool:
-    """Routed experts, with a leading layer axis."""
+    """Returns routed experts, with a leading layer axis."""
     slots = model.table.slots[:, : model.config.num_experts]
     return ExpertPool(*(leaf[slots] for leaf in model.pool))
 
 
 def _end_to_end_step(cfg: ModelConfig, config: DistillConfig, way: int) -> float:
-    """Seconds of an end-to-end step of a model with random weights."""
+    """Returns the seconds of an end-to-end step of a model with random weights."""
     model = random_model(cfg, config.seed, config.dtype)
     groups = groups_by_index(cfg.num_experts, way)
     firsts = [int(np.flatnonzero(groups == g)[0]) for g in range(groups.max() + 1)]
@@ -388,7 +391,9 @@ def _end_to_end_step(cfg: ModelConfig, config: DistillConfig, way: int) -> float
 
 
 def wrapped(*paragraphs: str) -> Iterator[str]:
-    """Lines of at most WIDTH characters, those that go on indented; long words stay whole."""
+    """Returns the lines of at most WIDTH characters, those that go on indented; long words stay
+    whole.
+    """
     for text in paragraphs:
         yield from textwrap.wrap(
             text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
@@ -396,13 +401,15 @@ def wrapped(*paragraphs: str) -> Iterator[str]:
 
 
 def _layer_operations(cfg: ModelConfig, config: DistillConfig) -> float:
-    """Of one step: three products forward and twice that back, for each buffered visit."""
+    """Counts the operations of one step: three products forward and twice that back, for each
+    buffered visit.
+    """
     visits = 2 * config.batch * cfg.experts_per_token
     return 18 * cfg.d_model * cfg.d_ff_expert * visits
 
 
 def _end_to_end_operations(cfg: ModelConfig, config: DistillConfig) -> float:
-    """Of one step: the teacher, and the student forward, again, and back.
+    """Counts the operations of one step: the teacher, and the student forward, again, and back.
 
     Exact experts have buffers of four times the even share, united ones of twice; nothing but
     united experts has a gradient of its own.
@@ -414,12 +421,14 @@ def _end_to_end_operations(cfg: ModelConfig, config: DistillConfig) -> float:
 
 
 def _weight_bytes(config: DistillConfig, platform: str) -> int:
-    """Of the dtype that layers are captured in."""
+    """Returns the bytes of a weight in the dtype that layers are captured in."""
     return jnp.dtype(layers_dtype(config, platform)).itemsize
 
 
 def layers_dtype(config: DistillConfig, platform: str) -> str:
-    """A CPU's reference of the grouped GEMM is fast in float32, a GPU's kernel in bfloat16."""
+    """Returns the dtype to capture in: a CPU's reference of the grouped GEMM is fast in float32, a
+    GPU's kernel in bfloat16.
+    """
     return "float32" if platform == "cpu" else config.dtype
 
 

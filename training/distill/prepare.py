@@ -45,7 +45,7 @@ class Prepared:
     refusal: str | None
 
     def lines(self, timing: Timing | None = None, rate: float | None = None) -> Iterator[str]:
-        """Plan and warnings, as `Plan.lines`."""
+        """Returns plan and warnings, as `Plan.lines`."""
         yield from self.plan.lines(timing, rate)
         yield from wrapped(*(f"warning: {words}" for words in self.warnings))
 

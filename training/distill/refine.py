@@ -83,7 +83,7 @@ def _logits(
     key: Array,
     config: DistillConfig,
 ) -> Float[Array, "B S V"]:
-    """The model's logits; with `united [L, U, ...]` those of the model under brownout."""
+    """Returns the model's logits; with `united [L, U, ...]` those of the model under brownout."""
     tokens, positions, items, _ = arrays
     dtype = jnp.dtype(config.dtype)
     num_experts, top_k = cfg.num_experts, cfg.experts_per_token
@@ -141,7 +141,9 @@ def _loss_and_grads(
     config: DistillConfig,
     mesh: Mesh,
 ) -> tuple[Float[Array, ""], Stacked]:
-    """Mean divergence from the exact model, in nats a token, over rows spread over the devices."""
+    """Returns mean divergence from the exact model, in nats a token, over rows spread over the
+    devices.
+    """
 
     def share(united: Stacked, frozen: Frozen, arrays: Arrays, key: Array) -> Array:
         weights = arrays[3]
@@ -177,7 +179,7 @@ def _step(
     config: DistillConfig,
     mesh: Mesh,
 ) -> tuple[Stacked, Any, Float[Array, ""]]:
-    """One optimizer step, and the divergence before it."""
+    """Takes one optimizer step; returns the divergence before it, too."""
     loss, grads = _loss_and_grads(cfg, frozen, united, arrays, key, config, mesh)
     updates, state = _optimizer(config, cfg.d_model).update(grads, state, united)
     return cast(Stacked, optax.apply_updates(united, updates)), state, loss
@@ -206,7 +208,7 @@ class Progressing(NamedTuple):
 
 
 def begin(united: dict[str, np.ndarray], config: DistillConfig, d_model: int) -> Progressing:
-    """Before the first step, spread over the devices."""
+    """Returns the state before the first step, spread over the devices."""
     mesh = data_mesh()
     params = jax.device_put(
         {name: np.asarray(leaf, np.float32) for name, leaf in united.items()},
@@ -218,7 +220,7 @@ def begin(united: dict[str, np.ndarray], config: DistillConfig, d_model: int) ->
 
 
 def _placed(tree: Any, mesh: Mesh) -> Any:
-    """Where each leaf lies: what is kept of a parameter as the parameter does."""
+    """Returns where each leaf lies: what is kept of a parameter as the parameter does."""
 
     def place(path: Any, _: Any) -> NamedSharding:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
@@ -228,7 +230,9 @@ def _placed(tree: Any, mesh: Mesh) -> Any:
 
 
 def freeze(model: Model, groups: Int[np.ndarray, "L m"]) -> Frozen:
-    """The model's weights, spread over the devices. Then drop the model: it is on one of them."""
+    """Returns the model's weights, spread over the devices. Then drop the model: it is on one of
+    them.
+    """
     mesh = data_mesh()
     slots = model.table.slots[:, : model.config.num_experts]
     frozen = Frozen(model.params, *model.pool, slots, jnp.asarray(groups, jnp.int32))
@@ -247,7 +251,8 @@ def refine(
     save_every: int = 100,
     note: Note = lambda done, total, text: None,
 ) -> tuple[dict[str, np.ndarray], float, float]:
-    """United experts `[L, U, ...]` after `config.refine_steps`, and the divergence at both ends.
+    """Returns united experts `[L, U, ...]` after `config.refine_steps`, and the divergence at both
+    ends.
 
     Goes on from `at`, whose arrays it takes over; `save` is called every `save_every` steps. The
     batch and the randomness of a step depend on the step alone, so that a run that was interrupted
@@ -308,7 +313,9 @@ def time_step(
 
 
 def _batch(data: Batch, step: int, config: DistillConfig, mesh: Mesh) -> Arrays:
-    """Rows of a step, spread over the devices; the last tenth of the data only measures."""
+    """Returns the rows of a step, spread over the devices; the last tenth of the data only
+    measures.
+    """
     num_rows = len(data.tokens)
     cut = max(1, num_rows - num_rows // 10)
     rng = np.random.default_rng([config.seed, step])

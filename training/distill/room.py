@@ -24,7 +24,7 @@ class Room:
 
 
 def room_here(out: Path | None) -> Room:
-    """This machine's, and of the disk that holds `out` or will."""
+    """Returns this machine's room, and that of the disk that holds `out` or will."""
     devices = jax.local_devices()
     platform = devices[0].platform
     device = (
@@ -45,7 +45,7 @@ def _free_disk(out: Path | None) -> int | None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder; 0 where there is none."""
+    """Returns the bytes of all files below a folder; 0 where there is none."""
     found = 0
     for path in folder.rglob("*"):
         try:

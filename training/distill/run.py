@@ -158,7 +158,7 @@ def distill(
 def _results(
     record: dict[str, Any], ways: Sequence[int] | None
 ) -> tuple[list[LayerResult], list[RefineResult]]:
-    """What a finished run returned, in the order of `ways`."""
+    """Returns what a finished run returned, in the order of `ways`."""
     refined = {result["way"]: RefineResult(**result) for result in record["refined"]}
     order = [way for way in ways or refined if way in refined]
     return [LayerResult(**result) for result in record["layers"]], [refined[way] for way in order]
@@ -272,7 +272,7 @@ def _key(config: DistillConfig, way: int, at: int) -> Array:
 
 
 def _stacked(store: Store, way: int, num_layers: int) -> United:
-    """A way's finished layers, float32."""
+    """Returns a way's finished layers, float32."""
     own = [store.layer(way, at) for at in range(num_layers)]
     kept = [one for one in own if one is not None]
     united = {key: np.stack([fit.params[key] for fit, _ in kept]) for key in ("gate_up", "down")}
@@ -280,7 +280,7 @@ def _stacked(store: Store, way: int, num_layers: int) -> United:
 
 
 def _united(store: Store, way: int, num_layers: int, refined: bool) -> United:
-    """What a way came to, as it is written."""
+    """Returns what a way came to, as it is written."""
     if refined and (done := store.refined(way)) is not None:
         return done[0]
     return narrow(_stacked(store, way, num_layers))
@@ -375,7 +375,7 @@ def _of_other_ways(path: Path, ways: Collection[int]) -> dict[str, np.ndarray]:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    """Of the model's weights, and of what makes its configuration and tokens."""
+    """Returns digests of the model's weights, and of what makes its configuration and tokens."""
     small = sorted([*directory.glob("*.json"), *directory.glob("*.jinja")])
     contents = [path.name for path in small] + file_digests(map(regular, small))
     return {

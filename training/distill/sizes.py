@@ -48,7 +48,7 @@ def expert_parameters(cfg: ModelConfig) -> int:
 
 
 def united_a_layer(cfg: ModelConfig, way: int) -> int:
-    """United experts of one MoE layer."""
+    """Returns the united experts of one MoE layer."""
     return -(-cfg.num_experts // way)
 
 
@@ -69,13 +69,15 @@ def united_file_bytes(cfg: ModelConfig, ways: Sequence[int]) -> int:
 
 
 def captured_bytes(cfg: ModelConfig, num_tokens: int, weight_bytes: int) -> int:
-    """Captured rows of one layer: inputs, router choice, gate weights, float32 answers."""
+    """Returns the captured rows of one layer: inputs, router choice, gate weights, float32
+    answers.
+    """
     visit = 4 + 4 + 4 * cfg.d_model
     return num_tokens * (cfg.d_model * weight_bytes + cfg.experts_per_token * visit)
 
 
 def stream_bytes(cfg: ModelConfig, num_rows: int, length: int) -> int:
-    """Residual stream of packed rows, float32."""
+    """Returns the residual stream of packed rows, float32."""
     return 4 * num_rows * length * cfg.d_model
 
 
@@ -93,7 +95,7 @@ def model_parameters(cfg: ModelConfig) -> tuple[int, int]:
 
 
 def _buffer_rows(cfg: ModelConfig, tokens: int, way: int) -> int:
-    """Rows in all united experts' buffers, for a batch of so many tokens."""
+    """Returns rows in all united experts' buffers, for a batch of so many tokens."""
     united, visits = united_a_layer(cfg, way), tokens * cfg.experts_per_token
     return united * min(tokens, max(8, 2 * visits // united))
 
@@ -120,7 +122,7 @@ def layer_stage(
     num_rows: int,
     weight_bytes: int,
 ) -> Stage:
-    """Capture and training of one layer; every device holds all of it."""
+    """Returns the capture and training of one layer; every device holds all of it."""
     parameters = layer_parameters(cfg, way)
     rows = captured_bytes(cfg, num_tokens, weight_bytes)
     rest, experts = model_parameters(cfg)
@@ -154,7 +156,9 @@ def layer_stage(
 def end_to_end_stage(
     cfg: ModelConfig, config: DistillConfig, way: int, num_devices: int, weight_bytes: int
 ) -> Stage:
-    """Training of all layers' united experts; the devices share out experts and moments."""
+    """Returns the training of all layers' united experts; the devices share out experts and
+    moments.
+    """
     parameters = united_parameters(cfg, way)
     rest, experts = model_parameters(cfg)
     model = weight_bytes * (rest + experts / num_devices)
@@ -184,13 +188,17 @@ def end_to_end_stage(
 
 
 def writing_host(cfg: ModelConfig, ways: Sequence[int]) -> Span:
-    """Host memory while `united.safetensors` is written: its tensors, and once more as bytes."""
+    """Returns the host memory while `united.safetensors` is written: its tensors, and once more as
+    bytes.
+    """
     size = united_file_bytes(cfg, ways)
     return Span(2 * size, 3 * size)
 
 
 def disk(cfg: ModelConfig, config: DistillConfig, ways: Sequence[int], num_rows: int) -> Span:
-    """`OUT`: finished layers, residual stream, states of the end-to-end stage, the file itself."""
+    """Returns the bytes of `OUT`: finished layers, residual stream, states of the end-to-end stage,
+    the file itself.
+    """
     found = [united_parameters(cfg, way) for way in ways]
     stream = stream_bytes(cfg, num_rows, config.length)
     file = united_file_bytes(cfg, ways)

@@ -11,7 +11,7 @@ Weights = dict[str, Float[np.ndarray, "..."]]
 def make_start(
     kind: str, members: Weights, groups: Int[np.ndarray, " m"], visits: Int[np.ndarray, " m"]
 ) -> Weights:
-    """Weights of every group's united expert before training, float32.
+    """Returns the weights of every group's united expert before training, float32.
 
     `aligned` permutes each member's hidden units to match the most used member's before the mean:
     units have no order, so a plain mean adds units that do different things.
@@ -36,14 +36,16 @@ def _start(
 
 
 def _units(expert: Weights) -> Float[np.ndarray, "f c"]:
-    """Each hidden unit's weights, scaled so that gate, up and down count the same."""
+    """Returns each hidden unit's weights, scaled so that gate, up and down count the same."""
     gate, up = np.split(expert["gate_up"], 2, axis=1)
     parts = [gate.T, up.T, expert["down"]]
     return np.concatenate([p / max(np.linalg.norm(p), 1e-12) for p in parts], axis=1)
 
 
 def _match(leader: Weights, other: Weights) -> Int[np.ndarray, " f"]:
-    """Unit of `other` for each of the leader's, by the assignment of most total similarity."""
+    """Returns the unit of `other` for each of the leader's, by the assignment of most total
+    similarity.
+    """
     return linear_sum_assignment(_units(leader) @ _units(other).T, maximize=True)[1]
 
 

@@ -76,12 +76,14 @@ class Store:
     # -- the residual stream ----------------------------------------------------------------------
 
     def save_stream(self, layer: int, x: np.ndarray) -> None:
-        """Rows as they enter `layer`; those of the layer before are removed."""
+        """Returns rows as they enter `layer`; those of the layer before are removed."""
         self._write(self.folder / f"stream-{layer}.npy", lambda file: np.save(file, x))
         (self.folder / f"stream-{layer - 1}.npy").unlink(missing_ok=True)
 
     def load_stream(self, layer: int) -> tuple[int, np.ndarray] | None:
-        """The newest rows that enter `layer` or one before it, and which; None where none do."""
+        """Returns the newest rows that enter `layer` or one before it, and which; None where none
+        do.
+        """
         found = [int(p.stem.split("-")[1]) for p in self.folder.glob("stream-*.npy")]
         newest = max((at for at in found if at <= layer), default=None)
         if newest is None:
@@ -89,14 +91,14 @@ class Store:
         return newest, np.load(self.folder / f"stream-{newest}.npy")
 
     def close(self) -> None:
-        """The run is over: what no rerun needs is removed."""
+        """Removes what no rerun needs when the run is over."""
         for path in self.folder.glob("stream-*.npy"):
             path.unlink()
 
     # -- finished layers --------------------------------------------------------------------------
 
     def layer(self, way: int, moe_layer: int) -> tuple[Fit, np.ndarray] | None:
-        """United experts of a finished layer and their groups."""
+        """Returns the united experts of a finished layer and their groups."""
         tree = self._restore(self.folder / f"way-{way}-layer-{moe_layer}")
         if tree is None:
             return None
@@ -117,7 +119,9 @@ class Store:
     # -- end-to-end stages ------------------------------------------------------------------------
 
     def refinement(self, way: int, like: Any) -> Any:
-        """The newest state of a way's end-to-end stage, shaped `like`; None before the first."""
+        """Returns the newest state of a way's end-to-end stage, shaped `like`; None before the
+        first.
+        """
         found = self._states(way)
         return self._restore(found[max(found)], like) if found else None
 
@@ -129,13 +133,15 @@ class Store:
                 shutil.rmtree(path)
 
     def _states(self, way: int) -> dict[int, Path]:
-        """Whole states of this end-to-end stage, by step."""
+        """Returns the whole states of this end-to-end stage, by step."""
         found = self.folder.glob(f"{self.stage}-{way}-*")
         steps = {path.name.rpartition("-")[2]: path for path in found}
         return {int(step): path for step, path in steps.items() if step.isdigit()}
 
     def refined(self, way: int) -> tuple[dict[str, np.ndarray], float, float] | None:
-        """United experts after a finished end-to-end stage, and its divergences at both ends."""
+        """Returns united experts after a finished end-to-end stage, and its divergences at both
+        ends.
+        """
         tree = self._restore(self.folder / f"{self.stage}-{way}-done")
         if tree is None:
             return None
@@ -210,7 +216,7 @@ def check_began(out: Path, fingerprint: dict[str, Any], model_dir: Path) -> None
 
 
 def finished(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
-    """What the newest finished run in `out` came to, where it had this fingerprint.
+    """Returns what the newest finished run in `out` came to, where it had this fingerprint.
 
     None where it had not, there is none, or one of its files is not as it was written.
     """
@@ -234,7 +240,7 @@ def finished(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _stamp(path: Path, *, with_digest: bool) -> list[Any]:
-    """Size, time of change in ns, and a hash of the content."""
+    """Returns size, time of change in ns, and a hash of the content."""
     status = path.stat()
     stamp = [status.st_size, status.st_mtime_ns]
     if not with_digest:

@@ -32,7 +32,9 @@ class LayerRows(NamedTuple):
 def each_visit(
     h: Float[Array, "T d"], ids: Int[Array, "T K"], experts: ExpertPool
 ) -> Float[Array, "T K d"]:
-    """What the expert of each visit says, float32: the grouped GEMM with a row for each visit."""
+    """Returns what the expert of each visit says, float32: the grouped GEMM with a row for each
+    visit.
+    """
     (num_rows, top_k), num_experts = ids.shape, experts.gate_up.shape[0]
     work = routing.dispatch(
         ids.reshape(-1, 1),
@@ -66,7 +68,9 @@ def _advance(
 
 
 def first_rows(data: Batch, num_tokens: int) -> Batch:
-    """The first packed rows, as many as hold `num_tokens` tokens; all where there are fewer."""
+    """Returns the first packed rows, as many as hold `num_tokens` tokens; all where there are
+    fewer.
+    """
     filled = np.cumsum((data.items > 0).sum(axis=1))
     return data.rows(slice(0, int(np.searchsorted(filled, num_tokens)) + 1))
 

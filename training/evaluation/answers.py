@@ -95,7 +95,7 @@ class _Run:
         return self.ended < len(self.prompts)
 
     def step(self) -> None:
-        """One prefill step where it is time for one, else one decode step."""
+        """Returns one prefill step where it is time for one, else one decode step."""
         entering = self._entering()
         if entering:
             self._prefill(entering)

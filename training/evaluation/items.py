@@ -48,7 +48,7 @@ def _task(row: Any, family: str) -> Task:
 
 
 def read_text(path: Path) -> str:
-    """A text file. Raises ValueError for one that cannot be read or is not UTF-8."""
+    """Returns a text file. Raises ValueError for one that cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -56,7 +56,7 @@ def read_text(path: Path) -> str:
 
 
 def choose(data: Path | None, num: int | None, generate: int | None, seed: int) -> list[Task]:
-    """The items of a run, in an order drawn by `seed`: batches are then random.
+    """Returns the items of a run, in an order drawn by `seed`: batches are then random.
 
     Args:
         data: task file; its first `num` items, or all.
@@ -92,7 +92,7 @@ def grid(
     thresholds: Sequence[int] = THRESHOLDS,
     strategies: Sequence[str] = STRATEGIES,
 ) -> list[Brownout]:
-    """Every threshold of partial brownout by each way, then of full brownout.
+    """Returns every threshold of partial brownout by each way, then of full brownout.
 
     Raises ValueError for a list that is empty or repeats itself, or a value out of range.
     """
@@ -116,7 +116,7 @@ def _setting(strategy: Any, threshold: int, way: int | None) -> Brownout:
 
 
 def parse_only(text: str) -> list[Brownout]:
-    """Settings such as `2:0,4:20,full:40`: way (or `full`) and threshold in percent.
+    """Returns settings such as `2:0,4:20,full:40`: way (or `full`) and threshold in percent.
 
     Raises ValueError naming the part that is no such pair, out of range, or given twice.
     """
@@ -142,5 +142,5 @@ def integers(name: str, text: str) -> list[int]:
 
 
 def kind_of(setting: Brownout) -> str:
-    """Name of a setting's column: `full`, `zero`, or `way 4`."""
+    """Returns the name of a setting's column: `full`, `zero`, or `way 4`."""
     return f"way {setting.way}" if setting.strategy == "partial" else setting.strategy

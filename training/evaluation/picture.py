@@ -58,7 +58,9 @@ def _colors(found: Sequence[Score]) -> dict[str, str]:
 
 
 def _interval(score: Score) -> tuple[float, float]:
-    """The loss's interval on the accuracy axis: zero brownout's own uncertainty left out."""
+    """Returns the loss's interval on the accuracy axis: zero brownout's own
+    uncertainty left out.
+    """
     kept = 1 - score.loss_percent / 100
     zero = 100 * score.accuracy / kept if kept > 0 else 0.0
     return zero * (1 - score.high_percent / 100), zero * (1 - score.low_percent / 100)

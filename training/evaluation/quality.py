@@ -27,7 +27,8 @@ CAPTURE_BATCH = 32  # sequences of a forward pass that captures inputs
 def windows(
     tokens: Sequence[int], length: int, per_step: int
 ) -> list[tuple[Int[np.ndarray, "B S"], Int[np.ndarray, " B"]]]:
-    """A text cut for `perplexity`: (token rows, how many of a row's last targets count) a step.
+    """Returns a text cut for `perplexity`: (token rows, how many of a row's last targets count) a
+    step.
 
     Every step has `per_step` rows of `length` tokens (or of the whole text, where it is shorter).
     The last window overlaps the one before it, and the last step is filled up with the text's first
@@ -54,7 +55,7 @@ def perplexity(
     brownout: Brownout | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> float:
-    """`exp` of the mean negative log-likelihood of the tokens that `windows` counts.
+    """Returns `exp` of the mean negative log-likelihood of the tokens that `windows` counts.
 
     Each step is one `jmoe.forward`: brownout plans over all its rows, as in a prefill step.
     """
@@ -81,7 +82,8 @@ def _target_logprobs(
 def sample_inputs(
     model: Model, sequences: Sequence[Sequence[int]], num_steps: int, batch: int, seed: int
 ) -> list[Float[Array, "N B d"]]:
-    """Rows that enter each MoE layer (before its norm) in an exact run, grouped as decode steps.
+    """Returns the rows that enter each MoE layer (before its norm) in an exact run, grouped as
+    decode steps.
 
     A step's `batch` rows are positions drawn at random from all sequences; every layer has the
     same ones. Fewer steps come back where there are fewer positions, but at least one.
@@ -112,7 +114,9 @@ def _moe_inputs(
     tokens: Int[Array, "B S"],
     lengths: Int[Array, " B"],
 ) -> list[Float[Array, "T d"]]:
-    """Rows that enter each MoE layer's second half, before its norm; `T = B * S`, padding too."""
+    """Returns the rows that enter each MoE layer's second half, before its norm; `T = B * S`,
+    padding too.
+    """
     batch, length = tokens.shape
     position = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
     valid = position < jnp.repeat(lengths, length)
@@ -148,7 +152,9 @@ class OutputError:
         ]
 
     def of(self, brownout: Brownout | None) -> list[float]:
-        """`||browned - exact|| / ||exact||` (Frobenius) of the routed experts' output, by layer."""
+        """Returns `||browned - exact|| / ||exact||` (Frobenius) of the routed experts' output, by
+        layer.
+        """
         return [
             float(_relative(out, exact))
             for out, exact in zip(self._outputs(brownout), self.exact, strict=True)
@@ -171,7 +177,9 @@ def _routed(
     x: Float[Array, "N B d"],
     control: Control,
 ) -> Float[Array, "N B d"]:
-    """What a layer's routed experts add to each row; each of the N steps has a plan of its own."""
+    """Returns what a layer's routed experts add to each row; each of the N steps has a plan of its
+    own.
+    """
 
     def step(x: Float[Array, "B d"]) -> Float[Array, "B d"]:
         h, weights, ids = route(cfg, layer, x)

@@ -147,7 +147,7 @@ class _Work:
         return OutputError(self.model, inputs)
 
     def inputs(self) -> dict[str, Any]:
-        """What a folder's results belong to, by content and not by path."""
+        """Returns what a folder's results belong to, by content and not by path."""
         config = self.config
         source = "fresh held-out tasks" if config.data is None else config.data.name
         return {
@@ -196,5 +196,5 @@ class _Work:
 
 
 def label(setting: Brownout) -> str:
-    """A setting in a few words, as `way 4, t 20 %`."""
+    """Returns a setting in a few words, as `way 4, t 20 %`."""
     return f"{kind_of(setting)}, t {setting.threshold_percent} %"

@@ -103,7 +103,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def digest(parts: Iterable[str]) -> str:
-    """Short hash of strings, in order."""
+    """Returns the short hash of strings, in order."""
     found = hashlib.sha256()
     for part in parts:
         found.update(f"{len(part)}:".encode() + part.encode())

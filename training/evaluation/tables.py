@@ -33,7 +33,8 @@ class Score:
 def scores(
     settings: Sequence[Brownout], results: Mapping[Brownout, Result], families: Sequence[str]
 ) -> list[Score]:
-    """A score for zero brownout and each setting; at 100 % the result is that of zero brownout.
+    """Returns a score for zero brownout and each setting; at 100 % the result is that of zero
+    brownout.
 
     `families` names each item's family, in the order of `Result.right`.
     """
@@ -62,7 +63,7 @@ def _mean(values: Any) -> float:
 def paired_loss(
     by_family: Mapping[str, tuple[np.ndarray, np.ndarray]], seed: int = 0
 ) -> tuple[float, float, float]:
-    """Accuracy loss in percent of zero brownout's accuracy, and its 95 % interval.
+    """Returns accuracy loss in percent of zero brownout's accuracy, and its 95 % interval.
 
     The interval is a percentile bootstrap over items, paired (an item keeps its two answers
     together) and stratified by family. A resample of a family's items is a draw of how many fall
@@ -90,7 +91,7 @@ def paired_loss(
 
 
 def write_csv(found: Sequence[Score]) -> str:
-    """One row a setting; docs/evaluation.md says what the columns mean."""
+    """Writes one row a setting; docs/evaluation.md says what the columns mean."""
     out = io.StringIO()
     rows = [_csv_row(score) for score in found]
     writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
@@ -124,7 +125,9 @@ def _digits(value: float) -> str:
 
 
 def write_markdown(found: Sequence[Score], inputs: Mapping[str, Any]) -> str:
-    """Accuracy loss laid out as the paper's Table I, then accuracy, perplexity, output error."""
+    """Writes accuracy loss laid out as the paper's Table I, then accuracy, perplexity, output
+    error.
+    """
     zero = found[0]
     parts = [
         f"# Brownout: {inputs['model']}, {inputs['items']}\n",

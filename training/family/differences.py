@@ -44,7 +44,7 @@ def write_differences(
 def read_differences(
     path: Path, base: Params, united: Experts
 ) -> tuple[Params, dict[str, jax.Array]]:
-    """The variant and its united experts, float32; `united` are those of `base`.
+    """Returns the variant and its united experts, float32; `united` are those of `base`.
 
     Raises ValueError for a file that is none of a variant of `base`.
     """

@@ -110,8 +110,9 @@ def write_way(directory: Path, united: Mapping[str, np.ndarray | jax.Array]) -> 
 
 
 def write_texts(out: Path, seed: int) -> None:
-    """`out/{name}.jsonl` for `jmoe consolidate --data`: training items as quality.py measures on,
-    half of a variant's skill and half of what the bundled model knows; for that one all.
+    """Writes `out/{name}.jsonl` for `jmoe consolidate --data`: training items as quality.py
+    measures on, half of a variant's skill and half of what the bundled model knows; for that one
+    all.
     """
     for name in (BASE, *SKILLS):
         old = tasks("train", seed + 1000)
@@ -125,7 +126,9 @@ def write_texts(out: Path, seed: int) -> None:
 def accuracy(
     params: Params, tokenizer: Tokenizer, skill: str, config: TuneConfig
 ) -> dict[str, float]:
-    """Share of right answers: of the skill's held-out items, and of the bundled model's."""
+    """Returns the share of right answers: of the skill's held-out items, and of the bundled
+    model's.
+    """
     items = itertools.islice(skill_tasks(skill, "eval", config.seed), ITEMS)
     train = config.train
     batches = [
@@ -135,7 +138,9 @@ def accuracy(
 
 
 def main() -> None:
-    """Command line; restarts itself once with the allocator settings of `training.remake`."""
+    """Runs the command line; restarts itself once with the allocator settings of
+    `training.remake`.
+    """
     parser = argparse.ArgumentParser(prog="python -m training.family", description=__doc__)
     target = parser.add_mutually_exclusive_group(required=True)
     target.add_argument("--out", type=Path, help="teach the variants and write them here")

@@ -87,7 +87,9 @@ class Quality:
         return measure(models, data, lambda done: None)
 
     def _data(self, name: str) -> Batch:
-        """Half a variant's skill, half the bundled model's training items; for that one all."""
+        """Returns half a variant's skill, half the bundled model's training items; for that one
+        all.
+        """
         return pack(self._training(name), self.rows, LENGTH)
 
     def _training(self, name: str) -> Iterator[Encoded]:
@@ -107,7 +109,7 @@ class Quality:
         ]
 
     def owners(self, group: Sequence[int], rule: str, share: int) -> Owners:
-        """Whose experts serve a group's models, by number in the group."""
+        """Returns whose experts serve a group's models, by number in the group."""
         pick = np.ix_(group, group)
         distances = self.measured.distances[pick]
         count, _, layers, experts = distances.shape
@@ -120,7 +122,7 @@ class Quality:
         return owners_paper(distances, slots, merged=rule == "average")
 
     def scores(self, advance: Callable[[], None]) -> Iterator[Score]:
-        """Every rule, share and group; what is compared first comes first."""
+        """Returns every rule, share and group; what is compared first comes first."""
         yield from self._by_rule(RULES[:2], advance)
         for group in GROUPS:
             yield from self._residuals(group, advance)
@@ -136,7 +138,7 @@ class Quality:
                 advance()
 
     def _averaged(self, group: Sequence[int], advance: Callable[[], None]) -> Iterator[Score]:
-        """One model for all, the mean of every weight: the paper's baseline."""
+        """Returns one model for all, the mean of every weight: the paper's baseline."""
         whole = self.members.averaged(group)
         one = np.zeros((1, *self.measured.distances.shape[2:]), np.int32)
         for at in range(len(group)):
@@ -144,7 +146,9 @@ class Quality:
             advance()
 
     def _residuals(self, group: Sequence[int], advance: Callable[[], None]) -> Iterator[Score]:
-        """All positions shared by the functional rule, and a low-rank difference to each."""
+        """Returns all positions shared by the functional rule, and a low-rank
+        difference to each.
+        """
         owners = self.owners(group, "functional", 100)
         for at in range(len(group)):
             models = self.members.with_residuals(group, owners, at, RANKS)
@@ -186,7 +190,9 @@ class Quality:
         )
 
     def families(self, advance: Callable[[], None]) -> list[dict[str, Any]]:
-        """Every model on every task family: alone, and in the family of four with 75 % shared."""
+        """Returns every model on every task family: alone, and in the family of four with 75 %
+        shared.
+        """
         found = [self._family_row(NAMES[n], "alone", right) for n, right in enumerate(self.alone)]
         group = GROUPS[-1]
         for rule in ("functional", "paper", "average"):
@@ -215,7 +221,9 @@ def _by_family(
 
 
 def distances(measured: Measured, members: Members) -> list[dict[str, Any]]:
-    """By pair of models: distances by layer, costs, and how far their ranks agree (Spearman)."""
+    """Returns by pair of models: distances by layer, costs, and how far their ranks agree
+    (Spearman).
+    """
     found = []
     flat = np.concatenate(
         [leaf.reshape(*leaf.shape[:3], -1) for leaf in members.experts.values()], axis=-1
@@ -252,7 +260,9 @@ def run(
     progress: Callable[[int, int], None],
     save: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """Everything that the JSON file has. `save` is called with what there is, again and again."""
+    """Returns the everything that the JSON file has. `save` is called with what there is, again and
+    again.
+    """
     models = sum(map(len, GROUPS))
     total = models * (len(RULES) * len(SHARES) + len(RANKS) + 1) + 3 * len(NAMES)
     done = itertools.count(1)
@@ -280,7 +290,7 @@ def run(
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m training.family.quality", description=__doc__)
     parser.add_argument("--family", type=Path, required=True)
     parser.add_argument("--json", type=Path, required=True)

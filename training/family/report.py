@@ -11,12 +11,16 @@ from jmoe.extras import need
 
 
 def tables(found: Mapping[str, Any]) -> str:
-    """Markdown: the loss of every model, right answers by task family, and expert distances."""
+    """Returns markdown: the loss of every model, right answers by task family, and expert
+    distances.
+    """
     return "\n\n".join([losses(found), families(found), distances(found)])
 
 
 def losses(found: Mapping[str, Any]) -> str:
-    """A row a setting of a group of models, a column a model: loss with its 95 % interval."""
+    """Returns a row a setting of a group of models, a column a model: loss with its
+    95 % interval.
+    """
     parts = []
     for group in dict.fromkeys(score["group"] for score in found["scores"]):
         own = [score for score in found["scores"] if score["group"] == group]
@@ -35,7 +39,7 @@ def losses(found: Mapping[str, Any]) -> str:
 
 
 def families(found: Mapping[str, Any]) -> str:
-    """A row a model and setting, a column a task family: % right."""
+    """Returns a row a model and setting, a column a task family: % right."""
     names = list(found["families"][0]["right_percent"])
     rows = [
         [row["model"], row["setting"], *(f"{row['right_percent'][n]:.0f}" for n in names)]
@@ -45,7 +49,9 @@ def families(found: Mapping[str, Any]) -> str:
 
 
 def distances(found: Mapping[str, Any]) -> str:
-    """A row a pair of models, a column a layer: mean L2 distance at a position, and its range."""
+    """Returns a row a pair of models, a column a layer: mean L2 distance at a position, and its
+    range.
+    """
     rows = []
     for row in found["distances"]:
         cells = [
@@ -62,7 +68,9 @@ def distances(found: Mapping[str, Any]) -> str:
 
 
 def _place(score: Mapping[str, Any]) -> int:
-    """Where a score's row is: rules in the order of comparison, whatever was measured first."""
+    """Returns where a score's row is: rules in the order of comparison, whatever was measured
+    first.
+    """
     order = ("functional", "paper", "average", "random", "residual", "average of all weights")
     return order.index(score["rule"].partition(",")[0])
 
@@ -79,7 +87,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def write_picture(found: Float[np.ndarray, "N N L m"], names: Sequence[str], path: Path) -> None:
-    """A PNG: for each variant, how far its experts are from the base's, by layer and position."""
+    """Writes a PNG: for each variant, how far its experts are from the base's, by layer and
+    position.
+    """
     need("plot", "matplotlib")
     import matplotlib
 

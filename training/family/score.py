@@ -31,7 +31,7 @@ class Items:
 
 
 def encode_items(tokenizer: Tokenizer, tasks: Sequence[Task]) -> Items:
-    """Rows of prompt, answer and end of text. Raises ValueError for no tasks."""
+    """Returns the rows of prompt, answer and end of text. Raises ValueError for no tasks."""
     if not tasks:
         raise ValueError("there are no items to score; ask for at least one")
     encoded = [encode_task(tokenizer, task) for task in tasks]
@@ -45,7 +45,7 @@ def encode_items(tokenizer: Tokenizer, tasks: Sequence[Task]) -> Items:
 
 
 def right_items(model: Model, items: Items) -> Bool[np.ndarray, "n"]:
-    """Which items' whole answers, end of text included, are the model's greedy ones."""
+    """Returns which items' whole answers, end of text included, are the model's greedy ones."""
     longest = items.tokens.shape[1]
     lengths = longest - items.answer[:, ::-1].argmax(axis=1)
     order = np.argsort(lengths, kind="stable")  # short ones together: less to compute

@@ -36,7 +36,7 @@ class Members:
         return found
 
     def with_experts(self, number: int, experts: dict[str, np.ndarray]) -> Model:
-        """Model `number` with other routed experts `[L, m, a, b]`."""
+        """Returns model `number` with other routed experts `[L, m, a, b]`."""
         model, leaves = self.models[number], {}
         slots = np.asarray(model.table.slots)[:, : model.config.num_experts]
         order = np.argsort(slots.ravel())
@@ -46,11 +46,11 @@ class Members:
         return model.with_weights(pool=ExpertPool(**leaves))
 
     def mapped(self, group: Sequence[int], owners: Owners, at: int) -> Model:
-        """The `at`-th model of a group whose experts are shared as `owners` say."""
+        """Returns the `at`-th model of a group whose experts are shared as `owners` say."""
         return self.with_experts(group[at], self._chosen(group, owners[at]))
 
     def _chosen(self, group: Sequence[int], owners: Int[np.ndarray, "L m"]) -> dict:
-        """Experts by owner; `MERGED` is the mean of the group's."""
+        """Returns experts by owner; `MERGED` is the mean of the group's."""
         layers, experts = np.indices(owners.shape)
         numbers, merged = np.array(group)[np.maximum(owners, 0)], owners == MERGED
         found = {}
@@ -61,7 +61,7 @@ class Members:
         return found
 
     def averaged(self, group: Sequence[int]) -> Model:
-        """One model for all of a group: the mean of every weight, experts or not."""
+        """Returns one model for all of a group: the mean of every weight, experts or not."""
         experts = {key: leaf[list(group)].mean(axis=0) for key, leaf in self.experts.items()}
         params = jax.tree.map(
             lambda *leaves: jnp.mean(
@@ -74,8 +74,8 @@ class Members:
     def with_residuals(
         self, group: Sequence[int], owners: Owners, at: int, ranks: Sequence[int]
     ) -> dict[int, tuple[Model, int]]:
-        """By rank: the `at`-th model with a low-rank difference to each shared expert that is not
-        its own, and the bytes that those differences take in 16 bits.
+        """Returns by rank: the `at`-th model with a low-rank difference to each shared expert that
+        is not its own, and the bytes that those differences take in 16 bits.
         """
         shared = self._chosen(group, owners[at])
         foreign = owners[at] != at
@@ -96,5 +96,5 @@ class Members:
 
 
 def _rounded(factor: np.ndarray) -> np.ndarray:
-    """As it would be stored: in bfloat16."""
+    """Returns the weights as they would be stored: in bfloat16."""
     return factor.astype(jnp.bfloat16).astype(np.float32)

@@ -63,7 +63,8 @@ class TuneConfig:
 
 
 def read_params(directory: str | Path) -> Params:
-    """Float32 parameters of a model whose layers are all MoE, as `training.network` has them.
+    """Returns the float32 parameters of a model whose layers are all MoE, as `training.network` has
+    them.
 
     Raises as `jmoe.load`.
     """
@@ -80,7 +81,7 @@ def tune(
     config: TuneConfig,
     progress: Callable[[str, int, int, str], None],
 ) -> Params:
-    """The parameters after `config.steps` on the skill; `params` stay as they are."""
+    """Returns the parameters after `config.steps` on the skill; `params` stay as they are."""
     train = config.train
     params = jax.tree.map(jnp.copy, params)  # a step donates what it is given
     state = make_optimizer(train).init(params)
@@ -123,7 +124,7 @@ def unite(
 def tuning_batch(
     tokenizer: Tokenizer, skill: str, config: TuneConfig, step: int, length: int
 ) -> Batch:
-    """The batch of a step, the same in every run with this seed."""
+    """Returns the batch of a step, the same in every run with this seed."""
     return pack(_items(tokenizer, skill, config, step), config.rows, length)
 
 

@@ -111,7 +111,7 @@ class AttentionWorker:
     def take(
         self, message: Enter | Steer | FromExperts | WorkerDown | WorkerUp, now: float
     ) -> None:
-        """Whatever comes. Raises ValueError as `submit`."""
+        """Takes any message. Raises ValueError as `submit`."""
         match message:
             case FromExperts():
                 self.receive(message, now)
@@ -128,13 +128,13 @@ class AttentionWorker:
                 self.device.reach(self._find_owners())
 
     def told(self) -> list[LostUnits | FailedUnits]:
-        """What is to be said of units that will not leave, since the last call."""
+        """Returns what is to be said of units that will not leave, since the last call."""
         told, self._told = self._told, []
         return told
 
     def submit(self, unit: Unit, now: float) -> None:
-        """A unit enters the first layer. Raises ValueError for a chunk that no stage takes, for no
-        rows, and for places that are not there or another unit's.
+        """Lets a unit enter the first layer. Raises ValueError for a chunk that no stage takes, for
+        no rows, and for places that are not there or another unit's.
         """
         last = self.numbers.per_worker - 1
         if not len(unit.places) or not 0 <= unit.places.min() <= unit.places.max() <= last:
@@ -152,7 +152,7 @@ class AttentionWorker:
         self._wait([unit], now)
 
     def receive(self, parts: FromExperts, now: float) -> None:
-        """Parts came; units that miss none any more wait for their next layer."""
+        """Adds parts that came; units that no longer miss any wait for their next layer."""
         place = self.numbers.place(parts.row)
         places = np.full(parts.padded, self.numbers.per_worker, np.int32)  # padding: dropped
         picks = np.zeros(parts.padded, np.int32)
@@ -167,15 +167,18 @@ class AttentionWorker:
         self._end_lost([unit for unit in units if unit.lost])
 
     def _find_owners(self) -> Bool[np.ndarray, "layers E"]:
-        """Who is asked for each expert: its hosts that are alive. Which experts have one."""
+        """Chooses the worker that is asked for each expert among its hosts that are alive. Which
+        experts have one.
+        """
         hosts = self._hosts & self._alive
         self._owners = np.argsort(~hosts, axis=-1, kind="stable")  # hosts first
         self._num_owners = hosts.sum(axis=-1)
         return self._num_owners > 0
 
     def _lose(self, number: int) -> None:
-        """An expert worker is gone. Units that wait for it are lost, but keep their places until
-        what others make of their visits has come: it must not be taken for their successors'.
+        """Drops an expert worker that is gone. Units that wait for it are lost, but keep their
+        places until what others make of their visits has come: it must not be taken for their
+        successors'.
         """
         self._alive[number] = False
         self.device.reach(self._find_owners())
@@ -197,7 +200,9 @@ class AttentionWorker:
             del self._unit_of[int(unit.places[0])]
 
     def wake_at(self) -> float:
-        """When to call `advance` again after None, if nothing comes; seconds of the clock."""
+        """Returns when to call `advance` again after None if nothing comes; seconds
+        of the clock.
+        """
         return self._picker.wake_at(self.queues.counts, self.queues.oldest)
 
     def advance(self, now: float, *, more_may_come: bool = True) -> list[Result] | None:
@@ -282,7 +287,9 @@ class AttentionWorker:
         return np.where(np.repeat(ends, lengths)[:, None], -1, asked)
 
     def _control(self, units: list[Unit], rows: Int[np.ndarray, "B C"]) -> StepControl:
-        """Of a stage; latency-sensitive rows are made exempt where others can give up enough."""
+        """Returns the brownout of a stage; latency-sensitive rows are made exempt where others can
+        give up enough.
+        """
         control = self.controls[units[0].group]
         if not control.strategy or all(unit.urgent for unit in units):
             return control
@@ -349,7 +356,7 @@ class AttentionWorker:
             self._send(number, visits)
 
     def _finish(self, units: list[Unit]) -> list[Result]:
-        """Tokens of units that have been through all layers; their places are free."""
+        """Takes the tokens of units that have been through all layers and frees their places."""
         rows = empty_rows(self._size_for(len(units)))
         places = np.zeros(len(rows), np.int32)
         scores = [self._scores(unit) if unit.scores else None for unit in units]
@@ -367,12 +374,12 @@ class AttentionWorker:
         ]
 
     def _size_for(self, num_units: int) -> int:
-        """Rows of the head's program: few sizes, as of stages."""
+        """Returns the rows of the head's program: few sizes, as of stages."""
         sizes = sorted({MOST_CHUNKS, *self._buckets[DECODE]})
         return next(size for size in sizes if size >= num_units)
 
     def _scores(self, unit: Unit) -> Float[np.ndarray, "n"]:
-        """Of the token that follows each of a chunk's in its prompt."""
+        """Returns the log-probability of the token that follows each of a chunk's in its prompt."""
         assert unit.tokens is not None
         places, _, tokens = self._packed([unit], len(unit.places))
         assert tokens is not None
@@ -381,7 +388,7 @@ class AttentionWorker:
         return self.device.score(places, following)[: len(unit.tokens)]
 
     def left(self, results: Sequence[Result]) -> Left:
-        """What came of units, all of one group, for who sent them."""
+        """Returns what came of units, all of one group, for the worker that sent them."""
         units = [result.unit for result in results]
         control, scores = self.controls[units[0].group], np.zeros(0, np.float32)
         if any(unit.scores for unit in units):

@@ -38,25 +38,27 @@ class Crew(Protocol):
         urgent: Sequence[bool],
         scores: Sequence[bool],
     ) -> None:
-        """A step's rows go in, each known by its number from now on. Returns at once."""
+        """Hands a step's rows to the workers, each known by its number from now on. Returns at
+        once.
+        """
         ...
 
     def steer(self, steer: Steer) -> None:
-        """Brownout of all stages from now on."""
+        """Sets the brownout of all stages from now on."""
         ...
 
     def listen(self, tell: Callable[[Any], None]) -> None:
-        """`tell` is called, in any thread, with Left, LostUnits and FailedUnits, and with
-        WorkerDown and WorkerUp where workers may end.
+        """Registers `tell`, which is called, in any thread, with Left, LostUnits and FailedUnits,
+        and with WorkerDown and WorkerUp where workers may end.
         """
         ...
 
     def record(self) -> None:
-        """From now on Stages are told, too."""
+        """Has Stages told, too, from now on."""
         ...
 
     def seen(self) -> list[WorkerSeen]:
-        """The workers now, those with attention first."""
+        """Returns the workers now, those with attention first."""
         ...
 
     @property
@@ -79,7 +81,7 @@ def units_of(
     urgent: Sequence[bool],
     scores: Sequence[bool],
 ) -> list[list[Unit]]:
-    """A step's rows by the attention worker that has their sequence, numbered as on it."""
+    """Splits a step's rows by the attention worker that has their sequence, numbered as on it."""
     step, found = ByRank.of(plan, limits), [list[Unit]() for _ in range(limits.num_ranks)]
     ends = np.cumsum(step.rows[:, Q_LEN])
     for at, row in enumerate(step.rows):
@@ -135,25 +137,25 @@ class OneModel:
         return None
 
     def launch(self, plan: StepPlan, control: Any) -> Future[Any]:
-        """Not how steps run here: see Crew."""
+        """Raises: steps run through `Crew` here."""
         raise NotImplementedError
 
     def draw(self, allowed: np.ndarray) -> None:
-        """Nothing waits: structured outputs are refused."""
+        """Raises: structured outputs are refused."""
         raise NotImplementedError
 
     def load_way(self, way: int, layer: int) -> None:
-        """Only one way is there."""
+        """Raises: only one way is there."""
         raise NotImplementedError
 
     def host_layer(self, layer: int, hosts: Int[np.ndarray, "E D"]) -> None:
-        """Experts stay where they are."""
+        """Raises: experts stay where they are."""
         raise NotImplementedError
 
     def replace_set(self, victim: int, model: int) -> Future[None]:
-        """There is one model."""
+        """Raises: there is one model."""
         raise NotImplementedError
 
     def fetch_experts(self, experts: Any) -> None:
-        """All experts are there."""
+        """Raises: all experts are there."""
         raise NotImplementedError

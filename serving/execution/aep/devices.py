@@ -53,31 +53,33 @@ class AttentionDevice(Protocol):
         ...
 
     def reach(self, reachable: Bool[np.ndarray, "layers E"]) -> None:
-        """Which logical experts of each MoE layer some worker has, from now on."""
+        """Sets which logical experts of each MoE layer some worker has, from now on."""
         ...
 
     def keep(self, parts: Any, places: Int[np.ndarray, "n"], picks: Int[np.ndarray, "n"]) -> None:
-        """Parts of visits came."""
+        """Stores parts of visits that came."""
         ...
 
     def leave(
         self, rows: Int[np.ndarray, "B C"], places: Int[np.ndarray, "B"]
     ) -> tuple[Sequence[int], Sequence[float]]:
-        """Tokens and log-probabilities of rows that have been through all layers."""
+        """Returns tokens and log-probabilities of rows that have been through all layers."""
         ...
 
     def score(
         self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]
     ) -> Float[np.ndarray, "T"]:
-        """Log-probability of the token that follows each row that has been through all layers."""
+        """Returns the log-probability of the token that follows each row that has been through all
+        layers.
+        """
         ...
 
     def sent(self, h: Any, at: Int[np.ndarray, "n"] | None, to: Any) -> Any:
-        """Some rows of an array of this device, None: all, on another one."""
+        """Copies some rows of an array of this device, None: all, to another one."""
         ...
 
     def blank(self, count: int) -> Any:
-        """So many parts without content, as they come from others."""
+        """Returns so many parts without content, as they come from others."""
         ...
 
 
@@ -87,21 +89,23 @@ class ExpertDevice(Protocol):
     device: Any
 
     def keep(self, h: Any, rows: Int[np.ndarray, "n"]) -> None:
-        """Rows came; padding has a number past the last."""
+        """Stores rows that came; padding has a number past the last."""
         ...
 
     def compute(
         self, layer: int, rows: Int[np.ndarray, "V"], expert_ids: Int[np.ndarray, "V"]
     ) -> Any:
-        """Parts [V, d] of visits to experts of one MoE layer, on the device; id -1: padding."""
+        """Computes parts [V, d] of visits to experts of one MoE layer, on the device; id -1:
+        padding.
+        """
         ...
 
     def sent(self, parts: Any, at: Int[np.ndarray, "n"] | None, to: Any) -> Any:
-        """As of AttentionDevice."""
+        """Copies rows as AttentionDevice does."""
         ...
 
     def blank(self, count: int) -> Any:
-        """As of AttentionDevice, of rows."""
+        """Returns rows without content, as AttentionDevice returns parts."""
         ...
 
 
@@ -128,7 +132,7 @@ def _attend(
     places: Int[Array, "T"],
     index: Int[Array, ""],
 ) -> tuple[Store, State, Visits | None]:
-    """`embedding` is given to the first layer alone."""
+    """Runs an attention stage; `embedding` is given to the first layer alone."""
     state = with_deltas(state, deltas)
     if tokens is None:
         slot, step = decode_data(cfg, state, rows, control)
@@ -186,7 +190,7 @@ class _Programs(NamedTuple):
 
 @cache
 def _programs_of(cfg: ModelConfig) -> _Programs:
-    """Compiled at their first call with arrays of new shapes, for all workers."""
+    """Returns programs for all workers, compiled at their first call with arrays of new shapes."""
     return _Programs(
         jax.jit(partial(_attend, cfg), donate_argnums=(4, 5)),
         jax.jit(partial(_leave, cfg), donate_argnums=2),
@@ -215,7 +219,7 @@ def _some(rows: Float[Array, "T d"], at: Int[Array, "n"]) -> Float[Array, "n d"]
 
 
 def _sent(rows: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
-    """It returns at once; the copy follows what made the rows."""
+    """Starts a copy and returns at once; it follows what made the rows."""
     return jax.device_put(rows if at is None else _some(rows, at), to)
 
 

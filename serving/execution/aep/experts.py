@@ -59,7 +59,7 @@ class ExpertWorker:
         self.newest = 0, 0  # layer and rows of the newest stage
 
     def receive(self, visits: ToExperts, now: float) -> None:
-        """Rows came; they wait for their layer."""
+        """Queues rows that came before their layer."""
         rows = np.full(visits.padded, self.numbers.total, np.int32)  # padding: dropped
         rows[: len(visits.row)] = visits.row
         self.device.keep(visits.h, rows)
@@ -78,7 +78,7 @@ class ExpertWorker:
         return buckets(self._max_visits)
 
     def take(self, message: ToExperts | WorkerDown, now: float) -> None:
-        """Whatever comes. Rows of an attention worker that is gone wait no longer."""
+        """Takes any message. Rows of an attention worker that is gone wait no longer."""
         match message:
             case ToExperts():
                 self.receive(message, now)
@@ -86,7 +86,9 @@ class ExpertWorker:
                 self.queues.drop(lambda what: self.numbers.owner(what[0][0]) == number)
 
     def wake_at(self) -> float:
-        """When to call `advance` again after None, if nothing comes; seconds of the clock."""
+        """Returns when to call `advance` again after None if nothing comes; seconds
+        of the clock.
+        """
         return self._picker.wake_at(self.queues.counts, self.queues.oldest)
 
     def advance(self, now: float, *, more_may_come: bool = True) -> list[Result] | None:
@@ -120,7 +122,7 @@ class ExpertWorker:
             self._send(number, FromExperts(self.number, back, padded, row[own], pick[own]))
 
     def warm(self, row_sizes: Sequence[int]) -> None:
-        """As of AttentionWorker; `row_sizes` are those of rows that come."""
+        """Compiles as AttentionWorker does; `row_sizes` are those of rows that come."""
         self.queues.warm(self._picker)
         for size in row_sizes:
             self.device.keep(self.device.blank(size), np.full(size, self.numbers.total, np.int32))

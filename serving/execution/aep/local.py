@@ -39,7 +39,7 @@ class Sizes:
     prefill_buckets: tuple[int, ...] = (32, 128, 512)
 
     def max_visits(self, picks: int) -> int:
-        """Of an expert stage: those of the largest stage of attention."""
+        """Returns the visits of an expert stage: those of the largest stage of attention."""
         return picks * max(*self.decode_buckets, *self.prefill_buckets)
 
     @property
@@ -49,7 +49,7 @@ class Sizes:
 
 
 def row_sizes(stage_sizes: Sequence[int]) -> list[int]:
-    """Of what attention workers send: whole stages, or the rows of some."""
+    """Returns the sizes that attention workers send: whole stages, or the rows of some."""
     return sorted({*stage_sizes, *buckets(max(stage_sizes))})
 
 
@@ -204,7 +204,9 @@ class LocalWorkers:
         return [*self.attention, *self.experts]
 
     def submit(self, worker: int, unit: Unit) -> None:
-        """A unit enters the first layer of an attention worker. Raises ValueError as `submit`."""
+        """Lets a unit enter the first layer of an attention worker. Raises
+        ValueError as `submit`.
+        """
         self.attention[worker].submit(unit, self.clock())
 
     def deliver(self, number: int, most: int | None = None) -> int:
@@ -220,7 +222,7 @@ class LocalWorkers:
         return self.workers[number].advance(self.clock(), more_may_come=more_may_come) or []
 
     def turn(self, number: int) -> list[Result]:
-        """All messages, and a stage."""
+        """Delivers all messages and runs a stage."""
         self.deliver(number)
         return self.advance(number)
 
@@ -240,7 +242,7 @@ def part_of(
     hosted: Bool[np.ndarray, "layers E"],
     device: Any,
 ) -> tuple[ExpertPool, Int[np.ndarray, "layers E"]]:
-    """A device's experts alone, on it; and the slot of each of them there, -1 of others."""
+    """Returns a device's experts alone, on it; and the slot of each of them there, -1 of others."""
     local = np.full(slots.shape, -1, np.int32)
     local[hosted] = np.arange(int(hosted.sum()))
     taken = jnp.asarray(slots[hosted])
@@ -248,7 +250,7 @@ def part_of(
 
 
 def attention_of(model: Model, sizes: Sizes, device: Any) -> AttentionPrograms:
-    """An attention worker's programs and empty state, on a device."""
+    """Returns an attention worker's programs and empty state, on a device."""
     state = make_state(
         model.config,
         num_slots=sizes.num_slots,

@@ -109,11 +109,11 @@ class LocalCrew(OneModel):
                 self._failures.say(f"worker {number}: {type(error).__name__}: {error}")
 
     def _wait_s(self, worker: Any) -> float:
-        """Until its picker wants to be asked again, if nothing comes."""
+        """Returns the seconds until its picker wants to be asked again if nothing comes."""
         return max(0.0, min(IDLE_S, worker.wake_at() - self._workers.clock()))
 
     def _messages(self, number: int, wait_s: float) -> list[Any]:
-        """What has come, if need be after a while."""
+        """Returns what has come, if need be after waiting."""
         inbox, found = self._workers.inboxes[number], []
         try:
             found.append(inbox.get(timeout=wait_s) if wait_s else inbox.get_nowait())

@@ -137,13 +137,13 @@ class RowNumbers:
         return self.num_workers * self.per_worker
 
     def owner(self, row: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
-        """The attention worker of each."""
+        """Returns the attention worker of each row."""
         return row // self.per_worker
 
     def place(self, row: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
-        """Where each is in its worker's store."""
+        """Returns the place of each row in its worker's store."""
         return row % self.per_worker
 
     def of(self, worker: int, place: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:
-        """Numbers of a worker's rows."""
+        """Returns the numbers of a worker's rows."""
         return worker * self.per_worker + place

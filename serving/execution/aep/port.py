@@ -137,7 +137,7 @@ class _Link:
         return False
 
     def hear(self, said: int, again: bool, now: float) -> None:
-        """It says up to which number all came, and whether it wants those behind it again."""
+        """Takes in up to which number all came, and whether those behind it are wanted again."""
         self._said = max(self._said, said)
         while self.unsaid and self.unsaid[0].number <= said:
             self.unsaid.popleft()
@@ -277,7 +277,7 @@ class Port:
         self._peers[peer.name] = _Link(socket, peer.incarnation, self._incarnation)
 
     def forget(self, name: str) -> None:
-        """A peer is gone: what waits for it and what is sent to it later is dropped, and what still
+        """Drops a peer that is gone: what waits for it, what is sent to it later, and what still
         comes from it.
         """
         if link := self._peers.pop(name, None):
@@ -337,7 +337,7 @@ class Port:
         return [name for name, p in self._peers.items() if p.unsaid and p.progress_at < late]
 
     def receive(self, timeout_s: float | None) -> list[tuple[str, Any]]:
-        """Names and messages, in the order in which they came: all that are there, up to
+        """Returns names and messages in the order in which they came: all that are there, up to
         `MOST_AT_ONCE`. Waits for the first up to a time in seconds, None: however long; returns
         without any after that, and after `wake`.
 
@@ -376,7 +376,9 @@ class Port:
         self._context.destroy(linger=0)
 
     def _wait(self, timeout_s: float) -> bool:
-        """Until something comes, a peer that took no more does, or `wake`; whether it was that."""
+        """Waits until something comes, a peer takes again, or `wake`; returns
+        whether it was that.
+        """
         sockets = [(self._wakes, zmq.POLLIN), (self._inbox, zmq.POLLIN)]
         sockets += [(each.socket, zmq.POLLOUT) for each in self._peers.values() if each.is_full]
         zmq.zmq_poll(sockets, -1 if timeout_s == math.inf else math.ceil(1e3 * timeout_s))
@@ -385,7 +387,7 @@ class Port:
         return False
 
     def _take(self) -> None:
-        """What has come, up to `MOST_AT_ONCE`."""
+        """Returns what has come, up to `MOST_AT_ONCE`."""
         now = time.monotonic()
         with suppress(zmq.Again):
             for _ in range(MOST_AT_ONCE - len(self._came)):

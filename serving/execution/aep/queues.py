@@ -20,13 +20,15 @@ class Picker(Protocol):
         urgent: Int[np.ndarray, "layers groups"] | None = None,
         more_may_come: bool = True,
     ) -> tuple[int, int] | None:
-        """The (layer, group) to run now, or None."""
+        """Returns the (layer, group) to run now, or None."""
         ...
 
     def wake_at(
         self, counts: Int[np.ndarray, "layers groups"], oldest: Float[np.ndarray, "layers groups"]
     ) -> float:
-        """When to ask again after None, if nothing comes; infinite where all queues are empty."""
+        """Returns when to ask again after None if nothing comes; infinite where all queues are
+        empty.
+        """
         ...
 
 
@@ -57,12 +59,12 @@ class MicroQueues:
         return int(self.counts.sum())
 
     def waited_s(self, now: float) -> float:
-        """For how long the oldest row has waited; 0 without any."""
+        """Returns for how long the oldest row has waited; 0 without any."""
         oldest = float(self.oldest.min())
         return max(0.0, now - oldest) if oldest < np.inf else 0.0
 
     def pick(self, picker: Picker, now: float, more_may_come: bool) -> tuple[int, int] | None:
-        """The (layer, group) that a picker says is next; None without rows, too."""
+        """Returns the (layer, group) that a picker says is next; None without rows, too."""
         if not self.num_rows:
             return None
         return picker.pick(
@@ -74,7 +76,7 @@ class MicroQueues:
         picker.pick(self.counts, self.oldest, 0.0, urgent=self.urgent, more_may_come=True)
 
     def put(self, layer: int, group: int, entries: Sequence[Entry]) -> None:
-        """Rows wait from now on. Raises ValueError for an entry without any."""
+        """Queues rows. Raises ValueError for an entry without any."""
         least = min(entry.rows for entry in entries)
         if least < 1:
             raise ValueError(f"{least} rows were put into a queue; it takes 1 or more")
@@ -86,8 +88,8 @@ class MicroQueues:
         self.urgent[layer, group] += sum(entry.urgent for entry in entries)
 
     def take(self, layer: int, group: int, most: int, most_entries: int = 0) -> list[Entry]:
-        """The oldest entries with up to `most` rows together, but one at least; `most_entries` 0:
-        however many.
+        """Takes the oldest entries with up to `most` rows together, but one at least;
+        `most_entries` 0: however many.
         """
         queue, taken, rows = self._queues[layer][group], [], 0
         most_entries = most_entries or len(queue)
@@ -112,12 +114,12 @@ class MicroQueues:
 
 
 def bucket(count: int) -> int:
-    """The next of 8, 32, 128, ...: few shapes, few programs."""
+    """Returns the next of 8, 32, 128, ...: few shapes, few programs."""
     return max(8, 1 << ((count - 1).bit_length() // 2 * 2 + 1))
 
 
 def buckets(most: int) -> list[int]:
-    """What `bucket` gives for counts of 1 to `most`, ascending."""
+    """Returns what `bucket` gives for counts of 1 to `most`, ascending."""
     found = [bucket(1)]
     while found[-1] < most:
         found.append(bucket(found[-1] + 1))

@@ -38,18 +38,18 @@ class Recorder:
         self._found: list[tuple[int, int, float, float, np.ndarray]] = []
 
     def begin(self) -> None:
-        """A stage may run."""
+        """Records that a stage may run."""
         if self.is_on:
             self._waiting = self._worker.queues.counts.sum(axis=1)
 
     def end(self, began_at: float, ended_at: float) -> None:
-        """It has."""
+        """Records that the stage ended."""
         if self.is_on:
             layer, rows = self._worker.newest
             self._found.append((layer, rows, began_at, ended_at, self._waiting))
 
     def take(self, now: float) -> Stages | None:
-        """What is to be told of by now."""
+        """Returns the records that are due."""
         found = self._found
         if not found or (len(found) < MOST and now - found[0][2] < EVERY_S):
             return None

@@ -232,7 +232,7 @@ class RemoteCrew(OneModel):
     # ---- the thread ---------------------------------------------------------------------------
 
     def _do(self, call: Callable[[], object]) -> None:
-        """In the crew's thread, in order."""
+        """Runs a call in the crew's thread, in order."""
         self._news.put(call)
         if self._port is not None:
             self._port.wake()
@@ -285,7 +285,7 @@ class RemoteCrew(OneModel):
         return [w for w in self.workers if w.kind == kind and w.is_up]
 
     def _others(self, worker: _Worker) -> list[_Worker]:
-        """Those of the other kind that have said where they are."""
+        """Returns the workers of the other kind that have said where they are."""
         return [w for w in self.workers if w.kind != worker.kind and w.address is not None]
 
     def _start(self, worker: _Worker) -> None:
@@ -311,7 +311,7 @@ class RemoteCrew(OneModel):
         self._starter.start(assignment, announce, ended)
 
     def _meet(self, worker: _Worker, address: Address) -> None:
-        """A process listens: all of the other kind are told of it, and it of them."""
+        """Introduces a process that listens to all of the other kind, and them to it."""
         assert self._port is not None
         worker.address = address
         self._port.connect(address.peer)
@@ -377,7 +377,7 @@ class RemoteCrew(OneModel):
         self._tell(WorkerUp(ATTENTION, worker.number))
 
     def _end(self, worker: _Worker, reason: str) -> None:
-        """A process has ended: nobody hears of it any more, until there is another."""
+        """Drops a process that has ended, until there is another."""
         assert self._port is not None
         if self._closing:
             return
@@ -425,7 +425,7 @@ class RemoteCrew(OneModel):
                 self._start(worker)
 
     def _why_gone(self, worker: _Worker, now: float) -> str:
-        """Why a worker whose process may still run counts as gone; empty: it does not."""
+        """Returns why a worker whose process may still run counts as gone; empty: it does not."""
         limit_s, idle_s = self._timeout_s, now - worker.progressed_at
         if not worker.is_up:
             late = idle_s > self._join_s

@@ -18,7 +18,7 @@ def warm_copies(device: AttentionDevice | ExpertDevice, rows: Any, size: int, to
 
 
 def rows_of_all_modes() -> Iterator[Int[np.ndarray, "C"]]:
-    """Padding that is greedy, that samples, and that truncates (`sampling_mode`)."""
+    """Yields padding that is greedy, that samples, and that truncates (`sampling_mode`)."""
     yield pack_row(-1, kv_len=1)
     yield pack_row(-1, kv_len=1, temperature=1.0)
     yield pack_row(-1, kv_len=1, temperature=1.0, top_k=1)

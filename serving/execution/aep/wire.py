@@ -68,7 +68,7 @@ class Wire:
             raise WireError(f"two messages have one name: {names}")
 
     def encode(self, message: Any) -> list[Part]:
-        """The header, and each array as it is; rows are not waited for.
+        """Returns the header, and each array as it is; rows are not waited for.
 
         Raises WireError for a message of another type, or with a value that its field cannot have.
         """
@@ -80,7 +80,8 @@ class Wire:
         return [json.dumps([name, plain]).encode(), *arrays]
 
     def decode(self, frames: Sequence[Buffer], to_rows: Callable[[Rows], Any]) -> Any:
-        """The message. Arrays are copies; rows are what `to_rows` makes of a view of their frame.
+        """Returns the message. Arrays are copies; rows are what `to_rows` makes of a view of their
+        frame.
 
         Raises WireError for frames that are no message of these types.
         """
@@ -103,7 +104,9 @@ class Wire:
 
 
 def to_frames(part: Part) -> list[Buffer]:
-    """The bytes of a part, without a copy where its memory is the host's; waits for rows."""
+    """Returns the bytes of a part, without a copy where its memory is the host's;
+    waits for rows.
+    """
     given = part if isinstance(part, bytes) else np.ascontiguousarray(np.asarray(part))
     view = memoryview(given if isinstance(given, bytes) else given.reshape(-1).view(np.uint8))
     return [view[at : at + MAX_FRAME_BYTES] for at in range(0, len(view) + 1, MAX_FRAME_BYTES)]
@@ -116,7 +119,7 @@ class _Incoming:
         self.frames, self.to_rows = frames, to_rows
 
     def part(self) -> Buffer | None:
-        """The bytes of the next part; None behind the last."""
+        """Returns the bytes of the next part; None behind the last."""
         pieces = list[memoryview]()
         for frame in self.frames:
             pieces.append(memoryview(frame))
@@ -125,7 +128,7 @@ class _Incoming:
         return b"".join(pieces) if len(pieces) > 1 else next(iter(pieces), None)
 
     def view(self, plain: Any) -> Shaped[np.ndarray, "..."]:
-        """The next part as the array that `plain` describes."""
+        """Returns the next part as the array that `plain` describes."""
         match plain:
             case [str(name), list(shape)] if name in _DTYPES and all(map(_is_size, shape)):
                 dtype = _DTYPES[name]
@@ -149,13 +152,13 @@ class _Kind(Protocol):
     """What a field holds."""
 
     def pack(self, value: Any, arrays: list[Part]) -> Any:
-        """The value for the header; appends its arrays. Raises WireError for a value that is not
-        of this kind.
+        """Returns the value for the header; appends its arrays. Raises WireError for a value that
+        is not of this kind.
         """
         ...
 
     def unpack(self, plain: Any, incoming: _Incoming) -> Any:
-        """The value. Raises WireError."""
+        """Returns the value. Raises WireError."""
         ...
 
 
@@ -280,7 +283,9 @@ class _Message:
 
 
 def _kind_of(annotation: Any, *, inside: bool) -> _Kind:
-    """Of a field, or of what a list of it holds; `inside`: of a message in another one."""
+    """Returns the kind of a field, or of what a list of it holds; `inside`: of a message in another
+    one.
+    """
     if annotation is Any:
         return _Rows()
     if annotation in _SCALARS:

@@ -52,7 +52,7 @@ class Address(NamedTuple):
 
     @classmethod
     def of(cls, peer: Peer) -> "Address":
-        """Where a port listens."""
+        """Returns where a port listens."""
         return cls(peer.name, peer.address, peer.incarnation.hex())
 
     @property
@@ -115,7 +115,7 @@ class Assignment:
         return name_of(self.kind, self.number)
 
     def to_json(self) -> str:
-        """One line."""
+        """Returns it as one line."""
         return json.dumps(asdict(self) | {"server": self.server._asdict()})
 
     @classmethod
@@ -125,12 +125,12 @@ class Assignment:
 
 
 def name_of(kind: str, number: int) -> str:
-    """Of a worker's port."""
+    """Returns the name of a worker's port."""
     return f"{kind}-{number}"
 
 
 def names_of(kind: str, numbers: Sequence[int]) -> str:
-    """Of several workers' ports, for a message."""
+    """Returns the names of several workers' ports, for a message."""
     return " and ".join(name_of(kind, number) for number in numbers)
 
 
@@ -145,8 +145,8 @@ def work(
     announce: Callable[[Address], None],
     silence_s: float = math.inf,
 ) -> None:
-    """Is a worker until the server ends it, or has been silent for `silence_s`. `announce` is told
-    where it listens.
+    """Runs a worker until the server ends it, or has been silent for `silence_s`. `announce` is
+    told where it listens.
 
     Raises TimeoutError for a server that is silent, and what `make` and stages raise.
     """
@@ -190,20 +190,20 @@ class Pulse:
         self._thread = threading.Thread(target=self._run, name="jmoe-pulse", daemon=True)
 
     def start(self) -> None:
-        """The first beat comes at once."""
+        """Starts the thread; the first beat comes at once."""
         self._thread.start()
 
     def get_on(self, *_: Any) -> None:
-        """Something has been done."""
+        """Records that something has been done."""
         self._progress += 1
 
     def has(self, worker: Worker) -> None:
-        """It is ready."""
+        """Records that the worker is ready."""
         self._worker = worker
         self._compilations.ready()
 
     def beat(self) -> Beat:
-        """What is to be said now."""
+        """Returns what is to be said now."""
         compiled, progress = self._compilations.since_ready, self._progress
         progress += self._compilations.before + compiled
         if self._worker is None:
@@ -213,7 +213,7 @@ class Pulse:
         return Beat(self._worker.stages, rows, waited_s, compiled, progress, self.unreached)
 
     def stop(self) -> None:
-        """No beat comes after it."""
+        """Stops the thread; no beat comes after it."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -245,7 +245,7 @@ class Loop:
         self._recorder = Recorder(name, worker)
 
     def run(self) -> None:
-        """Until Stop comes. Raises TimeoutError, and what stages raise."""
+        """Runs until Stop comes. Raises TimeoutError, and what stages raise."""
         ran, worker, port = False, self._worker, self._port
         while True:
             now = time.monotonic()
