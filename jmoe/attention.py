@@ -74,9 +74,7 @@ class DecodeAttention(NamedTuple):
         num_heads: int,
         kv_len: Int[Array, "B"],
     ) -> "DecodeAttention":
-        """Makes it with the kernel's work planned, which no layer changes. See
-        `paged_attention`.
-        """
+        """Makes it with the kernel's work planned, once for all layers (`paged_attention`)."""
         plan = plan_decode(num_heads, pages.k, kv_len=kv_len)
         return cls(written, block_table, kv_len, plan)
 
@@ -130,7 +128,7 @@ class PrefillAttention(NamedTuple):
         q_start: Int[Array, "N1"],
         kv_len: Int[Array, "N"],
     ) -> "PrefillAttention":
-        """Makes it with the kernel's work planned, which no layer changes. See `prefill_attention`."""
+        """Makes it with the kernel's work planned, once for all layers (`prefill_attention`)."""
         rows = written.page.shape[0]
         work = plan_prefill(rows, num_heads, pages.k, q_start=q_start, kv_len=kv_len)
         return cls(written, block_table, q_start, kv_len, work)
