@@ -17,7 +17,7 @@ from jmoe.kv_cache import KVPages
 from pallas_kernels.kv_write import Projection, split_heads, write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention import plan as plan_decode
-from pallas_kernels.paged_attention.schedule import Plan
+from pallas_kernels.paged_attention.schedule import Schedule
 from pallas_kernels.prefill_attention import plan as plan_prefill
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.prefill_attention.work import Work
@@ -62,7 +62,7 @@ class DecodeAttention(NamedTuple):
     written: Written
     block_table: Int[Array, "B M"]
     kv_len: Int[Array, "B"]  # 0: padding
-    plan: Plan | None
+    plan: Schedule | None
 
     @classmethod
     def of(

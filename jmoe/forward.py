@@ -19,7 +19,7 @@ from jmoe.attention import CausalAttention
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig
 from jmoe.model import StepData, embed, head, run_layers
-from jmoe.moe import LayerStats, Rows, Wanted
+from jmoe.moe import LayerStats, RoutedRows, Wanted
 from jmoe.parallel.experts import AXIS
 from jmoe.parallel.home import SPLIT, WEIGHTS, WHOLE
 from jmoe.weights import Weights
@@ -211,7 +211,7 @@ def _forward_rows(
     control: Control,
 ) -> tuple[Array, LayerStats]:
     batch, length = tokens.shape
-    rows = Rows(
+    rows = RoutedRows(
         jnp.tile(jnp.arange(length, dtype=jnp.int32), batch),
         jnp.repeat(valid, length),
         jnp.repeat(exempt, length),

@@ -39,7 +39,7 @@ from jmoe.rope import rotation
 from jmoe.sampling import greedy
 from jmoe.steps import State, StepOutput, decode_data, remember, with_deltas
 from jmoe.weights import Params, Weights
-from pallas_kernels.kv_write import rms_norm
+from pallas_kernels.norm import rms_norm
 
 Segments = tuple[Float[Array, "B d"], ...]
 """Rows of each of the step's models."""

@@ -23,7 +23,7 @@ from jmoe.moe import (
     COUNTS,
     LayerReplication,
     LayerStats,
-    Rows,
+    RoutedRows,
     Wanted,
     dense_mlp,
     moe,
@@ -34,7 +34,8 @@ from jmoe.parallel.replicas import Balance, Replicas, Replication
 from jmoe.rope import rotation
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend
-from pallas_kernels.kv_write import Projection, rms_norm
+from pallas_kernels.kv_write import Projection
+from pallas_kernels.norm import rms_norm
 
 LOOKAHEAD = "lookahead"
 """Where probes are among the parameters, if a server has them (`jmoe.parallel.probe`)."""
@@ -46,7 +47,7 @@ Rotation = tuple[Float[Array, "T half"], Float[Array, "T half"]]
 class StepData(NamedTuple):
     """What the layers need of a step beside its rows; the same in every layer. A pytree."""
 
-    rows: Rows
+    rows: RoutedRows
     attention: Attention
     control: Control
 

@@ -23,11 +23,11 @@ from jmoe.parallel.replicas import (
 )
 from jmoe.weights import Params
 from pallas_kernels import grouped_gemm, routing
-from pallas_kernels.kv_write import rms_norm
+from pallas_kernels.norm import rms_norm
 from pallas_kernels.routing import TableRow
 
 
-class Rows(NamedTuple):
+class RoutedRows(NamedTuple):
     """What the stages have to know of a step's rows."""
 
     positions: Int[Array, "T"]
@@ -125,7 +125,7 @@ def moe(
     slots: Int[Array, "E"] | TableRow,
     groups: Int[Array, "m"] | TableRow,
     x: Float[Array, "T d"],
-    rows: Rows,
+    rows: RoutedRows,
     control: Control,
     *,
     max_active: int,
@@ -152,7 +152,7 @@ def routed(
     groups: Int[Array, "m"] | TableRow,
     h: Float[Array, "T d"],
     logits: Float[Array, "T columns"],
-    rows: Rows,
+    rows: RoutedRows,
     control: Control,
     *,
     max_active: int,
@@ -186,7 +186,9 @@ def routed(
     return out, ids, LayerStats(by_row, work.expert_rows, needed=needed)
 
 
-def _needed(ids: Int[Array, "T K"], away: Int[Array, "m"], rows: Rows) -> Int[Array, "m"] | None:
+def _needed(
+    ids: Int[Array, "T K"], away: Int[Array, "m"], rows: RoutedRows
+) -> Int[Array, "m"] | None:
     """Returns the visits of exact rows to experts that are not on the device for good."""
     if rows.exact is None:
         return None
@@ -210,7 +212,7 @@ def moe_over_mesh(
     pool: ExpertPool,
     table: ExpertTable,
     x: Float[Array, "T d"],
-    rows: Rows,
+    rows: RoutedRows,
     control: Control,
     copying: LayerReplication,
     *,

@@ -17,7 +17,7 @@ from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from jmoe.kv_cache import KVPages
 from jmoe.model import Rotation, StepData, attend
-from jmoe.moe import Rows, dense_mlp, experts, router, shared_expert
+from jmoe.moe import RoutedRows, dense_mlp, experts, router, shared_expert
 from jmoe.rope import rotation
 from jmoe.weights import Params
 from pallas_kernels import routing
@@ -25,14 +25,14 @@ from pallas_kernels import routing
 FULL, PARTIAL = strategy_code("full"), strategy_code("partial")
 
 
-class Waiting(NamedTuple):
+class WaitingRows(NamedTuple):
     """Rows whose experts compute; of a dense layer, nothing is waited for."""
 
     x: Float[Array, "T d"]  # with the layer's attention and shared expert
     weights: Float[Array, "T K"]  # of each visit, float32; 0 where there is none
 
 
-class Visits(NamedTuple):
+class StageVisits(NamedTuple):
     """What rows ask of experts."""
 
     h: Float[Array, "T d"]  # normed rows: these travel
@@ -41,13 +41,13 @@ class Visits(NamedTuple):
     unserved: Int[Array, "T"]  # visits whose expert nobody has, and that nothing may stand in for
 
 
-def entering(x: Float[Array, "T d"], num_picks: int) -> tuple[Waiting, Float[Array, "T K d"]]:
+def entering(x: Float[Array, "T d"], num_picks: int) -> tuple[WaitingRows, Float[Array, "T K d"]]:
     """Embeddings as the first layer gets them: rows that wait for nothing, and no parts."""
     nothing = jnp.zeros((x.shape[0], num_picks), jnp.float32)
-    return Waiting(x, nothing), jnp.zeros((*nothing.shape, x.shape[1]), x.dtype)
+    return WaitingRows(x, nothing), jnp.zeros((*nothing.shape, x.shape[1]), x.dtype)
 
 
-def merge(waiting: Waiting, parts: Float[Array, "T K d"]) -> Float[Array, "T d"]:
+def merge(waiting: WaitingRows, parts: Float[Array, "T K d"]) -> Float[Array, "T d"]:
     """Returns rows behind their experts; what stands for a visit that is none is not looked at."""
     total = jnp.zeros(waiting.x.shape, jnp.float32)
     for k in range(waiting.weights.shape[1]):
@@ -62,12 +62,12 @@ def attend_stage(
     layer: Params,
     groups: Int[Array, "m"] | None,
     index: Int[Array, ""],
-    waiting: Waiting,
+    waiting: WaitingRows,
     parts: Float[Array, "T K d"],
     pages: KVPages,
     step: StepData,
     reachable: Bool[Array, "E"] | None = None,
-) -> tuple[Waiting, Visits | None, KVPages]:
+) -> tuple[WaitingRows, StageVisits | None, KVPages]:
     """Runs from behind the experts of one layer to before those of the next one.
 
     Args:
@@ -87,12 +87,12 @@ def attend_stage(
     cos_sin: Rotation = rotation(step.rows.positions, cfg.rope, cfg.head_dim)
     x, pages = attend(cfg, layer, x, cos_sin, step.attention, index, pages)
     if groups is None:
-        return Waiting(dense_mlp(cfg, layer, x), jnp.zeros_like(waiting.weights)), None, pages
+        return WaitingRows(dense_mlp(cfg, layer, x), jnp.zeros_like(waiting.weights)), None, pages
     h, logits = router(cfg, layer, x)
     weights, visits = _planned(cfg, h, logits, groups, step.rows, step.control, reachable)
     if cfg.d_ff_shared:
         x = x + shared_expert(layer, h)
-    return Waiting(x, weights), visits, pages
+    return WaitingRows(x, weights), visits, pages
 
 
 def _planned(
@@ -100,10 +100,10 @@ def _planned(
     h: Float[Array, "T d"],
     logits: Float[Array, "T columns"],
     groups: Int[Array, "m"],
-    rows: Rows,
+    rows: RoutedRows,
     control: Control,
     reachable: Bool[Array, "E"] | None,
-) -> tuple[Float[Array, "T K"], Visits]:
+) -> tuple[Float[Array, "T K"], StageVisits]:
     logits = logits[:, : cfg.num_experts]
     weights, ids = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
     plan = routing.brownout_plan(
@@ -119,7 +119,9 @@ def _planned(
         expert_ids, unserved = _reached(ids, expert_ids, groups, reachable, rows, control)
     degraded = jnp.sum(rows.valid[:, None] & (expert_ids != ids), axis=-1, dtype=jnp.int32)
     weights, expert_ids = _once(weights, expert_ids)
-    return weights, Visits(h, expert_ids, degraded, jnp.sum(unserved, axis=-1, dtype=jnp.int32))
+    return weights, StageVisits(
+        h, expert_ids, degraded, jnp.sum(unserved, axis=-1, dtype=jnp.int32)
+    )
 
 
 def _reached(
@@ -127,7 +129,7 @@ def _reached(
     planned: Int[Array, "T K"],
     groups: Int[Array, "m"],
     reachable: Bool[Array, "E"],
-    rows: Rows,
+    rows: RoutedRows,
     control: Control,
 ) -> tuple[Int[Array, "T K"], Bool[Array, "T K"]]:
     """Returns a plan's visits without those to experts that nobody has; and which of them nothing

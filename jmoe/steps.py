@@ -19,7 +19,7 @@ from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.kv_cache import KVPages, make_pages
 from jmoe.model import StepData, embed, head, run_between, run_layers, unstack
-from jmoe.moe import LayerStats, Rows
+from jmoe.moe import LayerStats, RoutedRows
 from jmoe.packed_rows import (
     DELTA_BLOCK,
     DELTA_PAGE,
@@ -246,7 +246,7 @@ def _step_data(
     attention: Attention,
     control: Int[Array, "controls"],
 ) -> StepData:
-    rows = Rows(position, valid, exempt > 0, exempt >= REFUSES)
+    rows = RoutedRows(position, valid, exempt > 0, exempt >= REFUSES)
     return StepData(rows, attention, Control(control[0], control[1]))
 
 

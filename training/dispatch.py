@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from training.matmul import matmul
 
 
-class Plan(NamedTuple):
+class BufferPlan(NamedTuple):
     """Where each visit goes: `source[m, C]` row of a buffer cell, `cell[T, K]` cell of a visit.
 
     An empty buffer cell has source T and a dropped visit has cell m * C; both index a zero row.
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
     dropped: Int[Array, ""]
 
 
-def plan_dispatch(ids: Int[Array, "T K"], num_experts: int, capacity: int) -> Plan:
+def plan_dispatch(ids: Int[Array, "T K"], num_experts: int, capacity: int) -> BufferPlan:
     """Returns give every visit a cell in its expert's buffer, in row order; visits past capacity
     drop.
 
@@ -46,7 +46,9 @@ def plan_dispatch(ids: Int[Array, "T K"], num_experts: int, capacity: int) -> Pl
     visits = flat < num_experts
     cell = jnp.where(visits & (rank < capacity), flat * capacity + rank, num_experts * capacity)
     dropped = jnp.sum(visits & (rank >= capacity), dtype=jnp.int32)
-    return Plan(source.astype(jnp.int32), cell.reshape(num_rows, k).astype(jnp.int32), dropped)
+    return BufferPlan(
+        source.astype(jnp.int32), cell.reshape(num_rows, k).astype(jnp.int32), dropped
+    )
 
 
 def _with_zero_row(x: Float[Array, "n d"]) -> Float[Array, "n+1 d"]:
@@ -54,7 +56,7 @@ def _with_zero_row(x: Float[Array, "n d"]) -> Float[Array, "n+1 d"]:
 
 
 @jax.custom_vjp
-def scatter_rows(x: Float[Array, "T d"], plan: Plan) -> Float[Array, "m C d"]:
+def scatter_rows(x: Float[Array, "T d"], plan: BufferPlan) -> Float[Array, "m C d"]:
     """Returns copy rows into their experts' buffers; empty cells are zero."""
     return _with_zero_row(x)[plan.source]
 
@@ -74,7 +76,7 @@ scatter_rows.defvjp(_scatter_fwd, _scatter_bwd)
 
 @jax.custom_vjp
 def combine_rows(
-    outputs: Float[Array, "m C d"], weights: Float[Array, "T K"], plan: Plan
+    outputs: Float[Array, "m C d"], weights: Float[Array, "T K"], plan: BufferPlan
 ) -> Float[Array, "T d"]:
     """Returns sum each row's K expert outputs by gate weight, in the outputs' dtype."""
     flat = _with_zero_row(outputs.reshape(-1, outputs.shape[-1]))

@@ -24,7 +24,7 @@ from jmoe.attention import CausalAttention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.model import attend, embed, layers_of
-from jmoe.moe import Rows, dense_mlp, moe, route, router
+from jmoe.moe import RoutedRows, dense_mlp, moe, route, router
 from jmoe.parallel.probe import PROBE_FILE, Probe, Sums, save_probes
 from jmoe.rope import rotation
 from jmoe.weights import Weights
@@ -63,7 +63,7 @@ def _layer(cfg, layer, pool, table, x, positions, attention):
     if table is None:
         return dense_mlp(cfg, layer, x), None
     found = Routed(x, route(cfg, layer, x)[2], router(cfg, layer, x)[1])
-    rows = Rows(positions, yes, ~yes)
+    rows = RoutedRows(positions, yes, ~yes)
     slots, groups = table
     none, most = Control.of(None), cfg.num_experts
     return moe(cfg, layer, pool, slots, groups, x, rows, none, max_active=most)[0], found

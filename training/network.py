@@ -15,9 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from jmoe import layout
 from jmoe.config import ModelConfig
-from jmoe.model import rms_norm
 from jmoe.rope import rotate
 from pallas_kernels import routing
+from pallas_kernels.norm import rms_norm
 from training.dispatch import expert_layer, swiglu
 from training.matmul import linear, matmul
 

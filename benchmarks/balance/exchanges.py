@@ -38,7 +38,7 @@ WORTH = 1.5  # rows/s that twice the devices must bring to be called scaling
 MARGIN = 0.05  # of a layer's time: within it the simpler way is taken
 
 
-class Rows(NamedTuple):
+class ExchangedRows(NamedTuple):
     """Rows that a device receives in one direction, over its own: n is 1."""
 
     nvlink: float
@@ -69,17 +69,19 @@ def independent_parts(top_k: int, parts: int) -> float:
     return parts * (1 - (1 - 1 / parts) ** top_k)
 
 
-def rows_moved(way: str, geometry: Geometry, devices: int) -> Rows:
+def rows_moved(way: str, geometry: Geometry, devices: int) -> ExchangedRows:
     """Rows that a device receives by one of `WAYS`. `devices` is a multiple of a node's 8."""
     nodes = devices // NODE
     inside = (NODE - 1) / NODE
     experts, top_k = geometry.num_experts, geometry.experts_per_token
     needed = distinct_parts(experts, top_k, devices)
     if way == "all-gather":
-        return Rows(inside * devices, nodes - 1)
+        return ExchangedRows(inside * devices, nodes - 1)
     if way == "direct":
-        return Rows((NODE - 1) / devices * needed, (devices - NODE) / devices * needed)
-    return Rows(inside * needed, (nodes - 1) / nodes * distinct_parts(experts, top_k, nodes))
+        return ExchangedRows((NODE - 1) / devices * needed, (devices - NODE) / devices * needed)
+    return ExchangedRows(
+        inside * needed, (nodes - 1) / nodes * distinct_parts(experts, top_k, nodes)
+    )
 
 
 def exchange(way: str, scheme: Scheme, geometry: Geometry, own: int, devices: int) -> Exchange:

@@ -26,7 +26,7 @@ from jmoe.config import ModelConfig, from_hf
 from jmoe.experts import ExpertPool
 from jmoe.kv_cache import KVPages
 from jmoe.model import attend
-from jmoe.moe import Rows, moe
+from jmoe.moe import RoutedRows, moe
 from jmoe.random_model import random_params
 from jmoe.rope import rotation
 from pallas_kernels.shapes import MODELS, Shape
@@ -107,7 +107,7 @@ def _mean(active: list[int]) -> int:
 
 def _moe(cfg: ModelConfig, layer, gate_up, down, slots, x):
     tokens, m = x.shape[0], cfg.num_experts
-    rows = Rows(jnp.zeros(tokens, jnp.int32), jnp.ones(tokens, bool), jnp.zeros(tokens, bool))
+    rows = RoutedRows(jnp.zeros(tokens, jnp.int32), jnp.ones(tokens, bool), jnp.zeros(tokens, bool))
     groups, pool = jnp.full(m, -1, jnp.int32), ExpertPool(gate_up, down)
     return moe(cfg, layer, pool, slots, groups, x, rows, Control.of(None), max_active=m)[0]
 

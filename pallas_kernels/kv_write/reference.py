@@ -4,12 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-
-def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, "d"], eps: float) -> Array:
-    """Returns root-mean-square norm in float32; weight applied in x's dtype."""
-    h = x.astype(jnp.float32)
-    h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
-    return h.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+from pallas_kernels.norm import rms_norm
 
 
 def turn(

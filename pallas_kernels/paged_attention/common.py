@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
         """Elements the merge handles at once: a row, or two of 64. A warpgroup has 128 threads."""
         return max(self.head_dim, 128)
 
-    def plan(self, kv_len: Int[Array, "B"]) -> schedule.Plan:
+    def plan(self, kv_len: Int[Array, "B"]) -> schedule.Schedule:
         """Returns the schedule of sequences of these lengths."""
         return schedule.plan(
             kv_len,

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.paged_attention.common import NONE, NUM_SMS, PARAMS, TINY, Sizes, splat
-from pallas_kernels.paged_attention.schedule import FIRST, LAST, SEGMENT, Plan
+from pallas_kernels.paged_attention.schedule import FIRST, LAST, SEGMENT, Schedule
 
 _BF16 = jnp.bfloat16
 
@@ -21,7 +21,7 @@ _BF16 = jnp.bfloat16
 def merge(
     sizes: Sizes,
     results: Float[Array, "segments lines line"],
-    todo: Plan,
+    todo: Schedule,
     pieces: Float[Array, "slots lines line"],
     log_sums: Float[Array, "slots columns"],
 ) -> Float[Array, "segments lines line"]:

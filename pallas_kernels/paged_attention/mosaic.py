@@ -46,7 +46,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.paged_attention.common import NONE, PARAMS, TINY, Sizes, sizes_of, splat
 from pallas_kernels.paged_attention.merge import merge
-from pallas_kernels.paged_attention.schedule import At, Plan, Run
+from pallas_kernels.paged_attention.schedule import At, Run, Schedule
 from pallas_kernels.paged_attention.tiles import MOST_GROUP, Tile
 
 
@@ -63,7 +63,7 @@ def supports(q: Any, k_pages: Any, v_pages: Any) -> bool:
     return sizes_of(q, k_pages, None, None) is not None
 
 
-def plan(q: Any, k_pages: Any, kv_len: Int[Array, "B"]) -> Plan:
+def plan(q: Any, k_pages: Any, kv_len: Int[Array, "B"]) -> Schedule:
     """Returns what `paged_attention` takes as `todo`, for the tile and the blocks it chooses by
     itself. Of `q` and `k_pages` only sizes count; `supports` says of which.
     """
@@ -81,7 +81,7 @@ def paged_attention(
     block_table: Int[Array, "B M"],
     kv_len: Int[Array, "B"],
     scale: float,
-    todo: Plan | None = None,
+    todo: Schedule | None = None,
     tile: Tile | None = None,
     num_blocks: int | None = None,
 ) -> Float[Array, "B H D"]:

@@ -8,10 +8,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.backend import batched, hopper, note
 from pallas_kernels.paged_attention import batched as few_launches
 from pallas_kernels.paged_attention import reference
-from pallas_kernels.paged_attention.schedule import Plan
+from pallas_kernels.paged_attention.schedule import Schedule
 
 
-def plan(heads: int, pages: Any, *, kv_len: Int[Array, "B"]) -> Plan | None:
+def plan(heads: int, pages: Any, *, kv_len: Int[Array, "B"]) -> Schedule | None:
     """Returns how the kernel shares out a step's keys among its blocks; None where it does not run.
 
     `heads` query heads; of `pages` [L, P, G, S, D] only sizes and dtype count. It depends on no
@@ -35,7 +35,7 @@ def paged_attention(
     block_table: Int[Array, "B M"],
     kv_len: Int[Array, "B"],
     scale: float,
-    todo: Plan | None = None,
+    todo: Schedule | None = None,
 ) -> Float[Array, "B H D"]:
     """Attends with one new row a sequence over its pages of `layer`.
 

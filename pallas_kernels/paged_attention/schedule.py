@@ -25,7 +25,7 @@ SEGMENT, FIRST, LAST = range(3)
 """Fields of a cut: a segment, and the blocks that have its first and its last piece."""
 
 
-class Plan(NamedTuple):
+class Schedule(NamedTuple):
     """Schedule of a decode step: a pytree, for every layer."""
 
     before: Int[Array, "B1"]  # tiles in the rows before each row, of all kv heads; and in all rows
@@ -63,7 +63,7 @@ def share(total: Any, num_blocks: int, min_tiles: int) -> Share:
 
 def plan(
     kv_len: Int[Array, "B"], *, kv_heads: int, tokens: int, num_blocks: int, min_tiles: int
-) -> Plan:
+) -> Schedule:
     """Returns the schedule of sequences of these lengths, in tiles of `tokens` keys of one kv
     head.
     """
@@ -77,7 +77,7 @@ def plan(
     # Rows that end before it; of a block without tiles, all but the last.
     row = jnp.sum(before[None, 1:-1] <= ends[:-1, None], axis=1, dtype=jnp.int32)
     runs = _table(ends[:-1], ends[1:], row, before[row], before[row + 1])
-    return Plan(before, runs, _cuts(before, shared, runs, kv_heads))
+    return Schedule(before, runs, _cuts(before, shared, runs, kv_heads))
 
 
 def num_cuts(num_segments: int, num_blocks: int) -> int:

@@ -79,7 +79,7 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LoadPlan:
     """A checked configuration. `dataset` None: prompts are drawn once the server is known."""
 
     config: BenchConfig
@@ -92,7 +92,7 @@ class Plan:
     model_mix: Mapping[str, float] = field(default_factory=dict)  # weights by model
 
 
-def prepare(config: BenchConfig) -> Plan:
+def prepare(config: BenchConfig) -> LoadPlan:
     """Checks all that needs no server, and reads the dataset. Raises WorkloadError, and ValueError
     for a key or certificates that cannot be used.
     """
@@ -104,7 +104,7 @@ def prepare(config: BenchConfig) -> Plan:
         raise WorkloadError(
             f"--percentile-metrics has {', '.join(sorted(unknown))}; known: {', '.join(METRICS)}"
         )
-    plan = Plan(
+    plan = LoadPlan(
         config,
         _address(config),
         Connection.of_environment(

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
-from serving.bench.config import BenchConfig, Dataset, Plan
+from serving.bench.config import BenchConfig, Dataset, LoadPlan
 from serving.bench.workload import (
     ALPACA_LENGTHS,
     SHAREGPT_LENGTHS,
@@ -37,7 +37,7 @@ class Load:
     words: str
 
 
-def fit(plan: Plan, server: pb.ServerInfo, vocab_size: int) -> Load:
+def fit(plan: LoadPlan, server: pb.ServerInfo, vocab_size: int) -> Load:
     """The load that `plan` makes for this server. Raises WorkloadError for what does not fit."""
     config, limit = plan.config, server.max_model_len
     num = _num_prompts(config, server)

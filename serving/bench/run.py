@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from serving.bench.config import BenchConfig, Plan, prepare
+from serving.bench.config import BenchConfig, LoadPlan, prepare
 from serving.bench.fit import fit
 from serving.bench.loadgen import play
 from serving.bench.results import (
@@ -64,7 +64,7 @@ def run_bench(
 # -- against the server --------------------------------------------------------------------------
 
 
-async def _bench(plan: Plan, say: Say, progress: Progress) -> tuple[Run, str]:
+async def _bench(plan: LoadPlan, say: Say, progress: Progress) -> tuple[Run, str]:
     config = plan.config
     async with Client(plan.address, config.admin_address, plan.connection) as client:
         try:
@@ -87,7 +87,7 @@ async def _bench(plan: Plan, say: Say, progress: Progress) -> tuple[Run, str]:
     return run, ",".join(info.name for info in infos)
 
 
-def _models(plan: Plan, server: pb.ServerInfo) -> list[str]:
+def _models(plan: LoadPlan, server: pb.ServerInfo) -> list[str]:
     """Names of the models that are asked. Raises WorkloadError for one that is not served."""
     config, served = plan.config, list(server.models) or [server.model]
     have = f"{plan.address} serves {', '.join(served)}"
@@ -177,7 +177,7 @@ def _failures(records: Iterable[Record]) -> list[str]:
     ]
 
 
-def _result(plan: Plan, run: Run, model: str, now: datetime) -> dict[str, Any]:
+def _result(plan: LoadPlan, run: Run, model: str, now: datetime) -> dict[str, Any]:
     config = plan.config
     measured = latencies_s(run.records)
     summary = summarize(
@@ -217,13 +217,13 @@ def _result(plan: Plan, run: Run, model: str, now: datetime) -> dict[str, Any]:
     return result | _details(run.records) if config.save_detailed else result
 
 
-def _of_class(records: list[Record], plan: Plan) -> dict[str, Any]:
+def _of_class(records: list[Record], plan: LoadPlan) -> dict[str, Any]:
     done = sum(r.ok for r in records)
     latencies = latency_summary(records, plan.metrics, plan.percentiles) if done else {}
     return {"requests": len(records), "completed": done, **latencies}
 
 
-def _of_model(records: list[Record], plan: Plan, duration_s: float) -> dict[str, Any]:
+def _of_model(records: list[Record], plan: LoadPlan, duration_s: float) -> dict[str, Any]:
     of_class = _of_class(records, plan)
     num_output = sum(len(r.token_s) for r in records if r.ok)
     rates = {

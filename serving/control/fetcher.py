@@ -66,7 +66,7 @@ class Fetcher:
         per_row = away.needed_by_a_row(family.config.experts_per_token)
         self._exact.models = frozenset(n for n in range(len(family)) if away.away_of(n))
         self._exact.most = len(away.spare) // per_row
-        self._visits = Visits(away, len(family))
+        self._visits = VisitMeans(away, len(family))
 
     def launched(self, step: ScheduledStep) -> None:
         """Holds back what would follow a row that a substitute may have served, until that is
@@ -171,7 +171,7 @@ class Fetcher:
         self.fetched_bytes += len(experts) * self._away.source.fetch_bytes
 
 
-class Visits:
+class VisitMeans:
     """Moving averages of the rows a step that visit each expert that is away."""
 
     def __init__(self, away: AwayExperts, num_models: int) -> None:

@@ -20,7 +20,7 @@ from serving.scheduling.pace import Pace
 from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout
 from serving.scheduling.scheduler import FEW_DECODING
 from serving.scheduling.sequence import SequenceState
-from serving.scheduling.waiting import Waiting
+from serving.scheduling.waiting import QueuedClass
 from serving.settings import SettingsError
 
 log = logging.getLogger(__name__)
@@ -322,7 +322,7 @@ class SloAnalyser:
             of.decode.window.add(began_at, now, now - previous_at)
 
     def maybe_update(
-        self, now: float, waiting: Mapping[Priority, Waiting], max_running: int = 1
+        self, now: float, waiting: Mapping[Priority, QueuedClass], max_running: int = 1
     ) -> None:
         """Lets every controller with an objective decide, once an interval."""
         if now < self._next_update:

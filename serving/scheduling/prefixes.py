@@ -5,7 +5,7 @@ tokens from the first position on. The chain starts from the model and a salt: r
 different salts share no pages.
 
 A page may have been computed under brownout. Such a page, and every page that follows it, is
-reused only by requests that accept at least as much brownout (DESIGN, section 4, rule 5).
+reused only by requests that accept at least as much brownout.
 """
 
 import hashlib
@@ -91,7 +91,7 @@ class Names:
 
 
 @dataclass
-class Seen:
+class KnownPages:
     """A remembered lookup for a waiting sequence, with the state of the rank's pages then."""
 
     state: tuple[object, ...]
@@ -104,7 +104,7 @@ class Prefix:
     """What the prefix cache knows of one sequence."""
 
     names: Names | None = None  # made at the first lookup
-    seen: dict[int, "Seen"] = field(default_factory=dict)  # by rank
+    seen: dict[int, "KnownPages"] = field(default_factory=dict)  # by rank
     num_admitted: int = 0
     num_named: int = (
         0  # pages already handled: cached, reused from the cache, or never to be cached

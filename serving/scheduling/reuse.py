@@ -13,7 +13,7 @@ from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.exact import ExactRows
 from serving.scheduling.places import Places
 from serving.scheduling.policy import BE, LS
-from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout, Kept, Names, Prefix, Seen
+from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout, Kept, KnownPages, Names, Prefix
 from serving.scheduling.sequence import SequenceState
 
 
@@ -44,7 +44,7 @@ class Reuse:
         accepted, pages = self._accepted(sequence), self._places.named(rank)
         state, seen = (pages.num_gone, accepted, count), sequence.prefix.seen.get(rank)
         if seen is None or seen.state != state:
-            seen = sequence.prefix.seen[rank] = Seen(state, -1, [])
+            seen = sequence.prefix.seen[rank] = KnownPages(state, -1, [])
         if (
             seen.num_kept != pages.num_kept
         ):  # earlier results stay valid; pages added since may extend them

@@ -40,7 +40,7 @@ from serving.scheduling.room import Room
 from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
 from serving.scheduling.share import Share
 from serving.scheduling.turns import Turns
-from serving.scheduling.waiting import Waiting
+from serving.scheduling.waiting import QueuedClass
 
 FEW_DECODING = 1 / 3
 """Share of a decode step's rows. With fewer decoding, prompts do not wait for company: another
@@ -150,10 +150,10 @@ class Scheduler:
         """
         return sum(self.places.admissible(self.running, priority))
 
-    def waits(self, priority: Priority, now: float) -> Waiting:
+    def waits(self, priority: Priority, now: float) -> QueuedClass:
         """Summarizes the waiting and running sequences of a class."""
         running = [s for s in self.running if s.request.priority is priority]
-        return Waiting.of(self.queues[priority], running, self.num_free_slots(priority), now)
+        return QueuedClass.of(self.queues[priority], running, self.num_free_slots(priority), now)
 
     def check_idle(self) -> None:
         """Raises AssertionError if it is not idle, or if a slot, page or extent has leaked."""

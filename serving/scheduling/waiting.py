@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 from serving.scheduling.sequence import SequenceState, SequenceStatus
 
 
-class Waiting(NamedTuple):
+class QueuedClass(NamedTuple):
     """Waiting and running requests of a class.
 
     If more requests wait than slots are free (`slots_taken`), first tokens depend on decode steps

@@ -12,7 +12,7 @@ import jmoe
 from jmoe.attention import CausalAttention
 from jmoe.brownout import Control, strategy_code
 from jmoe.model import StepData, embed, layers_of, run_layers, unstack
-from jmoe.moe import Rows, Wanted, experts, moe, route, shared_expert
+from jmoe.moe import RoutedRows, Wanted, experts, moe, route, shared_expert
 from pallas_kernels import routing
 from pallas_kernels.kv_write import split_heads
 
@@ -40,7 +40,7 @@ def model(request):
 
 def step_of(attention, tokens=TOKENS, percent=50):
     length = tokens.shape[1]
-    rows = Rows(
+    rows = RoutedRows(
         jnp.tile(jnp.arange(length, dtype=jnp.int32), len(tokens)),
         jnp.ones(tokens.size, bool),
         jnp.zeros(tokens.size, bool).at[0].set(True),

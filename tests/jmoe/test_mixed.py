@@ -12,7 +12,7 @@ from jmoe.brownout import Control, strategy_code
 from jmoe.family import load_family
 from jmoe.mixed import JoinedTable, MixedWeights, mixed_decode_step, mixed_moe
 from jmoe.model import StepData, layers_of, unstack
-from jmoe.moe import Rows, route, shared_expert
+from jmoe.moe import RoutedRows, route, shared_expert
 from jmoe.packed_rows import DELTA_PAGE, empty_deltas, empty_rows, pack_row
 from jmoe.sharing import Sharing
 from jmoe.steps import decode_step, make_state
@@ -292,7 +292,7 @@ def test_brownout_is_one_plan_over_distinct_experts(family, shared, told, exempt
     capacity = columns
     if strategy != "zero" and not exempt.any():
         capacity = max_active_experts(percent, columns, num_united, columns)
-    rows = Rows(jnp.zeros(3 * size, jnp.int32), jnp.asarray(valid), jnp.asarray(exempt))
+    rows = RoutedRows(jnp.zeros(3 * size, jnp.int32), jnp.asarray(valid), jnp.asarray(exempt))
     setting = Control(jnp.int32(percent), jnp.int32(strategy_code(strategy)))
     run = layer_step(cfg, capacity)
     got, stats = run(layers, models[0].pool, table, tuple(xs), rows, setting)

@@ -20,7 +20,7 @@ from serving.fake import FakeRunner
 from serving.latencies import Latencies
 from serving.observer import Observer
 from serving.request import BrownoutChange, Priority, SamplingParams
-from serving.scheduling.waiting import Waiting
+from serving.scheduling.waiting import QueuedClass
 from serving.watchdog import StuckTimer
 
 LS = Priority.LATENCY_SENSITIVE
@@ -221,7 +221,7 @@ def test_a_caller_who_changes_nothing_holds_up_no_controller(change):
         slo.apply(BrownoutChange(**change), now)
         late = Latencies(previous_at={LS: [now - 0.02] * 8})
         slo.observe(LS, late, now - 0.03, now)
-        slo.maybe_update(now, {LS: Waiting()})
+        slo.maybe_update(now, {LS: QueuedClass()})
     assert slo.ls.decode.threshold_percent < 20
 
 

@@ -22,7 +22,7 @@ from training.distill.fit import fit_layer, membership
 from training.distill.grouping import make_groups
 from training.distill.objectives import (
     THRESHOLDS,
-    Rows,
+    CapturedRows,
     brownout_error,
     degraded_to,
     equation_4_error,
@@ -69,7 +69,7 @@ def random_rows(members, num_rows, top_k, seed=0):
 
 
 def on_device(rows):
-    return Rows(*map(jnp.asarray, rows))
+    return CapturedRows(*map(jnp.asarray, rows))
 
 
 # -- what is captured ------------------------------------------------------------------------------

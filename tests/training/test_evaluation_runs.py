@@ -12,7 +12,7 @@ import jmoe
 from jmoe import stepper
 from jmoe.brownout import Brownout, Control, plan
 from jmoe.model import head
-from jmoe.moe import Rows, moe, route
+from jmoe.moe import RoutedRows, moe, route
 from jmoe.steps import StepOutput
 from training.evaluation import run as run_module
 from training.evaluation.answers import answer
@@ -149,7 +149,7 @@ def test_inputs_are_those_of_the_model(model):
     inputs = sample_inputs(model, PROMPTS, 1, total, seed=4)
     x = jnp.zeros((total, cfg.d_model)).at[order].set(inputs[-1][0])
     layer = {key: leaf[-1] for key, leaf in model.params["segments"][-1].items()}
-    rows = Rows(jnp.zeros(total, jnp.int32), jnp.ones(total, bool), jnp.zeros(total, bool))
+    rows = RoutedRows(jnp.zeros(total, jnp.int32), jnp.ones(total, bool), jnp.zeros(total, bool))
     slots, groups = model.table.slots[-1], model.table.groups[-1]
     x, _ = moe(
         cfg, layer, model.pool, slots, groups, x, rows, Control.of(None), max_active=cfg.num_experts

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from training.distill.config import DistillConfig
 from training.distill.expert import Stacked
-from training.distill.objectives import Rows, brownout_error, equation_4_error, mean_answers
+from training.distill.objectives import CapturedRows, brownout_error, equation_4_error, mean_answers
 from training.distill.parallel import data_mesh, loss_and_grads, over_devices
 from training.distill.stream import LayerRows
 
@@ -38,7 +38,7 @@ def membership(groups: Int[np.ndarray, " m"]) -> Float[np.ndarray, "U m"]:
 class Problem(NamedTuple):
     """One layer and way: what every step reads and none changes."""
 
-    rows: Rows  # all training rows
+    rows: CapturedRows  # all training rows
     groups: Int[Array, "m"]
     members: Stacked  # routed experts; only equation 4 asks them
     average: Float[Array, "U m"]
@@ -218,7 +218,7 @@ def _split(
     whole = NamedSharding(mesh, PartitionSpec())
 
     def problem(own: np.ndarray) -> Problem:
-        taken = Rows(*jax.device_put([np.asarray(a)[own] for a in rows], whole))
+        taken = CapturedRows(*jax.device_put([np.asarray(a)[own] for a in rows], whole))
         used = members if config.objective == "equation4" else {}
         rest = (np.asarray(groups, np.int32), used, membership(groups))
         return Problem(taken, *jax.device_put(rest, whole))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import routing
-from training.dispatch import Plan, combine_rows, plan_dispatch, scatter_rows
+from training.dispatch import BufferPlan, combine_rows, plan_dispatch, scatter_rows
 from training.distill.expert import Stacked, outputs, outputs_on_all
 
 THRESHOLDS = (0, 0, 10, 20, 30, 40, 50, 60, 70, 80, 90)
@@ -24,7 +24,7 @@ THRESHOLDS = (0, 0, 10, 20, 30, 40, 50, 60, 70, 80, 90)
 _CAPACITY = 2.0  # rows of a united expert's buffer over the even share; visits past it do not count
 
 
-class Rows(NamedTuple):
+class CapturedRows(NamedTuple):
     """A batch of captured rows on the device."""
 
     h: Float[Array, "R d"]
@@ -61,20 +61,20 @@ def degraded_to(
     return jnp.where(expert_ids >= num_experts, expert_ids - num_experts, -1)
 
 
-def united_dispatch(united_ids: Int[Array, "R K"], num_united: int) -> Plan:
+def united_dispatch(united_ids: Int[Array, "R K"], num_united: int) -> BufferPlan:
     """Cells of the degraded visits in the united experts' buffers."""
     num_visits = united_ids.size
     capacity = min(united_ids.shape[0], max(8, int(_CAPACITY * num_visits / num_united) // 8 * 8))
     return plan_dispatch(united_ids, num_united, capacity)
 
 
-def united_rows(params: Stacked, h: Float[Array, "R d"], plan: Plan) -> Float[Array, "U C d"]:
+def united_rows(params: Stacked, h: Float[Array, "R d"], plan: BufferPlan) -> Float[Array, "U C d"]:
     """Returns all united experts on the rows in their buffers, in h's dtype."""
     return outputs(params, scatter_rows(h, plan))
 
 
 def _brownout_error(
-    params: Stacked, rows: Rows, united_ids: Int[Array, "R K"], *, combined: bool
+    params: Stacked, rows: CapturedRows, united_ids: Int[Array, "R K"], *, combined: bool
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     num_united = params["down"].shape[0]
     plan = united_dispatch(united_ids, num_united)
@@ -94,7 +94,7 @@ def _brownout_error(
 
 def brownout_error(
     params: Stacked,
-    rows: Rows,
+    rows: CapturedRows,
     groups: Int[Array, "m"],
     key: Array,
     *,

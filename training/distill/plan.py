@@ -86,7 +86,7 @@ class Shortage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """What the ways of one distillation take, stage by stage, and what there is."""
 
     cfg: ModelConfig
@@ -225,7 +225,7 @@ def make_plan(
     amount: Amount,
     room: Room,
     there: int = 0,
-) -> Plan:
+) -> RunPlan:
     """Returns the plan of these ways. `there`: bytes that an earlier run of them
     left on the disk.
     """
@@ -238,10 +238,10 @@ def make_plan(
         if config.refine_steps:
             stages.append(sizes.end_to_end_stage(cfg, config, way, room.num_devices, refine_bytes))
     needed = sizes.disk(cfg, config, ways, amount.captured_rows)
-    return Plan(cfg, config, tuple(ways), amount, room, tuple(stages), needed, there)
+    return RunPlan(cfg, config, tuple(ways), amount, room, tuple(stages), needed, there)
 
 
-def choose(plan: Plan, named: bool) -> tuple[Plan, list[str], str | None]:
+def choose(plan: RunPlan, named: bool) -> tuple[RunPlan, list[str], str | None]:
     """Returns the plan of the ways that fit, warnings, and why it cannot be carried out, if it
     cannot.
 
@@ -262,7 +262,7 @@ def choose(plan: Plan, named: bool) -> tuple[Plan, list[str], str | None]:
     return plan, warnings, None
 
 
-def _advice(plan: Plan, short: Shortage, ways: Sequence[int]) -> str:
+def _advice(plan: RunPlan, short: Shortage, ways: Sequence[int]) -> str:
     if short.way is None:
         return "free some, or name fewer or larger ways with --ways"
     found = list(_offers(plan, ways))
@@ -272,7 +272,7 @@ def _advice(plan: Plan, short: Shortage, ways: Sequence[int]) -> str:
     return "; ".join(words)
 
 
-def _offers(plan: Plan, ways: Sequence[int]) -> Iterator[str]:
+def _offers(plan: RunPlan, ways: Sequence[int]) -> Iterator[str]:
     """Flags with which these ways, larger ones, or more devices would fit; each was tried."""
 
     def fits(config: DistillConfig, ways: Sequence[int], amount: Amount, room: Room) -> bool:
@@ -309,7 +309,7 @@ def _offers(plan: Plan, ways: Sequence[int]) -> Iterator[str]:
             break
 
 
-def measure(plan: Plan, tell: Callable[[str], None] = lambda what: None) -> Timing:
+def measure(plan: RunPlan, tell: Callable[[str], None] = lambda what: None) -> Timing:
     """Times parts of a run on one or two MoE layers of random weights, with the plan's shapes.
 
     Steps have the rows that the devices here would have of the plan's number of devices. `tell` is

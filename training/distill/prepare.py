@@ -18,7 +18,7 @@ from training.distill.plan import (
     ENOUGH_VISITS,
     LEAST_VISITS,
     Amount,
-    Plan,
+    RunPlan,
     Timing,
     choose,
     make_plan,
@@ -40,7 +40,7 @@ class Prepared:
     """
 
     data: Batch | None
-    plan: Plan
+    plan: RunPlan
     warnings: tuple[str, ...]
     refusal: str | None
 

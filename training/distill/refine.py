@@ -24,8 +24,8 @@ from jaxtyping import Array, Float, Int
 
 from jmoe.api import Model
 from jmoe.config import ModelConfig
-from jmoe.model import rms_norm
 from pallas_kernels.backend import backend
+from pallas_kernels.norm import rms_norm
 from training.dispatch import combine_rows, expert_layer
 from training.distill.config import DistillConfig
 from training.distill.expert import Stacked

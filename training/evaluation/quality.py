@@ -16,7 +16,7 @@ from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from jmoe.forward import forward
 from jmoe.model import StepData, embed, layers_of, run_layers
-from jmoe.moe import Rows, experts, route
+from jmoe.moe import RoutedRows, experts, route
 from jmoe.sampling import token_logprobs
 from jmoe.weights import Params, Weights
 from pallas_kernels import routing
@@ -120,7 +120,7 @@ def _moe_inputs(
     batch, length = tokens.shape
     position = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
     valid = position < jnp.repeat(lengths, length)
-    rows = Rows(position, valid, jnp.zeros(batch * length, bool))
+    rows = RoutedRows(position, valid, jnp.zeros(batch * length, bool))
     step = StepData(rows, CausalAttention(batch, length), Control.of(None))
     x, at, found = embed(weights.params, tokens.reshape(-1)), 0, []
     for layer, is_moe in enumerate(cfg.moe_layers):

@@ -89,8 +89,8 @@ class AttentionWorker:
         self.queues = MicroQueues(self._num_layers + 1, 2)
         self._unit_of: dict[int, Unit] = {}  # by the first of its places
         self._first = np.full(numbers.per_worker, FREE)  # of each place's unit
-        num_experts = hosts.shape[-1]
-        self._missing = np.zeros((numbers.per_worker, num_experts), np.int64)
+        num_expert_workers = hosts.shape[-1]
+        self._missing = np.zeros((numbers.per_worker, num_expert_workers), np.int64)
         """Visits that have yet to come, by a unit's first place and expert worker."""
         self._told: list[LostUnits | FailedUnits] = []
         self._buckets = {DECODE: list(decode_buckets), PREFILL: list(prefill_buckets)}

@@ -18,7 +18,7 @@ from jmoe.experts import ExpertPool
 from jmoe.model import embed, head, layers_of
 from jmoe.packed_rows import SLOT, sampling_mode
 from jmoe.sampling import greedy, token_logprobs
-from jmoe.stages import Visits, Waiting, attend_stage, entering, expert_stage, merge
+from jmoe.stages import StageVisits, WaitingRows, attend_stage, entering, expert_stage, merge
 from jmoe.steps import State, decode_data, prefill_data, remember, sample_step, with_deltas
 from jmoe.weights import Params
 from serving.plan import StepControl
@@ -131,7 +131,7 @@ def _attend(
     control: Int[Array, "controls"],
     places: Int[Array, "T"],
     index: Int[Array, ""],
-) -> tuple[Store, State, Visits | None]:
+) -> tuple[Store, State, StageVisits | None]:
     """Runs an attention stage; `embedding` is given to the first layer alone."""
     state = with_deltas(state, deltas)
     if tokens is None:
@@ -144,7 +144,7 @@ def _attend(
         waiting, parts = entering(embed(embedding, given), store.weights.shape[1])
     else:
         at = jnp.minimum(places, len(store.x) - 1)
-        waiting, parts = Waiting(store.x[at], store.weights[at]), store.parts[at]
+        waiting, parts = WaitingRows(store.x[at], store.weights[at]), store.parts[at]
     waiting, visits, pages = attend_stage(
         cfg, layer, groups, index, waiting, parts, state.pages, step, reachable
     )
@@ -163,7 +163,7 @@ def _leave(
     rows: Int[Array, "B C"],
     places: Int[Array, "B"],
 ) -> tuple[Int[Array, "S"], Int[Array, "B"], Float[Array, "B"], Float[Array, "B V"]]:
-    x = merge(Waiting(store.x[places], store.weights[places]), store.parts[places])
+    x = merge(WaitingRows(store.x[places], store.weights[places]), store.parts[places])
     logits = head(cfg, params, x)
     tokens, logprobs = greedy(logits)
     return remember(last_token, rows[:, SLOT], tokens), tokens, logprobs, logits
@@ -177,12 +177,12 @@ def _score(
     following: Int[Array, "T"],
 ) -> Float[Array, "T"]:
     at = jnp.minimum(places, len(store.x) - 1)
-    x = merge(Waiting(store.x[at], store.weights[at]), store.parts[at])
+    x = merge(WaitingRows(store.x[at], store.weights[at]), store.parts[at])
     return token_logprobs(head(cfg, params, x), following)
 
 
 class _Programs(NamedTuple):
-    attend: Callable[..., tuple[Store, State, Visits | None]]
+    attend: Callable[..., tuple[Store, State, StageVisits | None]]
     leave: Callable[..., tuple[Array, Array, Array, Array]]
     score: Callable[..., Array]
     sample: Callable[..., tuple[Array, Array, Array]]

@@ -18,7 +18,7 @@ from serving.errors import InvalidRequest
 from serving.plan import Phase
 from serving.request import BrownoutChange, Priority
 from serving.scheduling.step_time import StepTimeModel
-from serving.scheduling.waiting import Waiting
+from serving.scheduling.waiting import QueuedClass
 
 CONFIG = SalcConfig()
 ITL_SLO_S = 0.030
@@ -366,7 +366,7 @@ def test_without_data_a_threshold_beyond_the_ceiling_stays():
     config = SalcConfig(ceiling_percent=90.0, interval_s=1.0)
     slo = SloAnalyser(BrownoutConfig(), config, way=8)
     for now in range(5):
-        slo.maybe_update(float(now), {Priority.LATENCY_SENSITIVE: Waiting()})
+        slo.maybe_update(float(now), {Priority.LATENCY_SENSITIVE: QueuedClass()})
     assert slo.state().decode_threshold_percent == 100
 
 
@@ -406,7 +406,7 @@ class Expecting(Half):
 def test_where_no_controller_acts_nothing_is_expected(change):
     config = SalcConfig(controller=f"{__name__}:Expecting", interval_s=1.0)
     slo = SloAnalyser(BrownoutConfig(), config, way=8)
-    waiting = {Priority.LATENCY_SENSITIVE: Waiting()}
+    waiting = {Priority.LATENCY_SENSITIVE: QueuedClass()}
     slo.maybe_update(0.0, waiting)
     state = slo.state()
     assert (state.predicted_ttft_p90_s, state.predicted_itl_p90_s) == (0.25, 0.125)
@@ -419,7 +419,7 @@ def test_where_no_controller_acts_nothing_is_expected(change):
 def test_an_operator_reads_the_mean_of_steps_with_thresholds_of_their_own():
     config = SalcConfig(controller="predictive", interval_s=1.0)
     slo = SloAnalyser(BrownoutConfig(), config, way=8)
-    waiting = {Priority.LATENCY_SENSITIVE: Waiting()}
+    waiting = {Priority.LATENCY_SENSITIVE: QueuedClass()}
     slo.maybe_update(0.0, waiting)
     slo.ls.decode.note_step(100.0, 30)
     slo.ls.decode.note_step(40.0, 10)

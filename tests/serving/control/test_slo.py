@@ -16,7 +16,7 @@ from serving.control.window import LatencyWindow
 from serving.errors import InvalidRequest
 from serving.latencies import Latencies
 from serving.request import BrownoutChange, Priority
-from serving.scheduling.waiting import Waiting
+from serving.scheduling.waiting import QueuedClass
 from serving.settings import SettingsError
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
@@ -88,7 +88,9 @@ def control(slo, phase, *, ls=True):
 
 
 def update(slo, now, oldest_s, *, slots_taken=False, best_effort=0.0):
-    slo.maybe_update(now, {LS: Waiting(oldest_s, slots_taken), BE: Waiting(best_effort, True)})
+    slo.maybe_update(
+        now, {LS: QueuedClass(oldest_s, slots_taken), BE: QueuedClass(best_effort, True)}
+    )
 
 
 def test_each_phase_has_its_own_controller():
