@@ -193,7 +193,7 @@ async def _is_as_before(address: str, admin: str) -> bool:
 
 
 async def run(num_messages: int, seed: int) -> tuple[dict[str, Any], bool]:
-    """Figures, and whether all is well."""
+    """Returns figures, and whether all is well."""
     async with _running() as (process, address, admin):
         before, started_at = resident_bytes(process.pid), time.monotonic()
         result = await fuzz(address, num_messages, seed)
@@ -215,7 +215,7 @@ async def run(num_messages: int, seed: int) -> tuple[dict[str, Any], bool]:
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser("benchmarks.fuzz_kserve", description=__doc__)
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=7)

@@ -20,7 +20,7 @@ NAMED = ((2, 0), (4, 20), (8, 40))
 
 
 def read(path: Path) -> dict[tuple[str, int], dict[str, str]]:
-    """Rows of `evaluate.csv` by (way or `full`, threshold)."""
+    """Returns the rows of `evaluate.csv` by (way or `full`, threshold)."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["strategy"] != "zero"]
     return {
@@ -30,7 +30,7 @@ def read(path: Path) -> dict[tuple[str, int], dict[str, str]]:
 
 
 def read_paper() -> dict[tuple[str, int], float]:
-    """Table I, percent, by (way or `full`, threshold)."""
+    """Returns table I, percent, by (way or `full`, threshold)."""
     with (HERE / "paper.csv").open(encoding="utf-8", newline="") as file:
         return {
             (column.removeprefix("way_"), int(row["threshold_percent"])): float(value)
@@ -41,7 +41,7 @@ def read_paper() -> dict[tuple[str, int], float]:
 
 
 def main() -> int:
-    """Command line; returns the exit status."""
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     parser.add_argument("csv", type=Path, nargs="?", default=HERE / "bundled.csv")
     found, paper = read(parser.parse_args().csv), read_paper()

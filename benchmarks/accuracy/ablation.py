@@ -100,7 +100,7 @@ def _distilled(
     title: str,
     progress: Progress,
 ) -> None:
-    """A model directory with the united experts of `config`; the layers stay in `work`."""
+    """Returns a model directory with the united experts of `config`; the layers stay in `work`."""
     job = progress.add_task(title)
     distill(directory, [way], [data], work, config, _teller(progress, job, title))
     progress.remove_task(job)
@@ -150,7 +150,7 @@ def _teller(progress: Progress, job: TaskID, title: str) -> Callable[[str, int, 
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """One line a row."""
+    """Returns one line a row."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(field.name for field in dataclasses.fields(Row))
@@ -160,7 +160,9 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: a variant and stage a line; mean over seeds, and from the least to the most."""
+    """Returns markdown: a variant and stage a line; mean over seeds, and from the least to the
+    most.
+    """
     lines = ["| | " + " | ".join(f"{s}, t {t}" for s in STAGES for t in THRESHOLDS) + " | seeds |"]
     lines.append("|---|" + "---:|" * (len(STAGES) * len(THRESHOLDS) + 1))
     for variant in dict.fromkeys(row.variant for row in rows):
@@ -184,7 +186,7 @@ def _cell(losses: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy.ablation")
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--model", default="bundled")

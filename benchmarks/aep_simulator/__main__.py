@@ -74,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def one_case(text: str, times_file: str) -> dict[str, Any]:
-    """Every system on one case. Raises ValueError for one that is not written as it should be."""
+    """Returns every system on one case. Raises ValueError for one that is not written as it should
+    be.
+    """
     model, *numbers, skew, order = text.split(",")
     if len(numbers) != 3 or order not in ("same", "different"):
         raise ValueError(f"--case is {text}; it must be like mixtral-8x7b,2,8,8192,0.5,different")

@@ -76,7 +76,7 @@ class Run:
 
 
 def make_state(system: System, num_sequences: int, seed: int) -> State:
-    """Empty queues, all places free."""
+    """Returns empty queues, all places free."""
     workers = system.num_attention + system.num_expert_workers
     num_layers, num_sets, top_k = system.routing.sets.shape
     num_experts = system.placement.num_hosts.shape[1]
@@ -195,7 +195,9 @@ class Simulation:
                 core.start(s, c, worker, *picked, most)
 
     def _next_choice(self, until_s: float, settings: list[Any]) -> int:
-        """A worker whose host has to choose, unless pickers and loops are machine code alike."""
+        """Returns a worker whose host has to choose, unless pickers and loops are machine code
+        alike.
+        """
         s, c, system = self.state, self.costs, self.system
         if not settings:
             return core.advance(s, c, until_s)

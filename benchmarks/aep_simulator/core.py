@@ -274,7 +274,8 @@ def play(
     max_attention_rows: int,
     max_expert_rows: int,
 ) -> int:
-    """What `Simulation.play` does, for pickers whose decisions are machine code; -2 or NONE.
+    """Returns what `Simulation.play` does, for pickers whose decisions are machine code; -2 or
+    NONE.
 
     `attention` and `experts` are their `compiled_settings`.
     """
@@ -377,7 +378,7 @@ def _token(s: State, token: int) -> bool:
 
 @jit
 def admit(s: State, c: Costs, num_tokens: int) -> int:
-    """A new sequence of so many tokens, at the attention worker that has fewest; its place.
+    """Returns a new sequence of so many tokens, at the attention worker that has fewest; its place.
 
     NONE where all places are taken. A `num_tokens` of 0 never ends.
     """

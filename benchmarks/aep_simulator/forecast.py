@@ -55,7 +55,7 @@ GROUPS: dict[str, Callable[[dict[str, Any]], bool]] = {
 
 
 def case_of(row: dict[str, Any]) -> Case:
-    """The case that a record was made of."""
+    """Returns the case that a record was made of."""
     numbers = (row[key] for key in ("model", "top_k", "devices", "in_flight", "skew", "same"))
     return Case(*numbers)
 
@@ -102,7 +102,9 @@ def compare(simulated: dict[str, Any], uneven: dict[str, float]) -> dict[str, An
 
 
 def messages(say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Tokens a second by what a batch takes of a link beside its bytes, beyond 16 devices."""
+    """Returns tokens a second by what a batch takes of a link beside its bytes,
+    beyond 16 devices.
+    """
     found = []
     for devices, ours, top_k in MESH_SPLITS:
         case = Case("mixtral-8x7b", top_k, devices, 32768, 0.5, False)
@@ -119,7 +121,9 @@ def messages(say: Callable[[str], None]) -> list[dict[str, Any]]:
 
 
 def accuracy(rows: list[dict[str, Any]]) -> list[str]:
-    """Forecast over simulated: the mean factor off, smallest and largest; and who agrees."""
+    """Returns forecast over simulated: the mean factor off, smallest and largest;
+    and who agrees.
+    """
     cells = []
     for name, belongs in GROUPS.items():
         of_group = [row for row in rows if belongs(row)]

@@ -36,7 +36,7 @@ LAYER_OVERHEADS_S = (0.0, 0.25e-3, 0.5e-3, 1e-3)  # of the baseline's host, a la
 
 
 def eight_devices(say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Models, skews and loads on eight devices."""
+    """Returns models, skews and loads on eight devices."""
     return all_of(_eight(), say, no_replicas_at=8192)
 
 
@@ -59,7 +59,9 @@ def more_devices(say: Callable[[str], None]) -> list[dict[str, Any]]:
 
 
 def host_cost(say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """What a launch may cost: a stage's host and a message's way, alike for both workers."""
+    """Returns what a launch may cost: a stage's host and a message's way, alike for
+    both workers.
+    """
     found = []
     for model, top_k in MODELS[1:]:
         case = Case(model, top_k, 8, 8192, 0.5, False)
@@ -77,7 +79,7 @@ def host_cost(say: Callable[[str], None]) -> list[dict[str, Any]]:
 
 
 def paper(say: Callable[[str], None]) -> dict[str, Any]:
-    """The paper's machine: its 2.7 times in parts, and throughput against ITL."""
+    """Returns the paper's machine: its 2.7 times in parts, and throughput against ITL."""
     found: dict[str, Any] = {"decomposed": [], "curves": []}
     for top_k in (1, 2):
         for same in (True, False):
@@ -116,7 +118,9 @@ def _capped(case: Case, cap: int | None, extra_s: float) -> tuple[float, float]:
 
 
 def _curve(rule: str) -> Iterator[dict[str, Any]]:
-    """Throughput and ITL by load, as figures 9 and 11 have them: top-1, layers that differ."""
+    """Returns throughput and ITL by load, as figures 9 and 11 have them: top-1, layers that
+    differ.
+    """
     for in_flight in (64, 256, 1024, 2048, 4096, 8192, 16384):
         case = replace(PAPER, same=False, in_flight=in_flight)
         system = system_of(case, 4, SPARE, PAPER_OVERHEADS)
@@ -150,7 +154,8 @@ WAVES = Case("mixtral-8x7b", 2, 8, 4096, 0.5, False)
 
 
 def rates(rule: str, max_age_s: float, load: float) -> dict[str, Any]:
-    """Requests that come and go at a steady rate, as the paper's figure 12; eight of the layers.
+    """Returns the requests that come and go at a steady rate, as the paper's figure 12; eight of
+    the layers.
 
     `load` is of the tokens that Algorithm 1 makes with 4,096 sequences that never end.
     """
@@ -207,7 +212,7 @@ def _beyond(table: np.ndarray) -> np.ndarray:
 
 
 def waves(say: Callable[[str], None]) -> dict[str, Any]:
-    """Rates in and out of an open load, by rule."""
+    """Returns rates in and out of an open load, by rule."""
     found = {
         "rates": [
             rates(rule, age, 0.8)

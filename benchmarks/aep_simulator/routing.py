@@ -43,12 +43,12 @@ class Placement(NamedTuple):
 
 
 def zipf(num_experts: int, exponent: float) -> Float[np.ndarray, "experts"]:
-    """Weights by rank: r^-s; 0 is uniform."""
+    """Returns weights by rank: r^-s; 0 is uniform."""
     return np.arange(1, num_experts + 1) ** -exponent
 
 
 def exponential(num_experts: int, rate: float) -> Float[np.ndarray, "experts"]:
-    """Weights by rank: e^(-rate r)."""
+    """Returns weights by rank: e^(-rate r)."""
     return np.exp(-rate * np.arange(num_experts))
 
 
@@ -76,7 +76,8 @@ def draw_routing(
 def place(
     popularity: Float[np.ndarray, "layers experts"], num_devices: int, spare: int
 ) -> Placement:
-    """Experts in ranges of ids, as evenly as can be; beside them copies in `spare` slots a device.
+    """Returns the experts in ranges of ids, as evenly as can be; beside them copies in `spare`
+    slots a device.
 
     Copies are placed by true popularity, by the server's own rule (`jmoe.parallel.copies`), or on
     large meshes, where that takes minutes, one after another for the busiest expert. With more
@@ -103,7 +104,9 @@ def place(
 def _busiest_first(
     load: Float[np.ndarray, "experts"], homes: Bool[np.ndarray, "experts devices"], spare: int
 ) -> Bool[np.ndarray, "experts devices"]:
-    """A copy for the expert with most load a host, on the emptiest device that may; and again."""
+    """Returns a copy for the expert with most load a host, on the emptiest device that may; and
+    again.
+    """
     hosts, free = homes.copy(), np.full(homes.shape[1], spare)
     share = load / hosts.sum(axis=1)
     loads = share @ hosts

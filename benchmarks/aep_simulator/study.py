@@ -87,7 +87,7 @@ def times_of(case: Case) -> StageTimes:
 
 
 def mesh_of(case: Case, spare: int) -> synchronous.Mesh:
-    """All devices in step; `spare` slots for copies."""
+    """Returns all devices in step; `spare` slots for copies."""
     geometry, routing = case.geometry(), routing_of(case)
     return synchronous.Mesh(
         times_of(case),
@@ -102,7 +102,7 @@ def mesh_of(case: Case, spare: int) -> synchronous.Mesh:
 def system_of(
     case: Case, num_attention: int, spare: int, overheads: Overheads | None = None
 ) -> System:
-    """Workers of each kind, that many for attention."""
+    """Returns the workers of each kind, that many for attention."""
     geometry, routing = case.geometry(), routing_of(case)
     experts = case.devices - num_attention
     own = -(-case.in_flight // num_attention)
@@ -119,7 +119,8 @@ def system_of(
 
 
 def split(case: Case, spare: int, overheads: Overheads | None = None) -> int:
-    """Attention workers of the split whose busiest worker has least to do for a token of each.
+    """Returns the attention workers of the split whose busiest worker has least to do for a token
+    of each.
 
     Devices' own times, with whole batches, and at least a host's launch a stage; experts by
     popularity, level where there are replicas.
@@ -164,7 +165,7 @@ def play(
     warm: int = WARM,
     counted: int = COUNTED,
 ) -> Run:
-    """A closed load, until each sequence has `warm` and then `counted` tokens on average.
+    """Returns a closed load, until each sequence has `warm` and then `counted` tokens on average.
 
     `begin_s` is a guess of an iteration's time.
     """
@@ -185,7 +186,7 @@ def compare(
     overheads: Overheads | None = None,
     rule: str = "defrag",
 ) -> dict[str, Any]:
-    """Tokens a second and ITL of every system on a case."""
+    """Returns tokens a second and ITL of every system on a case."""
     found: dict[str, Any] = {}
     plain, level = mesh_of(case, 0), mesh_of(case, SPARE)
     for name, mesh, halves in (
@@ -218,7 +219,9 @@ def compare(
 def best_async(
     case: Case, spare: int, guess_s: float, overheads: Overheads | None = None, rule: str = "defrag"
 ) -> dict[str, Any]:
-    """The better of the cost model's split and one with more attention, then of `WAITS_S`."""
+    """Returns the better of the cost model's split and one with more attention, then
+    of `WAITS_S`.
+    """
 
     def one(ours: int, wait_s: float) -> dict[str, Any]:
         system = system_of(case, ours, spare, overheads)

@@ -33,7 +33,7 @@ class Mesh:
 def visits_of_step(
     mesh: Mesh, num_rows: int, rng: np.random.Generator
 ) -> Int[np.ndarray, "layers experts"]:
-    """Visits that each expert gets in a step of `num_rows`."""
+    """Returns the visits that each expert gets in a step of `num_rows`."""
     sets = mesh.routing.sets
     experts = mesh.placement.num_hosts.shape[1]
     found = []
@@ -47,7 +47,7 @@ def visits_of_step(
 def loads(
     mesh: Mesh, visits: Int[np.ndarray, "layers experts"], shares: np.ndarray
 ) -> tuple[Float[np.ndarray, "layers devices"], Float[np.ndarray, "layers devices"]]:
-    """Visits and experts with any visit, by device."""
+    """Returns the visits and experts with any visit, by device."""
     by_host = visits[:, :, None] * shares
     return by_host.sum(axis=1), np.minimum(by_host, 1.0).sum(axis=1)
 
@@ -66,7 +66,7 @@ def _attention_s(mesh: Mesh, rows: float) -> Float[np.ndarray, "layers"]:
 
 
 def step_s(mesh: Mesh, num_rows: int, rng: np.random.Generator) -> float:
-    """Seconds of a step of `num_rows`."""
+    """Returns the seconds of a step of `num_rows`."""
     shares = mesh.placement.shares(mesh.num_devices)
     visits, active = loads(mesh, visits_of_step(mesh, num_rows, rng), shares)
     experts_s = mesh.times.experts_s(visits, active).max(axis=1)
@@ -76,7 +76,8 @@ def step_s(mesh: Mesh, num_rows: int, rng: np.random.Generator) -> float:
 
 
 def half_batches_s(mesh: Mesh, num_rows: int, rng: np.random.Generator) -> float:
-    """Seconds of a step whose two half batches take turns: one computes while the other travels.
+    """Returns the seconds of a step whose two half batches take turns: one computes while the other
+    travels.
 
     Each device does attention of the first half, attention of the second, experts of the first and
     experts of the second, as soon as it is free and the rows of all devices are there. Exchanges
@@ -103,7 +104,9 @@ def half_batches_s(mesh: Mesh, num_rows: int, rng: np.random.Generator) -> float
 def tokens_per_s(
     mesh: Mesh, num_rows: int, *, steps: int = 3, seed: int = 0, halves: bool = False
 ) -> tuple[float, float]:
-    """Tokens a second, and seconds of a step (its ITL); means over `steps` that were drawn."""
+    """Returns tokens a second, and seconds of a step (its ITL); means over `steps` that were
+    drawn.
+    """
     rng = np.random.default_rng(seed)
     play = half_batches_s if halves else step_s
     mean = float(np.mean([play(mesh, num_rows, rng) for _ in range(steps)]))

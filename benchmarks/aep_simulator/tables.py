@@ -59,7 +59,7 @@ def by_case(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def host(rows: list[dict[str, Any]]) -> list[str]:
-    """Ratio to ideal synchronous by what a launch costs."""
+    """Returns ratio to ideal synchronous by what a launch costs."""
     costs = list(dict.fromkeys(row["host_us"] for row in rows))
     cells = [
         [model, *(f"{r['ratio']:.2f}" for r in rows if r["model"] == model)]
@@ -74,7 +74,7 @@ top-1 and the same order in every layer: fitted, as the paper prints neither."""
 
 
 def paper(found: dict[str, Any]) -> list[str]:
-    """The paper's machine: its ratio in parts, then by cap and overhead of the baseline."""
+    """Returns the paper's machine: its ratio in parts, then by cap and overhead of the baseline."""
     rows = []
     for one in found["decomposed"]:
         rates = {(s["cap"], s["layer_overhead_ms"]): s["tokens_per_s"] for s in one["synchronous"]}
@@ -108,7 +108,9 @@ def _title(one: dict[str, Any]) -> str:
 
 
 def advice(cases: list[dict[str, Any]]) -> list[str]:
-    """Which to take: the simplest within 5 % of the fastest that fits; of all, of what is built."""
+    """Returns which to take: the simplest within 5 % of the fastest that fits; of all, of what is
+    built.
+    """
     found: dict[tuple[Any, ...], dict[int, str]] = {}
     for case in cases:
         order = "uniform" if not case["skew"] else "same" if case["same"] else "different"
@@ -130,7 +132,7 @@ def _best(case: dict[str, Any], names: tuple[str, ...]) -> str:
 
 
 def ways(cases: list[dict[str, Any]]) -> list[str]:
-    """The same, counted: in how many cases each way is taken, by size, load and skew."""
+    """Returns the same, counted: in how many cases each way is taken, by size, load and skew."""
     found: dict[tuple[str, ...], dict[str, Counter[str]]] = {}
     for case in sorted(cases, key=lambda case: (case["devices"] > NODE, case["in_flight"])):
         size = "one node" if case["devices"] <= NODE else "several nodes"
@@ -150,7 +152,7 @@ def ways(cases: list[dict[str, Any]]) -> list[str]:
 
 
 def _counts(chosen: Counter[str] | None) -> str | None:
-    """One way alone by its name, several with how many cases take each."""
+    """Returns one way alone by its name, several with how many cases take each."""
     if not chosen:
         return None
     if len(chosen) == 1:

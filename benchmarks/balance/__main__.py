@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def synthetic(traces: list[Trace], accuracy: float) -> dict[str, Any]:
-    """Imbalance by bound a pair and strategy."""
+    """Returns Imbalance by bound a pair and strategy."""
     out: dict[str, Any] = {}
     for bound in BOUNDS:
         cases = [
@@ -96,7 +96,7 @@ def _planning(devices: int, experts: int, args: argparse.Namespace) -> dict[str,
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Every strategy on the same traces and on the bundled model, median / P99."""
+    """Returns every strategy on the same traces and on the bundled model, median / P99."""
     kinds = [("synthetic", a, str(b)) for a in ("85", "60") for b in BOUNDS]
     rows = []
     for name in STRATEGIES:

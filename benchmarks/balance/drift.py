@@ -56,7 +56,7 @@ class Scene:
     steps: int = 1  # that a tick stands for
 
     def popularity(self) -> Float[np.ndarray, "seconds layers E"]:
-        """Share of a layer's visits that each expert gets in each second.
+        """Returns the share of a layer's visits that each expert gets in each second.
 
         The logarithm is normal. In `drift` it turns from one draw into the next in `DRIFT_S`, in
         `jumps` it is drawn anew every `JUMP_S`, and in `rough` it is an Ornstein-Uhlenbeck process
@@ -84,7 +84,7 @@ class Scene:
         return shares / shares.sum(axis=2, keepdims=True)
 
     def homes(self) -> np.ndarray:
-        """Every expert's own device, bool [E, D]."""
+        """Returns every expert's own device, bool [E, D]."""
         return np.asarray(contiguous(1, self.experts, self.devices).hosts)[0]
 
 
@@ -100,19 +100,19 @@ class Noting:
 
 
 def layers_imbalance(shares: Float[np.ndarray, "layers E"], hosts: np.ndarray) -> float:
-    """Loads of the fullest devices over the means, of a step's layers together."""
+    """Returns the loads of the fullest devices over the means, of a step's layers together."""
     loads = np.stack([device_loads(*one) for one in zip(shares, hosts, strict=True)])
     return float(loads.max(axis=1).sum() / loads.mean(axis=1).sum())
 
 
 def at_home(scene: Scene, popularity: np.ndarray) -> np.ndarray:
-    """Imbalance of each second without copies."""
+    """Returns Imbalance of each second without copies."""
     hosts = np.stack([scene.homes()] * scene.layers)
     return np.array([layers_imbalance(shares, hosts) for shares in popularity])
 
 
 def placed_anew(scene: Scene, popularity: np.ndarray, spare: int) -> np.ndarray:
-    """Imbalance of each second with the copies that its own popularity asks for.
+    """Returns Imbalance of each second with the copies that its own popularity asks for.
 
     All steps of a second have the same, so that this is every step's.
     """
@@ -123,7 +123,7 @@ def placed_anew(scene: Scene, popularity: np.ndarray, spare: int) -> np.ndarray:
 
 
 def play(scene: Scene, popularity: np.ndarray, config: BalanceConfig) -> dict[str, Any]:
-    """The mover over the whole scene.
+    """Returns the mover over the whole scene.
 
     Returns imbalance by second, layers written and the most in one tick, copies, and milliseconds
     of `Mover.advance` at each tick, by the clock and of this thread's processor time, which other
@@ -164,7 +164,8 @@ def play(scene: Scene, popularity: np.ndarray, config: BalanceConfig) -> dict[st
 def figures(
     scene: Scene, config: BalanceConfig, popularity: np.ndarray, anew: np.ndarray
 ) -> dict[str, Any]:
-    """What a scene with the mover came to; means are of the seconds after the first interval.
+    """Returns what a scene with the mover came to; means are of the seconds after the first
+    interval.
 
     `anew` is `placed_anew` of the same scene and spare slots.
     """
@@ -210,7 +211,9 @@ def drifting(seeds: int, seconds: int) -> list[dict[str, Any]]:
 
 
 def tuning(seconds: int) -> list[dict[str, Any]]:
-    """Other intervals and half-lives, for large and small decode steps; coarser, to be done."""
+    """Returns other intervals and half-lives, for large and small decode steps; coarser, to be
+    done.
+    """
     found = []
     for kind in KINDS:
         base = Scene(kind, 0, seconds, layers=2, steps=5)
@@ -227,7 +230,7 @@ def tuning(seconds: int) -> list[dict[str, Any]]:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Means over seeds by kind and spare slots; then what other settings come to."""
+    """Returns means over seeds by kind and spare slots; then what other settings come to."""
     rows = []
     for kind in KINDS:
         for spare in SPARE:
@@ -252,7 +255,7 @@ def table(found: dict[str, Any]) -> list[str]:
 
 
 def _p50_p99(times: list[dict[str, float]]) -> str:
-    """The median of medians and the highest P99."""
+    """Returns the median of medians and the highest P99."""
     known = [t for t in times if t["ticks"]]
     if not known:
         return "-"

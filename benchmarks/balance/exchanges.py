@@ -51,7 +51,8 @@ class ExchangedRows(NamedTuple):
 
 
 def distinct_parts(num_experts: int, top_k: int, parts: int) -> float:
-    """Parts that a row needs on average, where `parts` share E experts in ranges as even as can be.
+    """Returns the parts that a row needs on average, where `parts` share E experts in ranges as
+    even as can be.
 
     A row picks K different experts, all equally likely. With more parts than experts each pick is
     in a part of its own.
@@ -65,12 +66,14 @@ def distinct_parts(num_experts: int, top_k: int, parts: int) -> float:
 
 
 def independent_parts(top_k: int, parts: int) -> float:
-    """The same where each pick falls on any part, whatever the others do."""
+    """Returns the same where each pick falls on any part, whatever the others do."""
     return parts * (1 - (1 - 1 / parts) ** top_k)
 
 
 def rows_moved(way: str, geometry: Geometry, devices: int) -> ExchangedRows:
-    """Rows that a device receives by one of `WAYS`. `devices` is a multiple of a node's 8."""
+    """Returns the rows that a device receives by one of `WAYS`. `devices` is a multiple of a node's
+    8.
+    """
     nodes = devices // NODE
     inside = (NODE - 1) / NODE
     experts, top_k = geometry.num_experts, geometry.experts_per_token
@@ -85,7 +88,7 @@ def rows_moved(way: str, geometry: Geometry, devices: int) -> ExchangedRows:
 
 
 def exchange(way: str, scheme: Scheme, geometry: Geometry, own: int, devices: int) -> Exchange:
-    """Seconds there and back of `own` rows a device."""
+    """Returns seconds there and back of `own` rows a device."""
     moved = rows_moved(way, geometry, devices)
     row_bytes = own * geometry.d_model * ELEMENT_BYTES
     nic = moved.nic * row_bytes / NIC_BYTES_PER_S
@@ -95,8 +98,8 @@ def exchange(way: str, scheme: Scheme, geometry: Geometry, own: int, devices: in
 
 
 def local_share(scheme: Scheme, geometry: Geometry, devices: int) -> float:
-    """Visits that need no exchange: the experts of a device and its local replicas, E / G and
-    N alpha of E, weighted as Table 2's share is at 8 devices, since they are the busy ones.
+    """Returns the visits that need no exchange: the experts of a device and its local replicas, E /
+    G and N alpha of E, weighted as Table 2's share is at 8 devices, since they are the busy ones.
     """
     held = geometry.num_experts / devices + ALPHA * NUM_REPLICAS
     held_in_paper = geometry.num_experts / NUM_DEVICES + ALPHA * NUM_REPLICAS
@@ -145,7 +148,9 @@ def scaling(scheme: Scheme, geometry: Geometry, own: int, length: int) -> list[d
 
 
 def scales_to(found: list[dict[str, Any]], way: str) -> int:
-    """The largest size that has `WORTH` times the rows/s of half of it; else the smallest."""
+    """Returns the largest size that has `WORTH` times the rows/s of half of it; else
+    the smallest.
+    """
     speeds = [(size["devices"], size["ways"][way]["rows_per_s"]) for size in found]
     doubled = pairwise(speeds)
     worth = [devices for (_, half), (devices, all_) in doubled if all_ >= WORTH * half]
@@ -153,6 +158,8 @@ def scales_to(found: list[dict[str, Any]], way: str) -> int:
 
 
 def choose(layer_ms: dict[str, float]) -> str:
-    """The simplest way that is at most `MARGIN` slower than the fastest; `WAYS` are in order."""
+    """Returns the simplest way that is at most `MARGIN` slower than the fastest; `WAYS` are in
+    order.
+    """
     fastest = min(layer_ms.values())
     return next(way for way in WAYS if layer_ms[way] <= (1 + MARGIN) * fastest)

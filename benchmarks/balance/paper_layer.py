@@ -95,17 +95,17 @@ class LayerTimes(NamedTuple):
 
 
 def read_paper(path: Path = DATA) -> dict[str, Any]:
-    """The data file."""
+    """Returns the data file."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 def geometries(paper: dict[str, Any]) -> dict[str, Geometry]:
-    """The paper's models by name."""
+    """Returns the paper's models by name."""
     return {n: Geometry(**sizes) for n, sizes in paper["models"].items() if n != "note"}
 
 
 def fit(paper: dict[str, Any]) -> dict[str, Scheme]:
-    """The three schemes of Table 2."""
+    """Returns the three schemes of Table 2."""
     table = paper["breakdown"]
     geometry = geometries(paper)[table["model"]]
     rows = table["batch"] * table["input_length"]
@@ -142,7 +142,8 @@ def visit_flops(geometry: Geometry) -> float:
 
 
 def attention_s(geometry: Geometry, rows: float, length: int, rates: Rates = RATES) -> float:
-    """Attention of a device's own rows in sequences of `length`, with what is dense beside it.
+    """Returns the attention of a device's own rows in sequences of `length`, with what is dense
+    beside it.
 
     Projections and, where there is one, the shared expert at the dense rate; half of the square of
     scores, since attention is causal; norms, RoPE and residuals by the bytes they move.
@@ -170,7 +171,9 @@ class Exchange(NamedTuple):
 
 
 def all_gather(scheme: Scheme, geometry: Geometry, own: float) -> Exchange:
-    """Every row to all devices of one node, at the rates of Table 2, and parts of all rows back."""
+    """Returns every row to all devices of one node, at the rates of Table 2, and parts of all rows
+    back.
+    """
     received = (NUM_DEVICES - 1) * own * geometry.d_model * ELEMENT_BYTES
     return Exchange(received / scheme.dispatch_bytes_per_s, received / scheme.combine_bytes_per_s)
 
@@ -186,7 +189,8 @@ def layer_times(
     exchange: Exchange | None = None,
     rates: Rates = RATES,
 ) -> LayerTimes:
-    """One MoE layer where each device has `own` rows of sequences of `length` (section 3.1).
+    """Returns one MoE layer where each device has `own` rows of sequences of `length` (section
+    3.1).
 
     The local stage hides the dispatch and, beside it, the host's work, both after a broadcast of
     the counts; the remote stage hides the planning of replicas. A scheme without a local stage
@@ -223,7 +227,9 @@ def step_s(
     imbalance: float | None = None,
     rates: Rates = RATES,
 ) -> float:
-    """A prefill step of `rows` tokens, all layers; the paper's latency at output length 1."""
+    """Returns a prefill step of `rows` tokens, all layers; the paper's latency at
+    output length 1.
+    """
     own = rows / NUM_DEVICES
     layer = layer_times(scheme, geometry, own, length, imbalance=imbalance, rates=rates)
     dense = dense_layer_s(geometry, own, length, rates)
@@ -232,6 +238,6 @@ def step_s(
 
 
 def dense_layer_s(geometry: Geometry, own: float, length: int, rates: Rates = RATES) -> float:
-    """A layer without experts, of a device's own rows."""
+    """Returns a layer without experts, of a device's own rows."""
     mlp = own * 6 * geometry.d_model * geometry.d_ff_dense / rates.dense_flops_per_s
     return attention_s(geometry._replace(d_ff_shared=0), own, length, rates) + mlp

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def simulate(rows_per_device: int = ROWS) -> dict[str, Any]:
-    """All figures: `fitted`, `breakdown`, `steps`, `errors`, `speed_up`, `scaling`."""
+    """Returns all figures: `fitted`, `breakdown`, `steps`, `errors`, `speed_up`, `scaling`."""
     paper = paper_layer.read_paper()
     schemes, models = paper_layer.fit(paper), paper_layer.geometries(paper)
     steps = list(compare(paper, schemes, models))
@@ -92,7 +92,9 @@ def compare(
     models: dict[str, Geometry],
     rates: Rates = RATES,
 ) -> Iterator[dict[str, Any]]:
-    """Every step of Tables 4 to 13 that ran: what is printed and what the model says, in s."""
+    """Returns every step of Tables 4 to 13 that ran: what is printed and what the model says, in
+    s.
+    """
     for row in paper["prefill_s"]:
         rows, length = row["batch"] * row["input_length"], row["input_length"]
         for name in SCHEMES:
@@ -116,7 +118,9 @@ def compare(
 def breakdown(
     paper: dict[str, Any], schemes: dict[str, Scheme], models: dict[str, Geometry]
 ) -> list[dict[str, Any]]:
-    """Table 2's totals, which the fit must give back, and what attention adds to them; ms."""
+    """Returns table 2's totals, which the fit must give back, and what attention
+    adds to them; ms.
+    """
     at = paper["breakdown"]
     own = at["batch"] * at["input_length"] / paper_layer.NUM_DEVICES
     found = []
@@ -134,7 +138,7 @@ def breakdown(
 
 
 def errors(steps: list[dict[str, Any]], whole: int) -> list[dict[str, Any]]:
-    """Mean absolute and mean error by model, scheme (and all of them) and size of the step."""
+    """Returns mean absolute and mean error by model, scheme (and all of them) and size of the step."""
     found = []
     for model in dict.fromkeys(step["model"] for step in steps):
         for scheme in (*SCHEMES, "all"):
@@ -163,7 +167,9 @@ def errors(steps: list[dict[str, Any]], whole: int) -> list[dict[str, Any]]:
 def _whole_errors(
     paper: dict[str, Any], schemes: dict[str, Scheme], models: dict[str, Geometry], rates: Rates
 ) -> dict[str, float]:
-    """Mean absolute error by model, of all schemes' steps that are not small, with other rates."""
+    """Returns mean absolute error by model, of all schemes' steps that are not small, with other
+    rates.
+    """
     whole = paper["breakdown"]["batch"] * paper["breakdown"]["input_length"]
     found = errors(list(compare(paper, schemes, models, rates)), whole)
     return {
@@ -193,7 +199,7 @@ def speed_up(steps: list[dict[str, Any]], model: str, whole: int) -> dict[str, A
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """The figures in words and tables."""
+    """Returns the figures in words and tables."""
     lines = ["Table 2, ms a layer: as printed, as fitted, and attention beside it", ""]
     rows = [
         [r["scheme"], *(f"{r[key]:.2f}" for key in ("paper_ms", "model_ms", "attention_ms"))]
@@ -234,7 +240,7 @@ def _error(error: dict[str, Any]) -> str:
 
 
 def _scaling_table(model: str, sizes: list[dict[str, Any]], found: dict[str, Any]) -> list[str]:
-    """One line a size: bytes between devices and ms a layer of each way."""
+    """Returns one line a size: bytes between devices and ms a layer of each way."""
     own = found["assumed"]["rows_per_device"]
     lines = ["", f"{model}, {own:,} rows a device, balanced; MB to a device, of them by NIC;"]
     lines += ["ms there + back; ms a layer", ""]

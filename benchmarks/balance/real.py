@@ -78,7 +78,9 @@ def steps(
 
 
 def by_predictor(found: list[Step], num_replicas: int, per_pair: int | None) -> dict[str, Any]:
-    """Imbalance with each predictor, and the part of perfect prediction's gain; two planners."""
+    """Returns Imbalance with each predictor, and the part of perfect prediction's gain; two
+    planners.
+    """
     nothing = np.mean([imbalance(strategies.none(s.case(SERVED, 0, None))) for s in found])
     out: dict[str, Any] = {"none": float(nothing)}
     for name in ("Libra, both as printed", "Libra, modelled"):
@@ -98,7 +100,9 @@ def by_predictor(found: list[Step], num_replicas: int, per_pair: int | None) -> 
 
 
 def by_strategy(found: list[Step], num_replicas: int, per_pair: int | None) -> dict[str, Any]:
-    """Imbalance of each strategy; Libra as printed has the paper's predictor, ours the probe."""
+    """Returns Imbalance of each strategy; Libra as printed has the paper's predictor, ours the
+    probe.
+    """
     out = {}
     for name, balance in STRATEGIES.items():
         by = SERVED if name == "Libra, modelled" else PAPERS
@@ -109,7 +113,9 @@ def by_strategy(found: list[Step], num_replicas: int, per_pair: int | None) -> d
 def accuracy_by_family(
     found: routing.Routing, guesses: dict[str, np.ndarray]
 ) -> dict[str, dict[str, float]]:
-    """The paper's Table 1: share of each row's experts that were predicted, over all layers."""
+    """Returns the paper's Table 1: share of each row's experts that were predicted, over all
+    layers.
+    """
     out: dict[str, dict[str, float]] = {}
     for family in [*sorted(set(found.family.tolist())), "all"]:
         rows = ~found.built & ((found.family == family) | (family == "all"))
@@ -122,7 +128,7 @@ def accuracy_by_family(
 
 
 def summary(values: list[float]) -> dict[str, Any]:
-    """Median, mean, P99, worst, and how many there were."""
+    """Returns median, mean, P99, worst, and how many there were."""
     return {
         "median": float(np.median(values)),
         "mean": float(np.mean(values)),
@@ -133,7 +139,7 @@ def summary(values: list[float]) -> dict[str, Any]:
 
 
 def measure(num_prompts: int, seed: int, rows_per_device: int, num_replicas: int) -> dict[str, Any]:
-    """Everything that `benchmarks/results/balance.json` says of the bundled model."""
+    """Returns the everything that `benchmarks/results/balance.json` says of the bundled model."""
     model = jmoe.load("bundled", dtype="float32")
     found = routing.capture(model, num_prompts, seed)
     guesses = routing.predictions(model, found)
@@ -161,7 +167,7 @@ def measure(num_prompts: int, seed: int, rows_per_device: int, num_replicas: int
 
 
 def stream(found: list[Step], num_replicas: int) -> dict[str, list[float]]:
-    """The paper's Figure 9: imbalance of one layer step by step, families mixed."""
+    """Returns the paper's Figure 9: imbalance of one layer step by step, families mixed."""
     layer = max(step.layer for step in found)
     out = {}
     for name in ("none", "EPLB", "Lina", "Libra, both as printed", "Libra, modelled"):

@@ -65,7 +65,7 @@ def capture(model: jmoe.Model, num_prompts: int, seed: int) -> Routing:
 
 
 def predictions(model: jmoe.Model, routing: Routing) -> dict[str, np.ndarray]:
-    """Choices [L, N, K] by predictor; of layer 0, which nothing precedes, they are -1."""
+    """Returns choices [L, N, K] by predictor; of layer 0, which nothing precedes, they are -1."""
     found: dict[str, list[np.ndarray]] = defaultdict(lambda: [np.full_like(routing.ids[0], -1)])
     layers = [layer for layer, _ in layers_of(model.config, model.params)]
     top_k = routing.ids.shape[2]
@@ -86,7 +86,8 @@ def _choices(probe: Probe, x: jax.Array, *, top_k: int) -> jax.Array:
 
 
 def _by_path(routing: Routing, layer: int) -> np.ndarray:
-    """Lina: the experts seen most after the row's path, its first picks in the layers before.
+    """Returns lina: the experts seen most after the row's path, its first picks in the layers
+    before.
 
     A path that the table has not is shortened from its older end.
     """
@@ -106,7 +107,9 @@ def _by_path(routing: Routing, layer: int) -> np.ndarray:
 
 
 def visits(ids: np.ndarray, devices: int, num_experts: int) -> np.ndarray:
-    """Visits [G, m] of rows [n, K], the first n/G of which are the first device's, and so on."""
+    """Returns visits [G, m] of rows [n, K], the first n/G of which are the first device's, and so
+    on.
+    """
     counts = np.zeros((devices, num_experts), np.int32)
     device = np.repeat(np.arange(devices), len(ids) // devices)
     np.add.at(counts, (device[:, None], ids), 1)

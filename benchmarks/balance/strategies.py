@@ -37,18 +37,20 @@ class Case:
 
 
 def none(case: Case) -> Load:
-    """Every visit at its expert's home."""
+    """Returns every visit at its expert's home."""
     return case.made.sum(axis=0) @ case.hosts
 
 
 def history_alone(case: Case) -> Load:
-    """Experts packed by their past load, each on one device."""
+    """Returns experts packed by their past load, each on one device."""
     made = placement.by_load(case.history.sum(axis=0)[None], case.made.shape[0])
     return case.made.sum(axis=0) @ made.hosts[0]
 
 
 def eplb(case: Case) -> Load:
-    """EPLB: experts and replicas placed anew by past load; a visit goes to a replica at random."""
+    """Returns EPLB: experts and replicas placed anew by past load; a visit goes to a replica at
+    random.
+    """
     devices, experts = case.made.shape
     past = case.history.sum(axis=0)
     room = placement.slots_per_layer(experts, devices, case.num_replicas)
@@ -70,7 +72,7 @@ def eplb(case: Case) -> Load:
 
 
 def lina(case: Case) -> Load:
-    """Lina: replicas by popularity that paths predict; each replica gets as many visits."""
+    """Returns lina: replicas by popularity that paths predict; each replica gets as many visits."""
     expected = case.path_table.sum(axis=0)
     held, home = case.hosts.copy(), case.hosts.argmax(axis=1)
     slots = np.full(case.made.shape[0], case.num_replicas)

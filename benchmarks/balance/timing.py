@@ -18,7 +18,8 @@ MEDIANS, ACCURACY = 5, 0.85
 def plan_time(
     devices: int, experts: int, num_replicas: int, per_pair: int | None, seed: int, calls: int
 ) -> dict[str, Any]:
-    """Milliseconds of a call that waits for its result: the best of five medians of `calls`.
+    """Returns the milliseconds of a call that waits for its result: the best of five medians of
+    `calls`.
 
     `floor_ms` is a call of a program that does next to nothing with the same arguments.
     """

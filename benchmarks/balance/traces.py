@@ -32,7 +32,8 @@ class Trace:
         return self.made.sum(axis=0).reshape(self.made.shape[0], -1).sum(axis=1)
 
     def predicted(self, accuracy: float) -> np.ndarray:
-        """Visits as a predictor of this accuracy (by counts) would have them; the same each time.
+        """Returns visits as a predictor of this accuracy (by counts) would have them; the same each
+        time.
 
         What was made, times a log-normal error by expert, half of it common to all devices: a
         mistake about an expert does not average out. Its size is found by bisection.
@@ -54,7 +55,7 @@ class Trace:
 
 
 def imbalance(load: np.ndarray) -> float:
-    """Load of the fullest device over the mean."""
+    """Returns the load of the fullest device over the mean."""
     return float(load.max() / load.mean())
 
 

@@ -75,8 +75,8 @@ def single_figures(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def single_ratios(found: Mapping[str, Sequence[Record]]) -> dict[str, float]:
-    """Turnaround over that of one model alone, of the family and of the control: ratios of the
-    medians, and the medians of ratios request by request.
+    """Returns the turnaround over that of one model alone, of the family and of the control: ratios
+    of the medians, and the medians of ratios request by request.
     """
     took_s = {
         name: np.array([r.e2el_s if r.ok else np.nan for r in found[name]])
@@ -94,7 +94,7 @@ def single_ratios(found: Mapping[str, Sequence[Record]]) -> dict[str, float]:
 
 
 def tables(result: Mapping[str, Any]) -> list[str]:
-    """Lines of every size's tables: over request rate, and one request at a time."""
+    """Returns the lines of every size's tables: over request rate, and one request at a time."""
     lines = []
     for title, size in result.items():
         if title.endswith(" models"):

@@ -46,7 +46,7 @@ Say = Callable[[str], None]
 
 
 async def measure(config: QosConfig, say: Say = print) -> dict[str, Any]:
-    """All figures of all sizes.
+    """Returns all figures of all sizes.
 
     Raises LaunchError where a server does not come up, CalibrationError where one model alone has
     no capacity that can be measured.
@@ -81,7 +81,7 @@ class _Size:
         self._names = started.names
 
     async def measure(self) -> dict[str, Any]:
-        """Capacity, requests one at a time, and a record for each load and alternative."""
+        """Returns capacity, requests one at a time, and a record for each load and alternative."""
         first = self._servers.alone[self._names[0]]
         info = await first.model_info()
         self._vocab_size = info.vocab_size
@@ -123,7 +123,9 @@ class _Size:
         return several_models(arrivals, dict.fromkeys(self._names, 1.0), seed)
 
     async def _warm(self) -> None:
-        """A moment of load for every server, and of all models for those that have several."""
+        """Returns a moment of load for every server, and of all models for those that have
+        several.
+        """
         asked = self._mixed(self._prompts(1000, seed=99), seed=99)
         clients = {self._servers.family: asked, self._servers.half: asked}
         for of_model in (self._servers.alone, self._servers.parts):
@@ -132,7 +134,7 @@ class _Size:
             await saturate(client, own, concurrency=self._config.slots, duration_s=WARM_S)
 
     async def _capacity(self, client: Target) -> float:
-        """Requests a second that one model alone answers with every slot taken."""
+        """Returns the requests a second that one model alone answers with every slot taken."""
         window_s = self._config.capacity_s
         run = await saturate(
             client,
@@ -145,8 +147,8 @@ class _Size:
     # -- one request at a time -------------------------------------------------------------------
 
     async def _singles(self) -> dict[str, Any]:
-        """The same request to one model alone, to the family, and to its own model's server; and
-        to the server with half of the sets, by whether one was copied for it.
+        """Returns the same request to one model alone, to the family, and to its own model's
+        server; and to the server with half of the sets, by whether one was copied for it.
 
         The third is a control: two processes that do the same differ by as much as it says.
         """
@@ -175,7 +177,9 @@ class _Size:
     async def _rounds(
         self, rate_per_s: float, number: int
     ) -> tuple[dict[str, list[Played]], list[float]]:
-        """Every alternative's plays, and how fast the machine was; the order changes each time."""
+        """Returns every alternative's plays, and how fast the machine was; the order changes each
+        time.
+        """
         config = self._config
         played: dict[str, list[Played]] = {each.name: [] for each in ALTERNATIVES}
         speeds = []
@@ -212,7 +216,7 @@ class _Size:
 
 
 def _of(arrivals: Sequence[Arrival], model: str) -> list[Arrival]:
-    """The same requests, all to one model."""
+    """Returns the same requests, all to one model."""
     return [replace(arrival, model=model) for arrival in arrivals]
 
 
@@ -222,7 +226,7 @@ async def _ask(client: Target, arrival: Arrival) -> Record:
 
 
 def work_per_s(clock: Callable[[], float] = time.perf_counter) -> float:
-    """Matrix products of one fixed size that this machine does in a second."""
+    """Returns the matrix products of one fixed size that this machine does in a second."""
     matrix = np.ones((256, 256), np.float32)
     start, count = clock(), 0
     while (elapsed := clock() - start) < WORK_S:

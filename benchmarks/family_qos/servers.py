@@ -53,7 +53,9 @@ class Servers:
 
 
 def part_of(cores: Sequence[int], number: int, parts: int) -> list[int]:
-    """The cores of one of `parts` equal parts; with fewer cores than parts, several share one."""
+    """Returns the cores of one of `parts` equal parts; with fewer cores than parts, several share
+    one.
+    """
     begin, end = (at * len(cores) // parts for at in (number, number + 1))
     return list(cores[begin : max(end, begin + 1)])
 
@@ -69,7 +71,9 @@ def server_settings(slots: int, threads: int) -> dict[str, str]:
 
 
 async def consolidate(config: QosConfig, names: Sequence[str]) -> Path:
-    """The map of the experts that the models share. Raises LaunchError where it cannot be made."""
+    """Returns the map of the experts that the models share. Raises LaunchError where it cannot be
+    made.
+    """
     out = config.out / f"family-{len(names)}.json"
     flags = [f"--model={name}={config.family / name}" for name in names]
     flags += [f"--data={name}={config.family / name}.jsonl" for name in names]
@@ -118,7 +122,7 @@ async def servers(config: QosConfig, size: int) -> AsyncIterator[Servers]:
 
 @contextlib.contextmanager
 def pinned(cores: Sequence[int]) -> Iterator[None]:
-    """Processes that are started in the block stay on these cores. Linux."""
+    """Returns the processes that are started in the block stay on these cores. Linux."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:

@@ -46,7 +46,7 @@ class Found:
     problems: list[str] = field(default_factory=list)
 
     def problem(self, what: str, sent: Fuzzed) -> None:
-        """Something that must not be."""
+        """Returns the something that must not be."""
         if len(self.problems) < 50:
             self.problems.append(f"{sent.kind}: {what}; sent {sent.data[:300]!r}")
 
@@ -78,7 +78,7 @@ async def _chunks(reader: asyncio.StreamReader) -> bytes:
 
 
 def flaw(status: int, body: bytes) -> str:
-    """What is wrong with an answer; empty where nothing is."""
+    """Returns what is wrong with an answer; empty where nothing is."""
     if status >= 500 and status not in _ALLOWED_FAULTS:
         return f"status {status}: {body[:300]!r}"
     if body.startswith(b"data: "):
@@ -181,7 +181,7 @@ async def _idle(client: Client) -> bool:
 
 
 async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """All of it; what was found."""
+    """Returns all of it; what was found."""
     log = folder / "server.log"
     command = ["-m", "benchmarks.pairs.passing_time", str(STEP_MS)]
     async with running_server(command, log, 180) as (address, pid), Client(address) as client:
@@ -217,7 +217,7 @@ async def run(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser("benchmarks.fuzz_http", description=__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--connections", type=int, default=32)

@@ -71,13 +71,13 @@ class Fuzzed:
 
 
 def draw(rng: random.Random, model: str) -> Fuzzed:
-    """The next one."""
+    """Returns the next one."""
     kind = rng.choices([*_KINDS], [weight for weight, _ in _KINDS.values()])[0]
     return _KINDS[kind][1](rng, model, kind)
 
 
 def body(rng: random.Random, model: str) -> tuple[str, dict[str, Any]]:
-    """A path, and a body that is right for it."""
+    """Returns a path, and a body that is right for it."""
     path = rng.choice(PATHS)
     found: dict[str, Any] = {
         "model": model,
@@ -96,7 +96,7 @@ def body(rng: random.Random, model: str) -> tuple[str, dict[str, Any]]:
 
 
 def anything(rng: random.Random, depth: int = 0) -> Any:
-    """A value of JSON."""
+    """Returns a value of JSON."""
     kind = rng.randrange(8 if depth < 3 else 6)
     if kind == 6:
         return [anything(rng, depth + 1) for _ in range(rng.randrange(4))]
@@ -107,7 +107,7 @@ def anything(rng: random.Random, depth: int = 0) -> Any:
 
 
 def request(path: str, payload: bytes, headers: bytes = b"", method: bytes = b"POST") -> bytes:
-    """One whole request."""
+    """Returns one whole request."""
     kind = b"" if b"content-type" in headers else b"content-type: application/json\r\n"
     head = b"%b %b HTTP/1.1\r\nhost: localhost\r\n%b%b" % (method, path.encode(), kind, headers)
     return b"%bcontent-length: %d\r\n\r\n%b" % (head, len(payload), payload)
@@ -127,7 +127,7 @@ def _wrong_values(rng: random.Random, model: str, kind: str) -> Fuzzed:
 
 
 def _wrong_parts(rng: random.Random, model: str, kind: str) -> Fuzzed:
-    """Right on the surface, wrong within."""
+    """Returns right on the surface, wrong within."""
     path, found = body(rng, model)
     if path == PATHS[1]:
         message = {"role": "user", "content": anything(rng), rng.choice(_STRINGS): anything(rng)}

@@ -34,7 +34,7 @@ START_S = 10.0
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """A case a model and way."""
+    """Returns a case a model and way."""
     return [
         Case(f"{model}/way{way}", 5.0 if sizes.dry else 70.0, {"model": model, "way": way})
         for model, way in sizes.distill
@@ -43,7 +43,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """A layer and its rows serve the cases of one model."""
+    """Returns a layer and its rows serve the cases of one model."""
     captured: dict[str, tuple[ModelConfig, ExpertPool, LayerRows, float]] = {}
 
     def run(case: Case) -> dict[str, Any]:
@@ -57,14 +57,16 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 def _config(sizes: Sizes) -> DistillConfig:
-    """The defaults, with as many steps as are timed."""
+    """Returns the defaults, with as many steps as are timed."""
     if sizes.dry:
         return DistillConfig(rows=1024, steps=40, batch=256, decode_batch=8, eval_every=20)
     return DistillConfig(steps=80, eval_every=20, patience=0)
 
 
 def _capture(sizes: Sizes, name: str) -> tuple[ModelConfig, ExpertPool, LayerRows, float]:
-    """Rows of a first layer under random tokens, and the seconds a pass over them took."""
+    """Returns the rows of a first layer under random tokens, and the seconds a pass over them
+    took.
+    """
     config, cfg = _config(sizes), from_hf(hf_config(name, 1))
     model = random_model(cfg, sizes.seed, sizes.dtype, skew=skew_of(sizes, name))
     slots = np.asarray(model.table.slots)[0, : cfg.num_experts]
@@ -92,7 +94,7 @@ def _fit(
     rows: LayerRows,
     capture_s: float,
 ) -> dict[str, Any]:
-    """The record: step time from the second evaluation on, when everything is compiled."""
+    """Returns the record: step time from the second evaluation on, when everything is compiled."""
     config = _config(sizes)
     groups = groups_by_index(cfg.num_experts, way)
     visits = np.bincount(rows.ids.reshape(-1), minlength=cfg.num_experts)

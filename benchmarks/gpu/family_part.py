@@ -47,7 +47,7 @@ START_S = 75.0
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Steps by rows of both models together, and the engine's choice for the same."""
+    """Returns the steps by rows of both models together, and the engine's choice for the same."""
     about = {"models": 2, "shared_percent": sizes.family_shared_percent, "context": sizes.context}
     found = [Case(f"decode/b{b}", 60.0, {**about, "batch": b}) for b in sizes.family_batches]
     return [*found, Case("choice", 150.0, about)]
@@ -55,7 +55,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """One family for all cases."""
+    """Returns one family for all cases."""
     ruler, ceilings = rulers(context)
     family = models.make_family(context.sizes)
 
@@ -70,7 +70,7 @@ def session(context: Context) -> Iterator[RunCase]:
 def _decode(
     sizes: Sizes, family: Family, ruler: Ruler, ceilings: Ceilings, case: Case
 ) -> dict[str, Any]:
-    """The record of a number of rows."""
+    """Returns the record of a number of rows."""
     batch = case.about["batch"]
     mixed_us, _ = _measure(_mixed(sizes, family, batch), ruler)
     gc.collect()
@@ -103,7 +103,7 @@ def _decode(
 
 
 def _measure(program: StepProgram, ruler: Ruler) -> tuple[float, Any]:
-    """Microseconds from one call to the next, and what the calls left behind."""
+    """Returns microseconds from one call to the next, and what the calls left behind."""
     return ruler.measure(program).span_us, program.carry
 
 
@@ -190,7 +190,9 @@ class InTurn(StepProgram):
 
 
 def _in_turn(sizes: Sizes, family: Family, batch: int) -> InTurn:
-    """A step with half of the rows for each model; the models' rows have slots of their own."""
+    """Returns a step with half of the rows for each model; the models' rows have slots of their
+    own.
+    """
     cfg, (each, options), half = family.config, _weights(family), batch // 2
     shared = jnp.asarray(family.sharing.owners[1] == 0)
     held = [(weights, jnp.int32(number), shared) for number, weights in enumerate(each)]
@@ -212,7 +214,7 @@ def _in_turn(sizes: Sizes, family: Family, batch: int) -> InTurn:
 
 
 def settings(sizes: Sizes) -> EngineConfig:
-    """A program for each size that is measured, and no room for more."""
+    """Returns a program for each size that is measured, and no room for more."""
     most, tokens = max(sizes.family_batches), min(512, sizes.max_model_len)
     return EngineConfig(
         dtype=sizes.dtype,
@@ -232,7 +234,7 @@ def settings(sizes: Sizes) -> EngineConfig:
 
 
 async def _choice(sizes: Sizes, family: Family) -> dict[str, Any]:
-    """What the engine times at its start, and whether it mixes, by rows of both models."""
+    """Returns what the engine times at its start, and whether it mixes, by rows of both models."""
     from serving.engine import Engine
     from serving.execution.runner import DeviceRunner
 

@@ -70,7 +70,7 @@ def _files(model: Model) -> Iterator[Tensors]:
 
 
 def _split(own: layout.Layout, params: Mapping[str, Any]) -> Tensors:
-    """Hugging Face's tensors, the inverse of how a checkpoint is read."""
+    """Returns Hugging Face's tensors, the inverse of how a checkpoint is read."""
     tensors = layout.split(own, {key: np.asarray(params[key]) for key in own})
     return {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
 
@@ -105,7 +105,7 @@ def _united(ways: Mapping[int, UnitedExperts]) -> Tensors:
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--dry-run", action="store_true")

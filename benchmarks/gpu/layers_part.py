@@ -47,7 +47,7 @@ Logits = Callable[[Path, list[np.ndarray]], dict[str, list[np.ndarray]]]
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """One a model."""
+    """Returns one a model."""
     return [Case(model, 75.0, {"depth": sizes.layer_depth}) for model in sizes.layer_models]
 
 
@@ -59,7 +59,7 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 def compare(context: Context, case: Case, reference: Logits | None = None) -> dict[str, Any]:
-    """The record of one model; `reference` stands in for PyTorch, as in a dry run."""
+    """Returns the record of one model; `reference` stands in for PyTorch, as in a dry run."""
     sizes = context.sizes
     config = hf_config(case.name, sizes.layer_depth)
     directory = context.scratch / f"layers-{case.name}"
@@ -113,7 +113,7 @@ def _stand_in(directory: Path, batches: list[np.ndarray]) -> dict[str, list[np.n
 def _check(
     model: Model, tokens: np.ndarray, decoded: int, exact: Any, theirs: Any
 ) -> dict[str, Any]:
-    """Errors of whole sequences, of a prefill step and of `decoded` decode steps."""
+    """Returns the errors of whole sequences, of a prefill step and of `decoded` decode steps."""
     whole = forward(model, tokens)
     theirs, exact = jnp.asarray(theirs), jnp.asarray(exact)
     errors = {"logits": judge(*map(np.asarray, _row_errors(whole, theirs, exact)))}
@@ -132,7 +132,7 @@ def _check(
 
 
 def judge(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
-    """Errors of rows against float32, by jmoe and by PyTorch in bfloat16.
+    """Returns the errors of rows against float32, by jmoe and by PyTorch in bfloat16.
 
     Where two experts of a row are nearly as good, rounding decides between them, and the row is off
     by far more than others. So the middle of both distributions is compared, and rows far outside
@@ -162,14 +162,14 @@ def judge(ours: np.ndarray, theirs: np.ndarray) -> dict[str, Any]:
 
 @jax.jit
 def _row_errors(ours: Any, theirs: Any, exact: Any) -> tuple[jax.Array, jax.Array]:
-    """Relative error of each row's logits, ours and theirs."""
+    """Returns the relative error of each row's logits, ours and theirs."""
     size = jnp.sum(exact**2, axis=-1)
     gaps = (jnp.sum((found - exact) ** 2, axis=-1) for found in (ours, theirs))
     return tuple(jnp.sqrt(gap / size) for gap in gaps)  # type: ignore[return-value]
 
 
 def _logprobs(logits: jax.Array, where: tuple[Any, Any], token: np.ndarray) -> np.ndarray:
-    """Log-probability of one token in each of the rows `where`."""
+    """Returns the log-probability of one token in each of the rows `where`."""
     rows = logits[tuple(map(jnp.asarray, where))]
     return np.asarray(token_logprobs(rows, jnp.asarray(token, jnp.int32)), np.float64)
 
@@ -179,7 +179,7 @@ Seen = tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]
 
 
 def paged_logprobs(model: Model, tokens: np.ndarray, decoded: int) -> tuple[Seen, Seen]:
-    """One prefill step over all but the last `decoded` tokens, then those one by one.
+    """Returns one prefill step over all but the last `decoded` tokens, then those one by one.
 
     Decode steps are fed the tokens that are given, whatever was sampled; what is looked at is the
     log-probability of the token they would have chosen.

@@ -80,7 +80,7 @@ def _add_one() -> Any:
 
 
 def _step(way: str, dry: bool, plant: str) -> dict[str, Any]:
-    """A decode step of two layers, one way, against the same step by XLA references."""
+    """Returns a decode step of two layers, one way, against the same step by XLA references."""
     import contextlib
 
     import jax
@@ -125,7 +125,7 @@ def _step(way: str, dry: bool, plant: str) -> dict[str, Any]:
 
 
 def _op(name: str, dry: bool, plant: str) -> dict[str, Any]:
-    """A case of the kernel benchmark: its judge's word, and where results differ."""
+    """Returns a case of the kernel benchmark: its judge's word, and where results differ."""
     import secrets
 
     import jax
@@ -187,7 +187,9 @@ def _spoiled(out: Any, plant: str) -> Any:
 
 
 def _difference(out: list[Any], want: list[Any]) -> dict[str, Any]:
-    """How results differ from those of the reference: the first place, the share, the tiles."""
+    """Returns how results differ from those of the reference: the first place, the share, the
+    tiles.
+    """
     import numpy as np
 
     for which, (a, b) in enumerate(zip(out, want, strict=True)):
@@ -209,7 +211,7 @@ def _difference(out: list[Any], want: list[Any]) -> dict[str, Any]:
 
 
 def op_sizes(*, dry: bool) -> Any:
-    """Sizes of the kernel cases."""
+    """Returns the sizes of the kernel cases."""
     from benchmarks.kernels import cases
     from pallas_kernels.shapes import MODELS
 
@@ -227,7 +229,7 @@ def op_sizes(*, dry: bool) -> Any:
 
 
 def op_cases(*, dry: bool) -> list[Any]:
-    """Kernel cases, those that move least first; layers are steps' business."""
+    """Returns Kernel cases, those that move least first; layers are steps' business."""
     from benchmarks.kernels.cases import all_cases
 
     found = [

@@ -36,7 +36,9 @@ DRY_LIMIT_S = 60.0
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """The smallest first. An estimate is a quarter of what a case takes, as four run at once."""
+    """Returns the smallest first. An estimate is a quarter of what a case takes, as four run at
+    once.
+    """
     names = ["smoke", *(f"step/{way}" for way in ("references", "eager", "graph"))]
     names += [case.name for case in light.op_cases(dry=sizes.dry)]
     return [Case(name, 4.0) for name in names]
@@ -44,7 +46,9 @@ def cases(sizes: Sizes) -> list[Case]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Processes for all cases that are not stored, started in order; a case waits for its own."""
+    """Returns the processes for all cases that are not stored, started in order; a case waits for
+    its own.
+    """
     limit_s = DRY_LIMIT_S if context.sizes.dry else LIMIT_S
     pool = ThreadPoolExecutor(AT_ONCE)
     wanted = [case.name for case in cases(context.sizes) if not context.record("light", case.name)]
@@ -62,7 +66,9 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 def run_case(name: str, dry: bool, limit_s: float) -> dict[str, Any]:
-    """The record of a case: `figures.verdict` is ok, WRONG, CRASH or HANG, with what is known."""
+    """Returns the record of a case: `figures.verdict` is ok, WRONG, CRASH or HANG, with what is
+    known.
+    """
     words = [sys.executable, "-m", "benchmarks.gpu.light", name, *(["--dry-run"] if dry else [])]
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     began = time.monotonic()
@@ -101,7 +107,7 @@ def run_case(name: str, dry: bool, limit_s: float) -> dict[str, Any]:
 
 
 def judged(lines: list[str], status: int, hung: bool, limit_s: float) -> tuple[str, dict[str, Any]]:
-    """The verdict on a process by what it printed and how it ended, and what it found."""
+    """Returns the verdict on a process by what it printed and how it ended, and what it found."""
     phase = next((line[7:] for line in reversed(lines) if line.startswith("phase: ")), "start")
     result = next((line[8:] for line in lines if line.startswith("result: ")), None)
     if hung:

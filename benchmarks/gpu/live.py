@@ -77,7 +77,7 @@ class Live:
         return self.runner.run(work)
 
     async def probe(self) -> dict[str, Any]:
-        """The server's counters now (see benchmarks.gpu.server)."""
+        """Returns the server's counters now (see benchmarks.gpu.server)."""
         os.kill(self.pid, signal.SIGUSR1)
         self._answers += 1
         async with asyncio.timeout(10):
@@ -93,7 +93,7 @@ class Live:
         os.kill(self.pid, signal.SIGUSR2)
 
     async def use(self, setting: Setting) -> None:
-        """Brownout as a setting says, once nothing runs."""
+        """Returns brownout as a setting says, once nothing runs."""
         await wait_idle(self.client, 0.2)
         if setting.way:
             percent = setting.threshold_percent
@@ -115,8 +115,8 @@ def live(
     cache: Path | None = None,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Live]:
-    """A server that is ready; `command` replaces the one with random weights, `more` settings are
-    added to those of every part.
+    """Returns a server that is ready; `command` replaces the one with random weights, `more`
+    settings are added to those of every part.
     """
     stats = context.scratch / f"{name}.stats.json"
     stats.unlink(missing_ok=True)
@@ -159,7 +159,9 @@ def live(
 
 
 def requests(sizes: Sizes, mix: Mix, count: int, seed: int = 0) -> list[Arrival]:
-    """Random prompts with the mix's lengths; outputs run to their full length. Times are 0."""
+    """Returns the random prompts with the mix's lengths; outputs run to their full length. Times
+    are 0.
+    """
     return synthetic(
         Lengths(mix.mean_input_tokens, mix.mean_output_tokens, mix.sigma),
         count,
@@ -170,7 +172,9 @@ def requests(sizes: Sizes, mix: Mix, count: int, seed: int = 0) -> list[Arrival]
 
 
 def between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """What the server did between two probes: steps by phase, and how long none was under way."""
+    """Returns what the server did between two probes: steps by phase, and how long none was under
+    way.
+    """
     wall_s = after["at_s"] - before["at_s"]
     found: dict[str, Any] = {"wall_s": wall_s}
     busy_s = 0.0

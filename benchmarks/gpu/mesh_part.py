@@ -50,7 +50,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """One model, as it is and spread, for all cases."""
+    """Returns one model, as it is and spread, for all cases."""
     sizes = context.sizes
     ruler, ceilings = rulers(context)
     model = models.make(sizes)
@@ -74,7 +74,7 @@ def _decode(
     ceilings: Ceilings,
     case: Case,
 ) -> dict[str, Any]:
-    """The record of a batch: the plain step, then the same over the mesh."""
+    """Returns the record of a batch: the plain step, then the same over the mesh."""
     batch, context = case.about["batch"], case.about["context"]
     timed = []
     for weights, where in ((model.weights, None), (spread, home)):
@@ -107,7 +107,7 @@ def _decode(
 def _program(
     sizes: Sizes, model: Model, weights: Weights, home: Home | None, batch: int
 ) -> StepProgram:
-    """A decode step; over the mesh of `home`, if there is one."""
+    """Returns a decode step; over the mesh of `home`, if there is one."""
     cfg = model.config
     params, options = served(weights.params)
     weights = weights._replace(params=params)

@@ -18,13 +18,13 @@ from jmoe.sharing import Sharing
 
 
 def make(sizes: Sizes, *, ways: tuple[int, ...] = (), depth: int | None = None) -> Model:
-    """The model that is served, with random weights; `depth` cuts its layers."""
+    """Returns the model that is served, with random weights; `depth` cuts its layers."""
     cfg = from_hf(hf_config(sizes.model, depth))
     return random_model(cfg, sizes.seed, sizes.dtype, ways, skew_of(sizes, sizes.model))
 
 
 def make_family(sizes: Sizes) -> Family:
-    """Two models of the served geometry with random weights, over one pool.
+    """Returns two models of the served geometry with random weights, over one pool.
 
     Of each layer's positions the second shares `family_shared_percent` with the first, drawn anew
     for every layer.
@@ -65,7 +65,8 @@ def decode_bytes(
 
 
 def prefill_flops(cfg: ModelConfig, chunks: list[tuple[int, int]]) -> int:
-    """Floating-point operations of a prefill step without brownout; chunks are (rows, positions).
+    """Returns the floating-point operations of a prefill step without brownout; chunks are (rows,
+    positions).
 
     Products of every row with the weights it visits, causal attention, and the output projection of
     each chunk's last row.
@@ -82,5 +83,5 @@ def prefill_flops(cfg: ModelConfig, chunks: list[tuple[int, int]]) -> int:
 
 
 def floor_us(num_bytes: float, copy_tb_s: float) -> float:
-    """Microseconds to move bytes at the copy's rate; NaN where no rate was measured."""
+    """Returns microseconds to move bytes at the copy's rate; NaN where no rate was measured."""
     return num_bytes / copy_tb_s / 1e6 if copy_tb_s else math.nan

@@ -43,7 +43,7 @@ class Context:
     facts: dict[str, Any] = field(default_factory=dict)  # of the session, for all of its records
 
     def record(self, part: str, name: str) -> dict[str, Any] | None:
-        """A stored record of the same sources, that did not fail."""
+        """Returns a stored record of the same sources, that did not fail."""
         return self.kept.records(part).get(name) if self.kept.has(part, name) else None
 
 
@@ -59,10 +59,10 @@ class Part(Protocol):
 
     @staticmethod
     def cases(sizes: Sizes) -> list[Case]:
-        """Every case, the worthiest first."""
+        """Returns every case, the worthiest first."""
         ...
 
     @staticmethod
     def session(context: Context) -> AbstractContextManager[RunCase]:
-        """What the cases of one call share: a model, a server."""
+        """Returns what the cases of one call share: a model, a server."""
         ...

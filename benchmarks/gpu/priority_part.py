@@ -36,7 +36,7 @@ PERCENTILES = (50, 99)
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """The capacity, then all that the default policy's server plays, then the baseline."""
+    """Returns the capacity, then all that the default policy's server plays, then the baseline."""
     mix = sizes.mixes[0]
     about = {"mix": mix._asdict(), "policy": POLICY}
     point_s = 2 * sizes.ramp_s + sizes.priority_window_s + 5
@@ -51,7 +51,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """A server for the cases of one policy that follow each other."""
+    """Returns a server for the cases of one policy that follow each other."""
     with contextlib.ExitStack() as stack:
         serving: list[tuple[str, Live]] = []
 
@@ -73,8 +73,8 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """One load under one policy. Arrivals go on after the window, so that its last requests have
-    company, and time to be answered.
+    """Returns one load under one policy. Arrivals go on after the window, so that its last requests
+    have company, and time to be answered.
     """
     sizes, mix, load = context.sizes, Mix(**case.about["mix"]), case.about["load"]
     full = context.record("priority", "capacity")
@@ -132,8 +132,8 @@ def _of_class(run: Run, *, best_effort: bool) -> Run:
 
 
 def _beside_alone(context: Context, case: Case, record: dict[str, Any]) -> dict[str, Any]:
-    """The record with its ratio to the same requests without best effort; a policy's own has a
-    target, the baseline's none.
+    """Returns the record with its ratio to the same requests without best effort; a policy's own
+    has a target, the baseline's none.
     """
     alone = context.record("priority", f"alone/load{case.about['load']:g}")
     if alone is None:

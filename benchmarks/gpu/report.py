@@ -28,7 +28,7 @@ def main(folder: Path, sizes: Sizes, out: Any = None) -> int:
 
 
 def text(stored: Mapping[str, Records], sizes: Sizes) -> str:
-    """The whole report as Markdown."""
+    """Returns the whole report as Markdown."""
     lines = [*heading(stored)]
     for part, table in TABLES.items():
         lines += ["", f"## {part}", f"`python -m benchmarks.gpu --parts {part}`", ""]
@@ -53,7 +53,7 @@ def _missing(part: str, records: Records, sizes: Sizes) -> list[str]:
 
 
 def heading(stored: Mapping[str, Records]) -> Iterator[str]:
-    """Device, versions and commits of the records, and what their weights are."""
+    """Returns device, versions and commits of the records, and what their weights are."""
     records = [r for found in stored.values() for r in found.values()]
     yield "# Measured on a GPU"
     if not records:
@@ -86,13 +86,13 @@ def _verdict(target: Mapping[str, Any] | None) -> str:
 
 
 def light(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
-    """What each case's process came to."""
+    """Returns what each case's process came to."""
     rows = [[name, r.get("figures", {}).get("verdict")] for name, r in stored["light"].items()]
     return markdown(["case", "verdict"], rows)
 
 
 def tests(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
-    """Counts by file."""
+    """Returns counts by file."""
     rows = [
         [name, *(r.get("figures", {}).get(key) for key in ("passed", "failed", "skipped"))]
         for name, r in stored["tests"].items()
@@ -101,7 +101,7 @@ def tests(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
 
 
 def layers(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
-    """Errors against PyTorch in float32, and PyTorch's own in bfloat16."""
+    """Returns errors against PyTorch in float32, and PyTorch's own in bfloat16."""
     rows = []
     for name, record in stored["layers"].items():
         for check in record.get("checks", []):
@@ -117,7 +117,7 @@ def layers(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
 
 
 def step(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
-    """Decode over its floor, brownout over its own zero brownout, and prefill."""
+    """Returns decode over its floor, brownout over its own zero brownout, and prefill."""
     found = {name: r for name, r in stored["step"].items() if "figures" in r}
     rows, gains = [], []
     labels = {setting.name: setting.label for setting in SETTINGS}
@@ -180,7 +180,7 @@ def _gain(found: Records, name: str, batch: int) -> dict[str, float] | None:
 
 
 def serve(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
-    """Figures 8 and 9 as a table."""
+    """Returns figures 8 and 9 as a table."""
     rows = []
     for name, record in sorted(stored["serve"].items()):
         if not name.startswith("point/") or "figures" not in record:
@@ -219,7 +219,9 @@ def burst(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
 
 
 def priority(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
-    """First tokens of the latency-sensitive, and what best effort gets, by load and policy."""
+    """Returns the first tokens of the latency-sensitive, and what best effort gets, by load and
+    policy.
+    """
     rows = []
     found = {n: r for n, r in stored["priority"].items() if "load" in r["case"] and "figures" in r}
     for name, record in sorted(found.items(), key=lambda item: item[1]["case"]["load"]):
@@ -234,7 +236,7 @@ def priority(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
 
 
 def family(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
-    """Mixed steps beside steps in turn, and what the engine chose."""
+    """Returns the mixed steps beside steps in turn, and what the engine chose."""
     rows, choice = [], stored["family"].get("choice", {}).get("figures", {})
     for batch in sorted(sizes.family_batches):
         f = stored["family"].get(f"decode/b{batch}", {}).get("figures")
@@ -250,7 +252,7 @@ def family(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
 
 
 def mesh(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
-    """Steps over a mesh of one device beside plain ones."""
+    """Returns steps over a mesh of one device beside plain ones."""
     rows = []
     for batch in sorted(sizes.mesh_batches):
         f = stored["mesh"].get(f"decode/b{batch}", {}).get("figures")
@@ -262,7 +264,7 @@ def mesh(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
 
 
 def against_transformers(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
-    """Tokens a second beside jmoe's offline cases."""
+    """Returns the tokens a second beside jmoe's offline cases."""
     record = next(iter(stored["transformers"].values()))
     rows = []
     for mix in sizes.mixes:
@@ -278,7 +280,7 @@ def against_transformers(stored: Mapping[str, Records], sizes: Sizes) -> list[st
 
 
 def startup(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
-    """Seconds to readiness, and what compiled afterwards."""
+    """Returns seconds to readiness, and what compiled afterwards."""
     rows = []
     for name, record in stored["startup"].items():
         f = record.get("figures")
@@ -292,7 +294,7 @@ def startup(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
 
 
 def distill(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
-    """One layer's rows captured and a training step, by model and way."""
+    """Returns one layer's rows captured and a training step, by model and way."""
     rows = []
     for name, record in stored["distill"].items():
         if f := record.get("figures"):
@@ -309,7 +311,7 @@ def distill(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
 
 
 def kernels(stored: Mapping[str, Records], sizes: Sizes) -> list[str]:
-    """Cases and targets by op; the figures themselves are in the ops' own files."""
+    """Returns cases and targets by op; the figures themselves are in the ops' own files."""
     rows = []
     for name, record in stored["kernels"].items():
         if f := record.get("figures"):
@@ -389,7 +391,7 @@ def _throughput(points: Records, sizes: Sizes) -> Callable[[Any], None]:
 
 
 def _burst_picture(legs: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
-    """The demo's picture, of these legs."""
+    """Returns the demo's picture, of these legs."""
     from serving.bench.report import draw
 
     shared = ("duration_s", "burst_at_s", "steady_rate_per_s", "burst_rate_per_s", "slo")

@@ -57,13 +57,13 @@ LOST_WORDS = ("CUDA_ERROR", "INTERNAL: ", "illegal memory access", "unspecified 
 
 
 def module(part: str) -> Part:
-    """A part by name."""
+    """Returns a part by name."""
     found: Any = importlib.import_module(f"benchmarks.gpu.{part}_part")
     return found
 
 
 def parse(argv: Sequence[str], about: str) -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = command.parser("python -m benchmarks.gpu", about)
     command.add_choices(parser, "--parts", PARTS)
     parser.add_argument("--retry", action="store_true", help="also what failed before")
@@ -118,7 +118,8 @@ def device_name() -> str | None:
 
 
 def run_parts(args: argparse.Namespace, sizes: Sizes, clock: command.Clock) -> int:
-    """Every part in a process of its own, what is `FIRST` first; then a table of all of them.
+    """Returns every part in a process of its own, what is `FIRST` first; then a table of all of
+    them.
 
     A part that cannot be imported costs itself alone, as does one that outruns its time, which is
     twice what its cases should take. Results and table are also packed as `OUT.tar.gz`.
@@ -217,7 +218,9 @@ def _store(args: argparse.Namespace, part: str) -> store.Store:
 
 
 def todo(args: argparse.Namespace, kept: store.Store, part: str, sizes: Sizes) -> list[Case]:
-    """Cases that the command line asks for and that are not stored for these sources."""
+    """Returns the cases that the command line asks for and that are not stored for
+    these sources.
+    """
     wanted = [case for case in module(part).cases(sizes) if args.match in case.name]
     if args.again:
         return wanted
@@ -231,7 +234,7 @@ def todo(args: argparse.Namespace, kept: store.Store, part: str, sizes: Sizes) -
 
 
 def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: command.Clock) -> int:
-    """One part's cases that are not stored yet, in this process."""
+    """Returns one part's cases that are not stored yet, in this process."""
     (part,) = args.parts
     kept = _store(args, part)
     wanted = todo(args, kept, part, sizes)
@@ -280,7 +283,7 @@ def _run_case(
 
 
 def _line(record: dict[str, Any]) -> str:
-    """The record in a line: why it failed, or its figures."""
+    """Returns the record in a line: why it failed, or its figures."""
     if "failed" in record:
         return f"FAILED: {record['failed']}"
     numbers = [

@@ -59,7 +59,7 @@ def _about(mix: Mix, setting: Setting) -> dict[str, Any]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """One server for all cases of a call."""
+    """Returns one server for all cases of a call."""
     kinds = {"capacity": capacity, "point": _point, "offline": _offline, "kernels": _kernels}
     with live(context, "serve") as server:
 
@@ -79,7 +79,7 @@ def _setting(case: Case) -> Setting:
 
 
 async def capacity(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """A full batch without brownout: requests and tokens a second."""
+    """Returns a full batch without brownout: requests and tokens a second."""
     sizes = context.sizes
     await server.use(ZERO)
     samples = itertools.cycle(requests(sizes, _mix(case), 2048))
@@ -101,7 +101,7 @@ async def capacity(context: Context, server: Live, case: Case) -> dict[str, Any]
 
 
 async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """One rate under one setting."""
+    """Returns one rate under one setting."""
     sizes, mix = context.sizes, _mix(case)
     full = context.record("serve", f"capacity/{mix.name}")
     if full is None:
@@ -135,7 +135,9 @@ async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
 
 
 async def _offline(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """All requests at once, at most a batch in flight: what the `transformers` part does, too."""
+    """Returns all requests at once, at most a batch in flight: what the `transformers` part does,
+    too.
+    """
     sizes, mix = context.sizes, _mix(case)
     samples = requests(sizes, mix, sizes.transformers_requests)
     await server.use(_setting(case))
@@ -155,7 +157,7 @@ async def _offline(context: Context, server: Live, case: Case) -> dict[str, Any]
 
 
 async def _kernels(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """A full batch without brownout while the server times its kernels for two seconds."""
+    """Returns a full batch without brownout while the server times its kernels for two seconds."""
     sizes = context.sizes
     await server.use(ZERO)
     samples = itertools.cycle(requests(sizes, _mix(case), 2048))
@@ -180,7 +182,8 @@ async def _kernels(context: Context, server: Live, case: Case) -> dict[str, Any]
 
 
 def window(run: Run, start_s: float, end_s: float) -> dict[str, Any]:
-    """What came in [start_s, end_s): tokens a second, and latencies of what was due or came then.
+    """Returns what came in [start_s, end_s): tokens a second, and latencies of what was due or came
+    then.
 
     A request that had no first token when the run ended counts in `unanswered`, and its waiting
     time so far as its time to first token: above capacity, leaving it out would flatter.

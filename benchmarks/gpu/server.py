@@ -81,7 +81,7 @@ class Probe(Observer):
         os.replace(part, self.path)
 
     def profile(self) -> None:
-        """Times kernels in a thread of its own; what goes wrong is what is answered."""
+        """Returns times kernels in a thread of its own; what goes wrong is what is answered."""
         threading.Thread(target=self._profile, daemon=True).start()
 
     def _profile(self) -> None:
@@ -113,7 +113,7 @@ class Probe(Observer):
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stats", type=Path, required=True)
     parser.add_argument("--dry-run", action="store_true")

@@ -37,7 +37,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Every case starts servers of its own."""
+    """Returns every case starts servers of its own."""
 
     def run(case: Case) -> dict[str, Any]:
         measure = _made if case.name == "made" else _checkpoint
@@ -82,7 +82,8 @@ def _checkpoint(context: Context) -> dict[str, Any]:
 
 
 def checkpoint(context: Context) -> Path:
-    """The served model as a Hugging Face directory; written by another process unless it is there.
+    """Returns the served model as a Hugging Face directory; written by another process unless it is
+    there.
 
     Raises RuntimeError where it cannot be written.
     """

@@ -45,7 +45,7 @@ BUCKET_PERCENT = 40  # the threshold bucket that serves the three settings
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Exact decode first, then every setting, then prefill; a way's cases lie together.
+    """Returns exact decode first, then every setting, then prefill; a way's cases lie together.
 
     `eager` ones are launched kernel by kernel: what CUDA graphs bring.
     """
@@ -78,14 +78,14 @@ def _about(setting: Setting) -> dict[str, Any]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """One model and one cache for all cases."""
+    """Returns one model and one cache for all cases."""
     ruler, ceilings = rulers(context)
     steps = _Steps(context.sizes, ruler, ceilings)
     yield steps.run
 
 
 def rulers(context: Context) -> tuple[Ruler, Ceilings]:
-    """What times steps, and the device's ceilings as measured now, which records keep."""
+    """Returns what times steps, and the device's ceilings as measured now, which records keep."""
     sizes = context.sizes
     models.use_compilation_cache(context.cache)
     ruler = Ruler(0.0, 0.0) if sizes.dry else Ruler(warm_s=0.3, timed_s=0.4)
@@ -109,7 +109,7 @@ class _Steps:
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def run(self, case: Case) -> dict[str, Any]:
-        """The record of a case."""
+        """Returns the record of a case."""
         setting = Setting(case.about["way"], case.about["threshold_percent"])
         if setting.way:
             self.model.use_way(setting.way)
@@ -250,7 +250,7 @@ class StepProgram:
 
 
 def _chunks(sizes: Sizes, tokens: int) -> list[tuple[int, int]]:
-    """Whole prompts of at most `prefill_context` positions: (rows, positions)."""
+    """Returns the whole prompts of at most `prefill_context` positions: (rows, positions)."""
     each = min(tokens, sizes.prefill_context)
     return [(each, each)] * (tokens // each)
 
@@ -282,7 +282,7 @@ def _num_pages(sizes: Sizes) -> int:
 
 
 def block_tables(sizes: Sizes) -> dict[str, np.ndarray]:
-    """int32 block tables by phase: every sequence has scattered pages of its own."""
+    """Returns int32 block tables by phase: every sequence has scattered pages of its own."""
     shape = max(count for count, _ in _blocks(sizes).values()), _max_blocks(sizes)
     order = np.random.default_rng(sizes.seed).permutation(_num_pages(sizes)).astype(np.int32)
     tables = {}
@@ -298,7 +298,7 @@ def _max_blocks(sizes: Sizes) -> int:
 
 
 def random_state(sizes: Sizes, model: Model) -> State:
-    """Pages full of random keys and values, and random newest tokens."""
+    """Returns the pages full of random keys and values, and random newest tokens."""
     cfg, slots = model.config, max(count for count, _ in _blocks(sizes).values())
     state = make_state(
         cfg,
@@ -317,7 +317,9 @@ def random_state(sizes: Sizes, model: Model) -> State:
 
 
 def decode_state(sizes: Sizes, model: Model, batches: tuple[int, ...]) -> State:
-    """Random pages, and block tables, for decode steps of at most the largest of `batches`."""
+    """Returns random pages, and block tables, for decode steps of at most the largest of
+    `batches`.
+    """
     context = sizes.context
     own = replace(sizes, batches=batches, prefill_tokens=(context,), prefill_context=context)
     state = random_state(own, model)

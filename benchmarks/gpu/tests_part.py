@@ -26,7 +26,7 @@ START_S = 0.0
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """A case a file."""
+    """Returns a case a file."""
     return [Case(name, 20.0 if sizes.dry else seconds) for name, seconds in FILES.items()]
 
 
@@ -41,7 +41,9 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 def run_tests(context: Context, case: Case) -> dict[str, Any]:
-    """Counts, and what failed. Without a GPU (a dry run) all are skipped, which is a pass there."""
+    """Returns counts, and what failed. Without a GPU (a dry run) all are skipped, which is a pass
+    there.
+    """
     report = context.scratch / f"{case.name}.xml"
     report.unlink(missing_ok=True)
     # The tests' own conftest asks for a CPU and for packages that a bare GPU machine lacks.
@@ -69,7 +71,7 @@ def run_tests(context: Context, case: Case) -> dict[str, Any]:
 
 
 def read_junit(text: str) -> tuple[dict[str, int], dict[str, str]]:
-    """(passed, failed, skipped counts; message by failed test) of a JUnit report."""
+    """Returns (passed, failed, skipped counts; message by failed test) of a JUnit report."""
     counts, faults = {"passed": 0, "failed": 0, "skipped": 0}, {}
     for case in ElementTree.fromstring(text).iter("testcase"):
         fault = next((e for e in case if e.tag in ("failure", "error")), None)

@@ -63,7 +63,7 @@ def generate(model: Any, requests: list[list[Any]], max_batch: int) -> dict[str,
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # it would look there for attention kernels
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]

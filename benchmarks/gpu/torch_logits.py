@@ -13,7 +13,8 @@ DTYPES = ("bfloat16", "float32")
 
 
 def logits(directory: Path, batches: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
-    """float32 [batch, length, vocab] of int [batch, length], by the dtype that was computed in.
+    """Returns float32 [batch, length, vocab] of int [batch, length], by the dtype that was computed
+    in.
 
     The weights are loaded once, as bfloat16, and widened for float32. Attention and experts are the
     eager implementations: products of PyTorch, without tf32.
@@ -48,7 +49,7 @@ def logits(directory: Path, batches: list[np.ndarray]) -> dict[str, list[np.ndar
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     directory, tokens, out = map(Path, sys.argv[1:])
     found = logits(directory, [np.load(tokens)])
     np.savez(out, bfloat16=found["bfloat16"][0], float32=found["float32"][0])

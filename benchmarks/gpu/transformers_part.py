@@ -30,7 +30,7 @@ START_S = 1.0
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """One, for the model is loaded once for all mixes."""
+    """Returns one, for the model is loaded once for all mixes."""
     return [Case("continuous-batching", 330.0, {"max_batch": sizes.batch})]
 
 
@@ -45,7 +45,9 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 def run_torch(context: Context, python: str = sys.executable) -> dict[str, Any]:
-    """The record: figures by mix, or why a mix has none. `python` has PyTorch and transformers."""
+    """Returns the record: figures by mix, or why a mix has none. `python` has PyTorch and
+    transformers.
+    """
     sizes = context.sizes
     if sizes.dry and python == sys.executable and importlib.util.find_spec("torch") is None:
         return {"figures": {}, "skipped": "a dry run without PyTorch"}

@@ -19,7 +19,7 @@ CALL_AGAIN = "cases left, and no time for them; call again"
 
 
 def parser(prog: str, about: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """Returns the options that every benchmark has."""
     words = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=prog, description=about, formatter_class=words)
     parser.add_argument("--match", default="", help="part of a case's name")
@@ -33,7 +33,9 @@ def parser(prog: str, about: str) -> argparse.ArgumentParser:
 
 
 def add_choices(parser: argparse.ArgumentParser, flag: str, known: Sequence[str]) -> None:
-    """An option that takes some of `known`, separated by commas; all of them where it is absent."""
+    """Returns an option that takes some of `known`, separated by commas; all of them where it is
+    absent.
+    """
 
     def chosen(text: str) -> list[str]:
         for name in text.split(","):
@@ -89,12 +91,12 @@ def attempt(
 
 
 def reason(error: Exception) -> str:
-    """An exception in a line."""
+    """Returns an exception in a line."""
     return f"{type(error).__name__}: {str(error).strip()[:600]}"
 
 
 def markdown(columns: list[str], rows: list[list[Any]]) -> list[str]:
-    """Lines of a table; None is a dash."""
+    """Returns the lines of a table; None is a dash."""
     cells = [["-" if cell is None else str(cell) for cell in row] for row in rows]
     return [
         f"| {' | '.join(columns)} |",

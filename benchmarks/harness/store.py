@@ -30,7 +30,7 @@ def device_folder(kind: str) -> Path:
 
 
 def _output(*command: str) -> str:
-    """What a command prints, or nothing where it cannot be run."""
+    """Returns what a command prints, or nothing where it cannot be run."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -39,7 +39,7 @@ def _output(*command: str) -> str:
 
 
 def commit(given: str | None = None) -> str:
-    """What was measured: as given, or git's; "unknown" where there is neither."""
+    """Returns what was measured: as given, or git's; "unknown" where there is neither."""
     if given is not None:
         return given
     found = _output("git", "rev-parse", "HEAD")
@@ -47,7 +47,7 @@ def commit(given: str | None = None) -> str:
 
 
 def sources(paths: Sequence[str]) -> str:
-    """Digest of the code and data files at or below `paths` (from the repository root).
+    """Returns the digest of the code and data files at or below `paths` (from the repository root).
 
     It tells apart what a commit does not: a tree that was changed, or has no git.
     """
@@ -62,12 +62,12 @@ def sources(paths: Sequence[str]) -> str:
 
 
 def revision(given: str | None, paths: Sequence[str]) -> dict[str, str]:
-    """Commit and sources, as records name them."""
+    """Returns commit and sources, as records name them."""
     return {"commit": commit(given), "sources": sources(paths)}
 
 
 def machine(device_kind: str) -> dict[str, str]:
-    """Device, driver and versions."""
+    """Returns device, driver and versions."""
     found = {"device": device_kind, "python": platform.python_version()}
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if driver:
@@ -81,7 +81,7 @@ def machine(device_kind: str) -> dict[str, str]:
 
 
 def now() -> str:
-    """The date of a record: UTC, to the second."""
+    """Returns the date of a record: UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
@@ -92,7 +92,7 @@ class Store:
         self.folder, self.revision = folder, revision
 
     def records(self, file: str) -> dict[str, dict[str, Any]]:
-        """Records of a file by the case's name; none where there is no file."""
+        """Returns the records of a file by the case's name; none where there is no file."""
         path = self.folder / f"{file}.json"
         if not path.exists():
             return {}

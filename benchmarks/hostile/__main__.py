@@ -114,7 +114,7 @@ async def _main(args: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = _parser()
     args = parser.parse_args()
     if args.address and args.set:

@@ -88,7 +88,7 @@ async def learn(address: str, admin_address: str | None = None) -> Facts:
 
 
 def draw(rng: random.Random, facts: Facts, spoken: "Spoken", polite: bool = False) -> Attempt:
-    """The next attempt; a well-formed one where it is to be polite."""
+    """Returns the next attempt; a well-formed one where it is to be polite."""
     group = "fine" if polite else rng.choices([*GROUPS], [*GROUPS.values()])[0]
     if group == "malformed":
         return rng.choice(spoken.malformed(facts))

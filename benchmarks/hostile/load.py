@@ -224,7 +224,7 @@ async def _end(call: Any, messages: list[pb.GenerateResponse], refusal: Refusal 
 
 
 def _flaw(attempt: Attempt, ended: Ended) -> str:
-    """What is not right about a stream that should be whole; empty where nothing is."""
+    """Returns what is not right about a stream that should be whole; empty where nothing is."""
     request, messages = attempt.request, ended.messages
     if request is None or ended.code != "OK":
         return ""
@@ -244,7 +244,7 @@ def _flaw(attempt: Attempt, ended: Ended) -> str:
 
 
 async def overload(address: str, facts: Facts) -> list[float] | None:
-    """Seconds to a refusal of a server whose queue is full; None where it cannot be filled.
+    """Returns seconds to a refusal of a server whose queue is full; None where it cannot be filled.
 
     Its slots and queue are filled with long requests, then others are sent one after another.
     """

@@ -52,7 +52,7 @@ _VALUES: dict[int, Callable[[random.Random], Any]] = {
 
 
 def message(rng: random.Random, kind: Descriptor) -> bytes:
-    """One message for a method that takes messages of `kind`."""
+    """Returns one message for a method that takes messages of `kind`."""
     chance = rng.random()
     if chance < 0.2:
         return rng.randbytes(rng.choice((1, 2, 7, 40, 300, 5000)))
@@ -61,7 +61,9 @@ def message(rng: random.Random, kind: Descriptor) -> bytes:
 
 
 def absurd(rng: random.Random, kind: Descriptor, depth: int = 0) -> Any:
-    """A message that decodes: some of its fields are present, with values from the edges."""
+    """Returns a message that decodes: some of its fields are present, with values
+    from the edges.
+    """
     made = message_factory.GetMessageClass(kind)()
     share = rng.choice((0.1, 0.3, 0.9))
     if kind is _USUAL.DESCRIPTOR and rng.random() < 0.5:
@@ -106,7 +108,7 @@ def _set_map(rng: random.Random, made: Any, entry: Descriptor, depth: int) -> No
 
 
 def mutated(rng: random.Random, valid: bytes) -> bytes:
-    """A message with a few bytes changed, put in, left out or said twice."""
+    """Returns a message with a few bytes changed, put in, left out or said twice."""
     data = bytearray(valid or b"\x0a\x03abc")
     for _ in range(rng.choice((1, 1, 2, 8))):
         at = rng.randrange(len(data) + 1)

@@ -107,8 +107,8 @@ def _malformed(facts: Facts) -> list[Attempt]:
 
 
 def as_http(attempt: Attempt) -> Attempt:
-    """The attempt, with the codes that are right over HTTP. One in twenty of those that are read to
-    the end is sent by a client that closes its side once it has asked, as `nc -N` does.
+    """Returns the attempt, with the codes that are right over HTTP. One in twenty of those that are
+    read to the end is sent by a client that closes its side once it has asked, as `nc -N` does.
     """
     also = _ALSO_RIGHT.get(attempt.kind)
     if (
@@ -121,7 +121,9 @@ def as_http(attempt: Attempt) -> Attempt:
 
 
 def body_of(attempt: Attempt, model: str) -> bytes:
-    """The body that asks for what the attempt's message does; a message that is none, as it is."""
+    """Returns the body that asks for what the attempt's message does; a message that is none, as it
+    is.
+    """
     if attempt.path == _CHAT_PATH:
         return attempt.payload
     try:
@@ -161,7 +163,9 @@ def body_of(attempt: Attempt, model: str) -> bytes:
 
 
 async def send(address: str, model: str, attempt: Attempt) -> tuple[str, str, bool, list[Any]]:
-    """Code, details, whether it was refused with a time to come back, and a stream's events."""
+    """Returns code, details, whether it was refused with a time to come back, and a stream's
+    events.
+    """
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
     try:
@@ -232,7 +236,7 @@ def _ended(
 
 
 def flaw(attempt: Attempt, events: list[Any]) -> str:
-    """What is not right about a stream that should be whole; empty where nothing is."""
+    """Returns what is not right about a stream that should be whole; empty where nothing is."""
     request = attempt.request
     if request is None:
         return ""

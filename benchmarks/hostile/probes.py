@@ -74,7 +74,9 @@ def _measure(target: Callable[..., Any], results: Any, stop: Any, args: tuple[An
 
 
 def stalls(ready: Callable[[], None], stop: Any) -> Samples:
-    """Begin and end of the machine's own stalls: naps of 1 ms that lasted 20 ms longer."""
+    """Returns the begin and end of the machine's own stalls: naps of 1 ms that lasted 20 ms
+    longer.
+    """
     found = []
     ready()
     while not stop.is_set():
@@ -86,7 +88,7 @@ def stalls(ready: Callable[[], None], stop: Any) -> Samples:
 
 
 def memory(ready: Callable[[], None], stop: Any, pid: int) -> Samples:
-    """Time and resident bytes of a process, until it is gone."""
+    """Returns time and resident bytes of a process, until it is gone."""
     samples: Samples = []
     ready()
     while not stop.is_set():
@@ -99,7 +101,7 @@ def memory(ready: Callable[[], None], stop: Any, pid: int) -> Samples:
 
 
 def resident_bytes(pid: int) -> int | None:
-    """Resident memory of a process; None where it is gone or cannot be seen."""
+    """Returns the resident memory of a process; None where it is gone or cannot be seen."""
     if Path("/proc/self/status").exists():
         try:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -116,7 +118,9 @@ def resident_bytes(pid: int) -> int | None:
 
 
 def health(ready: Callable[[], None], stop: Any, address: str) -> tuple[Samples, list[str]]:
-    """Begin and end of a health check every 10 ms, late ones or not; and what failed."""
+    """Returns the begin and end of a health check every 10 ms, late ones or not;
+    and what failed.
+    """
     return asyncio.run(_health(ready, stop, address))
 
 
@@ -155,7 +159,9 @@ async def _health(ready: Callable[[], None], stop: Any, address: str) -> tuple[S
 def stream(
     ready: Callable[[], None], stop: Any, address: str, max_model_len: int
 ) -> tuple[Samples, list[str]]:
-    """Begin and end of every gap between two messages of one polite stream after another."""
+    """Returns the begin and end of every gap between two messages of one polite stream after
+    another.
+    """
     return asyncio.run(_stream(ready, stop, address, max_model_len))
 
 
@@ -186,12 +192,14 @@ async def _stream(
 
 
 def between(samples: Samples, begin: float, end: float) -> Samples:
-    """The samples that began in this time."""
+    """Returns the samples that began in this time."""
     return [sample for sample in samples if begin <= sample[0] < end]
 
 
 def apart(samples: Samples, stalled: Samples) -> tuple[list[float], list[float]]:
-    """How long each sample took: those that met no stall of the machine, and those that did."""
+    """Returns how long each sample took: those that met no stall of the machine, and those that
+    did.
+    """
     ends, clean, met = [end for _, end in stalled], [], []
     for begin, end in samples:
         nearest = bisect.bisect_left(ends, begin)  # the first stall that was not over
@@ -201,5 +209,5 @@ def apart(samples: Samples, stalled: Samples) -> tuple[list[float], list[float]]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Nearest rank. There must be values."""
+    """Returns nearest rank. There must be values."""
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

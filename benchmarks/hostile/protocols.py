@@ -35,7 +35,7 @@ class Spoken(Protocol):
     takes_tokens: bool  # as prompts; else texts alone
 
     def payload(self, request: pb.GenerateRequest) -> bytes:
-        """A well-formed request as a message."""
+        """Returns a well-formed request as a message."""
         ...
 
     def replies(self) -> Callable[[bytes], Reply]:

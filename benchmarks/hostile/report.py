@@ -77,7 +77,9 @@ def stats_lines(when: str, stats: pb.Stats | None) -> list[Line]:
 
 
 def memory_figures(samples: Samples, marks: Marks, ended_at: list[float]) -> dict[str, Any]:
-    """Resident bytes of the server: idle, while the first and the last requests ended, peak."""
+    """Returns the resident bytes of the server: idle, while the first and the last requests ended,
+    peak.
+    """
     part = max(1, min(1000, len(ended_at) // 5))
     spans = {"idle": marks.idle}
     if ended_at:
@@ -199,7 +201,7 @@ def _by_group(kind: tuple[str, str]) -> tuple[int, str]:
 
 
 def table(lines: list[Line]) -> str:
-    """The lines as text, in columns."""
+    """Returns the lines as text, in columns."""
     verdicts = {True: "ok", False: "FAILED", None: "not measured"}
     rows = [("what", "must be", "seen", "")]
     rows += [(line.name, line.must, line.seen, verdicts[line.ok]) for line in lines]

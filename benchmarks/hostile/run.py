@@ -133,7 +133,7 @@ async def _probing(plan: Plan, facts: Facts) -> AsyncIterator[dict[str, Any]]:
 def _measured(
     measured: dict[str, Any], marks: Marks, load: LoadResult, lines: list[Line]
 ) -> dict[str, Any]:
-    """The figures of load and probes; what must hold of them is added to `lines`."""
+    """Returns the figures of load and probes; what must hold of them is added to `lines`."""
     stalled = measured["stalls"]
 
     def latencies(samples: probes.Samples) -> dict[str, Any]:

@@ -13,7 +13,7 @@ _KINDS = {bool: "bool_param", int: "int64_param", float: "double_param", str: "s
 
 
 def request(text: str, sampling: dict[str, Any], **fields: Any) -> pb.ModelInferRequest:
-    """A request for `text` as one streams it, with other `fields` of the message."""
+    """Returns a request for `text` as one streams it, with other `fields` of the message."""
     made = pb.ModelInferRequest(**fields)
     add(made, "text_input", "BYTES", _element(text.encode()))
     add(made, "sampling_parameters", "BYTES", _element(json.dumps(sampling).encode()))
@@ -21,13 +21,13 @@ def request(text: str, sampling: dict[str, Any], **fields: Any) -> pb.ModelInfer
 
 
 def add(made: pb.ModelInferRequest, name: str, datatype: str, raw: bytes) -> None:
-    """One more input with one element."""
+    """Returns one more input with one element."""
     made.inputs.add(name=name, datatype=datatype, shape=[1])
     made.raw_input_contents.append(raw)
 
 
 def set_parameter(made: pb.ModelInferRequest, name: str, value: Any) -> None:
-    """A parameter of its value's type."""
+    """Returns a parameter of its value's type."""
     setattr(made.parameters[name], _KINDS[type(value)], value)
 
 
@@ -77,7 +77,7 @@ _MOST_CHANGES = 4
 
 
 def fuzzed(rng: random.Random) -> bytes:
-    """Noise, absurd messages, and requests of which little is wrong, or nothing."""
+    """Returns noise, absurd messages, and requests of which little is wrong, or nothing."""
     chance = rng.random()
     if chance < 0.25:
         return message(rng, pb.ModelInferRequest.DESCRIPTOR)
@@ -91,7 +91,7 @@ def fuzzed(rng: random.Random) -> bytes:
 
 
 def _any(rng: random.Random, depth: int = 0) -> Any:
-    """A JSON value."""
+    """Returns a JSON value."""
     chance = rng.random()
     if depth > 3 or chance < 0.7:
         return rng.choice(_SCALARS)

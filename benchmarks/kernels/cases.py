@@ -70,7 +70,7 @@ class Case:
         return "/".join(parts)
 
     def chunks(self) -> list[tuple[int, int]]:
-        """(rows, KV positions) of each sequence of an attention op.
+        """Returns (rows, KV positions) of each sequence of an attention op.
 
         Decode: one row a sequence. Prefill: one chunk that ends a context at least as long, or as
         many whole prompts of `context` positions as the rows make.
@@ -89,7 +89,7 @@ class Count(NamedTuple):
 
 
 def count_moe_mlp(shape: Shape, active_experts: int, rows: int, itemsize: int = 2) -> Count:
-    """Weights of the experts that have rows, and three products a row.
+    """Returns the weights of the experts that have rows, and three products a row.
 
     Activations are left out, which makes the share of the bandwidth a lower bound.
     """
@@ -98,7 +98,8 @@ def count_moe_mlp(shape: Shape, active_experts: int, rows: int, itemsize: int = 
 
 
 def count_attention(shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: int = 2) -> Count:
-    """Causal attention: every key and value once, queries in, rows out; only what a row may see.
+    """Returns causal attention: every key and value once, queries in, rows out; only what a row may
+    see.
 
     The i-th of n rows at the end of c positions sees c - n + i + 1 of them.
     """
@@ -109,14 +110,17 @@ def count_attention(shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: i
 
 
 def count_kv_write(shape: Shape, tokens: int, itemsize: int = 2) -> Count:
-    """Query, key and value heads of each token, read and written, and its angles in float32."""
+    """Returns Query, key and value heads of each token, read and written, and its angles in
+    float32.
+    """
     heads = shape.heads + 2 * shape.kv_heads
     return Count(tokens * shape.head_dim * (2 * heads * itemsize + 4), 0)
 
 
 def count_moe_layer(shape: Shape, active_experts: int, tokens: int) -> Count:
-    """Weights of the router, of shared experts and of the routed ones that have rows; rows once in
-    and once out."""
+    """Returns the weights of the router, of shared experts and of the routed ones that have rows;
+    rows once in and once out.
+    """
     routed = count_moe_mlp(shape, active_experts, tokens * shape.top_k)
     dense = shape.d_model * (shape.num_experts + 3 * shape.d_ff_shared)
     rows = 2 * tokens * shape.d_model
@@ -126,7 +130,7 @@ def count_moe_layer(shape: Shape, active_experts: int, tokens: int) -> Count:
 def count_decode_layer(
     shape: Shape, active_experts: int, chunks: Sequence[tuple[int, int]]
 ) -> Count:
-    """The same with attention: its weights, and every key and value once."""
+    """Returns the same with attention: its weights, and every key and value once."""
     tokens = sum(n for n, _ in chunks)
     moved, experts = count_attention(shape, chunks), count_moe_layer(shape, active_experts, tokens)
     dense = shape.d_model * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
@@ -143,7 +147,7 @@ class Target(NamedTuple):
 
 
 def target(case: Case) -> Target | None:
-    """What the project has set itself for this case on an H200."""
+    """Returns what the project has set itself for this case on an H200."""
     if case.op == "grouped_gemm" and case.phase == "decode" and 32 <= case.tokens <= 256:
         return Target("share_of_copy", 0.95)
     if case.op == "grouped_gemm" and case.tokens == 16384:
@@ -158,7 +162,7 @@ def target(case: Case) -> Target | None:
 
 
 def all_cases(sizes: Sizes) -> list[Case]:
-    """Every case, those with a target first; a model's cases of an op lie together.
+    """Returns every case, those with a target first; a model's cases of an op lie together.
 
     Time on a GPU may end before the list does, and weights should be drawn once.
     """

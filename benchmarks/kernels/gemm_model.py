@@ -99,7 +99,7 @@ def _items(
 
 
 def _widths(tile: Tile, rows: int) -> list[int]:
-    """Rows that each block of the cluster loads and multiplies."""
+    """Returns the rows that each block of the cluster loads and multiplies."""
     half = -(-rows // tile.cluster // 8) * 8 if tile.cluster > 1 else rows
     shares = [max(0, min(rows - rank * half, half)) for rank in range(tile.cluster)]
     return [next(w for w in tile.widths if share <= w) for share in shares]
@@ -147,7 +147,7 @@ def _drain(items: Sequence[_Cost], blocks: int, gpu: Gpu) -> float:
 
 
 def _fair(asked: np.ndarray, given: float) -> np.ndarray:
-    """Max-min fair shares of `given` for those who ask for `asked`."""
+    """Returns the max-min fair shares of `given` for those who ask for `asked`."""
     if asked.sum() <= given:
         return asked
     order = np.sort(asked)
@@ -166,13 +166,13 @@ _ODD = (
 
 
 def drawn(shape: Shape, tokens: int, skew: str, seed: int = 0) -> list[int]:
-    """Rows of each expert, as a benchmark draws them."""
+    """Returns the rows of each expert, as a benchmark draws them."""
     picks = choices(np.random.default_rng(seed), shape, tokens, skew)
     return np.bincount(picks.ravel(), minlength=shape.num_experts).tolist()
 
 
 def ratio(shape: Shape, tokens: int, skew: str, tile: Tile, other: Tile, gpu: Gpu) -> float:
-    """Time of `tile` by that of `other`, mean of three draws."""
+    """Returns the time of `tile` by that of `other`, mean of three draws."""
     times = []
     for seed in range(3):
         loads = drawn(shape, tokens, skew, seed)

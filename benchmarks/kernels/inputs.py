@@ -12,7 +12,7 @@ NUM_LAYERS, LAYER = 2, 1  # of the KV cache; a layer other than the first, so th
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
-    """bfloat16 on the device; drawn there, because full-size inputs are gigabytes."""
+    """Returns bfloat16 on the device; drawn there, because full-size inputs are gigabytes."""
     return _normal(_key(rng), shape, scale)
 
 
@@ -26,7 +26,9 @@ def _normal(key: jax.Array, shape: tuple[int, ...], scale: float) -> jax.Array:
 
 
 def pages(rng: np.random.Generator, shape: tuple[int, ...]) -> jax.Array:
-    """A cache [L, P, G, S, D], random in LAYER. No other may be read: it would show as NaN."""
+    """Returns a cache [L, P, G, S, D], random in LAYER. No other may be read: it would show as
+    NaN.
+    """
     return _pages(_key(rng), shape)
 
 
@@ -49,13 +51,17 @@ class Pool:
         self._quantized: tuple[QuantizedWeights, QuantizedWeights] | None = None
 
     def quantized(self) -> tuple[QuantizedWeights, QuantizedWeights]:
-        """The same experts in eight bits; made a few at a time, as float32 takes much room."""
+        """Returns the same experts in eight bits; made a few at a time, as float32 takes much
+        room.
+        """
         if self._quantized is None:
             self._quantized = _in_eight_bits(self.gate_up), _in_eight_bits(self.down)
         return self._quantized
 
     def layer(self, index: int) -> tuple[jax.Array, jax.Array]:
-        """One layer's experts in order of slot, as libraries without a pool need them: copies."""
+        """Returns one layer's experts in order of slot, as libraries without a pool need them:
+        copies.
+        """
         m = self.shape.num_experts
         if not self._layers:
             own = [slice(i * m, (i + 1) * m) for i in range(self.num_layers)]
@@ -80,7 +86,7 @@ class Pools:
         self._pool = None
 
     def of(self, shape: Shape, rng: np.random.Generator) -> Pool:
-        """The pool of `shape`, drawn unless it is there."""
+        """Returns the pool of `shape`, drawn unless it is there."""
         if self._pool is None or self._pool.shape != shape:
             self.drop()
             self._pool = Pool(shape, rng)
@@ -88,7 +94,7 @@ class Pools:
 
 
 def choices(rng: np.random.Generator, shape: Shape, tokens: int, skew: str) -> np.ndarray:
-    """int32 [tokens, K] distinct experts a row.
+    """Returns int32 [tokens, K] distinct experts a row.
 
     `uniform`: all equally likely. `exponential`: popularity falls as exp(-4 rank / m), so the most
     popular expert is about 50 times as likely as the least; which one it is, is drawn.

@@ -35,13 +35,15 @@ def _relative_error(out, want):
 
 
 def moe_mlp(out, x, gate_up, down, gates) -> float:
-    """Error of `sum_e gates[t, e] * mlp_e(x[t])`: every expert on every row, most with weight 0."""
+    """Returns the error of `sum_e gates[t, e] * mlp_e(x[t])`: every expert on every row, most with
+    weight 0.
+    """
     return relative_error(out, all_experts(x, gate_up, down, gates))
 
 
 @_slow
 def all_experts(x, gate_up, down, gates):
-    """What `moe_mlp` holds the op against, in float32."""
+    """Returns what `moe_mlp` holds the op against, in float32."""
     x = x.astype(jnp.float32)
 
     def one_expert(total, expert):
@@ -55,14 +57,15 @@ def all_experts(x, gate_up, down, gates):
 
 
 def widened(weights: Any, count: int) -> jax.Array:
-    """The first `count` experts of quantized weights in float32, [count, k, columns]."""
+    """Returns the first `count` experts of quantized weights in float32, [count, k, columns]."""
     values, scales = (leaf[:count].astype(jnp.float32) for leaf in weights)
     block = values.shape[1] // scales.shape[1]
     return (values * jnp.repeat(jnp.repeat(scales, block, axis=1), block, axis=2)).swapaxes(1, 2)
 
 
 def attention(out, q, k_pages, v_pages, table) -> float:
-    """Error of causal attention of q [T, H, D], its sequences equally long, over one layer's pages.
+    """Returns the error of causal attention of q [T, H, D], its sequences equally long, over one
+    layer's pages.
 
     The rows of a sequence are the last of its context, which fills its pages.
     """
@@ -71,7 +74,7 @@ def attention(out, q, k_pages, v_pages, table) -> float:
 
 @_slow
 def attended(q, k_pages, v_pages, table):
-    """What `attention` holds the op against, in float32."""
+    """Returns what `attention` holds the op against, in float32."""
     num_sequences, heads, head_dim = table.shape[0], *q.shape[1:]
     kv_heads = k_pages.shape[1]
     rows = q.shape[0] // num_sequences
@@ -100,7 +103,7 @@ def attended(q, k_pages, v_pages, table):
 
 
 def routing(args: tuple[Any, ...], top_k: int) -> Callable[[Any], float]:
-    """Judge of a layer's routing: the share of rows or entries that are wrong.
+    """Returns the judge of a layer's routing: the share of rows or entries that are wrong.
 
     Picks must have the largest logits. Plan and dispatch must equal, weights to rounding and all
     else exactly, what the XLA reference makes of these picks and of their softmax.
@@ -154,7 +157,7 @@ def finished_heads(rows, kv_heads, cos, sin, norms, eps):
 
 
 def kv_write(before: Any, heads: tuple[Any, ...], places: Any) -> Callable[[Any], float]:
-    """Judge of a KV page write: the largest error of queries, keys and values.
+    """Returns the judge of a KV page write: the largest error of queries, keys and values.
 
     `heads` are those of `finished_heads`. One where anything but the named rows of pages moved.
     """

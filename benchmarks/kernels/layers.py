@@ -35,7 +35,9 @@ PRESETS = Path(__file__).parents[2] / "configs" / "models"
 
 
 def config_of(shape: Shape) -> ModelConfig:
-    """One layer of a published model; of another shape, one with a bias and a shared expert."""
+    """Returns one layer of a published model; of another shape, one with a bias and a shared
+    expert.
+    """
     if shape in MODELS:
         text = (PRESETS / f"{shape.name.lower()}.yaml").read_text(encoding="utf-8")
         cfg = from_hf(yaml.safe_load(text))
@@ -60,7 +62,9 @@ def config_of(shape: Shape) -> ModelConfig:
 
 
 def _weights(cfg: ModelConfig, rng: np.random.Generator) -> dict[str, jax.Array]:
-    """One layer's. The router's columns are orthonormal, so that rows can be made for its picks."""
+    """Returns one layer's. The router's columns are orthonormal, so that rows can be made for its
+    picks.
+    """
     key = jax.random.key(int(rng.integers(2**31)), impl="rbg")
     [segment] = random_params(cfg, key, jnp.dtype(DTYPE))["segments"]
     layer = {name: leaf[0] for name, leaf in segment.items()}
@@ -87,7 +91,7 @@ class _Set:
 def _draw(
     case: Case, cfg: ModelConfig, rng: np.random.Generator, pool: Pool
 ) -> tuple[list[_Set], dict[str, Any]]:
-    """A set for each layer of the pool, and facts of their routing."""
+    """Returns a set for each layer of the pool, and facts of their routing."""
     sets = []
     for index in range(pool.num_layers):
         layer = _weights(cfg, rng)
@@ -119,7 +123,7 @@ def _args(one: _Set, pool: Pool) -> tuple[Any, ...]:
 
 
 def moe_layer(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pools) -> Problem:
-    """Norm, router, routing, routed and shared experts, combine, residual."""
+    """Returns norm, router, routing, routed and shared experts, combine, residual."""
     pool, cfg = pools.of(case.shape, rng), config_of(case.shape)
     sets, facts = _draw(case, cfg, rng, pool)
     first = sets[0]
@@ -140,7 +144,7 @@ def moe_layer(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pools) 
 
 
 def decode_layer(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pools) -> Problem:
-    """All of a layer in a decode step: each row is the last of its context."""
+    """Returns all of a layer in a decode step: each row is the last of its context."""
     pool, cfg = pools.of(case.shape, rng), config_of(case.shape)
     sets, facts = _draw(case, cfg, rng, pool)
     tokens, size = case.tokens, sizes.page_size
@@ -228,7 +232,7 @@ def _wanted_heads(cfg, layer, x, cos, sin):
 
 
 def _decode_error(cfg, one: _Set, experts, before, table, cos_sin, after) -> float:
-    """The largest of the errors of keys, values and rows."""
+    """Returns the largest of the errors of keys, values and rows."""
     q, *new = _wanted_heads(cfg, one.layer, one.x, *cos_sin)
     page, offset = table[:, -1], before[0].shape[3] - 1  # contexts fill their pages
     caches, errors = [], []

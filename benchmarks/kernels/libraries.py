@@ -32,12 +32,14 @@ Maker = Callable[[Case, Problem], Program]
 
 
 def of(case: Case) -> Iterator[tuple[str, Maker]]:
-    """Names and makers of the programs to compare a case with. A maker may raise Skip."""
+    """Returns the names and makers of the programs to compare a case with. A maker
+    may raise Skip.
+    """
     yield from _MAKERS[case.op].items()
 
 
 def need(module: str) -> Any:
-    """The module, or Skip."""
+    """Returns the module, or Skip."""
     if importlib.util.find_spec(module) is None:
         raise Skip(f"{module} is not installed")
     return importlib.import_module(module)
@@ -60,7 +62,9 @@ def _bounded(call: Callable[..., Any], sets: list[tuple[Any, ...]], **options: A
 
 
 def sorted_rows(ids: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows sorted by expert, without gaps: token of each row, rows an expert, row of each visit."""
+    """Returns rows sorted by expert, without gaps: token of each row, rows an expert, row of each
+    visit.
+    """
     order = np.argsort(ids.ravel(), kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
@@ -70,7 +74,7 @@ def sorted_rows(ids: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarr
 
 
 def moe_sets(problem: Problem) -> list[tuple[jax.Array, ...]]:
-    """(x, gate_up, down, token, sizes, place, weights) of each input set."""
+    """Returns (x, gate_up, down, token, sizes, place, weights) of each input set."""
     inputs, pool = problem.data
     return [
         (
@@ -115,7 +119,9 @@ def _tokamax(case: Case, problem: Problem) -> Program:
 
 
 def _jax_kernel(case: Case, problem: Problem) -> Program:
-    """The grouped product among the Hopper examples that come with JAX, one tile for all."""
+    """Returns the grouped product among the Hopper examples that come with JAX, one
+    tile for all.
+    """
     on_gpu()
     if case.phase == "decode":
         raise Skip("its tiles are for prefill")
@@ -137,7 +143,7 @@ def _jax_kernel(case: Case, problem: Problem) -> Program:
 
 
 def _batched_dot(case: Case, problem: Problem) -> Program:
-    """cuBLAS through `jnp.einsum`: a batch of all experts, as high as the busiest has rows."""
+    """Returns cuBLAS through `jnp.einsum`: a batch of all experts, as high as the busiest has rows."""
     inputs, pool = problem.data
     m = pool.shape.num_experts
     if any(len(np.unique(one.ids)) < m for one in inputs):
@@ -169,7 +175,9 @@ def _batched_dot(case: Case, problem: Problem) -> Program:
 
 
 def kv_sets(case: Case, problem: Problem) -> list[tuple[jax.Array, ...]]:
-    """q [N, T, H, D] and contiguous k, v [N, S, G, D]: as many sets as rotate, or one large."""
+    """Returns q [N, T, H, D] and contiguous k, v [N, S, G, D]: as many sets as rotate, or one
+    large.
+    """
     inputs, k_pages, v_pages = problem.data
     shape, chunks = case.shape, case.chunks()
     one_set = 4 * len(chunks) * case.context * shape.kv_heads * shape.head_dim
@@ -238,7 +246,7 @@ def _bfloat16(case: Case, problem: Problem) -> Program:
 
 
 def _torch(name: str) -> Maker:
-    """A maker in `torch_libraries`, imported only where PyTorch and a GPU are."""
+    """Returns a maker in `torch_libraries`, imported only where PyTorch and a GPU are."""
 
     def make(case: Case, problem: Problem) -> Program:
         on_gpu()

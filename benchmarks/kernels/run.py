@@ -20,7 +20,7 @@ SWEEPS = "sweeps"  # the file that tiles go to
 
 
 def parse(argv: list[str], about: str) -> argparse.Namespace:
-    """The command line."""
+    """Returns the command line."""
     parser = command.parser("python -m benchmarks.kernels", about)
     command.add_choices(parser, "--only", OPS)
     parser.add_argument("--model", default="", help="part of a model's name")
@@ -31,7 +31,7 @@ def parse(argv: list[str], about: str) -> argparse.Namespace:
 
 
 def select(args: argparse.Namespace, sizes: Sizes) -> list[Case]:
-    """The cases the command line asks for."""
+    """Returns the cases the command line asks for."""
     return [
         case
         for case in all_cases(sizes)

@@ -45,7 +45,7 @@ AXES: dict[str, dict[str, Sequence[Any]]] = {
 
 
 def chosen(case: Case) -> Any:
-    """The tile that the op's kernel takes by itself; None for an op without tiles."""
+    """Returns the tile that the op's kernel takes by itself; None for an op without tiles."""
     shape = case.shape
     if case.op.startswith("grouped_gemm"):
         sizes = shape.num_experts, shape.d_model, shape.d_ff
@@ -59,7 +59,7 @@ def chosen(case: Case) -> Any:
 
 
 def kernel(case: Case) -> Callable[..., Any]:
-    """The op's Mosaic kernel, which takes a `tile`."""
+    """Returns the op's Mosaic kernel, which takes a `tile`."""
     if case.op == "grouped_gemm":
         from pallas_kernels.grouped_gemm.mosaic import moe_mlp as call
     elif case.op == "paged_attention":

@@ -15,8 +15,9 @@ floor in them. What was measured is beside them: `us`, and of the floor the larg
 
 
 def line(record: dict[str, Any]) -> str:
-    """One case: time, what was expected, rates, shares of the ceilings, target, ratio to each
-    library, and the loss that was expected to be the largest."""
+    """Returns one case: time, what was expected, rates, shares of the ceilings, target, ratio to
+    each library, and the loss that was expected to be the largest.
+    """
     name = record["case"]["name"]
     if "failed" in record:
         return f"{name:58} FAILED: {record['failed']} {record.get('check', '')}"
@@ -39,7 +40,7 @@ def line(record: dict[str, Any]) -> str:
 
 
 def goal(target: dict[str, Any]) -> str:
-    """A target in words, and whether it was met."""
+    """Returns a target in words, and whether it was met."""
     least, figure = target["at_least"], target["figure"]
     amount = f"{least:.0%}" if figure.startswith("share") else f"{least:g}"
     return f">= {amount} {NAMES[figure]} {'met' if target['met'] else 'MISSED'}"

@@ -55,7 +55,7 @@ class Program(Protocol):
         """Blocks until a call's results are there, and with them all calls before it."""
 
     def span_us(self, calls: int) -> float:
-        """Microseconds a call, by difference."""
+        """Returns microseconds a call, by difference."""
         ...
 
 
@@ -114,7 +114,7 @@ class JaxProgram:
 
 
 def difference(short_s: float, long_s: float, calls: int) -> float:
-    """Microseconds a call, from the time of `calls` and of three times as many.
+    """Returns microseconds a call, from the time of `calls` and of three times as many.
 
     Calls so short that noise swallows the difference get the mean of the long run: too much.
     """
@@ -170,7 +170,7 @@ class Ruler:
         return Timing(us, low, high, rounds, sets, "cupti", len(kernels), kernels, span)
 
     def _kernels(self, program: Program, calls: int) -> list[list[tuple[str, float]]] | None:
-        """(name, us) of each kernel of each call; None where CUPTI saw nothing of use."""
+        """Returns (name, us) of each kernel of each call; None where CUPTI saw nothing of use."""
         if self.cupti is None:
             return None
         try:

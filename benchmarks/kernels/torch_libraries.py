@@ -71,7 +71,7 @@ class TorchProgram:
 
 
 def to_jax(out: torch.Tensor) -> jax.Array:
-    """A result, lent to JAX."""
+    """Returns a result, lent to JAX."""
     torch.cuda.synchronize()
     return jax.dlpack.from_dlpack(out.contiguous())
 
@@ -80,7 +80,7 @@ def to_jax(out: torch.Tensor) -> jax.Array:
 
 
 def grouped_mm(case: Case, problem: Problem) -> TorchProgram:
-    """Gather, two grouped products with SwiGLU between them, weighted sum."""
+    """Returns gather, two grouped products with SwiGLU between them, weighted sum."""
 
     def call(x, gate_up, down, token, sizes, place, weights):
         ends = sizes.cumsum(0, dtype=torch.int32)
@@ -111,7 +111,7 @@ def grouped_mm_products(case: Case, problem: Problem) -> TorchProgram:
 
 
 def vllm_fused_experts(case: Case, problem: Problem) -> TorchProgram:
-    """vLLM's Triton kernel, with its own sorting; it wants weights transposed."""
+    """Returns vLLM's Triton kernel, with its own sorting; it wants weights transposed."""
     need("vllm")
     from vllm.model_executor.layers.fused_moe import fused_experts
 
@@ -144,7 +144,7 @@ def sdpa_flash(case: Case, problem: Problem) -> TorchProgram:
 
 
 def sdpa_cudnn(case: Case, problem: Problem) -> TorchProgram:
-    """cuDNN's attention, as PyTorch calls it."""
+    """Returns cuDNN's attention, as PyTorch calls it."""
     return _sdpa(case, problem, SDPBackend.CUDNN_ATTENTION)
 
 
@@ -165,7 +165,7 @@ def _sdpa(case: Case, problem: Problem, backend: SDPBackend) -> TorchProgram:
 
 
 def flash_attention(case: Case, problem: Problem) -> TorchProgram:
-    """The flash-attn package; its causal mask ends at the last key, as ours."""
+    """Returns the flash-attn package; its causal mask ends at the last key, as ours."""
     flash_attn_func = need("flash_attn").flash_attn_func
 
     def call(q, k, v):

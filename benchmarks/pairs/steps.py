@@ -106,7 +106,9 @@ def _program(runner: DeviceRunner, prompts: list[list[int]]) -> Any:
 
 
 def spread(num_rows: int, active: int, seed: int) -> np.ndarray:
-    """int32 [rows, picks]: distinct picks a row, every one of `active` experts about as often."""
+    """Returns int32 [rows, picks]: distinct picks a row, every one of `active` experts about as
+    often.
+    """
     chosen = np.random.default_rng(seed).permutation(SHAPE.num_experts)[:active]
     first = np.arange(num_rows)[:, None] * SHAPE.top_k + np.arange(SHAPE.top_k)
     return chosen[first % active].astype(np.int32)

@@ -92,7 +92,7 @@ CONDITIONS = {
 
 
 def read_live(folder: Path) -> Live:
-    """A folder of `jmoe demo --out FOLDER -- --timeline FOLDER/timeline.json`.
+    """Returns a folder of `jmoe demo --out FOLDER -- --timeline FOLDER/timeline.json`.
 
     Raises ValueError for files that are not there or not its own.
     """
@@ -105,7 +105,7 @@ def read_live(folder: Path) -> Live:
 
 
 def calibrated(live: Live) -> Calibration:
-    """The simulated machine, measured as `serving.bench.calibrate` measures a real one."""
+    """Returns the simulated machine, measured as `serving.bench.calibrate` measures a real one."""
     return run_simulated(
         live.machine,
         settings.load("demo").engine,
@@ -114,7 +114,7 @@ def calibrated(live: Live) -> Calibration:
 
 
 def pieces_of(shape: str, duration_s: float, capacity_per_s: float) -> list[tuple[float, float]]:
-    """Seconds and requests a second; the first piece is before the burst."""
+    """Returns seconds and requests a second; the first piece is before the burst."""
     steady, burst = STEADY * capacity_per_s, BURST * capacity_per_s
     before = (BURST_AT * duration_s, steady)
     left_s = duration_s - before[0]
@@ -143,7 +143,7 @@ def play(
     seed: int,
     condition: Condition = CONDITIONS["as calibrated"],
 ) -> dict[str, float]:
-    """Shares after the first piece, in percent, under changed settings."""
+    """Returns shares after the first piece, in percent, under changed settings."""
     arrivals = schedule(shuffled(live.tasks, seed), piecewise_poisson_times(pieces, seed))
     machine = replace(live.machine, speed=condition.speed, noise=condition.noise)
     engine = settings.load(
@@ -170,7 +170,7 @@ def play(
 
 
 def late_stretch_s(records: Sequence[Record], slo: Slo) -> float:
-    """The longest time in which a fifth or more of the tokens were late, of either kind."""
+    """Returns the longest time in which a fifth or more of the tokens were late, of either kind."""
     tokens = [(r.at_s, r.ttft_s > slo.ttft_s) for r in records]
     tokens += [
         (at_s, gap_s > slo.itl_s)
@@ -186,7 +186,9 @@ def late_stretch_s(records: Sequence[Record], slo: Slo) -> float:
 
 
 def recovered_s(samples: Sequence[Sample], pieces: Sequence[tuple[float, float]]) -> float:
-    """Seconds from the beginning of the last piece to the last sample in it that is degraded."""
+    """Returns seconds from the beginning of the last piece to the last sample in it that is
+    degraded.
+    """
     begins_s = sum(seconds for seconds, _ in pieces[:-1])
     ends_s = begins_s + pieces[-1][0]
     browned = [
@@ -199,7 +201,7 @@ def recovered_s(samples: Sequence[Sample], pieces: Sequence[tuple[float, float]]
 
 
 def live_shares(result: Mapping[str, Any], name: str) -> dict[str, float]:
-    """What the live run of that name had in its burst."""
+    """Returns what the live run of that name had in its burst."""
     burst = result["runs"][name]["burst"]
     return {
         "late_first": 100 * burst["ttft_violation_rate"],
@@ -209,13 +211,13 @@ def live_shares(result: Mapping[str, Any], name: str) -> dict[str, float]:
 
 
 def line_of(words: str, found: Mapping[str, float]) -> str:
-    """A line of a table."""
+    """Returns a line of a table."""
     cells = (f"{found[key]:14.1f}" if key in found else f"{'':14}" for key in FIGURES)
     return f"{words:28}" + "".join(cells)
 
 
 def compare_with_live(live: Live) -> dict[str, dict[str, dict[str, float]]]:
-    """Live and simulated shares of the live run's own arrivals, by variant."""
+    """Returns live and simulated shares of the live run's own arrivals, by variant."""
     result = live.result
     slo = Slo(result["slo"]["ttft_s"], result["slo"]["itl_s"])
     burst_at_s, duration_s = result["burst_at_s"], result["duration_s"]
@@ -236,7 +238,7 @@ def compare_with_live(live: Live) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--live", type=Path, default=Path("out"), help="folder of the live demo")
     parser.add_argument("--seeds", type=int, default=20)

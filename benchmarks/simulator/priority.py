@@ -60,7 +60,7 @@ class Live:
 
 
 def read_live(folder: Path, recorded: Sequence[str]) -> Live:
-    """A folder of `jmoe bench priority`; steps are those of the variants `recorded`.
+    """Returns a folder of `jmoe bench priority`; steps are those of the variants `recorded`.
 
     Raises ValueError for files that are not there or not its own.
     """
@@ -81,7 +81,7 @@ def read_live(folder: Path, recorded: Sequence[str]) -> Live:
 def play_all(
     live: Live, machine: Machine, seed: int, variants: Sequence[Variant] = VARIANTS
 ) -> dict[str, Any]:
-    """Every variant at every load, as a result of `jmoe bench priority`."""
+    """Returns every variant at every load, as a result of `jmoe bench priority`."""
     config = replace(live.config, seed=seed)
     rate = live.result["saturated_rate_per_s"]
     arrivals = by_load(config, shuffled(live.tasks, seed), rate)
@@ -105,7 +105,7 @@ def _play(
 
 
 def with_overhead(live: Live) -> Machine:
-    """The machine, with the time between client and engine that the live run had."""
+    """Returns the machine, with the time between client and engine that the live run had."""
     alone, load = VARIANTS[0], live.config.loads[0]
     simulated = play_all(live, live.machine, live.config.seed, [alone])
     here, there = (
@@ -119,7 +119,9 @@ def _point(result: dict[str, Any], variant: str, load: float) -> dict[str, Any]:
 
 
 def agreement(live: dict[str, Any], simulated: dict[str, Any]) -> Iterator[tuple[str, float, Any]]:
-    """(variant, load, simulated over live P90 of LS TTFT, of BE turnaround's mean, of tokens/s)."""
+    """Returns (variant, load, simulated over live P90 of LS TTFT, of BE turnaround's mean, of
+    tokens/s).
+    """
     for there in simulated["points"]:
         here = _point(live, there["variant"], there["load"])
         if here["ls"] is None or there["ls"] is None:
@@ -137,7 +139,7 @@ def agreement(live: dict[str, Any], simulated: dict[str, Any]) -> Iterator[tuple
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and half the 95 % interval of the mean (Student's t)."""
+    """Returns mean and half the 95 % interval of the mean (Student's t)."""
     sample = np.asarray(values)
     if len(sample) < 2:
         return float(sample.mean()), math.nan
@@ -146,7 +148,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def over_seeds(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean, half interval and worst of every ratio by variant and load."""
+    """Returns mean, half interval and worst of every ratio by variant and load."""
     found: dict[tuple[str, float], list[dict[str, Any]]] = {}
     for result in results:
         for one in ratios(result):
@@ -159,7 +161,7 @@ def over_seeds(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text_of(rows: Sequence[dict[str, Any]]) -> str:
-    """A line a variant and load."""
+    """Returns a line a variant and load."""
     lines = ["", " ".join([f"{'load':>4} {'variant':10}", *(f"{w:>22}" for w in RATIOS.values())])]
     for row in rows:
         cells = [f"{row[key][0]:13.3f} +-{row[key][1]:7.3f}" for key in RATIOS]
@@ -168,7 +170,7 @@ def text_of(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--live", type=Path, default=Path("out"), help="folder of the live run")
     parser.add_argument(

@@ -13,7 +13,7 @@ __all__ = ["Kernel", "Prediction", "predict"]
 
 
 def predict(case: Case, sizes: Sizes) -> Prediction:
-    """The prediction for a case of a grid."""
+    """Returns the prediction for a case of a grid."""
     if case.op.startswith("grouped_gemm"):
         return gemm.predict(case)
     if case.op == "paged_attention":

@@ -13,7 +13,7 @@ from benchmarks.kernels.roofline import page
 
 
 def main(argv: list[str]) -> int:
-    """The command; its exit status."""
+    """Returns the command; its exit status."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.kernels.roofline", description=(__doc__ or "").splitlines()[0]
     )

@@ -139,7 +139,7 @@ copy is taken to reach; of an H20's 148 TFLOP/s the 95 % of a MoE layer in arXiv
 
 @contextmanager
 def on(device: str) -> Iterator[str]:
-    """Within it, predictions are of the GPU whose name, as its driver has it, holds one of
+    """Returns within it, predictions are of the GPU whose name, as its driver has it, holds one of
     `DEVICES`; yields which. Of any other they are an H200's.
     """
     name = next((one for one in DEVICES if re.search(rf"\b{one}\b", device)), "H200")
@@ -159,16 +159,18 @@ def copy_us(num_bytes: float) -> float:
 
 
 def product_us(flops: float) -> float:
-    """Microseconds tensor cores take for so many operations."""
+    """Returns microseconds tensor cores take for so many operations."""
     return flops / (1e6 * PRODUCT_TFLOP_S)
 
 
 def wgmma_cycles(columns: float, registers: bool = False) -> float:
-    """Cycles of a 64 x `columns` x 16 product, its operands in shared memory or, A, registers."""
+    """Returns the cycles of a 64 x `columns` x 16 product, its operands in shared memory or, A,
+    registers.
+    """
     operands = columns + (0 if registers else 64)
     return max(columns * 2048 / FLOPS_PER_CLOCK, operands * 32 / SMEM_BYTES_PER_CLOCK)
 
 
 def little_bytes() -> float:
-    """Bytes in flight that a multiprocessor's share of the memory's rate asks for."""
+    """Returns the bytes in flight that a multiprocessor's share of the memory's rate asks for."""
     return 1e6 * COPY_TB_S * TRIP_US / NUM_SMS

@@ -37,7 +37,7 @@ SHARED_BYTES_PER_SM = 228 << 10  # of which the system takes 1 KB a block
 
 
 def arrays(case: Case, page_size: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Shapes of queries, and of keys or values."""
+    """Returns the shapes of queries, and of keys or values."""
     shape = case.shape
     pages = (1, 1, shape.kv_heads, page_size, shape.head_dim)
     return (
@@ -156,7 +156,9 @@ def prefill(case: Case, page_size: int) -> Prediction:
 
 
 def steps_of_tiles(case: Case) -> np.ndarray:
-    """Steps over keys of each tile of rows; chunks start at multiples of eight rows here."""
+    """Returns the steps over keys of each tile of rows; chunks start at multiples of eight rows
+    here.
+    """
     shape = case.shape
     tile = choose(shape.heads // shape.kv_heads, shape.head_dim)
     found = []
@@ -220,7 +222,7 @@ def _prefill(case: Case) -> Kernel:
 
 
 def _dealt(num_items: int) -> np.ndarray:
-    """Block of each item: dealt out back and forth."""
+    """Returns the block of each item: dealt out back and forth."""
     item = np.arange(num_items)
     place, turn = item % h200.NUM_SMS, item // h200.NUM_SMS
     return np.where(turn % 2 == 0, place, h200.NUM_SMS - 1 - place)

@@ -35,7 +35,9 @@ SEED = 0  # of the draw
 
 @lru_cache(maxsize=256)
 def rows_of_experts(shape: Shape, tokens: int, skew: str) -> tuple[int, ...]:
-    """Rows of each expert in one draw of the benchmark's router, always the same one."""
+    """Returns the rows of each expert in one draw of the benchmark's router, always
+    the same one.
+    """
     ids = choices(np.random.default_rng(SEED), shape, tokens, skew)
     return tuple(np.bincount(ids.ravel(), minlength=shape.num_experts).tolist())
 
@@ -75,7 +77,9 @@ class Product(NamedTuple):
         return self.k * self.columns * self.weight_bytes
 
     def groups(self) -> list[list[int]]:
-        """Rows of each tile, in groups of tiles that go through an expert's columns together."""
+        """Returns the rows of each tile, in groups of tiles that go through an expert's columns
+        together.
+        """
         groups = []
         for rows in self.rows:
             starts = range(0, rows, self.tile.block_t)
@@ -85,12 +89,12 @@ class Product(NamedTuple):
         return groups
 
     def items(self) -> np.ndarray:
-        """Rows of every item's tile, in the order in which workers take them."""
+        """Returns the rows of every item's tile, in the order in which workers take them."""
         parts = [np.tile(group, self.num_columns) for group in self.groups()]
         return np.concatenate(parts) if parts else np.zeros(0, int)
 
     def width(self, rows: int) -> int:
-        """Rows a block multiplies for a tile of so many."""
+        """Returns rows a block multiplies for a tile of so many."""
         half = -(-rows // self.tile.cluster)
         half += -half % 8
         return next((w for w in self.tile.widths if w >= half), self.tile.widths[-1])
@@ -98,7 +102,7 @@ class Product(NamedTuple):
     # ---- Cycles of a multiprocessor, of one item ----
 
     def multiply(self, rows: int) -> float:
-        """Tensor cores, with the padding of rows to a width and of narrow products."""
+        """Returns tensor cores, with the padding of rows to a width and of narrow products."""
         products = self.k / 16 * self.gemm.parts * self.gemm.consumers
         return products * h200.wgmma_cycles(self.width(rows), self.weight_bytes == 1)
 
@@ -108,13 +112,14 @@ class Product(NamedTuple):
         return self.k * self.gemm.parts * self.gemm.columns * each
 
     def load(self, rows: int) -> float:
-        """Into the multiprocessor."""
+        """Returns Into the multiprocessor."""
         weights = self.gemm.parts * self.gemm.columns * self.weight_bytes
         return self.k * (weights + 2 * self.width(rows)) / h200.PORT_BYTES_PER_CLOCK
 
     def finish(self, rows: int) -> float:
-        """The part of the epilogue that no product hides. With a lead a consumer's results are
-        stored while the other multiplies, as long as the stages between them last."""
+        """Returns the part of the epilogue that no product hides. With a lead a consumer's results
+        are stored while the other multiplies, as long as the stages between them last.
+        """
         joins = self.out_columns < self.columns
         per_item = self.gemm.columns * (1 if joins else self.gemm.parts)
         swiglu = 2 / h200.MUFU_PER_CLOCK + 8 / h200.FP32_PER_CLOCK
@@ -128,7 +133,9 @@ class Product(NamedTuple):
         return max(0.0, results / self.gemm.consumers + h200.EPILOGUE_CYCLES - hidden)
 
     def from_l2(self, rows: int) -> float:
-        """Bytes: a cluster reads weights once for all its blocks, each block its own rows."""
+        """Returns bytes: a cluster reads weights once for all its blocks, each block
+        its own rows.
+        """
         weights = self.gemm.parts * self.gemm.columns * self.weight_bytes
         return self.k * (weights + 2 * self.tile.cluster * self.width(rows))
 
@@ -144,7 +151,7 @@ class Product(NamedTuple):
         return h200.copy_us((num_items - rest) * each) + last
 
     def kernel(self) -> Kernel:
-        """The prediction: from the floor up, one loss after the other."""
+        """Returns the prediction: from the floor up, one loss after the other."""
         total, active = sum(self.rows), sum(rows > 0 for rows in self.rows)
         rows, item = np.unique(self.items(), return_inverse=True)
 

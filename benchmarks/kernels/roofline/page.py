@@ -24,7 +24,7 @@ Row = tuple[Case, Prediction]
 
 
 def predictions(model: str = "") -> list[Row]:
-    """Every case of the models whose names hold `model`, op by op."""
+    """Returns every case of the models whose names hold `model`, op by op."""
     chosen = [case for case in all_cases(GRID) if model.lower() in case.shape.name.lower()]
     return [(case, predict(case, GRID)) for case in sorted(chosen, key=_place)]
 
@@ -40,7 +40,7 @@ def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def text(rows: Sequence[Row]) -> Iterator[str]:
-    """A line a case."""
+    """Returns a line a case."""
     yield (
         f"{'case':58} {'MB':>9} {'GFLOP':>9} {'blocks':>6} {'waves':>7} {'KB':>4} "
         f"{'floor us':>9} {'expected':>9} {'share':>6}  largest loss"
@@ -72,7 +72,7 @@ def _cells(case: Case, of: Prediction) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Three digits, without exponents."""
+    """Returns three digits, without exponents."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value else "0"
@@ -82,7 +82,7 @@ def _number(value: float) -> str:
 
 
 def page() -> str:
-    """docs/roofline.md, whole."""
+    """Returns docs/roofline.md, whole."""
     rows = predictions()
     own = [_page_cells(case, of) for case, of in rows if _is_on_page(case)]
     parts = [_INTRODUCTION, _table(*_summary(rows)), _TABLE, _table(_HEADER, *own)]

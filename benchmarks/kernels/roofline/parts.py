@@ -152,5 +152,5 @@ def by_reference(count: Count) -> Prediction:
 
 
 def joined(count: Count, kernels: Sequence[Kernel], note: str = "") -> Prediction:
-    """The prediction of an op made of these kernels."""
+    """Returns the prediction of an op made of these kernels."""
     return Prediction(count, tuple(kernels), note)
