@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def synthetic(traces: list[Trace], accuracy: float) -> dict[str, Any]:
-    """Returns Imbalance by bound a pair and strategy."""
+    """Returns the imbalance by bound a pair and strategy."""
     out: dict[str, Any] = {}
     for bound in BOUNDS:
         cases = [

@@ -106,13 +106,13 @@ def layers_imbalance(shares: Float[np.ndarray, "layers E"], hosts: np.ndarray) -
 
 
 def at_home(scene: Scene, popularity: np.ndarray) -> np.ndarray:
-    """Returns Imbalance of each second without copies."""
+    """Returns the imbalance of each second without copies."""
     hosts = np.stack([scene.homes()] * scene.layers)
     return np.array([layers_imbalance(shares, hosts) for shares in popularity])
 
 
 def placed_anew(scene: Scene, popularity: np.ndarray, spare: int) -> np.ndarray:
-    """Returns Imbalance of each second with the copies that its own popularity asks for.
+    """Returns the imbalance of each second with the copies that its own popularity asks for.
 
     All steps of a second have the same, so that this is every step's.
     """

@@ -138,7 +138,9 @@ def breakdown(
 
 
 def errors(steps: list[dict[str, Any]], whole: int) -> list[dict[str, Any]]:
-    """Returns mean absolute and mean error by model, scheme (and all of them) and size of the step."""
+    """Returns mean absolute and mean error by model, scheme (and all of them) and size of the
+    step.
+    """
     found = []
     for model in dict.fromkeys(step["model"] for step in steps):
         for scheme in (*SCHEMES, "all"):

@@ -78,7 +78,7 @@ def steps(
 
 
 def by_predictor(found: list[Step], num_replicas: int, per_pair: int | None) -> dict[str, Any]:
-    """Returns Imbalance with each predictor, and the part of perfect prediction's gain; two
+    """Returns the imbalance with each predictor, and the part of perfect prediction's gain; two
     planners.
     """
     nothing = np.mean([imbalance(strategies.none(s.case(SERVED, 0, None))) for s in found])
@@ -100,7 +100,7 @@ def by_predictor(found: list[Step], num_replicas: int, per_pair: int | None) -> 
 
 
 def by_strategy(found: list[Step], num_replicas: int, per_pair: int | None) -> dict[str, Any]:
-    """Returns Imbalance of each strategy; Libra as printed has the paper's predictor, ours the
+    """Returns the imbalance of each strategy; Libra as printed has the paper's predictor, ours the
     probe.
     """
     out = {}

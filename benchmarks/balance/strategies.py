@@ -48,7 +48,7 @@ def history_alone(case: Case) -> Load:
 
 
 def eplb(case: Case) -> Load:
-    """Returns EPLB: experts and replicas placed anew by past load; a visit goes to a replica at
+    """Balances as EPLB does: experts and replicas are placed anew by past load; a visit goes to a replica at
     random.
     """
     devices, experts = case.made.shape

@@ -229,7 +229,7 @@ def op_sizes(*, dry: bool) -> Any:
 
 
 def op_cases(*, dry: bool) -> list[Any]:
-    """Returns Kernel cases, those that move least first; layers are steps' business."""
+    """Returns kernel cases, those that move least first; layers are steps' business."""
     from benchmarks.kernels.cases import all_cases
 
     found = [

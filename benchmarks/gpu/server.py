@@ -81,7 +81,7 @@ class Probe(Observer):
         os.replace(part, self.path)
 
     def profile(self) -> None:
-        """Returns times kernels in a thread of its own; what goes wrong is what is answered."""
+        """Times kernels in a thread of its own; what goes wrong is what is answered."""
         threading.Thread(target=self._profile, daemon=True).start()
 
     def _profile(self) -> None:

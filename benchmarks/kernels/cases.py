@@ -110,7 +110,7 @@ def count_attention(shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: i
 
 
 def count_kv_write(shape: Shape, tokens: int, itemsize: int = 2) -> Count:
-    """Returns Query, key and value heads of each token, read and written, and its angles in
+    """Returns query, key and value heads of each token, read and written, and its angles in
     float32.
     """
     heads = shape.heads + 2 * shape.kv_heads

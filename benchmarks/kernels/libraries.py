@@ -143,7 +143,9 @@ def _jax_kernel(case: Case, problem: Problem) -> Program:
 
 
 def _batched_dot(case: Case, problem: Problem) -> Program:
-    """Returns cuBLAS through `jnp.einsum`: a batch of all experts, as high as the busiest has rows."""
+    """Returns cuBLAS through `jnp.einsum`: a batch of all experts, as high as the busiest has
+    rows.
+    """
     inputs, pool = problem.data
     m = pool.shape.num_experts
     if any(len(np.unique(one.ids)) < m for one in inputs):

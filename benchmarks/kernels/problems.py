@@ -74,7 +74,7 @@ def build(case: Case, sizes: Sizes, seed: int, pools: Pools) -> Problem:
 
 
 def num_sets(bytes_of_one: float, sizes: Sizes) -> int:
-    """Returns Input sets that together are well beyond the L2 cache, and at least two."""
+    """Returns input sets that together are well beyond the L2 cache, and at least two."""
     return max(2, min(128, math.ceil(sizes.rotated_bytes / bytes_of_one)))
 
 

@@ -139,7 +139,7 @@ copy is taken to reach; of an H20's 148 TFLOP/s the 95 % of a MoE layer in arXiv
 
 @contextmanager
 def on(device: str) -> Iterator[str]:
-    """Returns within it, predictions are of the GPU whose name, as its driver has it, holds one of
+    """Makes predictions those of the GPU whose name, as its driver has it, holds one of
     `DEVICES`; yields which. Of any other they are an H200's.
     """
     name = next((one for one in DEVICES if re.search(rf"\b{one}\b", device)), "H200")

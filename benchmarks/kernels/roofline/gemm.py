@@ -112,7 +112,7 @@ class Product(NamedTuple):
         return self.k * self.gemm.parts * self.gemm.columns * each
 
     def load(self, rows: int) -> float:
-        """Returns Into the multiprocessor."""
+        """Returns the rate into the multiprocessor."""
         weights = self.gemm.parts * self.gemm.columns * self.weight_bytes
         return self.k * (weights + 2 * self.width(rows)) / h200.PORT_BYTES_PER_CLOCK
 
