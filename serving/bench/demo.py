@@ -7,6 +7,7 @@ import json
 import math
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -63,6 +64,8 @@ MOVED = 0.12
 """A pair does not count if the machine's speed moved by more than this share within it."""
 OTHERS = 0.15
 """Nor if other programs took more than this share of the processors."""
+LOOK_S = 1.0
+"""For so long it looks whether other programs leave the machine alone, before a pair."""
 LEFT_LATE_S = 0.25
 """Nor if a request left so late: this process was held up."""
 
@@ -91,6 +94,7 @@ class DemoConfig:
     simulated: bool = False  # on the step times of a server that is only timed
     calibration_s: float = 6.0  # for each of its four full-batch measurements
     pause_s: float = 1.0  # before each segment, once the server is idle
+    limit_s: float = 310.0  # after which no pair begins; till then they wait for a quiet machine
     seed: int = 0
     tasks: Path = BUNDLED_TASKS
     out: Path = Path("out")  # picture, JSON, server log
@@ -217,7 +221,8 @@ async def _play(
     """Calibrates, and plays pairs until enough of them count. `pid` is the server's, if it has a
     process. The result has the runs of the median pair.
     """
-    own = await client.get_brownout()
+    own, began = await client.get_brownout(), time.monotonic()
+    await _wait_quiet(pid, began + config.limit_s / 5, console)
     with console.status("calibrating", refresh_per_second=4) as status:
         calibration = await calibrate(
             client,
@@ -233,6 +238,7 @@ async def _play(
     while (
         sum(not pair["why_not"] for pair in pairs) < config.pairs
         and len(pairs) < config.pairs + config.spare_pairs
+        and (await _wait_quiet(pid, began + config.limit_s, console) or not pairs)
     ):
         number = len(pairs)
         pair = await _pair(client, config, tasks, own, calibration, pid, console, number, slowness)
@@ -269,6 +275,19 @@ async def _play(
         "median_pair": median + 1,
         **{key: pairs[median][key] for key in _OF_MEDIAN},
     }
+
+
+async def _wait_quiet(pid: int | None, until: float, console: Console) -> bool:
+    """Waits until other programs leave the machine alone, or until that time of
+    `time.monotonic`; returns whether there is time left. `pid` is the server's, None: of none.
+    """
+    with console.status("waiting for a quiet machine", refresh_per_second=4):
+        while pid is not None and time.monotonic() < until:
+            watch = Watch(pid)
+            await asyncio.sleep(LOOK_S)
+            if (watch.others() or 0) <= OTHERS:
+                break
+    return time.monotonic() < until
 
 
 async def _warm_slowness(

@@ -47,6 +47,7 @@ def quiet():
 
 def fake_watch(monkeypatch, others=0.0):
     """What other programs take, of every segment: the tests' own machine is a busy one."""
+    monkeypatch.setattr(demo, "LOOK_S", 0.01)
     monkeypatch.setattr(demo.Watch, "others", lambda _: others)
 
 
@@ -91,7 +92,11 @@ def test_nothing_to_play_is_told_before_a_server_starts(tmp_path, change):
 
 
 def test_pairs_go_to_and_fro_and_those_of_a_busy_machine_are_played_again(tmp_path, monkeypatch):
-    shares = iter([0.0, 0.0, 0.1, 0.3, 0.05, 0.02])
+    quiet_now, busy_now = [0.0], [0.4, 0.0]  # as it looks before each pair
+    each = [[0.0, 0.0], [0.1, 0.3], [0.05, 0.02]]
+    looks = [quiet_now, quiet_now, each[0], quiet_now, each[1], busy_now, each[2]]
+    shares = iter([share for look in looks for share in look])
+    monkeypatch.setattr(demo, "LOOK_S", 0.01)
     monkeypatch.setattr(demo.Watch, "others", lambda _: next(shares))
     console = quiet()
     result = run_demo(config(tmp_path, pairs=2, segment_s=0.4), console)
@@ -106,6 +111,17 @@ def test_pairs_go_to_and_fro_and_those_of_a_busy_machine_are_played_again(tmp_pa
     assert [pair["seed"] for pair in result["pairs"]] == [0, 1, 2]
     assert "2 of 3 pairs count" in result["verdict"]
     assert result["median_pair"] in (1, 3)
+    assert next(shares, None) is None
+
+
+async def test_a_machine_that_stays_busy_is_waited_for_no_longer_than_told(monkeypatch):
+    fake_watch(monkeypatch, others=0.9)
+    began = time.monotonic()
+    assert not await demo._wait_quiet(1, began + 0.05, quiet())
+    assert await demo._wait_quiet(None, began + 60.0, quiet())
+    fake_watch(monkeypatch)
+    assert await demo._wait_quiet(1, began + 60.0, quiet())
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.deep
