@@ -9,10 +9,11 @@ test the benchmark, and writes nothing.
 """
 
 import argparse
-import asyncio
 import os
 import platform
 from pathlib import Path
+
+import uvloop
 
 from benchmarks.harness.command import markdown, write_figures
 from benchmarks.pairs import harness
@@ -43,7 +44,7 @@ def main() -> None:
     rounds = 1 if args.dry_run else pair.rounds if args.rounds is None else args.rounds
     if rounds < 1:
         parser.error(f"--rounds is {rounds}; it must be 1 or more")
-    found = asyncio.run(harness.measure(pair, rounds, args.dry_run))
+    found = uvloop.run(harness.measure(pair, rounds, args.dry_run))
     medians, ratios = harness.medians(found), harness.ratios(pair, found)
     print(f"{pair.about} Medians of {rounds}:\n")
     columns = list(next(iter(medians.values())))

@@ -59,7 +59,7 @@ COVERED = {
 
 def commands_of(text):
     """Commands in a page's code spans and blocks, with continued lines joined."""
-    text = re.sub(r"\\\n\s*", " ", text)
+    text = re.sub(r"\s*\\\n\s*", " ", text)
     spans = re.findall(r"`([^`\n]+)`", text)
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return [found.strip() for code in (*spans, *blocks) for found in COMMAND.findall(code)]
