@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jmoe.extras import need
 from serving.bench.scrape import Samples, value
 
 PHASES = ("prefill", "decode")
@@ -88,6 +87,8 @@ def _number(ratio: float | None) -> str:
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """A heat map a variant, PNG: load of each device over the mean, by MoE layer."""
+    from jmoe.extras import need  # not above: it would bring jax
+
     need("plot", "matplotlib")
     import matplotlib
 

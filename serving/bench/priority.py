@@ -20,7 +20,6 @@ import grpc
 import numpy as np
 import uvloop
 
-from jmoe.extras import need
 from serving.bench.facts import facts
 from serving.bench.launch import running_server
 from serving.bench.loadgen import play, saturate
@@ -340,6 +339,8 @@ def table(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """QLLM's three figures: TTFT, throughput and turnaround over request rate."""
+    from jmoe.extras import need  # not above: it would bring jax
+
     need("plot", "matplotlib")
     import matplotlib
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from jmoe.extras import need
 from serving.bench.results import Record
 from serving.bench.variants import VARIANTS, Variant
 
@@ -254,6 +253,8 @@ def _late(burst: Mapping[str, Any]) -> str:
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
     """Writes the picture, 1600x900 PNG: P90 latencies over thresholds, prefill and decode."""
+    from jmoe.extras import need  # not above: it would bring jax
+
     need("plot", "matplotlib")
     import matplotlib
 

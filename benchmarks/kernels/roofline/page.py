@@ -137,7 +137,8 @@ assumption (the last table) is wrong; one below it refutes a loss.
   number here. On a GPU that is no H200, the kernel benchmark takes that one's rates (`DEVICES`).
 
 Rows of experts are one draw of the benchmark's uniform router. The command prints every model,
-batch and skew, with thread blocks, waves and bytes in flight.
+batch and skew, with thread blocks, waves and bytes in flight; of attention all but
+DeepSeek-V2-Lite, whose attention (MLA) jmoe does not serve.
 
 ## What is lost, by op
 """
