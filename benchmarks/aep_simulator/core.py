@@ -394,4 +394,4 @@ def admit(s: State, c: Costs, num_tokens: int) -> int:
     s.home[token], s.tokens_left[token], s.last_s[token] = worker, num_tokens, -1.0
     s.running[worker] += 1
     enter(s, token)
-    return token
+    return token  # type: ignore[return-value]  # one number of an array

@@ -77,7 +77,7 @@ def imbalances(case: Case) -> dict[str, float]:
     }
 
 
-def compare(simulated: dict[str, Any], uneven: dict[str, float]) -> dict[str, Any]:
+def compare(simulated: dict[str, Any], uneven: dict[str, Any]) -> dict[str, Any]:
     """Forecasts of a simulated case, at its split and at the best, whether the KV fits or not."""
     case, systems = case_of(simulated), simulated["systems"]
     found = Deployment(case.geometry(), case.devices, case.in_flight, times_of(case), **uneven)

@@ -30,7 +30,7 @@ def by_case(cases: list[dict[str, Any]]) -> list[str]:
         systems = case["systems"]
         cells = [f"{systems[name]['tokens_per_s'] / 1e3:,.1f}" for name in SYSTEMS]
         bare = systems.get("async, no replicas")
-        cells.append(f"{bare['tokens_per_s'] / 1e3:,.1f}" if bare else None)
+        cells.append(f"{bare['tokens_per_s'] / 1e3:,.1f}" if bare else "-")
         itls = [f"{systems[name]['itl_ms']:.0f}" for name in ("synchronous", "async")]
         at = systems["async"]["attention_devices"]
         fits = "" if case["sequences_that_fit_async"] >= case["in_flight"] else " †"

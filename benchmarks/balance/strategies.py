@@ -33,7 +33,7 @@ class Case:
     def hosts(self) -> np.ndarray:
         """The home placement [E, G]: ranges of ids."""
         devices, experts = self.made.shape
-        return placement.contiguous(1, experts, devices).hosts[0]
+        return np.asarray(placement.contiguous(1, experts, devices).hosts[0])
 
 
 def none(case: Case) -> Load:
@@ -48,8 +48,8 @@ def history_alone(case: Case) -> Load:
 
 
 def eplb(case: Case) -> Load:
-    """Balances as EPLB does: experts and replicas are placed anew by past load; a visit goes to a replica at
-    random.
+    """Balances as EPLB does: experts and replicas are placed anew by past load; a visit goes to a
+    replica at random.
     """
     devices, experts = case.made.shape
     past = case.history.sum(axis=0)
@@ -68,7 +68,8 @@ def eplb(case: Case) -> Load:
                 total[to] += past[expert] / copies[expert]
     rng = np.random.default_rng(case.seed)
     visits = case.made.sum(axis=0)
-    return sum(rng.multinomial(n, h / h.sum()) for n, h in zip(visits, hosts, strict=True))
+    drawn = [rng.multinomial(n, h / h.sum()) for n, h in zip(visits, hosts, strict=True)]
+    return np.sum(drawn, axis=0)
 
 
 def lina(case: Case) -> Load:

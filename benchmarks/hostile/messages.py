@@ -51,7 +51,7 @@ _VALUES: dict[int, Callable[[random.Random], Any]] = {
 }
 
 
-def message(rng: random.Random, kind: Descriptor) -> bytes:
+def message(rng: random.Random, kind: Any) -> bytes:
     """Returns one message for a method that takes messages of `kind`."""
     chance = rng.random()
     if chance < 0.2:
