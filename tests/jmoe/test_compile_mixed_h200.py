@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 import pytest
-from test_compile_h200 import (
+from compiled_steps import (
     BATCH,
     MIXTRAL,
     QWEN3,

@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from test_shaped import PROMPTS, SHAPED, STRUCTURES, check, config, matches, texts
+from shaped import PROMPTS, SHAPED, STRUCTURES, check, config, matches, texts
 
 import jmoe
 from serving.engine import Engine

@@ -12,7 +12,7 @@ from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.request import SamplingParams
 from serving.settings import SettingsError, check
-from tests.jmoe.test_residuals import oracle
+from tests.jmoe.family_oracles import oracle
 from tests.serving.families import GOLDEN, NAMES, answer, requests, settings_of
 from tests.variants import variant
 from training.consolidate.run import ConsolidateConfig, consolidate

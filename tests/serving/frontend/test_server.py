@@ -1,14 +1,12 @@
 """The server over a real socket, with an engine that counts up."""
 
 import asyncio
-import contextlib
 import filecmp
 import logging
 import math
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import grpc
@@ -17,7 +15,7 @@ from fake_engine import FakeEngine
 from google.protobuf import descriptor_pool
 from grpc_reflection.v1alpha import reflection_pb2
 from keyed import KeysFile
-from served import CODE, Setup, collect, failure, request, serving, until
+from served import CODE, Setup, collect, failure, process, request, serving, until
 
 from serving import errors
 from serving.config import EngineConfig, ServerConfig
@@ -288,46 +286,6 @@ async def test_a_taken_port_is_an_error() -> None:
         other = Server(ServerConfig(port=s.server.port))
         with pytest.raises(OSError, match=str(s.server.port)):
             await other.start()
-
-
-PROCESS = """
-import asyncio, sys
-from fake_engine import FakeEngine
-from serving.config import EngineConfig, ServerConfig
-from serving.errors import Unavailable
-from serving.frontend.server import serve
-
-async def start_engine():
-    await asyncio.sleep(float(sys.argv[1]))
-    engine = FakeEngine()
-    engine.gate.clear()
-    asyncio.get_running_loop().call_later(float(sys.argv[2]), engine.gate.set)
-    return engine
-
-print("loading", flush=True)
-config = ServerConfig(port=0, exit_on_failure="--stay" not in sys.argv)
-try:
-    finished = asyncio.run(serve(config, start_engine))
-except Unavailable:
-    sys.exit(4)
-assert "jax" not in sys.modules
-sys.exit(0 if finished else 3)
-"""
-
-
-@contextlib.asynccontextmanager
-async def process(load_s: float, hold_s: float, *flags: str):
-    child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", PROCESS, str(load_s), str(hold_s), *flags),
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )
-    try:
-        yield child, child.stdout
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            child.kill()
-        await child.wait()
 
 
 @pytest.mark.parametrize(("signals", "hold_s", "code"), [(1, 0.5, 0), (2, 60.0, 1)])
