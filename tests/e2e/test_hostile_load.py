@@ -7,12 +7,14 @@ import random
 import signal
 
 import grpc
-import numpy as np
 import pytest
 
 import jmoe
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.request import SamplingParams
+from tests.serving.notebook import Answer, Asked
+from tests.serving.notebook import check as check_answers
 
 from .conftest import FEW_PROGRAMS, serving
 
@@ -194,35 +196,21 @@ async def test_everyone_is_answered_and_nothing_leaks(server, model, request):
 @pytest.mark.parametrize("server", ["one", "ep=2", "ep=8", "aep=2+6"], indirect=True)
 async def test_served_tokens_are_those_of_the_notebook(server, model):
     _, address = server
-    texts = prompts(model)[:24]
-    want = jmoe.generate(model, texts, 24)
+    asked = [Asked(text, SamplingParams(max_new_tokens=24)) for text in prompts(model)[:24]]
     async with Client(address) as client:
         await client.set_brownout(strategy="partial", decode_threshold_percent=0)
 
-        async def tokens(text):
+        async def served(one):
             sampling = pb.SamplingParams(max_new_tokens=24)
-            call = client.generate(text, sampling, allow_brownout=False)  # exempt rows are exact
-            return [message async for message in call]
+            call = client.generate(one.prompt, sampling, allow_brownout=False)  # which is exact
+            messages = [message async for message in call]
+            tokens = [token for m in messages for token in m.token_ids]
+            text = "".join(m.text for m in messages)
+            return Answer(tokens, [], text, (), [], messages[-1].usage, messages[-1].finish_reason)
 
-        got = await asyncio.gather(*map(tokens, texts))
-    same = 0
-    for i, messages in enumerate(got):
-        assert messages[-1].usage.degraded_visits == 0
-        served = [t for m in messages for t in m.token_ids]
-        if served == want.tokens[i]:
-            same += 1
-            assert "".join(m.text for m in messages) == want.texts[i]
-        else:
-            assert _near_tie(model, texts[i], served, want.tokens[i])
-    assert same >= len(texts) - 2
-
-
-def _near_tie(model, text, served, expected):
-    """Whether the two part where the reference's two best logits are closer than 1e-4."""
-    at = next(n for n, (a, b) in enumerate(zip(served, expected, strict=False)) if a != b)
-    context = model.tokenizer.encode(text) + expected[:at]
-    best = np.sort(np.asarray(jmoe.forward(model, [context]))[0, -1])
-    return best[-1] - best[-2] < 1e-4
+        got = await asyncio.gather(*map(served, asked))
+    assert not any(one.degraded for one in got)
+    check_answers(model, asked, got)
 
 
 @pytest.mark.sized(deep=("aep=2+6",), exhaustive=("ep=8",))

@@ -1,7 +1,6 @@
-"""Penalties, biases, likeliest tokens and structured outputs, served on the bundled model.
+"""Structured outputs on the bundled model: what is refused, and when a step waits for whom.
 
-What comes is held to logits of the whole context (`jmoe.forward`), changed by plain loops; texts to
-`re` and `json`.
+That tokens are those of changed logits is in test_served.py.
 """
 
 import asyncio
@@ -9,16 +8,11 @@ import contextlib
 import itertools
 import json
 import re
-from pathlib import Path
 
 import pytest
 from shaped import (
     PROMPTS,
-    SHAPED,
-    STRUCTURES,
-    check,
     config,
-    matches,
     texts,
 )
 
@@ -29,56 +23,11 @@ from serving.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from serving.execution.fitting import limits_of
 from serving.fake import FakeRunner
 from serving.request import SamplingParams, Structure, StructureKind
-from tests.on_devices import run_on_devices
 
 
 @pytest.fixture(scope="module")
 def model():
     return jmoe.load("bundled", "float32")
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("num_pages", [0, 10], ids=["room", "evictions"])
-async def test_tokens_are_those_of_changed_logits(model, num_pages) -> None:
-    engine = await Engine.start(config(num_pages=num_pages, max_model_len=96), model=model)
-    try:
-        plain = {"max_new_tokens": 24, "ignore_eos": True}
-        asked = [(p, plain | s) for p in PROMPTS for s in (*SHAPED, {})]
-        found = await asyncio.gather(*(texts(engine, p, **s) for p, s in asked))
-        stats = engine.stats()
-        assert stats.compilations_since_ready == 0
-        assert (stats.evictions > 0) == (num_pages > 0)
-        for (prompt, sampling), (_, outputs, _) in zip(asked, found, strict=True):
-            check(model, prompt, outputs, sampling)
-    finally:
-        await engine.stop()
-
-
-@pytest.mark.deep
-async def test_structured_outputs_match_and_leave_others_as_they_are(model) -> None:
-    engine = await Engine.start(config(), model=model)
-    try:
-        others = [{"max_new_tokens": 20}, {"max_new_tokens": 20, "temperature": 0.8, "seed": 7}]
-        alone = [await texts(engine, PROMPTS[0], **other) for other in others]
-        structured = [
-            {"structure": one, "temperature": temperature, "seed": seed}
-            for one in STRUCTURES.values()
-            for seed, temperature in enumerate((0.0, 0.7, 1.5, 5.0))
-        ]
-        asked = [{"max_new_tokens": 100} | one for one in structured] + others
-        found = await asyncio.gather(*(texts(engine, PROMPTS[0], **one) for one in asked))
-        ended = 0
-        for one, (text, _, reason) in zip(structured, found, strict=False):
-            name = next(n for n, s in STRUCTURES.items() if s is one["structure"])
-            if reason == "stop":  # else it was cut at max_new_tokens
-                ended += 1
-                assert matches(name, text), text
-        assert ended >= 8
-        for (text, *_), (same, *_) in zip(alone, found[len(structured) :], strict=True):
-            assert text == same
-        assert engine.stats().compilations_since_ready == 0
-    finally:
-        await engine.stop()
 
 
 UNREADABLE = [
@@ -202,11 +151,6 @@ async def test_a_structure_beside_plain_rows_counts_on_as_a_grammar_lets_it(mode
 
 async def _collect(stream) -> list:
     return [output async for output in stream]
-
-
-@pytest.mark.exhaustive
-def test_shaped_rows_over_a_mesh() -> None:
-    run_on_devices(Path(__file__).with_name("shaped_on_devices.py"), 4)
 
 
 def deep_schema(depth: int) -> Structure:
