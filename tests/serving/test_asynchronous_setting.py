@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from fake_crew import asynchronous_engine
-from families import GOLDEN
+from families import AEP, settings_of
 from served import CODE, failure
 
 from serving.client import Client
@@ -26,23 +26,7 @@ from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.settings import SettingsError
 from serving.start_asynchronous import with_mode
 
-SETTINGS = EngineConfig(
-    mode="aep",
-    model=str(GOLDEN),
-    dtype="float32",
-    max_num_seqs=6,
-    max_model_len=48,
-    page_size=4,
-    reserved_ls_seqs=2,
-    num_pages=36,
-    max_prefill_tokens=16,
-    max_prefill_seqs=4,
-    decode_buckets=(4,),
-    prefill_buckets=(16,),
-    compilation_cache="",
-    brownout=BrownoutConfig(strategy="zero", salc=False),
-    asynchronous=AsynchronousConfig(attention=2, experts=3, copies=2),
-)
+SETTINGS = settings_of({}, "", **AEP)
 
 
 async def test_what_has_no_effect_is_refused_and_not_shown():

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from families import GOLDEN, NAMES, settings_of
+from families import AEP, GOLDEN, NAMES, settings_of
 from notebook import BE, LS, Answer, Asked, answer, check
 from shaped import PROMPTS, SHAPED, STRUCTURES, config, matches
 
@@ -28,7 +28,7 @@ from jmoe.family import load_family
 from jmoe.sharing import Sharing, write_sharing
 from serving.cli import main as cli
 from serving.client import Client
-from serving.config import AsynchronousConfig, BrownoutConfig, EngineConfig, ServerConfig
+from serving.config import BrownoutConfig, ServerConfig
 from serving.engine import Engine
 from serving.errors import NotFound
 from serving.frontend.metrics import Metrics
@@ -46,7 +46,7 @@ from training.consolidate.run import ConsolidateConfig, consolidate
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
-ZERO = BrownoutConfig(strategy="zero", salc=False)
+ROOM = {"reserved_ls_seqs": 4, "num_pages": 48}  # for eight sequences: nobody is evicted
 ONE = Path(__file__).parents[1] / "golden" / "qwen3_moe_mixed_yarn"
 
 
@@ -74,28 +74,18 @@ class Made:
             self.modes[name] = getattr(self, name.replace(" ", "_"))()
         return self.modes[name]
 
-    def one(self) -> Mode:
-        def settings(**changes):
-            given = {
-                "model": str(ONE),
-                "dtype": "float32",
-                "max_num_seqs": 4,
-                "max_model_len": 48,
-                "page_size": 8,
-                "reserved_ls_seqs": 4,
-                "num_pages": 48,  # enough for eight sequences: nobody is evicted
-                "max_prefill_tokens": 16,
-                "max_prefill_seqs": 4,
-                "decode_buckets": (4,),
-                "prefill_buckets": (16,),
-                "compilation_cache": self.cache,
-                "part_layers": 1,
-                "prefix_reuse": "off",  # other buckets change bits
-                "brownout": BrownoutConfig(strategy="zero"),
-            }
-            return EngineConfig(**(given | changes))
+    def of(self, models, directories=None, **given) -> Mode:
+        """Makes a mode of settings that differ from a family's in `given`."""
 
-        return Mode(settings, {"": jmoe.load(ONE, "float32")})
+        def settings(**changes):
+            return settings_of(directories or {}, self.cache, **(given | changes))
+
+        return Mode(settings, models)
+
+    def one(self) -> Mode:
+        # Where prefixes are reused, other buckets change bits.
+        models = {"": jmoe.load(ONE, "float32")}
+        return self.of(models, model=str(ONE), prefix_reuse="off", **ROOM)
 
     def bundled(self) -> Mode:
         model = jmoe.load("bundled", "float32")
@@ -105,71 +95,44 @@ class Made:
         for seed, path in enumerate(self.directories.values()):
             add_united(variant(GOLDEN, path, seed), seed=seed)
         models = {name: jmoe.load(path, "float32") for name, path in self.directories.items()}
-        return Mode(lambda **changes: settings_of(self.directories, self.cache, **changes), models)
+        return self.of(models, self.directories)
 
     def host_experts(self) -> Mode:
-        """A third of the experts have no slot; siblings' serve, until they are fetched."""
-        family = self("family")
-        cfg = read_config(self.directories["base"])
-        room = {
-            "resident_experts": cfg.num_moe_layers * cfg.num_experts,
-            "spare_experts": cfg.num_moe_layers * cfg.experts_per_token,
-        }
-        return Mode(lambda **changes: family.settings(**(room | changes)), family.models)
+        """Two thirds of the experts have no slot; siblings' serve, until they are fetched."""
+        models, cfg = self("family").models, read_config(GOLDEN)
+        room = cfg.num_moe_layers * cfg.num_experts
+        spare = cfg.num_moe_layers * cfg.experts_per_token
+        return self.of(models, self.directories, resident_experts=room, spare_experts=spare)
 
     def differences(self) -> Mode:
         """All positions are shared, and differences of rank 4 kept; of oracles they are added."""
-        family, path = self("family"), self.folder / "differences.json"
+        self("family")
+        path, cfg = self.folder / "differences.json", read_config(GOLDEN)
         run = ConsolidateConfig(rule="random", share=100, residual_rank=4)
         sharing = consolidate(self.directories, path, run).sharing
         everywhere = {tuple(at) for at in np.argwhere(sharing.differs).tolist()}
         models = {}
         for number, name in enumerate(NAMES):
             to = self.folder / f"with-{name}"
-            models[name] = jmoe.load(
-                oracle(self.directories, sharing, number, everywhere, to), "float32"
-            )
-        cfg = read_config(self.directories["base"])
-        given = {
-            "family": str(path),
-            "spare_experts": cfg.num_moe_layers * cfg.experts_per_token,
-        }
-        return Mode(lambda **changes: family.settings(**(given | changes)), models)
+            oracle(self.directories, sharing, number, everywhere, to)
+            models[name] = jmoe.load(to, "float32")
+        spare = cfg.num_moe_layers * cfg.experts_per_token
+        return self.of(models, self.directories, family=str(path), spare_experts=spare)
 
     def mixed(self) -> Mode:
         """Three quarters of the experts are shared; steps have rows of up to three models."""
-        family, path = self("family"), self.folder / "mixed.json"
+        self("family")
+        path = self.folder / "mixed.json"
         prints = tuple(map(weights_digest, self.directories.values()))
         owners = Sharing.none(NAMES, 2, 7).owners
         owners[:, :, :5] = random.Random(0).choices(range(3), k=5)
         write_sharing(path, Sharing(NAMES, owners, prints))
         models = {one.name: one for one in load_family(self.directories, path, "float32")}
-        given = {"max_num_seqs": 8, "num_pages": 60, "mixed_models": 3, "decode_buckets": (8,)}
-        given["family"] = str(path)
-        return Mode(lambda **changes: family.settings(**(given | changes)), models)
+        sizes = {"max_num_seqs": 8, "num_pages": 60, "decode_buckets": (8,), "mixed_models": 3}
+        return self.of(models, self.directories, family=str(path), **sizes)
 
     def aep(self) -> Mode:
-        def settings(**changes):
-            given = {
-                "mode": "aep",
-                "model": str(GOLDEN),
-                "dtype": "float32",
-                "max_num_seqs": 6,
-                "max_model_len": 48,
-                "page_size": 4,
-                "reserved_ls_seqs": 2,
-                "num_pages": 36,
-                "max_prefill_tokens": 16,
-                "max_prefill_seqs": 4,
-                "decode_buckets": (4,),
-                "prefill_buckets": (16,),
-                "compilation_cache": "",
-                "brownout": ZERO,
-                "asynchronous": AsynchronousConfig(attention=2, experts=3, copies=2),
-            }
-            return EngineConfig(**(given | changes))
-
-        return Mode(settings, {"": jmoe.load(GOLDEN, "float32")})
+        return self.of({"": jmoe.load(GOLDEN, "float32")}, **AEP, compilation_cache="")
 
 
 @pytest.fixture(scope="module")
@@ -507,7 +470,6 @@ class Row(NamedTuple):
 
 
 RESTLESS = {"policy": "restless:Restless"}
-ROOM = {"reserved_ls_seqs": 4, "num_pages": 48}  # for eight sequences: nobody is evicted
 SETS = {"resident_sets": 2, "model_stay_s": 0.02}
 REUSE = {
     "max_num_seqs": 6,
