@@ -83,7 +83,7 @@ def test_imports_that_point_up_are_found(tmp_path):
 
 
 IMPORTS_A_TEST = re.compile(
-    r"^ *(?:from|import) +(?:[\w.]+\.)?test_\w+|^ *from +tests[\w.]* +import .*\btest_\w+",
+    r"^ *(?:from|import) +[\w.]*\btest_\w+|^ *from +(?:tests|\.)[\w.]* +import .*\btest_\w+",
     re.MULTILINE,
 )
 
@@ -106,6 +106,8 @@ def test_test_modules_import_no_other_test_module():
         "from test_other import CASES",
         "    from tests.jmoe.test_other import CASES",
         "import test_other",
+        "from .test_other import CASES",
+        "from . import test_other",
         "from tests.jmoe import GOLDEN, test_other",
     ],
 )

@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import json
 import random
 import signal
 
@@ -12,11 +11,9 @@ import pytest
 import jmoe
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
-from serving.request import SamplingParams
-from tests.serving.notebook import Answer, Asked
-from tests.serving.notebook import check as check_answers
 
 from .conftest import FEW_PROGRAMS, serving
+from .exact_answers import check_exact_answers, prompts
 
 NUM_REQUESTS, NUM_CLIENTS = 500, 32
 ON_A_MESH_REQUESTS = 200
@@ -71,11 +68,6 @@ def server(request):
 @pytest.fixture(scope="module")
 def model():
     return jmoe.load("bundled", "float32")
-
-
-def prompts(model):
-    lines = (model.path / "tasks.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines]
 
 
 def draw(rng, texts):
@@ -196,21 +188,7 @@ async def test_everyone_is_answered_and_nothing_leaks(server, model, request):
 @pytest.mark.parametrize("server", ["one", "ep=2", "ep=8", "aep=2+6"], indirect=True)
 async def test_served_tokens_are_those_of_the_notebook(server, model):
     _, address = server
-    asked = [Asked(text, SamplingParams(max_new_tokens=24)) for text in prompts(model)[:24]]
-    async with Client(address) as client:
-        await client.set_brownout(strategy="partial", decode_threshold_percent=0)
-
-        async def served(one):
-            sampling = pb.SamplingParams(max_new_tokens=24)
-            call = client.generate(one.prompt, sampling, allow_brownout=False)  # which is exact
-            messages = [message async for message in call]
-            tokens = [token for m in messages for token in m.token_ids]
-            text = "".join(m.text for m in messages)
-            return Answer(tokens, [], text, (), [], messages[-1].usage, messages[-1].finish_reason)
-
-        got = await asyncio.gather(*map(served, asked))
-    assert not any(one.degraded for one in got)
-    check_answers(model, asked, got)
+    await check_exact_answers(address, model)
 
 
 @pytest.mark.sized(deep=("aep=2+6",), exhaustive=("ep=8",))

@@ -1,4 +1,4 @@
-"""Shaped rows and structured outputs over a mesh; run by test_served.py on several devices."""
+"""Shaped rows over a mesh; run by test_served_equals_notebook.py on several devices."""
 
 import asyncio
 

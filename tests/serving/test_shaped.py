@@ -1,6 +1,6 @@
 """Structured outputs on the bundled model: what is refused, and when a step waits for whom.
 
-That tokens are those of changed logits is in test_served.py.
+That tokens are those of changed logits is in test_served_equals_notebook.py.
 """
 
 import asyncio
