@@ -6,6 +6,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 RUN = (
     "import sys; from importlinter.cli import lint_imports; "
@@ -78,3 +80,37 @@ def test_imports_that_point_up_are_found(tmp_path):
     ):
         assert broken in done.stdout, done.stdout + done.stderr
     assert "serving.cli.main -> training.train" not in done.stdout
+
+
+IMPORTS_A_TEST = re.compile(
+    r"^ *(?:from|import) +[\w.]*\btest_\w+|^ *from +(?:tests|\.)[\w.]* +import .*\btest_\w+",
+    re.MULTILINE,
+)
+
+
+def test_test_modules_import_no_other_test_module():
+    """What tests share is in modules that are not collected."""
+    files = list((ROOT / "tests").rglob("*.py"))
+    assert len(files) > 200
+    found = [
+        f"{path.relative_to(ROOT)}: {line[0].strip()}"
+        for path in files
+        for line in IMPORTS_A_TEST.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from test_other import CASES",
+        "    from tests.jmoe.test_other import CASES",
+        "import test_other",
+        "from .test_other import CASES",
+        "from . import test_other",
+        "from tests.jmoe import GOLDEN, test_other",
+    ],
+)
+def test_an_import_of_a_test_module_is_found(line):
+    assert IMPORTS_A_TEST.search(f"import re\n{line}\n")
+    assert not IMPORTS_A_TEST.search("from tests.traces import num_traces\nimport testing\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.request import Request, urlopen
 
 import pytest
-from test_images import command, instructions
+from dockerfile import command, instructions
 from typer.testing import CliRunner
 
 from serving.cli.main import app

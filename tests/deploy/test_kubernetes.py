@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from test_images import served_with
+from dockerfile import served_with
 
 from serving import settings
 from serving.frontend.metrics import Metrics

@@ -2,12 +2,10 @@
 
 import asyncio
 import collections
-import json
 import random
 import signal
 
 import grpc
-import numpy as np
 import pytest
 
 import jmoe
@@ -15,6 +13,7 @@ from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 from .conftest import FEW_PROGRAMS, serving
+from .exact_answers import check_exact_answers, prompts
 
 NUM_REQUESTS, NUM_CLIENTS = 500, 32
 ON_A_MESH_REQUESTS = 200
@@ -69,11 +68,6 @@ def server(request):
 @pytest.fixture(scope="module")
 def model():
     return jmoe.load("bundled", "float32")
-
-
-def prompts(model):
-    lines = (model.path / "tasks.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["prompt"] for line in lines]
 
 
 def draw(rng, texts):
@@ -194,35 +188,7 @@ async def test_everyone_is_answered_and_nothing_leaks(server, model, request):
 @pytest.mark.parametrize("server", ["one", "ep=2", "ep=8", "aep=2+6"], indirect=True)
 async def test_served_tokens_are_those_of_the_notebook(server, model):
     _, address = server
-    texts = prompts(model)[:24]
-    want = jmoe.generate(model, texts, 24)
-    async with Client(address) as client:
-        await client.set_brownout(strategy="partial", decode_threshold_percent=0)
-
-        async def tokens(text):
-            sampling = pb.SamplingParams(max_new_tokens=24)
-            call = client.generate(text, sampling, allow_brownout=False)  # exempt rows are exact
-            return [message async for message in call]
-
-        got = await asyncio.gather(*map(tokens, texts))
-    same = 0
-    for i, messages in enumerate(got):
-        assert messages[-1].usage.degraded_visits == 0
-        served = [t for m in messages for t in m.token_ids]
-        if served == want.tokens[i]:
-            same += 1
-            assert "".join(m.text for m in messages) == want.texts[i]
-        else:
-            assert _near_tie(model, texts[i], served, want.tokens[i])
-    assert same >= len(texts) - 2
-
-
-def _near_tie(model, text, served, expected):
-    """Whether the two part where the reference's two best logits are closer than 1e-4."""
-    at = next(n for n, (a, b) in enumerate(zip(served, expected, strict=False)) if a != b)
-    context = model.tokenizer.encode(text) + expected[:at]
-    best = np.sort(np.asarray(jmoe.forward(model, [context]))[0, -1])
-    return best[-1] - best[-2] < 1e-4
+    await check_exact_answers(address, model)
 
 
 @pytest.mark.sized(deep=("aep=2+6",), exhaustive=("ep=8",))

@@ -18,8 +18,8 @@ import jmoe
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
-from .conftest import FEW_PROGRAMS, serving
-from .test_hostile_load import _near_tie, prompts
+from .conftest import FEW_PROGRAMS
+from .exact_answers import check_exact_answers, prompts
 
 pytestmark = pytest.mark.deep
 
@@ -131,12 +131,6 @@ async def tokens(client, text, **sampling):
     return [token async for message in call for token in message.token_ids]
 
 
-async def answers(address, texts):
-    async with Client(address) as client:
-        await client.set_brownout(strategy="partial", decode_threshold_percent=0)
-        return await asyncio.gather(*(tokens(client, text) for text in texts))
-
-
 async def streams(address, count, begun, sampling=ENDLESS):
     """How streams end; `begun` is called in the middle of them."""
     async with Client(address) as client:
@@ -173,16 +167,11 @@ def strangers(port):
 async def test_two_processes_answer_as_one_and_end_together(hosts, ports):
     model = jmoe.load("bundled", "float32")
     texts = prompts(model)[:24]
-    with serving(*FEW_PROGRAMS, "engine.mesh=ep=8") as (_, address):
-        want = await answers(address, texts)
     with hosts(leaders=("drain_timeout_s=120",)) as started:
         address = started.address()
         assert "jmoe follows 127.0.0.1" in started.wait_for(1, ".*as process 1 of 2").group(0)
         with strangers(ports[0]):
-            got = await answers(address, texts)
-        parted = [i for i in range(len(texts)) if got[i] != want[i]]
-        assert len(parted) <= 2
-        assert all(_near_tie(model, texts[i], got[i], want[i]) for i in parted)
+            await check_exact_answers(address, model)
         async with Client(address) as client:
             assert (await client.set_brownout(way=2)).way == 2
             sampled = [tokens(client, text, temperature=0.8, top_k=5) for text in texts[:4]]

@@ -11,7 +11,7 @@ from jmoe.experts import ABSENT, FETCHED
 from jmoe.family import load_family
 from jmoe.sharing import Sharing
 from tests.jmoe.conftest import GOLDEN
-from tests.jmoe.test_family_pool import alone, drawn_map, logits, with_owners_experts
+from tests.jmoe.family_oracles import alone, drawn_map, logits, with_owners_experts
 from tests.variants import variant
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")

@@ -5,85 +5,50 @@ temporary memory, and every instruction of the program that is not inside a fusi
 slices a layer's experts out of the pool shows that both would tell.
 """
 
-import tempfile
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import yaml
+from compiled_steps import (
+    BATCH,
+    LARGE,
+    MAX_BLOCKS,
+    MIB,
+    MIXTRAL,
+    PAGE_SIZE,
+    QWEN3,
+    QWEN15,
+    TEMPORARY,
+    _kernels_are_assembled_well,
+    abstract_model,
+    bf16,
+    check_copies,
+    compile_step,
+    int32,
+    mesh,
+)
 from jax import lax
-from sm90 import ptxas
 
 from jmoe import load, model
 from jmoe.brownout import Control
-from jmoe.checkpoint import empty_pool
-from jmoe.config import ModelConfig, from_hf
-from jmoe.experts import make_table
 from jmoe.forward import _forward
-from jmoe.random_model import random_params
 from jmoe.shape_rows import NUM_SHAPE_COLUMNS, num_words, seat_size
 from jmoe.shaping import make_shaping, seat
-from jmoe.steps import decode_step, draw_step, make_state, prefill_step, sample_step, served
-from jmoe.weights import Weights
+from jmoe.steps import decode_step, draw_step, prefill_step, sample_step
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.backend import traced_for
-from pallas_kernels.compile_for import compile_for, h200_mesh
+from pallas_kernels.compile_for import compile_for
 from pallas_kernels.launches import count_launches, count_loop_launches
 from tests.compiled import large_results
 from tests.equal_kernels import equal_kernels_are_compiled_once
 
 pytestmark = pytest.mark.deep
 
-__all__ = ["equal_kernels_are_compiled_once"]
-
-BATCH, PAGES, PAGE_SIZE, MAX_BLOCKS = 64, 2048, 64, 64
-MIB = 2**20
-# Sampling sorts 64 rows of logits, 37 MiB each time they are written; cuBLAS takes 32. One layer's
-# experts are 1,031 MiB at the least.
-TEMPORARY = 256 * MIB
-LARGE = 100 * MIB  # above all that a step computes, below one layer's experts or pages
-BF16 = jnp.dtype(jnp.bfloat16)
+__all__ = ["_kernels_are_assembled_well", "equal_kernels_are_compiled_once", "mesh"]  # fixtures
 
 
-class Case(NamedTuple):
-    """A published model, and how many united experts a layer has beside its own.
-
-    `launches` is what a decode and a prefill step start: kernels, library calls and copies; and
-    what a layer does where a decode step scans them. Whoever saves one lowers the figure.
-    """
-
-    name: str
-    united: int
-    launches: tuple[int, int, int]
-    depth: int | None = None  # layers; None: all
-
-    @property
-    def config(self) -> ModelConfig:
-        """Its geometry, as Hugging Face has it."""
-        path = Path(__file__).parents[2] / "configs" / "models" / f"{self.name}.yaml"
-        depth = {} if self.depth is None else {"num_hidden_layers": self.depth}
-        return from_hf(yaml.safe_load(path.read_text()) | depth)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots a layer."""
-        return self.config.num_experts + self.united
-
-    @property
-    def expert_bytes(self) -> int:
-        """Of one expert."""
-        return 2 * 3 * self.config.d_model * self.config.d_ff_expert
-
-
-QWEN15, QWEN3, MIXTRAL = (
-    Case("qwen1.5-moe-a2.7b", 30, (433, 409, 25)),
-    Case("qwen3-30b-a3b", 32, (651, 604, 20)),
-    Case("mixtral-8x7b", 2, (442, 410, 21)),
-)
 # Every layer is compiled anew: one model at full depth, and others with six layers.
 SHORT_QWEN3 = QWEN3._replace(depth=6, launches=(100, 95, 20))
 SHORT_MIXTRAL = MIXTRAL._replace(depth=6, launches=(101, 95, 21))
@@ -96,94 +61,9 @@ scanned = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def _kernels_are_assembled_well(capfd, monkeypatch):
-    """Whatever kernel a test is the first to compile: registers suffice, and products overlap."""
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    yield
-    kernels = ptxas.parse("".join(capfd.readouterr()))
-    assert [kernel for kernel in kernels if kernel.spill_bytes or kernel.serialized] == []
-
-
-@pytest.fixture(scope="module")
-def mesh():
-    pytest.importorskip(
-        "jax_plugins.xla_cuda13", reason="compiling for an H200 needs the extra: jmoe[aot]"
-    )
-    return h200_mesh()
-
-
-def bf16(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-
-def int32(*shape):
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-
-def abstract_model(case):
-    cfg = case.config
-    params = jax.eval_shape(lambda: random_params(cfg, jax.random.key(0), BF16))
-    pool = jax.eval_shape(lambda: empty_pool(cfg, cfg.num_layers * case.num_slots, BF16))
-    table = jax.eval_shape(lambda: make_table(cfg.num_layers, cfg.num_experts, case.united))
-    return Weights(params, pool, table)
-
-
-def abstract_state(case, num_hidden=0):
-    sizes = {"num_slots": BATCH, "num_pages": PAGES, "page_size": PAGE_SIZE}
-    return jax.eval_shape(
-        lambda: make_state(
-            case.config, max_blocks=MAX_BLOCKS, dtype=BF16, num_hidden=num_hidden, **sizes
-        )
-    )
-
-
-class Program(NamedTuple):
-    """A compiled step: its text, its memory, and the plan it is run by (None without a graph).
-
-    A line of the plan that stands out runs alone.
-    """
-
-    hlo: str
-    memory: Any
-    plan: list[str] | None
-
-    @property
-    def mosaic_kernels(self) -> int:
-        """Launches of Mosaic kernels; those of a scan's body are counted once."""
-        return self.hlo.count('custom_call_target="mosaic_gpu')
-
-
-def compile_step(mesh, case, step, *rows, eager=False, num_hidden=0, **options):
-    weights = abstract_model(case)
-    with traced_for("cuda"):
-        _, own = served({"segments": ()}, eager=eager)
-        params = jax.eval_shape(lambda params: served(params, eager=eager)[0], weights.params)
-    step = partial(step, case.config, max_active=case.config.num_experts)
-    held = weights._replace(params=params), abstract_state(case, num_hidden)
-    with tempfile.TemporaryDirectory() as folder:
-        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_proto": True}  # protos are less than text
-        exe = compile_for(mesh, step, *held, *rows, donate_argnums=1, options=own | dump | options)
-        plans = [
-            p.read_text() for p in Path(folder).glob("*.thunk_sequence_after_thunk_passes.txt")
-        ]
-    return Program(exe.as_text(), exe.memory_analysis(), plans[0].splitlines() if plans else None)
-
-
 def compile_decode(mesh, case, **options):
     rows = int32(BATCH, 9), int32(8, 3), int32(2)
     return compile_step(mesh, case, decode_step, *rows, **options)
-
-
-def check_copies(program):
-    memory = program.memory
-    assert memory.temp_size_in_bytes < TEMPORARY
-    # Pages come back in the memory they came in; logits are 37 MiB.
-    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < LARGE
-    assert large_results(program.hlo, LARGE) == []
-    assert ".remat" not in program.hlo  # nothing is computed twice to save memory
-    # The host would read the condition, and so wait for the device while it launches the step.
-    assert " conditional(" not in program.hlo
 
 
 def check_one_graph(program):

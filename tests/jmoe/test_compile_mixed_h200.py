@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 import pytest
-from test_compile_h200 import (
+from compiled_steps import (
     BATCH,
     MIXTRAL,
     QWEN3,
@@ -13,7 +13,6 @@ from test_compile_h200 import (
     abstract_model,
     abstract_state,
     check_copies,
-    equal_kernels_are_compiled_once,
     int32,
     mesh,
 )
@@ -23,6 +22,7 @@ from jmoe.steps import served
 from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for
 from pallas_kernels.routing.parts import MAX_LOGICAL, MAX_ROUTED
+from tests.equal_kernels import equal_kernels_are_compiled_once
 
 pytestmark = pytest.mark.deep
 

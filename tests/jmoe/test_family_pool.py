@@ -1,7 +1,6 @@
 """Models over one pool: each is, bit for bit, what its directory and its owners' make it."""
 
 import json
-import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +11,14 @@ import jmoe
 from jmoe.checkpoint import weights_digest
 from jmoe.config import ConfigError
 from jmoe.family import Family, load_family
-from jmoe.sharing import MERGED, Sharing, SharingError, write_sharing
+from jmoe.sharing import Sharing, SharingError, write_sharing
 from tests.jmoe.conftest import GOLDEN, add_united
-from tests.variants import change, tensors, variant
+from tests.jmoe.family_oracles import alone, drawn_map, logits, with_owners_experts
+from tests.variants import variant
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 CASE = "qwen2_moe"
-TOKENS = np.array([[3, 17, 60, 5, 41, 22, 9, 70]], np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -40,47 +39,6 @@ def directories(tmp_path_factory):
 @pytest.fixture(scope="module")
 def unshared(directories):
     return load_family(directories, dtype="float32")
-
-
-def logits(model, brownout=None):
-    return np.asarray(jmoe.forward(model, TOKENS, brownout=brownout))
-
-
-def alone(directory, **options):
-    return jmoe.load(directory, dtype="float32", **options)
-
-
-def drawn_map(names, cfg, seed=0, merged=False):
-    shape = len(names), cfg.num_moe_layers, cfg.num_experts
-    low = MERGED if merged else 0
-    owners = np.random.default_rng(seed).integers(low, len(names), shape)
-    return Sharing(tuple(names), owners.astype(np.int32))
-
-
-def with_owners_experts(directories, sharing, number, to, merged=None):
-    """The oracle: a model's directory with its owners' experts written into it."""
-    names = list(directories)
-    every = [tensors(directories[name]) for name in names]
-    cfg = jmoe.config.read_config(directories[names[number]])
-    moe_layers = [at for at, is_moe in enumerate(cfg.moe_layers) if is_moe]
-
-    def changed(name, tensor):
-        found = re.match(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name)
-        if not found:
-            return tensor
-        layer, expert = moe_layers.index(int(found[1])), int(found[2])
-        owner = int(sharing.owners[number, layer, expert])
-        if owner != MERGED:
-            return every[owner][name]
-        gate_up = merged[f"layers.{layer}.experts.{expert}.gate_up"]
-        half = gate_up.shape[1] // 2
-        part = {"gate": gate_up[:, :half], "up": gate_up[:, half:]}
-        part["down"] = merged[f"layers.{layer}.experts.{expert}.down"]
-        return np.ascontiguousarray(part[found[3]].T)
-
-    path = variant(directories[names[number]], to, 0, scale=0.0)
-    change(path, changed)
-    return path
 
 
 def test_unshared_every_model_is_what_it_is_alone(directories, unshared):

@@ -1,6 +1,5 @@
 """Experts known by a low-rank difference from another model's: what is made of them, and when."""
 
-import re
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -14,8 +13,8 @@ from jmoe.family import load_family
 from jmoe.residuals import tensor_name
 from jmoe.sharing import MERGED, WEIGHTS_FILE, SharingError, write_sharing
 from tests.jmoe.conftest import GOLDEN
-from tests.jmoe.test_family_pool import alone, drawn_map, logits, with_owners_experts
-from tests.variants import change, variant
+from tests.jmoe.family_oracles import alone, drawn_map, logits, oracle
+from tests.variants import variant
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -52,31 +51,6 @@ def written(directories, cfg, tmp_path_factory):
     save_file(found, folder / WEIGHTS_FILE)
     write_sharing(folder / "family.json", sharing)
     return sharing
-
-
-def oracle(directories, sharing, number, there, to):
-    """A model's directory with its owners' experts, and its differences where they are `there`."""
-    path = with_owners_experts(directories, sharing, number, to)
-    factors = load_file(sharing.directory / WEIGHTS_FILE)
-
-    def changed(name, tensor):
-        found = re.match(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name)
-        if not found or (number, int(found[1]), int(found[2])) not in there:
-            return tensor
-        key = "down" if found[3] == "down" else "gate_up"
-        left, right = (
-            factors[
-                tensor_name(sharing.fingerprints[number], int(found[1]), int(found[2]), key, side)
-            ].astype(np.float32)
-            for side in ("left", "right")
-        )
-        part = left @ right
-        if key == "gate_up":
-            part = np.split(part, 2, axis=1)[("gate", "up").index(found[3])]
-        return tensor + part.T
-
-    change(path, changed)
-    return path
 
 
 @pytest.mark.deep

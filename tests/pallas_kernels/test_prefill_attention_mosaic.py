@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import mosaic as interpreter
 import numpy as np
 import pytest
+from prefill_contract import IMPLEMENTATIONS, check, wide
 from sm90 import sass
-from test_prefill_attention import IMPLEMENTATIONS, check, wide
 
 from pallas_kernels.backend import traced_for
 from pallas_kernels.compile_for import compile_for, h200_mesh

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import mosaic as interpreter
 import numpy as np
 import pytest
-from sm90 import sass
-from test_routing import (
+from routing_contract import (
     MORE,
     ONE,
     Case,
@@ -26,6 +25,7 @@ from test_routing import (
     kernel_of,
     routed,
 )
+from sm90 import sass
 
 from pallas_kernels import routing
 from pallas_kernels.backend import references_only

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from serving.config import BrownoutConfig, EngineConfig
+from serving.config import AsynchronousConfig, BrownoutConfig, EngineConfig
 from serving.request import Priority, SamplingParams
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
@@ -31,6 +31,18 @@ def settings_of(directories, cache, **changes):
         **changes,
     }
     return EngineConfig(**given)
+
+
+AEP = {
+    "model": str(GOLDEN),
+    "mode": "aep",
+    "asynchronous": AsynchronousConfig(attention=2, experts=3, copies=2),
+    "max_num_seqs": 6,
+    "page_size": 4,
+    "part_layers": 0,
+    "threshold_buckets_percent": (),
+}
+"""A model of theirs on asynchronous workers: changes of `settings_of`."""
 
 
 async def answer(engine, prompt, sampling, model="", **options):

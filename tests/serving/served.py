@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import os
+import sys
+from pathlib import Path
 
 import grpc
 import pytest
@@ -78,3 +81,43 @@ async def until(holds, timeout_s: float = 60.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not holds():
             await asyncio.sleep(0.005)
+
+
+PROCESS = """
+import asyncio, sys
+from fake_engine import FakeEngine
+from serving.config import EngineConfig, ServerConfig
+from serving.errors import Unavailable
+from serving.frontend.server import serve
+
+async def start_engine():
+    await asyncio.sleep(float(sys.argv[1]))
+    engine = FakeEngine()
+    engine.gate.clear()
+    asyncio.get_running_loop().call_later(float(sys.argv[2]), engine.gate.set)
+    return engine
+
+print("loading", flush=True)
+config = ServerConfig(port=0, exit_on_failure="--stay" not in sys.argv)
+try:
+    finished = asyncio.run(serve(config, start_engine))
+except Unavailable:
+    sys.exit(4)
+assert "jax" not in sys.modules
+sys.exit(0 if finished else 3)
+"""
+
+
+@contextlib.asynccontextmanager
+async def process(load_s: float, hold_s: float, *flags: str):
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROCESS, str(load_s), str(hold_s), *flags),
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+    )
+    try:
+        yield child, child.stdout
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        await child.wait()

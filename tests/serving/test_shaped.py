@@ -1,7 +1,6 @@
-"""Penalties, biases, likeliest tokens and structured outputs, served on the bundled model.
+"""Structured outputs on the bundled model: what is refused, and when a step waits for whom.
 
-What comes is held to logits of the whole context (`jmoe.forward`), changed by plain loops; texts to
-`re` and `json`.
+That tokens are those of changed logits is in test_served_equals_notebook.py.
 """
 
 import asyncio
@@ -9,167 +8,26 @@ import contextlib
 import itertools
 import json
 import re
-from pathlib import Path
 
-import numpy as np
 import pytest
+from shaped import (
+    PROMPTS,
+    config,
+    texts,
+)
 
 import jmoe
 from serving import structure
-from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from serving.execution.fitting import limits_of
 from serving.fake import FakeRunner
 from serving.request import SamplingParams, Structure, StructureKind
-from tests.on_devices import run_on_devices
-
-PROMPTS = ("add 47 + 38", "sort 4 1 3", "say it", "add 2 + 2 and 5 + 5 then say it")
-NEAR_TIE = 1e-3
-
-
-def config(**sizes) -> EngineConfig:
-    given = {"max_num_seqs": 8, "max_model_len": 128, "page_size": 16, "max_prefill_tokens": 32}
-    return EngineConfig(
-        dtype="float32", brownout=BrownoutConfig(strategy="zero"), **(given | sizes)
-    )
 
 
 @pytest.fixture(scope="module")
 def model():
     return jmoe.load("bundled", "float32")
-
-
-async def texts(engine: Engine, prompt: str, **sampling) -> tuple[str, list, str]:
-    """Text, outputs' tokens, and why it ended."""
-    params = SamplingParams(**({"max_new_tokens": 40} | sampling))
-    outputs = [o async for o in engine.generate(prompt, params)]
-    text = "".join(output.text for output in outputs)
-    return text, outputs, outputs[-1].finish_reason
-
-
-def changed(logits, prompt, output, sampling) -> np.ndarray:
-    """Logits of the next token as a request wants them."""
-    logits = np.array(logits, np.float64)
-    for token, bias in sampling.get("logit_bias", ()):
-        logits[token] += bias
-    penalty = sampling.get("repetition_penalty", 1.0)
-    for token in {*prompt, *output}:
-        logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
-    for token in set(output):
-        logits[token] -= sampling.get("frequency_penalty", 0.0) * output.count(token)
-        logits[token] -= sampling.get("presence_penalty", 0.0)
-    return logits
-
-
-def check(model, prompt: str, outputs, sampling) -> None:
-    """Each token is the likeliest of changed logits; log-probabilities are of those unchanged."""
-    prompt, tokens = model.tokenizer.encode(prompt), [o.token_ids[0] for o in outputs]
-    every = np.asarray(jmoe.forward(model, np.array([prompt + tokens])))[0].astype(np.float64)
-    logprobs = every - np.log(np.exp(every - every.max(-1, keepdims=True)).sum(-1, keepdims=True))
-    logprobs -= every.max(-1, keepdims=True)
-    for at, (token, output) in enumerate(zip(tokens, outputs, strict=True)):
-        position = len(prompt) + at - 1
-        left = changed(every[position], prompt, tokens[:at], sampling)
-        assert left[token] >= left.max() - NEAR_TIE
-        if sampling.get("logprobs"):
-            assert output.logprobs[0] == pytest.approx(logprobs[position, token], abs=1e-3)
-        count = sampling.get("top_logprobs", 0)
-        if count:
-            (top,) = output.top_logprobs
-            best = np.sort(logprobs[position])[::-1][:count]
-            np.testing.assert_allclose([value for _, value in top], best, atol=1e-3)
-            for likely, value in top:
-                assert value == pytest.approx(logprobs[position, likely], abs=1e-3)
-
-
-SHAPED = (
-    {"frequency_penalty": 1.5, "logprobs": True},
-    {"presence_penalty": 2.0, "top_logprobs": 3, "logprobs": True},
-    {"repetition_penalty": 1.8},
-    {"logit_bias": ((40, 8.0), (41, -100.0)), "frequency_penalty": 0.3},
-    {"top_logprobs": 20},
-    {"repetition_penalty": 0.7, "presence_penalty": -1.0},
-)
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("num_pages", [0, 10], ids=["room", "evictions"])
-async def test_tokens_are_those_of_changed_logits(model, num_pages) -> None:
-    engine = await Engine.start(config(num_pages=num_pages, max_model_len=96), model=model)
-    try:
-        plain = {"max_new_tokens": 24, "ignore_eos": True}
-        asked = [(p, plain | s) for p in PROMPTS for s in (*SHAPED, {})]
-        found = await asyncio.gather(*(texts(engine, p, **s) for p, s in asked))
-        stats = engine.stats()
-        assert stats.compilations_since_ready == 0
-        assert (stats.evictions > 0) == (num_pages > 0)
-        for (prompt, sampling), (_, outputs, _) in zip(asked, found, strict=True):
-            check(model, prompt, outputs, sampling)
-    finally:
-        await engine.stop()
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "ages": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
-        "kind": {"enum": ["small", "large"]},
-    },
-    "required": ["name", "ages", "kind"],
-    "additionalProperties": False,
-}
-STRUCTURES = {
-    "regex": Structure(StructureKind.REGEX, r"[a-f]{3}-(0|[1-9][0-9]?)!"),
-    "schema": Structure(StructureKind.JSON_SCHEMA, json.dumps(SCHEMA)),
-    "grammar": Structure(StructureKind.GRAMMAR, 'start: "(" start ")" | "x"'),
-}
-
-
-def matches(name: str, text: str) -> bool:
-    """By other means than the masks."""
-    if name == "regex":
-        return re.fullmatch(r"[a-f]{3}-(0|[1-9][0-9]?)!", text) is not None
-    if name == "grammar":
-        depth = text.count("(")
-        return text == "(" * depth + "x" + ")" * depth
-    found = json.loads(text)
-    return (
-        set(found) == {"name", "ages", "kind"}
-        and isinstance(found["name"], str)
-        and len(found["name"]) <= 8
-        and 1 <= len(found["ages"]) <= 3
-        and all(isinstance(age, int) for age in found["ages"])
-        and found["kind"] in ("small", "large")
-    )
-
-
-@pytest.mark.deep
-async def test_structured_outputs_match_and_leave_others_as_they_are(model) -> None:
-    engine = await Engine.start(config(), model=model)
-    try:
-        others = [{"max_new_tokens": 20}, {"max_new_tokens": 20, "temperature": 0.8, "seed": 7}]
-        alone = [await texts(engine, PROMPTS[0], **other) for other in others]
-        structured = [
-            {"structure": one, "temperature": temperature, "seed": seed}
-            for one in STRUCTURES.values()
-            for seed, temperature in enumerate((0.0, 0.7, 1.5, 5.0))
-        ]
-        asked = [{"max_new_tokens": 100} | one for one in structured] + others
-        found = await asyncio.gather(*(texts(engine, PROMPTS[0], **one) for one in asked))
-        ended = 0
-        for one, (text, _, reason) in zip(structured, found, strict=False):
-            name = next(n for n, s in STRUCTURES.items() if s is one["structure"])
-            if reason == "stop":  # else it was cut at max_new_tokens
-                ended += 1
-                assert matches(name, text), text
-        assert ended >= 8
-        for (text, *_), (same, *_) in zip(alone, found[len(structured) :], strict=True):
-            assert text == same
-        assert engine.stats().compilations_since_ready == 0
-    finally:
-        await engine.stop()
 
 
 UNREADABLE = [
@@ -293,11 +151,6 @@ async def test_a_structure_beside_plain_rows_counts_on_as_a_grammar_lets_it(mode
 
 async def _collect(stream) -> list:
     return [output async for output in stream]
-
-
-@pytest.mark.exhaustive
-def test_shaped_rows_over_a_mesh() -> None:
-    run_on_devices(Path(__file__).with_name("shaped_on_devices.py"), 4)
 
 
 def deep_schema(depth: int) -> Structure:

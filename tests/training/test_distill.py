@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from distilled import QUICK
 from safetensors import safe_open
 
 import jmoe
 from jmoe.brownout import plan
 from jmoe.layers import Layers
 from jmoe.tokenizer import Tokenizer
-from training.distill import DistillConfig, DistillError
+from training.distill import DistillError
 from training.distill.data import pack_files, read_texts
 from training.distill.expert import outputs_on_all
 from training.distill.fit import fit_layer, membership
@@ -30,19 +31,6 @@ from training.distill.objectives import (
 )
 from training.distill.start import make_start
 from training.distill.stream import LayerRows, each_visit, first_rows, run_layer
-
-QUICK = DistillConfig(
-    rows=1024,
-    steps=30,
-    batch=128,
-    decode_batch=32,
-    eval_every=10,
-    refine_steps=4,
-    refine_rows=2,
-    length=64,
-    learning_rate=2e-3,
-    dtype="float32",
-)
 
 
 def normal(seed, *shape):
@@ -290,7 +278,7 @@ TWO_DEVICES = """
 import sys, jax, numpy as np
 from pathlib import Path
 from types import SimpleNamespace
-from test_distill import QUICK
+from distilled import QUICK
 from training.distill import distill
 import training.distill.refine as stage, dataclasses
 # What is drawn depends on the device, so every visit of every row is degraded here.

@@ -1,13 +1,13 @@
 """Both stages' steps at published sizes, compiled for H200s that are not there."""
 
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import yaml
+from distilled import CONFIGS
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jmoe.config import from_hf
@@ -21,7 +21,6 @@ from training.distill.refine import FROZEN_SPECS, UNITED_SPECS, Frozen
 pytestmark = pytest.mark.deep
 
 GIB = 2**30
-CONFIGS = Path(__file__).parents[2] / "configs" / "models"
 CONFIG = DistillConfig()
 
 

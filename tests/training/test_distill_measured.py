@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from distilled import QUICK
 from safetensors import safe_open
-from test_distill import QUICK
 
 import training.distill.run as whole
 from jmoe.config import read_config

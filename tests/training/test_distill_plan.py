@@ -9,9 +9,8 @@ import subprocess
 import numpy as np
 import pytest
 import yaml
+from distilled import CONFIGS, QUICK
 from safetensors.numpy import load_file, save_file
-from test_distill import QUICK
-from test_distill_h200 import CONFIGS
 
 from jmoe.config import from_hf
 from serving.cli import main as cli

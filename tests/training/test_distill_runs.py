@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from distilled import QUICK
 from safetensors.flax import load_file, save_file
-from test_distill import QUICK
 
 import jmoe
 import training.distill.run as distillation

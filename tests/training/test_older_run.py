@@ -8,7 +8,7 @@ import zipfile
 
 import numpy as np
 import pytest
-from test_distill import QUICK
+from distilled import QUICK
 
 from training.distill import distill
 from training.distill.store import Store

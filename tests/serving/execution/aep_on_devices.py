@@ -4,7 +4,7 @@ import random
 
 import jmoe
 from tests.jmoe.conftest import GOLDEN
-from tests.serving.execution.test_aep_workers import Sequences, some_prompts, workers_of
+from tests.serving.execution.aep_sequences import Sequences, some_prompts, workers_of
 
 
 def test_two_and_six_devices(compiled_in_a_hurry):

@@ -13,7 +13,7 @@ from serving.execution.aep.devices import Attended
 from serving.execution.aep.local import LocalWorkers
 from serving.execution.aep.messages import Steer, Unit, WorkerDown, WorkerUp
 from serving.scheduling.layers.picker import Waiting, make_picker
-from tests.serving.execution.test_aep_workers import ROWS, AnyQueue, Sequences
+from tests.serving.execution.aep_sequences import ROWS, AnyQueue, Sequences
 from tests.traces import num_traces
 
 PRIME, VOCAB, EXPERTS = 10_007, 97, 6

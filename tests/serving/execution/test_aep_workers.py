@@ -1,101 +1,30 @@
 """Asynchronous workers write what the whole model writes, whoever runs when (AMoE)."""
 
 import random
-from itertools import count, cycle, islice
+from itertools import count
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
 import jmoe
 from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT, empty_deltas, pack_row
 from jmoe.parallel.placement import from_hosts
-from serving.execution.aep.local import LocalWorkers, Sizes
 from serving.execution.aep.messages import Steer, Unit, WorkerDown, WorkerUp
 from serving.execution.aep.queues import Entry, MicroQueues
 from serving.scheduling.layers.picker import Waiting, make_picker
 from tests.jmoe.conftest import GOLDEN
 from tests.jmoe.numpy_forward import forward
 from tests.on_devices import run_on_devices
+from tests.serving.execution.aep_sequences import (
+    BLOCKS,
+    ROWS,
+    Sequences,
+    some_prompts,
+    workers_of,
+)
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
-
-PAGE, BLOCKS, SLOTS, ROWS = 4, 8, 4, 40
-
-
-class AnyQueue:
-    """Whichever has rows, or none: as unhelpful as a picker may be."""
-
-    def __init__(self, rng):
-        self.rng = rng
-
-    def pick(self, counts, oldest, now, *, urgent=None, more_may_come=True):
-        assert ((oldest < np.inf) == (counts > 0)).all()
-        assert (urgent <= counts).all()
-        found = list(zip(*np.nonzero(counts), strict=True))
-        if not found or self.rng.random() < 0.2:
-            return None
-        return self.rng.choice(found)
-
-
-class Sequences:
-    """Plays a server: sequences with slots and pages, each with one unit on its way at a time."""
-
-    def __init__(self, workers, prompts, new_tokens, chunk, exempt=()):
-        self.workers, self.new_tokens, self.chunk = workers, new_tokens, chunk
-        self.prompts, self.exempt = prompts, exempt
-        self.tokens = [[] for _ in prompts]
-        self.degraded = [0] * len(prompts)
-        self.done = [0] * len(prompts)  # positions
-        self.unit_of = {}
-        for number in range(len(prompts)):
-            self.submit(number)
-
-    def submit(self, number):
-        per_worker = len(self.workers.attention)
-        worker, slot = number % per_worker, number // per_worker
-        prompt, done = self.prompts[number], self.done[number]
-        part = prompt[done : done + self.chunk]
-        length = len(part) or 1
-        self.done[number] += length
-        deltas = empty_deltas(0)
-        if not done:
-            pages = np.arange(BLOCKS)
-            deltas = np.stack([np.full(BLOCKS, slot), pages, slot * BLOCKS + pages], axis=1)
-        unit = Unit(
-            pack_row(slot, kv_len=done + length, q_len=length, exempt=2 * (number in self.exempt)),
-            np.array(part, np.int32) if part else None,
-            slot * (ROWS // SLOTS) + np.arange(length, dtype=np.int32),
-            deltas.astype(np.int32),
-            urgent=number % 2 == 0,
-            ends_prompt=self.done[number] >= len(prompt),
-        )
-        self.unit_of[unit] = number
-        self.workers.submit(worker, unit)
-
-    def accept(self, results):
-        for unit, token, logprob, _ in results:
-            number = self.unit_of.pop(unit)
-            self.degraded[number] += unit.degraded
-            assert (token is not None) == (logprob is not None) == unit.ends_prompt
-            if token is not None:
-                self.tokens[number].append(token)
-            if len(self.tokens[number]) < self.new_tokens:
-                self.submit(number)
-
-    def play(self, rng):
-        """Until all is written: some worker gets some of its messages, or runs a stage."""
-        for _ in range(100_000):
-            if not self.unit_of:
-                assert self.workers.is_idle
-                return
-            number = rng.randrange(self.workers.num_workers)
-            if rng.random() < 0.5:
-                self.workers.deliver(number, rng.choice([1, 2, None]))
-            else:
-                self.accept(self.workers.advance(number))
-        raise AssertionError("nothing came of it")
 
 
 @pytest.fixture(scope="module")
@@ -104,26 +33,6 @@ def models():
         name: jmoe.load(GOLDEN / name, dtype="float32")
         for name in ("qwen2_moe", "mixtral", "qwen3_moe_mixed_yarn")
     }
-
-
-def workers_of(model, rng, *, attention=1, experts=2, picker=None, **options):
-    devices = cycle(jax.devices())  # one, unless the test says otherwise
-    sizes = Sizes(SLOTS, SLOTS * BLOCKS, PAGE, BLOCKS, ROWS, (4,), (16,))
-    return LocalWorkers.of(
-        model,
-        list(islice(devices, attention)),
-        list(islice(devices, experts)),
-        sizes,
-        picker or (lambda: AnyQueue(rng)),
-        **options,
-    )
-
-
-def some_prompts(model, rng, count):
-    return [
-        [rng.randrange(1, model.config.vocab_size) for _ in range(rng.randrange(2, 10))]
-        for _ in range(count)
-    ]
 
 
 @pytest.mark.deep

@@ -9,8 +9,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_server import start as start_scripted
-from served import CODE, Setup, failure, request, serving, until
-from test_server import process
+from served import CODE, Setup, failure, process, request, serving, until
 
 from serving import settings
 from serving.client import Client

@@ -1,9 +1,5 @@
-"""A family whose experts have not all a slot: stand-ins serve, and who refuses gets exact ones."""
+"""A family whose experts have not all a slot: what is fetched when, and what can be wrong."""
 
-import asyncio
-import random
-
-import numpy as np
 import pytest
 
 from jmoe.config import read_config
@@ -12,8 +8,7 @@ from serving.config import ServerConfig
 from serving.engine import Engine
 from serving.request import SamplingParams
 from serving.settings import SettingsError, check
-from tests.jmoe.test_residuals import oracle
-from tests.serving.families import GOLDEN, NAMES, answer, requests, settings_of
+from tests.serving.families import GOLDEN, NAMES, answer, settings_of
 from tests.variants import variant
 from training.consolidate.run import ConsolidateConfig, consolidate
 
@@ -38,38 +33,6 @@ def room(directories, more=0, **changes):
     positions = cfg.num_moe_layers * cfg.num_experts
     per_row = cfg.num_moe_layers * cfg.experts_per_token
     return {"resident_experts": positions + more, "spare_experts": per_row, **changes}
-
-
-@pytest.mark.deep
-@pytest.mark.sized(exhaustive=("changes0",))
-@pytest.mark.parametrize("changes", [{}, {"policy": "restless:Restless"}, {"resident_sets": 2}])
-async def test_who_refuses_brownout_gets_its_models_experts(config, directories, changes):
-    rng = random.Random(3)
-    asked = [(*r, rng.random() < 0.6) for r in requests(rng, 24)]
-    engine = await Engine.start(config(directories, **room(directories, **changes)))
-    try:
-        found = await asyncio.gather(
-            *(answer(engine, *r[:3], priority=r[3], allow_brownout=not r[4]) for r in asked)
-        )
-        engine.scheduler.check_idle()
-        assert engine.runner.compilations_since_ready == 0
-        assert engine.fetcher.num_reruns > 0
-        assert engine.fetcher.fetches["miss"] > 0
-    finally:
-        await engine.stop()
-    whole = await Engine.start(config(directories))
-    try:
-        for request, (tokens, logprobs, degraded) in zip(asked, found, strict=True):
-            prompt, sampling, model, _, refuses = request
-            if refuses or model == "base":
-                expected = await answer(whole, prompt, sampling, model, allow_brownout=False)
-                assert tokens == expected[0]
-                np.testing.assert_allclose(logprobs, expected[1], atol=2e-4)
-                assert not degraded
-            else:
-                assert degraded > 0
-    finally:
-        await whole.stop()
 
 
 @pytest.mark.deep
@@ -105,39 +68,6 @@ async def test_what_is_asked_most_is_fetched_ahead(config, directories):
         assert engine.runner.compilations_since_ready == 0
     finally:
         await engine.stop()
-
-
-@pytest.mark.deep
-async def test_who_refuses_gets_what_a_difference_makes_of_a_siblings_expert(
-    config, directories, tmp_path
-):
-    """All positions shared, and differences of rank 4 kept: the oracle has them added, in files."""
-    run = ConsolidateConfig(rule="random", share=100, residual_rank=4)
-    sharing = consolidate(directories, tmp_path / "family.json", run).sharing
-    everywhere = {tuple(at) for at in np.argwhere(sharing.differs).tolist()}
-    made = {
-        name: oracle(directories, sharing, number, everywhere, tmp_path / name)
-        for number, name in enumerate(directories)
-    }
-    rng = random.Random(5)
-    asked, found = list(requests(rng, 16)), {}
-    per_row = room(directories)["spare_experts"]
-    one_pool = {"family": str(tmp_path / "family.json"), "spare_experts": per_row}
-    for served, changes in ((directories, one_pool), (made, {})):
-        engine = await Engine.start(config(served, **changes))
-        try:
-            check(ServerConfig(engine=engine.config))
-            answers = (answer(engine, *r[:3], priority=r[3], allow_brownout=False) for r in asked)
-            found[bool(changes)] = await asyncio.gather(*answers)
-            engine.scheduler.check_idle()
-            assert engine.runner.compilations_since_ready == 0
-            assert bool(engine.fetcher.num_reruns) == bool(changes)
-        finally:
-            await engine.stop()
-    for (tokens, logprobs, degraded), expected in zip(found[True], found[False], strict=True):
-        assert tokens == expected[0]
-        np.testing.assert_allclose(logprobs, expected[1], atol=2e-4)
-        assert not degraded
 
 
 def test_settings_that_cannot_work(config, directories):

@@ -1,0 +1,113 @@
+"""Asynchronous workers (mode aep): settings, and what such an engine refuses."""
+
+import logging
+import random
+import re
+from dataclasses import replace
+
+import pytest
+from fake_crew import asynchronous_engine
+from families import AEP, settings_of
+from served import CODE, failure
+
+from serving.client import Client
+from serving.config import (
+    AsynchronousConfig,
+    BrownoutConfig,
+    EngineConfig,
+    SalcConfig,
+    ServerConfig,
+)
+from serving.control.algorithm2 import Algorithm2
+from serving.engine import Engine
+from serving.frontend.page.sample import about
+from serving.frontend.server import Server
+from serving.proto.jmoe.v1 import jmoe_pb2 as pb
+from serving.settings import SettingsError
+from serving.start_asynchronous import with_mode
+
+SETTINGS = settings_of({}, "", **AEP)
+
+
+async def test_what_has_no_effect_is_refused_and_not_shown():
+    """Over sockets: changes that only steps know, requests that change logits, and the page."""
+    engine = asynchronous_engine(random.Random(0), mode="aep", brownout=SETTINGS.brownout)
+    server = Server(ServerConfig(engine=SETTINGS, port=0, http_port=-1))
+    await server.start()
+    await server.attach(engine)
+    refused = {}
+    try:
+        async with Client(server.address, server.admin_address) as client:
+            for change in ({"controller": "predictive"}, {"prefill_company": True}, {"way": 2}):
+                refused[next(iter(change))] = await failure(client.set_brownout(**change))
+            await client.set_brownout(controller="algorithm2", prefill_company=False)
+            state, info = await client.get_brownout(), await client.server_info()
+            shaped = client.generate([5], pb.SamplingParams(min_p=0.5))
+            refused["shaping"] = await failure(shaped)
+        page = about(server)
+    finally:
+        await server.stop()
+    for name, error in refused.items():
+        assert error.code() is CODE.INVALID_ARGUMENT, name
+        assert "with asynchronous workers (mode aep): " in error.details()
+    assert "rows take no step together" in refused["controller"].details()
+    assert not state.prefill_company
+    assert not info.threshold_buckets_percent
+    assert not info.part_layers
+    assert page["controllers"] == ["algorithm2"]
+
+
+class ByStep(Algorithm2):
+    """It sets thresholds step by step."""
+
+    def of_step(self, step):
+        return 50.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"asynchronous": AsynchronousConfig(1, 0)}, r"asynchronous\.experts is 0.*--experts"),
+        ({"asynchronous": AsynchronousConfig(2, 2, copies=3)}, r"copies is 3.*at most .*, 2"),
+        ({"mode": "steps"}, r"attention is 2; it must be 0 in engine\.mode steps"),
+        ({"mode": "both"}, "mode is 'both'.*auto, steps, aep"),
+        ({"prefix_reuse": "yes"}, "prefix_reuse is 'yes'.*auto, on, off"),
+        (
+            {"mode": "auto", "asynchronous": AsynchronousConfig(2, 1, workers="ray")},
+            "workers is 'ray'; it must be threads unless",
+        ),
+        (
+            {"asynchronous": AsynchronousConfig(2, 1, layer_rule="lifo")},
+            r"layer_rule: .*'lifo'",
+        ),
+        (
+            {"salc": SalcConfig(controller="test_asynchronous_setting:ByStep")},
+            r"controller is 'test_asynchronous_setting:ByStep', with .*rows take no step together",
+        ),
+    ],
+)
+async def test_what_does_not_go_together_is_named(changes, words):
+    with pytest.raises(SettingsError, match=words):
+        await Engine.start(replace(SETTINGS, **changes), progress=lambda *_: None)
+
+
+def test_an_open_mode_takes_what_the_forecast_says_and_tells_why(caplog):
+    found = with_mode(replace(SETTINGS, mode="auto"))
+    assert (found.mode, found.mesh, found.asynchronous.attention) == ("steps", "ep=5", 0)
+    assert re.search("5 devices take steps together .*since .*host", caplog.text)
+
+
+def test_who_asks_for_it_gets_it_with_one_warning(caplog):
+    assert with_mode(SETTINGS) == SETTINGS
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "the forecast for H200s is against it" in caplog.text
+    caplog.clear()
+    assert with_mode(EngineConfig()).mode == "steps"
+    assert not caplog.records
+
+
+async def test_a_model_without_united_experts_is_served_without_brownout(caplog):
+    settings = replace(SETTINGS, brownout=BrownoutConfig(strategy="partial"))
+    with pytest.raises(SettingsError, match="strategy is 'partial'"):
+        await Engine.start(settings, progress=lambda *_: None)
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
