@@ -33,9 +33,7 @@ def parser(prog: str, about: str) -> argparse.ArgumentParser:
 
 
 def add_choices(parser: argparse.ArgumentParser, flag: str, known: Sequence[str]) -> None:
-    """Returns an option that takes some of `known`, separated by commas; all of them where it is
-    absent.
-    """
+    """Adds an option that takes some of `known`, separated by commas; all where it is absent."""
 
     def chosen(text: str) -> list[str]:
         for name in text.split(","):
@@ -47,7 +45,7 @@ def add_choices(parser: argparse.ArgumentParser, flag: str, known: Sequence[str]
 
 
 class Clock:
-    """What is left of the time."""
+    """Tells what is left of the time, and whether a case still fits."""
 
     def __init__(self, limit_s: float) -> None:
         self._last = time.monotonic()
@@ -117,6 +115,7 @@ def write_figures(path: Path, found: dict[str, Any]) -> None:
             ends = "[]" if isinstance(value, list) else "{}"
             text = f"{ends[0]}\n  " + ",\n  ".join(records) + f"\n {ends[1]}"
         lines.append(f" {json.dumps(name)}: {text}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
