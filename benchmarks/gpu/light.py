@@ -5,15 +5,13 @@ started it (`light_part`) can so tell a hang from a crash, and where it was.
 """
 
 import json
-import os
 import sys
-import time
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.gpu.part import plant, planted
+
 PHASES = ("import", "draw", "compile", "run", "compare")
-PLANT = "JMOE_GPU_PLANT"
-"""Environment variable: CASE=hang, CASE=abort or CASE=wrong, with commas; to test the harness."""
 TOO_FAR = 0.05
 """Of the largest value: elements further from the XLA reference are counted as wrong."""
 TILE = 64
@@ -22,28 +20,24 @@ TILE = 64
 def main() -> None:
     """Runs the case that the command line names."""
     name, dry = sys.argv[1], "--dry-run" in sys.argv
-    planted = dict(one.split("=") for one in os.environ.get(PLANT, "").split(",") if "=" in one)
     _phase("import")
     import jax
 
     if dry:
         jax.config.update("jax_platforms", "cpu")
-    plant = planted.get(name, "")
     kind, _, rest = name.partition("/")
     run = {"smoke": _smoke, "step": _step}.get(kind, _op)
-    found = run(name if run is _op else rest, dry, plant)
+    found = run(name if run is _op else rest, dry, name)
     print("result: " + json.dumps(found), flush=True)
 
 
-def _phase(name: str, plant: str = "") -> None:
+def _phase(name: str, case: str = "") -> None:
     print(f"phase: {name}", flush=True)
-    if name == "run" and plant == "hang":
-        time.sleep(3600)
-    if name == "run" and plant == "abort":
-        os.abort()
+    if name == "run":
+        plant(f"light/{case}")
 
 
-def _smoke(_: str, dry: bool, plant: str) -> dict[str, Any]:
+def _smoke(_: str, dry: bool, case: str) -> dict[str, Any]:
     """The smallest kernel there is: a copy by TMA, one added."""
     import jax
     import jax.numpy as jnp
@@ -52,8 +46,8 @@ def _smoke(_: str, dry: bool, plant: str) -> dict[str, Any]:
     x = jnp.arange(128, dtype=jnp.float32)
     _phase("compile")
     compiled = jax.jit((lambda x: x + 1) if dry else add_one).lower(x).compile()
-    _phase("run", plant)
-    out = _spoiled(compiled(x), plant)
+    _phase("run", case)
+    out = _spoiled(compiled(x), case)
     _phase("compare")
     return _difference([out], [x + 1])
 
@@ -79,7 +73,7 @@ def _add_one() -> Any:
     )
 
 
-def _step(way: str, dry: bool, plant: str) -> dict[str, Any]:
+def _step(way: str, dry: bool, case: str) -> dict[str, Any]:
     """Returns a decode step of two layers, one way, against the same step by XLA references."""
     import contextlib
 
@@ -114,17 +108,17 @@ def _step(way: str, dry: bool, plant: str) -> dict[str, Any]:
             lowered = jax.jit(call, donate_argnums=0).lower(state, weights, *arrays)
             compiled = lowered.compile(compiler_options=options or None)
         if way != "references":
-            _phase("run", plant)
+            _phase("run", case)
         return compiled(state, weights, *arrays)[1]
 
     _phase("compile")
     want = tokens_and_logits("references")
-    out = _spoiled(tokens_and_logits(way), plant)
+    out = _spoiled(tokens_and_logits(way), case)
     _phase("compare")
     return _difference([out], [want])
 
 
-def _op(name: str, dry: bool, plant: str) -> dict[str, Any]:
+def _op(name: str, dry: bool, _: str) -> dict[str, Any]:
     """Returns a case of the kernel benchmark: its judge's word, and where results differ."""
     import secrets
 
@@ -141,9 +135,9 @@ def _op(name: str, dry: bool, plant: str) -> dict[str, Any]:
     problem = problems.build(case, sizes, secrets.randbits(31), Pools())
     _phase("compile")
     program: Any = JaxProgram(problem.call, problem.sets, problem.carry)
-    if plant == "wrong":
-        program = _Spoiled(program)
-    _phase("run", plant)
+    if planted(f"light/{name}") == "wrong":
+        program = _Spoiled(program, name)
+    _phase("run", name)
     seen = judge.check(program, problem.error, problem.tolerance)
     _phase("compare")
     found: dict[str, Any] = {
@@ -165,8 +159,9 @@ def _op(name: str, dry: bool, plant: str) -> dict[str, Any]:
 class _Spoiled:
     """A program whose results have a tile of NaN, as a kernel that skips one has."""
 
-    def __init__(self, program: Any) -> None:
+    def __init__(self, program: Any, case: str) -> None:
         self._program = program
+        self._case = case
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
@@ -174,13 +169,13 @@ class _Spoiled:
     def __call__(self, i: int) -> Any:
         import jax
 
-        return jax.tree.map(lambda leaf: _spoiled(leaf, "wrong"), self._program(i))
+        return jax.tree.map(lambda leaf: _spoiled(leaf, self._case), self._program(i))
 
 
-def _spoiled(out: Any, plant: str) -> Any:
+def _spoiled(out: Any, case: str) -> Any:
     import jax.numpy as jnp
 
-    if plant != "wrong":
+    if planted(f"light/{case}") != "wrong":
         return out
     bad = jnp.nan if jnp.issubdtype(out.dtype, jnp.floating) else 1
     return out.at[1:3].set(bad) if out.ndim else out

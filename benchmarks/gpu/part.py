@@ -4,6 +4,8 @@ Parts whose work happens in other processes must not hold the GPU's memory, so n
 them import may import jax.
 """
 
+import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -45,6 +47,26 @@ class Context:
     def record(self, part: str, name: str) -> dict[str, Any] | None:
         """Returns a stored record of the same sources, that did not fail."""
         return self.kept.records(part).get(name) if self.kept.has(part, name) else None
+
+
+PLANT = "JMOE_GPU_PLANT"
+"""Environment variable: PART/CASE=hang or =abort, of `light` also =wrong, with commas; to test the
+harness."""
+
+
+def planted(name: str) -> str:
+    """Returns the fault that `PLANT` asks of a case, PART/CASE; or nothing."""
+    faults = [one.rpartition("=") for one in os.environ.get(PLANT, "").split(",")]
+    return next((fault for of, _, fault in faults if of == name), "")
+
+
+def plant(name: str) -> None:
+    """Hangs or aborts here if that is asked of the case."""
+    fault = planted(name)
+    if fault == "hang":
+        time.sleep(3600)
+    elif fault == "abort":
+        os.abort()
 
 
 RunCase = Callable[[Case], dict[str, Any]]

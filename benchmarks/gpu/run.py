@@ -10,11 +10,12 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.gpu.part import WEIGHTS, Case, Context, Part, RunCase
+from benchmarks.gpu.part import WEIGHTS, Case, Context, Part, RunCase, plant
 from benchmarks.gpu.sizes import DRY, Sizes
 from benchmarks.harness import command, store
 
@@ -53,6 +54,9 @@ MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "true", "XLA_CLIENT_MEM_FRACTION": "0
 
 LOST = 3
 """Exit status of a part whose device gives nothing but errors any more: a new process goes on."""
+SLACK_S = 90.0
+"""Beside twice its estimate, what a case may take before its part is killed."""
+LOOK_S = 1.0
 LOST_WORDS = ("CUDA_ERROR", "INTERNAL: ", "illegal memory access", "unspecified launch failure")
 
 
@@ -118,11 +122,11 @@ def device_name() -> str | None:
 
 
 def run_parts(args: argparse.Namespace, sizes: Sizes, clock: command.Clock) -> int:
-    """Returns every part in a process of its own, what is `FIRST` first; then a table of all of
-    them.
+    """Runs every part in a process of its own, what is `FIRST` first; then prints a table of all.
 
-    A part that cannot be imported costs itself alone, as does one that outruns its time, which is
-    twice what its cases should take. Results and table are also packed as `OUT.tar.gz`.
+    A part that cannot be imported costs itself alone. A case that hangs or ends its process costs
+    itself: a new process goes on with the cases behind it. Results and table are also packed as
+    `OUT.tar.gz`.
     """
     first = [(part, match) for part, match in FIRST if part in args.parts and not args.match]
     absent: dict[str, str] = {}
@@ -146,13 +150,11 @@ def _some(
 ) -> int:
     """Runs cases of a part in processes of its own until none is left that may be tried."""
     args = argparse.Namespace(**{**vars(args), "match": match})
-    worst, again = 0, True
-    while again:
-        wanted = todo(args, _store(args, part), part, sizes)
-        if not wanted:
-            break
-        start_s = module(part).START_S
-        if clock.left_s < start_s + min(case.estimate_s for case in wanted):
+    of, kept = module(part), _store(args, part)
+    worst, before = 0, math.inf
+    wanted = todo(args, kept, part, sizes)
+    while wanted and len(wanted) < before:
+        if clock.left_s < of.START_S + min(case.estimate_s for case in wanted):
             print(f"{part}: {len(wanted)} {command.CALL_AGAIN}", flush=True)
             break
         words = [sys.executable, "-m", "benchmarks.gpu", "--parts", part, "--out", str(args.out)]
@@ -160,13 +162,32 @@ def _some(
         words += ["--commit", args.commit] if args.commit else []
         words += [f"--{f}" for f in ("retry", "again") if getattr(args, f)]
         words += ["--dry-run"] if sizes.dry else []
-        most_s = 60 + 2 * (start_s + sum(case.estimate_s for case in wanted))
         env = {**os.environ, **(MEMORY if part in OWNS_MEMORY and not sizes.dry else {})}
-        status = _child(words, min(clock.left_s + 15, most_s), env)
+
+        def most_s(wanted: list[Case] = wanted) -> tuple[str, float]:
+            return _at_most(args, kept, part, wanted)
+
+        status = _child(words, clock.left_s + 15, env, most_s)
         worst = max(worst, int(status != 0))
-        # What failed is stored, so that a new process goes on behind it.
-        again = status == LOST and not (args.retry or args.again)
+        # What hung, crashed or lost the device is stored as failed: a new process goes on.
+        if status in (0, 1) or args.retry or args.again:
+            break
+        before, wanted = len(wanted), todo(args, kept, part, sizes)
     return worst
+
+
+def _at_most(
+    args: argparse.Namespace, kept: store.Store, part: str, wanted: list[Case]
+) -> tuple[str, float]:
+    """Returns the case that runs now, or "start", and the seconds that it may take at most."""
+    records, start_s = kept.records(part), module(part).START_S
+    for case in wanted:
+        known = records.get(case.name, {})
+        if known.get("failed") == command.STARTED and kept.has(part, case.name, failed=True):
+            # One that is tried again may have been left so by the process before.
+            again_s = start_s if args.retry or args.again else 0.0
+            return case.name, SLACK_S + 2 * case.estimate_s + again_s
+    return "start", SLACK_S + 2 * start_s
 
 
 def _pack(args: argparse.Namespace, sizes: Sizes, absent: dict[str, str]) -> str:
@@ -196,14 +217,36 @@ def _pack(args: argparse.Namespace, sizes: Sizes, absent: dict[str, str]) -> str
     return table
 
 
-def _child(words: list[str], limit_s: float, env: dict[str, str]) -> int:
+def _child(
+    words: list[str],
+    limit_s: float,
+    env: dict[str, str],
+    most_s: Callable[[], tuple[str, float]] = lambda: ("", math.inf),
+) -> int:
+    """Runs a part's process and returns its exit status.
+
+    That is 1 where it ran out of time, and `LOST` where a case took longer than `most_s` allows.
+    """
     # A session of its own, so that a server it started ends with it.
     process = subprocess.Popen(words, cwd=store.ROOT, start_new_session=True, env=env)
+    end = since = time.monotonic()
+    end += limit_s
+    at = ""
     try:
-        return process.wait(None if math.isinf(limit_s) else limit_s)
-    except subprocess.TimeoutExpired:
-        print("out of time: the part is killed", flush=True)
-        return 1
+        while True:
+            try:
+                return process.wait(min(LOOK_S, max(end - time.monotonic(), 0.01)))
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+            if now >= end:
+                print("out of time: the part is killed", flush=True)
+                return 1
+            case, limit = most_s()
+            if case != at:
+                at, since = case, now
+            if now - since > limit:
+                print(f"{at}: nothing for {limit:.0f} s: the part is killed", flush=True)
+                return LOST
     finally:
         if process.poll() is None:
             os.killpg(process.pid, 9)
@@ -218,9 +261,7 @@ def _store(args: argparse.Namespace, part: str) -> store.Store:
 
 
 def todo(args: argparse.Namespace, kept: store.Store, part: str, sizes: Sizes) -> list[Case]:
-    """Returns the cases that the command line asks for and that are not stored for
-    these sources.
-    """
+    """Returns the cases that were asked for and are not stored for these sources."""
     wanted = [case for case in module(part).cases(sizes) if args.match in case.name]
     if args.again:
         return wanted
@@ -234,7 +275,7 @@ def todo(args: argparse.Namespace, kept: store.Store, part: str, sizes: Sizes) -
 
 
 def run_part(args: argparse.Namespace, sizes: Sizes, device: str, clock: command.Clock) -> int:
-    """Returns one part's cases that are not stored yet, in this process."""
+    """Runs one part's cases that are not stored yet, in this process; returns its exit status."""
     (part,) = args.parts
     kept = _store(args, part)
     wanted = todo(args, kept, part, sizes)
@@ -277,7 +318,13 @@ def _run_case(
     """Runs and stores a case; returns why it failed, or nothing."""
     case_of = {"name": case.name, **case.about}
     record = {"case": case_of, **about, "date": store.now(), **context.facts}
-    record = command.attempt(context.kept, part, record, lambda: run_case(case))
+
+    def run() -> dict[str, Any]:
+        if part != "light":  # whose cases plant their own
+            plant(f"{part}/{case.name}")
+        return run_case(case)
+
+    record = command.attempt(context.kept, part, record, run)
     print(f"{part} {case.name}: {record['wall_s']:.1f} s, {_line(record)}", flush=True)
     return str(record.get("failed", ""))
 

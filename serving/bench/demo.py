@@ -8,7 +8,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -44,7 +44,7 @@ from serving.bench.results import (
     summarize,
     violations,
 )
-from serving.bench.variants import ALL, PAIR, VARIANTS, use_variant
+from serving.bench.variants import ALL, PAIR, VARIANTS, Variant, use_variant
 from serving.bench.workload import (
     BUNDLED_TASKS,
     Arrival,
@@ -222,26 +222,35 @@ async def _play(
     process. The result has the runs of the median pair.
     """
     own, began = await client.get_brownout(), time.monotonic()
-    await _wait_quiet(pid, began + config.limit_s / 5, console)
-    with console.status("calibrating", refresh_per_second=4) as status:
-        calibration = await calibrate(
-            client,
-            shuffled(tasks, config.seed),
-            strategy=config.strategy,
-            window_s=config.calibration_s,
-            say=status.update,
-        )
+
+    async def measure() -> Calibration:
+        with console.status("calibrating", refresh_per_second=4) as status:
+            return await calibrate(
+                client,
+                shuffled(tasks, config.seed),
+                strategy=config.strategy,
+                window_s=config.calibration_s,
+                say=status.update,
+            )
+
+    calibration, _ = await _undisturbed(measure, pid, began + config.limit_s / 3, console)
     step_s = calibration.zero.full_decode_step_s
     console.print(_calibration_text(calibration, config))
     pairs: list[dict[str, Any]] = []
-    slowness = await _warm_slowness(client, config, tasks, own, calibration, console)
+
+    async def warm() -> float:
+        return await _warm_slowness(client, config, tasks, own, calibration, console)
+
+    slowness, _ = await _undisturbed(warm, pid, began + config.limit_s / 2, console)
     while (
         sum(not pair["why_not"] for pair in pairs) < config.pairs
         and len(pairs) < config.pairs + config.spare_pairs
-        and (await _wait_quiet(pid, began + config.limit_s, console) or not pairs)
+        and (await _wait_quiet(pid, (until := began + config.limit_s), console) or not pairs)
     ):
         number = len(pairs)
-        pair = await _pair(client, config, tasks, own, calibration, pid, console, number, slowness)
+        pair = await _pair(
+            client, config, tasks, own, calibration, pid, console, number, slowness, until
+        )
         seen = [_slowness(run, step_s) for run in pair["runs"].values()]
         moved = max(abs(one / slowness - 1) for one in seen)
         late_s = max(run["latest_send_ms"] for run in pair["runs"].values()) / 1e3
@@ -257,7 +266,8 @@ async def _play(
             "moved": moved,
             "why_not": " and ".join(filter(None, why_not)),
         }
-        slowness = float(np.median(seen))
+        if (pair["others"] or 0) <= OTHERS:
+            slowness = float(np.median(seen))
         pairs.append(pair)
         console.print(pair_line(len(pairs), pair))
     median = median_pair(pairs)
@@ -288,6 +298,22 @@ async def _wait_quiet(pid: int | None, until: float, console: Console) -> bool:
             if (watch.others() or 0) <= OTHERS:
                 break
     return time.monotonic() < until
+
+
+async def _undisturbed[T](
+    play_once: Callable[[], Awaitable[T]], pid: int | None, until: float, console: Console
+) -> tuple[T, float | None]:
+    """Plays when the machine is quiet, and again if it was not all the while, until that time of
+    `time.monotonic`; returns what came of it, and the share that other programs took meanwhile.
+    """
+    while True:
+        await _wait_quiet(pid, until, console)
+        watch = None if pid is None else Watch(pid)
+        result = await play_once()
+        others = None if watch is None else watch.others()
+        if (others or 0) <= OTHERS or time.monotonic() >= until:
+            return result, others
+        console.print(f"played again: other programs took {others:.0%} of the processors")
 
 
 async def _warm_slowness(
@@ -327,10 +353,12 @@ async def _pair(
     console: Console,
     number: int,
     slowness: float,
+    until: float,
 ) -> dict[str, Any]:
     """Plays the same arrivals under each variant; those of every other pair in reverse order.
 
-    Objectives and load are the calibration's on a machine that takes `slowness` times as long.
+    Objectives and load are the calibration's on a machine that takes `slowness` times as long. A
+    segment that other programs disturbed is played again until that time of `time.monotonic`.
     """
     slo = Slo(calibration.slo.ttft_s * slowness, calibration.slo.itl_s * slowness)
     steady_per_s, burst_per_s = (rate / slowness for rate in _rates(calibration, config))
@@ -340,19 +368,22 @@ async def _pair(
     runs, others, state = {}, [], own
     for name in config.variants[:: -1 if number % 2 else 1]:
         variant = VARIANTS[name]
-        await wait_idle(client, config.pause_s)
-        watch = None if pid is None else Watch(pid)
-        state = await use_variant(client, variant, own, config.strategy, slo)
         words = f"pair {number + 1}, {variant.label}"
-        console.print(f"playing: {words}")
-        with console.status(words, refresh_per_second=4) as status:
-            run = await play(
-                client,
-                arrivals,
-                time_limit_s=2 * config.segment_s,
-                on_sample=_progress(words, config.segment_s, status.update),
-            )
-        others.append(None if watch is None else watch.others())
+
+        async def segment(variant: Variant = variant, words: str = words) -> tuple[Run, Any]:
+            await wait_idle(client, config.pause_s)
+            state = await use_variant(client, variant, own, config.strategy, slo)
+            console.print(f"playing: {words}")
+            with console.status(words, refresh_per_second=4) as status:
+                return await play(
+                    client,
+                    arrivals,
+                    time_limit_s=2 * config.segment_s,
+                    on_sample=_progress(words, config.segment_s, status.update),
+                ), state
+
+        (run, state), share = await _undisturbed(segment, pid, until, console)
+        others.append(share)
         runs[name] = run_result(run, slo, burst_at_s, config.segment_s)
     return {
         "seed": seed,

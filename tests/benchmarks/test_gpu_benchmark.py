@@ -153,10 +153,15 @@ def test_several_parts_have_a_process_each_with_what_time_is_left(command, monke
     assert commands == []
 
 
-def test_a_part_that_outruns_its_time_is_killed(capfd):
+def test_a_part_that_outruns_its_time_is_killed(capfd, monkeypatch):
     env = dict(os.environ)
-    assert run._child(["python3", "-c", "import time; time.sleep(60)"], 0.3, env) == 1
-    assert "killed" in capfd.readouterr().out
+    sleeps = ["python3", "-c", "import time; time.sleep(60)"]
+    assert run._child(sleeps, 0.3, env) == 1
+    assert "out of time" in capfd.readouterr().out
+    monkeypatch.setattr(run, "LOOK_S", 0.01)
+    at = iter([("start", 60.0), ("a", 60.0)])
+    assert run._child(sleeps, 60, env, lambda: next(at, ("b", 0.2))) == run.LOST
+    assert "b: nothing for 0 s" in capfd.readouterr().out
     assert run._child(["python3", "-c", "raise SystemExit(3)"], 60, env) == 3
     assert run._child(["python3", "-c", ""], 60, env) == 0
 
@@ -195,7 +200,7 @@ def test_a_part_that_cannot_be_imported_costs_itself_alone(command, monkeypatch,
 def test_a_lost_device_ends_a_process_and_a_new_one_goes_on(command, monkeypatch):
     fake, statuses = FakePart(a=RuntimeError("INTERNAL: CUDA_ERROR_ILLEGAL_ADDRESS")), []
 
-    def child(words, limit_s, env):
+    def child(words, *_):
         part = words[words.index("--parts") + 1]
         statuses.append(command(fake, "--parts", part) if part == "step" else 0)
         return statuses[-1]
@@ -204,6 +209,36 @@ def test_a_lost_device_ends_a_process_and_a_new_one_goes_on(command, monkeypatch
     assert command(fake, "--parts", "step,mesh") == 1
     assert statuses == [run.LOST, 0, 0]
     assert fake.ran == ["a", "b", "c"]
+
+
+def test_a_case_that_hangs_or_ends_the_process_costs_itself_alone(command, monkeypatch, tmp_path):
+    fake, ended, limits = FakePart(), iter([-6, run.LOST, 0]), []
+    revision = {"sources": store.sources(fake.DEPENDS)}
+    kept = store.Store(tmp_path, revision)
+
+    def child(words, limit_s, env, most_s):
+        """Ends at its first case, as if that had ended the process; the third one goes on."""
+        limits.append(most_s())
+        status = next(ended)
+        if status == 0:
+            return command(fake, "--parts", "step")
+        name = run.todo(run.parse(words[3:], ""), kept, "step", DRY)[0].name
+        kept.put("step", {"case": {"name": name}, **revision, "failed": command_line.STARTED})
+        limits.append(most_s())
+        return status
+
+    monkeypatch.setattr(run, "_child", child)
+    monkeypatch.setattr(run, "module", lambda name: fake)
+    args = run.parse(["--dry-run", "--out", str(tmp_path)], "")
+    assert run._some(args, DRY, command_line.Clock(500), "step", "") == 1
+    assert fake.ran == ["c"]
+    assert {name: r.get("failed") for name, r in stored(tmp_path).items()} == {
+        "a": command_line.STARTED,
+        "b": command_line.STARTED,
+        "c": None,
+    }
+    begins = ("start", run.SLACK_S)
+    assert limits == [begins, ("a", run.SLACK_S + 20), begins, ("b", run.SLACK_S + 20), begins]
 
 
 def test_without_a_gpu_it_says_what_can_be_done(monkeypatch, capsys):

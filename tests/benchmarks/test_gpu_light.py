@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks.gpu import light, light_part
+from benchmarks.gpu import light, light_part, part
 from benchmarks.gpu.part import Context
 from benchmarks.gpu.sizes import DRY, Sizes
 from benchmarks.harness import store
@@ -98,7 +98,7 @@ def test_planted_faults_cost_their_cases_alone(tmp_path, monkeypatch):
         "routing/tiny/decode/t4": "abort",
         "grouped_gemm/tiny/decode/t4/exponential": "wrong",
     }
-    monkeypatch.setenv(light.PLANT, ",".join(f"{k}={v}" for k, v in plants.items()))
+    monkeypatch.setenv(part.PLANT, ",".join(f"light/{k}={v}" for k, v in plants.items()))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setattr(light_part, "AT_ONCE", 2)
     monkeypatch.setattr(light_part, "DRY_LIMIT_S", 45.0)

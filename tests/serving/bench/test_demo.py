@@ -91,27 +91,65 @@ def test_nothing_to_play_is_told_before_a_server_starts(tmp_path, change):
         config(tmp_path, **change)
 
 
-def test_pairs_go_to_and_fro_and_those_of_a_busy_machine_are_played_again(tmp_path, monkeypatch):
-    quiet_now, busy_now = [0.0], [0.4, 0.0]  # as it looks before each pair
-    each = [[0.0, 0.0], [0.1, 0.3], [0.05, 0.02]]
-    looks = [quiet_now, quiet_now, each[0], quiet_now, each[1], busy_now, each[2]]
-    shares = iter([share for look in looks for share in look])
+def watched(monkeypatch, *shares):
+    """What other programs are seen to take, look by look; returns what was not looked at."""
+    left = iter(shares)
     monkeypatch.setattr(demo, "LOOK_S", 0.01)
-    monkeypatch.setattr(demo.Watch, "others", lambda _: next(shares))
+    monkeypatch.setattr(demo.Watch, "others", lambda _: next(left))
+    return left
+
+
+def played(console):
+    """Whether each segment that was played had brownout."""
+    lines = console.export_text(clear=False).splitlines()
+    return ["with" in line.split() for line in lines if line.startswith("playing: ")]
+
+
+def test_pairs_go_to_and_fro_and_what_others_disturb_is_played_again(tmp_path, monkeypatch):
+    quiet_now, busy_now = (0.0,), (0.4, 0.0)  # as it looks before something is played
+    looks = [
+        *(quiet_now, (0.4,), quiet_now, (0.0,)),  # calibration, twice
+        *(quiet_now, (0.3,), busy_now, (0.0,)),  # warm-up, twice
+        *(quiet_now, quiet_now, (0.0,), busy_now, (0.3,), quiet_now, (0.02,)),
+        *(busy_now, quiet_now, (0.1,), quiet_now, (0.05,)),
+    ]
+    left = watched(monkeypatch, *(share for look in looks for share in look))
     console = quiet()
     result = run_demo(config(tmp_path, pairs=2, segment_s=0.4), console)
-    played = [line for line in console.export_text().splitlines() if line.startswith("playing: ")]
-    with_brownout = ["with" in line.split() for line in played]
-    assert with_brownout == [False, True, True, False, False, True]
+    assert next(left, None) is None
+    assert played(console) == [False, True, True, True, False]
+    assert console.export_text(clear=False).count("played again: other programs took 40%") == 1
+    assert console.export_text(clear=False).count("played again: other programs took 30%") == 2
+    assert [pair["seed"] for pair in result["pairs"]] == [0, 1]
+    assert [pair["others"] for pair in result["pairs"]] == [0.02, 0.1]
+
+
+def test_a_machine_that_stays_busy_gets_one_pair_that_does_not_count(tmp_path, monkeypatch):
+    fake_watch(monkeypatch, others=0.3)
+    console = quiet()
+    result = run_demo(config(tmp_path, pairs=2, segment_s=0.4, limit_s=0.0), console)
+    assert played(console) == [False, True]
+    (pair,) = result["pairs"]
+    assert "other programs took 30% of the processors" in pair["why_not"]
+    assert "0 of 1 pairs count" in result["verdict"]
+
+
+def test_a_pair_that_does_not_count_is_made_up_for(tmp_path, monkeypatch):
+    fake_watch(monkeypatch)
+    monkeypatch.setattr(demo, "_slowness", lambda run, step_s, seen=iter(SEEN): next(seen))
+    result = run_demo(config(tmp_path, pairs=2, segment_s=0.4), quiet())
     assert [pair["why_not"] for pair in result["pairs"]] == [
         "",
-        "other programs took 30% of the processors",
+        "the machine's speed moved by 20%",
         "",
     ]
-    assert [pair["seed"] for pair in result["pairs"]] == [0, 1, 2]
+    assert [pair["slowness"] for pair in result["pairs"]] == [1.0, 1.0, 1.2]
     assert "2 of 3 pairs count" in result["verdict"]
     assert result["median_pair"] in (1, 3)
-    assert next(shares, None) is None
+
+
+SEEN = (1.0, 1.0, 1.0, 1.2, 1.2, 1.25, 1.2)
+"""How much slower the machine was: in the warm-up, and in both segments of each of three pairs."""
 
 
 async def test_a_machine_that_stays_busy_is_waited_for_no_longer_than_told(monkeypatch):
