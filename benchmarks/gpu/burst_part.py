@@ -96,6 +96,8 @@ async def _leg(context: Context, server: Live, case: Case) -> dict[str, Any]:
         "run": result,
         "server_steps": between(before, await server.probe()),
         "figures": {
+            "ttft_slo_ms": 1e3 * slo.ttft_s,
+            "itl_slo_ms": 1e3 * slo.itl_s,
             **{f"burst_{m}_violation_rate": rate for m, rate in rates.items()},
             **{
                 f"steady_{m}_violation_rate": result["steady"][f"{m}_violation_rate"] for m in rates

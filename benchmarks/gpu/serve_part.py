@@ -124,9 +124,16 @@ async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
         playing = group.create_task(play(server.client, arrivals, time_limit_s=duration_s))
     run = playing.result()
     samples = [s for s in run.samples if s.at_s >= sizes.ramp_s]
+    steps = between(*probes)
     return {
-        "figures": {"rate_s": rate, **window(run, sizes.ramp_s, duration_s)},
-        "server_steps": between(*probes),
+        "figures": {
+            "rate_s": rate,
+            **window(run, sizes.ramp_s, duration_s),
+            "active_experts": steps["decode"]["active_experts"],
+            "host_idle_share": steps["host_idle_share"],
+            "compilations_since_ready": steps["compilations_since_ready"],
+        },
+        "server_steps": steps,
         "waiting_mean": statistics.fmean(s.num_waiting for s in samples) if samples else None,
         "running_mean": statistics.fmean(s.num_running for s in samples) if samples else None,
         "latest_send_ms": 1e3 * max((r.sent_s - r.at_s for r in run.records), default=0.0),

@@ -41,6 +41,7 @@ DEPENDS = (
 )
 START_S = 60.0
 TARGET, TARGET_BATCH = 1.15, 64  # span over floor, at this batch and more
+GAIN_TARGET = 0.9  # of what brownout saves by the byte floors
 BUCKET_PERCENT = 40  # the threshold bucket that serves the three settings
 
 
@@ -81,7 +82,31 @@ def session(context: Context) -> Iterator[RunCase]:
     """Returns one model and one cache for all cases."""
     ruler, ceilings = rulers(context)
     steps = _Steps(context.sizes, ruler, ceilings)
-    yield steps.run
+
+    def run(case: Case) -> dict[str, Any]:
+        record = steps.run(case)
+        zero = context.record("step", f"decode/{ZERO.name}/b{case.about.get('batch')}")
+        return record if zero is None else beside_zero(case, record, zero["figures"])
+
+    yield run
+
+
+def beside_zero(case: Case, record: dict[str, Any], zero: dict[str, float]) -> dict[str, Any]:
+    """Returns the record of a decode step with how it compares to that without brownout.
+
+    With brownout that is the step without it over this one, the same by the floors, and the share
+    of the latter that is had; launched kernel by kernel, this one over that of a CUDA graph.
+    """
+    figures = record["figures"]
+    if case.about["phase"] == "decode" and case.about["eager"]:
+        figures = {**figures, "over_graph": figures["span_us"] / zero["span_us"]}
+    elif case.about["phase"] == "decode" and case.about["way"]:
+        gain, floors = (zero[key] / figures[key] for key in ("span_us", "floor_us"))
+        figures = {**figures, "zero_over_it": gain, "by_the_floors": floors}
+        target = {"share_of_floors": GAIN_TARGET, "met": gain / floors >= GAIN_TARGET}
+        record = {**record, "target": target}
+        figures["share_of_floors"] = gain / floors
+    return {**record, "figures": figures}
 
 
 def rulers(context: Context) -> tuple[Ruler, Ceilings]:

@@ -5,6 +5,7 @@ PyTorch runs in a process of its own (`torch_generate`), and what goes wrong the
 """
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 
 from benchmarks.gpu.live import requests
 from benchmarks.gpu.part import Case, Context, RunCase
-from benchmarks.gpu.sizes import Sizes
+from benchmarks.gpu.sizes import SETTINGS, ZERO, Sizes
 from benchmarks.gpu.startup_part import checkpoint
 from benchmarks.harness import store
 
@@ -69,7 +70,7 @@ def run_torch(context: Context, python: str = sys.executable) -> dict[str, Any]:
         return {"failed": f"status {done.returncode}: {done.stderr[-600:]}"}
     found = json.loads(out.read_text(encoding="utf-8"))
     mixes = {name: found.pop(name) for name in asked if name in found}
-    record = {
+    record: dict[str, Any] = {
         "figures": {
             f"{name}_tokens_s": mix["output_tokens_s"]
             for name, mix in mixes.items()
@@ -78,6 +79,12 @@ def run_torch(context: Context, python: str = sys.executable) -> dict[str, Any]:
         "mixes": mixes,
         "library": found,
     }
+    for name, setting in itertools.product(mixes, (ZERO, SETTINGS[-1])):
+        ours = context.kept.records("serve").get(f"offline/{name}/{setting.name}", {})
+        theirs_s = record["figures"].get(f"{name}_tokens_s")
+        if theirs_s and "figures" in ours:
+            ratio = ours["figures"]["output_tokens_s"] / theirs_s
+            record["figures"][f"{name}_jmoe_{setting.name}_over_it"] = ratio
     wrong = [f"{name}: {mix['error']}" for name, mix in mixes.items() if "error" in mix]
     if wrong or len(mixes) < len(asked):
         record["failed"] = "; ".join(wrong) or f"only {list(mixes)} ran: {done.stderr[-300:]}"

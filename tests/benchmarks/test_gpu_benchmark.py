@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.gpu import live, report, run, serve_part, sizes, tests_part
+from benchmarks.gpu import live, report, run, serve_part, sizes, step_part, tests_part
 from benchmarks.gpu.part import Case
 from benchmarks.gpu.sizes import DRY, SETTINGS, Sizes
 from benchmarks.harness import command as command_line
@@ -338,21 +338,45 @@ def step_record(setting, batch, span_us, floor_us, **more):
     return {"case": case, **about, "figures": figures, **more}
 
 
-def test_the_report_holds_brownout_to_its_own_zero_brownout(tmp_path):
+def test_brownout_is_held_to_its_own_zero_brownout():
+    cases = {case.name: case for case in run.module("step").cases(FULL)}
+    zero = step_record(SETTINGS[0], 64, 8000, 7500)["figures"]
+    found = {
+        setting: step_part.beside_zero(
+            cases[f"decode/{setting.name}/b64"], step_record(setting, 64, *us), zero
+        )
+        for setting, us in zip(
+            SETTINGS[1:], [(7000, 6000), (6300, 6000), (7900, 6000)], strict=True
+        )
+    }
+    shares = [record["figures"]["share_of_floors"] for record in found.values()]
+    # 8000/7000 over 7500/6000 is 91 %; 8000/6300 of it more than all; 8000/7900 too little.
+    assert shares == pytest.approx([0.914, 1.016, 0.810], abs=1e-3)
+    assert [record["target"]["met"] for record in found] == [True, True, False]
+    eager = next(case for name, case in cases.items() if name.startswith("decode/zero-eager"))
+    beside = step_part.beside_zero(eager, step_record(SETTINGS[0], 64, 12000, 7500), zero)
+    assert beside["figures"]["over_graph"] == 1.5
+    assert "target" not in beside
+
+
+def test_the_report_has_a_table_a_kind_and_names_what_is_missing(tmp_path):
+    met = {"over_floor": 1.15, "met": True}
     records = [
-        step_record(SETTINGS[0], 64, 8000, 7500, target={"met": True}),
-        step_record(SETTINGS[1], 64, 7000, 6000),
-        step_record(SETTINGS[2], 64, 6300, 6000),
+        step_record(SETTINGS[0], 64, 8000.0, 7500.0, target=met),
+        step_record(SETTINGS[1], 64, 7000.0, 6000.0),
         {**step_record(SETTINGS[3], 64, 1, 1), "failed": "no memory"},
     ]
-    (tmp_path / "step.json").write_text(json.dumps(records))
+    records[2].pop("figures")
+    prefill = {**records[1], "case": {"name": "prefill/zero/t4096"}, "figures": {"tflop_s": 412.34}}
+    (tmp_path / "step.json").write_text(json.dumps([*records, prefill]))
     out = SimpleNamespace(text="")
     out.write = lambda text: setattr(out, "text", out.text + text)
     assert report.main(tmp_path, FULL, out) == 0
-    assert "| zero | 64 | 50.0 | 8,000 | 8,000 | 7,500 | 1.07 | met |" in out.text
-    # 8000/7000 over 7500/6000 is 91 %; 8000/6300 of it more than all.
-    assert "| (2, 0) | 64 | 1.143 | 1.250 | 91.4 % | met |" in out.text
-    assert "| (4, 20) | 64 | 1.270 | 1.250 | 101.6 % | met |" in out.text
+    assert "| case | span_us | kernels_us | floor_us | over_floor | active_experts |" in out.text
+    row = "| decode/zero/b64 | 8,000 | 8,000 | 7,500 | 1.067 | 50 | met (over_floor 1.15) |"
+    assert row in out.text
+    assert "| decode/way2-t0/b64 | 7,000 | 7,000 | 6,000 | 1.167 | 50 |  |" in out.text
+    assert "| case | tflop_s |\n|---|---|\n| prefill/zero/t4096 | 412.3 |" in out.text
     assert "FAILED decode/way8-t40/b64: no memory" in out.text
     assert "decode/zero/b128" in out.text.split("not measured:")[1]
     assert "- device: NVIDIA H200" in out.text
