@@ -352,7 +352,7 @@ def test_brownout_is_held_to_its_own_zero_brownout():
     shares = [record["figures"]["share_of_floors"] for record in found.values()]
     # 8000/7000 over 7500/6000 is 91 %; 8000/6300 of it more than all; 8000/7900 too little.
     assert shares == pytest.approx([0.914, 1.016, 0.810], abs=1e-3)
-    assert [record["target"]["met"] for record in found] == [True, True, False]
+    assert [record["target"]["met"] for record in found.values()] == [True, True, False]
     eager = next(case for name, case in cases.items() if name.startswith("decode/zero-eager"))
     beside = step_part.beside_zero(eager, step_record(SETTINGS[0], 64, 12000, 7500), zero)
     assert beside["figures"]["over_graph"] == 1.5
