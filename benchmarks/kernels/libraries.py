@@ -268,8 +268,6 @@ _MAKERS: dict[str, dict[str, Maker]] = {
         "jax ragged_dot_mgpu": _jax_kernel,
         "torch._grouped_mm": _torch("grouped_mm"),
         "torch._grouped_mm, products alone": _torch("grouped_mm_products"),
-        "vLLM fused_experts": _torch("vllm_fused_experts"),
-        "SGLang fused_moe": _torch("sglang_fused_moe"),
     },
     "paged_attention": {
         "cuDNN": _cudnn,

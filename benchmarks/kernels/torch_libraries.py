@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks.kernels.cases import Case
-from benchmarks.kernels.libraries import Skip, kv_sets, moe_sets, need, square
+from benchmarks.kernels.libraries import kv_sets, moe_sets, need, square
 from benchmarks.kernels.problems import Problem
 from benchmarks.kernels.timing import difference
 
@@ -108,31 +108,6 @@ def grouped_mm_products(case: Case, problem: Problem) -> TorchProgram:
     program = TorchProgram(call, sets)
     program.judged = False
     return program
-
-
-def vllm_fused_experts(case: Case, problem: Problem) -> TorchProgram:
-    """Returns vLLM's Triton kernel, with its own sorting; it wants weights transposed."""
-    need("vllm")
-    from vllm.model_executor.layers.fused_moe import fused_experts
-
-    return _fused(problem, lambda x, w1, w2, gates, ids: fused_experts(x, w1, w2, gates, ids))
-
-
-def sglang_fused_moe(case: Case, problem: Problem) -> TorchProgram:
-    """Its interface changes from one version to the next: none is written for."""
-    need("sglang")
-    raise Skip("no adapter for this version")
-
-
-def _fused(problem: Problem, fused: Callable[..., torch.Tensor]) -> TorchProgram:
-    inputs, pool = problem.data
-    swap = jax.jit(lambda w: w.swapaxes(1, 2))
-    layers = [tuple(swap(w) for w in pool.layer(i)) for i in range(pool.num_layers)]
-    sets = [
-        (one.x, *layers[one.layer], *(jnp.asarray(a) for a in (one.weights, one.ids)))
-        for one in inputs
-    ]
-    return TorchProgram(lambda *args: fused(*args).float(), sets)
 
 
 # ---- Attention ----
