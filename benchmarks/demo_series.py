@@ -28,7 +28,7 @@ from benchmarks.harness.command import markdown, write_figures
 from serving.bench.demo import DemoConfig, run_demo
 from serving.bench.launch import LaunchError
 from serving.plan import StepControl, StepPlan, StepResult
-from serving.version import commit
+from serving.telemetry.version import commit
 
 MEAN_STRETCH_S = 60.0
 """Of a stretch in which the core is taken, and of one in which it is not."""

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from serving.version import commit
+from serving.telemetry.version import commit
 
 ROOT = Path(__file__).parents[1]
 

@@ -1,8 +1,8 @@
 """The engine of asynchronous expert parallelism, where rows pass the layers independently.
 
 It shares everything with Engine but the tick. Rows only enter as a step; each comes back when it
-has passed all layers, and its sequence's next row enters at once (`serving.scheduling.units`,
-`serving.execution.aep`).
+has passed all layers, and its sequence's next row enters at once (`serving.pipeline.units`,
+`serving.pipeline`).
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import numpy as np
 from jmoe.brownout import strategy_code
 from serving.engine import Engine
 from serving.errors import WorkerLost
-from serving.execution.aep.messages import (
+from serving.pipeline.messages import (
     ATTENTION,
     FailedUnits,
     Left,
@@ -23,13 +23,13 @@ from serving.execution.aep.messages import (
     WorkerDown,
     WorkerUp,
 )
-from serving.execution.aep.recorder import Stages
+from serving.pipeline.recorder import Stages
+from serving.pipeline.units import UnitScheduler
 from serving.plan import Phase, StepControl, StepResult
 from serving.request import Request
 from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.policy import LS
 from serving.scheduling.sequence import SequenceState
-from serving.scheduling.units import UnitScheduler
 
 NOBODY = "no worker with attention is there"
 Told = Left | LostUnits | FailedUnits | WorkerDown | WorkerUp | Stages
@@ -45,7 +45,7 @@ class AsynchronousEngine(Engine):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes the same arguments as Engine; the runner must be a Crew
-        (`serving.execution.aep.crew`).
+        (`serving.pipeline.crew`).
         """
         super().__init__(*args, **kwargs)
         self._crew: Any = self.runner

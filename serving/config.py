@@ -1,7 +1,7 @@
 """Every setting of a server: its default, what it means, what it may be, and its flag.
 
 `jmoe serve --help`, the preset `default`, docs/reference/settings.md and the checks are made from
-these fields (`serving.cli.options`, `docs/make_reference.py`, `serving.settings`).
+these fields (`serving.cli.options`, `docs/make_reference.py`, `serving.settings.reading`).
 """
 
 from collections.abc import Callable

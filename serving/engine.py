@@ -5,7 +5,7 @@ act, plan the next step and launch it; then take the results of the one that end
 never waits for the host, and a request waits for as few steps as possible.
 """
 
-import serving.extras  # noqa: F401  (names the extra of a package that is missing)
+import serving.settings.extras  # noqa: F401  (names the extra of a package that is missing)
 
 # isort: split
 import asyncio
@@ -23,16 +23,12 @@ import numpy as np
 
 from jmoe.api import Model
 from jmoe.family import Family
-from serving.accounting import Accounts
-from serving.admission import Admission
-from serving.composes import COMPANY, WAY, why_not
 from serving.config import EngineConfig, ServerConfig
 from serving.control.experts_loader import ExpertsLoader, allowed_ways
 from serving.control.fetcher import Fetcher
 from serving.control.guarded import make_controller
 from serving.control.registry import Registry
 from serving.control.slo import SloAnalyser
-from serving.deadlines import Deadlines
 from serving.errors import (
     NOT_OURS,
     Aborted,
@@ -42,13 +38,13 @@ from serving.errors import (
     Unavailable,
     shown,
 )
-from serving.execution.aep.crew import Crew
 from serving.execution.programs import Progress
 from serving.execution.runner import Runner
-from serving.latencies import Latencies
-from serving.observer import Observer
+from serving.intake.admission import Admission
+from serving.intake.deadlines import Deadlines
+from serving.intake.structure import allowed_tokens
+from serving.pipeline.crew import Crew
 from serving.plan import Phase, StepResult
-from serving.progress import progress_bar
 from serving.request import (
     BrownoutChange,
     BrownoutState,
@@ -66,10 +62,14 @@ from serving.scheduling.policy import BE, LS, make_policy
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.share import Share
-from serving.settings import check
-from serving.start import prepare
-from serving.structure import allowed_tokens
-from serving.watchdog import Watchdog
+from serving.settings.composes import COMPANY, WAY, why_not
+from serving.settings.reading import check
+from serving.startup.prepare import prepare
+from serving.telemetry.accounting import Accounts
+from serving.telemetry.latencies import Latencies
+from serving.telemetry.observer import Observer
+from serving.telemetry.progress import progress_bar
+from serving.telemetry.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class Engine:
         """Loads a model unless one is given, compiles and warms every program, starts the tick.
 
         `progress` is told what is being done; without one, bars or lines are shown
-        (`serving.progress`).
+        (`serving.telemetry.progress`).
 
         Raises SettingsError for a configuration that cannot be used, and what `jmoe.load` raises.
         """

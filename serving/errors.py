@@ -1,7 +1,9 @@
-"""Errors of requests, each with its gRPC status. Every message names the fix."""
+"""Errors of settings, and of requests, each with its gRPC status. Every message names the fix."""
 
 import asyncio
-from collections.abc import Sized
+import threading
+from collections.abc import Callable, Sized
+from concurrent.futures import Future
 
 NOT_OURS = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 """Exceptions that never count as the failure of one request. Other BaseExceptions do, such as a
@@ -24,6 +26,10 @@ def shown(value: object) -> str:
         return f"a {type(value).__name__} of {len(value)}"
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used. The message names the key, the value and valid ones."""
 
 
 class ServingError(Exception):
@@ -93,3 +99,78 @@ class Aborted(ServingError):
 
 class ClientLeft(Aborted):
     """The client cancelled its request or closed its connection: CANCELLED."""
+
+
+class PeerLost(Unavailable):
+    """Another process of the mesh is gone or has failed; nothing can be computed any more."""
+
+
+class Lost:
+    """Whether another process is gone, and who wants to know; for any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._said = threading.Event()
+        self._tell: list[Callable[[str], None]] = []
+        self.reason = ""
+
+    def say(self, reason: str) -> None:
+        """Tells everybody who waits. What comes later is a consequence, and changes nothing."""
+        with self._lock:
+            if self.reason:
+                return
+            self.reason, told = reason, list(self._tell)
+        self._said.set()
+        for tell in told:
+            tell(reason)
+
+    def watch(self, tell: Callable[[str], None]) -> None:
+        """Has `tell` called once with the reason, in another thread than this one; at once where
+        there is a reason already.
+        """
+        with self._lock:
+            self._tell.append(tell)
+            reason = self.reason
+        if reason:
+            threading.Thread(target=tell, args=(reason,), daemon=True).start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether there is a reason, now or within a time."""
+        return self._said.wait(timeout_s)
+
+    def named[T](self, call: Callable[[], T]) -> T:
+        """Returns what `call` returns. Raises PeerLost where it fails since a process is gone.
+
+        What its collectives raise then comes a little earlier than the reason does.
+        """
+        try:
+            return call()
+        except Exception as error:
+            if isinstance(error, ValueError) or not self.wait(NAMED_WITHIN_S):
+                raise  # bad input is bad in every process
+            raise PeerLost(self.reason) from None
+
+    def unless[T](self, call: Callable[[], T]) -> T:
+        """Returns what `call` returns. Raises PeerLost as soon as a process is gone, though `call`
+        may hang for ever: it runs in a thread of its own, which keeps no process alive.
+        """
+        done: Future[T] = Future()
+        deciding = threading.Lock()
+
+        def decide(how: Callable[[], None]) -> None:
+            with deciding:
+                if not done.done():
+                    how()
+
+        def run() -> None:
+            try:
+                found = self.named(call)
+            except BaseException as error:
+                failure = error
+                decide(lambda: done.set_exception(failure))
+            else:
+                decide(lambda: done.set_result(found))
+
+        self.watch(lambda reason: decide(lambda: done.set_exception(PeerLost(reason))))
+        threading.Thread(target=run, name="jmoe-start", daemon=True).start()
+        return done.result()

@@ -90,7 +90,7 @@ class Structure:
     text: str
 
     def __post_init__(self) -> None:
-        """Checks the size only; `serving.structure` parses the text."""
+        """Checks the size only; `serving.intake.structure` parses the text."""
         what = f"characters of a {self.kind}"
         check_count(what, len(self.text), MAX_STRUCTURE_CHARS, "structure")
 

@@ -14,7 +14,7 @@ from serving.cli.main import app
 from serving.config import ServerConfig
 from serving.frontend.metrics import Metrics
 from serving.frontend.server import _FIRST_HTTP_PORT
-from serving.settings import keys
+from serving.settings.reading import keys
 
 ROOT = Path(__file__).parents[1]
 OPERATING = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")

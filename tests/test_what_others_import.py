@@ -71,7 +71,7 @@ def test_older_names_of_a_model_warn_and_work(request):
 
 
 def test_the_harness_of_lm_eval_finds_its_class():
-    from serving import lm_eval_adapter
+    from serving.bench import lm_eval_adapter
 
     assert callable(lm_eval_adapter.register)
     assert callable(lm_eval_adapter.main)

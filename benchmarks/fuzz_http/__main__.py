@@ -26,7 +26,7 @@ from benchmarks.fuzz_http.requests import Fuzzed, draw
 from benchmarks.hostile.probes import resident_bytes
 from serving.bench.launch import running_server
 from serving.client import Client
-from serving.version import jmoe_version
+from serving.telemetry.version import jmoe_version
 
 ANSWER_S = 60.0  # without an answer for so long, a request hangs
 UNSURE_S = 0.05  # how long an answer is waited for where nobody can say whether one comes

@@ -21,11 +21,11 @@ import numpy as np
 import uvloop
 
 from benchmarks.gpu.sizes import DRY, Sizes
-from serving import settings
 from serving.cli.options import overrides
 from serving.frontend import server
-from serving.observer import Observer
 from serving.request import Priority
+from serving.settings.reading import reading as settings
+from serving.telemetry.observer import Observer
 
 PROFILE_S = 2.0
 

@@ -15,7 +15,7 @@ from benchmarks.hostile.fuzz import BAD_CODES, FuzzResult
 from benchmarks.hostile.load import HUNG, LoadResult
 from benchmarks.hostile.probes import Samples, apart, between, percentile
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
-from serving.version import jmoe_version
+from serving.telemetry.version import jmoe_version
 
 HEALTH_P999_S, MOST_GAP_RATIO = 0.1, 3.0
 MOST_GROWTH, MOST_PEAK = 1.05, 1.3

@@ -18,7 +18,7 @@ import uvloop
 from benchmarks.harness.command import markdown, write_figures
 from benchmarks.pairs import harness
 from benchmarks.pairs.table import PAIRS
-from serving.version import commit, jmoe_version
+from serving.telemetry.version import commit, jmoe_version
 
 
 def main() -> None:

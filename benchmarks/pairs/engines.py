@@ -21,8 +21,8 @@ from jmoe.random_model import random_model
 from serving.config import EngineConfig
 from serving.engine import Engine
 from serving.execution.buckets import FULL_CAPACITY, Key
-from serving.observer import Observer
 from serving.request import Priority, SamplingParams, Structure, StructureKind
+from serving.telemetry.observer import Observer
 
 SCHEMA = {"type": "array", "items": {"type": "string", "minLength": 3}, "minItems": 1000}
 OUTPUTS: dict[str, dict[str, Any]] = {

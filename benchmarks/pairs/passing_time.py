@@ -14,11 +14,11 @@ import numpy as np
 import uvloop
 
 import jmoe
+from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig, ServerConfig
 from serving.engine import Engine
 from serving.execution.fitting import limits_of
 from serving.execution.reader import ResultReader
-from serving.fake import FakeRunner
 from serving.frontend import server
 from serving.plan import Limits, StepControl, StepPlan, StepResult
 

@@ -23,7 +23,7 @@ from serving.bench.launch import running_server
 from serving.bench.loadgen import saturate
 from serving.bench.workload import Arrival
 from serving.client import Client
-from serving.connection import Connection
+from serving.client.connection import Connection
 from serving.frontend import keys
 
 OUT_TOKENS = 128

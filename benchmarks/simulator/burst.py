@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from serving import settings
 from serving.bench.calibrate import Calibration, calibrate
 from serving.bench.demo import DemoConfig, run_demo
 from serving.bench.results import Record, Sample, Slo, quality, violations
@@ -43,7 +42,8 @@ from serving.bench.workload import (
     schedule,
     shuffled,
 )
-from serving.version import commit
+from serving.settings.reading import reading as settings
+from serving.telemetry.version import commit
 
 FIGURES = {
     "late_first": "late first %",

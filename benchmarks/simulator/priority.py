@@ -23,7 +23,6 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.harness.command import write_figures
-from serving import settings
 from serving.bench.priority import (
     VARIANTS,
     Played,
@@ -38,7 +37,8 @@ from serving.bench.priority import (
 )
 from serving.bench.simulator.server import Machine, as_tokens, recorded_machine, simulate
 from serving.bench.workload import BUNDLED_TASKS, Arrival, load_tasks, shuffled
-from serving.version import commit
+from serving.settings.reading import reading as settings
+from serving.telemetry.version import commit
 
 RATIOS = {
     "ttft_p99_to_alone": "LS P99, to alone",

@@ -25,7 +25,7 @@ from serving.bench.results import summarize
 from serving.bench.scrape import free_port, scrape
 from serving.bench.workload import BUNDLED_TASKS, Arrival, WorkloadError, load_tasks
 from serving.client import Client
-from serving.settings import mesh_devices
+from serving.settings.reading import mesh_devices
 
 PER_PAIR = 2  # copies of a layer that one device sends another
 NEW_TOKENS = 8  # each request, so that decode steps are measured as well

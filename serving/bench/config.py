@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from serving.addresses import join
 from serving.bench.results import METRICS
 from serving.bench.workload import (
     BUNDLED_TASKS,
@@ -19,7 +18,8 @@ from serving.bench.workload import (
     load_tasks,
     shuffled,
 )
-from serving.connection import Connection
+from serving.client.connection import Connection
+from serving.cluster.addresses import join
 
 DATASETS = ("sharegpt", "alpaca", "tasks", "random")
 RAMPS = ("linear", "exponential")

@@ -154,8 +154,8 @@ def _simulated(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -
             return {**await facts(client), "others_while_timed": watch.others()}
 
     known = uvloop.run(time_steps())  # the server writes its timeline when it ends
-    from serving import settings
     from serving.bench.simulator.server import recorded_machine
+    from serving.settings.reading import reading as settings
 
     machine = recorded_machine([timeline], {}, settings.load("demo").engine, steady=True)
     num_steps, others = len(machine.times.moods), known["others_while_timed"] or 0.0
@@ -168,8 +168,8 @@ def simulate_demo(
     config: DemoConfig, tasks: Sequence[Arrival], machine: "Machine", console: Console
 ) -> dict[str, Any]:
     """Plays the demo on a simulated machine with the preset's settings; returns its results."""
-    from serving import settings
     from serving.bench.simulator.server import SimulatedServer, as_tokens, run_simulated
+    from serving.settings.reading import reading as settings
 
     async def run(server: SimulatedServer) -> dict[str, Any]:
         return await _play(server, config, as_tokens(tasks), None, console)

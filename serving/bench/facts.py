@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.client import Client
-from serving.version import commit, jmoe_version
+from serving.telemetry.version import commit, jmoe_version
 
 
 async def facts(client: Client) -> dict[str, Any]:

@@ -15,10 +15,10 @@ import grpc
 
 from serving.bench.config import BenchConfig as BenchConfig  # its name before it moved
 from serving.bench.results import Record, Run, Sample
+from serving.bench.simulated_time import SimulatedLoop
 from serving.bench.workload import Arrival
 from serving.frontend import gc_freeze
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
-from serving.simulated_time import SimulatedLoop
 
 FIRST_SAMPLE_S = 10.0  # the longest wait for the first answer of the admin service
 

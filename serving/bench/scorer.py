@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import grpc
 
 from serving.client import admin_address_of
-from serving.connection import Connection
+from serving.client.connection import Connection
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 

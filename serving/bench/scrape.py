@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from serving.connection import Connection
+from serving.client.connection import Connection
 
 Samples = Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 """Values by name and labels, the labels in alphabetical order."""

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from serving import logs
 from serving.cli.options import AllowUnknownConfig
-from serving.progress import progress_bar
+from serving.telemetry import logs
+from serving.telemetry.progress import progress_bar
 
 
 def consolidate(

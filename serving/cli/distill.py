@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from serving import logs
 from serving.cli.options import AllowUnknownConfig, HubRevision
-from serving.progress import progress_bar
+from serving.telemetry import logs
+from serving.telemetry.progress import progress_bar
 
 if TYPE_CHECKING:
     from training.distill import DistillConfig

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from serving.cli.options import AllowUnknownConfig
-from serving.progress import progress_bar
+from serving.telemetry.progress import progress_bar
 
 
 def evaluate(

@@ -11,7 +11,7 @@ from serving.cli.options import AllowUnknownConfig, ApiKeyEnv, HubRevision, TlsC
 
 if TYPE_CHECKING:
     from jmoe.config import ModelConfig
-    from serving.connection import Connection
+    from serving.client.connection import Connection
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _WAYS = (2, 4, 8, 16)
@@ -118,7 +118,7 @@ def info(
         if value is not None and in_flight is None:
             raise ValueError(f"{name} needs --mesh ep=N and --in-flight T")
     if address is not None:
-        from serving.connection import Connection
+        from serving.client.connection import Connection
 
         connection = Connection.of_environment(
             api_key_env, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key
@@ -164,7 +164,7 @@ def load_model_config(name: str | Path) -> "ModelConfig":
     Raises SettingsError for a file that cannot be read, ConfigError for what it says.
     """
     from jmoe.config import from_hf
-    from serving.settings import find, read_yaml
+    from serving.settings.reading import find, read_yaml
 
     return from_hf(read_yaml(find("models", name)))
 

@@ -3,7 +3,7 @@
 Commands import what they need when they run, so that `jmoe --help` is quick.
 """
 
-import serving.extras  # noqa: F401  (names the extra of a package that is missing)
+import serving.settings.extras  # noqa: F401  (names the extra of a package that is missing)
 
 # isort: split
 import logging
@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from serving import logs
 from serving.cli.consolidate import consolidate
 from serving.cli.distill import distill
 from serving.cli.evaluate import evaluate
@@ -33,7 +32,8 @@ from serving.cli.options import (
 )
 from serving.cli.tools import bench, demo
 from serving.errors import ServingError, Unavailable
-from serving.progress import progress_bar
+from serving.telemetry import logs
+from serving.telemetry.progress import progress_bar
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def _version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        from serving.version import commit, device, jmoe_version
+        from serving.telemetry.version import commit, device, jmoe_version
 
         of_commit = f" (commit {known})" if (known := commit()) else ""
         print(f"jmoe {jmoe_version()}{of_commit}, jax {version('jax')}, device: {device()}")
@@ -176,12 +176,12 @@ def serve(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something to read again
     import uvloop
 
-    from serving import settings
     from serving.frontend import server
     from serving.frontend.metrics import Metrics
     from serving.frontend.tracing import make_tracer
-    from serving.observer import Observer
-    from serving.timeline import Timeline
+    from serving.settings.reading import reading as settings
+    from serving.telemetry.observer import Observer
+    from serving.telemetry.timeline import Timeline
 
     given = {key: flags[name] for name, key in flag_keys().items() if flags[name] != []}
     given |= models_flag([*(models or []), *(model or [])])
@@ -193,7 +193,7 @@ def serve(
     if loaded.engine.process_index > 0:
         _follow(loaded)
         return
-    from serving.start import check_start
+    from serving.startup.prepare import check_start
 
     check_start(loaded.engine)  # before a port is opened
     metrics, path = Metrics(), Path(loaded.timeline)
@@ -220,7 +220,7 @@ def serve(
 
 
 def _follow(config: Any) -> None:
-    from serving.follow import follow
+    from serving.startup.follower import follow
 
     try:
         with progress_bar() as progress:

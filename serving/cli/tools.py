@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand
 
 from serving.cli.options import ApiKeyEnv, TlsCa, TlsCert, TlsKey
-from serving.progress import progress_bar
+from serving.telemetry.progress import progress_bar
 
 bench = typer.Typer(help="Runs benchmarks.", no_args_is_help=True)
 

@@ -9,7 +9,7 @@ from serving.control.mover import make_mover
 from serving.control.slo import SloAnalyser
 from serving.errors import InvalidRequest, Overloaded
 from serving.execution.runner import Runner
-from serving.observer import Observer
+from serving.telemetry.observer import Observer
 
 BALANCE = BalanceConfig()
 MAX_PENDING = 8

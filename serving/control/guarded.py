@@ -4,12 +4,12 @@ import math
 from numbers import Real
 from typing import cast
 
-from serving import plugins
 from serving.config import SalcConfig
 from serving.control.algorithm2 import Algorithm2
 from serving.control.controller import Controller, Decision, Make, Seen, StepController, StepSeen
 from serving.control.predictive import Predictive
 from serving.errors import shown
+from serving.settings.reading import plugins
 
 CONTROLLERS: dict[str, Make] = {"algorithm2": Algorithm2, "predictive": Predictive}
 

@@ -3,11 +3,11 @@
 from collections import deque
 
 from serving.control.controller import Load
-from serving.observer import Observer
 from serving.plan import Phase, StepResult
 from serving.request import Output, Priority
 from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.sequence import SequenceState
+from serving.telemetry.observer import Observer
 
 WINDOW_S = 1.0
 """Long enough to count arrivals at a rate where brownout matters, short enough to see a burst."""

@@ -17,12 +17,11 @@ from jmoe.api import Model
 from jmoe.parallel.copies import imbalance, with_copies
 from jmoe.parallel.placement import Placement, contiguous, from_hosts
 from serving.config import BalanceConfig
-from serving.errors import NOT_OURS
+from serving.errors import NOT_OURS, SettingsError
 from serving.execution.runner import Runner
-from serving.observer import Observer
 from serving.plan import StepResult
 from serving.scheduling.batch import ScheduledStep
-from serving.settings import SettingsError
+from serving.telemetry.observer import Observer
 
 log = logging.getLogger(__name__)
 

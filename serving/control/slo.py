@@ -11,8 +11,7 @@ from serving.control.controller import Decision, Load, PhaseSeen, Seen, StepSeen
 from serving.control.guarded import CONTROLLERS, GuardedController, make_controller
 from serving.control.load import LoadMeter
 from serving.control.window import LatencyWindow
-from serving.errors import InvalidRequest, shown
-from serving.latencies import Latencies
+from serving.errors import InvalidRequest, SettingsError, shown
 from serving.plan import Phase, StepControl
 from serving.request import BrownoutChange, BrownoutState, Priority
 from serving.scheduling.batch import ScheduledStep
@@ -21,7 +20,7 @@ from serving.scheduling.prefixes import EXACT, NOBODYS, Brownout
 from serving.scheduling.scheduler import FEW_DECODING
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.waiting import QueuedClass
-from serving.settings import SettingsError
+from serving.telemetry.latencies import Latencies
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Everything that a runner has its devices do, as a few calls whose arguments are plain values.
 
 Where a mesh spans several processes, each of them has to make the same calls in the same order:
-process 0 decides what they are and tells the others (`serving.execution.followers`).
+process 0 decides what they are and tells the others (`serving.cluster.followers`).
 """
 
 from collections.abc import Mapping, Sequence

@@ -5,9 +5,9 @@ from dataclasses import replace
 from jmoe.api import Model
 from jmoe.config import ModelConfig
 from serving.config import EngineConfig
+from serving.errors import SettingsError
 from serving.execution.buckets import with_default_buckets
 from serving.plan import Limits
-from serving.settings import SettingsError
 
 DEFAULT_MODEL_LEN = 2048
 """Positions of a sequence where the settings leave them open and the model has as many."""

@@ -18,9 +18,9 @@ import numpy as np
 from jmoe.api import Model
 from jmoe.kv_cache import page_bytes
 from serving.config import EngineConfig
+from serving.errors import SettingsError
 from serving.execution.memory import GIB, SHARE
 from serving.plan import Limits
-from serving.settings import SettingsError
 
 log = logging.getLogger(__name__)
 

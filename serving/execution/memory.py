@@ -9,8 +9,8 @@ from jmoe.kv_cache import page_bytes
 from jmoe.parallel.cost import check_copies, expert_bytes
 from jmoe.parallel.placement import check_room, slots_per_layer
 from serving.config import BalanceConfig
+from serving.errors import SettingsError
 from serving.plan import Limits
-from serving.settings import SettingsError
 
 GIB = 2**30
 SHARE = 0.95

@@ -1,6 +1,7 @@
 """Calls upon devices as messages: process 0 sends each before it makes it, followers make it."""
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Bool
@@ -8,9 +9,11 @@ from jaxtyping import Bool
 from jmoe.steps import StepOutput
 from serving.execution.buckets import Key
 from serving.execution.device import Calls, Device
-from serving.execution.followers import Followers
 from serving.execution.programs import Progress
 from serving.proto.jmoe.v1 import hosts_pb2 as pb
+
+if TYPE_CHECKING:
+    from serving.cluster.followers import Followers
 
 _WIRE = np.dtype("<i4")
 """How an element travels."""
@@ -19,7 +22,7 @@ _WIRE = np.dtype("<i4")
 class Led:
     """The device of process 0: every call is told to the other processes first."""
 
-    def __init__(self, device: Device, followers: Followers) -> None:
+    def __init__(self, device: Device, followers: "Followers") -> None:
         self._device, self._followers = device, followers
 
     def compile(self, keys: Sequence[Key], progress: Progress | None = None) -> None:

@@ -10,7 +10,7 @@ from jmoe.parallel.probe import PROBE_FILE, Probe, load_probes
 from jmoe.parallel.replicas import Replication
 from pallas_kernels.backend import backend
 from serving.config import BalanceConfig
-from serving.settings import SettingsError
+from serving.errors import SettingsError
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import numpy as np
@@ -22,12 +22,12 @@ from jmoe.model import LOOKAHEAD
 from jmoe.packed_rows import pack_row
 from pallas_kernels.backend import backend
 from serving.config import EngineConfig
+from serving.errors import Lost
 from serving.execution.buckets import FULL_CAPACITY, Buckets, Key
 from serving.execution.device import Calls, Device
 from serving.execution.drawing import Drawing
 from serving.execution.executables import Executables
 from serving.execution.fitting import limits_of, num_ranks_of
-from serving.execution.followers import Followers, Lost
 from serving.execution.kv_pages import by_memory, goes_by_memory
 from serving.execution.memory import check_memory
 from serving.execution.mixed import MixedSteps, mixed_models
@@ -41,6 +41,9 @@ from serving.execution.results import Results
 from serving.execution.states import States
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
+if TYPE_CHECKING:
+    from serving.cluster.followers import Followers
+
 log = logging.getLogger(__name__)
 
 MAX_LAUNCH_SHARE = 0.03  # of the time of layers launched at once, what launching them may cost
@@ -52,7 +55,7 @@ FULL_CONTROL = StepControl(100, 0)
 
 
 class Runner(Protocol):
-    """What an engine asks of a device; `serving.fake.FakeRunner` answers without one."""
+    """What an engine asks of a device; `serving.bench.fake.FakeRunner` answers without one."""
 
     limits: Limits
 
@@ -166,7 +169,7 @@ class DeviceRunner:
         config: EngineConfig,
         *,
         parks: bool = True,
-        followers: Followers | None = None,
+        followers: "Followers | None" = None,
     ) -> None:
         """`parks`: whether steps may have to make way between two layers. `followers` are the other
         processes of the model's mesh, where this is process 0 of several.
@@ -475,7 +478,7 @@ class DeviceRunner:
             self._end(self._followers)
         self._reader.close()
 
-    def _end(self, followers: Followers) -> None:
+    def _end(self, followers: "Followers") -> None:
         if followers.lost.reason or self._failures.reason:
             followers.close(stop=False)
             return

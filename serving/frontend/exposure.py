@@ -3,7 +3,7 @@
 import logging
 from pathlib import Path
 
-from serving.addresses import is_loopback
+from serving.cluster.addresses import is_loopback
 from serving.config import ServerConfig
 from serving.frontend.tls import Certificates, Files
 

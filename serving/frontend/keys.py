@@ -21,8 +21,9 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from serving.errors import SettingsError
 from serving.request import Priority
-from serving.settings import SettingsError, read_yaml
+from serving.settings.reading import read_yaml
 
 PREFIX = "jmoe_"
 """Prefix of every key, so that secret scanners can find leaked keys."""

@@ -24,7 +24,7 @@ from serving.frontend.tracing import trace_headers
 from serving.proto.inference import inference_pb2 as pb
 from serving.proto.inference import inference_pb2_grpc as rpc
 from serving.request import number_of
-from serving.version import jmoe_version
+from serving.telemetry.version import jmoe_version
 
 if TYPE_CHECKING:
     from serving.engine import Engine

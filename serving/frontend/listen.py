@@ -6,7 +6,7 @@ import socket
 
 import grpc
 
-from serving.addresses import join
+from serving.cluster.addresses import join
 from serving.frontend.guard import Guard
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
 

@@ -22,7 +22,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from serving.addresses import join
+from serving.cluster.addresses import join
 from serving.errors import DeadlineExceeded, QueuedTooLong, ServingError
 from serving.frontend import metrics_http
 from serving.frontend.key_metrics import collect_keys
@@ -30,8 +30,8 @@ from serving.frontend.listen import cannot_listen
 from serving.frontend.mesh_metrics import MeshLoad
 from serving.frontend.model_metrics import ModelLoad
 from serving.frontend.worker_metrics import collect_workers
-from serving.observer import Observer
 from serving.request import Output, Priority
+from serving.telemetry.observer import Observer
 
 if TYPE_CHECKING:
     from serving.engine import Engine

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from serving.addresses import is_loopback, parse
+from serving.cluster.addresses import is_loopback, parse
 from serving.errors import shown
 
 

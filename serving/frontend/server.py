@@ -17,7 +17,7 @@ from wsgiref.simple_server import WSGIServer
 
 from grpc_health.v1 import health, health_pb2_grpc
 
-from serving.addresses import join
+from serving.cluster.addresses import join
 from serving.config import ServerConfig
 from serving.errors import Unavailable
 from serving.frontend import (
@@ -52,7 +52,7 @@ from serving.frontend.tracing import Tracer
 from serving.frontend.web import Listener, routes_of
 from serving.proto.inference import inference_pb2_grpc as inference_rpc
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
-from serving.settings import named_models
+from serving.settings.reading import named_models
 
 if TYPE_CHECKING:
     from serving.engine import Engine

@@ -11,7 +11,7 @@ from serving.proto.inference import inference_pb2
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.request import number_of
-from serving.version import jmoe_version
+from serving.telemetry.version import jmoe_version
 
 if TYPE_CHECKING:
     from serving.frontend.server import Server

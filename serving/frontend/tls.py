@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from serving.errors import SettingsError
 from serving.frontend import keys
 from serving.frontend.reload import Watched
-from serving.settings import SettingsError
 
 log = logging.getLogger(__name__)
 

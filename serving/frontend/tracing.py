@@ -17,18 +17,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from serving import logs
 from serving.errors import (
     Aborted,
     DeadlineExceeded,
     RequestFailed,
     ServingError,
+    SettingsError,
     Unavailable,
 )
-from serving.observer import Observer
 from serving.request import Output, Priority, ThresholdSpan, Usage
-from serving.settings import SettingsError
-from serving.version import jmoe_version
+from serving.telemetry import logs
+from serving.telemetry.observer import Observer
+from serving.telemetry.version import jmoe_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import Span, TracerProvider

@@ -12,7 +12,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.routing import Match
 
-from serving.addresses import join
+from serving.cluster.addresses import join
 from serving.frontend.bounded_http import KEEP_ALIVE_S, HttpLimits, bounded_http
 from serving.frontend.handshake import Door
 from serving.frontend.listen import bind_socket

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 
 if TYPE_CHECKING:
     from serving.engine import Engine
-    from serving.execution.aep.crew import Crew
+    from serving.pipeline.crew import Crew
 
 LABELS = ["worker"]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from serving.errors import shown
 from serving.plan import Phase
-from serving.plugins import Guard
 from serving.request import Priority
 from serving.scheduling.policy import Choice, Fcfs, Policy, RequestView, RequestViews, View
 from serving.scheduling.sequence import SequenceState
+from serving.settings.plugins import Guard
 
 
 class GuardedPolicy:

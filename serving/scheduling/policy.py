@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
-from serving import plugins
 from serving.plan import Phase
 from serving.request import Priority
+from serving.settings.reading import plugins
 
 if TYPE_CHECKING:
     from serving.scheduling.sequence import SequenceState

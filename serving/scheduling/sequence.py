@@ -16,9 +16,9 @@ from serving.plan import Phase, Seat
 from serving.request import Output, Priority, Request, ThresholdSpan, Usage
 from serving.scheduling.detokenizer import Detokenizer
 from serving.scheduling.prefixes import Prefix
-from serving.structure import Matcher
 
 if TYPE_CHECKING:
+    from serving.intake.structure import Matcher
     from serving.scheduling.batch import Batch
 
 
@@ -50,7 +50,7 @@ class SequenceState:
         arrived_at: float,
         stop_token_ids: frozenset[int],
         tokenizer: Tokenizer | None,
-        matcher: Matcher | None = None,
+        matcher: "Matcher | None" = None,
     ) -> None:
         """`matcher` is that of a structured output."""
         sampling = request.sampling

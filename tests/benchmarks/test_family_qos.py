@@ -18,12 +18,12 @@ from benchmarks.family_qos.gate import Gate
 from benchmarks.family_qos.picture import draw
 from benchmarks.family_qos.servers import part_of, server_settings
 from benchmarks.family_qos.targets import InTurn, SideBySide, Weights
-from serving import settings as server
 from serving.bench.loadgen import play
 from serving.bench.results import Record, Run
+from serving.bench.simulated_time import SimulatedLoop
 from serving.bench.workload import Arrival
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
-from serving.simulated_time import SimulatedLoop
+from serving.settings.reading import reading as server
 
 CHANGE_S = 0.01
 CODE = grpc.StatusCode

@@ -33,7 +33,9 @@ def served_with(monkeypatch, words):
         return True
 
     monkeypatch.setattr(server, "serve", serve)
-    monkeypatch.setattr("serving.start.check_start", lambda engine: None)  # no model is there
+    monkeypatch.setattr(
+        "serving.startup.prepare.check_start", lambda engine: None
+    )  # no model is there
     monkeypatch.setattr(sys, "argv", ["jmoe", *words])
     with pytest.raises(SystemExit) as ended:
         cli.main()

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from serving.cli.main import app
 from serving.client import Client
-from serving.connection import Connection
+from serving.client.connection import Connection
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 pytestmark = pytest.mark.deep

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from dockerfile import DOCKERFILE, ROOT, command, instructions, served_with
 
-from serving import settings
 from serving.frontend import exposure
+from serving.settings.reading import reading as settings
 
 
 def ignored(path):

@@ -8,9 +8,9 @@ import pytest
 import yaml
 from dockerfile import served_with
 
-from serving import settings
 from serving.frontend.metrics import Metrics
 from serving.frontend.metrics_http import serve
+from serving.settings.reading import reading as settings
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 CONFIG = settings.load(FOLDER / "server.yaml")

@@ -51,8 +51,8 @@ def workers_of(server):
     for task in Path(f"/proc/{server.pid}/task").iterdir():
         for pid in _read(task / "children").split():
             line = _read(Path(f"/proc/{pid}/cmdline")).split("\0")
-            if "serving.start_worker" in line:
-                found[int(pid)] = line[line.index("serving.start_worker") + 1]
+            if "serving.startup.worker" in line:
+                found[int(pid)] = line[line.index("serving.startup.worker") + 1]
     return found
 
 

@@ -10,8 +10,8 @@ import pytest
 
 import jmoe
 from serving.client import Client
+from serving.errors import SettingsError
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
-from serving.settings import SettingsError
 
 from .conftest import serving
 
@@ -79,7 +79,7 @@ async def test_a_killed_actor_is_replaced():
 
 
 def test_a_cluster_that_is_not_there_is_named():
-    from serving.ray_starter import RayStarter
+    from serving.startup.ray_starter import RayStarter
 
     with pytest.raises(SettingsError, match=r"ray_address is '127\.0\.0\.1:1', and no cluster"):
         RayStarter("127.0.0.1:1")

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from jmoe.checkpoint import CheckpointError
 from serving.cli import info as cli_info
 from serving.cli import main as cli
-from serving.connection import Connection
+from serving.client.connection import Connection
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 

@@ -21,10 +21,10 @@ from jmoe.api import name_of, resolve
 from jmoe.config import ConfigError
 from jmoe.tokenizer import Tokenizer
 from serving.config import EngineConfig, ServerConfig
+from serving.errors import SettingsError
 from serving.frontend.server import Server
-from serving.loading import load_models
-from serving.settings import SettingsError
-from serving.start import prepare
+from serving.startup.loading import load_models
+from serving.startup.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
 BUNDLED = resolve("bundled")

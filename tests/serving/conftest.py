@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from counting import counting_engine
 
-from serving.simulated_time import SimulatedLoop
+from serving.bench.simulated_time import SimulatedLoop
 
 
 def pytest_asyncio_loop_factories(config, item):

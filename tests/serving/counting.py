@@ -7,9 +7,9 @@ from jmoe.api import Model
 from jmoe.config import ModelConfig
 from jmoe.family import Family
 from jmoe.sharing import Sharing
+from serving.bench.fake import FakeRunner
 from serving.config import EngineConfig
 from serving.engine import Engine
-from serving.fake import FakeRunner
 from serving.plan import Limits
 from serving.request import SamplingParams
 

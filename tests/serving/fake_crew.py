@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 
 from serving.asynchronous import AsynchronousEngine
+from serving.bench.fake import FakeRunner
 from serving.config import EngineConfig
 from serving.engine import Engine
-from serving.execution.aep.crew import OneModel, WorkerSeen, units_of
-from serving.execution.aep.messages import Left, LostUnits, WorkerDown
-from serving.fake import FakeRunner
+from serving.pipeline.crew import OneModel, WorkerSeen, units_of
+from serving.pipeline.messages import Left, LostUnits, WorkerDown
 from serving.plan import Limits, Phase, StepControl, StepPlan
 
 LIMITS = Limits(

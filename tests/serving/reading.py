@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from jmoe.packed_rows import EXEMPT, KV_LEN, Q_LEN, REFUSES, SLOT
-from serving.fake import FakeRunner
+from serving.bench.fake import FakeRunner
 
 VOCAB = 997
 

@@ -17,12 +17,12 @@ from serving.errors import (
     Unavailable,
     WorkerLost,
 )
-from serving.execution.aep.messages import FailedUnits, Left, LostUnits, WorkerUp
-from serving.execution.aep.recorder import Stages
 from serving.frontend.metrics import Metrics
+from serving.pipeline.messages import FailedUnits, Left, LostUnits, WorkerUp
+from serving.pipeline.recorder import Stages
 from serving.plan import Limits
 from serving.request import BrownoutChange, Priority, SamplingParams
-from serving.timeline import Timeline
+from serving.telemetry.timeline import Timeline
 
 pytestmark = pytest.mark.simulated_time
 

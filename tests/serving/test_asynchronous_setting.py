@@ -20,11 +20,11 @@ from serving.config import (
 )
 from serving.control.algorithm2 import Algorithm2
 from serving.engine import Engine
+from serving.errors import SettingsError
 from serving.frontend.page.sample import about
 from serving.frontend.server import Server
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
-from serving.settings import SettingsError
-from serving.start_asynchronous import with_mode
+from serving.startup.asynchronous import with_mode
 
 SETTINGS = settings_of({}, "", **AEP)
 

@@ -4,8 +4,8 @@ import pytest
 from counting import LIMITS, collect, model_with
 from tokenizers_of_kinds import characters
 
-from serving import admission
 from serving.errors import InvalidRequest
+from serving.intake import admission
 from serving.plan import Limits
 from serving.request import Chat, SamplingParams
 

@@ -10,9 +10,9 @@ import pytest
 from counting import LIMITS, collect
 
 from jmoe.packed_rows import EXEMPT
+from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, SalcConfig
 from serving.errors import Overloaded
-from serving.fake import FakeRunner
 from serving.plan import Limits, Phase
 from serving.request import Priority, SamplingParams
 

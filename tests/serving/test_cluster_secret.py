@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from serving.cluster_secret import VARIABLE, ClusterSecret
+from serving.cluster.secret import VARIABLE, ClusterSecret
 from serving.config import EngineConfig
-from serving.settings import SettingsError
+from serving.errors import SettingsError
 
 SECRET = "0123456789abcdef" * 4
 

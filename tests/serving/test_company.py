@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 from counting import collect
 
+from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig
-from serving.fake import FakeRunner
 from serving.plan import Limits, Phase
 from serving.request import Priority, SamplingParams
 

@@ -9,15 +9,21 @@ from types import SimpleNamespace
 import pytest
 from counting import collect, model_with
 
+from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, EngineConfig
 from serving.control.experts_loader import ExpertsLoader
-from serving.errors import Aborted, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from serving.errors import (
+    Aborted,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    SettingsError,
+    Unavailable,
+)
 from serving.execution.fitting import fit_to_model
-from serving.fake import FakeRunner
 from serving.plan import Limits
 from serving.request import BrownoutChange, SamplingParams
 from serving.scheduling.sequence import SequenceStatus
-from serving.settings import SettingsError
 
 pytestmark = pytest.mark.simulated_time
 

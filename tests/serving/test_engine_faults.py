@@ -12,16 +12,16 @@ import pytest
 from counting import collect, model_with
 
 from serving import engine as engine_module
+from serving.bench.fake import FakeRunner
 from serving.config import BrownoutConfig, SalcConfig
 from serving.control.slo import SloAnalyser
 from serving.control.window import LatencyWindow
 from serving.errors import InvalidRequest, RequestFailed, Unavailable, shown
-from serving.fake import FakeRunner
-from serving.latencies import Latencies
-from serving.observer import Observer
 from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.scheduling.waiting import QueuedClass
-from serving.watchdog import StuckTimer
+from serving.telemetry.latencies import Latencies
+from serving.telemetry.observer import Observer
+from serving.telemetry.watchdog import StuckTimer
 
 LS = Priority.LATENCY_SENSITIVE
 simulated_time = pytest.mark.simulated_time
@@ -77,7 +77,7 @@ async def test_a_prompt_that_cannot_be_tokenized_ends_one_request(
     length,
     monkeypatch,
 ):
-    monkeypatch.setattr("serving.admission.LONG_TEXT", 100)
+    monkeypatch.setattr("serving.intake.admission.LONG_TEXT", 100)
     engine = start(model=model_with(Fragile(error, at=None)))
     with pytest.raises(kind, match="tokenize"):
         await collect(engine, "x" * length)

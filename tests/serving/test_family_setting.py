@@ -3,7 +3,7 @@
 import pytest
 
 from serving.engine import Engine
-from serving.settings import SettingsError
+from serving.errors import SettingsError
 from tests.serving.families import GOLDEN, NAMES, settings_of
 
 DIRECTORIES = dict.fromkeys(NAMES, GOLDEN)

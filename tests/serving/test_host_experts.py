@@ -6,8 +6,9 @@ from jmoe.config import read_config
 from jmoe.family import load_family
 from serving.config import ServerConfig
 from serving.engine import Engine
+from serving.errors import SettingsError
 from serving.request import SamplingParams
-from serving.settings import SettingsError, check
+from serving.settings.reading import check
 from tests.serving.families import GOLDEN, NAMES, answer, settings_of
 from tests.variants import variant
 from training.consolidate.run import ConsolidateConfig, consolidate

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from serving import hosts, settings
-from serving.cluster_secret import VARIABLE, ClusterSecret
+from serving.cluster import hosts
+from serving.cluster.secret import VARIABLE, ClusterSecret
 from serving.config import EngineConfig
-from serving.settings import SettingsError
-from serving.start import prepare
+from serving.errors import SettingsError
+from serving.settings.reading import reading as settings
+from serving.startup.prepare import prepare
 
 GIVEN = {
     "engine.mesh": "ep=4",

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serving.execution.aep.port import Port
-from serving.execution.followers import Followers
+from serving.cluster.followers import Followers
+from serving.pipeline.port import Port
 
 LISTENING = "0A"
 LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}
@@ -14,7 +14,7 @@ LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F
 JAX_SERVICE = """
 import json, socket
 from serving.config import EngineConfig
-from serving.hosts import connect
+from serving.cluster.hosts import connect
 with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
     port = free.getsockname()[1]

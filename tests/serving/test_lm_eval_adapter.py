@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import pytest
 
-from serving import lm_eval_adapter
+from serving.bench import lm_eval_adapter
+from serving.bench.lm_eval_adapter import sampling_of
 from serving.bench.scorer import PromptTooLong, Scorer, halves
-from serving.lm_eval_adapter import sampling_of
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 

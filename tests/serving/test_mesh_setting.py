@@ -11,11 +11,12 @@ import pytest
 import jmoe
 from jmoe.config import read_config
 from jmoe.parallel.home import make_mesh
-from serving import settings
 from serving.config import BalanceConfig, EngineConfig
+from serving.errors import SettingsError
 from serving.execution import memory
-from serving.settings import SettingsError, mesh_devices
-from serving.start import prepare, warn_of_gathering
+from serving.settings.reading import mesh_devices
+from serving.settings.reading import reading as settings
+from serving.startup.prepare import prepare, warn_of_gathering
 
 
 def test_devices_of_a_mesh():

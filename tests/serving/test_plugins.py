@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from serving import plugins
 from serving.config import SalcConfig
+from serving.settings.reading import plugins
 
 
 @pytest.fixture

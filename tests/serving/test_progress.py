@@ -1,6 +1,6 @@
 """Progress where there is no terminal: lines with the time taken and left."""
 
-from serving.progress import ProgressLines, progress_bar
+from serving.telemetry.progress import ProgressLines, progress_bar
 
 
 def test_lines_say_what_is_left_and_are_few():

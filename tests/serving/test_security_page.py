@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.cluster_secret import ClusterSecret
+from serving.cluster.secret import ClusterSecret
 from serving.config import EngineConfig
 from serving.frontend import keys
 from serving.frontend.tls import Certificates, Files

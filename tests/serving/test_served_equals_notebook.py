@@ -36,7 +36,7 @@ from serving.frontend.server import Server
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import BrownoutChange, SamplingParams
 from serving.scheduling.layers import compiled
-from serving.settings import check as check_settings
+from serving.settings.reading import check as check_settings
 from tests.jmoe.conftest import add_united
 from tests.jmoe.family_oracles import oracle
 from tests.on_devices import run_on_devices

@@ -9,15 +9,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serving.composes import (
-    AEP,
-    ALL_THERE,
-    COMPOSES,
-    HOST_EXPERTS,
-    ONE_THERE,
-    PROCESSES,
-    SEVERAL,
-)
 from serving.config import (
     BrownoutConfig,
     EngineConfig,
@@ -26,7 +17,17 @@ from serving.config import (
     described,
     keys,
 )
-from serving.settings import CONFIGS, SettingsError, check, load, read_yaml, variable
+from serving.errors import SettingsError
+from serving.settings.composes import (
+    AEP,
+    ALL_THERE,
+    COMPOSES,
+    HOST_EXPERTS,
+    ONE_THERE,
+    PROCESSES,
+    SEVERAL,
+)
+from serving.settings.reading import CONFIGS, check, load, read_yaml, variable
 
 sizes = st.integers(1, 10**6)
 seconds = st.floats(1e-3, 1e6)

@@ -17,11 +17,11 @@ from shaped import (
 )
 
 import jmoe
-from serving import structure
+from serving.bench.fake import FakeRunner
 from serving.engine import Engine
 from serving.errors import DeadlineExceeded, InvalidRequest, Overloaded
 from serving.execution.fitting import limits_of
-from serving.fake import FakeRunner
+from serving.intake import structure
 from serving.request import SamplingParams, Structure, StructureKind
 
 

@@ -5,12 +5,12 @@ import pytest
 from jmoe.config import from_hf
 from jmoe.random_model import random_model
 from pallas_kernels.backend import KERNEL, traced_for
-from serving import start as module
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
+from serving.errors import SettingsError
 from serving.execution.fitting import fit_to_model
 from serving.execution.runner import DeviceRunner
-from serving.settings import SettingsError
+from serving.startup import prepare as module
 
 SMALL = {
     "model_type": "qwen3_moe",

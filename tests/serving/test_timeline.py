@@ -13,12 +13,12 @@ import pytest
 from counting import LIMITS
 
 from jmoe.packed_rows import NUM_COLUMNS
+from serving.bench.fake import FakeRunner
 from serving.cli.main import main
-from serving.fake import FakeRunner
 from serving.plan import Phase, StepPlan, StepResult
 from serving.request import Priority, SamplingParams
 from serving.scheduling.batch import ScheduledStep
-from serving.timeline import Timeline
+from serving.telemetry.timeline import Timeline
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 

@@ -21,6 +21,7 @@ from jmoe.config import read_config
 from jmoe.tokenizer import Tokenizer
 from serving.bench.loadgen import play
 from serving.bench.results import Run
+from serving.bench.simulated_time import SimulatedLoop
 from serving.bench.simulator.device import SimulatedDevice, simulated_model
 from serving.bench.simulator.step_times import StepTimes, read_timeline
 from serving.bench.workload import Arrival
@@ -32,7 +33,6 @@ from serving.frontend import convert
 from serving.frontend.guard import code_of
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import BrownoutChange
-from serving.simulated_time import SimulatedLoop
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from scipy.ndimage import median_filter
 from scipy.optimize import nnls
 
-from serving.timeline import DEVICE
+from serving.telemetry.timeline import DEVICE
 
 OUTLIER = 4.0
 """Steps that took so many times the median of their kind are stalls of the machine."""

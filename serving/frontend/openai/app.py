@@ -23,7 +23,7 @@ from serving.frontend.openai.door import DOCS_PATH, OPENAPI_PATH, Door
 from serving.frontend.openai.schemas import ChatRequest, CompletionRequest
 from serving.frontend.page import shield
 from serving.request import number_of
-from serving.version import jmoe_version
+from serving.telemetry.version import jmoe_version
 
 if TYPE_CHECKING:
     from serving.frontend.server import Server

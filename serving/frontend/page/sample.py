@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from serving.composes import why_not
 from serving.frontend.status import loadable_ways
 from serving.request import BrownoutState, Priority
-from serving.version import jmoe_version
+from serving.settings.composes import why_not
+from serving.telemetry.version import jmoe_version
 
 if TYPE_CHECKING:
     from serving.engine import Engine

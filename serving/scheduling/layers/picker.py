@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from serving import plugins
 from serving.scheduling.layers import compiled
 from serving.scheduling.layers.rules import RULES, Defragging, Rule
+from serving.settings.reading import plugins
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import scripted_server
 from rich.console import Console
 
 from benchmarks.demo_series import PLANTS, planted, row
-from serving import settings
 from serving.bench import calibrate
 from serving.bench.calibrate import run_all_steps
 from serving.bench.demo import DemoConfig, run_demo, simulate_demo
@@ -19,6 +18,7 @@ from serving.bench.simulator.device import SimulatedDevice
 from serving.bench.simulator.server import Machine, run_simulated
 from serving.bench.simulator.step_times import Recorded, StepTimes
 from serving.bench.workload import Arrival
+from serving.settings.reading import reading as settings
 
 LAYERS, PICKS = 4, 2
 ENGINE = settings.load("demo").engine

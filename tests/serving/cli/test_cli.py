@@ -16,13 +16,14 @@ from typer.main import get_command
 
 from jmoe.api import load
 from jmoe.config import read_config
-from serving import version
 from serving.cli import main as cli
 from serving.cli.info import kv_bytes_per_token, load_model_config, num_parameters
 from serving.cli.options import flag_keys, overrides
 from serving.config import GROUPS, described, keys
+from serving.errors import SettingsError
 from serving.frontend import server
-from serving.settings import CONFIGS, SettingsError
+from serving.settings.reading import CONFIGS
+from serving.telemetry import version
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 MODELS = ("qwen2_moe_mlp_only_tied", "qwen3_moe_tied_no_head_dim", "mixtral")

@@ -11,7 +11,7 @@ from jmoe.parallel.home import make_mesh
 from serving.cli import main as cli
 from serving.cli.info import load_model_config, num_parameters
 from serving.cli.mesh_info import parallel_section, parse_mesh
-from serving.settings import SettingsError
+from serving.errors import SettingsError
 
 HEADING = "Expert parallelism, ep="
 GIB = 2**30

@@ -8,7 +8,7 @@ import pytest
 from jmoe.parallel.placement import contiguous
 from serving.config import BalanceConfig
 from serving.control.mover import Mover, read_load, starting_placement
-from serving.settings import SettingsError
+from serving.errors import SettingsError
 
 LAYERS, EXPERTS, DEVICES = 3, 8, 4
 

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 from counting import LIMITS, collect, family_of
 
+from serving.bench.fake import FakeRunner
 from serving.errors import Unavailable
-from serving.fake import FakeRunner
 from serving.request import Priority
 
 pytestmark = pytest.mark.simulated_time

@@ -13,11 +13,10 @@ from serving.control.algorithm2 import Algorithm2
 from serving.control.controller import PhaseSeen
 from serving.control.slo import PhaseControl, SloAnalyser
 from serving.control.window import LatencyWindow
-from serving.errors import InvalidRequest
-from serving.latencies import Latencies
+from serving.errors import InvalidRequest, SettingsError
 from serving.request import BrownoutChange, Priority
 from serving.scheduling.waiting import QueuedClass
-from serving.settings import SettingsError
+from serving.telemetry.latencies import Latencies
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 

@@ -5,7 +5,7 @@ import sys
 from itertools import count
 from typing import Any, NamedTuple
 
-from serving.execution.aep.port import Peer, Port
+from serving.pipeline.port import Peer, Port
 
 FLOOD = -1
 KEY = bytes(range(32))

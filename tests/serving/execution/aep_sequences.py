@@ -6,8 +6,8 @@ import jax
 import numpy as np
 
 from jmoe.packed_rows import empty_deltas, pack_row
-from serving.execution.aep.local import LocalWorkers, Sizes
-from serving.execution.aep.messages import Unit
+from serving.pipeline.local import LocalWorkers, Sizes
+from serving.pipeline.messages import Unit
 
 PAGE, BLOCKS, SLOTS, ROWS = 4, 8, 4, 40
 

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from jaxtyping import Float, Int
 from zmq.utils import z85
 
-from serving.execution.aep.messages import FromExperts, ToExperts
-from serving.execution.aep.port import Peer, PeerBehind, Port, PortError
-from serving.execution.aep.wire import (
+from serving.pipeline.messages import FromExperts, ToExperts
+from serving.pipeline.port import Peer, PeerBehind, Port, PortError
+from serving.pipeline.wire import (
     MAX_ARRAY_BYTES,
     MOST_FRAMES,
     Wire,
@@ -396,7 +396,7 @@ def test_rows_that_have_yet_to_be_computed_keep_nobody_waiting(two, monkeypatch)
     one, other = two
     computed = threading.Event()  # a CPU computes what a test holds up before its call returns
     monkeypatch.setattr(
-        "serving.execution.aep.port._is_computed",
+        "serving.pipeline.port._is_computed",
         lambda part: not isinstance(part, jax.Array) or computed.is_set(),
     )
     one.send("other", Note(1, jnp.ones((2, 3))))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from serving.config import AsynchronousConfig, EngineConfig
-from serving.execution.aep.messages import FromExperts, Left, Steer, WorkerDown, WorkerUp
-from serving.execution.aep.queues import MicroQueues
-from serving.execution.aep.remote_crew import RemoteCrew
-from serving.execution.aep.worker_process import Address, Beat, Loop, Meet, Met, Pulse, Stop
+from serving.pipeline.messages import FromExperts, Left, Steer, WorkerDown, WorkerUp
+from serving.pipeline.queues import MicroQueues
+from serving.pipeline.remote_crew import RemoteCrew
+from serving.pipeline.worker_process import Address, Beat, Loop, Meet, Met, Pulse, Stop
 
 ALONE = np.array([[[True, False], [False, True]]])  # each of two experts on a worker of its own
 BEAT = Beat(1, np.array([2, 3]), 0.5, 0, 0, [])
@@ -333,6 +333,6 @@ def test_what_a_former_process_sent_is_not_taken_behind_the_news_of_its_end(news
 def test_a_worker_whose_server_is_silent_ends(monkeypatch):
     clock = iter(range(1000))
     fake = SimpleNamespace(monotonic=lambda: 0.2 * next(clock))
-    monkeypatch.setattr("serving.execution.aep.worker_process.time", fake)
+    monkeypatch.setattr("serving.pipeline.worker_process.time", fake)
     with pytest.raises(TimeoutError, match="nothing came from the server for 5 s"):
         Loop("attention-0", FakePort(), FakeWorker(), Pulse(print), 5.0).run()

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jmoe.packed_rows import EXEMPT, KV_LEN, Q_LEN, SLOT, SPARED, empty_deltas, pack_row
-from serving.execution.aep.devices import Attended
-from serving.execution.aep.local import LocalWorkers
-from serving.execution.aep.messages import Steer, Unit, WorkerDown, WorkerUp
+from serving.pipeline.devices import Attended
+from serving.pipeline.local import LocalWorkers
+from serving.pipeline.messages import Steer, Unit, WorkerDown, WorkerUp
 from serving.scheduling.layers.picker import Waiting, make_picker
 from tests.serving.execution.aep_sequences import ROWS, AnyQueue, Sequences
 from tests.traces import num_traces

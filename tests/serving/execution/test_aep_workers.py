@@ -10,8 +10,8 @@ import pytest
 import jmoe
 from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT, empty_deltas, pack_row
 from jmoe.parallel.placement import from_hosts
-from serving.execution.aep.messages import Steer, Unit, WorkerDown, WorkerUp
-from serving.execution.aep.queues import Entry, MicroQueues
+from serving.pipeline.messages import Steer, Unit, WorkerDown, WorkerUp
+from serving.pipeline.queues import Entry, MicroQueues
 from serving.scheduling.layers.picker import Waiting, make_picker
 from tests.jmoe.conftest import GOLDEN
 from tests.jmoe.numpy_forward import forward

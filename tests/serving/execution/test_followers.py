@@ -8,13 +8,12 @@ import grpc
 import numpy as np
 import pytest
 
-from serving.errors import Unavailable
+from serving.cluster.followers import Followers, Leader
+from serving.errors import Lost, PeerLost, SettingsError, Unavailable
 from serving.execution import followers as module
 from serving.execution.buckets import Key
-from serving.execution.followers import Followers, Leader, Lost, PeerLost
 from serving.execution.replay import Led, replay, to_array, to_key, to_message, to_program
 from serving.proto.jmoe.v1 import hosts_pb2 as pb
-from serving.settings import SettingsError
 
 FACTS = {"engine.page_size": "16"}
 ROWS = np.arange(-6, 12, dtype=np.int32).reshape(2, 9)

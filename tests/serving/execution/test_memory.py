@@ -5,9 +5,9 @@ import pytest
 from jmoe.api import load
 from serving.config import EngineConfig
 from serving.engine import Engine
+from serving.errors import SettingsError
 from serving.execution import memory
 from serving.plan import Limits
-from serving.settings import SettingsError
 
 
 def limits(**change):

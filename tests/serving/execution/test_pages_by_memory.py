@@ -17,11 +17,11 @@ from jmoe.kv_cache import page_bytes
 from jmoe.parallel.steps import abstract_states, make_states
 from jmoe.steps import make_state
 from serving.config import EngineConfig
+from serving.errors import SettingsError
 from serving.execution import kv_pages, runner
 from serving.execution.fitting import fit_to_model
 from serving.execution.kv_pages import DeviceMemory, by_memory, pages_that_fit
 from serving.plan import Limits
-from serving.settings import SettingsError
 
 GIB = 2**30
 

@@ -10,8 +10,8 @@ import pytest
 import jmoe
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
+from serving.errors import Lost
 from serving.execution.fitting import fit_to_model
-from serving.execution.followers import Lost
 from serving.execution.replay import Led, replay
 from serving.execution.runner import DeviceRunner
 from serving.proto.jmoe.v1 import hosts_pb2 as pb

@@ -10,12 +10,12 @@ from threading import Event
 import grpc
 import pytest
 
-from serving.cluster_secret import ClusterSecret
+from serving.cluster.followers import Followers, Leader
+from serving.cluster.secret import ClusterSecret
+from serving.errors import SettingsError
 from serving.execution import followers as module
-from serving.execution.followers import Followers, Leader
 from serving.proto.jmoe.v1 import hosts_pb2 as pb
 from serving.proto.jmoe.v1 import hosts_pb2_grpc as rpc
-from serving.settings import SettingsError
 
 FACTS = {"engine.page_size": "16", "engine.policy": "'secret.module:Policy'"}
 JOIN = pb.FromFollower(join=pb.Join(process_index=1))

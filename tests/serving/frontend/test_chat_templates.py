@@ -16,13 +16,12 @@ from openai_served import CHAT, HttpSetup
 from served import until
 from tokenizers_of_kinds import characters
 
-from serving import chat_templates
-from serving.chat_templates import ChatTemplate, check_templates
 from serving.config import ServerConfig
-from serving.errors import InvalidRequest
-from serving.limited_process import LimitedProcess
+from serving.errors import InvalidRequest, SettingsError
+from serving.intake import chat_templates
+from serving.intake.chat_templates import ChatTemplate, check_templates
+from serving.intake.limited_process import LimitedProcess
 from serving.request import Bounds, Chat
-from serving.settings import SettingsError
 
 LIMIT_S = 0.4
 BOMBS = {
@@ -152,7 +151,7 @@ def test_a_busy_process_ends_soon_after_a_killed_server():
     """By itself, since it does not read what tells an idle one."""
     script = f"""
 import asyncio
-from serving.limited_process import LimitedProcess
+from serving.intake.limited_process import LimitedProcess
 
 async def main():
     facts = {{"template": {FOLDED!r}, "special_tokens": {{}}, "max_chars": 9}}

@@ -9,7 +9,7 @@ from keyed import WRONG, Clock, keyed
 from served import CODE, Setup, collect, failure, request, until
 
 from serving.client import Client
-from serving.connection import Connection
+from serving.client.connection import Connection
 from serving.frontend.access import Access
 from serving.frontend.metrics import Metrics
 from serving.frontend.reload import Watched

@@ -10,13 +10,12 @@ from itertools import product
 import pytest
 from keyed import WRONG, Clock, KeysFile
 
-from serving.errors import Overloaded, PermissionDenied, Unauthenticated
+from serving.errors import Overloaded, PermissionDenied, SettingsError, Unauthenticated
 from serving.frontend import access as access_module
 from serving.frontend import keys
 from serving.frontend.access import ANYBODY, Access
 from serving.frontend.keys import Key
 from serving.request import Priority
-from serving.settings import SettingsError
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 

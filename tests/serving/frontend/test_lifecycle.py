@@ -11,14 +11,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_server import start as start_scripted
 from served import CODE, Setup, failure, process, request, serving, until
 
-from serving import settings
 from serving.client import Client
 from serving.config import EngineConfig, ServerConfig
+from serving.errors import SettingsError
 from serving.frontend.server import Server, serve
 from serving.frontend.services import SERVICES
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
-from serving.settings import SettingsError
+from serving.settings.reading import reading as settings
 
 # ---- the admin service -------------------------------------------------------------------------
 
@@ -160,8 +160,8 @@ async def test_a_taken_metrics_port_names_the_flag() -> None:
 
 async def finished_but_not_read(s: Setup, num_tokens: int):
     """A real engine that has made every token of a call whose caller has read one."""
+    from serving.bench.fake import FakeRunner
     from serving.engine import Engine
-    from serving.fake import FakeRunner
     from serving.plan import Limits
 
     config = EngineConfig(

@@ -18,8 +18,8 @@ from openai_served import serving_http
 from served import Setup, until
 
 from serving.client import Client, admin_address_of
+from serving.client.connection import Connection
 from serving.config import EngineConfig, ServerConfig
-from serving.connection import Connection
 from serving.frontend.listen import bind_socket
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 

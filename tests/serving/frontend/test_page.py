@@ -19,6 +19,7 @@ from fake_engine import FakeEngine
 from openai_served import NO_CERTIFICATES
 from served import Setup, serving, until
 
+from serving.bench.simulated_time import SimulatedLoop
 from serving.config import ServerConfig
 from serving.errors import PermissionDenied, Unauthenticated, Unavailable
 from serving.frontend.access import Caller
@@ -29,7 +30,6 @@ from serving.frontend.page.live import HISTORY, MAX_VIEWERS, Live
 from serving.frontend.page.sample import Counted, Sampler
 from serving.frontend.page.shield import POLICY
 from serving.request import Priority
-from serving.simulated_time import SimulatedLoop
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 

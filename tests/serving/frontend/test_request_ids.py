@@ -9,9 +9,9 @@ from served import failure, request, until
 
 from serving.config import ServerConfig
 from serving.frontend.server import Server
-from serving.logs import JsonFormatter
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
+from serving.telemetry.logs import JsonFormatter
 
 
 def asked(count, **fields):

@@ -292,8 +292,8 @@ async def test_a_signal_while_loading_ends_the_process() -> None:
 
 
 async def test_with_the_engine_a_dropped_stream_frees_its_pages() -> None:
+    from serving.bench.fake import FakeRunner
     from serving.engine import Engine
-    from serving.fake import FakeRunner
     from serving.plan import Limits
 
     runner = FakeRunner(Limits(4, 64, 4, 64, 4), step_s=0.002)

@@ -3,10 +3,10 @@
 import pytest
 from served import CODE, collect, failure, request, serving
 
-from serving.admission import Admission
 from serving.config import EngineConfig
 from serving.errors import InvalidRequest, TooLong
 from serving.frontend import convert
+from serving.intake.admission import Admission
 from serving.plan import Limits
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import Output, Request, SamplingParams, Structure, StructureKind, Usage

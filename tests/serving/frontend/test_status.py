@@ -10,7 +10,7 @@ import pytest
 from fake_engine import FakeEngine
 from served import CODE, Setup, collect, failure, request, serving, until
 
-from serving import errors, logs
+from serving import errors
 from serving.config import EngineConfig, ServerConfig
 from serving.frontend import guard
 from serving.frontend.metrics import Metrics
@@ -18,6 +18,7 @@ from serving.frontend.server import Server
 from serving.frontend.status import StatusLog
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.request import BrownoutChange, Priority
+from serving.telemetry import logs
 
 LS = Priority.LATENCY_SENSITIVE
 

@@ -12,15 +12,15 @@ import uvloop
 from certificates import Authority, Pair, client_context, openssl
 from served import CODE, Setup, failure, until
 
-from serving import settings
 from serving.client import Client
+from serving.client.connection import Connection
 from serving.config import ServerConfig
-from serving.connection import Connection
+from serving.errors import SettingsError
 from serving.frontend import handshake, metrics_http
 from serving.frontend.exposure import certificates, warn
 from serving.frontend.server import Server
 from serving.frontend.tls import Certificates, Files
-from serving.settings import SettingsError
+from serving.settings.reading import reading as settings
 
 PORTS = ("main", "admin", "web", "page", "metrics")
 GRPC, HTTP = PORTS[:2], PORTS[2:]

@@ -23,16 +23,15 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.semconv.attributes import error_attributes, service_attributes
 from served import collect, failure, request, until
 
-from serving import settings
 from serving.config import ServerConfig
-from serving.errors import InvalidRequest, Overloaded, RequestFailed
+from serving.errors import InvalidRequest, Overloaded, RequestFailed, SettingsError
 from serving.frontend import tracing
 from serving.frontend.server import Server
 from serving.frontend.tracing import Tracer, make_tracer
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.request import Priority, Request, SamplingParams
-from serving.settings import SettingsError
+from serving.settings.reading import reading as settings
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from serving.fake import FakeRunner
+from serving.bench.fake import FakeRunner
+from serving.pipeline.units import UnitScheduler
 from serving.plan import Limits, Phase, StepControl
 from serving.request import Priority, Request, SamplingParams
 from serving.scheduling.policy import (
@@ -29,7 +30,6 @@ from serving.scheduling.policy import (
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState, SequenceStatus
 from serving.scheduling.share import Share
-from serving.scheduling.units import UnitScheduler
 from tests.traces import num_traces
 
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from scheduled import LS, sequence_of
 
 from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT, pack_row
+from serving.bench.fake import FakeRunner
 from serving.execution.ranks import ByRank
-from serving.fake import FakeRunner
 from serving.plan import Limits, StepControl
 from serving.scheduling.pages import OutOfPages
 from serving.scheduling.places import Places

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduled import decode_step, prefill_step
 
-from serving.fake import FakeRunner
+from serving.bench.fake import FakeRunner
 from serving.plan import Limits, StepControl
 from serving.request import Request, SamplingParams
 from serving.scheduling.pace import Pace

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from restless import Restless
 from scheduled import sequence_of
 
-from serving.fake import FakeRunner
+from serving.bench.fake import FakeRunner
 from serving.plan import Limits, Phase, StepControl
 from serving.request import Priority
 from serving.scheduling.policy import Fcfs, LsFirst

@@ -1,0 +1,343 @@
+"""Admission control: decides which requests an engine takes, as early and cheaply as possible.
+
+It checks, in this order, the queue's length, before the request is read; the prompt's size, before
+it is copied or tokenized; and, once its tokens are known, whether the request fits the model and
+the KV pages.
+"""
+
+import asyncio
+import contextlib
+import math
+import random
+import sys
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jmoe.family import Family
+from jmoe.tokenizer import Tokenizer
+from serving.config import EngineConfig
+from serving.errors import (
+    NOT_OURS,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    RequestFailed,
+    TooLong,
+    shown,
+)
+from serving.intake.chat_templates import ChatTemplate
+from serving.intake.structure import Matcher, Structures
+from serving.plan import Limits
+from serving.request import (
+    MAX_REQUEST_ID_CHARS,
+    Bounds,
+    Chat,
+    Priority,
+    Request,
+    SamplingParams,
+    Structure,
+    check_count,
+)
+from serving.scheduling.sequence import SequenceState
+from serving.settings.composes import SHAPING, why_not
+
+if TYPE_CHECKING:
+    from serving.scheduling.scheduler import Scheduler
+
+LONG_TEXT = 16_384
+"""Characters above which a prompt is tokenized in a thread: 4 ms with the bundled tokenizer."""
+RETRY_AFTER_S = 0.5
+"""The retry time that an overloaded engine reports before it knows its own speed."""
+
+
+class Capacity:
+    """Estimates how long a queue takes, from how long recent requests held a slot.
+
+    If all slots are taken, one is freed every (time that a request holds a slot) / (slots) on
+    average. This measures the engine's capacity, whatever its recent load.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._held_s: deque[float] = deque(maxlen=64)
+
+    def observe(self, held_s: float) -> None:
+        """Notes that a finished request held a slot for `held_s`."""
+        self._held_s.append(held_s)
+
+    def drain_s(self, num_waiting: int, unknown_s: float = RETRY_AFTER_S) -> float:
+        """Returns how long (s) until a queue of this length has got its slots; `unknown_s` before
+        any request has finished.
+        """
+        if not self._held_s:
+            return unknown_s
+        return fmean(self._held_s) / self._num_slots * num_waiting
+
+
+class Admission:
+    """An engine's admission checks, and the thread that tokenizes long prompts."""
+
+    def __init__(self, config: EngineConfig, limits: Limits, family: Family | None) -> None:
+        """Without `family` (in tests), only prompts of token ids are taken."""
+        self._config, self._limits = config, limits
+        self._tokenizers = [None] if family is None else [model.tokenizer for model in family]
+        self._eos = [()] if family is None else [model.config.eos_token_ids for model in family]
+        self.capacity = {priority: Capacity(limits.decode_rows) for priority in Priority}
+        self.num_tokenizing = Counter[Priority]()  # chats and long texts, waiting for their tokens
+        models = () if family is None else family
+        self._structures = [
+            Structures(model.tokenizer, model.config.vocab_size, model.config.eos_token_ids)
+            for model in models
+        ]
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="jmoe-tokenize")
+        most = config.max_model_len - 1
+        longest = max(1 if one is None else one.longest_token for one in self._tokenizers)
+        vocab_size = 0 if family is None else family.config.vocab_size
+        self.bounds = Bounds(most, most * longest, vocab_size, config.max_logprobs_per_call)
+        self._templates: dict[tuple[object, ...], ChatTemplate] = {}
+
+    def _template(self, tokenizer: Tokenizer) -> ChatTemplate:
+        """Returns a model's chat template; models that have the same one share it."""
+        what = tokenizer.chat_template, *tokenizer.special_tokens.items()
+        if what not in self._templates:
+            self._templates[what] = ChatTemplate(tokenizer, self.bounds)
+        return self._templates[what]
+
+    def tokenizer(self, request: Request) -> Tokenizer | None:
+        """Returns the tokenizer of a request's model; None if that takes token ids only."""
+        return self._tokenizers[request.model]
+
+    def stop_token_ids(self, request: Request) -> frozenset[int]:
+        """Returns the tokens that end a request: its own, and the model's unless it ignores
+        them.
+        """
+        sampling = request.sampling
+        own = () if sampling.ignore_eos else self._eos[request.model]
+        return frozenset((*sampling.stop_token_ids, *own))
+
+    async def sequence(self, request: Request, arrived_at: float) -> SequenceState:
+        """Checks and tokenizes a request; returns a sequence that is ready to be scheduled.
+
+        Raises InvalidRequest, and RequestFailed if the tokenizer fails.
+        """
+        self.check_size(request)
+        prompt = await self.tokenize(request)
+        request = self.fitted(request, prompt)
+        self.check_fit(request, prompt)
+        sampling = request.sampling
+        matcher = None
+        if sampling.structure is not None:
+            matcher = await self._matcher(request, sampling.structure)
+        return SequenceState(
+            request,
+            prompt,
+            seed=random.getrandbits(64) if sampling.seed is None else sampling.seed,
+            arrived_at=arrived_at,
+            stop_token_ids=self.stop_token_ids(request),
+            tokenizer=self.tokenizer(request),
+            matcher=matcher,
+        )
+
+    async def _matcher(self, request: Request, structure: Structure) -> Matcher:
+        """Makes the matcher of a structured output, within the request's timeout."""
+        if not self._structures:
+            raise InvalidRequest(
+                "structured output needs a model; this engine runs without one", "structure"
+            )
+        async with _in_time(request, "the structure was not read"):
+            return await self._structures[request.model].matcher(structure)
+
+    def check_queue(
+        self, priority: Priority, scheduler: "Scheduler", ttft_slo_s: float = math.inf
+    ) -> None:
+        """Raises Overloaded if the queue of a class is full.
+
+        With `admission: objective`, it also raises if so many requests wait that another one would
+        get its first token later than `ttft_slo_s`.
+        """
+        most, best_effort = self._config.max_queue_len, priority is Priority.BEST_EFFORT
+        waiting = len(scheduler.queues[priority]) + self.num_tokenizing[priority]
+        if best_effort:
+            most = self._config.max_best_effort_queue_len or most
+        queued, own = waiting - scheduler.num_free_slots(priority), self.capacity[priority]
+        if queued < most:
+            late_s = own.drain_s(queued + 1, 0.0) - ttft_slo_s
+            if self._config.admission == "objective" and late_s > 0 and queued >= 0:
+                raise Overloaded(
+                    f"{waiting} requests wait already: a first token would come {late_s:.2g} s "
+                    f"later than the objective of {ttft_slo_s:g} s allows; try again later",
+                    late_s,
+                )
+            return
+        drain_s = own.drain_s(waiting)
+        if best_effort:
+            ls = Priority.LATENCY_SENSITIVE
+            drain_s += self.capacity[ls].drain_s(len(scheduler.queues[ls]), 0.0)
+        raise Overloaded(f"{waiting} requests wait already; try again later", drain_s)
+
+    def check_size(self, request: Request) -> None:
+        """Checks sizes and types only. Raises InvalidRequest for what can never be served."""
+        bounds, prompt, timeout_s = self.bounds, request.prompt, request.timeout_s
+        tokenizer = self.tokenizer(request)
+        name = "request_id"
+        check_count(f"characters of {name}", len(request.request_id), MAX_REQUEST_ID_CHARS, name)
+        if timeout_s is not None and not (
+            isinstance(timeout_s, int | float) and abs(timeout_s) <= sys.float_info.max
+        ):
+            raise InvalidRequest(
+                f"timeout_s is {shown(timeout_s)}; it must be a number of seconds", "timeout_s"
+            )
+        if isinstance(prompt, str | Chat):
+            if tokenizer is None:
+                raise InvalidRequest("this model has no tokenizer; send token ids", "prompt")
+            if isinstance(prompt, Chat):
+                num_messages = len(prompt.messages)
+                check_count("messages", num_messages, bounds.max_prompt_tokens, "prompt")
+            bounds.check_chars(_num_chars(prompt))
+        elif isinstance(prompt, bytes) or not isinstance(prompt, Sized):
+            kind = type(prompt).__name__
+            raise InvalidRequest(f"the prompt is of type {kind}; send text or token ids", "prompt")
+        elif len(prompt) > bounds.max_prompt_tokens:
+            raise self._too_long(len(prompt), request)
+        self._check_shaping(request.sampling)
+        if request.sampling.stop and tokenizer is None:
+            raise InvalidRequest("stop strings need a tokenizer; this model has none", "stop")
+        self._check_tokens("stop_token_ids", request.sampling.stop_token_ids)
+        self._check_tokens("logit_bias", [token for token, _ in request.sampling.logit_bias])
+
+    def _check_tokens(self, name: str, tokens: Sequence[int]) -> None:
+        vocab_size = self.bounds.vocab_size
+        for token in tokens:
+            if token < 0 or (vocab_size and token >= vocab_size):
+                raise InvalidRequest(
+                    f"{name} has {shown(token)}, which is no token of this model; "
+                    f"ids are between 0 and {vocab_size - 1}",
+                    name,
+                )
+
+    def _check_shaping(self, sampling: SamplingParams) -> None:
+        """Raises InvalidRequest for changes of logits in modes that do not support them."""
+        if sampling.shapes and (why := why_not(self._config, SHAPING)):
+            raise InvalidRequest(f"{SHAPING} must be left out {why}")
+
+    async def tokenize(self, request: Request) -> list[int]:
+        """Returns the token ids of a prompt whose size was checked. Raises InvalidRequest."""
+        prompt = request.prompt
+        if isinstance(prompt, str | Chat):
+            tokenizer = self.tokenizer(request)
+            assert tokenizer is not None  # its size was checked
+            self.num_tokenizing[request.priority] += 1
+            try:
+                tokens = await self._encode(tokenizer, request)
+            finally:
+                self.num_tokenizing[request.priority] -= 1
+        else:
+            tokens = _ids(prompt)
+        if not tokens:
+            raise InvalidRequest("the prompt is empty; send at least one token", "prompt")
+        return tokens
+
+    def fitted(self, request: Request, tokens: list[int]) -> Request:
+        """Returns the request with `max_new_tokens` set: as many as fit, if it names none."""
+        if request.sampling.max_new_tokens is not None:
+            return request
+        held = self._limits.pages_per_rank * self._limits.page_size
+        left = max(1, min(self._config.max_model_len, held) - len(tokens))
+        return replace(request, sampling=replace(request.sampling, max_new_tokens=left))
+
+    def check_fit(self, request: Request, tokens: list[int]) -> None:
+        """Raises InvalidRequest if prompt and output exceed what the server can hold.
+
+        The request must come from `fitted`.
+        """
+        total = len(tokens) + (request.sampling.max_new_tokens or 1)
+        if total > self._config.max_model_len:
+            raise self._too_long(len(tokens), request)
+        self.bounds.check_logprobs([(request.sampling, len(tokens))])
+        limits, vocab = self._limits, self.bounds.vocab_size
+        wrong = next((t for t in tokens if t < 0 or (vocab and t >= vocab)), None)
+        if wrong is not None:
+            raise InvalidRequest(
+                f"token {shown(wrong)} is outside the vocabulary of {vocab}", "prompt"
+            )
+        if limits.pages_for(total) > limits.pages_per_rank:
+            raise TooLong(
+                f"{total} positions need {limits.pages_for(total)} KV pages; "
+                f"this server has {limits.pages_per_rank}",
+                _longer(len(tokens), limits.pages_per_rank * limits.page_size),
+            )
+
+    async def close(self) -> None:
+        """Ends the thread, and the processes of structures and templates; prompts that wait to be
+        tokenized are cancelled.
+        """
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for limited in (*self._structures, *self._templates.values()):
+            await limited.close()
+
+    def _too_long(self, num_tokens: int, request: Request) -> TooLong:
+        new, most = request.sampling.max_new_tokens or 1, self._config.max_model_len
+        return TooLong(
+            f"prompt ({num_tokens} tokens) and max_new_tokens ({new}) make {num_tokens + new} "
+            f"positions; this server has {most}",
+            _longer(num_tokens, most),
+        )
+
+    async def _encode(self, tokenizer: Tokenizer, request: Request) -> list[int]:
+        text, from_template = request.prompt, isinstance(request.prompt, Chat)
+        if isinstance(text, Chat):
+            async with _in_time(request, "the chat was not rendered"):
+                text = await self._template(tokenizer).render(text)
+        assert isinstance(text, str)
+        encode = partial(tokenizer.encode, text, special_tokens=not from_template)
+        try:
+            if len(text) <= LONG_TEXT:
+                return encode()
+            # In a thread, one text at a time, so that steps go on meanwhile.
+            return await asyncio.wrap_future(self._thread.submit(encode))
+        except NOT_OURS:
+            raise
+        except Exception as error:  # e.g. an unpaired surrogate that a library refuses
+            raise InvalidRequest(f"the prompt cannot be tokenized: {error}", "prompt") from None
+        except BaseException as error:  # a panic of an extension module is no Exception
+            raise RequestFailed(f"the tokenizer failed: {error}") from None
+
+
+@contextlib.asynccontextmanager
+async def _in_time(request: Request, what: str) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded when a request's timeout is over."""
+    try:
+        async with asyncio.timeout(request.timeout_s):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"{what} within {request.timeout_s} s; others may come first"
+        ) from None
+
+
+def _longer(num_tokens: int, num_positions: int) -> str:
+    """Returns which of a prompt of so many tokens and its output must be shorter."""
+    return "prompt" if num_tokens >= num_positions else "max_new_tokens"
+
+
+def _num_chars(prompt: str | Chat) -> int:
+    return prompt.num_chars if isinstance(prompt, Chat) else len(prompt)
+
+
+def _ids(prompt: Sequence[int]) -> list[int]:
+    try:
+        array = np.asarray(prompt)
+    except (ValueError, TypeError, OverflowError):
+        array = None  # rows of different lengths, for one
+    if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRequest(
+            f"the prompt is {shown(prompt)}; send text or one list of token ids", "prompt"
+        )
+    return array.tolist()

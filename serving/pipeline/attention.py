@@ -1,0 +1,434 @@
+"""A worker with attention: units of its sequences wait before each layer, and for their experts.
+
+Rows of one sequence go through the layers together, a `Unit`: one row that decodes, or a chunk of a
+prompt. Between two layers a unit waits until every visit of its rows has come back: what each still
+misses is the token pool of AMoE, section 3.3.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+from jmoe.packed_rows import NEXT_TOKEN, SLOT, empty_deltas, empty_rows
+from serving.pipeline.devices import AttentionDevice
+from serving.pipeline.messages import (
+    DECODE,
+    EXPERTS,
+    PREFILL,
+    Enter,
+    FailedUnits,
+    FromExperts,
+    Left,
+    LostUnits,
+    Result,
+    RowNumbers,
+    Steer,
+    ToExperts,
+    Unit,
+    WorkerDown,
+    WorkerUp,
+)
+from serving.pipeline.queues import Entry, MicroQueues, Picker, bucket
+from serving.pipeline.warm import rows_of_all_modes, warm_copies
+from serving.plan import StepControl, spare_latency_sensitive
+
+MOST_CHUNKS = 8
+"""In one stage."""
+FREE = -1
+
+
+class AttentionWorker:
+    """Attention of one device. Launches: one for a stage, one for each message of parts that comes;
+    for each expert worker that a stage's rows go to a gather (none where all rows go) and a copy;
+    and a stage waits for its own result, which says where rows go.
+    """
+
+    def __init__(
+        self,
+        device: AttentionDevice,
+        moe_layers: Sequence[bool],
+        hosts: Bool[np.ndarray, "layers E W"],
+        numbers: RowNumbers,
+        number: int,
+        experts: Sequence[Any],
+        send: Callable[[int, ToExperts], None],
+        picker: Picker,
+        *,
+        decode_buckets: Sequence[int] = (8, 32, 128),
+        prefill_buckets: Sequence[int] = (32, 128, 512),
+    ) -> None:
+        """Takes over a device's sequences.
+
+        Args:
+            device: with the weights beside experts, and empty.
+            moe_layers: of each layer, whether it has experts.
+            hosts: which of the W expert workers have each logical expert of each MoE layer; rows of
+                one that several have take turns.
+            numbers: of the rows of all attention workers.
+            number: of this one.
+            experts: where the expert workers are, as `device.sent` has it.
+            send: called with an expert worker's number and visits for it.
+            picker: whose layer runs next; behind the last layer is one more, where tokens come of
+                rows.
+            decode_buckets: rows of a stage, ascending; fewer are padded to one of them.
+            prefill_buckets: tokens of a stage, likewise; a chunk longer than the last is refused.
+
+        Raises ValueError where an expert has no host.
+        """
+        if not hosts.any(axis=-1).all():
+            layer, expert = np.argwhere(~hosts.any(axis=-1))[0].tolist()
+            raise ValueError(f"expert {expert} of MoE layer {layer} is on no expert worker")
+        self.device, self.number, self.numbers = device, number, numbers
+        self._num_layers, self._moe_layers = len(moe_layers), list(moe_layers)
+        self._moe = np.cumsum(moe_layers) - 1
+        self._hosts, self._alive = hosts, np.ones(hosts.shape[-1], bool)
+        self._find_owners()
+        self._experts, self._send, self._picker = list(experts), send, picker
+        self.queues = MicroQueues(self._num_layers + 1, 2)
+        self._unit_of: dict[int, Unit] = {}  # by the first of its places
+        self._first = np.full(numbers.per_worker, FREE)  # of each place's unit
+        num_expert_workers = hosts.shape[-1]
+        self._missing = np.zeros((numbers.per_worker, num_expert_workers), np.int64)
+        """Visits that have yet to come, by a unit's first place and expert worker."""
+        self._told: list[LostUnits | FailedUnits] = []
+        self._buckets = {DECODE: list(decode_buckets), PREFILL: list(prefill_buckets)}
+        self.controls = [StepControl(100, 0)] * 2  # of the stages that come, by group
+        self.stages = 0
+        self.newest = 0, 0  # layer and rows of the newest stage
+
+    @property
+    def num_units(self) -> int:
+        """On their way."""
+        return len(self._unit_of)
+
+    @property
+    def stage_sizes(self) -> list[int]:
+        """Rows that a stage may be padded to, ascending."""
+        return sorted({size for sizes in self._buckets.values() for size in sizes})
+
+    def take(
+        self, message: Enter | Steer | FromExperts | WorkerDown | WorkerUp, now: float
+    ) -> None:
+        """Takes any message. Raises ValueError as `submit`."""
+        match message:
+            case FromExperts():
+                self.receive(message, now)
+            case Enter(units):
+                for unit in units:
+                    self.submit(unit, now)
+            case Steer(strategy, prefill, decode):
+                self.controls[PREFILL] = StepControl(prefill, strategy)
+                self.controls[DECODE] = StepControl(decode, strategy)
+            case WorkerDown(kind, number) if kind == EXPERTS:
+                self._lose(number)
+            case WorkerUp(kind, number) if kind == EXPERTS:
+                self._alive[number] = True
+                self.device.reach(self._find_owners())
+
+    def told(self) -> list[LostUnits | FailedUnits]:
+        """Returns what is to be said of units that will not leave, since the last call."""
+        told, self._told = self._told, []
+        return told
+
+    def submit(self, unit: Unit, now: float) -> None:
+        """Lets a unit enter the first layer. Raises ValueError for a chunk that no stage takes, for
+        no rows, and for places that are not there or another unit's.
+        """
+        last = self.numbers.per_worker - 1
+        if not len(unit.places) or not 0 <= unit.places.min() <= unit.places.max() <= last:
+            raise ValueError(
+                f"a unit's places are {unit.places.tolist()}; it must have one or more, each of 0 "
+                f"to {last}"
+            )
+        if len(unit.places) > (most := self._buckets[PREFILL][-1]):
+            raise ValueError(f"a chunk has {len(unit.places)} tokens; a stage takes {most}")
+        taken = unit.places[self._first[unit.places] != FREE]
+        if len(taken):
+            raise ValueError(f"place {taken[0]} is another unit's")
+        self._first[unit.places] = unit.places[0]
+        self._unit_of[int(unit.places[0])] = unit
+        self._wait([unit], now)
+
+    def receive(self, parts: FromExperts, now: float) -> None:
+        """Adds parts that came; units that no longer miss any wait for their next layer."""
+        place = self.numbers.place(parts.row)
+        places = np.full(parts.padded, self.numbers.per_worker, np.int32)  # padding: dropped
+        picks = np.zeros(parts.padded, np.int32)
+        places[: len(place)], picks[: len(place)] = place, parts.pick
+        self.device.keep(parts.part, places, picks)
+        came = np.bincount(self._first[place])
+        touched = np.flatnonzero(came)
+        self._missing[touched, parts.worker] -= came[touched]
+        here = touched[~self._missing[touched].any(axis=1)]
+        units = [self._unit_of[first] for first in here.tolist()]
+        self._pass([unit for unit in units if not unit.lost], now)
+        self._end_lost([unit for unit in units if unit.lost])
+
+    def _find_owners(self) -> Bool[np.ndarray, "layers E"]:
+        """Chooses the worker that is asked for each expert among its hosts that are alive. Which
+        experts have one.
+        """
+        hosts = self._hosts & self._alive
+        self._owners = np.argsort(~hosts, axis=-1, kind="stable")  # hosts first
+        self._num_owners = hosts.sum(axis=-1)
+        return self._num_owners > 0
+
+    def _lose(self, number: int) -> None:
+        """Drops an expert worker that is gone. Units that wait for it are lost, but keep their
+        places until what others make of their visits has come: it must not be taken for their
+        successors'.
+        """
+        self._alive[number] = False
+        self.device.reach(self._find_owners())
+        waited = np.flatnonzero(self._missing[:, number])
+        self._missing[:, number] = 0
+        units = [self._unit_of[first] for first in waited.tolist()]
+        for unit in units:
+            unit.lost = True
+        self._end_lost([u for u in units if not self._missing[u.places[0]].any()])
+
+    def _end_lost(self, units: Sequence[Unit]) -> None:
+        if units:
+            self._free(units)
+            self._told.append(LostUnits([unit.number for unit in units]))
+
+    def _free(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            self._first[unit.places] = FREE
+            del self._unit_of[int(unit.places[0])]
+
+    def wake_at(self) -> float:
+        """Returns when to call `advance` again after None if nothing comes; seconds
+        of the clock.
+        """
+        return self._picker.wake_at(self.queues.counts, self.queues.oldest)
+
+    def advance(self, now: float, *, more_may_come: bool = True) -> list[Result] | None:
+        """Runs a stage, if the picker says so: what came of units that have left with it; None
+        where none ran.
+        """
+        chosen = self.queues.pick(self._picker, now, more_may_come)
+        if chosen is None:
+            return None
+        layer, group = chosen
+        most_units = MOST_CHUNKS if group == PREFILL else 0
+        entries = self.queues.take(layer, group, self._buckets[group][-1], most_units)
+        units = [entry.what for entry in entries]
+        self.stages += 1
+        self.newest = layer, sum(entry.rows for entry in entries)
+        if layer == self._num_layers:
+            return self._finish(units)
+        self._run(layer, units, now)
+        return []
+
+    def _wait(self, units: Sequence[Unit], now: float) -> None:
+        queues: dict[tuple[int, int], list[Entry]] = {}
+        for unit in units:
+            rows = len(unit.places)
+            entry = Entry(rows, rows * unit.urgent, now, unit)
+            queues.setdefault((unit.layer, unit.group), []).append(entry)
+        for (layer, group), entries in queues.items():
+            self.queues.put(layer, group, entries)
+
+    def _pass(self, units: Sequence[Unit], now: float) -> None:
+        for unit in units:
+            unit.layer += 1
+        self._wait(units, now)
+
+    def _run(self, layer: int, units: list[Unit], now: float) -> None:
+        """Runs attention of a layer, and sends its rows to their experts."""
+        lengths = [len(unit.places) for unit in units]
+        places, rows, tokens = self._packed(units, sum(lengths))
+        deltas = empty_deltas(1)
+        if not layer:
+            given = np.concatenate([unit.deltas for unit in units])
+            # A row needs one new page at most.
+            deltas = empty_deltas(max(len(places), bucket(len(given) or 1)))
+            deltas[: len(given)] = given
+        control = self._control(units, rows)
+        attended = self.device.attend(layer, tokens, rows, deltas, control, places)
+        h, asked, degraded, unserved = attended
+        if asked is None or degraded is None or unserved is None:  # a dense layer: nobody waits
+            self._pass(units, now)
+            return
+        count, starts = sum(lengths), np.cumsum([0, *lengths[:-1]])
+        asked = asked[:count]
+        if unserved[:count].any():
+            asked = self._end_unserved(units, lengths, asked, unserved[:count], layer)
+        given_up = np.add.reduceat(degraded[:count], starts).tolist()
+        for unit, degraded_here in zip(units, given_up, strict=True):
+            unit.degraded += degraded_here
+        waits = np.add.reduceat((asked >= 0).sum(axis=1), starts) > 0
+        if not waits.all():  # brownout dropped all of some
+            alive = [units[at] for at in np.flatnonzero(~waits)]
+            self._pass([unit for unit in alive if int(unit.places[0]) in self._unit_of], now)
+        urgent = np.repeat([unit.urgent for unit in units], lengths)
+        firsts = np.repeat(places[starts], lengths)
+        self._ask(int(self._moe[layer]), h, len(places), places[:count], asked, urgent, firsts)
+
+    def _end_unserved(
+        self,
+        units: list[Unit],
+        lengths: list[int],
+        asked: Int[np.ndarray, "n K"],
+        unserved: Int[np.ndarray, "n"],
+        layer: int,
+    ) -> Int[np.ndarray, "n K"]:
+        """Units with visits that no worker can make end here; what is asked without them."""
+        starts = np.cumsum([0, *lengths[:-1]])
+        ends = np.add.reduceat(unserved, starts) > 0
+        failed = [unit for unit, at_end in zip(units, ends, strict=True) if at_end]
+        self._free(failed)
+        gone = ", ".join(f"experts-{n}" for n in np.flatnonzero(~self._alive))
+        reason = f"no worker has an expert of layer {layer} now ({gone} gone)"
+        self._told.append(FailedUnits([unit.number for unit in failed], reason))
+        return np.where(np.repeat(ends, lengths)[:, None], -1, asked)
+
+    def _control(self, units: list[Unit], rows: Int[np.ndarray, "B C"]) -> StepControl:
+        """Returns the brownout of a stage; latency-sensitive rows are made exempt where others can
+        give up enough.
+        """
+        control = self.controls[units[0].group]
+        if not control.strategy or all(unit.urgent for unit in units):
+            return control
+        urgent = np.zeros(len(rows), bool)
+        urgent[: len(units)] = [unit.urgent for unit in units]
+        percent = spare_latency_sensitive(rows, urgent, control.threshold_percent)
+        return control._replace(threshold_percent=percent)
+
+    def _packed(
+        self, units: list[Unit], count: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Places, packed rows and tokens of a stage, padded; no tokens where rows decode."""
+        group = units[0].group
+        size = next(size for size in self._buckets[group] if size >= count)
+        places = np.full(size, self.numbers.per_worker, np.int32)  # padding: dropped
+        places[:count] = np.concatenate([unit.places for unit in units])
+        rows = empty_rows(size if group == DECODE else MOST_CHUNKS)
+        rows[: len(units)] = np.stack([unit.row for unit in units])
+        given = [unit.tokens for unit in units if unit.tokens is not None]
+        if not given:
+            return places, rows, None
+        tokens = np.zeros(size, np.int32)
+        tokens[:count] = np.concatenate(given)
+        return places, rows, tokens
+
+    def _ask(
+        self,
+        layer: int,
+        h: Any,
+        size: int,
+        places: Int[np.ndarray, "n"],
+        asked: Int[np.ndarray, "n K"],
+        urgent: Bool[np.ndarray, "n"],
+        firsts: Int[np.ndarray, "n"],
+    ) -> None:
+        """Sends rows to the workers that have the experts they ask for; `h` is padded to `size`,
+        `firsts` are the first places of the rows' units.
+        """
+        at, pick = np.nonzero(asked >= 0)
+        expert, row = asked[at, pick], self.numbers.of(self.number, places)
+        turn = row[at] % self._num_owners[layer, expert]
+        owner = self._owners[layer, expert, turn]
+        np.add.at(self._missing, (firsts[at], owner), 1)
+        for number in range(len(self._experts)):
+            own, index = np.flatnonzero(owner == number), None
+            if not len(own):
+                continue
+            asks = at[own]  # ascending: visits are in the order of their rows
+            new = np.concatenate([[True], asks[1:] != asks[:-1]])
+            needed, mine = asks[new], np.cumsum(new) - 1
+            if len(needed) < len(places):
+                index = np.zeros(bucket(len(needed)), np.int32)
+                index[: len(needed)] = needed
+            visits = ToExperts(
+                layer,
+                self.device.sent(h, index, self._experts[number]),
+                size if index is None else len(index),
+                row[needed],
+                mine,
+                pick[own],
+                expert[own],
+                urgent[at[own]],
+            )
+            self._send(number, visits)
+
+    def _finish(self, units: list[Unit]) -> list[Result]:
+        """Takes the tokens of units that have been through all layers and frees their places."""
+        rows = empty_rows(self._size_for(len(units)))
+        places = np.zeros(len(rows), np.int32)
+        scores = [self._scores(unit) if unit.scores else None for unit in units]
+        for at, unit in enumerate(units):
+            rows[at], places[at] = unit.row, unit.places[-1]
+            if not unit.ends_prompt:
+                rows[at, SLOT] = -1
+        self._free(units)
+        tokens, logprobs = self.device.leave(rows, places)
+        return [
+            Result(unit, token, logprob, scored)
+            if unit.ends_prompt
+            else Result(unit, None, None, scored)
+            for unit, token, logprob, scored in zip(units, tokens, logprobs, scores, strict=False)
+        ]
+
+    def _size_for(self, num_units: int) -> int:
+        """Returns the rows of the head's program: few sizes, as of stages."""
+        sizes = sorted({MOST_CHUNKS, *self._buckets[DECODE]})
+        return next(size for size in sizes if size >= num_units)
+
+    def _scores(self, unit: Unit) -> Float[np.ndarray, "n"]:
+        """Returns the log-probability of the token that follows each of a chunk's in its prompt."""
+        assert unit.tokens is not None
+        places, _, tokens = self._packed([unit], len(unit.places))
+        assert tokens is not None
+        following = np.roll(tokens, -1)
+        following[len(unit.tokens) - 1] = unit.row[NEXT_TOKEN]
+        return self.device.score(places, following)[: len(unit.tokens)]
+
+    def left(self, results: Sequence[Result]) -> Left:
+        """Returns what came of units, all of one group, for the worker that sent them."""
+        units = [result.unit for result in results]
+        control, scores = self.controls[units[0].group], np.zeros(0, np.float32)
+        if any(unit.scores for unit in units):
+            none = [np.full(len(unit.places), np.nan, np.float32) for unit in units]
+            found = [result.scores for result in results]
+            scores = np.concatenate(
+                [n if s is None else s for n, s in zip(none, found, strict=True)]
+            )
+        return Left(
+            [unit.number for unit in units],
+            [result.token or 0 for result in results],
+            [0.0 if result.logprob is None else result.logprob for result in results],
+            [unit.degraded for unit in units],
+            scores,
+            control.strategy,
+            control.threshold_percent,
+        )
+
+    def warm(self, part_sizes: Sequence[int]) -> None:
+        """Runs each program that may be needed once, on padding, at every size; `part_sizes` are
+        those of parts that come.
+        """
+        self.queues.warm(self._picker)
+        nowhere = self.numbers.per_worker
+        for group, sizes in self._buckets.items():
+            for size in sizes:
+                places = np.full(size, nowhere, np.int32)
+                rows = empty_rows(size if group == DECODE else MOST_CHUNKS)
+                tokens = np.zeros(size, np.int32) if group == PREFILL else None
+                for layer in range(self._num_layers):
+                    deltas = empty_deltas(1 if layer else max(size, bucket(1)))
+                    control = self.controls[group]
+                    h, *_ = self.device.attend(layer, tokens, rows, deltas, control, places)
+                    if self._moe_layers[layer]:
+                        warm_copies(self.device, h, size, self._experts[0])
+                if group == PREFILL:
+                    self.device.score(places, np.zeros(size, np.int32))
+        for size in {MOST_CHUNKS, *self._buckets[DECODE]}:
+            for row in rows_of_all_modes():
+                self.device.leave(np.tile(row, (size, 1)), np.zeros(size, np.int32))
+        for size in part_sizes:
+            nowhere_at_all = np.full(size, nowhere, np.int32)
+            self.device.keep(self.device.blank(size), nowhere_at_all, np.zeros(size, np.int32))

@@ -1,0 +1,133 @@
+"""A worker with experts: rows that came wait for their layer, and parts go back."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from serving.pipeline.devices import ExpertDevice
+from serving.pipeline.messages import (
+    ATTENTION,
+    FromExperts,
+    Result,
+    RowNumbers,
+    ToExperts,
+    WorkerDown,
+)
+from serving.pipeline.queues import Entry, MicroQueues, Picker, bucket, buckets
+from serving.pipeline.warm import warm_copies
+
+
+class ExpertWorker:
+    """Experts of one device. Launches: one for a message that comes, one for a stage, and for each
+    attention worker that its parts go to a copy, and a gather if there are several.
+    """
+
+    def __init__(
+        self,
+        device: ExpertDevice,
+        num_layers: int,
+        groups: Int[np.ndarray, "E"],
+        numbers: RowNumbers,
+        number: int,
+        attention: Sequence[Any],
+        send: Callable[[int, FromExperts], None],
+        picker: Picker,
+        *,
+        max_visits: int = 1 << 16,
+    ) -> None:
+        """Takes over a device's experts.
+
+        Args:
+            device: with the experts.
+            num_layers: MoE layers.
+            groups: of each logical expert; experts of one are launched together.
+            numbers: of the rows that may come.
+            number: of this worker.
+            attention: where the attention workers are, as `device.sent` has it.
+            send: called with an attention worker's number and parts for it.
+            picker: whose layer runs next.
+            max_visits: in one stage, unless more came at once.
+        """
+        self.device, self.numbers, self.number = device, numbers, number
+        self._groups = groups
+        self.queues = MicroQueues(num_layers, int(groups.max()) + 1)
+        self._attention, self._send, self._picker = list(attention), send, picker
+        self._max_visits = max_visits
+        self.stages = 0
+        self.newest = 0, 0  # layer and rows of the newest stage
+
+    def receive(self, visits: ToExperts, now: float) -> None:
+        """Queues rows that came before their layer."""
+        rows = np.full(visits.padded, self.numbers.total, np.int32)  # padding: dropped
+        rows[: len(visits.row)] = visits.row
+        self.device.keep(visits.h, rows)
+        group = self._groups[visits.expert]
+        for number in range(self.queues.counts.shape[1]):
+            own = np.flatnonzero(group == number)
+            if not len(own):
+                continue
+            what = visits.row[visits.at[own]], visits.pick[own], visits.expert[own]
+            entry = Entry(len(own), int(visits.urgent[own].sum()), now, what)
+            self.queues.put(visits.layer, number, [entry])
+
+    @property
+    def stage_sizes(self) -> list[int]:
+        """Visits that a stage may be padded to, ascending."""
+        return buckets(self._max_visits)
+
+    def take(self, message: ToExperts | WorkerDown, now: float) -> None:
+        """Takes any message. Rows of an attention worker that is gone wait no longer."""
+        match message:
+            case ToExperts():
+                self.receive(message, now)
+            case WorkerDown(kind, number) if kind == ATTENTION:
+                self.queues.drop(lambda what: self.numbers.owner(what[0][0]) == number)
+
+    def wake_at(self) -> float:
+        """Returns when to call `advance` again after None if nothing comes; seconds
+        of the clock.
+        """
+        return self._picker.wake_at(self.queues.counts, self.queues.oldest)
+
+    def advance(self, now: float, *, more_may_come: bool = True) -> list[Result] | None:
+        """Runs a stage, if the picker says so. Nothing leaves a model here; None where none ran."""
+        chosen = self.queues.pick(self._picker, now, more_may_come)
+        if chosen is None:
+            return None
+        layer, group = chosen
+        taken = [entry.what for entry in self.queues.take(layer, group, self._max_visits)]
+        row, pick, expert = (np.concatenate(column) for column in zip(*taken, strict=True))
+        size = bucket(len(row))
+        rows, ids = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+        rows[: len(row)], ids[: len(row)] = row, expert
+        parts = self.device.compute(layer, rows, ids)
+        self.stages += 1
+        self.newest = layer, len(row)
+        self._return(parts, size, row, pick)
+        return []
+
+    def _return(self, parts: Any, size: int, row: np.ndarray, pick: np.ndarray) -> None:
+        owner = self.numbers.owner(row)
+        for number in range(len(self._attention)):
+            own, at = np.flatnonzero(owner == number), None
+            if not len(own):
+                continue
+            if len(own) < len(row):
+                at = np.zeros(bucket(len(own)), np.int32)
+                at[: len(own)] = own
+            back = self.device.sent(parts, at, self._attention[number])
+            padded = size if at is None else len(at)
+            self._send(number, FromExperts(self.number, back, padded, row[own], pick[own]))
+
+    def warm(self, row_sizes: Sequence[int]) -> None:
+        """Compiles as AttentionWorker does; `row_sizes` are those of rows that come."""
+        self.queues.warm(self._picker)
+        for size in row_sizes:
+            self.device.keep(self.device.blank(size), np.full(size, self.numbers.total, np.int32))
+        for size in self.stage_sizes:
+            rows, ids = np.zeros(size, np.int32), np.full(size, -1, np.int32)
+            for layer in range(len(self.queues.counts)):
+                parts = self.device.compute(layer, rows, ids)
+            warm_copies(self.device, parts, size, self._attention[0])

@@ -1,0 +1,123 @@
+"""Workers of one process, a thread each (AMoE, section 4)."""
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import Empty
+from typing import Any
+
+from serving.errors import Lost
+from serving.execution.compilations import Compilations
+from serving.execution.programs import Progress
+from serving.pipeline.crew import OneModel, WorkerSeen, units_of
+from serving.pipeline.local import LocalWorkers
+from serving.pipeline.messages import ATTENTION, EXPERTS, Enter, Steer
+from serving.pipeline.recorder import Recorder, run_stage
+from serving.plan import Limits, StepPlan
+
+IDLE_S = 60.0
+"""For how long a worker that has nothing to do waits before it looks again, message or not."""
+
+
+class LocalCrew(OneModel):
+    """A Crew. A worker's thread takes what has come, runs a stage, and waits where there is
+    neither; a stage of attention waits for its own result, so that others run meanwhile.
+    """
+
+    def __init__(self, workers: LocalWorkers, limits: Limits) -> None:
+        """`limits` have a rank for each attention worker."""
+        self.limits, self._workers = limits, workers
+        self._compilations = Compilations()
+        self._tell: Callable[[Any], None] = lambda told: None
+        self._failures, self._closed = Lost(), threading.Event()
+        self._steer: Steer | None = None
+        self._names = [f"{ATTENTION}-{n}" for n in range(len(workers.attention))]
+        self._names += [f"{EXPERTS}-{n}" for n in range(len(workers.experts))]
+        pairs = zip(self._names, workers.workers, strict=True)
+        self._recorders = [Recorder(name, worker) for name, worker in pairs]
+
+    @property
+    def compilations_since_ready(self) -> int:
+        """See Runner."""
+        return self._compilations.since_ready
+
+    @property
+    def num_programs(self) -> int:
+        """See Runner."""
+        return self._compilations.before
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Compiles what may be needed; the workers begin."""
+        self._workers.warm(progress)
+        self._compilations.ready()
+        for number in range(self._workers.num_workers):
+            name = f"jmoe-worker-{number}"
+            threading.Thread(target=self._run, args=(number,), name=name, daemon=True).start()
+
+    def listen(self, tell: Callable[[Any], None]) -> None:
+        """See Crew."""
+        self._tell = tell
+
+    def enter(self, plan: StepPlan, numbers: Sequence[int], **of_rows: Sequence[bool]) -> None:
+        """See Crew."""
+        units = units_of(plan, self.limits, numbers, **of_rows)
+        for inbox, own in zip(self._workers.inboxes, units, strict=False):
+            if own:
+                inbox.put(Enter(own))
+
+    def steer(self, steer: Steer) -> None:
+        """See Crew."""
+        if steer != self._steer:
+            self._steer = steer
+            for inbox in self._workers.inboxes[: len(self._workers.attention)]:
+                inbox.put(steer)
+
+    def record(self) -> None:
+        """See Crew."""
+        for recorder in self._recorders:
+            recorder.is_on = True
+
+    def seen(self) -> list[WorkerSeen]:
+        """See Crew."""
+        now, found = self._workers.clock(), []
+        for name, worker in zip(self._names, self._workers.workers, strict=True):
+            queues = worker.queues
+            waited_s = queues.waited_s(now)
+            found.append(WorkerSeen(name, True, worker.stages, queues.num_rows, waited_s))
+        return found
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """See Runner."""
+        self._failures.watch(on_failure)
+
+    def close(self) -> None:
+        """See Runner: the threads end."""
+        self._closed.set()
+        self._compilations.close()
+        for inbox in self._workers.inboxes:
+            inbox.put(None)
+
+    def _run(self, number: int) -> None:
+        worker, recorder = self._workers.workers[number], self._recorders[number]
+        ran, clock = True, self._workers.clock
+        try:
+            while not self._closed.is_set():
+                for message in self._messages(number, 0.0 if ran else self._wait_s(worker)):
+                    worker.take(message, clock())
+                ran = run_stage(worker, recorder, clock, lambda told: self._tell(told))
+        except BaseException as error:
+            if not self._closed.is_set():
+                self._failures.say(f"worker {number}: {type(error).__name__}: {error}")
+
+    def _wait_s(self, worker: Any) -> float:
+        """Returns the seconds until its picker wants to be asked again if nothing comes."""
+        return max(0.0, min(IDLE_S, worker.wake_at() - self._workers.clock()))
+
+    def _messages(self, number: int, wait_s: float) -> list[Any]:
+        """Returns what has come, if need be after waiting."""
+        inbox, found = self._workers.inboxes[number], []
+        try:
+            found.append(inbox.get(timeout=wait_s) if wait_s else inbox.get_nowait())
+            while True:
+                found.append(inbox.get_nowait())
+        except Empty:
+            return [message for message in found if message is not None]

@@ -1,0 +1,434 @@
+"""A process's end of the connections between workers.
+
+Rows travel by value: their bytes are a frame of the message that says where they belong. By
+`jax.experimental.transfer` they are no sooner there (measured between two processes of a CPU, value
+took 0.8 to 0.9 of its time), and it is not fit for peers that end: a pull from one that was killed
+before the connection never returns, nor does one from a peer that is stopped, whatever timeout
+they are given; what waits for a puller that was killed is never freed
+(measured on two processes of a CPU).
+
+**Who may talk.** Every connection is encrypted and authenticated by ZeroMQ's CURVE with one key
+pair, which all ports of a server derive from one secret. Who does not have it gets no message in;
+what he can make a port keep is a frame for each connection, until the handshake's time is up.
+
+**What is lost comes again.** Messages for a peer are numbered, and kept until it says that they
+came, along with messages the other way or by itself. A peer that misses one asks, and gets all from
+there on. So a connection that breaks loses, doubles and reorders nothing while both processes live.
+"""
+
+import math
+import os
+import secrets
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import jax
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from serving.pipeline.wire import (
+    MAX_FRAME_BYTES,
+    MOST_FRAMES,
+    Buffer,
+    Part,
+    Rows,
+    Wire,
+    WireError,
+    to_frames,
+)
+
+MOST_AT_ONCE = 1024
+"""Messages of one `receive`, whoever sent them: who sends without end does not keep it from
+returning.
+"""
+LOOKS_EVERY_S = 1e-4
+"""Whether rows have been computed; jax calls nobody back."""
+SAYS_WITHIN_S, SAYS_AFTER = 0.1, 32
+"""Time and messages after which a peer is told, by a message of its own, what has come."""
+ASKS_EVERY_S = 0.25
+"""For what is missing."""
+PROBES_AFTER_S = 0.5
+"""For which a peer has not said that a message came: it is told which the last one was."""
+SAYS_EVERY_S = 0.01
+"""At most, by messages of their own."""
+CURVE_BYTES = 64
+"""At least what encryption adds to a frame."""
+HANDSHAKE_WITHIN_MS = 5000
+PING_EVERY_MS, PONG_WITHIN_MS = 1000, 5000
+"""A connection that carries nothing is closed and made anew."""
+MOST_BEATS_WAITING = 4
+_INCARNATION_BYTES = 16
+_HEAD = struct.Struct(f"!{_INCARNATION_BYTES}s{_INCARNATION_BYTES}sQQ?")
+"""The first frame: the incarnations of receiver and sender; the message's number from 1 on, 0 of a
+beat, and without further frames that of the last message sent; the number up to which all of the
+receiver's came; whether those behind it are to come again.
+"""
+
+
+class PortError(ValueError):
+    """An address that a port cannot listen at or connect to, or a peer that it was not told of."""
+
+
+class PeerBehind(RuntimeError):
+    """As many messages wait for a peer as may: it takes none, or takes them too slowly."""
+
+
+class Peer(NamedTuple):
+    """What a port has to know of another one."""
+
+    name: str
+    address: str  # of ZeroMQ
+    incarnation: bytes  # of the port, not of its name: the next port of that name has another
+
+
+class _Sent:
+    """A message that a peer has yet to say came."""
+
+    def __init__(self, number: int, parts: list[Part]) -> None:
+        self.number, self.parts = number, parts
+        self._frames: list[Buffer] = []
+
+    def frames(self) -> list[Buffer]:
+        """Waits for rows. Raises what their computation raised."""
+        if not self._frames:
+            self._frames = [frame for part in self.parts for frame in to_frames(part)]
+            self.parts = []
+        return self._frames
+
+
+class _Link:
+    """The socket of a peer, what it has yet to be given or to say came, and what came from it."""
+
+    def __init__(self, socket: zmq.Socket, to: bytes, sender: bytes) -> None:
+        self.socket, self.to, self._sender = socket, to, sender
+        self.waiting: deque[_Sent] = deque()
+        self.unsaid: deque[_Sent] = deque()  # given to the socket
+        self.is_full = False
+        self.newest = 0  # number of the newest message for it
+        self._said = 0  # up to which it has
+        self.progress_at = 0.0  # when it last said that something came, or had said all before
+        self._came = 0  # up to which all came from it
+        self._to_say, self._to_say_since = 0, 0.0  # messages that it has yet to be told of
+        self._lacks, self._asked_at, self._spoke_at = False, -math.inf, -math.inf
+
+    def flush(self) -> bool:
+        """Gives it messages in order, up to the first whose rows have yet to be computed; whether
+        there is one.
+        """
+        self.is_full = False
+        while self.waiting:
+            sent = self.waiting[0]
+            if not all(map(_is_computed, sent.parts)):
+                return True
+            if sent.number > self._said:
+                if not self._give(sent.number, sent.frames()):
+                    return False
+                if not self.unsaid:
+                    self.progress_at = time.monotonic()
+                self.unsaid.append(sent)
+            self.waiting.popleft()
+        return False
+
+    def hear(self, said: int, again: bool, now: float) -> None:
+        """Takes in up to which number all came, and whether those behind it are wanted again."""
+        self._said = max(self._said, said)
+        while self.unsaid and self.unsaid[0].number <= said:
+            self.unsaid.popleft()
+            self.progress_at = now
+        if again:
+            self.waiting.extendleft(reversed(self.unsaid))
+            self.unsaid.clear()
+
+    def is_next(self, number: int, is_message: bool, now: float) -> bool:
+        """Whether a message is the one that is to come. If others are missing it is to come again,
+        with them.
+        """
+        if number > self._came + is_message:
+            self._lacks = True
+        if not is_message or number > self._came + 1:
+            return False
+        if not self._to_say:
+            self._to_say_since = now
+        self._to_say += 1  # one that came before, too: the peer does not know
+        is_new = number > self._came
+        self._came = max(self._came, number)
+        return is_new
+
+    def speak(self, now: float) -> float:
+        """Says what is due, by a message of its own; when to be called again."""
+        if now >= (due := self._due_at()):
+            number = self.unsaid[-1].number if self.unsaid else self._said
+            self._spoke_at = now
+            if self._lacks:
+                self._asked_at = now
+            self._give(number, [], again=self._lacks)
+            self._lacks = False
+            due = self._due_at()
+        return due
+
+    def _due_at(self) -> float:
+        due = math.inf
+        if self._to_say:
+            due = self._to_say_since + SAYS_WITHIN_S * (self._to_say < SAYS_AFTER)
+        if self._lacks:
+            due = min(due, self._asked_at + ASKS_EVERY_S)
+        if self.unsaid:
+            due = min(due, max(self.progress_at, self._spoke_at) + PROBES_AFTER_S)
+        return max(due, self._spoke_at + SAYS_EVERY_S)
+
+    def _give(self, number: int, frames: Sequence[Buffer], *, again: bool = False) -> bool:
+        """Whether the socket took it."""
+        head = _HEAD.pack(self.to, self._sender, number, self._came, again)
+        try:
+            self.socket.send_multipart([head, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            self.is_full = True
+            return False
+        self._to_say = 0
+        return True
+
+
+def _is_computed(part: Any) -> bool:
+    return not isinstance(part, jax.Array) or cast(Any, part).is_ready()
+
+
+class Port:
+    """Sends messages to other ports and receives theirs.
+
+    ZeroMQ's sockets are for one thread: the one that makes a port calls its methods, but for
+    `wake`, which any may call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        messages: Sequence[type],
+        key: bytes,
+        *,
+        device: Any = None,
+        bind: str = "tcp://127.0.0.1:0",
+        most_waiting: int = 0,
+    ) -> None:
+        """Listens.
+
+        Args:
+            name: by which others know this port.
+            messages: types that travel, as of Wire; the same in all ports.
+            key: 32 secret bytes, the same in all ports that may talk to each other.
+            device: of jax, where rows that come are put; None: they are NumPy's, read-only.
+            bind: address of ZeroMQ, which others have to reach, so none that stands for all
+                interfaces; port 0: one that is free.
+            most_waiting: messages for one peer that may wait here, and as many in ZeroMQ's hands
+                at either end; 0: any number. Rows on their way are few, so that a mark far above
+                what they make says that a peer is gone.
+
+        Raises PortError where it cannot listen, WireError for messages that cannot travel.
+        """
+        self._wire, self._device, self._most = Wire(messages), device, most_waiting
+        self._curve = z85.encode(key)
+        self._public = zmq.curve_public(self._curve)
+        self._incarnation = secrets.token_bytes(_INCARNATION_BYTES)
+        self._peers: dict[str, _Link] = {}
+        self._name_of: dict[bytes, str] = {}  # of each incarnation that may send
+        self._address_of: dict[str, str] = {}
+        self._known: set[str] = set()  # and those that are gone
+        self._came: list[tuple[str, Any]] = []
+        self._context = zmq.Context()
+        self._admission = ThreadAuthenticator(self._context)
+        self._admission.start()
+        self._admission.configure_curve_callback(
+            credentials_provider=SimpleNamespace(callback=lambda _, key: key == self._public)
+        )
+        self._inbox = self._secured(zmq.PULL)
+        self._inbox.curve_server = 1
+        self._inbox.rcvhwm = most_waiting
+        self._inbox.maxmsgsize = MAX_FRAME_BYTES + CURVE_BYTES
+        try:
+            self._inbox.bind(bind)
+        except zmq.ZMQError as error:
+            self._admission.stop()
+            self._context.destroy(linger=0)
+            raise PortError(f"{name} cannot listen at {bind!r}: {error}") from None
+        address = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.peer = Peer(name, address, self._incarnation)
+        self._wakes = os.eventfd(0, os.EFD_NONBLOCK)
+        self._is_open, self._lock = True, threading.Lock()  # a late `wake` must not write elsewhere
+
+    def connect(self, peer: Peer) -> None:
+        """Messages go to a peer and may come from it. Of a former one of its name, what waits and
+        what still comes is dropped. Ports that are to talk are told of each other before either
+        sends: what comes from an incarnation that a port was not told of is dropped. One that was
+        forgotten is not met again, only its successor.
+
+        Raises PortError for an address that is none.
+        """
+        self.forget(peer.name)
+        socket = self._connected(peer.address, self._most)
+        self._known.add(peer.name)
+        self._name_of[peer.incarnation] = peer.name
+        self._address_of[peer.name] = peer.address
+        self._peers[peer.name] = _Link(socket, peer.incarnation, self._incarnation)
+
+    def forget(self, name: str) -> None:
+        """Drops a peer that is gone: what waits for it, what is sent to it later, and what still
+        comes from it.
+        """
+        if link := self._peers.pop(name, None):
+            link.socket.close(linger=0)
+            self._name_of.pop(link.to, None)
+            self._came = [(sender, message) for sender, message in self._came if sender != name]
+
+    def send(self, to: str, message: Any) -> None:
+        """Returns at once, whatever the peer does. One peer's messages come in the order in which
+        they were sent. Rows may have yet to be computed; they leave during a later `send` or
+        `receive`, and until then must not be donated. Arrays of a message must stay as they are.
+
+        Raises PortError for a peer that never was, PeerBehind for one that has `most_waiting`
+        messages waiting here already, WireError for a message that cannot travel, and what the
+        computation of rows raised.
+        """
+        if (link := self._peers.get(to)) is None:
+            if to not in self._known:
+                raise PortError(f"{to!r} is no peer; there are {sorted(self._peers)}")
+            return
+        link.flush()
+        if self._most and len(link.waiting) >= self._most:
+            raise PeerBehind(f"{len(link.waiting)} messages wait for {to}, the most there may")
+        parts = self._wire.encode(message)
+        for part in parts:
+            if isinstance(part, jax.Array):
+                part.copy_to_host_async()
+        link.newest += 1
+        link.waiting.append(_Sent(link.newest, parts))
+        link.flush()
+
+    def beats(self, to: str) -> Callable[[Any], None]:
+        """Returns what sends a peer a message that may be lost, and is in no order with others: it
+        may be called in another thread, one, until `close`, whatever the port's own does.
+
+        Raises PortError for a peer that is not there.
+        """
+        if (link := self._peers.get(to)) is None:
+            raise PortError(f"{to!r} is no peer; there are {sorted(self._peers)}")
+        socket = self._connected(self._address_of[to], MOST_BEATS_WAITING)
+        head = _HEAD.pack(link.to, self._incarnation, 0, 0, False)
+
+        def beat(message: Any) -> None:
+            parts = self._wire.encode(message)
+            with suppress(zmq.Again):
+                socket.send_multipart(
+                    [head, *(frame for part in parts for frame in to_frames(part))], zmq.NOBLOCK
+                )
+
+        return beat
+
+    def unreached(self, limit_s: float) -> list[str]:
+        """Peers that have not said for so long that anything came, though something is under way
+        to them.
+        """
+        late = time.monotonic() - limit_s
+        return [name for name, p in self._peers.items() if p.unsaid and p.progress_at < late]
+
+    def receive(self, timeout_s: float | None) -> list[tuple[str, Any]]:
+        """Returns names and messages in the order in which they came: all that are there, up to
+        `MOST_AT_ONCE`. Waits for the first up to a time in seconds, None: however long; returns
+        without any after that, and after `wake`.
+
+        Raises WireError for a peer's message that is none; the next call has what came before it.
+        Also raises what the computation of rows that were to leave raised.
+        """
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            computing = sum(link.flush() for link in self._peers.values()) > 0
+            now = time.monotonic()
+            due_at = min([link.speak(now) for link in self._peers.values()], default=math.inf)
+            left_s = 0.0 if self._came else max(0.0, deadline - now)
+            woken = self._wait(0.0 if computing else min(left_s, max(0.0, due_at - now)))
+            self._take()
+            if self._came or woken or not left_s:
+                came, self._came = self._came, []
+                return came
+            if computing:
+                time.sleep(min(left_s, LOOKS_EVERY_S))
+
+    def wake(self) -> None:
+        """Lets `receive` return, this time or the next; for any thread, at any time."""
+        with self._lock:
+            if self._is_open:
+                os.eventfd_write(self._wakes, 1)
+
+    def close(self) -> None:
+        """Drops what has yet to leave. Safe to call again; else only `wake` may be called then."""
+        with self._lock:
+            if not self._is_open:
+                return
+            self._is_open = False
+            os.close(self._wakes)
+        self._peers.clear()
+        self._admission.stop()
+        self._context.destroy(linger=0)
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Waits until something comes, a peer takes again, or `wake`; returns
+        whether it was that.
+        """
+        sockets = [(self._wakes, zmq.POLLIN), (self._inbox, zmq.POLLIN)]
+        sockets += [(each.socket, zmq.POLLOUT) for each in self._peers.values() if each.is_full]
+        zmq.zmq_poll(sockets, -1 if timeout_s == math.inf else math.ceil(1e3 * timeout_s))
+        with suppress(BlockingIOError):
+            return bool(os.eventfd_read(self._wakes))
+        return False
+
+    def _take(self) -> None:
+        """Returns what has come, up to `MOST_AT_ONCE`."""
+        now = time.monotonic()
+        with suppress(zmq.Again):
+            for _ in range(MOST_AT_ONCE - len(self._came)):
+                frames = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
+                head, *parts = [frame.buffer for frame in frames]
+                if len(head) != _HEAD.size:
+                    continue
+                to, sender, number, said, again = _HEAD.unpack(head)
+                name = self._name_of.get(sender)
+                if to != self._incarnation or name is None:
+                    continue
+                link, is_beat = self._peers[name], not number and len(parts) > 0
+                if not is_beat:
+                    link.hear(said, again, now)
+                    if not link.is_next(number, len(parts) > 0, now):
+                        continue
+                try:
+                    if len(frames) > MOST_FRAMES:
+                        raise WireError(f"it has {len(frames)} frames; it may have {MOST_FRAMES}")
+                    self._came.append((name, self._wire.decode(parts, self._rows)))
+                except WireError as error:
+                    raise WireError(f"from {name}: {error}") from None
+
+    def _secured(self, kind: int) -> zmq.Socket:
+        socket = self._context.socket(kind)
+        socket.curve_secretkey, socket.curve_publickey = self._curve, self._public
+        socket.handshake_ivl = HANDSHAKE_WITHIN_MS
+        return socket
+
+    def _connected(self, address: str, most_waiting: int) -> zmq.Socket:
+        """Raises PortError for an address that is none."""
+        socket = self._secured(zmq.PUSH)
+        socket.curve_serverkey = self._public
+        socket.sndhwm, socket.linger = most_waiting, 0
+        socket.heartbeat_ivl, socket.heartbeat_timeout = PING_EVERY_MS, PONG_WITHIN_MS
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise PortError(f"no peer is at {address!r}: {error}") from None
+        return socket
+
+    def _rows(self, view: Rows) -> Any:
+        return view if self._device is None else jax.device_put(view, self._device)

@@ -1,0 +1,443 @@
+"""Workers in processes of their own, as an engine sees them (AMoE, section 4).
+
+A thread of the server talks to them. Two workers of different kinds may send each other rows once
+both have connected to the other's present incarnation and said so, and a worker is up once that
+holds with all of the other kind that are there. One that ends is forgotten by all before its
+successor is met, so that nothing of the former is taken for the latter's.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+
+from serving.config import EngineConfig
+from serving.errors import Lost, Unavailable
+from serving.execution.programs import Progress
+from serving.pipeline.crew import Crew, OneModel, WorkerSeen, units_of
+from serving.pipeline.messages import (
+    ATTENTION,
+    EXPERTS,
+    Enter,
+    FailedUnits,
+    Left,
+    LostUnits,
+    Steer,
+    WorkerDown,
+    WorkerUp,
+)
+from serving.pipeline.port import Port
+from serving.pipeline.recorder import Record, Stages
+from serving.pipeline.starters import Starter
+from serving.pipeline.worker_process import (
+    BEAT_S,
+    MESSAGES,
+    SERVER,
+    Address,
+    Alive,
+    Assignment,
+    Beat,
+    Meet,
+    Met,
+    Stop,
+    name_of,
+    names_of,
+)
+from serving.plan import Limits, StepPlan
+
+log = logging.getLogger(__name__)
+
+LONGEST_PAUSE_S = 30.0
+"""Before a worker that keeps ending is started once more; the first time it is a second."""
+STOPS_WITHIN_S = 5.0
+HANGS_AFTER = 4
+"""Times `worker_timeout_s` after which a worker that is up and has got nothing done counts as gone,
+though it gives signs of life: a long stage takes less.
+"""
+BLAMED_AFTER = 5
+"""Signs of life of a worker that gets on, during which another says that it does not hear."""
+
+
+@dataclass
+class _Worker:
+    """One of the crew, as the server knows it."""
+
+    kind: str
+    number: int
+    address: Address | None = None  # of the process that runs; None: it has not said yet
+    met: set[str] = field(default_factory=set)  # incarnations that it has connected to
+    is_up: bool = False
+    heard_at: float = math.inf  # from its first word on
+    starts_at: float = math.inf  # again
+    num_ends: int = 0  # since it was last up
+    run: int = 0  # which process of it this is; what is said of former ones comes too late
+    started_at: float = math.nan
+    progressed_at: float = math.nan  # when it last got on
+    beat: Beat | None = None
+    blamed: dict[str, int] = field(default_factory=dict)  # by whom, for how many of its beats
+
+    @property
+    def name(self) -> str:
+        return name_of(self.kind, self.number)
+
+
+def _port_at(host: str, key: bytes) -> Port:
+    return Port(SERVER, MESSAGES, key, bind=f"tcp://{host}:0")
+
+
+class RemoteCrew(OneModel):
+    """A Crew whose workers may end, and come back."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: Limits,
+        hosts: Bool[np.ndarray, "layers E W"],
+        starter: Starter,
+        key: bytes,
+        make_port: Callable[[str, bytes], Port] = _port_at,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`hosts` as of AttentionWorker; `config` is what workers are started with; `key` as of
+        Port; `make_port` listens at a host; `clock` is in seconds.
+        """
+        self._make_port, self._clock, self._key = make_port, clock, key
+        own = config.asynchronous
+        self.limits, self._config, self._hosts = limits, config, hosts
+        self._starter, self._join_s = starter, config.join_timeout_s
+        self._timeout_s = own.worker_timeout_s
+        # Before the watchdog ends the engine.
+        before_s = (self._timeout_s + (config.watchdog_s or math.inf)) / 2
+        self._hangs_s = min(HANGS_AFTER * self._timeout_s, before_s)
+        counts = {ATTENTION: own.attention, EXPERTS: own.experts}
+        self.workers = [_Worker(kind, n) for kind, count in counts.items() for n in range(count)]
+        self._by_name = {worker.name: worker for worker in self.workers}
+        self._news: SimpleQueue[Callable[[], object]] = SimpleQueue()  # for the crew's thread
+        self._told: list[Any] = []  # before anybody listened
+        self._tell: Callable[[Any], None] = self._told.append
+        self._failures, self._ready = Lost(), threading.Event()
+        self.retry_after_s = 0.0
+        self._steer: Steer | None = None
+        self._records = False
+        self._port: Port | None = None
+        self._closing, self._is_serving = False, False
+        self._ended = threading.Event()
+        self._spoke_at = -math.inf
+
+    # ---- as an engine sees it -----------------------------------------------------------------
+
+    @property
+    def compilations_since_ready(self) -> int:
+        """See Runner: of the processes that run now."""
+        return sum(w.beat.compilations for w in self.workers if w.beat is not None)
+
+    @property
+    def num_programs(self) -> int:
+        """See Runner: not known of other processes."""
+        return 0
+
+    @property
+    def unreachable(self) -> str:
+        """See Crew."""
+        alive = np.array([w.is_up for w in self.workers if w.kind == EXPERTS])
+        missing = np.argwhere(~(self._hosts & alive).any(axis=-1))
+        if not len(missing):
+            return ""
+        layer, expert = missing[0].tolist()
+        had = self._hosts[layer, expert].nonzero()[0].tolist()
+        return f"expert {expert} of MoE layer {layer} is gone with {names_of(EXPERTS, had)}"
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Starts all workers, and returns when they are up. Raises Unavailable if one ends, or gets
+        on with nothing for too long.
+        """
+        threading.Thread(target=self._run, name="jmoe-crew", daemon=True).start()
+        shown = -1
+        while not self._ready.wait(0.2):
+            up = sum(worker.is_up for worker in self.workers)
+            if progress is not None and up != shown:
+                progress("starting workers", up, len(self.workers))
+            shown = up
+            if self._failures.reason:
+                reason = self._failures.reason
+                self.close()
+                raise Unavailable(f"workers did not start: {reason}")
+
+    def listen(self, tell: Callable[[Any], None]) -> None:
+        """See Crew."""
+
+        def begin() -> None:
+            self._tell = tell
+            for told in self._told:
+                tell(told)
+
+        self._do(begin)
+
+    def enter(self, plan: StepPlan, numbers: Sequence[int], **of_rows: Sequence[bool]) -> None:
+        """See Crew."""
+        units = units_of(plan, self.limits, numbers, **of_rows)
+
+        def send() -> None:
+            for number, own in enumerate(units):
+                if own:
+                    self._send(name_of(ATTENTION, number), Enter(own))
+
+        self._do(send)
+
+    def steer(self, steer: Steer) -> None:
+        """See Crew."""
+        if steer == self._steer:
+            return
+        self._steer = steer
+
+        def send() -> None:
+            for worker in self._up(ATTENTION):
+                self._send(worker.name, steer)
+
+        self._do(send)
+
+    def record(self) -> None:
+        """See Crew."""
+        self._records = True
+        self._do(lambda: [self._send(worker.name, Record()) for worker in self.workers])
+
+    def seen(self) -> list[WorkerSeen]:
+        """See Crew."""
+        found = []
+        for worker in self.workers:
+            beat = worker.beat or Beat(0, np.zeros(0, np.int64), 0.0, 0, 0, [])
+            rows = int(beat.rows.sum())
+            found.append(WorkerSeen(worker.name, worker.is_up, beat.stages, rows, beat.oldest_s))
+        return found
+
+    def watch(self, on_failure: Callable[[str], None]) -> None:
+        """See Runner."""
+        self._failures.watch(on_failure)
+
+    def close(self) -> None:
+        """See Runner: the processes end."""
+        self._closing = True
+        self._do(lambda: None)
+        self._ended.wait(STOPS_WITHIN_S)
+        self._starter.close()
+
+    # ---- the thread ---------------------------------------------------------------------------
+
+    def _do(self, call: Callable[[], object]) -> None:
+        """Runs a call in the crew's thread, in order."""
+        self._news.put(call)
+        if self._port is not None:
+            self._port.wake()
+
+    def open(self) -> None:
+        """Listens, and starts all workers. The thread's, as `turn`."""
+        self._port = self._make_port(self._starter.host, self._key)
+        for worker in self.workers:
+            self._start(worker)
+
+    def turn(self) -> None:
+        """Waits a little for messages, and acts upon all that is known."""
+        assert self._port is not None
+        for sender, message in self._port.receive(BEAT_S / 4):
+            self._hear(self._by_name[sender], message)
+        self._take_news()
+        self._look_after_all()
+
+    def _run(self) -> None:
+        try:
+            self.open()
+            while not self._closing:
+                self.turn()
+            for worker in self.workers:
+                self._send(worker.name, Stop())
+            assert self._port is not None
+            self._port.receive(0.1)  # what is to leave leaves
+            self._port.close()
+        except BaseException as error:
+            log.debug("where it came from", exc_info=True)
+            self._failures.say(f"the crew's thread: {type(error).__name__}: {error}")
+        finally:
+            self._ended.set()
+
+    def _take_news(self) -> None:
+        while True:
+            try:
+                call = self._news.get_nowait()
+            except Empty:
+                return
+            call()
+
+    def _send(self, name: str, message: Any) -> None:
+        worker = self._by_name[name]
+        if worker.address is not None:
+            assert self._port is not None
+            self._port.send(name, message)
+
+    def _up(self, kind: str) -> list[_Worker]:
+        return [w for w in self.workers if w.kind == kind and w.is_up]
+
+    def _others(self, worker: _Worker) -> list[_Worker]:
+        """Returns the workers of the other kind that have said where they are."""
+        return [w for w in self.workers if w.kind != worker.kind and w.address is not None]
+
+    def _start(self, worker: _Worker) -> None:
+        assert self._port is not None
+        assignment = Assignment(
+            worker.kind,
+            worker.number,
+            Address.of(self._port.peer),
+            self._config,
+            self._key.hex(),
+            self._starter.host,
+        )
+        worker.run += 1
+        run, worker.starts_at = worker.run, math.inf
+        worker.started_at = worker.progressed_at = self._clock()
+
+        def announce(address: Address) -> None:
+            self._do(lambda: self._meet(worker, address) if worker.run == run else None)
+
+        def ended(reason: str) -> None:
+            self._do(lambda: self._end(worker, reason) if worker.run == run else None)
+
+        self._starter.start(assignment, announce, ended)
+
+    def _meet(self, worker: _Worker, address: Address) -> None:
+        """Introduces a process that listens to all of the other kind, and them to it."""
+        assert self._port is not None
+        worker.address = address
+        self._port.connect(address.peer)
+        self._send(worker.name, Meet([w.address for w in self._others(worker) if w.address]))
+        for other in self._others(worker):
+            self._send(other.name, Meet([address]))
+
+    def _hear(self, worker: _Worker, message: Any) -> None:
+        worker.heard_at = self._clock()
+        match message:
+            case Beat(progress=progress, unreached=unreached):
+                if worker.beat is None or progress != worker.beat.progress:
+                    worker.progressed_at = worker.heard_at
+                    worker.blamed = {name: beats + 1 for name, beats in worker.blamed.items()}
+                worker.beat = message
+                for other in self.workers:
+                    if other.name in unreached:
+                        other.blamed.setdefault(worker.name, 0)
+                    else:
+                        other.blamed.pop(worker.name, None)
+            case Met(incarnations):
+                worker.met.update(incarnations)
+                for one in self.workers:
+                    self._look_whether_up(one)
+            case Left() | LostUnits() | FailedUnits() | Stages():
+                self._tell(message)
+
+    def _look_whether_up(self, worker: _Worker) -> None:
+        others = self._others(worker)
+        if worker.is_up or worker.address is None or math.isinf(worker.heard_at) or not others:
+            return
+        own = worker.address.incarnation
+        both = (
+            own in other.met
+            and other.address is not None
+            and other.address.incarnation in worker.met
+            for other in others
+        )
+        if not all(both):
+            return
+        worker.is_up, worker.num_ends = True, 0
+        self.retry_after_s = self._clock() - worker.started_at
+        if self._is_serving:
+            log.warning("worker %s is back", worker.name)
+            self._come_back(worker)
+        elif all(one.is_up for one in self.workers):
+            self._is_serving = True
+            self._ready.set()
+
+    def _come_back(self, worker: _Worker) -> None:
+        if self._records:
+            self._send(worker.name, Record())
+        if worker.kind == EXPERTS:
+            for attention in self._up(ATTENTION):
+                self._send(attention.name, WorkerUp(EXPERTS, worker.number))
+            return
+        for one in self.workers:  # as they are now: it may have heard of an end, and of no return
+            if one.kind == EXPERTS:
+                news = WorkerDown if one.address is None else WorkerUp
+                self._send(worker.name, news(EXPERTS, one.number))
+        if self._steer is not None:
+            self._send(worker.name, self._steer)
+        self._tell(WorkerUp(ATTENTION, worker.number))
+
+    def _end(self, worker: _Worker, reason: str) -> None:
+        """Drops a process that has ended, until there is another."""
+        assert self._port is not None
+        if self._closing:
+            return
+        worker.run += 1
+        was_up, worker.is_up = worker.is_up, False
+        if not self._is_serving:
+            self._failures.say(f"worker {worker.name}: {reason}")
+            return
+        if worker.address is not None:
+            for other in self._others(worker):
+                other.met.discard(worker.address.incarnation)
+                self._send(other.name, WorkerDown(worker.kind, worker.number))
+        self._port.forget(worker.name)
+        worker.address, worker.beat, worker.heard_at = None, None, math.inf
+        worker.met, worker.blamed = set(), {}
+        worker.started_at = worker.progressed_at = math.nan
+        for other in self.workers:
+            other.blamed.pop(worker.name, None)
+        pause_s = min(LONGEST_PAUSE_S, 2.0**worker.num_ends)
+        worker.num_ends += 1
+        worker.starts_at = self._clock() + pause_s
+        log.error("worker %s is gone: %s; another is started in %g s", worker.name, reason, pause_s)
+        if was_up:
+            self._tell(WorkerDown(worker.kind, worker.number))
+        for one in self.workers:  # one that waited for it alone is up now
+            self._look_whether_up(one)
+
+    def _look_after_all(self) -> None:
+        """Signs of life, either way; and what is to be started."""
+        now = self._clock()
+        held_up_s = now - self._spoke_at
+        if held_up_s >= BEAT_S:
+            self._spoke_at = now
+            for worker in self.workers:
+                self._send(worker.name, Alive())
+        for worker in self.workers:
+            if held_up_s > 2 * BEAT_S:  # who was held up is this process
+                worker.progressed_at += now - worker.progressed_at  # NaN stays
+                if worker.is_up:
+                    worker.heard_at = now
+            if reason := self._why_gone(worker, now):
+                self._starter.kill(worker.name)
+                self._end(worker, reason)
+            if now >= worker.starts_at:
+                self._start(worker)
+
+    def _why_gone(self, worker: _Worker, now: float) -> str:
+        """Returns why a worker whose process may still run counts as gone; empty: it does not."""
+        limit_s, idle_s = self._timeout_s, now - worker.progressed_at
+        if not worker.is_up:
+            late = idle_s > self._join_s
+            return f"it got on with nothing for {idle_s:.0f} s (engine.join_timeout_s)" * late
+        if now - worker.heard_at > limit_s:
+            return f"silent for {limit_s:g} s (engine.asynchronous.worker_timeout_s)"
+        if idle_s > self._hangs_s:
+            return f"it got nothing done for {idle_s:.0f} s"
+        blame = [name for name, beats in worker.blamed.items() if beats >= BLAMED_AFTER]
+        blame += [w.name for w in self.workers if w.blamed.get(worker.name, 0) >= BLAMED_AFTER]
+        if worker.kind == EXPERTS and blame:  # of the two, the one that nobody's tokens depend on
+            return f"it and {blame[0]} live, and nothing gets from one to the other"
+        return ""
+
+
+_: type[Crew] = RemoteCrew

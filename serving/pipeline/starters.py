@@ -1,0 +1,112 @@
+"""Who starts the processes of workers, sees them end, and starts them again."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import IO, Protocol
+
+from serving.pipeline.worker_process import Address, Assignment
+
+Announce = Callable[[Address], None]
+"""Called with where a worker listens, in any thread."""
+Ended = Callable[[str], None]
+"""Called with why its process has ended, in any thread."""
+
+
+class Starter(Protocol):
+    """Of a crew's processes."""
+
+    @property
+    def host(self) -> str:
+        """Address of this machine at which the workers reach the server."""
+        ...
+
+    def start(self, assignment: Assignment, announce: Announce, ended: Ended) -> None:
+        """Starts a worker that does not run. Returns at once."""
+        ...
+
+    def kill(self, name: str) -> None:
+        """Ends a process that may not hear any more; `ended` is told. Nothing, where none runs."""
+        ...
+
+    def close(self) -> None:
+        """Ends all that are left."""
+        ...
+
+
+class ProcessStarter:
+    """On this machine. What its processes write to stderr goes to the server's."""
+
+    host = "127.0.0.1"
+
+    def __init__(self) -> None:
+        self._running: dict[str, subprocess.Popen[str]] = {}
+        self._lock = threading.Lock()
+
+    def start(self, assignment: Assignment, announce: Announce, ended: Ended) -> None:
+        """See Starter."""
+        number = assignment.number
+        if assignment.kind != "attention":
+            number += assignment.config.asynchronous.attention
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = [str(number)] if given is None else given.split(",")[number : number + 1]
+        if not devices:
+            ended(f"CUDA_VISIBLE_DEVICES is {given!r}, and each worker needs a device of its own")
+            return
+        process = subprocess.Popen(
+            [sys.executable, "-m", "serving.startup.worker", assignment.name],  # for `ps`
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": devices[0]},
+        )
+        with self._lock:
+            self._running[assignment.name] = process
+        args = assignment, process, announce, ended
+        threading.Thread(target=self._watch, args=args, daemon=True).start()
+
+    def _watch(
+        self,
+        assignment: Assignment,
+        process: "subprocess.Popen[str]",
+        announce: Announce,
+        ended: Ended,
+    ) -> None:
+        inbox, outbox = process.stdin, process.stdout
+        assert inbox is not None
+        assert outbox is not None
+        if _tell(inbox, assignment) and (line := outbox.readline()):
+            try:
+                announce(Address(**json.loads(line)))
+            except (ValueError, TypeError):  # not a worker that speaks
+                process.kill()
+            outbox.read()  # until it ends
+        code = process.wait()
+        ended(f"its process ended with {'signal' if code < 0 else 'status'} {abs(code)}")
+
+    def kill(self, name: str) -> None:
+        """See Starter."""
+        with self._lock:
+            process = self._running.get(name)
+        if process is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """See Starter."""
+        with self._lock:
+            running = list(self._running.values())
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def _tell(inbox: IO[str], assignment: Assignment) -> bool:
+    """Whether a process heard its assignment. Its input stays open: it ends with it."""
+    try:
+        print(assignment.to_json(), file=inbox, flush=True)
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,296 @@
+"""A worker that is a process of its own: what it is told, and its loop (AMoE, section 4).
+
+It ends when the server says so, or when nothing comes from the server any more.
+"""
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import Int
+from pydantic import TypeAdapter
+
+from serving.config import EngineConfig
+from serving.execution.compilations import Compilations
+from serving.execution.programs import Progress
+from serving.pipeline.attention import AttentionWorker
+from serving.pipeline.experts import ExpertWorker
+from serving.pipeline.messages import (
+    ATTENTION,
+    EXPERTS,
+    Enter,
+    FailedUnits,
+    FromExperts,
+    Left,
+    LostUnits,
+    Steer,
+    ToExperts,
+    WorkerDown,
+    WorkerUp,
+)
+from serving.pipeline.port import Peer, Port
+from serving.pipeline.recorder import Record, Recorder, Stages, run_stage
+
+SERVER = "server"
+BEAT_S = 1.0
+"""Between two signs of life, either way."""
+
+
+class Address(NamedTuple):
+    """A Peer that can travel."""
+
+    name: str
+    address: str
+    incarnation: str  # in hexadecimal
+
+    @classmethod
+    def of(cls, peer: Peer) -> "Address":
+        """Returns where a port listens."""
+        return cls(peer.name, peer.address, peer.incarnation.hex())
+
+    @property
+    def peer(self) -> Peer:
+        """As a port takes it."""
+        return Peer(self.name, self.address, bytes.fromhex(self.incarnation))
+
+
+class Meet(NamedTuple):
+    """Workers of the other kind that are there."""
+
+    peers: list[Address]
+
+
+class Met(NamedTuple):
+    """A worker has connected to these, and computes for them; by incarnation."""
+
+    incarnations: list[str]
+
+
+class Beat(NamedTuple):
+    """A sign of life, and what a worker has done and has to do."""
+
+    stages: int
+    rows: Int[np.ndarray, "layers"]  # that wait before each layer
+    oldest_s: float  # for how long the oldest of them has; 0 without any
+    compilations: int  # since it was ready
+    progress: int  # grows with whatever the process gets done, and while it waits for messages
+    unreached: list[str]  # of whom it has not heard for too long that what it sends them comes
+
+
+class Alive(NamedTuple):
+    """The server's sign of life."""
+
+
+class Stop(NamedTuple):
+    """The server ends."""
+
+
+MESSAGES = (
+    *(Meet, Met, Beat, Alive, Stop, Record, Stages, Enter, Steer, Left, LostUnits, FailedUnits),
+    *(WorkerDown, WorkerUp, ToExperts, FromExperts),
+)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a worker is to be."""
+
+    kind: str
+    number: int  # of its kind
+    server: Address
+    config: EngineConfig
+    key: str = field(repr=False)  # of all ports, in hexadecimal
+    host: str = "127.0.0.1"  # address of its own machine at which others reach it
+
+    @property
+    def name(self) -> str:
+        """As its port is called."""
+        return name_of(self.kind, self.number)
+
+    def to_json(self) -> str:
+        """Returns it as one line."""
+        return json.dumps(asdict(self) | {"server": self.server._asdict()})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Assignment":
+        """Raises ValueError for what is none."""
+        return TypeAdapter(cls).validate_json(text)
+
+
+def name_of(kind: str, number: int) -> str:
+    """Returns the name of a worker's port."""
+    return f"{kind}-{number}"
+
+
+def names_of(kind: str, numbers: Sequence[int]) -> str:
+    """Returns the names of several workers' ports, for a message."""
+    return " and ".join(name_of(kind, number) for number in numbers)
+
+
+Worker = AttentionWorker | ExpertWorker
+Make = Callable[[Assignment, Callable[[int, Any], None], Progress], Worker]
+"""Loads and warms a worker; it sends by what it is given, and says how far it is."""
+
+
+def work(
+    assignment: Assignment,
+    make: Make,
+    announce: Callable[[Address], None],
+    silence_s: float = math.inf,
+) -> None:
+    """Runs a worker until the server ends it, or has been silent for `silence_s`. `announce` is
+    told where it listens.
+
+    Raises TimeoutError for a server that is silent, and what `make` and stages raise.
+    """
+    other = EXPERTS if assignment.kind == ATTENTION else ATTENTION
+    port = Port(
+        assignment.name,
+        MESSAGES,
+        bytes.fromhex(assignment.key),
+        device=jax.local_devices()[0],
+        bind=f"tcp://{assignment.host}:0",
+    )
+    pulse = None
+    try:
+        port.connect(assignment.server.peer)
+        announce(Address.of(port.peer))
+
+        def send(number: int, message: Any) -> None:
+            port.send(name_of(other, number), message)
+
+        pulse = Pulse(port.beats(SERVER))
+        pulse.start()
+        worker = make(assignment, send, pulse.get_on)
+        unreached_s = assignment.config.asynchronous.worker_timeout_s
+        Loop(assignment.name, port, worker, pulse, silence_s, unreached_s).run()
+    finally:
+        if pulse is not None:
+            pulse.stop()
+        port.close()
+
+
+class Pulse:
+    """Says every second that a process lives, from a thread of its own, and whether it gets on."""
+
+    def __init__(self, tell: Callable[[Beat], None]) -> None:
+        """`tell` is called in the thread."""
+        self._tell, self._progress = tell, 0
+        self._worker: Worker | None = None
+        self.unreached: list[str] = []
+        self._compilations = Compilations()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="jmoe-pulse", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread; the first beat comes at once."""
+        self._thread.start()
+
+    def get_on(self, *_: Any) -> None:
+        """Records that something has been done."""
+        self._progress += 1
+
+    def has(self, worker: Worker) -> None:
+        """Records that the worker is ready."""
+        self._worker = worker
+        self._compilations.ready()
+
+    def beat(self) -> Beat:
+        """Returns what is to be said now."""
+        compiled, progress = self._compilations.since_ready, self._progress
+        progress += self._compilations.before + compiled
+        if self._worker is None:
+            return Beat(0, np.zeros(0, np.int64), 0.0, 0, progress, [])
+        queues = self._worker.queues
+        rows, waited_s = queues.counts.sum(axis=1), queues.waited_s(time.monotonic())
+        return Beat(self._worker.stages, rows, waited_s, compiled, progress, self.unreached)
+
+    def stop(self) -> None:
+        """Stops the thread; no beat comes after it."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._compilations.close()
+
+    def _run(self) -> None:
+        while True:
+            self._tell(self.beat())
+            if self._stopped.wait(BEAT_S):
+                return
+
+
+class Loop:
+    """Takes messages, runs stages, and looks whether the server lives."""
+
+    def __init__(
+        self,
+        name: str,
+        port: Port,
+        worker: Worker,
+        pulse: Pulse,
+        silence_s: float = math.inf,
+        unreached_s: float = math.inf,
+    ) -> None:
+        self._port, self._worker, self._pulse = port, worker, pulse
+        self._limit_s, self._unreached_s = silence_s, unreached_s
+        self._heard_at = self._look_at = time.monotonic()
+        pulse.has(worker)
+        self._recorder = Recorder(name, worker)
+
+    def run(self) -> None:
+        """Runs until Stop comes. Raises TimeoutError, and what stages raise."""
+        ran, worker, port = False, self._worker, self._port
+        while True:
+            now = time.monotonic()
+            wait_s = max(0.0, min(worker.wake_at() - now, self._look_at - now))
+            gone = set[str]()  # of whom what is behind the news of their end came too late
+            for sender, message in port.receive(0.0 if ran else wait_s):
+                if isinstance(message, Stop):
+                    return
+                if sender not in gone:
+                    gone |= self._take(sender, message)
+            ran = run_stage(worker, self._recorder, time.monotonic, partial(port.send, SERVER))
+            self._pulse.get_on()
+            self._look()
+
+    def _take(self, sender: str, message: Any) -> set[str]:
+        """Returns whose former process it says has ended."""
+        now = time.monotonic()
+        if sender == SERVER:
+            self._heard_at = now
+        match message:
+            case Alive():
+                pass
+            case Record():
+                self._recorder.is_on = True
+            case Meet(peers):
+                for address in peers:
+                    self._port.connect(address.peer)
+                self._port.send(SERVER, Met([address.incarnation for address in peers]))
+                return {address.name for address in peers}
+            case WorkerDown(kind, number):
+                self._port.forget(name_of(kind, number))
+                self._worker.take(message, now)
+                return {name_of(kind, number)}
+            case _:
+                self._worker.take(message, now)
+        return set()
+
+    def _look(self) -> None:
+        """Whether the server lives, and the other workers hear."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        if now - self._heard_at > self._limit_s and now - self._look_at < BEAT_S:
+            raise TimeoutError(f"nothing came from the server for {self._limit_s:g} s")
+        if now - self._look_at > BEAT_S:  # this process itself was held up
+            self._heard_at = now
+        self._look_at = now + BEAT_S
+        self._pulse.unreached = self._port.unreached(self._unreached_s)

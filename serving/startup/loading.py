@@ -1,0 +1,107 @@
+"""Loads the models, and makes the mesh, that settings name."""
+
+import contextlib
+import logging
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jmoe.api import BUNDLED, Model, load, resolve
+from jmoe.checkpoint import is_native
+from jmoe.config import read_config
+from jmoe.family import Family, load_family
+from jmoe.parallel.home import make_mesh
+from serving.config import EngineConfig
+from serving.control.mover import starting_placement
+from serving.errors import SettingsError
+from serving.execution.memory import check_mesh
+from serving.execution.programs import Progress
+from serving.intake.chat_templates import check_templates
+from serving.settings.reading import mesh_devices, named_models
+
+log = logging.getLogger(__name__)
+
+
+def want_cpu_devices(count: int) -> None:
+    """Makes jax present the CPU as at least `count` devices, unless jax has been initialized."""
+    with contextlib.suppress(RuntimeError):
+        jax.config.update("jax_num_cpu_devices", max(count, jax.config.jax_num_cpu_devices))
+
+
+def make_mesh_of(config: EngineConfig) -> Mesh | None:
+    """Makes the mesh of the settings; None without one. Raises SettingsError if it is too large.
+
+    On a CPU, jax is made to present as many devices as needed, unless it has been initialized.
+    """
+    if not config.mesh:
+        return None
+    count = mesh_devices(config.mesh)
+    own = count // max(1, config.num_processes)
+    want_cpu_devices(own)
+    have = len(jax.local_devices()), jax.device_count()
+    if config.coordinator and have != (own, own * config.num_processes):
+        raise SettingsError(
+            f"engine.mesh is {config.mesh!r} over {config.num_processes} processes, {own} devices "
+            f"each, and this one has {have[0]} of {have[1]}; a mesh "
+            "takes all devices of its processes, the same number of each"
+        )
+    try:
+        return make_mesh(count)
+    except ValueError as error:
+        raise SettingsError(f"engine.mesh is {config.mesh!r}: {error}") from None
+
+
+def check_chat_templates(config: EngineConfig) -> None:
+    """Compiles the chat templates of the models that the settings name, with limits.
+
+    Raises SettingsError for one that fails, and what `jmoe.load` raises.
+    """
+    named = named_models(config.models).values() if config.models else [config.model]
+    found = [resolve(path, config.hub_revision) for path in named]
+    check_templates(found, config.chat_template)
+
+
+def load_models(config: EngineConfig, mesh: Mesh | None, progress: Progress) -> Model | Family:
+    """Loads the model or family that the settings name.
+
+    Raises what `jmoe.load` and `load_family` raise.
+    """
+
+    def layers(done: int, total: int) -> None:
+        progress("loading", done, total)
+
+    if config.models:
+        return load_family(
+            named_models(config.models),
+            config.family or None,
+            config.dtype,
+            ways=config.brownout.ways or None,
+            progress=layers,
+            check_weights=config.check_weights,
+            allow_unknown_config=config.allow_unknown_config,
+            resident_experts=config.resident_experts,
+            spare_experts=config.spare_experts,
+            params_on_host=0 < config.resident_sets < len(config.models),
+            revision=config.hub_revision,
+            chat_template=config.chat_template,
+        )
+    directory = resolve(config.model, config.hub_revision)
+    if config.model not in (BUNDLED, str(directory)):
+        log.info("%s of the Hugging Face Hub, in %s", config.model, directory)
+    if mesh is not None and not is_native(directory):
+        cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
+        check_mesh(cfg, jnp.dtype(config.dtype).itemsize, mesh.size, config.balance)
+    return load(
+        config.model,
+        config.dtype,
+        ways=config.brownout.ways or None,
+        progress=layers,
+        check_weights=config.check_weights,
+        allow_unknown_config=config.allow_unknown_config,
+        mesh=mesh,
+        placement=None if mesh is None else partial(starting_placement, config.balance),
+        revision=config.hub_revision,
+        chat_template=config.chat_template,
+    )

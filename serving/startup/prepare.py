@@ -1,0 +1,208 @@
+"""Makes a ready runner from settings: loads the model, settles open settings, compiles,
+warms up.
+"""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from jmoe.api import BUNDLED, Model, name_of, resolve
+from jmoe.away import check_spare
+from jmoe.checkpoint import TensorFiles, is_native, united_ways
+from jmoe.config import read_config
+from jmoe.family import Family
+from jmoe.parallel.cost import exchange_bytes
+from jmoe.tokenizer import read_settings
+from pallas_kernels.backend import KERNEL, hopper
+from serving.cluster.followers import Followers
+from serving.cluster.hosts import lead
+from serving.cluster.secret import ClusterSecret
+from serving.config import EngineConfig
+from serving.control.experts_loader import allowed_ways, ways_among
+from serving.control.guarded import make_controller
+from serving.control.slo import starting_strategy
+from serving.errors import SettingsError
+from serving.execution.fitting import fit_to_model, served_len
+from serving.execution.kv_pages import claim_memory
+from serving.execution.memory import check_balance
+from serving.execution.programs import Progress, limit_cpu_threads
+from serving.execution.runner import DeviceRunner, Runner
+from serving.scheduling.policy import make_policy
+from serving.settings.composes import COMPOSES, SEVERAL
+from serving.settings.reading import check_composes, named_models
+from serving.startup.asynchronous import make_layer_picker, prepare_crew, with_mode
+from serving.startup.loading import check_chat_templates, load_models, make_mesh_of
+
+log = logging.getLogger(__name__)
+
+GATHERS_WELL = 8
+"""Up to so many devices, all-gather (sending every row to all devices) is the best exchange."""
+
+
+def check_start(config: EngineConfig) -> None:
+    """Checks what can be told before anything is loaded: plugins, the models' files, and what
+    their configurations and ways say of the settings.
+
+    Reads no weights, and fetches only what describes a model of the Hub: its weights and ways are
+    not checked. Raises what `prepare` would.
+    """
+    make_policy(config.policy)
+    make_controller(config.salc)
+    ClusterSecret.of(config)
+    if config.family and not Path(config.family).is_file():
+        raise SettingsError(
+            f"engine.family is {config.family!r}, and no such file is there; `jmoe consolidate "
+            "--out FILE` writes one"
+        )
+    if config.asynchronous.attention:
+        make_layer_picker(config.asynchronous)
+    for path in named_models(config.models).values() if config.models else [config.model]:
+        directory = resolve(path, config.hub_revision, weights=False)
+        if not is_native(directory):
+            cfg = read_config(directory, allow_unknown_config=config.allow_unknown_config)
+            served_len(config, cfg, name_of(path))
+        if path == BUNDLED or Path(path).exists():
+            if not is_native(directory):
+                TensorFiles(directory)
+            read_settings(directory, config.chat_template)
+            ways = ways_among(united_ways(directory), config.brownout)
+            starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
+
+
+def prepare(
+    config: EngineConfig, model: Model | Family | None, progress: Progress
+) -> tuple[EngineConfig, Family, Runner]:
+    """Loads the models unless they are given, then compiles and warms every program; this is slow.
+
+    Returns the settings in force, the models, and their runner.
+
+    Raises SettingsError for a strategy that the model does not support and a chat template that
+    does not compile, ValueError for an unknown way, what `jmoe.load` raises, and Unavailable if
+    another process of the mesh does not come or is lost.
+    """
+    limit_cpu_threads(config.cpu_threads)
+    claim_memory(config.memory_fraction)
+    if model is None:
+        check_chat_templates(config)
+    config = with_mode(config, model)
+    if config.mode == "aep":
+        return prepare_crew(config, model, progress)
+    if not config.coordinator:
+        return _prepare(config, model, progress)
+    if model is not None:
+        raise SettingsError(
+            "engine.coordinator is given, and a model, too: each process loads its own part of one;"
+            " leave the model out"
+        )
+    if config.process_index > 0:
+        raise SettingsError(
+            f"engine.process_index is {config.process_index}: such a process follows process 0 and"
+            " serves nothing; start it with `jmoe serve`"
+        )
+    followers = lead(config)
+    try:
+        return followers.lost.unless(lambda: _prepare(config, None, progress, followers))
+    except BaseException:
+        followers.close(stop=False)
+        raise
+
+
+def _prepare(
+    config: EngineConfig,
+    model: Model | Family | None,
+    progress: Progress,
+    followers: Followers | None = None,
+) -> tuple[EngineConfig, Family, DeviceRunner]:
+    fitting, loaded, runner, ways = build(config, model, progress, followers)
+    runner.start(ways[0] if ways else 0, ways, progress)
+    return fitting, loaded, runner
+
+
+def build(
+    config: EngineConfig,
+    model: Model | Family | None,
+    progress: Progress,
+    followers: Followers | None = None,
+) -> tuple[EngineConfig, Family, DeviceRunner, tuple[int, ...]]:
+    """Loads the models unless they are given, and makes their runner; does not compile.
+
+    Returns the settings in force, the models, their runner, and the ways that may be served. Raises
+    as `prepare`.
+    """
+    mesh = make_mesh_of(config)
+    family = Family.of(load_models(config, mesh, progress) if model is None else model)
+    loaded = family[0]
+    check_composes(config, len(family))
+    if len(family) > 1 and any(one.home is not None for one in family):
+        raise SettingsError(
+            f"{len(family)} models are given, and some are spread over a mesh: "
+            f"{COMPOSES[SEVERAL, 'engine.mesh']}; serve one model, or load them without a mesh"
+        )
+    if mesh is not None and (loaded.home is None or loaded.home.mesh != mesh):
+        raise SettingsError(
+            f"engine.mesh is {config.mesh!r}, and the model given is not spread over such a mesh; "
+            "load it with mesh=jmoe.make_mesh(...), or leave engine.mesh empty"
+        )
+    if config.resident_sets > len(family):
+        raise SettingsError(
+            f"engine.resident_sets is {config.resident_sets}; it must be 0 (all), or up to the "
+            f"number of models, {len(family)}"
+        )
+    if (away := family.away) is not None:  # a row that refuses brownout may need so many at once
+        check_spare(len(away.spare), away.needed_by_a_row(family.config.experts_per_token))
+    if loaded.home is not None:
+        home = loaded.home
+        check_balance(loaded.config, home.mesh.size, config.balance, spare=home.spare)
+    ways = allowed_ways(config.brownout, family)
+    starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
+    if config.brownout.strategy == "auto" and not ways and config.process_index <= 0:
+        log.warning("brownout is off: %s has no united experts", loaded.name)
+    fitting = fit_to_model(config, loaded)
+    warn_of_gathering(fitting, loaded)
+    parks = getattr(make_policy(config.policy), "parks", True)
+    runner = DeviceRunner(family, fitting, parks=parks, followers=followers)
+    if config.process_index <= 0:
+        log_implementations(runner.implementations)
+    return fitting, family, runner, ways
+
+
+def log_implementations(taken: Mapping[str, str]) -> None:
+    """Logs what a GPU's ops run, by phase and op; a warning for those without a kernel."""
+    if not taken:  # a CPU
+        return
+    device = jax.devices()[0].device_kind
+    with_kernel = [op for op, form in taken.items() if form == KERNEL]
+    others = {op: form for op, form in taken.items() if form != KERNEL}
+    if with_kernel:
+        log.info("%s: Mosaic kernels run %s", device, ", ".join(with_kernel))
+    if not others:
+        return
+    why = (
+        "whose kernels do not take the model's sizes or dtype (docs/kernels.md, What they take)"
+        if hopper()
+        else "as the Mosaic kernels need a Hopper GPU (H100, H200): 26 to 41 launches a layer in "
+        "decode, and weights of experts are read more than once in prefill (docs/kernels.md, "
+        "Other GPUs)"
+    )
+    said = ", ".join(f"{op} ({form})" for op, form in others.items())
+    log.warning("%s: without a Mosaic kernel are %s, %s", device, said, why)
+
+
+def warn_of_gathering(config: EngineConfig, model: Model) -> None:
+    """Warns what all-gather costs on a large mesh; no other exchange is implemented."""
+    devices = 1 if model.home is None else model.home.mesh.size
+    if devices <= GATHERS_WELL or config.process_index > 0:
+        return
+    tokens = config.max_prefill_tokens
+    sent = exchange_bytes(model.config, devices, tokens, model.dtype.itemsize)
+    log.warning(
+        "engine.mesh is %r: rows are gathered by all devices, %.3g MiB a device in a prefill step "
+        "of %d tokens each; beyond %d devices an exchange that sends a row only where it is needed "
+        "would send less, and is not built (docs/expert-parallelism.md)",
+        config.mesh,
+        sum(sent) / 2**20,
+        tokens,
+        GATHERS_WELL,
+    )

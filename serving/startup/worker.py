@@ -1,0 +1,120 @@
+"""`python -m serving.startup.worker`: the process of an asynchronous worker on this machine.
+
+It reads its assignment, a line of JSON, from standard input, and writes the address at which it
+listens, also a line of JSON, to standard output. It ends when its input ends, so that no worker
+outlives the server.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from serving.execution.kv_pages import claim_memory
+from serving.execution.programs import Progress, limit_cpu_threads
+from serving.pipeline.attention import AttentionWorker
+from serving.pipeline.devices import ExpertPrograms
+from serving.pipeline.experts import ExpertWorker
+from serving.pipeline.local import attention_of, part_of
+from serving.pipeline.messages import ATTENTION, RowNumbers
+from serving.pipeline.queues import buckets
+from serving.pipeline.worker_process import Address, Assignment, Worker, work
+from serving.startup.asynchronous import crew_of, make_layer_picker
+from serving.telemetry import logs
+
+log = logging.getLogger(__name__)
+
+
+def make_worker(
+    assignment: Assignment, send: Callable[[int, Any], None], progress: Progress
+) -> Worker:
+    """Loads the model, keeps the worker's part of it, and compiles.
+
+    Raises what `jmoe.load` raises.
+    """
+    import jax
+
+    limit_cpu_threads(assignment.config.cpu_threads)
+    claim_memory(assignment.config.memory_fraction)
+    device = jax.local_devices()[0]
+    # The whole model is loaded on the CPU; the device gets only the worker's part.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        worker, sizes = _worker_of(assignment, send, device, progress)
+    worker.warm(sizes)
+    return worker
+
+
+def _worker_of(
+    assignment: Assignment, send: Callable[[int, Any], None], device: Any, progress: Progress
+) -> tuple[Worker, list[int]]:
+    """Makes the worker; also returns the message sizes to warm it with."""
+    config, number = assignment.config, assignment.number
+    crew = crew_of(config, None, progress)
+    own, sizes, model = config.asynchronous, crew.sizes, crew.model
+    numbers = RowNumbers(own.attention, sizes.num_rows)
+    picker = make_layer_picker(own)
+    num_visits = sizes.max_visits(model.config.experts_per_token)
+    if assignment.kind == ATTENTION:
+        worker = AttentionWorker(
+            attention_of(model, sizes, device),
+            model.config.moe_layers,
+            crew.hosts,
+            numbers,
+            number,
+            [None] * own.experts,
+            send,
+            picker,
+            decode_buckets=sizes.decode_buckets,
+            prefill_buckets=sizes.prefill_buckets,
+        )
+        return worker, buckets(num_visits)
+    part = part_of(model.pool, np.asarray(model.table.slots), crew.hosts[:, :, number], device)
+    worker = ExpertWorker(
+        ExpertPrograms(*part, numbers.total, device),
+        crew.hosts.shape[0],
+        np.zeros(crew.hosts.shape[1], np.int64),
+        numbers,
+        number,
+        [None] * own.attention,
+        send,
+        picker,
+        max_visits=num_visits,
+    )
+    return worker, sizes.row_sizes
+
+
+def main() -> None:
+    """Runs a worker process; see the module's docstring."""
+    # Streams are to finish first; keys and certificates are the server's.
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_IGN)
+    logs.configure()
+    said = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print goes to stderr
+    assignment = Assignment.from_json(sys.stdin.readline())
+
+    def announce(address: Address) -> None:
+        print(json.dumps(address._asdict()), file=said, flush=True)
+
+    def end_with_input() -> None:
+        sys.stdin.read()
+        os._exit(1)
+
+    threading.Thread(target=end_with_input, daemon=True).start()
+    try:
+        work(assignment, make_worker, announce)
+    except Exception as error:
+        log.debug("where it came from", exc_info=True)
+        logs.say(f"jmoe: {assignment.name}: {type(error).__name__}: {error}", logging.ERROR)
+        os._exit(1)  # an ordinary exit would wait for a device that may hang
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Counts steps and requests, and reports them to observers."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from serving.errors import NOT_OURS, RequestFailed, ServingError
+from serving.plan import Phase, StepResult
+from serving.request import EngineStats, Output, Priority
+from serving.scheduling.batch import ScheduledStep
+from serving.scheduling.sequence import SequenceState
+from serving.telemetry.latencies import Latencies
+from serving.telemetry.observer import Observer
+
+if TYPE_CHECKING:
+    from serving.pipeline.recorder import Stages
+    from serving.scheduling.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Counters:
+    """Counts of events since the start."""
+
+    requests_finished: int = 0
+    requests_aborted: int = 0
+    requests_rejected: int = 0
+    requests_failed: int = 0  # failed alone, not by their caller's fault
+    steps_prefill: int = 0
+    steps_decode: int = 0
+    expert_visits: int = 0
+    degraded_visits: int = 0
+
+
+class Accounts:
+    """Counts events and passes them on to observers; an observer's exceptions are only logged."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.counters = Counters()
+        self._observers = tuple(observers)
+        self._num_faults = 0
+
+    def step_launched(self, step: ScheduledStep, began_at: float, now: float) -> None:
+        """Reports that a step's layers were launched."""
+        self._tell(Observer.step_launched, step, began_at, now)
+
+    def step_read(
+        self,
+        step: ScheduledStep,
+        result: StepResult,
+        started_at: float,
+        now: float,
+        visits_per_token: int,
+    ) -> None:
+        """Counts and reports a step's layers that were read.
+
+        `visits_per_token` is experts per token times MoE layers.
+        """
+        counters = self.counters
+        if step.is_last:
+            if step.plan.phase is Phase.PREFILL:
+                counters.steps_prefill += 1
+            else:
+                counters.steps_decode += 1
+            counters.expert_visits += int(step.plan.q_lens.sum()) * visits_per_token
+        counters.degraded_visits += sum(result.degraded)
+        if step.is_first and step.plan.phase is Phase.PREFILL:
+            self._note_begun(step, started_at)
+        self._tell(Observer.step_read, step, result, started_at, now)
+
+    @property
+    def wants_stages(self) -> bool:
+        """Whether an observer wants to know which stages asynchronous workers run."""
+        return any(type(o).stages_ran is not Observer.stages_ran for o in self._observers)
+
+    def stages_ran(self, stages: "Stages") -> None:
+        """Reports the stages that a worker ran."""
+        self._tell(Observer.stages_ran, stages)
+
+    def _note_begun(self, step: ScheduledStep, started_at: float) -> None:
+        for priority in Priority:
+            new = [
+                s
+                for s in step.sequences
+                if s.request.priority is priority and math.isnan(s.began_at)
+            ]
+            if new:
+                for sequence in new:
+                    sequence.began_at = started_at
+                queue_s = np.array([started_at - s.arrived_at for s in new])
+                wait_s = np.array([max(0.0, started_at - s.ready_at) for s in new])
+                self._tell(Observer.requests_began, queue_s, wait_s, priority)
+
+    def tokens(
+        self, priority: Priority, latencies: Latencies, slo_s: tuple[float, float], now: float
+    ) -> None:
+        """Reports the latencies of a class's tokens in one step; `slo_s` is its (TTFT, ITL) SLO."""
+        arrived_at, previous_at = latencies.first(priority), latencies.further(priority)
+        if arrived_at.size:
+            self._tell(Observer.first_tokens, now - arrived_at, slo_s[0], priority)
+        if previous_at.size:
+            self._tell(Observer.further_tokens, now - previous_at, slo_s[1], priority)
+
+    def request_admitted(self, sequence: SequenceState, now: float) -> None:
+        """Reports that a request was admitted."""
+        self._tell(Observer.request_admitted, sequence, now)
+
+    def request_finished(self, sequence: SequenceState, output: Output, now: float) -> None:
+        """Counts and reports a request that got its last token."""
+        self.counters.requests_finished += 1
+        self._tell(Observer.request_finished, sequence, output, now)
+
+    def request_ended(self, sequence: SequenceState, error: ServingError | None) -> None:
+        """Counts and reports a request that ended early; `error` None: its client disconnected."""
+        if isinstance(error, RequestFailed):
+            self.counters.requests_failed += 1
+        else:
+            self.counters.requests_aborted += 1
+        self._tell(Observer.request_ended, sequence, error)
+
+    def stats(
+        self, scheduler: "Scheduler", compilations: int, uptime_s: float, full_decode_step_s: float
+    ) -> EngineStats:
+        """Returns the counters, the scheduler's gauges, and what the engine adds."""
+        places = scheduler.places
+        return EngineStats(
+            **asdict(self.counters),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_pages_used=places.num_pages - places.num_free_pages,
+            kv_pages_total=places.num_pages,
+            compilations_since_ready=compilations,
+            uptime_s=uptime_s,
+            parks=scheduler.num_parks,
+            joins=scheduler.num_joins,
+            evictions=sum(scheduler.num_evictions.values()),
+            reused_tokens=scheduler.reuse.num_reused,
+            kv_pages_kept=places.num_idle_pages,
+            kept_pages_evicted=places.num_evicted_pages,
+            full_decode_step_s=full_decode_step_s,
+        )
+
+    def _tell(self, event: Callable[..., None], *args: Any) -> None:
+        for observer in self._observers:
+            heard = getattr(observer, event.__name__)
+            try:
+                heard(*args)
+            except NOT_OURS:
+                raise
+            except BaseException:
+                self._num_faults += 1
+                if self._num_faults.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, ...
+                    log.exception(
+                        "%s failed, for the %dth time", heard.__qualname__, self._num_faults
+                    )
