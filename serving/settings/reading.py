@@ -14,6 +14,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from serving.config import EngineConfig, ServerConfig, described, keys
+from serving.errors import SettingsError
 from serving.settings.composes import refused_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
