@@ -101,6 +101,10 @@ class ClientLeft(Aborted):
     """The client cancelled its request or closed its connection: CANCELLED."""
 
 
+NAMED_WITHIN_S = 3.0
+"""How long a failed step waits to hear whether it failed because a process is gone."""
+
+
 class PeerLost(Unavailable):
     """Another process of the mesh is gone or has failed; nothing can be computed any more."""
 

@@ -24,7 +24,7 @@ from benchmarks.gpu.sizes import DRY, Sizes
 from serving.cli.options import overrides
 from serving.frontend import server
 from serving.request import Priority
-from serving.settings.reading import reading as settings
+from serving.settings import reading as settings
 from serving.telemetry.observer import Observer
 
 PROFILE_S = 2.0

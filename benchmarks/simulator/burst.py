@@ -42,7 +42,7 @@ from serving.bench.workload import (
     schedule,
     shuffled,
 )
-from serving.settings.reading import reading as settings
+from serving.settings import reading as settings
 from serving.telemetry.version import commit
 
 FIGURES = {

@@ -37,7 +37,7 @@ from serving.bench.priority import (
 )
 from serving.bench.simulator.server import Machine, as_tokens, recorded_machine, simulate
 from serving.bench.workload import BUNDLED_TASKS, Arrival, load_tasks, shuffled
-from serving.settings.reading import reading as settings
+from serving.settings import reading as settings
 from serving.telemetry.version import commit
 
 RATIOS = {

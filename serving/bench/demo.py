@@ -155,7 +155,7 @@ def _simulated(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -
 
     known = uvloop.run(time_steps())  # the server writes its timeline when it ends
     from serving.bench.simulator.server import recorded_machine
-    from serving.settings.reading import reading as settings
+    from serving.settings import reading as settings
 
     machine = recorded_machine([timeline], {}, settings.load("demo").engine, steady=True)
     num_steps, others = len(machine.times.moods), known["others_while_timed"] or 0.0
@@ -169,7 +169,7 @@ def simulate_demo(
 ) -> dict[str, Any]:
     """Plays the demo on a simulated machine with the preset's settings; returns its results."""
     from serving.bench.simulator.server import SimulatedServer, as_tokens, run_simulated
-    from serving.settings.reading import reading as settings
+    from serving.settings import reading as settings
 
     async def run(server: SimulatedServer) -> dict[str, Any]:
         return await _play(server, config, as_tokens(tasks), None, console)

@@ -179,7 +179,7 @@ def serve(
     from serving.frontend import server
     from serving.frontend.metrics import Metrics
     from serving.frontend.tracing import make_tracer
-    from serving.settings.reading import reading as settings
+    from serving.settings import reading as settings
     from serving.telemetry.observer import Observer
     from serving.telemetry.timeline import Timeline
 

@@ -25,7 +25,7 @@ def parse_mesh(mesh: str) -> int:
 
     Raises SettingsError for what is no mesh.
     """
-    from serving.settings.reading import reading as settings
+    from serving.settings import reading as settings
 
     loaded = settings.load(overrides={"engine.mesh": mesh})
     return settings.mesh_devices(loaded.engine.mesh)

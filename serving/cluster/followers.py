@@ -28,8 +28,6 @@ from serving.proto.jmoe.v1 import hosts_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 
-NAMED_WITHIN_S = 3.0
-"""How long a failed step waits to hear whether it failed because a process is gone."""
 CALLS_OF_ANY_SIZE = ("grpc.max_receive_message_length", -1)
 """For a follower alone: united experts travel in calls. What process 0 receives is short."""
 SPEAKS_WITHIN_S = 10.0

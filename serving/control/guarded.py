@@ -9,7 +9,7 @@ from serving.control.algorithm2 import Algorithm2
 from serving.control.controller import Controller, Decision, Make, Seen, StepController, StepSeen
 from serving.control.predictive import Predictive
 from serving.errors import shown
-from serving.settings.reading import plugins
+from serving.settings import plugins
 
 CONTROLLERS: dict[str, Make] = {"algorithm2": Algorithm2, "predictive": Predictive}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, overload
 
 from serving.plan import Phase
 from serving.request import Priority
-from serving.settings.reading import plugins
+from serving.settings import plugins
 
 if TYPE_CHECKING:
     from serving.scheduling.sequence import SequenceState

@@ -23,7 +23,7 @@ from serving.bench.results import Record, Run
 from serving.bench.simulated_time import SimulatedLoop
 from serving.bench.workload import Arrival
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
-from serving.settings.reading import reading as server
+from serving.settings import reading as server
 
 CHANGE_S = 0.01
 CODE = grpc.StatusCode

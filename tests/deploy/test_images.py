@@ -12,7 +12,7 @@ import yaml
 from dockerfile import DOCKERFILE, ROOT, command, instructions, served_with
 
 from serving.frontend import exposure
-from serving.settings.reading import reading as settings
+from serving.settings import reading as settings
 
 
 def ignored(path):

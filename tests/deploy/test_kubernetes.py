@@ -10,7 +10,7 @@ from dockerfile import served_with
 
 from serving.frontend.metrics import Metrics
 from serving.frontend.metrics_http import serve
-from serving.settings.reading import reading as settings
+from serving.settings import reading as settings
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 CONFIG = settings.load(FOLDER / "server.yaml")

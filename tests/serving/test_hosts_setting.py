@@ -9,7 +9,7 @@ from serving.cluster import hosts
 from serving.cluster.secret import VARIABLE, ClusterSecret
 from serving.config import EngineConfig
 from serving.errors import SettingsError
-from serving.settings.reading import reading as settings
+from serving.settings import reading as settings
 from serving.startup.prepare import prepare
 
 GIVEN = {

@@ -14,8 +14,8 @@ from jmoe.parallel.home import make_mesh
 from serving.config import BalanceConfig, EngineConfig
 from serving.errors import SettingsError
 from serving.execution import memory
+from serving.settings import reading as settings
 from serving.settings.reading import mesh_devices
-from serving.settings.reading import reading as settings
 from serving.startup.prepare import prepare, warn_of_gathering
 
 

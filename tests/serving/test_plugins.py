@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from serving.config import SalcConfig
-from serving.settings.reading import plugins
+from serving.settings import plugins
 
 
 @pytest.fixture

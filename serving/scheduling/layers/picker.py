@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int
 
 from serving.scheduling.layers import compiled
 from serving.scheduling.layers.rules import RULES, Defragging, Rule
-from serving.settings.reading import plugins
+from serving.settings import plugins
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from serving.bench.simulator.device import SimulatedDevice
 from serving.bench.simulator.server import Machine, run_simulated
 from serving.bench.simulator.step_times import Recorded, StepTimes
 from serving.bench.workload import Arrival
-from serving.settings.reading import reading as settings
+from serving.settings import reading as settings
 
 LAYERS, PICKS = 4, 2
 ENGINE = settings.load("demo").engine

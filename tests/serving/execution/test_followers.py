@@ -226,7 +226,7 @@ def test_a_fault_has_its_own_name_or_that_of_the_process_it_comes_of(monkeypatch
     lost = Lost()
     with pytest.raises(ValueError, match="bad input"):  # without waiting
         lost.named(lambda: fail(ValueError("bad input")))
-    monkeypatch.setattr(module, "NAMED_WITHIN_S", 0.0)
+    monkeypatch.setattr("serving.errors.NAMED_WITHIN_S", 0.0)
     with pytest.raises(RuntimeError, match="of its own"):
         lost.named(lambda: fail(RuntimeError("of its own")))
     lost.say("process 1 of 2 is gone")

@@ -18,7 +18,7 @@ from serving.frontend.server import Server, serve
 from serving.frontend.services import SERVICES
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
-from serving.settings.reading import reading as settings
+from serving.settings import reading as settings
 
 # ---- the admin service -------------------------------------------------------------------------
 

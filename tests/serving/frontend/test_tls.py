@@ -20,7 +20,7 @@ from serving.frontend import handshake, metrics_http
 from serving.frontend.exposure import certificates, warn
 from serving.frontend.server import Server
 from serving.frontend.tls import Certificates, Files
-from serving.settings.reading import reading as settings
+from serving.settings import reading as settings
 
 PORTS = ("main", "admin", "web", "page", "metrics")
 GRPC, HTTP = PORTS[:2], PORTS[2:]

@@ -31,7 +31,7 @@ from serving.frontend.tracing import Tracer, make_tracer
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.request import Priority, Request, SamplingParams
-from serving.settings.reading import reading as settings
+from serving.settings import reading as settings
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
