@@ -8,9 +8,9 @@ import grpc
 import numpy as np
 import pytest
 
+from serving.cluster import followers as module
 from serving.cluster.followers import Followers, Leader
 from serving.errors import Lost, PeerLost, SettingsError, Unavailable
-from serving.execution import followers as module
 from serving.execution.buckets import Key
 from serving.execution.replay import Led, replay, to_array, to_key, to_message, to_program
 from serving.proto.jmoe.v1 import hosts_pb2 as pb

@@ -10,10 +10,10 @@ from threading import Event
 import grpc
 import pytest
 
+from serving.cluster import followers as module
 from serving.cluster.followers import Followers, Leader
 from serving.cluster.secret import ClusterSecret
 from serving.errors import SettingsError
-from serving.execution import followers as module
 from serving.proto.jmoe.v1 import hosts_pb2 as pb
 from serving.proto.jmoe.v1 import hosts_pb2_grpc as rpc
 
