@@ -34,7 +34,7 @@ test-deep: $(VENV)/.dev
 test-exhaustive: $(VENV)/.dev
 	$(PYTEST) -m exhaustive
 
-# As many of these as begin within six minutes; others at every call.
+# As many of these as begin within three minutes; others at every call.
 test-rota: $(VENV)/.dev
 	$(PYTEST) -m exhaustive --dist load --rota $$(date +%s)
 
