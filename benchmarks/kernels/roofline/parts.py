@@ -147,7 +147,7 @@ def taken(supports: Callable[..., bool], *args: Any) -> bool:
 
 
 def by_reference(count: Count) -> Prediction:
-    """Returns a prediction without figures: XLA's references have no model here."""
+    """Returns the floor and one launch: XLA's references have no model here."""
     floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
     kernel = Kernel("XLA reference", floor_us, {LAUNCHES: h200.KERNEL_US})
     return Prediction(count, (kernel,), "no kernel takes these sizes: the floor and one launch")
