@@ -298,7 +298,9 @@ def _same(text: str | None, continuation: str) -> bool:
 
 
 def _begins(continuation: str, text: str) -> bool:
-    """Whether a continuation may begin with a greedy token's text (empty: half a character)."""
+    """Returns whether a continuation may begin with a greedy token's text (empty: half a
+    character).
+    """
     return continuation.startswith(text) or continuation.startswith(f" {text}")
 
 

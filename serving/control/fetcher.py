@@ -150,7 +150,9 @@ class Fetcher:
             self._calm = 0
 
     def _fetch_all(self, experts: set[Expert]) -> bool:
-        """Whether all fit the spare slots; they are there then. Those used longest ago go."""
+        """Returns whether all fit the spare slots; they are there then. Those used longest ago
+        go.
+        """
         assert self._away is not None
         if len(experts) > len(self._away.spare):
             return False

@@ -109,7 +109,7 @@ class Lost:
             threading.Thread(target=tell, args=(reason,), daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether there is a reason, now or within a time."""
+        """Returns whether there is a reason, now or within a time."""
         return self._said.wait(timeout_s)
 
     def named[T](self, call: Callable[[], T]) -> T:

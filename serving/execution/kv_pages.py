@@ -59,7 +59,7 @@ def device_memory(device: Any) -> DeviceMemory | None:
 
 
 def goes_by_memory(config: EngineConfig) -> bool:
-    """Whether the number of pages is left to the memory of a GPU."""
+    """Returns whether the number of pages is left to the memory of a GPU."""
     return not config.num_pages and jax.local_devices()[0].platform != "cpu"
 
 

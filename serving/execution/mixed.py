@@ -57,7 +57,8 @@ class MixedSteps:
         self.mixed_s: dict[tuple[int, int], float] = {}  # by models, and rows of each
 
     def pays(self, counts: Sequence[int]) -> bool:
-        """Whether a step with so many rows of each of several models takes less than their steps.
+        """Returns whether a step with so many rows of each of several models takes less than their
+        steps.
 
         False for more models than there are programs for, or more rows than a step may have.
         """

@@ -108,8 +108,8 @@ class Runner(Protocol):
         ...
 
     def mixes(self, counts: Sequence[int]) -> bool:
-        """Whether one decode step with so many rows of each of several models takes less than
-        their steps one after another.
+        """Returns whether one decode step with so many rows of each of several models takes less
+        than their steps one after another.
         """
         ...
 

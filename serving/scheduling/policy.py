@@ -71,7 +71,7 @@ class RequestView:
         return self._sequence.max_new_tokens
 
     def same_as(self, other: object) -> bool:
-        """Whether `other` is a view of the same request."""
+        """Returns whether `other` is a view of the same request."""
         return isinstance(other, RequestView) and other._sequence is self._sequence
 
     def __repr__(self) -> str:

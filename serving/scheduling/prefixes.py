@@ -29,7 +29,7 @@ class Brownout(NamedTuple):
     how: tuple[int, int] = (0, 0)  # strategy code, and way of the united experts
 
     def is_within(self, accepted: "Brownout") -> bool:
-        """Whether a request that accepts `accepted` may use values computed under this."""
+        """Returns whether a request that accepts `accepted` may use values computed under this."""
         if self.percent == 100:
             return True
         return self.how == accepted.how and self.percent >= accepted.percent

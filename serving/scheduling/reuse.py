@@ -61,7 +61,7 @@ class Reuse:
         return self._limits.page_size * max(len(self.found(sequence, rank)) for rank in ranks)
 
     def awaits(self, sequence: SequenceState, rank: int) -> bool:
-        """Whether a waiting sequence should start only when a running one of that rank has
+        """Returns whether a waiting sequence should start only when a running one of that rank has
         computed its next page, so that it need not compute the same.
 
         Latency-sensitive sequences never wait for best effort, nor anybody for pages that are

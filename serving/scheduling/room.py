@@ -57,7 +57,7 @@ class Room:
         return max(fitting, key=lambda rank: (len(there[rank]), room[rank]), default=None)
 
     def has_place(self, head: SequenceState, rank: int) -> bool:
-        """Whether it fits on a rank as things are."""
+        """Returns whether it fits on a rank as things are."""
         there = {rank: self._pages_there(head, rank)}
         return self._places.rank_for(self._pages_for(head), (rank,), there) is not None
 

@@ -147,8 +147,8 @@ class _Link:
             self.unsaid.clear()
 
     def is_next(self, number: int, is_message: bool, now: float) -> bool:
-        """Whether a message is the one that is to come. If others are missing it is to come again,
-        with them.
+        """Returns whether a message is the one that is to come. If others are missing it is to come
+        again, with them.
         """
         if number > self._came + is_message:
             self._lacks = True
@@ -184,7 +184,7 @@ class _Link:
         return max(due, self._spoke_at + SAYS_EVERY_S)
 
     def _give(self, number: int, frames: Sequence[Buffer], *, again: bool = False) -> bool:
-        """Whether the socket took it."""
+        """Returns whether the socket took it."""
         head = _HEAD.pack(self.to, self._sender, number, self._came, again)
         try:
             self.socket.send_multipart([head, *frames], zmq.NOBLOCK, copy=False)

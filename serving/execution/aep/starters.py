@@ -104,7 +104,7 @@ class ProcessStarter:
 
 
 def _tell(inbox: IO[str], assignment: Assignment) -> bool:
-    """Whether a process heard its assignment. Its input stays open: it ends with it."""
+    """Returns whether a process heard its assignment. Its input stays open: it ends with it."""
     try:
         print(assignment.to_json(), file=inbox, flush=True)
     except OSError:

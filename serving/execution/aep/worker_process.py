@@ -284,7 +284,7 @@ class Loop:
         return set()
 
     def _look(self) -> None:
-        """Whether the server lives, and the other workers hear."""
+        """Returns whether the server lives, and the other workers hear."""
         now = time.monotonic()
         if now < self._look_at:
             return
