@@ -29,7 +29,7 @@ from serving.plan import Limits, StepControl
 
 
 class Calls(Protocol):
-    """What may be asked of the devices. One thread calls at a time."""
+    """The calls that devices take. One thread calls at a time."""
 
     def compile(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
         """Compiles programs, or reads them from disk."""
@@ -58,7 +58,7 @@ class Calls(Protocol):
         ...
 
     def load_way(self, way: int, layer: int) -> None:
-        """Loads them into one MoE layer, counted through the models of a family."""
+        """Loads a way into one MoE layer, counted through the models of a family."""
         ...
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:

@@ -80,7 +80,7 @@ def _listening_options(peer_timeout_s: float) -> list[tuple[str, int]]:
 
 
 class Lost:
-    """Whether another process is gone, and who wants to know; for any thread."""
+    """Whether another process is gone, and who is to be told; for any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -89,7 +89,7 @@ class Lost:
         self.reason = ""
 
     def say(self, reason: str) -> None:
-        """Tells everybody who waits. What comes later is a consequence, and changes nothing."""
+        """Tells everybody who waits. Later reasons are consequences, and change nothing."""
         with self._lock:
             if self.reason:
                 return
@@ -196,7 +196,7 @@ class Followers(rpc.HostsServicer):
         self._server.start()
 
     def wait_for_all(self, timeout_s: float) -> None:
-        """Returns when every process has joined. Raises Unavailable, naming who is missing."""
+        """Waits until every process has joined. Raises Unavailable, naming who is missing."""
         wanted = set(range(1, self.num_processes))
         with self._changed:
             self._changed.wait_for(
@@ -304,7 +304,7 @@ class Followers(rpc.HostsServicer):
     def _listen(
         self, messages: Iterator[Any], index: int, queue: SimpleQueue[pb.ToFollower | None]
     ) -> None:
-        """Waits for what a follower says, and for its end."""
+        """Reads what a follower says until its stream ends."""
         who, reason = f"process {index} of {self.num_processes}", ""
         try:
             for message in messages:
@@ -382,7 +382,7 @@ class Leader:
             raise
 
     def calls(self) -> Iterator[pb.Call]:
-        """Yields what process 0 wants to be called, in order, until it stops or this end is closed.
+        """Yields the calls that process 0 makes, in order, until it stops or this end is closed.
 
         Raises PeerLost where it is gone before.
         """

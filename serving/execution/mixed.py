@@ -120,7 +120,7 @@ class MixedSteps:
         return time.perf_counter() - began
 
     def _spread_tokens(self) -> None:
-        """Gives every slot another newest token, as where requests are served."""
+        """Gives every slot another newest token, as when requests are served."""
         state, vocab = self._device.state, self._device.model.config.vocab_size
         tokens = np.arange(len(state.last_token), dtype=np.int64) * STRIDE % vocab
         last_token = jnp.asarray(tokens.astype(np.int32))

@@ -289,7 +289,7 @@ class Programs:
         return None if self._parts_by_number else range(self._model.config.num_layers)
 
     def _replicates(self, key: Key) -> Replication | None:
-        """Returns how a step copies experts while it runs; None: not at all."""
+        """Returns how a step copies experts while it runs; None: it copies none."""
         return self._replication.get(key.size) if key.phase == "prefill" else None
 
     def _max_active(self, key: Key) -> int:
@@ -334,7 +334,7 @@ class Programs:
         return *held((self._weights(first), self._state)), *packed
 
     def _cache_key(self, key: Key, code: str) -> str:
-        """Returns all that tells this program from any other of the same versions on the same
+        """Returns what identifies this program among all of the same versions on the same
         device.
         """
         return repr(

@@ -17,7 +17,7 @@ Ended = Callable[[str], None]
 
 
 class Starter(Protocol):
-    """Of a crew's processes."""
+    """Starts and ends a crew's processes."""
 
     @property
     def host(self) -> str:
@@ -38,7 +38,7 @@ class Starter(Protocol):
 
 
 class ProcessStarter:
-    """On this machine. What its processes write to stderr goes to the server's."""
+    """A Starter on this machine. What its processes write to stderr goes to the server's."""
 
     host = "127.0.0.1"
 
