@@ -127,7 +127,7 @@ class _Problem(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """With padding."""
+        """Shape with padding."""
         return self.counts.shape
 
     @property

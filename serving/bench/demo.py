@@ -104,7 +104,7 @@ class DemoConfig:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Of `serving.bench.variants`; the first one is without brownout."""
+        """Names in `serving.bench.variants`; the first one is without brownout."""
         return ALL if self.controllers else PAIR
 
     def __post_init__(self) -> None:

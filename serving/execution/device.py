@@ -135,7 +135,7 @@ class Device:
         return out
 
     def seat(self, told: Int[np.ndarray, "D n"]) -> None:
-        """Launches what seats a sequence, of which `told` tells each device."""
+        """Launches the program that seats a sequence, which `told` describes to each device."""
         self.shaping = self.programs.seat(self.shaping, told)
 
     def draw(
@@ -145,7 +145,7 @@ class Device:
         shapes: Int[np.ndarray, "B shape"],
         allowed: Int[np.ndarray, "B W"],
     ) -> StepOutput:
-        """Launches what draws tokens behind a step in which rows are shaped."""
+        """Launches the program that draws tokens after a step in which rows are shaped."""
         found = self.programs.draw(self.state, self.shaping, out, rows, shapes, allowed)
         self.state, self.shaping, out = found
         return out
