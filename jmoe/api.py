@@ -35,7 +35,7 @@ PlacementOf = Callable[..., Placement]
 
 @dataclass(repr=False, eq=False)
 class Model:
-    """A loaded model: what it is. Of it only `resident` changes, when a way is loaded."""
+    """A loaded model: what it is. Only `resident` changes, when a way is loaded."""
 
     name: str
     path: Path
@@ -94,7 +94,7 @@ class Model:
 
     @property
     def way(self) -> int | None:
-        """Whose united experts are loaded; None: none, or not in every layer yet."""
+        """The way whose united experts are loaded; None: none, or not in every layer yet."""
         return self.resident.way
 
     def __repr__(self) -> str:
@@ -197,8 +197,8 @@ def resolve(path: str | Path, revision: str = "", *, weights: bool = True) -> Pa
 
 
 def name_of(path: str | Path) -> str:
-    """Returns what a model is called: a directory by its last part, all else by what it was named
-    as.
+    """Returns the name of a model: the last part of a directory's path, else the path as it is
+    given.
     """
     return Path(path).absolute().name if Path(path).is_dir() else str(path)
 
@@ -267,7 +267,7 @@ def _united(
     ways: Sequence[int] | None,
     name: str,
 ) -> dict[int, UnitedExperts]:
-    """Returns united experts to keep at hand. Raises CheckpointError, and ValueError as
+    """Returns the united experts to keep. Raises CheckpointError, and ValueError as
     `choose_ways`.
     """
     if ways is not None and not ways:
@@ -276,7 +276,7 @@ def _united(
 
 
 def check_dtype(dtype: str) -> jnp.dtype:
-    """Returns the type by its name. Raises ValueError for one that weights cannot have."""
+    """Returns a dtype by its name. Raises ValueError for one that weights cannot have."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
     return jnp.dtype(dtype)
@@ -288,7 +288,7 @@ def _home(
     mesh: Mesh | None,
     placement: Placement | PlacementOf | None,
 ) -> Home | None:
-    """Returns where weights go. Raises ValueError for a placement that is not of this model and
+    """Returns where weights go. Raises ValueError for a placement that does not fit model and
     mesh.
     """
     if mesh is None:
@@ -330,8 +330,8 @@ def check_tokenizer(tokenizer: Tokenizer | None, cfg: ModelConfig, directory: Pa
 def choose_ways(
     found: dict[int, UnitedExperts], wanted: Sequence[int] | None, name: str
 ) -> dict[int, UnitedExperts]:
-    """Returns the those of the wanted ways; None: all. Raises ValueError for one that is not
-    there.
+    """Returns the united experts of the wanted ways; None: all. Raises ValueError for a missing
+    one.
     """
     if wanted is None:
         return found

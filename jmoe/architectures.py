@@ -48,7 +48,7 @@ def register(model_type: str, architecture: Architecture) -> None:
 
 
 def naming(model_type: str) -> Architecture:
-    """Returns whose names the tensors have; Qwen's for a configuration that was made by hand."""
+    """Returns the architecture that names the tensors; Qwen's for a configuration made by hand."""
     return ARCHITECTURES.get(model_type, ARCHITECTURES["qwen3_moe"])
 
 

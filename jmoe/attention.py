@@ -158,7 +158,9 @@ class PrefillAttention(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CausalAttention:
-    """`batch` sequences of `length` rows each, whole, without a cache: whatever comes is passed."""
+    """`batch` whole sequences of `length` rows each, without a cache: what is given is passed
+    on.
+    """
 
     batch: int = field(metadata={"static": True})
     length: int = field(metadata={"static": True})

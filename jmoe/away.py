@@ -29,12 +29,12 @@ class Source(Protocol):
 
     @property
     def fetch_bytes(self) -> int:
-        """What is read to fetch one."""
+        """Bytes that are read to fetch one expert."""
         ...
 
     @property
     def device_bytes(self) -> int:
-        """What the source itself takes on the device."""
+        """Bytes that the source itself takes on the device."""
         ...
 
     def write(self, pool: ExpertPool, expert: Expert, slot: int) -> ExpertPool:
@@ -44,14 +44,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class OnHost:
-    """In host memory: `gate_up [d, 2 f]` and `down [f, d]` of each, in the pool's dtype."""
+    """Experts in host memory: `gate_up [d, 2 f]` and `down [f, d]` of each, in the pool's dtype."""
 
     weights: Mapping[Expert, tuple[np.ndarray, np.ndarray]]
     device_bytes = 0
 
     @property
     def fetch_bytes(self) -> int:
-        """Of one expert."""
+        """Bytes of one expert."""
         return sum(part.nbytes for part in next(iter(self.weights.values())))
 
     def write(self, pool: ExpertPool, expert: Expert, slot: int) -> ExpertPool:
@@ -90,7 +90,7 @@ class AwayExperts:
         return self._by_user[model, layer, expert]
 
     def away_of(self, model: int) -> frozenset[tuple[int, int]]:
-        """Returns (MoE layer, expert) of those that a model routes to and that are away."""
+        """Returns (MoE layer, expert) of the experts that a model routes to and that are away."""
         return frozenset((layer, e) for user, layer, e in self._by_user if user == model)
 
     def needed_by_a_row(self, num_picks: int) -> int:
@@ -100,9 +100,7 @@ class AwayExperts:
         return needed_by_a_row(self.users, num_picks)
 
     def first_fetched(self) -> dict[Expert, int]:
-        """Chooses as many experts as there are spare slots for, before anything is known of visits;
-        each layer's alike.
-        """
+        """Chooses experts for the spare slots before visits are known, evenly over the layers."""
         order = sorted(self.users, key=lambda e: (e[2], e[1], e[0]))
         return dict(zip(order, self.spare, strict=False))
 
@@ -227,7 +225,7 @@ class Homes:
 
     @property
     def num_slots(self) -> int:
-        """Of the pool, routed experts and spare ones."""
+        """Slots of the pool: those of routed experts, and spare ones."""
         return self.spare.stop
 
 

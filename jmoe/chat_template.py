@@ -76,7 +76,9 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Templates may read what they get and no more; they have what transformers gives them."""
+    """Returns a sandbox in which templates only read what they get, with the extensions of
+    transformers.
+    """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )

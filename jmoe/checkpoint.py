@@ -98,7 +98,7 @@ class TensorFiles:
         return self._open[name].get_tensor(name)
 
     def read(self, name: str, dtype: jnp.dtype, *, on_host: bool = False) -> jax.Array | np.ndarray:
-        """Returns one tensor in `dtype`, where it is assembled: on the device, or in a CPU's
+        """Returns one tensor in `dtype`, where it will be assembled: on the device, or in a CPU's
         memory, where every shape of an operation would be a program to compile; `on_host` is there
         always.
         """
@@ -179,8 +179,8 @@ def _check(files: TensorFiles, cfg: ModelConfig, directory: Path) -> None:
 
 
 def _unlike(files: TensorFiles, cfg: ModelConfig, read: set[str]) -> Iterator[str]:
-    """Returns every tensor that is not as the model needs it. Collects the names of
-    all it needs.
+    """Yields an error for each tensor that is not as the model needs it; adds the names it needs to
+    `read`.
     """
     for parameter in layout.whole(cfg):
         read.update(parameter.names)
@@ -233,7 +233,9 @@ class HFLayers:
         _check(self._files, cfg, directory)
 
     def top(self) -> dict[str, Any]:
-        """Parameters outside the layers. Raises CheckpointError for weights that are not finite."""
+        """Returns the parameters outside the layers. Raises CheckpointError for weights that are
+        not finite.
+        """
         own = layout.top(self._cfg)
         params = self._read(own, on_host=self._params_on_host)
         self._refuse_not_finite(params, [own])
@@ -341,7 +343,7 @@ def read_layers(
 def write_routed(
     held: PoolHolder, slots: Sequence[np.ndarray], moe_layer: int, experts: ExpertPool
 ) -> None:
-    """Puts experts of a layer into the slots that `slots` has for it, int32 [n]."""
+    """Writes experts of a layer into `slots`, int32 [n]."""
     held.pool = write_slots(held.pool, jnp.asarray(slots[moe_layer]), *experts)
 
 
@@ -470,7 +472,7 @@ def save_native(
 
 
 def is_native(directory: Path) -> bool:
-    """Whether the directory was written by `save_native`."""
+    """Returns whether the directory was written by `save_native`."""
     return (directory / "jmoe.json").exists()
 
 

@@ -108,7 +108,7 @@ class ModelConfig:
 
     @property
     def context_in_words(self) -> str:
-        """What an error says of `max_context`."""
+        """`max_context` in the words of an error message."""
         why = (
             "sliding_window" if self.max_context < self.max_position else "max_position_embeddings"
         )

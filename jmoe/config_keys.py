@@ -192,5 +192,5 @@ def _faults(
 
 
 def _same(value: object, other: object) -> bool:
-    """Returns the equality in which true is not 1."""
+    """Returns whether two values are equal, true and 1 counting as different."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other

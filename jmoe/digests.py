@@ -111,7 +111,7 @@ def _remembered() -> dict[str, Any]:
 
 
 def _remember(new: dict[str, Any]) -> None:
-    """Adds to what is remembered, of which files that are gone are forgotten."""
+    """Remembers new digests and forgets those of files that are gone."""
     kept = {path: entry for path, entry in _remembered().items() if os.path.exists(path)}
     with suppress(OSError, RuntimeError):  # without it, files are read again
         path = Path(REMEMBERED).expanduser()

@@ -52,18 +52,18 @@ class Family(Sequence[Model]):
 
     @property
     def config(self) -> ModelConfig:
-        """What all have in common; end-of-sequence tokens are the first one's."""
+        """The common configuration; end-of-sequence tokens are those of the first model."""
         return self.models[0].config
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What they are called."""
+        """Names of the models."""
         return tuple(model.name for model in self.models)
 
     @property
     def weight_bytes(self) -> int:
-        """On the device: of the pool, of differences from it, and of all other weights; what two
-        models have alike counts once.
+        """Bytes on the device of the pool, of differences from it, and of all other weights; what
+        two models share counts once.
         """
         trees = [self.models[0].pool, [(model.params, model.table) for model in self]]
         leaves = {id(leaf): leaf for leaf in jax.tree.leaves(trees)}
@@ -212,7 +212,8 @@ def check_family(
     revision: str = "",
     chat_template: str | Path = "",
 ) -> tuple[dict[str, Path], dict[str, ModelConfig], dict[str, Tokenizer | None]]:
-    """Directories, configurations and tokenizers of models that can lie over one pool, by name.
+    """Returns directories, configurations and tokenizers, by name, of models that can share one
+    pool.
 
     Reads no weights; fetches those of models of the Hub. Raises HubError, ValueError and
     ConfigError as `load_family`, TokenizerError for a tokenizer that does not fit its model.
@@ -226,7 +227,7 @@ def check_family(
 
 
 class _Progress:
-    """Layers of one model, counted on from those of the models before it."""
+    """Progress in layers, counted on from those of the models before."""
 
     def __init__(self, tell: Callable[[int, int], None] | None, number: int, count: int) -> None:
         self._tell, self._number, self._count = tell, number, count
@@ -310,8 +311,8 @@ def _common_ways(
 
 
 def _tables(homes: Homes, num_united: int) -> list[ExpertTable]:
-    """Returns a table for each model: its routed experts' slots, and behind all of those its own
-    slots for united ones.
+    """Returns a table for each model: the slots of its routed experts, and after all of those its
+    own slots for united ones.
     """
     count, layers, experts = homes.routed.shape
     own = np.arange(count * layers * num_united, dtype=np.int32) + homes.num_slots
@@ -326,7 +327,7 @@ def _tables(homes: Homes, num_united: int) -> list[ExpertTable]:
 
 @dataclass
 class _Reader:
-    """Reads models of a family; their experts that any model uses go to where they live."""
+    """Reads models of a family; experts that any model uses go to their slots or to host memory."""
 
     held: PoolHolder
     held_experts: Int[np.ndarray, "slots 3"]

@@ -8,7 +8,9 @@ import numpy as np
 
 
 def is_finite(array: Any) -> bool:
-    """Whether every element is finite, on the host: infinity and NaN have the highest exponent."""
+    """Returns whether every element is finite, on the host: infinity and NaN have the highest
+    exponent.
+    """
     values = np.asarray(array)
     highest = np.array(np.inf, values.dtype).view(f"u{values.itemsize}")
     return values.size == 0 or bool((values.view(highest.dtype) & highest).max() != highest)
@@ -35,7 +37,9 @@ def _on_host(leaf: jax.Array | np.ndarray) -> bool:
 
 @jax.jit
 def sums_are_finite(leaves: list[jax.Array]) -> jax.Array:
-    """Whether the sums over the first axes are finite: only where all of their terms are."""
+    """Returns whether the sums over the first axes are finite: only where all of their terms
+    are.
+    """
     return jnp.stack([jnp.isfinite(leaf.astype(jnp.float32).sum(0)).all() for leaf in leaves]).all()
 
 

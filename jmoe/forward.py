@@ -26,7 +26,7 @@ from jmoe.weights import Weights
 
 
 class ForwardStats(NamedTuple):
-    """What `forward(..., return_stats=True)` tells of its one step.
+    """What `forward(..., return_stats=True)` returns about its one step.
 
     L are the MoE layers in order (dense ones are left out), K the picks of a token, E the logical
     experts: the m routed ones, then the united ones. Router choices and gate weights

@@ -5,7 +5,7 @@ from typing import Any
 
 
 def free_device_bytes(device: Any) -> int | None:
-    """Returns what a `jax.Device` has left of what XLA may take; None where it does not say."""
+    """Returns the bytes of a `jax.Device` that XLA may still take; None where it does not say."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
@@ -13,7 +13,7 @@ def free_device_bytes(device: Any) -> int | None:
 
 
 def free_host_bytes() -> int | None:
-    """Returns what Linux can give without swapping and the control group allows; None where
+    """Returns the bytes that Linux has without swapping and the control group allows; None if
     unknown.
     """
     known = []

@@ -20,7 +20,7 @@ NOT_READ = ("consolidated*", "original/*", "onnx/*")
 
 
 class HubError(ValueError):
-    """A model of the Hub that cannot be had; says what was tried."""
+    """A model of the Hub that cannot be fetched; says what was tried."""
 
 
 def locate(path: str | Path, revision: str = "", *, weights: bool = True) -> Path:

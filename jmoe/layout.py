@@ -36,7 +36,7 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the parameter, without a layer axis."""
+        """Shape of the parameter, without a layer axis."""
         if self.transposed:
             return self.stored[0][1], sum(shape[0] for shape in self.stored)
         if self.kind == "gate":  # the file has a matrix of one row
@@ -55,7 +55,7 @@ class Parameter:
         return (np if on_host else jnp).concatenate(tensors, axis=-1)
 
     def split(self, parameter: Any) -> dict[str, Any]:
-        """Tensors by name, as the file has them: what `assemble` is given."""
+        """Returns tensors by name, as the file has them: the inverse of `assemble`."""
         if self.kind == "gate":
             return {self.names[0]: parameter[None]}
         axis = -1 if self.transposed else 0
@@ -73,7 +73,7 @@ Layout = dict[str, Parameter]
 
 
 def top(cfg: ModelConfig) -> Layout:
-    """Returns what is outside the layers."""
+    """Describes the parameters outside the layers."""
     d, vocab = cfg.d_model, cfg.vocab_size
     out = {
         "embed": Parameter(
@@ -129,7 +129,7 @@ def expert(cfg: ModelConfig, index: int, number: int) -> Layout:
 
 
 def whole(cfg: ModelConfig) -> Iterator[Parameter]:
-    """Returns every parameter of a model, layer by layer, expert by expert."""
+    """Yields every parameter of a model, layer by layer, expert by expert."""
     yield from top(cfg).values()
     for index, is_moe in enumerate(cfg.moe_layers):
         yield from layer(cfg, index, is_moe).values()
@@ -139,7 +139,9 @@ def whole(cfg: ModelConfig) -> Iterator[Parameter]:
 
 
 def split(layout: Layout, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors by Hugging Face name of parameters by key; what is not in the layout is left out."""
+    """Returns tensors by Hugging Face name from parameters by key; what is not in the layout is
+    left out.
+    """
     tensors: dict[str, Any] = {}
     for key, parameter in layout.items():
         tensors |= parameter.split(params[key])

@@ -93,7 +93,7 @@ class JoinedTable(NamedTuple):
 def wide_logits(
     logits: Sequence[Float[Array, "B m"]], owner: Int[Array, "N m"]
 ) -> Float[Array, "T columns"]:
-    """Logits of all rows over the step's columns, -inf where a row's model has no expert.
+    """Returns logits of all rows over the step's columns, -inf where a row's model has no expert.
 
     Gating these picks what gating a segment by itself does: -inf adds nothing to a softmax. Where
     logits are equal to the last bit, another of their experts may be picked.
@@ -279,7 +279,7 @@ def mixed_decode_step(
 def _by_number(
     columns: Int[Array, "layers E"], count: int, num_experts: int
 ) -> Int[Array, "layers logical"]:
-    """Adds up rows by column over the models."""
+    """Sums rows by column over the models."""
     layers = columns.shape[0]
     parts = columns[:, : count * num_experts], columns[:, count * num_experts :]
     each = [jnp.sum(part.reshape(layers, count, -1), axis=1, dtype=jnp.int32) for part in parts]

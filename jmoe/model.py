@@ -60,7 +60,7 @@ def embed(params: Params, tokens: Int[Array, "T"]) -> Float[Array, "T d"]:
 def project(
     cfg: ModelConfig, layer: Params, h: Float[Array, "T d"], cos_sin: Rotation
 ) -> Projection:
-    """Returns query, key and value heads of the normed rows, but for bias, QK norm and RoPE."""
+    """Returns the QKV product of normed rows; bias, QK norm and RoPE are still to be applied."""
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     return Projection(
         (h @ layer["wqkv"]).reshape(shape),
@@ -91,7 +91,7 @@ def attend(
 def attended(
     cfg: ModelConfig, layer: Params, x: Float[Array, "T d"], out: Float[Array, "T H D"]
 ) -> Float[Array, "T d"]:
-    """Returns the rows with what their heads have read."""
+    """Adds to the rows what their heads have read."""
     x = x + out.reshape(x.shape[0], -1) @ layer["wo"]
     return x + layer["bo"][None] if cfg.o_bias else x
 
@@ -224,7 +224,9 @@ def _checked(cfg: ModelConfig, halves: range | None, wanted: Wanted) -> range:
 
 
 def _spans(part: range, first: int, count: int) -> list[_Span]:
-    """Returns a segment's layers that lie in `part`, counted from `first`; half ones are alone."""
+    """Splits a segment's layers that lie in `part`, counted from `first`; half layers are spans of
+    their own.
+    """
     start, stop = max(part.start, 2 * first), min(part.stop, 2 * (first + count))
     if start >= stop:
         return []
@@ -257,7 +259,9 @@ class _Run:
         return not any(isinstance(segment, tuple) for segment in self.weights.params["segments"])
 
     def no_replicas(self) -> Replicas | None:
-        """Returns what the first MoE layer is given. A scan has to carry arrays, be they empty."""
+        """Returns the replicas that the first MoE layer gets. A scan has to carry arrays, even
+        empty ones.
+        """
         if self.replication is None or not self.stacked:
             return None
         return Replicas.none(self.weights.pool, self.weights.table, self.replication)
@@ -349,8 +353,8 @@ class _Run:
     def _layer(
         self, span: _Span, xs: Any, x: Array, cache: Any, replicas: Any, index: Array
     ) -> tuple:
-        """Returns layer `index`, or the half of it that `span` has: rows, cache, copies of the next
-        MoE layer's experts, and stats of its own.
+        """Runs layer `index`, or the half of it that `span` has; returns rows, cache, copies of the
+        next MoE layer's experts, and its stats.
         """
         ((layer, next_layer), tables), out = xs, None
         if span.with_attention:
@@ -381,7 +385,9 @@ class _Run:
 
 
 def _rows(table: ExpertTable, next_table: ExpertTable | None, layer: int) -> tuple:
-    """Returns a layer's row of each; where kernels can take it, not cut out of the table."""
+    """Returns a layer's row of each table, without slicing it out where kernels can take it in
+    place.
+    """
     row, ahead = jax.tree.map(itemgetter(layer), (table, next_table))
     return row if table.hosts is not None else uncut(row, table, layer), ahead
 
@@ -431,9 +437,7 @@ def unstack(params: Params) -> Params:
 
 
 def in_turn(body: Callable, state: Any, xs: Sequence[Any], layers: range) -> Any:
-    """Returns what `lax.scan` returns, layer by layer in the program itself; `xs` are each
-    layer's.
-    """
+    """Runs layers as `lax.scan` does, but unrolled in the program; `xs` are each layer's."""
     one = jax.jit(body)  # traced and lowered once, not once a layer
     outs = []
     for index in layers:

@@ -28,7 +28,7 @@ from pallas_kernels.routing import TableRow
 
 
 class RoutedRows(NamedTuple):
-    """What the stages have to know of a step's rows."""
+    """What the stages need to know about a step's rows."""
 
     positions: Int[Array, "T"]
     valid: Bool[Array, "T"]  # False: padding
@@ -198,7 +198,7 @@ def _needed(
 
 
 class LayerReplication(NamedTuple):
-    """What an MoE layer over a mesh has to know beside its own weights."""
+    """What an MoE layer over a mesh needs beside its own weights."""
 
     replication: Replication | None = None  # None: experts stay where they are
     next_layer: tuple[Params | Probe, ExpertTable] | None = None

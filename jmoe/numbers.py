@@ -6,7 +6,9 @@ import numpy as np
 
 
 def integer(name: str, value: object) -> int:
-    """Returns a whole number as an int. Raises ValueError for all else: floats, bools and text."""
+    """Returns a whole number as an int. Raises ValueError for anything else: floats, bools and
+    text.
+    """
     if not isinstance(value, bool | np.bool_):
         try:
             return operator.index(value)  # type: ignore[arg-type]

@@ -132,7 +132,8 @@ def random_params(
 
 
 def popularity(num_experts: int, picks: int, skew: float) -> np.ndarray:
-    """Returns float64 [m]: how likely a row is to pick the expert of each rank, `picks` in all.
+    """Returns float64 [m]: the probability that a row picks the expert of each rank; the sum is
+    `picks`.
 
     It falls as exp(-skew rank / m): the most popular expert is picked exp(skew) times as often as
     the least. Raises ValueError for a skew at which the first would be picked by half the rows:

@@ -71,12 +71,12 @@ class ByDifference:
 
     @property
     def fetch_bytes(self) -> int:
-        """Of one difference."""
+        """Bytes of one difference."""
         return self.device_bytes // max(1, len(self.number))
 
     @property
     def device_bytes(self) -> int:
-        """Of all differences."""
+        """Bytes of all differences."""
         return sum(leaf.nbytes for leaf in self.residuals)
 
     def write(self, pool: ExpertPool, expert: Expert, slot: int) -> ExpertPool:
@@ -97,7 +97,9 @@ def tensor_name(fingerprint: str, layer: int, expert: int, key: str, side: str) 
 def read_residuals(
     sharing: Sharing, experts: Sequence[Expert], cfg: ModelConfig, check_weights: bool
 ) -> Residuals:
-    """Differences of `experts` (`Sharing.differs`), in bfloat16. Raises CheckpointError."""
+    """Reads the differences of `experts` (`Sharing.differs`), in bfloat16. Raises
+    CheckpointError.
+    """
     if sharing.directory is None:
         raise CheckpointError("the map has differences, and no directory that holds them")
     path, rank = sharing.directory / WEIGHTS_FILE, sharing.residual_rank

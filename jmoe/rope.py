@@ -58,7 +58,7 @@ def _yarn(rope: RopeConfig, freq: np.ndarray, head_dim: int) -> np.ndarray:
 def rotation(
     positions: Int[Array, "T"], rope: RopeConfig, head_dim: int
 ) -> tuple[Float[Array, "T half"], Float[Array, "T half"]]:
-    """Cosines and sines of each row's angles, float32; the same in every layer."""
+    """Returns cosines and sines of each row's angles, float32; the same in every layer."""
     freq = jnp.asarray(inverse_frequencies(rope, head_dim))
     angle = positions.astype(jnp.float32)[:, None] * freq[None, :]
     return jnp.cos(angle) * rope.attention_factor, jnp.sin(angle) * rope.attention_factor

@@ -63,8 +63,8 @@ def _gumbel_maximum(
     truncate: bool | Bool[Array, ""],
     min_p: Float[Array, "B"] | None,
 ) -> Int[Array, "B"]:
-    """Returns argmax, with Gumbel noise, of what temperature, min-p, top-k and top-p leave of each
-    row.
+    """Returns the argmax, with Gumbel noise, of what temperature, min-p, top-k and top-p leave of
+    each row.
     """
     scaled = logits / jnp.maximum(sampling.temperature, 1e-6)[:, None]
     if min_p is not None:
@@ -84,8 +84,8 @@ def _gumbel_maximum(
 
 
 def _truncate(scaled: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Returns -inf outside top-k, and outside top-p of what top-k leaves; ties go to
-    the lower id.
+    """Returns `scaled` with -inf outside top-k, and outside top-p of the rest; ties go to the lower
+    id.
     """
     vocab = scaled.shape[-1]
     order = jnp.argsort(-scaled, axis=-1, stable=True)

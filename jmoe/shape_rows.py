@@ -57,12 +57,12 @@ def pack_seat(
 
 
 def seat_size(max_len: int) -> int:
-    """Returns the numbers that a seat has."""
+    """Returns how many numbers a seat has."""
     return HEAD + 2 * MAX_BIASES + max_len
 
 
 def everything(num_rows: int, vocab_size: int) -> Int[np.ndarray, "B W"]:
-    """Returns what rows may draw that may draw anything: a bit a token, the lowest first, all
+    """Returns the mask of rows that may draw any token: a bit a token, the lowest first, all
     ones.
     """
     return np.full((num_rows, num_words(vocab_size)), -1, np.int32)

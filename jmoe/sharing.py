@@ -80,7 +80,9 @@ class Sharing:
 
     @property
     def shared_percent(self) -> float:
-        """Of the slots that sharing can save, those that it does; 100: one slot a position."""
+        """Percentage of the slots that sharing can save that are saved; 100: one slot a
+        position.
+        """
         count, *position = self.owners.shape
         positions = int(np.prod(position))
         if count == 1 or not positions:

@@ -33,7 +33,7 @@ class WaitingRows(NamedTuple):
 
 
 class StageVisits(NamedTuple):
-    """What rows ask of experts."""
+    """The visits that rows ask of experts."""
 
     h: Float[Array, "T d"]  # normed rows: these travel
     expert_ids: Int[Array, "T K"]  # logical expert of each visit; -1: none
@@ -42,13 +42,15 @@ class StageVisits(NamedTuple):
 
 
 def entering(x: Float[Array, "T d"], num_picks: int) -> tuple[WaitingRows, Float[Array, "T K d"]]:
-    """Embeddings as the first layer gets them: rows that wait for nothing, and no parts."""
+    """Returns embeddings as the first layer takes them: rows that wait for nothing, and no
+    parts.
+    """
     nothing = jnp.zeros((x.shape[0], num_picks), jnp.float32)
     return WaitingRows(x, nothing), jnp.zeros((*nothing.shape, x.shape[1]), x.dtype)
 
 
 def merge(waiting: WaitingRows, parts: Float[Array, "T K d"]) -> Float[Array, "T d"]:
-    """Returns rows behind their experts; what stands for a visit that is none is not looked at."""
+    """Returns the rows after their experts; parts of visits that do not exist are ignored."""
     total = jnp.zeros(waiting.x.shape, jnp.float32)
     for k in range(waiting.weights.shape[1]):
         weight = waiting.weights[:, k, None]
@@ -156,8 +158,8 @@ def _reached(
 def _once(
     weights: Float[Array, "T K"], ids: Int[Array, "T K"]
 ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
-    """Returns the visits of a row that meet in one expert are one visit, the first, with their
-    weights' sum.
+    """Merges visits of a row that meet in one expert into the first one, with the sum of their
+    weights.
     """
     same: Bool[Array, "T K K"] = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
     first = jnp.argmax(same, axis=-1) == jnp.arange(ids.shape[1], dtype=jnp.int32)[None]

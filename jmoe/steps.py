@@ -56,7 +56,7 @@ def served(params: Params, *, eager: bool = False) -> tuple[Params, dict[str, st
 
 
 def compiler_options(layers: Literal["scan", "graph", "eager"] = "scan") -> dict[str, str]:
-    """XLA's options for step programs: none on a CPU.
+    """Returns XLA's options for step programs: none on a CPU.
 
     `graph` is for unstacked layers: slices of small arrays are not to go into launches of a kind
     that XLA puts into no graph. See `served`.
@@ -94,7 +94,7 @@ class State(NamedTuple):
 
 
 class StepOutput(NamedTuple):
-    """What comes of a step. B is decode rows, or sequences of a prefill step.
+    """The output of a step. B is decode rows, or sequences of a prefill step.
 
     Tokens are greedy; `sample_step` replaces them where a row wants others. The host reads all but
     logits and hidden rows, which stay on the device for it and for `score_step`.
@@ -123,7 +123,7 @@ def make_state(
     dtype: Any,
     num_hidden: int = 0,
 ) -> State:
-    """Returns empty state: zeroed pages and tokens, and block tables that list the padding page,
+    """Returns an empty state: zeroed pages and tokens, and block tables that list the padding page,
     where rows of slots that own nothing may meet; `num_hidden` 0: steps run whole.
     """
     return State(
@@ -150,7 +150,7 @@ def _apply_deltas(table: Int[Array, "S M"], deltas: Int[Array, "N 3"]) -> Int[Ar
 
 
 def with_deltas(state: State, deltas: Int[Array, "N 3"], layers: range | None = None) -> State:
-    """Returns block tables before a step's first part; a program for later ones is given no
+    """Returns the state with updated block tables before a step's first part; later parts get no
     deltas.
     """
     if layers is not None and layers.start:
@@ -297,7 +297,7 @@ class _Part(NamedTuple):
     def _enter(
         self, tokens: Callable[[], Int[Array, "T"]], places: Int[Array, "T"] | None
     ) -> Float[Array, "T d"]:
-        """Returns rows before the layers: of the embedding, or those that wait."""
+        """Returns the rows before the layers: embeddings, or the rows that wait."""
         if self.layers is not None and not self.layers.start:
             return embed(self.weights.params, tokens())
         hidden = self.state.hidden
@@ -456,7 +456,8 @@ def prefill_step(
     layers: range | None = None,
     replication: Replication | None = None,
 ) -> tuple[State, StepOutput]:
-    """Chunks of prompts, packed one after another into `tokens`; row b owns its `q_len` next ones.
+    """Runs chunks of prompts, packed one after another into `tokens`; row b owns its `q_len` next
+    ones.
 
     A token comes of the last row of every chunk; the host uses it where the chunk ends its prompt.
     `keep_hidden` (static) returns rows after the last layer, for `score_step`. For parts of a step

@@ -34,8 +34,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path, chat_template: str | Path = "") -> "Tokenizer | None":
-        """Loads it; None where there is no `tokenizer.json`. Raises TokenizerError for a broken
-        one.
+        """Loads a tokenizer; None where there is no `tokenizer.json`. Raises TokenizerError for a
+        broken one.
 
         `chat_template` is a file in place of the model's own template.
         """
@@ -75,7 +75,7 @@ class Tokenizer:
         return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns text without special tokens."""
+        """Returns the text of tokens, without special ones."""
         return self.backend.decode(list(tokens), skip_special_tokens=True)
 
     @cached_property
@@ -170,7 +170,7 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def _one_template(template: object, directory: Path) -> str | None:
-    """Returns the template itself, or of several named ones the one named `default`."""
+    """Returns the template, or of several named ones the one named `default`."""
     if isinstance(template, list):
         named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
         template = named[0].get("template") if named else None

@@ -36,7 +36,9 @@ class Weights(NamedTuple):
 
 @dataclass(eq=False)
 class PoolHolder:
-    """The one holder of a pool, whoever's experts are in it: writing a slot donates the pool."""
+    """The one holder of a pool, whichever models' experts are in it: writing a slot donates the
+    pool.
+    """
 
     pool: ExpertPool
 
@@ -69,7 +71,7 @@ class ResidentWeights:
 
     @property
     def weights(self) -> Weights:
-        """As they are now."""
+        """The weights as they are now."""
         return Weights(self._params, self.held.pool, self._table)
 
     @weights.setter
@@ -97,7 +99,7 @@ class ResidentWeights:
             self.way = way
 
     def point(self, changes: Sequence[tuple[int, int, int, int]]) -> None:
-        """Lets routed experts be served by other slots of the pool; nothing is copied.
+        """Points routed experts to other slots of the pool; nothing is copied.
 
         A change is an MoE layer, an expert, its slot, and what that means (`ExpertTable.away`);
         they are made in order.

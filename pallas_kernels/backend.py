@@ -25,9 +25,7 @@ _batched_only: ContextVar[bool] = ContextVar("ops run their batched forms", defa
 
 
 def backend() -> str:
-    """Returns the platform programs are traced for: one named by `traced_for`, or the default
-    backend.
-    """
+    """Returns the platform that programs are traced for: that of `traced_for`, or jax's default."""
     return _named.get() or jax.default_backend()
 
 
@@ -46,7 +44,7 @@ def traced_for(platform: str) -> Iterator[None]:
 
 
 def hopper() -> bool:
-    """Whether Mosaic kernels may run: on a Hopper GPU, or compiled for one (`traced_for`).
+    """Returns whether Mosaic kernels may run: on a Hopper GPU, or compiled for one (`traced_for`).
 
     The kernels use sm_90a instructions, which no other generation has; there ops are batched
     (`batched`). Raises RuntimeError on a Hopper GPU where jax finds a ptxas known to compile them
@@ -65,7 +63,7 @@ def hopper() -> bool:
 
 
 def batched() -> bool:
-    """Whether an op without a Mosaic kernel runs its batched form: on every GPU.
+    """Returns whether an op without a Mosaic kernel runs its batched form: on every GPU.
 
     It is XLA, too, but of few large launches where the reference loops over small blocks. A CPU
     runs the reference, whose cost follows the work there is.
@@ -83,7 +81,7 @@ KERNEL = "Mosaic kernel"
 def noting() -> Iterator[dict[str, str]]:
     """Yields which implementation each op takes that is traced within it, by its name.
 
-    That is `KERNEL`, "batched XLA" or "XLA": the op's sizes and dtypes decide, too. Of an op that
+    That is `KERNEL`, "batched XLA" or "XLA": the op's sizes and dtypes decide, too. For an op that
     is traced several times it is the last one.
     """
     noted: dict[str, str] = {}
@@ -95,14 +93,16 @@ def noting() -> Iterator[dict[str, str]]:
 
 
 def note(op: str, *, kernel: bool = False, has_batched: bool = True) -> None:
-    """Notes what an op takes: its Mosaic kernel, or what this backend has beside it."""
+    """Notes which implementation an op takes: its Mosaic kernel, or this backend's other form."""
     if (noted := _noted.get()) is not None:
         noted[op] = KERNEL if kernel else "batched XLA" if has_batched and batched() else "XLA"
 
 
 @contextmanager
 def batched_only() -> Iterator[None]:
-    """Runs the batched forms of what is traced within it on every backend, as on an A100."""
+    """Takes the batched form of every op that is traced within it, on any backend, as on an
+    A100.
+    """
     token = _batched_only.set(True)
     try:
         yield
@@ -132,8 +132,8 @@ def _check_ptxas_found() -> None:
 
 
 def ptxas_version() -> int | None:
-    """Returns PTX version, times ten, of the ptxas that jax finds; None where it finds or says
-    none.
+    """Returns ten times the PTX version of the ptxas that jax finds; None where there is none or it
+    says none.
     """
     try:
         from jax._src.lib import mosaic_gpu
@@ -146,7 +146,9 @@ def ptxas_version() -> int | None:
 
 @contextmanager
 def references_only() -> Iterator[None]:
-    """Runs XLA references of what is traced within it on every backend: to compare kernels with."""
+    """Takes the XLA reference of every op that is traced within it, on any backend, for
+    comparison.
+    """
     token = _references_only.set(True)
     try:
         yield

@@ -99,12 +99,14 @@ OTHER_GPUS = {
 
 
 def gpu_mesh(generation: str) -> Mesh:
-    """Returns one of `OTHER_GPUS` that is not there; raises as `h200_mesh`."""
+    """Returns a mesh of one of `OTHER_GPUS`, none of which has to be there; raises as
+    `h200_mesh`.
+    """
     return _mesh(generation, OTHER_GPUS[generation], 1, "ep")
 
 
 def h200_mesh(num_gpus: int = 1, axis: str = "ep") -> Mesh:
-    """Returns a mesh of H200s that are not there, NVLink between them: compile against it, never
+    """Returns a mesh of H200s with NVLink, none of which has to be there: to compile for, not to
     run.
 
     Raises ImportError, with what to install, where jax's CUDA plugin is missing.
@@ -154,7 +156,7 @@ def compile_for(
 
 @contextmanager
 def _no_persistent_cache() -> Iterator[None]:
-    """Entries compiled without a GPU cannot be read back, so none may be written.
+    """Turns the persistent cache off: entries compiled without a GPU cannot be read back.
 
     jax looks at the switch once a process; `reset_cache` makes it look again.
     """

@@ -21,7 +21,8 @@ _FREE = {
 
 
 def count_launches(hlo: str) -> dict[str, int]:
-    """Launches of a program without loops, by opcode: of its entry computation, fusions as one.
+    """Counts launches of a program without loops, by opcode: of its entry computation, a fusion as
+    one.
 
     XLA may put the entry's work into a command buffer: its commands count, the call does not.
     """
@@ -30,7 +31,7 @@ def count_launches(hlo: str) -> dict[str, int]:
 
 
 def count_loop_launches(hlo: str) -> dict[str, int]:
-    """Returns the same, of one iteration of the loop that starts most: the one over layers."""
+    """Counts launches of one iteration of the loop that starts most: the one over layers."""
     computations, _ = _computations(hlo)
     instructions = [i for found in computations.values() for i in found]
     bodies = {body for opcode, body in instructions if opcode == "while"}
@@ -50,8 +51,8 @@ def _count(computations: dict[str, list[tuple[str, str]]], name: str) -> dict[st
 
 
 def _computations(hlo: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
-    """Returns opcode and called computation (a loop's body) of every instruction, by computation;
-    entry.
+    """Returns opcode and called computation of every instruction, by computation; and the entry's
+    name.
     """
     computations: dict[str, list[tuple[str, str]]] = {}
     entry = name = ""

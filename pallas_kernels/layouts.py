@@ -24,7 +24,7 @@ BY_COLUMN = WGMMA.reduce(0)
 
 
 def iota(shape, axis, layout):
-    """Returns numbers along an axis."""
+    """Returns an array of indices along an axis."""
     return plgpu.broadcasted_iota(I32, shape, axis, layout=layout)
 
 

@@ -49,7 +49,7 @@ def setting[T](
 
 
 def one_of(*choices: str) -> Range:
-    """Returns the range of these texts."""
+    """Returns a range of exactly these values."""
     return Range(f"one of {', '.join(choices)}", lambda value: value in choices, choices)
 
 
@@ -664,7 +664,7 @@ def keys(kind: type = ServerConfig) -> dict[str, Any]:
 
 @cache
 def described(kind: type = ServerConfig) -> dict[str, Setting]:
-    """Returns what the fields say of each dotted key, in their order."""
+    """Returns the `Setting` of each dotted key, in the order of the fields."""
     found: dict[str, Setting] = {}
     hints = get_type_hints(kind)
     for made in fields(kind):

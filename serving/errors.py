@@ -110,7 +110,7 @@ class PeerLost(Unavailable):
 
 
 class Lost:
-    """Whether another process is gone, and who wants to know; for any thread."""
+    """Whether another process is gone, and who is to be told; for any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -119,7 +119,7 @@ class Lost:
         self.reason = ""
 
     def say(self, reason: str) -> None:
-        """Tells everybody who waits. What comes later is a consequence, and changes nothing."""
+        """Tells everybody who waits. Later reasons are consequences, and change nothing."""
         with self._lock:
             if self.reason:
                 return
@@ -139,7 +139,7 @@ class Lost:
             threading.Thread(target=tell, args=(reason,), daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether there is a reason, now or within a time."""
+        """Returns whether there is a reason, now or within a time."""
         return self._said.wait(timeout_s)
 
     def named[T](self, call: Callable[[], T]) -> T:

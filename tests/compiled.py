@@ -22,7 +22,8 @@ IN_PLACE = {"scatter", "dynamic-update-slice"}
 
 
 def large_results(hlo, large):
-    """Instructions that write an array of `large` bytes or more, computations of fusions left out.
+    """Returns instructions that write an array of `large` bytes or more, computations of fusions
+    left out.
 
     Left out, too, is what is written in place: the result of a kernel that says which operand it
     updates, and a fusion that ends in such a kernel, a scatter or an update of its operand. How
@@ -53,7 +54,7 @@ def large_results(hlo, large):
 
 
 def updated(line):
-    """Which results of an instruction are operands it updates."""
+    """Returns which results of an instruction are operands that it updates."""
     aliases = re.search(r"output_to_operand_aliasing=\{(.*?)\}, \w", line)
     return {int(i) for i in re.findall(r"\{(\d+)\}: ", aliases[1])} if aliases else set()
 

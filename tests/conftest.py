@@ -42,7 +42,9 @@ def release_programs():
 
 @pytest.fixture(autouse=True)
 def any_http_port(monkeypatch):
-    """HTTP takes any free port: two tests at a time would dispute 8000, and the loser logs that."""
+    """Lets HTTP take any free port: two tests at a time would dispute 8000, and the loser logs
+    that.
+    """
     server = sys.modules.get("serving.frontend.server")
     if server is not None:
         monkeypatch.setattr(server, "_FIRST_HTTP_PORT", 0)
@@ -50,7 +52,8 @@ def any_http_port(monkeypatch):
 
 @pytest.fixture(scope="module")
 def compiled_in_a_hurry():
-    """For programs that run once or a dozen times: to compile them is most of what a test takes.
+    """Compiles with little optimization: for programs that run once or a dozen times, compiling
+    takes most of a test's time.
 
     What XLA makes of them when it takes its time is judged in test_united.py and test_generate.py.
     """
@@ -60,7 +63,7 @@ def compiled_in_a_hurry():
 
 
 ROTA_S = 180.0
-"""For so long tests of a rota are begun."""
+"""How long tests of a rota are started for."""
 TOO_LONG = "tests/serving/test_engine_emulated.py"
 """Takes ten minutes a case, and so is not in a rota."""
 

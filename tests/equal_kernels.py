@@ -21,8 +21,8 @@ NUMBERED = "mosaic_gpu.dump_basename"
 
 
 def signature(value: Any, names: dict[Any, int]) -> Any:
-    """Equal for arguments that are lowered alike. `names` numbers a jaxpr's variables; what it does
-    not know how to compare is equal to itself alone.
+    """Returns a value that is equal for arguments that are lowered alike. `names` numbers a jaxpr's
+    variables; what it does not know how to compare is equal to itself alone.
     """
     if isinstance(value, Jaxpr):
         bound = [(signature(v, names), v.aval) for v in (*value.constvars, *value.invars)]
@@ -59,14 +59,14 @@ def _tuples(value: Any) -> Any:
 
 @dataclass
 class Kept:
-    """Kernels by what they were lowered from, and as they are given to XLA."""
+    """Lowered and serialized kernels, by what they were made from."""
 
     lowered: dict[Any, lowering.LoweringResult]
     serialized: dict[int, ir.Module]
 
     def lower(self, jax_mesh, axis_names, grid, block, cluster, ins, outs, jaxpr, params, *rest,
               lower=lowering.lower_jaxpr_to_module, **options):  # fmt: skip
-        """`lower_jaxpr_to_module`, unless it has lowered the same before."""
+        """Calls `lower_jaxpr_to_module` unless it has lowered the same before."""
         shapes = [(aval.shape, aval.dtype) for aval in (*ins, *outs)]
         given = jax_mesh, vars(axis_names), grid, block, cluster, len(ins), shapes, params, rest
         key = signature([jaxpr, *given], {})
@@ -76,7 +76,7 @@ class Kept:
         return self.lowered[key]
 
     def serialize(self, module, *, run=core._run_serde_pass, **options):
-        """`_run_serde_pass`, of a kernel that is named after itself alone."""
+        """Calls `_run_serde_pass` on a kernel whose name depends on nothing but itself."""
         assert options == {"serialize": True, "ir_version": None}
         if id(module) not in self.serialized:
             with module.context, ir.Location.unknown(module.context):

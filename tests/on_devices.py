@@ -1,4 +1,4 @@
-"""Runs a file of tests in a process that has several CPU devices; others have one."""
+"""Runs a file of tests in a process that has several CPU devices; other tests have one."""
 
 import os
 import subprocess

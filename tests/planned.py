@@ -7,7 +7,9 @@ from pallas_kernels import planning
 
 
 def draw(seed, devices, experts):
-    """Counts and hosts: some experts with several hosts, idle devices, ties, few visits or many."""
+    """Draws counts and hosts: some experts with several hosts, idle devices, ties, few visits or
+    many.
+    """
     rng = np.random.default_rng(seed)
     counts = rng.poisson(
         rng.choice([0.3, 3, 300])
@@ -21,7 +23,9 @@ def draw(seed, devices, experts):
 
 
 def decide(counts, hosts, home, *, num_replicas=4, per_pair: int | None = 1, alpha=0.5):
-    """Copies for the expected visits, and shares of them among all who hold an expert then."""
+    """Decides copies for the expected visits, and shares of the visits among all hosts including
+    these.
+    """
     how = {"num_replicas": num_replicas, "per_pair": per_pair, "alpha": alpha}
     replicas = planning.plan_replicas(counts, hosts, **how)
     return replicas, planning.shard_visits(counts, hosts | replicas, home=home)

@@ -24,7 +24,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 
 def first_columns(text):
-    """Cells of the first column of every table, without headings."""
+    """Returns the cells of the first column of every table, without headings."""
     rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines()]
     return [cell for cell in rows if cell.startswith("`")]
 
@@ -34,7 +34,7 @@ def part(node):
 
 
 def messages():
-    """Every string that the code can write, with `…` for what varies."""
+    """Returns every string that the code can write, with `…` for what varies."""
     found = []
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
@@ -108,7 +108,7 @@ def flags(command):
 
 
 def command_lines(text):
-    """Lines of the page's blocks, continued ones joined, without comments."""
+    """Returns the lines of the page's blocks, continued ones joined, without comments."""
     for block in re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         yield from (line.split(" #")[0] for line in block.replace("\\\n", " ").splitlines())
 

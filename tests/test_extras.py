@@ -21,7 +21,7 @@ sys.meta_path.insert(0, Hidden())
 
 @pytest.fixture(scope="module")
 def extras(request):
-    """Modules that each extra brings and the base does not."""
+    """Returns the modules that each extra brings and the base does not."""
     project = tomllib.loads((request.config.rootpath / "pyproject.toml").read_text("utf-8"))
     wanted = project["project"]["optional-dependencies"]
 
@@ -45,7 +45,7 @@ def _name(requirement):
 
 
 def run(hidden, code):
-    """What a Python without these modules prints at last."""
+    """Returns the last line that a Python without these modules prints."""
     words = [sys.executable, "-c", HIDE.format(hidden=hidden) + code]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     return done.returncode, (done.stdout + done.stderr).strip().splitlines()[-1]

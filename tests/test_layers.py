@@ -1,4 +1,4 @@
-"""Imports point down the rooms of docs/architecture.md; the contracts are in pyproject.toml."""
+"""Imports point down the layers of docs/architecture.md; the contracts are in pyproject.toml."""
 
 import re
 import subprocess
@@ -29,7 +29,7 @@ def test_imports_point_down():
 
 
 def rooms():
-    """Modules that the contracts of pyproject.toml name."""
+    """Returns the modules that the contracts of pyproject.toml name."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     for contract in contracts["contracts"]:
         for container in contract.get("containers", []):
@@ -41,7 +41,7 @@ def rooms():
 
 
 def test_imports_that_point_up_are_found(tmp_path):
-    """The contracts bite: each line of this toy project breaks one."""
+    """The contracts work: each line of this toy project breaks one."""
     modules = dict.fromkeys(rooms(), "") | {
         "pallas_kernels.op": "import jmoe.model",
         "jmoe.model": "import time",

@@ -13,7 +13,7 @@ COMMITTED = ROOT / "docs" / "reference"
 
 @pytest.fixture(scope="module")
 def reference():
-    """docs/make_reference.py, which is a script and in no package."""
+    """Loads docs/make_reference.py, which is a script and in no package."""
     spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "make_reference.py")
     assert spec is not None
     assert spec.loader is not None

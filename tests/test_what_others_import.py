@@ -23,7 +23,7 @@ PAGES = ("README.md", "docs/notebook.md")
 
 
 def imports(text):
-    """(module, name or None) of each import in the page's Python blocks."""
+    """Returns (module, name or None) of each import in the page's Python blocks."""
     for block in re.findall(r"```python\n(.*?)```", text, re.S):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.Import):

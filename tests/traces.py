@@ -4,5 +4,5 @@ import os
 
 
 def num_traces(in_ci: int) -> int:
-    """`JMOE_TRACES`, or as many as CI has time for."""
+    """Returns `JMOE_TRACES`, or as many as CI has time for."""
     return int(os.environ.get("JMOE_TRACES", in_ci))

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file, save_file
 
 
 def variant(directory, to, seed, *, scale=0.05, only=""):
-    """A copy of a directory in which tensors whose names have `only` in them are others."""
+    """Copies a directory with noise on tensors whose names contain `only`."""
     path = Path(shutil.copytree(directory, to))
     rng = np.random.default_rng(seed)
 
@@ -29,7 +29,7 @@ def change(directory, changed):
 
 
 def tensors(directory):
-    """All tensors of a directory, by name."""
+    """Returns all tensors of a directory, by name."""
     found = {}
     for file in sorted(Path(directory).glob("model*.safetensors")):
         found.update(load_file(file))

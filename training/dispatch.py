@@ -27,8 +27,8 @@ class BufferPlan(NamedTuple):
 
 
 def plan_dispatch(ids: Int[Array, "T K"], num_experts: int, capacity: int) -> BufferPlan:
-    """Returns give every visit a cell in its expert's buffer, in row order; visits past capacity
-    drop.
+    """Gives every visit a cell in its expert's buffer, in row order; visits past capacity are
+    dropped.
 
     An id of -1 is no visit; it gets no cell and does not count as dropped.
     """
@@ -57,7 +57,7 @@ def _with_zero_row(x: Float[Array, "n d"]) -> Float[Array, "n+1 d"]:
 
 @jax.custom_vjp
 def scatter_rows(x: Float[Array, "T d"], plan: BufferPlan) -> Float[Array, "m C d"]:
-    """Returns copy rows into their experts' buffers; empty cells are zero."""
+    """Copies rows into their experts' buffers; empty cells are zero."""
     return _with_zero_row(x)[plan.source]
 
 
@@ -78,7 +78,7 @@ scatter_rows.defvjp(_scatter_fwd, _scatter_bwd)
 def combine_rows(
     outputs: Float[Array, "m C d"], weights: Float[Array, "T K"], plan: BufferPlan
 ) -> Float[Array, "T d"]:
-    """Returns sum each row's K expert outputs by gate weight, in the outputs' dtype."""
+    """Sums each row's K expert outputs by gate weight, in the outputs' dtype."""
     flat = _with_zero_row(outputs.reshape(-1, outputs.shape[-1]))
     weights = weights.astype(outputs.dtype)
     parts = [weights[:, k, None] * flat[plan.cell[:, k]] for k in range(plan.cell.shape[1])]
@@ -140,7 +140,7 @@ gated.defvjp(_gated_fwd, _gated_bwd)
 def swiglu(
     x: Float[Array, "... n d"], gate_up: Float[Array, "... d f2"], down: Float[Array, "... f d"]
 ) -> Float[Array, "... n d"]:
-    """Returns siLU-gated feed-forward network, batched over leading axes, in `x`'s dtype."""
+    """Computes a SiLU-gated feed-forward network, batched over leading axes, in `x`'s dtype."""
     return matmul(gated(matmul(x, gate_up)), down)
 
 
@@ -152,7 +152,7 @@ def expert_layer(
     down: Float[Array, "m f d"],
     capacity: int,
 ) -> tuple[Float[Array, "T d"], Int[Array, ""]]:
-    """Returns the routed experts of one layer: `sum_k weights[t, k] * E_ids[t, k](h[t])`, and
+    """Computes the routed experts of one layer, `sum_k weights[t, k] * E_ids[t, k](h[t])`, and the
     visits dropped.
 
     Args:

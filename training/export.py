@@ -23,7 +23,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def to_tensors(cfg: ModelConfig, params: Params) -> dict[str, Array]:
-    """Maps Hugging Face tensor names to arrays (`[out, in]`), in the parameters' dtype."""
+    """Returns arrays (`[out, in]`) by Hugging Face tensor name, in the parameters' dtype."""
     (segment,) = params["segments"]
     tensors = layout.split(layout.top(cfg), params)
     for i in range(cfg.num_layers):

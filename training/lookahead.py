@@ -35,7 +35,7 @@ LENGTH, AT_ONCE = 128, 16
 
 
 class Routed(NamedTuple):
-    """Of one MoE layer."""
+    """Rows that enter one MoE layer, and what its router says of them."""
 
     x: Float[Array, "T d"]  # rows that enter the MoE block
     ids: Int[Array, "T K"]  # chosen
@@ -43,7 +43,9 @@ class Routed(NamedTuple):
 
 
 def routing_of(cfg: ModelConfig, weights: Weights, tokens: Int[Array, "B T"]) -> list[Routed]:
-    """Returns what the routers say of texts, padding included; layer by layer, without brownout."""
+    """Returns the routers' inputs and logits for texts, padding included, by layer, without
+    brownout.
+    """
     batch, length = tokens.shape
     positions, out = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch), []
     x = embed(weights.params, tokens.reshape(-1))

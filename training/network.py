@@ -112,7 +112,7 @@ def routing_losses(
 
 
 class Routing(NamedTuple):
-    """What a layer's router said, and what its experts had to say besides their output."""
+    """A layer's router outputs, and what its experts return besides their output."""
 
     logits: Float[Array, "T m"]
     ids: Int[Array, "T K"]
@@ -124,7 +124,7 @@ Routed = Callable[[Array, Array, Array], tuple[Array, Any]]
 
 
 def causal_mask(items: Int[Array, "B S"]) -> Float[Array, "B 1 S S"]:
-    """Returns 0 where a row may look, -1e9 elsewhere: back, and inside its own packed item."""
+    """Returns 0 where a row may attend, back within its own packed item, and -1e9 elsewhere."""
     causal = jnp.tril(jnp.ones((1, items.shape[1], items.shape[1]), bool))
     seen = (items[:, :, None] == items[:, None, :]) & causal
     return jnp.where(seen, 0.0, -1e9)[:, None]
@@ -140,8 +140,8 @@ def layer_forward(
     *,
     dtype: Any,
 ) -> tuple[Float[Array, "B S d"], Routing | None]:
-    """Returns one layer of any architecture; `routed` computes its routed experts. None: a dense
-    layer.
+    """Runs one layer of any architecture; `routed` computes its routed experts. Routing is None for
+    a dense one.
     """
     h = rms_norm(x, layer["attn_norm"].astype(jnp.float32), cfg.rms_norm_eps).astype(dtype)
     mixed = packed_attention(cfg, layer, h, positions, mask)

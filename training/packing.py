@@ -72,7 +72,7 @@ def encode_task(tokenizer: Tokenizer, task: Task, chat: bool = False) -> Encoded
 
 
 def training_items(tokenizer: Tokenizer, seed: int, step: int) -> Iterator[Encoded]:
-    """Returns what the bundled model is trained on in a step, without end."""
+    """Yields what the bundled model is trained on in a step, without end."""
     rng = random.Random(f"items/{seed}/{step}")
     stream = tasks("train", rng.getrandbits(60))
     eos = eos_id(tokenizer)
@@ -107,7 +107,7 @@ def pack(items: Iterable[Encoded], num_rows: int | None, length: int) -> Batch:
 
 
 def to_arrays(rows: list[list[Encoded]], length: int) -> Batch:
-    """Arrays of packed rows; the last token of an item is a target only."""
+    """Returns the arrays of packed rows; the last token of an item is a target only."""
     tokens, targets, positions, items, answer = (
         np.zeros((len(rows), length), np.int32) for _ in range(5)
     )

@@ -31,7 +31,7 @@ class Task(NamedTuple):
 
 
 def split_of(content: str) -> Split:
-    """Returns where an item belongs: one in ten is held out."""
+    """Returns the split of an item: one in ten is held out."""
     return "eval" if zlib.crc32(content.encode()) % 10 == 0 else "train"
 
 
@@ -128,7 +128,7 @@ def make_task(family: str, split: Split, rng: random.Random) -> Task:
 
 
 def tasks(split: Split, seed: int) -> Iterator[Task]:
-    """Returns an endless stream of items in the families' shares."""
+    """Yields items without end, in the families' shares."""
     rng = random.Random(f"{split}/{seed}")
     names = list(FAMILIES)
     shares = [FAMILIES[name][1] for name in names]

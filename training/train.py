@@ -51,7 +51,7 @@ class TrainConfig:
     eval_items: int = 480
 
     def capacity(self, rows: int, factor: float) -> int:
-        """Returns buffer rows per expert for a batch of `rows` rows."""
+        """Returns the buffer rows per expert for a batch of `rows` rows."""
         visits = rows * self.length * self.model.experts_per_token
         return max(8, int(visits * factor / self.model.num_experts) // 8 * 8)
 
@@ -87,7 +87,7 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
 def loss_fn(
     params: Params, arrays: tuple[Array, ...], config: TrainConfig, capacity: int
 ) -> tuple[Float[Array, ""], dict[str, Array]]:
-    """Computes weighted cross entropy plus balance and z losses; metrics on the side."""
+    """Returns weighted cross entropy plus balance and z losses, and metrics."""
     tokens, targets, positions, items, weights = arrays
     logits, aux = forward(config.model, params, tokens, positions, items, capacity=capacity)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
@@ -118,8 +118,8 @@ def train_step(
 
 @functools.partial(jax.jit, static_argnames="config")
 def predict(params: Params, arrays: tuple[Array, ...], config: TrainConfig) -> Array:
-    """Returns most likely next token everywhere, `[B, S]`; capacity is ample, nothing drops in
-    practice.
+    """Returns the likeliest next token at every position, `[B, S]`; capacity is ample: no visit is
+    dropped.
     """
     tokens, _, positions, items, _ = arrays
     capacity = config.capacity(tokens.shape[0], 5.0)

@@ -30,7 +30,7 @@ def read(path: Path) -> dict[tuple[str, int], dict[str, str]]:
 
 
 def read_paper() -> dict[tuple[str, int], float]:
-    """Returns table I, percent, by (way or `full`, threshold)."""
+    """Returns Table I of the paper, in percent, by (way or `full`, threshold)."""
     with (HERE / "paper.csv").open(encoding="utf-8", newline="") as file:
         return {
             (column.removeprefix("way_"), int(row["threshold_percent"])): float(value)

@@ -100,7 +100,9 @@ def _distilled(
     title: str,
     progress: Progress,
 ) -> None:
-    """Returns a model directory with the united experts of `config`; the layers stay in `work`."""
+    """Writes `served`, a model directory with the united experts of `config`; layers stay in
+    `work`.
+    """
     job = progress.add_task(title)
     distill(directory, [way], [data], work, config, _teller(progress, job, title))
     progress.remove_task(job)
@@ -150,7 +152,7 @@ def _teller(progress: Progress, job: TaskID, title: str) -> Callable[[str, int, 
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Returns one line a row."""
+    """Writes `rows` as CSV, one line a row."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(field.name for field in dataclasses.fields(Row))
@@ -160,8 +162,8 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Returns markdown: a variant and stage a line; mean over seeds, and from the least to the
-    most.
+    """Returns a Markdown table with a line for each variant and stage: the mean over seeds and the
+    range.
     """
     lines = ["| | " + " | ".join(f"{s}, t {t}" for s in STAGES for t in THRESHOLDS) + " | seeds |"]
     lines.append("|---|" + "---:|" * (len(STAGES) * len(THRESHOLDS) + 1))

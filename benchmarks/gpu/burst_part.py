@@ -30,7 +30,7 @@ LEGS = ("brownout", "zero")
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns a mix's calibration, then its legs, the one with brownout first."""
+    """Returns each mix's calibration and then its legs, the one with brownout first."""
     leg_s = sizes.burst_s + DRAIN_S + 5
     found = []
     for mix in sizes.mixes:
@@ -42,7 +42,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Returns one server for all cases of a call."""
+    """Starts one server for all cases of a call and yields what runs a case on it."""
     with live(context, "burst") as server:
 
         def run(case: Case) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 async def _calibration(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """Returns unloaded and full-batch latencies, and capacity, as the demo measures them."""
+    """Measures unloaded and full-batch latencies and the capacity as the demo does."""
     sizes, mix = context.sizes, Mix(**case.about["mix"])
     found = await calibrate(server.client, requests(sizes, mix, 2048), window_s=sizes.calibration_s)
     return {
@@ -69,7 +69,7 @@ async def _calibration(context: Context, server: Live, case: Case) -> dict[str, 
 
 
 async def _leg(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """Returns the same arrivals in both legs."""
+    """Plays one leg of the burst; both legs have the same arrivals."""
     sizes, mix = context.sizes, Mix(**case.about["mix"])
     calibration = context.record("burst", f"calibration/{mix.name}")
     if calibration is None:

@@ -34,7 +34,7 @@ START_S = 10.0
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns a case a model and way."""
+    """Returns a case for each model and way."""
     return [
         Case(f"{model}/way{way}", 5.0 if sizes.dry else 70.0, {"model": model, "way": way})
         for model, way in sizes.distill
@@ -43,7 +43,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Returns a layer and its rows serve the cases of one model."""
+    """Yields what runs a case; the cases of one model share a layer and its captured rows."""
     captured: dict[str, tuple[ModelConfig, ExpertPool, LayerRows, float]] = {}
 
     def run(case: Case) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 def _config(sizes: Sizes) -> DistillConfig:
-    """Returns the defaults, with as many steps as are timed."""
+    """Returns the default settings with only as many steps as are timed."""
     if sizes.dry:
         return DistillConfig(rows=1024, steps=40, batch=256, decode_batch=8, eval_every=20)
     return DistillConfig(steps=80, eval_every=20, patience=0)
@@ -94,7 +94,9 @@ def _fit(
     rows: LayerRows,
     capture_s: float,
 ) -> dict[str, Any]:
-    """Returns the record: step time from the second evaluation on, when everything is compiled."""
+    """Trains one layer's united experts and returns the record. Steps are timed from the second
+    evaluation on, when everything is compiled.
+    """
     config = _config(sizes)
     groups = groups_by_index(cfg.num_experts, way)
     visits = np.bincount(rows.ids.reshape(-1), minlength=cfg.num_experts)

@@ -47,7 +47,7 @@ START_S = 75.0
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns the steps by rows of both models together, and the engine's choice for the same."""
+    """Returns a decode case for each number of rows, and one for what the engine chooses."""
     about = {"models": 2, "shared_percent": sizes.family_shared_percent, "context": sizes.context}
     found = [Case(f"decode/b{b}", 60.0, {**about, "batch": b}) for b in sizes.family_batches]
     return [*found, Case("choice", 150.0, about)]
@@ -55,7 +55,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Returns one family for all cases."""
+    """Loads one family for all cases and yields what runs a case on it."""
     ruler, ceilings = rulers(context)
     family = models.make_family(context.sizes)
 
@@ -70,7 +70,7 @@ def session(context: Context) -> Iterator[RunCase]:
 def _decode(
     sizes: Sizes, family: Family, ruler: Ruler, ceilings: Ceilings, case: Case
 ) -> dict[str, Any]:
-    """Returns the record of a number of rows."""
+    """Times the steps of one number of rows and returns the record."""
     batch = case.about["batch"]
     mixed_us, _ = _measure(_mixed(sizes, family, batch), ruler)
     gc.collect()
@@ -117,7 +117,7 @@ def _rows(sizes: Sizes, slots: range) -> tuple[jax.Array, ...]:
 
 
 def _weights(family: Family) -> tuple[list[Weights], dict[str, str]]:
-    """Of each model, as a server's programs take them, and XLA's options."""
+    """Returns each model's weights as a server's programs take them, and XLA's options."""
     found = [served(model.params) for model in family]
     each = zip(family, found, strict=True)
     return [model.weights._replace(params=params) for model, (params, _) in each], found[0][1]
@@ -129,7 +129,7 @@ def _compile(call: Callable[..., Any], carry: Any, *arrays: Any, options: dict[s
 
 
 def _mixed(sizes: Sizes, family: Family, batch: int) -> StepProgram:
-    """Half of the rows are of each model."""
+    """Returns a mixed step in which half of the rows are of each model."""
     cfg, (each, options) = family.config, _weights(family)
     weights, rows = MixedWeights.of(each), _rows(sizes, range(batch))
     columns = len(family) * cfg.num_experts
@@ -158,7 +158,7 @@ class Visits(NamedTuple):
         visited: Bool[Array, "layers m"],
         shared: Bool[Array, "layers m"],
     ) -> "Visits":
-        """Once a step of model `number` had rows for the experts of `visited`."""
+        """Returns the counts after a step of model `number` that visited these experts."""
         layers = visited.shape[0]
         both = jnp.sum(visited & self.first & shared) / layers
         return Visits(
@@ -214,7 +214,7 @@ def _in_turn(sizes: Sizes, family: Family, batch: int) -> InTurn:
 
 
 def settings(sizes: Sizes) -> EngineConfig:
-    """Returns a program for each size that is measured, and no room for more."""
+    """Returns settings with a program for each size that is measured and no room for more."""
     most, tokens = max(sizes.family_batches), min(512, sizes.max_model_len)
     return EngineConfig(
         dtype=sizes.dtype,

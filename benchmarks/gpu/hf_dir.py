@@ -52,7 +52,9 @@ def write(directory: Path, config: Mapping[str, Any], model: Model) -> None:
 
 
 def _files(model: Model) -> Iterator[Tensors]:
-    """Tensors outside the layers, then those of each layer; one file's at a time on the host."""
+    """Yields the tensors outside the layers, then those of each layer; the host holds one file's at
+    a time.
+    """
     cfg = model.config
     yield _split(layout.top(cfg), model.params)
     moe_layer = 0

@@ -19,13 +19,13 @@ SECONDS = {"grouped_gemm": 80.0, "paged_attention": 60.0, "prefill_attention": 6
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns a case an op."""
+    """Returns a case for each op."""
     return [Case(op, 30.0 if sizes.dry else SECONDS.get(op, 40.0)) for op in OPS]
 
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Nothing is shared."""
+    """Yields what runs a case; cases share nothing."""
 
     def run(case: Case) -> dict[str, Any]:
         return run_op(context, case)
@@ -34,7 +34,7 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 def run_op(context: Context, case: Case) -> dict[str, Any]:
-    """Returns how many of the op's cases are stored, and how many of their targets were met."""
+    """Runs an op's cases; returns how many are stored, and how many of their targets were met."""
     command = [sys.executable, "-m", "benchmarks.kernels", "--only", case.name]
     command += ["--out", str(context.kept.folder), "--limit-s", str(case.estimate_s)]
     command += ["--commit", context.commit]

@@ -47,19 +47,21 @@ Logits = Callable[[Path, list[np.ndarray]], dict[str, list[np.ndarray]]]
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns one a model."""
+    """Returns a case for each model."""
     return [Case(model, 75.0, {"depth": sizes.layer_depth}) for model in sizes.layer_models]
 
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Nothing is shared but the compilation cache."""
+    """Yields what runs a case; cases share nothing but the compilation cache."""
     models.use_compilation_cache(context.cache)
     yield partial(compare, context)
 
 
 def compare(context: Context, case: Case, reference: Logits | None = None) -> dict[str, Any]:
-    """Returns the record of one model; `reference` stands in for PyTorch, as in a dry run."""
+    """Compares one model and returns the record; `reference` stands in for PyTorch, as in a dry
+    run.
+    """
     sizes = context.sizes
     config = hf_config(case.name, sizes.layer_depth)
     directory = context.scratch / f"layers-{case.name}"
@@ -103,7 +105,9 @@ def compare(context: Context, case: Case, reference: Logits | None = None) -> di
 
 
 def _stand_in(directory: Path, batches: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
-    """For a machine without PyTorch: jmoe in two dtypes. Tests the comparison, nothing else."""
+    """Returns jmoe's own logits in two dtypes, for a machine without PyTorch: tests only the
+    comparison.
+    """
     return {
         dtype: [np.asarray(forward(api.load(directory, dtype), tokens)) for tokens in batches]
         for dtype in torch_logits.DTYPES
@@ -179,7 +183,7 @@ Seen = tuple[tuple[np.ndarray, np.ndarray], np.ndarray, np.ndarray]
 
 
 def paged_logprobs(model: Model, tokens: np.ndarray, decoded: int) -> tuple[Seen, Seen]:
-    """Returns one prefill step over all but the last `decoded` tokens, then those one by one.
+    """Runs a prefill step over all but the last `decoded` tokens, then decodes those one by one.
 
     Decode steps are fed the tokens that are given, whatever was sampled; what is looked at is the
     log-probability of the token they would have chosen.

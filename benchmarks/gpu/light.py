@@ -38,7 +38,7 @@ def _phase(name: str, case: str = "") -> None:
 
 
 def _smoke(_: str, dry: bool, case: str) -> dict[str, Any]:
-    """The smallest kernel there is: a copy by TMA, one added."""
+    """Runs the smallest kernel there is: a copy by TMA that adds one."""
     import jax
     import jax.numpy as jnp
 
@@ -74,7 +74,7 @@ def _add_one() -> Any:
 
 
 def _step(way: str, dry: bool, case: str) -> dict[str, Any]:
-    """Returns a decode step of two layers, one way, against the same step by XLA references."""
+    """Compares a decode step of two layers with the same step by XLA references."""
     import contextlib
 
     import jax
@@ -119,7 +119,7 @@ def _step(way: str, dry: bool, case: str) -> dict[str, Any]:
 
 
 def _op(name: str, dry: bool, _: str) -> dict[str, Any]:
-    """Returns a case of the kernel benchmark: its judge's word, and where results differ."""
+    """Runs a case of the kernel benchmark; returns its judge's verdict and where results differ."""
     import secrets
 
     import jax
@@ -224,7 +224,7 @@ def op_sizes(*, dry: bool) -> Any:
 
 
 def op_cases(*, dry: bool) -> list[Any]:
-    """Returns kernel cases, those that move least first; layers are steps' business."""
+    """Returns the kernel cases, those that move least first; layers are left to the steps."""
     from benchmarks.kernels.cases import all_cases
 
     found = [

@@ -36,8 +36,8 @@ DRY_LIMIT_S = 60.0
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns the smallest first. An estimate is a quarter of what a case takes, as four run at
-    once.
+    """Returns the cases, the smallest first. An estimate is a quarter of a case's time, as four run
+    at once.
     """
     names = ["smoke", *(f"step/{way}" for way in ("references", "eager", "graph"))]
     names += [case.name for case in light.op_cases(dry=sizes.dry)]
@@ -46,8 +46,8 @@ def cases(sizes: Sizes) -> list[Case]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Returns the processes for all cases that are not stored, started in order; a case waits for
-    its own.
+    """Starts a process for every case that is not stored, in order, and yields what waits for a
+    case's.
     """
     limit_s = DRY_LIMIT_S if context.sizes.dry else LIMIT_S
     pool = ThreadPoolExecutor(AT_ONCE)
@@ -66,9 +66,7 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 def run_case(name: str, dry: bool, limit_s: float) -> dict[str, Any]:
-    """Returns the record of a case: `figures.verdict` is ok, WRONG, CRASH or HANG, with what is
-    known.
-    """
+    """Runs a case in a process; `figures.verdict` of the record is ok, WRONG, CRASH or HANG."""
     words = [sys.executable, "-m", "benchmarks.gpu.light", name, *(["--dry-run"] if dry else [])]
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     began = time.monotonic()

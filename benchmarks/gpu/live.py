@@ -35,7 +35,7 @@ ENGINE = (
 
 
 def settings(sizes: Sizes, cache: Path) -> dict[str, Any]:
-    """Overrides of the default preset: the paper's batch and length, and few programs."""
+    """Returns overrides of the default preset: the paper's batch and length, and few programs."""
     batch, tokens = sizes.batch, min(512, sizes.max_model_len)
     buckets = (batch,) if sizes.dry else (batch // 8, batch // 2, batch)
     prefill = (tokens,) if sizes.dry else (tokens // 8, tokens)
@@ -56,7 +56,7 @@ def settings(sizes: Sizes, cache: Path) -> dict[str, Any]:
 
 
 def flags(overrides: dict[str, Any]) -> list[str]:
-    """As a command line has them."""
+    """Returns the overrides as flags of a command line."""
     found = []
     for key, value in overrides.items():
         text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
@@ -93,7 +93,7 @@ class Live:
         os.kill(self.pid, signal.SIGUSR2)
 
     async def use(self, setting: Setting) -> None:
-        """Returns brownout as a setting says, once nothing runs."""
+        """Applies a brownout setting once nothing runs."""
         await wait_idle(self.client, 0.2)
         if setting.way:
             percent = setting.threshold_percent
@@ -115,8 +115,8 @@ def live(
     cache: Path | None = None,
     more: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Live]:
-    """Returns a server that is ready; `command` replaces the one with random weights, `more`
-    settings are added to those of every part.
+    """Yields a server that is ready and is stopped at the end. `command` replaces the one with
+    random weights; `more` settings are added to those of every part.
     """
     stats = context.scratch / f"{name}.stats.json"
     stats.unlink(missing_ok=True)
@@ -159,9 +159,7 @@ def live(
 
 
 def requests(sizes: Sizes, mix: Mix, count: int, seed: int = 0) -> list[Arrival]:
-    """Returns the random prompts with the mix's lengths; outputs run to their full length. Times
-    are 0.
-    """
+    """Returns random prompts with the mix's lengths; outputs run to full length. Times are 0."""
     return synthetic(
         Lengths(mix.mean_input_tokens, mix.mean_output_tokens, mix.sigma),
         count,

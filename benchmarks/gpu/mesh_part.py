@@ -43,14 +43,14 @@ START_S = 120.0  # experts go through host memory, layer by layer, to lie on the
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """By batch. At batch 1 a step is short, and what is fixed weighs most."""
+    """Returns a case for each batch. At batch 1 a step is short, and fixed costs weigh most."""
     about = {"mesh": "ep=1", "context": sizes.context}
     return [Case(f"decode/b{b}", 60.0, {**about, "batch": b}) for b in sizes.mesh_batches]
 
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Returns one model, as it is and spread, for all cases."""
+    """Makes one model, plain and spread over the mesh, and yields what runs a case."""
     sizes = context.sizes
     ruler, ceilings = rulers(context)
     model = models.make(sizes)
@@ -74,7 +74,7 @@ def _decode(
     ceilings: Ceilings,
     case: Case,
 ) -> dict[str, Any]:
-    """Returns the record of a batch: the plain step, then the same over the mesh."""
+    """Times the plain step of a batch, then the same over the mesh; returns the record."""
     batch, context = case.about["batch"], case.about["context"]
     timed = []
     for weights, where in ((model.weights, None), (spread, home)):

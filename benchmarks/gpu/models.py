@@ -39,7 +39,7 @@ def make_family(sizes: Sizes) -> Family:
 
 
 def use_compilation_cache(directory: Path) -> None:
-    """XLA's own cache of everything that is compiled. Not for a process that serves.
+    """Turns on XLA's own cache of compiled programs. Not for a process that serves.
 
     A server keeps its programs itself (`serving.execution.executables`), and not beside this cache.
     """
@@ -51,7 +51,7 @@ def use_compilation_cache(directory: Path) -> None:
 def decode_bytes(
     cfg: ModelConfig, dtype: Any, *, batch: int, context: int, active_experts: float
 ) -> dict[str, float]:
-    """Bytes a decode step must read: experts that have rows, other weights, and KV.
+    """Returns the bytes a decode step must read: experts that have rows, other weights, and KV.
 
     `active_experts` is the mean over MoE layers; every sequence has `context` positions.
     """

@@ -45,7 +45,7 @@ class Context:
     facts: dict[str, Any] = field(default_factory=dict)  # of the session, for all of its records
 
     def record(self, part: str, name: str) -> dict[str, Any] | None:
-        """Returns a stored record of the same sources, that did not fail."""
+        """Returns a stored record of the same sources that did not fail; None without one."""
         return self.kept.records(part).get(name) if self.kept.has(part, name) else None
 
 
@@ -70,21 +70,25 @@ def plant(name: str) -> None:
 
 
 RunCase = Callable[[Case], dict[str, Any]]
-"""Runs a case; the fields of its record. `failed` among them, or an exception, marks a failure."""
+"""Runs a case and returns the fields of its record. `failed` among them, or an exception, marks a
+failure.
+"""
 
 
 class Part(Protocol):
-    """A module with these."""
+    """The functions that a module of a part has."""
 
     DEPENDS: Sequence[str]  # folders and files whose contents the figures depend on
     START_S: float  # how long a session takes to begin, roughly
 
     @staticmethod
     def cases(sizes: Sizes) -> list[Case]:
-        """Returns every case, the worthiest first."""
+        """Returns every case, the most important first."""
         ...
 
     @staticmethod
     def session(context: Context) -> AbstractContextManager[RunCase]:
-        """Returns what the cases of one call share: a model, a server."""
+        """Returns a context manager of what the cases of one call share, such as a model or a
+        server.
+        """
         ...

@@ -36,7 +36,9 @@ PERCENTILES = (50, 99)
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns the capacity, then all that the default policy's server plays, then the baseline."""
+    """Returns the capacity case, then all cases of the default policy's server, then the
+    baseline's.
+    """
     mix = sizes.mixes[0]
     about = {"mix": mix._asdict(), "policy": POLICY}
     point_s = 2 * sizes.ramp_s + sizes.priority_window_s + 5
@@ -51,7 +53,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Returns a server for the cases of one policy that follow each other."""
+    """Yields what runs a case; neighbouring cases of one policy share a server."""
     with contextlib.ExitStack() as stack:
         serving: list[tuple[str, Live]] = []
 
@@ -73,7 +75,7 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """Returns one load under one policy. Arrivals go on after the window, so that its last requests
+    """Plays one load under one policy. Arrivals go on after the window, so that its last requests
     have company, and time to be answered.
     """
     sizes, mix, load = context.sizes, Mix(**case.about["mix"]), case.about["load"]

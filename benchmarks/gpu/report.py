@@ -43,7 +43,7 @@ def text(stored: Mapping[str, Records], sizes: Sizes) -> str:
 
 
 def heading(stored: Mapping[str, Records]) -> Iterator[str]:
-    """Returns device, versions and commits of the records, and what their weights are."""
+    """Yields lines with the records' device, versions and commits, and what their weights are."""
     records = [r for found in stored.values() for r in found.values()]
     yield "# Measured on a GPU"
     if not records:
@@ -61,8 +61,8 @@ def heading(stored: Mapping[str, Records]) -> Iterator[str]:
 
 
 def table(records: Records) -> list[str]:
-    """Returns a part's figures, a row a case; cases of other kinds (the first word of the name) are
-    a table of their own.
+    """Returns tables of a part's figures, a row for each case and a table for each kind of case
+    (the first word of its name).
     """
     kinds: dict[str, dict[str, Mapping[str, Any]]] = {}
     for name, record in records.items():
@@ -101,7 +101,7 @@ _COLORS = ("#444444", "#1b7f5c", "#2563eb", "#d95f02")
 
 
 def figures(stored: Mapping[str, Records], sizes: Sizes, folder: Path) -> list[Path]:
-    """Draws what there are records for; the files."""
+    """Draws the figures that there are records for; returns their files."""
     drawn = []
     points = {n: r for n, r in stored["serve"].items() if n.startswith("point/") and "figures" in r}
     if points:
@@ -150,7 +150,7 @@ def _throughput(points: Records, sizes: Sizes) -> Callable[[Any], None]:
 
 
 def _burst_picture(legs: Mapping[str, Mapping[str, Any]], path: Path) -> Path:
-    """Returns the demo's picture, of these legs."""
+    """Draws the demo's picture of these legs; returns its file."""
     from serving.bench.report import draw
 
     shared = ("duration_s", "burst_at_s", "steady_rate_per_s", "burst_rate_per_s", "slo")

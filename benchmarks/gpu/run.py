@@ -76,7 +76,7 @@ def parse(argv: Sequence[str], about: str) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str], about: str = "") -> int:
-    """Runs; the exit status."""
+    """Runs the command; returns the exit status."""
     args = parse(argv, about)
     sizes = DRY if args.dry_run else Sizes()
     if args.report:
@@ -109,7 +109,7 @@ def main(argv: Sequence[str], about: str = "") -> int:
 
 
 def device_name() -> str | None:
-    """The first GPU's name as its driver has it; None where there is none."""
+    """Returns the first GPU's name as its driver has it; None where there is none."""
     words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
@@ -330,7 +330,7 @@ def _run_case(
 
 
 def _line(record: dict[str, Any]) -> str:
-    """Returns the record in a line: why it failed, or its figures."""
+    """Returns a line about the record: why it failed, or its figures."""
     if "failed" in record:
         return f"FAILED: {record['failed']}"
     numbers = [

@@ -28,7 +28,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Capacities, points from the highest load down, the offline run, and the kernels' share."""
+    """Returns capacities, points from the highest load down, offline runs and kernel times."""
     point_s = sizes.ramp_s + sizes.window_s + 4
     found = [
         Case(f"capacity/{m.name}", sizes.capacity_s + 15, _about(m, ZERO)) for m in sizes.mixes
@@ -59,7 +59,7 @@ def _about(mix: Mix, setting: Setting) -> dict[str, Any]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Returns one server for all cases of a call."""
+    """Starts one server for all cases of a call and yields what runs a case on it."""
     kinds = {"capacity": capacity, "point": _point, "offline": _offline, "kernels": _kernels}
     with live(context, "serve") as server:
 
@@ -79,7 +79,7 @@ def _setting(case: Case) -> Setting:
 
 
 async def capacity(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """Returns a full batch without brownout: requests and tokens a second."""
+    """Measures requests and tokens a second of a full batch without brownout."""
     sizes = context.sizes
     await server.use(ZERO)
     samples = itertools.cycle(requests(sizes, _mix(case), 2048))
@@ -101,7 +101,7 @@ async def capacity(context: Context, server: Live, case: Case) -> dict[str, Any]
 
 
 async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """Returns one rate under one setting."""
+    """Plays one rate under one setting."""
     sizes, mix = context.sizes, _mix(case)
     full = context.record("serve", f"capacity/{mix.name}")
     if full is None:
@@ -142,9 +142,7 @@ async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
 
 
 async def _offline(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """Returns all requests at once, at most a batch in flight: what the `transformers` part does,
-    too.
-    """
+    """Plays all requests at once, a batch in flight at most, as the `transformers` part does."""
     sizes, mix = context.sizes, _mix(case)
     samples = requests(sizes, mix, sizes.transformers_requests)
     await server.use(_setting(case))
@@ -164,7 +162,7 @@ async def _offline(context: Context, server: Live, case: Case) -> dict[str, Any]
 
 
 async def _kernels(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """Returns a full batch without brownout while the server times its kernels for two seconds."""
+    """Runs a full batch without brownout while the server times its kernels for two seconds."""
     sizes = context.sizes
     await server.use(ZERO)
     samples = itertools.cycle(requests(sizes, _mix(case), 2048))
@@ -189,7 +187,7 @@ async def _kernels(context: Context, server: Live, case: Case) -> dict[str, Any]
 
 
 def window(run: Run, start_s: float, end_s: float) -> dict[str, Any]:
-    """Returns what came in [start_s, end_s): tokens a second, and latencies of what was due or came
+    """Returns figures of [start_s, end_s): tokens a second, and latencies of what was due or came
     then.
 
     A request that had no first token when the run ended counts in `unanswered`, and its waiting

@@ -42,8 +42,8 @@ class Probe(Observer):
         self.ls_waits_s: list[float] = []  # of latency-sensitive requests, in the order they began
 
     def step_read(self, step: Any, result: Any, started_at: float, now: float) -> None:
-        """See Observer. A step is taken to have begun when the device could begin it. One that
-        comes in parts is counted with its last.
+        """See Observer. A step is taken to have begun when the device could begin it. A step that
+        comes in parts is counted with the last part.
         """
         plan = step.plan
         counts, rows = self.phases[plan.phase], len(plan.rows)
@@ -81,7 +81,7 @@ class Probe(Observer):
         os.replace(part, self.path)
 
     def profile(self) -> None:
-        """Times kernels in a thread of its own; what goes wrong is what is answered."""
+        """Times kernels in a thread of its own; an error becomes the answer."""
         threading.Thread(target=self._profile, daemon=True).start()
 
     def _profile(self) -> None:

@@ -142,7 +142,7 @@ _TINY = {
 
 
 def hf_config(model: str, num_layers: int | None = None) -> dict[str, Any]:
-    """Contents of config.json of a preset in configs/models, or of `tiny`; cut to `num_layers`."""
+    """Returns the config.json of a preset in configs/models, or of `tiny`, cut to `num_layers`."""
     if model == "tiny":
         config = dict(_TINY)
     else:
@@ -154,5 +154,5 @@ def hf_config(model: str, num_layers: int | None = None) -> dict[str, Any]:
 
 
 def skew_of(sizes: Sizes, model: str) -> float:
-    """The skew a model's router gets: with 2 of 8 experts a steeper one cannot be had (Mixtral)."""
+    """Returns the skew of a model's router: 2 of 8 experts (Mixtral) allow no steeper one."""
     return min(sizes.skew, 1.0) if model.startswith("mixtral") else sizes.skew

@@ -28,7 +28,7 @@ REPLY_S = 120.0
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Warm needs the cache that cold leaves, and is the same case where both are wanted."""
+    """Returns the cases; each has a cold start and a warm one with the cache that it left."""
     return [
         Case("made", 260.0, {"weights_from": "drawn on the device"}),
         Case("checkpoint", 300.0, {"weights_from": "a Hugging Face directory"}),
@@ -37,7 +37,7 @@ def cases(sizes: Sizes) -> list[Case]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Returns every case starts servers of its own."""
+    """Yields what runs a case; each case starts servers of its own."""
 
     def run(case: Case) -> dict[str, Any]:
         measure = _made if case.name == "made" else _checkpoint
@@ -113,7 +113,9 @@ def _record(started: dict[str, dict[str, float]], compiled: int, cache: Path) ->
 
 
 async def _exercise(sizes: Sizes, server: Live) -> int:
-    """Requests of every kind under every setting the model has; compilations since readiness."""
+    """Sends requests of every kind under every setting the model has; returns compilations since
+    readiness.
+    """
     client, samples = server.client, requests(sizes, sizes.mixes[0], 16)
     have = set((await client.model_info()).united_ways)
 

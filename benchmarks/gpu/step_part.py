@@ -79,7 +79,7 @@ def _about(setting: Setting) -> dict[str, Any]:
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Returns one model and one cache for all cases."""
+    """Makes one model and one cache for all cases, and yields what runs a case."""
     ruler, ceilings = rulers(context)
     steps = _Steps(context.sizes, ruler, ceilings)
 
@@ -92,7 +92,7 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 def beside_zero(case: Case, record: dict[str, Any], zero: dict[str, float]) -> dict[str, Any]:
-    """Returns the record of a decode step with how it compares to that without brownout.
+    """Returns the record of a decode step, with how it compares to the step without brownout.
 
     With brownout that is the step without it over this one, the same by the floors, and the share
     of the latter that is had; launched kernel by kernel, this one over that of a CUDA graph.
@@ -110,7 +110,9 @@ def beside_zero(case: Case, record: dict[str, Any], zero: dict[str, float]) -> d
 
 
 def rulers(context: Context) -> tuple[Ruler, Ceilings]:
-    """Returns what times steps, and the device's ceilings as measured now, which records keep."""
+    """Returns the ruler that times steps, and the device's ceilings as measured now, which records
+    keep.
+    """
     sizes = context.sizes
     models.use_compilation_cache(context.cache)
     ruler = Ruler(0.0, 0.0) if sizes.dry else Ruler(warm_s=0.3, timed_s=0.4)
@@ -134,7 +136,7 @@ class _Steps:
         self._compiled: dict[tuple[Any, ...], Any] = {}
 
     def run(self, case: Case) -> dict[str, Any]:
-        """Returns the record of a case."""
+        """Times the step of a case and returns its record."""
         setting = Setting(case.about["way"], case.about["threshold_percent"])
         if setting.way:
             self.model.use_way(setting.way)
@@ -275,13 +277,13 @@ class StepProgram:
 
 
 def _chunks(sizes: Sizes, tokens: int) -> list[tuple[int, int]]:
-    """Returns the whole prompts of at most `prefill_context` positions: (rows, positions)."""
+    """Returns whole prompts of at most `prefill_context` positions as (rows, positions)."""
     each = min(tokens, sizes.prefill_context)
     return [(each, each)] * (tokens // each)
 
 
 def _by_name(kernels: list[tuple[str, float]] | None) -> list[dict[str, Any]] | None:
-    """Launches and microseconds a step by kernel, the dearest first."""
+    """Returns launches and microseconds a step by kernel, the slowest first."""
     if kernels is None:
         return None
     names = {name for name, _ in kernels}
@@ -294,7 +296,7 @@ def _by_name(kernels: list[tuple[str, float]] | None) -> list[dict[str, Any]] | 
 
 
 def _blocks(sizes: Sizes) -> dict[str, tuple[int, int]]:
-    """Sequences of the largest step of each phase, and pages each of them has."""
+    """Returns, for each phase, the sequences of its largest step and the pages each of them has."""
     context = min(max(sizes.prefill_tokens), sizes.prefill_context)
     return {
         "decode": (max(sizes.batches), -(-sizes.context // sizes.page_size)),
@@ -323,7 +325,7 @@ def _max_blocks(sizes: Sizes) -> int:
 
 
 def random_state(sizes: Sizes, model: Model) -> State:
-    """Returns the pages full of random keys and values, and random newest tokens."""
+    """Returns a state with pages of random keys and values, and random newest tokens."""
     cfg, slots = model.config, max(count for count, _ in _blocks(sizes).values())
     state = make_state(
         cfg,
@@ -342,7 +344,7 @@ def random_state(sizes: Sizes, model: Model) -> State:
 
 
 def decode_state(sizes: Sizes, model: Model, batches: tuple[int, ...]) -> State:
-    """Returns random pages, and block tables, for decode steps of at most the largest of
+    """Returns a state with random pages and block tables for decode steps of up to the largest of
     `batches`.
     """
     context = sizes.context

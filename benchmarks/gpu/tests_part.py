@@ -26,13 +26,13 @@ START_S = 0.0
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns a case a file."""
+    """Returns a case for each test file."""
     return [Case(name, 20.0 if sizes.dry else seconds) for name, seconds in FILES.items()]
 
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Nothing is shared."""
+    """Yields what runs a case; cases share nothing."""
 
     def run(case: Case) -> dict[str, Any]:
         return run_tests(context, case)
@@ -41,8 +41,8 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 def run_tests(context: Context, case: Case) -> dict[str, Any]:
-    """Returns counts, and what failed. Without a GPU (a dry run) all are skipped, which is a pass
-    there.
+    """Runs the tests of a file; returns counts and what failed. Without a GPU (a dry run) all are
+    skipped, which counts as a pass.
     """
     report = context.scratch / f"{case.name}.xml"
     report.unlink(missing_ok=True)

@@ -31,13 +31,13 @@ START_S = 1.0
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns one, for the model is loaded once for all mixes."""
+    """Returns a single case, since the model is loaded once for all mixes."""
     return [Case("continuous-batching", 330.0, {"max_batch": sizes.batch})]
 
 
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
-    """Nothing is shared."""
+    """Yields what runs a case; cases share nothing."""
 
     def run(case: Case) -> dict[str, Any]:
         return run_torch(context)
@@ -46,8 +46,8 @@ def session(context: Context) -> Iterator[RunCase]:
 
 
 def run_torch(context: Context, python: str = sys.executable) -> dict[str, Any]:
-    """Returns the record: figures by mix, or why a mix has none. `python` has PyTorch and
-    transformers.
+    """Runs PyTorch; returns the record: figures by mix, or why a mix has none. `python` has PyTorch
+    and transformers.
     """
     sizes = context.sizes
     if sizes.dry and python == sys.executable and importlib.util.find_spec("torch") is None:

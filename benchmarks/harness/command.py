@@ -54,11 +54,11 @@ class Clock:
 
     @property
     def left_s(self) -> float:
-        """Seconds."""
+        """Seconds that are left."""
         return self._end - time.monotonic()
 
     def has_time(self, estimate_s: float | None = None) -> bool:
-        """To be asked before each case: whether one of `estimate_s` would still fit.
+        """Returns whether a case of `estimate_s` would still fit; asked before each case.
 
         Without an estimate it is taken to be as long as the longest before it.
         """
@@ -71,7 +71,7 @@ class Clock:
 def attempt(
     kept: Store, file: str, record: dict[str, Any], run: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Runs a case and stores its record, `record` and what `run` returns.
+    """Runs a case, then stores and returns its record: `record` and what `run` returns.
 
     What goes wrong is kept in `failed`, not raised: one case must not cost the others. It is stored
     as failed before it starts, so that one that ends the process is not tried for ever.

@@ -30,7 +30,7 @@ def device_folder(kind: str) -> Path:
 
 
 def _output(*command: str) -> str:
-    """Returns what a command prints, or nothing where it cannot be run."""
+    """Returns what a command prints; an empty string where it cannot be run."""
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
@@ -39,7 +39,7 @@ def _output(*command: str) -> str:
 
 
 def commit(given: str | None = None) -> str:
-    """Returns what was measured: as given, or git's; "unknown" where there is neither."""
+    """Returns the commit that was measured: `given`, or git's; "unknown" where there is neither."""
     if given is not None:
         return given
     found = _output("git", "rev-parse", "HEAD")
@@ -99,7 +99,9 @@ class Store:
         return {r["case"]["name"]: r for r in json.loads(path.read_text(encoding="utf-8"))}
 
     def has(self, file: str, name: str, failed: bool = False) -> bool:
-        """Whether a case was measured at this revision; one that `failed` only counts if asked."""
+        """Returns whether a case was measured at this revision; a failed one counts only with
+        `failed`.
+        """
         record = self.records(file).get(name)
         if record is None or ("failed" in record and not failed):
             return False
@@ -118,7 +120,9 @@ class Store:
 
 
 def _cleaned(value: Any) -> Any:
-    """Six digits are more than any figure has; JSON has neither NaN nor infinity: they are null."""
+    """Returns a value with floats rounded to six digits; NaN and infinity, which JSON lacks, become
+    null.
+    """
     if isinstance(value, dict):
         return {str(key): _cleaned(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -89,7 +89,7 @@ class Count(NamedTuple):
 
 
 def count_moe_mlp(shape: Shape, active_experts: int, rows: int, itemsize: int = 2) -> Count:
-    """Returns the weights of the experts that have rows, and three products a row.
+    """Counts the weights of the experts that have rows, and three products a row.
 
     Activations are left out, which makes the share of the bandwidth a lower bound.
     """
@@ -98,7 +98,7 @@ def count_moe_mlp(shape: Shape, active_experts: int, rows: int, itemsize: int = 
 
 
 def count_attention(shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: int = 2) -> Count:
-    """Returns causal attention: every key and value once, queries in, rows out; only what a row may
+    """Counts causal attention: every key and value once, queries in, rows out; only what a row may
     see.
 
     The i-th of n rows at the end of c positions sees c - n + i + 1 of them.
@@ -110,15 +110,13 @@ def count_attention(shape: Shape, chunks: Sequence[tuple[int, int]], itemsize: i
 
 
 def count_kv_write(shape: Shape, tokens: int, itemsize: int = 2) -> Count:
-    """Returns query, key and value heads of each token, read and written, and its angles in
-    float32.
-    """
+    """Counts each token's query, key and value heads, read and written, and its float32 angles."""
     heads = shape.heads + 2 * shape.kv_heads
     return Count(tokens * shape.head_dim * (2 * heads * itemsize + 4), 0)
 
 
 def count_moe_layer(shape: Shape, active_experts: int, tokens: int) -> Count:
-    """Returns the weights of the router, of shared experts and of the routed ones that have rows;
+    """Counts the weights of the router, of shared experts and of the routed ones that have rows;
     rows once in and once out.
     """
     routed = count_moe_mlp(shape, active_experts, tokens * shape.top_k)
@@ -130,7 +128,7 @@ def count_moe_layer(shape: Shape, active_experts: int, tokens: int) -> Count:
 def count_decode_layer(
     shape: Shape, active_experts: int, chunks: Sequence[tuple[int, int]]
 ) -> Count:
-    """Returns the same with attention: its weights, and every key and value once."""
+    """Counts `count_moe_layer` with attention: its weights, and every key and value once."""
     tokens = sum(n for n, _ in chunks)
     moved, experts = count_attention(shape, chunks), count_moe_layer(shape, active_experts, tokens)
     dense = shape.d_model * shape.head_dim * 2 * (shape.heads + shape.kv_heads)
@@ -147,7 +145,7 @@ class Target(NamedTuple):
 
 
 def target(case: Case) -> Target | None:
-    """Returns what the project has set itself for this case on an H200."""
+    """Returns the project's target for this case on an H200; None where it has none."""
     if case.op == "grouped_gemm" and case.phase == "decode" and 32 <= case.tokens <= 256:
         return Target("share_of_copy", 0.95)
     if case.op == "grouped_gemm" and case.tokens == 16384:

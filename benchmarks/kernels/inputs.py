@@ -12,7 +12,7 @@ NUM_LAYERS, LAYER = 2, 1  # of the KV cache; a layer other than the first, so th
 
 
 def normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
-    """Returns bfloat16 on the device; drawn there, because full-size inputs are gigabytes."""
+    """Returns normal bfloat16 values, drawn on the device: full-size inputs are gigabytes."""
     return _normal(_key(rng), shape, scale)
 
 

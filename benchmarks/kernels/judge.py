@@ -24,7 +24,9 @@ _slow = functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0
 
 
 def relative_error(out: jax.Array, want: jax.Array) -> float:
-    """Frobenius norm of the difference over that of `want`; NaN if there is one in `out`."""
+    """Returns the Frobenius norm of the difference over that of `want`; NaN if there is one in
+    `out`.
+    """
     return float(_relative_error(out, want))
 
 
@@ -144,7 +146,9 @@ def _wrong_share(got, want):
 
 
 def finished_heads(rows, kv_heads, cos, sin, norms, eps):
-    """Queries, keys and values of biased rows [T, N, D] in float32: norms and rotation."""
+    """Returns queries, keys and values of biased rows [T, N, D] in float32, after norms and
+    rotation.
+    """
     heads = rows.shape[1] - 2 * kv_heads
     *turned, values = jnp.split(rows.astype(jnp.float32), [heads, heads + kv_heads], axis=1)
     if norms is not None:
@@ -157,9 +161,10 @@ def finished_heads(rows, kv_heads, cos, sin, norms, eps):
 
 
 def kv_write(before: Any, heads: tuple[Any, ...], places: Any) -> Callable[[Any], float]:
-    """Returns the judge of a KV page write: the largest error of queries, keys and values.
+    """Returns the judge of a KV page write: the largest error of queries, keys and values, or 1
+    where anything but the named rows of pages changed.
 
-    `heads` are those of `finished_heads`. One where anything but the named rows of pages moved.
+    `heads` are those of `finished_heads`.
     """
     layer, page, offset = places
 
@@ -186,12 +191,12 @@ class Check(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """NaN, which never passes, is not smaller than anything."""
+        """Whether results are right. NaN, which never passes, is not smaller than anything."""
         return self.error <= self.tolerance and not self.unwritten and self.deterministic
 
 
 def poison(sizes_bytes: Sequence[int]) -> list[range]:
-    """Fills free device memory with bits that are NaN in every float type; the addresses.
+    """Fills free device memory with bits that are NaN in every float type; returns the addresses.
 
     Results of a jitted function cannot be poisoned in place, for they are allocated by the run. So
     blocks of the sizes the run will ask for are filled and freed, several of each, and the
@@ -214,7 +219,7 @@ def poison(sizes_bytes: Sequence[int]) -> list[range]:
 
 
 def check(program: Any, error: Callable[[Any], float], tolerance: float) -> Check:
-    """Runs set 0 twice, into poisoned memory, and judges what came out.
+    """Runs set 0 twice, into poisoned memory, and judges the results.
 
     A program with a carry updates memory in place; nothing is poisoned there, and `error` looks at
     all of the carry.

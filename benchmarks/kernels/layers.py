@@ -62,8 +62,8 @@ def config_of(shape: Shape) -> ModelConfig:
 
 
 def _weights(cfg: ModelConfig, rng: np.random.Generator) -> dict[str, jax.Array]:
-    """Returns one layer's. The router's columns are orthonormal, so that rows can be made for its
-    picks.
+    """Returns one layer's weights. The router's columns are orthonormal, so that rows can be made
+    for its picks.
     """
     key = jax.random.key(int(rng.integers(2**31)), impl="rbg")
     [segment] = random_params(cfg, key, jnp.dtype(DTYPE))["segments"]
@@ -91,7 +91,7 @@ class _Set:
 def _draw(
     case: Case, cfg: ModelConfig, rng: np.random.Generator, pool: Pool
 ) -> tuple[list[_Set], dict[str, Any]]:
-    """Returns a set for each layer of the pool, and facts of their routing."""
+    """Returns an input set for each layer of the pool, and facts of their routing."""
     sets = []
     for index in range(pool.num_layers):
         layer = _weights(cfg, rng)
@@ -123,7 +123,7 @@ def _args(one: _Set, pool: Pool) -> tuple[Any, ...]:
 
 
 def moe_layer(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pools) -> Problem:
-    """Returns norm, router, routing, routed and shared experts, combine, residual."""
+    """Makes the MoE half of a layer: norm, routing, routed and shared experts, and residual."""
     pool, cfg = pools.of(case.shape, rng), config_of(case.shape)
     sets, facts = _draw(case, cfg, rng, pool)
     first = sets[0]
@@ -144,7 +144,7 @@ def moe_layer(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pools) 
 
 
 def decode_layer(case: Case, sizes: Sizes, rng: np.random.Generator, pools: Pools) -> Problem:
-    """Returns all of a layer in a decode step: each row is the last of its context."""
+    """Makes a whole layer of a decode step: each row is the last of its context."""
     pool, cfg = pools.of(case.shape, rng), config_of(case.shape)
     sets, facts = _draw(case, cfg, rng, pool)
     tokens, size = case.tokens, sizes.page_size
@@ -220,7 +220,7 @@ def _wanted_moe(cfg, layer, gate_up, down, x, ids):
 
 
 def _wanted_heads(cfg, layer, x, cos, sin):
-    """Queries, keys and values [T, heads, D] in float32."""
+    """Returns queries, keys and values [T, heads, D] in float32."""
     layer, x = _wide(layer), x.astype(jnp.float32)
     with jax.default_matmul_precision("highest"):
         rows = _norm(x, layer["attn_norm"], cfg.rms_norm_eps) @ layer["wqkv"]

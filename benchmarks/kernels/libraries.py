@@ -32,21 +32,19 @@ Maker = Callable[[Case, Problem], Program]
 
 
 def of(case: Case) -> Iterator[tuple[str, Maker]]:
-    """Returns the names and makers of the programs to compare a case with. A maker
-    may raise Skip.
-    """
+    """Yields name and maker of each program to compare a case with. A maker may raise Skip."""
     yield from _MAKERS[case.op].items()
 
 
 def need(module: str) -> Any:
-    """Returns the module, or Skip."""
+    """Returns the module. Raises Skip where it is not installed."""
     if importlib.util.find_spec(module) is None:
         raise Skip(f"{module} is not installed")
     return importlib.import_module(module)
 
 
 def on_gpu() -> None:
-    """Skips where there is no GPU."""
+    """Raises Skip where there is no GPU."""
     if jax.default_backend() != "gpu":
         raise Skip("needs a GPU")
 
@@ -62,7 +60,7 @@ def _bounded(call: Callable[..., Any], sets: list[tuple[Any, ...]], **options: A
 
 
 def sorted_rows(ids: np.ndarray, num_experts: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns rows sorted by expert, without gaps: token of each row, rows an expert, row of each
+    """Sorts rows by expert without gaps; returns token of each row, rows an expert, row of each
     visit.
     """
     order = np.argsort(ids.ravel(), kind="stable")
@@ -119,8 +117,8 @@ def _tokamax(case: Case, problem: Problem) -> Program:
 
 
 def _jax_kernel(case: Case, problem: Problem) -> Program:
-    """Returns the grouped product among the Hopper examples that come with JAX, one
-    tile for all.
+    """Runs the grouped product among the Hopper examples that come with JAX, one tile for all
+    cases.
     """
     on_gpu()
     if case.phase == "decode":
@@ -143,9 +141,7 @@ def _jax_kernel(case: Case, problem: Problem) -> Program:
 
 
 def _batched_dot(case: Case, problem: Problem) -> Program:
-    """Returns cuBLAS through `jnp.einsum`: a batch of all experts, as high as the busiest has
-    rows.
-    """
+    """Runs cuBLAS by `jnp.einsum`: a batch of all experts, as high as the busiest has rows."""
     inputs, pool = problem.data
     m = pool.shape.num_experts
     if any(len(np.unique(one.ids)) < m for one in inputs):
@@ -200,7 +196,7 @@ def _contiguous(pages, table):
 
 
 def square(case: Case) -> bool:
-    """Whether queries and keys are equally many: there all meanings of "causal" agree."""
+    """Returns whether there are as many queries as keys: then all meanings of "causal" agree."""
     return all(n == c for n, c in case.chunks())
 
 
@@ -248,7 +244,7 @@ def _bfloat16(case: Case, problem: Problem) -> Program:
 
 
 def _torch(name: str) -> Maker:
-    """Returns a maker in `torch_libraries`, imported only where PyTorch and a GPU are."""
+    """Returns a maker of `torch_libraries`, imported only where there are PyTorch and a GPU."""
 
     def make(case: Case, problem: Problem) -> Program:
         on_gpu()

@@ -28,7 +28,9 @@ class Bench:
         self.pools = inputs.Pools()
 
     def run(self, case: Case, seed: int) -> dict[str, Any]:
-        """Returns what a case's record holds; `failed` among it if results are wrong."""
+        """Checks and times a case; returns what its record holds, `failed` among it if results are
+        wrong.
+        """
         try:
             return self._measured(case, seed)
         except Exception:
@@ -104,7 +106,7 @@ def _reason(error: Exception) -> str:
 
 
 def figures(num_bytes: int, flops: int, us: float, ceilings: Ceilings) -> dict[str, float]:
-    """Returns rates, and shares of what the machine was seen to do.
+    """Returns rates, and shares of the measured ceilings.
 
     `share_of_floor` is that of the larger of the two least times, by bytes and by products.
     """
@@ -120,7 +122,7 @@ def figures(num_bytes: int, flops: int, us: float, ceilings: Ceilings) -> dict[s
 
 
 def judged_target(case: Case, values: dict[str, float]) -> dict[str, Any] | None:
-    """Returns the case's target, and whether it was met; None where it has none."""
+    """Returns the case's target and whether it was met; None where it has none."""
     goal = target(case)
     if goal is None:
         return None

@@ -55,7 +55,7 @@ class Problem:
 
 
 def itself(op: Callable[..., Any]) -> Callable[..., Any]:
-    """For `with_op`, where a set's arrays are the op's arguments."""
+    """Returns `op` itself: for `with_op`, where a set's arrays are the op's arguments."""
     return op
 
 
@@ -74,7 +74,7 @@ def build(case: Case, sizes: Sizes, seed: int, pools: Pools) -> Problem:
 
 
 def num_sets(bytes_of_one: float, sizes: Sizes) -> int:
-    """Returns input sets that together are well beyond the L2 cache, and at least two."""
+    """Returns how many input sets are together well beyond the L2 cache; at least two."""
     return max(2, min(128, math.ceil(sizes.rotated_bytes / bytes_of_one)))
 
 
@@ -227,7 +227,7 @@ def _routing(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
 
 
 def _kv_write(case: Case, sizes: Sizes, rng: np.random.Generator) -> Problem:
-    """Returns rows as the model's product leaves them: with its bias and norms still to come."""
+    """Makes rows as the model's product leaves them, before bias and norms."""
     shape, size, tokens = case.shape, sizes.page_size, case.tokens
     heads, dim = shape.heads + 2 * shape.kv_heads, shape.head_dim
     has_bias, has_norms = shape is QWEN15_MOE_A27B, shape is QWEN3_30B_A3B

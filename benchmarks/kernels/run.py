@@ -20,7 +20,7 @@ SWEEPS = "sweeps"  # the file that tiles go to
 
 
 def parse(argv: list[str], about: str) -> argparse.Namespace:
-    """Returns the command line."""
+    """Parses the command line."""
     parser = command.parser("python -m benchmarks.kernels", about)
     command.add_choices(parser, "--only", OPS)
     parser.add_argument("--model", default="", help="part of a model's name")
@@ -43,7 +43,7 @@ def select(args: argparse.Namespace, sizes: Sizes) -> list[Case]:
 
 
 def main(argv: list[str], about: str = "") -> int:
-    """Runs; the exit status."""
+    """Runs the command; returns the exit status."""
     args = parse(argv, about)
     sizes = DRY if args.dry_run else Sizes()
     cases = select(args, sizes)
@@ -112,7 +112,9 @@ def _about(bench: Bench, case: Case, name: str) -> dict[str, Any]:
 
 
 def _sweep(bench: Bench, kept: store.Store, case: Case, clock: command.Clock) -> dict[str, Any]:
-    """Searches tiles for a case; the record of the best. Every tile that is tried is stored."""
+    """Searches tiles for a case; returns the record of the best. Every tile that is tried is
+    stored.
+    """
     problem = problems.build(case, bench.sizes, secrets.randbits(31), bench.pools)
     op = sweep.kernel(case)
 

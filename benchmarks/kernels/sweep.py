@@ -70,7 +70,7 @@ def kernel(case: Case) -> Callable[..., Any]:
 
 
 def stored(tile: Any) -> dict[str, Any] | None:
-    """A tile as it is kept in a record: numbers as they are, anything else as text."""
+    """Returns a tile as a record keeps it: numbers as they are, anything else as text."""
     if tile is None:
         return None
     fields = dataclasses.asdict(tile)
@@ -78,7 +78,7 @@ def stored(tile: Any) -> dict[str, Any] | None:
 
 
 def replaced(tile: Any, field: str, value: Any) -> Any:
-    """`tile` with another value in `field`, which may be "a.b", or "" for all of it."""
+    """Returns `tile` with another value in `field`, which may be "a.b", or "" for all of it."""
     if not field:
         return value
     head, _, rest = field.partition(".")

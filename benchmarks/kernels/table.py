@@ -15,8 +15,8 @@ floor in them. What was measured is beside them: `us`, and of the floor the larg
 
 
 def line(record: dict[str, Any]) -> str:
-    """Returns one case: time, what was expected, rates, shares of the ceilings, target, ratio to
-    each library, and the loss that was expected to be the largest.
+    """Returns the line of a case: time, what was expected, rates, shares of the ceilings, target,
+    ratio to each library, and the loss that was expected to be the largest.
     """
     name = record["case"]["name"]
     if "failed" in record:
@@ -47,7 +47,7 @@ def goal(target: dict[str, Any]) -> str:
 
 
 def summary(records: Iterable[dict[str, Any]]) -> str:
-    """Targets met, cases that failed, and why libraries were skipped."""
+    """Returns targets met, cases that failed, and why libraries were skipped."""
     records = list(records)
     targets = [r["target"] for r in records if r.get("target")]
     met = sum(t["met"] for t in targets)

@@ -132,7 +132,7 @@ class Ruler:
         self.why_not = "no GPU"
 
     def calibrate(self, program: Program) -> None:
-        """Looks whether CUPTI works: both rulers must agree within 10 % on a long `program`.
+        """Checks whether CUPTI works: both rulers must agree within 10 % on a long `program`.
 
         Clocks that fall under load between one and the other account for less.
         """
@@ -186,7 +186,7 @@ class Ruler:
         return split([(name[:80], ms) for name, ms in seen], calls)
 
     def _warm(self, program: Program) -> float:
-        """Runs for a while; seconds of a call, roughly."""
+        """Runs for a while; returns about how many seconds a call takes."""
         program.wait(program(0))
         start, calls = time.perf_counter(), 0
         while (spent := time.perf_counter() - start) < self.warm_s or calls < program.num_sets:
@@ -197,13 +197,15 @@ class Ruler:
         return max(spent / calls, 1e-7)
 
     def least_span_us(self, program: Program) -> float:
-        """By difference alone: a copy may not be a kernel, which is all that CUPTI is asked for."""
+        """Returns the least `span_us`: a copy may not be a kernel, which is all that CUPTI is asked
+        for.
+        """
         self._warm(program)
         return min(program.span_us(8) for _ in range(3))
 
 
 def split(seen: Sequence[tuple[str, float]], calls: int) -> list[list[tuple[str, float]]] | None:
-    """Cuts (name, ms) of all kernels into equal calls, in us; None unless they are equal."""
+    """Splits (name, ms) of all kernels into equal calls, in us; None unless they are equal."""
     each, rest = divmod(len(seen), calls)
     if not each or rest:
         return None
@@ -213,7 +215,7 @@ def split(seen: Sequence[tuple[str, float]], calls: int) -> list[list[tuple[str,
 
 
 def cupti_extension() -> Any:
-    """JAX's CUPTI reader. Not public, like everything that reads it; jax's version is pinned."""
+    """Returns JAX's CUPTI reader, which is not public; jax's version is pinned."""
     try:
         from jax._src.lib import mosaic_gpu
     except ImportError:
@@ -223,7 +225,7 @@ def cupti_extension() -> Any:
 
 
 class Ceilings(NamedTuple):
-    """What this very machine can do, measured in this run."""
+    """What this machine can do, as measured in this run."""
 
     copy_tb_s: float  # bytes read plus bytes written
     product_tflop_s: float  # bfloat16, on random data

@@ -71,7 +71,7 @@ class TorchProgram:
 
 
 def to_jax(out: torch.Tensor) -> jax.Array:
-    """Returns a result, lent to JAX."""
+    """Returns a result as a JAX array that shares its memory."""
     torch.cuda.synchronize()
     return jax.dlpack.from_dlpack(out.contiguous())
 
@@ -80,7 +80,7 @@ def to_jax(out: torch.Tensor) -> jax.Array:
 
 
 def grouped_mm(case: Case, problem: Problem) -> TorchProgram:
-    """Returns gather, two grouped products with SwiGLU between them, weighted sum."""
+    """Runs gather, two grouped products with SwiGLU between them, and the weighted sum."""
 
     def call(x, gate_up, down, token, sizes, place, weights):
         ends = sizes.cumsum(0, dtype=torch.int32)
@@ -94,7 +94,7 @@ def grouped_mm(case: Case, problem: Problem) -> TorchProgram:
 
 
 def grouped_mm_products(case: Case, problem: Problem) -> TorchProgram:
-    """Only the two grouped products, on rows that were gathered before: its best case."""
+    """Runs only the two grouped products, on rows that were gathered before: its best case."""
     sets = []
     for x, gate_up, down, token, sizes, _, _ in moe_sets(problem):
         rows, f = x[token], down.shape[1]
@@ -114,12 +114,12 @@ def grouped_mm_products(case: Case, problem: Problem) -> TorchProgram:
 
 
 def sdpa_flash(case: Case, problem: Problem) -> TorchProgram:
-    """PyTorch's own FlashAttention."""
+    """Runs PyTorch's own FlashAttention."""
     return _sdpa(case, problem, SDPBackend.FLASH_ATTENTION)
 
 
 def sdpa_cudnn(case: Case, problem: Problem) -> TorchProgram:
-    """Returns cuDNN's attention, as PyTorch calls it."""
+    """Runs cuDNN's attention as PyTorch calls it."""
     return _sdpa(case, problem, SDPBackend.CUDNN_ATTENTION)
 
 
@@ -140,7 +140,7 @@ def _sdpa(case: Case, problem: Problem, backend: SDPBackend) -> TorchProgram:
 
 
 def flash_attention(case: Case, problem: Problem) -> TorchProgram:
-    """Returns the flash-attn package; its causal mask ends at the last key, as ours."""
+    """Runs the flash-attn package; its causal mask ends at the last key, as ours does."""
     flash_attn_func = need("flash_attn").flash_attn_func
 
     def call(q, k, v):

@@ -58,8 +58,9 @@ def _random_prompts(seed: str, count: int, length: int) -> list[list[int]]:
 
 @asynccontextmanager
 async def prefixes(settings: Mapping[str, str], dry: bool) -> AsyncIterator[Play]:
-    """A setting is `engine.prefix_reuse`. A play has requests that come together and share their
-    first 200 tokens, for TTFT, then 64 at a time that share nothing, for throughput.
+    """Yields what plays a setting, a value of `engine.prefix_reuse`. A play has requests that come
+    together and share their first 200 tokens, for TTFT, then 64 at a time that share nothing, for
+    throughput.
     """
     model = jmoe.load("bundled", "float32", ways=[])
     num_shared, num_alone = (4, 4) if dry else (32, 4 * BATCH)
@@ -128,8 +129,9 @@ async def step_ms_of(
 
 @asynccontextmanager
 async def outputs(settings: Mapping[str, tuple[float, str]], dry: bool) -> AsyncIterator[Play]:
-    """A setting is the milliseconds of a step, 0 for those of this CPU, and a key of OUTPUTS. A
-    play decodes a full batch; its figure is the median time between two tokens of a request.
+    """Yields what plays a setting: the milliseconds of a step, 0 for those of this CPU, and a key
+    of OUTPUTS. A play decodes a full batch; its figure is the median time between two tokens of a
+    request.
     """
     model = jmoe.load("bundled", "float32", ways=[])
     rows, new_tokens = (4, 24) if dry else (BATCH, 192)
@@ -180,7 +182,7 @@ class _Waits(Observer):
 
 @asynccontextmanager
 async def parts(settings: Mapping[str, int], dry: bool) -> AsyncIterator[Play]:
-    """A setting is `engine.part_layers`, on 24 layers of random weights.
+    """Yields what plays a setting, a value of `engine.part_layers`, on 24 layers of random weights.
 
     A play has best effort alone, for throughput; then best effort keeps every slot busy while
     latency-sensitive prompts come one by one, up to four steps after the answer before.

@@ -116,7 +116,9 @@ async def _measure(server: _Server, load: Load, ramp_s: float, window_s: float) 
 
 
 async def _over_grpc(server: _Server, duration_s: float) -> list[float]:
-    """Returns when tokens came. Raises RuntimeError where a request failed; so does _over_http."""
+    """Returns the times at which tokens came. Raises RuntimeError where a request failed; so does
+    _over_http.
+    """
     arrivals, start = repeat(Arrival(PROMPT, OUT_TOKENS, ignore_eos=True)), time.monotonic()
     run = await saturate(server.client, arrivals, concurrency=BATCH, duration_s=duration_s)
     failed = [record.error for record in run.records if not record.ok]

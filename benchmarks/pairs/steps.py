@@ -41,7 +41,8 @@ ENGINE = replace(
 
 @asynccontextmanager
 async def decode(settings: Mapping[str, tuple[int, int] | None], dry: bool) -> AsyncIterator[Play]:
-    """A setting is threshold and strategy of the program, or None for a whole engine's step.
+    """Yields what plays a setting: threshold and strategy of the program, or None for a whole
+    engine's step.
 
     The figure is the median time of a play's runs, or that between two tokens of a request.
     """
@@ -116,7 +117,9 @@ def spread(num_rows: int, active: int, seed: int) -> np.ndarray:
 
 @asynccontextmanager
 async def expert_op(settings: Mapping[str, int], dry: bool) -> AsyncIterator[Play]:
-    """A setting is the number of experts that 64 rows visit; the bundled model's layer, float32."""
+    """Yields what plays a setting, the number of experts that 64 rows visit, in the bundled model's
+    layer in float32.
+    """
     rng = np.random.default_rng(0)
     d, f, m = SHAPE.d_model, SHAPE.d_ff, SHAPE.num_experts
     sizes = (BATCH, d), (m, d, 2 * f), (m, f, d)

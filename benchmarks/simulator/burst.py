@@ -92,7 +92,7 @@ CONDITIONS = {
 
 
 def read_live(folder: Path) -> Live:
-    """Returns a folder of `jmoe demo --out FOLDER -- --timeline FOLDER/timeline.json`.
+    """Reads a folder of `jmoe demo --out FOLDER -- --timeline FOLDER/timeline.json`.
 
     Raises ValueError for files that are not there or not its own.
     """
@@ -114,7 +114,7 @@ def calibrated(live: Live) -> Calibration:
 
 
 def pieces_of(shape: str, duration_s: float, capacity_per_s: float) -> list[tuple[float, float]]:
-    """Returns seconds and requests a second; the first piece is before the burst."""
+    """Returns (seconds, requests a second) of each piece; the first is before the burst."""
     steady, burst = STEADY * capacity_per_s, BURST * capacity_per_s
     before = (BURST_AT * duration_s, steady)
     left_s = duration_s - before[0]
@@ -143,7 +143,7 @@ def play(
     seed: int,
     condition: Condition = CONDITIONS["as calibrated"],
 ) -> dict[str, float]:
-    """Returns shares after the first piece, in percent, under changed settings."""
+    """Plays the pieces under changed settings; returns shares after the first piece, in percent."""
     arrivals = schedule(shuffled(live.tasks, seed), piecewise_poisson_times(pieces, seed))
     machine = replace(live.machine, speed=condition.speed, noise=condition.noise)
     engine = settings.load(

@@ -60,7 +60,7 @@ class Live:
 
 
 def read_live(folder: Path, recorded: Sequence[str]) -> Live:
-    """Returns a folder of `jmoe bench priority`; steps are those of the variants `recorded`.
+    """Reads a folder of `jmoe bench priority`; steps are those of the variants `recorded`.
 
     Raises ValueError for files that are not there or not its own.
     """
@@ -81,7 +81,7 @@ def read_live(folder: Path, recorded: Sequence[str]) -> Live:
 def play_all(
     live: Live, machine: Machine, seed: int, variants: Sequence[Variant] = VARIANTS
 ) -> dict[str, Any]:
-    """Returns every variant at every load, as a result of `jmoe bench priority`."""
+    """Plays every variant at every load; returns a result as of `jmoe bench priority`."""
     config = replace(live.config, seed=seed)
     rate = live.result["saturated_rate_per_s"]
     arrivals = by_load(config, shuffled(live.tasks, seed), rate)
@@ -119,8 +119,8 @@ def _point(result: dict[str, Any], variant: str, load: float) -> dict[str, Any]:
 
 
 def agreement(live: dict[str, Any], simulated: dict[str, Any]) -> Iterator[tuple[str, float, Any]]:
-    """Returns (variant, load, simulated over live P90 of LS TTFT, of BE turnaround's mean, of
-    tokens/s).
+    """Yields (variant, load, ratios): simulated over live LS TTFT P90, mean BE turnaround and
+    tokens/s.
     """
     for there in simulated["points"]:
         here = _point(live, there["variant"], there["load"])
@@ -161,7 +161,7 @@ def over_seeds(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def text_of(rows: Sequence[dict[str, Any]]) -> str:
-    """Returns a line a variant and load."""
+    """Returns a table with a line for each variant and load."""
     lines = ["", " ".join([f"{'load':>4} {'variant':10}", *(f"{w:>22}" for w in RATIOS.values())])]
     for row in rows:
         cells = [f"{row[key][0]:13.3f} +-{row[key][1]:7.3f}" for key in RATIOS]

@@ -136,12 +136,12 @@ class Deployment:
 
     @property
     def row_s(self) -> float:
-        """Of a row's bytes on a link."""
+        """Seconds of a row's bytes on a link."""
         return self.geometry.row_bytes / self.device.bandwidth(self.num_devices)
 
 
 class Forecast(NamedTuple):
-    """Of one split."""
+    """Forecast of one split."""
 
     attention_devices: int
     expert_devices: int
@@ -172,14 +172,14 @@ class Advice(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """Workers of a kind: tables by the rows of a stage, which are 1, 2, ... up to all."""
+    """Workers of one kind: tables by a stage's number of rows, from 1 up to all."""
 
     stage_s: Float[np.ndarray, "rows"]
     interval_s: Float[np.ndarray, "rows"]
     rows: float  # that a worker has in all
 
     def at(self, cycle_s: float) -> int:
-        """Returns where the tables have the stages of which a cycle holds as many as rows need."""
+        """Returns the index of the stage size with which a cycle has enough stages for all rows."""
         rate = np.arange(1, len(self.stage_s) + 1) / self.interval_s
         found = np.searchsorted(np.maximum.accumulate(rate), self.rows / cycle_s)
         return min(int(found), len(rate) - 1)
@@ -245,7 +245,9 @@ def _attention(d: Deployment, ours: int, theirs: int) -> _Kind:
 
 
 def _experts(d: Deployment, ours: int, theirs: int) -> _Kind:
-    """Returns the fullest worker's: it has to keep up. Visits go back to all attention workers."""
+    """Returns the stages of the fullest expert worker, which has to keep up. Visits go back to all
+    attention workers.
+    """
     all_visits = d.in_flight * d.geometry.top_k
     own = min(all_visits / theirs * d.imbalance_over_layers, all_visits)
     visits = np.arange(1, ceil(own) + 1)
@@ -262,7 +264,7 @@ def _held(d: Deployment, workers: int, copies: int) -> int:
 def _interval_s(
     d: Deployment, host_s: float, stage_s: np.ndarray, sent: np.ndarray, here: int, there: int
 ) -> np.ndarray:
-    """Returns what a stage keeps busy longest: device, host, or a link.
+    """Returns the time of what a stage keeps busy longest: device, host, or a link.
 
     A link takes `message_s` for each worker that any of the `sent` rows goes to, or the time of
     their bytes; at the other kind of workers, which may be fewer, all these messages arrive.
@@ -272,7 +274,7 @@ def _interval_s(
 
 
 def _balance(way_s: Callable[[float], float], least_s: float) -> float:
-    """Returns the cycle that is as long as its own way, by halving: a longer cycle has a shorter
+    """Finds the cycle that is as long as its own way by bisection: a longer cycle has a shorter
     way.
     """
     low, high = least_s, max(way_s(least_s), least_s)
@@ -318,7 +320,7 @@ def exchange_s(
 
 
 def advise(deployment: Deployment) -> Advice:
-    """Whether to use asynchronous expert parallelism, by which split, and why.
+    """Advises whether to use asynchronous expert parallelism, by which split, and why.
 
     Against it are, in this order: no split on which weights and KV fit; stages that take less than
     `HOST_COSTS` times their host; less than `MARGIN` times the better synchronous way; and more
@@ -363,7 +365,7 @@ def advise(deployment: Deployment) -> Advice:
 
 
 def _worth(found: Forecast, over: Overheads) -> tuple[float, float]:
-    """Returns whole stages, in times of the least that they should take; infinite for a host at no
+    """Returns the time of stages over the least that they should take; infinite for a host at no
     cost.
     """
     attention_s = HOST_COSTS * over.attention_host_s

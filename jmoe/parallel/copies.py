@@ -72,7 +72,7 @@ class _Search:
         self.loads = now @ self.places
 
     def put(self, expert: int, device: int, there: bool) -> None:
-        """Adds a copy, or gives it up."""
+        """Adds a copy, or removes it."""
         self.hosts[expert, device] = self.places[expert, device] = there
         self.count[expert] += 1 if there else -1
         self.free[device] += -1 if there else 1
@@ -80,13 +80,11 @@ class _Search:
         self._count_anew()
 
     def _where(self) -> np.ndarray:
-        """Returns the loads of the devices; those without a free slot have one that nothing moves
-        to.
-        """
+        """Returns the devices' loads, with a prohibitive one for devices without a free slot."""
         return np.where(self.free > 0, self.loads, _NEVER)
 
     def add(self) -> bool:
-        """Adds the copy that takes most off the sum of squared loads; False: none takes any."""
+        """Adds the copy that lowers the sum of squared loads most; False: none lowers it."""
         at = self.barred + self._where()[:, None]
         change = self.fixed - 2 * self.less * (self.places @ self.loads)
         change += 2 * self.then * at.min(axis=0)  # for each expert, the emptiest device is best
@@ -97,7 +95,7 @@ class _Search:
         return True
 
     def swap(self) -> bool:
-        """Gives up the copy for which the best other one takes most off; False: none takes any."""
+        """Replaces the copy whose best replacement lowers the sum most; False: none lowers it."""
         experts, devices = np.nonzero(self.hosts & ~self.homes)
         if not len(experts):
             return False
@@ -127,7 +125,9 @@ class _Search:
         return True
 
     def _promising(self) -> np.ndarray:
-        """Ids [M] of the experts that a copy on the emptiest device without one would help most."""
+        """Returns ids [M] of the experts that a copy on the emptiest device without one would help
+        most.
+        """
         emptiest = (self.barred + self.loads[:, None]).min(axis=0)
         change = self.fixed - 2 * self.less * (self.places @ self.loads) + 2 * self.then * emptiest
         if len(change) <= CANDIDATES:
@@ -135,8 +135,8 @@ class _Search:
         return np.argpartition(change, CANDIDATES)[:CANDIDATES]
 
     def _change(self, experts: np.ndarray, loads: np.ndarray, at: np.ndarray) -> np.ndarray:
-        """Returns what a copy of each expert [M] changes, where it changes least, by
-        loads [C, M].
+        """Returns the change of the sum by a copy of each expert [M] where it is least, given loads
+        [C, M].
         """
         num = min(at.shape[1], int(self.count[experts].max()) + 1)
         # So many of the emptiest devices that no expert is on all of them, or all that there are.
@@ -149,7 +149,7 @@ class _Search:
     def _moved(
         self, experts: np.ndarray, devices: np.ndarray, loads: np.ndarray, at: np.ndarray
     ) -> np.ndarray:
-        """Returns change [C] of a copy that goes to another device, its expert's other hosts as
+        """Returns the change [C] by moving a copy to another device, its expert's other hosts as
         before.
         """
         count = self.count[experts] - 1

@@ -65,12 +65,12 @@ def gather_rows(
 
 
 def _to_words(a: Array, word: jnp.dtype) -> Array:
-    """Bits of a matrix as narrower integers, or of its own width: [T, columns * words]."""
+    """Returns a matrix's bits as integers of its own width or narrower: [T, columns * words]."""
     return lax.bitcast_convert_type(a, word).reshape(a.shape[0], -1)
 
 
 def _from_words(words: Array, kind: jnp.dtype | type) -> Array:
-    """Returns what `_to_words` was given."""
+    """Returns the matrix that `_to_words` was given."""
     per_element = jnp.dtype(kind).itemsize // words.dtype.itemsize
     if per_element > 1:
         words = words.reshape(words.shape[0], -1, per_element)

@@ -51,7 +51,7 @@ class Home(NamedTuple):
     placement: Placement
 
     def spread(self, weights: Weights) -> Weights:
-        """Returns the weights of one device, spread; the slots of united experts are left empty.
+        """Spreads the weights of one device; the slots of united experts are left empty.
 
         One layer is in flight at a time. The weights passed in are left as they are.
         """
@@ -71,12 +71,12 @@ class Home(NamedTuple):
         return ExpertTable(put(SPLIT, local), put(WHOLE, groups), put(WHOLE, hosts))
 
     def whole(self, tree: Any) -> Any:
-        """Arrays on every device."""
+        """Copies arrays to every device."""
         return jax.tree.map(partial(_put, self.mesh, WHOLE), tree)
 
     def empty_pool(self, like: Any) -> ExpertPool:
-        """Returns the zeroed pools of experts as those of `like` (arrays, or their shapes and
-        dtypes): as many slots on each device, and for each layer, as the fullest needs.
+        """Returns zeroed pools of experts like those of `like` (arrays, or their shapes and
+        dtypes): each device has as many slots for each layer as the fullest needs.
         """
         num_layers = self.placement.local.shape[1]
         used = -(-(int(self.placement.local.max()) + 1) // num_layers)

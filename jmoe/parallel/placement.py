@@ -49,7 +49,7 @@ def slots_per_layer(num_experts: int, num_devices: int, spare: int = 0) -> int:
 def contiguous(
     num_layers: int, num_experts: int, num_devices: int, *, num_united: int = 0, spare: int = 0
 ) -> Placement:
-    """Returns each device hosts a range of ids; the `num_united` last ones are dealt out in turn.
+    """Gives each device a range of ids; the `num_united` last ones are dealt out in turn.
 
     United experts are visited during brownout only, so that every device has its part of them and
     of the others. A way that uses only the first n of them has them on all devices as well, at most
@@ -88,10 +88,9 @@ def random(
 
 
 def by_load(load: ArrayLike, num_devices: int, *, spare: int = 0) -> Placement:
-    """Returns experts packed by their load in the past: the largest first, to the device with least
-    load.
+    """Places experts by past load: the largest first, each on the device with least load.
 
-    Among the devices that still have a slot that is not spare; ties go to the lower number.
+    Only devices that still have a slot that is not spare count; ties go to the lower number.
 
     Args:
         load: [L, E], visits or any other measure, 0 or more.
@@ -117,7 +116,7 @@ def by_load(load: ArrayLike, num_devices: int, *, spare: int = 0) -> Placement:
 
 
 def from_devices(device: ArrayLike, num_devices: int, *, spare: int = 0) -> Placement:
-    """Returns every expert on one device: `device` is int [L, E].
+    """Places every expert on one device: `device` is int [L, E].
 
     Raises ValueError for a device that the mesh has not, and as `from_hosts` does.
     """

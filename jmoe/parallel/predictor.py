@@ -60,7 +60,7 @@ class Correction(NamedTuple):
 
 
 def count_accuracy(predicted: Int[Array, "*n"], made: Int[Array, "*n"]) -> Float[Array, ""]:
-    """Returns the share of predicted visits that were made, by counts: what a plan is made from.
+    """Returns the share of predicted visits that were made, by counts, which plans are made from.
 
     The sum of the lesser of both counts over visits made; both have the same total. Errors that
     cancel within a device and expert do not count.

@@ -25,7 +25,7 @@ TINY = 1e-9
 
 
 class Probe(NamedTuple):
-    """Of one layer; or stacked, of all MoE layers but the last."""
+    """A probe of one layer; or stacked, of all MoE layers but the last."""
 
     weight: Float[Array, "d m"]  # float32
     bias: Float[Array, "m"]  # float32
@@ -40,7 +40,7 @@ class Probe(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What least squares has to know of rows seen so far. float32."""
+    """Sums that least squares needs over the rows seen so far, in float32."""
 
     count: Float[Array, ""]
     x: Float[Array, "d"]
@@ -77,7 +77,7 @@ def fit_probe(x: Float[Array, "T d"], logits: Float[Array, "T m"], *, ridge: flo
 
 
 def normed(x: Float[Array, "T d"]) -> Float[Array, "T d"]:
-    """Returns the rows of mean square 1, float32."""
+    """Returns the rows scaled to mean square 1, float32."""
     x = x.astype(jnp.float32)
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + TINY)
 

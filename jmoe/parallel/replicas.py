@@ -39,14 +39,16 @@ class Replication(NamedTuple):
 
 
 class Ahead(NamedTuple):
-    """What a layer has to know of the next MoE layer in order to prepare it."""
+    """What a layer needs of the next MoE layer in order to prepare it."""
 
     logits: Float[Array, "T columns"]  # of its router, on this layer's rows; float32
     table: ExpertTable  # its row
 
 
 class Replicas(NamedTuple):
-    """Copies of one layer's experts. What a device got is `pool` and `slots`; the rest all know."""
+    """Copies of one layer's experts. `pool` and `slots` are those a device got; all devices know
+    the rest.
+    """
 
     pool: ExpertPool  # by sender, P of each
     slots: Int[Array, "E"]  # place of each logical expert in that pool, -1: no copy here
@@ -157,7 +159,7 @@ class Outgoing(NamedTuple):
         return cls(ExpertPool(*(leaf[own] for leaf in pool)), slots, wanted, expected)
 
     def sent(self) -> Replicas:
-        """Returns the experts once they have arrived: one exchange of each array."""
+        """Exchanges the experts, array by array, and returns them as replicas."""
         arrived = (lax.all_to_all(leaf, AXIS, 0, 0, tiled=True) for leaf in self.pool)
         return Replicas(ExpertPool(*arrived), *self[1:])
 

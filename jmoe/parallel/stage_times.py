@@ -55,7 +55,7 @@ launches at 1 us (docs/kernels.md counts 19 to 26 a layer); reckoned, not measur
 
 @dataclass(frozen=True)
 class Geometry:
-    """What of an architecture decides times: counts of elements."""
+    """The sizes of an architecture that decide times: counts of elements."""
 
     name: str
     num_layers: int  # that have experts
@@ -96,7 +96,7 @@ class Geometry:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row between devices."""
+        """Bytes of a row between devices."""
         return self.d_model * self.element_bytes
 
 
@@ -180,7 +180,9 @@ def _lines(points: dict[str, Any], key: str, at: np.ndarray) -> np.ndarray:
 def sequences_that_fit(
     device: Device, geometry: Geometry, context: float, attention_devices: int, expert_devices: int
 ) -> int:
-    """Sequences whose KV fits beside the weights; no `expert_devices`: all devices hold both."""
+    """Returns how many sequences' KV fits beside the weights; no `expert_devices`: all devices hold
+    both.
+    """
     g, size = geometry, geometry.element_bytes
     attention = g.num_layers * g.attention_weights + 2 * g.vocab_size * g.d_model
     room = attention_devices * (device.memory_bytes - size * attention)

@@ -14,7 +14,7 @@ from pallas_kernels.planning import Shares, home_of
 def count_visits(
     ids: Int[Array, "R K"], valid: Bool[Array, "R K"], *, num_experts: int, num_devices: int
 ) -> Int[Array, "G E"]:
-    """Returns visits by device and expert as `device_of_visits` counts them, int32.
+    """Counts visits by device and expert as `device_of_visits` does, int32.
 
     Args: as there; `num_experts` and `num_devices` are static.
     """

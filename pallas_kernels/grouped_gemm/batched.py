@@ -74,7 +74,7 @@ def _weights(weights: Weights, slots: Int[Array, "N"], dtype) -> Float[Array, "N
 
 
 def _multiplied(x, gate_up, down, row_token, slots) -> Float[Array, "rows d"]:
-    """Returns blocks' rows after both products."""
+    """Returns the rows of blocks after both products, as batched products."""
     h = jnp.take(x, row_token, axis=0, mode="clip")  # what becomes of a gap row goes nowhere
     w = _weights(gate_up, slots, x.dtype)
     h = jnp.einsum("nmd,ndf->nmf", h, w, preferred_element_type=jnp.float32)
@@ -86,7 +86,7 @@ def _multiplied(x, gate_up, down, row_token, slots) -> Float[Array, "rows d"]:
 
 
 def _summed(x, gate_up, down, row_token, slots) -> Float[Array, "rows d"]:
-    """Returns the same without products."""
+    """Returns what `_multiplied` does, as sums instead of batched products."""
     h = _sums(jnp.take(x, row_token, axis=0, mode="clip"), gate_up, slots)
     gate, up = jnp.split(h, 2, axis=-1)
     # Computed before the sums: XLA would do it anew for every column of `down`.

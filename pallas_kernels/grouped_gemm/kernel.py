@@ -69,8 +69,8 @@ class Gemm(NamedTuple):
         out_dtype: Any,
         then: tuple["Gemm", Weights] | None = None,
     ) -> Float[Array, "rows n"]:
-        """Computes the product; rows are bfloat16. Rows of `out_dtype` that no tile of `work` holds
-        are anything.
+        """Computes the product; rows are bfloat16. Result rows that no tile of `work` holds are
+        undefined.
 
         `then` is the product that takes these results, over the same `work`, and its weights: L2 is
         asked for the first of them, but by clusters, whose time is not the weights'.
@@ -213,13 +213,14 @@ class _Block(NamedTuple):
 
     @property
     def lead(self) -> int:
-        """Stages the first consumer is ahead. None where an item is no longer than the pipeline:
-        the first consumer might report the next item's before the second has seen this one's."""
+        """Stages that the first consumer is ahead. 0 where an item is no longer than the pipeline:
+        the first consumer might report the next item's before the second has seen this one's.
+        """
         return self.call.gemm.lead if self.num_k >= self.call.gemm.stages else 0
 
     def first_column(self, item: _Item, part: int):
-        """Returns the first column in the pool: gate and up lie side by side, the parts of `down`
-        next to one another.
+        """Returns the first column in the pool: gate and up are halves, the parts of `down`
+        neighbours.
         """
         first = item.column * self.item_columns
         if self.out_columns % self.item_columns:  # the last item begins within the one before
@@ -346,7 +347,7 @@ class _Block(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """Products that go on while the next stage is waited for: those of one stage.
+        """Products in flight while the next stage is waited for: those of one stage.
 
         0 where weights come from registers, which the next stage's are about to take.
         """
@@ -371,7 +372,9 @@ class _Block(NamedTuple):
         plgpu.commit_smem()  # TMA overwrites what was read here by other means than its own
 
     def block_scales(self, item: _Item, k) -> tuple:
-        """Scales of this warpgroup's weights in the k-th step: read a step before they are used."""
+        """Returns the scales of this warpgroup's weights in the k-th step, read a step ahead of
+        use.
+        """
         if self.scales is None:
             return ()
         gemm = self.call.gemm

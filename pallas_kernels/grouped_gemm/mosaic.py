@@ -20,7 +20,7 @@ NUM_BLOCKS = 132
 
 
 def supports(x: Array, gate_up: Weights, down: Weights, plan: Dispatch) -> bool:
-    """Whether the kernels take these shapes and dtypes.
+    """Returns whether the kernels take these shapes and dtypes.
 
     Rows are bfloat16; d and f multiples of 64 in a pool of bfloat16, of 128 in a quantized one.
     """

@@ -14,9 +14,7 @@ __all__ = ["BLOCK_M", "block_rows", "moe_mlp", "row_tiles", "tile_for"]
 
 
 def tile_for(num_rows: int, top_k: int, num_experts: int, down: Weights) -> Tile:
-    """Returns what the kernels take where `num_rows` rows have `top_k` visits each over
-    `num_experts`.
-    """
+    """Returns the kernels' tile for `num_rows` rows with `top_k` visits each over `num_experts`."""
     f, d = weight_sizes(down)
     return choose(num_rows, top_k, num_experts, d, f, isinstance(down, QuantizedWeights))
 

@@ -37,7 +37,7 @@ def weight_sizes(weights: Weights) -> tuple[int, int]:
 
 
 def quantize(weights: Float[Array, "slots k columns"]) -> QuantizedWeights:
-    """Rounds each block to the nearest of what its largest element, at 448, leaves.
+    """Quantizes weights block by block, each scaled so that its largest element becomes 448.
 
     Raises ValueError where a size is no multiple of `BLOCK`.
     """

@@ -122,7 +122,7 @@ def choose(
 
 
 def fits(tile: Tile, d_model: int, d_ff: int) -> bool:
-    """Whether a model's sizes hold the tile's columns and are multiples of its stages.
+    """Returns whether a model's sizes hold the tile's columns and are multiples of its stages.
 
     The last columns of an expert may overlap: the model's need not be multiples of the tile's.
     """

@@ -35,7 +35,7 @@ F32, BF16 = jnp.float32, jnp.bfloat16
 
 
 def supports(projection: Projection, k_pages: Array, v_pages: Array) -> bool:
-    """Whether the kernel takes these: bfloat16, heads of 64, 128 or 256, angles in float32."""
+    """Returns whether the kernel takes these: bfloat16, heads of 64, 128 or 256, float32 angles."""
     num_rows, _, head_dim = projection.rows.shape
     heads, kv_heads = projection.heads, projection.kv_heads
     vectors = (projection.bias, projection.q_norm, projection.k_norm)
@@ -121,7 +121,7 @@ class Layout:
         )
 
     def padded(self, heads: int) -> int:
-        """Heads rounded up to whole units."""
+        """Returns the heads rounded up to whole units."""
         return -(-heads // self.unit) * self.unit
 
     def spread(self, vector, heads: int, axis: int):
@@ -141,7 +141,7 @@ class Layout:
 
     @property
     def halves(self) -> tuple:
-        """Where the halves of a head are."""
+        """Slices of the halves of a head."""
         return pl.ds(0, self.half), pl.ds(self.half, self.half)
 
 
@@ -197,7 +197,7 @@ class _Row(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def finish(self, smem, first: int, count: int, norm, angles) -> None:
-        """Bias, norm and rotation of some heads, where they lie."""
+        """Applies bias, norm and rotation to some heads in place."""
         room = self.room
         for start in range(0, room.padded(count), _CHUNK):
             heads = min(_CHUNK, room.padded(count) - start)
@@ -214,7 +214,7 @@ class _Row(NamedTuple):
                 smem[pl.ds(start, heads), half] = values.astype(BF16)
 
     def normed(self, x: list, norm, heads: int) -> list:
-        """Returns RMS norm of heads whose halves are `x`."""
+        """Returns the RMS norm of heads whose halves are `x`."""
         room = self.room
         squares = jnp.sum(x[0] * x[0] + x[1] * x[1], axis=1)
         root = lax.rsqrt(squares / (2 * room.half) + self.projection.eps)

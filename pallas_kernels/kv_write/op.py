@@ -10,7 +10,7 @@ from pallas_kernels.kv_write import reference
 
 @dataclass(frozen=True)
 class Projection:
-    """A layer's product with its QKV weights, and what is still to be done to it.
+    """A layer's product with its QKV weights, and what is still to be applied to it.
 
     In this order, each result rounded to the rows' dtype: the bias, where there is one; RMS norm of
     each query and key head, where there are norm weights; rotation of query and key heads, halves
@@ -35,7 +35,7 @@ class Projection:
 def split_heads(
     projection: Projection,
 ) -> tuple[Float[Array, "T H D"], Float[Array, "T G D"], Float[Array, "T G D"]]:
-    """Queries, keys and values as attention takes them."""
+    """Returns queries, keys and values as attention takes them."""
     return reference.split_heads(projection)
 
 
@@ -48,7 +48,8 @@ def write_kv(
     page: Int[Array, "T"],
     offset: Int[Array, "T"],
 ) -> tuple[Float[Array, "T H D"], Float[Array, "L P G S D"], Float[Array, "L P G S D"]]:
-    """Queries, and the pages with key and value of row t at `[layer, page[t], :, offset[t]]`.
+    """Returns queries, and the pages with key and value of row t at `[layer, page[t], :,
+    offset[t]]`.
 
     Pages are updated in place where the caller donates them. Places must be in range (XLA is
     promised so: bounds checks would more than double a scatter's time on a CPU), and no two rows

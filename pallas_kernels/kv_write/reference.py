@@ -10,7 +10,9 @@ from pallas_kernels.norm import rms_norm
 def turn(
     x: Float[Array, "T N D"], cos: Float[Array, "T half"], sin: Float[Array, "T half"]
 ) -> Float[Array, "T N D"]:
-    """Turns elements (i, i + D/2) of each head by the row's angle i, in float32; x's dtype."""
+    """Rotates elements (i, i + D/2) of each head by the row's angle i, in float32; returns x's
+    dtype.
+    """
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :], sin[:, None, :]
     a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)

@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """For pieces of segments that are cut; see `schedule`."""
+        """Slots for pieces of segments that are cut; see `schedule`."""
         return 2 * self.num_blocks
 
     @property
@@ -51,7 +51,9 @@ class Sizes(NamedTuple):
 
     @property
     def line(self) -> int:
-        """Elements the merge handles at once: a row, or two of 64. A warpgroup has 128 threads."""
+        """Elements that the merge handles at once: a row, or two of 64. A warpgroup has 128
+        threads.
+        """
         return max(self.head_dim, 128)
 
     def plan(self, kv_len: Int[Array, "B"]) -> schedule.Schedule:

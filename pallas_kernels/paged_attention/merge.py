@@ -25,8 +25,8 @@ def merge(
     pieces: Float[Array, "slots lines line"],
     log_sums: Float[Array, "slots columns"],
 ) -> Float[Array, "segments lines line"]:
-    """Returns the results, in place, with those of segments that are cut, and zeros where rows have
-    no keys. All others are left as they are.
+    """Writes into `results` those of segments that are cut, and zeros where rows have no keys, and
+    returns it. All others stay as they are.
     """
     out = jax.new_ref(results)
     _merge(sizes)(todo.cuts, todo.before, pieces, log_sums, out)
@@ -53,12 +53,12 @@ class Grid(NamedTuple):
 
     @property
     def num_blocks(self) -> int:
-        """One for `lines` lines of each entry."""
+        """Blocks: one for `lines` lines of each entry."""
         return self.num_lines // self.lines * self.entries
 
 
 def grid_of(sizes: Sizes) -> Grid:
-    """Returns what the merge is launched with."""
+    """Returns the grid that the merge is launched with."""
     num_lines = sizes.rows * sizes.head_dim // sizes.line
     # Few segments have many pieces each: a block for each of their lines, and more at a time.
     lines = 1 if sizes.cuts * num_lines <= 8 * NUM_SMS else math.gcd(num_lines, 8)
@@ -92,7 +92,7 @@ def _merge(sizes: Sizes):
 
 
 def _clear_row(sizes: Sizes, refs: _Refs, row, lines: list):
-    """Zeros in a row that has no tiles."""
+    """Zeroes the results of a row that has no tiles."""
 
     @pl.when(refs.before[row] == refs.before[row + 1])
     def _():
@@ -103,7 +103,7 @@ def _clear_row(sizes: Sizes, refs: _Refs, row, lines: list):
 
 
 def _merge_segment(sizes: Sizes, refs: _Refs, index, lines: list):
-    """Joins the pieces of a segment, several of each line at a time."""
+    """Merges the pieces of a segment, several of each line at a time."""
     segment, block, last = (refs.cuts[index, field] for field in (SEGMENT, FIRST, LAST))
     count = last - block + 1
     width = grid_of(sizes).width
@@ -136,7 +136,7 @@ def _splat(sizes: Sizes, value: float):
 
 
 def _log_sum(sizes: Sizes, log_sums, slot, live, at):
-    """Log-sum-exps of the rows in line `at` of a piece, at all of their elements."""
+    """Returns the log-sum-exps of the rows in line `at` of a piece, one for each element."""
     rows = sizes.line // sizes.head_dim
     shape = (sizes.line,)
     of_rows = [
@@ -148,7 +148,7 @@ def _log_sum(sizes: Sizes, log_sums, slot, live, at):
 
 
 def _join(state, sums, loaded):
-    """Takes more pieces of a line into its state: maximum, sum of weights, weighted sum."""
+    """Merges more pieces of a line into its state: maximum, sum of weights, weighted sum."""
     top, norm, acc = state
     new_top = functools.reduce(jnp.maximum, sums, top)
     keep = jnp.exp2(top - new_top)

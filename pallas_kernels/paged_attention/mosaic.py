@@ -51,8 +51,9 @@ from pallas_kernels.paged_attention.tiles import MOST_GROUP, Tile
 
 
 def supports(q: Any, k_pages: Any, v_pages: Any) -> bool:
-    """Whether the kernels take these: bfloat16, heads of 64, 128 or 256, pages of 16 or more, and
-    no more query heads a kv head than shared memory and registers have room for."""
+    """Returns whether the kernels take these: bfloat16, heads of 64, 128 or 256, pages of 16 or
+    more, and no more query heads a kv head than shared memory and registers have room for.
+    """
     batch, heads, _ = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
     bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
@@ -180,9 +181,7 @@ def attend(sizes: Sizes, scale: float):
 
 
 def _attend_run(sizes: Sizes, refs: _Refs, scale: float, run: Run, first: At, block):
-    """Returns the attention of all pieces of a run. `ahead` is the tile to ask for next, `stages`
-    on.
-    """
+    """Attends to all pieces of a run. `ahead` is the tile to load next, `stages` ahead."""
     ahead = first
 
     @pl.when(run.start < run.stop)
@@ -212,8 +211,7 @@ def _attend_run(sizes: Sizes, refs: _Refs, scale: float, run: Run, first: At, bl
 
 
 def _attend_piece(sizes: Sizes, refs: _Refs, scale: float, run: Run, at: At, ahead: At):
-    """Returns attention to the keys of the piece that starts at `at`, whose queries are on their
-    way.
+    """Attends to the keys of the piece that starts at `at`, whose queries are being loaded.
 
     Exponentials are of base 2, of scores times `scale`. Returns where the next piece starts, the
     tile to ask for next, and the softmax: maximum [columns], sums key by key [tokens, columns],
@@ -297,7 +295,7 @@ def _copy_queries(sizes: Sizes, refs: _Refs, run: Run, at: At):
 
 
 class _Part(NamedTuple):
-    """Where keys of a tile lie: the whole or a part of one page."""
+    """The place of a tile's keys: the whole or a part of one page."""
 
     index: tuple  # of the paged arrays
     rows: slice  # of the tile
@@ -343,7 +341,7 @@ def _product(a, b):
 
 
 def _clear_rows(smem, start):
-    """Zeros in rows from `start` on. A few columns at a time: a tile would not fit registers."""
+    """Zeroes rows from `start` on, a few columns at a time: a tile would not fit registers."""
     for column in range(0, smem.shape[1], 64):
         part = smem.at[:, column : column + 64]
         values = plgpu.layout_cast(part[...], plgpu.Layout.WGMMA)

@@ -47,7 +47,7 @@ class Share(NamedTuple):
         return block * self.base + jnp.minimum(block, self.extra)
 
     def owner(self, tile: Any) -> Any:
-        """Returns block whose run has the tile."""
+        """Returns the block whose run has the tile."""
         long = self.extra * (self.base + 1)
         after = self.extra + _div(jnp.maximum(tile - long, 0), jnp.maximum(self.base, 1))
         return jnp.where(tile < long, _div(tile, self.base + 1), after)
@@ -81,7 +81,7 @@ def plan(
 
 
 def num_cuts(num_segments: int, num_blocks: int) -> int:
-    """Returns the most segments that are ever cut."""
+    """Returns the largest number of segments that can be cut."""
     return min(num_segments, num_blocks - 1)
 
 
@@ -108,7 +108,7 @@ def _cuts(before: Array, shared: Share, runs: Array, kv_heads: int) -> Array:
 
 
 def _table(*columns: Array) -> Array:
-    """Vectors as columns. Chosen from rather than stacked, they become one XLA kernel."""
+    """Returns vectors as columns of a table, by selection rather than stacking: one XLA kernel."""
     table, index = columns[-1][:, None], jnp.arange(len(columns))[None, :]
     for i, column in enumerate(columns[:-1]):
         table = jnp.where(index == i, column[:, None], table)
@@ -116,7 +116,9 @@ def _table(*columns: Array) -> Array:
 
 
 def _div(a: Any, b: Any) -> Any:
-    """Divides what is not negative: rounding to minus infinity takes XLA many more steps."""
+    """Divides numbers that are not negative: rounding to minus infinity takes XLA many more
+    steps.
+    """
     return lax.div(*jnp.broadcast_arrays(a, jnp.int32(b)))
 
 
@@ -141,7 +143,7 @@ class Run(NamedTuple):
     stop: Any
 
     def step(self, at: At, count: Any) -> At:
-        """Goes `count` tiles on; past the end of the run the row stays."""
+        """Advances by `count` tiles; past the end of the run the row stays."""
 
         def next_row(at):  # several times if rows have no tiles
             return At(at.tile, at.row + 1, at.row_end, self.before(at.row + 2))

@@ -52,7 +52,7 @@ def shared_bytes(columns: int, head_dim: int, tokens: int, stages: int) -> int:
 
 
 def occupancy(columns: int, head_dim: int, tile: Tile) -> tuple[int, int] | None:
-    """Blocks that live on one multiprocessor, and how many tiles each has room for (stages).
+    """Returns the blocks that one multiprocessor holds, and the tiles each has room for (stages).
 
     The most blocks, of those wanted, that have two stages each: it takes two to load while
     computing. Then as many stages as fit. Three blocks of 2 stages, two of 3 and one of 6 have room

@@ -38,7 +38,7 @@ MAX_ELEMENTS = 2048  # of an array in registers, sixteen a thread
 
 
 def supports(num_experts: int, num_devices: int) -> bool:
-    """Whether the kernels take as many."""
+    """Returns whether the kernels take so many experts and devices."""
     experts, devices = _padded(num_experts, num_devices)
     return experts <= MAX_EXPERTS and experts * devices <= MAX_ELEMENTS
 
@@ -52,7 +52,7 @@ def plan_replicas(
     per_pair: int,
     num_local: int,
 ) -> Bool[Array, "E G"]:
-    """See `reference.plan_replicas`, for what is not literal; `supports` says for what."""
+    """See `reference.plan_replicas`, without `literal`; `supports` says for what."""
 
     def plan(at: _Problem) -> Array:
         replicas = _Replicas.none(at, num_replicas, per_pair)
@@ -118,7 +118,7 @@ def _run(
 
 
 class _Problem(NamedTuple):
-    """What is given, and numbers of rows and columns to compare with."""
+    """The inputs, and the shape that indices of rows and columns are made of."""
 
     counts: Any  # [experts, devices]
     hosts: Any
@@ -127,27 +127,27 @@ class _Problem(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """With padding."""
+        """Shape with padding."""
         return self.counts.shape
 
     @property
     def expert(self):
-        """Number of each row of a matrix."""
+        """Index of each row of a matrix."""
         return iota(self.shape, 0, SINGLE_COLUMNS)
 
     @property
     def device(self):
-        """Number of each column of a matrix."""
+        """Index of each column of a matrix."""
         return iota(self.shape, 1, SINGLE_COLUMNS)
 
     @property
     def experts(self):
-        """Numbers of experts, of which each has a value."""
+        """Indices along a vector over experts."""
         return iota(self.shape[:1], 0, BY_ROW)
 
     @property
     def devices(self):
-        """Numbers of devices, of which each has a value."""
+        """Indices along a vector over devices."""
         return iota(self.shape[1:], 0, BY_SINGLE_COLUMN)
 
     def of_expert(self, matrix, expert):
@@ -159,7 +159,7 @@ class _Problem(NamedTuple):
         return jnp.sum(jnp.where(self.device == device, matrix, 0), axis=1)
 
     def at_home(self, held):
-        """Returns the visits where they start: with their own device where it holds the expert."""
+        """Returns the visits as they start: on their own device where it holds the expert."""
         own = jnp.where(held > 0, self.counts, 0)
         away = jnp.sum(self.counts - own, axis=1)
         home = across(self.home, self.shape)
@@ -171,12 +171,12 @@ class _Problem(NamedTuple):
 
 
 def _first(values, numbers, value):
-    """Returns the lowest number of those that have a value; numbers are a vector's places."""
+    """Returns the lowest index at which a vector has a value."""
     return jnp.min(jnp.where(values == value, numbers, MANY))
 
 
 def _value(values, numbers, number):
-    """Returns a vector's value at a number."""
+    """Returns a vector's value at an index."""
     return jnp.sum(jnp.where(numbers == number, values, 0))
 
 
@@ -194,7 +194,7 @@ class _Loads(NamedTuple):
         return cls(movable, load, jnp.where(at.devices < at.num_devices, load, -1))
 
     def mean(self, at: _Problem):
-        """Returns visits a device if all had the same, rounded up."""
+        """Returns the visits of each device if all had the same, rounded up."""
         return lax.div(jnp.sum(self.load) + (at.num_devices - 1), I32(at.num_devices))
 
     def moved(self, at: _Problem, source, target, expert, amount) -> "_Loads":
@@ -258,7 +258,7 @@ class _Replicas(NamedTuple):
         return cls(at.hosts, jnp.where(there, per_pair, 0), slots)
 
     def may_send(self, at: _Problem):
-        """Returns [experts, devices]: 1 where the expert's home may send the device one."""
+        """Returns [experts, devices]: 1 where the expert's home may send the device a copy."""
         open_ = jnp.where(down(self.slots, at.shape) > 0, 1, 0)
         return jnp.where(self.pairs > 0, open_, 0)
 

@@ -40,7 +40,7 @@ def plan_replicas(
     alpha: float = 0.5,
     literal: bool = False,
 ) -> Bool[Array, "E G"]:
-    """Replicas that devices should hold beside `hosts` (Libra, Algorithm 1).
+    """Chooses the replicas that devices should hold beside `hosts` (Libra, Algorithm 1).
 
     First every device takes the `floor(alpha * num_replicas)` experts that its own rows visit most
     and that it lacks, so that more visits stay local; an expert without visits is not taken. The

@@ -272,24 +272,24 @@ def _lowest(can: Bool[Array, "n G"], load: Int[Array, "G"]) -> Int[Array, "n"]:
 
 
 def _at_home(visits: Int[Array, "E"], home: Int[Array, "E"], devices: int) -> Int[Array, "G E"]:
-    """Returns visits as their experts' homes have them."""
+    """Returns the visits of each device if all went to their experts' homes."""
     return jnp.where(_is(home[None, :], devices), visits[None, :], 0)
 
 
 def _mean(counts: Int[Array, "G E"]) -> Int[Array, ""]:
-    """Returns visits a device if all had the same, rounded up."""
+    """Returns the visits of each device if all had the same, rounded up."""
     return -(-_sum(counts) // counts.shape[0])
 
 
 def _rank(values: Int[Array, "n"]) -> Int[Array, "n"]:
-    """Returns the values ahead of each one: larger, or equal with a lower index."""
+    """Returns how many values are ahead of each one: larger, or equal with a lower index."""
     index = jnp.arange(values.shape[0], dtype=jnp.int32)
     tie = (values[None, :] == values[:, None]) & (index[None, :] < index[:, None])
     return _sum(_int((values[None, :] > values[:, None]) | tie), axis=1)
 
 
 def _is(index: Array, size: int) -> Bool[Array, "..."]:
-    """Returns one-hot of a scalar, [size]; or of a row [1, n], [size, n]."""
+    """Returns the one-hot [size] of a scalar, or [size, n] of a row [1, n]."""
     numbers = jnp.arange(size, dtype=jnp.int32)
     return (numbers if index.ndim == 0 else numbers[:, None]) == index
 

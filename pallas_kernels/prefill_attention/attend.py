@@ -91,9 +91,10 @@ class _Attention:
         return out.astype(refs.out.dtype)
 
     def scores(self, step, queue_more: Callable[[], int], masked: bool) -> Array:
-        """Scores of the step's keys, unscaled.
+        """Computes the unscaled scores of the step's keys.
 
-        `queue_more` may queue other products behind theirs, and says how many: those go on.
+        `queue_more` may queue other products behind theirs and returns how many: those stay in
+        flight.
         """
         refs, stage = self.refs, self.key_stage(step)
 
@@ -129,8 +130,8 @@ class _Attention:
         return jnp.where((column & -8) <= last - (column & 7), s, -jnp.inf)
 
     def first(self):
-        """Returns state (largest score, sum of weights, weights of the step) after
-        the first step.
+        """Returns the state (largest score, sum of weights, weights of the step) after the first
+        step.
         """
         s = self.scores(0, lambda: 0, masked=True)
         top = jnp.max(s, axis=1) * self.factor
@@ -160,7 +161,9 @@ class _Attention:
         return new_top, norm, self.narrow(p)
 
     def narrow(self, p):
-        """Rounds weights in this step: the next would be handed twice the registers."""
+        """Rounds weights in this step already: float32 ones would take the next twice the
+        registers.
+        """
         return lax.optimization_barrier(p.astype(self.refs.q.dtype))
 
     def last(self, acc, p) -> Array:
@@ -228,7 +231,7 @@ class _Attention:
 
 
 def _across(rows, shape):
-    """Returns a value a row, for each of the row's columns."""
+    """Returns an array with a row's value in all of its columns."""
     return lax.broadcast_in_dim(rows, shape, [0])
 
 

@@ -50,7 +50,7 @@ _REGISTERS = {"load": 24, "multiply": 240}
 
 
 def supports(q: Array, k_pages: Array, v_pages: Array, scale: float) -> bool:
-    """Whether the kernel takes these shapes and dtypes."""
+    """Returns whether the kernel takes these shapes and dtypes."""
     bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k_pages, v_pages))
     kv_heads, page_size, head_dim = k_pages.shape[2:]
     sizes = head_dim in (64, 128, 256) and page_size in (16, 32, 64, 128)
@@ -132,7 +132,7 @@ def _call(shape: Shape, q: Array) -> Callable[..., Array]:
 
 
 def _load(shape: Shape, refs: Refs) -> None:
-    """Returns the warpgroup that loads: query rows of an item, then keys and values in turn."""
+    """Runs the warpgroup that loads: query rows of an item, then keys and values in turn."""
     tile, rows, layer = shape.tile, shape.copy_rows, refs.layer[0]
     group = shape.heads // shape.kv_heads
 

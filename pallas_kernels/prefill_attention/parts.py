@@ -73,7 +73,7 @@ class Refs(NamedTuple):
 
 
 def scratch(shape: Shape, dtype) -> dict[str, Any]:
-    """Buffers and barriers by the names they have in `Refs`."""
+    """Returns the buffers and barriers by the names they have in `Refs`."""
     tile = shape.tile
     step = tile.block_kv, shape.head_dim
     staging = plgpu.SMEM((WARPGROUPS, LANES, shape.staged), dtype)
@@ -114,8 +114,8 @@ class Item(NamedTuple):
 def for_each_item(shape: Shape, refs: Refs, run: Callable[[Item, Any], None]) -> None:
     """Calls `run(item, steps)` for the block's items; `steps` over keys were done before it.
 
-    Items are dealt out back and forth, so that who got the longest of one round gets the shortest
-    of the next.
+    Items are dealt out back and forth, so that the block with the longest of one round gets the
+    shortest of the next.
     """
     block, blocks = lax.axis_index("block"), shape.num_blocks
     total = refs.count[0] * shape.packs
@@ -138,7 +138,8 @@ def for_each_item(shape: Shape, refs: Refs, run: Callable[[Item, Any], None]) ->
 
 
 def zero(at: Item):
-    """Returns zero, but the compiler cannot know: it saves registers where there are none to spare.
+    """Returns a zero that the compiler does not recognize: it saves registers where none are to
+    spare.
 
     Addresses that depend on nothing but the thread are computed once, before all items, and held
     through the loops over keys; short loops are unrolled.

@@ -25,7 +25,7 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
     group = heads // kv_heads
 
     def attend(qt, n, seen):
-        """Returns the tile of rows [G, group, TILE, D] of chunk n; row t sees positions [0,
+        """Attends with a tile of rows [G, group, TILE, D] of chunk n; row t sees positions [0,
         seen[t]).
         """
 

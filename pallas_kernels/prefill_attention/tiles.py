@@ -24,17 +24,17 @@ class Tile:
 
     @property
     def stages(self) -> int:
-        """Of keys and of values."""
+        """Stages of the ring of keys and of that of values."""
         return self.key_stages + self.value_stages
 
     @property
     def rows(self) -> int:
-        """Positions a warpgroup takes."""
+        """Positions that a warpgroup takes."""
         return LANES // self.pack
 
     @property
     def block_rows(self) -> int:
-        """Positions a thread block takes."""
+        """Positions that a thread block takes."""
         return WARPGROUPS * self.rows
 
 

@@ -65,8 +65,8 @@ def plan(
 
 
 def max_tiles(num_rows: int, num_chunks: int, block_rows: int) -> int:
-    """Returns the most tiles there can be, however the rows are cut: each chunk may round up at
-    both ends.
+    """Returns the largest number of tiles, however rows are cut: each chunk may round up at both
+    ends.
     """
     chunks = num_chunks + 1
     return (num_rows + (ALIGN - 1) * chunks) // block_rows + chunks

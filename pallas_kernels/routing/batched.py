@@ -76,8 +76,8 @@ def _sums(arrays, axis):
 
 
 def _ranks(keys, logits):
-    """Returns of every expert in its row: experts ahead of it, and the sum of exp(logit - its own
-    key).
+    """Returns, for every expert in its row, the experts ahead of it and the sum of exp(logit - its
+    own key).
     """
     index = jnp.arange(keys.shape[1], dtype=jnp.int32)
     own, other = keys[:, :, None], keys[:, None, :]
@@ -87,8 +87,8 @@ def _ranks(keys, logits):
 
 
 def _weights(top, sum_of_exp, normalize, scoring):
-    """Returns the gate weights of picks, by falling score; columns one by one, to be part of what
-    follows.
+    """Returns the gate weights of picks by falling score, summed column by column, so that XLA
+    fuses it.
     """
     picks = range(top.shape[1])
     if scoring == "sigmoid":
@@ -104,7 +104,7 @@ def _weights(top, sum_of_exp, normalize, scoring):
 
 
 def _merge_repeats(expert_ids, weights):
-    """Merges repeats as the reference does, columns one by one."""
+    """Merges repeats as the reference does, column by column."""
     picks = range(expert_ids.shape[1])
     totals, kept = [], []
     for k in picks:

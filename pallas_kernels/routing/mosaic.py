@@ -83,9 +83,9 @@ from pallas_kernels.routing.tile_map import COUNT, END, HEAD, ROW, SIZE, SLOT, R
 def supports(
     logits: Array, groups: Array | TableRow, slots: Array | TableRow, top_k: int, block_m: int
 ) -> bool:
-    """Whether the kernel takes these: float32 logits; up to 4,096 rows of 64 routed experts, 2,048
-    of 128, 512 of 256, in fours; 512 logical experts; 8 picks, up to 512 rows of 128 experts or
-    more 16; as far as what a block keeps fits in shared memory.
+    """Returns whether the kernel takes these: float32 logits; up to 4,096 rows of 64 routed
+    experts, 2,048 of 128, 512 of 256, in fours; 512 logical experts; 8 picks, up to 512 rows of 128
+    experts or more 16; as far as what a block keeps fits in shared memory.
     """
     num_rows, columns = logits.shape
     num_experts, num_logical = row_length(groups), row_length(slots)
@@ -148,7 +148,7 @@ def route(
 
 
 def _in_a_row(row: Array | TableRow) -> tuple[Array, Array]:
-    """Returns all layers' values, and the layer."""
+    """Returns the flat table of all layers, and the layer."""
     if isinstance(row, TableRow):
         return row.table.reshape(-1), jnp.asarray(row.layer, I32).reshape(1)
     return row, jnp.zeros(1, I32)
@@ -241,8 +241,8 @@ def _route(at: Block) -> None:
 
 
 def _load(at: Block) -> None:
-    """Starts the copies of what the block reads. A layer's row of a table may start anywhere in it;
-    past its end, and that of the table, is what nobody asks for.
+    """Starts the copies of what the block reads. A layer's row may start anywhere in its table;
+    what is read past its end is not used.
     """
     given, smem, sizes = at.given, at.smem, at.sizes
     _load_logits(at)
@@ -260,7 +260,7 @@ def _load_logits(at: Block) -> None:
 
 
 def _pick(at: Block) -> None:
-    """Picks of 64 rows, while the next ones' logits are loaded as soon as these are read."""
+    """Computes the picks of 64 rows, and loads the next ones' logits as soon as these are read."""
     _kinds(at)
     plgpu.barrier_wait(at.smem.loaded)
     stages.gate(at)
@@ -273,7 +273,7 @@ def _pick(at: Block) -> None:
 
 
 def _serve(at: Block) -> tuple[list, Callable]:
-    """Returns the experts that serve 64 rows; whether the visit of a pick is kept. Counts the
+    """Returns the experts that serve 64 rows, and which visits of a pick are kept. Counts the
     experts' rows.
     """
     smem = at.smem
@@ -290,7 +290,7 @@ def _serve(at: Block) -> tuple[list, Callable]:
 
 
 def _served(at: Block) -> tuple[list, Callable]:
-    """Returns again what `_serve` returned for these rows, and their visits one-hot."""
+    """Returns again what `_serve` returned for these rows, and makes their visits one-hot."""
     smem, picks = at.smem, range(at.sizes.picks)
     expert_ids = [by_row(smem.expert_ids.at[:, k]) for k in picks]
     stages.one_hot(at._replace(smem=smem._replace(rows=smem.turn_rows)), expert_ids)
@@ -298,7 +298,7 @@ def _served(at: Block) -> tuple[list, Callable]:
 
 
 def _place(at: Block, expert_ids: list, kept: Callable) -> None:
-    """Returns the sorted rows of 64 rows' visits, and the tokens there."""
+    """Stores the sorted rows of 64 rows' visits and, for each of those, its token."""
     stages.ranks(at, expert_ids, kept)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(at.smem.visit_row, at.out.visit_row.at[at.own])
@@ -308,7 +308,7 @@ def _place(at: Block, expert_ids: list, kept: Callable) -> None:
 
 
 def _kinds(at: Block) -> None:
-    """Returns what each row is, into shared memory. TMA knows no booleans: a warp reads them one by
+    """Stores each row's kind in shared memory. TMA copies no booleans: a warp reads them one by
     one.
     """
     given, last = at.given, at.sizes.rows - 1
@@ -326,7 +326,9 @@ def _kinds(at: Block) -> None:
 
 
 def _prepare(at: Block) -> None:
-    """Constants in shared memory, and gaps for sorted rows, while the copies are under way."""
+    """Fills in constants in shared memory, and gaps between sorted rows, while copies are in
+    flight.
+    """
     smem, sizes = at.smem, at.sizes
     if sizes.turns > 1:  # sums over turns begin at nothing
         smem.visits[...] = plgpu.layout_cast(jnp.zeros((sizes.padded,), I32), BY_EXPERT)
@@ -353,7 +355,7 @@ def _prepare(at: Block) -> None:
 
 
 def _exchange(at: Block, which: int, own, every) -> None:
-    """Brings what every block has in `own` into `every` of all of them.
+    """Copies what every block has in `own` into `every` of all of them.
 
     Each block writes its part to memory, and reads that part itself: a multicast copy is one slice
     a block, this one's the very row that it wrote. So memory is written and read by one thread and
@@ -375,10 +377,10 @@ def _exchange(at: Block, which: int, own, every) -> None:
 
 
 def _meet(at: Block, step: str) -> None:
-    """Returns a step of the cluster's own barrier: what a block wrote before it arrived is ordered
-    before what others do after they waited. An mbarrier's arrivals, jax's `ClusterBarrier` among
-    them, are of the block's scope only. The interpreter does not know it; there `_exchange` does
-    its part.
+    """Runs a step, arrive or wait, of the cluster's own barrier: what a block wrote before it
+    arrived is ordered before what others do after they waited. An mbarrier's arrivals, jax's
+    `ClusterBarrier` among them, are of the block's scope only. The interpreter does not know it;
+    there `_exchange` does its part.
     """
     if at.sizes.blocks == 1 or at.sizes.interpreted:
         return
@@ -393,8 +395,8 @@ def _meet(at: Block, step: str) -> None:
 
 
 def _sums(at: Block, own, every, load):
-    """Returns the sums of what `load` makes of each block's values: of all blocks, and of those
-    before.
+    """Returns two sums of what `load` makes of each block's values: over all blocks, and over
+    earlier ones.
     """
     if at.sizes.blocks == 1:
         return load(own), None
@@ -409,7 +411,7 @@ def _sums(at: Block, own, every, load):
 
 
 def _store_sums(at: Block) -> None:
-    """Starts the copies of what is of all rows: S1, rows and starts of experts."""
+    """Starts the copies of results that all rows share: S1, rows and starts of experts."""
     smem, out, sizes = at.smem, at.out, at.sizes
     plgpu.commit_smem()
 
@@ -424,9 +426,7 @@ def _store_sums(at: Block) -> None:
 
 
 def _store_vector(vector, into, first: int, count: int) -> None:
-    """Stores a vector; a copy of so many bytes in a row is of whole sixteens, and what is left is
-    stored singly.
-    """
+    """Stores a vector: whole sixteens of bytes by one copy, the rest value by value."""
     fours = count // 4 * 4
     if fours:
         plgpu.copy_smem_to_gmem(vector.at[pl.ds(0, fours)], into.at[pl.ds(first, fours)])

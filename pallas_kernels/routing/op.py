@@ -24,7 +24,7 @@ class Plan(NamedTuple):
 
 
 class TableRow(NamedTuple):
-    """A layer's row of a table of all layers. The kernel reads it there: cut out, it would be a
+    """A layer's row of a table of all layers. The kernel reads it in place: a slice would be a
     copy, and a launch of its own.
     """
 
@@ -88,7 +88,7 @@ def brownout_plan(
 def max_active_experts(
     threshold_percent: int, num_experts: int, num_united: int, num_visits: int
 ) -> int:
-    """Returns how many experts one layer can touch under full or partial brownout at or below a
+    """Returns the most experts that one layer can touch under full or partial brownout up to a
     threshold.
 
     `min(m, ceil(t m) + ceil(m/k), visits)` with ceil(m/k) = `num_united`; it is attained. It needs
@@ -99,7 +99,9 @@ def max_active_experts(
 
 
 def max_blocks(num_visits: int, max_active: int, block_m: int) -> int:
-    """Blocks of `block_m` rows that `num_visits` rows over `max_active` experts can fill."""
+    """Returns the blocks of `block_m` rows that `num_visits` rows over `max_active` experts can
+    fill.
+    """
     active = min(max_active, num_visits)
     return max(1, (num_visits + active * (block_m - 1)) // block_m)
 
@@ -125,8 +127,8 @@ def dispatch(
 
 
 def map_tiles(work: Dispatch, tiles: RowTiles) -> Int[Array, "M 6"]:
-    """Returns the tile map of a dispatch (`tile_map`): its own where it is of these tiles, or made
-    here.
+    """Returns a dispatch's tile map (`tile_map`): its own if it is for these tiles, else a new
+    one.
     """
     if work.tile_map is not None and work.tile_map.tiles == tiles:
         return work.tile_map.table
@@ -138,12 +140,12 @@ def map_tiles(work: Dispatch, tiles: RowTiles) -> Int[Array, "M 6"]:
 
 
 def row_length(row: Array | TableRow) -> int:
-    """Returns the values of a layer's row."""
+    """Returns the length of a layer's row."""
     return (row.table if isinstance(row, TableRow) else row).shape[-1]
 
 
 def row_of(row: Int[Array, "n"] | TableRow) -> Int[Array, "n"]:
-    """Returns a layer's row of a table, cut out of it if it is not yet."""
+    """Returns a layer's row, sliced out of its table where it still lies in one."""
     return row.table[row.layer] if isinstance(row, TableRow) else row
 
 

@@ -62,7 +62,7 @@ class Sizes(NamedTuple):
 
     @property
     def turns(self) -> int:
-        """Times 64 rows that a block has; the last block may have fewer."""
+        """Turns of 64 rows that a block has; the last block may have fewer."""
         return -(-self.rows // (ROWS * MAX_BLOCKS))
 
     @property
@@ -87,7 +87,7 @@ class Sizes(NamedTuple):
 
     @property
     def slot_boxes(self) -> list[tuple[int, int]]:
-        """(first, count) of what a copy each brings of a layer's slots; none where no map is."""
+        """(first, count) of a layer's slots for each copy; none without a tile map."""
         total = self.chunks * ROWS if self.tiles else 0
         return [(i, min(MAX_BOX, total - i)) for i in range(0, total, MAX_BOX)]
 
@@ -173,12 +173,12 @@ class Block(NamedTuple):
 
     @property
     def first_row(self):
-        """Its first row of the arrays."""
+        """The block's first row of the arrays."""
         return (self.index * self.sizes.turns + self.turn) * ROWS
 
     @property
     def own(self):
-        """Its rows of the arrays. They may pass the end, where TMA stops."""
+        """The block's rows of the arrays. They may pass the end, where TMA stops."""
         return pl.ds(self.first_row, ROWS)
 
     def each_turn(self, do) -> None:
@@ -253,7 +253,7 @@ def by_expert(ref):
 
 
 def by_row_and_expert(ref):
-    """Returns a value for each row and routed expert."""
+    """Returns an array with a value for each row and routed expert."""
     return plgpu.load(ref, layout=EXPERTS, optimized=False)
 
 

@@ -47,7 +47,7 @@ def brownout_plan(ids, *, groups, threshold_percent, strategy, valid, exempt):
 
 
 def targets(count, pinned, total, groups, threshold_percent, strategy):
-    """Returns s1, and the logical expert that serves each expert's degradable visits, -1: none.
+    """Returns S1, and the logical expert that serves each expert's degradable visits (-1: none).
 
     `count` are these visits, `total` their number; `pinned` experts are in S1 whatever it is.
     """
@@ -64,7 +64,7 @@ def targets(count, pinned, total, groups, threshold_percent, strategy):
 
 
 def _count(mask):
-    """Counts true entries over the two leading axes, int32."""
+    """Counts true entries over the two leading axes, as int32."""
     return jnp.sum(mask, axis=(0, 1), dtype=jnp.int32)
 
 
@@ -120,7 +120,7 @@ def dispatch(expert_ids, weights, slots, *, block_m, num_blocks):
 
 
 def _before(values):
-    """Returns the sum of the values before each one. Comparisons fuse where a scan would be a
+    """Returns the sum of the values before each one. XLA fuses comparisons, where a scan would be a
     kernel.
     """
     index = jnp.arange(values.shape[0], dtype=jnp.int32)

@@ -52,7 +52,9 @@ class _Part(NamedTuple):
 
     @property
     def columns(self):
-        """Their numbers from the first, for each row: alike for all parts of a size."""
+        """Indices of the experts from the part's first, for each row: equal for all parts of a
+        size.
+        """
         return iota((ROWS, self.count), 1, EXPERTS)
 
     def hits(self, picked):
@@ -61,7 +63,7 @@ class _Part(NamedTuple):
 
     @property
     def slice(self):
-        """Of arrays over experts."""
+        """Slice of arrays over experts."""
         return pl.ds(self.first, self.count)
 
 
@@ -77,7 +79,7 @@ def _of_all(operation: Callable, parts: list) -> Any:
 
 
 def gate(at: Block) -> None:
-    """Picks, their weights, and the visits of each expert, into shared memory."""
+    """Computes picks, their weights, and the visits of each expert, all in shared memory."""
     sizes, smem = at.sizes, at.smem
     parts = _parts(sizes)
     logits = [by_row_and_expert(smem.logits.at[:, part.slice]) for part in parts]
@@ -128,7 +130,7 @@ def _weigh(at: Block, scale) -> None:
 
 
 def plan(at: Block, visits) -> None:
-    """Returns which expert serves the visits to each one; S1. See `reference.brownout_plan`."""
+    """Decides S1 and which expert serves the visits to each one. See `reference.brownout_plan`."""
     sizes, smem = at.sizes, at.smem
     used = pl.ds(0, sizes.experts)
     count = visits & (EXEMPT_VISIT - 1)
@@ -177,7 +179,7 @@ def _left(at: Block, part: _Part):
 
 
 def _members(at: Block, part: _Part, group):
-    """Returns how many of those there are in each of the groups."""
+    """Returns how many experts that `_left` found are in each of the groups."""
     left, shape = by_expert(at.smem.left.at[part.slice]), (ROWS, part.count)
     return jnp.sum(jnp.where(down(left, shape) == across(group, shape), 1, 0), axis=1)
 
@@ -188,7 +190,7 @@ def _count_of(key):
 
 
 def look_up(at: Block) -> list:
-    """Returns the logical expert of each visit, also into shared memory."""
+    """Returns the logical expert of each visit, and stores it in shared memory."""
     sizes, smem = at.sizes, at.smem
     kind = by_row(smem.kind)
     parts = _parts(sizes)
@@ -209,7 +211,7 @@ def look_up(at: Block) -> list:
 
 
 def merge_repeats(at: Block, expert_ids: list) -> list:
-    """Returns a row's weights summed where its visits meet, into shared memory; which visits are
+    """Sums a row's weights where its visits meet, in shared memory; returns which visits are
     kept.
     """
     weights, kept = [by_row(at.smem.weights.at[:, k]) for k in range(at.sizes.picks)], []
@@ -227,7 +229,9 @@ def merge_repeats(at: Block, expert_ids: list) -> list:
 
 
 def one_hot(at: Block, expert_ids: list) -> None:
-    """Returns visits one-hot, and the rows of each logical expert, into shared memory (`rows`)."""
+    """Stores visits one-hot in shared memory, and counts the rows of each logical expert
+    (`rows`).
+    """
     smem = at.smem
     shape = (ROWS, ROWS)
 
@@ -247,8 +251,9 @@ def one_hot(at: Block, expert_ids: list) -> None:
 
 
 def starts(at: Block, summed) -> Any:
-    """Returns first sorted row and first tile of each logical expert, into shared memory; how many
-    tiles there are. `summed(load)` is the rows of a chunk's experts, and those of earlier blocks.
+    """Stores first sorted row and first tile of each logical expert in shared memory; returns how
+    many tiles there are. `summed(load)` is the rows of a chunk's experts, and those of earlier
+    blocks.
 
     Blocks of rows and tiles are summed as one number: there are fewer than 2**15 of either.
     """
@@ -277,7 +282,7 @@ def starts(at: Block, summed) -> Any:
 
 
 def _divided_up(rows, by: int):
-    """Quotients, rounded up."""
+    """Returns quotients, rounded up."""
     return lax.div(rows + (by - 1), jnp.full(rows.shape, by, I32))
 
 
@@ -293,8 +298,8 @@ def add_rows(at: Block, to) -> None:
 
 
 def ranks(at: Block, expert_ids: list, kept: Callable) -> None:
-    """Returns the sorted row of each visit that is kept, into shared memory: its expert's start
-    plus the rows before.
+    """Stores the sorted row of each visit that is kept in shared memory: its expert's start plus
+    the rows before.
     """
     sizes, smem = at.sizes, at.smem
     shape = (ROWS, ROWS)

@@ -10,7 +10,8 @@ from jaxtyping import Array, Int
 SLOT, ROW, END, HEAD, SIZE, COUNT = range(6)
 """Columns of a tile map: pool slot, first row of the tile's group, end of the expert's rows, first
 tile of the group, tiles of the group; and, in the first row, tiles of all experts. Rows from that
-number on are anything."""
+number on are undefined.
+"""
 
 
 @jax.tree_util.register_static
@@ -33,7 +34,9 @@ class TileMap(NamedTuple):
 
 
 def max_tiles(num_rows: int, block_m: int, num_experts: int, tile_rows: int) -> int:
-    """Tiles that `num_rows` sorted rows can have, whose experts start at multiples of `block_m`."""
+    """Returns the most tiles of `num_rows` sorted rows whose experts start at multiples of
+    `block_m`.
+    """
     return min(num_rows // min(block_m, tile_rows), num_rows // tile_rows + num_experts)
 
 

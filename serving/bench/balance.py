@@ -114,7 +114,7 @@ class BalanceBenchConfig:
 
     @property
     def num_devices(self) -> int:
-        """Of the mesh; 1 for what is no mesh."""
+        """Devices of the mesh; 1 without a mesh."""
         return mesh_devices(self.mesh)
 
     def check_experts(self, num_experts: int) -> None:
@@ -178,7 +178,7 @@ async def _run(config: BalanceBenchConfig, say: Callable[[str], None]) -> dict[s
 
 
 def of_families(tasks: Sequence[Arrival], families: Sequence[str]) -> list[Arrival]:
-    """The tasks of some families. Raises WorkloadError for a family that there is not."""
+    """Returns the tasks of some families. Raises WorkloadError for an unknown family."""
     known = sorted({task.family for task in tasks})
     for family in families:
         if family not in known:
@@ -189,7 +189,7 @@ def of_families(tasks: Sequence[Arrival], families: Sequence[str]) -> list[Arriv
 
 
 def prompts(tasks: Sequence[Arrival], num: int, seed: int) -> list[Arrival]:
-    """`num` requests, all at once: solved tasks and an unsolved one, drawn by the seed."""
+    """Returns `num` requests, all at once: solved tasks and an unsolved one, drawn by the seed."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(num):
@@ -201,10 +201,10 @@ def prompts(tasks: Sequence[Arrival], num: int, seed: int) -> list[Arrival]:
 
 
 def variant_settings(config: BalanceBenchConfig, variant: Variant) -> dict[str, str]:
-    """What a variant's server is told.
+    """Returns the settings of a variant's server.
 
-    No brownout, which changes who is visited; whole steps, which are counted as one each; and a
-    mover that has looked before the first requests are over.
+    No brownout, which changes who is visited; whole steps, which count as one each; and a mover
+    that has looked before the first requests are over.
     """
     settings = {"model": config.model, "mesh": config.mesh, "max_queue_len": "1000000"}
     settings |= {"brownout.strategy": "zero", "part_layers": "1000000"}

@@ -14,7 +14,7 @@ MEGABYTE = 1e6
 
 
 def rows_by_device(samples: Samples) -> Float[np.ndarray, "layers D"]:
-    """Rows that the experts on each device computed, by MoE layer; [0, 0] without a mesh."""
+    """Returns the rows that each device's experts computed, by MoE layer; [0, 0] without a mesh."""
     found = {
         (int(dict(labels)["layer"]), int(dict(labels)["device"])): rows
         for (name, labels), rows in samples.items()
@@ -27,7 +27,9 @@ def rows_by_device(samples: Samples) -> Float[np.ndarray, "layers D"]:
 
 
 def heat(before: Samples, after: Samples) -> Float[np.ndarray, "layers D"]:
-    """Load of each device between two scrapes over its layer's mean; 1 where a layer had none."""
+    """Returns each device's load between two scrapes over its layer's mean; 1 where a layer had
+    none.
+    """
     rows, earlier = rows_by_device(after), rows_by_device(before)
     if earlier.size:
         rows = rows - earlier
@@ -36,7 +38,7 @@ def heat(before: Samples, after: Samples) -> Float[np.ndarray, "layers D"]:
 
 
 def between(before: Samples, after: Samples) -> dict[str, Any]:
-    """The mesh's figures between two scrapes; None for what there was nothing of.
+    """Returns the mesh's figures between two scrapes; None for what did not occur.
 
     `imbalance` is the mean over steps, by phase. Two are since the server's start: `padded_share`,
     as the metric is, and `placed`, as most copies that stay are placed before the first scrape.
@@ -65,7 +67,7 @@ def between(before: Samples, after: Samples) -> dict[str, Any]:
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """A line a variant."""
+    """Returns a table with a line for each variant."""
     platform = result["machine"]["platform"].split()[0]
     head = f"{'':10} {'imbalance: prefill':>18} {'decode':>7} {'foreseen right':>14}"
     head += f" {'copied':>8} {'placed':>6} {'copies, MB':>10} {'padded':>7} {'failed':>6}"
@@ -86,7 +88,9 @@ def _number(ratio: float | None) -> str:
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
-    """A heat map a variant, PNG: load of each device over the mean, by MoE layer."""
+    """Draws a heat map for each variant, as PNG: load of each device over the mean, by MoE
+    layer.
+    """
     from jmoe.extras import need  # not above: it would bring jax
 
     need("plot", "matplotlib")

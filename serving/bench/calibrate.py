@@ -1,4 +1,4 @@
-"""Measures what a server can do on this machine, to set objectives and load that mean something."""
+"""Measures what a server can do on this machine, to choose meaningful objectives and load."""
 
 import asyncio
 import math
@@ -63,10 +63,10 @@ async def calibrate(
     window_s: float = 10.0,
     say: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
-    """Takes 4 * `window_s` and some 5 s.
+    """Measures capacity and latencies in 4 * `window_s` and some 5 s.
 
-    Without brownout and with all of it are measured in turn, twice each, and the faster of each
-    pair counts: a machine that other work holds up for a while only ever makes a batch slower.
+    No brownout and all of it are measured in turn, twice each, and the faster of each pair counts:
+    a machine that other work holds up for a while only ever makes a batch slower.
 
     Prompts wait for no company meanwhile: load and objectives are then the same, whatever they do
     afterwards. Leaves thresholds fixed at 0 and objectives that no step can meet: set both before
@@ -151,7 +151,7 @@ async def _full_batch(
 
 
 async def _full_decode_step_s(client: Steered, window_s: float) -> float:
-    """Returns the median of what the server expects in a window, as it is taken of a run later: a
+    """Returns the median of the server's estimates in a window, as it is taken of a run later: a
     single moment's may be a third too long.
     """
     expected_s = []
@@ -162,7 +162,8 @@ async def _full_decode_step_s(client: Steered, window_s: float) -> float:
 
 
 def full_batch(run: Run, start_s: float, end_s: float) -> FullBatch:
-    """What a saturated run says of the window [start_s, end_s), in which the batch was full.
+    """Returns what a saturated run shows of the window [start_s, end_s), in which the batch was
+    full.
 
     Requests a second are tokens a second over mean tokens a request: answers come in waves, and
     counting those that end in the window would depend on where it cuts the waves.

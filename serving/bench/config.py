@@ -66,13 +66,13 @@ class BenchConfig:
 
     @property
     def saves(self) -> bool:
-        """A result is written."""
+        """Whether a result is written."""
         return self.save_result or self.save_detailed
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Samples in the order in which they are asked, and what counts the tokens of their prompts."""
+    """Samples in the order in which they are sent, and the counter of their prompts' tokens."""
 
     samples: list[Arrival]
     count_tokens: Callable[[str], int]
@@ -187,7 +187,9 @@ def _flag(name: str) -> str:
 
 
 def _address(config: BenchConfig) -> str:
-    """Of the server, from the URL where there is one: `host:port`, or `https://host:port`."""
+    """Returns the server's address, from the URL where there is one: `host:port` or
+    `https://host:port`.
+    """
     if config.base_url is None:
         if not 0 < config.port < 65536:
             raise WorkloadError(f"--port is {config.port}; it must be between 1 and 65535")

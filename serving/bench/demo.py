@@ -104,7 +104,7 @@ class DemoConfig:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Of `serving.bench.variants`; the first one is without brownout."""
+        """Names in `serving.bench.variants`; the first one is without brownout."""
         return ALL if self.controllers else PAIR
 
     def __post_init__(self) -> None:
@@ -141,7 +141,9 @@ def _live(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -> dic
 
 
 def _simulated(config: DemoConfig, tasks: Sequence[Arrival], console: Console) -> dict[str, Any]:
-    """Times a server's steps, and plays the demo on a device that takes as long for them."""
+    """Times a server's steps, and plays the demo on a simulated device that takes as long for
+    them.
+    """
     timeline = config.out / "timeline.json"
     timeline.unlink(missing_ok=True)  # one of before is not what is timed now
 
@@ -181,8 +183,8 @@ def simulate_demo(
 async def _server(
     config: DemoConfig, console: Console, *flags: str
 ) -> AsyncIterator[tuple[Client, int]]:
-    """A server as a child process; yields a client of it, once it is ready, and its pid. It is gone
-    when the block is left.
+    """Starts a server as a child process; yields its client, once it is ready, and its pid. It is
+    ended when the block is left.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -304,7 +306,7 @@ async def _undisturbed[T](
     play_once: Callable[[], Awaitable[T]], pid: int | None, until: float, console: Console
 ) -> tuple[T, float | None]:
     """Plays when the machine is quiet, and again if it was not all the while, until that time of
-    `time.monotonic`; returns what came of it, and the share that other programs took meanwhile.
+    `time.monotonic`; returns the result, and the share that other programs took meanwhile.
     """
     while True:
         await _wait_quiet(pid, until, console)
@@ -400,15 +402,15 @@ _OF_MEDIAN = ("seed", "slo", "steady_rate_per_s", "burst_rate_per_s", "num_reque
 
 
 def _rates(calibration: Calibration, config: DemoConfig) -> tuple[float, float]:
-    """Requests a second before the burst and in it."""
+    """Returns the requests a second before the burst and in it."""
     zero, full = calibration.zero.capacity_per_s, calibration.full.capacity_per_s
     return config.steady_load * zero, zero**0.75 * full**0.25
 
 
 def _slowness(run: dict[str, Any], step_s: float) -> float:
-    """How long a full decode step took in a run, of the `step_s` that it took at calibration; at
-    least as long. A machine that seems faster is not given more load than it was seen to carry: the
-    server's estimate is off by a tenth.
+    """Returns the time of a full decode step in a run over the `step_s` that it took at
+    calibration; at least 1. A machine that seems faster is not given more load than it was seen to
+    carry: the server's estimate is off by a tenth.
     """
     seen = [seconds for seconds in run["samples"]["full_decode_step_s"] if seconds]
     return max(1.0, float(np.median(seen)) / step_s) if seen and step_s > 0 else 1.0
@@ -435,7 +437,7 @@ _KEPT = (
 
 
 async def wait_idle(client: Steered, pause_s: float, timeout_s: float = 60.0) -> None:
-    """Until nothing runs or waits, and a pause more."""
+    """Waits until nothing runs or waits, and for a pause after that."""
     async with asyncio.timeout(timeout_s):
         while (stats := await client.stats()).num_running or stats.num_waiting:
             await asyncio.sleep(0.2)
@@ -456,7 +458,9 @@ def _progress(
 
 
 def run_result(run: Run, slo: Slo, burst_at_s: float, duration_s: float) -> dict[str, Any]:
-    """What is stored of a run: summaries whole and by phase, the P90 series, server samples."""
+    """Returns what is stored of a run: summaries, whole and by phase, the P90 series, server
+    samples.
+    """
     samples = [asdict(sample) for sample in run.samples]
     return {
         **summarize(run),
@@ -517,7 +521,9 @@ def _show(result: dict[str, Any], picture: Path, console: Console) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Five digits are more than the clock is good for; JSON has no NaN."""
+    """Returns a value with floats rounded to five digits, more than the clock has; NaN becomes
+    null.
+    """
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -13,7 +13,7 @@ from serving.telemetry.version import commit, jmoe_version
 
 
 async def facts(client: Client) -> dict[str, Any]:
-    """Machine, versions, commit, server and model."""
+    """Returns machine, versions, commit, server and model."""
     info, model = await asyncio.gather(client.server_info(), client.model_info())
     return {
         "machine": {"cpu": _cpu_model(), "cpu_count": os.cpu_count(), "platform": info.platform},

@@ -31,14 +31,16 @@ NUM_PROMPTS, INPUT_LEN, OUTPUT_LEN = 1000, 1024, 128  # vLLM's
 
 @dataclass(frozen=True)
 class Load:
-    """What is played, and a line that says so."""
+    """What is played, and a line that describes it."""
 
     arrivals: list[Arrival]
     words: str
 
 
 def fit(plan: LoadPlan, server: pb.ServerInfo, vocab_size: int) -> Load:
-    """The load that `plan` makes for this server. Raises WorkloadError for what does not fit."""
+    """Returns the load that `plan` makes for this server. Raises WorkloadError for what does not
+    fit.
+    """
     config, limit = plan.config, server.max_model_len
     num = _num_prompts(config, server)
     if plan.dataset is not None:
@@ -104,7 +106,7 @@ def _places(server: pb.ServerInfo) -> str:
 
 
 def _fitting(dataset: Dataset, limit: int) -> Iterator[Arrival]:
-    """Samples whose prompt and output fit, in order. Raises WorkloadError when none does."""
+    """Yields samples whose prompt and output fit, in order. Raises WorkloadError when none does."""
     found = False
     for sample in dataset.samples:
         assert isinstance(sample.prompt, str)

@@ -1,4 +1,4 @@
-"""A server as a child process: started, waited for, and gone when its block is left. No jax."""
+"""A server as a child process: started, waited for, and ended when its block is left. No jax."""
 
 import asyncio
 import contextlib
@@ -92,7 +92,7 @@ async def _wait_for_address(
 
 
 def tail(path: Path, num_lines: int) -> str:
-    """The last lines of a log."""
+    """Returns the last lines of a log."""
     return "\n".join(path.read_text(errors="replace").rstrip().splitlines()[-num_lines:])
 
 

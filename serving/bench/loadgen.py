@@ -24,7 +24,7 @@ FIRST_SAMPLE_S = 10.0  # the longest wait for the first answer of the admin serv
 
 
 class Target(Protocol):
-    """What a workload is played against: `serving.client.Client`, or what stands before several.
+    """What a workload is played against: `serving.client.Client`, or a dispatcher to several.
 
     Calls raise `grpc.aio.AioRpcError`.
     """

@@ -22,7 +22,7 @@ class Watch:
         return max(0.0, (now[0] - self._start[0]) / (now[1] - self._start[1]))
 
     def _ticks(self) -> tuple[int, int] | None:
-        """Busy with others, and all there were."""
+        """Returns the clock ticks spent on other programs, and all ticks."""
         try:
             total = list(map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]))
             ours = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2] for pid in self._pids]

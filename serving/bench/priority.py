@@ -142,7 +142,9 @@ async def _run(config: PriorityConfig, say: Callable[[str], None]) -> dict[str, 
 def by_load(
     config: PriorityConfig, tasks: Sequence[Arrival], rate_per_s: float
 ) -> dict[float, list[Arrival]]:
-    """Requests by load, a share of `rate_per_s`: Poisson arrivals, each of a class by lot."""
+    """Returns requests by load, a share of `rate_per_s`: Poisson arrivals, each of a random
+    class.
+    """
     times_s = {
         load: poisson_times(config.num_requests, load * rate_per_s, config.seed)
         for load in config.loads
@@ -175,7 +177,9 @@ async def _server(config: PriorityConfig, variant: Variant) -> AsyncIterator[Cli
 
 
 def variant_settings(config: PriorityConfig, variant: Variant) -> dict[str, str]:
-    """What a variant's server is told: its policy, no brownout, and room for every request."""
+    """Returns the settings of a variant's server: its policy, no brownout, room for every
+    request.
+    """
     settings = {"part_layers": str(config.part_layers)} | variant.settings
     settings |= {"max_queue_len": "1000000", "brownout.strategy": "zero"}
     return {f"engine.{key}": value for key, value in settings.items()}
@@ -213,7 +217,7 @@ async def _play(client: Client, variant: Variant, arrivals: Sequence[Arrival]) -
 
 
 async def _beat(stalls: list[tuple[float, float]]) -> None:
-    """Notes when the event loop was not served for longer than it should."""
+    """Notes when the event loop did not run for longer than it should."""
     start = last = time.monotonic()
     while True:
         await asyncio.sleep(BEAT_S)
@@ -226,7 +230,9 @@ async def _beat(stalls: list[tuple[float, float]]) -> None:
 def points(
     played: dict[str, dict[float, Played]], arrivals: dict[float, list[Arrival]]
 ) -> list[dict[str, Any]]:
-    """A record a variant and load; requests beside a stall of any variant count for none."""
+    """Returns a record for each variant and load; requests during a stall of any variant count for
+    none.
+    """
     found = []
     for load, asked in arrivals.items():
         stalled = set().union(*(_stalled(by_load[load]) for by_load in played.values()))
@@ -256,7 +262,7 @@ def points(
 
 
 def _stalled(played: Played) -> set[int]:
-    """Requests under way while the machine stood still."""
+    """Returns the requests that were running while the machine stalled."""
     return {
         i
         for i, record in played.records.items()
@@ -279,7 +285,7 @@ def _latencies(records: Sequence[Record]) -> dict[str, float] | None:
 
 
 def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each variant beside its yardsticks at the same load."""
+    """Returns each variant's ratios to its baselines at the same load."""
     by = {(p["variant"], p["load"]): p for p in result["points"]}
     found = []
     for point in result["points"]:
@@ -308,7 +314,7 @@ def ratios(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The figures, and the ratios, a line a variant and load."""
+    """Returns tables of the figures and of the ratios, a line for each variant and load."""
     head = f"{'load':>4} {'variant':10} {'LS TTFT P50':>11} {'P90':>8} {'P99 ms':>8}"
     head += f" {'LS mean':>8} {'BE mean ms':>10} {'tokens/s':>9} {'parks':>6} {'joins':>6}"
     head += f" {'evicted':>7} {'left out':>8}"
@@ -338,7 +344,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """QLLM's three figures: TTFT, throughput and turnaround over request rate."""
+    """Draws QLLM's three figures: TTFT, throughput and turnaround over request rate."""
     from jmoe.extras import need  # not above: it would bring jax
 
     need("plot", "matplotlib")

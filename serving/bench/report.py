@@ -30,7 +30,8 @@ _PHASES = (
 def latency_series(
     records: Iterable[Record], duration_s: float, window_s: float = 1.5, percentile: float = 90
 ) -> dict[str, list[float | None]]:
-    """Percentiles by window of the run: `end_s`, `ttft_s`, `itl_s`; None for an empty window.
+    """Returns percentiles by window of the run: `end_s`, `ttft_s`, `itl_s`; None for an empty
+    window.
 
     A first token counts in the window in which its request was due, other tokens in the one in
     which they came. A request that failed counts as late as the run is long.
@@ -58,7 +59,9 @@ def latency_series(
 
 
 def table(result: Mapping[str, Any]) -> Table:
-    """All runs side by side; violation rates in red above 10 %, the share that a P90 allows."""
+    """Returns all runs side by side; violation rates are red above 10 %, the share that a P90
+    allows.
+    """
     runs = result["runs"]
     slo = result["slo"]
     drawn = Table(
@@ -125,7 +128,7 @@ _SECTIONS = ("throughput", "burst: ITL P50 / P90 / P99, ms", "burst: late other 
 
 
 def too_little(gain: float) -> str:
-    """Says that brownout cannot hold anything on a machine; `gain` is in capacity."""
+    """Says that brownout cannot keep objectives on a machine; `gain` is in capacity."""
     return (
         f"brownout buys too little here: with all of it, this machine answers {gain:.2f} times as "
         f"many requests, and {LEAST_GAIN:g} times would show"
@@ -133,7 +136,7 @@ def too_little(gain: float) -> str:
 
 
 def pair_line(number: int, pair: Mapping[str, Any]) -> str:
-    """One line about a pair: its late tokens, and why it does not count if it does not."""
+    """Returns a line about a pair: its late tokens, and why it does not count if it does not."""
     zero, brownout = (pair["runs"][name]["burst"] for name in _compared(pair))
     counts = f"; does not count: {pair['why_not']}" if pair["why_not"] else ""
     return (
@@ -158,8 +161,8 @@ def median_pair(pairs: Sequence[Mapping[str, Any]]) -> int:
 
 
 def verdict(result: Mapping[str, Any]) -> str:
-    """What happened to the SLO in the bursts, in plain words, whichever way it went: medians of the
-    pairs that count, and their range.
+    """Says in plain words what happened to the SLO in the bursts, whichever way it went: medians of
+    the pairs that count, and their range.
     """
     return _label(result) + _verdict(result)
 
@@ -235,7 +238,7 @@ class _Bursts:
 
 
 def _compared(result: Mapping[str, Any]) -> tuple[str, str]:
-    """Names of the run without brownout and of the last one."""
+    """Returns the names of the run without brownout and of the last one."""
     names = list(result["runs"])
     return names[0], names[-1]
 
@@ -373,7 +376,7 @@ def _draw_series(
 
 
 def _draw_predicted(axis: Any, result: Mapping[str, Any], metric: str, high: float) -> None:
-    """What the last run's controller expected, where it expects anything."""
+    """Draws what the last run's controller expected, if it predicts latencies."""
     name = _compared(result)[1]
     samples = result["runs"][name]["samples"]
     values = [np.nan if v is None else v for v in samples.get(f"predicted_{metric}_p90_s", ())]

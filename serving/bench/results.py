@@ -1,4 +1,4 @@
-"""What a load run measured, and what that says: latencies, violations, accuracy. No jax."""
+"""What a load run measured, and what follows from it: latencies, violations, accuracy. No jax."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ METRICS = ("ttft", "tpot", "itl", "e2el")
 
 @dataclass(slots=True)
 class Record:
-    """What became of one request. Times are seconds after the start of the run."""
+    """The outcome of one request. Times are seconds after the start of the run."""
 
     family: str
     at_s: float  # when it was due; TTFT and E2EL count from here
@@ -36,7 +36,7 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """Answered to the end."""
+        """Whether it was answered to the end."""
         return self.code == "OK"
 
     @property
@@ -58,7 +58,7 @@ class Record:
 
     @property
     def e2el_s(self) -> float:
-        """From when the request was due to the end of its answer."""
+        """Time from when the request was due to the end of its answer."""
         return self.end_s - self.at_s
 
 
@@ -92,7 +92,7 @@ class Run:
     )
 
     def due(self, start_s: float, end_s: float = math.inf) -> list[Record]:
-        """Requests that were due in [start_s, end_s)."""
+        """Returns the requests that were due in [start_s, end_s)."""
         return [r for r in self.records if start_s <= r.at_s < end_s]
 
 
@@ -108,7 +108,7 @@ class Slo:
 
 
 def latencies_s(records: Iterable[Record]) -> dict[str, list[float]]:
-    """Every measured TTFT, TPOT, ITL and E2EL of requests that were answered to the end."""
+    """Returns every measured TTFT, TPOT, ITL and E2EL of requests that were answered to the end."""
     done = [r for r in records if r.ok]
     return {
         "ttft": [r.ttft_s for r in done],
@@ -123,7 +123,8 @@ def latency_summary(
     metrics: Sequence[str] = METRICS,
     percentiles: Sequence[float] = (50, 90, 99),
 ) -> dict[str, float]:
-    """`mean_ttft_ms`, `median_ttft_ms`, `std_ttft_ms`, `p99_ttft_ms` and so on; 0 without samples.
+    """Returns `mean_ttft_ms`, `median_ttft_ms`, `std_ttft_ms`, `p99_ttft_ms` and so on; 0 without
+    samples.
 
     Percentiles interpolate linearly between samples.
     """
@@ -140,7 +141,8 @@ def latency_summary(
 
 
 def violations(records: Iterable[Record], slo: Slo) -> dict[str, float | int | None]:
-    """Late tokens over tokens: first tokens against the TTFT SLO, the others against the ITL SLO.
+    """Returns late tokens over tokens: first tokens against the TTFT SLO, others against the ITL
+    SLO.
 
     A request that failed or was refused is a late first token. A rate is None without tokens.
     """
@@ -159,7 +161,9 @@ def violations(records: Iterable[Record], slo: Slo) -> dict[str, float | int | N
 
 
 def late_shares(records: Iterable[Record], limits_ms: Mapping[str, float]) -> dict[str, Any]:
-    """`violations` by phase, against the limits there are: `ttft`, and `tpot` for every gap."""
+    """Returns `violations` by phase, against the limits there are: `ttft`, and `tpot` for every
+    gap.
+    """
     slo = Slo(*(limits_ms.get(metric, math.inf) / 1e3 for metric in ("ttft", "tpot")))
     late = violations(records, slo)
     fields = {"ttft": "ttft_violation_rate", "tpot": "itl_violation_rate"}
@@ -167,7 +171,7 @@ def late_shares(records: Iterable[Record], limits_ms: Mapping[str, float]) -> di
 
 
 def thresholds_seen(records: Iterable[Record]) -> dict[str, list[int] | None]:
-    """Smallest and largest threshold in percent that requests ran under, by phase."""
+    """Returns the smallest and largest threshold in percent that requests ran under, by phase."""
     records = list(records)
     found: dict[str, list[int] | None] = {}
     for phase in ("prefill_threshold", "decode_threshold"):
@@ -178,7 +182,7 @@ def thresholds_seen(records: Iterable[Record]) -> dict[str, list[int] | None]:
 
 
 def quality(records: Iterable[Record]) -> dict[str, Any]:
-    """Share of degraded expert visits, and of right answers, in all and by family."""
+    """Returns the share of degraded expert visits, and of right answers, in all and by family."""
     records = list(records)
     visits = sum(r.expert_visits for r in records)
     judged = [r for r in records if r.correct is not None and r.ok]
@@ -204,7 +208,7 @@ def summarize(
     percentiles: Sequence[float] = (50, 90, 99),
     goodput: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """The fields of `vllm bench serve`, then `quality` and the generator's own cost.
+    """Returns the fields of `vllm bench serve`, then `quality` and the generator's own cost.
 
     `goodput` maps metrics to limits in milliseconds; a request is good when it keeps them all.
     """

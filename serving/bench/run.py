@@ -88,7 +88,9 @@ async def _bench(plan: LoadPlan, say: Say, progress: Progress) -> tuple[Run, str
 
 
 def _models(plan: LoadPlan, server: pb.ServerInfo) -> list[str]:
-    """Names of the models that are asked. Raises WorkloadError for one that is not served."""
+    """Returns the names of the models to send requests to. Raises WorkloadError for one that is not
+    served.
+    """
     config, served = plan.config, list(server.models) or [server.model]
     have = f"{plan.address} serves {', '.join(served)}"
     if config.model is not None and config.model not in served:
@@ -129,7 +131,7 @@ def _no_answer(address: str, error: grpc.aio.AioRpcError) -> str:
 
 
 async def _check_takes(client: Client, arrival: Arrival) -> None:
-    """Asks for one token after a text, which a server without a tokenizer refuses."""
+    """Requests one token after a text, which a server without a tokenizer refuses."""
     if not isinstance(arrival.prompt, str):
         return
     call = client.generate(
@@ -166,7 +168,7 @@ def _counting(total: int, progress: Progress) -> Callable[[Record], None]:
 
 
 def _failures(records: Iterable[Record]) -> list[str]:
-    """A line for each status that was not OK, with the first reason given."""
+    """Returns a line for each status that was not OK, with the first reason given."""
     by_code: dict[str, list[Record]] = {}
     for record in records:
         if not record.ok:

@@ -107,7 +107,8 @@ class Scorer:
     def loglikelihood(
         self, pairs: Sequence[tuple[str, str]], progress: Progress | None = None
     ) -> list[tuple[float, bool]]:
-        """For each (context, continuation): log-probability of the continuation, is it greedy.
+        """Returns, for each (context, continuation), the continuation's log-probability and whether
+        it is greedy.
 
         A context too long for the server loses its beginning. Spaces that end a context count to
         the continuation, as tokenizers join them. `is_greedy` compares texts: the continuation
@@ -143,7 +144,7 @@ class Scorer:
     def loglikelihood_rolling(
         self, texts: Sequence[str], progress: Progress | None = None
     ) -> list[float]:
-        """Log-probability of whole texts, each after the prefix.
+        """Returns the log-probability of whole texts, each after the prefix.
 
         A text too long for the server is cut at white space into pieces that fit, each after the
         prefix: without a tokenizer, windows cannot overlap token by token.
@@ -153,7 +154,8 @@ class Scorer:
     def generate_until(
         self, requests: Sequence[tuple[str, Mapping[str, Any]]], progress: Progress | None = None
     ) -> list[str]:
-        """Continuations of (context, fields of `SamplingParams`), `max_new_tokens` among them.
+        """Returns continuations of (context, fields of `SamplingParams`), `max_new_tokens` among
+        them.
 
         Where a prompt leaves less room than `max_new_tokens`, fewer are generated.
         """
@@ -162,7 +164,9 @@ class Scorer:
     # -- one request -----------------------------------------------------------------------------
 
     def _split(self, context: str, continuation: str) -> tuple[str, str]:
-        """Context, never empty, and continuation, with the white space between them."""
+        """Returns the context, never empty, and the continuation, which gets the white space
+        between them.
+        """
         bare = context.rstrip()
         return self._context(bare), context[len(bare) :] + continuation
 
@@ -175,7 +179,7 @@ class Scorer:
         return text or self.prefix
 
     def _score(self, pair: tuple[str, str]) -> tuple[str, tuple[float, ...]]:
-        """The context that was used, and log-probabilities of context and continuation."""
+        """Returns the context that was used, and log-probabilities of context and continuation."""
         context, continuation = pair
         while True:
             try:
@@ -223,7 +227,9 @@ class Scorer:
             sampling = {**sampling, "max_new_tokens": room}
 
     def _shorter(self, context: str) -> str:
-        """Without its first eighth. Raises PromptTooLong where nothing is left to cut."""
+        """Returns a context without its first eighth. Raises PromptTooLong where nothing is left to
+        cut.
+        """
         self._warn("a context is longer than the server's and loses its beginning")
         cut = context[max(1, len(context) // 8) :]
         if not cut:
@@ -266,7 +272,7 @@ class Scorer:
     def _map(
         self, work: Callable[[A], B], items: Iterable[A], progress: Progress | None = None
     ) -> list[B]:
-        """`work` on every item, several at a time; results in order."""
+        """Runs `work` on every item, several at a time; returns the results in order."""
 
         def one(item: A) -> B:
             result = work(item)
@@ -287,23 +293,27 @@ def _code(error: Any) -> grpc.StatusCode:
 
 
 def _pushback_s(error: Any) -> float:
-    """How long a busy server asks to wait."""
+    """Returns how many seconds a busy server asks to wait."""
     trailing = dict(error.trailing_metadata() or ())
     return float(trailing.get("grpc-retry-pushback-ms", 1000)) / 1000
 
 
 def _same(text: str | None, continuation: str) -> bool:
-    """Equal, but for the one space that some tokenizers drop where a text begins."""
+    """Returns whether texts are equal but for the space that some tokenizers drop at the
+    beginning.
+    """
     return text is not None and continuation in (text, f" {text}")
 
 
 def _begins(continuation: str, text: str) -> bool:
-    """Whether a continuation may begin with a greedy token's text (empty: half a character)."""
+    """Returns whether a continuation may begin with a greedy token's text (empty: half a
+    character).
+    """
     return continuation.startswith(text) or continuation.startswith(f" {text}")
 
 
 def halves(text: str) -> tuple[str, str]:
-    """A text cut before the white space nearest to its middle, or in the middle.
+    """Splits a text before the white space nearest to its middle, or in the middle.
 
     Raises PromptTooLong for a single character.
     """

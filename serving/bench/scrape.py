@@ -16,15 +16,15 @@ TIMEOUT_S = 30.0
 
 
 def free_port() -> int:
-    """A port that was free a moment ago: the server does not print which one it chose."""
+    """Returns a port that was free a moment ago: the server does not print which one it chose."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         return taken.getsockname()[1]
 
 
 async def scrape(port: int) -> Samples:
-    """What a server on this machine has at `/metrics` of its `metrics_port`, which is not
-    encrypted; with the key of the environment. Raises OSError.
+    """Scrapes `/metrics` of a server's unencrypted `metrics_port` on this machine, with the key of
+    the environment. Raises OSError.
     """
     headers = dict(Connection.of_environment().metadata)
     request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers=headers)
@@ -37,7 +37,7 @@ async def scrape(port: int) -> Samples:
 
 
 def parse(text: str) -> Samples:
-    """The samples of Prometheus' text format. Raises ValueError for what is something else."""
+    """Parses Prometheus' text format. Raises ValueError for anything else."""
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
         for family in text_string_to_metric_families(text)
@@ -46,5 +46,5 @@ def parse(text: str) -> Samples:
 
 
 def value(samples: Samples, name: str, **labels: str) -> float:
-    """One sample; `name` is without the prefix. 0 where there is none yet."""
+    """Returns one sample, 0 where there is none yet; `name` is without the prefix."""
     return samples.get((f"jmoe_{name}", tuple(sorted(labels.items()))), 0.0)

@@ -14,7 +14,9 @@ _TITLES = {
 
 
 def result_table(result: Mapping[str, Any]) -> str:
-    """The result of `serving.bench.run.run_bench` in lines of `WIDTH`; "-" for a missing figure."""
+    """Returns the result of `serving.bench.run.run_bench` in lines of `WIDTH`; "-" for a missing
+    figure.
+    """
     lines = [" Serving Benchmark Result ".center(WIDTH, "="), *_totals(result)]
     for metric, title in _TITLES.items():
         if f"mean_{metric}_ms" in result:

@@ -1,4 +1,4 @@
-"""What a burst is played with: no brownout, the server's own settings, or a controller by name."""
+"""The variants of a burst: no brownout, the server's own settings, or a controller by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ ALL = ("zero", "algorithm2_alone", "algorithm2", "predictive")
 
 
 def server_settings(variant: Variant) -> dict[str, Any]:
-    """A variant's settings as `jmoe serve --set` takes them."""
+    """Returns a variant's settings as `jmoe serve --set` takes them."""
     keys = {
         "controller": "engine.salc.controller",
         "prefill_company": "engine.prefill_company",

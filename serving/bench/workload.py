@@ -1,4 +1,4 @@
-"""Workloads: what to ask, and when. Datasets, synthetic lengths, and Poisson arrivals."""
+"""Workloads: what to request, and when. Datasets, synthetic lengths, and Poisson arrivals."""
 
 import json
 import math
@@ -34,7 +34,9 @@ class Arrival:
 
 
 def approximate_tokens(text: str) -> int:
-    """Tokens in `text` at four characters each, for a model whose tokenizer is not at hand."""
+    """Estimates the tokens in `text` at four characters each, for a model whose tokenizer is not at
+    hand.
+    """
     return max(1, round(len(text) / 4))
 
 
@@ -42,14 +44,16 @@ def approximate_tokens(text: str) -> int:
 
 
 def poisson_times(num: int, rate_per_s: float, seed: int) -> list[float]:
-    """`num` arrival times in seconds with exponential gaps; all zero at an infinite rate."""
+    """Returns `num` arrival times in seconds with exponential gaps; all zero at an infinite
+    rate.
+    """
     return gamma_times(num, rate_per_s, 1.0, seed)
 
 
 def gamma_times(
     num: int, rate_per_s: float | Sequence[float], burstiness: float, seed: int
 ) -> list[float]:
-    """`num` arrival times in seconds with gamma-distributed gaps of mean 1 / `rate_per_s`.
+    """Returns `num` arrival times in seconds with gamma-distributed gaps of mean 1 / `rate_per_s`.
 
     `burstiness` is the distribution's shape: 1 is a Poisson process, less comes in bursts, more
     comes evenly, infinity at equal gaps. A sequence of rates gives every gap its own.
@@ -67,7 +71,7 @@ def gamma_times(
 
 
 def ramp_rates(strategy: str, start_per_s: float, end_per_s: float, num: int) -> list[float]:
-    """A rate for each of `num` requests, from `start_per_s` to `end_per_s`.
+    """Returns a rate for each of `num` requests, from `start_per_s` to `end_per_s`.
 
     `strategy` "linear" adds the same from request to request, "exponential" multiplies by the same.
     """
@@ -76,7 +80,7 @@ def ramp_rates(strategy: str, start_per_s: float, end_per_s: float, num: int) ->
 
 
 def piecewise_poisson_times(pieces: Sequence[tuple[float, float]], seed: int) -> list[float]:
-    """Arrival times in seconds of a Poisson process whose rate changes.
+    """Returns arrival times in seconds of a Poisson process whose rate changes.
 
     `pieces` are (duration in seconds, rate per second), one after the other.
     """
@@ -95,7 +99,7 @@ def piecewise_poisson_times(pieces: Sequence[tuple[float, float]], seed: int) ->
 def burst_pieces(
     duration_s: float, steady_rate_per_s: float, burst_rate_per_s: float, burst_at: float = 0.3
 ) -> list[tuple[float, float]]:
-    """The paper's shape: steady until `burst_at` of the time, then the burst to the end."""
+    """Returns the paper's shape: steady until `burst_at` of the time, then the burst to the end."""
     return [
         (duration_s * burst_at, steady_rate_per_s),
         (duration_s * (1 - burst_at), burst_rate_per_s),
@@ -103,7 +107,7 @@ def burst_pieces(
 
 
 def schedule(samples: Sequence[Arrival], times_s: Iterable[float]) -> list[Arrival]:
-    """`samples` at `times_s`, from the beginning again when they run out."""
+    """Schedules `samples` at `times_s`, from the beginning again when they run out."""
     if not samples:
         raise WorkloadError("the dataset has no usable samples")
     return [
@@ -112,7 +116,7 @@ def schedule(samples: Sequence[Arrival], times_s: Iterable[float]) -> list[Arriv
 
 
 def two_classes(arrivals: Sequence[Arrival], best_effort_share: float, seed: int) -> list[Arrival]:
-    """The same requests, each one best effort with a probability of `best_effort_share`."""
+    """Returns the same requests, each one best effort with a probability of `best_effort_share`."""
     best_effort = np.random.default_rng(seed).random(len(arrivals)) < best_effort_share
     return [
         replace(arrival, best_effort=bool(own))
@@ -123,7 +127,7 @@ def two_classes(arrivals: Sequence[Arrival], best_effort_share: float, seed: int
 def several_models(
     arrivals: Sequence[Arrival], weights: Mapping[str, float], seed: int
 ) -> list[Arrival]:
-    """The same requests, each to a model that is drawn with a probability that goes by its weight.
+    """Returns the same requests, each to a model that is drawn in proportion to its weight.
 
     Raises WorkloadError for weights that are not numbers above 0.
     """
@@ -141,7 +145,7 @@ def several_models(
 
 
 def shuffled(samples: Sequence[Arrival], seed: int, num: int | None = None) -> list[Arrival]:
-    """`samples` in a random order, repeated or cut to `num`."""
+    """Returns `samples` in a random order, repeated or cut to `num`."""
     if not samples:
         raise WorkloadError("the dataset has no usable samples")
     order = np.random.default_rng(seed).permutation(len(samples))
@@ -157,7 +161,8 @@ def load_sharegpt(
     max_total_tokens: float = 2048,
     count_tokens: Callable[[str], int] = approximate_tokens,
 ) -> list[Arrival]:
-    """First turn as prompt, as many output tokens as the second turn has.
+    """Reads conversations: the first turn as prompt, and as many output tokens as the second turn
+    has.
 
     Conversations of fewer than two turns, empty turns, and pairs longer than `max_total_tokens`
     are left out.
@@ -184,7 +189,7 @@ def load_alpaca(
     max_total_tokens: float = 2048,
     count_tokens: Callable[[str], int] = approximate_tokens,
 ) -> list[Arrival]:
-    """Instruction and input as prompt, as many output tokens as the output has."""
+    """Reads instruction and input as prompt, with as many output tokens as the output has."""
     pairs = [
         ("\n".join(filter(None, (row["instruction"], row.get("input", "")))), row["output"])
         for row in _json_list(path, "instruction", "output")
@@ -193,7 +198,7 @@ def load_alpaca(
 
 
 def load_tasks(path: Path) -> list[Arrival]:
-    """Tasks with one right answer, from JSON lines of {"family", "prompt", "answer"}."""
+    """Reads tasks with one right answer, from JSON lines of {"family", "prompt", "answer"}."""
     samples = []
     for number, line in enumerate(_read(path).splitlines(), start=1):
         if not line.strip():
@@ -284,7 +289,7 @@ ALPACA_LENGTHS = Lengths(37, 25, 0.7)
 def lognormal_lengths(
     rng: np.random.Generator, num: int, mean: float, sigma: float, max_tokens: int
 ) -> np.ndarray:
-    """Integer lengths in [1, max_tokens], lognormal, whose mean after clipping is `mean`."""
+    """Draws integer lengths in [1, max_tokens], lognormal, whose mean after clipping is `mean`."""
     if not 1 <= mean <= max_tokens or (sigma > 0 and mean > 0.8 * max_tokens):
         raise WorkloadError(
             f"a mean of {mean:g} tokens does not fit a limit of {max_tokens}: ask for shorter "
@@ -307,7 +312,7 @@ def lognormal_lengths(
 def synthetic(
     lengths: Lengths, num: int, *, seed: int, vocab_size: int, max_total_tokens: int = 2048
 ) -> list[Arrival]:
-    """Random token ids with `lengths`; outputs run to their full length.
+    """Makes requests of random token ids with `lengths`; outputs run to their full length.
 
     Prompt and output share `max_total_tokens` in the ratio of their means.
     """

@@ -18,7 +18,7 @@ MOST_DEVICES, MOST_IN_FLIGHT = 1024, 1_000_000
 
 
 def parse_imbalance(text: str) -> tuple[float, float]:
-    """Of `BEFORE,AFTER`: the fullest device's visits over the mean, without and with copies.
+    """Parses `BEFORE,AFTER`: the fullest device's visits over the mean, without and with copies.
 
     Raises ValueError for anything else.
     """
@@ -41,7 +41,7 @@ def asynchronous_section(
     host_us: float = HOST_US,
     stage_times: Path | None = None,
 ) -> Section:
-    """Every split of a mesh's devices, the synchronous ways, and the advice.
+    """Describes every split of a mesh's devices, the synchronous ways, and the advice.
 
     Args:
         cfg: the model.
@@ -98,7 +98,7 @@ def _check(
     imbalance: tuple[float, float],
     host_us: float,
 ) -> None:
-    """Names the options as they are written; `Deployment` checks all else."""
+    """Raises ValueError that names the option at fault; `Deployment` checks all else."""
     if not 2 <= num_devices <= MOST_DEVICES:
         wanted = f"for --in-flight it must be between ep=2 and ep={MOST_DEVICES}"
         raise ValueError(f"--mesh is ep={num_devices}; {wanted}")
@@ -119,7 +119,7 @@ def _split(found: "Forecast") -> str:
 
 
 def _forecast(found: "Forecast") -> str:
-    """A line of one split."""
+    """Returns the line of a split."""
     from jmoe.display import seconds
 
     stages = f"stages of {found.attention_rows:,} rows, {seconds(found.attention_s)}, and "

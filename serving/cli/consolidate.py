@@ -98,7 +98,7 @@ def _directories(models: Sequence[str]) -> dict[str, Path]:
 
 
 def _texts(data: Sequence[str], models: dict[str, Path]) -> dict[str, list[Path]]:
-    """By model; a `=` that no model's name stands before belongs to the path."""
+    """Returns the texts by model; a `=` that does not follow a model's name belongs to the path."""
     from training.consolidate.run import ALL
 
     found: dict[str, list[Path]] = {}

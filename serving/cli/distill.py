@@ -175,7 +175,7 @@ def _plan(
 
 
 def _serve_command(model: Path, out: Path, allowed: Sequence[str]) -> str:
-    """The shell's words that serve the model with the united experts in `out`."""
+    """Returns the shell command that serves the model with the united experts in `out`."""
     from jmoe.checkpoint import UNITED_FILE
 
     unknown = (word for key in allowed for word in ("--allow-unknown-config", key))

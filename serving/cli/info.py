@@ -159,7 +159,8 @@ def info(
 
 
 def load_model_config(name: str | Path) -> "ModelConfig":
-    """Geometry from a YAML file with the keys of `config.json`, or a preset in `configs/models`.
+    """Reads a geometry from a YAML file with the keys of `config.json`, or a preset in
+    `configs/models`.
 
     Raises SettingsError for a file that cannot be read, ConfigError for what it says.
     """
@@ -170,7 +171,9 @@ def load_model_config(name: str | Path) -> "ModelConfig":
 
 
 def num_parameters(cfg: "ModelConfig", experts_a_layer: int | None = None) -> int:
-    """Weights of a model with all its experts, or with so many a MoE layer (K: active ones)."""
+    """Returns the weights of a model with all its experts, or with so many a MoE layer (K: active
+    ones).
+    """
     experts = cfg.num_experts if experts_a_layer is None else experts_a_layer
     d, heads = cfg.d_model, (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
     attention = d * heads + cfg.num_heads * cfg.head_dim * d + 2 * d
@@ -184,12 +187,12 @@ def num_parameters(cfg: "ModelConfig", experts_a_layer: int | None = None) -> in
 
 
 def expert_parameters(cfg: "ModelConfig") -> int:
-    """Weights of one routed expert."""
+    """Returns the weights of one routed expert."""
     return 3 * cfg.d_model * cfg.d_ff_expert
 
 
 def kv_bytes_per_token(cfg: "ModelConfig", dtype: str) -> int:
-    """Bytes of keys and values of one position, over all layers."""
+    """Returns the bytes of keys and values of one position, over all layers."""
     return 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * _BYTES[dtype]
 
 
@@ -199,7 +202,9 @@ def _describe(
     mesh: str | None = None,
     device_gb: float | None = None,
 ) -> list[Section]:
-    """What a model needs; of a directory, which united experts lie in it; and over a mesh."""
+    """Describes what a model needs, over a mesh as well, and which united experts its directory
+    has.
+    """
     from jmoe.display import count, size
 
     total, active = num_parameters(cfg), num_parameters(cfg, cfg.experts_per_token)
@@ -239,13 +244,13 @@ def _describe(
 
 
 def _united_bytes_of(cfg: "ModelConfig", way: int) -> int:
-    """Bytes of a way's united experts in bfloat16."""
+    """Returns the bytes of a way's united experts in bfloat16."""
     experts = cfg.num_moe_layers * -(-cfg.num_experts // way)
     return experts * expert_parameters(cfg) * _BYTES["bfloat16"]
 
 
 def united_bytes(directory: Path) -> Mapping[int, int]:
-    """Bytes of the united experts in a directory by way, as its file's header says.
+    """Returns the bytes of the united experts in a directory by way, as its file's header says.
 
     Raises CheckpointError for a file that is not one of united experts.
     """
@@ -435,7 +440,9 @@ def _duration(duration_s: float) -> str:
 
 
 def _text(sections: Sequence[Section]) -> str:
-    """One aligned table; lines are as long as they have to be, wherever they are printed."""
+    """Returns one aligned table; lines are as long as they have to be, wherever they are
+    printed.
+    """
     width = max(len(name) for _, rows in sections for name, _ in rows)
     blocks = []
     for heading, rows in sections:

@@ -21,7 +21,7 @@ DTYPE, DTYPE_BYTES = "bfloat16", 2
 
 
 def parse_mesh(mesh: str) -> int:
-    """Devices of `ep=N`, as the setting `engine.mesh` is read; 1 where it is empty.
+    """Returns the devices of `ep=N`, read as the setting `engine.mesh`; 1 where it is empty.
 
     Raises SettingsError for what is no mesh.
     """
@@ -34,7 +34,7 @@ def parse_mesh(mesh: str) -> int:
 def parallel_section(
     cfg: "ModelConfig", num_devices: int, device_gb: float = DEVICE_GB, ways: Collection[int] = ()
 ) -> Section:
-    """Memory, exchanges and replicas of a model over a mesh. Everything is in bfloat16.
+    """Describes memory, exchanges and replicas of a model over a mesh. Everything is in bfloat16.
 
     Args:
         cfg: the model.
@@ -42,7 +42,7 @@ def parallel_section(
         device_gb: memory of each, in 1e9 bytes.
         ways: of its united experts; the pool has slots for the way that has most of them.
 
-    Raises ValueError for a memory that is none.
+    Raises ValueError for an invalid memory size.
     """
     from jmoe.display import size
     from jmoe.parallel.placement import slots_per_layer
@@ -69,7 +69,7 @@ def parallel_section(
 def _room(
     cfg: "ModelConfig", num_devices: int, device_gb: float, weights: int
 ) -> list[tuple[str, str]]:
-    """What a device has left for KV pages beside its weights and the largest step."""
+    """Describes what a device has left for KV pages beside its weights and the largest step."""
     from jmoe.display import size
     from jmoe.parallel.cost import gathered_buffer_bytes
 
@@ -91,7 +91,9 @@ def _room(
 
 
 def _steps(cfg: "ModelConfig", num_devices: int) -> list[tuple[str, str]]:
-    """By bucket: what a device sends in a step, and how many replicas' copies are hidden."""
+    """Describes, by bucket, what a device sends in a step, and how many replicas' copies are
+    hidden.
+    """
     from jmoe.display import size
     from jmoe.parallel.cost import H200, exchange_bytes, expert_bytes, replicas_that_fit
 

@@ -118,7 +118,7 @@ def _flag(key: str) -> Any:
 
 
 def _said_beside(key: str) -> str:
-    """Returns the default and range of a setting, as they stand behind its help."""
+    """Returns the default and range of a setting, as its help shows them."""
     default, within = attrgetter(key)(ServerConfig()), described()[key].range
     said = [f"default: {_text(default)}"] if default not in ("", ()) else []
     if within is not None and not within.choices:
@@ -131,7 +131,7 @@ def _text(value: object) -> str:
 
 
 def overrides(flags: Mapping[str, object], pairs: Sequence[str]) -> dict[str, object]:
-    """Settings by dotted key, from flags (None: not given) and `key=value` pairs.
+    """Returns settings by dotted key, from flags (None: not given) and `key=value` pairs.
 
     Raises ValueError for a pair without `=` and for a key that is set twice.
     """
@@ -149,7 +149,7 @@ def overrides(flags: Mapping[str, object], pairs: Sequence[str]) -> dict[str, ob
 
 
 def models_flag(models: Sequence[str]) -> dict[str, object]:
-    """What `--model` sets: one directory, or NAME=DIR of each model of a family.
+    """Returns what `--model` sets: one directory, or NAME=DIR of each model of a family.
 
     Raises ValueError for several that are not all named.
     """

@@ -188,7 +188,9 @@ def serve(
 
 
 def _seldom(progress: Callable[..., None]) -> Callable[[int, int, str], None]:
-    """Tells `progress` of requests, but not of thousands a second; in a log every 5 s."""
+    """Returns a callback that reports requests to `progress` at a limited rate; in a log, every 5
+    s.
+    """
     every_s = 0.1 if sys.stderr.isatty() else 5.0
     next_at = time.monotonic() + every_s
 

@@ -120,7 +120,7 @@ class Client:
         return self._generation.Generate(request, timeout=timeout_s, metadata=self._metadata)
 
     async def get_brownout(self) -> pb.BrownoutState:
-        """Thresholds in percent, SLOs and recent P90 latencies in seconds."""
+        """Returns thresholds in percent, SLOs and recent P90 latencies in seconds."""
         return await (await self._admin()).GetBrownout(
             pb.GetBrownoutRequest(), metadata=self._metadata
         )
@@ -147,7 +147,7 @@ class Client:
         )
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Returns once the health service says SERVING. Raises TimeoutError."""
+        """Waits until the health service says SERVING. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             health: Any = health_pb2_grpc.HealthStub(self.channel)  # its types leave out Watch
             watch = health.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)

@@ -61,8 +61,8 @@ class Connection:
         return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
 
     def is_encrypted(self, address: str) -> bool:
-        """Whether a connection to `address` uses TLS: it is `https://...`, or a CA or certificate
-        is set.
+        """Returns whether a connection to `address` uses TLS: it is `https://...`, or a CA or
+        certificate is set.
         """
         return address.startswith(_ENCRYPTED) or bool(self.tls_ca or self.tls_cert)
 

@@ -12,7 +12,7 @@ def parse(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host`, an address or a name, is reachable from its own machine only."""
+    """Returns whether `host`, an address or a name, is reachable from its own machine only."""
     address = parse(host)
     return host.lower() == "localhost" if address is None else address.is_loopback
 

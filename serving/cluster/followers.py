@@ -118,7 +118,7 @@ class Followers(rpc.HostsServicer):
         self._server.start()
 
     def wait_for_all(self, timeout_s: float) -> None:
-        """Returns when every process has joined. Raises Unavailable, naming who is missing."""
+        """Waits until every process has joined. Raises Unavailable, naming who is missing."""
         wanted = set(range(1, self.num_processes))
         with self._changed:
             self._changed.wait_for(
@@ -226,7 +226,7 @@ class Followers(rpc.HostsServicer):
     def _listen(
         self, messages: Iterator[Any], index: int, queue: SimpleQueue[pb.ToFollower | None]
     ) -> None:
-        """Waits for what a follower says, and for its end."""
+        """Reads what a follower says until its stream ends."""
         who, reason = f"process {index} of {self.num_processes}", ""
         try:
             for message in messages:
@@ -304,7 +304,7 @@ class Leader:
             raise
 
     def calls(self) -> Iterator[pb.Call]:
-        """Yields what process 0 wants to be called, in order, until it stops or this end is closed.
+        """Yields the calls that process 0 makes, in order, until it stops or this end is closed.
 
         Raises PeerLost where it is gone before.
         """

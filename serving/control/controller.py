@@ -26,7 +26,7 @@ class PhaseSeen(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What is asked of the engine, and what steps are made of; lately, where it is a mean."""
+    """The load of the engine and the make-up of its steps; means are recent ones."""
 
     num_running: int = 0  # latency-sensitive requests that have a slot
     num_waiting: int = 0  # and that have none
@@ -40,7 +40,7 @@ class Load(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """All that a controller decides by."""
+    """Everything that a controller decides by."""
 
     now: float  # seconds of the engine's clock
     prefill: PhaseSeen
@@ -76,7 +76,7 @@ class Controller(Protocol):
     """Asked every `engine.salc.interval_s` while it is on."""
 
     def decide(self, seen: Seen) -> Decision:
-        """Thresholds in percent; they are cut to the settings' floor and ceiling."""
+        """Returns thresholds in percent; they are clipped to the settings' floor and ceiling."""
         ...
 
 

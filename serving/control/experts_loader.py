@@ -63,7 +63,7 @@ class ExpertsLoader:
 
     @property
     def observers(self) -> list[Observer]:
-        """Who has to see the engine's steps."""
+        """Observers that need the engine's steps."""
         return [] if self.mover is None else [self.mover]
 
     @property
@@ -74,8 +74,8 @@ class ExpertsLoader:
     def request(self, way: int) -> "asyncio.Future[None]":
         """Queues a change of way; the future is done when every layer has it, or has it already.
 
-        Changes are made one after another, whoever still waits for them; who asks for what the
-        last of them loads waits for that one.
+        Changes are made one after another, even if nobody waits for them any more; a request for
+        the way of the last pending change waits for that one.
 
         Raises InvalidRequest for a way that was not prepared at start, and Overloaded where too
         many changes wait.
@@ -95,7 +95,7 @@ class ExpertsLoader:
         return done
 
     def abandon(self, error: Exception) -> None:
-        """Tells who waits for a change that it will not be made: nothing ticks any more."""
+        """Fails the pending changes, since the engine no longer ticks."""
         for _, done in self._pending:
             if not done.done():
                 done.set_exception(error)

@@ -1,4 +1,4 @@
-"""Which experts lie in the spare slots, where not all of a family's have one of their own.
+"""Which experts lie in the spare slots, where not all of a family's have a slot of their own.
 
 Rows that allow brownout are served by a sibling's expert meanwhile, and that counts as degraded. A
 row that refuses it gets its model's own: the step that missed some shows which, they are fetched,
@@ -35,7 +35,7 @@ CALM_STEPS = 16
 
 
 class FetchesExperts(Protocol):
-    """What is asked of a runner."""
+    """What the fetcher needs of a runner."""
 
     def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
         """Puts experts into spare slots between two steps."""
@@ -79,7 +79,7 @@ class Fetcher:
     def accept(self, step: ScheduledStep, result: StepResult) -> set[int]:
         """Reads which experts a step visited, and fetches those that its exact rows missed.
 
-        Returns the rows whose tokens are not theirs: they run again.
+        Returns the rows whose tokens are discarded: they run again.
         """
         if self._away is None:
             return set()
@@ -150,7 +150,9 @@ class Fetcher:
             self._calm = 0
 
     def _fetch_all(self, experts: set[Expert]) -> bool:
-        """Whether all fit the spare slots; they are there then. Those used longest ago go."""
+        """Fetches experts in place of the least recently used; returns False if they do not all
+        fit.
+        """
         assert self._away is not None
         if len(experts) > len(self._away.spare):
             return False
@@ -172,7 +174,7 @@ class Fetcher:
 
 
 class VisitMeans:
-    """Moving averages of the rows a step that visit each expert that is away."""
+    """Moving averages of how many rows a step visit each expert that is away."""
 
     def __init__(self, away: AwayExperts, num_models: int) -> None:
         self._experts = list(away.users)

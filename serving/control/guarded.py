@@ -1,4 +1,4 @@
-"""A controller whose faults cost nobody anything: what it cannot decide, Algorithm 2 decides."""
+"""Guards against faulty controllers: where one fails, Algorithm 2 decides."""
 
 import math
 from numbers import Real
@@ -17,8 +17,8 @@ CONTROLLERS: dict[str, Make] = {"algorithm2": Algorithm2, "predictive": Predicti
 def make_controller(
     config: SalcConfig, name: str = "", slow_s: float = math.inf
 ) -> "GuardedController":
-    """Makes a controller by its name, or by `module:Class`; "": that of the settings. Calls that
-    take longer than `slow_s` are logged.
+    """Makes a controller by its name or `module:Class`; "": that of the settings. Calls that take
+    longer than `slow_s` are logged.
 
     Raises ValueError for one that is not there.
     """
@@ -41,7 +41,7 @@ class GuardedController:
         self._guard = plugins.Guard(f"controller {name}", "algorithm2", slow_s)
 
     def decide(self, seen: Seen) -> Decision:
-        """Thresholds between floor and ceiling, where they move."""
+        """Returns thresholds, those that move clipped to floor and ceiling."""
         decision = self._guard.call(
             "decide",
             lambda: _checked(self._controller.decide(seen)),

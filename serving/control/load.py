@@ -1,4 +1,4 @@
-"""What is asked of an engine lately."""
+"""The recent load of an engine."""
 
 from collections import deque
 
@@ -68,7 +68,7 @@ class LoadMeter(Observer):
 
 
 class _Mean:
-    """Of all while they are few, then one that forgets."""
+    """A plain mean of few values, and an exponentially weighted one of more."""
 
     def __init__(self) -> None:
         self.value, self._count = 0.0, 0

@@ -137,7 +137,7 @@ def make_mover(config: BalanceConfig, runner: Runner, model: Model | None) -> Mo
 def read_load(
     config: BalanceConfig, shape: tuple[int, int]
 ) -> Float[np.ndarray, "layers E"] | None:
-    """Reads the load that an earlier server kept; None where none did.
+    """Reads the load that an earlier server stored; None where none did.
 
     Raises SettingsError for a file that is something else, or of another model.
     """
@@ -168,7 +168,7 @@ def starting_placement(
     *,
     num_united: int = 0,
 ) -> Placement:
-    """Ranges of experts, and copies by the load that an earlier server kept.
+    """Returns ranges of experts, with copies by the load that an earlier server stored.
 
     Raises SettingsError as `read_load` does.
     """

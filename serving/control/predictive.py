@@ -1,4 +1,4 @@
-"""A controller that knows what brownout buys: the least of it that keeps both objectives."""
+"""A controller that predicts what brownout gains, and uses the least that keeps both objectives."""
 
 import math
 from collections import deque
@@ -40,7 +40,7 @@ Curve = Float[np.ndarray, "K"]
 
 
 class Gap(NamedTuple):
-    """A decode step that was launched, as it was expected."""
+    """A decode step that was launched, with its expected time."""
 
     at: float
     rows: int
@@ -139,7 +139,7 @@ def _knows_enough(seen: Seen) -> bool:
 
 
 def _late_unhelped(gaps: Collection[Gap]) -> float:
-    """Returns the share of their tokens that would come late without brownout; 0 without any."""
+    """Returns the share of the gaps' tokens that would be late without brownout; 0 without any."""
     rows = sum(gap.rows for gap in gaps)
     return sum(gap.rows * gap.late_unhelped for gap in gaps) / rows if rows else 0.0
 
@@ -170,8 +170,8 @@ def _late(seconds: np.ndarray, slo_s: float, spread: float) -> np.ndarray:
 def _least_for_queue(
     load: Load, times: StepTimeModel, ttft_slo_s: float
 ) -> tuple[float, float, float]:
-    """Thresholds of prefill and decode under which slots come free as fast as they are asked for,
-    and the P90 TTFT that is expected then.
+    """Returns thresholds of prefill and decode under which slots are freed as fast as they are
+    needed, and the P90 TTFT that is expected then.
 
     A request holds its slot for as many gaps as it gets tokens; a gap is a decode step of all rows
     and its share of the prefill steps.

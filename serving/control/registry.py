@@ -1,9 +1,9 @@
 """Which models' non-expert weights are on the device, where not all of a family's fit (Multi-MoE).
 
-A model that somebody asks for and whose set is not there gets the place of another's, while steps
-of the others run. Requests of a model that loses its place keep their KV pages and go on when it is
-back. A set that is used keeps its place for a while, so that two busy models do not spend their
-time taking turns: with the default, at most a tenth of it goes into copies.
+A requested model whose set is not there gets the place of another's, while steps of the others run.
+Requests of a model that loses its place keep their KV pages and go on when it is back. A set that
+is used keeps its place for a while, so that two busy models do not spend their time taking turns:
+with the default, at most a tenth of it goes into copies.
 
 **How long a model waits.** Whoever waits longest is next. A set may be taken from a model that is
 busy once it has been there for `stay_s`, so that with N models and R places a model's set is there
@@ -53,7 +53,7 @@ class Registry:
 
     @property
     def stay_s(self) -> float:
-        """For how long a busy model keeps its place, at least."""
+        """The least time for which a busy model keeps its place."""
         return self._stay_s or self.swap_s * (1 / SHARE_OF_COPIES - 1)
 
     @property
@@ -68,8 +68,8 @@ class Registry:
         return self._done is not None
 
     def advance(self, now: float, *, idle: bool = False) -> None:
-        """Takes note of a set that has come, and begins with the next one that is due. The tick
-        calls it between two steps; `idle`: no resident model has anything to run.
+        """Notes a set that has arrived, and begins with the next one that is due. The tick calls it
+        between two steps; `idle`: no resident model has anything to run.
 
         Raises what copying raised.
         """
@@ -92,7 +92,7 @@ class Registry:
             self._begin(now)
 
     def _look(self, now: float, models: set[int]) -> None:
-        """Finds out which models are asked for, and which of them are not there."""
+        """Finds out which models have requests, and which of those are not resident."""
         open_models = {s.request.model for s in self._scheduler.waiting}
         open_models |= {s.request.model for s in self._scheduler.running}
         for model in open_models:

@@ -52,7 +52,7 @@ class PhaseControl:
         self._num_in_vain = 0
 
     def judge(self, in_vain: str, least_s: float) -> None:
-        """Takes what a decision found: why brownout is in vain, or nothing."""
+        """Notes what a decision found: why brownout is in vain, or nothing."""
         self._num_in_vain = self._num_in_vain + 1 if in_vain else 0
         before = self.in_vain
         if not in_vain:
@@ -96,7 +96,7 @@ class PhaseControl:
     def seen(
         self, now: float, slo_s: float, waiting_age_s: float, *, by_step: bool = False
     ) -> PhaseSeen:
-        """Returns what a controller is told; `by_step`: steps have thresholds of their own, and an
+        """Returns what a controller sees; `by_step`: steps have thresholds of their own, and an
         operator reads the P90 of all samples in the window.
 
         Latency that is still growing counts too: `waiting_age_s`, the age of the oldest request
@@ -130,7 +130,7 @@ class ClassControl:
     def make(
         cls, salc: SalcConfig, controller: str, percents: tuple[int, int], slow_s: float
     ) -> "ClassControl":
-        """Raises ValueError for a controller that cannot be made."""
+        """Makes the control of a class. Raises ValueError for a controller that cannot be made."""
         prefill, decode = (PhaseControl(salc, percent) for percent in percents)
         return cls(prefill, decode, make_controller(salc, controller, slow_s))
 
@@ -144,7 +144,7 @@ class ClassControl:
         self.decode.stop()
 
     def take(self, decision: Decision, seen: Seen) -> None:
-        """Takes over what the controller decided, of phases that have an objective."""
+        """Applies what the controller decided for phases that have an objective."""
         if seen.prefill.slo_s < math.inf:
             self.prefill.set_threshold(decision.prefill_percent, seen.now)
             self.prefill.predicted_p90_s = decision.ttft_p90_s
@@ -255,7 +255,7 @@ class SloAnalyser:
 
     def suffered(self, step: ScheduledStep) -> Brownout:
         """Returns the brownout of those of a step's rows that were degraded. Without a threshold it
-        was for want of experts; and layers may have had united experts of two ways.
+        was for lack of experts; and layers may have had united experts of two ways.
         """
         control = step.control
         if control is None or not control.strategy or step.way < 0:
@@ -266,7 +266,7 @@ class SloAnalyser:
 
     @property
     def way_in_force(self) -> int:
-        """Of every layer; -1 while they change."""
+        """The way of every layer; -1 while they change."""
         return -1 if self.way_changes else self.way
 
     @property

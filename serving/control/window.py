@@ -13,7 +13,9 @@ class LatencyWindow:
         self._batches: deque[tuple[float, float, np.ndarray]] = deque()
 
     def add(self, began_at: float, ended_at: float, samples_s: np.ndarray) -> None:
-        """Samples of one step. `began_at` is when the earliest of what they measure began."""
+        """Adds the samples of one step. `began_at` is when the earliest interval that they measure
+        began.
+        """
         self._batches.append((began_at, ended_at, samples_s))
         self._forget(ended_at)
 

@@ -37,7 +37,7 @@ class Key(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its entry on disk."""
+        """Name of its entry on disk."""
         part = "" if self.layers is None else "-layers-{}-{}".format(*self.layers)
         part += "" if self.models == 1 else f"-models-{self.models}"
         return f"{self.phase}-{self.size}-{self.bucket_percent}{part}"

@@ -8,7 +8,7 @@ COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class Compilations:
-    """Of this process, from now on. `close` it, or it counts for ever."""
+    """Counts this process's compilations from now on, until `close`."""
 
     def __init__(self) -> None:
         self.before, self.since_ready = 0, 0

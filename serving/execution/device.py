@@ -29,7 +29,7 @@ from serving.plan import Limits, StepControl
 
 
 class Calls(Protocol):
-    """What may be asked of the devices. One thread calls at a time."""
+    """The calls that devices take. One thread calls at a time."""
 
     def compile(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
         """Compiles programs, or reads them from disk."""
@@ -58,7 +58,7 @@ class Calls(Protocol):
         ...
 
     def load_way(self, way: int, layer: int) -> None:
-        """Loads them into one MoE layer, counted through the models of a family."""
+        """Loads a way into one MoE layer, counted through the models of a family."""
         ...
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
@@ -135,7 +135,7 @@ class Device:
         return out
 
     def seat(self, told: Int[np.ndarray, "D n"]) -> None:
-        """Launches what seats a sequence, of which `told` tells each device."""
+        """Launches the program that seats a sequence, which `told` describes to each device."""
         self.shaping = self.programs.seat(self.shaping, told)
 
     def draw(
@@ -145,7 +145,7 @@ class Device:
         shapes: Int[np.ndarray, "B shape"],
         allowed: Int[np.ndarray, "B W"],
     ) -> StepOutput:
-        """Launches what draws tokens behind a step in which rows are shaped."""
+        """Launches the program that draws tokens after a step in which rows are shaped."""
         found = self.programs.draw(self.state, self.shaping, out, rows, shapes, allowed)
         self.state, self.shaping, out = found
         return out

@@ -32,7 +32,9 @@ class _Undrawn(NamedTuple):
 
 
 class Drawing:
-    """Of one runner. A step that waits is drawn before another one is launched."""
+    """Draws the tokens of one runner's steps. A step that waits is drawn before another one is
+    launched.
+    """
 
     def __init__(self, device: Device, results: Results, submit: Submit, max_len: int) -> None:
         """`submit` has results read in order; sequences have up to `max_len` positions."""
@@ -43,7 +45,7 @@ class Drawing:
     def start(
         self, out: StepOutput, key: Key, step: ByRank, plan: StepPlan
     ) -> "Future[StepResult]":
-        """Starts drawing behind the last layers of a plan with shapes. Draws its tokens now unless
+        """Starts sampling behind the last layers of a plan with shapes. Draws its tokens now unless
         it waits.
         """
         assert plan.shapes is not None
@@ -79,7 +81,7 @@ class Drawing:
         return self._results.start(out, key, step, plan.first_layer)
 
     def _told(self, seat: Seat) -> Int[np.ndarray, "D n"]:
-        """Tells each device; only that of the slot has anything to do."""
+        """Returns a seat's numbers for each device; only the slot's own has anything to do."""
         limits = self._device.limits
         rank, slot = divmod(seat.slot, limits.slots_per_rank)
         told = pack_seat(slot, seat.prompt, seat.output, seat.biases, self._max_len)

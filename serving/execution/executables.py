@@ -64,8 +64,8 @@ class Executables:
         return cls(Path(directory).expanduser() / "steps" if directory else None, devices)
 
     def load(self, name: str, cache_key: object) -> jax.stages.Compiled | None:
-        """Returns the program that was kept under a name, made from the same; None where none can
-        be had.
+        """Returns the program stored under a name and made from the same code; None where there is
+        none.
 
         An entry that cannot be read is removed.
         """
@@ -85,7 +85,7 @@ class Executables:
         return compiled
 
     def save(self, name: str, cache_key: object, compiled: jax.stages.Compiled) -> None:
-        """Keeps a program; where that cannot be done, says so and goes on.
+        """Stores a program; where that fails, logs it and goes on.
 
         Nothing is kept where XLA's own cache is on: on a CPU a program that came out of it is
         incomplete when it is serialized again.
@@ -103,7 +103,7 @@ class Executables:
                 part.unlink()
 
     def recall(self, name: str, cache_key: object) -> int | None:
-        """Returns the number that was remembered of a program; None where none was."""
+        """Returns the number that was stored with a program; None where none was."""
         if self._folder is None:
             return None
         path = self._path(name, cache_key).with_suffix(".bytes")
@@ -114,7 +114,7 @@ class Executables:
         return None
 
     def remember(self, name: str, cache_key: object, number: int) -> None:
-        """Keeps a number of a program, as `save` keeps the program."""
+        """Stores a number with a program, as `save` stores the program."""
         if self._folder is None:
             return
         path = self._path(name, cache_key).with_suffix(".bytes")
@@ -169,7 +169,7 @@ def sources() -> str:
 
 @cache
 def _processor() -> str:
-    """Returns what a CPU can do; a program compiled for another may not run here."""
+    """Returns the CPU's features; a program compiled for another CPU may not run here."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

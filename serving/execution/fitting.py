@@ -1,4 +1,4 @@
-"""Settings as a model is served with them, and the sizes that follow."""
+"""Settings as they apply to a model, and the sizes that follow."""
 
 from dataclasses import replace
 

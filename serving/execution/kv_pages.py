@@ -36,22 +36,22 @@ that is found again by the next start is worth more than the last pages.
 
 
 class DeviceMemory(NamedTuple):
-    """Of one device, in bytes."""
+    """Memory of one device, in bytes."""
 
     limit: int  # that XLA may take
     in_use: int  # weights, and whatever else lies there
 
 
 def claim_memory(fraction: float) -> None:
-    """Has XLA take so much of each GPU, unless the environment says how much already. Works until
-    jax makes its first array.
+    """Lets XLA take this fraction of each GPU's memory, unless the environment sets one. Works
+    until jax makes its first array.
     """
     if not (os.environ.get(FRACTION) or os.environ.get(OLD_FRACTION)):
         os.environ[FRACTION] = f"{fraction:g}"
 
 
 def device_memory(device: Any) -> DeviceMemory | None:
-    """Returns what a `jax.Device` says of its memory; None where it says nothing."""
+    """Returns what a `jax.Device` reports about its memory; None where it reports nothing."""
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         return None
@@ -59,7 +59,7 @@ def device_memory(device: Any) -> DeviceMemory | None:
 
 
 def goes_by_memory(config: EngineConfig) -> bool:
-    """Whether the number of pages is left to the memory of a GPU."""
+    """Returns whether the number of pages is left to the memory of a GPU."""
     return not config.num_pages and jax.local_devices()[0].platform != "cpu"
 
 
@@ -162,7 +162,7 @@ def _log(
 
 
 def _smallest(pages: int) -> int:
-    """Returns the smallest of all processes of a mesh; each of them has to ask."""
+    """Returns the smallest over all processes of a mesh, each of which has to call it."""
     from jax.experimental.multihost_utils import process_allgather
 
     counts: Sequence[int] = np.ravel(process_allgather(np.array(pages))).tolist()

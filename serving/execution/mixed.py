@@ -57,7 +57,8 @@ class MixedSteps:
         self.mixed_s: dict[tuple[int, int], float] = {}  # by models, and rows of each
 
     def pays(self, counts: Sequence[int]) -> bool:
-        """Whether a step with so many rows of each of several models takes less than their steps.
+        """Returns whether a step with so many rows of each of several models takes less than their
+        steps.
 
         False for more models than there are programs for, or more rows than a step may have.
         """
@@ -119,7 +120,7 @@ class MixedSteps:
         return time.perf_counter() - began
 
     def _spread_tokens(self) -> None:
-        """Gives every slot another newest token, as where requests are served."""
+        """Gives every slot another newest token, as when requests are served."""
         state, vocab = self._device.state, self._device.model.config.vocab_size
         tokens = np.arange(len(state.last_token), dtype=np.int64) * STRIDE % vocab
         last_token = jnp.asarray(tokens.astype(np.int32))

@@ -87,7 +87,7 @@ class ParamSets:
         return [] if self.all_resident else self._host[model]
 
     def replace(self, victim: int, model: int) -> "Future[None]":
-        """Copies a model's set in the place of another's, which no step may use any more.
+        """Copies a model's set into the place of another's, which no step may use any more.
 
         The future is done when the set can be used; copying is done in a thread.
         """

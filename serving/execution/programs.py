@@ -93,7 +93,7 @@ class Programs:
 
     @property
     def compilations_since_ready(self) -> int:
-        """Each one is a fault."""
+        """Compilations since the programs were ready; each one is a fault."""
         return self._compilations.since_ready
 
     def compile_all(
@@ -177,7 +177,7 @@ class Programs:
     def sample(
         self, state: State, shaping: Shaping, out: StepOutput, rows: Int[np.ndarray, "B C"]
     ) -> tuple[State, Shaping, StepOutput]:
-        """Launches, after a step, what samples tokens where its rows want that."""
+        """Launches, after a step, the program that samples tokens where its rows want that."""
         mode = sampling_mode(rows)
         if mode == "greedy":
             return state, shaping, out
@@ -200,13 +200,15 @@ class Programs:
         shapes: Int[np.ndarray, "B shape"],
         allowed: Int[np.ndarray, "B W"],
     ) -> tuple[State, Shaping, StepOutput]:
-        """Launches, after a step in which rows are shaped, what draws all tokens."""
+        """Launches, after a step in which rows are shaped, the program that draws all tokens."""
         program = self._compiled[Key("draw", len(rows) // self._ranks, FULL_CAPACITY)]
         last, shaping, drawn = program(state.last_token, shaping, out.logits, rows, shapes, allowed)
         return state._replace(last_token=last), shaping, out._replace(**drawn._asdict())
 
     def seat(self, shaping: Shaping, told: Int[np.ndarray, "D n"]) -> Shaping:
-        """Launches what seats a sequence on each device, or none where the slot is -1."""
+        """Launches the program that seats a sequence on each device, or none where the slot is
+        -1.
+        """
         return self._compiled[self._buckets.seat](shaping, told)
 
     def score(
@@ -216,7 +218,9 @@ class Programs:
         rows: Int[np.ndarray, "B C"],
         model: int = 0,
     ) -> StepOutput:
-        """Launches, after a prefill step of the largest size, what scores its prompts' tokens."""
+        """Launches, after a prefill step of the largest size, the program that scores its prompts'
+        tokens.
+        """
         program = self._compiled[Key("score", len(tokens) // self._ranks, FULL_CAPACITY)]
         scores = program(_without_layers(self._params[model]), out.hidden, tokens, rows)
         return out._replace(prompt_logprobs=scores)
@@ -289,7 +293,7 @@ class Programs:
         return None if self._parts_by_number else range(self._model.config.num_layers)
 
     def _replicates(self, key: Key) -> Replication | None:
-        """Returns how a step copies experts while it runs; None: not at all."""
+        """Returns how a step copies experts while it runs; None: it copies none."""
         return self._replication.get(key.size) if key.phase == "prefill" else None
 
     def _max_active(self, key: Key) -> int:
@@ -334,7 +338,7 @@ class Programs:
         return *held((self._weights(first), self._state)), *packed
 
     def _cache_key(self, key: Key, code: str) -> str:
-        """Returns all that tells this program from any other of the same versions on the same
+        """Returns what identifies this program among all of the same versions on the same
         device.
         """
         return repr(

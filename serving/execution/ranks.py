@@ -32,7 +32,7 @@ class ByRank(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan, limits: Limits) -> "ByRank":
-        """Takes a plan apart: by rank, or by model."""
+        """Splits a plan by rank, or by model."""
         if len(plan.models) > 1:
             return cls.by_model(plan.row_models, plan.rows, plan.deltas)
         return cls.of_arrays(limits, plan.rows, plan.deltas, plan.tokens, plan.places)
@@ -46,7 +46,7 @@ class ByRank(NamedTuple):
         tokens: Int[np.ndarray, "T"] = NOTHING,
         places: Int[np.ndarray, "T"] = NOTHING,
     ) -> "ByRank":
-        """Takes arrays apart by rank; without `tokens`, of a decode step or one of padding."""
+        """Splits arrays by rank; without `tokens`, those of a decode step or one of padding."""
         deltas = empty_deltas(0) if deltas is None else deltas
         if limits.num_ranks == 1:  # nothing to take apart
             ranks = (np.zeros(len(part), np.int32) for part in (rows, deltas, tokens))
@@ -67,8 +67,7 @@ class ByRank(NamedTuple):
         rows: Int[np.ndarray, "B C"],
         deltas: Int[np.ndarray, "N 3"],
     ) -> "ByRank":
-        """Takes a mixed decode step apart: a segment for each model, by number, where ranks would
-        be.
+        """Splits a mixed decode step: a segment for each model, by number, where ranks would be.
 
         Slots and pages are numbered through; which segment a delta is in does not matter.
         """
@@ -79,7 +78,7 @@ class ByRank(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Of the fullest rank: tokens of a prefill step, rows of a decode step."""
+        """Size of the fullest rank: tokens of a prefill step, rows of a decode step."""
         ranks = self.token_rank if len(self.tokens) else self.rank
         if self.num_ranks == 1:
             return len(ranks)
@@ -87,7 +86,7 @@ class ByRank(NamedTuple):
 
     @property
     def num_positions(self) -> int:
-        """Rows that mean something: tokens of a prefill step, rows of a decode step."""
+        """Rows that are not padding: tokens of a prefill step, rows of a decode step."""
         return len(self.tokens) or len(self.rows)
 
     def row_at(self, num_rows: int) -> Int[np.ndarray, "B"]:
@@ -117,7 +116,7 @@ class ByRank(NamedTuple):
 
 
 def _at(rank: Int[np.ndarray, "n"], size: int) -> Int[np.ndarray, "n"]:
-    """Places of things by rank, in order, where a rank has `size` of them."""
+    """Returns the places of items by rank, in order, where a rank has `size` of them."""
     if not rank.any():
         return np.arange(len(rank), dtype=np.int32)
     order = np.argsort(rank, kind="stable")

@@ -1,4 +1,6 @@
-"""Calls upon devices as messages: process 0 sends each before it makes it, followers make it."""
+"""Device calls as messages: process 0 sends each call before it makes it, and followers repeat
+it.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -98,7 +100,7 @@ def replay(device: Calls, calls: Iterable[pb.Call], progress: Progress | None = 
 
 
 def to_program(key: Key) -> pb.Program:
-    """Returns a key as it travels."""
+    """Returns a key as a message."""
     layers = None if key.layers is None else pb.Layers(first=key.layers[0], stop=key.layers[1])
     return pb.Program(
         phase=key.phase, size=key.size, bucket_percent=key.bucket_percent, layers=layers
@@ -106,21 +108,21 @@ def to_program(key: Key) -> pb.Program:
 
 
 def to_key(program: pb.Program) -> Key:
-    """Returns what `to_program` was given."""
+    """Returns the key that `to_program` was given."""
     layers = program.layers
     part = (layers.first, layers.stop) if program.HasField("layers") else None
     return Key(program.phase, program.size, program.bucket_percent, part)
 
 
 def to_message(array: np.ndarray) -> pb.Int32Array:
-    """Returns an int32 array as it travels. Raises TypeError for another."""
+    """Returns an int32 array as a message. Raises TypeError for another dtype."""
     if array.dtype != np.int32:
         raise TypeError(f"an array of {array.dtype} cannot be sent; arguments are int32")
     return pb.Int32Array(shape=array.shape, data=array.astype(_WIRE, copy=False).tobytes())
 
 
 def to_array(message: pb.Int32Array) -> np.ndarray:
-    """Returns what `to_message` was given. Raises ValueError where the bytes are not of that
-    shape.
+    """Returns the array that `to_message` was given. Raises ValueError where bytes and shape
+    disagree.
     """
     return np.frombuffer(message.data, _WIRE).astype(np.int32, copy=False).reshape(message.shape)

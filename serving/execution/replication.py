@@ -58,7 +58,7 @@ def replication_of(
 
 
 def _warn_of_loops(config: BalanceConfig, num_experts: int, home: Home) -> None:
-    """Warns where planning is no kernel on a GPU."""
+    """Warns where planning has no kernel on a GPU."""
     from pallas_kernels.planning import mosaic  # Pallas is not imported where it is unused
 
     if not mosaic.supports(num_experts, home.mesh.size):

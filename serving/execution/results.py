@@ -21,7 +21,7 @@ class Results:
     def start(
         self, out: StepOutput, key: Key, step: ByRank, first_layer: int = 0
     ) -> Callable[[], StepResult]:
-        """Starts the copies of what the host reads; the result waits for them."""
+        """Starts the copies of what the host reads; returns a function that waits for them."""
         out = out._replace(logits=None, hidden=None)
         for leaf in jax.tree.leaves(out):
             leaf.copy_to_host_async()
@@ -53,7 +53,7 @@ class Results:
         return read
 
     def _of_all(self, found: np.ndarray, first_layer: int) -> np.ndarray:
-        """Returns a value of all MoE layers, where a part of a step has its own."""
+        """Returns a value for all MoE layers, though a part of a step has only its own."""
         count = sum(self._moe_layers)
         if len(found) == count:
             return found

@@ -55,7 +55,7 @@ FULL_CONTROL = StepControl(100, 0)
 
 
 class Runner(Protocol):
-    """What an engine asks of a device; `serving.bench.fake.FakeRunner` answers without one."""
+    """What an engine needs of a device; `serving.bench.fake.FakeRunner` does without one."""
 
     limits: Limits
 
@@ -111,8 +111,8 @@ class Runner(Protocol):
         ...
 
     def mixes(self, counts: Sequence[int]) -> bool:
-        """Whether one decode step with so many rows of each of several models takes less than
-        their steps one after another.
+        """Returns whether one decode step with so many rows of each of several models takes less
+        than their steps one after another.
         """
         ...
 
@@ -122,7 +122,7 @@ class Runner(Protocol):
         ...
 
     def replace_set(self, victim: int, model: int) -> "Future[None]":
-        """Copies a model's non-expert weights in the place of another's, which runs no more.
+        """Copies a model's non-expert weights into the place of another's, which no longer runs.
 
         The future is done when the model can run.
         """
@@ -138,7 +138,9 @@ class Runner(Protocol):
         ...
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
-        """Has `on_failure` told why, in any thread, once nothing can be computed any more."""
+        """Calls `on_failure` with the reason, in any thread, once nothing can be computed any
+        more.
+        """
         ...
 
     def close(self) -> None:
@@ -147,8 +149,8 @@ class Runner(Protocol):
 
 
 def part_layers(launch_s: float, whole_s: float, num_layers: int) -> int:
-    """Returns the layers to launch at once: n = clamp(ceil(c / (0.03 t_layer)), 1, L), in parts
-    alike.
+    """Returns the layers to launch at once: n = clamp(ceil(c / (0.03 t_layer)), 1, L), in equal
+    parts.
 
     What a launch costs beside its layers, `launch_s`, may be 3 % of them; `whole_s` is what all
     layers take in one (docs/priorities.md).

@@ -14,7 +14,7 @@ from serving.plan import Limits
 
 
 class States(NamedTuple):
-    """Of one model, or of the first of a family."""
+    """Makes the state of one model, or of the first of a family."""
 
     model: Model
     config: EngineConfig
@@ -26,7 +26,7 @@ class States(NamedTuple):
         return make() if home is None else make_states(home.mesh, make)
 
     def shaping(self, limits: Limits) -> Shaping:
-        """Makes what slots hold of requests whose logits are changed, on the devices."""
+        """Makes the per-slot state of requests whose logits are changed, on the devices."""
         make, home = self._shaping_maker(limits), self.model.home
         return make() if home is None else make_shapings(home.mesh, make)
 
@@ -36,7 +36,7 @@ class States(NamedTuple):
         return sum(one.size * one.dtype.itemsize for one in shapes)
 
     def shapes(self, limits: Limits) -> State:
-        """Returns its shapes and dtypes, and how it lies; nothing is allocated."""
+        """Returns the state's shapes, dtypes and shardings; nothing is allocated."""
         make, home = self._maker(limits), self.model.home
         return jax.eval_shape(make) if home is None else abstract_states(home.mesh, make)
 

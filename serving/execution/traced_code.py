@@ -1,4 +1,4 @@
-"""Tells what Python code a traced function is made of, as it is loaded now.
+"""Identifies the Python code that a traced function is made of, as it is loaded now.
 
 A compiled program may be used again while the code that it was traced from is the same. That code
 is what this process has in memory, not what its files say: a notebook patches functions. So the
@@ -84,7 +84,9 @@ class _Walk:
     def _resolve(
         self, name: str, value: object, names: set[str], within: tuple[object, ...] = ()
     ) -> None:
-        """Returns something that a function names; of a module, what it names in there as well."""
+        """Writes about a value that a function names and visits it; of a module, visits what the
+        function names in it.
+        """
         self.lines.add(f"{name} is {_plain(value)}")
         if not isinstance(value, ModuleType):
             self.visit(value)
@@ -120,7 +122,7 @@ def _code(code: CodeType, names: set[str]) -> str:
 
 
 def _plain(value: object) -> str:
-    """Returns a value's text where it is plain, else its name: never an address."""
+    """Returns a value's text where it is plain, else its name, but never an address."""
     if isinstance(value, frozenset | set):
         return f"{sorted(map(_plain, value))}"
     if isinstance(value, tuple | list):

@@ -105,7 +105,7 @@ class Calls:
     def door(
         self, protocol: str, routes: Iterable[str], failed: str
     ) -> Callable[[str, str | int], None]:
-        """Returns what a door calls with the route and code of each call that has ended.
+        """Returns a function that a door calls with the route and code of each call that has ended.
 
         `failed` is the code of a fault of the server. For each of `routes` it is counted from 0,
         since Prometheus sees no increase in a series that begins at 1.

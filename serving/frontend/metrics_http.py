@@ -104,10 +104,10 @@ class _Handler(WSGIRequestHandler):
     timeout = TIMEOUT_S  # of one read or write
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are not logged."""
+        """Does nothing: scrapes are not logged."""
 
     def log_request(self, code: Any = "-", size: Any = "-") -> None:
-        """Counts an answered request, of which the standard library calls this."""
+        """Counts an answered request; the standard library calls this for each."""
         path = getattr(self, "path", "").partition("?")[0]  # unset if the request was malformed
         self.server.ended(path if path in PATHS else "other", int(code))  # type: ignore[attr-defined]
 

@@ -28,7 +28,7 @@ class Origins:
         return is_loopback(self._host)
 
     def has(self, host: str, local: str = "") -> bool:
-        """Whether `host`, a request's Host header, names this server.
+        """Returns whether `host`, a request's Host header, names this server.
 
         That is an address it listens on, its name, or loopback; but not a foreign name that
         resolves to its address (DNS rebinding). The port is ignored, since a tunnel may use another
@@ -59,7 +59,7 @@ def foreign(headers: Mapping[str, str]) -> str:
 
 
 def is_json(content_type: str) -> bool:
-    """Whether a `content-type` header says JSON.
+    """Returns whether a `content-type` header says JSON.
 
     HTML forms cannot send JSON, and scripts of another origin need a CORS preflight, which this
     server never allows.

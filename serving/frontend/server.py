@@ -130,7 +130,7 @@ class Server:
             self.page = Listener(page, config.admin_host, port, limits, counted, prefix="admin-")
 
     def _grpc_door(self) -> Callable[[str, str], None]:
-        """Returns what counts an ended gRPC call, under the protocol of its service."""
+        """Returns a function that counts an ended gRPC call under the protocol of its service."""
         calls, failed = self.metrics.calls, "INTERNAL"
         generation, admin, inference = SERVICES
         any_other = calls.door("grpc", [*METHODS[generation], "other"], failed)

@@ -77,7 +77,7 @@ class Snapshot:
         )
 
     def is_news(self, last: "Snapshot") -> bool:
-        """Whether requests are running or waiting, or anything differs from `last`."""
+        """Returns whether requests are running or waiting, or anything differs from `last`."""
         return bool(self.running or self.waiting) or replace(self, at_s=last.at_s) != last
 
 

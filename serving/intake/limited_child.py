@@ -30,7 +30,9 @@ type Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def _structures(facts: dict[str, Any]) -> Answer:
-    """`{"kind": kind, "text": text}` is answered with the memory in bytes that compiling took."""
+    """Returns a function that answers `{"kind": kind, "text": text}` with the bytes that compiling
+    took.
+    """
     from serving.intake.grammars import Vocabulary
 
     vocabulary = Vocabulary(**facts)
@@ -44,8 +46,8 @@ def _structures(facts: dict[str, Any]) -> Answer:
 
 
 def _chats(facts: dict[str, Any]) -> Answer:
-    """`{"messages": list, "options": names}` is answered with the text, up to `max_chars` of it and
-    a piece; `{}` compiles the template only.
+    """Returns a function that answers `{"messages": list, "options": names}` with the text, up to
+    `max_chars` and a piece; `{}` compiles the template only.
     """
     # jmoe itself imports jax, which takes a second and 100 MB; this is one module of it.
     spec = importlib.util.find_spec("jmoe")

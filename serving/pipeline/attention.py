@@ -100,7 +100,7 @@ class AttentionWorker:
 
     @property
     def num_units(self) -> int:
-        """On their way."""
+        """Units on their way."""
         return len(self._unit_of)
 
     @property
@@ -128,7 +128,7 @@ class AttentionWorker:
                 self.device.reach(self._find_owners())
 
     def told(self) -> list[LostUnits | FailedUnits]:
-        """Returns what is to be said of units that will not leave, since the last call."""
+        """Returns messages, new since the last call, about units that will not leave."""
         told, self._told = self._told, []
         return told
 
@@ -167,8 +167,8 @@ class AttentionWorker:
         self._end_lost([unit for unit in units if unit.lost])
 
     def _find_owners(self) -> Bool[np.ndarray, "layers E"]:
-        """Chooses the worker that is asked for each expert among its hosts that are alive. Which
-        experts have one.
+        """Chooses a worker for each expert among its hosts that are alive; returns which experts
+        have one.
         """
         hosts = self._hosts & self._alive
         self._owners = np.argsort(~hosts, axis=-1, kind="stable")  # hosts first
@@ -206,7 +206,7 @@ class AttentionWorker:
         return self._picker.wake_at(self.queues.counts, self.queues.oldest)
 
     def advance(self, now: float, *, more_may_come: bool = True) -> list[Result] | None:
-        """Runs a stage, if the picker says so: what came of units that have left with it; None
+        """Runs a stage if the picker says so; returns the results of units that left with it, None
         where none ran.
         """
         chosen = self.queues.pick(self._picker, now, more_may_come)
@@ -276,7 +276,7 @@ class AttentionWorker:
         unserved: Int[np.ndarray, "n"],
         layer: int,
     ) -> Int[np.ndarray, "n K"]:
-        """Units with visits that no worker can make end here; what is asked without them."""
+        """Ends units with visits that no worker can make; returns the visits without them."""
         starts = np.cumsum([0, *lengths[:-1]])
         ends = np.add.reduceat(unserved, starts) > 0
         failed = [unit for unit, at_end in zip(units, ends, strict=True) if at_end]
@@ -301,7 +301,9 @@ class AttentionWorker:
     def _packed(
         self, units: list[Unit], count: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Places, packed rows and tokens of a stage, padded; no tokens where rows decode."""
+        """Returns places, packed rows and tokens of a stage, padded; no tokens where rows
+        decode.
+        """
         group = units[0].group
         size = next(size for size in self._buckets[group] if size >= count)
         places = np.full(size, self.numbers.per_worker, np.int32)  # padding: dropped
@@ -374,7 +376,7 @@ class AttentionWorker:
         ]
 
     def _size_for(self, num_units: int) -> int:
-        """Returns the rows of the head's program: few sizes, as of stages."""
+        """Returns the rows of the head's program: one of few sizes, as for stages."""
         sizes = sorted({MOST_CHUNKS, *self._buckets[DECODE]})
         return next(size for size in sizes if size >= num_units)
 
@@ -388,7 +390,7 @@ class AttentionWorker:
         return self.device.score(places, following)[: len(unit.tokens)]
 
     def left(self, results: Sequence[Result]) -> Left:
-        """Returns what came of units, all of one group, for the worker that sent them."""
+        """Makes a message of results, all of one group, for the engine."""
         units = [result.unit for result in results]
         control, scores = self.controls[units[0].group], np.zeros(0, np.float32)
         if any(unit.scores for unit in units):

@@ -54,7 +54,7 @@ class Crew(Protocol):
         ...
 
     def record(self) -> None:
-        """Has Stages told, too, from now on."""
+        """Reports Stages to the listener as well from now on."""
         ...
 
     def seen(self) -> list[WorkerSeen]:
@@ -63,7 +63,7 @@ class Crew(Protocol):
 
     @property
     def unreachable(self) -> str:
-        """Which expert no worker has now, and who had it; empty: none is missing."""
+        """An expert that no worker has now, and who had it; empty: none is missing."""
         ...
 
     @property

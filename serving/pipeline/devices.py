@@ -1,7 +1,7 @@
 """What workers launch: the programs of one device, and the rows that it keeps.
 
-A worker (`attention.py`, `experts.py`) is a host at work, without jax. Its device is one of these,
-or a stand-in that a test can reckon by hand.
+A worker (`attention.py`, `experts.py`) is host code, without jax. Its device is one of these, or a
+stand-in that a test can reckon by hand.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from serving.plan import StepControl
 
 
 class Attended(NamedTuple):
-    """What a stage of attention tells its host, once it has run."""
+    """What a stage of attention returns to its host, once it has run."""
 
     h: Any  # [T, d], on the device: rows that travel to experts; None of a dense layer
     expert_ids: Int[np.ndarray, "T K"] | None  # -1: no visit

@@ -59,7 +59,7 @@ class ExpertWorker:
         self.newest = 0, 0  # layer and rows of the newest stage
 
     def receive(self, visits: ToExperts, now: float) -> None:
-        """Queues rows that came before their layer."""
+        """Queues rows that came, in front of their layer."""
         rows = np.full(visits.padded, self.numbers.total, np.int32)  # padding: dropped
         rows[: len(visits.row)] = visits.row
         self.device.keep(visits.h, rows)
@@ -78,7 +78,7 @@ class ExpertWorker:
         return buckets(self._max_visits)
 
     def take(self, message: ToExperts | WorkerDown, now: float) -> None:
-        """Takes any message. Rows of an attention worker that is gone wait no longer."""
+        """Takes any message. Rows of an attention worker that is gone are dropped."""
         match message:
             case ToExperts():
                 self.receive(message, now)

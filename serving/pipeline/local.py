@@ -28,7 +28,7 @@ from serving.pipeline.queues import Picker, buckets
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of each attention worker."""
+    """Sizes of each attention worker."""
 
     num_slots: int
     num_pages: int
@@ -74,7 +74,7 @@ class LocalWorkers:
         max_visits: int = 1 << 12,
         **buckets: Sequence[int],
     ) -> None:
-        """Puts a worker before each device.
+        """Makes a worker for each device.
 
         Args:
             attention: of the attention workers.
@@ -186,7 +186,7 @@ class LocalWorkers:
 
     @property
     def num_workers(self) -> int:
-        """Of both kinds."""
+        """Number of workers of both kinds."""
         return len(self.inboxes)
 
     @property
@@ -218,7 +218,7 @@ class LocalWorkers:
         return count
 
     def advance(self, number: int, *, more_may_come: bool = True) -> list[Result]:
-        """Lets a worker run a stage; what came of units that have left."""
+        """Lets a worker run a stage; returns the results of units that have left."""
         return self.workers[number].advance(self.clock(), more_may_come=more_may_come) or []
 
     def turn(self, number: int) -> list[Result]:

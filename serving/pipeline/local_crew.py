@@ -46,7 +46,7 @@ class LocalCrew(OneModel):
         return self._compilations.before
 
     def start(self, progress: Progress | None = None) -> None:
-        """Compiles what may be needed; the workers begin."""
+        """Compiles what may be needed, and starts the workers."""
         self._workers.warm(progress)
         self._compilations.ready()
         for number in range(self._workers.num_workers):
@@ -109,11 +109,13 @@ class LocalCrew(OneModel):
                 self._failures.say(f"worker {number}: {type(error).__name__}: {error}")
 
     def _wait_s(self, worker: Any) -> float:
-        """Returns the seconds until its picker wants to be asked again if nothing comes."""
+        """Returns the seconds until the worker's picker wants to be asked again if nothing
+        comes.
+        """
         return max(0.0, min(IDLE_S, worker.wake_at() - self._workers.clock()))
 
     def _messages(self, number: int, wait_s: float) -> list[Any]:
-        """Returns what has come, if need be after waiting."""
+        """Returns the messages that have come, after waiting for one if necessary."""
         inbox, found = self._workers.inboxes[number], []
         try:
             found.append(inbox.get(timeout=wait_s) if wait_s else inbox.get_nowait())

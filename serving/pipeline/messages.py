@@ -35,12 +35,12 @@ class Unit:
 
     @property
     def group(self) -> int:
-        """Of its layers' queues."""
+        """Group of its layers' queues."""
         return DECODE if self.tokens is None else PREFILL
 
 
 class Result(NamedTuple):
-    """What came of a unit."""
+    """The result of a unit."""
 
     unit: Unit
     token: int | None  # None where its last row ends no prompt
@@ -133,7 +133,7 @@ class RowNumbers:
 
     @property
     def total(self) -> int:
-        """Of all workers."""
+        """Number of rows of all workers."""
         return self.num_workers * self.per_worker
 
     def owner(self, row: Int[np.ndarray, "n"]) -> Int[np.ndarray, "n"]:

@@ -89,14 +89,14 @@ class Peer(NamedTuple):
 
 
 class _Sent:
-    """A message that a peer has yet to say came."""
+    """A message that a peer has yet to acknowledge."""
 
     def __init__(self, number: int, parts: list[Part]) -> None:
         self.number, self.parts = number, parts
         self._frames: list[Buffer] = []
 
     def frames(self) -> list[Buffer]:
-        """Waits for rows. Raises what their computation raised."""
+        """Returns the frames, once rows are computed. Raises what their computation raised."""
         if not self._frames:
             self._frames = [frame for part in self.parts for frame in to_frames(part)]
             self.parts = []
@@ -104,7 +104,9 @@ class _Sent:
 
 
 class _Link:
-    """The socket of a peer, what it has yet to be given or to say came, and what came from it."""
+    """The socket of a peer, messages that it has yet to get or to acknowledge, and what came from
+    it.
+    """
 
     def __init__(self, socket: zmq.Socket, to: bytes, sender: bytes) -> None:
         self.socket, self.to, self._sender = socket, to, sender
@@ -119,8 +121,8 @@ class _Link:
         self._lacks, self._asked_at, self._spoke_at = False, -math.inf, -math.inf
 
     def flush(self) -> bool:
-        """Gives it messages in order, up to the first whose rows have yet to be computed; whether
-        there is one.
+        """Sends messages in order, up to the first whose rows have yet to be computed; returns
+        whether there is one.
         """
         self.is_full = False
         while self.waiting:
@@ -137,7 +139,7 @@ class _Link:
         return False
 
     def hear(self, said: int, again: bool, now: float) -> None:
-        """Takes in up to which number all came, and whether those behind it are wanted again."""
+        """Notes up to which number all messages came, and whether later ones are wanted again."""
         self._said = max(self._said, said)
         while self.unsaid and self.unsaid[0].number <= said:
             self.unsaid.popleft()
@@ -147,8 +149,8 @@ class _Link:
             self.unsaid.clear()
 
     def is_next(self, number: int, is_message: bool, now: float) -> bool:
-        """Whether a message is the one that is to come. If others are missing it is to come again,
-        with them.
+        """Returns whether a message is the one that is to come. If others are missing it is to come
+        again, with them.
         """
         if number > self._came + is_message:
             self._lacks = True
@@ -162,7 +164,7 @@ class _Link:
         return is_new
 
     def speak(self, now: float) -> float:
-        """Says what is due, by a message of its own; when to be called again."""
+        """Sends a message of its own if one is due; returns when to be called again."""
         if now >= (due := self._due_at()):
             number = self.unsaid[-1].number if self.unsaid else self._said
             self._spoke_at = now
@@ -184,7 +186,7 @@ class _Link:
         return max(due, self._spoke_at + SAYS_EVERY_S)
 
     def _give(self, number: int, frames: Sequence[Buffer], *, again: bool = False) -> bool:
-        """Whether the socket took it."""
+        """Returns whether the socket took it."""
         head = _HEAD.pack(self.to, self._sender, number, self._came, again)
         try:
             self.socket.send_multipart([head, *frames], zmq.NOBLOCK, copy=False)
@@ -262,10 +264,10 @@ class Port:
         self._is_open, self._lock = True, threading.Lock()  # a late `wake` must not write elsewhere
 
     def connect(self, peer: Peer) -> None:
-        """Messages go to a peer and may come from it. Of a former one of its name, what waits and
-        what still comes is dropped. Ports that are to talk are told of each other before either
-        sends: what comes from an incarnation that a port was not told of is dropped. One that was
-        forgotten is not met again, only its successor.
+        """Connects to a peer: messages go to it and may come from it. Of a former one of its name,
+        what waits and what still comes is dropped. Ports that are to talk are told of each other
+        before either sends: what comes from an incarnation that a port was not told of is dropped.
+        One that was forgotten is not met again, only its successor.
 
         Raises PortError for an address that is none.
         """
@@ -286,9 +288,10 @@ class Port:
             self._came = [(sender, message) for sender, message in self._came if sender != name]
 
     def send(self, to: str, message: Any) -> None:
-        """Returns at once, whatever the peer does. One peer's messages come in the order in which
-        they were sent. Rows may have yet to be computed; they leave during a later `send` or
-        `receive`, and until then must not be donated. Arrays of a message must stay as they are.
+        """Sends a message and returns at once, whatever the peer does. One peer's messages come in
+        the order in which they were sent. Rows may have yet to be computed; they leave during a
+        later `send` or `receive`, and until then must not be donated. Arrays of a message must stay
+        as they are.
 
         Raises PortError for a peer that never was, PeerBehind for one that has `most_waiting`
         messages waiting here already, WireError for a message that cannot travel, and what the
@@ -310,8 +313,8 @@ class Port:
         link.flush()
 
     def beats(self, to: str) -> Callable[[Any], None]:
-        """Returns what sends a peer a message that may be lost, and is in no order with others: it
-        may be called in another thread, one, until `close`, whatever the port's own does.
+        """Returns a function that sends a peer a message that may be lost, in no order with others.
+        It may be called in another thread, one, until `close`, whatever the port's own does.
 
         Raises PortError for a peer that is not there.
         """
@@ -330,7 +333,7 @@ class Port:
         return beat
 
     def unreached(self, limit_s: float) -> list[str]:
-        """Peers that have not said for so long that anything came, though something is under way
+        """Returns peers that have acknowledged nothing for so long, though something is under way
         to them.
         """
         late = time.monotonic() - limit_s
@@ -376,8 +379,8 @@ class Port:
         self._context.destroy(linger=0)
 
     def _wait(self, timeout_s: float) -> bool:
-        """Waits until something comes, a peer takes again, or `wake`; returns
-        whether it was that.
+        """Waits until something comes, a peer can take more, or `wake` is called; returns whether
+        it was `wake`.
         """
         sockets = [(self._wakes, zmq.POLLIN), (self._inbox, zmq.POLLIN)]
         sockets += [(each.socket, zmq.POLLOUT) for each in self._peers.values() if each.is_full]
@@ -387,7 +390,7 @@ class Port:
         return False
 
     def _take(self) -> None:
-        """Returns what has come, up to `MOST_AT_ONCE`."""
+        """Reads what has come, up to `MOST_AT_ONCE` messages, into `_came`."""
         now = time.monotonic()
         with suppress(zmq.Again):
             for _ in range(MOST_AT_ONCE - len(self._came)):
@@ -418,7 +421,7 @@ class Port:
         return socket
 
     def _connected(self, address: str, most_waiting: int) -> zmq.Socket:
-        """Raises PortError for an address that is none."""
+        """Returns a socket to a peer's address. Raises PortError for an invalid one."""
         socket = self._secured(zmq.PUSH)
         socket.curve_serverkey = self._public
         socket.sndhwm, socket.linger = most_waiting, 0

@@ -33,7 +33,9 @@ class Picker(Protocol):
 
 
 class Entry(NamedTuple):
-    """What came at once: so many rows, the urgent ones among them, and what its worker keeps."""
+    """Rows that came together: how many, how many urgent ones, and what their worker keeps of
+    them.
+    """
 
     rows: int
     urgent: int
@@ -55,7 +57,7 @@ class MicroQueues:
 
     @property
     def num_rows(self) -> int:
-        """In all queues."""
+        """Number of rows in all queues."""
         return int(self.counts.sum())
 
     def waited_s(self, now: float) -> float:
@@ -72,7 +74,7 @@ class MicroQueues:
         )
 
     def warm(self, picker: Picker) -> None:
-        """Has a picker compiled, for what `pick` shows it."""
+        """Has a picker compiled for the arrays that `pick` passes to it."""
         picker.pick(self.counts, self.oldest, 0.0, urgent=self.urgent, more_may_come=True)
 
     def put(self, layer: int, group: int, entries: Sequence[Entry]) -> None:

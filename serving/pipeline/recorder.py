@@ -14,7 +14,7 @@ MOST, EVERY_S = 256, 1.0
 
 
 class Record(NamedTuple):
-    """From now on a worker tells what it runs."""
+    """Asks a worker to report its stages from now on."""
 
 
 class Stages(NamedTuple):
@@ -29,7 +29,7 @@ class Stages(NamedTuple):
 
 
 class Recorder:
-    """Of one worker."""
+    """The recorder of one worker."""
 
     def __init__(self, name: str, worker: AttentionWorker | ExpertWorker) -> None:
         self._name, self._worker = name, worker
@@ -66,7 +66,9 @@ def run_stage(
     clock: Callable[[], float],
     tell: Callable[[Any], None],
 ) -> bool:
-    """Lets a worker run a stage, and tells what came of it. False where nothing was to be run."""
+    """Lets a worker run a stage and reports its results; returns False where nothing was to be
+    run.
+    """
     began_at = clock()
     recorder.begin()
     results = worker.advance(began_at)

@@ -237,13 +237,13 @@ class RemoteCrew(OneModel):
             self._port.wake()
 
     def open(self) -> None:
-        """Listens, and starts all workers. The thread's, as `turn`."""
+        """Listens, and starts all workers. Only the crew's thread calls it, as `turn`."""
         self._port = self._make_port(self._starter.host, self._key)
         for worker in self.workers:
             self._start(worker)
 
     def turn(self) -> None:
-        """Waits a little for messages, and acts upon all that is known."""
+        """Waits a little for messages, and acts on all that is known."""
         assert self._port is not None
         for sender, message in self._port.receive(BEAT_S / 4):
             self._hear(self._by_name[sender], message)
@@ -310,7 +310,7 @@ class RemoteCrew(OneModel):
         self._starter.start(assignment, announce, ended)
 
     def _meet(self, worker: _Worker, address: Address) -> None:
-        """Introduces a process that listens to all of the other kind, and them to it."""
+        """Introduces a listening process to all workers of the other kind, and them to it."""
         assert self._port is not None
         worker.address = address
         self._port.connect(address.peer)
@@ -405,7 +405,7 @@ class RemoteCrew(OneModel):
             self._look_whether_up(one)
 
     def _look_after_all(self) -> None:
-        """Signs of life, either way; and what is to be started."""
+        """Sends and checks signs of life, and starts workers that are due."""
         now = self._clock()
         held_up_s = now - self._spoke_at
         if held_up_s >= BEAT_S:

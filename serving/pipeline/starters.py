@@ -17,7 +17,7 @@ Ended = Callable[[str], None]
 
 
 class Starter(Protocol):
-    """Of a crew's processes."""
+    """Starts and ends a crew's processes."""
 
     @property
     def host(self) -> str:
@@ -38,7 +38,7 @@ class Starter(Protocol):
 
 
 class ProcessStarter:
-    """On this machine. What its processes write to stderr goes to the server's."""
+    """A Starter on this machine. What its processes write to stderr goes to the server's."""
 
     host = "127.0.0.1"
 
@@ -104,7 +104,7 @@ class ProcessStarter:
 
 
 def _tell(inbox: IO[str], assignment: Assignment) -> bool:
-    """Whether a process heard its assignment. Its input stays open: it ends with it."""
+    """Returns whether a process heard its assignment. Its input stays open: it ends with it."""
     try:
         print(assignment.to_json(), file=inbox, flush=True)
     except OSError:

@@ -106,7 +106,7 @@ class UnitScheduler(Scheduler):
         self.places.open(rank)
 
     def knows(self, number: int) -> bool:
-        """Whether a row has entered, and has neither left nor been given up."""
+        """Returns whether a row has entered, and has neither left nor been given up."""
         return number in self._entered
 
     def abandon(self) -> None:

@@ -12,7 +12,7 @@ from serving.pipeline.queues import buckets
 
 
 def warm_copies(device: AttentionDevice | ExpertDevice, rows: Any, size: int, to: Any) -> None:
-    """Gathers of fewer rows than the `size` that there are."""
+    """Runs the copies of fewer rows than the `size` that there are."""
     for count in buckets(size - 1) if size > 1 else ():
         device.sent(rows, np.zeros(count, np.int32), to)
 

@@ -1,4 +1,4 @@
-"""A worker that is a process of its own: what it is told, and its loop (AMoE, section 4).
+"""A worker in a process of its own: its messages and its loop (AMoE, section 4).
 
 It ends when the server says so, or when nothing comes from the server any more.
 """
@@ -44,7 +44,7 @@ BEAT_S = 1.0
 
 
 class Address(NamedTuple):
-    """A Peer that can travel."""
+    """A Peer that can be sent in a message."""
 
     name: str
     address: str
@@ -57,7 +57,7 @@ class Address(NamedTuple):
 
     @property
     def peer(self) -> Peer:
-        """As a port takes it."""
+        """The peer as a port takes it."""
         return Peer(self.name, self.address, bytes.fromhex(self.incarnation))
 
 
@@ -111,16 +111,16 @@ class Assignment:
 
     @property
     def name(self) -> str:
-        """As its port is called."""
+        """Name of its port."""
         return name_of(self.kind, self.number)
 
     def to_json(self) -> str:
-        """Returns it as one line."""
+        """Returns the assignment as one line."""
         return json.dumps(asdict(self) | {"server": self.server._asdict()})
 
     @classmethod
     def from_json(cls, text: str) -> "Assignment":
-        """Raises ValueError for what is none."""
+        """Parses a line. Raises ValueError for one that is no assignment."""
         return TypeAdapter(cls).validate_json(text)
 
 
@@ -194,7 +194,7 @@ class Pulse:
         self._thread.start()
 
     def get_on(self, *_: Any) -> None:
-        """Records that something has been done."""
+        """Records that the worker got something done."""
         self._progress += 1
 
     def has(self, worker: Worker) -> None:
@@ -203,7 +203,7 @@ class Pulse:
         self._compilations.ready()
 
     def beat(self) -> Beat:
-        """Returns what is to be said now."""
+        """Returns the beat to send now."""
         compiled, progress = self._compilations.since_ready, self._progress
         progress += self._compilations.before + compiled
         if self._worker is None:
@@ -227,7 +227,7 @@ class Pulse:
 
 
 class Loop:
-    """Takes messages, runs stages, and looks whether the server lives."""
+    """Takes messages, runs stages, and checks that the server lives."""
 
     def __init__(
         self,
@@ -261,7 +261,7 @@ class Loop:
             self._look()
 
     def _take(self, sender: str, message: Any) -> set[str]:
-        """Returns whose former process it says has ended."""
+        """Handles a message; returns the peers whose former process it says has ended."""
         now = time.monotonic()
         if sender == SERVER:
             self._heard_at = now
@@ -284,7 +284,7 @@ class Loop:
         return set()
 
     def _look(self) -> None:
-        """Whether the server lives, and the other workers hear."""
+        """Raises TimeoutError if the server is silent; notes which workers do not hear this one."""
         now = time.monotonic()
         if now < self._look_at:
             return

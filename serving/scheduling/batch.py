@@ -203,7 +203,9 @@ class Batch:
         )
 
     def has_room_for(self, other: "Batch", limits: Limits) -> bool:
-        """Whether `other` can join this prefill step at no extra cost (the same token bucket)."""
+        """Returns whether `other` can join this prefill step at no extra cost (the same token
+        bucket).
+        """
         own, others = self.on_ranks(limits), other.on_ranks(limits)
         bucket = limits.token_bucket(max(tokens for _, tokens in own))
         return all(

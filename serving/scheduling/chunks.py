@@ -40,7 +40,7 @@ class Chunks:
         ]
 
     def may_take(self, sequence: SequenceState) -> bool:
-        """Whether the step may take a token of the sequence, if its rank has room."""
+        """Returns whether the step may take a token of the sequence, if its rank has room."""
         return self._exact.may_run(sequence) and self._room_for(sequence) > 0
 
     def take(self, sequence: SequenceState) -> None:

@@ -23,7 +23,7 @@ class ExactRows:
         self._again: list[SequenceState] = []
 
     def concerns(self, sequence: SequenceState) -> bool:
-        """Whether the sequence could meet a stand-in expert, and must not."""
+        """Returns whether the sequence could meet a stand-in expert, and must not."""
         request = sequence.request
         return request.model in self.models and not request.allow_brownout
 
@@ -41,7 +41,7 @@ class ExactRows:
         self._again = sequences
 
     def may_run(self, sequence: SequenceState) -> bool:
-        """Whether the sequence may be in the next step."""
+        """Returns whether the sequence may be in the next step."""
         if not self.concerns(sequence):
             return True
         return not sequence.unread and (not self.again or sequence in self.again)
@@ -57,7 +57,7 @@ class ExactRows:
 
 
 def _runs_again(sequence: SequenceState) -> bool:
-    """Whether the sequence still has to run again or be read; False once it ended or was
+    """Returns whether the sequence still has to run again or be read; False once it ended or was
     evicted.
     """
     if sequence.status in (SequenceStatus.WAITING, SequenceStatus.DONE):

@@ -88,7 +88,7 @@ class PageAllocator:
             self._free.append(page)
 
     def is_idle(self, page: int) -> bool:
-        """Whether a page is cached and has no holder."""
+        """Returns whether a page is cached and has no holder."""
         return page in self._idle
 
     def num_holders(self, page: int) -> int:

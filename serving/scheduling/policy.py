@@ -71,11 +71,11 @@ class RequestView:
         return self._sequence.max_new_tokens
 
     def same_as(self, other: object) -> bool:
-        """Whether `other` is a view of the same request."""
+        """Returns whether `other` is a view of the same request."""
         return isinstance(other, RequestView) and other._sequence is self._sequence
 
     def __repr__(self) -> str:
-        """Class and id."""
+        """Returns class and id."""
         return f"RequestView({self.priority.value}, {self.request_id!r})"
 
 
@@ -88,7 +88,7 @@ class RequestViews(Sequence[RequestView]):
         self._sequences = sequences
 
     def __len__(self) -> int:
-        """Requests in it."""
+        """Returns the number of requests in the queue."""
         return len(self._sequences)
 
     @overload

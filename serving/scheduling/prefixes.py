@@ -29,7 +29,7 @@ class Brownout(NamedTuple):
     how: tuple[int, int] = (0, 0)  # strategy code, and way of the united experts
 
     def is_within(self, accepted: "Brownout") -> bool:
-        """Whether a request that accepts `accepted` may use values computed under this."""
+        """Returns whether a request that accepts `accepted` may use values computed under this."""
         if self.percent == 100:
             return True
         return self.how == accepted.how and self.percent >= accepted.percent
@@ -74,7 +74,7 @@ class Names:
         self._names: list[bytes] = []
 
     def upto(self, count: int, tokens: Callable[[], Sequence[int]]) -> list[bytes]:
-        """Names of at least the first `count` pages.
+        """Returns the names of at least the first `count` pages.
 
         `tokens` returns the sequence's tokens, whose beginning must not have changed since the
         last call.
@@ -130,7 +130,7 @@ class PrefixPages:
         self._names: dict[int, bytes] = {}
 
     def find(self, names: Iterable[bytes], accepted: Brownout) -> list[Kept]:
-        """Pages of the longest cached prefix whose brownout is within `accepted`."""
+        """Returns the pages of the longest cached prefix whose brownout is within `accepted`."""
         found = []
         for name in names:
             kept = self._by_name.get(name)

@@ -61,7 +61,7 @@ class Reuse:
         return self._limits.page_size * max(len(self.found(sequence, rank)) for rank in ranks)
 
     def awaits(self, sequence: SequenceState, rank: int) -> bool:
-        """Whether a waiting sequence should start only when a running one of that rank has
+        """Returns whether a waiting sequence should start only when a running one of that rank has
         computed its next page, so that it need not compute the same.
 
         Latency-sensitive sequences never wait for best effort, nor anybody for pages that are
@@ -149,7 +149,7 @@ class Reuse:
         prefix.num_named = count
 
     def end(self, sequence: SequenceState) -> None:
-        """Records that a running sequence loses its slot: nobody need wait for its pages."""
+        """Records that a running sequence loses its slot: its pages are no longer awaited."""
         self._came(sequence, sequence.prefix.coming.stop)
 
     def check_idle(self) -> None:
@@ -158,7 +158,7 @@ class Reuse:
             raise AssertionError(f"{sum(map(len, self._coming))} pages are awaited for ever")
 
     def _came(self, sequence: SequenceState, count: int) -> None:
-        """Nobody need wait any longer for the first `count` pages of a running sequence."""
+        """Records that the first `count` pages of a running sequence are no longer awaited."""
         coming, prefix = self._coming[self._limits.rank(sequence.slot)], sequence.prefix
         before = prefix.coming
         for name in self._coming_names(sequence)[: count - before.start]:
@@ -174,8 +174,8 @@ class Reuse:
         return self.is_on and sequence.request.reuse_prefix
 
     def _num_wanted(self, sequence: SequenceState) -> int:
-        """Pages that a lookup may return: none for a request that asks for log probabilities of
-        its prompt, since every position has to be computed for them.
+        """Returns how many pages a lookup may return: none for a request that asks for log
+        probabilities of its prompt, since every position has to be computed for them.
         """
         wants_all = sequence.request.sampling.prompt_logprobs and not sequence.tokens
         if wants_all or not self._shares(sequence):

@@ -30,7 +30,7 @@ class Room:
         self._running, self._giving_way = running, giving_way
 
     def rank_for(self, head: SequenceState, ranks: Sequence[int] | None = None) -> int | None:
-        """The rank, among `ranks` or all, that has the longest cached prefix of the sequence.
+        """Returns the rank, among `ranks` or all, with the longest cached prefix of the sequence.
 
         Ties go to the rank with the most free pages. If no rank has room as it is, a
         latency-sensitive sequence gets the one where best effort would give up most. None if that
@@ -57,7 +57,7 @@ class Room:
         return max(fitting, key=lambda rank: (len(there[rank]), room[rank]), default=None)
 
     def has_place(self, head: SequenceState, rank: int) -> bool:
-        """Whether it fits on a rank as things are."""
+        """Returns whether the sequence fits on a rank as things are."""
         there = {rank: self._pages_there(head, rank)}
         return self._places.rank_for(self._pages_for(head), (rank,), there) is not None
 
@@ -76,5 +76,7 @@ class Room:
         return [kept.page for kept in self._reuse.found(head, rank)]
 
     def _pages_for(self, head: SequenceState) -> int:
-        """Pages for its context and one position more, or it might be evicted once admitted."""
+        """Returns the pages for its context and one position more, lest it be evicted once
+        admitted.
+        """
         return self._limits.pages_for(len(head.context) + 1)

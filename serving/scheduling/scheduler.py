@@ -129,7 +129,7 @@ class Scheduler:
             self._release(sequence)
 
     def has_begun(self, model: int) -> bool:
-        """Whether a step with this model is begun, but not launched to its last layer."""
+        """Returns whether a step with this model is begun, but not launched to its last layer."""
         return any(model in batch.models for batch in self.under_way)
 
     def _free(self) -> list[SequenceState]:
@@ -140,7 +140,7 @@ class Scheduler:
         return self._runs(sequence) and (not self.exact.models or self.exact.may_run(sequence))
 
     def _runs(self, sequence: SequenceState) -> bool:
-        """Whether its model may begin steps (its weights are on the device)."""
+        """Returns whether its model may begin steps (its weights are on the device)."""
         return self.models is None or sequence.request.model in self.models
 
     def num_free_slots(self, priority: Priority = LS) -> int:
@@ -363,14 +363,18 @@ class Scheduler:
         return None
 
     def _awaits_prefix(self, waiting: SequenceState) -> bool:
-        """Whether a sequence that could be admitted waits for pages that are being computed."""
+        """Returns whether a sequence that could be admitted waits for pages that are being
+        computed.
+        """
         return any(
             self.reuse.awaits(waiting, rank) and self._admissible(waiting, (rank,))
             for rank in range(self.limits.num_ranks)
         )
 
     def _admissible(self, head: SequenceState, ranks: Sequence[int] | None = None) -> bool:
-        """Whether there are a slot and pages, including those that best effort would give up."""
+        """Returns whether there are a slot and pages, including those that best effort would give
+        up.
+        """
         return self._room.rank_for(head, ranks) is not None
 
     def _begin_prefill(self, order: Order, now: float) -> Batch | None:

@@ -243,5 +243,5 @@ class SequenceState:
 
 
 def is_best_effort(sequence: SequenceState) -> bool:
-    """Whether the request is best effort, even if it has been promoted."""
+    """Returns whether the request is best effort, even if it has been promoted."""
     return sequence.request.priority is Priority.BEST_EFFORT

@@ -55,7 +55,7 @@ class StepTimeModel:
         return math.sqrt(self._variance)
 
     def knows(self, phase: Phase) -> bool:
-        """Whether a step of that phase was observed."""
+        """Returns whether a step of that phase was observed."""
         return self._tables[phase].known
 
     def has_seen(self, phase: Phase, threshold_percent: float) -> bool:

@@ -111,7 +111,7 @@ def note_request(request_id: str) -> None:
 
 
 def is_json() -> bool:
-    """Whether `configure` was asked for JSON."""
+    """Returns whether `configure` was asked for JSON."""
     own = _handler()
     return own is not None and isinstance(own.formatter, JsonFormatter)
 

@@ -42,7 +42,7 @@ class Timeline(Observer):
         self._workers: dict[str, int] = {}  # tracks of asynchronous workers, by name
 
     def __len__(self) -> int:
-        """Events that are kept."""
+        """Returns the number of events that are kept."""
         return len(self._events)
 
     def step_launched(self, step: ScheduledStep, began_at: float, now: float) -> None:

@@ -36,11 +36,11 @@ COVERED = {
     "training.family.quality": "tests/training/test_family_quality.py",
     "training.lookahead": "tests/training/test_lookahead.py",
 }
-"""What needs no dry run, since another test file plays all of it on something tiny."""
+"""Commands that need no dry run, since another test file plays all of them on something tiny."""
 
 
 def commands_of(text):
-    """Commands in a page's code spans and blocks, with continued lines joined."""
+    """Returns the commands in a page's code spans and blocks, with continued lines joined."""
     text = re.sub(r"\s*\\\n\s*", " ", text)
     spans = re.findall(r"`([^`\n]+)`", text)
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
@@ -48,7 +48,7 @@ def commands_of(text):
 
 
 def program_of(command):
-    """The module of a command, or `jmoe bench NAME`."""
+    """Returns the module of a command, or `jmoe bench NAME`."""
     words = command.split()
     return words[2] if words[0] == "python" else " ".join(words[:3])
 

@@ -47,7 +47,7 @@ class FakePart:
 
 @pytest.fixture
 def command(monkeypatch, tmp_path):
-    """`command(fake, *flags)`: the exit status of a dry run of one part."""
+    """Returns `command(fake, *flags)`, which dry-runs one part and returns the exit status."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # both are what a dry run sets itself
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 

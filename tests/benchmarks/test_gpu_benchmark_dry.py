@@ -37,7 +37,8 @@ pytestmark = pytest.mark.deep
 
 @pytest.fixture(scope="module", autouse=True)
 def _in_a_hurry():
-    """To compile is most of the time; servers that tests start inherit it.
+    """Compiles with little optimization, since compiling takes most of the time; servers that tests
+    start inherit this.
 
     Parts turn XLA's cache on, for all of a process: off again, or no later test in it can keep a
     compiled program (`serving.execution.executables`).
@@ -69,7 +70,9 @@ def context(folder):
 
 
 def run_all(name, context, match=""):
-    """Every case of a part, or those that match, stored as the command stores it; the records."""
+    """Runs the cases of a part that match, stores each as the command does, and returns the
+    records.
+    """
     about = {**context.kept.revision, "commit": "abc", "machine": {"device": "x"}, "skew": 1.0}
     about |= {"weights": "random"}
     with run.module(name).session(context) as run_case:
@@ -242,7 +245,7 @@ def test_a_step_over_a_mesh_of_one_is_the_plain_step(context):
 
 @pytest.fixture(scope="module")
 def server(context):
-    """One server for the parts that want one."""
+    """Yields one server for the parts that need one."""
     with live.live(context, "shared") as found:
         yield found
 

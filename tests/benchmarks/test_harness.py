@@ -22,7 +22,7 @@ from benchmarks.pairs.served import Load, served
 
 
 def fake_pair(played, **more):
-    """A machine that slows down: play n of setting s takes n * s ms."""
+    """Returns a pair on a machine that slows down: play n of setting s takes n * s ms."""
 
     @asynccontextmanager
     async def workload(settings, dry):
@@ -296,7 +296,7 @@ def test_figures_are_written_a_record_a_line(tmp_path):
 
 
 def test_what_is_stored_is_json(request):
-    """As the standard has it: without NaN."""
+    """By the standard: without NaN."""
 
     def refuse(word):
         raise ValueError(word)

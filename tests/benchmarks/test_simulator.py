@@ -28,7 +28,7 @@ CONFIG = EngineConfig(
 
 
 def seconds(phase, size, degraded, share):
-    """A law of the kind that is fitted; by hand."""
+    """Returns a step's time by a law of the kind that is fitted."""
     fixed, base, exact = (0.001, 0.004, 1e-4) if phase == "prefill" else (0.001, 0.006, 5e-4)
     base *= 1 + (size > BUCKETS[phase][0])
     return fixed + share * (base + exact * size * (1 - 0.6 * degraded))

@@ -14,7 +14,7 @@ DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 
 
 def instructions(kind):
-    """Arguments of a Dockerfile's instructions of a kind, continued lines joined."""
+    """Returns the arguments of a Dockerfile's instructions of a kind, continued lines joined."""
     text = DOCKERFILE.read_text(encoding="utf-8").replace("\\\n", " ")
     return [line.split(None, 1)[1] for line in text.splitlines() if line.startswith(f"{kind} ")]
 
@@ -25,7 +25,7 @@ def command():
 
 
 def served_with(monkeypatch, words):
-    """The settings that a command line makes, as the server gets them."""
+    """Returns the settings that a command line makes, as the server gets them."""
     seen = []
 
     async def serve(config, *_):

@@ -36,7 +36,7 @@ def free_port():
 
 
 def health(port):
-    """What the image's own check says of a server on another port."""
+    """Runs the image's own health check on another port."""
     (line,) = instructions("HEALTHCHECK")
     code = re.search(r'"-c", "(.*)"\]', line)[1].replace(":9090/", f":{port}/")
     return subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode

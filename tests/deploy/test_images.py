@@ -16,7 +16,9 @@ from serving.settings import reading as settings
 
 
 def ignored(path):
-    """By .dockerignore: the last line that matches a name or a folder above it."""
+    """Returns whether .dockerignore excludes a path: the last line decides that matches it or a
+    folder above.
+    """
     found = False
     for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines():
         pattern = line.lstrip("!").removeprefix("**/")

@@ -67,6 +67,6 @@ def _address(process, log, timeout_s):
 
 @pytest.fixture(scope="module")
 def server():
-    """One server for a module's tests."""
+    """Yields one server for a module's tests."""
     with serving(*FEW_PROGRAMS) as found:
         yield found

@@ -15,7 +15,7 @@ def prompts(model):
 
 
 async def check_exact_answers(address, model) -> None:
-    """Sends prompts that refuse brownout while it is strongest, and checks what comes."""
+    """Sends prompts that refuse brownout while it is strongest, and checks the answers."""
     asked = [Asked(text, SamplingParams(max_new_tokens=24)) for text in prompts(model)[:24]]
     async with Client(address) as client:
         await client.set_brownout(strategy="partial", decode_threshold_percent=0)

@@ -1,4 +1,4 @@
-"""Programs of others that tests talk to a server with, each in a folder of its own.
+"""Third-party programs with which tests talk to a server, each in a folder of its own.
 
 They are fetched once, into the user's cache. Where that cannot be done, a test is skipped and says
 why.
@@ -18,13 +18,13 @@ _TIMEOUT_S = 300
 
 
 def python_packages(name: str, *requirements: str) -> Path:
-    """A folder with Python packages, for `run_python`."""
+    """Returns a folder with Python packages, for `run_python`."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     return _made(name, [*pip, *requirements, "--target"])
 
 
 def npm_package(name: str, requirement: str) -> Path:
-    """A folder in which npm installed a package; scripts of packages do not run."""
+    """Returns a folder in which npm installed a package; scripts of packages do not run."""
     if shutil.which("npm") is None:
         pytest.skip("there is no npm here to fetch it with")
     npm = ["npm", "install", "--ignore-scripts", "--no-audit", "--no-fund", requirement]
@@ -32,7 +32,9 @@ def npm_package(name: str, requirement: str) -> Path:
 
 
 def run_python(packages: Path, script: Path, *args: str, stdin: str = "") -> str:
-    """What a script prints that sees these packages and the standard library alone."""
+    """Runs a script that sees only these packages and the standard library; returns what it
+    prints.
+    """
     done = subprocess.run(
         [sys.executable, "-S", str(script), *args],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": str(packages)},
@@ -46,7 +48,7 @@ def run_python(packages: Path, script: Path, *args: str, stdin: str = "") -> str
 
 
 def _made(name: str, command: list[str]) -> Path:
-    """The folder `name` of the cache, made by `command` with a folder after it, or found there."""
+    """Returns the cache's folder `name`; if missing, `command` with a folder appended makes it."""
     final = CACHE / name
     if final.is_dir():
         return final

@@ -67,7 +67,7 @@ def about(client, model):
 
 
 def streamed(client, model):
-    """Three requests at once on one stream, one of them wrong."""
+    """Sends three requests at once on one stream, one of them invalid."""
     came = queue.Queue()
     client.start_stream(callback=lambda result, error: came.put((result, error)))
     asks = {"a": {}, "bad": {"sampling": {"max_tokens": 0}}, "b": {}}
@@ -114,7 +114,7 @@ def refusal(call):
 
 
 def numbers(files):
-    """Numbers, types and labels of every field, method and enum value, by name."""
+    """Returns numbers, types and labels of every field, method and enum value, by name."""
     found = {}
 
     def add_message(message, prefix):
@@ -138,7 +138,7 @@ def numbers(files):
 
 
 def other_numbers(theirs):
-    """What the server's description has that the public one has not, or has otherwise."""
+    """Returns what the server's description has that the public one lacks or has differently."""
     public = []
     for module in (service_pb2, model_config_pb2):
         public.append(descriptor_pb2.FileDescriptorProto())

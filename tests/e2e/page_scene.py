@@ -1,4 +1,4 @@
-"""A server whose numbers are a script: a burst that a page can be drawn from, and looked at."""
+"""A server with scripted numbers: a burst that the live page can show."""
 
 import math
 import random
@@ -64,7 +64,7 @@ class Scene:
         live._sampler, live._load = Sampler(self.server), ExpertLoad(time.monotonic)
 
     def second(self, at: int) -> None:
-        """Sets what an engine under the burst's load says at a second before now."""
+        """Sets what an engine under the burst's load reports so many seconds before now."""
         draw, in_burst = self._random.gauss, at in BURST
         since = at - BURST.start if in_burst else 0
         pressed = 1 - math.exp(-since / 8) if in_burst else math.exp(-max(0, at - BURST[-1]) / 6)

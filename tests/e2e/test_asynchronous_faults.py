@@ -28,7 +28,7 @@ pytestmark = pytest.mark.deep
 CODES = grpc.StatusCode
 KILLS = int(os.environ.get("JMOE_KILLS", "4"))
 FAULTS = (signal.SIGSTOP, "reset", signal.SIGKILL, signal.SIGKILL, "reset", signal.SIGKILL)
-"""In turn. Who is stopped falls silent: it counts as gone after a while, and is killed."""
+"""Faults in turn. A stopped worker falls silent: it counts as gone after a while, and is killed."""
 BURST, PIDFD_GETFD, ESTABLISHED = 25, 438, "01"
 SETTINGS = (
     "engine.mode=aep",
@@ -46,7 +46,7 @@ NEW_TOKENS, ANSWERS_WITHIN_S = 24, 180
 
 
 def workers_of(server):
-    """Names of a server's workers by process id."""
+    """Returns the names of a server's workers by process id."""
     found = {}
     for task in Path(f"/proc/{server.pid}/task").iterdir():
         for pid in _read(task / "children").split():
@@ -57,14 +57,14 @@ def workers_of(server):
 
 
 def num_up(port):
-    """Workers that are up."""
+    """Returns the number of workers that are up."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         return len(re.findall(rb"(?m)^jmoe_worker_up\{.*\} 1\.0$", answer.read()))
 
 
 def reset_connections(pid):
-    """The kernel drops a process's connections, and what is under way on them, with an RST; how
-    many. Raises OSError where it may not.
+    """Has the kernel drop a process's connections, and what is under way on them, with an RST;
+    returns how many. Raises OSError where that is not permitted.
     """
     table = [line.split() for line in _read(Path("/proc/net/tcp")).splitlines()[1:]]
     connections = {f"socket:[{row[9]}]" for row in table if row[3] == ESTABLISHED}
@@ -86,7 +86,7 @@ def reset_connections(pid):
 
 
 def _read(path):
-    """Empty where the thread or process has just ended."""
+    """Reads a file; empty where the thread or process has just ended."""
     try:
         return path.read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -94,7 +94,7 @@ def _read(path):
 
 
 class Load:
-    """Callers who ask one after another, and check what they get."""
+    """Clients that each send one request after another, and check the answers."""
 
     def __init__(self, address, prompts, want):
         self.address, self.prompts, self.want = address, prompts, want

@@ -33,7 +33,7 @@ PROMPT, NEW_TOKENS = [5, 9, 40, 3], 12
 
 
 def actors():
-    """Process ids of the workers on this machine."""
+    """Returns the process ids of the workers on this machine."""
     found = []
     for folder in Path("/proc").iterdir():
         try:
@@ -45,7 +45,7 @@ def actors():
 
 
 async def answer(client):
-    """Tokens; None while a worker is gone."""
+    """Returns a request's tokens; None while a worker is gone."""
     sampling = pb.SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True)
     try:
         call = client.generate(PROMPT, sampling, allow_brownout=False)

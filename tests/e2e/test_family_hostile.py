@@ -63,7 +63,7 @@ def settings(tmp_path_factory):
 
 
 class Caller:
-    """Asks in every way there is, and keeps count of what came of it."""
+    """A client that sends requests of every kind, and counts the outcomes."""
 
     def __init__(self, client):
         self.client, self.ended, self.longest_s = client, Counter(), defaultdict(float)

@@ -1,4 +1,6 @@
-"""Hundreds of requests from 32 clients, many of them rude: everyone is answered, nothing leaks."""
+"""Hundreds of requests from 32 clients, many of them misbehaving: all are answered, nothing
+leaks.
+"""
 
 import asyncio
 import collections
@@ -58,7 +60,7 @@ def settings_of(mesh):
 
 @pytest.fixture(scope="module", params=["one", "ep=8", "aep=2+6"])
 def server(request):
-    """One server for all of these tests: on one device, on a mesh of them, or asynchronous."""
+    """Yields one server for all of these tests: on one device, on a mesh, or asynchronous."""
     devices = 8 if request.param == "aep=2+6" else 1  # a mesh sees to it itself
     options = {"cpu_devices": devices, "start_timeout_s": 240 * (1 + (devices > 1))}
     with serving(*settings_of(request.param), **options) as found:  # each compiles its own
@@ -71,7 +73,7 @@ def model():
 
 
 def draw(rng, texts):
-    """One request: what is sent, and the outcomes that are right."""
+    """Draws a request: what is sent, and the outcomes that are right."""
     kind = rng.choices(["fine", "cancel", "malformed", "late"], [0.62, 0.2, 0.1, 0.08])[0]
     length = rng.randrange(1, 120)
     prompt = (
@@ -106,7 +108,7 @@ def draw(rng, texts):
 
 
 async def send(client, rng, request):
-    """The request's status, and its message count."""
+    """Sends a request; returns its status and its number of messages."""
     kind, prompt, sampling, timeout_s, _ = request
     call = client.generate(prompt, sampling, timeout_s=timeout_s, allow_brownout=rng.random() < 0.8)
     messages, stop_after = [], rng.randrange(1, 8)

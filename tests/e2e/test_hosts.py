@@ -25,13 +25,13 @@ pytestmark = pytest.mark.deep
 
 PEER_TIMEOUT_S = 4.0
 EXIT_S = 10.0
-"""For an exit beside what it waits for: two cores, and jax to take down."""
+"""Time for an exit beside what it waits for: two cores, and jax to shut down."""
 ENDLESS = pb.SamplingParams(max_new_tokens=200, ignore_eos=True)
 LONG = pb.SamplingParams(max_new_tokens=60, ignore_eos=True)
 
 
 class Hosts:
-    """Two processes, and what they have said."""
+    """Two processes, and what they have printed."""
 
     def __init__(self, folder, ports, changes):
         self.processes, self._folder, self.started_at = [], folder, time.monotonic()
@@ -58,7 +58,7 @@ class Hosts:
                 )
 
     def _secret(self, index):
-        """Each process has a copy of its own."""
+        """Writes the secret; each process has a copy of its own."""
         path = self._folder / f"secret{index}"
         path.touch(0o600)
         path.write_text("5ec2e7" * 10 + "\n" * index)
@@ -74,7 +74,7 @@ class Hosts:
         return self._err(index).read_text()
 
     def wait_for(self, index, pattern, timeout_s=300):
-        """What a process has printed, once it has."""
+        """Waits until a process has printed a pattern; returns the match."""
         until = time.monotonic() + timeout_s
         while (found := re.search(pattern, self._out(index).read_text())) is None:
             ended = [process.poll() for process in self.processes]
@@ -84,11 +84,11 @@ class Hosts:
         return found
 
     def address(self):
-        """Where requests are served, once they are."""
+        """Returns the address once requests are served."""
         return self.wait_for(0, r"jmoe ready on (\S+)").group(1)
 
     def ended(self, timeout_s):
-        """Exit statuses."""
+        """Waits for both processes to end; returns their exit statuses."""
         return [process.wait(timeout_s) for process in self.processes]
 
     def kill(self):
@@ -99,7 +99,7 @@ class Hosts:
 
 @pytest.fixture(scope="module")
 def ports():
-    """Two free ones: every server of this module uses the same, one after another."""
+    """Returns two free ports: every server of this module uses the same, one after another."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
@@ -108,7 +108,7 @@ def ports():
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory, ports):
-    """Starts two processes, with changes of the settings of each."""
+    """Yields a function that starts two processes with changed settings."""
     folder = tmp_path_factory.mktemp("hosts")
 
     @contextmanager
@@ -132,7 +132,7 @@ async def tokens(client, text, **sampling):
 
 
 async def streams(address, count, begun, sampling=ENDLESS):
-    """How streams end; `begun` is called in the middle of them."""
+    """Runs streams and returns how they end; `begun` is called in the middle of them."""
     async with Client(address) as client:
 
         async def one(number):
@@ -151,7 +151,9 @@ async def streams(address, count, begun, sampling=ENDLESS):
 
 @contextmanager
 def strangers(port):
-    """Try to join, and leave connections open that say nothing, or nonsense."""
+    """Opens connections that try to join, say nothing, or send nonsense, for the length of the
+    block.
+    """
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         with pytest.raises(grpc.RpcError) as refused:
             next(channel.stream_stream("/jmoe.v1.Hosts/Follow")(iter([b"\n\2\b\1"])))

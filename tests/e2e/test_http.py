@@ -26,7 +26,7 @@ def log_path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def addresses(log_path):
-    """Over gRPC and over HTTP, of a server with default settings, but with fewer programs."""
+    """Yields the gRPC and HTTP addresses of a server with default settings but fewer programs."""
     port = free_port()
     fewer = ("engine.decode_buckets=8,64", "engine.prefill_buckets=32,512")
     with serving(*fewer, f"http_port={port}", preset="default", log_path=log_path) as (_, address):
@@ -129,7 +129,7 @@ async def test_deadlines_end_requests(client):
 
 
 class Answer(pydantic.BaseModel):
-    """What is wanted, as a user of the client writes it."""
+    """The wanted structure, as a user of the client writes it."""
 
     sum: int = pydantic.Field(ge=0, le=999)  # a small model ends no number by itself
     digits: list[Literal[1, 2, 3]] = pydantic.Field(min_length=1, max_length=2)

@@ -29,7 +29,7 @@ SERVICE = "inference.GRPCInferenceService"
 
 @pytest.fixture
 async def expected(server) -> tuple[str, int]:
-    """What jmoe's own service answers, greedily: text, and number of prompt tokens."""
+    """Returns jmoe's own greedy answer: text, and number of prompt tokens."""
     async with Client(server[1]) as client:
         sampling = pb.SamplingParams(max_new_tokens=8)
         got = [m async for m in client.generate(PROMPT, sampling, allow_brownout=False)]
@@ -38,7 +38,7 @@ async def expected(server) -> tuple[str, int]:
 
 @pytest.fixture(scope="module")
 def asked(server):
-    """What tritonclient got; it needs an older protobuf than jmoe."""
+    """Returns what tritonclient got; it needs an older protobuf than jmoe."""
     packages = python_packages("tritonclient-2.73.0", "tritonclient[grpc]==2.73.0")
     own = descriptor_pb2.FileDescriptorProto()
     inference_pb2.DESCRIPTOR.CopyToProto(own)

@@ -50,7 +50,7 @@ def pictures():
 
 @contextlib.asynccontextmanager
 async def browsing(scheme="light", viewport=DESKTOP, quiet=True, **options):
-    """A page of a browser. `quiet`: leaving fails where the console said anything wrong."""
+    """Yields a browser's page. `quiet`: fails at the end if the console reported an error."""
     said: list[str] = []
     async with playwright.async_playwright() as driver:
         browser = await driver.chromium.launch(
@@ -91,7 +91,7 @@ async def shoot(page, pictures, name):
 
 
 async def going_on(scene):
-    """The burst's aftermath, second by second as the server samples."""
+    """Plays the time after the burst, second by second as the server samples."""
     at = 0
     while True:
         at += 1

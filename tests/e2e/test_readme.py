@@ -89,7 +89,7 @@ def test_make_knows_its_targets():
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """What stands for the names in README: a model's directory, texts, conversations."""
+    """Returns what the names in README stand for: a model's directory, texts, conversations."""
     folder = tmp_path_factory.mktemp("readme")
     told = [{"from": "human", "value": "what is 1+2"}, {"from": "gpt", "value": "1+2=3"}]
     conversations = [{"id": str(i), "conversations": told} for i in range(8)]
@@ -131,7 +131,7 @@ def run(command, folder, names, **replaced):
 
 
 def serve_settings(command, names):
-    """The settings that a `jmoe serve` of README has, as `tests/e2e/conftest.py` takes them."""
+    """Returns the settings of a `jmoe serve` of README, as `tests/e2e/conftest.py` takes them."""
     words = [names.get(word, word) for word in shlex.split(command)[2:]]
     fixed = "--no-salc" in words
     words = [word for word in words if word != "--no-salc"]

@@ -32,6 +32,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _ordinary_promotion():
-    """Benchmarks' references and whole servers are not written for the strict rules of tests."""
+    """Allows ordinary promotion: benchmarks' references and whole servers do not keep tests' strict
+    rules.
+    """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield

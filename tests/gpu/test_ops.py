@@ -24,7 +24,7 @@ CASES = [case for case in all_cases(SIZES) if case.skew != "uniform"]
 
 @pytest.fixture(scope="module")
 def pools():
-    """A model's weights are drawn once: its cases lie together."""
+    """Yields the pools; a model's weights are drawn once, since its cases follow each other."""
     return Pools()
 
 

@@ -34,7 +34,7 @@ class Case(NamedTuple):
     """A published model, and how many united experts a layer has beside its own.
 
     `launches` is what a decode and a prefill step start: kernels, library calls and copies; and
-    what a layer does where a decode step scans them. Whoever saves one lowers the figure.
+    what a layer does where a decode step scans them. When one is saved, lower the figure.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Case(NamedTuple):
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert."""
+        """Bytes of one expert."""
         return 2 * 3 * self.config.d_model * self.config.d_ff_expert
 
 
@@ -69,7 +69,9 @@ QWEN15, QWEN3, MIXTRAL = (
 
 @pytest.fixture(autouse=True)
 def _kernels_are_assembled_well(capfd, monkeypatch):
-    """Whatever kernel a test is the first to compile: registers suffice, and products overlap."""
+    """Checks every kernel that a test is the first to compile: registers suffice, and products
+    overlap.
+    """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     yield
     kernels = ptxas.parse("".join(capfd.readouterr()))

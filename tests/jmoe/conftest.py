@@ -38,7 +38,9 @@ def add_united(directory, ways=WAYS, seed=0):
 
 @pytest.fixture(scope="session")
 def united_dirs(tmp_path_factory):
-    """Directory of a golden case with united experts of ways 2 and 3; made once a case."""
+    """Returns a function that makes, once a case, a golden directory with united experts of ways 2
+    and 3.
+    """
     made = {}
 
     def directory(case):
@@ -53,7 +55,7 @@ def united_dirs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def united_models(united_dirs):
-    """The same, loaded as float32."""
+    """Returns a function that loads a case of `united_dirs` as float32."""
     loaded = {}
 
     def model(case):
@@ -66,7 +68,7 @@ def united_models(united_dirs):
 
 @pytest.fixture
 def copy(tmp_path):
-    """A golden directory that a test may damage."""
+    """Returns a function that copies a golden directory, which a test may damage."""
 
     def directory(case):
         return Path(shutil.copytree(GOLDEN / case, tmp_path / case))
@@ -85,7 +87,7 @@ def edit_config():
 
 @pytest.fixture
 def without_type_checks():
-    """The checks that tests run under would be first to complain of wrong values."""
+    """Turns off the type checks of tests, which would be the first to complain of wrong values."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

@@ -1,4 +1,4 @@
-"""Directories that say what a model of a family is, and their logits."""
+"""Directories equal to what a family serves for a model, as oracles for its logits."""
 
 import re
 
@@ -29,7 +29,7 @@ def drawn_map(names, cfg, seed=0, merged=False):
 
 
 def with_owners_experts(directories, sharing, number, to, merged=None):
-    """The oracle: a model's directory with its owners' experts written into it."""
+    """Makes the oracle: a model's directory with its owners' experts written into it."""
     names = list(directories)
     every = [tensors(directories[name]) for name in names]
     cfg = jmoe.config.read_config(directories[names[number]])
@@ -55,7 +55,9 @@ def with_owners_experts(directories, sharing, number, to, merged=None):
 
 
 def oracle(directories, sharing, number, there, to):
-    """A model's directory with its owners' experts, and its differences where they are `there`."""
+    """Makes a model's directory with its owners' experts, and its differences where they are
+    `there`.
+    """
     path = with_owners_experts(directories, sharing, number, to)
     factors = load_file(sharing.directory / WEIGHTS_FILE)
 

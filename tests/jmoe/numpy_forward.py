@@ -11,7 +11,7 @@ from jmoe.rope import inverse_frequencies
 
 
 def forward(model, tokens, served=None):
-    """float64 [B, V]: logits after the last of `tokens` [B, L].
+    """Returns float64 [B, V]: logits after the last of `tokens` [B, L].
 
     `served(moe_layer, position, expert)` is the logical expert that a visit goes to, -1: it goes
     nowhere; None: all go to their own.

@@ -32,7 +32,9 @@ class NumpyModel:
         self.cache, self.gap = {}, np.inf
 
     def step(self, rows, strategy="zero", threshold=100, way=None):
-        """One step of rows (sequence, token, exempt). Returns logits and degraded visits a row."""
+        """Runs a step of rows (sequence, token, exempt); returns logits and degraded visits of each
+        row.
+        """
         cfg = self.config
         x = self.tensors["model.embed_tokens.weight"][[token for _, token, _ in rows]]
         degraded, moe_layer = np.zeros(len(rows), int), 0

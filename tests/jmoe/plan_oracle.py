@@ -2,7 +2,9 @@
 
 
 def plan(ids, groups, threshold, strategy, valid, exempt):
-    """Expert id of each visit (-1: dropped or padding), whether it is degraded, and the set S1."""
+    """Returns the expert id of each visit (-1: dropped or padding), whether it is degraded, and
+    S1.
+    """
     num_experts = len(groups)
     count, pinned = [0] * num_experts, set()
     for row, is_valid, is_exempt in zip(ids, valid, exempt, strict=True):

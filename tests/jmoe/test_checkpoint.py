@@ -253,7 +253,7 @@ def test_unreadable_united_experts(united_dirs, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(united_dirs, tmp_path_factory):
-    """A model with united experts in its pool, saved in jmoe's own format."""
+    """Returns a model with united experts in its pool, saved in jmoe's own format."""
     model = jmoe.load(united_dirs(CASE), dtype="float32")
     model.use_way(2)
     directory = tmp_path_factory.mktemp("native") / CASE

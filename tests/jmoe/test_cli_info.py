@@ -108,7 +108,9 @@ class Server(rpc.GenerationServicer, rpc.AdminServicer):
 
 
 def asked(admin=True, **settings):
-    """What `info --address` prints of a server whose admin service is on a port of its own."""
+    """Returns what `info --address` prints of a server whose admin service is on a port of its
+    own.
+    """
 
     async def run():
         servicer, servers, ports = Server(), [], []

@@ -67,7 +67,7 @@ def compile_decode(mesh, case, **options):
 
 
 def check_one_graph(program):
-    """The whole step is one CUDA graph: the host launches it once, whatever is in it."""
+    """Checks that the whole step is one CUDA graph, which the host launches once."""
     alone = [line[:19] for line in program.plan if not line.startswith(" ")]
     assert alone == ["000: kCommandBuffer"]
 

@@ -38,7 +38,9 @@ def mesh(request):
 
 
 def compiled(mesh, name, phase, rows, depth):
-    """The step of a model's first layers, as a server runs it; and its thunks."""
+    """Compiles the step of a model's first layers as a server runs it; returns it and its
+    thunks.
+    """
     cfg = from_hf(
         yaml.safe_load((MODELS / f"{name}.yaml").read_text()) | {"num_hidden_layers": depth}
     )
@@ -71,7 +73,9 @@ def compiled(mesh, name, phase, rows, depth):
 
 
 def check(mesh, name, phase, rows, most, temporary):
-    """No more launches a layer than `most`, in one graph, and no loop. Returns the program."""
+    """Checks that a layer has at most `most` launches, in one graph and without a loop; returns the
+    program.
+    """
     launches = {}
     for depth in (2, 3):
         exe, plan = compiled(mesh, name, phase, rows, depth)

@@ -41,7 +41,7 @@ def changed(config, path, value):
 
 
 def linked(case, directory):
-    """A directory with the case's weights, to put a config.json into."""
+    """Makes a directory with the case's weights, to put a config.json into."""
     directory.mkdir()
     for path in (GOLDEN / case).glob("model*"):
         (directory / path.name).symlink_to(path)
@@ -49,13 +49,13 @@ def linked(case, directory):
 
 
 def same_arithmetic(one, other):
-    """Whether two configurations differ in nothing but when to stop."""
+    """Returns whether two configurations differ in nothing but when to stop."""
     plain = {"eos_token_ids": (), "max_position": 1}
     return dataclasses.replace(one, **plain) == dataclasses.replace(other, **plain)
 
 
 def outcome(directory, model, golden):
-    """What jmoe refuses, in words; or the logits at the last position, and no words."""
+    """Returns no logits and jmoe's error; or the logits at the last position and no error."""
     try:
         cfg = read_config(directory)
         if same_arithmetic(cfg, model.config):
@@ -72,7 +72,7 @@ def outcome(directory, model, golden):
 
 
 def names_it(words, path):
-    """Whether an error names the key that was changed, its section, or tensors."""
+    """Returns whether an error names the key that was changed, its section, or tensors."""
     return any(name in words for name in (path[-1], path[0], "  model.", "  lm_head."))
 
 

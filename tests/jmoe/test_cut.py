@@ -22,7 +22,7 @@ CASES = ["qwen2_moe", "qwen3_moe_mixed_yarn"]  # the mixed one has runs of dense
 
 @pytest.fixture(autouse=True)
 def op_by_op():
-    """What is compiled together may be rounded otherwise; op by op a cut must change no bit."""
+    """Runs op by op, where a cut must change no bit; compiled together, rounding may differ."""
     with jax.disable_jit():
         yield
 
@@ -49,7 +49,7 @@ def step_of(attention, tokens=TOKENS, percent=50):
 
 
 def run(model, halves=None, x=None, weights=None, attention=None):
-    """Rows after some half layers, and the stats."""
+    """Returns the rows after some half layers, and the stats."""
     cfg, weights = model.config, weights or model.weights
     x = embed(weights.params, jnp.asarray(TOKENS).reshape(-1)) if x is None else x
     step = step_of(attention or CausalAttention(*TOKENS.shape))
@@ -169,7 +169,7 @@ class OwnRowAlone(NamedTuple):
 
 @pytest.mark.deep
 def test_an_attention_kind_of_ones_own(model):
-    """Whoever reads its own row alone is a sequence of one token; the step is a pytree."""
+    """A row that reads only itself is a sequence of one token; the step is a pytree."""
     want, _ = run(model, attention=CausalAttention(TOKENS.size, 1))
     kind = OwnRowAlone(jnp.float32(1))
     got, _ = run(model, attention=kind)

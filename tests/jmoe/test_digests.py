@@ -10,7 +10,7 @@ from jmoe import digests
 
 @pytest.fixture
 def read(tmp_path, monkeypatch):
-    """Parts that were read, of files that all last changed long ago."""
+    """Returns the list of parts that are read, of files that all last changed long ago."""
     parts, part, now = [], digests._part, time.time_ns()
     monkeypatch.setattr(digests, "PART_BYTES", 1000)
     monkeypatch.setattr(digests, "REMEMBERED", str(tmp_path / "own" / "digests.json"))

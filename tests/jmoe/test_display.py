@@ -29,7 +29,7 @@ def generation(model):
 
 
 def shown(model, generation):
-    """Every object of `jmoe.__all__`, what the functions return, and what a model holds."""
+    """Returns every object of `jmoe.__all__`, what the functions return, and what a model holds."""
     yield from (getattr(jmoe, name) for name in jmoe.__all__)
     yield from (model, model.config, model.config.rope, model.pool, model.table, generation)
     yield from (*model.united.values(), jmoe.Brownout("partial", 40, 2), model.prepare(None))
@@ -67,7 +67,7 @@ def test_arrays_show_shapes_and_dtypes(model):
 
 
 def changed(value):
-    """Another value of the same kind."""
+    """Returns another value of the same kind."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Models over one pool: each is, bit for bit, what its directory and its owners' make it."""
+"""Models over one pool: each equals, bit for bit, one loaded with its owners' experts."""
 
 import json
 
@@ -23,7 +23,9 @@ CASE = "qwen2_moe"
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """A base with united experts, and two variants; one of them has the base's embeddings."""
+    """Returns a base with united experts and two variants; one of them has the base's
+    embeddings.
+    """
     where = tmp_path_factory.mktemp("family")
     base = variant(GOLDEN / CASE, where / "base", 0, scale=0.0)
     own = {
@@ -122,7 +124,7 @@ def test_progress_counts_the_layers_of_all(directories):
 
 @pytest.fixture
 def edited(directories, tmp_path):
-    """A family of the base and a copy of it whose config.json says something else."""
+    """Returns a function that makes a family of the base and a copy with another config.json."""
 
     def edit(**changes):
         path = variant(directories["base"], tmp_path / "edited", 0, scale=0.0)

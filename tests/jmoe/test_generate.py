@@ -16,7 +16,7 @@ NEW = 6
 
 
 def greedy_by_hand(directory, brownout):
-    """One prefill step of all prompts, then decode steps of one row a sequence."""
+    """Runs one prefill step of all prompts, then decode steps of one row a sequence."""
     model = NumpyModel(directory)
     setting = brownout.strategy, brownout.threshold_percent, brownout.way
     rows = [(n, token, False) for n, prompt in enumerate(PROMPTS) for token in prompt]
@@ -166,7 +166,7 @@ TOKENS = [[5, 60, 17, 33, 8], [41, 12, 3, 9, 40]]  # the smallest vocabulary has
 
 
 def stacked_and_not(request, case):
-    """A golden model, and as the server runs it on a GPU."""
+    """Returns a golden model, and the same as a server runs it on a GPU."""
     stacked = jmoe.load(request.config.rootpath / "tests" / "golden" / case, dtype="float32")
     layers = stacked.with_weights(params=unstack(stacked.params))
     assert all(isinstance(segment, tuple) for segment in layers.params["segments"])

@@ -117,7 +117,7 @@ def tiny():
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty one, and nobody to ask."""
+    """Returns an empty cache, without a Hub to ask."""
     hub._snapshot.cache_clear()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -127,7 +127,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def ask(url, monkeypatch):
-    """As HF_ENDPOINT does, which is read when the library is imported."""
+    """Points the library to a Hub as HF_ENDPOINT does, which is read at import."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -139,7 +139,7 @@ def online(hub, monkeypatch):
 
 
 def lay_out(cache, commit=COMMIT, revision="main"):
-    """A snapshot as huggingface_hub keeps it: blobs, links to them, and what a branch means."""
+    """Lays out a snapshot as huggingface_hub does: blobs, links to them, and a branch's commit."""
     folder = cache / "models--org--tiny"
     snapshot = folder / "snapshots" / commit
     for made in (folder / "blobs", snapshot, folder / "refs"):

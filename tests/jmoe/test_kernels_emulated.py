@@ -43,7 +43,7 @@ BROWNOUT = jmoe.Brownout("partial", threshold_percent=50, way=4)
 
 @pytest.fixture
 def fresh_programs():
-    """Traced for one backend, a program would be taken for the other."""
+    """Drops traced programs: one traced for one backend would be reused for the other."""
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -32,7 +32,7 @@ SHARED = {"none": 0.0, "some": 0.6, "all": 1.0}
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
-    """A family of a golden case of which a part of the experts is shared, with united ones."""
+    """Returns a family of a golden case that shares a part of its experts, with united ones."""
 
     @cache
     def directories(case):
@@ -60,7 +60,7 @@ def family(tmp_path_factory):
 
 
 def random_state(cfg):
-    """Pages full of noise, each slot's own, and other newest tokens."""
+    """Returns a state with pages of noise, each slot's own, and other newest tokens."""
     state = make_state(
         cfg,
         num_slots=SLOTS,
@@ -80,7 +80,9 @@ def random_state(cfg):
 
 
 def rows_of(counts, exempt=()):
-    """Packed rows, a segment for each count; slots are counted through, some of them exempt."""
+    """Returns packed rows, a segment for each count; slots are numbered consecutively, some rows
+    are exempt.
+    """
     rows, slot = empty_rows(ROWS * len(counts)), 0
     for segment, count in enumerate(counts):
         for at in range(count):
@@ -97,7 +99,7 @@ def control(strategy="zero", percent=100):
 
 @cache
 def steps(cfg):
-    """The two steps, compiled once a configuration."""
+    """Returns the two steps, compiled once a configuration."""
     alone = partial(decode_step, cfg, max_active=cfg.num_experts)
 
     @cache
@@ -125,7 +127,7 @@ def segment(number):
 
 
 def check_segments(models, counts, state, out):
-    """Every row of every segment is as alone, and has written what it writes alone."""
+    """Checks that every row returns and writes what it does in a step of its model alone."""
     rows, expert_rows = rows_of(counts), 0
     before = [np.asarray(leaf) for leaf in random_state(models[0].config).pages]
     pages = [leaf.copy() for leaf in before]
@@ -183,7 +185,7 @@ def test_layers_in_arrays_of_their_own_are_the_same_step(family):
 
 @pytest.mark.deep
 def test_pages_that_rows_were_given_are_written(family):
-    """Deltas are of all segments."""
+    """Deltas cover all segments."""
     models, rows = family("qwen2_moe")[:2], rows_of((1, 1))
     deltas = empty_deltas(len(rows))
     deltas[0], deltas[1] = (0, 2, 7), (1, 3, 5)
@@ -197,7 +199,7 @@ def test_pages_that_rows_were_given_are_written(family):
 
 @pytest.mark.parametrize("strategy", ["partial", "full"])
 def test_rows_that_refuse_brownout_are_exact(family, strategy):
-    """Whatever others give up: and others do give something up."""
+    """While others are degraded."""
     models = family("qwen2_moe", "some", 2)[:2]
     counts, exempt = (4, 4), (1, 6)
     rows = rows_of(counts, exempt)
@@ -219,8 +221,8 @@ def expert(pool, slot, h):
 
 
 def expected_moe(cfg, models, layer_index, xs, valid, exempt, told):
-    """One layer from its definition: distinct experts are known by their slots, and each degraded
-    visit goes to the united expert of the first of the step's models that has the expert.
+    """Computes one layer from its definition: distinct experts are known by their slots, and each
+    degraded visit goes to the united expert of the first of the step's models that has the expert.
     """
     strategy, percent = told
     m, first = cfg.num_experts, {}
@@ -256,7 +258,7 @@ def expected_moe(cfg, models, layer_index, xs, valid, exempt, told):
 
 @cache
 def layer_step(cfg, capacity):
-    """One layer's MLP half for several models, compiled."""
+    """Returns one layer's MLP half for several models, compiled."""
 
     def run(layers, pool, table, xs, rows, setting):
         step = StepData(rows, _nothing, setting)
@@ -306,7 +308,7 @@ def test_brownout_is_one_plan_over_distinct_experts(family, shared, told, exempt
 
 
 def _nothing(projection, layer, cache):
-    """An attention that is not called."""
+    """Stands in for an attention that is not called."""
     raise AssertionError
 
 

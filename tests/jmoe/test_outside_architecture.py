@@ -37,7 +37,7 @@ TOY = Architecture(
 
 @pytest.fixture
 def toy_directory(request, tmp_path):
-    """The golden Qwen3-MoE under other names of keys and tensors."""
+    """Returns the golden Qwen3-MoE under other names of keys and tensors."""
     golden = request.config.rootpath / "tests" / "golden" / GOLDEN
     given = json.loads((golden / "config.json").read_text())
     config = {key: given[key] for key in READ_FOR_ALL if key in given}

@@ -13,7 +13,7 @@ from jmoe.packed import pack, unpacked
 
 @pytest.fixture
 def model(tmp_path):
-    """A packed directory; and what its files held."""
+    """Returns a packed directory, and what its files held."""
     folder = tmp_path / "here" / "model"
     folder.mkdir(parents=True)
     draw = np.random.default_rng(0).bytes

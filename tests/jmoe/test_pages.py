@@ -33,7 +33,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
-    """What the notebook prints, in a process and a home directory of its own."""
+    """Returns what the notebook prints, in a process and a home directory of its own."""
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(NOTEBOOK)],
         cwd=ROOT,
@@ -59,7 +59,7 @@ def test_the_notebook_shows_answers_that_are_right(output):
 
 
 def resolves(name):
-    """Whether a dotted name is a module of this project, or something in one."""
+    """Returns whether a dotted name is a module of this project, or something in one."""
     parts = name.split(".")
     for cut in range(len(parts), 0, -1):
         try:

@@ -21,7 +21,7 @@ PROMPTS = ([5, 60, 17, 33, 8], [41, 12, 3], [9, 40, 2, 7, 11, 30])
 
 @cache
 def served(root, case):
-    """The model, and its two steps compiled as a server does."""
+    """Returns the model, and its two steps compiled as a server does."""
     model = jmoe.load(root / "tests" / "golden" / case, dtype="float32")
     options = {"max_active": model.config.num_experts}
     prefill = jax.jit(partial(prefill_step, model.config, **options))
@@ -54,7 +54,7 @@ def control(model, first=0, stop=None, percent=50):
 
 
 def prefill_arrays(prompts, place=SLOTS):
-    """Tokens, rows, deltas and places of prompts by slot."""
+    """Returns tokens, rows, deltas and places of prompts by slot."""
     tokens, rows = np.zeros(TOKENS, np.int32), empty_rows(CHUNKS)
     places = np.full(TOKENS, SLOTS + 2 * TOKENS, np.int32)
     at = 0
@@ -86,7 +86,7 @@ def decode_rows(lengths):
 
 
 def same(state, other):
-    """Whether pages (but for the padding page) and newest tokens have the same bits."""
+    """Returns whether pages (but for the padding page) and newest tokens have the same bits."""
     for a, b in zip(state.pages, other.pages, strict=True):
         np.testing.assert_array_equal(a[:, :-1], b[:, :-1])
     np.testing.assert_array_equal(state.last_token, other.last_token)
@@ -206,7 +206,7 @@ def test_a_program_for_each_part_is_the_whole_too(setup, cuts):
         return jitted(weights, state, *args, control(model, 9, 9), *last)
 
     def run_all(cuts):
-        """A prefill, then a decode step; both cut there."""
+        """Runs a prefill and a decode step, both cut at these layers."""
         state, arrays, found = empty(model), prefill_arrays(dict(enumerate(PROMPTS))), []
         rows = decode_rows({slot: len(prompt) + 1 for slot, prompt in enumerate(PROMPTS)})
         decoded = None, rows, empty_deltas(1), None

@@ -20,7 +20,9 @@ _many = jax.jit(jax.vmap(routing.brownout_plan))
 
 
 def generate(rng, num_rows, top_k, m, *, exempt=True):
-    """A batch of one shape: skewed and flat choices, many ties, padding, groups of every kind."""
+    """Draws a batch of one shape: skewed and flat choices, many ties, padding, groups of every
+    kind.
+    """
     n = BATCH
     skew = rng.choice([0.0, 0.5, 2.0], (n, 1, 1)) * rng.normal(size=(n, 1, m))
     score = skew + rng.gumbel(size=(n, num_rows, m))
@@ -48,7 +50,7 @@ def run(cases):
 
 
 def without_groups_missing(cases):
-    """The bounds hold where every expert has a united one to go to."""
+    """Completes the groups: the bounds hold where every expert has a united one."""
     return {**cases, "groups": np.maximum(cases["groups"], 0)}
 
 
@@ -104,7 +106,7 @@ EXAMPLE = np.repeat(np.arange(8), COUNTS).reshape(-1, 2)
 
 
 def planned(**kwargs):
-    """Expert -> what serves its visits, in the paper's example at 60 percent."""
+    """Returns what serves each expert's visits in the paper's example at 60 percent."""
     plan = brownout.plan(EXAMPLE, num_experts=8, threshold_percent=60, **kwargs)
     pairs = set(zip(EXAMPLE.ravel().tolist(), np.ravel(plan.expert_ids).tolist(), strict=True))
     assert len(pairs) == 8

@@ -35,7 +35,7 @@ def cfg(directories):
 
 @pytest.fixture(scope="module")
 def written(directories, cfg, tmp_path_factory):
-    """A map with drawn owners, and differences of drawn numbers that are exact in bfloat16."""
+    """Returns a map with random owners, and random differences that are exact in bfloat16."""
     folder, rng = tmp_path_factory.mktemp("map"), np.random.default_rng(5)
     prints = tuple(weights_digest(path) for path in directories.values())
     drawn = drawn_map(directories, cfg, seed=3)

@@ -9,7 +9,7 @@ from jmoe.rope import inverse_frequencies, rotate
 
 
 def by_hand(x, positions, theta):
-    """Pairs (i, i + half) turned by position * theta ** (-2 i / head_dim), as complex numbers."""
+    """Rotates pairs (i, i + half) by position * theta ** (-2 i / head_dim), as complex numbers."""
     head_dim = x.shape[-1]
     half = head_dim // 2
     turn = positions[:, None] * theta ** (-2.0 * np.arange(half) / head_dim)

@@ -17,7 +17,7 @@ _sample_whole = jax.jit(partial(sample, truncate=False))
 
 
 def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0):
-    """Tokens of rows `logits`; the other arguments are one value, or one a row."""
+    """Draws tokens for rows `logits`; the other arguments are one value, or one a row."""
     logits = np.atleast_2d(np.asarray(logits, np.float32))
     rows = len(logits)
 
@@ -39,7 +39,7 @@ def draw(logits, *, temperature=1.0, top_k=0, top_p=1.0, seed=0, position=0):
 
 
 def many(logits, n=20_000, **kwargs):
-    """Tokens of n draws from one distribution, each with a seed of its own."""
+    """Returns n draws from one distribution, each with a seed of its own."""
     return draw(np.tile(np.float32(logits), (n, 1)), seed=np.arange(n), **kwargs)[0]
 
 
@@ -70,7 +70,9 @@ def test_the_narrowest_cut_is_greedy(logits, kwargs):
 
 
 def kept_by_hand(logits, temperature, top_k, top_p):
-    """Token ids that may be drawn: by probability, ties by id; the crossing token included."""
+    """Returns the token ids that may be drawn: by probability, ties by id; the crossing token
+    included.
+    """
     scaled = np.asarray(logits, np.float64) / temperature
     order = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
     if top_k:

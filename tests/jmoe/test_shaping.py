@@ -37,7 +37,7 @@ def bits(allowed: set[int]) -> np.ndarray:
 
 
 def by_hand(logits, prompt, output, biases, allowed, shape) -> np.ndarray:
-    """One row, as the docstring of `draw` has it."""
+    """Changes the logits of one row as the docstring of `draw` says."""
     found = np.full(VOCAB, -np.inf)
     for token in range(VOCAB):
         if token not in allowed:

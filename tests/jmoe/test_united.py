@@ -163,7 +163,7 @@ def test_reduced_precision_stays_close(united_dirs):
 
 
 def test_what_was_assigned_before_is_assigned_still_with_a_warning(united_models):
-    """For one release: who replaced a model's weights in a notebook goes on, and is told."""
+    """For one release: notebooks that replace a model's weights still work, with a warning."""
     model = united_models("qwen2_moe")
     other = model.with_weights(
         params={**model.params, "final_norm": 2 * model.params["final_norm"]}

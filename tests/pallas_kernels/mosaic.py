@@ -18,15 +18,15 @@ from sm90 import ptxas
 from pallas_kernels.compile_for import compile_for, h200_mesh
 
 ON_SM90 = os.environ.get("KERNELS_ON") == "sm90"
-"""Everything that is interpreted is to be emulated: slower than CI has time for."""
+"""Emulates everything that is interpreted by default: too slow for CI."""
 
 _NEEDS_AOT = "compiling for an H200 needs the extra: jmoe[aot]"
 
 
 @contextmanager
 def emulated(**policy) -> Iterator[list]:
-    """Kernels run on the CPU inside it as what ptxas is given; yields those that ran (`sm90.Ran`).
-    Skips without `aot`.
+    """Emulates kernels on the CPU from the PTX that ptxas is given; yields those that ran
+    (`sm90.Ran`). Skips without `aot`.
     """
     pytest.importorskip("jax_plugins.xla_cuda13", reason=_NEEDS_AOT)
     with sm90.emulated(**policy) as ran:
@@ -35,7 +35,7 @@ def emulated(**policy) -> Iterator[list]:
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Kernels run on the CPU inside it; a data race fails the test (it does not raise by itself).
+    """Interprets kernels on the CPU; a data race fails the test (it does not raise by itself).
 
     Block what you compute inside it: races are only known once a kernel has run. Every kernel
     begins with a new record of races and drops the one before, so all of them are kept here.
@@ -65,13 +65,13 @@ def interpreted() -> Iterator[None]:
 
 
 def run(fn, *args):
-    """`jit(fn)(*args)`, interpreted and blocked on."""
+    """Runs `jit(fn)(*args)` interpreted, and waits for it."""
     with interpreted():
         return jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*args))
 
 
 def emulate(fn, *args):
-    """The same, emulated."""
+    """Runs `jit(fn)(*args)` emulated, and waits for it."""
     with emulated():
         return jax.block_until_ready(jax.jit(lambda *args: fn(*args))(*args))
 
@@ -79,8 +79,8 @@ def emulate(fn, *args):
 def compile_kernels(
     capfd, monkeypatch, fn, *args, **options
 ) -> tuple[jax.stages.Compiled, list[ptxas.Kernel]]:
-    """Compiles for one H200; the executable, and every Mosaic kernel in it, none of whose products
-    wait for one another. Skips without `aot`.
+    """Compiles for one H200; returns the executable, and every Mosaic kernel in it, after checking
+    that no products wait for one another. Skips without `aot`.
     """
     pytest.importorskip("jax_plugins.xla_cuda13", reason=_NEEDS_AOT)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")

@@ -28,14 +28,16 @@ def scatter(rng, keys, values, page_size, max_pages, *, unused=0.0, dtype=np.flo
 
 
 def make(rng, lengths, shape, dtype=np.float32):
-    """Keys and values of each sequence, rounded as `dtype` rounds them."""
+    """Draws keys and values of each sequence, rounded as `dtype` rounds them."""
     sizes = [(n, shape.kv_heads, shape.head_dim) for n in lengths]
     draw = [[rng.normal(size=size).astype(dtype) for size in sizes] for _ in range(2)]
     return draw[0], draw[1]
 
 
 def attend(q, k, v, scale):
-    """One query row [H, D] over keys and values [len, G, D], in float64; zeros without a key."""
+    """Attends with one query row [H, D] to keys and values [len, G, D], in float64; zeros without a
+    key.
+    """
     heads, head_dim = q.shape
     if len(k) == 0:
         return np.zeros((heads, head_dim))

@@ -38,7 +38,7 @@ def batched(fn, *args):
 
 
 def wide(heads, kv_heads, head_dim=64):
-    """A shape of the kernel's."""
+    """Returns a shape that the kernel takes."""
     return Shape(f"{heads}:{kv_heads}", 0, 0, 0, 0, heads, kv_heads, head_dim)
 
 
@@ -75,7 +75,7 @@ IMPLEMENTATIONS["sm90"] = IMPLEMENTATIONS["mosaic"]._replace(
 
 
 def check(impl, chunks, shape=None, page_size=None, *, padding=3, unused=0.0, dtype=None):
-    """`chunks`: (cached positions, new rows) of each sequence."""
+    """Checks an implementation. `chunks`: (cached positions, new rows) of each sequence."""
     shape, page_size = shape or impl.grouped, page_size or impl.page_sizes[-2]
     dtype = dtype or impl.dtype
     rng = np.random.default_rng(page_size)

@@ -45,7 +45,9 @@ class Static(NamedTuple):
 
 
 def draw(seed, static, strategy):
-    """Flat and skewed logits, ties of every kind, padding, exempt rows, groups with and without."""
+    """Draws flat and skewed logits, ties of every kind, padding, exempt rows, groups with and
+    without.
+    """
     rng = np.random.default_rng(seed)
     m, rows = static.experts, static.rows
     logits = rng.normal(size=(rows, m)) + rng.choice([0, 1, 4]) * rng.normal(size=m)
@@ -72,7 +74,9 @@ def draw(seed, static, strategy):
 
 @cache
 def compiled(name, static):
-    """The route of one shape, public or batched or of the kernel, interpreted or emulated."""
+    """Returns the compiled route of one shape: public, batched, or the kernel's, interpreted or
+    emulated.
+    """
     arrays = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), draw(0, static, 0))
 
     op = kernel_of(static, name) if name in ("mosaic", "sm90") else routing.route
@@ -80,13 +84,13 @@ def compiled(name, static):
 
 
 def routed(op, static, case):
-    """`op` of a case."""
+    """Runs `op` on a case."""
     logits, *rest = case
     return op(logits, **dict(zip(Case._fields[1:], rest, strict=True)), **static.options())
 
 
 def kernel_of(static, name="mosaic"):
-    """The kernel as `route`, whatever the backend; `mosaic` to be interpreted."""
+    """Returns the kernel as `route`, whatever the backend; `mosaic` is interpreted."""
     from pallas_kernels.routing import mosaic
 
     interpreted = name == "mosaic" and not interpreter.ON_SM90
@@ -101,7 +105,7 @@ def kernel_of(static, name="mosaic"):
 
 
 def route_by_parts(case, static):
-    """What the three public ops make of it."""
+    """Routes a case by the three public ops."""
     with references_only():
         weights, ids = routing.gate(
             case.logits[:, : static.experts],
@@ -134,7 +138,9 @@ by_parts = jax.jit(route_by_parts, static_argnums=1)
 
 
 def check_route(name, static, cases):
-    """Bit for bit what the parts make of it, and a dispatch of each piece of work once."""
+    """Checks that routes equal those of the parts bit for bit, and that each visit is dispatched
+    once.
+    """
     for case in cases:
         want = jax.tree.map(np.asarray, by_parts(jax.tree.map(jnp.asarray, case), static))
         with CONTEXTS[name]():
@@ -150,7 +156,9 @@ def check_route(name, static, cases):
 
 
 def check_tiles(got, want):
-    """Equal where there are tiles, and in their number. Returns `got` with the map wanted."""
+    """Checks that tile maps are equal where there are tiles, and in their number. Returns `got`
+    with the wanted map.
+    """
     if want.tile_map is None:
         assert got.tile_map is None
         return got

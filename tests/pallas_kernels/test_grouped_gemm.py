@@ -44,7 +44,9 @@ HALF = 8 * float(jnp.finfo(jnp.bfloat16).eps)
 
 @jax.jit
 def batched(*args):
-    """As on a GPU without the kernels: sums at block heights up to 8, products above."""
+    """Runs the batched form, as on a GPU without the kernels: sums at block heights up to 8,
+    products above.
+    """
     with batched_only():
         return grouped_gemm.moe_mlp(*args)
 
@@ -71,7 +73,7 @@ dispatch = jax.jit(routing.dispatch, static_argnames=("block_m", "max_active"))
 
 
 def cases(field):
-    """Every implementation with each of its own values of `field`."""
+    """Returns every implementation with each of its own values of `field`."""
     return [
         pytest.param(impl, value, id=f"{name}-{getattr(value, 'name', value)}")
         for name, impl in IMPLEMENTATIONS.items()
@@ -80,7 +82,7 @@ def cases(field):
 
 
 def make(rng, impl, shape, num_rows):
-    """Rows, and a pool with more slots than experts: slot of expert e is slots[e]."""
+    """Draws rows, and a pool with more slots than experts: the slot of expert e is slots[e]."""
     num_slots = 2 * shape.num_experts
     d, f = shape.d_model, shape.d_ff
     x = rng.normal(size=(num_rows, d))
@@ -201,7 +203,7 @@ def test_a_row_that_overflowed_stays_alone(impl):
 
 @implementations
 def test_two_experts_may_share_a_slot(impl):
-    """Models that share an expert do, and so do places that are not loaded yet."""
+    """As models that share an expert do, and united experts that are not loaded yet."""
     rng = np.random.default_rng(11)
     x, gate_up, down, slots = make(rng, impl, impl.grouped, 21)
     slots[[1, 2, 7]] = slots[2]

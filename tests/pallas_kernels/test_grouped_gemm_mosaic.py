@@ -53,7 +53,7 @@ LOADS = {
 
 
 def plan_of(rows_of, rng):
-    """A plan in which expert e has `rows_of[e]` rows of one visit each, in random order."""
+    """Returns a plan in which expert e has `rows_of[e]` rows of one visit each, in random order."""
     ids = rng.permutation(np.repeat(np.arange(len(rows_of), dtype=np.int32), rows_of))[:, None]
     weights = rng.random(ids.shape).astype(np.float32)
     slots = rng.permutation(len(rows_of) + 1)[: len(rows_of)].astype(np.int32)
@@ -175,7 +175,7 @@ def test_what_is_not_supported():
 
 
 def step(shape, num_rows):
-    """A layer's dispatch and experts, and the types of its arguments."""
+    """Returns a layer's dispatch and experts as a function, and the types of its arguments."""
     d, f, m = shape.d_model, shape.d_ff, shape.num_experts
 
     def layer(x, gate_up, down, ids, weights, slots):

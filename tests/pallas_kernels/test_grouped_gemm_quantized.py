@@ -30,7 +30,9 @@ TILE = Tile(
 
 @pytest.fixture
 def weights_in_registers(monkeypatch):
-    """The interpreter takes wgmma's operands from memory alone: here the first may be an array."""
+    """Lets wgmma's first operand be an array, since the interpreter takes operands from memory
+    only.
+    """
     original = gpu_callbacks.wgmma
 
     def read(key, transforms, thread):
@@ -55,7 +57,7 @@ def weights_in_registers(monkeypatch):
 
 
 def pool(rng, k, columns):
-    """Weights whose blocks differ in size, one of them zero."""
+    """Draws weights whose blocks differ in magnitude, one of them zero."""
     size = 2.0 ** rng.integers(-6, 3, size=(SLOTS, k // 128, 1, columns // 128, 1))
     size[0, 0, 0, 0] = 0
     blocks = rng.normal(size=(SLOTS, k // 128, 128, columns // 128, 128)) * size
@@ -63,14 +65,14 @@ def pool(rng, k, columns):
 
 
 def dequantized(weights):
-    """[slots, k, columns] in float64, rounded to bfloat16 as what is multiplied."""
+    """Returns [slots, k, columns] in float64, rounded to bfloat16 as the kernels multiply them."""
     values, scales = np.asarray(weights.values, np.float32), np.asarray(weights.scales)
     wide = scales.repeat(128, axis=1).repeat(128, axis=2)
     return np.asarray(jnp.asarray(values * wide, BF16), np.float64).swapaxes(1, 2)
 
 
 def case(rows_of, seed=0):
-    """Inputs in which expert e has `rows_of[e]` rows, and the result in float64."""
+    """Makes inputs in which expert e has `rows_of[e]` rows, and the result in float64."""
     rng = np.random.default_rng(seed)
     ids = rng.permutation(np.repeat(np.arange(4, dtype=np.int32), rows_of))[:, None]
     weights = rng.random(ids.shape).astype(np.float32)
@@ -88,7 +90,7 @@ def case(rows_of, seed=0):
 
 
 def check(got, want):
-    """Rows are rounded to bfloat16 between the products and after them."""
+    """Checks results; rows are rounded to bfloat16 between the products and after them."""
     np.testing.assert_allclose(got, want, rtol=0, atol=0.01 * np.abs(want).max())
 
 

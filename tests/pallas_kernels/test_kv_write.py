@@ -62,7 +62,7 @@ implementations = pytest.mark.parametrize("op", IMPLEMENTATIONS.values(), ids=IM
 
 
 def draw(rng, of, num_rows, dtype, *, bias=False, norms=False, positions=None):
-    """A projection, with angles as of RoPE."""
+    """Draws a projection, with angles as of RoPE."""
     num_heads, half = of.heads + 2 * of.kv_heads, of.head_dim // 2
     positions = rng.integers(0, 5000, num_rows) if positions is None else positions
     angle = positions[:, None] * 1e4 ** (-np.arange(half) / half)
@@ -83,7 +83,9 @@ def draw(rng, of, num_rows, dtype, *, bias=False, norms=False, positions=None):
 
 
 def by_hand(projection):
-    """Queries, keys and values in float64 [T, heads, D], and how far rounding may take each."""
+    """Returns queries, keys and values in float64 [T, heads, D], and how far rounding may take
+    each.
+    """
     dtype = projection.rows.dtype
 
     def rounded(x):
@@ -109,7 +111,9 @@ def by_hand(projection):
 
 
 def close(got, want, slack):
-    """Nearly all as float64 rounds them; the others an ulp apart, or two where norms round too."""
+    """Checks that nearly all are as float64 rounds them; others are an ulp apart, or two with
+    norms.
+    """
     got = np.asarray(got)
     if got.dtype == np.float32:
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)

@@ -30,7 +30,7 @@ def shape(heads, kv_heads, head_dim):
 
 
 def abstract(of, num_rows, *, bias=False, norms=False, num_pages=6000):
-    """Pages of more than 2**31 elements, and arrays of a projection."""
+    """Returns the shapes of pages of more than 2**31 elements, and of a projection."""
     heads, half = of.heads + 2 * of.kv_heads, of.head_dim // 2
     pages = sds(LAYERS, num_pages, of.kv_heads, 64, of.head_dim)
     arrays = {
@@ -103,7 +103,7 @@ def test_one_launch_in_place_of_several(of, least):
 
 
 def taken(of, num_rows=2, pages_dtype=BF16, **changes):
-    """Whether the kernel takes it, with other arrays in place of some of a projection."""
+    """Returns whether the kernel takes a projection with some of its arrays replaced."""
     arrays, pages, *_ = abstract(of, num_rows)
     found = []
 

@@ -46,7 +46,7 @@ def sds(*size, dtype=BF16):
 
 
 def experts(d, f, num_experts, top_k, num_rows, *, is_quantized=False) -> Geometry:
-    """A layer's grouped GEMM with its dispatch."""
+    """Returns a layer's grouped GEMM with its dispatch."""
 
     def plan(ids, weights, slots):
         with references_only():
@@ -170,7 +170,7 @@ def write(kv_heads, group, head_dim, num_rows, *, bias=False, norms=False) -> Ge
 
 
 def drawn() -> Iterator[Geometry]:
-    """Each op's odd geometries; about every fourth has a size that no kernel takes."""
+    """Yields each op's odd geometries; about every fourth has a size that no kernel takes."""
     rng = random.Random(2026)
     one = rng.choice
     for width, is_quantized in ((2880, 0), (1408, 0), (2888, 0), (896, 1)):
@@ -208,7 +208,7 @@ def drawn() -> Iterator[Geometry]:
 
 
 def of_models() -> Iterator[Geometry]:
-    """A published one that jmoe has no preset of: twelve query heads a kv head."""
+    """Yields a published geometry that jmoe has no preset of: twelve query heads a kv head."""
     of = GLM_45_AIR.kv_heads, GLM_45_AIR.heads // GLM_45_AIR.kv_heads, GLM_45_AIR.head_dim
     yield from (decode(*of, 64, 77), write(*of, 77))
 

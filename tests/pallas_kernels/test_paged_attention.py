@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
 
 def interpreted_kernel(q, k_pages, v_pages, **kwargs):
-    """Three blocks, which cut sequences wherever they may."""
+    """Runs the kernel in three blocks, which cut sequences wherever they can."""
     tile = tiles.choose(q.shape[2], k_pages.shape[3])
     assert tile is not None
     assert kernel.supports(q, k_pages, v_pages)
@@ -67,7 +67,7 @@ implementations = pytest.mark.parametrize("op", IMPLEMENTATIONS.values(), ids=IM
 
 
 def each(of):
-    """Each implementation with each of what `of` gives for it."""
+    """Returns each implementation with each value that `of` gives for it."""
     return [
         pytest.param(op, x, id=f"{name}-{getattr(x, 'name', x)}")
         for name, op in IMPLEMENTATIONS.items()

@@ -211,7 +211,7 @@ def test_blocks_and_stages(columns, head_dim, fit):
 
 
 def compile_and_fit(monkeypatch, folder, args, blocks, stages):
-    """Compiles; nothing is spilled, and as many blocks as are started fit the multiprocessors."""
+    """Compiles, and checks that nothing is spilled and that all blocks fit the multiprocessors."""
     pytest.importorskip("jax_plugins.xla_cuda13", reason="needs the extra: jmoe[aot]")
     for what in ("PTXAS", "MLIR_PASSES"):
         monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")

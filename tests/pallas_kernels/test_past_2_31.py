@@ -27,7 +27,9 @@ ELEMENTS = 2**31
 
 
 def sparse(*shape):
-    """Zeros of float16 in memory that is only reserved; the host's view, and jax's of the same."""
+    """Returns float16 zeros in memory that is only reserved: the host's view, and jax's of the
+    same.
+    """
     assert np.prod(shape, dtype=np.int64) > ELEMENTS
     size = 2 * int(np.prod(shape, dtype=np.int64))
     try:

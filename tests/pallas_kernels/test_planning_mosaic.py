@@ -25,7 +25,7 @@ def check(way, devices, experts, seeds, **how):
 
 
 def check_cases(way, cases, **how):
-    """All of one size. Returns how many copies were decided on."""
+    """Checks cases of one size; returns how many copies were decided on."""
     args = [(counts, hosts, planning.home_of(hosts)) for counts, hosts in cases]
     plain = jax.jit(partial(decide, **how))
     want = [jax.tree.map(np.asarray, plain(*each)) for each in args]

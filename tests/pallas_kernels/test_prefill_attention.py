@@ -19,7 +19,7 @@ in_jax = pytest.mark.parametrize(  # what concerns the order of chunks, not of i
 
 
 def cases(field):
-    """Every implementation with each of its own values of `field`."""
+    """Returns every implementation with each of its own values of `field`."""
     return [
         pytest.param(impl, value, id=f"{name}-{getattr(value, 'name', value)}")
         for name, impl in IMPLEMENTATIONS.items()

@@ -25,7 +25,7 @@ INTERPRETED = {"interpreted": not interpreter.ON_SM90}
 
 
 def kernel(**options):
-    """The contract's implementation of the kernel, with other options."""
+    """Returns the contract's implementation of the kernel, with other options."""
     op = partial(mosaic.prefill_attention, **{"num_blocks": 2, **INTERPRETED, **options})
     return IMPLEMENTATIONS["mosaic"]._replace(op=op)
 

@@ -39,7 +39,9 @@ pytestmark = pytest.mark.deep
 
 
 def ones(static, **changes):
-    """All logits equal, all rows degradable, united experts of two, half of the visits covered."""
+    """Makes a case: logits equal, rows degradable, united experts of two, half of the visits
+    covered.
+    """
     m = static.experts
     case = Case(
         logits=np.zeros((static.rows, m), np.float32),
@@ -121,7 +123,9 @@ def test_rows_of_tables():
 
 
 def blocks_of_a_cluster():
-    """A step of three blocks, the last not full; run on its own, below."""
+    """Runs a step of three blocks, the last not full; `test_steps_of_several_blocks` runs it in a
+    process.
+    """
     static = Static(rows=132, tiles=MORE)
     cases = [draw(seed, static, seed % 3) for seed in (5, 7)]
     check_route("mosaic", static, [*cases, ones(static, exempt=np.arange(static.rows) >= 64)])

@@ -32,7 +32,7 @@ class Authority:
         openssl("req", "-x509", *_NEW_KEY, *files, "-days", "2", *subject)
 
     def signs(self, name: str) -> Pair:
-        """A certificate for `name`, and for this machine."""
+        """Issues a certificate for `name` and for this machine."""
         pair = Pair(self._folder / f"{name}.pem", self._folder / f"{name}-key.pem")
         request, extra = self._folder / f"{name}.csr", self._folder / f"{name}.ext"
         extra.write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
@@ -44,7 +44,7 @@ class Authority:
 
 
 def client_context(ca: Path, own: Pair | None = None) -> ssl.SSLContext:
-    """Of a client that trusts `ca`, and shows `own`."""
+    """Makes the context of a client that trusts `ca` and shows `own`."""
     context = ssl.create_default_context(cafile=str(ca))
     if own is not None:
         context.load_cert_chain(own.cert, own.key)

@@ -15,7 +15,7 @@ def pytest_asyncio_loop_factories(config, item):
 
 @pytest.fixture
 async def start():
-    """Makes engines over fake runners, and stops them."""
+    """Yields a function that starts engines over fake runners; they are stopped at the end."""
     engines = []
 
     def make(*args, **options):

@@ -1,4 +1,4 @@
-"""An engine over a runner that counts up, as tests of the tick use it."""
+"""Engines over a runner that counts up, for tests of the tick."""
 
 import asyncio
 from unittest.mock import Mock
@@ -17,7 +17,7 @@ LIMITS = Limits(num_slots=4, num_pages=64, page_size=4, max_prefill_tokens=16, m
 
 
 def model_with(tokenizer):
-    """What an engine looks at in a model of a thousand tokens."""
+    """Returns what an engine uses of a model with a vocabulary of a thousand tokens."""
     sizes = {"num_moe_layers": 1, "experts_per_token": 1, "num_experts": 1}
     config = Mock(spec=ModelConfig, vocab_size=1000, eos_token_ids=(), **sizes)
     model = Mock(spec=Model, tokenizer=tokenizer, config=config, united={})
@@ -26,7 +26,7 @@ def model_with(tokenizer):
 
 
 def family_of(names):
-    """Such models without a tokenizer, which share nothing."""
+    """Returns a family of such models without a tokenizer, which share nothing."""
     models = []
     for name in names:
         models.append(model_with(None))
@@ -42,7 +42,7 @@ async def collect(engine, prompt, max_new=5, **kwargs):
 def counting_engine(
     step_s=0.0, limits=LIMITS, runner=FakeRunner, observer=(), model=None, **config
 ):
-    """An engine that ticks, by the running loop's clock."""
+    """Returns a ticking engine on the running loop's clock."""
     config = EngineConfig(max_model_len=200, watchdog_s=0, **config)
     clock = asyncio.get_running_loop().time
     engine = Engine(config, runner(limits, step_s=step_s), model, observer, clock)

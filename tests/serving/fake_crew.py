@@ -59,7 +59,7 @@ class FakeCrew(OneModel):
         return [WorkerSeen(f"attention-{n}", True, 7, len(own), 0.5) for n, own in units]
 
     def lose(self, rank):
-        """A worker ends, and all that is inside."""
+        """Ends a worker, and loses its units."""
         self.inside[rank] = []
         self.ranks[rank] = FakeRunner(self.ranks[rank].limits)
         self.left(WorkerDown("attention", rank))
@@ -77,7 +77,7 @@ class FakeCrew(OneModel):
         self.most_inside = max(self.most_inside, sum(map(len, self.inside)))
 
     def _some_leave(self, rank):
-        """At least one, as often as one has entered, until none is left."""
+        """Lets at least one unit leave for each one that has entered, until none is left."""
         inside = self.inside[rank]
         if not inside:
             return
@@ -130,7 +130,7 @@ class FakeCrew(OneModel):
 def asynchronous_engine(
     rng, limits=LIMITS, *, slowest_s=0.05, lost_share=0.0, observer=(), **config
 ) -> Engine:
-    """An engine that ticks, by the running loop's clock."""
+    """Returns a ticking engine on the running loop's clock."""
     crew = FakeCrew(limits, rng, slowest_s=slowest_s, lost_share=lost_share)
     config = EngineConfig(max_model_len=200, watchdog_s=0, **config)
     engine = AsynchronousEngine(config, crew, None, observer, asyncio.get_running_loop().time)

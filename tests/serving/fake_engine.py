@@ -25,11 +25,11 @@ from serving.request import (
 LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 
 UNLUCKY = 66
-"""An engine that gets a prompt with this last token fails."""
+"""A prompt with this last token makes the engine fail."""
 
 
 class FakeFamily(list):
-    """Of one model."""
+    """A family of one model."""
 
     @property
     def names(self):
@@ -37,8 +37,8 @@ class FakeFamily(list):
 
 
 class FakeEngine:
-    """A test sets `refusal` and `failure`, to be raised, `counters`, and what holds it up: `gate`
-    later tokens, `way_gate` a change of way.
+    """An engine of which a test sets the errors to raise (`refusal`, `failure`), `counters`, and
+    what delays it: `gate` for later tokens, `way_gate` for a change of way.
     """
 
     def __init__(self, config: EngineConfig | None = None, tokenizer=None) -> None:
@@ -172,7 +172,7 @@ class FakeEngine:
             self.closed += 1
 
     def tokens_of(self, prompt) -> list[int]:
-        """Characters are tokens, where there is no tokenizer that says so."""
+        """Returns a prompt's tokens: without a tokenizer, its characters."""
         if isinstance(prompt, Chat):
             tokenizer = self.model.tokenizer
             return tokenizer.encode(

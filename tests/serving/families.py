@@ -55,7 +55,9 @@ async def answer(engine, prompt, sampling, model="", **options):
 
 
 def requests(rng, count, *, prompt_below=24, fewest=1, below=14):
-    """(prompt, sampling, model, priority) of each; `fewest` tokens or more, less than `below`."""
+    """Draws (prompt, sampling, model, priority) of each request; `fewest` tokens or more, less than
+    `below`.
+    """
     for _ in range(count):
         prompt = [rng.randrange(1, 60) for _ in range(rng.randrange(1, prompt_below))]
         sampling = SamplingParams(

@@ -27,7 +27,7 @@ _RANGES = {
 
 
 def messages(rng: random.Random, message_type: type[Message]) -> bytes:
-    """Bytes that a caller might send where a `message_type` is expected."""
+    """Draws bytes that a caller might send where a `message_type` is expected."""
     kind = rng.randrange(6)
     if kind == 0:
         return rng.randbytes(rng.choice((0, 1, 2, 5, 20, 200, 2000)))
@@ -42,7 +42,7 @@ def messages(rng: random.Random, message_type: type[Message]) -> bytes:
 
 
 def mutated(rng: random.Random, data: bytes) -> bytes:
-    """A few bytes changed, left out, put in or said twice."""
+    """Returns data with a few bytes changed, removed, inserted or repeated."""
     changed = bytearray(data)
     for _ in range(rng.randrange(1, 6)):
         at = rng.randrange(len(changed) + 1)
@@ -59,7 +59,7 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
 
 
 def absurd(rng: random.Random, message_type: type[Message]) -> Message:
-    """A message that parses, with fields left out at random and values far from sane ones."""
+    """Draws a message that parses, with random fields missing and absurd values."""
     message = message_type()
     _fill(rng, message, message.DESCRIPTOR, depth=4)
     return message

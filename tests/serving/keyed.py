@@ -35,7 +35,7 @@ class KeysFile:
 
 
 class Clock:
-    """Nanoseconds, as a test sets them."""
+    """A clock in nanoseconds that a test sets."""
 
     def __init__(self) -> None:
         self.now_ns = 1000

@@ -15,7 +15,7 @@ def element(text: str | bytes) -> bytes:
 
 
 def infer(text: str | bytes | None = "abc", *, raw: bool = True, **given: Any):
-    """A request for `text`; tensors, parameters and fields of the message by their names.
+    """Makes a request for `text`; tensors, parameters and fields of the message by their names.
 
     `sampling` is sent as JSON; `parameters` become `InferParameter`s of their values' types.
     """
@@ -53,7 +53,7 @@ def add(request, name: str, value: Any, raw: bool = True, shape=(1,)) -> None:
 
 
 def outputs(response: pb.ModelInferResponse) -> dict[str, Any]:
-    """Values of the output tensors, by name."""
+    """Returns the values of the output tensors, by name."""
     found: dict[str, Any] = {}
     for tensor, raw in zip(response.outputs, response.raw_output_contents, strict=True):
         assert list(tensor.shape) == [1]

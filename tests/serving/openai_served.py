@@ -26,7 +26,9 @@ CHAT = [{"role": "user", "content": "hi"}]
 
 
 class HttpSetup(Setup):
-    """`client` is OpenAI's, which tries nothing again; `http` is for what it cannot send."""
+    """A server with two clients: `client` is OpenAI's, without retries; `http` is for what that
+    cannot send.
+    """
 
     def __init__(self, config: ServerConfig, template: str | None = TEMPLATE) -> None:
         super().__init__(config)
@@ -54,22 +56,22 @@ class HttpSetup(Setup):
         await super().__aexit__()
 
     def complete(self, prompt="ab", **fields):
-        """A completion of two tokens, unless `fields` say otherwise."""
+        """Requests a completion, of two tokens unless `fields` say otherwise."""
         given = {"model": "counter", "prompt": prompt, "max_tokens": 2} | fields
         return self.client.completions.create(**given)
 
     def chat(self, messages=CHAT, **fields):
-        """A chat's answer of two tokens, unless `fields` say otherwise."""
+        """Requests a chat's answer, of two tokens unless `fields` say otherwise."""
         given = {"model": "counter", "messages": messages, "max_tokens": 2} | fields
         return self.client.chat.completions.create(**given)
 
     async def post(self, path="/v1/completions", **fields):
-        """A body as it stands."""
+        """Posts a body as it is."""
         given = {"model": "counter", "prompt": "ab", "max_tokens": 2} | fields
         return await self.http.post(path, json=given)
 
     async def raw(self):
-        """A connection, to send what is no HTTP."""
+        """Opens a connection on which to send raw bytes."""
         host, _, port = self.address.rpartition(":")
         return await asyncio.open_connection(host, int(port))
 
@@ -84,6 +86,6 @@ async def serving_http(
 
 
 def head(fields: bytes = b"", length: int = 0, path: bytes = b"/v1/completions") -> bytes:
-    """A request's line and headers."""
+    """Returns a request's line and headers."""
     line = b"POST %b HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n" % path
     return line + b"%bcontent-length: %d\r\n\r\n" % (fields, length)

@@ -62,7 +62,7 @@ class Unreadable(ValueError):
 
 
 def query(trace: Path, sql: str) -> list[Row]:
-    """The rows that `sql` selects from a trace, each a dictionary from column to value.
+    """Returns the rows that `sql` selects from a trace, each a dictionary from column to value.
 
     Give columns of the same name aliases: of those, only the last is kept.
     """
@@ -70,7 +70,7 @@ def query(trace: Path, sql: str) -> list[Row]:
 
 
 def queries(trace: Path, sqls: Sequence[str]) -> list[list[Row]]:
-    """The rows of several queries on a trace, for one start of the engine."""
+    """Returns the rows of several queries on a trace, for one start of the engine."""
     data = trace.read_bytes()
     asked = Stream()
     for start in range(0, len(data), CHUNK):

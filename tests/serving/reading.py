@@ -1,4 +1,6 @@
-"""A runner whose tokens come of all that pages hold, to see who reads what another wrote."""
+"""A runner whose tokens depend on everything that pages hold, to see which request read what
+another wrote.
+"""
 
 from dataclasses import dataclass, field
 
@@ -9,12 +11,14 @@ VOCAB = 997
 
 
 def mixed(value: int, more: int, percent: int = 100) -> int:
-    """Of both, and of nothing else."""
+    """Returns a value that depends on both values and the percentage, and on nothing else."""
     return (value * 6_364_136_223_846_793_005 + more * 1_442_695_040_888_963_407 + percent) % 2**61
 
 
 def written(model: int, prompt: list[int], count: int) -> list[int]:
-    """What a request gets whose every position is computed by the model's own experts."""
+    """Returns the tokens of a request whose every position is computed by the model's own
+    experts.
+    """
     value, tokens = model, []
     for token in prompt:
         value = mixed(value, mixed(value, token))

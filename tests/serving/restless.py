@@ -1,4 +1,4 @@
-"""A policy that parks, resumes and starts as a coin falls."""
+"""A policy that parks, resumes and starts steps at random."""
 
 import random
 
@@ -7,7 +7,7 @@ from serving.scheduling.policy import Choice, Fcfs
 
 
 class Restless(Fcfs):
-    """Whatever it does, answers have to be the same."""
+    """Chooses at random; answers have to be the same."""
 
     parks = True
 

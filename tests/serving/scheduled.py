@@ -14,7 +14,7 @@ LS = Priority.LATENCY_SENSITIVE
 def sequence_of(
     prompt, max_new=100, *, name="", allow_brownout=True, priority=LS, arrived_at=0.0, model=0
 ):
-    """A request as the engine admits it."""
+    """Returns a request's sequence as the engine admits it."""
     sampling = SamplingParams(max_new_tokens=max_new)
     return SequenceState(
         Request(name, prompt, sampling, allow_brownout, priority, model=model),
@@ -27,12 +27,12 @@ def sequence_of(
 
 
 def prefill_step(num_tokens: int, num_exempt: int = 0, priority: Priority = LS) -> ScheduledStep:
-    """Of prompts of a token each, of which some allow no brownout."""
+    """Returns a prefill step of prompts of one token each, some of which refuse brownout."""
     return _steps(num_tokens, num_exempt, priority)[0]
 
 
 def decode_step(num_rows: int, num_exempt: int = 0, priority: Priority = LS) -> ScheduledStep:
-    """One that follows such a prefill step."""
+    """Returns a decode step that follows such a prefill step."""
     return _steps(num_rows, num_exempt, priority)[1]
 
 

@@ -124,7 +124,7 @@ class Scripted(rpc.GenerationServicer, rpc.AdminServicer):
 
 
 class Direct:
-    """Calls of `serving.client.Client`, straight into a `Scripted` of the same event loop."""
+    """A stand-in for `serving.client.Client` that calls a `Scripted` of the same event loop."""
 
     def __init__(self, servicer: Scripted) -> None:
         self._servicer = servicer
@@ -175,7 +175,7 @@ def _error(code, details):
 
 
 async def start(slots: int = 1000) -> tuple[grpc.aio.Server, Scripted, str]:
-    """A started server, its servicer, and its address."""
+    """Starts a server; returns it, its servicer, and its address."""
     servicer, server = Scripted(slots), grpc.aio.server()
     rpc.add_GenerationServicer_to_server(servicer, server)
     rpc.add_AdminServicer_to_server(servicer, server)

@@ -1,4 +1,4 @@
-"""A server over a real socket, with an engine that counts up, and what tests ask of it."""
+"""A server over a real socket, with an engine that counts up, and helpers for tests."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,7 @@ class Setup:
         return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
 
     def counting(self, count: int, **fields):
-        """A stream of the tokens 4, 5, ..."""
+        """Starts a stream of the tokens 4, 5, ..."""
         return self.stub.Generate(
             request([1, 2, 3], sampling=pb.SamplingParams(max_new_tokens=count), **fields)
         )

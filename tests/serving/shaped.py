@@ -1,4 +1,4 @@
-"""Requests that change logits, and structures with other means to say what matches them."""
+"""Requests that change logits, and independent checks of what matches a structure."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def config(**sizes) -> EngineConfig:
 
 
 async def texts(engine: Engine, prompt: str, **sampling) -> tuple[str, list, str]:
-    """Text, outputs' tokens, and why it ended."""
+    """Sends a request; returns its text, its outputs' tokens, and why it ended."""
     params = SamplingParams(**({"max_new_tokens": 40} | sampling))
     outputs = [o async for o in engine.generate(prompt, params)]
     text = "".join(output.text for output in outputs)
@@ -56,7 +56,7 @@ STRUCTURES = {
 
 
 def matches(name: str, text: str) -> bool:
-    """By other means than the masks."""
+    """Returns whether a text matches a structure, by other means than the masks."""
     if name == "regex":
         return re.fullmatch(r"[a-f]{3}-(0|[1-9][0-9]?)!", text) is not None
     if name == "grammar":

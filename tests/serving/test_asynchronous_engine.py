@@ -1,4 +1,4 @@
-"""The engine of asynchronous workers over a crew that counts up: whoever leaves when."""
+"""The engine of asynchronous workers over a crew that counts up, whenever units leave."""
 
 import asyncio
 import json

@@ -58,7 +58,7 @@ async def test_what_has_no_effect_is_refused_and_not_shown():
 
 
 class ByStep(Algorithm2):
-    """It sets thresholds step by step."""
+    """A controller that sets thresholds step by step."""
 
     def of_step(self, step):
         return 50.0

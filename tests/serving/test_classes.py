@@ -52,7 +52,7 @@ async def test_best_effort_is_told_of_those_who_go_first(start):
 
 @simulated_time
 async def test_a_backlog_of_best_effort_moves_no_threshold(start):
-    """Its waiting is minutes against an objective of a second; nobody else waits."""
+    """It waits for minutes, against an objective of a second; no other class waits."""
     runner = recording()
     engine = start(
         step_s=0.5,
@@ -106,7 +106,7 @@ async def test_best_effort_that_runs_gets_a_token_within_the_bound_that_is_told(
 
 
 def recording():
-    """A runner that remembers the rows of its steps."""
+    """Returns a runner that records the rows of its steps."""
 
     class Recording(FakeRunner):
         rows: list
@@ -119,7 +119,7 @@ def recording():
 
 
 async def exempt_rows(start, percent, num_ls, num_best_effort, **options):
-    """Rows that are exempt in a decode step of both classes, and its threshold."""
+    """Returns the rows that are exempt in a decode step of both classes, and its threshold."""
     limits = replace(LIMITS, num_slots=8)
     engine = start(
         step_s=0.01,

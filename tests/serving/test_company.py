@@ -1,4 +1,4 @@
-"""Prompts that wait for company, on a whole engine whose steps take what one can reckon."""
+"""Prompts that wait for more prompts, on a whole engine with predictable step times."""
 
 import asyncio
 from functools import partial
@@ -17,12 +17,16 @@ pytestmark = pytest.mark.simulated_time
 
 
 def step_s(plan):
-    """Prefill of n tokens: 40 + n ms, so that 40 tokens are company; a decode step: 20 ms."""
+    """Returns step times: 40 + n ms for a prefill of n tokens, so that 40 are company; 20 ms for
+    decode.
+    """
     return 0.04 + 0.001 * plan.size if plan.phase is Phase.PREFILL else 0.02
 
 
 async def prompts(start, ttft_slo_s=1.0, streams=6, best_effort=0, **config):
-    """TTFT of prompts of 8 tokens that come every 31 ms beside streams, and the prefill steps."""
+    """Returns the TTFT of prompts of 8 tokens that come every 31 ms beside streams, and the prefill
+    steps.
+    """
     runner = partial(FakeRunner, checks_context=False)
     brownout = BrownoutConfig(ttft_slo_s=ttft_slo_s)
     alone = {"prefix_reuse": "off"}  # all prompts are alike here

@@ -1,4 +1,4 @@
-"""Requests whose time is up, reckoned by hand: a step takes 10 ms, four requests run at once."""
+"""Timeouts of requests, computed by hand: a step takes 10 ms, four requests run at once."""
 
 import asyncio
 

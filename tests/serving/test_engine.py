@@ -111,7 +111,7 @@ async def test_a_deadline_ends_a_request_waiting_or_running(start):
 
 
 async def test_a_full_queue_refuses_and_says_when_to_come_back(start):
-    """By what the engine can do, not by what was asked of it: it was idle for an hour."""
+    """By the engine's capacity, not its recent load: it was idle for an hour."""
     engine = start(step_s=0.01, max_queue_len=2)
     await collect(engine, [1], 50)
     await asyncio.sleep(3600)
@@ -329,7 +329,9 @@ def test_no_more_positions_are_served_than_the_model_has(
 
 @pytest.fixture
 async def ways(start):
-    """An engine that may serve ways 2, 4 and 8 of a model of three layers, and what it loaded."""
+    """Returns an engine that may serve ways 2, 4 and 8 of a model of three layers, and what it
+    loaded.
+    """
     loaded = []
 
     class Watched(FakeRunner):
@@ -357,7 +359,7 @@ async def test_a_change_of_way_is_made_though_its_caller_gave_up(ways):
 
 
 async def test_changes_of_way_are_made_in_turn(ways):
-    """The second one asks for what is loaded now, and is to be so when both are through."""
+    """The second asks for the way that is in force now, which must be in force again at the end."""
     engine, loaded = ways
     first, second = (engine.set_brownout(BrownoutChange(way=way)) for way in (4, 2))
     _, state = await asyncio.gather(first, second)

@@ -85,7 +85,7 @@ float32: by 0.009 in the mean and 0.041 at most, over 64 random tokens of the Qw
 
 @pytest.fixture(autouse=True)
 def _fresh_programs():
-    """Traced for one backend, a program would be taken for the other."""
+    """Drops traced programs: one traced for one backend would be reused for the other."""
     jax.clear_caches()
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
@@ -119,7 +119,7 @@ def settings(threshold, **changes):
 
 
 async def ask(engine, prompt, priority=LS, model=""):
-    """Tokens, their and the likeliest two's log-probabilities, and degraded visits."""
+    """Returns tokens, log-probabilities of them and of the likeliest two, and degraded visits."""
     tokens, logprobs, likeliest, usage = [], [], [], None
     sampling = SamplingParams(max_new_tokens=NEW, logprobs=True, top_logprobs=2, ignore_eos=True)
     async for out in engine.generate(prompt, sampling, priority=priority, model=model):
@@ -131,7 +131,7 @@ async def ask(engine, prompt, priority=LS, model=""):
 
 
 async def served(model, threshold):
-    """Answers to the prompts, tokens that were reused, and the layers that steps ran at once."""
+    """Returns answers to the prompts, reused tokens, and the layers that steps ran at once."""
     engine = await Engine.start(settings(threshold), model=model)
     launch, layers = engine.runner.launch, set()
 
@@ -152,7 +152,7 @@ async def served(model, threshold):
 
 
 def num_alike(got, want):
-    """Tokens of an answer that are the same, up to one that may as well be the other of a tie."""
+    """Returns how many tokens of an answer are the same, up to a tie in which either may follow."""
     for at, (token, own) in enumerate(zip(got[0], want[0], strict=True)):
         if token != own:
             assert math.isclose(*want[2][at], abs_tol=TIE)

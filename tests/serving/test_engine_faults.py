@@ -28,7 +28,7 @@ simulated_time = pytest.mark.simulated_time
 
 
 class Panic(BaseException):
-    """As extension modules raise when their native code panics."""
+    """An exception as extension modules raise when their native code panics."""
 
 
 class Fragile:
@@ -157,7 +157,7 @@ async def test_a_scheduler_at_fault_leaves_nobody_waiting(start):
 
 
 class Stuck(FakeRunner):
-    """Steps never return."""
+    """A runner whose steps never return."""
 
     def launch(self, plan, control):
         return Future()
@@ -212,7 +212,7 @@ def test_progress_and_idleness_start_the_watchdogs_clock_anew():
 
 @pytest.mark.parametrize("change", [{}, {"way": 8}, {"strategy": "partial"}, {"ttft_slo_s": 1.0}])
 def test_a_caller_who_changes_nothing_holds_up_no_controller(change):
-    """Asked for twice as often as the controllers act."""
+    """The caller sets the same twice as often as the controllers act."""
     salc = SalcConfig(interval_s=1.0, min_samples=4)
     slo = SloAnalyser(BrownoutConfig(itl_slo_s=0.01, ttft_slo_s=1.0), salc, way=8)
     for tick in range(40):

@@ -1,4 +1,4 @@
-"""A family whose experts have not all a slot: what is fetched when, and what can be wrong."""
+"""A family whose experts do not all have a slot: what is fetched when, and what is refused."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def config(tmp_path_factory):
 
 
 def room(directories, more=0, **changes):
-    """Settings with room for the first model's experts and `more`."""
+    """Returns settings with room for the first model's experts and `more`."""
     cfg = read_config(directories["base"])
     positions = cfg.num_moe_layers * cfg.num_experts
     per_row = cfg.num_moe_layers * cfg.experts_per_token

@@ -25,7 +25,7 @@ print(json.dumps({"port": port, "tables": tables}))
 
 
 def listeners(port: int, tables: list[str]) -> set[str]:
-    """Addresses at which somebody listens on a port, as the kernel writes them."""
+    """Returns the addresses that listen on a port, as the kernel writes them."""
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]
     found = [row[1].split(":") for row in rows if row[3] == LISTENING]
     return {address for address, number in found if int(number, 16) == port}

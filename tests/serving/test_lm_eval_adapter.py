@@ -58,7 +58,7 @@ class Alphabet(rpc.GenerationServicer, rpc.AdminServicer):
 
 @pytest.fixture
 def alphabet():
-    """The servicer; its `scorer` makes a client of it."""
+    """Yields the servicer; its `scorer` makes a client of it."""
     servicer, server = Alphabet(), grpc.server(ThreadPoolExecutor(8))
     rpc.add_GenerationServicer_to_server(servicer, server)
     rpc.add_AdminServicer_to_server(servicer, server)

@@ -68,7 +68,7 @@ def test_a_file_for_load_that_nobody_looks_at_is_refused():
 
 
 def geometry():
-    """64 experts of 24,576 bytes in bfloat16 in each of two layers."""
+    """Returns a geometry with 64 experts of 24,576 bytes in bfloat16 in each of two layers."""
     found = read_config(Path(__file__).parents[1] / "golden/qwen2_moe")
     found = replace(found, num_layers=2, num_experts=64, d_model=64, d_ff_expert=64)
     assert found.num_moe_layers == 2
@@ -77,7 +77,7 @@ def geometry():
 
 @pytest.fixture
 def room(monkeypatch):
-    """Says how many experts a device has room for."""
+    """Returns a function that sets how many experts a device has room for."""
 
     def has_room_for(num_experts, num_devices):
         expert = 3 * 64 * 64 * 2

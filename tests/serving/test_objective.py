@@ -15,7 +15,7 @@ pytestmark = pytest.mark.simulated_time
 
 
 async def flood(start, count, *, learnt=True, ttft_slo_s=1.0, priority=None, **config):
-    """Requests of ten tokens, 0.1 s each, on two slots; returns answers and refusals."""
+    """Sends requests of ten tokens, 0.1 s each, on two slots; returns answers and refusals."""
     brownout = BrownoutConfig(ttft_slo_s=ttft_slo_s)
     engine = start(0.1, LIMITS, brownout=brownout, reserved_ls_seqs=0, **config)
     if learnt:

@@ -11,7 +11,7 @@ from serving.settings import plugins
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, request):
-    """A working directory with the page's controller, as the installed script sees it."""
+    """Makes a working directory with the page's controller, as the installed script sees it."""
     page = (request.config.rootpath / "docs/controllers.md").read_text(encoding="utf-8")
     source = re.search(r"```python\n(.*?class QueueLength.*?)```", page, re.S)[1]
     (tmp_path / "my_module.py").write_text(source, encoding="utf-8")

@@ -50,7 +50,7 @@ def reading_engine(limits=LIMITS, names=("counter",), part_layers=0, **config):
 
 
 async def ask(engine, prompt, count=3, **how):
-    """Tokens, and the last output."""
+    """Sends a request; returns its tokens and the last output."""
     sampling = SamplingParams(max_new_tokens=count, ignore_eos=True)
     outputs = [out async for out in engine.generate(prompt, sampling, **how)]
     return [out.token_ids[0] for out in outputs], outputs[-1]
@@ -305,7 +305,7 @@ async def test_nobody_else_waits_for_pages_that_are_being_computed():
 
 
 async def test_whoever_waits_for_pages_in_vain_computes_them():
-    """Their owner goes away; they are of best effort; or they turn out to be nobody's."""
+    """Their owner leaves, they belong to best effort, or no request may use them."""
     engine = reading_engine()
     owner = asyncio.create_task(ask(engine, PROMPT, 1))
     waiting = asyncio.create_task(ask(engine, PROMPT, 1))
@@ -333,7 +333,7 @@ async def test_whoever_waits_for_pages_in_vain_computes_them():
 
 
 def tree(rng, count):
-    """Prompts that share beginnings of all lengths."""
+    """Draws prompts that share beginnings of all lengths."""
     found = [[rng.randrange(VOCAB)]]
     for _ in range(count):
         start = rng.choice(found)[: rng.randrange(1, 24)]
@@ -342,7 +342,9 @@ def tree(rng, count):
 
 
 async def trace(seed):
-    """Requests, cancellations, changes of brownout, evictions; returns what happened how often."""
+    """Plays requests, cancellations, changes of brownout, evictions; returns what happened how
+    often.
+    """
     rng = random.Random(seed)
     limits = rng.choice((LIMITS, TIGHT, TIGHT, TWO_RANKS))
     names = rng.choice((("one",), ("one", "two")))
@@ -388,7 +390,7 @@ async def trace(seed):
             await at(engine, rng.choice((0, 30, 60, 100)), with_strategy)
 
     def begins(launch):
-        """Before a step is launched, nothing has changed since it was planned."""
+        """Checks, before a step is launched, that nothing has changed since it was planned."""
 
         def launched(plan, control):
             before = len(engine.runner.begun)

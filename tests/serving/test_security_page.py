@@ -52,7 +52,7 @@ def test_certificates_are_made_and_load(tmp_path):
 
 
 def meet(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> bool:
-    """Whether a handshake in memory ends well at both ends."""
+    """Returns whether a handshake in memory succeeds at both ends."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = [
         client.wrap_bio(back, there, server_hostname=name),

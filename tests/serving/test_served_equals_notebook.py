@@ -55,7 +55,9 @@ ONE = Path(__file__).parents[1] / "golden" / "qwen3_moe_mixed_yarn"
 
 @dataclass
 class Mode:
-    """Settings of an engine, and the notebook's models by name; the engine's own, if it shares."""
+    """Settings of an engine, and the notebook's models by name; the engine's own if it shares
+    them.
+    """
 
     settings: Any  # of changes
     models: dict[str, Any]
@@ -63,7 +65,7 @@ class Mode:
 
 
 class Made:
-    """Models and settings, made when a row first wants them."""
+    """Models and settings, made when a row first needs them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.cache, self.modes = folder, str(folder / "programs"), {}
@@ -98,14 +100,18 @@ class Made:
         return self.of(models, self.directories)
 
     def host_experts(self) -> Mode:
-        """Two thirds of the experts have no slot; siblings' serve, until they are fetched."""
+        """Makes a mode in which two thirds of the experts have no slot; siblings' serve until they
+        are fetched.
+        """
         models, cfg = self("family").models, read_config(GOLDEN)
         room = cfg.num_moe_layers * cfg.num_experts
         spare = cfg.num_moe_layers * cfg.experts_per_token
         return self.of(models, self.directories, resident_experts=room, spare_experts=spare)
 
     def differences(self) -> Mode:
-        """All positions are shared, and differences of rank 4 kept; of oracles they are added."""
+        """Makes a mode in which all positions are shared with differences of rank 4, which oracles
+        add.
+        """
         self("family")
         path, cfg = self.folder / "differences.json", read_config(GOLDEN)
         run = ConsolidateConfig(rule="random", share=100, residual_rank=4)
@@ -120,7 +126,9 @@ class Made:
         return self.of(models, self.directories, family=str(path), spare_experts=spare)
 
     def mixed(self) -> Mode:
-        """Three quarters of the experts are shared; steps have rows of up to three models."""
+        """Makes a mode in which three quarters of the experts are shared; steps have rows of up to
+        three models.
+        """
         self("family")
         path = self.folder / "mixed.json"
         prints = tuple(map(weights_digest, self.directories.values()))
@@ -197,7 +205,9 @@ def requests(rng, count, *, names=("",), prompt_below=24, fewest=1, below=14, sc
 
 
 async def rounds(run, count, seed, *, exact=True):
-    """Asks six at a time, then each alone: bit for bit the same where nobody is evicted."""
+    """Sends six at a time, then each alone: answers are the same bit for bit where none is
+    evicted.
+    """
     rng = random.Random(seed)
     for _ in range(count):
         asked = [
@@ -214,13 +224,13 @@ async def rounds(run, count, seed, *, exact=True):
 
 
 async def parts(run):
-    """Steps are cut after every layer, and parked in between."""
+    """Plays with steps that are cut after every layer and parked in between."""
     await rounds(run, 6, seed=1)
     assert run.engine.scheduler.num_parks > 0
 
 
 async def many_more(run):
-    """The same in steps of two layers, as often as is asked for."""
+    """Plays the same in steps of two layers, with as many requests as asked for."""
     count = num_traces(30)
     await rounds(run, count, seed=2)
     assert run.engine.scheduler.num_parks > count
@@ -232,7 +242,7 @@ async def evictions(run):
 
 
 async def measured_parts(run):
-    """How many layers a part has is measured at the start."""
+    """Plays with parts whose number of layers is measured at the start."""
     found = run.engine.runner.part_layers_by_size
     assert set(found) == {"decode 4", "prefill 16"}
     assert all(1 <= n <= 4 for n in found.values())
@@ -240,7 +250,7 @@ async def measured_parts(run):
 
 
 def tree(rng):
-    """Prompts that begin like others."""
+    """Draws prompts that begin like others."""
     found = [[rng.randrange(500) for _ in range(20)]]
     for _ in range(5):
         start = rng.choice(found)[: rng.randrange(1, 30)]
@@ -249,7 +259,7 @@ def tree(rng):
 
 
 async def reuse(run, rng, counts):
-    """Prompts that share prefixes, while callers leave and brownout changes."""
+    """Plays prompts that share prefixes, while callers leave and brownout changes."""
     engine, prompts = run.engine, tree(rng)
 
     async def leave(prompt):
@@ -305,7 +315,7 @@ def prefix_reuse(seeds, *wanted):
 
 
 def shaped(*, evicted):
-    """Penalties, biases and likeliest tokens."""
+    """Returns a play of penalties, biases and likeliest tokens."""
 
     async def play(run):
         asked = [
@@ -320,7 +330,7 @@ def shaped(*, evicted):
 
 
 async def structures(run):
-    """Structured outputs match, and rows beside them are what they are alone."""
+    """Checks that structured outputs match, and that rows beside them are what they are alone."""
     others = [{}, {"temperature": 0.8, "seed": 7}]
     plain = [Asked(PROMPTS[0], SamplingParams(max_new_tokens=20, **one)) for one in others]
     structured = [
@@ -340,7 +350,9 @@ async def structures(run):
 
 
 def alternating(*, sets):
-    """Models take turns, parked between layers, and with sets of weights that come and go."""
+    """Returns a play in which models take turns, parked between layers, with sets of weights
+    swapped.
+    """
 
     async def play(run):
         asked = list(requests(random.Random(0), 36, names=NAMES))
@@ -361,7 +373,9 @@ def alternating(*, sets):
 
 
 async def fetched(run):
-    """Who refuses brownout gets its model's experts; others get what siblings have instead."""
+    """Checks that requests that refuse brownout get their model's experts, while siblings' serve
+    others.
+    """
     rng = random.Random(3)
     asked = [
         one._replace(options={**one.options, "allow_brownout": rng.random() < 0.4})
@@ -384,7 +398,7 @@ async def fetched_differences(run):
 
 
 def for_mixing(seed, count):
-    """Two tokens or more, so that there is a decode step to be mixed; some logits are changed."""
+    """Draws requests of two tokens or more, for a decode step to be mixed; some change logits."""
     penalties = itertools.cycle((0.0, 0.0, 1.5))
     drawn = requests(
         random.Random(seed), count, names=NAMES, prompt_below=20, fewest=2, priority=LS
@@ -417,7 +431,7 @@ def mix_whenever_possible(engine):
 
 
 async def mixes(run):
-    """Two or three models in a step, in three interleavings."""
+    """Plays two or three models in a step, in three interleavings."""
     mix_whenever_possible(run.engine)
     asked = list(for_mixing(1, 18))
     for seed in range(3):
@@ -432,7 +446,9 @@ async def mixes(run):
 
 
 async def mixes_beside_brownout(run):
-    """Who refuses brownout is exact in steps whose other rows are degraded."""
+    """Checks that requests that refuse brownout are exact in steps whose other rows are
+    degraded.
+    """
     mix_whenever_possible(run.engine)
     asked = list(for_mixing(2, 16))
     degraded, got = await asyncio.gather(
@@ -444,7 +460,9 @@ async def mixes_beside_brownout(run):
 
 
 async def mixes_of_sets(run):
-    """Models whose weights are there mix; a change of sets compiles nothing."""
+    """Checks that models whose weights are resident mix, and that swapping sets compiles
+    nothing.
+    """
     mix_whenever_possible(run.engine)
     asked = list(for_mixing(3, 12))
     run.judge(asked, await interleaved(run, asked, 0))
@@ -452,7 +470,9 @@ async def mixes_of_sets(run):
 
 
 async def many_at_once(run):
-    """More than slots, prompts longer than a chunk; some sample, and some are scored."""
+    """Plays more requests than slots, with prompts longer than a chunk; some sample, and some are
+    scored.
+    """
     asked = [
         one._replace(wait_s=0.01 * at)
         for at, one in enumerate(requests(random.Random(3), 24, scores=0.2))
@@ -461,7 +481,7 @@ async def many_at_once(run):
 
 
 class Row(NamedTuple):
-    """A mode, what is asked of it, and its changed settings."""
+    """A mode, the play, and changed settings."""
 
     mode: str
     play: Any
@@ -603,7 +623,9 @@ async def test_under_brownout_each_has_its_own_united_experts(made):
 
 @pytest.fixture
 def asked_for(made, tmp_path, monkeypatch):
-    """Engine settings of `jmoe serve NAME=DIR NAME=DIR --family FILE` under fixed brownout."""
+    """Returns the engine settings of `jmoe serve NAME=DIR NAME=DIR --family FILE` under fixed
+    brownout.
+    """
     made("family")
     owners = Sharing.none(NAMES, 2, 7).owners
     owners[:, :, ::2] = 1

@@ -1,4 +1,4 @@
-"""Settings: what goes in comes out, and what is wrong is named."""
+"""Settings: values arrive as given, and errors name what is wrong."""
 
 import re
 from dataclasses import asdict, replace
@@ -235,7 +235,7 @@ ASKING = {
     "engine.brownout.best_effort_itl_slo_s": 1.0,
     "engine.balance.load_file": "load.npy",
 }
-"""Other settings that ask for something are numbers."""
+"""Values that turn a feature on; settings that are not here are numbers."""
 
 
 @pytest.mark.parametrize("mode", MODE_SETTINGS)

@@ -85,7 +85,7 @@ async def test_a_structure_takes_no_step_in_vain(model) -> None:
 
 
 class Noted(FakeRunner):
-    """Notes what the tick asks, in order."""
+    """A runner that records what the tick asks, in order."""
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
@@ -154,7 +154,7 @@ async def _collect(stream) -> list:
 
 
 def deep_schema(depth: int) -> Structure:
-    """One that a recursive parser follows to its end."""
+    """Returns a schema nested so deeply that a recursive parser overflows its stack."""
     defs = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(depth)}
     defs[f"a{depth}"] = {"type": "integer"}
     schema = {"$ref": "#/$defs/a0", "$defs": defs}

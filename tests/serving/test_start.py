@@ -69,7 +69,9 @@ def test_the_log_says_what_each_op_of_a_gpu_runs(
 
 
 def implementations(platform, page_size, dtype):
-    """Of a model of two layers, whose programs are traced and not compiled."""
+    """Returns the implementations of a model of two layers, whose programs are traced and not
+    compiled.
+    """
     model = random_model(from_hf(SMALL), dtype=dtype)
     config = EngineConfig(
         dtype=dtype,
@@ -88,12 +90,12 @@ def implementations(platform, page_size, dtype):
 
 
 class Compiled(Exception):
-    """Start has come so far."""
+    """Raised when starting has come to compiling."""
 
 
 @pytest.fixture
 def start(monkeypatch, request):
-    """Starts an engine up to its first program."""
+    """Returns a function that starts an engine up to its first program."""
 
     def compile_nothing(*_, **__):
         raise Compiled

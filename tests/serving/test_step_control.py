@@ -1,4 +1,4 @@
-"""What the engine tells a controller before each step, on steps that take what one can reckon."""
+"""What the engine tells a controller before each step, with predictable step times."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.simulated_time
 
 
 class Recording:
-    """Keeps what it is told."""
+    """A controller that records what it is told."""
 
     decided, steps = [], []
 
@@ -33,13 +33,13 @@ class Recording:
 
 
 def step_s(plan):
-    """Of a whole step: prefill 40 ms, decode 20 ms."""
+    """Returns the time of a whole step: prefill 40 ms, decode 20 ms."""
     whole = 0.04 if plan.phase is Phase.PREFILL else 0.02
     return whole * plan.num_layers / LIMITS.num_layers
 
 
 def serving(start, **config):
-    """An engine that Recording controls, once a decision."""
+    """Returns an engine that Recording controls, once a decision."""
     salc = SalcConfig(controller=f"{__name__}:Recording", interval_s=0.1, min_samples=1)
     brownout = BrownoutConfig(strategy="full", itl_slo_s=0.03)
     return start(step_s, LIMITS, brownout=brownout, salc=salc, prefill_company=False, **config)
@@ -86,7 +86,7 @@ async def test_a_prefill_step_in_parts_counts_its_own_prompts_out(start):
 
 
 async def test_best_effort_is_no_load(start):
-    """Thresholds are for the other class, and so is what they are decided by."""
+    """Thresholds serve the other class, and only its load decides them."""
     engine = serving(start)
     low = [asyncio.create_task(collect(engine, [1] * 8, 40, priority=BE)) for _ in range(6)]
     stream = asyncio.create_task(collect(engine, [3] * 5, 40))

@@ -7,7 +7,7 @@ from jmoe.tokenizer import Tokenizer
 
 
 def byte_fallback():
-    """A tokenizer of Mixtral's kind: words with a mark for the space, and 256 bytes."""
+    """Returns a tokenizer of Mixtral's kind: words with a mark for the space, and 256 bytes."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     words += ["\u2581", "\u2581the", "\u2581sun", "s", "un", "\u2581a", "\u4e00", "."]
     vocab = {word: i for i, word in enumerate(words)}
@@ -25,8 +25,8 @@ def byte_fallback():
 
 
 def characters(template=None):
-    """A tokenizer whose tokens are the characters up to U+00FF, by their numbers; a text begins
-    with token 1. `template`: of chats.
+    """Returns a tokenizer whose tokens are the characters up to U+00FF, by their numbers; a text
+    begins with token 1. `template`: of chats.
     """
     backend = Backend(models.WordLevel({chr(i): i for i in range(256)}, unk_token="?"))
     backend.pre_tokenizer = pre_tokenizers.Split("", "isolated")

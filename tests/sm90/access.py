@@ -21,7 +21,7 @@ class _Access:
         self.width = self.count * self.kind.itemsize
 
     def load(self, warp: Any, addresses: np.ndarray) -> np.ndarray:
-        """[lanes, width] bytes."""
+        """Loads [lanes, width] bytes."""
         block = warp.block
         if self.space == "shared":
             at = block.inside(addresses, self.width)
@@ -39,7 +39,7 @@ class _Access:
 
 
 def load(operands: Operands, instruction: Instruction) -> Run:
-    """`ld`."""
+    """Makes `ld`."""
     access = _Access(instruction.op)
     targets, source = listed(instruction.operands[0]), instruction.operands[1]
     if access.space == "param":
@@ -75,7 +75,7 @@ def _parameter(operands: Operands, target: Any, source: Any) -> Run:
 
 
 def store(operands: Operands, instruction: Instruction) -> Run:
-    """`st`."""
+    """Makes `st`."""
     access = _Access(instruction.op)
     values = [operands.value(s, access.kind) for s in listed(instruction.operands[1])]
     address = operands.address(instruction.operands[0])
@@ -89,7 +89,7 @@ def store(operands: Operands, instruction: Instruction) -> Run:
 
 
 def matrix(operands: Operands, instruction: Instruction) -> Run:
-    """`ldmatrix` and `stmatrix`: 8 x 8 tiles of 16 bits, a row's address from each lane."""
+    """Makes `ldmatrix` and `stmatrix`: 8 x 8 tiles of 16 bits, a row's address from each lane."""
     is_load = instruction.op[0] == "ldmatrix"
     held, place = instruction.operands if is_load else instruction.operands[::-1]
     assert type(held) is tuple

@@ -38,7 +38,7 @@ class Function(NamedTuple):
 
 
 def function(op: tuple[str, ...]) -> Function | None:
-    """Of an opcode; None where it is no arithmetic."""
+    """Returns the function of an opcode; None where it is no arithmetic."""
     name, *modifiers = op
     kind = TYPES.get(op[-1], np.uint32)
     if name in ("mov", "cvta"):
@@ -69,7 +69,7 @@ def function(op: tuple[str, ...]) -> Function | None:
 
 
 def _divide(a, b):
-    """Towards zero; by zero anything."""
+    """Divides towards zero; by zero the result is arbitrary."""
     if a.dtype.kind == "f":
         return a / b
     safe = np.where(b == 0, 1, b).astype(a.dtype)
@@ -140,7 +140,7 @@ def _fma_down(a: Any, b: Any, c: Any) -> Any:
 
 
 def _shift(name: str, kind: Any) -> Callable:
-    """By 32 or more, 16 or 64, nothing is left but a sign."""
+    """Returns a shift; by the width or more, only the sign is left."""
     bits = 8 * np.dtype(kind).itemsize
 
     def shift(a: np.ndarray, count: np.ndarray) -> np.ndarray:
@@ -162,7 +162,7 @@ def _field(kind: Any) -> Callable:
 
 
 def _pairs(name: str) -> Function:
-    """Two bfloat16 at once, each rounded once."""
+    """Returns a function of two bfloat16 at once, each rounded once."""
     compute = _SIMPLE[name,] if name != "fma" else _fma
     count = compute.__code__.co_argcount
 
@@ -175,7 +175,7 @@ def _pairs(name: str) -> Function:
 
 
 def _convert(modifiers: list[str]) -> Function:
-    """`modifiers` end with the dtypes of the result and of the operand."""
+    """Returns a conversion; `modifiers` end with the dtypes of the result and of the operand."""
     into, of = modifiers[-2:]
     if into == "bf16x2":
 

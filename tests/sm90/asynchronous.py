@@ -22,7 +22,7 @@ from sm90.program import Immediate, Instruction
 
 
 def copy(operands: Operands, instruction: Instruction) -> Run:
-    """`cp.async.bulk`: loads, prefetches, stores, and waiting for stores."""
+    """Makes `cp.async.bulk`: loads, prefetches, stores, and waiting for stores."""
     opcode = instruction.opcode
     if opcode.startswith("cp.async.bulk.prefetch.tensor"):
         return _tensor_prefetch(operands, instruction)
@@ -97,7 +97,7 @@ def _tensor_load(operands: Operands, instruction: Instruction) -> Run:
 
 
 def _tensor_prefetch(operands: Operands, instruction: Instruction) -> Run:
-    """Moves nothing: what was asked for is kept, to be compared with what is loaded later."""
+    """Makes a prefetch, which moves nothing: it is recorded, to be compared with later loads."""
     (source,) = instruction.operands
     tensor = _Tensor(operands, source)
 
@@ -122,7 +122,7 @@ def _tensor_store(operands: Operands, instruction: Instruction) -> Run:
 
 
 def _bulk_store(operands: Operands, instruction: Instruction) -> Run:
-    """Bytes in a row: whole sixteens, from and to a multiple of sixteen."""
+    """Makes a store of contiguous bytes: whole sixteens, from and to a multiple of sixteen."""
     target, source, size = instruction.operands
     into, place = operands.address(target), operands.address(source)
     count = operands.value(size, np.uint32)
@@ -144,7 +144,7 @@ def _bulk_store(operands: Operands, instruction: Instruction) -> Run:
 
 
 def fence(operands: Operands, instruction: Instruction) -> Run:
-    """What the warp has stored may be read by TMA and products from here on."""
+    """Makes a fence: TMA and products may read what the warp stored before it."""
     if not instruction.opcode.startswith("fence.proxy.async"):
         return lambda warp, lanes: None
 
@@ -157,7 +157,7 @@ def fence(operands: Operands, instruction: Instruction) -> Run:
 
 
 def wgmma(operands: Operands, instruction: Instruction) -> Run:
-    """Products of bfloat16, and waiting for them. ptxas adds the fences that registers need."""
+    """Makes products of bfloat16, and waits for them. ptxas adds the fences that registers need."""
     kind = instruction.op[1]
     if kind == "mma_async":
         return _multiply(operands, instruction)

@@ -25,7 +25,7 @@ class Code:
         self.functions = [self.build(i) for i in self.instructions]
 
     def line(self, at: int) -> int:
-        """Of the PTX."""
+        """Returns the line of the PTX."""
         return self.instructions[at].line
 
     def step(self, warp: Any, at: int, lanes: Lanes) -> list[tuple[int, Lanes]]:
@@ -49,7 +49,9 @@ class Code:
         return [(at + 1, lanes)]
 
     def build(self, instruction: Instruction) -> Run:
-        """Raises NotImplementedError for what no kernel has had yet."""
+        """Makes an instruction executable. Raises NotImplementedError for one that no kernel has
+        had yet.
+        """
         name = instruction.op[0]
         if name in _NOTHING:
             return lambda warp, lanes: None
@@ -72,7 +74,7 @@ class Code:
         return run
 
     def pack(self, instruction: Instruction) -> Run:
-        """`mov` of several registers into a wider one, or the other way."""
+        """Makes `mov` of several registers into a wider one, or the other way."""
         target, source = instruction.operands
         wide = np.dtype(alu.TYPES[instruction.op[-1]])
         parts = target if type(target) is tuple else source

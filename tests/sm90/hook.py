@@ -32,7 +32,7 @@ class Ran(NamedTuple):
 
 @contextmanager
 def emulated(**policy) -> Iterator[list[Ran]]:
-    """Within it, Mosaic kernels lowered for a CPU are emulated. `policy`: see `machine.Policy`.
+    """Emulates Mosaic kernels that are lowered for a CPU within it. `policy`: see `machine.Policy`.
 
     Yields a list of those that ran so far.
     """
@@ -61,7 +61,9 @@ def emulated(**policy) -> Iterator[list[Ran]]:
 
 
 def compiled(fn: Callable, *specs: jax.ShapeDtypeStruct) -> tuple[str, str]:
-    """The only Mosaic kernel of `fn`, for an H200: its PTX, and the compiler's log."""
+    """Compiles the only Mosaic kernel of `fn` for an H200; returns its PTX and the compiler's
+    log.
+    """
     with tempfile.TemporaryDirectory() as folder:
         # Printing layouts takes time, and nobody reads them.
         unread = mock.patch.object(ConstraintSystem, "__str__", return_value="")
@@ -72,7 +74,7 @@ def compiled(fn: Callable, *specs: jax.ShapeDtypeStruct) -> tuple[str, str]:
 
 
 def arguments(arrays, avals_out, aliases: dict[int, int]) -> list[np.ndarray]:
-    """Inputs, then outputs: what is not an input as well is poisoned."""
+    """Returns inputs, then outputs; outputs that are not inputs as well are poisoned."""
     inputs = [np.array(array) for array in arrays]
     source = {output: inputs[given] for given, output in aliases.items()}
     outputs = []

@@ -67,7 +67,7 @@ class _Pointer(NamedTuple):
 
 
 def read(log: str) -> Launch:
-    """The host's function in a log of MLIR passes. Raises ValueError on what is not understood."""
+    """Reads the host's function in a log of MLIR passes. Raises ValueError for unknown code."""
     before = log.rindex("IR Dump Before ConvertToLLVMPass")
     start = log.index("func.func @", before)
     return _Host().run(log[start : log.index("\n  }", start)].splitlines())

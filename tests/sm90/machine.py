@@ -31,7 +31,7 @@ class Policy(NamedTuple):
 
 
 class Fault(Exception):
-    """What a GPU would trap, hang at or get wrong."""
+    """Something at which a GPU would trap, hang or compute a wrong result."""
 
 
 def run(code: Any, buffers: list[np.ndarray], policy: Policy) -> Global:
@@ -137,7 +137,7 @@ class Cluster:
             pass
 
     def events(self) -> int:
-        """Changes when something happened that a warp may have been waiting for."""
+        """Returns a number that changes when something happened that a warp may wait for."""
         return self.generation + sum(block.events for block in self.blocks)
 
     def launch(self, task: Task) -> None:
@@ -149,7 +149,7 @@ class Cluster:
             self.tasks.append(task)
 
     def advance(self) -> bool:
-        """A step of some asynchronous work; whether there was any."""
+        """Runs a step of some asynchronous work; returns whether there was any."""
         ready = [task for task in self.tasks if task.is_ready]
         if not ready:
             return False
@@ -161,7 +161,7 @@ class Cluster:
         return True
 
     def meet(self, warp: "Warp") -> None:
-        """A warp comes to the cluster's barrier."""
+        """Notes that a warp comes to the cluster's barrier."""
         warp.generation = self.generation
         self.arrived += 1
         if self.arrived == sum(len(block.warps) for block in self.blocks):
@@ -194,7 +194,7 @@ class Block:
         return all(warp.is_over for warp in self.warps)
 
     def inside(self, addresses: np.ndarray, width: int) -> np.ndarray:
-        """Addresses of shared memory, checked."""
+        """Returns checked addresses of shared memory."""
         at = addresses.astype(np.int64)
         check(at, width, len(self.shared), "shared memory")
         if np.any(at < SHARED):
@@ -202,7 +202,7 @@ class Block:
         return at
 
     def peer(self, number: int) -> "Block":
-        """A block of the cluster, from 1 on; 0 is this one."""
+        """Returns a block of the cluster, from 1 on; 0 is this one."""
         block = self.cluster.blocks[number - 1] if number else self
         if block.is_over:
             raise ValueError("reaches into a block that is over")
@@ -214,7 +214,7 @@ class Block:
         return self.mbarriers[at]
 
     def meet(self, barrier: int, threads: int, warp: int) -> None:
-        """A warp comes to `bar.sync`."""
+        """Notes that a warp comes to `bar.sync`."""
         expected, there = self.named.setdefault(barrier, (threads, set()))
         if expected != threads or warp in there:
             raise ValueError(f"bar.sync {barrier}: {threads} threads where {expected} are expected")
@@ -226,7 +226,7 @@ class Block:
             self.events += 1
 
     def receive(self, box: Box, barrier: int, sender: int) -> None:
-        """TMA brings a box that a block asked for, and tells a barrier."""
+        """Brings a box by TMA that a block asked for, and signals a barrier."""
         if self.is_over:
             raise Fault("TMA writes to a block that is over")
         self.inside(box.shared[[0, -1], 0], 1)
@@ -236,7 +236,7 @@ class Block:
         self.events += 1
 
     def read(self, at: np.ndarray) -> np.ndarray:
-        """What TMA or a product sees."""
+        """Returns what TMA or a product sees."""
         if self.is_over:
             raise Fault("TMA reads from a block that is over")
         if np.any(self.writers[at]):
@@ -265,7 +265,9 @@ class Warpgroup:
         self.performed = 0
 
     def issue(self, warp: int, product: Product) -> int:
-        """A warp comes to its next product, the same as the others'. Returns its number."""
+        """Notes that a warp comes to its next product, the same as the others'; returns its
+        number.
+        """
         number = self.issued[warp]
         if number == len(self.products):
             self.products.append(product)
@@ -277,7 +279,7 @@ class Warpgroup:
         return number
 
     def perform(self) -> None:
-        """The first product that was not performed."""
+        """Performs the first product that was not performed yet."""
         product = self.products[self.performed]
         b = self.matrix(product.descriptors[-1], product.width, product.is_transposed[1])
         if product.left:
@@ -323,7 +325,7 @@ class Stores:
         self.open: list[Task] = []
 
     def settled(self, count: int, reads_only: bool) -> bool:
-        """Whether all groups but the last `count` have been done, or at least read."""
+        """Returns whether all groups but the last `count` have been done, or at least read."""
         groups = self.committed[: max(0, len(self.committed) - count)]
         return all(task.is_over or (reads_only and task.done) for group in groups for task in group)
 
@@ -355,7 +357,7 @@ class Warp:
         return ", ".join(f"line {self.block.cluster.code.line(at)}" for at in self.parts)
 
     def run(self, count: int) -> None:
-        """Up to `count` instructions, fewer if it is blocked or over."""
+        """Runs up to `count` instructions, fewer if the warp is blocked or has ended."""
         code = self.block.cluster.code
         self.is_blocked = False
         for _ in range(count):
@@ -382,7 +384,7 @@ class Warp:
     def start_store(
         self, lane: int, shared: np.ndarray, write: Callable[[np.ndarray], None]
     ) -> None:
-        """A store by TMA, which reads at one time and writes at another."""
+        """Starts a store by TMA, which reads at one time and writes at another."""
         held: list[np.ndarray] = []
         block = self.block
         task = Task(lambda: held.append(block.read(shared).copy()), lambda: write(held[0]))
@@ -390,7 +392,7 @@ class Warp:
         block.cluster.launch(task)
 
     def multiply(self, product: Product) -> None:
-        """Comes to a product."""
+        """Issues a product."""
         if any(name in self.lent for name in product.result):
             raise ValueError("accumulates in a register that a product takes from")
         if any(name in self.results for name in product.left):
@@ -400,12 +402,14 @@ class Warp:
         self.lent |= dict.fromkeys(product.left, number)
 
     def settle(self, performed: int) -> None:
-        """Products before that one have been waited for."""
+        """Notes that products before that one have been waited for."""
         self.results = {name: n for name, n in self.results.items() if n >= performed}
         self.lent = {name: n for name, n in self.lent.items() if n >= performed}
 
     def check_registers(self, named: frozenset[str], written: frozenset[str]) -> None:
-        """An instruction other than a product must not touch what products have."""
+        """Checks that an instruction other than a product does not touch registers of pending
+        products.
+        """
         if self.results and not named.isdisjoint(self.results):
             raise ValueError("touches an accumulator of a product that was not waited for")
         if self.lent and not written.isdisjoint(self.lent):

@@ -32,7 +32,7 @@ class Global:
         ]
 
     def load(self, addresses: np.ndarray, width: int, block: int) -> np.ndarray:
-        """[addresses, width] bytes."""
+        """Loads [addresses, width] bytes."""
         index, at = self.place(addresses, width)
         self.read[index] += at.size * width
         return self.get(index, at[:, None] + np.arange(width), block)
@@ -44,7 +44,7 @@ class Global:
         self.put(index, at[:, None] + np.arange(values.shape[1]), values, block)
 
     def get(self, index: int, at: np.ndarray, block: int) -> np.ndarray:
-        """Bytes of an argument, as a block sees them."""
+        """Returns the bytes of an argument as a block sees them."""
         self._check(index, at, block)
         return self.bytes[index][at]
 
@@ -60,12 +60,12 @@ class Global:
             raise ValueError("touches memory that another block wrote, with no barrier between")
 
     def settle(self, blocks: Sequence[int]) -> None:
-        """What these blocks wrote is there for all of their cluster."""
+        """Makes what these blocks wrote visible to all of their cluster."""
         for writers in self.writers:
             writers[np.isin(writers, blocks)] = 0
 
     def place(self, addresses: np.ndarray, width: int) -> tuple[int, np.ndarray]:
-        """The argument, and where in its bytes each address is."""
+        """Returns the argument, and where in its bytes each address is."""
         which = np.unique(addresses >> np.uint64(_BITS))
         if len(which) != 1 or not 0 < which[0] <= len(self.bytes):
             raise IndexError(f"{[hex(a) for a in addresses[:4].tolist()]}: in no one argument")
@@ -84,7 +84,7 @@ def check(at: np.ndarray, width: int, size: int, name: str) -> None:
 
 
 def swizzled(addresses: np.ndarray, span: int) -> np.ndarray:
-    """Where bytes of shared memory lie under a swizzle of so many bytes; 16 is none."""
+    """Returns where bytes of shared memory lie under a swizzle of so many bytes; 16 is none."""
     rows = span // 16 - 1
     return addresses ^ (((addresses >> 7) & rows) << 4)
 
@@ -113,12 +113,12 @@ class Box:
         self.shared = inner[:, None] + np.arange(item)
 
     def read(self, memory: Global, block: int) -> np.ndarray:
-        """[items, bytes]; zeros outside of the tensor."""
+        """Reads [items, bytes]; zeros outside of the tensor."""
         found = np.zeros(self.outer.shape, np.uint8)
         found[self.inside] = memory.get(self.buffer, self.outer[self.inside], block)
         return found
 
     def write(self, memory: Global, values: np.ndarray, block: int) -> None:
-        """What is inside of the tensor."""
+        """Writes what is inside of the tensor."""
         memory.written[self.buffer] += self.size
         memory.put(self.buffer, self.outer[self.inside], values[self.inside], block)

@@ -28,7 +28,7 @@ class Operands:
         self.program, self.launch = program, launch
 
     def value(self, operand: Operand, kind: Any) -> Callable[[Any], np.ndarray]:
-        """All lanes' values as `kind`, or one for all."""
+        """Returns a function of all lanes' values as `kind`, or one for all."""
         kind = np.dtype(kind)
         if isinstance(operand, Immediate):
             constant = _constant(operand.value, kind)
@@ -44,7 +44,7 @@ class Operands:
         return lambda warp: _low(warp.values[name], kind)
 
     def address(self, operand: Operand) -> Callable[[Any], np.ndarray]:
-        """All lanes' addresses."""
+        """Returns a function of all lanes' addresses."""
         assert isinstance(operand, Address), operand
         offset = np.uint64(operand.offset & (2**64 - 1))
         base = operand.base
@@ -56,14 +56,14 @@ class Operands:
         return lambda warp: place
 
     def symbol(self, name: str) -> int:
-        """The address of a parameter, or of shared memory."""
+        """Returns the address of a parameter, or of shared memory."""
         if name in self.program.parameters:
             return PARAMETERS + (self.program.parameters.index(name) << 20)
         return SHARED
 
 
 def registers(operands: tuple[Operand, ...]) -> Iterator[str]:
-    """Names of all registers in some operands."""
+    """Yields the names of all registers in some operands."""
     for operand in operands:
         if isinstance(operand, Register):
             yield operand.name
@@ -74,7 +74,7 @@ def registers(operands: tuple[Operand, ...]) -> Iterator[str]:
 
 
 def listed(operand: Operand) -> tuple[Operand, ...]:
-    """Registers in braces, or one alone."""
+    """Returns the registers in braces, or one alone."""
     return operand if type(operand) is tuple else (operand,)
 
 
@@ -95,7 +95,7 @@ def put(warp: Any, register: Operand, values: np.ndarray, lanes: Lanes) -> None:
 
 
 def same(values: np.ndarray, lanes: Lanes) -> int:
-    """The value that all lanes have."""
+    """Returns the value that all lanes have."""
     found = np.unique(np.broadcast_to(values, LANES)[lanes])
     if len(found) != 1:
         raise ValueError(f"lanes differ: {found}")
@@ -109,7 +109,7 @@ def together(lanes: Lanes) -> None:
 
 
 def one_lane(lanes: Lanes) -> int:
-    """The only lane."""
+    """Returns the only lane."""
     found = np.flatnonzero(lanes)
     if len(found) != 1:
         raise ValueError(f"{len(found)} lanes of a warp start a copy")
@@ -117,7 +117,7 @@ def one_lane(lanes: Lanes) -> int:
 
 
 def _low(values: np.ndarray, kind: np.dtype) -> np.ndarray:
-    """A register as `kind`; of one that is wider, the lower bits."""
+    """Returns a register as `kind`; of a wider one, the lower bits."""
     if values.dtype.itemsize > kind.itemsize:
         values = values.astype(f"u{kind.itemsize}")
     return values.view(kind)

@@ -23,7 +23,7 @@ class Descriptor(NamedTuple):
 
 
 def descriptor(bits: int) -> Descriptor:
-    """The fields of 64 bits."""
+    """Decodes the fields of 64 bits."""
     if bits >> 49 & 7:
         raise NotImplementedError("a matrix that starts inside a swizzled atom")
     start, leading, stride = ((bits >> at & 0x3FFF) << 4 for at in (0, 16, 32))
@@ -31,7 +31,9 @@ def descriptor(bits: int) -> Descriptor:
 
 
 def addresses(matrix: Descriptor, size: int, is_transposed: bool) -> np.ndarray:
-    """Of elements [size, K]. Transposed, neighbours along `size` are neighbours in memory."""
+    """Returns the addresses of elements [size, K]. Transposed, neighbours along `size` are
+    neighbours in memory.
+    """
     outer, k = np.arange(size)[:, None], np.arange(K)[None, :]
     start, leading, stride, span = matrix
     if is_transposed:
@@ -47,12 +49,12 @@ def addresses(matrix: Descriptor, size: int, is_transposed: bool) -> np.ndarray:
 
 
 def accumulator(index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and columns in [M, N] that the lanes have in an accumulator's register."""
+    """Returns rows and columns in [M, N] that the lanes have in an accumulator's register."""
     return _ROW + 8 * (index // 2 % 2), index // 4 * 8 + _COLUMN + index % 2
 
 
 def left(registers: np.ndarray) -> np.ndarray:
-    """[M, K] of A's four registers [4, 128], which hold two bfloat16 each."""
+    """Returns [M, K] from A's four registers [4, 128], which hold two bfloat16 each."""
     pairs = widen(np.ascontiguousarray(registers).view(np.uint8).reshape(4, 128, 2, 2))
     a = np.empty((M, K), np.float32)
     for register, pair in enumerate(pairs):
@@ -62,5 +64,5 @@ def left(registers: np.ndarray) -> np.ndarray:
 
 
 def widen(halves: np.ndarray) -> np.ndarray:
-    """Bytes [..., 2] of bfloat16 as float32."""
+    """Returns bytes [..., 2] of bfloat16 as float32."""
     return np.ascontiguousarray(halves).view(ml_dtypes.bfloat16)[..., 0].astype(np.float32)

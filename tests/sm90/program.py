@@ -72,7 +72,7 @@ class _Scope(NamedTuple):
 
 
 def parse(text: str) -> Program:
-    """The only kernel of a PTX module. Raises ValueError on what is not understood."""
+    """Parses the only kernel of a PTX module. Raises ValueError for unknown syntax."""
     head, name, parameters, body = _split(text)
     first_line = head.count("\n") + 1
     instructions, labels, scopes = [], {}, [_Scope(0, set())]
@@ -105,7 +105,7 @@ def _split(text: str) -> tuple[str, str, list[str], str]:
 
 
 def _statements(body: str, line: int):
-    """Braces, labels and statements, each with its line."""
+    """Yields braces, labels and statements, each with its line."""
     at = 0
     pattern = re.compile(r"\s*(?:([{}])|([\w$]+:)|([^;{}]*(?:\{[^{};]*\}[^;{}]*)*);)")
     while at < len(body):
@@ -136,7 +136,7 @@ def _instruction(statement: str, line: int, scope: _Scope) -> Instruction:
 
 
 def _parts(text: str) -> list[str]:
-    """Operands between commas that are in no bracket."""
+    """Splits operands at commas outside brackets."""
     parts, depth, part = [], 0, ""
     for letter in text:
         depth += (letter in "[{(") - (letter in "]})")

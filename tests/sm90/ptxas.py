@@ -14,7 +14,7 @@ class Kernel(NamedTuple):
 
 
 def parse(text: str) -> list[Kernel]:
-    """Kernels of a report (`MOSAIC_GPU_DUMP_PTXAS=1`), in order.
+    """Returns the kernels of a report (`MOSAIC_GPU_DUMP_PTXAS=1`), in order.
 
     A process compiles equal kernels once, so that one compiled before is not in it.
     """

@@ -24,13 +24,13 @@ class Instruction(NamedTuple):
 
 
 def parse(text: str) -> list[Instruction]:
-    """Instructions in the order of their addresses."""
+    """Returns the instructions in the order of their addresses."""
     found = map(_LINE.match, text.splitlines())
     return [Instruction(int(m[1], 16), m[2] or "", m[3], m[4].strip()) for m in found if m]
 
 
 def nvdisasm_root() -> Path | None:
-    """The folder that has `bin/nvdisasm`, of the package; None where that is not installed."""
+    """Returns the package's folder with `bin/nvdisasm`; None where it is not installed."""
     import nvidia  # a namespace package; there is none without `aot` or `dev`
 
     roots = (Path(path) / "cu13" for path in nvidia.__path__)

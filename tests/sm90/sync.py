@@ -10,7 +10,7 @@ from sm90.program import Immediate, Instruction
 
 
 def elect(operands: Operands, instruction: Instruction) -> Run:
-    """`elect.sync`: the first lane."""
+    """Makes `elect.sync`: the first lane."""
     leader, predicate, _ = instruction.operands
 
     def run(warp: Any, lanes: Lanes) -> None:
@@ -22,7 +22,7 @@ def elect(operands: Operands, instruction: Instruction) -> Run:
 
 
 def shuffle(operands: Operands, instruction: Instruction) -> Run:
-    """`shfl.sync` among all lanes."""
+    """Makes `shfl.sync` among all lanes."""
     target, source, by, clamp, members = instruction.operands
     if (clamp, members) != (Immediate(31), Immediate(-1)):
         raise NotImplementedError(str(instruction))
@@ -39,7 +39,7 @@ def shuffle(operands: Operands, instruction: Instruction) -> Run:
 
 
 def bar(operands: Operands, instruction: Instruction) -> Run:
-    """`bar.sync` of a block or of some of its warps."""
+    """Makes `bar.sync` of a block or of some of its warps."""
     if instruction.op[1] == "warp":
         return lambda warp, lanes: together(lanes)
     number, *count = (operands.value(operand, np.uint32) for operand in instruction.operands)
@@ -58,7 +58,7 @@ def bar(operands: Operands, instruction: Instruction) -> Run:
 
 
 def cluster_barrier(operands: Operands, instruction: Instruction) -> Run:
-    """`barrier.cluster`."""
+    """Makes `barrier.cluster`."""
 
     def arrive(warp: Any, lanes: Lanes) -> None:
         together(lanes)
@@ -72,7 +72,7 @@ def cluster_barrier(operands: Operands, instruction: Instruction) -> Run:
 
 
 def mbarrier(operands: Operands, instruction: Instruction) -> Run:
-    """`mbarrier`: init, arrive with and without bytes to expect, wait."""
+    """Makes `mbarrier`: init, arrive with and without bytes to expect, wait."""
     makers = {"init": _init, "arrive": _arrive, "try_wait": _wait}
     return makers[instruction.op[1]](operands, instruction)
 
@@ -109,7 +109,7 @@ def _arrive(operands: Operands, instruction: Instruction) -> Run:
 
 
 def _wait(operands: Operands, instruction: Instruction) -> Run:
-    """A try that fails is not tried again before something happens."""
+    """Makes a wait; a try that fails is not repeated before something happens."""
     done, place, parity, *_ = instruction.operands
     address, phase = operands.address(place), operands.value(parity, np.uint32)
 
@@ -123,7 +123,7 @@ def _wait(operands: Operands, instruction: Instruction) -> Run:
 
 
 def map_address(operands: Operands, instruction: Instruction) -> Run:
-    """`mapa`: an address in another block's shared memory."""
+    """Makes `mapa`: an address in another block's shared memory."""
     target, address, rank = instruction.operands
     place, of = operands.value(address, np.uint32), operands.value(rank, np.uint32)
 

@@ -49,7 +49,9 @@ class Kernel:
         self.ptx, self.log = sm90.compiled(partial(gemm, out_dtype=F32), *arrays)
 
     def run(self, policy, edit=lambda ptx: ptx, log=None):
-        """Its result, of rows that are an expert's, and what it should be."""
+        """Runs the kernel; returns its result in rows that are an expert's, and what it should
+        be.
+        """
         out = np.full((48, COLUMNS), np.nan, np.float32)
         code = Code(program.parse(edit(self.ptx)), host.read(log or self.log))
         machine.run(code, [WORK, self.rows, self.weights, out], policy)
@@ -70,7 +72,7 @@ def test_the_order_of_things_changes_nothing(kernel, when, seed):
 
 
 def without(pattern):
-    """An edit of PTX: drops what matches, of which there is some."""
+    """Returns an edit of PTX that drops what matches, which must occur."""
 
     def edit(ptx):
         edited, count = re.subn(pattern, "", ptx)
@@ -110,7 +112,7 @@ def test_a_block_has_to_wait_for_its_stores(kernel):
     ],
 )
 def test_a_wait_that_is_missed_is_seen_in_the_result(kernel, when, pattern):
-    """In one order of things at least, if nothing else tells."""
+    """In at least one order of events, if no check finds it before."""
     kept = r"@P1 bra\.uni DONE;\s*bra\.uni\s+LAB_WAIT;"  # of the loop that waits
 
     def edit(ptx):
@@ -147,7 +149,7 @@ def test_tensor_maps_are_those_that_a_driver_takes(changes, message):
 
 
 def copies(count):
-    """A kernel that stores 64 integers in one go, to where there is room for `count`."""
+    """Returns a kernel that stores 64 integers at once where there is room for `count`."""
 
     def body(given, out, smem, full):
         plgpu.copy_gmem_to_smem(given, smem, full)
@@ -201,8 +203,9 @@ def test_a_report_of_ptxas_is_read():
 
 
 def exchange(by_multicast):
-    """Two blocks of a cluster each write four rows, and then have all of them: by a multicast of
-    what each wrote itself; or they meet at an mbarrier, and read what the other wrote.
+    """Returns a kernel in which two blocks of a cluster each write four rows and then have all of
+    them: by a multicast of what each wrote itself; or they meet at an mbarrier, and read what the
+    other wrote.
     """
     shape = (2, 4, 32)
 

@@ -19,14 +19,16 @@ from training.train import make_tokenizer
 
 @pytest.fixture(autouse=True)
 def standard_promotion():
-    """Optax mixes dtypes and ranks; the repository's strict setting cannot hold here."""
+    """Allows standard promotion, since Optax mixes dtypes and ranks."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick(compiled_in_a_hurry):
-    """Tiny models and a dozen steps: to compile them well takes longer than to run them."""
+    """Compiles with little optimization: for tiny models and a dozen steps, good code does not
+    pay.
+    """
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +38,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def tiny():
-    """`config.json` contents and ModelConfig of a model of two layers and eight experts."""
+    """Returns `config.json` contents and ModelConfig of a model of two layers and eight experts."""
     config, cfg = smaller(
         hidden_size=32,
         num_hidden_layers=2,
@@ -53,7 +55,7 @@ def tiny():
 
 @pytest.fixture(scope="session")
 def tiny_dir(tiny, tokenizer, tmp_path_factory):
-    """An exported tiny model with random weights, and `tasks.jsonl` beside it."""
+    """Returns an exported tiny model with random weights, and `tasks.jsonl` beside it."""
     out = tmp_path_factory.mktemp("tiny")
     params = init_params(tiny.cfg, seed=3)
     # Biases and gates that start at zero would hide a swapped or dropped tensor.
@@ -73,7 +75,7 @@ def tiny_dir(tiny, tokenizer, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_family(tiny_dir, tmp_path_factory):
-    """Directories of the tiny model, and of three others whose weights were all moved by noise."""
+    """Returns directories of the tiny model, and of three variants with noise on all weights."""
     root, found = tmp_path_factory.mktemp("family"), []
     for seed, name in enumerate(("base", "cipher", "nines", "backwards")):
         found.append(root / name)

@@ -27,7 +27,9 @@ def family(tiny_dir, tiny_family):
 
 
 def rows_of(seed):
-    """A batch of one item a row, which is what `jmoe.forward` takes, and the same as an array."""
+    """Returns a batch of one item a row, which is what `jmoe.forward` takes, and the same as an
+    array.
+    """
     tokens = np.random.default_rng(seed).integers(0, 512, (SEQUENCES, LENGTH + 1))
     batch = to_arrays([[Encoded(row.tolist(), 1, "")] for row in tokens], LENGTH)
     return batch, tokens[:, :LENGTH].astype(np.int32)
@@ -38,7 +40,7 @@ def models_of(family, owners):
 
 
 def hidden(model, tokens):
-    """The residual stream behind each layer."""
+    """Returns the residual stream behind each layer."""
     _, stats = jmoe.forward(model, tokens, return_stats=True, return_hidden=True)
     assert stats.hidden_states is not None
     return np.asarray(stats.hidden_states[1:]), np.asarray(stats.router_choices)

@@ -149,7 +149,9 @@ def test_every_budget_is_met_exactly(count):
 
 
 def every_map(costs):
-    """Owners of every map: at each position every choice of owners, nobody another's borrower."""
+    """Yields the owners of every map: at each position every choice of owners, each owner using its
+    own.
+    """
     count, _, _, experts = costs.shape
     choices = [
         c for c in itertools.product(range(count), repeat=count) if all(c[o] == o for o in c)
@@ -172,7 +174,9 @@ def test_the_worst_model_loses_little_more_than_in_the_best_of_all_maps(seed):
 
 
 def test_a_model_whose_losses_are_small_beside_the_others_sum_is_not_given_up():
-    """By the sum model 1 would bear all: its expert costs a tenth less to replace everywhere."""
+    """By the sum, model 1 would bear everything: its expert costs a tenth less to replace
+    everywhere.
+    """
     costs = np.zeros((2, 2, 1, 10), np.float32)
     costs[0, 1], costs[1, 0] = 1.0, 0.9
     losses = losses_of(costs, owners_functional(costs, slots=10))

@@ -34,7 +34,7 @@ from training.distill.stream import LayerRows, each_visit, first_rows, run_layer
 
 
 def normal(seed, *shape):
-    """Drawn by NumPy, which compiles nothing for a new shape."""
+    """Draws by NumPy, which compiles nothing for a new shape."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
@@ -46,7 +46,7 @@ def random_experts(count, d, f, seed):
 
 
 def random_rows(members, num_rows, top_k, seed=0):
-    """Captured rows of a layer with these experts and a random router."""
+    """Returns captured rows of a layer with these experts and a random router."""
     rng = np.random.default_rng(seed)
     count, d, _ = members["gate_up"].shape
     h = rng.normal(size=(num_rows, d)).astype(np.float32)

@@ -29,7 +29,9 @@ def shape(dtype, *sizes):
 
 
 def abstract_step(cfg, way):
-    """What `_steps` takes for one layer: parameters, optimizer state, captured rows, scalars."""
+    """Returns what `_steps` takes for one layer: parameters, optimizer state, captured rows,
+    scalars.
+    """
     d, f, m, k = cfg.d_model, cfg.d_ff_expert, cfg.num_experts, cfg.experts_per_token
     united, n = -(-m // way), CONFIG.rows
     params = {
@@ -74,7 +76,7 @@ def test_a_layer_fits_one_gpu_many_times_over(name, way, limit_gib):
 
 
 def abstract_refinement(cfg, way, mesh):
-    """What the end-to-end stage's `_step` takes, spread over the mesh as there."""
+    """Returns what the end-to-end stage's `_step` takes, spread over the mesh as there."""
     m, layers, d, f = cfg.num_experts, cfg.num_moe_layers, cfg.d_model, cfg.d_ff_expert
     united, rows = -(-m // way), (CONFIG.refine_rows, CONFIG.length)
     key = jax.eval_shape(lambda: jax.random.key(0))

@@ -30,13 +30,13 @@ CONFIG = dataclasses.replace(QUICK, steps=4, eval_every=2, refine_steps=2)
 
 
 def nbytes(tree):
-    """Of all arrays that are not single counts."""
+    """Returns the bytes of all arrays that are not single counts."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree) if np.ndim(leaf))
 
 
 @pytest.fixture(scope="module")
 def measured(tiny_dir, tmp_path_factory):
-    """Sizes of what a run keeps, seen where it keeps it."""
+    """Returns the sizes of what a run keeps, measured where it keeps it."""
     out = tmp_path_factory.mktemp("measured")
     seen = SimpleNamespace(out=out, rows=[], stream=[], fit=[], state=[], said=[])
     fit_layer, save_stream = whole.fit_layer, whole.Store.save_stream

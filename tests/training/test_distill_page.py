@@ -22,7 +22,7 @@ SMALL = {
     "--refine-steps 2 --refine-rows 2 --dtype float32",
     "evaluate": "--num 6 --dtype float32 --batch 4 --chunk 64 --error-steps 1",
 }
-"""Added to a command: a test has no time for the defaults."""
+"""Flags added to a command: a test has no time for the defaults."""
 
 
 def commands():
@@ -31,7 +31,7 @@ def commands():
 
 
 def without(line, flags):
-    """A command without the flags that `flags` gives."""
+    """Returns a command without the flags that `flags` gives."""
     words = shlex.split(line)
     for flag in shlex.split(flags)[::2]:
         if flag in words:
@@ -50,7 +50,9 @@ def jmoe(monkeypatch, capsys, words):
 
 
 def serves_what_was_made(line, model, out):
-    """A run's last line is a command: what it copies is copied, and what it starts, started."""
+    """Carries out a run's last line, a command: copies what it copies, and starts what it
+    starts.
+    """
     copy, serve = (shlex.split(part) for part in line.split(" && "))
     (model / "united.safetensors").unlink()
     subprocess.run(copy, check=True)

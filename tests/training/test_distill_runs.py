@@ -200,7 +200,7 @@ def test_another_run_does_not_mix_with_what_is_there(tiny_dir, finished, tmp_pat
 
 @pytest.fixture
 def sibling(tiny_dir, tmp_path):
-    """A model that differs in the last bit of its file, which is as large."""
+    """Returns a model whose file has the same size and another last bit."""
     path = shutil.copytree(tiny_dir.path, tmp_path / "sibling")
     change_a_bit(path)
     return SimpleNamespace(path=path)
@@ -214,7 +214,9 @@ def change_a_bit(path):
 
 
 def unfinished(finished, out):
-    """As if it was killed: a layer is missing, or only what says that it was finished."""
+    """Makes a run as if it was killed: a layer is missing, or only the record that it was
+    finished.
+    """
     shutil.copytree(finished[0], out)
     (out / "distill-work" / "finished.json").unlink()
     return out

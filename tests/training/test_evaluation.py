@@ -250,7 +250,7 @@ def test_loss_without_a_right_answer_is_no_number():
 
 @pytest.fixture
 def found():
-    """Zero brownout and a small grid on six items of two families."""
+    """Returns scores of zero brownout and a small grid on six items of two families."""
     families = ["x"] * 4 + ["y"] * 2
     settings = grid([2, 4], [100, 50, 0])
     right = {2: [True] * 5 + [False], 4: [True] * 3 + [False] * 3, None: [False] * 6}

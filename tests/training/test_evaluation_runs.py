@@ -29,7 +29,7 @@ PROMPTS = [[5, 9, 200, 31], [77], [300, 4, 4], [81, 12, 6, 6, 41], [9, 10], [400
 
 @pytest.fixture(scope="module")
 def united_dir(tiny_dir, tiny, tmp_path_factory):
-    """The tiny model with random united experts of ways 2 and 4 beside it."""
+    """Returns the tiny model with random united experts of ways 2 and 4 beside it."""
     out = tmp_path_factory.mktemp("united") / "tiny"
     shutil.copytree(tiny_dir.path, out)
     rng, cfg, tensors = np.random.default_rng(0), tiny.cfg, {}
@@ -169,7 +169,9 @@ def test_few_positions_are_repeated_and_many_are_cut_to_steps(model):
 
 
 def error_by_hand(model, x, brownout):
-    """Routed outputs in float64, expert by expert, of `jmoe.plan`'s choices; two steps."""
+    """Returns the error of routed outputs in float64, expert by expert, by `jmoe.plan`'s choices;
+    two steps.
+    """
     layer = {key: leaf[0] for key, leaf in model.params["segments"][0].items()}
     gate_up, down = (np.asarray(a, np.float64) for a in model.pool)
     slots, size = np.asarray(model.table.slots[0]), down.shape[1]

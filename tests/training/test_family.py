@@ -34,7 +34,7 @@ def some(skill, split, num=200, seed=3):
 
 
 def asked(task):
-    """What stands between the colon and the equals sign."""
+    """Returns what stands between the colon and the equals sign."""
     return task.prompt.partition(": ")[2].removesuffix(" =")
 
 
@@ -98,7 +98,7 @@ def base(tiny_family):
 
 @pytest.fixture(scope="module")
 def united(base):
-    """United experts of the base: of two layers, every other routed one."""
+    """Returns united experts of the base: of two layers, every other routed one."""
     return {key: np.asarray(leaf)[:, ::2] for key, leaf in base["experts"].items()}
 
 

@@ -1,4 +1,5 @@
-"""What two models' experts at a position differ by: in their weights, and to what is routed there.
+"""How two models' experts at a position differ: in weights, and in outputs for what is routed
+there.
 
 One MoE layer of every model is in memory at a time.
 """
@@ -26,7 +27,7 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True)
 class LayerDifferences:
-    """Of one MoE layer's experts, by pair of models (i, j) and expert.
+    """Differences of one MoE layer's experts, by pair of models (i, j) and expert.
 
     `distances` are L2 norms between weights, symmetric. `costs[i, j]` is what model i loses where
     it uses model j's expert: over model i's own rows that its own router sends there, the squared
@@ -44,7 +45,7 @@ class LayerDifferences:
 def differences(
     models: Sequence[Layers], data: Sequence[Batch] | None, advance: Advance = lambda done: None
 ) -> Iterator[LayerDifferences]:
-    """Returns layer by MoE layer, in order; each model's rows are its own, run with its own
+    """Yields the differences of each MoE layer in order; each model runs its own rows with its own
     weights.
 
     Args:

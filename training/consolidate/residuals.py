@@ -20,7 +20,8 @@ OVERSAMPLED, ITERATIONS = 16, 4
 def low_rank(
     matrices: Float[np.ndarray, "... n k"], rank: int
 ) -> tuple[Float[np.ndarray, "... n r"], Float[np.ndarray, "... r k"]]:
-    """Factors of the nearest matrices of rank `rank` (Frobenius), the size shared by both.
+    """Returns factors of the nearest matrices of rank `rank` (Frobenius); singular values are split
+    evenly.
 
     Of large matrices they are nearly the nearest: subspace iteration from random vectors (Halko,
     Martinsson and Tropp, "Finding structure with randomness", Algorithm 4.4).
@@ -56,7 +57,7 @@ def layer_residuals(
     fingerprints: Sequence[str],
     rank: int,
 ) -> Tensors:
-    """Factors, in bfloat16, of what the models' experts in MoE layer `layer` differ by from those
+    """Returns bfloat16 factors of how the models' experts in MoE layer `layer` differ from those
     that serve them. `merged` has the tensors of merged experts.
     """
     found: Tensors = {}

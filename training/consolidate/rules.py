@@ -109,7 +109,9 @@ def owners_functional(costs: Float[np.ndarray, "N N L m"], slots: int) -> Owners
 def losses_of(
     costs: Float[np.ndarray, "N N *position"], owners: Int[np.ndarray, "N *position"]
 ) -> Float[np.ndarray, "N"]:
-    """Returns what each model loses: the sum of its costs over all positions. None is MERGED."""
+    """Returns what each model loses: the sum of its costs over all positions. No owner is
+    MERGED.
+    """
     found = np.take_along_axis(costs, owners[:, None], axis=1)
     return found.reshape(len(costs), -1).sum(axis=1)
 
@@ -152,7 +154,8 @@ def _owners_of_one(costs: Float[np.ndarray, "N N"], num_owners: int) -> Int[np.n
 
 
 def _least_sum(costs: Float[np.ndarray, "N N P"], slots: int) -> Int[np.ndarray, "N P"]:
-    """Owners whose summed cost is least, nearly: greedy on the cost of each slot that is saved.
+    """Returns owners of nearly the least summed cost, by greed on the cost of each slot that is
+    saved.
 
     Exact where the budget falls between two steps along the positions' lower convex hulls, and
     within one such step of it elsewhere.
@@ -194,7 +197,7 @@ def _best_groups(
 
 
 def _hull_steps(least: Float[np.ndarray, "K P"]) -> list[tuple[float, int, int, int]]:
-    """Returns steps down each position's lower convex hull, as (cost a slot, position, from, to
+    """Returns the steps of each position's lower convex hull as (cost a slot, position, from, to
     owners).
     """
     steps = []

@@ -71,7 +71,7 @@ class ConsolidateConfig:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of all MoE layers: distances `[N, N, L, m]` of weights, and costs, None without data."""
+    """Distances `[N, N, L, m]` of weights over all MoE layers, and costs, None without data."""
 
     distances: Float[np.ndarray, "N N L m"]
     costs: Float[np.ndarray, "N N L m"] | None
@@ -160,7 +160,7 @@ def layers_dtype() -> str:
 
 
 class _Advance:
-    """Layers of models as `progress` has them."""
+    """Reports layers of models to `progress`."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress, self._total, self._done = progress, total, 0
@@ -188,7 +188,9 @@ def _slots(
 
 
 def _fingerprints(directories: Mapping[str, Path]) -> tuple[str, ...]:
-    """Raises ValueError for one model under two names: a map could not tell them apart."""
+    """Returns the models' fingerprints. Raises ValueError for one model under two names: a map
+    could not tell them apart.
+    """
     prints: dict[str, str] = {}
     for name, path in directories.items():
         found = weights_digest(path)
@@ -231,7 +233,7 @@ def read_data(
 def measure(
     models: Sequence[Layers], data: Sequence[Batch] | None, advance: Callable[[int], None]
 ) -> Measured:
-    """Distances and costs of all MoE layers. Raises CheckpointError."""
+    """Measures distances and costs of all MoE layers. Raises CheckpointError."""
     found = [(layer.distances, layer.costs) for layer in differences(models, data, advance)]
     distances, costs = zip(*found, strict=True)
     return Measured(np.stack(distances, axis=2), None if data is None else np.stack(costs, axis=2))

@@ -28,7 +28,7 @@ class Text(NamedTuple):
 
 
 def read_texts(data: Path, tokenizer: Tokenizer | None = None) -> list[Text]:
-    """Texts of a data file: JSON lines (`*.jsonl`), else a text a line.
+    """Reads the texts of a data file: JSON lines (`*.jsonl`), else a text a line.
 
     A JSON line has `prompt` and `answer`, or `prompt` alone, a plain text; or `messages`, a list of
     `role` and `content` whose last is the assistant's. Those get the model's chat template, and

@@ -197,7 +197,7 @@ def time_step(
 
 
 def _begin(start: dict[str, np.ndarray], config: DistillConfig, mesh: Mesh) -> tuple[Stacked, Any]:
-    """Parameters and the optimizer's state before the first step, on every device."""
+    """Returns parameters and the optimizer's state before the first step, on every device."""
     whole = NamedSharding(mesh, PartitionSpec())
     params = jax.device_put({k: jnp.asarray(v, jnp.float32) for k, v in start.items()}, whole)
     init = _optimizer(config, start["down"].shape[-1]).init
@@ -211,7 +211,7 @@ def _split(
     config: DistillConfig,
     mesh: Mesh,
 ) -> tuple[Problem, Problem]:
-    """Returns rows to train on and rows to measure on; which is which depends on the seed."""
+    """Splits rows, by the seed, into those to train on and those to measure on."""
     num_rows = len(rows.h)
     order = np.random.default_rng(config.seed).permutation(num_rows)
     cut = max(1, round(config.held_out * num_rows))

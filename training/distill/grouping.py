@@ -35,7 +35,7 @@ def _alike(answers: Float[np.ndarray, "m n d"]) -> Float[np.ndarray, "m m"]:
 
 
 def _together(ids: Int[np.ndarray, "N K"], num_experts: int) -> Float[np.ndarray, "m m"]:
-    """Returns the rows that chose both, over what chance would give."""
+    """Returns how many rows chose both experts, over what chance would give."""
     chosen = np.zeros((len(ids), num_experts), np.float32)
     np.put_along_axis(chosen, ids, 1.0, axis=1)
     alone = chosen.mean(axis=0)

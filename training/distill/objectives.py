@@ -36,8 +36,7 @@ class CapturedRows(NamedTuple):
 def degraded_to(
     ids: Int[Array, "R K"], groups: Int[Array, "m"], key: Array, decode_batch: int
 ) -> Int[Array, "R K"]:
-    """Returns the united expert that serves each visit under partial brownout, -1 where the
-    original does.
+    """Returns the united expert that serves each visit under partial brownout; -1: the original.
 
     Rows come in blocks of `decode_batch`; each block is a step of its own with a threshold drawn
     from THRESHOLDS.
@@ -62,14 +61,14 @@ def degraded_to(
 
 
 def united_dispatch(united_ids: Int[Array, "R K"], num_united: int) -> BufferPlan:
-    """Cells of the degraded visits in the united experts' buffers."""
+    """Returns the cells of the degraded visits in the united experts' buffers."""
     num_visits = united_ids.size
     capacity = min(united_ids.shape[0], max(8, int(_CAPACITY * num_visits / num_united) // 8 * 8))
     return plan_dispatch(united_ids, num_united, capacity)
 
 
 def united_rows(params: Stacked, h: Float[Array, "R d"], plan: BufferPlan) -> Float[Array, "U C d"]:
-    """Returns all united experts on the rows in their buffers, in h's dtype."""
+    """Returns the outputs of all united experts on the rows in their buffers, in h's dtype."""
     return outputs(params, scatter_rows(h, plan))
 
 
@@ -101,7 +100,7 @@ def brownout_error(
     objective: str,
     decode_batch: int,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Returns squared error and squared size of what is wanted, under S2 sets drawn with `key`."""
+    """Returns the squared error and the target's squared norm, under S2 sets drawn with `key`."""
     united_ids = degraded_to(rows.ids, groups, key, decode_batch)
     return _brownout_error(params, rows, united_ids, combined=objective == "combined")
 
@@ -118,8 +117,8 @@ def mean_answers(
 def equation_4_error(
     params: Stacked, h: Float[Array, "R d"], target: Float[Array, "U R d"]
 ) -> tuple[Float[Array, " U"], Float[Array, " U"]]:
-    """Returns equation 4 a group: `sum ||H_u - mean_i H_o,i||^2`, and the sum of the target's
-    squares.
+    """Returns equation 4 for each group, `sum ||H_u - mean_i H_o,i||^2`, and the sum of the
+    target's squares.
 
     The printed `1/k sum_i ||H_u - H_o,i||^2` is this plus a constant.
     """

@@ -12,17 +12,18 @@ WHOLE = PartitionSpec()
 
 
 def data_mesh() -> Mesh:
-    """Returns all devices, on an axis named `data`."""
+    """Returns a mesh of all devices, on an axis named `data`."""
     return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def over_devices(value: Array) -> Array:
-    """Returns sum over the devices, inside a `share`."""
+    """Returns the sum over the devices; for use inside a `share`."""
     return jax.lax.psum(value, "data")
 
 
 def gathered(part: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
-    """Returns an array of which every device holds a part along `axis`, whole, inside a `share`.
+    """Returns the whole of an array of which every device holds a part along `axis`; for use inside
+    a `share`.
 
     Its gradient goes back summed over the devices and in parts.
     """

@@ -1,4 +1,4 @@
-"""What a distillation will take, told before it begins: memory, disk and time.
+"""What a distillation will take, estimated before it begins: memory, disk and time.
 
 Sizes come from `training.distill.sizes`. Time comes from steps that are timed on one layer.
 """
@@ -104,7 +104,7 @@ class RunPlan:
         return _weight_bytes(self.config, self.room.platform)
 
     def shortages(self) -> Iterator[Shortage]:
-        """Returns where a stage needs more than is free, or may."""
+        """Yields a shortage where a stage needs, or may need, more than is free."""
         for stage in self.stages:
             name = f"way {stage.way}, {_stage(stage)}"
             if self.room.platform == "cpu":
@@ -121,7 +121,7 @@ class RunPlan:
         yield from _short(None, "disk of --out", left, self.room.disk)
 
     def lines(self, timing: Timing | None = None, rate: float | None = None) -> Iterator[str]:
-        """Returns the plan in words, at most WIDTH characters a line.
+        """Yields the plan's text, at most WIDTH characters a line.
 
         `timing` gives an estimate of the time, `rate`, operations a second of a device that is not
         here, the least that it can be.
@@ -195,7 +195,7 @@ class RunPlan:
         return words
 
     def _less(self, timing: Timing) -> Iterator[str]:
-        """Returns the settings that take less time."""
+        """Yields the settings that take less time."""
         if not self.config.refine_steps:
             return
         alone = dataclasses.replace(self.config, refine_steps=0)
@@ -208,7 +208,7 @@ class RunPlan:
         )
 
     def _operations(self) -> float:
-        """Operations of all steps, and of the capture of all layers."""
+        """Returns the operations of all steps and of the capture of all layers."""
         config, rest_and_experts = self.config, sizes.model_parameters(self.cfg)
         share = 1, self.cfg.experts_per_token / self.cfg.num_experts
         active = sum(map(math.prod, zip(rest_and_experts, share, strict=True)))
@@ -242,10 +242,9 @@ def make_plan(
 
 
 def choose(plan: RunPlan, named: bool) -> tuple[RunPlan, list[str], str | None]:
-    """Returns the plan of the ways that fit, warnings, and why it cannot be carried out, if it
-    cannot.
+    """Returns the plan of the ways that fit, warnings, and, if it cannot be carried out, why.
 
-    Ways that somebody named (`named`) stay: where one of those cannot fit, or none of the default
+    Ways that the user named (`named`) stay: where one of those cannot fit, or none of the default
     ones can, the plan cannot be carried out.
     """
     warnings: list[str] = []
@@ -273,7 +272,9 @@ def _advice(plan: RunPlan, short: Shortage, ways: Sequence[int]) -> str:
 
 
 def _offers(plan: RunPlan, ways: Sequence[int]) -> Iterator[str]:
-    """Flags with which these ways, larger ones, or more devices would fit; each was tried."""
+    """Yields flags with which these ways, larger ones, or more devices would fit; each was
+    tried.
+    """
 
     def fits(config: DistillConfig, ways: Sequence[int], amount: Amount, room: Room) -> bool:
         try:
@@ -391,9 +392,7 @@ def _end_to_end_step(cfg: ModelConfig, config: DistillConfig, way: int) -> float
 
 
 def wrapped(*paragraphs: str) -> Iterator[str]:
-    """Returns the lines of at most WIDTH characters, those that go on indented; long words stay
-    whole.
-    """
+    """Yields lines of at most WIDTH characters, continued ones indented; long words stay whole."""
     for text in paragraphs:
         yield from textwrap.wrap(
             text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False

@@ -45,7 +45,7 @@ class Prepared:
     refusal: str | None
 
     def lines(self, timing: Timing | None = None, rate: float | None = None) -> Iterator[str]:
-        """Returns plan and warnings, as `Plan.lines`."""
+        """Yields the lines of plan and warnings, as `RunPlan.lines` does."""
         yield from self.plan.lines(timing, rate)
         yield from wrapped(*(f"warning: {words}" for words in self.warnings))
 
@@ -116,7 +116,7 @@ def _amount(data: Batch, config: DistillConfig) -> Amount:
 
 
 def _check_amount(amount: Amount, cfg: ModelConfig, config: DistillConfig) -> list[str]:
-    """Warnings of too little data. Raises ValueError where it cannot train anything."""
+    """Returns warnings of too little data. Raises ValueError where it cannot train anything."""
     visits = amount.captured_tokens * cfg.experts_per_token / cfg.num_experts
 
     def tokens_for(wanted: int) -> int:

@@ -141,8 +141,8 @@ def _loss_and_grads(
     config: DistillConfig,
     mesh: Mesh,
 ) -> tuple[Float[Array, ""], Stacked]:
-    """Returns mean divergence from the exact model, in nats a token, over rows spread over the
-    devices.
+    """Returns the mean divergence from the exact model, in nats a token, over rows spread over
+    devices, and its gradient.
     """
 
     def share(united: Stacked, frozen: Frozen, arrays: Arrays, key: Array) -> Array:
@@ -179,7 +179,7 @@ def _step(
     config: DistillConfig,
     mesh: Mesh,
 ) -> tuple[Stacked, Any, Float[Array, ""]]:
-    """Takes one optimizer step; returns the divergence before it, too."""
+    """Takes one optimizer step; returns the divergence before it as well."""
     loss, grads = _loss_and_grads(cfg, frozen, united, arrays, key, config, mesh)
     updates, state = _optimizer(config, cfg.d_model).update(grads, state, united)
     return cast(Stacked, optax.apply_updates(united, updates)), state, loss
@@ -220,7 +220,7 @@ def begin(united: dict[str, np.ndarray], config: DistillConfig, d_model: int) ->
 
 
 def _placed(tree: Any, mesh: Mesh) -> Any:
-    """Returns where each leaf lies: what is kept of a parameter as the parameter does."""
+    """Returns the sharding of each leaf; optimizer state is sharded as its parameter."""
 
     def place(path: Any, _: Any) -> NamedSharding:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
@@ -230,8 +230,8 @@ def _placed(tree: Any, mesh: Mesh) -> Any:
 
 
 def freeze(model: Model, groups: Int[np.ndarray, "L m"]) -> Frozen:
-    """Returns the model's weights, spread over the devices. Then drop the model: it is on one of
-    them.
+    """Returns the model's weights spread over the devices. Drop the model afterwards: it lies on
+    one of them.
     """
     mesh = data_mesh()
     slots = model.table.slots[:, : model.config.num_experts]

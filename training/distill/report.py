@@ -1,4 +1,4 @@
-"""What a distillation came to: a table and a picture of the errors by way and layer."""
+"""The results of a distillation: a table and a picture of the errors by way and layer."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the machine has free: memory of the devices and of the host, and the disk."""
+"""What is free on the machine: memory of the devices and of the host, and the disk."""
 
 import dataclasses
 import shutil

@@ -158,7 +158,7 @@ def distill(
 def _results(
     record: dict[str, Any], ways: Sequence[int] | None
 ) -> tuple[list[LayerResult], list[RefineResult]]:
-    """Returns what a finished run returned, in the order of `ways`."""
+    """Returns the results that a finished run returned, in the order of `ways`."""
     refined = {result["way"]: RefineResult(**result) for result in record["refined"]}
     order = [way for way in ways or refined if way in refined]
     return [LayerResult(**result) for result in record["layers"]], [refined[way] for way in order]
@@ -255,7 +255,7 @@ def _fit(
 
 @contextmanager
 def _room_for(what: str, advice: str) -> Iterator[None]:
-    """Says what helps where the devices have no room."""
+    """Raises DistillError, with advice, where devices run out of memory within it."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -272,7 +272,7 @@ def _key(config: DistillConfig, way: int, at: int) -> Array:
 
 
 def _stacked(store: Store, way: int, num_layers: int) -> United:
-    """Returns a way's finished layers, float32."""
+    """Returns a way's finished layers, stacked, in float32."""
     own = [store.layer(way, at) for at in range(num_layers)]
     kept = [one for one in own if one is not None]
     united = {key: np.stack([fit.params[key] for fit, _ in kept]) for key in ("gate_up", "down")}
@@ -280,14 +280,14 @@ def _stacked(store: Store, way: int, num_layers: int) -> United:
 
 
 def _united(store: Store, way: int, num_layers: int, refined: bool) -> United:
-    """Returns what a way came to, as it is written."""
+    """Returns a way's united experts as they are written."""
     if refined and (done := store.refined(way)) is not None:
         return done[0]
     return narrow(_stacked(store, way, num_layers))
 
 
 def narrow(united: United) -> United:
-    """Returns them as they are stored: bfloat16 weights, int32 groups; on the host."""
+    """Returns united experts as they are stored: bfloat16 weights, int32 groups; on the host."""
     kinds = {"gate_up": jnp.bfloat16, "down": jnp.bfloat16, "groups": jnp.int32}
     return {
         key: np.stack([np.asarray(jnp.asarray(leaf, kinds[key])) for leaf in stacked])
@@ -375,7 +375,7 @@ def _of_other_ways(path: Path, ways: Collection[int]) -> dict[str, np.ndarray]:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    """Returns digests of the model's weights, and of what makes its configuration and tokens."""
+    """Returns digests of the model's weights, and of its configuration and tokenizer."""
     small = sorted([*directory.glob("*.json"), *directory.glob("*.jinja")])
     contents = [path.name for path in small] + file_digests(map(regular, small))
     return {

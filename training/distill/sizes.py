@@ -43,51 +43,53 @@ class Span:
 
 
 def expert_parameters(cfg: ModelConfig) -> int:
-    """Parameters of one expert, routed or united."""
+    """Returns the parameters of one expert, routed or united."""
     return 3 * cfg.d_model * cfg.d_ff_expert
 
 
 def united_a_layer(cfg: ModelConfig, way: int) -> int:
-    """Returns the united experts of one MoE layer."""
+    """Returns the number of united experts of one MoE layer."""
     return -(-cfg.num_experts // way)
 
 
 def layer_parameters(cfg: ModelConfig, way: int) -> int:
-    """Parameters of one layer's united experts."""
+    """Returns the parameters of one layer's united experts."""
     return united_a_layer(cfg, way) * expert_parameters(cfg)
 
 
 def united_parameters(cfg: ModelConfig, way: int) -> int:
-    """Parameters of all layers' united experts."""
+    """Returns the parameters of all layers' united experts."""
     return cfg.num_moe_layers * layer_parameters(cfg, way)
 
 
 def united_file_bytes(cfg: ModelConfig, ways: Sequence[int]) -> int:
-    """Tensors of `united.safetensors`: bfloat16 weights and int32 groups, its header left out."""
+    """Returns the bytes of `united.safetensors` without its header: bfloat16 weights and int32
+    groups.
+    """
     groups = 4 * cfg.num_moe_layers * cfg.num_experts
     return sum(2 * united_parameters(cfg, way) + groups for way in ways)
 
 
 def captured_bytes(cfg: ModelConfig, num_tokens: int, weight_bytes: int) -> int:
-    """Returns the captured rows of one layer: inputs, router choice, gate weights, float32
-    answers.
+    """Returns the bytes of one layer's captured rows: inputs, router choice, gate weights, float32
+    outputs.
     """
     visit = 4 + 4 + 4 * cfg.d_model
     return num_tokens * (cfg.d_model * weight_bytes + cfg.experts_per_token * visit)
 
 
 def stream_bytes(cfg: ModelConfig, num_rows: int, length: int) -> int:
-    """Returns the residual stream of packed rows, float32."""
+    """Returns the bytes of the residual stream of packed rows, float32."""
     return 4 * num_rows * length * cfg.d_model
 
 
 def optimizer_bytes(num_parameters: int) -> int:
-    """Adam's moments, float32; its two step counts left out."""
+    """Returns the bytes of Adam's float32 moments, without its two step counts."""
     return _MOMENTS * num_parameters
 
 
 def model_parameters(cfg: ModelConfig) -> tuple[int, int]:
-    """Parameters outside the routed experts, and of the routed experts."""
+    """Returns the parameters outside the routed experts, and those of the routed experts."""
     build = partial(random_params, cfg, dtype=jnp.dtype("bfloat16"))
     shapes = jax.eval_shape(build, jax.eval_shape(lambda: jax.random.key(0)))
     rest = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
@@ -95,7 +97,7 @@ def model_parameters(cfg: ModelConfig) -> tuple[int, int]:
 
 
 def _buffer_rows(cfg: ModelConfig, tokens: int, way: int) -> int:
-    """Returns rows in all united experts' buffers, for a batch of so many tokens."""
+    """Returns the rows of all united experts' buffers, for a batch of so many tokens."""
     united, visits = united_a_layer(cfg, way), tokens * cfg.experts_per_token
     return united * min(tokens, max(8, 2 * visits // united))
 
@@ -122,7 +124,7 @@ def layer_stage(
     num_rows: int,
     weight_bytes: int,
 ) -> Stage:
-    """Returns the capture and training of one layer; every device holds all of it."""
+    """Returns what capture and training of one layer take; every device holds all of it."""
     parameters = layer_parameters(cfg, way)
     rows = captured_bytes(cfg, num_tokens, weight_bytes)
     rest, experts = model_parameters(cfg)
@@ -156,7 +158,7 @@ def layer_stage(
 def end_to_end_stage(
     cfg: ModelConfig, config: DistillConfig, way: int, num_devices: int, weight_bytes: int
 ) -> Stage:
-    """Returns the training of all layers' united experts; the devices share out experts and
+    """Returns what training all layers' united experts takes; devices share out experts and
     moments.
     """
     parameters = united_parameters(cfg, way)

@@ -43,7 +43,7 @@ def _units(expert: Weights) -> Float[np.ndarray, "f c"]:
 
 
 def _match(leader: Weights, other: Weights) -> Int[np.ndarray, " f"]:
-    """Returns the unit of `other` for each of the leader's, by the assignment of most total
+    """Returns the unit of `other` for each of the leader's: the assignment of greatest
     similarity.
     """
     return linear_sum_assignment(_units(leader) @ _units(other).T, maximize=True)[1]

@@ -54,14 +54,14 @@ class Store:
     # -- a run that is over -----------------------------------------------------------------------
 
     def save_finished(self, record: dict[str, Any], files: Sequence[str]) -> None:
-        """Keeps what a finished run came to, and what its files in `out` are."""
+        """Stores the results of a finished run, and stamps of its files in `out`."""
         out = self.folder.parent
         written = {name: _stamp(out / name, with_digest=True) for name in files}
         content = json.dumps(record | {"files": written}, indent=1).encode()
         self._write(self.folder / FINISHED, lambda file: file.write(content))
 
     def _write(self, path: Path, write: Callable[[BinaryIO], object]) -> None:
-        """Writes beside the place and renames."""
+        """Writes a file beside `path` and renames it."""
         part = path.with_name(path.name + ".part")
 
         def whole() -> None:
@@ -76,13 +76,13 @@ class Store:
     # -- the residual stream ----------------------------------------------------------------------
 
     def save_stream(self, layer: int, x: np.ndarray) -> None:
-        """Returns rows as they enter `layer`; those of the layer before are removed."""
+        """Saves the rows that enter `layer` and removes those of the layer before."""
         self._write(self.folder / f"stream-{layer}.npy", lambda file: np.save(file, x))
         (self.folder / f"stream-{layer - 1}.npy").unlink(missing_ok=True)
 
     def load_stream(self, layer: int) -> tuple[int, np.ndarray] | None:
-        """Returns the newest rows that enter `layer` or one before it, and which; None where none
-        do.
+        """Returns the newest saved rows that enter `layer` or one before it, and which; None
+        without any.
         """
         found = [int(p.stem.split("-")[1]) for p in self.folder.glob("stream-*.npy")]
         newest = max((at for at in found if at <= layer), default=None)
@@ -91,7 +91,7 @@ class Store:
         return newest, np.load(self.folder / f"stream-{newest}.npy")
 
     def close(self) -> None:
-        """Removes what no rerun needs when the run is over."""
+        """Removes the rows, which no rerun needs once the run is over."""
         for path in self.folder.glob("stream-*.npy"):
             path.unlink()
 
@@ -107,7 +107,7 @@ class Store:
         return fit, tree["groups"]
 
     def save_layer(self, way: int, moe_layer: int, fit: Fit, groups: np.ndarray) -> None:
-        """Keeps a finished layer."""
+        """Stores a finished layer."""
         tree = {
             "params": fit.params,
             "groups": np.asarray(groups),
@@ -126,7 +126,7 @@ class Store:
         return self._restore(found[max(found)], like) if found else None
 
     def save_refinement(self, way: int, step: int, tree: Any) -> None:
-        """Keeps a state and removes the ones before it."""
+        """Stores a state and removes the ones before it."""
         self._save(self.folder / f"{self.stage}-{way}-{step}", tree)
         for earlier, path in self._states(way).items():
             if earlier < step:
@@ -151,7 +151,7 @@ class Store:
     def save_refined(
         self, way: int, united: dict[str, np.ndarray], before: float, after: float
     ) -> None:
-        """Keeps a finished stage, instead of the states that led to it."""
+        """Stores a finished stage in place of the states that led to it."""
         tree = {"united": united, "divergences": np.array([before, after])}
         self._save(self.folder / f"{self.stage}-{way}-done", tree)
         for path in self._states(way).values():
@@ -216,9 +216,9 @@ def check_began(out: Path, fingerprint: dict[str, Any], model_dir: Path) -> None
 
 
 def finished(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns what the newest finished run in `out` came to, where it had this fingerprint.
+    """Returns the results of the newest finished run in `out` if it had this fingerprint.
 
-    None where it had not, there is none, or one of its files is not as it was written.
+    None where it had another, there is none, or one of its files is not as it was written.
     """
     try:
         record = json.loads((out / WORK / FINISHED).read_text(encoding="utf-8"))
@@ -240,7 +240,7 @@ def finished(out: Path, fingerprint: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _stamp(path: Path, *, with_digest: bool) -> list[Any]:
-    """Returns size, time of change in ns, and a hash of the content."""
+    """Returns size, time of change in ns and, if wanted, a hash of the content."""
     status = path.stat()
     stamp = [status.st_size, status.st_mtime_ns]
     if not with_digest:
@@ -250,7 +250,7 @@ def _stamp(path: Path, *, with_digest: bool) -> list[Any]:
 
 
 def _with_room(write: Callable[[], None], path: Path) -> None:
-    """Says what a full disk means here: nothing finished is lost."""
+    """Runs `write`. Where the disk is full, the error says that nothing finished is lost."""
     try:
         write()
     except OSError as error:

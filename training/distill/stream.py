@@ -32,7 +32,7 @@ class LayerRows(NamedTuple):
 def each_visit(
     h: Float[Array, "T d"], ids: Int[Array, "T K"], experts: ExpertPool
 ) -> Float[Array, "T K d"]:
-    """Returns what the expert of each visit says, float32: the grouped GEMM with a row for each
+    """Returns the output of each visit's expert, float32: the grouped GEMM with a row for each
     visit.
     """
     (num_rows, top_k), num_experts = ids.shape, experts.gate_up.shape[0]

@@ -68,7 +68,7 @@ def answer(
 
 
 class _Run:
-    """Slots and who is in them; -1 in `owner` is free."""
+    """Slots and the prompts in them; -1 in `owner` is a free slot."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class _Run:
         return self.ended < len(self.prompts)
 
     def step(self) -> None:
-        """Returns one prefill step where it is time for one, else one decode step."""
+        """Runs a prefill step where it is time for one, else a decode step."""
         entering = self._entering()
         if entering:
             self._prefill(entering)
@@ -103,7 +103,9 @@ class _Run:
             self._decode()
 
     def _entering(self) -> list[int]:
-        """Prompts of the next prefill step; none where it had better wait for more of them."""
+        """Returns the prompts of the next prefill step; none while it should wait for more of
+        them.
+        """
         free = int((self.owner < 0).sum())
         most = min(free, MAX_PREFILL_SEQS)
         chosen, tokens, full = [], 0, False

@@ -17,7 +17,8 @@ ZERO = Brownout("zero")
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Items of a JSON lines file: `prompt`, `answer`, and `family` (absent: the file's name).
+    """Reads the items of a JSON lines file: `prompt`, `answer`, and `family` (absent: the file's
+    name).
 
     Raises ValueError for a file that cannot be read or holds no item, naming the first bad line.
     """
@@ -134,7 +135,7 @@ def parse_only(text: str) -> list[Brownout]:
 
 
 def integers(name: str, text: str) -> list[int]:
-    """Integers with commas between them. Raises ValueError naming the option."""
+    """Parses integers separated by commas. Raises ValueError naming the option."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

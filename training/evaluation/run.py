@@ -139,7 +139,7 @@ class _Work:
 
     @cached_property
     def error(self) -> OutputError:
-        """Inputs of the MoE layers, captured where there is something to run."""
+        """Output error on inputs of the MoE layers, captured once a setting is run."""
         config = self.config
         # Enough sequences for the steps, as an item has a few dozen positions.
         sequences = self.whole[: max(64, config.error_steps * config.batch // 8)]

@@ -19,7 +19,7 @@ INPUTS, RESULTS = "inputs.json", "results.jsonl"
 
 @dataclass
 class Result:
-    """What one setting scored."""
+    """The scores of one setting."""
 
     strategy: str
     way: int | None
@@ -63,7 +63,7 @@ class Store:
             )
 
     def _read(self, path: Path) -> None:
-        """Takes whole lines; a last one that was cut off is dropped, and its setting runs again."""
+        """Reads whole lines; a last one that was cut off is dropped, and its setting runs again."""
         if not path.exists():
             return
         content = path.read_bytes()
@@ -83,7 +83,7 @@ class Store:
             path.write_bytes(whole)
 
     def add(self, result: Result) -> None:
-        """Keeps a result, on the disk before this returns."""
+        """Adds a result; it is on the disk before this returns."""
         packed = np.packbits(np.array(result.right, bool)).tobytes().hex()
         row = {**asdict(result), "right": packed, "num": len(result.right)}
         with (self.folder / RESULTS).open("a", encoding="utf-8") as file:

@@ -91,7 +91,7 @@ def paired_loss(
 
 
 def write_csv(found: Sequence[Score]) -> str:
-    """Writes one row a setting; docs/evaluation.md says what the columns mean."""
+    """Returns CSV with a row for each setting; docs/evaluation.md says what the columns mean."""
     out = io.StringIO()
     rows = [_csv_row(score) for score in found]
     writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
@@ -125,8 +125,8 @@ def _digits(value: float) -> str:
 
 
 def write_markdown(found: Sequence[Score], inputs: Mapping[str, Any]) -> str:
-    """Writes accuracy loss laid out as the paper's Table I, then accuracy, perplexity, output
-    error.
+    """Returns Markdown: accuracy loss laid out as the paper's Table I, then accuracy, perplexity,
+    output error.
     """
     zero = found[0]
     parts = [
@@ -163,7 +163,9 @@ def loss(score: Score, unit: str = "") -> str:
 
 
 def _grid(found: Sequence[Score], cell: Any) -> str:
-    """Thresholds down, ways across, as in Table I; settings that were not run are empty."""
+    """Returns a table with thresholds down and ways across, as in Table I; settings not run are
+    empty.
+    """
     settings = [score.setting for score in found[1:]]
     kinds = {kind_of(setting): setting.way or math.inf for setting in settings}
     columns = sorted(kinds, key=lambda kind: kinds[kind])  # full brownout last

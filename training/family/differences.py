@@ -1,4 +1,4 @@
-"""A variant as what it differs by from the bundled model: experts by low rank, routed and united,
+"""A variant as its differences from the bundled model: of low rank for routed and united experts,
 the rest whole.
 
 The file has `{leaf}` for every other parameter in bfloat16, keyed as docs/architecture.md has them
@@ -44,7 +44,7 @@ def write_differences(
 def read_differences(
     path: Path, base: Params, united: Experts
 ) -> tuple[Params, dict[str, jax.Array]]:
-    """Returns the variant and its united experts, float32; `united` are those of `base`.
+    """Reads a variant and its united experts, float32; `united` are those of `base`.
 
     Raises ValueError for a file that is none of a variant of `base`.
     """
@@ -78,7 +78,9 @@ def _factors(prefix: str, base: Experts, own: Experts, rank: int) -> dict[str, n
 
 
 def _added(prefix: str, base: Experts, found: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-    """Raises KeyError, ValueError or TypeError for factors that are not there or do not fit."""
+    """Returns `base` plus the stored differences. Raises KeyError, ValueError or TypeError for
+    factors that are missing or do not fit.
+    """
     changes = {key: found[f"{prefix}{key}.left"] @ found[f"{prefix}{key}.right"] for key in base}
     return {key: jnp.asarray(leaf) + jnp.asarray(changes[key]) for key, leaf in base.items()}
 

@@ -74,7 +74,7 @@ def restore(out: Path, stored: Path | None = None) -> None:
     """Writes `out/base` and `out/{skill}` of the variants that come with jmoe, all with their
     united experts.
 
-    Raises ValueError where they did not.
+    Raises ValueError for a file that holds no variant of the bundled model.
     """
     base, bundled = read_params(BUNDLED), bundled_united()
     stored = unpacked(STORED) if stored is None else stored

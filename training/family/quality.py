@@ -87,8 +87,8 @@ class Quality:
         return measure(models, data, lambda done: None)
 
     def _data(self, name: str) -> Batch:
-        """Returns half a variant's skill, half the bundled model's training items; for that one
-        all.
+        """Returns packed training items: half of a variant's skill, half of the bundled model's;
+        for that one all.
         """
         return pack(self._training(name), self.rows, LENGTH)
 
@@ -122,7 +122,7 @@ class Quality:
         return owners_paper(distances, slots, merged=rule == "average")
 
     def scores(self, advance: Callable[[], None]) -> Iterator[Score]:
-        """Returns every rule, share and group; what is compared first comes first."""
+        """Yields the scores of every rule, share and group, in the order of comparison."""
         yield from self._by_rule(RULES[:2], advance)
         for group in GROUPS:
             yield from self._residuals(group, advance)
@@ -138,7 +138,9 @@ class Quality:
                 advance()
 
     def _averaged(self, group: Sequence[int], advance: Callable[[], None]) -> Iterator[Score]:
-        """Returns one model for all, the mean of every weight: the paper's baseline."""
+        """Yields the scores of one model for all, the mean of every weight: the paper's
+        baseline.
+        """
         whole = self.members.averaged(group)
         one = np.zeros((1, *self.measured.distances.shape[2:]), np.int32)
         for at in range(len(group)):
@@ -146,7 +148,7 @@ class Quality:
             advance()
 
     def _residuals(self, group: Sequence[int], advance: Callable[[], None]) -> Iterator[Score]:
-        """Returns all positions shared by the functional rule, and a low-rank
+        """Yields the scores with all positions shared by the functional rule and a low-rank
         difference to each.
         """
         owners = self.owners(group, "functional", 100)
@@ -190,7 +192,7 @@ class Quality:
         )
 
     def families(self, advance: Callable[[], None]) -> list[dict[str, Any]]:
-        """Returns every model on every task family: alone, and in the family of four with 75 %
+        """Scores every model on every task family: alone, and in the family of four with 75 %
         shared.
         """
         found = [self._family_row(NAMES[n], "alone", right) for n, right in enumerate(self.alone)]
@@ -221,8 +223,8 @@ def _by_family(
 
 
 def distances(measured: Measured, members: Members) -> list[dict[str, Any]]:
-    """Returns by pair of models: distances by layer, costs, and how far their ranks agree
-    (Spearman).
+    """Returns, by pair of models, distances by layer, costs, and the rank correlation (Spearman) of
+    both.
     """
     found = []
     flat = np.concatenate(
@@ -248,7 +250,7 @@ def distances(measured: Measured, members: Members) -> list[dict[str, Any]]:
 
 
 def rank_correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Spearman's, ties in order of appearance."""
+    """Returns Spearman's rank correlation, ties in order of appearance."""
     ranks = [np.argsort(np.argsort(values, kind="stable")) for values in (one, other)]
     one, other = (own - own.mean() for own in ranks)
     return float(one @ other / np.sqrt((one @ one) * (other @ other)))
@@ -260,8 +262,8 @@ def run(
     progress: Callable[[int, int], None],
     save: Callable[[dict[str, Any]], None] = lambda found: None,
 ) -> dict[str, Any]:
-    """Returns the everything that the JSON file has. `save` is called with what there is, again and
-    again.
+    """Measures everything that the JSON file has. `save` is called with what there is so far,
+    repeatedly.
     """
     models = sum(map(len, GROUPS))
     total = models * (len(RULES) * len(SHARES) + len(RANKS) + 1) + 3 * len(NAMES)

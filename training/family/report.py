@@ -11,15 +11,15 @@ from jmoe.extras import need
 
 
 def tables(found: Mapping[str, Any]) -> str:
-    """Returns markdown: the loss of every model, right answers by task family, and expert
+    """Returns Markdown: the loss of every model, right answers by task family, and expert
     distances.
     """
     return "\n\n".join([losses(found), families(found), distances(found)])
 
 
 def losses(found: Mapping[str, Any]) -> str:
-    """Returns a row a setting of a group of models, a column a model: loss with its
-    95 % interval.
+    """Returns a table with a row for each setting and group and a column for each model: loss with
+    its 95 % interval.
     """
     parts = []
     for group in dict.fromkeys(score["group"] for score in found["scores"]):
@@ -39,7 +39,9 @@ def losses(found: Mapping[str, Any]) -> str:
 
 
 def families(found: Mapping[str, Any]) -> str:
-    """Returns a row a model and setting, a column a task family: % right."""
+    """Returns a table with a row for each model and setting and a column for each task family: %
+    right.
+    """
     names = list(found["families"][0]["right_percent"])
     rows = [
         [row["model"], row["setting"], *(f"{row['right_percent'][n]:.0f}" for n in names)]
@@ -49,8 +51,8 @@ def families(found: Mapping[str, Any]) -> str:
 
 
 def distances(found: Mapping[str, Any]) -> str:
-    """Returns a row a pair of models, a column a layer: mean L2 distance at a position, and its
-    range.
+    """Returns a table with a row for each pair of models and a column for each layer: mean L2
+    distance and its range.
     """
     rows = []
     for row in found["distances"]:
@@ -68,8 +70,8 @@ def distances(found: Mapping[str, Any]) -> str:
 
 
 def _place(score: Mapping[str, Any]) -> int:
-    """Returns where a score's row is: rules in the order of comparison, whatever was measured
-    first.
+    """Returns a score's place among the rows: rules are in the order of comparison, not of
+    measurement.
     """
     order = ("functional", "paper", "average", "random", "residual", "average of all weights")
     return order.index(score["rule"].partition(",")[0])

@@ -50,7 +50,7 @@ class Members:
         return self.with_experts(group[at], self._chosen(group, owners[at]))
 
     def _chosen(self, group: Sequence[int], owners: Int[np.ndarray, "L m"]) -> dict:
-        """Returns experts by owner; `MERGED` is the mean of the group's."""
+        """Returns each position's expert by its owner; `MERGED` is the mean of the group's."""
         layers, experts = np.indices(owners.shape)
         numbers, merged = np.array(group)[np.maximum(owners, 0)], owners == MERGED
         found = {}
@@ -74,7 +74,7 @@ class Members:
     def with_residuals(
         self, group: Sequence[int], owners: Owners, at: int, ranks: Sequence[int]
     ) -> dict[int, tuple[Model, int]]:
-        """Returns by rank: the `at`-th model with a low-rank difference to each shared expert that
+        """Returns, by rank, the `at`-th model with a low-rank difference to each shared expert that
         is not its own, and the bytes that those differences take in 16 bits.
         """
         shared = self._chosen(group, owners[at])
@@ -96,5 +96,5 @@ class Members:
 
 
 def _rounded(factor: np.ndarray) -> np.ndarray:
-    """Returns the weights as they would be stored: in bfloat16."""
+    """Returns a factor rounded to bfloat16, as it would be stored."""
     return factor.astype(jnp.bfloat16).astype(np.float32)

@@ -40,7 +40,7 @@ SKILLS: Mapping[str, Callable[[random.Random], Task]] = {
 
 
 def skill_tasks(skill: str, split: Split, seed: int) -> Iterator[Task]:
-    """Returns an endless stream of a skill's items. Raises KeyError for an unknown skill."""
+    """Yields items of a skill without end. Raises KeyError for an unknown skill."""
     make, rng = SKILLS[skill], random.Random(f"{skill}/{split}/{seed}")
     while True:
         task = make(rng)

@@ -51,7 +51,7 @@ class TuneConfig:
 
     @property
     def train(self) -> TrainConfig:
-        """As the trainer takes it; alike for all variants, so that one program trains them."""
+        """The trainer's settings; equal for all variants, so that one program trains them."""
         return TrainConfig(
             model=self.model,
             seed=self.seed,

@@ -13,7 +13,7 @@ from benchmarks.kernels.roofline import page
 
 
 def main(argv: list[str]) -> int:
-    """Returns the command; its exit status."""
+    """Runs the command; returns the exit status."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.kernels.roofline", description=(__doc__ or "").splitlines()[0]
     )

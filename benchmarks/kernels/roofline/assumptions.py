@@ -139,8 +139,8 @@ copy is taken to reach; of an H20's 148 TFLOP/s the 95 % of a MoE layer in arXiv
 
 @contextmanager
 def on(device: str) -> Iterator[str]:
-    """Makes predictions those of the GPU whose name, as its driver has it, holds one of
-    `DEVICES`; yields which. Of any other they are an H200's.
+    """Predicts for the GPU whose name, as its driver has it, holds one of `DEVICES`; yields which.
+    Of any other they are an H200's.
     """
     name = next((one for one in DEVICES if re.search(rf"\b{one}\b", device)), "H200")
     own = globals()
@@ -154,12 +154,12 @@ def on(device: str) -> Iterator[str]:
 
 
 def copy_us(num_bytes: float) -> float:
-    """Microseconds device memory takes for so many bytes."""
+    """Returns the microseconds that device memory takes for so many bytes."""
     return num_bytes / (1e6 * COPY_TB_S)
 
 
 def product_us(flops: float) -> float:
-    """Returns microseconds tensor cores take for so many operations."""
+    """Returns the microseconds that tensor cores take for so many operations."""
     return flops / (1e6 * PRODUCT_TFLOP_S)
 
 

@@ -47,7 +47,7 @@ def arrays(case: Case, page_size: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeD
 
 
 def decode(case: Case, page_size: int) -> Prediction:
-    """Of `paged_attention`."""
+    """Predicts `paged_attention`."""
     count = count_attention(case.shape, case.chunks())
     q, pages = arrays(case, page_size)
     if not taken(paged_kernel.supports, q, pages, pages):
@@ -62,8 +62,9 @@ def decode(case: Case, page_size: int) -> Prediction:
 
 
 def _resident(sizes: common.Sizes) -> int:
-    """Blocks that live on a multiprocessor at once: as many as planned, or as shared memory has
-    room for."""
+    """Returns the blocks that a multiprocessor holds at once: as planned, or as shared memory
+    allows.
+    """
     tokens, head_dim = sizes.tile.tokens, sizes.head_dim
     # Queries and weights in bfloat16, a piece in float32, scratch of a maximum.
     queries = sizes.columns * (6 * head_dim + 2 * tokens + 128)
@@ -72,7 +73,7 @@ def _resident(sizes: common.Sizes) -> int:
 
 
 def _runs(case: Case, sizes: common.Sizes) -> tuple[int, int]:
-    """Tiles, and blocks that they are shared out among in equal runs."""
+    """Returns the number of tiles, and of blocks that share them out in equal runs."""
     total = sizes.segments * -(-case.context // sizes.tile.tokens)
     return total, min(max(1, total // sizes.tile.min_tiles), sizes.num_blocks)
 
@@ -109,7 +110,7 @@ def _attend(case: Case, sizes: common.Sizes) -> Kernel:
 
 
 def pieces_of_cut_segments(case: Case, sizes: common.Sizes) -> np.ndarray:
-    """Pieces of each segment that lies in more than one block's run; all others need no merge."""
+    """Returns the pieces of each segment that several blocks share; others need no merge."""
     total, active = _runs(case, sizes)
     base, extra = divmod(total, active)
     block = np.arange(1, active)
@@ -119,7 +120,7 @@ def pieces_of_cut_segments(case: Case, sizes: common.Sizes) -> np.ndarray:
 
 
 def _merge(case: Case, sizes: common.Sizes) -> Kernel:
-    """Reads what the first kernel wrote: from L2, but what it wrote goes to memory as well."""
+    """Predicts the second kernel, which reads from L2 what the first one wrote."""
     pieces = pieces_of_cut_segments(case, sizes)
     piece_bytes = 4 * sizes.rows * sizes.head_dim
     grid = grid_of(sizes)
@@ -146,7 +147,7 @@ def _merge(case: Case, sizes: common.Sizes) -> Kernel:
 
 
 def prefill(case: Case, page_size: int) -> Prediction:
-    """Of `prefill_attention`, which plans the step itself, as in the benchmark."""
+    """Predicts `prefill_attention`, which plans the step itself, as in the benchmark."""
     count = count_attention(case.shape, case.chunks())
     q, pages = arrays(case, page_size)
     if not taken(partial(prefill_kernel.supports, scale=1.0), q, pages, pages):
@@ -222,7 +223,7 @@ def _prefill(case: Case) -> Kernel:
 
 
 def _dealt(num_items: int) -> np.ndarray:
-    """Returns the block of each item: dealt out back and forth."""
+    """Returns the block of each item; items are dealt out back and forth."""
     item = np.arange(num_items)
     place, turn = item % h200.NUM_SMS, item // h200.NUM_SMS
     return np.where(turn % 2 == 0, place, h200.NUM_SMS - 1 - place)

@@ -94,7 +94,7 @@ class Product(NamedTuple):
         return np.concatenate(parts) if parts else np.zeros(0, int)
 
     def width(self, rows: int) -> int:
-        """Returns rows a block multiplies for a tile of so many."""
+        """Returns the rows that a block multiplies for a tile of `rows`."""
         half = -(-rows // self.tile.cluster)
         half += -half % 8
         return next((w for w in self.tile.widths if w >= half), self.tile.widths[-1])
@@ -102,23 +102,25 @@ class Product(NamedTuple):
     # ---- Cycles of a multiprocessor, of one item ----
 
     def multiply(self, rows: int) -> float:
-        """Returns tensor cores, with the padding of rows to a width and of narrow products."""
+        """Returns the tensor cores' cycles, with the padding of rows to a width and of narrow
+        products.
+        """
         products = self.k / 16 * self.gemm.parts * self.gemm.consumers
         return products * h200.wgmma_cycles(self.width(rows), self.weight_bytes == 1)
 
     def dequantize(self) -> float:
-        """Of an item's weights: two conversions and a product each."""
+        """Returns the cycles that an item's weights take: two conversions and a product each."""
         each = 2 / h200.CONVERT_PER_CLOCK + 1 / h200.FP32_PER_CLOCK
         return self.k * self.gemm.parts * self.gemm.columns * each
 
     def load(self, rows: int) -> float:
-        """Returns the rate into the multiprocessor."""
+        """Returns the cycles that an item's rows and weights take into the multiprocessor."""
         weights = self.gemm.parts * self.gemm.columns * self.weight_bytes
         return self.k * (weights + 2 * self.width(rows)) / h200.PORT_BYTES_PER_CLOCK
 
     def finish(self, rows: int) -> float:
-        """Returns the part of the epilogue that no product hides. With a lead a consumer's results
-        are stored while the other multiplies, as long as the stages between them last.
+        """Returns the cycles of the epilogue that no product hides. With a lead a consumer's
+        results are stored while the other multiplies, as long as the stages between them last.
         """
         joins = self.out_columns < self.columns
         per_item = self.gemm.columns * (1 if joins else self.gemm.parts)
@@ -133,7 +135,7 @@ class Product(NamedTuple):
         return max(0.0, results / self.gemm.consumers + h200.EPILOGUE_CYCLES - hidden)
 
     def from_l2(self, rows: int) -> float:
-        """Returns bytes: a cluster reads weights once for all its blocks, each block
+        """Returns the bytes of an item: a cluster reads weights once for all its blocks, each block
         its own rows.
         """
         weights = self.gemm.parts * self.gemm.columns * self.weight_bytes
@@ -142,7 +144,7 @@ class Product(NamedTuple):
     # ---- The whole product ----
 
     def streamed_us(self, num_bytes: float, num_items: int) -> float:
-        """Memory's time where the last items have fewer workers than it takes to keep it busy."""
+        """Returns the memory's time, where the last items have too few workers to keep it busy."""
         if not num_items:
             return 0.0
         each, rest = num_bytes / num_items, num_items % self.workers
@@ -198,7 +200,7 @@ def _us(cycles: float) -> float:
 
 
 def products(case: Case, shape: Shape, weight_bytes: int) -> list[Product]:
-    """Both products of a case, with the tile that the op would choose."""
+    """Returns both products of a case, with the tile that the op would choose."""
     rows = rows_of_experts(shape, case.tokens, case.skew or "uniform")
     sizes = shape.num_experts, shape.d_model, shape.d_ff
     tile = choose(case.tokens, shape.top_k, *sizes, weight_bytes == 1)
@@ -214,8 +216,9 @@ def products(case: Case, shape: Shape, weight_bytes: int) -> list[Product]:
 
 @lru_cache(maxsize=512)  # which layers ask for again
 def predict(case: Case, within: str = "op") -> Prediction:
-    """Of `grouped_gemm` and `grouped_gemm_fp8`. `within` says whose launches count: those of the
-    "op" alone, or of a "layer"."""
+    """Predicts `grouped_gemm` and `grouped_gemm_fp8`. `within` says whose launches count: those of
+    the "op" alone, or of a "layer".
+    """
     shape, tokens = case.shape, case.tokens
     weight_bytes = 1 if case.op == "grouped_gemm_fp8" else 2
     rows = rows_of_experts(shape, tokens, case.skew or "uniform")

@@ -13,13 +13,13 @@ from benchmarks.kernels.roofline.parts import LAUNCHES, Kernel, Prediction, fixe
 
 
 def dense(name: str, rows: int, k: int, columns: int) -> Kernel:
-    """Returns a product by cuBLAS, at the floor but for its start and end."""
+    """Predicts a product by cuBLAS, at the floor but for its start and end."""
     floor_us = max(h200.copy_us(2 * k * columns), h200.product_us(2 * rows * k * columns))
     return Kernel(name, floor_us, fixed())
 
 
 def glue(around: str, num_bytes: int = 0) -> Kernel:
-    """Returns the small kernels of XLA, and bytes of theirs that the layer's floor has."""
+    """Predicts the small kernels of XLA, of whose bytes `num_bytes` are in the layer's floor."""
     launches = h200.GLUE_LAUNCHES[around]
     losses = {LAUNCHES: launches * h200.KERNEL_US}
     return Kernel(f"around {around}", h200.copy_us(num_bytes), losses, launches)
@@ -46,12 +46,12 @@ def _active(case: Case) -> int:
 
 
 def moe_layer(case: Case) -> Prediction:
-    """Returns norm, router, routing, routed and shared experts, residual."""
+    """Predicts norm, router, routing, routed and shared experts, and residual."""
     return joined(count_moe_layer(case.shape, _active(case), case.tokens), _moe_kernels(case))
 
 
 def decode_layer(case: Case, page_size: int) -> Prediction:
-    """Returns all of a layer in a decode step."""
+    """Predicts a whole layer of a decode step."""
     shape, rows = case.shape, case.tokens
     heads = shape.heads + 2 * shape.kv_heads
     kernels = [

@@ -13,7 +13,7 @@ CATALOGUE = (*MODELS, *OTHER_MODELS)
 GRID = Sizes(models=CATALOGUE, quantized_models=CATALOGUE)
 PAGE_TOKENS = {"decode": 64, "prefill": 4096}
 PAGE_CONTEXT = 8192
-"""What the page has rows of; the command prints every case."""
+"""The context of the page's rows; the command prints every case."""
 
 _HEADER = (
     *("op", "model", "tokens", "context", "MB", "GFLOP"),
@@ -35,12 +35,12 @@ def _place(case: Case) -> tuple[int | str, ...]:
 
 
 def records(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """For `--json`."""
+    """Returns the records that `--json` writes."""
     return [{"case": case.name, **prediction.record()} for case, prediction in rows]
 
 
 def text(rows: Sequence[Row]) -> Iterator[str]:
-    """Returns a line a case."""
+    """Yields the lines of the table, one for each case."""
     yield (
         f"{'case':58} {'MB':>9} {'GFLOP':>9} {'blocks':>6} {'waves':>7} {'KB':>4} "
         f"{'floor us':>9} {'expected':>9} {'share':>6}  largest loss"
@@ -72,7 +72,7 @@ def _cells(case: Case, of: Prediction) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Returns three digits, without exponents."""
+    """Returns a number with three digits and no exponent."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value else "0"
@@ -82,7 +82,7 @@ def _number(value: float) -> str:
 
 
 def page() -> str:
-    """Returns docs/roofline.md, whole."""
+    """Returns the whole text of docs/roofline.md."""
     rows = predictions()
     own = [_page_cells(case, of) for case, of in rows if _is_on_page(case)]
     parts = [_INTRODUCTION, _table(*_summary(rows)), _TABLE, _table(_HEADER, *own)]

@@ -51,7 +51,7 @@ class Prediction:
 
     @property
     def floor_us(self) -> float:
-        """By bytes or by products, whichever takes longer."""
+        """Floor by bytes or by products, whichever takes longer."""
         return max(h200.copy_us(self.count.bytes), h200.product_us(self.count.flops))
 
     @property
@@ -61,7 +61,7 @@ class Prediction:
 
     @property
     def share(self) -> float:
-        """Of the floor in the expected time."""
+        """Share of the floor in the expected time."""
         return self.floor_us / self.us
 
     @property
@@ -87,7 +87,7 @@ class Prediction:
         return max(self.kernels, key=lambda kernel: kernel.us)
 
     def record(self) -> dict[str, Any]:
-        """For a case's record."""
+        """Returns what a case's record keeps."""
         main = self.main
         return {
             "by": "arithmetic for an H200",
@@ -109,7 +109,7 @@ class Prediction:
 
 
 def ladder(floor_us: float, steps: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Losses from times of ever more complete models: each adds what it takes longer."""
+    """Returns losses from times of ever more complete models: each loss is what that step adds."""
     losses: dict[str, float] = {}
     before = floor_us
     for name, us in steps:
@@ -119,33 +119,35 @@ def ladder(floor_us: float, steps: Iterable[tuple[str, float]]) -> dict[str, flo
 
 
 def fixed(trips: float = 2.0, launches: int = 1) -> dict[str, float]:
-    """Losses of every kernel: launches, and trips to memory at its start and end that hide behind
-    nothing. Without more words: the first bytes in, the last results out."""
+    """Returns losses that every kernel has: launches, and trips to memory at its start and end that
+    nothing hides; by default, the first bytes in and the last results out.
+    """
     return {FILL: trips * h200.IDLE_TRIP_US, LAUNCHES: launches * h200.KERNEL_US}
 
 
 def outside(name: str, num_bytes: float, launches: int) -> Kernel:
-    """Kernels of XLA around an op's own, that a better op would not have."""
+    """Predicts XLA's kernels around an op's own, which a better op would not have."""
     losses = {OUTSIDE: h200.copy_us(num_bytes), LAUNCHES: launches * h200.KERNEL_US}
     return Kernel(name, 0.0, losses, launches)
 
 
 def small(name: str, launches: int) -> list[Kernel]:
-    """Kernels of XLA with next to nothing to move, if there are any."""
+    """Predicts XLA's kernels with next to nothing to move, if there are any."""
     losses = {LAUNCHES: launches * h200.KERNEL_US}
     return [Kernel(name, 0.0, losses, launches)] if launches else []
 
 
 def taken(supports: Callable[..., bool], *args: Any) -> bool:
-    """Whether a kernel takes arguments of such shapes (`jax.ShapeDtypeStruct`); no device is
-    asked."""
+    """Returns whether a kernel takes arguments of these shapes (`jax.ShapeDtypeStruct`), on no
+    device.
+    """
     found = []
     jax.eval_shape(lambda *arrays: found.append(supports(*arrays)), *args)
     return found[0]
 
 
 def by_reference(count: Count) -> Prediction:
-    """For sizes that no kernel takes: XLA's references have no model here."""
+    """Returns the floor and one launch: XLA's references have no model here."""
     floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
     kernel = Kernel("XLA reference", floor_us, {LAUNCHES: h200.KERNEL_US})
     return Prediction(count, (kernel,), "no kernel takes these sizes: the floor and one launch")

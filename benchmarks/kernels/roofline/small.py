@@ -32,7 +32,7 @@ INSTRUCTIONS = "instructions of one warpgroup"
 
 
 def kv_write(case: Case) -> Prediction:
-    """Of `kv_write`: a block a row, in waves of as many as live at once."""
+    """Predicts `kv_write`: a block a row, in waves of as many as fit at once."""
     shape, rows = case.shape, case.tokens
     count = count_kv_write(shape, rows)
     if shape.head_dim not in (64, 128, 256):
@@ -63,7 +63,7 @@ def kv_write(case: Case) -> Prediction:
 
 
 def routing_bytes(case: Case) -> int:
-    """Logits, and what the op returns of them."""
+    """Returns the bytes of the logits and of the op's results."""
     m, k, rows = case.shape.num_experts, case.shape.top_k, case.tokens
     logical = m + -(-m // WAY)
     sorted_rows = BLOCK_M * max_blocks(rows * k, m, BLOCK_M)
@@ -72,8 +72,8 @@ def routing_bytes(case: Case) -> int:
 
 
 def routing(case: Case, within: str = "op") -> Prediction:
-    """Of `routing`: one launch and some of XLA's, or XLA's alone where the kernel does not take the
-    rows. A block takes more than 512 rows in turns of 64.
+    """Predicts `routing`: one launch and some of XLA's, or XLA's alone where the kernel does not
+    take the rows. A block takes more than 512 rows in turns of 64.
 
     `within` says whose launches count: the "op" alone, or what a "layer" needs of it.
     """
@@ -113,7 +113,8 @@ def routing(case: Case, within: str = "op") -> Prediction:
 
 
 def instructions(m: int, k: int, logical: int) -> float:
-    """Of one warp of the routing kernel, which has 64 rows by `m` experts in 128 threads.
+    """Estimates the instructions of a warp of the routing kernel: 64 rows by `m` experts in 128
+    threads.
 
     Estimates by stage: picks are k rounds of four instructions an element; the order of experts
     and their groups are all pairs, twice; a pick's lookup is three an element; one-hot visits,

@@ -20,7 +20,7 @@ from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
 @dataclass
 class SimulatedDevice:
-    """Runs launches one after another, each as long as `times` and the machine's mood say.
+    """Runs launches one after another, each as long as `times` and the machine's `mood` say.
 
     See serving.execution.runner.Runner. Tokens are all 0. Of the visits that may be degraded, the
     share that the threshold says is.
@@ -81,7 +81,7 @@ class SimulatedDevice:
         return {}
 
     def load_way(self, way: int, layer: int) -> None:
-        """There is nothing to load."""
+        """See Runner. There is nothing to load."""
 
     def mixes(self, counts: Sequence[int]) -> bool:
         """See Runner. There is one model."""
@@ -104,14 +104,14 @@ class SimulatedDevice:
 
     @property
     def copy_s(self) -> float:
-        """There is nothing to copy."""
+        """See Runner. There is nothing to copy."""
         return 0.0
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
-        """Nothing fails."""
+        """See Runner. Nothing fails."""
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """See Runner. There is nothing to release."""
 
     def _mood(self) -> float:
         moods = self.times.moods
@@ -139,7 +139,9 @@ def _finish(future: "Future[StepResult]", result: StepResult) -> None:
 
 
 def simulated_model(limits: Limits, visits_per_layer: int, way: int) -> Model:
-    """A model of the right sizes without weights; it takes token ids, and none ends an answer."""
+    """Returns a model of the right sizes without weights; it takes token ids, and none ends an
+    answer.
+    """
     layers = limits.num_layers
     cfg = replace(
         read_config(resolve("bundled")),

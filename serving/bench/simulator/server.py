@@ -142,7 +142,7 @@ def run_simulated[T](
     seed: int = 0,
     exempt_share: float = 0.0,
 ) -> T:
-    """Runs `drive` with a server of its own, in an event loop whose clock takes no time."""
+    """Runs `drive` with a server of its own, in an event loop with simulated time."""
 
     async def run() -> T:
         async with SimulatedServer(machine, config, seed, exempt_share) as server:

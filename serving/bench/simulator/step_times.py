@@ -1,4 +1,4 @@
-"""What a step takes, learnt from the timeline of a live server."""
+"""Step times, learnt from the timeline of a live server."""
 
 import json
 from bisect import bisect_left
@@ -40,7 +40,7 @@ class Recorded(NamedTuple):
 
 
 def read_timeline(path: Path, num_layers: int, visits_per_layer: int) -> list[Recorded]:
-    """Launches of a timeline, in order; `visits_per_layer` is experts a token.
+    """Returns the launches of a timeline, in order; `visits_per_layer` is experts a token.
 
     Raises ValueError for a file that is none.
     """
@@ -120,7 +120,7 @@ class StepTimes:
         return cls(buckets, found.coefficients, np.array(moods))
 
     def expected_s(self, phase: str, size: int, degraded: float, share: float) -> float:
-        """Of a launch, the machine in its usual mood."""
+        """Returns the expected seconds of a launch, the machine in its usual mood."""
         sizes = self.buckets[phase]
         bucket = _bucket(sizes, size)
         # A program that the recording lacks is taken to be as the next one that it has.

@@ -77,7 +77,7 @@ class Choice:
     # ---- not streaming ----------------------------------------------------------------------
 
     def take(self, out: Output) -> None:
-        """Keeps an output for `whole`."""
+        """Stores an output for `whole`."""
         if self.last is None and self.echo:
             self._texts.append(self.echo)
         self._texts.append(out.text)

@@ -22,7 +22,9 @@ NOTHING = -1
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """The function compiled at its first call, or as it is without numba; same results."""
+    """Returns the function compiled at its first call, or as it is without numba; results are the
+    same.
+    """
     if numba is None:
         return function
     try:
@@ -45,7 +47,7 @@ def decide(
     max_age_s: float,
     more_may_come: bool,
 ) -> int:
-    """The queue to run as layer * G + group, or NOTHING; see `LayerPicker.pick`.
+    """Returns the queue to run as layer * G + group, or NOTHING; see `LayerPicker.pick`.
 
     `urgent` counts where `classes` says so. Within a layer all queues have the same lookahead, so
     that a layer's fullest queue stands for it.
@@ -100,7 +102,8 @@ def _survey(
 ) -> bool:
     """Fills in, by layer, the most rows `seen` in a queue that may run, 0 for none, and all rows.
 
-    Returns whether any queue has come of age. Without branches, which random queues mispredict.
+    Returns whether any queue's oldest row has waited for `max_age_s`. Without branches, which
+    random queues mispredict.
     """
     any_aged = False
     for layer in range(counts.shape[0]):
@@ -120,7 +123,7 @@ def _survey(
 def _eldest(
     counts: Int[np.ndarray, "layers groups"], oldest: Float[np.ndarray, "layers groups"]
 ) -> int:
-    """The queue with the oldest row; the first of several."""
+    """Returns the queue with the oldest row; the first of several."""
     best, best_since = NOTHING, np.inf
     for layer in range(counts.shape[0]):
         for group in range(counts.shape[1]):

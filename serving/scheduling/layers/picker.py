@@ -26,14 +26,14 @@ from serving.settings import plugins
 
 @dataclass(frozen=True)
 class Waiting:
-    """How long rows may wait for others. Raises ValueError for what makes no sense."""
+    """How long rows may wait for others. Raises ValueError for contradictory values."""
 
     min_batch: int = 1  # rows below which a queue is left alone for a while
     max_wait_s: float = 0.0  # that while, from its oldest row on
     max_age_s: float = 0.25  # from which on a queue goes before all that are younger
 
     def __post_init__(self) -> None:
-        """Checks."""
+        """Checks the values."""
         if self.min_batch < 1:
             raise ValueError(f"min_batch is {self.min_batch}; it must be 1 or more")
         if not 0 <= self.max_wait_s < math.inf:
@@ -79,7 +79,7 @@ class LayerPicker:
         urgent: Int[np.ndarray, "layers groups"] | None = None,
         more_may_come: bool = True,
     ) -> tuple[int, int] | None:
-        """The (layer, group) whose queue is to be run now, or None: nothing is, before `wake_at`.
+        """Returns the (layer, group) whose queue is to run now; None: none is, before `wake_at`.
 
         A queue whose oldest row is `max_age_s` old goes first, the oldest of several. Otherwise the
         rule chooses among queues that may run: with `min_batch` rows, or a row that is `max_wait_s`
@@ -120,7 +120,8 @@ class LayerPicker:
 
     @property
     def compiled_settings(self) -> tuple[int, Float[np.ndarray, "K"], int, float, float] | None:
-        """What `compiled.decide` needs beside a worker's arrays, for loops that are compiled, too.
+        """What `compiled.decide` needs beside a worker's arrays, for callers that are compiled as
+        well.
 
         Number of the rule, its weights, min_batch, max_wait_s, max_age_s; None for a picker that
         is not compiled.
@@ -133,7 +134,7 @@ class LayerPicker:
     def wake_at(
         self, counts: Int[np.ndarray, "layers groups"], oldest: Float[np.ndarray, "layers groups"]
     ) -> float:
-        """When to ask `pick` again, where it gave None and nothing comes; seconds of the clock.
+        """Returns when to ask `pick` again after None if nothing comes; seconds of the clock.
 
         Infinite where all queues are empty. At this very time `pick` gives a queue: both add up
         the same numbers.
@@ -207,7 +208,8 @@ def _checked(
 def make_picker(
     name: str, waiting: Waiting | None = None, *, use_numba: bool | None = None
 ) -> LayerPicker:
-    """A picker by a rule's name (`mtfs`, `flfs`, `defrag`), or by `module:Class` of a user's own.
+    """Makes a picker by a rule's name (`mtfs`, `flfs`, `defrag`), or by `module:Class` of a user's
+    own.
 
     Raises ValueError for one that is not there, cannot be made, or has no `choose`.
     """

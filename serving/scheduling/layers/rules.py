@@ -18,7 +18,7 @@ MTFS, FLFS, DEFRAG = range(3)
 
 
 class Rule(Protocol):
-    """What a picker asks. A user's own is a class without arguments that has this method."""
+    """What a picker calls. A user's own rule is a class without arguments that has this method."""
 
     def choose(
         self,
@@ -26,7 +26,7 @@ class Rule(Protocol):
         may_run: Bool[np.ndarray, "layers groups"],
         now: float,
     ) -> tuple[int, int] | None:
-        """The (layer, group) to run, one of those that may; None leaves it to the picker.
+        """Returns the (layer, group) to run, one of those that may; None leaves it to the picker.
 
         Args:
             counts: int64, rows in each queue; of the urgent class alone where any of it may run.

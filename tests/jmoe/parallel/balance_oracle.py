@@ -6,12 +6,14 @@ from fractions import Fraction
 
 
 def homes(hosts):
-    """Lowest-numbered host of each expert."""
+    """Returns the lowest-numbered host of each expert."""
     return [row.index(True) for row in hosts]
 
 
 def start(counts, held, home):
-    """Local and remote visits [G][E] before anything is moved: at a row's device, or at home."""
+    """Returns local and remote visits [G][E] before anything is moved: at a row's device, or at
+    home.
+    """
     devices, experts = len(counts), len(held)
     local = [[0] * experts for _ in range(devices)]
     remote = [[0] * experts for _ in range(devices)]
@@ -25,7 +27,7 @@ def start(counts, held, home):
 
 
 def algorithm_1(counts, hosts, n, alpha, per_pair=None):
-    """Replicas [E][G] beside the hosts, as the paper's listing chooses them."""
+    """Returns replicas [E][G] beside the hosts, as the paper's listing chooses them."""
     devices, experts = len(counts), len(hosts)
     home, num_local = homes(hosts), int(alpha * n)
     held = [list(row) for row in hosts]
@@ -65,7 +67,7 @@ def algorithm_1(counts, hosts, n, alpha, per_pair=None):
 
 
 def algorithm_2(counts, held, home, tolerance=Fraction(0), move_local=False):
-    """Visits [G][E] that each device computes; whole visits, the mean rounded up.
+    """Returns the visits [G][E] that each device computes; whole visits, the mean rounded up.
 
     With `move_local`: all visits may move, no more than the giver's excess; and a device that finds
     no host below the mean passes half of a difference on, a 256th of the mean or more.
@@ -126,7 +128,8 @@ def algorithm_2(counts, held, home, tolerance=Fraction(0), move_local=False):
 
 
 def least_maximum(totals, held):
-    """The least load of the fullest device that any division of `totals` [E] among hosts has.
+    """Returns the least load of the fullest device that any division of `totals` [E] among hosts
+    has.
 
     Hall's theorem: visits that have no host outside a set of devices must fit into that set.
     """
@@ -143,7 +146,7 @@ def least_maximum(totals, held):
 
 
 def best_replicas(totals, hosts, n, per_pair=None):
-    """The least `least_maximum` that any choice of replicas reaches, by trying them all."""
+    """Returns the least `least_maximum` that any choice of replicas reaches, by trying them all."""
     devices, experts, home = len(hosts[0]), len(hosts), homes(hosts)
     choices = []
     for g in range(devices):
@@ -165,7 +168,7 @@ def best_replicas(totals, hosts, n, per_pair=None):
 
 
 def device_of_visits(ids, rank_of_row, valid, kept, remote, held):
-    """Device of each visit by standing in line; -1 where it is not valid."""
+    """Returns the device of each visit by the order of the queue; -1 where it is not valid."""
     devices, experts = len(kept), len(held)
     out = [[-1] * len(row) for row in ids]
     visited = [{i for i, v in zip(*row, strict=True) if v} for row in zip(ids, valid, strict=True)]

@@ -17,7 +17,7 @@ def homes_of(experts, devices):
 
 
 def all_hosts(homes, spare):
-    """Every way to fill up to `spare` slots of each device."""
+    """Yields the hosts of every way to fill up to `spare` slots of each device."""
     by_device = []
     for own in homes.T:
         others = np.flatnonzero(~own)
@@ -53,7 +53,7 @@ def squares(load, hosts):
 
 
 def greedy(load, homes, spare):
-    """The rule in plain loops, each copy tried by itself."""
+    """Applies the rule in plain loops, each copy tried by itself."""
     hosts = homes.copy()
     while True:
         tries = []
@@ -70,7 +70,7 @@ def greedy(load, homes, spare):
 @pytest.mark.parametrize("rounds", [0, 2])
 @pytest.mark.parametrize(("experts", "devices", "spare"), [(12, 4, 1), (12, 4, 2), (60, 8, 1)])
 def test_the_rule_is_that_of_plain_loops(monkeypatch, rounds, experts, devices, spare):
-    """Without giving copies up it finds the same hosts; with it, none that are worse."""
+    """Without replacing copies it finds the same hosts; with replacing, none that are worse."""
     monkeypatch.setattr("jmoe.parallel.copies.ROUNDS", rounds)
     rng, homes, better = np.random.default_rng(1), homes_of(experts, devices), 0
     for _ in range(8):

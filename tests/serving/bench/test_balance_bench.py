@@ -55,7 +55,7 @@ jmoe_expert_copy_bytes_total 1.5e+06
 
 
 def two_layers(text):
-    """The same with a second layer of its own load."""
+    """Adds a second layer with a load of its own."""
     return parse(text.replace('0",layer="1"} 0.0', '0",layer="1"} 9.0'))
 
 

@@ -64,7 +64,7 @@ def tasks_file(tmp_path, *scripts):
 
 
 def figures(table):
-    """Labels and values of a table, whose rules have no colon."""
+    """Returns labels and values of a table, whose rules have no colon."""
     rows = (line.rsplit(None, 1) for line in table.splitlines() if ": " in line)
     return {label.strip(" :"): value for label, value in rows}
 

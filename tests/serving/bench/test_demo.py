@@ -46,7 +46,9 @@ def quiet():
 
 
 def fake_watch(monkeypatch, others=0.0):
-    """What other programs take, of every segment: the tests' own machine is a busy one."""
+    """Fakes the share that other programs take in every segment, since tests run on busy
+    machines.
+    """
     monkeypatch.setattr(demo, "LOOK_S", 0.01)
     monkeypatch.setattr(demo.Watch, "others", lambda _: others)
 
@@ -92,7 +94,7 @@ def test_nothing_to_play_is_told_before_a_server_starts(tmp_path, change):
 
 
 def watched(monkeypatch, *shares):
-    """What other programs are seen to take, look by look; returns what was not looked at."""
+    """Fakes the share that other programs take at each look; returns the looks that are left."""
     left = iter(shares)
     monkeypatch.setattr(demo, "LOOK_S", 0.01)
     monkeypatch.setattr(demo.Watch, "others", lambda _: next(left))
@@ -100,7 +102,7 @@ def watched(monkeypatch, *shares):
 
 
 def played(console):
-    """Whether each segment that was played had brownout."""
+    """Returns whether each segment that was played had brownout."""
     lines = console.export_text(clear=False).splitlines()
     return ["with" in line.split() for line in lines if line.startswith("playing: ")]
 
@@ -174,7 +176,7 @@ def test_each_controller_is_played_on_one_calibration(tmp_path, monkeypatch):
 
 
 def step_times(*seconds):
-    """A run in which the server said so of a full decode step."""
+    """Returns a run in which the server reported these times of a full decode step."""
     return {"samples": {"full_decode_step_s": list(seconds)}}
 
 

@@ -27,7 +27,7 @@ def about(expected):
 
 @pytest.fixture
 async def simulated():
-    """A scripted server without a socket, in a loop whose clock takes no time to move."""
+    """Returns a scripted server without a socket, in an event loop with simulated time."""
     servicer = scripted_server.Scripted()
     return scripted_server.Direct(servicer), servicer
 

@@ -67,7 +67,7 @@ def result(zero=(0.9, 0.8), brownout=(0.02, 0.05), ttft_s=40.0):
 
 
 def of_pairs(*rates, why_not=()):
-    """A result of several pairs, by the late first tokens of each with brownout."""
+    """Makes a result of several pairs, by the late first tokens of each with brownout."""
     found = [result(brownout=(rate, 0.0)) for rate in rates]
     pairs = [
         {"runs": one["runs"], "why_not": "busy" if number in why_not else ""}

@@ -28,7 +28,9 @@ CONFIG = DemoConfig(simulated=True, segment_s=3.0, pairs=2, spare_pairs=0, calib
 
 
 def machine(prefill_s=0.016, decode_s=0.040, saved=0.5):
-    """Every prefill and every decode step takes so long; all of the brownout saves a share."""
+    """Makes a machine with fixed times of prefill and decode steps, of which full brownout saves a
+    share.
+    """
     times = {}
     for phase, seconds in (("prefill", prefill_s), ("decode", decode_s)):
         for bucket in BUCKETS[phase]:  # a token's time at each knot; batches are full in the end
@@ -119,7 +121,7 @@ def test_a_server_that_saves_nothing_never_holds(plant, monkeypatch):
 
 @pytest.mark.parametrize("plant", [None, *PLANTS])
 def test_steps_of_a_server_are_learnt_with_what_brownout_saves(plant, monkeypatch):
-    """What is timed of a server that saves nothing is a machine on which nothing is saved."""
+    """A server on which brownout saves nothing yields a machine on which it saves nothing."""
     if plant:
         launch = planted(SimulatedDevice.launch, plant, PICKS)
         monkeypatch.setattr(SimulatedDevice, "launch", launch)

@@ -31,7 +31,7 @@ MODELS = ("qwen2_moe_mlp_only_tied", "qwen3_moe_tied_no_head_dim", "mixtral")
 
 @pytest.fixture(autouse=True)
 def _level_of_the_log():
-    """Commands that run in this process set it."""
+    """Restores the log level, which commands that run in this process set."""
     logger = logging.getLogger("serving")
     level = logger.level
     yield
@@ -40,7 +40,7 @@ def _level_of_the_log():
 
 @pytest.fixture(autouse=True)
 def _nothing_is_kept(monkeypatch):
-    """XLA's cache stays as it is for the tests that follow in this process."""
+    """Leaves XLA's cache as it is for the tests that follow in this process."""
     monkeypatch.setattr("serving.cli.main._keep_programs", lambda folder: None)
 
 
@@ -59,7 +59,7 @@ def flags_of(*names: str) -> set[str]:
 
 
 def commands(command=None, path: tuple[str, ...] = ()):
-    """Every command below the application, with the words that lead to it."""
+    """Yields every command below the application, with the words that lead to it."""
     command = command or get_command(cli.app)
     yield path, command
     for name, below in getattr(command, "commands", {}).items():

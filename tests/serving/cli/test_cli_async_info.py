@@ -15,7 +15,7 @@ HEADING = "Asynchronous expert parallelism, "
 
 
 def run(monkeypatch, capsys, *arguments):
-    """Exit code, and what is printed."""
+    """Returns a function that runs the command and returns exit code and output."""
     monkeypatch.setattr(sys, "argv", ["jmoe", "info", *MODEL, *arguments])
     with pytest.raises(SystemExit) as caught:
         cli.main()

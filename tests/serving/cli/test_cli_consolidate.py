@@ -25,7 +25,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What `consolidate` is called with; of four positions it shares one."""
+    """Records what `consolidate` is called with; of four positions it shares one."""
     seen = []
 
     def consolidate(directories, out, config, progress, say):

@@ -23,7 +23,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What `evaluate` is called with; it scores nothing."""
+    """Records what `evaluate` is called with; it scores nothing."""
     seen = []
 
     def evaluate(config, settings, progress):

@@ -26,7 +26,7 @@ def shown(monkeypatch, capsys, *arguments):
 
 
 def gib(text):
-    """The first GiB in a row."""
+    """Returns the first number of GiB in a row of the table."""
     return float(re.search(r"([\d.]+) GiB", text)[1])
 
 

@@ -25,7 +25,9 @@ ITL_SLO_S = 0.030
 
 
 def seconds(phase, size, percent):
-    """Decode: 0.5 ms a row, a third of which is brownout's; prefill: 10 ms and 0.1 ms a token."""
+    """Returns step times: decode 0.5 ms a row, a third of which brownout saves; prefill 10 ms and
+    0.1 ms a token.
+    """
     if phase is Phase.DECODE:
         return 0.0005 * size * (2 + percent / 100) / 3
     return 0.010 + 0.0001 * size * (1 + percent / 100) / 2
@@ -70,7 +72,7 @@ def step(phase=Phase.DECODE, size=32, since_s=0.0, **change):
 
 
 def helping(late=0.1, updates=1):
-    """A controller in a burst."""
+    """Returns a controller in a burst."""
     controller = Predictive(CONFIG)
     for _ in range(updates):
         controller.decide(seen(late=late))
@@ -167,7 +169,7 @@ def test_it_says_which_p90_it_expects():
 
 
 def capacity_per_s(decision, load):
-    """Requests a second, of a batch that is full."""
+    """Returns the requests a second of a full batch."""
     prefill_s = seconds(Phase.PREFILL, load.prefill_tokens, decision.prefill_percent)
     busy = load.arrivals_per_s * load.prompt_tokens / load.prefill_tokens * prefill_s
     gap_s = seconds(Phase.DECODE, load.max_running, decision.decode_percent) / (1 - busy)
@@ -228,7 +230,7 @@ def test_algorithm_2_decides_while_it_errs():
 
 
 class Half:
-    """Takes half of everything away."""
+    """A controller that degrades half of everything."""
 
     def __init__(self, config):
         pass

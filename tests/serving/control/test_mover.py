@@ -1,4 +1,4 @@
-"""The mover on a runner that only notes what it is told."""
+"""The mover over a runner that only records calls."""
 
 from types import SimpleNamespace
 
@@ -33,7 +33,7 @@ def read(mover, rows, now, took_s=1.0):
 
 
 def skewed():
-    """Layer 1: one expert has most of the load. The others: all have the same."""
+    """Returns loads: in layer 1 one expert has most; in other layers all have the same."""
     rows = np.full((LAYERS, EXPERTS), 10)
     rows[1, 2] = 200
     return rows
@@ -71,7 +71,7 @@ def test_what_would_not_pay_back_is_left():
 
 
 def test_a_device_that_is_seldom_busy_is_left_alone():
-    """One ms in ten seconds: less than a copy takes."""
+    """It is busy for one ms in ten seconds: less than a copy takes."""
     told = []
     for took_s in (0.0001, 5.0):
         runner = Noting()

@@ -1,4 +1,4 @@
-"""Sets of weights that come and go, in simulated time, over a runner that checks who may run."""
+"""Sets of weights that are swapped, in simulated time, over a runner that checks who may run."""
 
 import asyncio
 import random
@@ -20,7 +20,7 @@ NAMES = ("a", "b", "c", "d")
 
 @pytest.fixture
 def family(start):
-    """An engine for four models, of which as many are on the device as are named."""
+    """Returns a function that starts an engine for four models, of which some are on the device."""
 
     def make(resident, stay_s=STAY_S, **config):
         runner = partial(FakeRunner, resident=list(resident), set_s=SET_S)
@@ -39,7 +39,7 @@ def tokens(outputs):
 
 
 async def ask(engine, model, count=5, **options):
-    """(When it was done, its tokens): n, and what the model counts on from it."""
+    """Sends a request and checks its tokens, which count up; returns when it was done."""
     found = tokens(await collect(engine, [100], count, model=NAMES[model], **options))
     assert found == [100 + (1 + model) * (1 + at) for at in range(count)]
     return now()
@@ -88,7 +88,7 @@ async def test_a_busy_model_keeps_its_place_for_a_while_and_then_gives_it_up(fam
 
 
 async def test_without_anything_to_run_nobody_is_waited_for(family):
-    """With one place, and what is there waiting for nothing: no stay is kept."""
+    """With one place, whose model has no requests: the minimum stay does not apply."""
     engine = family([0])
     for model in (1, 2, 3, 0):
         began = now()

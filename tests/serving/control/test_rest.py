@@ -1,6 +1,6 @@
-"""Thresholds come back when nothing asks for brownout, or when it is in vain.
+"""Thresholds return to the ceiling when no brownout is needed, or when it is in vain.
 
-The engine is a whole one, whose steps take what one can reckon.
+The engine is a whole one, with predictable step times.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.simulated_time
 
 
 class Browned(FakeRunner):
-    """Under all of the brownout, steps take `floor` of their time."""
+    """A runner whose steps take the share `floor` of their time under full brownout."""
 
     def __init__(self, limits, floor, step_s):
         super().__init__(limits, step_s=self.seconds, checks_context=False)
@@ -51,7 +51,7 @@ def serve(start):
 
 
 async def ask(engine, rate_per_s, seconds, max_new=5):
-    """Requests in even gaps; returns when all are answered."""
+    """Sends requests in even gaps; returns when all are answered."""
 
     async def one(at_s):
         await asyncio.sleep(at_s)

@@ -80,7 +80,7 @@ def further(slo, previous_at, launched_at, now, priority=LS):
 
 
 def control(slo, phase, *, ls=True):
-    """Of a step of eight tokens or rows, all of a class."""
+    """Returns the control of a step of eight tokens or rows, all of one class."""
     make, priority = prefill_step if phase == "prefill" else decode_step, LS if ls else BE
     step = make(8, priority=priority)
     return slo.control(step, since_s=0.0, num_decoding=8, now=0.0)

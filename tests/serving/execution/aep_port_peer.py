@@ -26,7 +26,7 @@ def from_json(text):
 
 
 def main():
-    """Says where it is, is told of its peer, says that it knows; then adds one to each note, or
+    """Reports its address, connects to its peer and confirms it; then adds one to each note, or
     counts without end.
     """
     port = Port("other", [Note], KEY)

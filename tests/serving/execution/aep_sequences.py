@@ -1,4 +1,4 @@
-"""Workers of one process, and a server played for them."""
+"""Workers of one process, with a simulated server."""
 
 from itertools import cycle, islice
 
@@ -13,7 +13,7 @@ PAGE, BLOCKS, SLOTS, ROWS = 4, 8, 4, 40
 
 
 class AnyQueue:
-    """Whichever has rows, or none: as unhelpful as a picker may be."""
+    """A picker that chooses any queue with rows, or none: as unhelpful as a picker may be."""
 
     def __init__(self, rng):
         self.rng = rng
@@ -28,7 +28,9 @@ class AnyQueue:
 
 
 class Sequences:
-    """Plays a server: sequences with slots and pages, each with one unit on its way at a time."""
+    """Acts as the server: sequences with slots and pages, each with one unit on its way at a
+    time.
+    """
 
     def __init__(self, workers, prompts, new_tokens, chunk, exempt=()):
         self.workers, self.new_tokens, self.chunk = workers, new_tokens, chunk
@@ -73,7 +75,9 @@ class Sequences:
                 self.submit(number)
 
     def play(self, rng):
-        """Until all is written: some worker gets some of its messages, or runs a stage."""
+        """Plays until all is written: each time a random worker gets some of its messages, or runs
+        a stage.
+        """
         for _ in range(100_000):
             if not self.unit_of:
                 assert self.workers.is_idle

@@ -1,4 +1,4 @@
-"""What tests of memory have in common."""
+"""Fixtures that tests of memory share."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,9 @@ from jmoe.config import from_hf
 
 @pytest.fixture
 def model():
-    """Without weights. A page of four positions is 2 x 3 x 4 x 2 x 8 x 4 bytes: 1,536."""
+    """Returns a model without weights. A page of four positions has 2 x 3 x 4 x 2 x 8 x 4 bytes:
+    1,536.
+    """
     geometry = {
         "model_type": "mixtral",
         "vocab_size": 8,

@@ -108,7 +108,7 @@ def decoded(frames, to_rows=np.array):
 
 
 def same(one, other):
-    """Bit by bit: NaN has many."""
+    """Returns whether values are equal bit by bit, since there are many NaN."""
     if isinstance(one, np.ndarray | jax.Array):
         one, other = np.asarray(one), np.asarray(other)
         return (one.dtype, one.shape, one.tobytes()) == (other.dtype, other.shape, other.tobytes())
@@ -166,7 +166,7 @@ def test_whatever_comes_is_a_message_or_refused(data):
 
 
 def changed(*path_and_value):
-    """Frames of MESSAGE with another value in the header."""
+    """Returns the frames of MESSAGE with another value in the header."""
     frames = frames_of(MESSAGE)
     header = json.loads(frames[0])
     *path, last, value = path_and_value
@@ -256,7 +256,7 @@ def test_two_types_of_one_name_are_refused():
 
 @pytest.fixture
 def port():
-    """Makes ports, and closes them."""
+    """Yields a function that makes ports; they are closed at the end."""
     made = []
 
     def make(name, **options):
@@ -277,7 +277,9 @@ def two(port):
 
 
 def numbers(port, count, *, helps=()):
-    """Of the next `count` notes; those who send them may have to be given turns."""
+    """Returns the numbers of the next `count` notes; `helps` are senders that need turns to send
+    them.
+    """
     found, deadline = [], time.monotonic() + SOON_S
     while len(found) < count:
         assert time.monotonic() < deadline, f"{found} came"
@@ -288,7 +290,7 @@ def numbers(port, count, *, helps=()):
 
 
 class Proxy:
-    """Carries a port's connections, and closes them as it is told: what is under way is lost."""
+    """Relays a port's connections, and closes them on request: what is under way is lost."""
 
     def __init__(self, peer):
         self.connections, self.count, self.passes = [], 0, True
@@ -315,7 +317,7 @@ class Proxy:
                     other.sendall(data)
 
     def reset(self):
-        """With an RST, which takes what lies in buffers, too."""
+        """Closes with an RST, which discards what is in buffers as well."""
         ends, self.connections = self.connections, []
         for end in ends:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -330,7 +332,7 @@ class Proxy:
 
 @pytest.fixture
 def proxied(port):
-    """Two ports and the proxies through which the second and the first are reached."""
+    """Returns two ports, and the proxies through which the second and the first are reached."""
     one, other = port("one"), port("other")
     proxies = Proxy(other.peer), Proxy(one.peer)
     one.connect(proxies[0].peer)
@@ -342,7 +344,7 @@ def proxied(port):
 
 @pytest.fixture
 def raw():
-    """Sockets that send frames as they are."""
+    """Yields a function that makes sockets which send frames as they are."""
     with zmq.Context() as context:
         sockets = []
 
@@ -605,7 +607,7 @@ def resident_bytes():
 
 
 def test_strangers_get_nothing_in_and_keep_nobody_from_anything(two, raw):
-    """Without CURVE, with another key, with none at all; many that never end a handshake."""
+    """Without CURVE, with another key, with none at all; and many that never finish a handshake."""
     one, other = two
     host, _, number = other.peer.address.removeprefix("tcp://").rpartition(":")
     to, sender = other.peer.incarnation, one.peer.incarnation
@@ -642,7 +644,7 @@ def test_strangers_get_nothing_in_and_keep_nobody_from_anything(two, raw):
 
 
 def test_a_flood_of_what_is_not_heard_does_not_keep_receive_from_returning(two, raw):
-    """From one that has the key, but is nobody that the port was told of."""
+    """From a peer that has the key, but to which the port was not told to connect."""
     _, other = two
     flood, over = raw(other.peer), threading.Event()
 

@@ -28,7 +28,7 @@ def port():
 
 @contextmanager
 def peer_of(port):
-    """A process that knows the port and is known to it; killed in the end."""
+    """Starts a process connected to the port, and kills it at the end."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.serving.execution.aep_port_peer"],
         stdin=subprocess.PIPE,

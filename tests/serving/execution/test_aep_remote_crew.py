@@ -1,4 +1,4 @@
-"""The server's view of workers that are processes: who has met whom, who is gone, who is back."""
+"""The server's view of workers in other processes: who has met whom, who is gone, who is back."""
 
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ BEAT = Beat(1, np.array([2, 3]), 0.5, 0, 0, [])
 
 
 class FakePort:
-    """What is to come is put into `coming`, what was sent is in `sent`."""
+    """A port that receives what is put into `coming`, and records what is sent in `sent`."""
 
     def __init__(self):
         self.peer = SimpleNamespace(name="server", address="tcp://here", incarnation=bytes(16))
@@ -91,8 +91,8 @@ class Setup:
         self.crew.turn()
 
     def passes(self, seconds, *beating, hanging=(), unreached=()):
-        """Time, in which some beat, some of them without getting on; and expert workers that
-        attention does not reach.
+        """Lets time pass, in which workers send beats, some without progress (`hanging`); attention
+        does not reach the expert workers in `unreached`.
         """
         for _ in range(round(2 * seconds)):
             self.now += 0.5
@@ -211,7 +211,7 @@ def test_one_that_gives_signs_of_life_and_gets_nothing_done_has_longer_and_is_re
 
 @pytest.mark.parametrize("hanging", [[], ["experts-1"]])
 def test_of_two_that_live_and_do_not_hear_each_other_the_expert_worker_is_replaced(hanging):
-    """Not before it gets on, and has had the time to say what came."""
+    """Not before it makes progress, and has had the time to acknowledge what came."""
     setup, all_names = (
         Setup(worker_timeout_s=4.0).all_up(),
         ("attention-0", "experts-0", "experts-1"),
@@ -271,7 +271,7 @@ def test_metrics_have_what_workers_said_last():
 
 
 class FakeWorker:
-    """Keeps what it is given."""
+    """A worker that stores what it is given."""
 
     stages = 0
     queues = MicroQueues(1, 1)

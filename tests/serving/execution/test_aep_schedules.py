@@ -1,4 +1,6 @@
-"""Workers over a model that is reckoned by hand: thousands of schedules, and nothing is lost."""
+"""Workers over a model in integers computed by hand: thousands of schedules, and nothing is
+lost.
+"""
 
 import random
 from dataclasses import replace
@@ -22,12 +24,12 @@ NUM_SLOTS = 4
 
 
 def attended(x, before):
-    """A row behind attention, of what its sequence had before in this layer."""
+    """Returns a row after attention, given what its sequence wrote in this layer before."""
     return (3 * x + sum(before)) % PRIME
 
 
 def routed(x, layer, picks):
-    """Experts of a row, all different, and their weights."""
+    """Returns the experts of a row, all different, and their weights."""
     first = x + layer
     return [(first + 2 * k) % EXPERTS for k in range(picks)], [k + 1 for k in range(picks)]
 
@@ -37,7 +39,7 @@ def part(x, layer, expert):
 
 
 def written(prompt, new_tokens, picks):
-    """What one sequence writes, row by row and layer by layer."""
+    """Returns what one sequence writes, row by row and layer by layer."""
     seen, tokens, inputs = [[] for _ in MOE], [], list(prompt)
     for position in range(len(prompt) + new_tokens - 1):
         x, moe_layer = inputs[position], 0
@@ -180,7 +182,7 @@ def test_any_schedule_writes_what_is_reckoned_by_hand(seeds):
 
 
 class Restarted(Sequences):
-    """What was lost is computed once more, as a chunk."""
+    """Sequences whose lost units are computed once more, as a chunk."""
 
     num_lost, numbers = 0, count(1)
 
@@ -208,7 +210,9 @@ class Restarted(Sequences):
 
 
 def play_with_faults(seed):
-    """Expert workers end and come back, one at a time; each expert is on two of them."""
+    """Plays while expert workers end and come back, one at a time; each expert is on two of
+    them.
+    """
     rng = random.Random(seed)
     attention, experts, picks = rng.randint(1, 3), rng.randint(2, 4), rng.randint(1, 3)
     hosts = np.zeros((sum(MOE), EXPERTS, experts), bool)
@@ -250,7 +254,9 @@ def play_with_faults(seed):
 
 
 def tell_of(workers, down, ended, rng):
-    """As a worker's loop does: what one sent before its end is not taken after the news of it."""
+    """Delivers news of workers as a worker's loop does: what one sent before its end is not taken
+    after it.
+    """
     gone = ended if down is None else down
     for at, attention in enumerate(workers.attention):
         if down is None:

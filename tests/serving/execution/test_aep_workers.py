@@ -167,7 +167,9 @@ def test_workers_on_devices_of_their_own():
 
 
 def recording(device, moe_layers):
-    """Experts that rows go to, by slot, MoE layer and position, as stages are run from now on."""
+    """Records the experts that rows go to, by slot, MoE layer and position, as stages run from now
+    on.
+    """
     found, attend = {}, device.attend
 
     def attend_and_note(layer, tokens, rows, deltas, control, places):
@@ -216,7 +218,9 @@ def test_under_brownout_tokens_are_those_of_the_plans_that_stages_made():
 @pytest.mark.deep
 @pytest.mark.parametrize("strategy", ["zero", "full", "partial"])
 def test_without_a_worker_its_experts_visits_go_where_brownout_lets_them(strategy):
-    """Odd experts are gone: united ones stand in, or nobody does; who refuses that is told."""
+    """Odd experts are gone: united ones stand in, or none does; requests that refuse that get an
+    error.
+    """
     model, rng = jmoe.load(dtype="float32", ways=[4]), random.Random(8)
     control = model.prepare(jmoe.Brownout(strategy, 100, way=4))
     layers, num_experts = model.table.slots.shape

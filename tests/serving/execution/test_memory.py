@@ -1,4 +1,4 @@
-"""KV pages that cannot fit are refused before they are allocated, with the number that would."""
+"""KV pages that cannot fit are refused before they are allocated; the error says how many would."""
 
 import pytest
 

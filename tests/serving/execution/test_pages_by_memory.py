@@ -32,7 +32,7 @@ def limits(**change):
 
 
 def devices(monkeypatch, *memories):
-    """So many devices, of which one process has all."""
+    """Fakes devices with these memories, all of one process."""
     each = dict(enumerate(memories))
     monkeypatch.setattr(kv_pages.jax, "local_devices", lambda: list(each))
     monkeypatch.setattr(kv_pages, "device_memory", each.get)
@@ -223,7 +223,7 @@ def test_memory_is_claimed_unless_the_environment_says_how_much(monkeypatch):
     names = kv_pages.FRACTION, kv_pages.OLD_FRACTION
 
     def claimed(**given):
-        """What XLA makes of it."""
+        """Returns the fraction that XLA takes."""
         for name in names:
             monkeypatch.setenv(name, given.get(name, ""))
         kv_pages.claim_memory(0.9)

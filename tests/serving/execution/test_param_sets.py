@@ -11,7 +11,7 @@ SHAPE = (3, 5)
 
 
 def params(seed, shared=None):
-    """A set like a model's, with an embedding that others may have as well."""
+    """Returns a set like a model's, with an embedding that others may have as well."""
     rng = np.random.default_rng(seed)
 
     def drawn():

@@ -56,7 +56,9 @@ async def serving(**changes):
 
 
 async def answer(engine, priority=LS, wait=0, prompt=PROMPT):
-    """Tokens and degraded visits; prefill in two chunks, decode under brownout."""
+    """Returns a request's tokens and degraded visits; prefill in two chunks, decode under
+    brownout.
+    """
     tokens, degraded = [], 0
     for _ in range(wait):
         await asyncio.sleep(0)
@@ -69,7 +71,7 @@ async def answer(engine, priority=LS, wait=0, prompt=PROMPT):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Layers in arrays of their own, but for `eager`; which of them was asked for."""
+    """Gives layers arrays of their own, but for `eager`; returns which of both were asked for."""
 
     def served(params, *, eager):
         chosen.append(eager)
@@ -140,7 +142,7 @@ async def test_each_size_of_a_gpus_steps_is_cut_as_its_layers_take(as_on_a_gpu, 
 
 
 def parts_of(engine):
-    """Sizes that have programs for parts, and how many layers these have."""
+    """Returns the sizes that have programs for parts, and how many layers these have."""
     keys = [key for key in engine.runner.programs.compiled() if key.layers]
     return {(f"{key.phase} {key.size}", key.layers[1] - key.layers[0]) for key in keys}
 

@@ -35,7 +35,7 @@ CONFIG = EngineConfig(
 
 
 class Listening:
-    """The other processes: they write down what they are told."""
+    """The other processes: they record what they are told."""
 
     def __init__(self):
         self.lost, self.told, self.stopped = Lost(), [], []
@@ -53,7 +53,7 @@ def runner(config, followers=None):
 
 
 async def serve(engine):
-    """Best effort that is parked, samples, scores, and another way in the middle of it."""
+    """Serves best effort that is parked, samples, scores, and another way in the middle of it."""
 
     async def one(number, priority, **sampling):
         params = SamplingParams(max_new_tokens=20, ignore_eos=True, seed=number, **sampling)
@@ -97,7 +97,7 @@ async def test_the_same_calls_end_in_the_same_state(tmp_path):
 
 
 class Noting:
-    """A device that notes who is to host a layer's experts."""
+    """A device that records which hosts a layer's experts get."""
 
     def __init__(self):
         self.asked = []

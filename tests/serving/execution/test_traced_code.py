@@ -33,7 +33,7 @@ def unrelated(x): return x
 
 
 def load(source=SOURCE, helper=HELPER):
-    """The root function of a module that names another one."""
+    """Loads a module and returns its root function, which names another one."""
     other = types.ModuleType("helper")
     exec(compile(helper, "helper.py", "exec"), vars(other))
     module = types.ModuleType("mine")

@@ -1,4 +1,4 @@
-"""One request over each protocol, and what a refusal of it says there."""
+"""One request over each protocol, and how a refusal is reported there."""
 
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple

@@ -13,7 +13,7 @@ GET = b"GET /health HTTP/1.1\r\nhost: x\r\n%b\r\n"
 
 
 async def closed(reader, timeout_s=20):
-    """All that still comes, until the server closes."""
+    """Reads until the server closes the connection; returns what came."""
     return await asyncio.wait_for(reader.read(), timeout_s)
 
 

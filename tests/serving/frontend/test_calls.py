@@ -24,7 +24,7 @@ STREAM = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 
 def counted(s, protocol):
-    """Counts other than 0, by route and code."""
+    """Returns the counts other than 0, by route and code."""
     samples = s.server.metrics.calls.collect().samples
     return {
         (sample.labels["route"], sample.labels["code"]): sample.value

@@ -61,7 +61,7 @@ def soon(monkeypatch):
 
 
 class CountingSetup(HttpSetup):
-    """Over the real engine, which counts up."""
+    """A server over the real engine, which counts up."""
 
     async def __aenter__(self):
         await super().__aenter__()
@@ -69,7 +69,7 @@ class CountingSetup(HttpSetup):
         return await self.ready()
 
     async def failed(self, bomb: str) -> tuple[int, str, int]:
-        """Status and message of a chat, and how often /health was answered meanwhile."""
+        """Returns status and message of a chat, and how often /health was answered meanwhile."""
         options, healthy = {"bomb": bomb, "base": 9}, 0
         body = {"model": "counter", "messages": CHAT, "chat_template_kwargs": options}
         async with asyncio.TaskGroup() as group:
@@ -148,7 +148,7 @@ def test_at_the_start_it_is_the_operators_error(tmp_path, text, says):
 
 
 def test_a_busy_process_ends_soon_after_a_killed_server():
-    """By itself, since it does not read what tells an idle one."""
+    """By itself: it does not read its input, whose end tells an idle process."""
     script = f"""
 import asyncio
 from serving.intake.limited_process import LimitedProcess

@@ -23,14 +23,14 @@ SAMPLING = pb.SamplingParams
 
 
 def another(s: Setup) -> grpc.aio.Channel:
-    """A connection of its own."""
+    """Opens another connection."""
     return grpc.aio.insecure_channel(
         s.server.address, options=[("grpc.use_local_subchannel_pool", 1)]
     )
 
 
 def silent(channel: grpc.aio.Channel, method: str = GENERATE):
-    """An open call that sends no message."""
+    """Opens a call that sends no message."""
     return channel.stream_stream(method)()
 
 

@@ -39,12 +39,12 @@ async def one(s: Setup, request=None, **given):
 
 
 async def ask(s: Setup, *requests) -> list[pb.ModelStreamInferResponse]:
-    """All requests at once on one stream, and every response."""
+    """Sends all requests at once on one stream; returns every response."""
     return [response async for response in stub(s).ModelStreamInfer(iter(requests))]
 
 
 async def rest(call) -> list[pb.ModelStreamInferResponse]:
-    """What is left of a call that was read from already."""
+    """Returns the remaining responses of a call."""
     found = []
     while (response := await call.read()) is not grpc.aio.EOF:
         found.append(response)

@@ -159,7 +159,7 @@ async def test_a_taken_metrics_port_names_the_flag() -> None:
 
 
 async def finished_but_not_read(s: Setup, num_tokens: int):
-    """A real engine that has made every token of a call whose caller has read one."""
+    """Returns a call to a real engine, which has made every token while the caller has read one."""
     from serving.bench.fake import FakeRunner
     from serving.engine import Engine
     from serving.plan import Limits

@@ -163,7 +163,9 @@ def is_open(port: int) -> bool:
 
 
 async def ask_through(address: str, ca: Path, key: str, engine) -> None:
-    """The first event has to arrive before the engine makes the next one."""
+    """Sends a request through a proxy; the first event must arrive before the engine makes the next
+    one.
+    """
     asked = {"model": "counter", "prompt": "ab", "max_tokens": 2, "stream": True}
     headers = {"authorization": f"Bearer {key}"}
     async with httpx2.AsyncClient(verify=client_context(ca), timeout=30) as http:

@@ -28,7 +28,7 @@ FORMATTED_BYTES, WRITTEN_BYTES = 16 << 10, 128 << 10
 
 @pytest.fixture
 def sizes(monkeypatch):
-    """Bytes of everything that is formatted as JSON, and that HTTP writes."""
+    """Records the bytes of everything that is formatted as JSON, and that HTTP writes."""
     formatted, written = [], []
     dumps, send = orjson.dumps, RequestResponseCycle.send
 

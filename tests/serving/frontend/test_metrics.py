@@ -63,7 +63,7 @@ def test_a_port_that_is_taken_is_named_with_the_flag() -> None:
 
 
 def busy() -> Metrics:
-    """Metrics that have seen a bit of everything."""
+    """Returns metrics that have observed events of every kind."""
     metrics = Metrics()
     metrics.first_tokens(np.array([0.5, 3.0]), 1.0, LS)
     metrics.further_tokens(np.array([0.01, 0.2, 0.1]), 0.1, LS)

@@ -25,7 +25,7 @@ promtool = pytest.mark.skipif(
 
 
 def labels_by_name():
-    """Of every sample that a server with some traffic has."""
+    """Returns the labels of every sample that a server with some traffic has."""
     metrics = Metrics()
     metrics.engine = FakeEngine()
     metrics.first_tokens(np.array([0.5]), 1.0, Priority.LATENCY_SENSITIVE)
@@ -57,7 +57,7 @@ def expressions():
 
 
 def unknown(expression, known):
-    """Metrics, and labels of metrics, that no server has."""
+    """Returns the metrics, and labels of metrics, in an expression that no server has."""
     names = set(re.findall(r"\bjmoe_[a-z0-9_]+", expression))
     wrong = {name for name in names if name not in known}
     for name, selectors in re.findall(r"\b(jmoe_[a-z0-9_]+)\{([^}]*)\}", expression):

@@ -21,7 +21,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "jmoe-t
 
 @pytest.fixture(scope="module")
 def python():
-    """The environment's interpreter; made once, and kept."""
+    """Returns the environment's interpreter; the environment is made once."""
     folder = CACHE / AGENTS.replace("[", "-").replace("]", "")
     found, done = folder / "bin" / "python", folder / "made"
     if not done.exists():

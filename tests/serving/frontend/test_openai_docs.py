@@ -33,7 +33,7 @@ def cell(field):
 
 
 def table():
-    """The table of all parameters, by their declarations."""
+    """Returns the table of all parameters, made from their declarations."""
     lines = ["| parameter | completions | chat | |", "|---|---|---|---|"]
     columns = [fields(model) for model in MODELS.values()]
     for name in sorted(columns[0] | columns[1]):

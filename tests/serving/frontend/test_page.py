@@ -52,7 +52,7 @@ async def set_brownout(s: Setup, body: object, **headers):
 
 @contextlib.asynccontextmanager
 async def watching(s: Setup, **options):
-    """Lines of a stream, parsed."""
+    """Yields the parsed lines of a stream."""
     async with client(s) as http, http.stream("GET", "/api/stream", **options) as answer:
         assert answer.status_code == 200, await answer.aread()
         lines = answer.aiter_lines()
@@ -575,7 +575,7 @@ def test_who_may_not_administer_is_told_so() -> None:
 
 
 async def test_a_live_page_of_a_fake_engine_alone() -> None:
-    """`Live` needs a server's face only: what a notebook or a test has will do."""
+    """`Live` needs only a server's interface, which a notebook or a test can provide."""
     engine = FakeEngine()
     face = SimpleNamespace(
         engine=engine,

@@ -12,13 +12,13 @@ SECOND_NS = 1_000_000_000
 
 
 class Plain:
-    """What a bucket is, said in the plainest way: it has so much, and gets more as time goes."""
+    """A plain bucket: it has so many tokens, and gets more as time passes."""
 
     def __init__(self, per_minute: int) -> None:
         self.per_minute, self.has, self.at_ns = per_minute, Fraction(per_minute), 0
 
     def at(self, now_ns: int) -> Fraction:
-        """What it has then."""
+        """Returns the tokens that it has at a time."""
         gained = Fraction(self.per_minute * (now_ns - self.at_ns), MINUTE_NS)
         self.has, self.at_ns = min(Fraction(self.per_minute), self.has + gained), now_ns
         return self.has
@@ -62,7 +62,7 @@ def test_the_time_to_come_back_is_exact(per_minute, steps):
 
 @pytest.mark.parametrize("per_minute", [1, 7, 60, 199])
 def test_a_minute_has_what_it_may_and_the_burst_of_the_first(per_minute):
-    """Who asks every 10 ms gets what was in the bucket, and then an even rate."""
+    """A client that asks every 10 ms gets what was in the bucket, and then an even rate."""
     bucket, let_in = Bucket(per_minute), [0, 0]
     for step in range(12_000):
         now_ns = step * SECOND_NS // 100

@@ -143,7 +143,7 @@ async def test_health_follows_loading_and_serving() -> None:
 
 
 async def reflect(channel: grpc.aio.Channel, version: str, **ask):
-    """One question to the reflection service of a version, in the messages of v1alpha."""
+    """Asks a version of the reflection service one question, in the messages of v1alpha."""
     call = channel.stream_stream(
         f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         reflection_pb2.ServerReflectionRequest.SerializeToString,

@@ -34,7 +34,7 @@ def events(caplog, *names: str) -> list[logging.LogRecord]:
 
 @pytest.fixture
 async def status(caplog):
-    """An idle engine, its metrics, and a status log that has just begun."""
+    """Returns an idle engine, its metrics, and a status log that has just begun."""
     caplog.set_level(logging.INFO, "serving")
     engine, metrics = FakeEngine(), Metrics()
     engine.counters = {"num_running": 0, "num_waiting": 0}

@@ -36,7 +36,7 @@ def now() -> float:
 
 
 async def ends(stream: Stream) -> tuple[type[BaseException], float]:
-    """With what waiting for a message ends, and after how long."""
+    """Returns the error that ends waiting for a message, and after how long."""
     since = now()
     with pytest.raises((DeadlineExceeded, Overloaded, Unavailable, StopAsyncIteration)) as caught:
         await anext(stream)
@@ -135,7 +135,9 @@ async def test_what_happens_as_the_time_runs_out_changes_nothing() -> None:
 
 
 async def test_a_stream_whose_caller_does_not_read_keeps_its_place() -> None:
-    """One with nothing but an error to tell would make room, and then be there and not count."""
+    """A stream that still has an error to deliver must not make room: it would stay open without
+    counting.
+    """
     streams, call = Streams(1, 10.0), Call()
     told, read = asyncio.Event(), asyncio.Event()
 

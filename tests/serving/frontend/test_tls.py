@@ -28,7 +28,7 @@ GRPC, HTTP = PORTS[:2], PORTS[2:]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> SimpleNamespace:
-    """Two authorities, each with a server and a client."""
+    """Makes two authorities, each with certificates for a server and a client."""
     folder = tmp_path_factory.mktemp("certificates")
     first, second = Authority(folder, "first"), Authority(folder, "second")
     return SimpleNamespace(
@@ -70,7 +70,7 @@ class Deployed:
 
 @contextlib.asynccontextmanager
 async def encrypted(deployed: Deployed, **fields):
-    """A server with all of its ports."""
+    """Yields an encrypted server with all of its ports."""
     metrics_port = free_port()
     config = ServerConfig(port=0, metrics_port=metrics_port, **deployed.settings, **fields)
     async with Setup(config) as setup:
@@ -92,7 +92,7 @@ def free_port() -> int:
 
 
 def shake(port: int, context: "Caller", name: str | None = "localhost", session=None):
-    """A handshake, and what the port answers; the name that the server showed, and a session.
+    """Does a handshake and reads an answer; returns the name that the server showed, and a session.
 
     Raises OSError where the server ends it: by TLS 1.3 a client hears of that only as it reads.
     """

@@ -112,7 +112,7 @@ def attributes(span):
 
 @contextlib.asynccontextmanager
 async def traced(url, engine=None):
-    """A server that traces to `url`, and a stub; spans are sent when it has ended."""
+    """Yields a server that traces to `url`, and a stub; spans are sent when it has ended."""
     tracer = make_tracer(url)
     server = Server(ServerConfig(port=0), tracer=tracer)
     await server.start()

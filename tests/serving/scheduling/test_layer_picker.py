@@ -39,7 +39,7 @@ def at_once(rule, counts, **more):
 
 
 def algorithm_1(q, lookahead, decay):
-    """Algorithm 1 of the paper, line by line, in exact arithmetic: all scores."""
+    """Returns all scores by Algorithm 1 of the paper, line by line, in exact arithmetic."""
     nb, ne = len(q), len(q[0])
     scores = [[Fraction(0)] * ne for _ in range(nb)]
     for b in range(nb):
@@ -190,7 +190,7 @@ class Contrary:
 @settings(max_examples=60)
 @given(seed=st.integers(0, 10**6), rule=st.sampled_from([*RULES, Contrary()]))
 def test_no_queue_starves(seed, rule):
-    """A worker that is always asked for more than it can do, and its urgent rows first."""
+    """A worker is always overloaded, and runs its urgent rows first."""
     rng = np.random.default_rng(seed)
     layers, groups = int(rng.integers(1, 5)), int(rng.integers(1, 4))
     longest, age = 1.0, float(rng.uniform(0.5, 20))
@@ -219,7 +219,7 @@ def test_no_queue_starves(seed, rule):
 
 
 class Faulty:
-    """Each answer is wrong in another way."""
+    """A rule whose answers are each wrong in another way."""
 
     answers = iter(())
 

@@ -1,4 +1,4 @@
-"""Pages by what is in them."""
+"""KV pages found by their contents."""
 
 import pytest
 from hypothesis import given
@@ -152,7 +152,7 @@ MOVES = st.lists(st.tuples(st.sampled_from(["begin", "end", "keep", "drop"]), st
 
 @given(MOVES)
 def test_pages_and_holders_are_conserved(moves):
-    """By a count of one's own: who holds what, and which contents are to be found."""
+    """Against an independent count of who holds what, and which contents are to be found."""
     named, sequences, contents = PrefixPages(6), [], {}
     for move, number in moves:
         name = bytes([number % 4])

@@ -74,7 +74,7 @@ class Play:
             self.scheduler.add(one, self.now)
 
     def tick(self):
-        """Whether there was anything to do."""
+        """Runs one tick; returns whether there was anything to do."""
         step = self.scheduler.next_step(now=self.now)
         launched = step and (step, self.runner.launch(step.plan, FULL))
         if step is not None:
@@ -338,7 +338,7 @@ def test_best_effort_that_has_waited_too_long_counts_as_latency_sensitive():
 
 
 def ran(scheduler, now):
-    """The sequences of the next step, whose rows have left the last layer with their tokens."""
+    """Runs the next step to the end and returns its sequences."""
     step = scheduler.next_step(now=now)
     if isinstance(scheduler, UnitScheduler):
         scheduler.leave(scheduler.enter(step, now))
@@ -403,7 +403,7 @@ def test_qllm_runs_what_its_algorithm_says():
 
 
 class Broken(Fcfs):
-    """Fails in every way there is, in turn."""
+    """A policy that fails in every way there is, in turn."""
 
     def __init__(self):
         self.calls = 0
@@ -458,7 +458,7 @@ class Unspeakable(BaseException):
 
 
 class Odd(Fcfs):
-    """Answers with what looks right, is of another type, or ends the process, in turn."""
+    """A policy that, in turn, returns what looks right, is of another type, or ends the process."""
 
     parks = True
     ranks = (None, 1.0, (1, 2.0), math.nan, (0, math.nan), "a", np.zeros(2), 1j, 2, SystemExit())
@@ -573,7 +573,7 @@ def test_the_policy_on_the_page_works(request):
 
 
 class Whims(Fcfs):
-    """Parks, resumes and joins at random: whatever it chooses, answers stay."""
+    """A policy that parks, resumes and joins at random: answers must not depend on it."""
 
     order = LS_FIRST
 
@@ -594,7 +594,7 @@ Whims.parks = True
 
 
 def random_trace(seed, make):
-    """One trace: arrivals of both classes, cancellations, evictions, parks and joins."""
+    """Plays one trace: arrivals of both classes, cancellations, evictions, parks and joins."""
     rng = random.Random(seed)
     num_layers, num_ranks = rng.randrange(1, 8), rng.choice((1, 1, 2, 3))
     num_slots, decode_rows = rng.randrange(2, 7), rng.randrange(1, 5)

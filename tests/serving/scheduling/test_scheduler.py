@@ -194,7 +194,9 @@ def test_scheduling_a_full_batch_is_cheap():
 
 
 def company_of(times_s, num_decoding=8, ttft_slo_s=1.0, **options):
-    """What a pace that saw prefill steps of these tokens and times has prompts wait for."""
+    """Returns what prompts wait for after a pace has seen prefill steps of these tokens and
+    times.
+    """
     pace = Pace(**options)
     for tokens, seconds in times_s.items():
         pace.observe(prefill_step(tokens), 0.0, seconds)

@@ -14,7 +14,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def true_s(size, percent):
-    """10 ms, and for each row a half of what its threshold leaves."""
+    """Returns a step's time: 10 ms, and for each row a half of what its threshold leaves."""
     return 0.010 + 0.0005 * size * (0.5 + percent / 200)
 
 

@@ -26,7 +26,9 @@ class Letters:
 
 
 def cut(text, stop):
-    """Oracle: the text before the stop string that is complete first, the longest of several."""
+    """Returns the text before the stop string that is complete first, the longest of several (the
+    oracle).
+    """
     ends = [end for end in range(1, len(text) + 1) if any(s in text[:end] for s in stop)]
     if not ends:
         return text, False

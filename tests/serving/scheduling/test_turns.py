@@ -1,4 +1,4 @@
-"""Several models in one queue: a step has rows of one, or a mixed one of several; all get their
+"""Several models in one queue: a step has rows of one model or, mixed, of several; all get their
 turns, and nothing is lost.
 
 The runner counts up by one and the model's number, so that every answer says who computed it.
@@ -150,7 +150,7 @@ def test_a_parked_step_of_another_model_is_not_joined():
 
 @pytest.mark.parametrize(("claim", "gets"), [(0.0, False), (0.2, True)])
 def test_best_effort_of_another_model_gets_its_share(claim, gets):
-    """Latency-sensitive rows of one model decode for ever; best effort asks the other."""
+    """Latency-sensitive rows of one model decode without end; best effort uses the other."""
     play = Play(LsFirst(), share=Share(claim))
     play.add("b", 1, 2, 20, BE)
     for _ in range(3):
