@@ -124,7 +124,6 @@ class ProtoPage:
         rows = [
             (
                 f"`{field.name}`",
-                str(field.number),
                 self._type(field),
                 self._said.get((*path, _FIELDS, at), ""),
             )
@@ -133,7 +132,7 @@ class ProtoPage:
         heading = self._heading("###", name, path)
         if not rows:
             return [*heading, "No fields.\n"]
-        return [*heading, table(("field", "number", "type", "what it is"), *rows)]
+        return [*heading, table(("field", "type", "what it is"), *rows)]
 
     def _enum(self, name: str, enum: d.EnumDescriptorProto, path: _Path) -> list[str]:
         rows = [
