@@ -124,7 +124,6 @@ class ProtoPage:
         rows = [
             (
                 f"`{field.name}`",
-                str(field.number),
                 self._type(field),
                 self._said.get((*path, _FIELDS, at), ""),
             )
@@ -133,7 +132,7 @@ class ProtoPage:
         heading = self._heading("###", name, path)
         if not rows:
             return [*heading, "No fields.\n"]
-        return [*heading, table(("field", "number", "type", "what it is"), *rows)]
+        return [*heading, table(("field", "type", "what it is"), *rows)]
 
     def _enum(self, name: str, enum: d.EnumDescriptorProto, path: _Path) -> list[str]:
         rows = [
@@ -173,7 +172,8 @@ def settings_page() -> str:
             flag = setting.flag or name.replace("_", "-")
             named = f"`{section}.{name}`".replace("`.", "`")
             text = re.sub(r"([a-z-]+\.md)", r"[\1](../\1)", setting.help)
-            within = setting.range.wanted if setting.range else ""
+            wanted = setting.range.wanted if setting.range else ""
+            within = _SYMBOLS.get(wanted, wanted.removeprefix("one of "))
             rows.append(
                 (
                     named + (f", `--{flag}`" if setting.group else ""),
@@ -186,11 +186,22 @@ def settings_page() -> str:
     return "\n".join(parts)
 
 
+_SYMBOLS = {
+    "above 0": "> 0",
+    "0 or more": "≥ 0",
+    "between 0 and 1": "0..1",
+    "between 0 and 100": "0..100",
+    "between 0 and 65535": "0..65535",
+    "between 0 and 65535, or -1: off": "-1..65535",
+    "above 0 and at most 1": "(0, 1]",
+    "positive and ascending": "> 0, ascending",
+}
+"""Ranges of `serving.config`, as the page writes them."""
+
 _ENVIRONMENT = """\
-What `engine.page_size` is comes from the first of these that names it: the flag `--page-size` or
-`--set engine.page_size=32`; the variable `JMOE_ENGINE__PAGE_SIZE` of the environment (for settings
-without a section, such as `port`, `JMOE_SERVER__PORT`); the YAML file or preset of `--config`; the
-default. A list is its values with commas.
+[operating.md](../operating.md#settings) says where a setting is looked for. Those without a flag
+take `--set KEY=VALUE`. A list is its values with commas; an empty text is none, if nothing else is
+said.
 """
 
 

@@ -72,64 +72,62 @@ class BrownoutConfig:
 
     strategy: str = setting(
         "auto",
-        "What happens to degraded expert visits: partial sends them to united experts, full drops "
+        "What happens to degraded visits: partial sends them to united experts, full drops "
         "them, zero degrades none. auto: partial if the model has united experts, else zero.",
         one_of("auto", "zero", "partial", "full"),
         "Brownout",
     )
     way: int = setting(
         0,
-        "Number of routed experts that a united expert stands in for. 0: the largest that the "
-        "model has.",
+        "Routed experts that a united expert stands in for. 0: the largest that the model has.",
         NOT_NEGATIVE,
         "Brownout",
         metavar="K",
     )
     ways: tuple[int, ...] = setting(
-        (), "Ways that may be switched to while serving. Empty: all that the model has.", ASCENDING
+        (), "Ways that may be switched to while serving. Empty: all.", ASCENDING
     )
     prefill_threshold_percent: int = setting(
         100,
-        "Percentage of expert visits kept exact in prefill, at the start.",
+        "Percentage of prefill's visits kept exact, at the start.",
         PERCENT,
         "Brownout",
         flag="prefill-threshold",
     )
     decode_threshold_percent: int = setting(
         100,
-        "Percentage of expert visits kept exact in decode, at the start.",
+        "Percentage of decode's visits kept exact, at the start.",
         PERCENT,
         "Brownout",
         flag="decode-threshold",
     )
     salc: bool = setting(
         True,
-        "Let a controller move the thresholds so that the objectives are kept. Without it they "
-        "stay as set.",
+        "A controller moves the thresholds to keep the objectives. false: they stay as set.",
         None,
         "Brownout",
     )
     ttft_slo_s: float = setting(
         1.0,
-        "Objective for the P90 time to first token of latency-sensitive requests, in seconds.",
+        "Objective for latency-sensitive requests' P90 time to first token, in seconds.",
         POSITIVE,
         "Brownout",
     )
     itl_slo_s: float = setting(
         0.1,
-        "Objective for the P90 inter-token latency of latency-sensitive requests, in seconds.",
+        "Objective for latency-sensitive requests' P90 inter-token latency, in seconds.",
         POSITIVE,
         "Brownout",
     )
     best_effort_ttft_slo_s: float = setting(
         0.0,
-        "Objective for the P90 time to first token of best-effort requests. 0: none, so that best "
-        "effort never moves a threshold.",
+        "The same for best effort, time to first token. 0: none, so that best effort moves no "
+        "threshold.",
         NOT_NEGATIVE,
     )
     best_effort_itl_slo_s: float = setting(
         0.0,
-        "Objective for the P90 inter-token latency of best-effort requests. 0: none.",
+        "The same for best effort, inter-token latency. 0: none.",
         NOT_NEGATIVE,
     )
 
@@ -140,78 +138,75 @@ class SalcConfig:
 
     controller: str = setting(
         "algorithm2",
-        "What moves the thresholds: algorithm2, predictive, or module:Class or file.py:Class of "
-        "your own (controllers.md).",
+        "What moves the thresholds: algorithm2, predictive, or your own module:Class or "
+        "file.py:Class (controllers.md).",
         None,
         "Brownout",
     )
     warning_factor: float = setting(
         0.8,
-        "Algorithm 2: a threshold grows while latency is below this share of its objective.",
+        "Algorithm 2: thresholds grow while latency is below this share of its objective.",
         SHARE_ABOVE_0,
     )
-    increment_percent: float = setting(10.0, "Algorithm 2: by how much it grows.", POSITIVE)
+    increment_percent: float = setting(10.0, "Algorithm 2: by how much.", POSITIVE)
     shrink_ratio: float = setting(
         0.8,
-        "Algorithm 2: what a threshold is multiplied by when latency exceeds the objective.",
+        "Algorithm 2: factor on a threshold when latency exceeds the objective.",
         SHARE_ABOVE_0,
     )
-    interval_s: float = setting(2.0, "Seconds between two decisions of the controller.", POSITIVE)
+    interval_s: float = setting(2.0, "Seconds between decisions.", POSITIVE)
     window_s: float = setting(4.0, "Seconds after which a sample no longer counts.", POSITIVE)
-    min_samples: int = setting(
-        10, "Samples that a decision needs; with fewer, thresholds stay.", POSITIVE
-    )
-    floor_percent: float = setting(0.0, "Lowest value of a threshold.", PERCENT)
-    ceiling_percent: float = setting(100.0, "Highest value of a threshold.", PERCENT)
+    min_samples: int = setting(10, "Samples that a decision needs.", POSITIVE)
+    floor_percent: float = setting(0.0, "Lowest threshold.", PERCENT)
+    ceiling_percent: float = setting(100.0, "Highest threshold.", PERCENT)
 
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """Over a mesh: copies of experts that get much of the work, so that all devices get as much.
+    """Over a mesh: copies of busy experts.
 
-    Copies are made while a prefill step runs, for its own rows (Libra), and between steps, for what
-    was seen lately; the latter stay in spare slots.
+    They are made while a prefill step runs, for its own rows (Libra), and between steps, into spare
+    slots, for recent load.
     """
 
     replicas: int = setting(
         0,
-        "Number of experts that each device copies for each layer of a prefill step. 0: none "
+        "Experts that each device copies for a layer of a prefill step. 0: none "
         "(expert-parallelism.md).",
         NOT_NEGATIVE,
     )
     replicas_per_pair: int = setting(
-        2, "Of these copies, how many one device sends to another at most.", POSITIVE
+        2, "Most of these copies from one device to another.", POSITIVE
     )
     replicas_local_share: float = setting(
-        0.5, "Share of these copies for the experts that a device's own rows visit most.", SHARE
+        0.5, "Share of these copies for experts that a device's own rows visit most.", SHARE
     )
     predictor: str = setting(
         "auto",
-        "What predicts the next layer's routing: its router, or the probe that `python -m "
-        "training.lookahead` trains. auto: the probe, if there is one beside the model.",
+        "What predicts the next layer's routing: its router, or the probe of `python -m "
+        "training.lookahead`. auto: the probe, if one lies beside the model.",
         one_of("auto", "router", "probe"),
     )
     replicas_min_tokens: int = setting(
         0,
-        "Tokens per device of the smallest prefill step that copies experts. 0: chosen by the cost "
-        "model on a GPU, every step on a CPU.",
+        "Tokens per device from which prefill steps copy experts. 0: by the cost model on a "
+        "GPU, every step on a CPU.",
         NOT_NEGATIVE,
     )
     spare_slots: int = setting(
         0,
-        "Slots per layer and device for copies of experts that stay busy. 0: experts stay where "
-        "they are.",
+        "Slots per layer and device for copies that stay. 0: none.",
         NOT_NEGATIVE,
     )
-    interval_s: float = setting(5.0, "Seconds between two looks at expert load.", POSITIVE)
+    interval_s: float = setting(5.0, "Seconds between looks at expert load.", POSITIVE)
     half_life_s: float = setting(
         3.0,
-        "Half-life of past load in seconds, and the time within which a copy has to pay off.",
+        "Half-life of past load, in seconds, within which a copy has to pay off.",
         POSITIVE,
     )
     min_gain: float = setting(
         0.02,
-        "Share of the most loaded device's load that a new placement must remove.",
+        "Share of the fullest device's load that a copy must remove.",
         SHARE,
     )
     load_file: str = setting("", "File that keeps the observed load across restarts. Empty: none.")
@@ -223,26 +218,26 @@ class AsynchronousConfig:
 
     attention: int = setting(
         0,
-        "Mode aep: number of attention workers, one a device, which share the requests.",
+        "Mode aep: attention workers, one a device, which share the requests.",
         NOT_NEGATIVE,
         "Parallelism",
     )
     experts: int = setting(
         0,
-        "Mode aep: number of expert workers, one a device, which share the experts.",
+        "Mode aep: expert workers, one a device, which share the experts.",
         NOT_NEGATIVE,
         "Parallelism",
     )
     workers: str = setting(
         "threads",
-        "Where workers run: in threads of the server, in processes on this machine, or with ray on "
+        "Where workers run: threads of the server, processes on this machine, or with Ray on "
         "any machine of a cluster.",
         one_of("threads", "processes", "ray"),
     )
     worker_timeout_s: float = setting(
         8.0,
-        "Seconds of silence after which a worker process counts as lost. One that dies is noticed "
-        "at once, and one that gets nothing done after four times this.",
+        "Seconds of silence after which a worker process counts as lost; four times this if "
+        "it lives and gets nothing done.",
     )
     ray_address: str = setting(
         "",
@@ -250,19 +245,18 @@ class AsynchronousConfig:
     )
     copies: int = setting(
         1,
-        "Number of expert workers that hold each expert. With 2, one worker may fail without "
-        "affecting requests.",
+        "Expert workers that hold each expert. With 2, one may fail without affecting requests.",
         POSITIVE,
     )
     layer_rule: str = setting(
         "defrag",
-        "Which layer a worker runs next: mtfs, flfs, defrag, or module:Class or file.py:Class of "
-        "your own.",
+        "Which layer a worker runs next: mtfs, flfs, defrag, or your own module:Class or "
+        "file.py:Class (async-expert-parallelism.md).",
     )
-    min_batch: int = setting(1, "Number of rows that a layer waits for.", POSITIVE)
-    max_wait_s: float = setting(0.002, "Seconds that it waits for them at most.", NOT_NEGATIVE)
+    min_batch: int = setting(1, "Rows that a layer waits for.", POSITIVE)
+    max_wait_s: float = setting(0.002, "Most seconds of that wait.", NOT_NEGATIVE)
     max_age_s: float = setting(
-        0.25, "Seconds after which a layer's rows go ahead of all younger ones.", POSITIVE
+        0.25, "Seconds after which rows go ahead of all younger ones.", POSITIVE
     )
 
 
@@ -272,19 +266,19 @@ class EngineConfig:
 
     model: str = setting(
         "bundled",
-        "Model: an unmodified Hugging Face directory, OWNER/NAME of the Hub, or bundled, the small "
-        "model that comes with jmoe.",
+        "An unmodified Hugging Face directory, OWNER/NAME of the Hub, or bundled, jmoe's "
+        "small model.",
     )
     hub_revision: str = setting(
         "",
-        "Branch, tag or commit of a model of the Hub. Empty: its main branch.",
+        "Branch, tag or commit of a Hub model. Empty: its main branch.",
         None,
         "Model",
         metavar="REVISION",
     )
     chat_template: str = setting(
         "",
-        "File with a Jinja chat template, used in place of the model's own.",
+        "File with a Jinja chat template, in place of the model's own.",
         None,
         "Model",
         metavar="FILE",
@@ -295,35 +289,35 @@ class EngineConfig:
     )
     family: str = setting(
         "",
-        "family.json of `jmoe consolidate`: which experts several models share. Empty: none.",
+        "family.json of `jmoe consolidate`: which experts models share.",
         None,
         "Model",
         metavar="FILE",
     )
     resident_sets: int = setting(
         0,
-        "Number of models whose non-expert weights are on the device at a time; the others' are "
-        "copied there on demand. 0: all.",
+        "Models whose non-expert weights are on the device; others' are copied there on "
+        "demand. 0: all.",
     )
     resident_experts: int = setting(
         0,
-        "Number of distinct routed experts of a family that stay on the device; the others are in "
-        "host memory, and a sibling's expert stands in for them. 0: all.",
+        "Distinct routed experts of a family that stay on the device; the others are in host "
+        "memory, and a sibling's expert stands in for them. 0: all.",
     )
     spare_experts: int = setting(
         0,
         "Further slots, into which experts are fetched from host memory or rebuilt from a "
-        "difference. As many as a token can visit, or more.",
+        "difference; at least as many as a token can visit.",
     )
     model_stay_s: float = setting(
         0.0,
-        "Seconds that a busy model keeps its place on the device before another may take it. 0: "
-        "nine times what a swap takes, so that copying takes a tenth of the time at most.",
+        "Seconds that a busy model keeps its place on the device. 0: nine times what a swap "
+        "takes, so that copying takes at most a tenth of the time.",
     )
     mixed_models: int = setting(
         2,
-        "Number of models whose rows may share a decode step, if a measurement at the start finds "
-        "that faster. Each number up to this has its own programs. 0 or 1: one model a step.",
+        "Models whose rows may share a decode step, if the start measures that as faster; "
+        "each number has its own programs. 0 or 1: one model a step.",
         NOT_NEGATIVE,
     )
     dtype: str = setting(
@@ -334,107 +328,106 @@ class EngineConfig:
     )
     mode: str = setting(
         "auto",
-        "steps: all devices run each step together. aep: attention and experts run on devices of "
-        "their own (async-expert-parallelism.md). auto: steps, unless workers are asked for and "
-        "the forecast favours aep.",
+        "steps: all devices run each step together. aep: attention and experts on devices of "
+        "their own (async-expert-parallelism.md). auto: steps, unless workers are asked for "
+        "and the forecast favours aep.",
         one_of("auto", "steps", "aep"),
         "Parallelism",
     )
     mesh: str = setting(
         "",
-        "Spread the experts over N devices, each of which serves its part of the requests. Empty: "
-        "one device (expert-parallelism.md).",
+        "Spread experts and requests over N devices. Empty: one device (expert-parallelism.md).",
         None,
         "Parallelism",
         metavar="ep=N",
     )
     coordinator: str = setting(
         "",
-        "Address of process 0 of a mesh that spans several processes. Give this and the next two "
-        "to every process, or to none.",
+        "Address of process 0 of a mesh over several processes. Give this and the next two to "
+        "every process, or to none.",
         None,
         "Parallelism",
         metavar="HOST:PORT",
     )
     num_processes: int = setting(
         0,
-        "Number of server processes in the mesh, with equally many devices each.",
+        "Server processes in the mesh, with equally many devices each.",
         None,
         "Parallelism",
     )
     process_index: int = setting(
         -1,
-        "Index of this process: 0 serves requests, the others follow it.",
+        "This process: 0 serves requests, the others follow it.",
         None,
         "Parallelism",
     )
     secret_file: str = setting(
         "",
-        "File with the secret that the processes of one server share, readable by its owner (and "
-        "group) only. Empty: JMOE_CLUSTER_SECRET of the environment, or no secret (security.md).",
+        "File with the secret that processes of one server share, readable by owner (and "
+        "group) only. Empty: JMOE_CLUSTER_SECRET of the environment, or no secret "
+        "(security.md).",
         None,
         "Security",
         metavar="FILE",
     )
     join_timeout_s: float = setting(
         300.0,
-        "Seconds that processes wait for each other at the start; a worker, for as long as it gets "
-        "nothing done while it loads and compiles.",
+        "Seconds that processes wait for each other at the start; for a worker, without "
+        "progress in loading and compiling.",
         POSITIVE,
     )
     peer_timeout_s: float = setting(
         30.0,
-        "Seconds within which a process notices that another has gone silent. One that dies is "
-        "noticed at once.",
+        "Seconds of silence after which a process counts as lost.",
         POSITIVE,
     )
     max_num_seqs: int = setting(
-        64, "Number of sequences decoded together, over all devices.", POSITIVE, "Capacity"
+        64, "Sequences decoded together, over all devices.", POSITIVE, "Capacity"
     )
     max_model_len: int = setting(
         0,
-        "Most tokens of a sequence, prompt and output together. 0: the model's own, at most 2048. "
-        "More than the model has is an error.",
+        "Most tokens of prompt and output together. 0: the model's own, at most 2048. More "
+        "than the model has is an error.",
         NOT_NEGATIVE,
         "Capacity",
     )
     max_queue_len: int = setting(
         512,
-        "Number of requests that may wait for a slot; further ones are refused.",
+        "Requests that may wait for a slot; further ones are refused.",
         POSITIVE,
         "Capacity",
     )
     max_logprobs_per_call: int = setting(
         500_000,
-        "Log-probabilities that one call may ask for: over its answers (prompts times n), "
-        "max_tokens times 1 + top_logprobs, and the prompt's tokens where it asks for theirs. An "
-        "answer that is not streamed holds about 70 bytes for each until it is sent.",
+        "Most log-probabilities of one call: over its answers (prompts times n), max_tokens "
+        "times 1 + top_logprobs, and the prompt's where asked for. Each takes about 70 bytes "
+        "until the answer is sent.",
         POSITIVE,
     )
     queue_timeout_s: float = setting(
         0.0,
-        "Seconds within which a request's first step must begin; else it ends with "
+        "Seconds within which a request's first step must begin, or it ends with "
         "DEADLINE_EXCEEDED. 0: no limit.",
         NOT_NEGATIVE,
     )
     admission: str = setting(
         "queue",
-        "queue: every request waits for its turn. objective: a latency-sensitive request that "
-        "would get its first token later than ttft_slo_s is refused, and told when to retry.",
+        "queue: requests wait. objective: a latency-sensitive request whose first token would "
+        "come later than ttft_slo_s is refused, and told when to retry.",
         one_of("queue", "objective"),
     )
-    page_size: int = setting(64, "Number of tokens in a KV page.", POSITIVE, "Capacity")
+    page_size: int = setting(64, "Tokens in a KV page.", POSITIVE, "Capacity")
     num_pages: int = setting(
         0,
-        "Number of KV pages. 0: on a GPU what memory_fraction leaves, on a CPU what max_num_seqs "
-        "full sequences need (operating.md, Sizing).",
+        "KV pages. 0: on a GPU what memory_fraction leaves, on a CPU what max_num_seqs full "
+        "sequences need.",
         NOT_NEGATIVE,
         "Capacity",
     )
     memory_fraction: float = setting(
         0.9,
-        "Fraction of a GPU's memory for weights, working memory of steps, and KV pages. "
-        "XLA_CLIENT_MEM_FRACTION of the environment overrides it.",
+        "Fraction of a GPU's memory for weights, steps and KV pages. XLA_CLIENT_MEM_FRACTION "
+        "of the environment overrides it.",
         SHARE_ABOVE_0,
         "Capacity",
     )
@@ -445,76 +438,73 @@ class EngineConfig:
         16, "Most prompts, or parts of one, in a prefill step.", POSITIVE
     )
     decode_buckets: tuple[int, ...] = setting(
-        (), "Batch sizes that decode is compiled for. Empty: by device.", ASCENDING
+        (), "Batch sizes compiled for. Empty: by device.", ASCENDING
     )
     prefill_buckets: tuple[int, ...] = setting(
-        (), "Token counts that prefill is compiled for. Empty: by device.", ASCENDING
+        (), "Token counts compiled for. Empty: by device.", ASCENDING
     )
     threshold_buckets_percent: tuple[int, ...] = setting(
         (),
-        "Thresholds whose capacities are compiled for; the last one is 100. Empty: by device.",
+        "Thresholds compiled for; the last is 100. Empty: by device.",
         ASCENDING,
     )
     policy: str = setting(
         "ls_first",
-        "Which request is served next: fcfs, edf, ls_first, qllm, or module:Class or file.py:Class "
-        "of your own (priorities.md).",
+        "Which request is served next: fcfs, edf, ls_first, qllm, or your own module:Class or "
+        "file.py:Class (priorities.md).",
         None,
         "Capacity",
     )
     plugin_slow_ms: float = setting(
         20.0,
-        "Calls of a policy or controller that take longer than this many milliseconds are logged "
-        "by name, since every step waits for them. 0: none.",
+        "Milliseconds from which calls of a policy or controller are logged by name, since "
+        "every step waits for them. 0: none.",
         NOT_NEGATIVE,
     )
     part_layers: int = setting(
         0,
-        "Number of layers launched at once while there are best-effort requests. 0: as measured at "
-        "the start. As many as the model has: whole steps.",
+        "Layers launched at once while there are best-effort requests. 0: as measured at the "
+        "start. All layers: whole steps.",
         NOT_NEGATIVE,
     )
     prefix_reuse: str = setting(
         "auto",
-        "Whether prompts reuse KV pages that other requests have computed (prefixes.md). auto: on, "
-        "except in mode aep.",
+        "Whether prompts reuse other requests' KV pages (prefixes.md). auto: on, except in "
+        "mode aep.",
         one_of("auto", "on", "off"),
     )
     prefill_company: bool = setting(
-        True, "A prompt waits a short time for other prompts while rows are decoding."
+        True, "A prompt waits briefly for others while rows are decoding."
     )
     reserved_ls_seqs: int = setting(
         -1,
-        "Slots beside max_num_seqs that only latency-sensitive requests get. -1: an eighth of "
+        "Slots beside max_num_seqs for latency-sensitive requests only. -1: an eighth of "
         "max_num_seqs.",
     )
     max_best_effort_queue_len: int = setting(
-        0, "Number of best-effort requests that may wait. 0: max_queue_len.", NOT_NEGATIVE
+        0, "Best-effort requests that may wait. 0: max_queue_len.", NOT_NEGATIVE
     )
     best_effort_share: float = setting(
         0.05,
-        "Share of device time; while best effort gets less than this, none of its steps is parked.",
+        "Share of device time below which no best-effort step is parked.",
         SHARE,
     )
     best_effort_max_wait_s: float = setting(
         30.0,
-        "Seconds after which a waiting best-effort request is served like a latency-sensitive one. "
-        "0: never.",
+        "Seconds after which a waiting best-effort request counts as latency-sensitive. 0: never.",
         NOT_NEGATIVE,
     )
     compilation_cache: str = setting(
         "~/.cache/jmoe/xla",
-        "Folder for compiled programs. Loading a program executes it, so nobody else should be "
-        "able to write there. Empty: no cache.",
+        "Folder for compiled programs. Loading one executes it: nobody else should be able to "
+        "write there. Empty: no cache.",
     )
-    enforce_eager: bool = setting(
-        False, "On a GPU, launch kernels one by one, without CUDA graphs."
-    )
+    enforce_eager: bool = setting(False, "On a GPU: no CUDA graphs.")
     cpu_threads: int = setting(0, "XLA's threads on a CPU. 0: one per core.", NOT_NEGATIVE)
     watchdog_s: float = setting(
         60.0,
-        "Seconds after which a step that has not ended means that the engine has failed. Time in "
-        "which the process was stopped does not count. 0: no watchdog.",
+        "Seconds after which a step that has not ended fails the engine; time in which the "
+        "process was stopped does not count. 0: no watchdog.",
         NOT_NEGATIVE,
     )
     check_weights: bool = setting(
@@ -522,8 +512,7 @@ class EngineConfig:
     )
     allow_unknown_config: tuple[str, ...] = setting(
         (),
-        "Keys of config.json that jmoe does not know and that change nothing. The flag may be "
-        "repeated.",
+        "Unknown keys of config.json that change nothing. The flag may be repeated.",
         None,
         "Model",
         metavar="KEY",
@@ -541,11 +530,9 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """Everything that `jmoe serve` can be told: where it listens, what callers may take."""
+    """Where the server listens, and what callers may take."""
 
-    host: str = setting(
-        "127.0.0.1", "Address that callers connect to, over gRPC and HTTP.", None, "Network"
-    )
+    host: str = setting("127.0.0.1", "Address for callers, over gRPC and HTTP.", None, "Network")
     port: int = setting(50051, "Port for gRPC. 0: any free one.", PORT, "Network")
     http_port: int = setting(
         0,
@@ -573,7 +560,7 @@ class ServerConfig:
     )
     keys_file: str = setting(
         "",
-        "File with API keys as hashes (`jmoe keys`), read again when it changes and at SIGHUP. "
+        "File with hashed API keys (`jmoe keys`), read again when it changes and at SIGHUP. "
         "Empty: anybody may do anything.",
         None,
         "Security",
@@ -581,8 +568,8 @@ class ServerConfig:
     )
     tls_cert: str = setting(
         "",
-        "PEM file with the server's certificate; turns on TLS for every port for clients. Read "
-        "again when it changes and at SIGHUP.",
+        "PEM file with the server's certificate; turns on TLS for every port for clients. "
+        "Reread like keys_file.",
         None,
         "Security",
         metavar="FILE",
@@ -590,51 +577,50 @@ class ServerConfig:
     tls_key: str = setting("", "PEM file with its private key.", None, "Security", metavar="FILE")
     tls_client_ca: str = setting(
         "",
-        "PEM file with CAs; clients then need a certificate of one of them (mutual TLS).",
+        "PEM file with CAs; clients then need a certificate of one (mutual TLS).",
         None,
         "Security",
         metavar="FILE",
     )
     request_timeout_s: float = setting(
-        0.0, "Timeout of requests that set none, in seconds. 0: no timeout.", NOT_NEGATIVE
+        0.0, "Timeout of requests that set none, in seconds. 0: none.", NOT_NEGATIVE
     )
     otlp_endpoint: str = setting(
         "",
-        "URL that takes OpenTelemetry traces over HTTP, such as http://127.0.0.1:4318/v1/traces "
-        "(deploying.md, Traces). Empty: no traces.",
+        "URL for OpenTelemetry traces, such as http://127.0.0.1:4318/v1/traces "
+        "(deploying.md). Empty: no traces.",
     )
     exit_on_failure: bool = setting(
         True,
-        "A failed engine ends the process with status 1. Without it the process stays, and is "
-        "NOT_SERVING.",
+        "A failed engine ends the process with status 1. false: it stays, NOT_SERVING.",
     )
     max_connections: int = setting(
-        512, "Number of open connections; further ones are closed at once.", POSITIVE
+        512, "Open connections; further ones are closed at once.", POSITIVE
     )
     max_concurrent_calls: int = setting(
         0,
-        "Number of calls in progress; further ones get RESOURCE_EXHAUSTED. 0: twice the sum of "
-        "max_num_seqs and max_queue_len.",
+        "Calls in progress; further ones get RESOURCE_EXHAUSTED. 0: twice max_num_seqs plus "
+        "max_queue_len.",
         NOT_NEGATIVE,
     )
     max_bytes_in_flight: int = setting(
         256 << 20,
-        "Memory for messages being received, of which each reserves 4 MiB. Open streams of KServe "
-        "have a second budget of this size.",
+        "Bytes for messages being received, each of which reserves 4 MiB. Open streams of "
+        "KServe have a second budget of this size.",
     )
     message_timeout_s: float = setting(
         10.0, "Seconds from the opening of a call to the end of its message.", POSITIVE
     )
     served_model_name: str = setting(
         "",
-        "Name that clients call the model. Empty: its directory's name, or OWNER/NAME.",
+        "The model's name for clients. Empty: its directory's name, or OWNER/NAME.",
         None,
         "Model",
         metavar="NAME",
     )
     status_interval_s: float = setting(
         10.0,
-        "Seconds between lines of the log about load and latency. 0: none.",
+        "Seconds between status lines of the log. 0: none.",
         NOT_NEGATIVE,
         "Log",
     )
@@ -643,8 +629,8 @@ class ServerConfig:
     )
     timeline: str = setting(
         "",
-        "File that gets the last 100,000 launches, steps and requests over time when the server "
-        "stops, for Perfetto. Empty: none.",
+        "File for the last 100,000 launches, steps and requests over time, written when the "
+        "server stops, for Perfetto.",
         None,
         "Log",
         metavar="FILE",

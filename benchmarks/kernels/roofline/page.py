@@ -16,7 +16,7 @@ PAGE_CONTEXT = 8192
 """The context of the page's rows; the command prints every case."""
 
 _HEADER = (
-    *("op", "model", "tokens", "context", "MB", "GFLOP"),
+    *("op", "model", "tokens"),
     *("floor, µs", "expected, µs", "share", "largest loss, µs"),
 )
 
@@ -96,8 +96,8 @@ def _is_on_page(case: Case) -> bool:
 
 
 def _page_cells(case: Case, of: Prediction) -> list[str]:
-    model, tokens, context, moved, flops, _, _, _, *times = _cells(case, of)
-    return [case.op, model, tokens, context, moved, flops, *times]
+    model, tokens, _, _, _, _, _, _, *times = _cells(case, of)
+    return [case.op, model, tokens, *times]
 
 
 def _table(*rows: Sequence[str]) -> str:
@@ -121,35 +121,33 @@ def _summary(rows: Sequence[Row]) -> Iterator[Sequence[str]]:
 _INTRODUCTION = """# Roofline of the kernels
 
 Made by `python -m benchmarks.kernels.roofline --page docs/roofline.md`; change
-`benchmarks/kernels/roofline`, not this page. The command needs no GPU, prints every case of the
-kernel benchmark, and with `--json FILE` stores them.
+`benchmarks/kernels/roofline`, not this page. The command needs no GPU and prints every case of the
+kernel benchmark: every model, batch and skew, with bytes, operations, thread blocks and waves;
+`--json FILE` stores them.
 
 **All of it is arithmetic for an H200. Nothing here was measured.** The kernel benchmark
-(`python -m benchmarks.kernels`) prints the expected time beside the measured one and keeps both.
-A measured time that is 10 % above the expected one says that a loss is missing here or that an
-assumption (the last table) is wrong; one below it refutes a loss.
+(`python -m benchmarks.kernels`) keeps expected and measured times side by side. A measured time
+10 % above the expected one says that a loss is missing here or an assumption is wrong; one below it
+refutes a loss.
 
-- **MB, GFLOP**: what no version of the op can do without: inputs read once, results written once,
-  products of the rows there are. For the grouped GEMM only weights count.
-- **floor**: the larger of MB over the copy rate and GFLOP over the product rate. **expected**: the
-  floor plus losses, each computed from the tile that the op chooses. **share**: the floor in it.
-- Gaps between kernels, page-table walks, banks of memory and what ptxas makes of a loop have no
-  number here. On a GPU that is no H200, the kernel benchmark takes that one's rates (`DEVICES`).
-
-Rows of experts are one draw of the benchmark's uniform router. The command prints every model,
-batch and skew, with thread blocks, waves and bytes in flight; of attention all but
-DeepSeek-V2-Lite, whose attention (MLA) jmoe does not serve.
+- **floor**: the larger of the bytes that no version of the op can do without (for the grouped GEMM:
+  weights) over the copy rate, and the operations over the product rate. **expected**: the floor
+  plus losses, computed from the tile that the op chooses. **share**: the floor in it.
+- Gaps between kernels, page-table walks, bank conflicts and what ptxas makes of a loop have no
+  number here. On another GPU, the kernel benchmark takes that one's rates (`DEVICES`).
+- Rows of experts are one draw of a uniform router. Attention has all models but
+  DeepSeek-V2-Lite, whose attention (MLA) jmoe does not serve.
 
 ## What is lost, by op
 """
 
 _TABLE = """## 64 rows of decode, 4,096 tokens of prefill
+Attention at a context of 8,192 tokens.
 """
 
 _ASSUMED = """## Assumptions
 `benchmarks/kernels/roofline/assumptions.py` has every constant, and where it comes from: 4.3 TB/s
-of copies, 790 TFLOP/s of products, 1.5 us a launch. Published rates beside them:
-FlashAttention-3's 661 TFLOP/s at head size 128 without a mask, 582 without its overlap; for grouped
-products in bfloat16 no figure at these sizes was found, so that what is expected of them is a bound
-rather than a forecast.
+of copies, 790 TFLOP/s of products, 1.5 us a launch. Published beside them: FlashAttention-3's
+661 TFLOP/s at head size 128 without a mask, 582 without its overlap. For grouped products in
+bfloat16 no figure at these sizes was found: what is expected of them is a bound, no forecast.
 """
