@@ -1,1 +1,1 @@
-"""Hostile load and malformed messages against a running server, and what must hold meanwhile."""
+"""Hostile load and malformed messages to a server in each of its protocols, and what must hold."""

@@ -1,11 +1,11 @@
-"""Hostile load on a jmoe server of this machine, and what must hold meanwhile.
+"""Attacks a jmoe server of this machine, and tells what must hold meanwhile.
 
-`python -m benchmarks.hostile [--address HOST:PORT] [--protocol http] [--out FILE.json]`: requests
-of many clients, some cancelled, malformed, oversized or late, while memory, health checks and a
-polite stream are watched; then fuzzed messages to every service. Without --address it starts a
-server of its own. Prints a table of what must hold; ends with status 1 where something does not.
-With --protocol http, load and fuzz go over HTTP; what is watched beside them stays the same, over
-gRPC.
+`python -m benchmarks.hostile [--protocol grpc|kserve|http] [--address HOST:PORT] [--out FILE.json]`
+sends requests of many clients, some cancelled, malformed, oversized or late, while memory, health
+checks and a polite stream are watched; then fuzzed messages. Without --address it starts a server
+of its own: the demo's, or with --step-ms one whose device only passes time, for much fuzz in little
+time. Prints a table of what must hold; ends with status 1 where something does not. What is watched
+beside the load is watched over gRPC, whatever the protocol.
 """
 
 import argparse
@@ -13,21 +13,26 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import os
+import platform
 import re
+import shlex
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from benchmarks.hostile.protocols import PROTOCOLS
-from benchmarks.hostile.report import table
-from benchmarks.hostile.run import Plan, run
+from benchmarks.harness import store
+from benchmarks.hostile.attempts import learn
+from benchmarks.hostile.report import Line, must_be, table
+from benchmarks.hostile.run import PROTOCOLS, Run
 from serving.bench.launch import running_server
 
 
 def loopback(address: str) -> str:
-    """`HOST:PORT` as it is. Raises ArgumentTypeError where it is not one of this machine."""
+    """Returns `HOST:PORT` as it is. Raises ArgumentTypeError where it is not of this machine."""
     host, _, port = address.rpartition(":")
     try:
         here = host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
@@ -50,41 +55,53 @@ def _count(least: int) -> Callable[[str], int]:
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser("benchmarks.hostile", description=__doc__)
     add = parser.add_argument
+    add("--protocol", choices=PROTOCOLS, default="grpc", help="of load and fuzz")
     add("--address", type=loopback, help="of a running server; without it, one is started")
     add("--http-address", type=loopback, help="of that server over HTTP, for --protocol http")
     add("--admin-address", type=loopback, help="of its Admin service, if not as the server says")
-    add("--pid", type=_count(1), help="of the running server, to measure its memory")
-    spoken = (*PROTOCOLS, "http")
-    add("--protocol", choices=spoken, default="grpc", help="that the load is spoken in")
-    add("--requests", type=_count(1), default=5000)
+    add("--pid", type=_count(1), help="of the running server, to measure its memory and files")
+    add("--requests", type=_count(0), default=5000, help="of the load; 0: none")
     add("--clients", type=_count(1), default=64)
     add("--seed", type=int, default=7)
     add("--fuzz", type=_count(0), default=100_000, help="messages to each service; 0: none")
     add("--idle-s", type=float, default=10.0, help="how long the idle server is watched, before")
     add("--limit-s", type=float, default=1200.0, help="of the load, and of each service's fuzz")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="of the server started")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="of the demo's server")
+    add("--step-ms", help="start a server whose steps only pass so much time")
     add("--out", type=Path, help="the figures, as JSON")
-    return parser
+    args = parser.parse_args()
+    if args.address and (args.set or args.step_ms):
+        parser.error("--set and --step-ms are for a server started here; leave --address out")
+    if args.address and (args.protocol == "http") != bool(args.http_address):
+        parser.error("--protocol http and --http-address go together, with the --address for gRPC")
+    if args.pid and not args.address:
+        parser.error("--pid is of a running server; give its --address, too")
+    return args
 
 
 @contextlib.asynccontextmanager
 async def _server(
-    args: argparse.Namespace,
+    args: argparse.Namespace, lines: list[Line]
 ) -> AsyncIterator[tuple[str, int | None, str | None]]:
+    """Yields address, pid and HTTP address; adds the faults in its log to `lines`."""
     if args.address:
         yield args.address, args.pid, args.http_address
         return
     command = ["-m", "serving.cli", "serve", "--config", "demo", "--port", "0"]
     command += [part for value in args.set for part in ("--set", value)]
+    if args.step_ms:
+        command = ["-m", "benchmarks.pairs.passing_time", args.step_ms]
     print("starting a server", flush=True)
     with TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         async with running_server(command, log, 600) as (address, pid):
             over_http = re.search(r"jmoe http on http://(\S+)", log.read_text())
             yield address, pid, over_http[1] if over_http else None
+        faults = log.read_text(errors="replace").count("Traceback (most recent call last)")
+        lines.append(must_be("tracebacks in the server's log", 0, faults))
 
 
 async def _main(args: argparse.Namespace) -> bool:
@@ -92,39 +109,30 @@ async def _main(args: argparse.Namespace) -> bool:
     assert task is not None
     # Ended from outside, it takes the server it started with it.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with _server(args) as (address, pid, http_address):
-        plan = Plan(
-            address=address,
-            admin_address=args.admin_address,
-            pid=pid,
-            num_requests=args.requests,
-            num_clients=args.clients,
-            seed=args.seed,
-            num_fuzzed=args.fuzz,
-            idle_s=args.idle_s,
-            limit_s=args.limit_s,
-            protocol="grpc" if args.protocol == "http" else args.protocol,
-            http_address=http_address if args.protocol == "http" else None,
-        )
-        lines, figures = await run(plan)
+    lines: list[Line] = []
+    async with _server(args, lines) as (address, pid, http_address):
+        run = Run(args, await learn(address, args.admin_address, http_address), pid)
+        await run.play()
+    lines = run.lines + lines
     print(table(lines), flush=True)
     if args.out:
-        args.out.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        told = {
+            "command": shlex.join(["python", "-m", "benchmarks.hostile", *sys.argv[1:]]),
+            "commit": store.commit(),
+            "date": store.now(),
+            "machine": store.machine(f"{os.cpu_count()} CPUs, {platform.platform()}"),
+            "server": asdict(run.facts) | {"texts": len(run.facts.texts)},
+            "lines": [asdict(line) for line in lines],
+            **run.figures,
+        }
+        args.out.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     return not any(line.ok is False for line in lines)
 
 
 def main() -> None:
     """Runs the command line."""
-    parser = _parser()
-    args = parser.parse_args()
-    if args.address and args.set:
-        parser.error("--set is for a server that is started here; leave --address out")
-    if args.address and (args.protocol == "http") != bool(args.http_address):
-        parser.error("--protocol http and --http-address go together, with the --address for gRPC")
-    if args.pid and not args.address:
-        parser.error("--pid is of a running server; give its --address, too")
     try:
-        sys.exit(0 if asyncio.run(_main(args)) else 1)
+        sys.exit(0 if asyncio.run(_main(_parsed())) else 1)
     except (asyncio.CancelledError, KeyboardInterrupt):
         sys.exit("ended before its time")
 

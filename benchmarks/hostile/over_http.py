@@ -1,37 +1,30 @@
-"""The same attempts over HTTP, and such as only HTTP has: how each is sent, and the code that
-stands for its end.
-"""
+"""Attempts over HTTP, such as only HTTP has, and fuzzed HTTP requests that no sane client sends."""
 
 import asyncio
 import contextlib
 import functools
 import json
-import zlib
-from dataclasses import replace
+import random
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from benchmarks.fuzz_http.__main__ import NoAnswer, read_answer
-from benchmarks.hostile.attempts import GENERATE, Attempt, Facts
-from benchmarks.hostile.protocols import Jmoe
+from benchmarks.hostile import over_grpc
+from benchmarks.hostile.attempts import GENERATE, Attempt, Ended, Facts
+from benchmarks.hostile.fuzzing import Answer, Fuzz, anything, mutated
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
-_PATH, _CHAT_PATH = "/v1/completions", "/v1/chat/completions"
+PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 _CODES = {
-    200: "OK",
-    400: "INVALID_ARGUMENT",
-    404: "NOT_FOUND",
-    408: "DEADLINE_EXCEEDED",
-    413: "INVALID_ARGUMENT",
-    429: "RESOURCE_EXHAUSTED",
-    431: "INVALID_ARGUMENT",
-    503: "UNAVAILABLE",
-    504: "DEADLINE_EXCEEDED",
+    **{200: "OK", 400: "INVALID_ARGUMENT", 413: "INVALID_ARGUMENT", 431: "INVALID_ARGUMENT"},
+    **{404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED", 429: "RESOURCE_EXHAUSTED"},
+    **{503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"},
 }
-_OF_ERRORS = {
-    "deadline_exceeded": "DEADLINE_EXCEEDED",
-    "aborted": "CANCELLED",
+_ERRORS = {
+    **{"deadline_exceeded": "DEADLINE_EXCEEDED", "aborted": "CANCELLED"},
     "unavailable": "UNAVAILABLE",
 }
 _PAUSE_S, _NUM_PAUSES = 0.05, 20  # of a slow reader
@@ -41,98 +34,48 @@ _ALSO_RIGHT = {
 }
 
 
-class Http(Jmoe):
-    """jmoe's own requests, sent over HTTP, and bodies that only HTTP can have."""
-
-    def malformed(self, facts: Facts) -> list[Attempt]:
-        """See Spoken."""
-        return _malformed(facts)
+class NoAnswer(Exception):
+    """The server closed the connection."""
 
 
-@functools.cache
-def _malformed(facts: Facts) -> list[Attempt]:
-    bad, either = frozenset({"INVALID_ARGUMENT"}), frozenset({"INVALID_ARGUMENT", "OK"})
-    chat: dict[str, Any] = {
-        "model": facts.model,
-        "messages": [{"role": "user", "content": "Add these numbers: 3+4 ="}],
-        "max_tokens": 8,
-    }
-
-    def one(kind: str, body: bytes, allowed: frozenset[str] = bad) -> Attempt:
-        return Attempt("malformed", kind, body, allowed, path=_CHAT_PATH)
-
-    def asking(**changes: Any) -> bytes:
-        return json.dumps(chat | changes).encode()
-
-    def with_schema(schema: bytes) -> bytes:
-        wanted = b'{"type":"json_schema","json_schema":{"name":"a","schema":%b}}'
-        return asking(response_format="HERE").replace(b'"HERE"', wanted % schema)
-
-    def nested(depth: int) -> bytes:
-        return b'{"items":' * depth + b"{}" + b"}" * depth
-
-    depths = (100, 253, 254, 255, 600, 1020, 1030, 5000)
-    return [
-        *Jmoe().malformed(facts),
-        # Well-formed, and as costly as they come.
-        one("chat", asking(), either),
-        one(
-            "top_logprobs of 8 answers",
-            asking(n=8, max_tokens=48, logprobs=True, top_logprobs=20, ignore_eos=True),
-            either,
-        ),
-        one("top_logprobs of 64 answers", asking(n=64, logprobs=True, top_logprobs=20), either),
-        *(one(f"schema {n} deep", with_schema(nested(n)), either) for n in depths),
-        *(
-            one(
-                f"chat_template_kwargs {n} deep",
-                asking(chat_template_kwargs="HERE").replace(b'"HERE"', nested(n)),
-                either,
-            )
-            for n in depths
-        ),
-        one("a template of one's own", asking(chat_template="{{ 9**(9**9) }}")),
-        one(
-            "names a template may know",
-            asking(chat_template_kwargs={"range": 3, "x": 10**30}),
-            either,
-        ),
-        one("content nested", asking(messages=[{"role": "user", "content": [[[[]]]]}])),
-        one(
-            "a key given twice", asking().replace(b'"max_tokens"', b'"max_tokens": 1, "max_tokens"')
-        ),
-        one("129 answers", asking(n=129)),
-        one("top_logprobs 21", asking(logprobs=True, top_logprobs=21)),
-    ]
-
-
-def as_http(attempt: Attempt) -> Attempt:
-    """Returns the attempt, with the codes that are right over HTTP. One in twenty of those that are
-    read to the end is sent by a client that closes its side once it has asked, as `nc -N` does.
+async def _read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
+    """Status, body and headers, in lower case, of the next answer; of a stream, its events. Raises
+    NoAnswer at the end.
     """
-    also = _ALSO_RIGHT.get(attempt.kind)
-    if (
-        attempt.group == "fine"
-        and attempt.manner == "read"
-        and not zlib.crc32(attempt.payload) % 20
-    ):
-        attempt = replace(attempt, kind="half-closing", manner="half-close")
-    return attempt if also is None else replace(attempt, allowed=attempt.allowed | {also})
-
-
-def body_of(attempt: Attempt, model: str) -> bytes:
-    """Returns the body that asks for what the attempt's message does; a message that is none, as it
-    is.
-    """
-    if attempt.path == _CHAT_PATH:
-        return attempt.payload
     try:
-        request = pb.GenerateRequest.FromString(attempt.payload)
-    except DecodeError:
-        return attempt.payload
+        head = await reader.readuntil(b"\r\n\r\n")
+        while head.startswith(b"HTTP/1.1 100 "):
+            head = await reader.readuntil(b"\r\n\r\n")
+        status, lower = int(head.split(b" ", 2)[1]), head.lower()
+        if b"transfer-encoding: chunked" in lower:
+            parts = []
+            while size := int(await reader.readuntil(b"\r\n"), 16):
+                parts.append(await reader.readexactly(size))
+                await reader.readexactly(2)
+            await reader.readexactly(2)
+            return status, b"".join(parts), lower
+        length = re.search(rb"\r\ncontent-length: (\d+)", lower)
+        return status, await reader.readexactly(int(length[1]) if length else 0), lower
+    except (asyncio.IncompleteReadError, ConnectionError):
+        raise NoAnswer from None
+
+
+def _post(path: str, body: Any, headers: bytes = b"", method: bytes = b"POST") -> bytes:
+    """Returns one whole request; `body` is bytes or goes as JSON."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    kind = b"" if b"content-type" in headers else b"content-type: application/json\r\n"
+    head = b"%b %b HTTP/1.1\r\nhost: localhost\r\n%b%b" % (method, path.encode(), kind, headers)
+    return b"%bcontent-length: %d\r\n\r\n%b" % (head, len(data), data)
+
+
+# ---- attempts ---------------------------------------------------------------------------------
+
+
+def payload(facts: Facts, request: pb.GenerateRequest, timeout_s: float | None) -> bytes:
+    """See Protocol."""
     sampling = request.sampling
     told: dict[str, Any] = {
-        "model": request.model or model,
+        "model": request.model or facts.model,
         "stream": True,
         "stream_options": {"include_usage": True},
         "max_tokens": sampling.max_new_tokens if sampling.HasField("max_new_tokens") else 128,
@@ -152,74 +95,114 @@ def body_of(attempt: Attempt, model: str) -> bytes:
     if request.HasField("allow_brownout"):
         told["allow_brownout"] = request.allow_brownout
     if request.priority:
-        number = request.priority
-        named = number in pb.Priority.values()
-        told["priority"] = pb.Priority.Name(number).lower() if named else number
+        named = request.priority in pb.Priority.values()
+        told["priority"] = pb.Priority.Name(request.priority).lower() if named else request.priority
     if request.request_id:
         told["request_id"] = request.request_id
-    if attempt.timeout_s is not None:
-        told["timeout_s"] = attempt.timeout_s
+    if timeout_s is not None:
+        told["timeout_s"] = timeout_s
     return json.dumps(told).encode()
 
 
-async def send(address: str, model: str, attempt: Attempt) -> tuple[str, str, bool, list[Any]]:
-    """Returns code, details, whether it was refused with a time to come back, and a stream's
-    events.
-    """
+def _of_grpc(facts: Facts, attempt: Attempt) -> Attempt:
+    """Returns the same over HTTP; a message that cannot be decoded goes as it is."""
+    try:
+        request = pb.GenerateRequest.FromString(attempt.payload)
+        body = payload(facts, request, attempt.timeout_s)
+    except DecodeError:
+        body = attempt.payload
+    path = PATH if attempt.path == GENERATE else attempt.path
+    allowed = attempt.allowed | {_ALSO_RIGHT.get(attempt.kind, "")} - {""}
+    return replace(attempt, payload=body, path=path, allowed=allowed)
+
+
+@functools.cache
+def malformed(facts: Facts) -> list[Attempt]:
+    """What is malformed over gRPC, and chats: some wrong, others as costly as they come."""
+    chat: dict[str, Any] = {
+        "model": facts.model,
+        "messages": [{"role": "user", "content": "Add these numbers: 3+4 ="}],
+        "max_tokens": 8,
+    }
+
+    def asking(**changes: Any) -> bytes:
+        return json.dumps(chat | changes).encode()
+
+    def nested(depth: int) -> bytes:
+        return b'{"items":' * depth + b"{}" + b"}" * depth
+
+    schema = b'{"type":"json_schema","json_schema":{"name":"a","schema":%b}}'
+    long = {"max_tokens": 48, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
+    costly = {
+        "chat": asking(),
+        "top_logprobs of 8 answers": asking(n=8, **long),
+        "top_logprobs of 64 answers": asking(n=64, logprobs=True, top_logprobs=20),
+        "names a template may know": asking(chat_template_kwargs={"range": 3, "x": 10**30}),
+    }
+    for deep in (100, 253, 254, 255, 600, 1020, 1030, 5000):
+        for name, key, form in (
+            ("schema", "response_format", schema),
+            ("chat_template_kwargs", "chat_template_kwargs", b"%b"),
+        ):
+            body = asking(**{key: "HERE"}).replace(b'"HERE"', form % nested(deep))
+            costly[f"{name} {deep} deep"] = body
+    wrong = {
+        "a template of one's own": asking(chat_template="{{ 9**(9**9) }}"),
+        "content nested": asking(messages=[{"role": "user", "content": [[[[]]]]}]),
+        "a key given twice": asking().replace(b'"max_tokens"', b'"max_tokens": 1, "max_tokens"'),
+        "129 answers": asking(n=129),
+        "top_logprobs 21": asking(logprobs=True, top_logprobs=21),
+    }
+    bad, either = frozenset({"INVALID_ARGUMENT"}), frozenset({"INVALID_ARGUMENT", "OK"})
+    return [
+        *(_of_grpc(facts, attempt) for attempt in over_grpc.malformed(facts)),
+        *(
+            Attempt("malformed", kind, body, allowed, path=CHAT_PATH)
+            for bodies, allowed in ((costly, either), (wrong, bad))
+            for kind, body in bodies.items()
+        ),
+    ]
+
+
+@contextlib.asynccontextmanager
+async def connect(facts: Facts) -> AsyncIterator[Callable[[Attempt], Awaitable[Ended]]]:
+    """See Protocol; each attempt gets a connection of its own."""
+    yield functools.partial(_send, facts.http_address)
+
+
+async def _send(address: str, attempt: Attempt) -> Ended:
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
     try:
-        path = _PATH if attempt.path == GENERATE else attempt.path
-        body = b"" if attempt.manner == "empty" else body_of(attempt, model)
-        head = (
-            f"POST {path} HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
-        )
-        writer.write(head.encode())
-        if attempt.manner != "silent":
-            writer.write(body)
+        body = b"" if attempt.manner == "empty" else attempt.payload
+        whole = _post(attempt.path, body)
+        writer.write(whole[: len(whole) - len(body)] if attempt.manner == "silent" else whole)
         if attempt.manner == "half-close":
             writer.write_eof()
-        if attempt.manner in ("cancel", "close"):
-            return await _leave(reader, attempt.stop_after)
-        if attempt.manner == "slow":
-            await _dawdle(reader, writer)
-        try:
-            status, answer, headers = await read_answer(reader)
-        except NoAnswer:
-            # A server that has refused what is too large may close while that is being sent.
-            gave_up = len(body) > 1 << 20
-            return ("INVALID_ARGUMENT" if gave_up else "UNAVAILABLE"), "closed", False, []
-        return _ended(status, answer, headers, attempt.path != GENERATE)
+        if attempt.leaves:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                for _ in range(attempt.stop_after):
+                    if b"[DONE]" in await reader.readuntil(b"\n\n"):
+                        return Ended("OK")
+            return Ended("CANCELLED")
+        for _ in range(_NUM_PAUSES if attempt.manner == "slow" else 0):
+            transport: Any = writer.transport
+            transport.pause_reading()
+            await asyncio.sleep(_PAUSE_S)
+            transport.resume_reading()
+            await asyncio.sleep(0)
+        return _ended(attempt.path, *await _read_answer(reader))
+    except NoAnswer:
+        # A server that has refused what is too large may close while that is being sent.
+        gave_up = len(attempt.payload) > 1 << 20
+        return Ended("INVALID_ARGUMENT" if gave_up else "UNAVAILABLE", "closed")
     finally:
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
 
 
-async def _leave(reader: asyncio.StreamReader, after: int) -> tuple[str, str, bool, list[Any]]:
-    """Reads so many events, and goes."""
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        for _ in range(after):
-            event = await reader.readuntil(b"\n\n")
-            if b"[DONE]" in event:
-                return "OK", "", False, []
-    return "CANCELLED", "", False, []
-
-
-async def _dawdle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Takes nothing for a while."""
-    transport: Any = writer.transport
-    for _ in range(_NUM_PAUSES):
-        transport.pause_reading()
-        await asyncio.sleep(_PAUSE_S)
-        transport.resume_reading()
-        await asyncio.sleep(0)
-
-
-def _ended(
-    status: int, answer: bytes, headers: bytes, other_path: bool
-) -> tuple[str, str, bool, list[Any]]:
+def _ended(path: str, status: int, answer: bytes, headers: bytes) -> Ended:
     events = [
         json.loads(part.removeprefix(b"data: "))
         for part in answer.split(b"\n\n")
@@ -227,30 +210,335 @@ def _ended(
     ]
     if status == 200 and events and "error" in events[-1]:
         error = events[-1]["error"]
-        return _OF_ERRORS.get(error["code"], "INTERNAL"), error["message"], False, events
+        return Ended(_ERRORS.get(error["code"], "INTERNAL"), error["message"])
     code = _CODES.get(status, "INTERNAL")
-    if other_path and status in (404, 405):
+    if path not in (PATH, CHAT_PATH) and status in (404, 405):
         code = "UNIMPLEMENTED"
     details = "" if status == 200 else answer[:300].decode("utf-8", "replace")
-    return code, details, status == 429 and b"retry-after:" in headers, events
+    refused = status == 429 and b"retry-after:" in headers
+    messages = [
+        pb.GenerateResponse(
+            request_id=event["id"].removeprefix("cmpl-"),
+            text=choice["text"],
+            finish_reason=choice["finish_reason"] or "",
+        )
+        for event in events
+        for choice in event["choices"]
+    ]
+    if messages:  # the usage comes last, and tells the tokens of all
+        usage = events[-1]["usage"]
+        messages[-1].token_ids.extend([0] * usage["completion_tokens"])
+        messages[-1].usage.completion_tokens = usage["completion_tokens"]
+        messages[-1].usage.prompt_tokens = usage["prompt_tokens"]
+    return Ended(code, details, refused, messages)
 
 
-def flaw(attempt: Attempt, events: list[Any]) -> str:
-    """Returns what is not right about a stream that should be whole; empty where nothing is."""
-    request = attempt.request
-    if request is None:
-        return ""
-    reasons = [c["finish_reason"] for event in events for c in event["choices"]]
-    if not reasons or reasons[-1] not in ("stop", "length"):
-        return f"{len(events)} events, and the last has no finish_reason"
-    usage, most = events[-1]["usage"], request.sampling.max_new_tokens
-    count = usage["completion_tokens"]
-    if count > most or (request.sampling.ignore_eos and count != most):
-        return f"{count} tokens were counted of {most}"
-    if len(reasons) > count:
-        return f"{len(reasons)} events came for {count} tokens"
-    if request.HasField("tokens") and usage["prompt_tokens"] != len(request.tokens.ids):
-        return f"{usage['prompt_tokens']} prompt tokens of {len(request.tokens.ids)}"
-    if any(event["id"] != f"cmpl-{request.request_id}" for event in events):
-        return "an event has another request's id"
-    return ""
+# ---- fuzz -------------------------------------------------------------------------------------
+
+_UNSURE_S = 0.05  # how long an answer is waited for where nobody can say whether one comes
+_ALLOWED_FAULTS = (503, 504)  # the latter since requests name deadlines
+_STRINGS = (
+    *("", "a", "\0", "\n" * 40, "é" * 50, "\U0001f600", "../../etc/passwd", "%s%n{0}", "x" * 3000),
+    *("auto", "none", "text", "json_object", "best_effort", "default", "user", "bundled"),
+    "[" * 200,
+)
+_SCALARS = (
+    *(None, True, False, 0, 1, -1, 2, 5, 20, 64, 65, 2**31, 2**63 - 1, 2**63, 2**64, -(2**63)),
+    *(10**30, 0.0, -0.0, 0.5, 1e-300, 1e300, -1.5, 100.0, 1e10, *_STRINGS),
+)
+_SHARED = {
+    **{"temperature": 0.7, "top_p": 0.9, "n": 2, "seed": 3, "stop": ["x"], "user": "u"},
+    **{"presence_penalty": 0.0, "frequency_penalty": 0.0, "logit_bias": {}, "top_k": 3},
+    **{"stream_options": {"include_usage": True}, "ignore_eos": True, "stop_token_ids": [5]},
+    **{"priority": "best_effort", "allow_brownout": True, "timeout_s": 20.0},
+    "response_format": {"type": "text"},
+}
+_OWN: dict[str, dict[str, Any]] = {
+    PATH: {"echo": True, "logprobs": 0, "best_of": 1, "suffix": None},
+    CHAT_PATH: {
+        **{"logprobs": True, "chat_template_kwargs": {}, "metadata": {}, "store": False},
+        **{"tool_choice": "none", "service_tier": "auto", "tools": None},
+    },
+}
+_ROUTES = (
+    *("/", "/v1", "/v1/models", "/v1/models/bundled", "/v1/models/x/y", "/health", "/version"),
+    *("/openapi.json", "/%00%ff", "/v1/models/%2e%2e%2f", "//", "/docs/%2e%2e/x"),
+    *("/v1/completions/", "/v1/completions?x=" + "y" * 300, "/" + "z" * 9000),
+)
+_HEADERS = (
+    *(b"x-request-id: %b\r\n" % value for value in (b"", b"a b", b"\xe9" * 20, b"i" * 200)),
+    *(b"authorization: %b\r\n" % value for value in (b"", b"Bearer", b"Basic eDp5", b"\xff")),
+    *(b"content-type: %b\r\n" % value for value in (b"text/plain", b"multipart/form-data")),
+    b"accept-encoding: gzip, br\r\n",
+    b"x-forwarded-for: %b\r\n" % (b"1," * 500),
+    b"x: %b\r\n",
+    b"connection: close\r\n",
+    b"connection: upgrade\r\nupgrade: websocket\r\n",
+    b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n",
+    b"origin: http://evil.example\r\n",
+    b"expect: 100-continue\r\n",
+)
+
+
+def _body(rng: random.Random, model: str) -> tuple[str, dict[str, Any]]:
+    """Returns a path, and a body that is right for it."""
+    path = rng.choice((PATH, CHAT_PATH))
+    found: dict[str, Any] = {
+        "model": model,
+        "max_tokens": rng.randrange(1, 5),
+        "stream": rng.random() < 0.5,
+    }
+    if path == PATH:
+        found["prompt"] = rng.choice(("add 4 + 5", [5, 6, 7], ["add", "say"], [[1], [2, 3]]))
+    else:
+        found["messages"] = [{"role": "user", "content": rng.choice(("hi", "add 4 + 5"))}]
+    found |= dict(rng.sample([*(_SHARED | _OWN[path]).items()], rng.randrange(4)))
+    if not found["stream"]:
+        found.pop("stream_options", None)
+    return path, found
+
+
+def _right(rng: random.Random, model: str) -> bytes:
+    return _post(*_body(rng, model))
+
+
+def _wrong_values(rng: random.Random, model: str) -> bytes:
+    path, found = _body(rng, model)
+    names = [*(found | _SHARED | _OWN[path]), "unknown", *_STRINGS]
+    for _ in range(rng.randrange(1, 4)):
+        found[rng.choice(names)] = anything(rng, _SCALARS, 1)
+    return _post(path, found)
+
+
+def _wrong_parts(rng: random.Random, model: str) -> bytes:
+    """Returns right on the surface, wrong within."""
+    path, found = _body(rng, model)
+    if path == CHAT_PATH:
+        content, more = anything(rng, _SCALARS, 1), anything(rng, _SCALARS, 1)
+        message = {"role": "user", "content": content, rng.choice(_STRINGS): more}
+        found["messages"] = [message] * rng.randrange(1, 40)
+    else:
+        found["prompt"] = [anything(rng, _SCALARS, 1) for _ in range(rng.randrange(1, 300))]
+    name = rng.choice(("response_format", "structured_outputs", "stream_options", "logit_bias"))
+    key = rng.choice(("type", "json", "15", "include_usage"))
+    return _post(path, found | {name: {key: anything(rng, _SCALARS, 1)}})
+
+
+def _mutated(rng: random.Random, model: str) -> bytes:
+    path, found = _body(rng, model)
+    return _post(path, mutated(rng, json.dumps(found).encode()))
+
+
+def _bad_utf8(rng: random.Random, model: str) -> bytes:
+    bad = rng.choice((b"\xff\xfe", b"\xc0\x80", b"\xed\xa0\x80", b"\\ud800", b"\\udc00\\ud800"))
+    return _post(PATH, b'{"model":"%b","prompt":"%b","max_tokens":1}' % (model.encode(), bad))
+
+
+def _noise(rng: random.Random, model: str) -> bytes:
+    size = rng.choice((0, 1, 2, 20, 200, 2000, 70_000))
+    return _post(rng.choice((PATH, CHAT_PATH)), rng.randbytes(size))
+
+
+def _nested(rng: random.Random, model: str) -> bytes:
+    deep = rng.choice((10, 200, 1000, 20_000))
+    body = rng.choice((b"[" * deep, b'{"a":' * deep, b"[" * deep + b"]" * deep))
+    return _post(rng.choice((PATH, CHAT_PATH)), body)
+
+
+def _nested_schema(rng: random.Random, model: str) -> bytes:
+    """In a body that is right but for this. No schema is valid, since the device follows none."""
+    path, found = _body(rng, model)
+    deep = rng.choice((5, 190, 199, 200, 230, 253, 254, 255, 900, 1020, 1024, 5000))
+    value = b'{"type":' * deep + b"1" + b"}" * deep
+    name, form = rng.choice(
+        (
+            ("guided_json", b"%b"),
+            ("structured_outputs", b'{"json":%b}'),
+            ("response_format", b'{"type":"json_schema","json_schema":{"name":"a","schema":%b}}'),
+            ("chat_template_kwargs", b"%b"),
+        )
+    )
+    found.pop(name, None)
+    return _post(
+        path, json.dumps(found).encode()[:-1] + b',"%b":%b}' % (name.encode(), form % value)
+    )
+
+
+def _twice(rng: random.Random, model: str) -> bytes:
+    path, found = _body(rng, model)
+    name = rng.choice([*found])
+    again = json.dumps(rng.choice((found[name], anything(rng, _SCALARS, 1))))
+    return _post(path, f'{json.dumps(found)[:-1]},"{name}":{again}}}'.encode())
+
+
+def _routes(rng: random.Random, model: str) -> bytes:
+    method = rng.choice((b"GET", b"PUT", b"DELETE", b"OPTIONS", b"POST", b"PATCH"))
+    return _post(rng.choice(_ROUTES), b"", method=method)
+
+
+def _headers(rng: random.Random, model: str) -> bytes:
+    """Headers that are too large are answered, too; but what follows them is not read."""
+    chosen = b"".join(rng.sample(_HEADERS, rng.randrange(1, 4)))
+    large = b"y" * rng.choice((10, 4000, 15_000, 17_000, 60_000))
+    return _post(*_body(rng, model), chosen.replace(b"x: %b", b"x: " + large))
+
+
+def _pipelined(rng: random.Random, model: str) -> bytes:
+    kinds = (_right, _wrong_values, _mutated)
+    return b"".join(rng.choice(kinds)(rng, model) for _ in range(rng.randrange(2, 6)))
+
+
+def _cut(rng: random.Random, model: str) -> bytes:
+    whole = _right(rng, model)
+    return whole[: rng.randrange(1, len(whole))]
+
+
+def _half_closed(rng: random.Random, model: str) -> bytes:
+    return rng.choice((_right, _wrong_values, _nested_schema))(rng, model)
+
+
+def _no_http(rng: random.Random, model: str) -> bytes:
+    whole, which = bytearray(_right(rng, model)), rng.randrange(5)
+    if which == 0:
+        return rng.randbytes(rng.choice((1, 10, 100, 5000)))
+    if which == 1:
+        for _ in range(rng.randrange(1, 5)):
+            whole[rng.randrange(min(len(whole), 120))] = rng.randrange(256)
+        return bytes(whole)
+    length = rng.choice((b"-1", b"0x10", b"99999999999999999999", b"1, 2", b"5000000", b""))
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: fuzz\r\n"
+    if which == 2:
+        return head + b"content-length: %b\r\n\r\n{}" % length
+    chunks = rng.choice((b"5\r\nabc", b"zz\r\n\r\n", b"-1\r\n", b"2\r\n{}\r\n0\r\n\r\n", b"\r\n"))
+    coding = rng.choice((b"chunked", b"gzip, chunked", b"chunked, chunked", b"nonsense"))
+    extra = b"content-length: 3\r\n" if which == 4 else b""
+    return head + extra + b"transfer-encoding: %b\r\n\r\n%b" % (coding, chunks)
+
+
+_KINDS: dict[str, tuple[int, Callable[[random.Random, str], bytes], str]] = {
+    "right": (10, _right, "read"),
+    "wrong values": (30, _wrong_values, "read"),
+    "wrong parts": (12, _wrong_parts, "read"),
+    "mutated JSON": (15, _mutated, "read"),
+    "bad UTF-8": (4, _bad_utf8, "read"),
+    "noise": (4, _noise, "read"),
+    "nested": (2, _nested, "read"),
+    "nested schemas": (3, _nested_schema, "read"),
+    "a key twice": (2, _twice, "read"),
+    "routes": (5, _routes, "read"),
+    "headers": (6, _headers, "read"),
+    "pipelined": (4, _pipelined, "read"),
+    "cut": (3, _cut, "leave"),
+    "left": (3, _right, "leave"),
+    "half-closed": (3, _half_closed, "half-close"),
+    "no HTTP": (2, _no_http, "unsure"),
+}
+"""Weight, what is written to a connection at once, and what its sender does then.
+
+"unsure": nobody can say how many answers come.
+"""
+
+
+@dataclass(frozen=True)
+class Fuzzed:
+    """What is written, and what its sender does then, as `_KINDS` says."""
+
+    kind: str
+    data: bytes
+    manner: str
+
+
+def draw(rng: random.Random, model: str) -> Fuzzed:
+    """Returns the next one."""
+    kind = rng.choices([*_KINDS], [weight for weight, _, _ in _KINDS.values()])[0]
+    _, make, manner = _KINDS[kind]
+    return Fuzzed(kind, make(rng, model), manner)
+
+
+def flaw(status: int, body: bytes) -> str:
+    """Returns what is wrong with an answer; empty where nothing is."""
+    if status >= 500 and status not in _ALLOWED_FAULTS:
+        return f"status {status}: {body[:300]!r}"
+    if body.startswith(b"data: "):
+        last = body.rstrip().rpartition(b"\n\n")[2]
+        if status == 200 and (last == b"data: [DONE]" or last.startswith(b'data: {"error"')):
+            return ""
+        return f"a stream with status {status} that ends with {last[-200:]!r}"
+    try:
+        told = json.loads(body)
+        if status < 400 or (status == 503 and "status" in told) or told["error"]["message"]:
+            return ""
+    except (ValueError, KeyError, TypeError):
+        pass
+    return f"status {status} with a body that is not as described: {body[:200]!r}"
+
+
+@contextlib.asynccontextmanager
+async def _connect_fuzz(facts: Facts) -> AsyncIterator[Callable[[Fuzzed], Awaitable[list[Answer]]]]:
+    sender = _Sender(facts.http_address)
+    try:
+        yield sender.send
+    finally:
+        sender.close()
+
+
+class _Sender:
+    """One connection after another."""
+
+    def __init__(self, address: str) -> None:
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port)
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def send(self, sent: Fuzzed) -> list[Answer]:
+        """Sends one; its answers, judged."""
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(self._host, self._port)
+        reader, writer = self._streams
+        writer.write(sent.data)
+        if sent.manner == "half-close":
+            writer.write_eof()
+        keeps, answers = False, [(sent.kind, "left", "")]
+        try:
+            if sent.manner != "leave":
+                answers, keeps = await self._answers(reader, sent)
+        finally:
+            # What else was sent may spoil the next request.
+            if not keeps or sent.manner != "read":
+                self.close()
+        return answers
+
+    async def _answers(
+        self, reader: asyncio.StreamReader, sent: Fuzzed
+    ) -> tuple[list[Answer], bool]:
+        """Returns the answers, and whether the connection is of more use."""
+        answers: list[Answer] = []
+        unsure, num_wanted = sent.manner == "unsure", 1
+        if sent.kind == "pipelined":
+            num_wanted = sent.data.count(b" HTTP/1.1\r\nhost: localhost\r\n")
+        for _ in range(num_wanted):
+            try:
+                async with asyncio.timeout(_UNSURE_S if unsure else None):
+                    status, body, _ = await _read_answer(reader)
+            except NoAnswer:
+                # After `connection: close` or an answer to what is no HTTP, others get none.
+                is_wrong = num_wanted == 1 and not unsure
+                problem = f"closed without an answer; sent {sent.data[:300]!r}" * is_wrong
+                return [*answers, (sent.kind, "closed", problem)], False
+            except TimeoutError:
+                return [(sent.kind, "none", "")], False
+            wrong = flaw(status, body)
+            problem = f"{wrong}; sent {sent.data[:300]!r}" if wrong else ""
+            answers.append((sent.kind, str(status), problem))
+            if status in (408, 431) or b"connection: close" in sent.data:
+                return answers, False
+        return answers, True
+
+    def close(self) -> None:
+        """Ends the connection."""
+        if self._streams is not None:
+            self._streams[1].close()
+            self._streams = None
+
+
+FUZZ = (Fuzz("HTTP", draw, _connect_fuzz),)

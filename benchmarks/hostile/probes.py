@@ -9,7 +9,8 @@ import contextlib
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,175 +20,142 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
-HEALTH_EVERY_S, MEMORY_EVERY_S = 0.01, 0.02
-NAP_S, LATE_S = 0.001, 0.02
-_START_TIMEOUT_S, _STOP_TIMEOUT_S, _CALL_TIMEOUT_S = 60.0, 90.0, 60.0
-_MOST_CHECKS = 500  # under way at once
+_HEALTH_EVERY_S, _MEMORY_EVERY_S, _NAP_S, _LATE_S = 0.01, 0.02, 0.001, 0.02
+_TIMEOUT_S, _MOST_CHECKS = 60.0, 500  # under way at once
 
 Samples = list[tuple[float, float]]
 """Pairs of a begin and an end, or of a time and a value."""
+_ready: Any = None
+_stop: Any = None
 
 
-class Probe:
-    """A process that measures until it is told to stop. `target(ready, stop, *args)` returns it."""
+def _share(ready: Any, stop: Any) -> None:
+    global _ready, _stop
+    _ready, _stop = ready, stop
 
-    def __init__(self, target: Callable[..., Any], *args: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._name, self._stop = target.__name__, context.Event()
-        self._results, results = context.Pipe(duplex=False)
-        self._process = context.Process(
-            target=_measure, args=(target, results, self._stop, args), daemon=True
-        )
-        self._process.start()
-        results.close()  # the child's end: where it dies, reading ends
 
-    async def ready(self) -> None:
-        """Returns once it measures."""
-        await asyncio.to_thread(self._next, _START_TIMEOUT_S)
-
-    async def finish(self) -> Any:
-        """Stops it; what it measured."""
-        self._stop.set()
+@contextlib.asynccontextmanager
+async def probing(
+    address: str, max_model_len: int, pid: int | None
+) -> AsyncIterator[dict[str, tuple[Samples, list[str]]]]:
+    """Measures while its block runs; when it is left, samples and failures are there, by name."""
+    context = multiprocessing.get_context("spawn")
+    ready, stop = context.Semaphore(0), context.Event()
+    jobs: dict[str, tuple[Any, ...]] = {"stalls": (_stalls,), "memory": (_memory, pid)}
+    jobs |= {"health": (_health, address), "stream": (_stream, address, max_model_len)}
+    measured: dict[str, tuple[Samples, list[str]]] = {}
+    with ProcessPoolExecutor(len(jobs), context, _share, (ready, stop)) as pool:
         try:
-            return await asyncio.to_thread(self._next, _STOP_TIMEOUT_S)
+            futures = {name: pool.submit(*job) for name, job in jobs.items()}
+            for _ in jobs:
+                if not await asyncio.to_thread(ready.acquire, True, _TIMEOUT_S):
+                    raise RuntimeError("a probe did not start")
+            yield measured
         finally:
-            self.kill()
-
-    def kill(self) -> None:
-        """Ends it, whatever it does."""
-        if self._process.is_alive():
-            self._process.kill()
-        self._process.join()
-
-    def _next(self, timeout_s: float) -> Any:
-        try:
-            if self._results.poll(timeout_s):
-                return self._results.recv()
-        except EOFError:
-            raise RuntimeError(f"the probe {self._name!r} ended before its time") from None
-        raise RuntimeError(f"the probe {self._name!r} said nothing for {timeout_s:g} s")
+            stop.set()
+        for name, future in futures.items():
+            measured[name] = await asyncio.wrap_future(future)
 
 
-def _measure(target: Callable[..., Any], results: Any, stop: Any, args: tuple[Any, ...]) -> None:
-    with contextlib.suppress(KeyboardInterrupt):
-        results.send(target(lambda: results.send(None), stop, *args))
-
-
-def stalls(ready: Callable[[], None], stop: Any) -> Samples:
-    """Returns the begin and end of the machine's own stalls: naps of 1 ms that lasted 20 ms
-    longer.
-    """
-    found = []
-    ready()
-    while not stop.is_set():
-        due_at = time.monotonic() + NAP_S
-        time.sleep(NAP_S)
-        if (now := time.monotonic()) - due_at > LATE_S:
+def _stalls() -> tuple[Samples, list[str]]:
+    """Returns the machine's own stalls: naps of 1 ms that lasted 20 ms longer."""
+    found: Samples = []
+    _ready.release()
+    while not _stop.is_set():
+        due_at = time.monotonic() + _NAP_S
+        time.sleep(_NAP_S)
+        if (now := time.monotonic()) - due_at > _LATE_S:
             found.append((due_at, now))
-    return found
+    return found, []
 
 
-def memory(ready: Callable[[], None], stop: Any, pid: int) -> Samples:
-    """Returns time and resident bytes of a process, until it is gone."""
+def _memory(pid: int | None) -> tuple[Samples, list[str]]:
+    """Returns time and resident bytes of the server, until it is gone."""
     samples: Samples = []
-    ready()
-    while not stop.is_set():
-        if (size := resident_bytes(pid)) is None:
-            break
+    _ready.release()
+    while not _stop.is_set() and (size := resident_bytes(pid)) is not None:
         samples.append((time.monotonic(), size))
-        time.sleep(MEMORY_EVERY_S)
-    stop.wait()
-    return samples
+        time.sleep(_MEMORY_EVERY_S)
+    return samples, []
 
 
-def resident_bytes(pid: int) -> int | None:
+def resident_bytes(pid: int | None) -> int | None:
     """Returns the resident memory of a process; None where it is gone or cannot be seen."""
-    if Path("/proc/self/status").exists():
-        try:
-            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        except OSError:
-            return None
-        sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")]
-        return sizes[0] if sizes else None  # a process that has ended has none
     try:
-        import psutil  # where there is no /proc
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return None
+    sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS:")]
+    return sizes[0] if sizes else None  # a process that has ended has none
 
-        return psutil.Process(pid).memory_info().rss
-    except Exception:  # not installed, or no such process
+
+def num_files(pid: int | None) -> int | None:
+    """Returns the number of a process's open files, sockets among them; None as above."""
+    try:
+        return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
         return None
 
 
-def health(ready: Callable[[], None], stop: Any, address: str) -> tuple[Samples, list[str]]:
-    """Returns the begin and end of a health check every 10 ms, late ones or not;
-    and what failed.
-    """
-    return asyncio.run(_health(ready, stop, address))
-
-
-async def _health(ready: Callable[[], None], stop: Any, address: str) -> tuple[Samples, list[str]]:
+def _health(address: str) -> tuple[Samples, list[str]]:
+    """Returns the begin and end of a health check every 10 ms, late or not, and what failed."""
     samples: Samples = []
     failures: list[str] = []
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub: Any = health_pb2_grpc.HealthStub(channel)
 
-        async def check() -> None:
-            started_at = time.monotonic()
-            try:
-                reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_CALL_TIMEOUT_S)
-                if reply.status != health_pb2.HealthCheckResponse.SERVING:
-                    failures.append(f"status {reply.status}")
-            except grpc.aio.AioRpcError as error:
-                failures.append(f"{error.code().name}: {error.details()}")
-            samples.append((started_at, time.monotonic()))
+    async def check(stub: Any) -> None:
+        started_at = time.monotonic()
+        try:
+            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_TIMEOUT_S)
+            if reply.status != health_pb2.HealthCheckResponse.SERVING:
+                failures.append(f"status {reply.status}")
+        except grpc.aio.AioRpcError as error:
+            failures.append(f"{error.code().name}: {error.details()}")
+        samples.append((started_at, time.monotonic()))
 
-        await check()
-        samples.clear()  # it connected
-        ready()
-        under_way: set[asyncio.Task[None]] = set()
-        due_at = time.monotonic()
-        while not stop.is_set():
-            if len(under_way) < _MOST_CHECKS:
-                task = asyncio.create_task(check())
-                under_way.add(task)
-                task.add_done_callback(under_way.discard)
-            due_at = max(due_at + HEALTH_EVERY_S, time.monotonic())
-            await asyncio.sleep(due_at - time.monotonic())
-        await asyncio.gather(*under_way)
+    async def checks() -> None:
+        async with grpc.aio.insecure_channel(address) as channel, asyncio.TaskGroup() as group:
+            stub = health_pb2_grpc.HealthStub(channel)
+            await check(stub)
+            samples.clear()  # it connected
+            _ready.release()
+            due_at, under_way = time.monotonic(), set[Any]()
+            while not _stop.is_set():
+                if len(under_way) < _MOST_CHECKS:
+                    under_way.add(task := group.create_task(check(stub)))
+                    task.add_done_callback(under_way.discard)
+                due_at = max(due_at + _HEALTH_EVERY_S, time.monotonic())
+                await asyncio.sleep(due_at - time.monotonic())
+
+    asyncio.run(checks())
     return samples, failures
 
 
-def stream(
-    ready: Callable[[], None], stop: Any, address: str, max_model_len: int
-) -> tuple[Samples, list[str]]:
-    """Returns the begin and end of every gap between two messages of one polite stream after
-    another.
-    """
-    return asyncio.run(_stream(ready, stop, address, max_model_len))
-
-
-async def _stream(
-    ready: Callable[[], None], stop: Any, address: str, max_model_len: int
-) -> tuple[Samples, list[str]]:
+def _stream(address: str, max_model_len: int) -> tuple[Samples, list[str]]:
+    """Returns every gap between two messages of one polite stream after another."""
     gaps: Samples = []
     failures: list[str] = []
     sampling = pb.SamplingParams(max_new_tokens=min(128, max_model_len // 2), ignore_eos=True)
-    async with Client(address) as client:
-        ready()
-        while not stop.is_set():
-            last_at = None
-            call = client.generate([1, 2, 3], sampling, timeout_s=_CALL_TIMEOUT_S)
-            try:
-                async for _ in call:
-                    now = time.monotonic()
-                    if last_at is not None:
-                        gaps.append((last_at, now))
-                    last_at = now
-                    if stop.is_set():
-                        call.cancel()
-                        break
-            except (grpc.aio.AioRpcError, asyncio.CancelledError):  # by the server, both
-                failures.append(f"{(await call.code()).name}: {await call.details()}")
-                await asyncio.sleep(0.05)  # a server that is full is left alone for a moment
+
+    async def streams() -> None:
+        async with Client(address) as client:
+            _ready.release()
+            while not _stop.is_set():
+                last_at = None
+                call = client.generate([1, 2, 3], sampling, timeout_s=_TIMEOUT_S)
+                try:
+                    async for _ in call:
+                        now = time.monotonic()
+                        if last_at is not None:
+                            gaps.append((last_at, now))
+                        last_at = now
+                        if _stop.is_set():
+                            call.cancel()
+                            break
+                except (grpc.aio.AioRpcError, asyncio.CancelledError):  # by the server, both
+                    failures.append(f"{(await call.code()).name}: {await call.details()}")
+                    await asyncio.sleep(0.05)  # a server that is full is left alone for a moment
+
+    asyncio.run(streams())
     return gaps, failures
 
 
@@ -196,18 +164,18 @@ def between(samples: Samples, begin: float, end: float) -> Samples:
     return [sample for sample in samples if begin <= sample[0] < end]
 
 
-def apart(samples: Samples, stalled: Samples) -> tuple[list[float], list[float]]:
-    """Returns how long each sample took: those that met no stall of the machine, and those that
-    did.
-    """
-    ends, clean, met = [end for _, end in stalled], [], []
+def latencies(samples: Samples, stalled: Samples) -> dict[str, Any]:
+    """Returns percentiles, in seconds, of the samples that met no stall of the machine."""
+    ends, clean = [end for _, end in stalled], []
     for begin, end in samples:
         nearest = bisect.bisect_left(ends, begin)  # the first stall that was not over
-        overlaps = nearest < len(stalled) and stalled[nearest][0] <= end
-        (met if overlaps else clean).append(end - begin)
-    return clean, met
+        if nearest == len(stalled) or stalled[nearest][0] > end:
+            clean.append(end - begin)
+    names = {"p50_s": 50, "p99_s": 99, "p999_s": 99.9, "max_s": 100} if clean else {}
+    found: dict[str, Any] = {name: percentile(clean, percent) for name, percent in names.items()}
+    return {"count": len(clean), "in_stalls": len(samples) - len(clean), **found}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns nearest rank. There must be values."""
+    """Returns the nearest rank. There must be values."""
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

@@ -1,244 +1,345 @@
-"""One run: the probes, the load beside them, then the fuzz; what was seen, and what must hold."""
+"""One run against one server: the load beside its probes, then the fuzz, and what must hold."""
 
+import argparse
 import asyncio
+import collections
 import contextlib
+import random
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from google.protobuf.descriptor import ServiceDescriptor
 
-from benchmarks.fuzz_http.__main__ import fuzz as fuzz_http
-from benchmarks.hostile import probes, report
-from benchmarks.hostile.attempts import Facts, learn
-from benchmarks.hostile.fuzz import SERVICES, brownout_kept, fuzz, serves
-from benchmarks.hostile.load import LoadResult, overload, play
-from benchmarks.hostile.over_http import Http
-from benchmarks.hostile.protocols import PROTOCOLS
-from benchmarks.hostile.report import Line, Marks
+from benchmarks.hostile import over_grpc, over_http, over_kserve, probes, report
+from benchmarks.hostile.attempts import (
+    GENERATE,
+    GROUPS,
+    Attempt,
+    Ended,
+    Facts,
+    Protocol,
+    draw,
+    flaw,
+    well_formed,
+)
+from benchmarks.hostile.fuzzing import Answer, Fuzz
+from benchmarks.hostile.over_grpc import HUNG, OWN_SOCKET
+from benchmarks.hostile.report import Line, must_be
 from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
-_IDLE_TIMEOUT_S = 60.0
+PROTOCOLS = {
+    "grpc": Protocol(
+        *(GENERATE, True, False, over_grpc.payload, over_grpc.malformed, over_grpc.connect),
+        (*over_grpc.FUZZ, *over_kserve.FUZZ),
+    ),
+    "kserve": Protocol(
+        *(over_kserve.STREAM_INFER, False, False, over_kserve.payload, over_kserve.malformed),
+        *(over_kserve.connect, over_kserve.FUZZ),
+    ),
+    "http": Protocol(
+        *(over_http.PATH, True, True, over_http.payload, over_http.malformed, over_http.connect),
+        over_http.FUZZ,
+    ),
+}
+"""By the name that `--protocol` takes."""
+
+_TIMEOUT_S = 60.0
+_LARGE, _MOST_LARGE = 64 << 10, 8  # under way, or this process would be the one to burst
+_MOST_FILLERS, _NUM_REFUSALS, _NUM_HONEST = 2000, 200, 8
+_NUM_WORKERS, _MOST_EXAMPLES = 32, 20
+_SPARE_FILES = 32  # that a server may open once and keep
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to send where. `pid` None: the server's memory is not measured."""
+@dataclass
+class Load:
+    """All ends. `problems` has, of those that are not as they should be, one of each sort."""
 
-    address: str
-    admin_address: str | None
-    pid: int | None
-    num_requests: int
-    num_clients: int
-    seed: int
-    num_fuzzed: int  # messages to each service
-    idle_s: float
-    limit_s: float  # of the load, and of each service's fuzz
-    protocol: str = "grpc"  # of the load; see `protocols.py`
-    http_address: str | None = None  # where load and fuzz go over HTTP; None: over gRPC
+    started_at: float = field(default_factory=time.monotonic)
+    ended_at: list[float] = field(default_factory=list)  # one a request, rising
+    codes: collections.Counter[tuple[str, str, str]] = field(default_factory=collections.Counter)
+    num_wrong_codes: int = 0
+    num_broken_streams: int = 0
+    problems: dict[tuple[str, str], str] = field(default_factory=dict)
+    refusal_s: list[float] = field(default_factory=list)
+
+    def count(self, *codes: str) -> int:
+        """Calls that ended with one of the codes."""
+        return sum(number for (_, _, code), number in self.codes.items() if code in codes)
+
+    def add(self, attempt: Attempt, ended: Ended, seconds: float) -> None:
+        """Counts one end, and judges it."""
+        self.ended_at.append(time.monotonic())
+        self.codes[attempt.group, attempt.kind, ended.code] += 1
+        if ended.refused:
+            self.refusal_s.append(seconds)
+        elif ended.code not in attempt.allowed:
+            self.num_wrong_codes += 1
+            problem = f"{attempt.kind}: {ended.code} {ended.details[:200]}"
+            self.problems.setdefault((attempt.kind, ended.code), problem)
+        elif wrong := flaw(attempt, ended):
+            self.num_broken_streams += 1
+            self.problems.setdefault((attempt.kind, "broken"), f"{attempt.kind}: {wrong}")
+
+    def lines(self, num_requests: int) -> list[Line]:
+        """Everyone is answered, and rightly."""
+        return [
+            must_be("requests that ended", num_requests, len(self.ended_at) - self.count(HUNG)),
+            must_be("UNKNOWN or INTERNAL", 0, self.count("UNKNOWN", "INTERNAL")),
+            must_be("codes not allowed", 0, self.num_wrong_codes),
+            must_be("broken streams", 0, self.num_broken_streams),
+        ]
 
 
-async def run(plan: Plan) -> tuple[list[Line], dict[str, Any]]:
-    """Plays it all; lines of what must hold, and every figure."""
-    facts = await learn(plan.address, plan.admin_address)
-    if not (facts.texts or PROTOCOLS[plan.protocol].takes_tokens):
-        raise ValueError(f"{plan.protocol} has texts alone, and this model has no tokenizer")
-    print(f"{facts.model} at {plan.address}, jmoe {facts.version}; idle first", flush=True)
-    lines, figures = await _load(plan, facts)
-    if plan.http_address and plan.num_fuzzed:
-        await _fuzz_http(plan, plan.http_address, facts, lines, figures)
-    over_grpc = plan.num_fuzzed and not plan.http_address
-    for service in SERVICES.values() if over_grpc else ():
-        if not await serves(plan.address):
-            lines.append(Line(f"serving before the fuzz of {service.name}", "yes", "no", False))
-            break
-        await _fuzz(plan, facts, service, lines, figures)
-    if plan.num_fuzzed:
-        lines += report.stats_lines("the fuzz", await _stats(plan.address, facts))
-        figures["resident_bytes_after_fuzz"] = plan.pid and probes.resident_bytes(plan.pid)
-    told = {"plan": asdict(plan), "server": asdict(facts) | {"texts": len(facts.texts)}}
-    verdicts = {"lines": [asdict(line) for line in lines]}
-    return lines, {**verdicts, **figures, **told, **report.surroundings()}
+@dataclass
+class Fuzzed:
+    """What was answered. `examples` has answers that must not be, and what was sent."""
+
+    num_sent: int = 0
+    codes: collections.Counter[tuple[str, str]] = field(default_factory=collections.Counter)
+    num_bad: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def add(self, answers: list[Answer]) -> None:
+        """Counts the answers to what was sent at once."""
+        self.num_sent += 1
+        for kind, code, problem in answers:
+            self.codes[kind, code] += 1
+            if problem:
+                self.num_bad += 1
+                self.examples += [f"{kind}, {code}: {problem}"][self.num_bad > _MOST_EXAMPLES :]
 
 
-async def _load(plan: Plan, facts: Facts) -> tuple[list[Line], dict[str, Any]]:
-    async with _probing(plan, facts) as measured:
-        idle_from = time.monotonic()
-        await asyncio.sleep(plan.idle_s)
-        print(f"{plan.num_requests} requests of {plan.num_clients} clients", flush=True)
-        load = await _play(plan, facts, plan.num_requests)
-        load_to = time.monotonic()
-        # The same again without hostility: what of the latencies is the load's, and what is not.
-        polite = await _play(plan, facts, max(1, plan.num_requests // 10), polite=True)
-        marks = Marks(
-            (idle_from, load.started_at),
-            (load.started_at, load_to),
-            (polite.started_at, time.monotonic()),
-        )
-    stats = await _stats(plan.address, facts)
+class Run:
+    """Collects what must hold, and the figures. `pid` None: memory and files are not measured."""
+
+    def __init__(self, args: argparse.Namespace, facts: Facts, pid: int | None) -> None:
+        self.args, self.facts, self.pid = args, facts, pid
+        self.protocol = PROTOCOLS[args.protocol]
+        if not (facts.texts or self.protocol.takes_tokens):
+            raise ValueError(f"{args.protocol} has texts alone, and this model has no tokenizer")
+        self.lines: list[Line] = []
+        self.figures: dict[str, Any] = {}
+
+    async def play(self) -> None:
+        """Plays load and fuzz; asks after each whether the server is as before."""
+        facts = self.facts
+        print(f"{facts.model} at {facts.address}, jmoe {facts.version}", flush=True)
+        self._honest = await self._answers()
+        num_right = sum(code == "OK" for code, *_ in self._honest)
+        self.lines.append(must_be("honest requests with right answers", _NUM_HONEST, num_right))
+        self._files, before = probes.num_files(self.pid), probes.resident_bytes(self.pid)
+        if self.args.requests:
+            await self._load()
+            await self._is_as_before("the load")
+        for fuzz in self.protocol.fuzz if self.args.fuzz else ():
+            await self._fuzz(fuzz)
+            if not await self._is_as_before(f"the fuzz of {fuzz.name}"):
+                break
+        after = probes.resident_bytes(self.pid)
+        self.figures["resident_bytes"] = {"before": before, "after": after}
+
+    async def _answers(self) -> list[tuple[str, str, str]]:
+        """Returns what some greedy requests are answered, one after another."""
+        rng, found = random.Random("honest"), []
+        async with self.protocol.connect(self.facts) as send:
+            for number in range(_NUM_HONEST):
+                request = well_formed(rng, self.facts, self.protocol)
+                request.allow_brownout, request.priority = False, pb.LATENCY_SENSITIVE
+                request.sampling.temperature, request.request_id = 0.0, f"honest-{number}"
+                data = self.protocol.payload(self.facts, request, None)
+                path, right = self.protocol.path, frozenset({"OK"})
+                attempt = Attempt("fine", "honest", data, right, path=path, request=request)
+                ended = await _ended(send, attempt)
+                texts = "".join(
+                    message.text or f"{[*message.token_ids]}" for message in ended.messages
+                )
+                found.append((flaw(attempt, ended) or ended.code, ended.details, texts))
+        return found
+
+    async def _is_as_before(self, when: str) -> bool:
+        """Waits until the server has nothing more to do, for a minute at most."""
+        most_files = None if self._files is None else self._files + _SPARE_FILES
+        files, give_up_at = None, time.monotonic() + _TIMEOUT_S
+        serving = await over_grpc.serves(self.facts.address)
+        self.lines.append(must_be(f"serving after {when}", "yes", "yes" if serving else "no"))
+        if not serving:
+            return False
+        async with Client(self.facts.address, self.facts.admin_address) as client:
+            while True:
+                stats, files = await client.stats(), probes.num_files(self.pid)
+                left = stats.num_running + stats.num_waiting
+                is_idle = not left and not stats.kv_pages_used
+                if time.monotonic() > give_up_at or (is_idle and (files or 0) <= (most_files or 0)):
+                    break
+                await asyncio.sleep(0.1)
+        answers = await self._answers()
+        same = sum(map(tuple.__eq__, answers, self._honest))
+        self.lines += [
+            must_be(f"requests left after {when}", 0, left),
+            must_be(f"KV pages used after {when}", 0, stats.kv_pages_used),
+            must_be(f"compilations by the end of {when}", 0, stats.compilations_since_ready),
+            must_be(f"honest answers as before, after {when}", _NUM_HONEST, same),
+        ]
+        if files is not None and most_files is not None:
+            limit, seen = f"at most {most_files}", f"{files}"
+            self.lines.append(Line(f"open files after {when}", limit, seen, files <= most_files))
+        return True
+
+    # ---- load ---------------------------------------------------------------------------------
+
+    async def _load(self) -> None:
+        facts, args = self.facts, self.args
+        async with probes.probing(facts.address, facts.max_model_len, self.pid) as measured:
+            idle_from = time.monotonic()
+            await asyncio.sleep(args.idle_s)
+            print(f"{args.requests} requests of {args.clients} clients", flush=True)
+            load = await self._requests(args.requests)
+            load_to = time.monotonic()
+            # The same again without hostility: what of the latencies is the load's, and what not.
+            polite = await self._requests(max(1, args.requests // 10), polite=True)
+            marks = {
+                "idle": (idle_from, load.started_at),
+                "load": (load.started_at, load_to),
+                "polite": (polite.started_at, time.monotonic()),
+            }
+        lines, figures = report.probed(measured, marks, load.ended_at)
+        self.lines += load.lines(args.requests) + lines
+        for name, seconds in (
+            ("refusals", load.refusal_s),
+            ("refusals_of_a_full_server", await self._overload()),
+        ):
+            found = {f"p{q}_s": probes.percentile(seconds, q) for q in (50, 99) if seconds}
+            figures[name] = {"count": len(seconds), **found}
+        for name, found in figures.items():
+            print(f"{name}: {found}")
+        codes: dict[str, dict[str, int]] = {}
+        for group, kind, code in sorted(load.codes, key=lambda key: ([*GROUPS].index(key[0]), key)):
+            codes.setdefault(f"{group}: {kind}", {})[code] = load.codes[group, kind, code]
+        for kind, counts in codes.items():
+            print(f"{kind:48} {counts}")
+        for problem in load.problems.values():
+            print(f"not as it should be: {problem}")
+        self.figures |= figures | {"codes": codes, "problems": [*load.problems.values()]}
+
+    async def _requests(self, count: int, polite: bool = False) -> Load:
+        """Sends so many attempts of all clients; nothing new after the limit of time."""
+        load, rng, left = Load(), random.Random(self.args.seed), iter(range(count))
+        room = asyncio.Semaphore(_MOST_LARGE)
+
+        async def one_client() -> None:
+            async with self.protocol.connect(self.facts) as send:
+                for _ in left:
+                    if time.monotonic() > load.started_at + self.args.limit_s:
+                        return
+                    attempt = draw(rng, self.facts, self.protocol, polite)
+                    is_large = len(attempt.payload) > _LARGE
+                    async with room if is_large else contextlib.nullcontext():
+                        started_at = time.monotonic()
+                        ended = await _ended(send, attempt)
+                        load.add(attempt, ended, time.monotonic() - started_at)
+
+        await asyncio.gather(*(one_client() for _ in range(self.args.clients)))
+        return load
+
+    async def _overload(self) -> list[float]:
+        """Returns seconds to a refusal of a server whose queue is full; none if it is too long.
+
+        Its slots and queue are filled with long requests, then others are sent one after another.
+        """
+        facts, refusal_s = self.facts, []
+        num_fillers = facts.max_num_seqs + facts.max_queue_len + 64
+        if num_fillers > _MOST_FILLERS:
+            return []
+        sampling = pb.SamplingParams(max_new_tokens=facts.max_model_len - 1, ignore_eos=True)
+        request = pb.GenerateRequest(tokens=pb.TokenIds(ids=[1]), sampling=sampling)
+        data, leaves = request.SerializeToString(), frozenset({"CANCELLED"})
+        leaving = Attempt("late", "overload", data, leaves, "cancel", stop_after=1)
+        async with (
+            grpc.aio.insecure_channel(facts.address, OWN_SOCKET) as channel,
+            grpc.aio.insecure_channel(facts.address, OWN_SOCKET) as own,
+        ):
+            start: Any = channel.unary_stream(GENERATE)
+            fillers = [start(data, timeout=_TIMEOUT_S) for _ in range(num_fillers)]
+            await asyncio.sleep(1.0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TIMEOUT_S / 6):
+                    for _ in range(_NUM_REFUSALS):
+                        started_at = time.monotonic()
+                        ended = await over_grpc.call(own, leaving, pb.GenerateResponse.FromString)
+                        if ended.refused:
+                            refusal_s.append(time.monotonic() - started_at)
+            for filler in fillers:
+                filler.cancel()
+        return refusal_s
+
+    # ---- fuzz ---------------------------------------------------------------------------------
+
+    async def _fuzz(self, fuzz: Fuzz) -> None:
+        args, found, started_at = self.args, Fuzzed(), time.monotonic()
+        rng, left = random.Random(f"{args.seed} {fuzz.name}"), iter(range(args.fuzz))
+
+        async def worker(send: Any) -> None:
+            for _ in left:
+                if time.monotonic() > started_at + args.limit_s:
+                    return
+                sent = fuzz.draw(rng, self.facts.model)
+                try:
+                    async with asyncio.timeout(_TIMEOUT_S):
+                        found.add(await send(sent))
+                except TimeoutError:
+                    found.add([(sent.kind, HUNG, f"no end after {_TIMEOUT_S:g} s; sent {sent}")])
+                except OSError as error:
+                    found.add([(sent.kind, "UNAVAILABLE", f"{error}")])
+
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(_brownout_kept(self.facts))
+            senders = [
+                await stack.enter_async_context(fuzz.connect(self.facts))
+                for _ in range(_NUM_WORKERS // fuzz.per_connection)
+            ]
+            await asyncio.gather(*(worker(send) for send in senders * fuzz.per_connection))
+        took_s = time.monotonic() - started_at
+        codes = {f"{kind}: {code}": number for (kind, code), number in sorted(found.codes.items())}
+        print(f"fuzz of {fuzz.name}, {took_s:.0f} s: {codes}", flush=True)
+        for example in found.examples[:3]:
+            print(f"not as it should be: {example[:300]}")
+        there = any(code != "UNIMPLEMENTED" for _, code in found.codes)
+        self.lines += [
+            must_be(f"fuzz of {fuzz.name}: sent", args.fuzz, found.num_sent),
+            must_be(f"fuzz of {fuzz.name}: crashes, hangs, lost answers", 0, found.num_bad),
+            must_be(f"fuzz of {fuzz.name}: the service is there", "yes", "yes" if there else "no"),
+        ]
+        told = {"codes": codes, "examples": found.examples, "duration_s": took_s}
+        self.figures.setdefault("fuzz", {})[fuzz.name] = told
+
+
+async def _ended(send: Any, attempt: Attempt) -> Ended:
     try:
-        refusal_s = await overload(plan.address, facts)
-    except grpc.aio.AioRpcError:
-        refusal_s = None
-    lines = report.load_lines(load, plan.num_requests) + report.stats_lines("the load", stats)
-    figures = _measured(measured, marks, load, lines)
-    figures["refusals"] = _refusals("under the load", load.refusal_s)
-    figures["refusals_of_a_full_server"] = _refusals("of a full server", refusal_s or [])
-    for text in report.code_table(load):
-        print(text)
-    for problem in load.problems.values():
-        print(f"not as it should be: {problem}")
-    return lines, figures
-
-
-async def _play(plan: Plan, facts: Facts, count: int, polite: bool = False) -> LoadResult:
-    return await play(
-        plan.address,
-        facts,
-        num_requests=count,
-        num_clients=plan.num_clients,
-        seed=plan.seed,
-        limit_s=plan.limit_s,
-        spoken=Http() if plan.http_address else PROTOCOLS[plan.protocol],
-        polite=polite,
-        http_address=plan.http_address,
-    )
+        async with asyncio.timeout(_TIMEOUT_S):
+            return await send(attempt)
+    except TimeoutError:
+        return Ended(HUNG, f"no end after {_TIMEOUT_S:g} s")
+    except OSError as error:
+        return Ended("UNAVAILABLE", str(error))
 
 
 @contextlib.asynccontextmanager
-async def _probing(plan: Plan, facts: Facts) -> AsyncIterator[dict[str, Any]]:
-    """Measures while its block runs; what was measured is there when the block is left."""
-    started = {
-        "stalls": probes.Probe(probes.stalls),
-        "health": probes.Probe(probes.health, plan.address),
-        "stream": probes.Probe(probes.stream, plan.address, facts.max_model_len),
-    }
-    if plan.pid is not None:
-        started["memory"] = probes.Probe(probes.memory, plan.pid)
-    measured: dict[str, Any] = {"memory": []}
-    try:
-        for probe in started.values():
-            await probe.ready()
-        yield measured
-        for name, probe in started.items():
-            measured[name] = await probe.finish()
-    finally:
-        for probe in started.values():
-            probe.kill()
-
-
-def _measured(
-    measured: dict[str, Any], marks: Marks, load: LoadResult, lines: list[Line]
-) -> dict[str, Any]:
-    """Returns the figures of load and probes; what must hold of them is added to `lines`."""
-    stalled = measured["stalls"]
-
-    def latencies(samples: probes.Samples) -> dict[str, Any]:
-        spans = asdict(marks)
-        return {
-            name: report.latency_figures(probes.between(samples, *span), stalled)
-            for name, span in spans.items()
-        }
-
-    (checks, failed_checks), (gaps, failed_streams) = measured["health"], measured["stream"]
-    memory = report.memory_figures(measured["memory"], marks, load.ended_at)
-    health, stream = latencies(checks), latencies(gaps)
-    lines += report.memory_lines(memory)
-    lines += report.health_lines(health["load"], failed_checks)
-    lines += report.stream_lines(stream["idle"], stream["load"], stream["polite"])
-    codes: dict[str, dict[str, int]] = {}
-    for (group, kind, code), number in sorted(load.codes.items()):
-        codes.setdefault(f"{group}: {kind}", {})[code] = number
-    during = probes.between(stalled, *marks.load)
-    figures = {
-        "load_s": marks.load[1] - marks.load[0],
-        "codes": codes,
-        "problems": list(load.problems.values()),
-        "memory": memory,
-        "health": health | {"failures": failed_checks[:20]},
-        "stream": stream | {"failures": failed_streams[:20], "num_failures": len(failed_streams)},
-        "machine_stalls": {
-            "count": len(during),
-            "total_s": sum(end - begin for begin, end in during),
-            "max_s": max((end - begin for begin, end in during), default=0.0),
-        },
-    }
-    _say(figures)
-    return figures
-
-
-def _say(figures: dict[str, Any]) -> None:
-    for name in ("health", "stream"):
-        for when in ("idle", "load", "polite"):
-            found = figures[name][when]
-            words = ", ".join(
-                f"{key[:-2]} {found[key] * 1e3:.1f} ms"
-                for key in ("p50_s", "p99_s", "p999_s", "max_s")
-                if key in found
-            )
-            print(
-                f"{name}, {when}: {found['count']} samples, {words}; {found['in_stalls']} in stalls"
-            )
-    print(f"stalls of the machine under load: {figures['machine_stalls']}")
-    print(f"memory: {figures['memory']}")
-
-
-def _refusals(when: str, seconds: list[float]) -> dict[str, Any]:
-    found = {"count": len(seconds)}
-    if seconds:
-        found |= {f"p{q}_s": probes.percentile(seconds, q) for q in (50, 99)}
-        print(f"refusals {when}: {found}")
-    return found
-
-
-async def _stats(address: str, facts: Facts) -> pb.Stats | None:
-    """The server's counters once it has nothing more to do, or after a minute."""
-    stats, give_up_at = None, time.monotonic() + _IDLE_TIMEOUT_S
-    async with Client(address, facts.admin_address) as client:
-        while time.monotonic() < give_up_at:
-            try:
-                stats = await client.stats()
-            except grpc.aio.AioRpcError:
-                return None
-            if stats.num_running == stats.num_waiting == stats.kv_pages_used == 0:
-                break
-            await asyncio.sleep(0.1)
-    return stats
-
-
-async def _fuzz_http(
-    plan: Plan, address: str, facts: Facts, lines: list[Line], figures: dict[str, Any]
-) -> None:
-    """Fuzzes the routes over HTTP; adds to what must hold, and to the figures."""
-    started_at = time.monotonic()
-    found = await fuzz_http(address, facts.model, plan.num_fuzzed, plan.num_clients, plan.seed)
-    problems = len(found.problems)
-    lines.append(Line("fuzzed requests answered wrongly", "0", f"{problems}", not problems))
-    codes = {f"{kind}: {code}": number for (kind, code), number in sorted(found.statuses.items())}
-    print(f"fuzz over HTTP: {codes}", flush=True)
-    for problem in found.problems[:3]:
-        print(f"  {problem[:300]}")
-    took_s = time.monotonic() - started_at
-    told = {"codes": codes, "examples": found.problems, "duration_s": took_s}
-    figures.setdefault("fuzz", {})["HTTP"] = told
-
-
-async def _fuzz(
-    plan: Plan, facts: Facts, service: ServiceDescriptor, lines: list[Line], figures: dict[str, Any]
-) -> None:
-    """Fuzzes one service; adds to what must hold, and to the figures."""
-    address = facts.admin_address if service.name == "Admin" else plan.address
-    async with Client(plan.address, facts.admin_address) as client, brownout_kept(client):
-        result = await fuzz(
-            service, address, num_messages=plan.num_fuzzed, seed=plan.seed, limit_s=plan.limit_s
-        )
-    lines += report.fuzz_lines(result, plan.num_fuzzed)
-    codes = {f"{method}: {code}": number for (method, code), number in sorted(result.codes.items())}
-    print(f"fuzz {service.name}, {result.duration_s:.0f} s: {codes}", flush=True)
-    for example in result.examples[:3]:
-        print(f"  {example['method']}: {example['code']} {example['details'][:200]}")
-    found = {"codes": codes, "examples": result.examples, "duration_s": result.duration_s}
-    figures.setdefault("fuzz", {})[service.name] = found
+async def _brownout_kept(facts: Facts) -> AsyncIterator[None]:
+    """Puts brownout back as it was; fuzzed messages to Admin change it where they are valid."""
+    async with Client(facts.address, facts.admin_address) as client:
+        before = await client.get_brownout()
+        try:
+            yield
+        finally:
+            names = ["strategy", "ttft_slo_s", "itl_slo_s"]
+            names += ["way"] if before.way else []
+            names += ["salc_enabled"] if before.salc_enabled else []
+            change: dict[str, Any] = {name: getattr(before, name) for name in names}
+            if not before.salc_enabled:
+                for name in ("prefill_threshold_percent", "decode_threshold_percent"):
+                    change[name] = round(getattr(before, name))
+            with contextlib.suppress(grpc.aio.AioRpcError):  # a server that is gone
+                await client.set_brownout(**change)

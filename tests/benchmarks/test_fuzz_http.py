@@ -4,7 +4,6 @@ import random
 from argparse import Namespace
 
 import pytest
-
 from benchmarks.fuzz_http.__main__ import flaw, run
 from benchmarks.fuzz_http.requests import draw
 

@@ -4,6 +4,7 @@ import random
 
 from benchmarks.fuzz_kserve import Result, run
 from benchmarks.hostile.tensors import fuzzed
+
 from serving.proto.inference import inference_pb2 as pb
 
 

@@ -112,13 +112,13 @@ def test_help(command: list[str], monkeypatch, capsys) -> None:
 
 def test_version(monkeypatch, capsys) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setattr("serving.version.commit", lambda: "8f3827f")
+    monkeypatch.setattr("serving.telemetry.version.commit", lambda: "8f3827f")
     assert run(monkeypatch, "--version") == 0
     shown = capsys.readouterr().out
     assert re.fullmatch(
         r"jmoe \d+\.\d+\.\d+ \(commit 8f3827f\), jax \d+\.\d+\.\d+, device: cpu\n", shown
     )
-    monkeypatch.setattr("serving.version.commit", lambda: None)
+    monkeypatch.setattr("serving.telemetry.version.commit", lambda: None)
     assert run(monkeypatch, "--version") == 0
     assert capsys.readouterr().out == shown.replace(" (commit 8f3827f)", "")
 

@@ -1,1 +1,0 @@
-"""Fuzzed HTTP requests to a real server, and what must hold of its answers."""
