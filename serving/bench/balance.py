@@ -13,13 +13,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpc
 import numpy as np
 import uvloop
 
 from serving.bench.balance_figures import between, draw, table
 from serving.bench.facts import facts
-from serving.bench.launch import running_server
+from serving.bench.launch import ready_server
 from serving.bench.loadgen import play
 from serving.bench.results import summarize
 from serving.bench.scrape import free_port, scrape
@@ -229,14 +228,7 @@ async def _server(
     flags = [f"{key}={value}" for key, value in variant_settings(config, variant).items()]
     flags += [f"metrics_port={port}", "max_concurrent_calls=100000"]
     sets = [word for flag in flags for word in ("--set", flag)]
-    async with (
-        running_server(
-            [*config.server, *sets, *config.server_args],
-            config.out / f"server-{variant.name}.log",
-            config.startup_timeout_s,
-            failures=(grpc.aio.AioRpcError, TimeoutError, OSError),
-        ) as (address, _),
-        Client(address) as client,
-    ):
-        await client.wait_ready(config.startup_timeout_s)
+    log = config.out / f"server-{variant.name}.log"
+    command = [*config.server, *sets, *config.server_args]
+    async with ready_server(command, log, config.startup_timeout_s) as client:
         yield client, port

@@ -9,6 +9,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpc
+
+from serving.client import Client
+
 _READY = re.compile(rb"jmoe ready on (\S+:\d+)")
 _PAGE = re.compile(rb"jmoe page on (\S+:\d+)")
 
@@ -48,6 +52,23 @@ async def running_server(
         finally:
             reader.cancel()
             await _stop(process)
+
+
+@contextlib.asynccontextmanager
+async def ready_server(
+    command: Sequence[str], log_path: Path, timeout_s: float
+) -> AsyncIterator[Client]:
+    """Starts Python with `command`; yields a client once the server is ready.
+
+    Raises LaunchError also where a call to the server fails in the block.
+    """
+    failures = (grpc.aio.AioRpcError, TimeoutError, OSError)
+    async with (
+        running_server(command, log_path, timeout_s, failures=failures) as (address, _),
+        Client(address) as client,
+    ):
+        await client.wait_ready(timeout_s)
+        yield client
 
 
 async def _read_stdout(

@@ -16,13 +16,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpc
 import numpy as np
 import uvloop
 
 from serving.bench.facts import facts
-from serving.bench.launch import running_server
+from serving.bench.launch import ready_server
 from serving.bench.loadgen import play, saturate
+from serving.bench.rate_plot import Line, Panel, draw_over_rate
 from serving.bench.results import Record, Run
 from serving.bench.workload import (
     BUNDLED_TASKS,
@@ -163,16 +163,9 @@ async def _server(config: PriorityConfig, variant: Variant) -> AsyncIterator[Cli
         f"timeline={config.out / f'timeline-{variant.name}.json'}",
     ]
     sets = [word for flag in flags for word in ("--set", flag)]
-    async with (
-        running_server(
-            [*config.server, *sets, *config.server_args],
-            config.out / f"server-{variant.name}.log",
-            config.startup_timeout_s,
-            failures=(grpc.aio.AioRpcError, TimeoutError),
-        ) as (address, _),
-        Client(address) as client,
-    ):
-        await client.wait_ready(config.startup_timeout_s)
+    log = config.out / f"server-{variant.name}.log"
+    command = [*config.server, *sets, *config.server_args]
+    async with ready_server(command, log, config.startup_timeout_s) as client:
         yield client
 
 
@@ -345,39 +338,24 @@ def table(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Draws QLLM's three figures: TTFT, throughput and turnaround over request rate."""
-    from jmoe.extras import need  # not above: it would bring jax
-
-    need("plot", "matplotlib")
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     rate = result["saturated_rate_per_s"]
-    panels: tuple[tuple[str, Callable[[dict], float | None]], ...] = (
-        ("TTFT of latency-sensitive, P99, ms", lambda p: (p["ls"] or {}).get("ttft_p99_ms")),
-        ("throughput, tokens/s", lambda p: p["tokens_per_s"]),
-        (
+
+    def panel(title: str, value: Callable[[dict], float | None], log: bool = True) -> Panel:
+        lines = []
+        for variant in VARIANTS:
+            own = [p for p in result["points"] if p["variant"] == variant.name]
+            pairs = [(p["load"] * rate, v) for p in own if (v := value(p)) is not None]
+            shown = log or not variant.ls_only
+            lines.append(Line(variant.words, pairs if shown else [], variant.ls_only))
+        return Panel(title, lines, log)
+
+    ttft, turnaround = "ttft_p99_ms", "turnaround_mean_ms"
+    panels = [
+        panel("TTFT of latency-sensitive, P99, ms", lambda p: (p["ls"] or {}).get(ttft)),
+        panel("throughput, tokens/s", lambda p: p["tokens_per_s"], log=False),
+        panel(
             "turnaround of best effort, mean, ms",
-            lambda p: (p["best_effort"] or {}).get("turnaround_mean_ms"),
+            lambda p: (p["best_effort"] or {}).get(turnaround),
         ),
-    )
-    with plt.rc_context({"font.size": 12, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = plt.subplots(1, 3, figsize=(18, 5), dpi=100)
-        for axis, (title, value) in zip(axes, panels, strict=True):
-            for number, variant in enumerate(VARIANTS):
-                found = [p for p in result["points"] if p["variant"] == variant.name]
-                pairs = [(p["load"] * rate, v) for p in found if (v := value(p)) is not None]
-                if pairs and not (variant.ls_only and "throughput" in title):
-                    style = "--" if variant.ls_only else "o-"
-                    line = zip(*sorted(pairs), strict=True)
-                    axis.plot(*line, style, label=variant.words, color=f"C{number}")
-            axis.set_title(title, loc="left", fontweight="bold")
-            axis.set_xlabel("requests a second")
-            if "throughput" not in title:
-                axis.set_yscale("log")
-            axis.grid(color="#dddddd", lw=0.7)
-        axes[0].legend(loc="upper left", fontsize=10)
-        figure.tight_layout()
-        figure.savefig(path)
-        plt.close(figure)
+    ]
+    draw_over_rate(panels, path)

@@ -1,4 +1,4 @@
-"""`jmoe bench` (serve, priority, balance) and `jmoe demo`: flags for functions elsewhere."""
+"""`jmoe bench serve, priority, balance, family`, `jmoe demo`: flags for functions elsewhere."""
 
 import math
 import os
@@ -235,10 +235,7 @@ def priority(
     from serving.bench.launch import LaunchError
     from serving.bench.priority import PriorityConfig, run_priority
 
-    try:
-        flags["loads"] = tuple(map(float, loads.split(",")))
-    except ValueError:
-        raise ValueError(f"--loads is {loads!r}; it must be numbers with commas") from None
+    flags["loads"] = _loads(loads)
     try:
         run_priority(PriorityConfig(**flags))
     except LaunchError as error:
@@ -295,6 +292,62 @@ def balance(
     except LaunchError as error:
         print(f"jmoe: {error}", file=sys.stderr)
         raise typer.Exit(1) from None
+
+
+@bench.command()
+def family(
+    model: Annotated[
+        list[str], typer.Option(help="NAME=DIR, repeated, for each model of the family.")
+    ],
+    server_args: Annotated[
+        list[str] | None, typer.Argument(help="Flags of `jmoe serve`, after --.")
+    ] = None,
+    family: Annotated[
+        Path | None,
+        typer.Option(help="Map of shared experts, of jmoe consolidate. [default: none is shared]"),
+    ] = None,
+    loads: Annotated[
+        str, typer.Option(help="Loads as shares of one model's capacity, separated by commas.")
+    ] = "0.3,0.6,0.9,1.2",
+    duration_s: Annotated[
+        float, typer.Option(help="Seconds of arrivals for each alternative, load and round.")
+    ] = 5.0,
+    rounds: Annotated[
+        int, typer.Option(help="Number of rounds, each with arrivals of its own.")
+    ] = 2,
+    singles: Annotated[int, typer.Option(help="Number of requests sent one at a time.")] = 80,
+    slots: Annotated[
+        int, typer.Option(help="Sequences decoded together on the whole machine.")
+    ] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, arrivals and models.")] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Play the smallest load, on the bundled weights.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out"),
+) -> None:
+    """Compares a family in one server with its models in turn and side by side.
+
+    At several loads, for Multi-MoE's figures (docs/families.md).
+    """
+    flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every server that is started
+    from serving.bench.calibrate import CalibrationError
+    from serving.bench.family import FamilyConfig, run_family
+    from serving.bench.launch import LaunchError
+
+    flags |= {"model": tuple(model), "loads": _loads(loads)}
+    try:
+        run_family(FamilyConfig(**flags))
+    except (CalibrationError, LaunchError) as error:
+        print(f"jmoe: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+
+
+def _loads(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ValueError(f"--loads is {text!r}; it must be numbers with commas") from None
 
 
 def demo(

@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r"(?:python -m (?:benchmarks|training)|jmoe bench) ?[\w.]+[^`|&>#\n]*")
 COVERED = {
-    "benchmarks.family_qos": "tests/benchmarks/test_family_qos_run.py",
     "benchmarks.fuzz_http": "tests/benchmarks/test_fuzz_http.py",
     "benchmarks.fuzz_kserve": "tests/benchmarks/test_fuzz_kserve.py",
     "benchmarks.hostile": "tests/e2e/test_hostile_script.py",
@@ -30,6 +29,7 @@ COVERED = {
     "benchmarks.kernels": "tests/benchmarks/test_kernel_benchmark_run.py",
     "benchmarks.kernels.roofline": "tests/benchmarks/test_roofline.py",
     "jmoe bench balance": "tests/serving/bench/test_balance_bench.py",
+    "jmoe bench family": "tests/serving/bench/test_family_bench.py",
     "jmoe bench priority": "tests/serving/bench/test_priority.py",
     "jmoe bench serve": "tests/serving/bench/test_bench.py",
     "training.family": "tests/training/test_family_quality.py",
