@@ -148,8 +148,8 @@ _TABLE = """## 64 rows of decode, 4,096 tokens of prefill
 
 _ASSUMED = """## Assumptions
 `benchmarks/mesh/rates.py` has the rates, 4.3 TB/s of copies and 790 TFLOP/s of products;
-`benchmarks/kernels/roofline/assumptions.py` every other constant, as 1.5 us a launch; both say where
-they come from. Published rates beside them: FlashAttention-3's 661 TFLOP/s at head size 128 without
-a mask, 582 without its overlap; for grouped products in bfloat16 no figure at these sizes was
-found, so that what is expected of them is a bound rather than a forecast.
+`benchmarks/kernels/roofline/assumptions.py` has all else, as 1.5 us a launch; both say where it
+comes from. Published rates beside them: FlashAttention-3's 661 TFLOP/s at head size 128 without a
+mask, 582 without its overlap; for grouped products in bfloat16 no figure at these sizes was found,
+so that what is expected of them is a bound rather than a forecast.
 """
