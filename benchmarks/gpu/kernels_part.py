@@ -12,7 +12,12 @@ from benchmarks.harness import store
 from benchmarks.harness.command import CALL_AGAIN
 from benchmarks.kernels.cases import OPS, SOURCES
 
-DEPENDS = ("pallas_kernels", "benchmarks/kernels", "benchmarks/gpu/kernels_part.py")
+DEPENDS = (
+    "pallas_kernels",
+    "benchmarks/kernels",
+    "benchmarks/mesh/rates.py",
+    "benchmarks/gpu/kernels_part.py",
+)
 START_S = 0.0
 SECONDS = {"grouped_gemm": 80.0, "paged_attention": 60.0, "prefill_attention": 60.0}
 """Given to an op, others 40; what it does not finish is left for the next call."""

@@ -2,7 +2,7 @@
 
 By a roofline: products and memory traffic overlap perfectly, whichever takes longer decides, and a
 fixed time a stage is added. It flatters every system alike. Or as measured, from a file. Arithmetic
-on the host; the simulator of `benchmarks.aep_simulator` and the cost model of
+on the host; the simulator of `benchmarks.mesh` and the cost model of
 `jmoe.parallel.asynchronous` both use it.
 """
 

@@ -22,7 +22,6 @@ COVERED = {
     "benchmarks.fuzz_http": "tests/benchmarks/test_fuzz_http.py",
     "benchmarks.fuzz_kserve": "tests/benchmarks/test_fuzz_kserve.py",
     "benchmarks.hostile": "tests/e2e/test_hostile_script.py",
-    "benchmarks.balance.paper_times": "tests/benchmarks/test_libra_times.py",
     "benchmarks.accuracy": "tests/training/test_accuracy_benchmark.py",
     "benchmarks.accuracy.ablation": "tests/training/test_accuracy_benchmark.py",
     "benchmarks.gpu": "tests/benchmarks/test_gpu_benchmark_dry.py",

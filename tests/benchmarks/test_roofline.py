@@ -183,12 +183,9 @@ def test_steps_of_prefill_tiles():
 
 
 def test_long_prompts_are_expected_between_what_others_measured():
-    """With the overlap that this kernel has, and without it (FlashAttention-3's ablation)."""
-    published = assumptions.PUBLISHED_TFLOP_S
+    """With the overlap that this kernel has, and without it (arXiv 2407.08608, table 2, H100)."""
     of = predict("prefill_attention", QWEN15_MOE_A27B, "prefill", 4096, 32768)
-    rate = of.count.flops / of.us / 1e6
-    assert published["without the overlap of softmax and products"] < rate
-    assert rate < published["attention, head size 128, no mask"]
+    assert 582 < of.count.flops / of.us / 1e6 < 661
 
 
 def test_another_hopper_gpu_has_its_own_rates():

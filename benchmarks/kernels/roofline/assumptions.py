@@ -8,12 +8,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-COPY_TB_S = 4.3
-"""Device memory, bytes read plus bytes written by a large copy: the project's floor (its design
-gives 4.3 of the 4.8 TB/s that NVIDIA's data sheet states)."""
+from benchmarks.mesh import rates
 
-PRODUCT_TFLOP_S = 790.0
-"""A large bfloat16 product by cuBLAS: the project's floor; the data sheet states 989."""
+COPY_TB_S = rates.COPY_BYTES_PER_S / 1e12
+PRODUCT_TFLOP_S = rates.DENSE_FLOPS_PER_S / 1e12
 
 NUM_SMS = 132
 """Multiprocessors of an H100 SXM or H200 (data sheet)."""
@@ -76,21 +74,7 @@ estimate."""
 PREFILL_EXPOSED_CYCLES = 450
 """Of a step of prefill attention over keys, that overlap does not hide: barriers, the start of
 products, sums over lanes. Fitted to an H100: FlashAttention-3, which overlaps as this kernel does,
-takes 2,048 cycles of products and 400 to 450 more at the rate of `PRODUCT_TFLOP_S` (below)."""
-
-PUBLISHED_TFLOP_S = {
-    "attention, head size 128, no mask": 661,
-    "without the overlap of softmax and products": 582,
-    "attention, head size 128, 8k tokens, again": 639,
-    "whole MoE layer, 128 experts of 768": 242,
-}
-"""Of others, on an H100: FlashAttention-3's ablation (arXiv 2407.08608, table 2; abstract: up
-to 740 in float16); the same kernel as others ran it (meta-pytorch/tritonbench, pull request
-1254); PyTorch's grouped products with all that surrounds them, hidden size 2,048, 32,768 tokens
-(ByteDance-Seed/VeOmni, pull request 460). No bfloat16 rate of a grouped GEMM at Mixtral's sizes was
-found; arXiv 2501.16103 has 91 % of the peak that it takes an H800 to have. An expected rate of a
-grouped GEMM near `PRODUCT_TFLOP_S` is therefore a bound rather than a forecast: nothing is deducted
-for what its loop loses against cuBLAS's."""
+takes 2,048 cycles of products and 400 to 450 more at the rate of `PRODUCT_TFLOP_S`."""
 
 TILE_CHAIN_CYCLES = 1500
 """From a tile of keys to the next in paged attention: two products of few columns (270 each), a
@@ -129,8 +113,8 @@ GLUE_LAUNCHES = {"experts": 2, "shared experts": 2, "attention": 5}
 
 
 DEVICES = {
-    "H200": {"COPY_TB_S": 4.3, "PRODUCT_TFLOP_S": 790.0, "NUM_SMS": 132, "FLOPS_PER_CLOCK": 4096},
-    "H100": {"COPY_TB_S": 3.0, "PRODUCT_TFLOP_S": 790.0, "NUM_SMS": 132, "FLOPS_PER_CLOCK": 4096},
+    "H200": {},
+    "H100": {"COPY_TB_S": 3.0},
     "H20": {"COPY_TB_S": 3.6, "PRODUCT_TFLOP_S": 140.0, "NUM_SMS": 78, "FLOPS_PER_CLOCK": 1024},
 }
 """What differs on other Hopper GPUs: of data sheets' 3.35 and 4.0 TB/s the share that the H200's

@@ -146,8 +146,9 @@ Attention at a context of 8,192 tokens.
 """
 
 _ASSUMED = """## Assumptions
-`benchmarks/kernels/roofline/assumptions.py` has every constant, and where it comes from: 4.3 TB/s
-of copies, 790 TFLOP/s of products, 1.5 us a launch. Published beside them: FlashAttention-3's
-661 TFLOP/s at head size 128 without a mask, 582 without its overlap. For grouped products in
-bfloat16 no figure at these sizes was found: what is expected of them is a bound, no forecast.
+`benchmarks/mesh/rates.py` has the rates, 4.3 TB/s of copies and 790 TFLOP/s of products, and
+`benchmarks/kernels/roofline/assumptions.py` all else, such as 1.5 us a launch; both name their
+sources. Published beside them: FlashAttention-3's 661 TFLOP/s at head size 128 without a mask, 582
+without its overlap. For grouped products in bfloat16 no figure at these sizes was found: what is
+expected of them is a bound, no forecast.
 """

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.aep_simulator.forecast import accuracy, case_of, compare
-from benchmarks.aep_simulator.study import times_of
+from benchmarks.mesh.forecast import accuracy, case_of, compare
 from jmoe.config import from_hf
 from jmoe.parallel import asynchronous
 from jmoe.parallel.asynchronous import (
@@ -267,10 +266,8 @@ def test_the_advice_is_no_in_every_simulated_case():
     for row in FORECAST["cases"]:
         if row["devices"] <= MOST_DEVICES:
             case = case_of(row)
-            times = times_of(case)
-            one = Deployment(
-                case.geometry(), case.devices, case.in_flight, times, **row["imbalances"]
-            )
+            sizes = case.geometry(), case.devices, case.in_flight, case.times()
+            one = Deployment(*sizes, **row["imbalances"])
             assert not advise(one).pays
 
 

@@ -1,9 +1,9 @@
 """The events of asynchronous expert parallelism: arrays and loops, compiled where numba is there.
 
-Letters: W workers, attention workers first; L layers; G groups; N places for sequences; K experts a
-row. A *visit* is a row on its way to or from an expert: number token * K + k. Rows that wait in a
-queue, or travel together, are a chain: `after` names the next one. In an attention worker's queue a
-token is there as its visit 0, once all K have come.
+Letters: W workers, attention workers first; L layers; G groups of experts, of which there is one
+here; N places for sequences; K experts a row. A *visit* is a row on its way to or from an expert:
+number token * K + k. Rows that wait in a queue, or travel together, are a chain: `after` names the
+next one. In an attention worker's queue a token is there as its visit 0, once all K have come.
 
 A worker's host launches one stage at a time, early enough that it is ready when the device is; the
 device runs one stage at a time. A batch of rows to one worker takes both ends of its link
@@ -64,7 +64,6 @@ class State(NamedTuple):
     hosts: Int[np.ndarray, "L E hosts"]
     num_hosts: Int[np.ndarray, "L E"]
     turns: Int[np.ndarray, "L E"]
-    group: Int[np.ndarray, "E"]
     first_s: Float[np.ndarray, "rows"]
     attention_s: Float[np.ndarray, "rows"]
     products_s: Float[np.ndarray, "visits_1"]
@@ -204,7 +203,7 @@ def _arrive(s: State, c: Costs, worker: int, layer: int, head: int) -> None:
     while row != NONE:
         following = s.after[row]
         if worker >= c.num_attention:
-            _enqueue(s, worker, layer, s.group[s.expert[row]], row)
+            _enqueue(s, worker, layer, 0, row)
             any_ready = True
         else:
             token = row // top_k
@@ -271,13 +270,12 @@ def play(
     closed: bool,
     attention: tuple[int, Float[np.ndarray, "K"], int, float, float],
     experts: tuple[int, Float[np.ndarray, "K"], int, float, float],
-    max_attention_rows: int,
-    max_expert_rows: int,
+    most: int,
 ) -> int:
     """Returns what `Simulation.play` does, for pickers whose decisions are machine code; -2 or
     NONE.
 
-    `attention` and `experts` are their `compiled_settings`.
+    `attention` and `experts` are their `compiled_settings`, `most` the rows of an attention stage.
     """
     while True:
         worker = advance(s, c, until_s)
@@ -290,15 +288,12 @@ def play(
         now = s.seconds[NOW]
         flat = decide(rule, weights, counts, counts, False, oldest, now, least, wait_s, age_s, more)
         if flat >= 0:
-            groups = counts.shape[1]
-            most = max_expert_rows if at_experts else max_attention_rows
-            start(s, c, worker, flat // groups, flat % groups, most)
+            start(s, c, worker, flat, 0, s.counts[worker, flat, 0] if at_experts else most)
             continue
         since = np.inf
         for layer in range(counts.shape[0]):
-            for group in range(counts.shape[1]):
-                if counts[layer, group] > 0:
-                    since = min(since, oldest[layer, group])
+            if counts[layer, 0] > 0:
+                since = min(since, oldest[layer, 0])
         wait(s, worker, since + min(wait_s, age_s))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from benchmarks.aep_simulator.routing import Placement, Routing
+from benchmarks.mesh.routing import Placement, Routing
 from jmoe.parallel.asynchronous import COLLECTIVE_S, exchange_s
 from jmoe.parallel.stage_times import StageTimes
 
@@ -27,7 +27,6 @@ class Mesh:
     row_s: float  # of a row's bytes on a link
     exchange_s: float = COLLECTIVE_S  # of a collective beside the bytes, in a node
     layer_overhead_s: float = 0.0  # of the host, that nothing hides
-    step_overhead_s: float = 0.0
 
 
 def visits_of_step(
@@ -72,7 +71,7 @@ def step_s(mesh: Mesh, num_rows: int, rng: np.random.Generator) -> float:
     experts_s = mesh.times.experts_s(visits, active).max(axis=1)
     one_way_s = _exchange_s(mesh, num_rows, visits)
     layers = _attention_s(mesh, num_rows) + experts_s + 2 * one_way_s + mesh.layer_overhead_s
-    return float(layers.sum()) + mesh.step_overhead_s
+    return float(layers.sum())
 
 
 def half_batches_s(mesh: Mesh, num_rows: int, rng: np.random.Generator) -> float:

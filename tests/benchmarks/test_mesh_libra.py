@@ -1,4 +1,4 @@
-"""The simulator of Libra's prefill: fits and sums by hand, exchanges by sampling, errors anew."""
+"""Libra's prefill: fits and sums by hand, exchanges by sampling, errors anew; and the command."""
 
 import json
 import random
@@ -8,13 +8,13 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks.balance import exchanges, paper_layer, paper_times
+from benchmarks.mesh import __main__ as mesh
+from benchmarks.mesh import libra
+from benchmarks.mesh.libra import MODELS, PAPER, SCHEMES
 
 ROOT = Path(__file__).parents[2]
-PAPER = paper_layer.read_paper()
-SCHEMES, MODELS = paper_layer.fit(PAPER), paper_layer.geometries(PAPER)
 LIBRA, QWEN = SCHEMES["Libra"], MODELS["Qwen3MoE"]
-TINY = paper_layer.Geometry(
+TINY = libra.Geometry(
     num_layers=3,
     num_dense_layers=1,
     d_model=10,
@@ -27,8 +27,7 @@ TINY = paper_layer.Geometry(
     d_ff_shared=0,
     d_ff_dense=7,
 )
-PLAIN = paper_layer.Scheme(
-    name="plain",
+PLAIN = libra.Scheme(
     imbalance=1.5,
     local_share=0.0,
     visit_flops_per_s=1e6,
@@ -41,13 +40,8 @@ PLAIN = paper_layer.Scheme(
 )
 
 
-@pytest.fixture(scope="module")
-def found():
-    return paper_times.simulate()
-
-
 def test_a_layer_by_hand():
-    times = paper_layer.layer_times(PLAIN, TINY, own=100, length=10)
+    times = libra.layer_times(PLAIN, TINY, own=100, length=10)
     assert times.local == 0
     assert times.remote == pytest.approx(1.5 * 100 * 2 * 6 * 10 * 4 / 1e6)
     assert times.combine == pytest.approx(7 * 100 * 10 * 2 / 2e5)
@@ -59,16 +53,15 @@ def test_a_layer_by_hand():
     attention = products / 790e12 + scores / 550e12 + moved / 4.3e12
     assert times.attention == pytest.approx(attention)
     dense = attention + 6 * 100 * 10 * 7 / 790e12
-    step = paper_layer.step_s(PLAIN, TINY, rows=800, length=10)
+    step = libra.step_s(PLAIN, TINY, rows=800, length=10)
     assert step == pytest.approx(2 * times.total + dense)
 
 
 def test_the_local_stage_hides_what_fits_in_it():
     def times(share, **exchange):
-        sent = paper_layer.Exchange(**{"dispatch": 0.0, "combine": 0.0, **exchange})
-        return paper_layer.layer_times(
-            PLAIN, TINY, own=100, length=10, imbalance=1.0, local_share=share, exchange=sent
-        )
+        sent = libra.Exchange(**{"dispatch": 0.0, "combine": 0.0, **exchange})
+        scheme = PLAIN._replace(imbalance=1.0, local_share=share)
+        return libra.layer_times(scheme, TINY, own=100, length=10, sent=sent)
 
     computing = 100 * 2 * 6 * 10 * 4 / 1e6  # 48 ms
     assert times(0.5).exposed == 0
@@ -79,9 +72,11 @@ def test_the_local_stage_hides_what_fits_in_it():
     assert times(0.01).exposed == pytest.approx(2e-3 - 0.01 * computing)  # the host's work is left
 
 
-def test_table_2_comes_back(found):
-    for row in found["breakdown"]:
-        assert row["model_ms"] == pytest.approx(row["paper_ms"], abs=0.005)
+def test_table_2_comes_back():
+    for name, scheme in SCHEMES.items():
+        times = libra.layer_times(scheme, QWEN, 4096, 1024)
+        moe_s = times.total - times.attention
+        assert 1e3 * moe_s == pytest.approx(PAPER["breakdown"][name]["total"], abs=0.005)
     parts = PAPER["breakdown"]["SGLang"]
     assert SCHEMES["SGLang"].imbalance == pytest.approx(parts["moe_remote"] / (2.77 + 4.55))
     received = 7 * 4096 * 4096 * 2  # rows of seven others, 4,096 elements of two bytes
@@ -92,10 +87,11 @@ def test_more_rows_imbalance_or_context_take_longer():
     for scheme in SCHEMES.values():
         for geometry in MODELS.values():
             for rows in (1024, 8192, 262144):
-                base = paper_layer.step_s(scheme, geometry, rows, 1024, 1.2)
-                assert paper_layer.step_s(scheme, geometry, 2 * rows, 1024, 1.2) > base
-                assert paper_layer.step_s(scheme, geometry, rows, 2048, 1.2) > base
-                slower = paper_layer.step_s(scheme, geometry, rows, 1024, 1.3)
+                base = libra.step_s(scheme._replace(imbalance=1.2), geometry, rows, 1024)
+                even = scheme._replace(imbalance=1.2)
+                assert libra.step_s(even, geometry, 2 * rows, 1024) > base
+                assert libra.step_s(even, geometry, rows, 2048) > base
+                slower = libra.step_s(scheme._replace(imbalance=1.3), geometry, rows, 1024)
                 hidden = scheme is LIBRA and rows == 1024  # under the host's work
                 assert slower == base if hidden else slower > base
 
@@ -109,7 +105,7 @@ def test_the_data_are_as_the_paper_prints_them():
         assert row["input_length"] == lengths[(row["table"] - 4) % 5 + 4]
     assert [row["batch"] for row in rows] == [8, 16, 32, 48, 64] * 10
     # Printed: 15 rows a table, of which these many ran out of memory.
-    out = [sum(row[name] is None for name in paper_layer.SCHEMES) for row in rows]
+    out = [sum(row[name] is None for name in SCHEMES) for row in rows]
     assert [sum(out[i : i + 5]) for i in range(0, 50, 5)] == [0, 0, 1, 2, 4, 0, 5, 9, 12, 12]
     assert rows[0]["Libra"] == 0.38
     assert rows[24] == {
@@ -123,50 +119,47 @@ def test_the_data_are_as_the_paper_prints_them():
     }
 
 
-def test_errors_follow_from_the_data_file(found):
-    for entry in found["errors"]:
+def test_errors_follow_from_the_data_file():
+    found = libra.errors_of_steps(False)
+    assert [(entry["model"], entry["rows"]) for entry in found] == [
+        (model, rows) for model in MODELS for rows in ("32,768 or more", "fewer")
+    ]
+    for entry in found:
         expected = []
         for row in PAPER["prefill_s"]:
-            rows = row["batch"] * row["input_length"]
-            size = "small" if rows < 32 * 1024 else "whole"
-            if (row["model"], size) != (entry["model"], entry["size"]):
+            rows, length = row["batch"] * row["input_length"], row["input_length"]
+            size = "fewer" if rows < 32 * 1024 else "32,768 or more"
+            if (row["model"], size) != (entry["model"], entry["rows"]):
                 continue
             for name in ("Libra", "Lina", "SGLang"):
-                if row[name] is not None and entry["scheme"] in (name, "all"):
-                    made = paper_layer.step_s(
-                        SCHEMES[name], MODELS[row["model"]], rows, row["input_length"]
-                    )
+                if row[name] is not None:
+                    made = libra.step_s(SCHEMES[name], MODELS[row["model"]], rows, length)
                     expected.append((made - row[name]) / row[name])
-        assert entry["steps"] == len(expected)
+        assert entry["count"] == len(expected)
         assert entry["mean_absolute"] == pytest.approx(fmean(map(abs, expected)))
         assert entry["mean"] == pytest.approx(fmean(expected))
-        assert abs(entry["worst"]) == pytest.approx(max(map(abs, expected)))
-    assert len(found["errors"]) == 2 * 4 * 2
 
 
-def test_other_rates_change_errors_and_the_assumed_ones_come_first(found):
-    first, *others = found["errors_by_rates"]
-    by = {(e["model"], e["scheme"], e["size"]): e["mean_absolute"] for e in found["errors"]}
-    for model in MODELS:
-        assert first[model] == by[model, "all", "whole"]
-        assert all(other[model] != first[model] for other in others)
-    slow = paper_layer.Rates(79e12, 55e12, 0.43e12)
-    times = [paper_layer.attention_s(QWEN, 100, 1024, rates) for rates in (slow, paper_layer.RATES)]
-    assert times[0] == pytest.approx(10 * times[1])
-
-
-def test_the_file_that_is_kept_is_what_the_command_writes(found, tmp_path, capsys):
+def test_the_command_writes_keeps_and_prints(tmp_path, capsys):
+    """The file in the repository is what it writes; parts that are not asked for stay."""
     file = tmp_path / "times.json"
-    paper_times.main(["--json", str(file)])
+    file.write_text(json.dumps({"errors": [], "scaling": []}))
+    mesh.main(["libra", "--json", str(file), "--parts", "errors"])
+    assert json.loads(file.read_text())["scaling"] == []
+    found = mesh.main(["libra", "--json", str(file)])
+    stored = json.loads(file.read_text())
+    assert stored["command"] == "python -m benchmarks.mesh libra"
     kept = json.loads((ROOT / "benchmarks" / "results" / "libra_times.json").read_text())
-    assert kept.pop("command").endswith("benchmarks.balance.paper_times")
-    assert kept.pop("commit")
-    assert json.loads(file.read_text()) == kept
+    for part in ("errors", "scaling"):
+        assert kept[part] == stored[part]
+    capsys.readouterr()
+    mesh.main(["libra", "--json", str(file), "--tables"])
     printed = capsys.readouterr().out
     for entry in found["errors"]:
         assert f"{100 * entry['mean_absolute']:.1f} %" in printed
-    stored = json.loads(file.read_text())
-    assert stored["scales_to"] == found["scales_to"]
+    with pytest.raises(SystemExit):
+        mesh.main(["libra", "--parts", "eight"])
+    assert "'eight' is none of errors, scaling" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -178,17 +171,13 @@ def test_distinct_parts_by_sampling(experts, top_k, parts):
     part_of = [p for p in range(parts) for _ in range(short + (p < longer))]
     draws = 4000
     seen = sum(len({part_of[e] for e in rng.sample(range(experts), top_k)}) for _ in range(draws))
-    assert exchanges.distinct_parts(experts, top_k, parts) == pytest.approx(seen / draws, rel=0.01)
+    assert libra.distinct_parts(experts, top_k, parts) == pytest.approx(seen / draws, rel=0.01)
 
 
 def test_distinct_parts_by_hand():
-    assert exchanges.distinct_parts(4, 2, 2) == pytest.approx(1 / 3 * 1 + 2 / 3 * 2)
-    assert exchanges.distinct_parts(4, 2, 1) == 1
-    assert exchanges.distinct_parts(4, 2, 512) == pytest.approx(2)
-    assert exchanges.independent_parts(2, 2) == 1.5
-    # The design's ratios of bytes, all-gather over deduplicated, are of independent picks.
-    assert 16 / exchanges.independent_parts(8, 16) == pytest.approx(2.5, abs=0.03)
-    assert 64 / exchanges.independent_parts(8, 64) == pytest.approx(8.4, abs=0.06)
+    assert libra.distinct_parts(4, 2, 2) == pytest.approx(1 / 3 * 1 + 2 / 3 * 2)
+    assert libra.distinct_parts(4, 2, 1) == 1
+    assert libra.distinct_parts(4, 2, 512) == pytest.approx(2)
 
 
 @pytest.mark.parametrize("devices", [8, 16, 64])
@@ -196,7 +185,7 @@ def test_rows_moved_by_counting_them(devices):
     """Each row's way, hop by hop, from drawn picks: what the average device receives."""
     rng, draws = random.Random(3), 3000
     experts, top_k = QWEN.num_experts, QWEN.experts_per_token
-    counts = {way: [0, 0] for way in exchanges.WAYS}  # by NVLink, by network
+    counts = {way: [0, 0] for way in libra.WAYS}  # by NVLink, by network
     for _ in range(draws):
         sender = rng.randrange(devices)
         needed = {e * devices // experts for e in rng.sample(range(experts), top_k)}
@@ -208,45 +197,34 @@ def test_rows_moved_by_counting_them(devices):
         for device in needed - {sender}:
             counts["direct"][device // 8 != sender // 8] += 1
     for way, (nvlink, nic) in counts.items():
-        moved = exchanges.rows_moved(way, QWEN, devices)
-        assert moved.nvlink == pytest.approx(nvlink / draws, rel=0.03)
-        assert moved.nic == pytest.approx(nic / draws, rel=0.03, abs=1e-9)
+        expected = pytest.approx((nvlink / draws, nic / draws), rel=0.03, abs=1e-9)
+        assert libra.rows_moved(way, QWEN, devices) == expected
 
 
 def test_an_exchange_takes_as_long_as_its_slower_link():
     geometry = QWEN._replace(d_model=1000)
     scheme = LIBRA._replace(dispatch_bytes_per_s=14e9, combine_bytes_per_s=1e15)
-    sent = exchanges.exchange("all-gather", scheme, geometry, own=1000, devices=16)
+    sent = libra.exchange("all-gather", scheme, geometry, own=1000, devices=16)
     assert sent.dispatch == pytest.approx(14 * 2e6 / 14e9)
-    assert sent.combine == pytest.approx(1 * 2e6 / exchanges.NIC_BYTES_PER_S)
+    assert sent.combine == pytest.approx(1 * 2e6 / 45e9)
     assert not sent.waits
-    assert exchanges.exchange("direct", scheme, geometry, 1000, 16).waits
+    assert libra.exchange("direct", scheme, geometry, 1000, 16).waits
 
 
-def test_all_gather_stops_scaling_and_all_to_all_does_not(found):
-    for model, sizes in found["scaling"].items():
-        assert [size["devices"] for size in sizes] == list(exchanges.SIZES)
+def test_all_gather_stops_scaling_and_all_to_all_does_not():
+    """Each device has 4,096 rows, so that twice the devices bring 1.5 times the rows a second as
+    long as a layer takes at most 4 / 3 of the time."""
+    found = libra.scaling(False)
+    for model in MODELS:
+        sizes = [size for size in found if size["model"] == model]
+        assert [size["devices"] for size in sizes] == [8, 16, 32, 64, 128, 256, 512]
+        scales_to = dict.fromkeys(libra.WAYS, 8)
         for smaller, larger in pairwise(sizes):
-            for way in exchanges.WAYS:
-                a, b = smaller["ways"][way], larger["ways"][way]
-                assert b["mbytes"] > a["mbytes"]
-                assert a["rows_per_s"] < b["rows_per_s"] < 2.05 * a["rows_per_s"]
-        last = sizes[-1]["ways"]
-        k = MODELS[model].experts_per_token
-        assert last["direct"]["rows"] < k < last["all-gather"]["rows"] == 511
-        assert found["scales_to"][model] == {"all-gather": 16, "direct": 512, "forwarded": 512}
-    own, in_node = 4096, found["scaling"]["Qwen3MoE"][0]["ways"]["all-gather"]
-    table_2 = paper_layer.layer_times(LIBRA, QWEN, own, 1024)
-    assert in_node["layer_ms"] == pytest.approx(1e3 * table_2.total)
-
-
-def test_what_is_chosen():
-    assert exchanges.choose({"all-gather": 1.04, "direct": 1.0, "forwarded": 1.0}) == "all-gather"
-    assert exchanges.choose({"all-gather": 2.0, "direct": 1.06, "forwarded": 1.0}) == "forwarded"
-    assert exchanges.choose({"all-gather": 2.0, "direct": 1.04, "forwarded": 1.0}) == "direct"
-
-
-def test_rows_that_are_none_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        paper_times.main(["--rows", "0"])
-    assert "--rows is 0; it must be 1 or more" in capsys.readouterr().err
+            for way in libra.WAYS:
+                ratio = larger["layer_ms"][way] / smaller["layer_ms"][way]
+                assert 0.97 < ratio < 2
+                if ratio <= 4 / 3:
+                    scales_to[way] = larger["devices"]
+        assert scales_to == {"all-gather": 16, "direct": 512, "forwarded": 512}
+    in_node = found[0]["layer_ms"]["all-gather"]
+    assert in_node == pytest.approx(1e3 * libra.layer_times(LIBRA, QWEN, 4096, 1024).total)

@@ -1,67 +1,60 @@
-"""What the bundled model's routers choose on its own tasks, and what predictors make of it.
+"""Balances what the bundled model's routers choose on its own tasks, by several predictors.
 
 Letters: N rows of all prompts, L MoE layers, d model width, K picks a row, m experts, G devices.
 """
 
 import json
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jmoe
+from benchmarks.mesh.balance import NUM_REPLICAS, SEED, Step, libra, none
+from benchmarks.mesh.traces import imbalance
 from jmoe.model import layers_of
 from jmoe.parallel import predictor
 from jmoe.parallel.probe import Probe, fit_probe
 from training.lookahead import routing_of
 
+NUM_PROMPTS, ROWS = 2000, 128  # rows a device in a batch
 LENGTH, PROMPTS_AT_ONCE = 64, 20  # of one program; longer prompts are cut
 BUILD = 0.5  # of the prompts, for the probe and Lina's table; the rest is measured on
 PATH = 4  # layers back that Lina's paths go
+DEVICES = 8
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """Rows of all prompts in one shuffled order, prompt by prompt."""
 
     x: np.ndarray  # [L, N, d] float32: before each layer's MoE block
     ids: np.ndarray  # [L, N, K] int32: chosen
     logits: np.ndarray  # [L, N, m] float32
-    family: np.ndarray  # [N] of str
     built: np.ndarray  # [N] bool: of the prompts to learn from
-
-    @property
-    def num_experts(self) -> int:
-        """m."""
-        return self.logits.shape[2]
 
 
 def capture(model: jmoe.Model, num_prompts: int, seed: int) -> Routing:
     """Runs the prompts of the bundled tasks through the model, layer by layer."""
     assert model.tokenizer is not None
     lines = (model.path / "tasks.jsonl").read_text(encoding="utf-8").splitlines()
-    items = [json.loads(line) for line in lines]
-    order = np.random.default_rng(seed).permutation(len(items))[:num_prompts]
-    prompts = [(items[i]["family"], model.tokenizer.encode(items[i]["prompt"])) for i in order]
-    parts, family, built = [], [], []
+    order = np.random.default_rng(seed).permutation(len(lines))[:num_prompts]
+    prompts = [model.tokenizer.encode(json.loads(lines[i])["prompt"]) for i in order]
+    parts, built = [], []
     for first in range(0, len(prompts), PROMPTS_AT_ONCE):
-        some = [(name, tokens[:LENGTH]) for name, tokens in prompts[first:][:PROMPTS_AT_ONCE]]
+        some = [ids[:LENGTH] for ids in prompts[first:][:PROMPTS_AT_ONCE]]
         tokens = np.zeros((PROMPTS_AT_ONCE, LENGTH), np.int32)
-        for i, (_, ids) in enumerate(some):
+        for i, ids in enumerate(some):
             tokens[i, : len(ids)] = ids
-        lengths = np.array([len(ids) for _, ids in some] + [0] * (PROMPTS_AT_ONCE - len(some)))
+            built += [first + i < BUILD * len(prompts)] * len(ids)
+        lengths = np.array([len(ids) for ids in some] + [0] * (PROMPTS_AT_ONCE - len(some)))
         real = (np.arange(LENGTH)[None] < lengths[:, None]).ravel()
         found = routing_of(model.config, model.weights, jnp.asarray(tokens))
-        stacked = map(np.stack, zip(*found, strict=True))
-        parts.append([array[:, real] for array in stacked])
-        for i, (name, ids) in enumerate(some):
-            family += [name] * len(ids)
-            built += [first + i < BUILD * len(prompts)] * len(ids)
+        parts.append([np.stack(arrays)[:, real] for arrays in zip(*found, strict=True)])
     x, ids, logits = (np.concatenate(arrays, axis=1) for arrays in zip(*parts, strict=True))
-    return Routing(x, ids, logits, np.array(family), np.array(built))
+    return Routing(x, ids, logits, np.array(built))
 
 
 def predictions(model: jmoe.Model, routing: Routing) -> dict[str, np.ndarray]:
@@ -70,7 +63,7 @@ def predictions(model: jmoe.Model, routing: Routing) -> dict[str, np.ndarray]:
     layers = [layer for layer, _ in layers_of(model.config, model.params)]
     top_k = routing.ids.shape[2]
     ahead = jax.jit(partial(predictor.lookahead, model.config))
-    fit, choose = jax.jit(fit_probe), jax.jit(partial(_choices, top_k=top_k))
+    fit, choose = jax.jit(fit_probe), jax.jit(partial(Probe.choices, top_k=top_k))
     for n in range(1, len(layers)):
         x = jnp.asarray(routing.x[n - 1])
         found["the paper's"].append(np.asarray(ahead(layers[n], x)))
@@ -81,13 +74,9 @@ def predictions(model: jmoe.Model, routing: Routing) -> dict[str, np.ndarray]:
     return {name: np.stack(ids) for name, ids in found.items()}
 
 
-def _choices(probe: Probe, x: jax.Array, *, top_k: int) -> jax.Array:
-    return probe.choices(x, top_k)
-
-
 def _by_path(routing: Routing, layer: int) -> np.ndarray:
-    """Returns lina: the experts seen most after the row's path, its first picks in the layers
-    before.
+    """Returns Lina's choices: the experts seen most after the row's path, its first picks in the
+    layers before.
 
     A path that the table has not is shortened from its older end.
     """
@@ -106,11 +95,45 @@ def _by_path(routing: Routing, layer: int) -> np.ndarray:
     return np.array(out, np.int32)
 
 
-def visits(ids: np.ndarray, devices: int, num_experts: int) -> np.ndarray:
+def visits(ids: np.ndarray, num_experts: int) -> np.ndarray:
     """Returns visits [G, m] of rows [n, K], the first n/G of which are the first device's, and so
     on.
     """
-    counts = np.zeros((devices, num_experts), np.int32)
-    device = np.repeat(np.arange(devices), len(ids) // devices)
+    counts = np.zeros((DEVICES, num_experts), np.int32)
+    device = np.repeat(np.arange(DEVICES), len(ids) // DEVICES)
     np.add.at(counts, (device[:, None], ids), 1)
     return counts
+
+
+def measure(num_prompts: int = NUM_PROMPTS, rows_per_device: int = ROWS) -> dict[str, Any]:
+    """Returns mean imbalances without balancing and by replicas and predictor, and accuracies.
+
+    Of batches of rows to measure on, in order, in every layer but the first, which nothing
+    predicts.
+    """
+    model = jmoe.load("bundled", dtype="float32")
+    routing = capture(model, num_prompts, SEED)
+    guesses = predictions(model, routing)
+    experts, test = routing.logits.shape[2], np.flatnonzero(~routing.built)
+    size = DEVICES * rows_per_device
+    steps = []
+    for layer in range(1, len(routing.ids)):
+        for n in range(len(test) // size):
+            batch = test[n * size : (n + 1) * size]
+            guess = {name: visits(ids[layer][batch], experts) for name, ids in guesses.items()}
+            steps.append((visits(routing.ids[layer][batch], experts), guess))
+
+    def mean(by: str, num_replicas: int) -> float:
+        cases = (Step(made, of[by], made, made, num_replicas, None) for made, of in steps)
+        return float(np.mean([imbalance(libra(case)) for case in cases]))
+
+    accuracy = jax.jit(predictor.count_accuracy)
+    return {
+        "none": float(
+            np.mean([imbalance(none(Step(made, made, made, made))) for made, _ in steps])
+        ),
+        "imbalance": {n: {by: mean(by, n) for by in guesses} for n in (NUM_REPLICAS, 2)},
+        "count_accuracy": {
+            by: float(np.mean([accuracy(of[by], made) for made, of in steps])) for by in guesses
+        },
+    }

@@ -1,15 +1,16 @@
 """Asynchronous expert parallelism, simulated: what is conserved, and what a hand can reckon."""
 
 import importlib.util
-from collections import defaultdict
+from collections import defaultdict, namedtuple
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.aep_simulator import synchronous
-from benchmarks.aep_simulator.routing import Placement, Routing, draw_routing, place, zipf
+from benchmarks.mesh import synchronous
+from benchmarks.mesh.routing import Placement, Routing, draw_routing, place, zipf
 from jmoe.parallel.asynchronous import NO_OVERHEADS, Overheads
 from jmoe.parallel.stage_times import StageTimes
 from serving.scheduling.layers import compiled
@@ -23,10 +24,33 @@ def aep():
     if compiled.AVAILABLE:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("numba.config.DISABLE_JIT", True)
-            from benchmarks.aep_simulator import asynchronous
+            from benchmarks.mesh import asynchronous
     else:
-        from benchmarks.aep_simulator import asynchronous
+        from benchmarks.mesh import asynchronous
     return asynchronous
+
+
+Stage = namedtuple("Stage", "chosen_s device_s end_s worker layer rows")
+
+
+@contextmanager
+def watched(aep):
+    """A list of stages in the order in which they begin. Rows are visits: token * K + k."""
+    stages, core, start = [], aep.core, aep.core.start
+
+    def watching(s, c, worker, layer, group, most):
+        rows, row = [], int(s.heads[worker, layer, group])
+        for _ in range(min(int(s.counts[worker, layer, group]), most)):
+            rows.append(row)
+            row = int(s.after[row])
+        chosen_s, busy = float(s.seconds[core.NOW]), float(s.busy_s[worker])
+        start(s, c, worker, layer, group, most)
+        end_s, took_s = float(s.device_s[worker]), float(s.busy_s[worker]) - busy
+        stages.append(Stage(chosen_s, end_s - took_s, end_s, worker, layer, rows))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core, "start", watching)
+        yield stages
 
 
 def pickers(rule=None, waiting=None):
@@ -113,7 +137,6 @@ def test_even_load_without_overheads_is_the_closed_form(aep):
     experts=st.integers(1, 5),
     picks=st.integers(1, 3),
     workers=st.tuples(st.integers(1, 3), st.integers(1, 4)),
-    groups=st.integers(1, 2),
     rule=st.sampled_from([MostTokensFirst(), FirstLayerFirst(), Defragging()]),
     least=st.integers(1, 4),
     cap=st.sampled_from([3, 1 << 40]),
@@ -121,7 +144,7 @@ def test_even_load_without_overheads_is_the_closed_form(aep):
     seed=st.integers(0, 999),
 )
 def test_what_comes_in_goes_out_and_every_layer_is_visited_in_order(
-    aep, layers, experts, picks, workers, groups, rule, least, cap, spare, seed
+    aep, layers, experts, picks, workers, rule, least, cap, spare, seed
 ):
     """Requests that end, watched stage by stage."""
     top_k, rng = min(picks, experts), np.random.default_rng(seed)
@@ -129,16 +152,14 @@ def test_what_comes_in_goes_out_and_every_layer_is_visited_in_order(
     played = system(
         aep, (layers, experts, top_k, *workers), times,
         overheads=Overheads(0.05, 0.03, 0.2, 0.01), row_s=0.02, spare=spare,
-        num_groups=groups, max_attention_rows=cap, max_expert_rows=cap,
+        max_attention_rows=cap,
     )  # fmt: skip
     arrivals = np.sort(rng.uniform(0, 20, 12))
     lengths = rng.integers(1, 4, 12)
     traffic = aep.Traffic(5 if seed % 2 else 12, arrivals, lengths)
-    stages = []
-    simulation = aep.Simulation(
-        played, traffic, pickers(rule, Waiting(least, 0.5, 5.0)), seed=seed, watch=stages.append
-    )
-    simulation.play(1e6)
+    simulation = aep.Simulation(played, traffic, pickers(rule, Waiting(least, 0.5, 5.0)), seed=seed)
+    with watched(aep) as stages:
+        simulation.play(1e6)
     s, ours = simulation.state, played.num_attention
     taken = len(arrivals) - int(s.numbers[8])
     assert s.numbers[0] == 0  # no event is left
@@ -156,7 +177,8 @@ def test_what_comes_in_goes_out_and_every_layer_is_visited_in_order(
     # Each place's story: attention of a layer, its K visits, attention of the next.
     story = defaultdict(list)
     for stage in sorted(stages, key=lambda stage: (stage.chosen_s, stage.end_s)):
-        assert len(stage.rows) == len(set(stage.rows)) <= cap
+        assert len(stage.rows) == len(set(stage.rows))
+        assert stage.worker >= ours or len(stage.rows) <= cap
         for row in stage.rows:
             story[row // top_k].append((stage.worker < ours, stage.layer, stage.worker))
     for events in story.values():
@@ -179,22 +201,23 @@ def test_what_comes_in_goes_out_and_every_layer_is_visited_in_order(
 @pytest.mark.skipif(not compiled.AVAILABLE, reason="no numba")
 def test_compiled_loops_are_the_plain_ones(aep, monkeypatch):
     """The same events in the same order, whichever plays them."""
-    spec = importlib.util.find_spec("benchmarks.aep_simulator.core")
+    spec = importlib.util.find_spec("benchmarks.mesh.core")
     machine_code = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(machine_code)
     times = straight(30, 60, 6, 0.3, 0.2, 0.5, 0.1)
     over = Overheads(0.05, 0.03, 0.2, 0.01)
     played = system(aep, (3, 6, 2, 2, 3), times, overheads=over, row_s=0.02)
-    runs, waiting = [], Waiting(2, 0.5)
+    states, waiting = [], Waiting(2, 0.5)
     for loops in (aep.core, machine_code):
         with monkeypatch.context() as patch:
             patch.setattr(aep, "core", loops)
             for together in (False, True):
                 picker = LayerPicker(Defragging(), waiting, use_numba=together)
                 simulation = aep.Simulation(played, aep.Traffic(30), (picker, picker))
-                runs.append(simulation.measure(50.0, 100.0))
-    for other in runs[1:]:
-        for one, two in zip(runs[0].state, other.state, strict=True):
+                simulation.measure(50.0, 100.0)
+                states.append(simulation.state)
+    for other in states[1:]:
+        for one, two in zip(states[0], other, strict=True):
             np.testing.assert_array_equal(one, two)
 
 
@@ -202,11 +225,9 @@ def test_queues_in_the_picture_are_those_of_the_scheduler(aep):
     """An aged queue runs under any rule: what the picker is told is what the simulator has."""
     times = straight(8, 8, 1, product=0.1)
     two = system(aep, (2, 1, 1, 1, 1), times)
-    stages = []
-    simulation = aep.Simulation(
-        two, aep.Traffic(8), pickers(FirstLayerFirst(), Waiting(8, 100.0)), watch=stages.append
-    )
-    simulation.play(200.0)
+    waiting = pickers(FirstLayerFirst(), Waiting(8, 100.0))
+    with watched(aep) as stages:
+        aep.Simulation(two, aep.Traffic(8), waiting).play(200.0)
     assert {len(stage.rows) for stage in stages if stage.worker == 0} == {8}
 
 

@@ -1,0 +1,280 @@
+"""Plays asynchronous beside synchronous expert parallelism: sizes, skew and load; host costs; the
+paper's 2.7 times, in parts; and waves of an open load.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness.command import markdown
+from benchmarks.mesh import cases, synchronous
+from benchmarks.mesh.asynchronous import UNLIMITED, Simulation, System, Traffic
+from benchmarks.mesh.cases import PAPER, SPARE, Case, play
+from benchmarks.mesh.compare import PAPERS
+from benchmarks.mesh.core import NOW, PRODUCED
+from benchmarks.mesh.rates import NODE
+from jmoe.parallel.asynchronous import NO_OVERHEADS, Overheads
+from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
+
+MODELS = (("mixtral-8x7b", 1), ("mixtral-8x7b", 2), ("qwen3-30b-a3b", 8))
+SKEWS = ((0.0, False), (0.5, True), (0.5, False), (1.0, False))
+LOADS = (256, 2048, 8192, 32768)
+HOST_US = (0, 20, 50, 100, 200, 500)
+PAPER_OVERHEADS = Overheads(2.0e-3, 0.3e-3, 100e-6, 10e-6)
+"""Figure 13: an attention step takes 2.7 ms and an expert step 0.8 ms in all. What of it is host's
+is in the picture alone; taken is about what the roofline leaves of them at some 200 rows."""
+CAP, LAYER_OVERHEAD_S = 256, 0.25e-3
+"""Of the paper's baseline: rows of a step of all devices, and the host's time a layer, that come to
+the paper's 2.7 with top-1 and the same order in every layer: fitted, as it prints neither."""
+SYSTEMS = ("synchronous", "half batches", "libra", "libra, half batches", "async")
+CLOSE = 0.05  # ways within it of the fastest count as equal: the simpler is taken
+
+
+def eight_devices(dry: bool) -> list[dict[str, Any]]:
+    """Compares models, skews and loads on eight devices."""
+    if dry:
+        return compare_all([Case("mixtral-8x7b", 2, 4, 16, 0.5, False)])
+    return compare_all(
+        Case(model, top_k, 8, in_flight, skew, same)
+        for model, top_k in MODELS
+        # Of a row with eight picks the simulator has four times the work: two skews will do.
+        for skew, same in (SKEWS if top_k < 8 else SKEWS[::2])
+        for in_flight in LOADS
+    )
+
+
+def more_devices(_: bool) -> list[dict[str, Any]]:
+    """Compares on meshes of up to 512; as many experts as devices, where a model has fewer."""
+    sizes = [(16, 8192), (16, 32768), (32, 32768), (64, 8192), (64, 32768)]
+    some = [Case("mixtral-8x7b", k, d, n, 0.5, False) for d, n in sizes for k in (1, 2)]
+    some += [Case("mixtral-8x7b", 2, 64, 32768, 0.5, True)]
+    some += [Case("qwen3-30b-a3b", 8, 16, 8192, 0.5, False)]
+    return compare_all(
+        [*some, *(Case("mixtral-8x7b", 1, d, 32768, 0.5, False) for d in (128, 512))]
+    )
+
+
+def compare_all(some: Iterable[Case]) -> list[dict[str, Any]]:
+    """Compares the systems on each case and says so in a line."""
+    found = []
+    for case in some:
+        found.append(cases.compare(case))
+        rates = {k: round(v["tokens_per_s"]) for k, v in found[-1]["systems"].items()}
+        print(f"{_name(found[-1])}, {case.in_flight} in flight: {rates}", flush=True)
+    return found
+
+
+def host_cost(_: bool) -> list[dict[str, Any]]:
+    """Returns what a launch may cost: a stage's host and a message's way, alike for
+    both workers.
+    """
+    found = []
+    for model, top_k in MODELS[1:]:
+        case = Case(model, top_k, 8, 8192, 0.5, False)
+        rate, itl_s = synchronous.tokens_per_s(case.mesh(0), case.in_flight)
+        for micros in HOST_US:
+            over = Overheads(micros * 1e-6, micros * 1e-6, micros * 1e-6, min(micros, 5) * 1e-6)
+            run = cases.best_async(case, itl_s, over)
+            found.append({"model": model, "top_k": top_k, "host_us": micros} | run)
+            found[-1]["ratio"] = run["tokens_per_s"] / rate
+            print(f"host {micros} us, {model}: {found[-1]['ratio']:.2f}", flush=True)
+    return found
+
+
+def paper(_: bool) -> dict[str, Any]:
+    """Returns the paper's machine: its 2.7 times in parts, and throughput against ITL by rule."""
+    parts = []
+    for top_k in (1, 2):
+        for same in (True, False):
+            case = replace(PAPER, top_k=top_k, same=same)
+            mesh = case.mesh(0)
+            slow = replace(mesh, layer_overhead_s=LAYER_OVERHEAD_S)
+            ideal, itl_s = synchronous.tokens_per_s(mesh, case.in_flight)
+            rates = {
+                "ideal": ideal,
+                "capped": synchronous.tokens_per_s(mesh, CAP)[0],
+                "baseline": synchronous.tokens_per_s(slow, CAP)[0],
+            }
+            for name, over in (("async", NO_OVERHEADS), ("async with its host", PAPER_OVERHEADS)):
+                system = _whole(case.system(4, 0, over))  # four and four, as in the paper
+                run = play(system, case.in_flight, _both("defrag", 1.0), itl_s)
+                rates[name] = run.tokens_per_s
+            parts.append({"top_k": top_k, "same": same} | rates)
+            print(f"paper top-{top_k} same {same}: {rates}", flush=True)
+    loads = (64, 256, 1024, 2048, 4096, 8192, 16384)
+    curves = [_curve(rule, load) for rule in ("flfs", "defrag") for load in loads]
+    return {"parts": parts, "curves": curves}
+
+
+def _whole(system: System) -> System:
+    """Returns the same, whose attention workers take all rows that there are."""
+    return replace(system, max_attention_rows=UNLIMITED)
+
+
+def _both(rule: str, max_age_s: float) -> tuple[LayerPicker, LayerPicker]:
+    picker = make_picker(rule, Waiting(max_age_s=max_age_s))
+    return picker, picker
+
+
+def _curve(rule: str, in_flight: int) -> dict[str, Any]:
+    """Returns throughput at a load, as figure 11 has it: top-1, layers that differ."""
+    case = replace(PAPER, same=False, in_flight=in_flight)
+    system = _whole(case.system(4, SPARE, PAPER_OVERHEADS))
+    run = play(system, in_flight, _both(rule, 5.0), 0.1)
+    return {"rule": rule, "in_flight": in_flight} | cases.figures(run)
+
+
+WAVES = Case("mixtral-8x7b", 2, 8, 4096, 0.5, False)
+
+
+def waves(_: bool) -> list[dict[str, Any]]:
+    """Returns rates in and out of an open load, by rule and greatest age."""
+    rules = (("flfs", 100.0), ("flfs", 0.05), ("defrag", 100.0), ("mtfs", 100.0))
+    return [_open_load(rule, age, 0.8) for rule, age in rules]
+
+
+def _open_load(rule: str, max_age_s: float, load: float) -> dict[str, Any]:
+    """Plays requests that come and go at a steady rate, as the paper's figure 12 has them, through
+    eight of the layers.
+
+    `load` is of the tokens that Algorithm 1 makes with 4,096 sequences that never end.
+    """
+    system = _eight_layers(WAVES)
+    busy = play(system, WAVES.in_flight, _both("defrag", 1.0), 0.02)
+    mean_tokens, until_s, bin_s = 20.0, 4.0, 0.1
+    rate = load * busy.tokens_per_s / mean_tokens
+    rng = np.random.default_rng(12)
+    arrivals = np.cumsum(rng.exponential(1 / rate, int(rate * until_s)))
+    lengths = rng.integers(10, 31, len(arrivals))
+    simulation = Simulation(system, Traffic(30000, arrivals, lengths), _both(rule, max_age_s))
+    state, out, before = simulation.state, [], 0
+    for step in range(int(until_s / bin_s)):
+        simulation.play((step + 1) * bin_s)
+        state.seconds[NOW] = (step + 1) * bin_s
+        out.append(int(state.numbers[PRODUCED] - before) / bin_s)
+        before = int(state.numbers[PRODUCED])
+    return {
+        "rule": rule,
+        "max_age_s": max_age_s,
+        "in_tokens_per_s": rate * mean_tokens,
+        "out_tokens_per_s": out,
+        "running_at_end": int(state.running.sum()),
+    }
+
+
+def _eight_layers(case: Case) -> System:
+    """Returns a system whose tables go eight times further: an open load has no bound."""
+
+    def longer(table: np.ndarray) -> np.ndarray:
+        beyond = table[-1] + (table[-1] - table[-2]) * np.arange(1, 8 * len(table))
+        return np.concatenate([table, beyond])
+
+    system = case.system(cases.split(case), SPARE)
+    routing, placed, times = system.routing, system.placement, system.times
+    return _whole(
+        replace(
+            system,
+            routing=routing._replace(popularity=routing.popularity[:8], sets=routing.sets[:8]),
+            placement=placed._replace(hosts=placed.hosts[:8], num_hosts=placed.num_hosts[:8]),
+            times=times._replace(
+                first_s=longer(times.first_s),
+                attention_s=longer(times.attention_s),
+                products_s=longer(times.products_s),
+            ),
+        )
+    )
+
+
+PARTS: dict[str, Callable[[bool], Any]] = {
+    "eight": eight_devices,
+    "more": more_devices,
+    "host": host_cost,
+    "paper": paper,
+    "waves": waves,
+}
+DRY = ("eight",)
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Returns the tables of every part that is there."""
+    rows = [*found.get("eight", []), *found.get("more", [])]
+    lines = [*by_case(rows), "", *ways(rows)] if rows else []
+    for name, part in (("host", _host), ("paper", _paper), ("waves", _waves)):
+        if name in found:
+            lines += ["", *part(found[name])]
+    return lines
+
+
+def _name(row: dict[str, Any]) -> str:
+    order = "uniform" if not row["skew"] else "same" if row["same"] else "different"
+    return f"{row['model']} top-{row['top_k']}, {row['devices']} devices, {row['skew']:g} {order}"
+
+
+def by_case(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns thousands of tokens a second, and the asynchronous one's ratios."""
+    cells = []
+    for row in rows:
+        systems, at = row["systems"], row["systems"]["async"]
+        rates = [f"{systems[name]['tokens_per_s'] / 1e3:,.1f}" for name in SYSTEMS]
+        ratios = [f"{row[key]:.2f}" for key in ("ratio", "ratio_to_best")]
+        itls = f"{systems['synchronous']['itl_ms']:.0f}, {at['itl_ms']:.0f}"
+        fits = "" if row["sequences_that_fit_async"] >= row["in_flight"] else " †"
+        split = f"{at['attention_devices']}, {at['wait_ms']:g}"
+        cells.append([_name(row), f"{row['in_flight']:,}{fits}", *rates, *ratios, itls, split])
+    heads = ["case (†: its KV does not fit)", "in flight", *SYSTEMS, "async / synchronous"]
+    heads += ["async / best other", "ITL ms: sync, async", "attention devices, wait ms"]
+    return markdown(heads, cells)
+
+
+def ways(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns how often each way is the simplest within 5 % of the fastest that fits."""
+    found: dict[tuple[str, ...], tuple[Counter[str], Counter[str]]] = {}
+    for row in sorted(rows, key=lambda row: (row["devices"] > NODE, row["in_flight"])):
+        rates = {name: row["systems"][name]["tokens_per_s"] for name in SYSTEMS}
+        if row["sequences_that_fit_async"] < row["in_flight"]:
+            del rates["async"]
+        way = next(n for n in rates if rates[n] >= (1 - CLOSE) * max(rates.values()))
+        size = "one node" if row["devices"] <= NODE else "several nodes"
+        experts = "large" if row["model"].startswith("mixtral") else "small"
+        key = size, experts, f"{row['in_flight']:,}"
+        found.setdefault(key, (Counter(), Counter()))[bool(row["skew"])][way] += 1
+    cells = [
+        [*key, *("; ".join(f"{way} {n}" for way, n in one.most_common()) for one in counts)]
+        for key, counts in found.items()
+    ]
+    return markdown(["devices", "experts", "in flight", "even", "uneven"], cells)
+
+
+def _host(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns the ratio to ideal synchronous by what a launch costs."""
+    cells = [[row["model"], row["host_us"], f"{row['ratio']:.2f}"] for row in rows]
+    return markdown(["model", "host, us a stage", "async / synchronous"], cells)
+
+
+def _paper(found: dict[str, Any]) -> list[str]:
+    """Returns the paper's machine: its ratio in parts, then tokens a second by rule and load."""
+    rows = []
+    for one in found["parts"]:
+        free, real = one["async"], one["async with its host"]
+        ideal, capped, slow = one["ideal"], one["capped"], one["baseline"]
+        parts = (free / ideal, real / free, ideal / capped, capped / slow, real / slow)
+        name = f"top-{one['top_k']}, {'same' if one['same'] else 'different'}"
+        rows.append([name, *(f"{part:.2f}" for part in parts)])
+    heads = ["", "asynchrony itself", "its host", "baseline's cap", "baseline's host"]
+    lines = markdown([*heads, f"in all; printed: {PAPERS['aep']['speed_up']}"], rows)
+    rates = [
+        [one["rule"], one["in_flight"], f"{one['tokens_per_s']:,.0f}"] for one in found["curves"]
+    ]
+    return [*lines, "", *markdown(["rule", "in flight", "tokens/s"], rates)]
+
+
+def _waves(rows: list[dict[str, Any]]) -> list[str]:
+    cells = []
+    for row in rows:
+        rates = row["in_tokens_per_s"], np.mean(row["out_tokens_per_s"][-10:])
+        name = f"{row['rule']}, {row['max_age_s']:g} s"
+        cells.append([name, *(f"{rate:,.0f}" for rate in rates), row["running_at_end"]])
+    return markdown(["rule, greatest age", "tokens/s in", "out at the end", "running"], cells)

@@ -1,0 +1,216 @@
+"""Measures how evenly one step of one layer is balanced: Libra as printed and as built, EPLB, Lina.
+
+Steps are drawn (`traces`) or of the bundled model (`bundled`). The ways are written from the
+papers' descriptions; shares and replicas of Libra are jmoe's own (`pallas_kernels.planning`),
+everything else is plain NumPy. Planning is timed too, on the device that jax has.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.harness.command import markdown
+from benchmarks.mesh.traces import Trace, draw, imbalance
+from jmoe.parallel import placement
+from pallas_kernels import planning
+
+NUM_TRACES, SEED = 300, 18
+ACCURACIES, LINAS_ACCURACY = (0.85, 0.60), 0.437
+"""Of predictions by counts; Lina's on Qwen3MoE in Libra's Table 1, on average."""
+NUM_REPLICAS, PER_PAIR = 8, 2
+MEDIANS, CALLS = 5, 400  # of planning
+
+Load = np.ndarray
+
+
+class Step(NamedTuple):
+    """One step of one layer; arrays are visits [G, E], `path_table` as Lina predicts them."""
+
+    made: np.ndarray
+    predicted: np.ndarray
+    path_table: np.ndarray
+    history: np.ndarray
+    num_replicas: int = NUM_REPLICAS
+    per_pair: int | None = PER_PAIR
+    seed: int = 0
+
+    @property
+    def hosts(self) -> np.ndarray:
+        """The home placement [E, G]: ranges of ids."""
+        devices, experts = self.made.shape
+        return np.asarray(placement.contiguous(1, experts, devices).hosts[0])
+
+
+def none(step: Step) -> Load:
+    """Returns every visit at its expert's home."""
+    return step.made.sum(axis=0) @ step.hosts
+
+
+def eplb(step: Step) -> Load:
+    """Balances as EPLB does: experts and replicas are placed anew by past load; a visit goes to a
+    replica at random.
+    """
+    devices, experts = step.made.shape
+    past = step.history.sum(axis=0)
+    room = placement.slots_per_layer(experts, devices, step.num_replicas)
+    copies = np.ones(experts, np.int64)
+    for _ in range(devices * step.num_replicas):
+        per_copy = np.where(copies < devices, past / copies, -1)
+        copies[np.argmax(per_copy)] += 1
+    hosts, total = np.zeros((experts, devices), bool), np.zeros(devices)
+    for expert in np.argsort(-past / copies, kind="stable"):
+        for _ in range(copies[expert]):
+            free = (hosts.sum(axis=0) < room) & ~hosts[expert]
+            if free.any():
+                to = np.argmin(np.where(free, total, np.inf))
+                hosts[expert, to] = True
+                total[to] += past[expert] / copies[expert]
+    rng = np.random.default_rng(step.seed)
+    visits = step.made.sum(axis=0)
+    drawn = [rng.multinomial(n, h / h.sum()) for n, h in zip(visits, hosts, strict=True)]
+    return np.sum(drawn, axis=0)
+
+
+def lina(step: Step) -> Load:
+    """Balances as Lina does: replicas by popularity that paths predict; each replica gets as many
+    visits.
+    """
+    expected = step.path_table.sum(axis=0)
+    held, home = step.hosts.copy(), step.hosts.argmax(axis=1)
+    slots = np.full(step.made.shape[0], step.num_replicas)
+    pairs = np.full((len(slots), len(slots)), step.per_pair or step.num_replicas)
+    while True:
+        per_host = expected / held.sum(axis=1)
+        can = ~held & (slots > 0)[None] & (pairs[home] > 0)
+        expert = np.argmax(np.where(can.any(axis=1), per_host, -1))
+        if not can[expert].any() or expected[expert] <= 0:
+            break
+        load = per_host @ held
+        to = np.argmin(np.where(can[expert], load, np.inf))
+        held[expert, to] = True
+        slots[to] -= 1
+        pairs[home[expert], to] -= 1
+    return (step.made.sum(axis=0) / held.sum(axis=1)) @ held
+
+
+_replicas = jax.jit(planning.plan_replicas, static_argnames=("num_replicas", "per_pair", "literal"))
+_shard = jax.jit(planning.shard_visits, static_argnames=("move_local",))
+
+
+def libra(step: Step, *, as_printed: bool = False) -> Load:
+    """Balances as Libra does: replicas by the predicted visits, shares by those that were made."""
+    replicas = _replicas(
+        step.predicted,
+        step.hosts,
+        num_replicas=step.num_replicas,
+        per_pair=step.per_pair,
+        literal=as_printed,
+    )
+    home = step.hosts.argmax(axis=1).astype(np.int32)
+    shares = _shard(step.made, step.hosts | replicas, home=home, move_local=not as_printed)
+    return (np.asarray(shares.kept) + np.asarray(shares.remote)).sum(axis=1)
+
+
+STRATEGIES: dict[str, Callable[[Step], Load]] = {
+    "none": none,
+    "EPLB": eplb,
+    "Lina": lina,
+    "Libra, both as printed": partial(libra, as_printed=True),
+    "Libra, modelled": libra,
+}
+
+
+def synthetic(dry: bool) -> dict[str, Any]:
+    """Returns the imbalance by accuracy in percent and strategy."""
+    traces = draw(3 if dry else NUM_TRACES, SEED)
+    return {str(round(100 * accuracy)): by_strategy(traces, accuracy) for accuracy in ACCURACIES}
+
+
+def by_strategy(traces: list[Trace], accuracy: float) -> dict[str, dict[str, float]]:
+    """Returns median and P99 of the imbalance by strategy."""
+    found = {}
+    for name, balance in STRATEGIES.items():
+        values = []
+        for trace in traces:
+            guess, of_lina = trace.predicted(accuracy), trace.predicted(LINAS_ACCURACY)
+            step = Step(trace.made, guess, of_lina, trace.history, seed=trace.number)
+            values.append(imbalance(balance(step)))
+        p50, p99 = np.quantile(values, [0.5, 0.99])
+        found[name] = {"median": float(p50), "p99": float(p99)}
+    return found
+
+
+def bundled(dry: bool) -> dict[str, Any]:
+    """Returns what `benchmarks.mesh.bundled` measures; it loads the model."""
+    from benchmarks.mesh.bundled import measure
+
+    return measure(*((100, 16) if dry else ()))
+
+
+@jax.jit
+def _plan(expected, made, hosts):
+    replicas = planning.plan_replicas(expected, hosts, num_replicas=NUM_REPLICAS, per_pair=PER_PAIR)
+    return planning.shard_visits(made, hosts | replicas, home=planning.home_of(hosts)), replicas
+
+
+def plan_time(dry: bool) -> dict[str, float]:
+    """Returns the milliseconds of a call that waits for its result: the best of some medians.
+
+    One program plans the next layer's replicas and this one's shares.
+    """
+    devices, experts, calls = (4, 32, 3) if dry else (8, 128, CALLS)
+    hosts, load = (
+        jnp.asarray(placement.contiguous(1, experts, devices).hosts[0]),
+        os.getloadavg()[0],
+    )
+    args = [
+        (jnp.asarray(trace.predicted(ACCURACIES[0])), jnp.asarray(trace.made), hosts)
+        for trace in draw(8, SEED, devices, experts)
+    ]
+    medians = []
+    for _ in range(MEDIANS):
+        times = []
+        for n in range(calls + len(args)):
+            start = time.perf_counter()
+            jax.block_until_ready(_plan(*args[n % len(args)]))
+            times.append(1e3 * (time.perf_counter() - start))
+        medians.append(statistics.median(times[len(args) :]))  # the first ones compile
+    return {"ms": min(medians), "machine_load": load}
+
+
+PARTS: dict[str, Callable[[bool], Any]] = {
+    "synthetic": synthetic,
+    "bundled": bundled,
+    "planning": plan_time,
+}
+DRY = tuple(PARTS)
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Returns the tables of every part that is there."""
+    lines = []
+    if by_accuracy := found.get("synthetic"):
+        rows: list[list[Any]] = [[name] for name in STRATEGIES]
+        for of in by_accuracy.values():
+            for row in rows:
+                row.append(f"{of[row[0]]['median']:.3f} / {of[row[0]]['p99']:.3f}")
+        heads = [f"{accuracy} % right" for accuracy in by_accuracy]
+        lines += markdown(["fullest device over mean, median / P99", *heads], rows)
+    if model := found.get("bundled"):
+        rows = [
+            [by, f"{100 * share:.1f} %", *(f"{of[by]:.4f}" for of in model["imbalance"].values())]
+            for by, share in model["count_accuracy"].items()
+        ]
+        heads = [f"N = {n}" for n in model["imbalance"]]
+        title = f"bundled model, {model['none']:.3f} without"
+        lines += ["", *markdown([title, "right by counts", *heads], rows)]
+    if "planning" in found:
+        lines += ["", "planning {ms:.3f} ms, load {machine_load:.1f}".format(**found["planning"])]
+    return lines

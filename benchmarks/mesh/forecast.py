@@ -1,0 +1,140 @@
+"""Holds the forecasts of `jmoe.parallel.asynchronous` to what `aep` simulated, and says what a
+message may cost.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from benchmarks.harness import store
+from benchmarks.harness.command import markdown
+from benchmarks.mesh.cases import SPARE, Case, pickers_of, play
+from benchmarks.mesh.compare import errors
+from benchmarks.mesh.routing import place
+from jmoe.parallel import asynchronous
+from jmoe.parallel.asynchronous import MARGIN, MOST_DEVICES, Deployment, Overheads
+
+SIMULATED = store.ROOT / "benchmarks" / "results" / "aep_simulated.json"
+KEYS = ("model", "top_k", "devices", "in_flight", "skew", "same")
+WAYS = ("synchronous", "libra", "async")
+MESSAGES_US = (0, 2, 5, 10)
+MESH_SPLITS = ((32, 14, 1), (32, 10, 2), (64, 28, 1))
+"""Devices, attention workers and experts a token of the cases beyond 16 devices, 32,768 in flight,
+by the splits of aep_simulated.json."""
+GROUPS = (
+    "8 and 16 devices, 256 and 2,048 in flight",
+    "8 and 16 devices, 8,192 and 32,768 in flight",
+    "32 to 512 devices",
+)
+
+
+def case_of(row: dict[str, Any]) -> Case:
+    """Returns the case that a record was made of."""
+    return Case(*(row[key] for key in KEYS))
+
+
+def imbalances(case: Case) -> dict[str, float]:
+    """Returns those of a case on all its devices, as `Deployment` names them."""
+    popularity = case.routing().popularity
+
+    def loads(spare: int) -> np.ndarray:
+        shares = place(popularity, case.devices, spare).shares(case.devices)
+        found = np.einsum("le,led->ld", popularity, shares)
+        return found / found.mean(axis=1, keepdims=True)
+
+    level = loads(SPARE)
+    return {
+        "imbalance": float(loads(0).max(axis=1).mean()),
+        "imbalance_with_copies": float(level.max(axis=1).mean()),
+        "imbalance_over_layers": float(level.mean(axis=0).max()),
+    }
+
+
+def compare(simulated: dict[str, Any], uneven: dict[str, Any]) -> dict[str, Any]:
+    """Forecasts a simulated case, at its split and at the best, whether the KV fits or not."""
+    case, systems = case_of(simulated), simulated["systems"]
+    found = Deployment(case.geometry(), case.devices, case.in_flight, case.times(), **uneven)
+    best = max(asynchronous.forecasts(found), key=lambda split: split.tokens_per_s)
+    ways = {
+        "synchronous": asynchronous.synchronous_tokens_per_s(found),
+        "libra": asynchronous.synchronous_tokens_per_s(found, copies=True),
+        "async": asynchronous.forecast(found, systems["async"]["attention_devices"]).tokens_per_s,
+    }
+    rates = {name: systems[name]["tokens_per_s"] for name in WAYS}
+    return {key: simulated[key] for key in KEYS} | {
+        "imbalances": uneven,
+        "forecast": ways,
+        "best_attention_devices": best.attention_devices,
+        "ratio": best.tokens_per_s / max(ways["synchronous"], ways["libra"]),
+        "simulated": rates,
+        "simulated_ratio": rates["async"] / max(rates["synchronous"], rates["libra"]),
+    }
+
+
+def cases(dry: bool) -> list[dict[str, Any]]:
+    """Forecasts every case of aep_simulated.json; dry, two."""
+    stored = json.loads(SIMULATED.read_text(encoding="utf-8"))
+    rows = stored["eight"] + stored["more"]
+    if dry:
+        rows = [rows[0], next(row for row in rows if row["in_flight"] > 2048)]
+    return [compare(row, imbalances(case_of(row))) for row in rows]
+
+
+def messages(_: bool) -> list[dict[str, Any]]:
+    """Returns tokens a second by what a batch takes of a link beside its bytes, beyond 16
+    devices.
+    """
+    found = []
+    for devices, ours, top_k in MESH_SPLITS:
+        case = Case("mixtral-8x7b", top_k, devices, 32768, 0.5, False)
+        rates = []
+        for micros in MESSAGES_US:
+            system = case.system(ours, SPARE, Overheads(message_s=micros * 1e-6))
+            run = play(system, case.in_flight, pickers_of(system, case.in_flight), 0.1, 2, 3)
+            rates.append(run.tokens_per_s)
+        name = f"{devices} devices ({ours} + {devices - ours}), top-{top_k}"
+        found.append({"system": name, "tokens_per_s": rates})
+    return found
+
+
+PARTS: dict[str, Callable[[bool], Any]] = {"cases": cases, "messages": messages}
+DRY = ("cases",)
+
+
+def _group(row: dict[str, Any]) -> int:
+    return 2 if row["devices"] > MOST_DEVICES else int(row["in_flight"] >= 8192)
+
+
+def accuracy(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns forecast over simulated: the mean factor off, smallest and largest;
+    and who agrees.
+    """
+    cells = []
+    by_group: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=_group):
+        by_group.setdefault(GROUPS[_group(row)], []).append(row)
+    for name, of_group in by_group.items():
+        pairs = [[(r["simulated"][way], r["forecast"][way]) for r in of_group] for way in WAYS]
+        pairs.append([(row["simulated_ratio"], row["ratio"]) for row in of_group])
+        same = [(r["ratio"] >= MARGIN) == (r["simulated_ratio"] >= MARGIN) for r in of_group]
+        spread = (
+            f"{off['factor']:.2f} ({off['least']:.2f} to {off['most']:.2f})"
+            for off in map(errors, pairs)
+        )
+        cells.append([name, len(of_group), *spread, f"{sum(same)} of {len(same)}"])
+    heads = ["", "cases", "synchronous", "libra", "async, same split", "ratio, best split"]
+    return markdown([*heads, f"same side of {MARGIN:g}"], cells)
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """Returns how far forecasts are off, and thousands of tokens a second by a message's cost."""
+    lines = accuracy(found["cases"]) if "cases" in found else []
+    if "messages" in found:
+        rows = [
+            [row["system"], *(f"{rate / 1e3:,.1f}" for rate in row["tokens_per_s"])]
+            for row in found["messages"]
+        ]
+        lines += ["", *markdown(["a message, us", *map(str, MESSAGES_US)], rows)]
+    return lines

@@ -1,0 +1,73 @@
+"""Balance of one step: traces and baselines by hand, and a tiny run of all of it."""
+
+import numpy as np
+import pytest
+
+from benchmarks.mesh import __main__ as mesh
+from benchmarks.mesh import balance, traces
+
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
+
+def step(made, **changes):
+    made = np.asarray(made, np.int32)
+    given = {"predicted": made, "path_table": made, "history": made.astype(float)}
+    return balance.Step(made, **{**given, "num_replicas": 1, "per_pair": None, **changes})
+
+
+def test_traces_are_skewed_and_follow_from_the_seed():
+    some, more = traces.draw(3, 5), traces.draw(4, 5)
+    for one, same in zip(some, more, strict=False):
+        np.testing.assert_array_equal(one.made, same.made)
+        np.testing.assert_array_equal(one.predicted(0.6), same.predicted(0.6))
+        assert one.made.shape == one.history.shape == (8, 128)
+        assert one.made.max() <= traces.NUM_ROWS
+        assert traces.imbalance(one.at_home) >= traces.LEAST_IMBALANCE
+        np.testing.assert_allclose(one.history.sum(axis=1), traces.NUM_ROWS * 8, rtol=1e-3)
+    assert (traces.draw(1, 6)[0].made != some[0].made).any()
+
+
+@pytest.mark.parametrize("accuracy", [0.85, 0.6, 0.437])
+def test_a_prediction_is_as_right_as_was_asked_for(accuracy):
+    for trace in traces.draw(3, 7):
+        guess = trace.predicted(accuracy)
+        right = np.minimum(guess, trace.made).sum() / trace.made.sum()
+        assert right == pytest.approx(accuracy, abs=0.003)
+        np.testing.assert_allclose(guess.sum(axis=1), trace.made.sum(axis=1), rtol=0.01)
+
+
+MADE = [[8, 0, 1, 1], [8, 0, 0, 2]]  # of two devices with experts 0, 1 and 2, 3
+
+
+def test_baselines_by_hand():
+    assert balance.none(step(MADE)).tolist() == [16, 4]
+    # Lina: expert 0 on device 1, expert 3 on device 0; half of each.
+    assert balance.lina(step(MADE)).tolist() == [9.5, 10.5]
+    # EPLB: the same two experts on both devices; visits at random.
+    load = balance.eplb(step(MADE, seed=3))
+    assert load.sum() == 20
+    assert 4 <= load.min() <= load.max() <= 16
+    assert balance.eplb(step(MADE, seed=3)).tolist() == load.tolist()
+    assert balance.libra(step(MADE)).tolist() == [10, 10]
+
+
+@pytest.mark.deep
+def test_every_strategy_on_the_same_traces():
+    rows = balance.by_strategy(traces.draw(2, 5), 0.85)
+    assert set(rows) == set(balance.STRATEGIES)
+    assert all(1 <= row["median"] <= row["p99"] for row in rows.values())
+    assert rows["Libra, modelled"]["p99"] < 1.1 < rows["none"]["median"]
+
+
+@pytest.mark.deep
+def test_a_tiny_run_prints_tables(capsys):
+    found = mesh.main(["balance", "--dry-run"])
+    printed = capsys.readouterr().out
+    for name in balance.STRATEGIES:
+        assert f"| {name} |" in printed
+        for accuracy in ("85", "60"):
+            row = found["synthetic"][accuracy][name]
+            assert 1 <= row["median"] <= row["p99"]
+    model = found["bundled"]
+    assert 1 <= model["imbalance"][8]["probe"] < model["imbalance"][2]["probe"] < model["none"]
+    assert 0 < found["planning"]["ms"] < 1000
