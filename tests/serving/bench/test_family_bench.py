@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from unittest.mock import ANY, AsyncMock
 
 import pytest
 from hypothesis import given, settings
@@ -201,6 +203,58 @@ def test_table_and_picture(tmp_path):
     assert "at 0.9: -50 % to time sharing, -60 % to space sharing" in text
     draw(result, tmp_path / "family.png")
     assert (tmp_path / "family.png").stat().st_size > 10_000
+
+
+def test_every_way_gets_the_same_requests_at_every_load(tmp_path, monkeypatch):
+    asked = {name: [] for name in family.WAYS}
+
+    @asynccontextmanager
+    async def started(config):
+        def client(way):
+            async def generate(prompt, sampling=None, *, model="", timeout_s=None):
+                asked[way].append((prompt, model))
+                for _ in range(sampling.max_new_tokens):
+                    await asyncio.sleep(0.001)
+                    yield pb.GenerateResponse(token_ids=[1])
+
+            async def model_info():
+                return pb.ModelInfo(vocab_size=100)
+
+            none = AsyncMock(return_value=pb.Stats())
+            state = AsyncMock(return_value=pb.BrownoutState())
+            return SimpleNamespace(
+                generate=generate, model_info=model_info, get_brownout=state, stats=none
+            )
+
+        clients = {way: client(way) for way in family.WAYS}
+        yield (
+            {
+                way: Way({name: (client, name) for name in config.models})
+                for way, client in clients.items()
+            },
+            clients["alone"],
+        )
+
+    monkeypatch.setattr(family, "_started", started)
+    monkeypatch.setattr(family, "facts", AsyncMock(return_value={"commit": "c"}))
+    monkeypatch.setattr(family, "WARM_S", 0.0)
+    monkeypatch.setattr(family, "CAPACITY_S", 1.0)
+    config = FamilyConfig(
+        ("a=x", "b=y"), loads=(0.5,), duration_s=1, singles=10, slots=2, out=tmp_path
+    )
+    with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
+        result = runner.run(family._run(config, lambda text: None))
+    assert result == json.loads((tmp_path / "family.json").read_text()) | {"config": ANY}
+    # A request takes 25 ms, so that two slots do 80 a second; 2 rounds of 1 s at half of that.
+    assert result["capacity_per_s"] == pytest.approx(80, rel=0.05)
+    by = {(one["way"], one["load"]): one for one in result["points"]}
+    assert set(by) == {(way, load) for way in family.WAYS for load in (0, 0.5)}
+    for (_, load), one in by.items():
+        assert one["completed"] == (2 * round(one["rate_per_s"]) if load else 10)
+        assert one["median_e2el_ms"] == pytest.approx(25, abs=0.1)
+    measured = 10 + by["pool", 0.5]["completed"]
+    assert sorted(asked["alone"][-measured:]) == sorted(asked["pool"][-measured:])
+    assert {model for _, model in asked["pool"]} == {"a", "b"}
 
 
 @pytest.mark.exhaustive
