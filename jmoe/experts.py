@@ -15,7 +15,7 @@ from jmoe.numbers import integer
 from pallas_kernels.routing import TableRow
 
 FETCHED, ABSENT = 1, 2
-"""Of `ExpertTable.away`."""
+"""Of `ExpertTable.offloaded`."""
 
 
 class ExpertPool(NamedTuple):
@@ -41,9 +41,9 @@ class ExpertTable(NamedTuple):
     slots: Int[Array, "layers E"]  # pool slot of (MoE layer, logical expert); E = m + U
     groups: Int[Array, "layers m"]  # united expert of each routed one; -1: none is loaded
     hosts: Bool[Array, "layers E D"] | None = None  # which devices have the expert
-    away: Int[Array, "layers m"] | None = None
+    offloaded: Int[Array, "layers m"] | None = None
     """Where some routed experts lie in host memory: 0 for one that is on the device for good,
-    `FETCHED` for one that is there now, `ABSENT` for one whose slot is its stand-in's.
+    `FETCHED` for one that is there now, `ABSENT` for one whose slot is its substitute's.
     """
 
     def __repr__(self) -> str:

@@ -18,13 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from jmoe import checkpoint, display
 from jmoe.api import Model, check_dtype, check_tokenizer, choose_ways, resolve
-from jmoe.away import AwayExperts, Expert, Homes, OnHost, check_spare, needed_by_a_row
 from jmoe.checkpoint import CheckpointError, HFLayers
 from jmoe.config import ConfigError, ModelConfig, read_config
 from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots, write_slots
 from jmoe.finite import seem_finite
 from jmoe.model_files import regular
 from jmoe.numbers import integer
+from jmoe.offloaded import Expert, Homes, OffloadedExperts, OnHost, check_spare, needed_by_a_row
 from jmoe.residuals import ByDifference, read_residuals
 from jmoe.sharing import MERGED, WEIGHTS_FILE, Sharing, SharingError, read_sharing
 from jmoe.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ class Family(Sequence[Model]):
 
     models: tuple[Model, ...]
     sharing: Sharing
-    away: AwayExperts | None = None  # experts without a slot for good
+    offloaded: OffloadedExperts | None = None  # experts without a slot for good
 
     @classmethod
     def of(cls, model: "Model | Family") -> "Family":
@@ -67,14 +67,14 @@ class Family(Sequence[Model]):
         """
         trees = [self.models[0].pool, [(model.params, model.table) for model in self]]
         leaves = {id(leaf): leaf for leaf in jax.tree.leaves(trees)}
-        away = 0 if self.away is None else self.away.source.device_bytes
-        return sum(leaf.nbytes for leaf in leaves.values()) + away
+        offloaded = 0 if self.offloaded is None else self.offloaded.source.device_bytes
+        return sum(leaf.nbytes for leaf in leaves.values()) + offloaded
 
     def fetch(self, experts: Mapping[Expert, int]) -> None:
-        """Puts experts that are away into spare slots, each into its own, between two programs."""
-        assert self.away is not None
+        """Puts offloaded experts into spare slots, each into its own, between two programs."""
+        assert self.offloaded is not None
         residents = {number: model.resident for number, model in enumerate(self.models)}
-        self.away.fetch(experts, self.models[0].resident.held, residents)
+        self.offloaded.fetch(experts, self.models[0].resident.held, residents)
 
     def __len__(self) -> int:
         return len(self.models)
@@ -135,8 +135,8 @@ def load_family(
         params_on_host: leave all but experts in host memory, for who puts some models' sets of them
             onto the device at a time; such a model's `params` are NumPy arrays.
         resident_experts: distinct routed experts on the device for good, 0: all; the others stay
-            in host memory, and a sibling's stands in for them (`jmoe.away`), as for experts that
-            `sharing` knows by their difference from a sibling's.
+            in host memory, and a sibling's serves in their place (`jmoe.offloaded`), as for experts
+            that `sharing` knows by their difference from a sibling's.
         spare_experts: slots that those can be fetched into; 0: they never are.
         revision: branch, tag or commit of each model of the Hub; empty: its main branch.
         chat_template: a file, in place of every model's own template.
@@ -194,16 +194,16 @@ def load_family(
         weights = Weights(params, held.pool, tables[number])
         resident = ResidentWeights(weights, united[name], name, held=held)
         models.append(Model(name, path, cfgs[name], kind, resident, tokenizers[name]))
-    away = None
-    if homes.away is not None:
+    offloaded = None
+    if homes.offloaded is not None:
         source = OnHost(reader.on_host)
         if sharing.differs.any():
             experts = sorted(homes.users)
             number = {expert: at for at, expert in enumerate(experts)}
             residuals = read_residuals(sharing, experts, cfg, check_weights)
-            source = ByDifference(residuals, number, homes.stand_in)
-        away = AwayExperts(homes.spare, source, homes.users, homes.stand_in)
-    return Family(tuple(models), sharing, away)
+            source = ByDifference(residuals, number, homes.substitute)
+        offloaded = OffloadedExperts(homes.spare, source, homes.users, homes.substitute)
+    return Family(tuple(models), sharing, offloaded)
 
 
 def check_family(
@@ -318,10 +318,10 @@ def _tables(homes: Homes, num_united: int) -> list[ExpertTable]:
     own = np.arange(count * layers * num_united, dtype=np.int32) + homes.num_slots
     own = own.reshape(count, layers, num_united)
     groups = jnp.full((layers, experts), -1, jnp.int32)
-    away = [None] * count if homes.away is None else map(jnp.asarray, homes.away)
+    offloaded = [None] * count if homes.offloaded is None else map(jnp.asarray, homes.offloaded)
     return [
-        ExpertTable(jnp.asarray(np.concatenate([r, u], axis=1)), groups, away=gone)
-        for r, u, gone in zip(homes.routed, own, away, strict=True)
+        ExpertTable(jnp.asarray(np.concatenate([r, u], axis=1)), groups, offloaded=gone)
+        for r, u, gone in zip(homes.routed, own, offloaded, strict=True)
     ]
 
 

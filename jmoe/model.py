@@ -187,7 +187,7 @@ def run_between(
         jnp.zeros((cfg.num_moe_layers, x.shape[0]), jnp.int32),
         jnp.zeros(weights.table.slots.shape, jnp.int32),
         balance=None if replication is None else Balance(by_layer, by_layer),
-        needed=None if weights.table.away is None else jnp.zeros_like(weights.table.away),
+        needed=None if weights.table.offloaded is None else jnp.zeros_like(weights.table.offloaded),
     )
     state, moe_start = (x, cache, run.no_replicas(), stats), 0
     for (is_moe, start, count), layers in zip(
@@ -379,7 +379,7 @@ class _Run:
         given: dict[str, Any] = {"max_active": self.max_active, "wanted": self.wanted}
         if table.hosts is not None:
             return moe_over_mesh(self.cfg, layer, pool, table, x, rows, control, copying, **given)
-        given["away"] = table.away
+        given["offloaded"] = table.offloaded
         x, stats = moe(self.cfg, layer, pool, table.slots, table.groups, x, rows, control, **given)
         return x, stats, None
 

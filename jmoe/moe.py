@@ -34,7 +34,7 @@ class RoutedRows(NamedTuple):
     valid: Bool[Array, "T"]  # False: padding
     exempt: Bool[Array, "T"]  # True: not degraded in this step
     exact: Bool[Array, "T"] | None = None
-    """Of those, the rows that no stand-in may serve; None: not asked for."""
+    """Of those, the rows that no substitute may serve; None: not asked for."""
 
 
 class Picks(NamedTuple):
@@ -130,15 +130,24 @@ def moe(
     *,
     max_active: int,
     wanted: Wanted = COUNTS,
-    away: Int[Array, "m"] | None = None,
+    offloaded: Int[Array, "m"] | None = None,
 ) -> tuple[Float[Array, "T d"], LayerStats]:
     """Runs router, brownout plan, routed and shared experts, with the residual (the paper's eq. 5).
 
-    With `away` (see ExpertTable), a visit that a stand-in serves counts as degraded.
+    With `offloaded` (see ExpertTable), a visit that a substitute serves counts as degraded.
     """
     h, logits = router(cfg, layer, x)
     out, ids, stats = routed(
-        cfg, pool, slots, groups, h, logits, rows, control, max_active=max_active, away=away
+        cfg,
+        pool,
+        slots,
+        groups,
+        h,
+        logits,
+        rows,
+        control,
+        max_active=max_active,
+        offloaded=offloaded,
     )
     if wanted.picks:
         stats = stats._replace(picks=_picks(cfg, logits, ids))
@@ -156,7 +165,7 @@ def routed(
     control: Control,
     *,
     max_active: int,
-    away: Int[Array, "m"] | None = None,
+    offloaded: Int[Array, "m"] | None = None,
 ) -> tuple[Float[Array, "T d"], Int[Array, "T K"], LayerStats]:
     """Runs the routed experts of normed rows whose router said `logits`: brownout plan, dispatch
     and the experts themselves. Returns their sum, the router's choices, and counts.
@@ -179,21 +188,21 @@ def routed(
     )
     out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work).astype(h.dtype)
     degraded, needed = plan.degraded, None
-    if away is not None:
-        stands_in = (away[ids] == ABSENT) & (plan.expert_ids == ids)
-        degraded, needed = degraded | stands_in, _needed(ids, away, rows)
+    if offloaded is not None:
+        substituted = (offloaded[ids] == ABSENT) & (plan.expert_ids == ids)
+        degraded, needed = degraded | substituted, _needed(ids, offloaded, rows)
     by_row = jnp.sum(degraded, axis=-1, dtype=jnp.int32)
     return out, ids, LayerStats(by_row, work.expert_rows, needed=needed)
 
 
 def _needed(
-    ids: Int[Array, "T K"], away: Int[Array, "m"], rows: RoutedRows
+    ids: Int[Array, "T K"], offloaded: Int[Array, "m"], rows: RoutedRows
 ) -> Int[Array, "m"] | None:
     """Returns the visits of exact rows to experts that are not on the device for good."""
     if rows.exact is None:
         return None
-    asked = ids[:, :, None] == jnp.arange(away.shape[0], dtype=jnp.int32)[None, None, :]
-    asked &= (rows.valid & rows.exact)[:, None, None] & (away > 0)[None, None, :]
+    asked = ids[:, :, None] == jnp.arange(offloaded.shape[0], dtype=jnp.int32)[None, None, :]
+    asked &= (rows.valid & rows.exact)[:, None, None] & (offloaded > 0)[None, None, :]
     return jnp.sum(asked, axis=(0, 1), dtype=jnp.int32)
 
 

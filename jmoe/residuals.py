@@ -17,12 +17,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from safetensors import SafetensorError, safe_open
 
-from jmoe.away import Expert
 from jmoe.checkpoint import CheckpointError
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from jmoe.finite import seem_finite
 from jmoe.model_files import regular
+from jmoe.offloaded import Expert
 from jmoe.sharing import WEIGHTS_FILE, Sharing
 
 
@@ -63,7 +63,7 @@ def add_residual(
 
 @dataclass(frozen=True, eq=False)
 class ByDifference:
-    """A source of experts that are away (`jmoe.away.Source`): sums of a slot and a difference."""
+    """A source of offloaded experts (`jmoe.offloaded.Source`): sums of a slot and a difference."""
 
     residuals: Residuals
     number: Mapping[Expert, int]
@@ -80,7 +80,7 @@ class ByDifference:
         return sum(leaf.nbytes for leaf in self.residuals)
 
     def write(self, pool: ExpertPool, expert: Expert, slot: int) -> ExpertPool:
-        """See `jmoe.away.Source`."""
+        """See `jmoe.offloaded.Source`."""
         where = map(jnp.int32, (self.number[expert], self.base[expert], slot))
         return add_residual(pool, self.residuals, *where)
 

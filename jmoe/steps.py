@@ -324,8 +324,10 @@ class _Part(NamedTuple):
         if stats is None:  # dense layers alone
             num_experts = weights.table.slots.shape[1]
             by_row, by_expert = (jnp.zeros((0, n), jnp.int32) for n in (x.shape[0], num_experts))
-            away = weights.table.away
-            stats = LayerStats(by_row, by_expert, needed=None if away is None else away[:0])
+            offloaded = weights.table.offloaded
+            stats = LayerStats(
+                by_row, by_expert, needed=None if offloaded is None else offloaded[:0]
+            )
         return x, pages, stats
 
     def sample(

@@ -101,15 +101,15 @@ class ResidentWeights:
     def point(self, changes: Sequence[tuple[int, int, int, int]]) -> None:
         """Points routed experts to other slots of the pool; nothing is copied.
 
-        A change is an MoE layer, an expert, its slot, and what that means (`ExpertTable.away`);
-        they are made in order.
+        A change is an MoE layer, an expert, its slot, and what that means
+        (`ExpertTable.offloaded`); they are made in order.
         """
         params, pool, table = self.weights
-        assert table.away is not None
-        slots, gone = np.array(table.slots), np.array(table.away)
-        for layer, expert, slot, away in changes:
-            slots[layer, expert], gone[layer, expert] = slot, away
-        table = table._replace(slots=jnp.asarray(slots), away=jnp.asarray(gone))
+        assert table.offloaded is not None
+        slots, gone = np.array(table.slots), np.array(table.offloaded)
+        for layer, expert, slot, offloaded in changes:
+            slots[layer, expert], gone[layer, expert] = slot, offloaded
+        table = table._replace(slots=jnp.asarray(slots), offloaded=jnp.asarray(gone))
         self.weights = Weights(params, pool, table)
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:

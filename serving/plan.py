@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from jmoe.packed_rows import EXEMPT, Q_LEN, SPARED
 from jmoe.shape_rows import NUM_SHAPE_COLUMNS
 
-NUM_EXTENTS = 2
+NUM_STAGING_REGIONS = 2
 """How many prefill steps can be under way: one, and one that is parked for it."""
 
 
@@ -72,7 +72,7 @@ class Limits:
         """The number of hidden rows of each rank: one per slot for decode steps, then those for
         prefill.
         """
-        return self.slots_per_rank + NUM_EXTENTS * self.max_prefill_tokens
+        return self.slots_per_rank + NUM_STAGING_REGIONS * self.max_prefill_tokens
 
     def rank(self, slot: int) -> int:
         """Returns the rank of a slot."""
@@ -87,8 +87,8 @@ class Limits:
         """Returns the hidden row of a slot's decode row between two parts of its step."""
         return self.rank(slot) * self.hidden_per_rank + slot % self.slots_per_rank
 
-    def extent(self, index: int, rank: int = 0) -> int:
-        """Returns the first hidden row of an extent, which holds a prefill step's tokens on
+    def staging_row(self, region: int, rank: int = 0) -> int:
+        """Returns the first hidden row of an region, which holds a prefill step's tokens on
         a rank.
         """
         own = self.slots_per_rank + index * self.max_prefill_tokens

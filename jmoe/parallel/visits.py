@@ -51,12 +51,12 @@ def device_of_visits(
     expert = jnp.where(valid, ids, 0)
     place = jnp.take_along_axis(before.reshape(-1, num_experts), expert, axis=1)
 
-    away = jnp.maximum(counts - shares.kept, 0)
-    away_before = jnp.cumsum(away, axis=0, dtype=jnp.int32) - away
+    moved = jnp.maximum(counts - shares.kept, 0)
+    moved_before = jnp.cumsum(moved, axis=0, dtype=jnp.int32) - moved
     remote_end = jnp.cumsum(shares.remote, axis=0, dtype=jnp.int32)
     source = jnp.repeat(jnp.arange(num_devices, dtype=jnp.int32), rows)[:, None]
     kept = shares.kept[source, expert]
-    in_line = away_before[source, expert] + place - kept
+    in_line = moved_before[source, expert] + place - kept
     ends = remote_end.T[expert]  # [R, K, G]
     other = _sum(_int(ends <= in_line[..., None]), axis=-1)
     other = jnp.where(other < num_devices, other, home_of(hosts)[expert])

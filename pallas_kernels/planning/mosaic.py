@@ -161,9 +161,9 @@ class _Problem(NamedTuple):
     def at_home(self, held):
         """Returns the visits as they start: on their own device where it holds the expert."""
         own = jnp.where(held > 0, self.counts, 0)
-        away = jnp.sum(self.counts - own, axis=1)
+        moved = jnp.sum(self.counts - own, axis=1)
         home = across(self.home, self.shape)
-        return own + jnp.where(self.device == home, across(away, self.shape), 0)
+        return own + jnp.where(self.device == home, across(moved, self.shape), 0)
 
     def lowest(self, can, load):
         """Returns the least load among the devices that may, by expert; MANY where none may."""

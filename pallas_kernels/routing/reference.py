@@ -57,8 +57,8 @@ def targets(count, pinned, total, groups, threshold_percent, strategy):
     together = groups[:, None] == groups[None, :]
     members = _count((together & s2_visited[None, :])[:, None].swapaxes(0, 2))
     own = jnp.arange(num_experts, dtype=jnp.int32)
-    stand_in = ~s1 & (groups >= 0) & (members > 1)
-    partial = jnp.where(stand_in, num_experts + groups, own)
+    substitute = ~s1 & (groups >= 0) & (members > 1)
+    partial = jnp.where(substitute, num_experts + groups, own)
     full = jnp.where(s1, own, -1)
     return s1, jnp.where(strategy == 0, own, jnp.where(strategy == 1, full, partial))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from jaxtyping import Int
 
-from jmoe.away import Expert
+from jmoe.offloaded import Expert
 from jmoe.packed_rows import DELTA_BLOCK, DELTA_PAGE, DELTA_SLOT, KV_LEN, Q_LEN, SLOT
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 

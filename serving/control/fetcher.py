@@ -18,8 +18,8 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int
 
-from jmoe.away import AwayExperts, Expert
 from jmoe.family import Family
+from jmoe.offloaded import Expert, OffloadedExperts
 from serving.plan import StepResult
 from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.scheduler import Scheduler
@@ -54,19 +54,19 @@ class Fetcher:
     ) -> None:
         """There are as many spare slots as one row can need, or more."""
         self._runner, self._scheduler, self._clock = runner, scheduler, clock
-        self._away = away = None if family is None else family.away
+        self._away = offloaded = None if family is None else family.offloaded
         self._exact = scheduler.exact
         self.fetches = Counter[str]()  # by reason, "miss" and "ahead"
         self.fetched_bytes, self.num_reruns = 0, 0
         self._steps = self._calm = 0
         self._used: dict[Expert, int] = {}  # the step that last needed it
         self._next_ahead_at = -math.inf
-        if away is None or family is None:
+        if offloaded is None or family is None:
             return
-        per_row = away.needed_by_a_row(family.config.experts_per_token)
-        self._exact.models = frozenset(n for n in range(len(family)) if away.away_of(n))
-        self._exact.most = len(away.spare) // per_row
-        self._visits = VisitMeans(away, len(family))
+        per_row = offloaded.needed_by_a_row(family.config.experts_per_token)
+        self._exact.models = frozenset(n for n in range(len(family)) if offloaded.offloaded_of(n))
+        self._exact.most = len(offloaded.spare) // per_row
+        self._visits = VisitMeans(offloaded, len(family))
 
     def launched(self, step: ScheduledStep) -> None:
         """Holds back what would follow a row that a substitute may have served, until that is
@@ -174,15 +174,15 @@ class Fetcher:
 
 
 class VisitMeans:
-    """Moving averages of how many rows a step visit each expert that is away."""
+    """Moving averages of how many rows a step visit each expert that is offloaded."""
 
-    def __init__(self, away: AwayExperts, num_models: int) -> None:
-        self._experts = list(away.users)
+    def __init__(self, offloaded: OffloadedExperts, num_models: int) -> None:
+        self._experts = list(offloaded.users)
         self._number = {expert: at for at, expert in enumerate(self._experts)}
         self._mean = np.zeros(len(self._experts))
         self._of = np.zeros((num_models, len(self._experts)), bool)
         for at, expert in enumerate(self._experts):
-            self._of[list(away.users[expert]), at] = True
+            self._of[list(offloaded.users[expert]), at] = True
         self._layer, self._expert = np.array(self._experts, int).T[1:]
 
     def observe(self, model: int, expert_rows: Int[np.ndarray, "layers E"]) -> None:

@@ -37,7 +37,7 @@ def mixed_models(config: EngineConfig, family: Family) -> int:
     device, and one where experts lie in host memory, since a row that meets a substitute's runs
     again alone.
     """
-    if family.away is not None:
+    if family.offloaded is not None:
         return 1
     resident = config.resident_sets or len(family)
     return max(1, min(config.mixed_models, len(family), resident))

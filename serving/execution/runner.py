@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jmoe.api import Model
-from jmoe.away import Expert
 from jmoe.family import Family
 from jmoe.model import LOOKAHEAD
+from jmoe.offloaded import Expert
 from jmoe.packed_rows import pack_row
 from pallas_kernels.backend import backend
 from serving.config import EngineConfig
@@ -129,7 +129,7 @@ class Runner(Protocol):
         ...
 
     def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
-        """Puts experts that are away into spare slots of the pool, between two steps."""
+        """Puts offloaded experts into spare slots of the pool, between two steps."""
         ...
 
     @property
@@ -259,8 +259,8 @@ class DeviceRunner:
         jax.block_until_ready((self.device.state, self.model.pool))
         if self.model.home is not None and self.model.home.spare:
             self._measure_copies()
-        if (away := self.family.away) is not None and away.spare:
-            self.fetch_experts(away.first_fetched())  # and what that takes is compiled
+        if (offloaded := self.family.offloaded) is not None and offloaded.spare:
+            self.fetch_experts(offloaded.first_fetched())  # and what that takes is compiled
         if self._measures_parts:
             self._measure_parts()
         self.mixed.measure()

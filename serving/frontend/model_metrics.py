@@ -82,7 +82,7 @@ class ModelLoad:
         )
         yield CounterMetricFamily(
             f"{self._prefix}exact_reruns",
-            "Rows that ran again, since a stand-in had served what refuses one",
+            "Rows that ran again, since a substitute had served what refuses one",
             fetcher.num_reruns,
         )
 

@@ -1,7 +1,7 @@
 """What workers launch: the programs of one device, and the rows that it keeps.
 
 A worker (`attention.py`, `experts.py`) is host code, without jax. Its device is one of these, or a
-stand-in that a test can reckon by hand.
+substitute that a test can reckon by hand.
 """
 
 from collections.abc import Callable, Sequence

@@ -144,7 +144,7 @@ class LocalWorkers:
             options: as of LocalWorkers.
 
         Raises ValueError for no worker of a kind, a model over a mesh or with experts that are
-        away, and a placement on another number of workers or of other experts.
+        offloaded, and a placement on another number of workers or of other experts.
         """
         if not attention or not experts:
             raise ValueError(
@@ -153,9 +153,9 @@ class LocalWorkers:
             )
         if model.home is not None:
             raise ValueError(f"{model.name} is spread over a mesh; load it without one")
-        if model.table.away is not None:
+        if model.table.offloaded is not None:
             raise ValueError(
-                f"{model.name} has experts that are away, and these workers fetch none: load "
+                f"{model.name} has offloaded experts, and these workers fetch none: load "
                 "it with resident_experts 0 and a map without differences"
             )
         slots = np.asarray(model.table.slots)

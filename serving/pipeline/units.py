@@ -126,7 +126,7 @@ class UnitScheduler(Scheduler):
             self._rows_left[unit.batch, rank] -= 1
             if not self._rows_left[unit.batch, rank]:
                 del self._rows_left[unit.batch, rank]
-                self.extents.give_back(unit.batch.give_up_extents(rank))
+                self.staging.give_back(unit.batch.release_staging(rank))
         return units
 
     def _free_done(self, units: Sequence[Entered]) -> None:

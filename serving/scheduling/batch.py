@@ -128,7 +128,7 @@ class Batch:
         self.num_parks = 0
         self.control: StepControl | None = None  # of all its layers, set at launch
         self.joins: Batch | None = None  # a parked batch that joins when this one reaches its layer
-        self._extents: dict[int, list[int]] = {}  # extents of hidden rows, by rank
+        self._staging: dict[int, list[int]] = {}  # regions of hidden rows, by rank
         self.needed: np.ndarray | None = None  # sum over parts read so far (`StepResult.needed`)
         self.has_best_effort = any(s.request.priority is BE for s in sequences)
         self.model = sequences[0].request.model  # in a mixed step, the first row's
@@ -159,19 +159,19 @@ class Batch:
             index,
         )
 
-    def place(self, extents: Mapping[int, int], limits: Limits) -> None:
-        """Assigns hidden rows to its tokens, in one extent on each rank that has its sequences."""
-        self._extents = {rank: [extent] for rank, extent in extents.items()}
-        start = {rank: limits.extent(extent, rank) for rank, extent in extents.items()}
+    def place(self, regions: Mapping[int, int], limits: Limits) -> None:
+        """Assigns hidden rows to its tokens, in one region on each rank that has its sequences."""
+        self._staging = {rank: [region] for rank, region in regions.items()}
+        start = {rank: limits.staging_row(region, rank) for rank, region in regions.items()}
         for sequence, tokens in zip(self.sequences, self.tokens, strict=True):
             rank = limits.rank(sequence.slot)
             self.places.append(range(start[rank], start[rank] + len(tokens)))
             start[rank] += len(tokens)
 
-    def give_up_extents(self, rank: int | None = None) -> dict[int, list[int]]:
-        """Releases and returns the batch's extents of one rank, or of all (None)."""
-        given = {r: e for r, e in self._extents.items() if rank in (None, r)}
-        self._extents = {r: e for r, e in self._extents.items() if r not in given}
+    def release_staging(self, rank: int | None = None) -> dict[int, list[int]]:
+        """Releases and returns the batch's regions of one rank, or of all (None)."""
+        given = {r: e for r, e in self._staging.items() if rank in (None, r)}
+        self._staging = {r: e for r, e in self._staging.items() if r not in given}
         return given
 
     def on_ranks(self, limits: Limits) -> list[tuple[int, int]]:
@@ -237,8 +237,8 @@ class Batch:
         self.sampled += other.sampled
         self.tokens += other.tokens
         self.places += other.places
-        for rank, extents in other.give_up_extents().items():
-            self._extents.setdefault(rank, []).extend(extents)
+        for rank, regions in other.release_staging().items():
+            self._staging.setdefault(rank, []).extend(regions)
         self.has_best_effort |= other.has_best_effort
         self.num_parks = max(self.num_parks, other.num_parks)
         self.joins = None

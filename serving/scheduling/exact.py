@@ -2,7 +2,7 @@
 3.2).
 
 A request that refuses brownout must have each token computed by its model's own experts. Which
-experts a step needs is known only after it has run: a row that met a stand-in expert runs again
+experts a step needs is known only after it has run: a row that met a substitute expert runs again
 over the same positions once its experts have been fetched (`serving.control.fetcher`). Until then
 its sequence cannot advance.
 """
@@ -23,7 +23,7 @@ class ExactRows:
         self._again: list[SequenceState] = []
 
     def concerns(self, sequence: SequenceState) -> bool:
-        """Returns whether the sequence could meet a stand-in expert, and must not."""
+        """Returns whether the sequence could meet a substitute expert, and must not."""
         request = sequence.request
         return request.model in self.models and not request.allow_brownout
 

@@ -45,8 +45,8 @@ class Brownout(NamedTuple):
 
 EXACT = Brownout(100)
 NOBODYS = Brownout(-1, (-1, -1))
-"""What no other request accepts: brownout of several kinds, or stand-ins for experts that were not
-on the device."""
+"""What no other request accepts: brownout of several kinds, or substitutes for experts that
+were not on the device."""
 
 
 class Kept(NamedTuple):

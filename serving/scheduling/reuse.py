@@ -117,7 +117,7 @@ class Reuse:
         """Updates every sequence of a step whose results were read.
 
         `degraded` counts degraded visits by row, and `by` is the brownout of the step. Rows in
-        `again` will be computed once more; rows that `exact` tracks met a stand-in expert.
+        `again` will be computed once more; rows that `exact` tracks met a substitute expert.
         """
         if not self.is_on:
             return

@@ -19,7 +19,6 @@ from serving.request import Priority
 from serving.scheduling.batch import Batch, ScheduledStep
 from serving.scheduling.chunks import Chunks
 from serving.scheduling.exact import ExactRows
-from serving.scheduling.extents import Extents
 from serving.scheduling.guarded import GuardedPolicy
 from serving.scheduling.places import Places
 from serving.scheduling.policy import (
@@ -37,9 +36,10 @@ from serving.scheduling.prefixes import Brownout
 from serving.scheduling.queues import Queues, of_one_model
 from serving.scheduling.reuse import Reuse
 from serving.scheduling.room import Room
+from serving.scheduling.round_robin import RoundRobin
 from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
 from serving.scheduling.share import Share
-from serving.scheduling.turns import Turns
+from serving.scheduling.staging import StagingRegions
 from serving.scheduling.waiting import QueuedClass
 
 FEW_DECODING = 1 / 3
@@ -87,7 +87,7 @@ class Scheduler:
             lambda: self.running,
             lambda rank: self._giving_way(rank),
         )
-        self._turns = Turns(mixes)
+        self._round_robin = RoundRobin(mixes)
         self.models: set[int] | None = None  # models that may begin steps; None: all
         self.exact = ExactRows()
         self.queues = Queues(self.policy)
@@ -97,7 +97,7 @@ class Scheduler:
         self.num_evictions = dict.fromkeys(Priority, 0)
         self._layers_at_once = layers_at_once or (lambda phase, size: limits.num_layers)
         self._max_wait_s = max_wait_s
-        self.extents = Extents(limits)
+        self.staging = StagingRegions(limits)
         self._last_phase = Phase.DECODE
         self._newest: Batch | None = None  # the batch whose layers were launched last
         self._has_best_effort = False  # as the next step is planned
@@ -156,11 +156,11 @@ class Scheduler:
         return QueuedClass.of(self.queues[priority], running, self.num_free_slots(priority), now)
 
     def check_idle(self) -> None:
-        """Raises AssertionError if it is not idle, or if a slot, page or extent has leaked."""
+        """Raises AssertionError if it is not idle, or if a slot, page or region has leaked."""
         if not self.idle:
             raise AssertionError(f"{len(self.waiting)} waiting and {len(self.running)} running")
         self.places.check_idle()
-        self.extents.check_idle()
+        self.staging.check_idle()
         self.reuse.check_idle()
         if self.under_way:
             raise AssertionError(f"{len(self.under_way)} steps without rows are under way")
@@ -237,7 +237,7 @@ class Scheduler:
         decoding = [s for s in free if s.status is SequenceStatus.DECODE and not s.exhausted]
         prefill, decode = self._by_class(prefilling), self._by_class(decoding)
         can = {
-            c: bool(self.extents.ranks)
+            c: bool(self.staging.ranks)
             and (bool(prefill[c]) or self._next_admissible((c,)) is not None)
             for c in (LS, BE)
         }
@@ -335,7 +335,7 @@ class Scheduler:
     def _end(self, batch: Batch) -> None:
         """Ends a batch: its last layers are launched, or it has no rows left."""
         self.under_way.remove(batch)
-        self.extents.give_back(batch.give_up_extents())
+        self.staging.give_back(batch.release_staging())
 
     # ---- prefill ----------------------------------------------------------------------------
 
@@ -378,7 +378,7 @@ class Scheduler:
         return self._room.rank_for(head, ranks) is not None
 
     def _begin_prefill(self, order: Order, now: float) -> Batch | None:
-        chunks = Chunks(self.limits, self.exact, self.extents.ranks)
+        chunks = Chunks(self.limits, self.exact, self.staging.ranks)
         for number, group in enumerate(order):
             if number and chunks:  # later groups fill up the step at no extra cost
                 if self._parked(Phase.PREFILL, chunks.model) is not None:
@@ -389,7 +389,7 @@ class Scheduler:
             return None
         batch = self._begin(chunks.pack(), now)
         ranks = (self.limits.rank(sequence.slot) for sequence in batch.sequences)
-        batch.place(self.extents.take(ranks), self.limits)
+        batch.place(self.staging.take(ranks), self.limits)
         parked = self._parked(Phase.PREFILL, batch.model)
         if parked is not None and batch.has_room_for(parked, self.limits):
             batch.joins = self._joins(batch, parked)
@@ -493,7 +493,7 @@ class Scheduler:
             for group in order
         ]
         alone = bool(self.under_way) or (self.policy.parks and self._has_best_effort)
-        rows = self._turns.take(groups, for_all=not self.share.may_park, alone=alone)
+        rows = self._round_robin.take(groups, for_all=not self.share.may_park, alone=alone)
         return self.exact.limited(rows) if self.exact.models else rows
 
     def _extend_if_free(self, sequence: SequenceState, deltas: list[tuple[int, int, int]]) -> bool:

@@ -95,7 +95,7 @@ class SequenceState:
         self.spans: dict[Phase, ThresholdSpan] = {}
         self.batch: "Batch | None" = None  # the step under way that contains it
         self.unread = False  # its last step must be read before its next one (`ExactRows`)
-        self.missed = 0  # visits to stand-ins in its step that is not fully read
+        self.missed = 0  # visits to substitutes in its step that is not fully read
         self.priority = request.priority  # best effort that has waited too long is promoted
         self.waiting_since = arrived_at  # when its last step began, or it arrived
         self.ready_at = math.nan  # when a slot and pages for its first step were available

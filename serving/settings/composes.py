@@ -65,7 +65,7 @@ COMPOSES: dict[tuple[str, str], str] = {
     (SEVERAL, "engine.mesh"): "a family is served on one device",
     (ALL_THERE, "engine.model_stay_s"): "no model takes another's place (engine.resident_sets)",
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",
-    (HOST_EXPERTS, "engine.mixed_models"): "a row that met a stand-in expert runs again alone",
+    (HOST_EXPERTS, "engine.mixed_models"): "a row that met a substitute expert runs again alone",
     (PROCESSES, "engine.balance.load_file"): "each process would place experts by its own file",
     (PROCESSES, SHAPING): "processes draw from logits as they are",
 }

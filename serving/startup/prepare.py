@@ -9,10 +9,10 @@ from pathlib import Path
 import jax
 
 from jmoe.api import BUNDLED, Model, name_of, resolve
-from jmoe.away import check_spare
 from jmoe.checkpoint import TensorFiles, is_native, united_ways
 from jmoe.config import read_config
 from jmoe.family import Family
+from jmoe.offloaded import check_spare
 from jmoe.parallel.cost import exchange_bytes
 from jmoe.tokenizer import read_settings
 from pallas_kernels.backend import KERNEL, hopper
@@ -150,8 +150,12 @@ def build(
             f"engine.resident_sets is {config.resident_sets}; it must be 0 (all), or up to the "
             f"number of models, {len(family)}"
         )
-    if (away := family.away) is not None:  # a row that refuses brownout may need so many at once
-        check_spare(len(away.spare), away.needed_by_a_row(family.config.experts_per_token))
+    if (
+        offloaded := family.offloaded
+    ) is not None:  # a row that refuses brownout may need so many at once
+        check_spare(
+            len(offloaded.spare), offloaded.needed_by_a_row(family.config.experts_per_token)
+        )
     if loaded.home is not None:
         home = loaded.home
         check_balance(loaded.config, home.mesh.size, config.balance, spare=home.spare)

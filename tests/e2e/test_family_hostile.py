@@ -142,7 +142,7 @@ async def test_everybody_gets_an_answer_or_a_status_and_nothing_leaks(settings):
     assert {"NOT_FOUND", "INVALID_ARGUMENT", "left"} <= set(caller.ended)
     assert engine.registry.num_swaps > 10
     assert engine.fetcher.num_reruns > 10
-    # One model, one prompt that refuses stand-ins: the same first tokens whatever went between.
+    # One model, one prompt that refuses substitutes: the same first tokens whatever went between.
     assert all(len(found) == 1 for found in caller.answers.values())
     assert len(caller.answers) > 20
     assert set(caller.longest_s) == set(NAMES)

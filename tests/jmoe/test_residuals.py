@@ -57,29 +57,32 @@ def written(directories, cfg, tmp_path_factory):
 def test_models_are_their_siblings_experts_and_their_own_differences(
     directories, cfg, written, tmp_path
 ):
-    away = list(map(tuple, np.argwhere(written.differs).tolist()))
+    offloaded = list(map(tuple, np.argwhere(written.differs).tolist()))
     family = load_family(
-        directories, written.directory / "family.json", dtype="float32", spare_experts=len(away)
+        directories,
+        written.directory / "family.json",
+        dtype="float32",
+        spare_experts=len(offloaded),
     )
     assert family.sharing.num_slots == cfg.num_moe_layers * cfg.num_experts + sum(
         len(set(written.owners[:, layer, expert])) - 1
         for layer in range(cfg.num_moe_layers)
         for expert in range(cfg.num_experts)
     )
-    assert sorted(family.away.users) == away
-    assert family.weight_bytes > family.away.source.device_bytes > 0
-    half = dict(zip(away[::2], family.away.spare, strict=False))
-    others = dict(zip(away[1::2], family.away.spare[len(half) :], strict=True))
+    assert sorted(family.offloaded.users) == offloaded
+    assert family.weight_bytes > family.offloaded.source.device_bytes > 0
+    half = dict(zip(offloaded[::2], family.offloaded.spare, strict=False))
+    others = dict(zip(offloaded[1::2], family.offloaded.spare[len(half) :], strict=True))
     for turn, fetched in enumerate(({}, half, others)):
         family.fetch(fetched)
         for number in range(len(directories)):
             path = oracle(
-                directories, written, number, family.away.fetched, tmp_path / f"{turn}{number}"
+                directories, written, number, family.offloaded.fetched, tmp_path / f"{turn}{number}"
             )
             np.testing.assert_allclose(logits(family[number]), logits(alone(path)), atol=1e-5)
-    assert len(family.away.fetched) == len(away)
+    assert len(family.offloaded.fetched) == len(offloaded)
     with pytest.raises(KeyError):
-        family.away.of(0, *np.argwhere(~written.differs[0])[0].tolist())
+        family.offloaded.of(0, *np.argwhere(~written.differs[0])[0].tolist())
 
 
 def test_a_row_that_meets_a_shared_expert_counts_as_degraded(directories, written):
@@ -100,7 +103,7 @@ def test_models_may_be_named_otherwise_and_in_another_order(directories, written
     found = []
     for named in (directories, turned):
         family = load_family(named, sharing, dtype="float32", spare_experts=count)
-        family.fetch(dict(zip(sorted(family.away.users), family.away.spare, strict=True)))
+        family.fetch(dict(zip(sorted(family.offloaded.users), family.offloaded.spare, strict=True)))
         found.append(list(map(logits, family)))
     np.testing.assert_array_equal(found[0], found[1][::-1])
 

@@ -71,9 +71,9 @@ def test_differences_of_full_rank_give_every_model_its_own_experts_back(family, 
         config = settings(family, rule=rule, share=100, data={}, residual_rank=rank)
         sizes.append(consolidate(family.paths, out, config).residual_bytes)
         shared = load_family(family.paths, out, "float32", spare_experts=48)
-        experts = sorted(shared.away.users)
+        experts = sorted(shared.offloaded.users)
         assert len(experts) == (48 if rule == "average" else 32)
-        shared.fetch(dict(zip(experts, shared.away.spare, strict=False)))
+        shared.fetch(dict(zip(experts, shared.offloaded.spare, strict=False)))
         whole = load_family(family.paths, dtype="float32")
         error = 0.0
         for got, want in zip(shared, whole, strict=True):
@@ -117,4 +117,4 @@ def test_a_budget_above_all_models_shares_nothing_and_says_so(family, tmp_path):
     config = settings(family, share=0, residual_rank=4)
     done = consolidate(family.paths, tmp_path / "family.json", config)
     assert done.residual_bytes == 0  # nothing differs, and nothing has to be there
-    assert load_family(family.paths, tmp_path / "family.json", "float32").away is None
+    assert load_family(family.paths, tmp_path / "family.json", "float32").offloaded is None

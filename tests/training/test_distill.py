@@ -147,7 +147,7 @@ def test_brownout_errors_are_sums_over_degraded_visits(objective):
     members, united = random_experts(6, 8, 4, 0), random_experts(2, 8, 4, 1)
     groups, rows = np.arange(6) // 3, random_rows(members, 64, 2)
     key = jax.random.key(5)
-    stand_in = np.asarray(
+    substitute = np.asarray(
         degraded_to(jnp.asarray(rows.ids), jnp.asarray(groups, jnp.int32), key, 16)
     )
     answers = np.asarray(outputs_on_all(united, jnp.asarray(rows.h)))
@@ -155,8 +155,8 @@ def test_brownout_errors_are_sums_over_degraded_visits(objective):
     for r in range(64):
         got, wanted = [], []
         for k in range(2):
-            if stand_in[r, k] >= 0:
-                got.append(rows.weights[r, k] * answers[stand_in[r, k], r])
+            if substitute[r, k] >= 0:
+                got.append(rows.weights[r, k] * answers[substitute[r, k], r])
                 wanted.append(rows.weights[r, k] * rows.outputs[r, k])
         if objective == "combined" and got:
             got, wanted = [sum(got)], [sum(wanted)]

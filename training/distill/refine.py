@@ -102,15 +102,15 @@ def _logits(
             if own.united is None:
                 return expert_layer(h, weights, ids, gate_up, down, capacity)[0], None
             layer_key = jax.random.fold_in(key, number)
-            stand_in = degraded_to(ids[order], own.groups, layer_key, config.decode_batch)[back]
-            exact = jnp.where(stand_in < 0, ids, -1)
+            substitute = degraded_to(ids[order], own.groups, layer_key, config.decode_batch)[back]
+            exact = jnp.where(substitute < 0, ids, -1)
             out = expert_layer(h, weights, exact, gate_up, down, capacity)[0]
             united = {
                 name: gathered(leaf.astype(dtype), _AXIS[name] - 1)
                 for name, leaf in own.united.items()
             }
-            plan = united_dispatch(stand_in, united["down"].shape[0])
-            weights = jnp.where(stand_in < 0, 0.0, weights)
+            plan = united_dispatch(substitute, united["down"].shape[0])
+            weights = jnp.where(substitute < 0, 0.0, weights)
             return out + combine_rows(united_rows(united, h, plan), weights, plan), None
 
         return layer_forward(cfg, layer, x, positions, mask, routed, dtype=dtype)[0], None

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jmoe.api import Model, resolve
-from jmoe.away import Expert
 from jmoe.config import read_config
 from jmoe.experts import ExpertPool, UnitedExperts, make_table
+from jmoe.offloaded import Expert
 from jmoe.weights import ResidentWeights, Weights
 from serving.bench.simulator.step_times import StepTimes
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult

@@ -136,9 +136,9 @@ def test_what_does_not_fit_is_refused(models):
     for places in ([], [-1], [ROWS]):
         with pytest.raises(ValueError, match=r"places are \[.*each of 0 to 39"):
             workers.submit(0, Unit(row, None, np.array(places, np.int32), none))
-    away = model.with_weights(table=model.table._replace(away=model.table.groups))
-    with pytest.raises(ValueError, match="experts that are away"):
-        workers_of(away, rng)
+    offloaded = model.with_weights(table=model.table._replace(offloaded=model.table.groups))
+    with pytest.raises(ValueError, match="offloaded experts"):
+        workers_of(offloaded, rng)
     with pytest.raises(ValueError, match="0 expert workers were asked"):
         workers_of(model, rng, experts=0)
     hosts = np.ones((*model.table.slots.shape, 2), bool)

@@ -63,10 +63,10 @@ def test_a_mixed_step_pays_where_it_takes_less_than_its_models_steps(steps, coun
 )
 def test_how_many_models_a_step_may_have(wanted, models, resident, found):
     config = EngineConfig(mixed_models=wanted, resident_sets=resident)
-    family = MagicMock(spec=Family, away=None)
+    family = MagicMock(spec=Family, offloaded=None)
     family.__len__.return_value = models
     assert mixed_models(config, family) == found
-    family.away = object()  # where experts lie in host memory a step has rows of one
+    family.offloaded = object()  # where experts lie in host memory a step has rows of one
     assert mixed_models(config, family) == 1
 
 

@@ -2,8 +2,8 @@
 
 They lie in host memory, or are known by their difference from a sibling's (`jmoe.residuals`). At
 every position, (MoE layer, expert), one expert or more stay on the device. A model whose own is not
-among them is served by a sibling's, its stand-in, or by its own once that is in a spare slot. Only
-which slot a table names changes; no program does.
+among them is served by a sibling's, its substitute, or by its own once that is in a spare slot.
+Only which slot a table names changes; no program does.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ Expert = tuple[int, int, int]
 
 @runtime_checkable
 class Source(Protocol):
-    """Where the weights of experts that are away come from."""
+    """Where the weights of offloaded experts come from."""
 
     @property
     def fetch_bytes(self) -> int:
@@ -60,11 +60,11 @@ class OnHost:
         return write_slots(pool, jnp.asarray([slot], jnp.int32), *parts)
 
 
-class AwayExperts:
+class OffloadedExperts:
     """Experts without a slot of their own, and which of them lie in spare slots now.
 
-    `users` are the models that route to each, `stand_in` the slot that serves them without it. One
-    thread calls.
+    `users` are the models that route to each, `substitute` the slot that serves them without it.
+    One thread calls.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class AwayExperts:
         spare: range,  # slots of the pool
         source: Source,
         users: Mapping[Expert, tuple[int, ...]],
-        stand_in: Mapping[Expert, int],
+        substitute: Mapping[Expert, int],
     ) -> None:
-        self.spare, self.source, self.users, self.stand_in = spare, source, users, stand_in
+        self.spare, self.source, self.users, self.substitute = spare, source, users, substitute
         self.fetched: dict[Expert, int] = {}  # the slot of each that is there
         self.free = list(spare)  # slots that hold nothing
         self._by_user = {
@@ -84,13 +84,13 @@ class AwayExperts:
         }
 
     def of(self, model: int, layer: int, expert: int) -> Expert:
-        """Returns the expert that is away and that a model routes to. Raises
+        """Returns the offloaded expert that a model routes to. Raises
         KeyError for others.
         """
         return self._by_user[model, layer, expert]
 
-    def away_of(self, model: int) -> frozenset[tuple[int, int]]:
-        """Returns (MoE layer, expert) of the experts that a model routes to and that are away."""
+    def offloaded_of(self, model: int) -> frozenset[tuple[int, int]]:
+        """Returns (MoE layer, expert) of the offloaded experts that a model routes to."""
         return frozenset((layer, e) for user, layer, e in self._by_user if user == model)
 
     def needed_by_a_row(self, num_picks: int) -> int:
@@ -111,14 +111,14 @@ class AwayExperts:
         models: Mapping[int, ResidentWeights],
     ) -> None:
         """Writes experts into spare slots, each its own, between two steps, and points their users'
-        tables at them. What a slot held goes back to its stand-in.
+        tables at them. What a slot held goes back to its substitute.
         """
         at = {slot: expert for expert, slot in self.fetched.items()}
         changes: dict[int, list[tuple[int, int, int, int]]] = {}
         for expert, slot in experts.items():
             if (gone := at.get(slot)) is not None:
                 del self.fetched[gone]
-                self._serve(gone, self.stand_in[gone], ABSENT, changes)
+                self._serve(gone, self.substitute[gone], ABSENT, changes)
             else:
                 self.free.remove(slot)
             held.pool = self.source.write(held.pool, expert, slot)
@@ -127,10 +127,10 @@ class AwayExperts:
         for user, own in changes.items():
             models[user].point(own)
 
-    def _serve(self, expert: Expert, slot: int, away: int, changes: dict[int, list]) -> None:
+    def _serve(self, expert: Expert, slot: int, offloaded: int, changes: dict[int, list]) -> None:
         _, layer, number = expert
         for user in self.users[expert]:
-            changes.setdefault(user, []).append((layer, number, slot, away))
+            changes.setdefault(user, []).append((layer, number, slot, offloaded))
 
 
 def choose_resident(
@@ -165,14 +165,16 @@ def choose_resident(
 
 @dataclass(frozen=True)
 class Homes:
-    """Where the distinct routed experts of a family are: a slot each, or away."""
+    """Where the distinct routed experts of a family are: a slot each, or offloaded."""
 
-    slot: Int[np.ndarray, "slots"]  # by number of `Sharing.slots`; -1: away
+    slot: Int[np.ndarray, "slots"]  # by number of `Sharing.slots`; -1: offloaded
     spare: range  # slots behind them
     routed: Int[np.ndarray, "N layers m"]  # the slot that serves each model's expert at the start
-    away: Int[np.ndarray, "N layers m"] | None  # as in ExpertTable; None: all are on the device
+    offloaded: (
+        Int[np.ndarray, "N layers m"] | None
+    )  # as in ExpertTable; None: all are on the device
     users: Mapping[Expert, tuple[int, ...]]
-    stand_in: Mapping[Expert, int]
+    substitute: Mapping[Expert, int]
 
     @classmethod
     def of(cls, sharing: Sharing, num_resident: int, num_spare: int) -> "Homes":
@@ -201,14 +203,19 @@ class Homes:
         slot = np.where(stays, np.cumsum(stays) - 1, -1).astype(np.int32)
         by_position = np.full(routed.shape[1:], -1)
         by_position[tuple(held[stays][::-1, 1:].T)] = slot[stays][::-1]  # the first of each
-        away = slot[routed] < 0
-        served = np.where(away, by_position[None], slot[routed]).astype(np.int32)
+        offloaded = slot[routed] < 0
+        served = np.where(offloaded, by_position[None], slot[routed]).astype(np.int32)
         users: dict[Expert, tuple[int, ...]] = {}
-        for model, layer, expert in np.argwhere(away).tolist():
+        for model, layer, expert in np.argwhere(offloaded).tolist():
             owner = int(held[routed[model, layer, expert], 0])
             users[owner, layer, expert] = (*users.get((owner, layer, expert), ()), model)
         return cls(
-            slot, _behind(slot, num_spare), served, _marked(away), users, _serving(users, served)
+            slot,
+            _behind(slot, num_spare),
+            served,
+            _marked(offloaded),
+            users,
+            _serving(users, served),
         )
 
     @classmethod
@@ -220,8 +227,10 @@ class Homes:
             (model, layer, expert): (model,)
             for model, layer, expert in np.argwhere(sharing.differs).tolist()
         }
-        away = _marked(sharing.differs)
-        return cls(slot, _behind(slot, num_spare), routed, away, users, _serving(users, routed))
+        offloaded = _marked(sharing.differs)
+        return cls(
+            slot, _behind(slot, num_spare), routed, offloaded, users, _serving(users, routed)
+        )
 
     @property
     def num_slots(self) -> int:
@@ -233,8 +242,8 @@ def _behind(slot: Int[np.ndarray, "slots"], count: int) -> range:
     return range(int(slot.max()) + 1, int(slot.max()) + 1 + count)
 
 
-def _marked(away: Bool[np.ndarray, "N layers m"]) -> Int[np.ndarray, "N layers m"]:
-    return np.where(away, ABSENT, 0).astype(np.int32)
+def _marked(offloaded: Bool[np.ndarray, "N layers m"]) -> Int[np.ndarray, "N layers m"]:
+    return np.where(offloaded, ABSENT, 0).astype(np.int32)
 
 
 def _serving(
@@ -244,8 +253,8 @@ def _serving(
 
 
 def needed_by_a_row(users: Mapping[Expert, tuple[int, ...]], num_picks: int) -> int:
-    """Returns the experts that are away and that one row of any model can visit: `num_picks` at
-    most in each MoE layer. `users` are of each expert that is away.
+    """Returns the offloaded experts and that one row of any model can visit: `num_picks` at
+    most in each MoE layer. `users` are of each offloaded expert.
     """
     found = Counter((user, layer) for (_, layer, _), own in users.items() for user in own)
     by_model = Counter[int]()
@@ -255,7 +264,7 @@ def needed_by_a_row(users: Mapping[Expert, tuple[int, ...]], num_picks: int) -> 
 
 
 def check_spare(count: int, per_row: int) -> None:
-    """Raises ValueError for spare slots that are too few for a row that no stand-in may serve."""
+    """Raises ValueError for spare slots that are too few for a row that no substitute may serve."""
     if count < per_row:
         raise ValueError(
             f"spare_experts is {count}; a token of a request that refuses brownout can need "

@@ -1,4 +1,4 @@
-"""Experts without a slot of their own: whose stand-in serves, and what fetching one changes."""
+"""Experts without a slot of their own: whose substitute serves, and what fetching one changes."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jmoe
-from jmoe.away import Homes, choose_resident
 from jmoe.experts import ABSENT, FETCHED
 from jmoe.family import load_family
+from jmoe.offloaded import Homes, choose_resident
 from jmoe.sharing import Sharing
 from tests.jmoe.conftest import GOLDEN
 from tests.jmoe.family_oracles import alone, drawn_map, logits, with_owners_experts
@@ -36,7 +36,7 @@ def test_every_position_has_one_and_nobody_goes_without(shape, seed, data):
     kept = {(layer, expert) for _, layer, expert in held[stays].tolist()}
     assert len(kept) == positions
     if count == len(held):
-        assert Homes.of(sharing, count, 0).away is None
+        assert Homes.of(sharing, count, 0).offloaded is None
         with pytest.raises(ValueError, match="spare_experts is 3, and all"):
             Homes.of(sharing, count, 3)
         return
@@ -47,7 +47,7 @@ def test_every_position_has_one_and_nobody_goes_without(shape, seed, data):
     for model, layer, expert in np.ndindex(routed.shape):
         own = routed[model, layer, expert]
         serves = homes.routed[model, layer, expert]
-        assert (homes.away[model, layer, expert] == ABSENT) == (not stays[own])
+        assert (homes.offloaded[model, layer, expert] == ABSENT) == (not stays[own])
         if stays[own]:
             assert serves == homes.slot[own]
         else:  # a resident sibling's, of the same position
@@ -66,25 +66,25 @@ def test_a_stand_in_is_the_siblings_expert_and_a_fetched_one_its_own(directories
     cfg = jmoe.config.read_config(directories["base"])
     positions = cfg.num_moe_layers * cfg.num_experts
     family = load_family(directories, dtype="float32", resident_experts=positions, spare_experts=6)
-    away, law = family.away, family[1]
-    assert len(away.users) == positions
+    offloaded, law = family.offloaded, family[1]
+    assert len(offloaded.users) == positions
     np.testing.assert_array_equal(logits(family[0]), logits(alone(directories["base"])))
     owners = np.zeros((2, cfg.num_moe_layers, cfg.num_experts), np.int32)
-    fetched, free = [], list(away.spare[:2])
+    fetched, free = [], list(offloaded.spare[:2])
     for turn, expert in enumerate([None, (1, 0, 3), (1, 1, 2), (1, 0, 1), (1, 1, 2)]):
-        if expert is not None and expert not in away.fetched:
-            family.fetch({expert: free.pop() if free else away.fetched[fetched[0]]})
-            fetched = [e for e in fetched if e in away.fetched] + [expert]
+        if expert is not None and expert not in offloaded.fetched:
+            family.fetch({expert: free.pop() if free else offloaded.fetched[fetched[0]]})
+            fetched = [e for e in fetched if e in offloaded.fetched] + [expert]
         owners[1] = 0
-        for _, layer, number in away.fetched:
+        for _, layer, number in offloaded.fetched:
             owners[1, layer, number] = 1
         oracle = with_owners_experts(
             directories, Sharing(("base", "law"), owners), 1, tmp_path / str(turn)
         )
         np.testing.assert_array_equal(logits(law), logits(alone(oracle)))
         found = np.where(owners[1] == 1, FETCHED, ABSENT)
-        np.testing.assert_array_equal(np.asarray(law.table.away), found)
-    assert set(away.fetched) == {(1, 1, 2), (1, 0, 1)}  # the oldest made way
+        np.testing.assert_array_equal(np.asarray(law.table.offloaded), found)
+    assert set(offloaded.fetched) == {(1, 1, 2), (1, 0, 1)}  # the oldest made way
 
 
 def test_one_that_two_models_share_is_fetched_for_both(directories, tmp_path_factory):
@@ -101,10 +101,10 @@ def test_one_that_two_models_share_is_fetched_for_both(directories, tmp_path_fac
         resident_experts=positions,
         spare_experts=6,
     )
-    family.fetch({(1, 0, 2): family.away.spare[0]})
+    family.fetch({(1, 0, 2): family.offloaded.spare[0]})
     for model in family.models[1:]:
-        assert model.table.away[0, 2] == FETCHED
-        assert model.table.slots[0, 2] == family.away.spare[0]
-    assert family.away.needed_by_a_row(2) == 2 * cfg.num_moe_layers
-    assert family.away.needed_by_a_row(99) == owners[0].size
-    assert not family.away.away_of(0)
+        assert model.table.offloaded[0, 2] == FETCHED
+        assert model.table.slots[0, 2] == family.offloaded.spare[0]
+    assert family.offloaded.needed_by_a_row(2) == 2 * cfg.num_moe_layers
+    assert family.offloaded.needed_by_a_row(99) == owners[0].size
+    assert not family.offloaded.offloaded_of(0)

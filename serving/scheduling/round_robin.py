@@ -12,7 +12,7 @@ from itertools import count
 from serving.scheduling.sequence import SequenceState
 
 
-class Turns:
+class RoundRobin:
     """Lets models decode in turn: the one whose last decode step is longest ago goes first."""
 
     def __init__(self, mixes: Callable[[Sequence[int]], bool] | None = None) -> None:
