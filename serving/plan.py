@@ -88,7 +88,7 @@ class Limits:
         return self.rank(slot) * self.hidden_per_rank + slot % self.slots_per_rank
 
     def staging_row(self, region: int, rank: int = 0) -> int:
-        """Returns the first hidden row of an region, which holds a prefill step's tokens on
+        """Returns the first hidden row of a staging region, which holds a prefill step's tokens on
         a rank.
         """
         own = self.slots_per_rank + index * self.max_prefill_tokens
