@@ -20,9 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r"(?:python -m (?:benchmarks|training)|jmoe bench) ?[\w.]+[^`|&>#\n]*")
 COVERED = {
     "benchmarks.family_qos": "tests/benchmarks/test_family_qos_run.py",
-    "benchmarks.fuzz_http": "tests/benchmarks/test_fuzz_http.py",
-    "benchmarks.fuzz_kserve": "tests/benchmarks/test_fuzz_kserve.py",
-    "benchmarks.hostile": "tests/e2e/test_hostile_script.py",
+    "benchmarks.hostile": "tests/benchmarks/test_hostile.py",
     "benchmarks.balance.paper_times": "tests/benchmarks/test_libra_times.py",
     "benchmarks.accuracy": "tests/training/test_accuracy_benchmark.py",
     "benchmarks.accuracy.ablation": "tests/training/test_accuracy_benchmark.py",
