@@ -19,15 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMAND = re.compile(r"(?:python -m (?:benchmarks|training)|jmoe bench) ?[\w.]+[^`|&>#\n]*")
 COVERED = {
-<<<<<<< HEAD
-    "benchmarks.fuzz_http": "tests/benchmarks/test_fuzz_http.py",
-    "benchmarks.fuzz_kserve": "tests/benchmarks/test_fuzz_kserve.py",
-    "benchmarks.hostile": "tests/e2e/test_hostile_script.py",
-=======
-    "benchmarks.family_qos": "tests/benchmarks/test_family_qos_run.py",
     "benchmarks.hostile": "tests/benchmarks/test_hostile.py",
-    "benchmarks.balance.paper_times": "tests/benchmarks/test_libra_times.py",
->>>>>>> x-hostile
     "benchmarks.accuracy": "tests/training/test_accuracy_benchmark.py",
     "benchmarks.accuracy.ablation": "tests/training/test_accuracy_benchmark.py",
     "benchmarks.gpu": "tests/benchmarks/test_gpu_benchmark_dry.py",
