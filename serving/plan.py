@@ -91,7 +91,7 @@ class Limits:
         """Returns the first hidden row of a staging region, which holds a prefill step's tokens on
         a rank.
         """
-        own = self.slots_per_rank + index * self.max_prefill_tokens
+        own = self.slots_per_rank + region * self.max_prefill_tokens
         return rank * self.hidden_per_rank + own
 
     def pages_for(self, positions: int) -> int:
