@@ -32,32 +32,25 @@ _ALSO_RIGHT = {
     "text beyond gRPC's limit": "INVALID_ARGUMENT",  # the server's own limit
     "top_k below 0": "OK",  # -1 is off, as in vLLM
 }
-
-
-class NoAnswer(Exception):
-    """The server closed the connection."""
+_CLOSED = (asyncio.IncompleteReadError, ConnectionError)
+"""What reading an answer raises where the server closed the connection."""
 
 
 async def _read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes, bytes]:
-    """Status, body and headers, in lower case, of the next answer; of a stream, its events. Raises
-    NoAnswer at the end.
-    """
-    try:
+    """Returns status, body (of a stream, its events) and lower-case headers of the next answer."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    while head.startswith(b"HTTP/1.1 100 "):
         head = await reader.readuntil(b"\r\n\r\n")
-        while head.startswith(b"HTTP/1.1 100 "):
-            head = await reader.readuntil(b"\r\n\r\n")
-        status, lower = int(head.split(b" ", 2)[1]), head.lower()
-        if b"transfer-encoding: chunked" in lower:
-            parts = []
-            while size := int(await reader.readuntil(b"\r\n"), 16):
-                parts.append(await reader.readexactly(size))
-                await reader.readexactly(2)
+    status, lower = int(head.split(b" ", 2)[1]), head.lower()
+    if b"transfer-encoding: chunked" in lower:
+        parts = []
+        while size := int(await reader.readuntil(b"\r\n"), 16):
+            parts.append(await reader.readexactly(size))
             await reader.readexactly(2)
-            return status, b"".join(parts), lower
-        length = re.search(rb"\r\ncontent-length: (\d+)", lower)
-        return status, await reader.readexactly(int(length[1]) if length else 0), lower
-    except (asyncio.IncompleteReadError, ConnectionError):
-        raise NoAnswer from None
+        await reader.readexactly(2)
+        return status, b"".join(parts), lower
+    length = re.search(rb"\r\ncontent-length: (\d+)", lower)
+    return status, await reader.readexactly(int(length[1]) if length else 0), lower
 
 
 def _post(path: str, body: Any, headers: bytes = b"", method: bytes = b"POST") -> bytes:
@@ -180,7 +173,7 @@ async def _send(address: str, attempt: Attempt) -> Ended:
         if attempt.manner == "half-close":
             writer.write_eof()
         if attempt.leaves:
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            with contextlib.suppress(*_CLOSED):
                 for _ in range(attempt.stop_after):
                     if b"[DONE]" in await reader.readuntil(b"\n\n"):
                         return Ended("OK")
@@ -192,7 +185,7 @@ async def _send(address: str, attempt: Attempt) -> Ended:
             transport.resume_reading()
             await asyncio.sleep(0)
         return _ended(attempt.path, *await _read_answer(reader))
-    except NoAnswer:
+    except _CLOSED:
         # A server that has refused what is too large may close while that is being sent.
         gave_up = len(attempt.payload) > 1 << 20
         return Ended("INVALID_ARGUMENT" if gave_up else "UNAVAILABLE", "closed")
@@ -475,70 +468,56 @@ def flaw(status: int, body: bytes) -> str:
 
 @contextlib.asynccontextmanager
 async def _connect_fuzz(facts: Facts) -> AsyncIterator[Callable[[Fuzzed], Awaitable[list[Answer]]]]:
-    sender = _Sender(facts.http_address)
-    try:
-        yield sender.send
-    finally:
-        sender.close()
+    """Yields what sends over one connection after another, and judges the answers."""
+    host, _, port = facts.http_address.rpartition(":")
+    streams: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-
-class _Sender:
-    """One connection after another."""
-
-    def __init__(self, address: str) -> None:
-        self._host, _, port = address.rpartition(":")
-        self._port = int(port)
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-
-    async def send(self, sent: Fuzzed) -> list[Answer]:
-        """Sends one; its answers, judged."""
-        if self._streams is None:
-            self._streams = await asyncio.open_connection(self._host, self._port)
-        reader, writer = self._streams
+    async def send(sent: Fuzzed) -> list[Answer]:
+        reader, writer = (
+            streams.pop() if streams else await asyncio.open_connection(host, int(port))
+        )
         writer.write(sent.data)
         if sent.manner == "half-close":
             writer.write_eof()
         keeps, answers = False, [(sent.kind, "left", "")]
         try:
             if sent.manner != "leave":
-                answers, keeps = await self._answers(reader, sent)
+                answers, keeps = await _answers(reader, sent)
         finally:
-            # What else was sent may spoil the next request.
-            if not keeps or sent.manner != "read":
-                self.close()
+            if keeps and sent.manner == "read":
+                streams.append((reader, writer))
+            else:  # what else was sent may spoil the next request
+                writer.close()
         return answers
 
-    async def _answers(
-        self, reader: asyncio.StreamReader, sent: Fuzzed
-    ) -> tuple[list[Answer], bool]:
-        """Returns the answers, and whether the connection is of more use."""
-        answers: list[Answer] = []
-        unsure, num_wanted = sent.manner == "unsure", 1
-        if sent.kind == "pipelined":
-            num_wanted = sent.data.count(b" HTTP/1.1\r\nhost: localhost\r\n")
-        for _ in range(num_wanted):
-            try:
-                async with asyncio.timeout(_UNSURE_S if unsure else None):
-                    status, body, _ = await _read_answer(reader)
-            except NoAnswer:
-                # After `connection: close` or an answer to what is no HTTP, others get none.
-                is_wrong = num_wanted == 1 and not unsure
-                problem = f"closed without an answer; sent {sent.data[:300]!r}" * is_wrong
-                return [*answers, (sent.kind, "closed", problem)], False
-            except TimeoutError:
-                return [(sent.kind, "none", "")], False
-            wrong = flaw(status, body)
-            problem = f"{wrong}; sent {sent.data[:300]!r}" if wrong else ""
-            answers.append((sent.kind, str(status), problem))
-            if status in (408, 431) or b"connection: close" in sent.data:
-                return answers, False
-        return answers, True
+    yield send
+    for _, writer in streams:
+        writer.close()
 
-    def close(self) -> None:
-        """Ends the connection."""
-        if self._streams is not None:
-            self._streams[1].close()
-            self._streams = None
+
+async def _answers(reader: asyncio.StreamReader, sent: Fuzzed) -> tuple[list[Answer], bool]:
+    """Returns the answers, and whether the connection is of more use."""
+    answers: list[Answer] = []
+    unsure, num_wanted = sent.manner == "unsure", 1
+    if sent.kind == "pipelined":
+        num_wanted = sent.data.count(b" HTTP/1.1\r\nhost: localhost\r\n")
+    for _ in range(num_wanted):
+        wrong, status = "", ""
+        try:
+            async with asyncio.timeout(_UNSURE_S if unsure else None):
+                status, body, _ = await _read_answer(reader)
+            wrong = flaw(status, body)
+        except TimeoutError:
+            if not unsure:  # it hangs
+                raise
+            status = "none"
+        except _CLOSED:
+            # After `connection: close` or an answer to what is no HTTP, others get none.
+            status, wrong = "closed", "" if unsure or num_wanted > 1 else "closed without an answer"
+        answers.append((sent.kind, f"{status}", wrong and f"{wrong}; sent {sent.data[:300]!r}"))
+        if status in ("none", "closed", 408, 431) or b"connection: close" in sent.data:
+            return answers, False
+    return answers, True
 
 
 FUZZ = (Fuzz("HTTP", draw, _connect_fuzz),)
