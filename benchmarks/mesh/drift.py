@@ -147,8 +147,6 @@ def figures(
         "mover": float(mover),
         "anew": float(best),
         "excess": float(mover / best - 1),
-        "layers_written": played["layers_written"],
-        "most_in_a_tick": played["most_in_a_tick"],
         "look_ms": {f"p{p}": float(np.percentile(played["look_ms"], p)) for p in (50, 99)},
     }
 
@@ -184,10 +182,8 @@ def table(found: dict[str, Any]) -> list[str]:
                     *(kind, spare),
                     *(f"{np.mean([r[k] for r in ones]):.3f}" for k in ("mover", "anew")),
                     f"{100 * np.mean([r['excess'] for r in ones]):.1f} %",
-                    f"{np.mean([r['layers_written'] for r in ones]):.0f}",
-                    max(r["most_in_a_tick"] for r in ones),
                     f"{np.median(p50):.2f} / {max(p99):.2f}",
                 ]
             )
-    heads = ["", "spare", "mover", "anew", "over anew", "writes", "most a tick"]
+    heads = ["", "spare", "mover", "anew", "over anew"]
     return markdown([*heads, "a look, ms of processor: P50 / P99"], rows)
