@@ -11,9 +11,8 @@ from benchmarks.mesh.core import Costs, State
 from benchmarks.mesh.routing import Placement, Routing
 from jmoe.parallel.asynchronous import DEFAULT_OVERHEADS, Overheads
 from jmoe.parallel.stage_times import StageTimes
-from serving.scheduling.layers.picker import LayerPicker, make_picker
+from serving.scheduling.layers.picker import LayerPicker
 
-NUM_ITLS = 1 << 16
 UNLIMITED = 1 << 62
 
 
@@ -49,8 +48,7 @@ class Run(NamedTuple):
     """What `measure` counted."""
 
     tokens_per_s: float
-    itl_mean_s: float
-    itl_p99_s: float
+    itl_s: float  # mean
     attention_busy: float  # share of the time, mean over workers
     experts_busy: float
 
@@ -85,7 +83,6 @@ def make_state(system: System, num_sequences: int, seed: int) -> State:
         **{name: ints(num_sequences) for name in ("missing", "home", "tokens_left")},
         last_s=np.full(num_sequences, -1.0),
         free=np.arange(num_sequences)[::-1].copy(),
-        itls=floats(NUM_ITLS),
         stamp=ints(num_experts),
         fragment=ints(workers, 3),
         random=rng.integers(0, num_sets, 1 << 18),
@@ -108,16 +105,16 @@ class Simulation:
         self,
         system: System,
         traffic: Traffic,
-        pickers: tuple[LayerPicker, LayerPicker] | None = None,
+        pickers: tuple[LayerPicker, LayerPicker],
         *,
         seed: int = 0,
     ) -> None:
-        """`pickers` for attention and for experts; None: the paper's Algorithm 1.
+        """`pickers` for attention and for experts.
 
         All sequences of a closed load begin at once, at time 0.
         """
         self.system, self.traffic = system, traffic
-        self.pickers = pickers or (make_picker("defrag"), make_picker("defrag"))
+        self.pickers = pickers
         self.state = make_state(system, traffic.in_flight, seed)
         numbers, over = self.state.numbers, system.overheads
         numbers[core.NUM_FREE] = traffic.in_flight
@@ -172,18 +169,14 @@ class Simulation:
         self.play(float(s.seconds[core.NOW]) + warm_s)
         before, busy, sums = s.numbers.copy(), s.busy_s.copy(), s.seconds.copy()
         self.play(float(sums[core.NOW]) + for_s)
-        last, num_itls = s.numbers[core.NUM_ITL], int((s.numbers - before)[core.NUM_ITL])
-        # The newest of a ring of samples.
-        newest = np.arange(last - min(num_itls, NUM_ITLS), last)
-        itls = s.itls[newest % NUM_ITLS] if num_itls else np.full(1, np.nan)
+        counted = s.numbers - before
+        num_itls, produced = int(counted[core.NUM_ITL]), float(counted[core.PRODUCED])
         itl_s = float((s.seconds - sums)[core.ITL_SUM]) / num_itls if num_itls else np.nan
-        produced = float((s.numbers - before)[core.PRODUCED])
         shares, ours = (s.busy_s - busy) / for_s, self.costs.num_attention
         return Run(
             # Waves pass: of a closed load, Little's law counts better than a window does.
             self.traffic.in_flight / itl_s if self.traffic.closed else produced / for_s,
             itl_s,
-            float(np.quantile(itls, 0.99)),
             float(shares[:ours].mean()),
             float(shares[ours:].mean()),
         )

@@ -55,7 +55,6 @@ class State(NamedTuple):
     last_s: Float[np.ndarray, "N"]  # of a sequence's newest token
     free: Int[np.ndarray, "N"]  # the first NUM_FREE are places without a sequence
     running: Int[np.ndarray, "W"]  # sequences of an attention worker
-    itls: Float[np.ndarray, "samples"]
     stamp: Int[np.ndarray, "E"]  # of the last stage that an expert had rows in
     fragment: Int[np.ndarray, "W 3"]  # head, tail and length of what is sent to each
     # Tables.
@@ -83,22 +82,29 @@ class Costs(NamedTuple):
 
 
 @jit
+def _move(s: State, at: int, to: int) -> None:
+    s.event_s[to], s.event_order[to] = s.event_s[at], s.event_order[at]
+    for i in range(5):
+        s.event[to, i] = s.event[at, i]
+
+
+@jit
+def _earlier(s: State, one: int, other: int) -> bool:
+    if s.event_s[one] == s.event_s[other]:
+        return s.event_order[one] < s.event_order[other]
+    return s.event_s[one] < s.event_s[other]
+
+
+@jit
 def push(s: State, at_s: float, kind: int, worker: int, layer: int, head: int, count: int) -> None:
     """Adds an event."""
     child = s.numbers[NUM_EVENTS]
-    s.numbers[NUM_EVENTS] = child + 1
-    order = s.numbers[SEQUENCE]
-    s.numbers[SEQUENCE] = order + 1
-    while child > 0:
-        parent = (child - 1) >> 1
-        if s.event_s[parent] <= at_s:
-            break
-        s.event_s[child] = s.event_s[parent]
-        s.event_order[child] = s.event_order[parent]
-        for i in range(5):
-            s.event[child, i] = s.event[parent, i]
-        child = parent
-    s.event_s[child], s.event_order[child] = at_s, order
+    s.numbers[NUM_EVENTS] += 1
+    while child > 0 and s.event_s[(child - 1) >> 1] > at_s:
+        _move(s, (child - 1) >> 1, child)
+        child = (child - 1) >> 1
+    s.event_s[child], s.event_order[child] = at_s, s.numbers[SEQUENCE]
+    s.numbers[SEQUENCE] += 1
     s.event[child, 0], s.event[child, 1], s.event[child, 2] = kind, worker, layer
     s.event[child, 3], s.event[child, 4] = head, count
 
@@ -106,30 +112,17 @@ def push(s: State, at_s: float, kind: int, worker: int, layer: int, head: int, c
 @jit
 def _drop_first(s: State) -> None:
     """Takes the first event off the heap."""
-    last = s.numbers[NUM_EVENTS] - 1
-    s.numbers[NUM_EVENTS] = last
-    at_s, order, hole = s.event_s[last], s.event_order[last], 0
-    while True:
+    s.numbers[NUM_EVENTS] -= 1
+    last, hole = s.numbers[NUM_EVENTS], 0
+    while 2 * hole + 1 < last:
         child = 2 * hole + 1
-        if child >= last:
+        if child + 1 < last and _earlier(s, child + 1, child):
+            child += 1
+        if _earlier(s, last, child):
             break
-        right = child + 1
-        if right < last and (
-            s.event_s[right] < s.event_s[child]
-            or (
-                s.event_s[right] == s.event_s[child] and s.event_order[right] < s.event_order[child]
-            )
-        ):
-            child = right
-        if at_s < s.event_s[child] or (at_s == s.event_s[child] and order < s.event_order[child]):
-            break
-        s.event_s[hole], s.event_order[hole] = s.event_s[child], s.event_order[child]
-        for i in range(5):
-            s.event[hole, i] = s.event[child, i]
+        _move(s, child, hole)
         hole = child
-    s.event_s[hole], s.event_order[hole] = at_s, order
-    for i in range(5):
-        s.event[hole, i] = s.event[last, i]
+    _move(s, last, hole)
 
 
 @jit
@@ -356,9 +349,7 @@ def _token(s: State, token: int) -> bool:
     now = s.seconds[NOW]
     s.numbers[PRODUCED] += 1
     if s.last_s[token] >= 0:
-        gap = now - s.last_s[token]
-        s.seconds[ITL_SUM] += gap
-        s.itls[s.numbers[NUM_ITL] % len(s.itls)] = gap
+        s.seconds[ITL_SUM] += now - s.last_s[token]
         s.numbers[NUM_ITL] += 1
     s.last_s[token] = now
     s.tokens_left[token] -= 1

@@ -70,4 +70,7 @@ def test_a_tiny_run_prints_tables(capsys):
             assert 1 <= row["median"] <= row["p99"]
     model = found["bundled"]
     assert 1 <= model["imbalance"][8]["probe"] < model["imbalance"][2]["probe"] < model["none"]
-    assert 0 < found["planning"]["ms"] < 1000
+
+
+def test_planning_is_timed():
+    assert 0 < balance.plan_time(True)["ms"] < 1000
