@@ -320,7 +320,7 @@ def test_help_of_serve_has_groups_defaults_and_ranges(monkeypatch, capsys) -> No
     titles = [line[:-1] for line in text.splitlines() if re.fullmatch(r"[A-Z]\w+:", line)]
     assert titles == ["Arguments", "Options", *GROUPS]
     words = " ".join(text.split())
-    assert "Number of tokens in a KV page. [default: 64; above 0]" in words
+    assert "Tokens in a KV page. [default: 64; above 0]" in words
     assert "--log-format <text|json>" in words
 
 
