@@ -237,14 +237,18 @@ async def play(
 async def saturate(
     client: Target, samples: Iterable[Arrival], *, concurrency: int, duration_s: float
 ) -> Run:
-    """Keeps `concurrency` requests in flight for `duration_s`, then lets them finish."""
+    """Keeps `concurrency` requests in flight for `duration_s`, then lets them finish. As many are
+    sent even where the machine pauses for all of that time.
+    """
     gc_freeze.freeze()
     player = _Player(client, time_limit_s=duration_s + 30)
     waiting = iter(samples)
 
     async def worker() -> None:
-        while player.now_s() < duration_s and (arrival := next(waiting, None)):
+        while (arrival := next(waiting, None)) is not None:
             await player.ask(arrival, player.now_s())
+            if player.now_s() >= duration_s:
+                break
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):

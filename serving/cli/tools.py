@@ -325,9 +325,10 @@ def family(
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out"),
 ) -> None:
-    """Compares a family in one server with its models in turn and side by side.
+    """Compares a family in one server with its alternatives.
 
-    At several loads, for Multi-MoE's figures (docs/families.md).
+    They are its models in turn and side by side, at several loads, for Multi-MoE's figures
+    (docs/families.md).
     """
     flags: dict[str, Any] = {**locals(), "server_args": tuple(server_args or ())}
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # or it tells of every server that is started
