@@ -121,13 +121,13 @@ class BrownoutConfig:
     )
     best_effort_ttft_slo_s: float = setting(
         0.0,
-        "The same for best effort, time to first token. 0: none, so that best effort moves no "
-        "threshold.",
+        "Objective for best effort's P90 time to first token. 0: none, so that best effort "
+        "moves no threshold.",
         NOT_NEGATIVE,
     )
     best_effort_itl_slo_s: float = setting(
         0.0,
-        "The same for best effort, inter-token latency. 0: none.",
+        "Objective for best effort's P90 inter-token latency. 0: none.",
         NOT_NEGATIVE,
     )
 
@@ -148,7 +148,7 @@ class SalcConfig:
         "Algorithm 2: thresholds grow while latency is below this share of its objective.",
         SHARE_ABOVE_0,
     )
-    increment_percent: float = setting(10.0, "Algorithm 2: by how much.", POSITIVE)
+    increment_percent: float = setting(10.0, "Algorithm 2: how much a threshold grows.", POSITIVE)
     shrink_ratio: float = setting(
         0.8,
         "Algorithm 2: factor on a threshold when latency exceeds the objective.",
@@ -254,7 +254,7 @@ class AsynchronousConfig:
         "file.py:Class (async-expert-parallelism.md).",
     )
     min_batch: int = setting(1, "Rows that a layer waits for.", POSITIVE)
-    max_wait_s: float = setting(0.002, "Most seconds of that wait.", NOT_NEGATIVE)
+    max_wait_s: float = setting(0.002, "Seconds that a layer waits for rows at most.", NOT_NEGATIVE)
     max_age_s: float = setting(
         0.25, "Seconds after which rows go ahead of all younger ones.", POSITIVE
     )
@@ -357,7 +357,7 @@ class EngineConfig:
     )
     process_index: int = setting(
         -1,
-        "This process: 0 serves requests, the others follow it.",
+        "Index of this process: 0 serves requests, the others follow it.",
         None,
         "Parallelism",
     )

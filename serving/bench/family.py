@@ -282,7 +282,8 @@ async def _run(config: FamilyConfig, say: Callable[[str], None]) -> dict[str, An
         points = []
         for number, load in enumerate((0.0, *config.loads)):
             say(f"{load:g} of {capacity_per_s:.1f} requests/s" if load else "one request at a time")
-            played = await _play(ways, traces(load * capacity_per_s, number), bool(load) * PAUSE_S)
+            asked_now, pause_s = traces(load * capacity_per_s, number), bool(load) * PAUSE_S
+            played = await _play(ways, asked_now, pause_s, first=number * config.rounds)
             about = {"load": load, "rate_per_s": load * capacity_per_s}
             points += [{"way": name} | about | point(runs) for name, runs in played.items()]
     told = asdict(config)
@@ -302,11 +303,16 @@ async def _run(config: FamilyConfig, say: Callable[[str], None]) -> dict[str, An
 
 
 async def _play(
-    ways: Mapping[str, Way], traces: Sequence[Sequence[workload.Arrival]], pause_s: float
+    ways: Mapping[str, Way],
+    traces: Sequence[Sequence[workload.Arrival]],
+    pause_s: float,
+    first: int = 0,
 ) -> dict[str, list[tuple[Run, int]]]:
-    """Returns the run of each trace, and changes of weights meanwhile, by alternative."""
+    """Returns the run of each trace, and changes of weights meanwhile, by alternative. The first
+    trace begins with alternative `first`, counted round, and each further one with the next.
+    """
     played: dict[str, list[tuple[Run, int]]] = {name: [] for name in ways}
-    for turn, trace in enumerate(traces):
+    for turn, trace in enumerate(traces, first):
         at = turn % len(ways)
         for name in [*ways, *ways][at : at + len(ways)]:
             before = await ways[name].changes()
