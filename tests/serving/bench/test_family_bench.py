@@ -273,3 +273,24 @@ def test_a_dry_run_measures_every_alternative(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert all(f"| {words} |" in printed for words in family.WAYS.values())
     assert (tmp_path / "family.png").stat().st_size > 10_000
+
+
+async def test_alternatives_take_turns_to_be_first_over_all_loads(monkeypatch):
+    order = []
+
+    class Way:
+        def __init__(self, name):
+            self.name = name
+
+        async def changes(self):
+            return 0
+
+    async def note(way, trace, time_limit_s):
+        order.append(way.name)
+
+    monkeypatch.setattr(family, "play", note)
+    ways = {name: Way(name) for name in "abc"}
+    trace = [SimpleNamespace(at_s=0.0)]
+    for load in range(2):
+        await family._play(ways, [trace, trace], 0.0, first=2 * load)
+    assert "".join(order) == "abcbcacababc"
