@@ -240,8 +240,8 @@ async def _choice(sizes: Sizes, family: Family) -> dict[str, Any]:
 
     engine = await Engine.start(settings(sizes), model=family)
     try:
-        assert isinstance(engine.runner, DeviceRunner)
-        mixed, figures = engine.runner.mixed, {}
+        assert isinstance(engine.executor, DeviceRunner)
+        mixed, figures = engine.executor.mixed, {}
         for batch in sizes.family_batches:
             half = batch // 2
             figures[f"mixed_us_b{batch}"] = 1e6 * mixed.mixed_s[2, half]

@@ -7,6 +7,7 @@ import argparse
 import importlib
 import math
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -169,11 +170,30 @@ def _some(
 
         status = _child(words, clock.left_s + 15, env, most_s)
         worst = max(worst, int(status != 0))
+        _say_how_it_ended(kept, part, wanted, status)
         # What hung, crashed or lost the device is stored as failed: a new process goes on.
         if status in (0, 1) or args.retry or args.again:
             break
         before, wanted = len(wanted), todo(args, kept, part, sizes)
     return worst
+
+
+def _say_how_it_ended(kept: store.Store, part: str, wanted: list[Case], status: int) -> None:
+    """Stores why the case that ran as its part's process ended has no result."""
+    records = kept.records(part)
+    for case in wanted:
+        record = records.get(case.name, {})
+        if record.get("failed") != command.STARTED or not kept.has(part, case.name, failed=True):
+            continue
+        if status == LOST:
+            how = f"HANG: nothing for {SLACK_S + 2 * case.estimate_s:.0f} s, and it was killed"
+        elif status < 0:
+            how = f"CRASH: its process was ended by {signal.Signals(-status).name}"
+        elif status == 1:
+            how = "OUT OF TIME: it was killed"
+        else:
+            how = f"CRASH: its process ended with status {status}"
+        kept.put(part, {**record, "failed": how})
 
 
 def _at_most(

@@ -70,9 +70,16 @@ class ClusterSecret:
         They are the same, to the byte, in every process: each shows this certificate and trusts no
         other, so that both ends of a TLS connection prove that they know the secret.
         """
-        from cryptography import x509  # here, as few servers have a secret
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
+        try:  # here, as few servers have a secret
+            from cryptography import x509
+            from cryptography.hazmat.primitives import hashes, serialization
+            from cryptography.hazmat.primitives.asymmetric import ec
+        except ImportError as error:
+            raise SettingsError(
+                "a secret is given, and certificates of it need a package that is not installed "
+                f"({(error.name or 'cryptography').partition('.')[0]}); install it with: "
+                "pip install 'jmoe[serve]'"
+            ) from None
 
         number = int.from_bytes(self.derive("key of the certificate", 48))
         key = ec.derive_private_key(number % (_ORDER_OF_P256 - 1) + 1, ec.SECP256R1())

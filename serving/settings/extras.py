@@ -3,7 +3,6 @@
 from importlib.util import find_spec
 
 _NEEDED = (
-    "cryptography",
     "fastapi",
     "google.protobuf",
     "grpc",

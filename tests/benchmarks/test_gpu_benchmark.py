@@ -233,8 +233,8 @@ def test_a_case_that_hangs_or_ends_the_process_costs_itself_alone(command, monke
     assert run._some(args, DRY, command_line.Clock(500), "step", "") == 1
     assert fake.ran == ["c"]
     assert {name: r.get("failed") for name, r in stored(tmp_path).items()} == {
-        "a": command_line.STARTED,
-        "b": command_line.STARTED,
+        "a": "CRASH: its process was ended by SIGABRT",
+        "b": "HANG: nothing for 110 s, and it was killed",
         "c": None,
     }
     begins = ("start", run.SLACK_S)
