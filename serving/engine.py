@@ -1,8 +1,10 @@
 """The engine: admission, the tick, and the interface to callers.
 
-The tick (`Engine._tick`) is the core of the system: shortly before a step ends, let the controllers
-act, plan the next step and launch it; then take the results of the one that ended. So the device
-never waits for the host, and a request waits for as few steps as possible.
+The tick (`Engine._tick`) is the core of the system: let the controllers act, plan a step and submit
+it, as long as the executor has room; then take what it has completed. A step runner has room for
+one step beside the one that runs, which is planned shortly before that ends: so the device never
+waits for the host, and a request waits for as few steps as possible. Asynchronous workers have room
+for any number, and complete rows singly.
 """
 
 import serving.settings.extras  # noqa: F401  (names the extra of a package that is missing)
@@ -15,9 +17,11 @@ import math
 import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -36,15 +40,28 @@ from serving.errors import (
     Overloaded,
     ServingError,
     Unavailable,
+    WorkerLost,
     shown,
 )
+from serving.execution.executor import (
+    STEPS_AT_ONCE,
+    Completed,
+    Draws,
+    Executor,
+    FailedRows,
+    HasWorkers,
+    LostRows,
+    Mixes,
+    RankDown,
+    RankUp,
+    RunsParts,
+    Stages,
+)
 from serving.execution.programs import Progress
-from serving.execution.runner import Runner
 from serving.intake.admission import Admission
 from serving.intake.deadlines import Deadlines
 from serving.intake.structure import allowed_tokens
-from serving.pipeline.crew import Crew
-from serving.plan import Phase, StepResult
+from serving.plan import Phase, StepControl, StepResult
 from serving.request import (
     BrownoutChange,
     BrownoutState,
@@ -75,14 +92,14 @@ log = logging.getLogger(__name__)
 
 UNRESPONSIVE_S = 10.0
 """If the event loop takes longer (s) to react to a stuck step, it counts as stuck, too."""
+NOBODY = "no worker with attention is there"
 
 
 @dataclass
 class InFlight:
-    """A step on the device, and its result once that is read."""
+    """A step that an executor completes whole."""
 
     step: ScheduledStep
-    result: asyncio.Future[StepResult]
     launched_at: float
     started_at: float  # when the device could begin: at launch, or after the previous step
 
@@ -90,47 +107,46 @@ class InFlight:
 class Engine:
     """Serves a model or a family in one event loop. Make it with `await Engine.start(config)`."""
 
-    scheduler_type = Scheduler
-
     def __init__(
         self,
         config: EngineConfig,
-        runner: Runner,
+        executor: Executor,
         model: Model | Family | None,
         observer: Observer | Sequence[Observer] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Needs a runner that is ready. Without `model` (in tests), prompts must be token ids.
+        """Needs an executor that is ready. Without `model` (in tests), prompts must be token ids.
         `clock` is the clock of the event loop's timers, in seconds.
         """
-        self.config, self.runner = config, runner
+        self.config, self.executor = config, executor
         self.family = None if model is None else Family.of(model)
         self.names = ("",) if self.family is None else self.family.names  # model names in requests
         self.status = "starting"
         self.failure = ""  # why it failed, once it did
-        self.pace = Pace(runner.limits.num_layers, waits=config.prefill_company)
+        self.pace = Pace(executor.limits.num_layers, waits=config.prefill_company)
         ways = allowed_ways(config.brownout, self.family)
         way = ways[0] if ways else 0
         slow_s = config.plugin_slow_ms / 1e3 or math.inf
         self.slo = SloAnalyser(config.brownout, config.salc, way=way, pace=self.pace, slow_s=slow_s)
         observers = [observer] if isinstance(observer, Observer) else observer or ()
-        self.loader = ExpertsLoader(runner, self.family, ways, self.slo, config.balance)
+        self.loader = ExpertsLoader(executor, self.family, ways, self.slo, config.balance)
         self.accounts = Accounts([self.slo.load, *self.loader.observers, *observers])
-        self.scheduler = self.scheduler_type(
-            runner.limits,
+        self.scheduler = Scheduler(
+            executor.limits,
             make_policy(config.policy),
-            runner.layers_at_once,
+            executor.layers_at_once if isinstance(executor, RunsParts) else None,
             Share(config.best_effort_share),
             config.best_effort_max_wait_s or math.inf,
-            runner.mixes,
+            executor.mixes if isinstance(executor, Mixes) else None,
             self.slo.accepted if config.reuses_prefixes else None,
             slow_s,
+            executor.in_order,
         )
-        self._work = asyncio.Event()
+        self._work = asyncio.Event()  # a request or news has come
         count, wake = len(self.names), self._work.set
-        self.registry = Registry(runner, self.scheduler, count, config.model_stay_s, wake)
-        self.fetcher = Fetcher(runner, self.scheduler, self.family, clock)
-        self.admission = Admission(config, runner.limits, self.family)
+        self.registry = Registry(executor, self.scheduler, count, config.model_stay_s, wake)
+        self.fetcher = Fetcher(executor, self.scheduler, self.family, clock)
+        self.admission = Admission(config, executor.limits, self.family)
         self.bounds = self.admission.bounds
         self.request_timeout_s = 0.0  # of requests that name none; 0: they have none
         self.deadlines = Deadlines(config.queue_timeout_s, clock, self._end)
@@ -141,13 +157,18 @@ class Engine:
         cfg = None if self.family is None else self.family.config
         self._vocab_size = cfg.vocab_size if cfg else 0
         self._visits_per_token = cfg.num_moe_layers * cfg.experts_per_token if cfg else 1
-        self._in_flight: InFlight | None = None
+        self._in_flight = deque[InFlight]()  # none where rows complete singly
+        self._news = deque[Any]()  # what the executor told (serving.execution.executor)
+        self._workers = executor if isinstance(executor, HasWorkers) else None
         self._open: set[SequenceState] = set()  # admitted and not ended
         self._idle = asyncio.Event()
         self._failed = asyncio.Event()
         self._started_at = clock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_task: asyncio.Task[None] | None = None
+        executor.listen(self._note)
+        if self._workers is not None and self.accounts.wants_stages:
+            self._workers.record()
 
     # ---- life -------------------------------------------------------------------------------
 
@@ -171,12 +192,8 @@ class Engine:
         make_policy(config.policy)  # fail early on a bad name
         make_controller(config.salc)
         with progress_bar() if progress is None else contextlib.nullcontext(progress) as shown_by:
-            fitting, loaded, runner = await asyncio.to_thread(prepare, config, model, shown_by)
-        if isinstance(runner, Crew):
-            from serving.asynchronous import AsynchronousEngine  # a subclass of Engine
-
-            cls = AsynchronousEngine
-        engine = cls(fitting, runner, loaded, observer)
+            fitting, loaded, executor = await asyncio.to_thread(prepare, config, model, shown_by)
+        engine = cls(fitting, executor, loaded, observer)
         engine.run()
         return engine
 
@@ -186,7 +203,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._loop_task = asyncio.create_task(self._run(), name="jmoe-tick")
         self.watchdog.start()
-        self.runner.watch(self._fail_from_thread)
+        self.executor.watch(self._fail_from_thread)
 
     async def drain(self, timeout_s: float) -> bool:
         """Stops admission and lets requests finish. Returns whether all did within `timeout_s`."""
@@ -218,7 +235,7 @@ class Engine:
             self._loop_task = None
             self.watchdog.close()
             await self.admission.close()
-            self.runner.close()
+            self.executor.close()
 
     def _fail(self, reason: str) -> None:
         """Marks the engine as failed: ends all requests with an error, and refuses new ones."""
@@ -226,7 +243,8 @@ class Engine:
             return
         log.error("the engine failed: %s", reason)
         self.status, self.failure = "failed", reason
-        self._in_flight = None
+        self._in_flight.clear()
+        self.scheduler.abandon()  # nothing will leave any more
         self._fail_all(Unavailable(f"the engine failed: {reason}"))
         self._failed.set()
         if self._loop_task is not None and asyncio.current_task() is not self._loop_task:
@@ -314,6 +332,7 @@ class Engine:
             self._abandon(sequence)
 
     async def _admit(self, request: Request) -> SequenceState:
+        self._check_workers(request)
         arrived_at = self._clock()
         sequence = await self.admission.sequence(request, arrived_at)
         self.check_admission(request.priority)  # again, since tokenizing a long text takes time
@@ -323,6 +342,20 @@ class Engine:
         self._open.add(sequence)
         self._work.set()
         return sequence
+
+    def _check_workers(self, request: Request) -> None:
+        """Raises WorkerLost if workers that a request needs are gone."""
+        if self._workers is None:
+            return
+        if not self.scheduler.places.any_open:
+            raise self._lost(NOBODY)
+        exact = not request.allow_brownout or self.slo.strategy == "zero"
+        if exact and (missing := self._workers.unreachable):
+            raise self._lost(f"{missing}, and nothing may stand in for it")
+
+    def _lost(self, why: str) -> WorkerLost:
+        retry_after_s = 0.0 if self._workers is None else self._workers.retry_after_s
+        return WorkerLost(f"{why}; send the request again", retry_after_s)
 
     def _abandon(self, sequence: SequenceState) -> None:
         """Aborts an unfinished request whose caller has closed the iterator."""
@@ -386,7 +419,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Returns the current counters and gauges."""
-        up_s, compiled = self._clock() - self._started_at, self.runner.compilations_since_ready
+        up_s, compiled = self._clock() - self._started_at, self.executor.compilations_since_ready
         full_s = self.pace.times.expected_s(Phase.DECODE, self.config.max_num_seqs)
         return self.accounts.stats(self.scheduler, compiled, up_s, full_s)
 
@@ -417,37 +450,70 @@ class Engine:
             self._decide(self._clock())
 
     async def _tick(self) -> bool:
-        """Launches step N + 1, then takes step N's results. Returns False if there is no work."""
-        before = self._in_flight
-        if before is not None:
-            await self._wait_to_launch(before)
+        """Plans a step if there is room, else takes what completed. Returns False if there is no
+        work.
+        """
+        await self._until_due()
         now = self._clock()
-        num_running, since_s = len(self.scheduler.running), 0.0
         self._advance_controllers(now)
+        step = self._plan(now)
+        if step is None or not self._has_room:
+            if step is None and not (self._in_flight or self.scheduler.singles or self._news):
+                if not self.loader.busy:
+                    self.registry.advance(now, idle=True)
+                    return False
+                await asyncio.sleep(0)  # lets other tasks run between two layers of another way
+                return True
+            await self._until_news()
+            while self._news and (step is None or not self._has_room):
+                self._take(self._news.popleft())
+        if step is not None and step.waits:
+            assert isinstance(self.executor, Draws)
+            self.executor.draw(self._allowed(step))
+        return True
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self._in_flight) < STEPS_AT_ONCE
+
+    async def _until_due(self) -> None:
+        """Waits until the next step must be planned, or something has completed."""
+        if not self._in_flight:
+            if not self.executor.in_order:
+                await asyncio.sleep(0)  # lets other tasks run between ticks
+            return
+        before = self._in_flight[-1]
+        at = before.started_at + self.pace.idle_s(before.step)
+        while not self._news and (timeout_s := at - self._clock()) > 0:
+            self._work.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._work.wait(), timeout_s)
+        await asyncio.sleep(0)  # lets other tasks run between any two launches
+
+    async def _until_news(self) -> None:
+        """Waits until something has completed; where there is room, at most until the next
+        request.
+        """
+        while not self._news:
+            self._work.clear()
+            await self._work.wait()
+            if self._has_room:
+                return
+
+    def _plan(self, now: float) -> ScheduledStep | None:
+        """Plans the next step and submits it; None if there is nothing to run."""
+        num_running, since_s = len(self.scheduler.running), 0.0
         slack_s, company = -math.inf, self.pace.company(self.slo.ttft_slo_s, num_running)
-        if before is not None:
+        if self._in_flight:
+            before = self._in_flight[-1]
             tokens_at = self.scheduler.tokens_at()
             since_s = self.pace.since_tokens_s(before.step, before.started_at, tokens_at)
             tokens = self.scheduler.next_prefill_tokens()
             slack_s = self.slo.itl_slack_s(before.step, before.started_at, tokens, num_running)
         step = self.scheduler.next_step(slack_s, now, company)
-        self._in_flight = None if step is None else self._launch(step, now, since_s)
-        if before is not None:
-            result = await before.result
-            now = self._clock()
-            self.pace.observe(before.step, before.started_at, now)
-            self.scheduler.observe(before.step, before.started_at, now)
-            if self._in_flight is not None:
-                self._in_flight.started_at = max(now, self._in_flight.launched_at)
-            self._accept(before.step, result, before.launched_at, before.started_at, now)
-        if step is not None and step.waits:
-            self.runner.draw(self._allowed(step))
-        elif before is None and step is None:
-            if not self.loader.busy:
-                self.registry.advance(now, idle=True)
-                return False
-            await asyncio.sleep(0)  # lets other tasks run between two layers of another way
-        return True
+        if step is not None:
+            self._submit(step, now, since_s)
+        return step
 
     def _decide(self, now: float) -> None:
         waiting = {c: self.scheduler.waits(c, now) for c in (LS, BE)}
@@ -459,32 +525,95 @@ class Engine:
         self.registry.advance(now)
         self.fetcher.advance(now)
 
-    async def _wait_to_launch(self, before: InFlight) -> None:
-        """Waits until the next step must be planned, or the one in flight is done."""
-        timeout_s = before.started_at + self.pace.idle_s(before.step) - self._clock()
-        if timeout_s > 0:
-            await asyncio.wait([before.result], timeout=timeout_s)
-        else:
-            await asyncio.sleep(0)  # lets other tasks run between any two launches
-
-    def _launch(self, step: ScheduledStep, planned_at: float, since_s: float) -> InFlight:
+    def _submit(self, step: ScheduledStep, planned_at: float, since_s: float) -> None:
         launched_at, control = self._clock(), step.batch.control
         if control is None:
             rows = self.scheduler.num_decoding_beside(step)
             control = self.slo.control(step, since_s, rows, launched_at)
         step.batch.control = control
-        percent = step.degrade_best_effort_first(control.threshold_percent)
-        control = control._replace(threshold_percent=percent)
+        if self.executor.in_order:  # otherwise whichever rows are in a layer together decide
+            percent = step.degrade_best_effort_first(control.threshold_percent)
+            control = control._replace(threshold_percent=percent)
+            for sequence, exempt in zip(step.sequences, step.plan.exempt.tolist(), strict=True):
+                sequence.note_threshold(step.plan.phase, 100 if exempt else percent)
+            self._in_flight.append(InFlight(step, launched_at, launched_at))
         step.control, step.way = control, self.slo.way_in_force
-        for sequence, exempt in zip(step.sequences, step.plan.exempt.tolist(), strict=True):
-            sequence.note_threshold(step.plan.phase, 100 if exempt else percent)
+        for sequence in step.sequences:
             sequence.note_start(launched_at)
         self.fetcher.launched(step)
-        self.watchdog.launched += 1
-        result = asyncio.wrap_future(self.runner.launch(step.plan, control))
-        result.add_done_callback(self.watchdog.note_end)
+        self.watchdog.launched += 1 if step.plan.singles is None else len(step.sequences)
+        self.executor.submit(step.plan, control)
         self.accounts.step_launched(step, planned_at, self._clock())
-        return InFlight(step, result, launched_at, launched_at)
+
+    # ---- what an executor tells -------------------------------------------------------------
+
+    def _note(self, told: Any) -> None:
+        """Queues what the executor tells; called in any thread."""
+        self._news.append(told)
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._work.set)
+
+    def _take(self, told: Any) -> None:
+        """Handles what the executor tells; rows that were given up already are ignored."""
+        now = self._clock()
+        match told:
+            case Completed(result=BaseException() as error):
+                raise error
+            case Completed(result=StepResult() as result) if self.executor.in_order:
+                self._take_step(result, now)
+                return
+            case RankDown():
+                self._close_rank(told)
+            case RankUp(rank):
+                self.scheduler.open_rank(rank)
+            case Stages():
+                self.accounts.stages_ran(told)
+            case _:
+                known = [number for number in told.rows if number in self.scheduler.singles]
+                self.watchdog.ended += len(known)
+                self._take_rows(told, known, now)
+        if self.scheduler.idle:
+            self._idle.set()
+
+    def _take_step(self, result: StepResult, now: float) -> None:
+        done = self._in_flight.popleft()
+        self.watchdog.ended += 1
+        if self._in_flight:
+            after = self._in_flight[0]
+            after.started_at = max(now, after.launched_at)
+        self.pace.observe(done.step, done.started_at, now)
+        self.scheduler.observe(done.step, done.started_at, now)
+        self._accept(done.step, result, done.launched_at, done.started_at, now)
+
+    def _take_rows(
+        self, told: Completed | LostRows | FailedRows, rows: Sequence[int], now: float
+    ) -> None:
+        match told:
+            case LostRows():
+                self.scheduler.run_again(rows)
+            case FailedRows(_, reason):
+                for sequence in self.scheduler.give_up(rows):
+                    self._end(sequence, self._lost(reason))
+            case Completed(result=StepResult() as result) if rows:
+                step, entered_at = self.scheduler.complete(rows)
+                step.control = StepControl(min(told.least_percent), told.strategy)
+                spans = zip(step.sequences, told.least_percent, told.most_percent, strict=True)
+                for sequence, *percents in spans:
+                    for percent in percents:
+                        sequence.note_threshold(step.plan.phase, percent)
+                self.scheduler.observe(step, entered_at, now)
+                self._accept(step, result, entered_at, entered_at, now)
+
+    def _close_rank(self, down: RankDown) -> None:
+        """Ends the requests of a lost rank, whose keys and values are lost."""
+        before = len(self.scheduler.singles)
+        for sequence in self.scheduler.close_rank(down.rank):
+            self._end(sequence, self._lost(down.reason))
+        if not self.scheduler.places.any_open:
+            for sequence in list(self.scheduler.waiting):
+                self._end(sequence, self._lost(NOBODY))
+        self.watchdog.ended += before - len(self.scheduler.singles)
 
     def _allowed(self, step: ScheduledStep) -> np.ndarray:
         return allowed_tokens(step.sequences, step.sampled, self._vocab_size, self._end)

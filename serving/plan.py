@@ -1,7 +1,7 @@
-"""The interface between scheduler and runner: size limits, a step's plan, and its result.
+"""The interface between scheduler and executor: size limits, a step's plan, and its result.
 
-It consists of numbers and arrays that refer to slots, pages and positions, not to requests, since a
-runner may be in another process.
+It consists of numbers and arrays that refer to slots, pages and positions, not to requests, since
+an executor may be in another process.
 """
 
 import enum
@@ -114,11 +114,20 @@ class Shapes:
 
     rows: Int[np.ndarray, "B NUM_SHAPE_COLUMNS"]  # by jmoe.shape_rows; zeros: unchanged
     seats: Sequence[Seat]
-    waits: bool  # for `Runner.draw` to say which tokens rows may have
+    waits: bool  # for `Draws.draw` to say which tokens rows may have
 
     def __post_init__(self) -> None:
         """Checks the number of columns."""
         assert self.rows.shape[1] == NUM_SHAPE_COLUMNS
+
+
+class Singles(NamedTuple):
+    """What rows take with them where they complete singly; a list has one value a row."""
+
+    numbers: list[int]  # by which an executor names them
+    ends_prompt: list[bool]  # or decodes: a token comes of its last position
+    urgent: list[bool]  # whether it goes first where it waits
+    scores: list[bool]  # whether the prompt's tokens get log-probabilities
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,7 @@ class StepPlan:
     stop_layer: int = 1
     is_last: bool = True  # whether it includes the model's last layer, and yields tokens
     shapes: Shapes | None = None  # in a last part, if some row's logits are changed
+    singles: Singles | None = None  # where rows complete singly; the step has all layers
 
     @property
     def size(self) -> int:

@@ -200,7 +200,7 @@ async def parts(settings: Mapping[str, int], dry: bool) -> AsyncIterator[Play]:
 
     async def play(name: str, number: int) -> Figures:
         engine, waits_s, over = engines[name], observers[name].waits_s, asyncio.Event()
-        runner: Any = engine.runner
+        runner: Any = engine.executor
         decode, prefill = (runner.part_layers_by_size[key] for key in ("decode 16", "prefill 64"))
         key = Key("decode", DEEP.max_num_seqs, FULL_CAPACITY)
         step_s, part_s = runner._time(key, [(0, layers)], [(0, decode)])

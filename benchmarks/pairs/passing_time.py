@@ -50,7 +50,7 @@ class PassingTime(FakeRunner):
         self._reader = ResultReader()
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
-        """See Runner; the step begins when the one before it ends."""
+        """See Executor; the step begins when the one before it ends."""
         self._free_at = max(self._free_at, time.monotonic()) + self.duration_s
         ends_at, count = self._free_at, len(plan.rows)
         waits = plan.shapes is not None and plan.shapes.waits
@@ -66,7 +66,7 @@ class PassingTime(FakeRunner):
         return StepResult(tokens, [-0.5] * count, [0] * count, np.zeros((1, 1), np.int32), None)
 
     def draw(self, allowed: np.ndarray) -> None:
-        """See Runner."""
+        """See Executor."""
         self._allowed.put(allowed)
 
     def close(self) -> None:

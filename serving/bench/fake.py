@@ -6,20 +6,20 @@ sets.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Int
 
-from jmoe.offloaded import Expert
 from jmoe.packed_rows import DELTA_BLOCK, DELTA_PAGE, DELTA_SLOT, KV_LEN, Q_LEN, SLOT
+from serving.execution.executor import StepExecutor
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
 
 @dataclass
-class FakeRunner:
+class FakeRunner(StepExecutor):
     """A runner whose tokens count up.
 
     It checks that every position it writes lies on a page it was given, and that the rows of a step
@@ -48,7 +48,7 @@ class FakeRunner:
     _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # by layer and page
 
     def launch(self, plan: StepPlan, control: StepControl) -> Future[StepResult]:
-        """See serving.execution.runner.Runner."""
+        """See serving.execution.executor."""
         self.launches.append((plan.phase, len(plan.rows), control))
         assert self.resident is None or set(plan.models) <= set(self.resident)
         row_models = plan.row_models.tolist() or [plan.model] * len(plan.rows)
@@ -136,7 +136,7 @@ class FakeRunner:
         assert (plan.places // limits.hidden_per_rank == np.repeat(rank, plan.q_lens)).all()
 
     def draw(self, allowed: np.ndarray) -> None:
-        """See Runner; counts up to the next token that the row is allowed to draw."""
+        """See Executor; counts up to the next token that the row is allowed to draw."""
         plan, result, future = self._undrawn.pop()
         tokens = []
         for row, token, bits in zip(plan.rows, result.tokens, allowed, strict=True):
@@ -147,21 +147,16 @@ class FakeRunner:
         self._schedule(plan, replace(result, tokens=tokens), future)
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
-        """See serving.execution.runner.Runner."""
+        """See serving.execution.executor."""
         return self.part_layers or self.limits.num_layers
 
     @property
     def part_layers_by_size(self) -> dict[str, int]:
-        """See serving.execution.runner.Runner."""
-        return {}
-
-    @property
-    def implementations(self) -> Mapping[str, str]:
-        """See Runner: nothing to tell."""
+        """See serving.execution.executor."""
         return {}
 
     def mixes(self, counts: Sequence[int]) -> bool:
-        """See Runner; always mixes as many models as allowed."""
+        """See Executor; always mixes as many models as allowed."""
         return 1 < len(counts) <= self.mixed_models
 
     def _finish(self, future: Future[StepResult], result: StepResult) -> None:
@@ -204,15 +199,15 @@ class FakeRunner:
         return layers[0]
 
     def load_way(self, way: int, layer: int) -> None:
-        """See serving.execution.runner.Runner. There is nothing to load."""
+        """See serving.execution.executor. There is nothing to load."""
 
     @property
     def resident_models(self) -> list[int] | None:
-        """See Runner."""
+        """See Executor."""
         return self.resident
 
     def replace_set(self, victim: int, model: int) -> Future[None]:
-        """See Runner; done after `set_s` by the running event loop's clock."""
+        """See Executor; done after `set_s` by the running event loop's clock."""
         assert self.resident is not None
         self.resident.remove(victim)
         future: Future[None] = Future()
@@ -225,15 +220,8 @@ class FakeRunner:
         asyncio.get_running_loop().call_later(self.set_s, done)
         return future
 
-    def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
-        """See Runner. All experts are there."""
-        raise NotImplementedError
-
-    def host_layer(self, layer: int, hosts: np.ndarray) -> None:
-        """See Runner. There is nothing to copy."""
-
     def watch(self, on_failure: Callable[[str], None]) -> None:
-        """See Runner; nothing fails."""
+        """See Executor; nothing fails."""
 
     def close(self) -> None:
         """Does nothing, since there is nothing to release."""

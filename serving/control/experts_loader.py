@@ -8,7 +8,7 @@ from serving.config import BalanceConfig, BrownoutConfig
 from serving.control.mover import make_mover
 from serving.control.slo import SloAnalyser
 from serving.errors import InvalidRequest, Overloaded
-from serving.execution.runner import Runner
+from serving.execution.executor import Executor, LoadsWays
 from serving.telemetry.observer import Observer
 
 BALANCE = BalanceConfig()
@@ -48,15 +48,15 @@ class ExpertsLoader:
 
     def __init__(
         self,
-        runner: Runner,
+        executor: Executor,
         family: Family | None,
         ways: tuple[int, ...],
         slo: SloAnalyser,
         balance: BalanceConfig = BALANCE,
     ) -> None:
         """`balance` says whether a mover gets the ticks in which no way is loaded."""
-        self.mover = make_mover(balance, runner, None if family is None else family[0])
-        self._runner, self._ways, self._slo = runner, ways, slo
+        self.mover = make_mover(balance, executor, None if family is None else family[0])
+        self._executor, self._ways, self._slo = executor, ways, slo
         self._num_layers = 1 if family is None else len(family) * family.config.num_moe_layers
         self._pending: list[tuple[int, asyncio.Future[None]]] = []
         self._layer = 0
@@ -109,7 +109,8 @@ class ExpertsLoader:
             return
         way, done = self._pending[0]
         self._slo.way_changes = True
-        self._runner.load_way(way, self._layer)
+        assert isinstance(self._executor, LoadsWays)  # `ways` has one way otherwise
+        self._executor.load_way(way, self._layer)
         self._layer += 1
         if self._layer == self._num_layers:
             self._layer = 0

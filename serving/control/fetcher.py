@@ -13,13 +13,13 @@ Slots that nobody waits for hold what is visited most, of models that are asked.
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int
 
 from jmoe.family import Family
 from jmoe.offloaded import Expert, OffloadedExperts
+from serving.execution.executor import FetchesExperts
 from serving.plan import StepResult
 from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.scheduler import Scheduler
@@ -34,26 +34,20 @@ CALM_STEPS = 16
 """Steps that had all they needed, after which a step may have half as many positions more."""
 
 
-class FetchesExperts(Protocol):
-    """What the fetcher needs of a runner."""
-
-    def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
-        """Puts experts into spare slots between two steps."""
-        ...
-
-
 class Fetcher:
     """Fetches experts between two steps. Does nothing where all experts have a slot."""
 
     def __init__(
         self,
-        runner: FetchesExperts,
+        executor: object,
         scheduler: Scheduler,
         family: Family | None,
         clock: Callable[[], float],
     ) -> None:
-        """There are as many spare slots as one row can need, or more."""
-        self._runner, self._scheduler, self._clock = runner, scheduler, clock
+        """There are as many spare slots as one row can need, or more. Where experts are offloaded,
+        the executor must be one that `FetchesExperts`.
+        """
+        self._executor, self._scheduler, self._clock = executor, scheduler, clock
         self._away = offloaded = None if family is None else family.offloaded
         self._exact = scheduler.exact
         self.fetches = Counter[str]()  # by reason, "miss" and "ahead"
@@ -168,7 +162,8 @@ class Fetcher:
         assert self._away is not None
         if not experts:
             return
-        self._runner.fetch_experts(experts)
+        assert isinstance(self._executor, FetchesExperts)
+        self._executor.fetch_experts(experts)
         self.fetches[reason] += len(experts)
         self.fetched_bytes += len(experts) * self._away.source.fetch_bytes
 

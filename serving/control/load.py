@@ -41,7 +41,7 @@ class LoadMeter(Observer):
         self, step: ScheduledStep, result: StepResult, started_at: float, now: float
     ) -> None:
         """See Observer."""
-        if step.is_last and step.batch.has_ls:
+        if step.is_last and step.has_ls:
             if step.plan.phase is Phase.PREFILL:
                 self._prefill_tokens.add(step.plan.size)
                 for sequence, ends in zip(step.sequences, step.sampled, strict=True):

@@ -18,7 +18,7 @@ from jmoe.parallel.copies import imbalance, with_copies
 from jmoe.parallel.placement import Placement, contiguous, from_hosts
 from serving.config import BalanceConfig
 from serving.errors import NOT_OURS, SettingsError
-from serving.execution.runner import Runner
+from serving.execution.executor import CopiesExperts, Executor
 from serving.plan import StepResult
 from serving.scheduling.batch import ScheduledStep
 from serving.telemetry.observer import Observer
@@ -32,7 +32,7 @@ class Mover(Observer):
     def __init__(
         self,
         config: BalanceConfig,
-        runner: Runner,
+        executor: CopiesExperts,
         placement: Placement,
         copy_s: float,
         num_united: int = 0,
@@ -41,7 +41,7 @@ class Mover(Observer):
         `num_united` of the experts are united ones.
         """
         super().__init__()
-        self._config, self._runner, self._copy_s = config, runner, copy_s
+        self._config, self._executor, self._copy_s = config, executor, copy_s
         self.hosts = np.array(placement.hosts)
         layers, experts, devices = self.hosts.shape
         homes = contiguous(layers, experts, devices, num_united=num_united)
@@ -98,7 +98,7 @@ class Mover(Observer):
 
     def _move(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
         try:
-            self._runner.host_layer(layer, hosts)
+            self._executor.host_layer(layer, hosts)
         except NOT_OURS:
             raise
         except Exception as error:
@@ -126,12 +126,14 @@ class Mover(Observer):
             log.warning("engine.balance.load_file could not be written: %s", error)
 
 
-def make_mover(config: BalanceConfig, runner: Runner, model: Model | None) -> Mover | None:
+def make_mover(config: BalanceConfig, executor: Executor, model: Model | None) -> Mover | None:
     """Makes the mover that the settings ask for; None: experts stay where they are."""
     if not config.spare_slots or model is None or model.home is None:
         return None
+    if not isinstance(executor, CopiesExperts):
+        return None
     united = model.num_united_slots
-    return Mover(config, runner, model.home.placement, runner.copy_s, united)
+    return Mover(config, executor, model.home.placement, executor.copy_s, united)
 
 
 def read_load(

@@ -16,7 +16,7 @@ import math
 from asyncio import Future, wrap_future
 from collections.abc import Callable
 
-from serving.execution.runner import Runner
+from serving.execution.executor import Executor, SwapsModels
 from serving.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -30,16 +30,17 @@ class Registry:
 
     def __init__(
         self,
-        runner: Runner,
+        executor: Executor,
         scheduler: Scheduler,
         num_models: int,
         stay_s: float,
         wake: Callable[[], None],
     ) -> None:
         """`stay_s` 0 is derived from what a change takes. `wake` is called when one is done."""
-        self._runner, self._scheduler, self._wake = runner, scheduler, wake
+        self._scheduler, self._wake = scheduler, wake
         self._num_models = num_models
-        resident = runner.resident_models
+        self._executor = executor if isinstance(executor, SwapsModels) else None
+        resident = self._executor and self._executor.resident_models
         self._since = dict.fromkeys(resident or (), 0.0)  # resident models; since when
         self._used: dict[int, float] = {}  # when a model last had a request
         self._wanted: dict[int, float] = {}  # models that are waited for; since when
@@ -116,10 +117,11 @@ class Registry:
 
     def _begin(self, now: float) -> None:
         assert self._leaving is not None
+        assert self._executor is not None
         self._coming = min(self._wanted, key=lambda model: (self._wanted[model], model))
         self._began_at = now
         del self._since[self._leaving]
-        self._done = wrap_future(self._runner.replace_set(self._leaving, self._coming))
+        self._done = wrap_future(self._executor.replace_set(self._leaving, self._coming))
         self._done.add_done_callback(lambda _: self._wake())
         self._leaving = None
 

@@ -225,7 +225,7 @@ class SloAnalyser:
         best effort with an objective of its own may lower that of steps which are all its own.
         """
         plan, percent = step.plan, self.ls.of(step.plan.phase).percent
-        if not step.batch.has_ls:
+        if not step.has_ls:
             percent = min(percent, self.best_effort.of(plan.phase).percent)
         elif self.controls and self.ls.controller.by_step and not self.ls.of(plan.phase).in_vain:
             seen = StepSeen(

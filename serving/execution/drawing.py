@@ -2,7 +2,7 @@
 
 A structured output's next token depends on the one before, which the host has to have read. So
 that the device need not wait for it, the step's layers are launched before, and only what draws its
-tokens afterwards (`Runner.draw`).
+tokens afterwards (`Draws.draw`).
 """
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ from serving.execution.buckets import FULL_CAPACITY, Buckets, Key
 from serving.execution.device import Calls, Device
 from serving.execution.drawing import Drawing
 from serving.execution.executables import Executables
+from serving.execution.executor import StepExecutor
 from serving.execution.fitting import limits_of, num_ranks_of
 from serving.execution.kv_pages import by_memory, goes_by_memory
 from serving.execution.memory import check_memory
@@ -54,100 +55,6 @@ Reckoned, not measured; what it costs the host is measured."""
 FULL_CONTROL = StepControl(100, 0)
 
 
-class Runner(Protocol):
-    """What an engine needs of a device; `serving.bench.fake.FakeRunner` does without one."""
-
-    limits: Limits
-
-    @property
-    def compilations_since_ready(self) -> int:
-        """Compilations since the runner was ready; each one is a fault."""
-        ...
-
-    @property
-    def num_programs(self) -> int:
-        """Programs that were compiled before it was ready."""
-        ...
-
-    def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
-        """Starts a step's layers under `control` and returns at once.
-
-        The future is done when they are, in a thread of the runner's.
-        """
-        ...
-
-    def draw(self, allowed: Int[np.ndarray, "B W"]) -> None:
-        """Draws the tokens of the step that was launched last and waits (`Shapes.waits`): a bit a
-        token, the lowest first, for each of its rows. Before that nothing else is launched.
-        """
-        ...
-
-    def layers_at_once(self, phase: Phase, size: int) -> int:
-        """Returns how many layers to launch at once, where others may have to go between.
-
-        `size` is the step's number of positions on its fullest rank.
-        """
-        ...
-
-    @property
-    def part_layers_by_size(self) -> Mapping[str, int]:
-        """`layers_at_once` by phase and size, such as "decode 64"."""
-        ...
-
-    @property
-    def implementations(self) -> Mapping[str, str]:
-        """Which implementation each op runs, by phase and op; empty on a CPU."""
-        ...
-
-    def load_way(self, way: int, layer: int) -> None:
-        """Puts one MoE layer's united experts of `way` into the pool, between two steps.
-
-        Layers of a family's models are counted through, those of the first one first.
-        """
-        ...
-
-    def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
-        """Copies one MoE layer's experts to other hosts, between two steps."""
-        ...
-
-    def mixes(self, counts: Sequence[int]) -> bool:
-        """Returns whether one decode step with so many rows of each of several models takes less
-        than their steps one after another.
-        """
-        ...
-
-    @property
-    def resident_models(self) -> Sequence[int] | None:
-        """Models of a family whose non-expert weights are on the device; None: all, for good."""
-        ...
-
-    def replace_set(self, victim: int, model: int) -> "Future[None]":
-        """Copies a model's non-expert weights into the place of another's, which no longer runs.
-
-        The future is done when the model can run.
-        """
-        ...
-
-    def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
-        """Puts offloaded experts into spare slots of the pool, between two steps."""
-        ...
-
-    @property
-    def copy_s(self) -> float:
-        """Seconds that `host_layer` takes of the device."""
-        ...
-
-    def watch(self, on_failure: Callable[[str], None]) -> None:
-        """Calls `on_failure` with the reason, in any thread, once nothing can be computed any
-        more.
-        """
-        ...
-
-    def close(self) -> None:
-        """Releases what the runner holds outside the device."""
-        ...
-
-
 def part_layers(launch_s: float, whole_s: float, num_layers: int) -> int:
     """Returns the layers to launch at once: n = clamp(ceil(c / (0.03 t_layer)), 1, L), in equal
     parts.
@@ -160,7 +67,7 @@ def part_layers(launch_s: float, whole_s: float, num_layers: int) -> int:
     return -(-num_layers // (num_layers // least))
 
 
-class DeviceRunner:
+class DeviceRunner(StepExecutor):
     """Step programs of a model, or of a family, over one device state. `start` compiles and warms
     them.
     """
@@ -248,7 +155,7 @@ class DeviceRunner:
 
     @property
     def num_programs(self) -> int:
-        """See Runner."""
+        """See Executor."""
         return len(self.programs.compiled())
 
     def start(self, way: int, ways: Sequence[int], progress: Progress | None = None) -> None:
@@ -364,7 +271,7 @@ class DeviceRunner:
         return ByRank.of_arrays(self.limits, np.stack(rows), tokens=tokens)
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
-        """See Runner."""
+        """See Executor."""
         step = ByRank.of(plan, self.limits)
         key = self.buckets.choose(
             plan.phase,
@@ -394,7 +301,7 @@ class DeviceRunner:
         return self._submit(start())
 
     def draw(self, allowed: Int[np.ndarray, "B W"]) -> None:
-        """See Runner."""
+        """See Executor."""
         self._drawing.draw(allowed)
 
     def _submit[T](self, call: Callable[[], T]) -> "Future[T]":
@@ -425,33 +332,33 @@ class DeviceRunner:
         return min(FULL_CAPACITY, control.threshold_percent + math.ceil(pinned / num_experts))
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
-        """See Runner; measured at the start, or as the settings say."""
+        """See Executor; measured at the start, or as the settings say."""
         return self._layers_at_once[phase, self.buckets.bucket(phase, size)]
 
     def mixes(self, counts: Sequence[int]) -> bool:
-        """See Runner; measured at the start."""
+        """See Executor; measured at the start."""
         return self.mixed.pays(counts)
 
     @property
     def part_layers_by_size(self) -> dict[str, int]:
-        """See Runner."""
+        """See Executor."""
         return {f"{phase} {size}": n for (phase, size), n in self._layers_at_once.items()}
 
     def load_way(self, way: int, layer: int) -> None:
-        """See Runner. Every way fits the slots that capacities are reckoned with."""
+        """See Executor. Every way fits the slots that capacities are reckoned with."""
         if self.device.one_at_a_time:
             self._submit(partial(self._calls.load_way, way, layer))  # in the order of launches
         else:
             self._calls.load_way(way, layer)
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
-        """See Runner."""
+        """See Executor."""
         self._failures.watch(on_failure)
         if self._followers is not None:
             self._followers.lost.watch(lambda reason: self._failures.say(f"PeerLost: {reason}"))
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
-        """See Runner."""
+        """See Executor."""
         if self.device.one_at_a_time:
             self._submit(partial(self._calls.host_layer, layer, hosts.copy()))
         else:
@@ -459,15 +366,15 @@ class DeviceRunner:
 
     @property
     def resident_models(self) -> Sequence[int] | None:
-        """See Runner."""
+        """See Executor."""
         return None if self.sets.all_resident else self.sets.resident
 
     def replace_set(self, victim: int, model: int) -> "Future[None]":
-        """See Runner."""
+        """See Executor."""
         return self.sets.replace(victim, model)
 
     def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
-        """See Runner."""
+        """See Executor."""
         self.family.fetch(experts)
 
     def close(self) -> None:

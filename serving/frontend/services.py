@@ -1,6 +1,7 @@
 """The services of `jmoe.v1`; `serving.frontend.guard` reports their errors to clients. No jax."""
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import NotFound
@@ -14,6 +15,7 @@ from serving.request import number_of
 from serving.telemetry.version import jmoe_version
 
 if TYPE_CHECKING:
+    from serving.execution.executor import Executor
     from serving.frontend.server import Server
 
 METHODS = {
@@ -62,6 +64,8 @@ class GenerationService(rpc.GenerationServicer):
         """Returns limits and status, also while the model is loading."""
         server, engine = self._server, self._server.engine
         settings = server.config.engine if engine is None else engine.config
+        executor = None if engine is None else engine.executor
+        parts, implementations = _how_steps_run(executor)
         return pb.ServerInfo(
             version=jmoe_version(),
             status=server.status,
@@ -75,11 +79,11 @@ class GenerationService(rpc.GenerationServicer):
             kv_page_size=settings.page_size,
             threshold_buckets_percent=settings.threshold_buckets_percent,
             policy=settings.policy,
-            part_layers={} if engine is None else dict(engine.runner.part_layers_by_size),
-            implementations={} if engine is None else dict(engine.runner.implementations),
+            part_layers=parts,
+            implementations=implementations,
             admin_port=server.admin_port,
             admin_host=server.config.admin_host.strip("[]"),
-            num_programs=0 if engine is None else engine.runner.num_programs,
+            num_programs=0 if executor is None else executor.num_programs,
             best_effort_wait_s=math.inf
             if engine is None
             else engine.pace.best_effort_wait_s(settings.best_effort_max_wait_s),
@@ -94,6 +98,20 @@ class GenerationService(rpc.GenerationServicer):
         info = convert.model_info(engine.family[number])
         info.name = engine.names[number]
         return info
+
+
+def _how_steps_run(executor: "Executor | None") -> tuple[Mapping[str, int], Mapping[str, str]]:
+    """Returns the layers that are launched at once, by phase and size, and each op's
+    implementation.
+    """
+    if executor is None:
+        return {}, {}
+    from serving.execution.executor import ChoosesImplementations, RunsParts  # imports jax
+
+    return (
+        executor.part_layers_by_size if isinstance(executor, RunsParts) else {},
+        executor.implementations if isinstance(executor, ChoosesImplementations) else {},
+    )
 
 
 class AdminService(rpc.AdminServicer):

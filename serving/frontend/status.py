@@ -306,7 +306,7 @@ def _facts(engine: "Engine") -> dict[str, Any]:
 
     from jmoe.kv_cache import page_bytes
 
-    model, runner, config, family = engine.model, engine.runner, engine.config, engine.family
+    model, runner, config, family = engine.model, engine.executor, engine.config, engine.family
     assert model is not None
     assert family is not None
     kv_pages, device = engine.stats().kv_pages_total, jax.devices()[0]

@@ -1,14 +1,13 @@
 """Metrics of asynchronous workers: whether each is up, and the rows that wait for it."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 if TYPE_CHECKING:
     from serving.engine import Engine
-    from serving.pipeline.crew import Crew
 
 LABELS = ["worker"]
 
@@ -18,8 +17,12 @@ def collect_workers(prefix: str, engine: "Engine | None") -> Iterator[Metric]:
 
     Rows pile up in front of a slow worker.
     """
-    crew: Crew | Any = None if engine is None else engine.runner
-    if not hasattr(crew, "seen"):  # no isinstance: the front end imports no jax
+    if engine is None:
+        return
+    from serving.execution.executor import HasWorkers  # imports jax, as the engine did
+
+    executor = engine.executor
+    if not isinstance(executor, HasWorkers):
         return
     up = GaugeMetricFamily(f"{prefix}worker_up", "1: the worker is there", labels=LABELS)
     stages = CounterMetricFamily(
@@ -31,7 +34,7 @@ def collect_workers(prefix: str, engine: "Engine | None") -> Iterator[Metric]:
     oldest = GaugeMetricFamily(
         f"{prefix}worker_oldest_row_seconds", "How long the oldest of them waits", labels=LABELS
     )
-    for seen in crew.seen():
+    for seen in executor.seen():
         name = [seen.name]
         up.add_metric(name, float(seen.is_up))
         stages.add_metric(name, seen.stages)

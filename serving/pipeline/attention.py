@@ -11,20 +11,18 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jmoe.packed_rows import NEXT_TOKEN, SLOT, empty_deltas, empty_rows
+from jmoe.packed_rows import EXEMPT, NEXT_TOKEN, SLOT, SPARED, empty_deltas, empty_rows
+from serving.execution.executor import FailedRows, LostRows
 from serving.pipeline.devices import AttentionDevice
 from serving.pipeline.messages import (
     DECODE,
     EXPERTS,
     PREFILL,
     Enter,
-    FailedUnits,
     FromExperts,
     Left,
-    LostUnits,
     Result,
     RowNumbers,
-    Steer,
     ToExperts,
     Unit,
     WorkerDown,
@@ -37,6 +35,7 @@ from serving.plan import StepControl, spare_latency_sensitive
 MOST_CHUNKS = 8
 """In one stage."""
 FREE = -1
+EXACT = StepControl(100, 0)
 
 
 class AttentionWorker:
@@ -92,9 +91,8 @@ class AttentionWorker:
         num_expert_workers = hosts.shape[-1]
         self._missing = np.zeros((numbers.per_worker, num_expert_workers), np.int64)
         """Visits that have yet to come, by a unit's first place and expert worker."""
-        self._told: list[LostUnits | FailedUnits] = []
+        self._told: list[LostRows | FailedRows] = []
         self._buckets = {DECODE: list(decode_buckets), PREFILL: list(prefill_buckets)}
-        self.controls = [StepControl(100, 0)] * 2  # of the stages that come, by group
         self.stages = 0
         self.newest = 0, 0  # layer and rows of the newest stage
 
@@ -108,9 +106,7 @@ class AttentionWorker:
         """Rows that a stage may be padded to, ascending."""
         return sorted({size for sizes in self._buckets.values() for size in sizes})
 
-    def take(
-        self, message: Enter | Steer | FromExperts | WorkerDown | WorkerUp, now: float
-    ) -> None:
+    def take(self, message: Enter | FromExperts | WorkerDown | WorkerUp, now: float) -> None:
         """Takes any message. Raises ValueError as `submit`."""
         match message:
             case FromExperts():
@@ -118,16 +114,13 @@ class AttentionWorker:
             case Enter(units):
                 for unit in units:
                     self.submit(unit, now)
-            case Steer(strategy, prefill, decode):
-                self.controls[PREFILL] = StepControl(prefill, strategy)
-                self.controls[DECODE] = StepControl(decode, strategy)
             case WorkerDown(kind, number) if kind == EXPERTS:
                 self._lose(number)
             case WorkerUp(kind, number) if kind == EXPERTS:
                 self._alive[number] = True
                 self.device.reach(self._find_owners())
 
-    def told(self) -> list[LostUnits | FailedUnits]:
+    def told(self) -> list[LostRows | FailedRows]:
         """Returns messages, new since the last call, about units that will not leave."""
         told, self._told = self._told, []
         return told
@@ -192,7 +185,7 @@ class AttentionWorker:
     def _end_lost(self, units: Sequence[Unit]) -> None:
         if units:
             self._free(units)
-            self._told.append(LostUnits([unit.number for unit in units]))
+            self._told.append(LostRows([unit.number for unit in units]))
 
     def _free(self, units: Sequence[Unit]) -> None:
         for unit in units:
@@ -258,8 +251,10 @@ class AttentionWorker:
         if unserved[:count].any():
             asked = self._end_unserved(units, lengths, asked, unserved[:count], layer)
         given_up = np.add.reduceat(degraded[:count], starts).tolist()
-        for unit, degraded_here in zip(units, given_up, strict=True):
+        exempt = rows[: len(units), EXEMPT].tolist()
+        for unit, degraded_here, is_exempt in zip(units, given_up, exempt, strict=True):
             unit.degraded += degraded_here
+            unit.note_threshold(100 if is_exempt else control.threshold_percent)
         waits = np.add.reduceat((asked >= 0).sum(axis=1), starts) > 0
         if not waits.all():  # brownout dropped all of some
             alive = [units[at] for at in np.flatnonzero(~waits)]
@@ -283,14 +278,27 @@ class AttentionWorker:
         self._free(failed)
         gone = ", ".join(f"experts-{n}" for n in np.flatnonzero(~self._alive))
         reason = f"no worker has an expert of layer {layer} now ({gone} gone)"
-        self._told.append(FailedUnits([unit.number for unit in failed], reason))
+        self._told.append(FailedRows([unit.number for unit in failed], reason))
         return np.where(np.repeat(ends, lengths)[:, None], -1, asked)
 
     def _control(self, units: list[Unit], rows: Int[np.ndarray, "B C"]) -> StepControl:
-        """Returns the brownout of a stage; latency-sensitive rows are made exempt where others can
-        give up enough.
+        """Returns the brownout of a stage, and marks those of its packed `rows` that it spares.
+
+        Rows enter with thresholds of their own: of all visits the stage keeps the mean of the
+        shares that they are to keep, and those that entered under zero brownout are spared. So are
+        latency-sensitive rows where others can give up enough.
         """
-        control = self.controls[units[0].group]
+        first = units[0]
+        control = StepControl(first.percent, first.strategy)
+        if any((unit.percent, unit.strategy) != control for unit in units):
+            bound = [unit for unit in units if unit.strategy]
+            for at, unit in enumerate(units):
+                rows[at, EXEMPT] = max(rows[at, EXEMPT], 0 if unit.strategy else SPARED)
+            if not bound:
+                return control
+            kept = sum(len(unit.places) * unit.percent for unit in bound)
+            percent = -(-kept // sum(len(unit.places) for unit in bound))  # never less than asked
+            control = StepControl(percent, newest(bound).strategy)
         if not control.strategy or all(unit.urgent for unit in units):
             return control
         urgent = np.zeros(len(rows), bool)
@@ -392,7 +400,7 @@ class AttentionWorker:
     def left(self, results: Sequence[Result]) -> Left:
         """Makes a message of results, all of one group, for the engine."""
         units = [result.unit for result in results]
-        control, scores = self.controls[units[0].group], np.zeros(0, np.float32)
+        scores = np.zeros(0, np.float32)
         if any(unit.scores for unit in units):
             none = [np.full(len(unit.places), np.nan, np.float32) for unit in units]
             found = [result.scores for result in results]
@@ -405,8 +413,9 @@ class AttentionWorker:
             [0.0 if result.logprob is None else result.logprob for result in results],
             [unit.degraded for unit in units],
             scores,
-            control.strategy,
-            control.threshold_percent,
+            newest(units).strategy,
+            [unit.least_percent for unit in units],
+            [unit.most_percent for unit in units],
         )
 
     def warm(self, part_sizes: Sequence[int]) -> None:
@@ -422,8 +431,7 @@ class AttentionWorker:
                 tokens = np.zeros(size, np.int32) if group == PREFILL else None
                 for layer in range(self._num_layers):
                     deltas = empty_deltas(1 if layer else max(size, bucket(1)))
-                    control = self.controls[group]
-                    h, *_ = self.device.attend(layer, tokens, rows, deltas, control, places)
+                    h, *_ = self.device.attend(layer, tokens, rows, deltas, EXACT, places)
                     if self._moe_layers[layer]:
                         warm_copies(self.device, h, size, self._experts[0])
                 if group == PREFILL:
@@ -434,3 +442,8 @@ class AttentionWorker:
         for size in part_sizes:
             nowhere_at_all = np.full(size, nowhere, np.int32)
             self.device.keep(self.device.blank(size), nowhere_at_all, np.zeros(size, np.int32))
+
+
+def newest(units: Sequence[Unit]) -> Unit:
+    """Returns the unit that entered last."""
+    return max(units, key=lambda unit: unit.number)

@@ -1,90 +1,74 @@
-"""Asynchronous workers as an engine sees them: units enter, and leave when they are through."""
+"""Asynchronous workers as an executor: rows enter as units, and complete when they are through."""
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-from jaxtyping import Int
 
 from jmoe.packed_rows import DELTA_SLOT, Q_LEN, SLOT
+from serving.execution.executor import Completed, RankDown, RankUp
 from serving.execution.ranks import ByRank
-from serving.pipeline.messages import Steer, Unit
-from serving.plan import Limits, Phase, StepPlan
+from serving.pipeline.messages import ATTENTION, Left, Unit, WorkerDown, WorkerUp
+from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
+
+NOT_COUNTED = np.zeros((0, 0), np.int32)
+"""Empty rows by expert: a stage mixes rows of many steps."""
 
 
-class WorkerSeen(NamedTuple):
-    """A worker as an operator sees it."""
-
-    name: str
-    is_up: bool
-    stages: int  # since it started
-    rows: int  # that wait in its queues
-    oldest_s: float  # for how long the oldest of them has; 0 without any
-
-
-@runtime_checkable
-class Crew(Protocol):
-    """A Runner besides (`serving.execution.runner`): its `limits` have a rank for each attention
-    worker.
+class Crew:
+    """Base of executors that consist of workers (`HasWorkers`); a subclass moves the messages. Its
+    `limits` have a rank for each attention worker.
     """
 
-    def enter(
-        self,
-        plan: StepPlan,
-        numbers: Sequence[int],
-        *,
-        ends_prompt: Sequence[bool],
-        urgent: Sequence[bool],
-        scores: Sequence[bool],
-    ) -> None:
-        """Hands a step's rows to the workers, each known by its number from now on. Returns at
-        once.
-        """
-        ...
-
-    def steer(self, steer: Steer) -> None:
-        """Sets the brownout of all stages from now on."""
-        ...
+    in_order = False
+    limits: Limits
+    unreachable = ""
+    retry_after_s = 0.0
+    _tell: Callable[[Any], None]
 
     def listen(self, tell: Callable[[Any], None]) -> None:
-        """Registers `tell`, which is called, in any thread, with Left, LostUnits and FailedUnits,
-        and with WorkerDown and WorkerUp where workers may end.
-        """
-        ...
+        """See Executor."""
+        self._tell = tell
 
-    def record(self) -> None:
-        """Reports Stages to the listener as well from now on."""
-        ...
+    def submit(self, plan: StepPlan, control: StepControl) -> None:
+        """See Executor: hands rows to the workers that have their sequences."""
+        self.enter(units_of(plan, control, self.limits))
 
-    def seen(self) -> list[WorkerSeen]:
-        """Returns the workers now, those with attention first."""
-        ...
+    def enter(self, units: Sequence[list[Unit]]) -> None:
+        """Lets units enter, given by attention worker. Returns at once."""
+        raise NotImplementedError
 
-    @property
-    def unreachable(self) -> str:
-        """An expert that no worker has now, and who had it; empty: none is missing."""
-        ...
+    def report(self, message: Any) -> None:
+        """Tells the listener of a worker's message, or of a worker that is gone or back."""
+        match message:
+            case Left():
+                self._tell(completed(message))
+            case WorkerDown(kind, number):
+                if kind == ATTENTION:
+                    self._tell(RankDown(number, f"worker {ATTENTION}-{number} is gone"))
+            case WorkerUp(kind, number):
+                if kind == ATTENTION:
+                    self._tell(RankUp(number))
+            case _:
+                self._tell(message)
 
-    @property
-    def retry_after_s(self) -> float:
-        """How long it takes until a worker that is gone is there again."""
-        ...
+
+def completed(left: Left) -> Completed:
+    """Returns what units that left together are to an engine."""
+    scores = left.scores if len(left.scores) else None
+    result = StepResult(left.tokens, left.logprobs, left.degraded, NOT_COUNTED, scores)
+    return Completed(result, left.numbers, left.strategy, left.least_percent, left.most_percent)
 
 
-def units_of(
-    plan: StepPlan,
-    limits: Limits,
-    numbers: Sequence[int],
-    *,
-    ends_prompt: Sequence[bool],
-    urgent: Sequence[bool],
-    scores: Sequence[bool],
-) -> list[list[Unit]]:
+def units_of(plan: StepPlan, control: StepControl, limits: Limits) -> list[list[Unit]]:
     """Splits a step's rows by the attention worker that has their sequence, numbered as on it."""
+    assert plan.singles is not None
     step, found = ByRank.of(plan, limits), [list[Unit]() for _ in range(limits.num_ranks)]
     ends = np.cumsum(step.rows[:, Q_LEN])
-    for at, row in enumerate(step.rows):
+    marks = zip(*plan.singles, strict=True)
+    for at, (row, (number, ends_prompt, urgent, scores)) in enumerate(
+        zip(step.rows, marks, strict=True)
+    ):
         slot, rank, tokens = int(row[SLOT]), int(step.rank[at]), None
         places = np.array([slot], np.int32)
         if plan.phase is Phase.PREFILL:
@@ -96,66 +80,12 @@ def units_of(
             tokens,
             places,
             step.deltas[mine],
-            urgent[at],
-            ends_prompt[at],
-            scores[at],
-            numbers[at],
+            urgent,
+            ends_prompt,
+            scores,
+            number,
+            percent=control.threshold_percent,
+            strategy=control.strategy,
         )
         found[rank].append(unit)
     return found
-
-
-class OneModel:
-    """What a Runner says whose model is whole, alone, and stays as it is."""
-
-    limits: Limits
-    copy_s = 0.0
-    unreachable = ""
-    retry_after_s = 0.0
-
-    def layers_at_once(self, phase: Phase, size: int) -> int:
-        """See Runner: all."""
-        return self.limits.num_layers
-
-    @property
-    def part_layers_by_size(self) -> Mapping[str, int]:
-        """See Runner."""
-        return {}
-
-    @property
-    def implementations(self) -> Mapping[str, str]:
-        """See Runner: nothing to tell."""
-        return {}
-
-    def mixes(self, counts: Sequence[int]) -> bool:
-        """See Runner: never."""
-        return False
-
-    @property
-    def resident_models(self) -> Sequence[int] | None:
-        """See Runner: all."""
-        return None
-
-    def launch(self, plan: StepPlan, control: Any) -> Future[Any]:
-        """Raises: steps run through `Crew` here."""
-        raise NotImplementedError
-
-    def draw(self, allowed: np.ndarray) -> None:
-        """Raises: structured outputs are refused."""
-        raise NotImplementedError
-
-    def load_way(self, way: int, layer: int) -> None:
-        """Raises: only one way is there."""
-        raise NotImplementedError
-
-    def host_layer(self, layer: int, hosts: Int[np.ndarray, "E D"]) -> None:
-        """Raises: experts stay where they are."""
-        raise NotImplementedError
-
-    def replace_set(self, victim: int, model: int) -> Future[None]:
-        """Raises: there is one model."""
-        raise NotImplementedError
-
-    def fetch_experts(self, experts: Any) -> None:
-        """Raises: all experts are there."""
-        raise NotImplementedError

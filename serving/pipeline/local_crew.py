@@ -7,18 +7,19 @@ from typing import Any
 
 from serving.errors import Lost
 from serving.execution.compilations import Compilations
+from serving.execution.executor import WorkerSeen
 from serving.execution.programs import Progress
-from serving.pipeline.crew import OneModel, WorkerSeen, units_of
+from serving.pipeline.crew import Crew
 from serving.pipeline.local import LocalWorkers
-from serving.pipeline.messages import ATTENTION, EXPERTS, Enter, Steer
+from serving.pipeline.messages import ATTENTION, EXPERTS, Enter, Unit
 from serving.pipeline.recorder import Recorder, run_stage
-from serving.plan import Limits, StepPlan
+from serving.plan import Limits
 
 IDLE_S = 60.0
 """For how long a worker that has nothing to do waits before it looks again, message or not."""
 
 
-class LocalCrew(OneModel):
+class LocalCrew(Crew):
     """A Crew. A worker's thread takes what has come, runs a stage, and waits where there is
     neither; a stage of attention waits for its own result, so that others run meanwhile.
     """
@@ -27,9 +28,7 @@ class LocalCrew(OneModel):
         """`limits` have a rank for each attention worker."""
         self.limits, self._workers = limits, workers
         self._compilations = Compilations()
-        self._tell: Callable[[Any], None] = lambda told: None
         self._failures, self._closed = Lost(), threading.Event()
-        self._steer: Steer | None = None
         self._names = [f"{ATTENTION}-{n}" for n in range(len(workers.attention))]
         self._names += [f"{EXPERTS}-{n}" for n in range(len(workers.experts))]
         pairs = zip(self._names, workers.workers, strict=True)
@@ -37,12 +36,12 @@ class LocalCrew(OneModel):
 
     @property
     def compilations_since_ready(self) -> int:
-        """See Runner."""
+        """See Executor."""
         return self._compilations.since_ready
 
     @property
     def num_programs(self) -> int:
-        """See Runner."""
+        """See Executor."""
         return self._compilations.before
 
     def start(self, progress: Progress | None = None) -> None:
@@ -53,23 +52,11 @@ class LocalCrew(OneModel):
             name = f"jmoe-worker-{number}"
             threading.Thread(target=self._run, args=(number,), name=name, daemon=True).start()
 
-    def listen(self, tell: Callable[[Any], None]) -> None:
+    def enter(self, units: Sequence[list[Unit]]) -> None:
         """See Crew."""
-        self._tell = tell
-
-    def enter(self, plan: StepPlan, numbers: Sequence[int], **of_rows: Sequence[bool]) -> None:
-        """See Crew."""
-        units = units_of(plan, self.limits, numbers, **of_rows)
         for inbox, own in zip(self._workers.inboxes, units, strict=False):
             if own:
                 inbox.put(Enter(own))
-
-    def steer(self, steer: Steer) -> None:
-        """See Crew."""
-        if steer != self._steer:
-            self._steer = steer
-            for inbox in self._workers.inboxes[: len(self._workers.attention)]:
-                inbox.put(steer)
 
     def record(self) -> None:
         """See Crew."""
@@ -86,11 +73,11 @@ class LocalCrew(OneModel):
         return found
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
-        """See Runner."""
+        """See Executor."""
         self._failures.watch(on_failure)
 
     def close(self) -> None:
-        """See Runner: the threads end."""
+        """See Executor: the threads end."""
         self._closed.set()
         self._compilations.close()
         for inbox in self._workers.inboxes:
@@ -103,7 +90,7 @@ class LocalCrew(OneModel):
             while not self._closed.is_set():
                 for message in self._messages(number, 0.0 if ran else self._wait_s(worker)):
                     worker.take(message, clock())
-                ran = run_stage(worker, recorder, clock, lambda told: self._tell(told))
+                ran = run_stage(worker, recorder, clock, self.report)
         except BaseException as error:
             if not self._closed.is_set():
                 self._failures.say(f"worker {number}: {type(error).__name__}: {error}")

@@ -30,8 +30,17 @@ class Unit:
     scores: bool = False  # whether the prompt's tokens get log-probabilities
     number: int = 0  # by which who sent it knows it
     layer: int = 0  # before which it waits, or that it is in
+    percent: int = 100  # the threshold that it entered with
+    strategy: int = 0  # likewise; 0 is zero brownout
+    least_percent: int = 100  # of the stages that it has been in
+    most_percent: int = 0
     degraded: int = 0
     lost: bool = False  # an expert worker is gone that has visits of it
+
+    def note_threshold(self, percent: int) -> None:
+        """Widens the span of thresholds that its rows have had."""
+        self.least_percent = min(self.least_percent, percent)
+        self.most_percent = max(self.most_percent, percent)
 
     @property
     def group(self) -> int:
@@ -54,14 +63,6 @@ class Enter(NamedTuple):
     units: list[Unit]
 
 
-class Steer(NamedTuple):
-    """Brownout of an attention worker's stages from now on."""
-
-    strategy: int
-    prefill_percent: int
-    decode_percent: int
-
-
 class Left(NamedTuple):
     """Units of one group that left the last layer of an attention worker together."""
 
@@ -70,21 +71,9 @@ class Left(NamedTuple):
     logprobs: list[float]
     degraded: list[int]
     scores: Float[np.ndarray, "T"]  # of the units' tokens, where any asked; else empty
-    strategy: int  # that is in force
-    percent: int
-
-
-class LostUnits(NamedTuple):
-    """Units that will never leave, though their attention worker lives on."""
-
-    numbers: list[int]
-
-
-class FailedUnits(NamedTuple):
-    """Units that cannot go on, and why."""
-
-    numbers: list[int]
-    reason: str
+    strategy: int  # of the last one to enter
+    least_percent: list[int]  # the lowest threshold on each one's way
+    most_percent: list[int]
 
 
 class WorkerDown(NamedTuple):

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
 
+from serving.execution.executor import Stages
 from serving.pipeline.attention import AttentionWorker
 from serving.pipeline.experts import ExpertWorker
 
@@ -15,17 +15,6 @@ MOST, EVERY_S = 256, 1.0
 
 class Record(NamedTuple):
     """Asks a worker to report its stages from now on."""
-
-
-class Stages(NamedTuple):
-    """Stages of a worker, in order. Times are of its machine's `time.monotonic`, in seconds."""
-
-    worker: str
-    layers: Int[np.ndarray, "n"]  # with attention, the one after the last is the head
-    rows: Int[np.ndarray, "n"]
-    began_at: Float[np.ndarray, "n"]
-    ended_at: Float[np.ndarray, "n"]  # when its host went on; a device may be at it still
-    waiting: Int[np.ndarray, "n layers"]  # rows in its queues as it began
 
 
 class Recorder:

@@ -20,21 +20,20 @@ from jaxtyping import Bool
 
 from serving.config import EngineConfig
 from serving.errors import Lost, Unavailable
+from serving.execution.executor import FailedRows, LostRows, Stages, WorkerSeen
 from serving.execution.programs import Progress
-from serving.pipeline.crew import Crew, OneModel, WorkerSeen, units_of
+from serving.pipeline.crew import Crew
 from serving.pipeline.messages import (
     ATTENTION,
     EXPERTS,
     Enter,
-    FailedUnits,
     Left,
-    LostUnits,
-    Steer,
+    Unit,
     WorkerDown,
     WorkerUp,
 )
 from serving.pipeline.port import Port
-from serving.pipeline.recorder import Record, Stages
+from serving.pipeline.recorder import Record
 from serving.pipeline.starters import Starter
 from serving.pipeline.worker_process import (
     BEAT_S,
@@ -50,7 +49,7 @@ from serving.pipeline.worker_process import (
     name_of,
     names_of,
 )
-from serving.plan import Limits, StepPlan
+from serving.plan import Limits
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ def _port_at(host: str, key: bytes) -> Port:
     return Port(SERVER, MESSAGES, key, bind=f"tcp://{host}:0")
 
 
-class RemoteCrew(OneModel):
+class RemoteCrew(Crew):
     """A Crew whose workers may end, and come back."""
 
     def __init__(
@@ -124,7 +123,6 @@ class RemoteCrew(OneModel):
         self._tell: Callable[[Any], None] = self._told.append
         self._failures, self._ready = Lost(), threading.Event()
         self.retry_after_s = 0.0
-        self._steer: Steer | None = None
         self._records = False
         self._port: Port | None = None
         self._closing, self._is_serving = False, False
@@ -135,12 +133,12 @@ class RemoteCrew(OneModel):
 
     @property
     def compilations_since_ready(self) -> int:
-        """See Runner: of the processes that run now."""
+        """See Executor: of the processes that run now."""
         return sum(w.beat.compilations for w in self.workers if w.beat is not None)
 
     @property
     def num_programs(self) -> int:
-        """See Runner: not known of other processes."""
+        """See Executor: not known of other processes."""
         return 0
 
     @property
@@ -180,26 +178,13 @@ class RemoteCrew(OneModel):
 
         self._do(begin)
 
-    def enter(self, plan: StepPlan, numbers: Sequence[int], **of_rows: Sequence[bool]) -> None:
+    def enter(self, units: Sequence[list[Unit]]) -> None:
         """See Crew."""
-        units = units_of(plan, self.limits, numbers, **of_rows)
 
         def send() -> None:
             for number, own in enumerate(units):
                 if own:
                     self._send(name_of(ATTENTION, number), Enter(own))
-
-        self._do(send)
-
-    def steer(self, steer: Steer) -> None:
-        """See Crew."""
-        if steer == self._steer:
-            return
-        self._steer = steer
-
-        def send() -> None:
-            for worker in self._up(ATTENTION):
-                self._send(worker.name, steer)
 
         self._do(send)
 
@@ -218,11 +203,11 @@ class RemoteCrew(OneModel):
         return found
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
-        """See Runner."""
+        """See Executor."""
         self._failures.watch(on_failure)
 
     def close(self) -> None:
-        """See Runner: the processes end."""
+        """See Executor: the processes end."""
         self._closing = True
         self._do(lambda: None)
         self._ended.wait(STOPS_WITHIN_S)
@@ -335,8 +320,8 @@ class RemoteCrew(OneModel):
                 worker.met.update(incarnations)
                 for one in self.workers:
                     self._look_whether_up(one)
-            case Left() | LostUnits() | FailedUnits() | Stages():
-                self._tell(message)
+            case Left() | LostRows() | FailedRows() | Stages():
+                self.report(message)
 
     def _look_whether_up(self, worker: _Worker) -> None:
         others = self._others(worker)
@@ -371,9 +356,7 @@ class RemoteCrew(OneModel):
             if one.kind == EXPERTS:
                 news = WorkerDown if one.address is None else WorkerUp
                 self._send(worker.name, news(EXPERTS, one.number))
-        if self._steer is not None:
-            self._send(worker.name, self._steer)
-        self._tell(WorkerUp(ATTENTION, worker.number))
+        self.report(WorkerUp(ATTENTION, worker.number))
 
     def _end(self, worker: _Worker, reason: str) -> None:
         """Drops a process that has ended, until there is another."""
@@ -400,7 +383,7 @@ class RemoteCrew(OneModel):
         worker.starts_at = self._clock() + pause_s
         log.error("worker %s is gone: %s; another is started in %g s", worker.name, reason, pause_s)
         if was_up:
-            self._tell(WorkerDown(worker.kind, worker.number))
+            self.report(WorkerDown(worker.kind, worker.number))
         for one in self.workers:  # one that waited for it alone is up now
             self._look_whether_up(one)
 
@@ -438,6 +421,3 @@ class RemoteCrew(OneModel):
         if worker.kind == EXPERTS and blame:  # of the two, the one that nobody's tokens depend on
             return f"it and {blame[0]} live, and nothing gets from one to the other"
         return ""
-
-
-_: type[Crew] = RemoteCrew

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from serving.config import EngineConfig
 from serving.execution.compilations import Compilations
+from serving.execution.executor import FailedRows, LostRows, Stages
 from serving.execution.programs import Progress
 from serving.pipeline.attention import AttentionWorker
 from serving.pipeline.experts import ExpertWorker
@@ -26,17 +27,14 @@ from serving.pipeline.messages import (
     ATTENTION,
     EXPERTS,
     Enter,
-    FailedUnits,
     FromExperts,
     Left,
-    LostUnits,
-    Steer,
     ToExperts,
     WorkerDown,
     WorkerUp,
 )
 from serving.pipeline.port import Peer, Port
-from serving.pipeline.recorder import Record, Recorder, Stages, run_stage
+from serving.pipeline.recorder import Record, Recorder, run_stage
 
 SERVER = "server"
 BEAT_S = 1.0
@@ -93,7 +91,7 @@ class Stop(NamedTuple):
 
 
 MESSAGES = (
-    *(Meet, Met, Beat, Alive, Stop, Record, Stages, Enter, Steer, Left, LostUnits, FailedUnits),
+    *(Meet, Met, Beat, Alive, Stop, Record, Stages, Enter, Left, LostRows, FailedRows),
     *(WorkerDown, WorkerUp, ToExperts, FromExperts),
 )
 

@@ -29,7 +29,9 @@ from serving.scheduling.sequence import SequenceState
 
 @dataclass
 class ScheduledStep:
-    """Layers to launch, and the sequences that the plan's rows belong to."""
+    """Layers to launch, and the sequences that the plan's rows belong to. Rows that complete singly
+    form one again as they leave (`singles.gathered`), with the batch of the last to enter.
+    """
 
     batch: "Batch"
     plan: StepPlan
@@ -55,6 +57,11 @@ class ScheduledStep:
     def waits(self) -> bool:
         """Whether sampling waits until the previous step's tokens have been read."""
         return self.plan.shapes is not None and self.plan.shapes.waits
+
+    @property
+    def has_ls(self) -> bool:
+        """Whether it contains a latency-sensitive request."""
+        return any(s.priority is Priority.LATENCY_SENSITIVE for s in self.sequences)
 
     @property
     def exempt_share(self) -> float:
@@ -270,9 +277,9 @@ class Batch:
             phase=self.phase,
             rows=self.rows.copy(),  # rows may be made exempt for these layers only
             deltas=np.array(self._deltas, np.int32).reshape(-1, NUM_DELTA_COLUMNS),
-            tokens=_joined(self.tokens),
+            tokens=joined(self.tokens),
             prompt_logprobs=self.scores_prompts,
-            places=_joined(self.places),
+            places=joined(self.places),
             model=self.model,
             row_models=self._row_models(),
             first_layer=self.next_layer,
@@ -289,7 +296,8 @@ class Batch:
         return ScheduledStep(self, plan, list(sequences), [False] * len(sequences), prefixes)
 
 
-def _joined(parts: Sequence[Sequence[int]]) -> Int[np.ndarray, "T"]:
+def joined(parts: Sequence[Sequence[int]]) -> Int[np.ndarray, "T"]:
+    """Returns the tokens or places of all rows, one after another."""
     if not parts:
         return np.zeros(0, np.int32)
     return np.concatenate([np.asarray(part, np.int32) for part in parts])

@@ -2,13 +2,14 @@
 
 A sequence in PREFILL or DECODE holds `pages`, which cover positions `[0, len(pages) * page_size)`;
 it may share the first of them with other sequences (`reuse`). All other pages are free. A finished
-sequence's pages are free at once. This is safe because launches run in order on the device, so a
-launch in flight that still writes to them runs before any launch of a new owner; and a finished
-sequence is removed from its step, so that later layers do not write.
+sequence's pages are free at once where launches run in order on the device: a launch in flight that
+still writes to them runs before any launch of a new owner; and a finished sequence is removed from
+its step, so that later layers do not write. Where rows complete singly (`singles`), a sequence
+keeps slot and pages until its row has left, and is not evicted before.
 """
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from types import MappingProxyType
 
 import numpy as np
@@ -39,6 +40,7 @@ from serving.scheduling.room import Room
 from serving.scheduling.round_robin import RoundRobin
 from serving.scheduling.sequence import SequenceState, SequenceStatus, is_best_effort
 from serving.scheduling.share import Share
+from serving.scheduling.singles import SingleRows, gathered
 from serving.scheduling.staging import StagingRegions
 from serving.scheduling.waiting import QueuedClass
 
@@ -63,6 +65,8 @@ class Scheduler:
         accepted: returns how much brownout a sequence accepts in reused pages; None turns
             prefix reuse off.
         slow_s: calls of the policy that take longer are logged.
+        in_order: whether steps complete whole and in order; otherwise rows do singly, steps are
+            planned whole, and whatever is in none may be in the next.
     """
 
     def __init__(
@@ -75,7 +79,9 @@ class Scheduler:
         mixes: Callable[[Sequence[int]], bool] | None = None,
         accepted: Callable[[SequenceState], Brownout] | None = None,
         slow_s: float = math.inf,
+        in_order: bool = True,
     ) -> None:
+        self._in_order = in_order
         self.limits, self.share = limits, share or Share(0.0)
         self.policy = GuardedPolicy(policy, slow_s)
         self.places = Places(limits)
@@ -98,6 +104,7 @@ class Scheduler:
         self._layers_at_once = layers_at_once or (lambda phase, size: limits.num_layers)
         self._max_wait_s = max_wait_s
         self.staging = StagingRegions(limits)
+        self.singles = SingleRows(limits, self.staging)  # none where steps complete whole
         self._last_phase = Phase.DECODE
         self._newest: Batch | None = None  # the batch whose layers were launched last
         self._has_best_effort = False  # as the next step is planned
@@ -162,13 +169,21 @@ class Scheduler:
         self.places.check_idle()
         self.staging.check_idle()
         self.reuse.check_idle()
+        self.singles.check_idle()
         if self.under_way:
             raise AssertionError(f"{len(self.under_way)} steps without rows are under way")
 
     def observe(self, step: ScheduledStep, began_at: float, ended_at: float) -> None:
-        """Counts a step's device time for best effort's share, while there is best-effort work."""
-        if self._has_best_effort:
-            self.share.observe(began_at, ended_at, step.batch.has_best_effort)
+        """Counts a step for best effort's share, while there is best-effort work."""
+        if not self._has_best_effort:
+            return
+        if self._in_order:
+            seconds = ended_at - began_at
+            self.share.observe(seconds, ended_at, seconds * step.batch.has_best_effort)
+        else:
+            q_lens = step.plan.q_lens
+            own = q_lens[[is_best_effort(s) for s in step.sequences]]
+            self.share.observe(float(q_lens.sum()), ended_at, float(own.sum()))
 
     def note_read(
         self, step: ScheduledStep, degraded: Sequence[int], by: Brownout, again: Set[int]
@@ -220,7 +235,7 @@ class Scheduler:
         batch = self._chosen(choice, now)
         if batch is None:  # nothing to run for this choice, so run anything
             batch = self.under_way[0] if self.under_way else self._begin_any(choice.phase, now)
-        return None if batch is None else self._take_layers(batch)
+        return None if batch is None else self._take_layers(batch, now)
 
     def _promote(self, now: float) -> None:
         """Promotes best effort that has waited too long to latency-sensitive."""
@@ -283,7 +298,7 @@ class Scheduler:
             return self._begin_decode(TOGETHER, now) or self._begin_prefill(TOGETHER, now)
         return self._begin_prefill(TOGETHER, now) or self._begin_decode(TOGETHER, now)
 
-    def _take_layers(self, batch: Batch) -> ScheduledStep:
+    def _take_layers(self, batch: Batch, now: float) -> ScheduledStep:
         """Takes the batch's next layers; a parked batch that has reached the same layer joins."""
         other, num_joined, parks = batch.joins, 0, None
         if other is not None and other not in self.under_way:
@@ -301,7 +316,10 @@ class Scheduler:
         last = self.limits.num_layers
         step = batch.take_layers(min(batch.next_layer + batch.at_once, last), last)
         step.parks, step.num_joined = parks, num_joined
-        if step.is_last:
+        if not self._in_order:
+            self.under_way.remove(batch)
+            self.singles.enter(step, now, all_urgent=not self.share.may_park)
+        elif step.is_last:
             self._end(batch)
         self._newest, self._last_phase = batch, batch.phase
         return step
@@ -336,6 +354,55 @@ class Scheduler:
         """Ends a batch: its last layers are launched, or it has no rows left."""
         self.under_way.remove(batch)
         self.staging.give_back(batch.release_staging())
+
+    # ---- rows that complete singly ----------------------------------------------------------
+
+    def complete(self, numbers: Sequence[int]) -> tuple[ScheduledStep, float]:
+        """Takes rows of one phase that left the last layer, and frees their sequences for new
+        steps.
+
+        Returns the step that they form, in this order, and when the first of them entered.
+        """
+        rows = self.singles.take(numbers)
+        step = gathered(rows, self.limits)
+        self._release_done(row.sequence for row in rows)
+        return step, min(row.entered_at for row in rows)
+
+    def run_again(self, numbers: Sequence[int]) -> None:
+        """Restarts rows that were lost on their way: their positions are computed again, as
+        chunks.
+        """
+        rows = self.singles.take(numbers)
+        for row in rows:
+            if not row.sequence.done:
+                row.sequence.run_again(len(row.tokens) or 1, row.step.sampled[row.at])
+        self._release_done(row.sequence for row in rows)
+
+    def give_up(self, numbers: Sequence[int]) -> list[SequenceState]:
+        """Gives up rows that will neither leave nor run again. Returns the requests to end."""
+        sequences = [row.sequence for row in self.singles.take(numbers)]
+        self._release_done(sequences)
+        return [sequence for sequence in sequences if not sequence.done]
+
+    def abandon(self) -> None:
+        """Gives up all rows, since none will ever leave."""
+        self.run_again(self.singles.all())
+
+    def close_rank(self, rank: int) -> list[SequenceState]:
+        """Closes a rank that is lost. Returns its requests, which are to be ended."""
+        self.places.close(rank)
+        self.give_up(self.singles.on_rank(rank))
+        return self._on_rank(rank)
+
+    def open_rank(self, rank: int) -> None:
+        """Opens a rank that is back, and empty."""
+        self.places.open(rank)
+
+    def _release_done(self, sequences: Iterable[SequenceState]) -> None:
+        """Frees what requests hold that ended while their rows were on their way."""
+        for sequence in sequences:
+            if sequence.done:
+                self._release(sequence)
 
     # ---- prefill ----------------------------------------------------------------------------
 
@@ -441,7 +508,11 @@ class Scheduler:
 
     def _giving_way(self, rank: int) -> list[SequenceState]:
         """Returns a rank's sequences that may be evicted for a latency-sensitive one."""
-        return [s for s in self._on_rank(rank) if is_best_effort(s)]
+        return [s for s in self._on_rank(rank) if is_best_effort(s) and self._may_evict(s)]
+
+    def _may_evict(self, sequence: SequenceState) -> bool:
+        """Returns whether nothing writes to its pages any more once others have them."""
+        return self._in_order or sequence.batch is None
 
     # ---- decode -----------------------------------------------------------------------------
 
@@ -517,7 +588,8 @@ class Scheduler:
         """
         running = self._on_rank(self.limits.rank(sequence.slot))
         running = list(filter(is_best_effort, running)) or running
-        return self.policy.victim([s for s in running if not self._runs(s)] or running)
+        victim = self.policy.victim([s for s in running if not self._runs(s)] or running)
+        return victim if self._may_evict(victim) else None
 
     def _preempt(self, victim: SequenceState) -> None:
         """Evicts a sequence: it loses its pages, and is recomputed from its old place in line."""
@@ -527,6 +599,8 @@ class Scheduler:
         self.add(victim, victim.waiting_since)
 
     def _release(self, sequence: SequenceState) -> None:
+        if not self._may_evict(sequence):
+            return  # it is released once its row has left
         batch = sequence.batch
         if batch is not None:
             batch.drop(sequence)

@@ -24,11 +24,12 @@ from serving.control.experts_loader import allowed_ways, ways_among
 from serving.control.guarded import make_controller
 from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
+from serving.execution.executor import Executor
 from serving.execution.fitting import fit_to_model, served_len
 from serving.execution.kv_pages import claim_memory
 from serving.execution.memory import check_balance
 from serving.execution.programs import Progress, limit_cpu_threads
-from serving.execution.runner import DeviceRunner, Runner
+from serving.execution.runner import DeviceRunner
 from serving.scheduling.policy import make_policy
 from serving.settings.composes import COMPOSES, SEVERAL
 from serving.settings.reading import check_composes, named_models
@@ -73,10 +74,10 @@ def check_start(config: EngineConfig) -> None:
 
 def prepare(
     config: EngineConfig, model: Model | Family | None, progress: Progress
-) -> tuple[EngineConfig, Family, Runner]:
+) -> tuple[EngineConfig, Family, Executor]:
     """Loads the models unless they are given, then compiles and warms every program; this is slow.
 
-    Returns the settings in force, the models, and their runner.
+    Returns the settings in force, the models, and their executor.
 
     Raises SettingsError for a strategy that the model does not support and a chat template that
     does not compile, ValueError for an unknown way, what `jmoe.load` raises, and Unavailable if

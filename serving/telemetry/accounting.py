@@ -17,7 +17,7 @@ from serving.telemetry.latencies import Latencies
 from serving.telemetry.observer import Observer
 
 if TYPE_CHECKING:
-    from serving.pipeline.recorder import Stages
+    from serving.execution.executor import Stages
     from serving.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)

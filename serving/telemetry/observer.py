@@ -10,7 +10,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from serving.errors import ServingError
-    from serving.pipeline.recorder import Stages
+    from serving.execution.executor import Stages
     from serving.plan import StepResult
     from serving.request import Output, Priority
     from serving.scheduling.batch import ScheduledStep

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from serving.errors import SettingsError
-from serving.pipeline.recorder import Stages
+from serving.execution.executor import Stages
 from serving.plan import StepResult
 from serving.request import Output, Priority
 from serving.scheduling.batch import ScheduledStep

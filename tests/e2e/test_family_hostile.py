@@ -130,9 +130,9 @@ async def test_everybody_gets_an_answer_or_a_status_and_nothing_leaks(settings):
             while not engine.scheduler.idle or engine.registry.swapping:
                 await asyncio.sleep(0.01)
             engine.scheduler.check_idle()
-            assert len(engine.runner.resident_models) == SETS
+            assert len(engine.executor.resident_models) == SETS
             assert engine.registry.num_resident == SETS
-            assert engine.runner.compilations_since_ready == 0
+            assert engine.executor.compilations_since_ready == 0
             assert engine.status == "ready"
     finally:
         await server.stop()

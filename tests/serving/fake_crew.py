@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from serving.asynchronous import AsynchronousEngine
+from jmoe.packed_rows import EXEMPT
 from serving.bench.fake import FakeRunner
 from serving.config import EngineConfig
 from serving.engine import Engine
-from serving.pipeline.crew import OneModel, WorkerSeen, units_of
-from serving.pipeline.messages import Left, LostUnits, WorkerDown
+from serving.execution.executor import LostRows, WorkerSeen
+from serving.pipeline.crew import Crew
+from serving.pipeline.messages import Left, WorkerDown
 from serving.plan import Limits, Phase, StepControl, StepPlan
 
 LIMITS = Limits(
@@ -25,7 +26,7 @@ LIMITS = Limits(
 )
 
 
-class FakeCrew(OneModel):
+class FakeCrew(Crew):
     """Runs a unit's first layer as it enters and its last as it leaves: what is written to its
     pages in between is another's fault, and found.
     """
@@ -46,10 +47,7 @@ class FakeCrew(OneModel):
         self.ranks = [FakeRunner(alone) for _ in range(limits.num_ranks)]
         self.inside = [[] for _ in self.ranks]
         self.most_inside, self.num_lost = 0, 0
-        self.steers, self.failed = [], []
-
-    def listen(self, tell):
-        self.left = tell
+        self.failed = []
 
     def record(self):
         self.records = True
@@ -62,14 +60,12 @@ class FakeCrew(OneModel):
         """Ends a worker, and loses its units."""
         self.inside[rank] = []
         self.ranks[rank] = FakeRunner(self.ranks[rank].limits)
-        self.left(WorkerDown("attention", rank))
+        self.report(WorkerDown("attention", rank))
 
-    def steer(self, steer):
-        self.steers.append(steer)
-
-    def enter(self, plan, numbers, **of_rows):
-        for rank, units in enumerate(units_of(plan, self.limits, numbers, **of_rows)):
-            for unit in units:
+    def enter(self, units):
+        for rank, own in enumerate(units):
+            for unit in own:
+                unit.note_threshold(100 if unit.row[EXEMPT] else unit.percent)
                 self._run(rank, unit, 0)
                 self.inside[rank].append(unit)
                 later_s = self.rng.uniform(0, self.slowest_s)
@@ -88,7 +84,7 @@ class FakeCrew(OneModel):
         self.inside[rank] = [u for u in inside if u not in leaving]
         if self.rng.random() < self.lost_share:
             self.num_lost += len(leaving)
-            self.left(LostUnits([u.number for u in leaving]))
+            self.report(LostRows([u.number for u in leaving]))
             return
         done = [self._run(rank, unit, 1) for unit in leaving]
         scores = [np.full(len(u.places), np.nan, np.float32) for u in leaving]
@@ -100,10 +96,11 @@ class FakeCrew(OneModel):
         tokens = [result.tokens[0] for result in done]
         none = [0] * len(leaving)
         wanted = np.concatenate(scores) if any(u.scores for u in leaving) else np.zeros(0)
-        steer = self.steers[-1]
-        percent = steer.decode_percent if first.tokens is None else steer.prefill_percent
-        left = Left(numbers, tokens, [-0.5] * len(none), none, wanted, steer.strategy, percent)
-        self.left(left)
+        least = [u.least_percent for u in leaving]
+        most = [u.most_percent for u in leaving]
+        self.report(
+            Left(numbers, tokens, [-0.5] * len(none), none, wanted, first.strategy, least, most)
+        )
 
     def _run(self, rank, unit, layer):
         prefill = unit.tokens is not None
@@ -133,6 +130,6 @@ def asynchronous_engine(
     """Returns a ticking engine on the running loop's clock."""
     crew = FakeCrew(limits, rng, slowest_s=slowest_s, lost_share=lost_share)
     config = EngineConfig(max_model_len=200, watchdog_s=0, **config)
-    engine = AsynchronousEngine(config, crew, None, observer, asyncio.get_running_loop().time)
+    engine = Engine(config, crew, None, observer, asyncio.get_running_loop().time)
     engine.run()
     return engine

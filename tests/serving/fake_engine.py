@@ -72,7 +72,8 @@ class FakeEngine:
         self.reason, self.dead = "", asyncio.Event()
         self.way_gate = asyncio.Event()  # holds a change of way
         self.way_gate.set()
-        self.runner = SimpleNamespace(
+        self.executor = SimpleNamespace(
+            layers_at_once=lambda phase, size: 4,
             part_layers_by_size={"decode 64": 4},
             num_programs=7,
             implementations={"decode attention": "Mosaic kernel", "prefill routing": "batched XLA"},

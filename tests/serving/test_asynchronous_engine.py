@@ -17,9 +17,9 @@ from serving.errors import (
     Unavailable,
     WorkerLost,
 )
+from serving.execution.executor import FailedRows, LostRows, Stages
 from serving.frontend.metrics import Metrics
-from serving.pipeline.messages import FailedUnits, Left, LostUnits, WorkerUp
-from serving.pipeline.recorder import Stages
+from serving.pipeline.messages import Left, WorkerUp
 from serving.plan import Limits
 from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.telemetry.timeline import Timeline
@@ -47,7 +47,7 @@ def tokens_of(outputs):
 async def settle(engine):
     assert await engine.drain(100)
     engine.scheduler.check_idle()
-    assert not any(engine.runner.inside)
+    assert not any(engine.executor.inside)
 
 
 @pytest.mark.parametrize("lost_share", [0.0, 0.2])
@@ -55,7 +55,7 @@ async def settle(engine):
 async def test_whatever_leaves_when_each_request_gets_its_own_tokens(start, seed, lost_share):
     """Pages are few, prompts are longer than a chunk, and some callers go away."""
     rng = random.Random(seed)
-    limits = Limits(8, 24, 4, 8, 4, num_layers=2, num_ranks=2, max_decode_seqs=6)
+    limits = Limits(8, 20, 4, 8, 4, num_layers=2, num_ranks=2, max_decode_seqs=6)
     engine = start(rng, limits, lost_share=lost_share)
 
     async def one(number):
@@ -76,8 +76,8 @@ async def test_whatever_leaves_when_each_request_gets_its_own_tokens(start, seed
 
     await asyncio.gather(*map(one, range(40)))
     await settle(engine)
-    assert engine.runner.most_inside > 2
-    assert bool(engine.runner.num_lost) == bool(lost_share)
+    assert engine.executor.most_inside > 2
+    assert bool(engine.executor.num_lost) == bool(lost_share)
     assert engine.stats().evictions > 0
 
 
@@ -87,15 +87,15 @@ async def test_nobody_waits_for_a_slower_row(start):
     engine = start(rng, slowest_s=0.01)
     slow = asyncio.create_task(collect(engine, [1], 10))
     await asyncio.sleep(0)
-    engine.runner.slowest_s = 0.0
-    while not any(engine.runner.inside):
+    engine.executor.slowest_s = 0.0
+    while not any(engine.executor.inside):
         await asyncio.sleep(0)
-    rank = next(rank for rank, units in enumerate(engine.runner.inside) if units)
-    held, engine.runner.inside[rank] = engine.runner.inside[rank], []
+    rank = next(rank for rank, units in enumerate(engine.executor.inside) if units)
+    held, engine.executor.inside[rank] = engine.executor.inside[rank], []
     assert tokens_of(await collect(engine, [7], 10)) == list(range(8, 18))
     assert not slow.done()
-    engine.runner.inside[rank] = held
-    engine.runner._some_leave(rank)
+    engine.executor.inside[rank] = held
+    engine.executor._some_leave(rank)
     assert tokens_of(await slow) == list(range(2, 12))
     await settle(engine)
 
@@ -106,7 +106,7 @@ async def test_pages_of_a_request_that_ended_are_its_own_until_its_row_has_left(
     assert (await anext(stream)).token_ids == (6,)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert any(engine.runner.inside)
+    assert any(engine.executor.inside)
     await stream.aclose()
     places = engine.scheduler.places
     assert places.num_free_pages < places.num_pages
@@ -126,7 +126,7 @@ async def test_a_deadline_ends_a_request_on_its_way(start):
 async def test_a_crew_that_fails_tells_everybody_and_lets_go(start):
     engine = start(random.Random(0), slowest_s=1e6)
     waiting = [asyncio.create_task(collect(engine, [n], 5)) for n in range(12)]
-    while not any(engine.runner.inside):
+    while not any(engine.executor.inside):
         await asyncio.sleep(0)
     engine._fail("worker 1: it is gone")
     for task in waiting:
@@ -140,7 +140,7 @@ async def test_a_crew_that_fails_tells_everybody_and_lets_go(start):
 async def test_stopping_aborts_what_is_on_its_way(start):
     engine = start(random.Random(0), slowest_s=1e6)
     waiting = asyncio.create_task(collect(engine, [1], 5))
-    while not any(engine.runner.inside):
+    while not any(engine.executor.inside):
         await asyncio.sleep(0)
     await engine.stop()
     with pytest.raises(Aborted):
@@ -150,9 +150,9 @@ async def test_stopping_aborts_what_is_on_its_way(start):
 async def test_requests_are_spread_over_the_workers(start):
     engine = start(random.Random(0), slowest_s=1.0)
     tasks = [asyncio.create_task(collect(engine, [n], 3)) for n in range(6)]
-    while sum(map(len, engine.runner.inside)) < 6:
+    while sum(map(len, engine.executor.inside)) < 6:
         await asyncio.sleep(0)
-    assert [len(units) for units in engine.runner.inside] == [3, 3]
+    assert [len(units) for units in engine.executor.inside] == [3, 3]
     await asyncio.gather(*tasks)
     await settle(engine)
 
@@ -163,7 +163,6 @@ async def test_stages_hear_of_thresholds_and_outputs_tell_which_they_had(start):
     )
     engine = start(random.Random(0), brownout=brownout)
     outputs = await collect(engine, [1], 3)
-    assert engine.runner.steers[-1][1:] == (70, 40)
     spans = outputs[-1].prefill_threshold, outputs[-1].decode_threshold
     assert [(s.min_percent, s.max_percent) for s in spans] == [(70, 70), (40, 40)]
     exempt = await collect(engine, [1], 3, allow_brownout=False)
@@ -174,9 +173,9 @@ async def test_a_worker_that_ends_takes_its_own_requests_with_it(start):
     """Others go on, new ones go elsewhere, until it is back."""
     engine = start(random.Random(0), slowest_s=0.5)
     tasks = [asyncio.create_task(collect(engine, [100 * n], 40)) for n in range(6)]
-    while sum(map(len, engine.runner.inside)) < 6:
+    while sum(map(len, engine.executor.inside)) < 6:
         await asyncio.sleep(0)
-    engine.runner.lose(1)
+    engine.executor.lose(1)
     found = await asyncio.gather(*tasks, return_exceptions=True)
     lost = [each for each in found if isinstance(each, WorkerLost)]
     assert len(lost) == 3
@@ -187,16 +186,16 @@ async def test_a_worker_that_ends_takes_its_own_requests_with_it(start):
         assert tokens_of(outputs) == [100 * number + n for n in range(1, 41)]
     assert len(kept) == 3
     more = [asyncio.create_task(collect(engine, [n], 3)) for n in range(3)]
-    while not engine.runner.inside[0]:
+    while not engine.executor.inside[0]:
         await asyncio.sleep(0)
-    assert not engine.runner.inside[1]
+    assert not engine.executor.inside[1]
     await asyncio.gather(*more)
-    engine.runner.lose(0)
+    engine.executor.lose(0)
     await asyncio.sleep(0.1)
     with pytest.raises(WorkerLost, match="no worker with attention is there"):
         await collect(engine, [1], 1)
     for rank in (0, 1):
-        engine.runner.left(WorkerUp("attention", rank))
+        engine.executor.report(WorkerUp("attention", rank))
     await asyncio.sleep(0.1)
     assert tokens_of(await collect(engine, [1], 2)) == [2, 3]
     await settle(engine)
@@ -206,15 +205,15 @@ async def test_a_worker_that_ends_takes_its_own_requests_with_it(start):
 async def test_a_silent_worker_holds_up_its_own_requests_alone(start):
     """Prompts that come later are computed by the other, though it has had steps in common."""
     engine = start(random.Random(0), slowest_s=0.01)
-    leave = engine.runner._some_leave
-    engine.runner._some_leave = lambda rank: leave(rank) if rank == 0 else None
+    leave = engine.executor._some_leave
+    engine.executor._some_leave = lambda rank: leave(rank) if rank == 0 else None
     tasks = []
     for number in range(10):
         tasks.append(asyncio.create_task(collect(engine, [number], 1)))
         await asyncio.sleep(0.2)
     assert sum(task.done() for task in tasks) >= 7
-    engine.runner._some_leave = leave
-    while engine.runner.inside[1]:
+    engine.executor._some_leave = leave
+    while engine.executor.inside[1]:
         leave(1)
         await asyncio.sleep(0.1)
     await asyncio.gather(*tasks)
@@ -222,30 +221,30 @@ async def test_a_silent_worker_holds_up_its_own_requests_alone(start):
 
 
 async def test_a_drain_ends_with_the_last_row_whatever_becomes_of_it(start):
-    for what in (LostUnits, lambda numbers: FailedUnits(numbers, "no worker")):
+    for what in (LostRows, lambda numbers: FailedRows(numbers, "no worker")):
         engine = start(random.Random(0), slowest_s=1e6)
         stream = engine.generate([1], SamplingParams(max_new_tokens=5))
         first = asyncio.create_task(anext(stream))
-        while not any(engine.runner.inside):
+        while not any(engine.executor.inside):
             await asyncio.sleep(0)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         await stream.aclose()
         draining = asyncio.create_task(engine.drain(100))
         await asyncio.sleep(0.1)
-        numbers = [u.number for units in engine.runner.inside for u in units]
-        engine.runner.inside = [[], []]
-        engine.runner.left(what(numbers))
+        numbers = [u.number for units in engine.executor.inside for u in units]
+        engine.executor.inside = [[], []]
+        engine.executor.report(what(numbers))
         assert await asyncio.wait_for(draining, 1)
 
 
 async def test_who_waits_for_a_slot_is_told_when_the_last_worker_goes(start):
     engine = start(random.Random(0), slowest_s=1e6)
     tasks = [asyncio.create_task(collect(engine, [n], 5)) for n in range(12)]
-    while sum(map(len, engine.runner.inside)) < 6:
+    while sum(map(len, engine.executor.inside)) < 6:
         await asyncio.sleep(0)
-    engine.runner.lose(0)
-    engine.runner.lose(1)
+    engine.executor.lose(0)
+    engine.executor.lose(1)
     found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 1)
     assert all(isinstance(each, WorkerLost) for each in found)
     assert sum("no worker with attention is there" in str(each) for each in found) == 6
@@ -254,14 +253,14 @@ async def test_who_waits_for_a_slot_is_told_when_the_last_worker_goes(start):
 async def test_what_is_said_of_rows_that_are_given_up_comes_too_late(start):
     engine = start(random.Random(0), slowest_s=1.0)
     task = asyncio.create_task(collect(engine, [1], 5))
-    while not any(engine.runner.inside):
+    while not any(engine.executor.inside):
         await asyncio.sleep(0)
-    (unit,) = (u for units in engine.runner.inside for u in units)
-    rank = next(n for n, units in enumerate(engine.runner.inside) if units)
-    engine.runner.lose(rank)
+    (unit,) = (u for units in engine.executor.inside for u in units)
+    rank = next(n for n, units in enumerate(engine.executor.inside) if units)
+    engine.executor.lose(rank)
     none = np.zeros(0)
-    engine.runner.left(Left([unit.number], [9], [0.0], [0], none, 0, 100))
-    engine.runner.left(LostUnits([unit.number]))
+    engine.executor.report(Left([unit.number], [9], [0.0], [0], none, 0, [100], [100]))
+    engine.executor.report(LostRows([unit.number]))
     with pytest.raises(WorkerLost):
         await task
     await settle(engine)
@@ -270,17 +269,17 @@ async def test_what_is_said_of_rows_that_are_given_up_comes_too_late(start):
 async def test_requests_that_need_an_expert_that_is_gone_are_told(start):
     engine = start(random.Random(0), brownout=BrownoutConfig(strategy="full", salc=False))
     running = asyncio.create_task(collect(engine, [1], 20))
-    while not any(engine.runner.inside):
+    while not any(engine.executor.inside):
         await asyncio.sleep(0)
-    engine.runner.unreachable = "expert 3 of MoE layer 0 is gone with experts-1"
+    engine.executor.unreachable = "expert 3 of MoE layer 0 is gone with experts-1"
     with pytest.raises(WorkerLost, match=r"experts-1, and nothing may stand in for it.*again"):
         await collect(engine, [1], 1, allow_brownout=False)
     assert tokens_of(await collect(engine, [1], 2)) == [2, 3]
-    while not any(engine.runner.inside):
+    while not any(engine.executor.inside):
         await asyncio.sleep(0)
-    rank = next(n for n, units in enumerate(engine.runner.inside) if units)
-    units, engine.runner.inside[rank] = engine.runner.inside[rank], []
-    engine.runner.left(FailedUnits([u.number for u in units], "layer 2 needs experts"))
+    rank = next(n for n, units in enumerate(engine.executor.inside) if units)
+    units, engine.executor.inside[rank] = engine.executor.inside[rank], []
+    engine.executor.report(FailedRows([u.number for u in units], "layer 2 needs experts"))
     with pytest.raises(WorkerLost, match="layer 2 needs experts"):
         await running
     await settle(engine)
@@ -322,11 +321,11 @@ async def test_a_timeline_has_a_track_for_each_worker(tmp_path):
     timeline = Timeline()
     rng = random.Random(0)
     engine = asynchronous_engine(rng, observer=timeline)
-    assert engine.runner.records
+    assert engine.executor.records
     layers, rows = np.array([0, 1]), np.array([5, 3])
     began_at, waiting = np.array([1.0, 1.5]), np.array([[5, 0], [0, 3]])
     stages = Stages("experts-1", layers, rows, began_at, began_at + 0.25, waiting)
-    engine.runner.left(stages)
+    engine.executor.report(stages)
     await collect(engine, [1], 2)
     await engine.stop()
     timeline.write(tmp_path / "t.json")

@@ -131,7 +131,7 @@ async def exempt_rows(start, percent, num_ls, num_best_effort, **options):
     classes = [LS] * num_ls + [BE] * num_best_effort
     asked = [collect(engine, [1], sampling=sampling, priority=c, **options) for c in classes]
     await asyncio.gather(*asked)
-    plans = [one for one in engine.runner.plans if len(one[0].rows) == len(classes)]
+    plans = [one for one in engine.executor.plans if len(one[0].rows) == len(classes)]
     plan, control = next(one for one in plans if one[0].phase == "decode")
     return int((plan.rows[:, EXEMPT] > 0).sum()), control.threshold_percent
 

@@ -37,7 +37,7 @@ async def prompts(start, ttft_slo_s=1.0, streams=6, best_effort=0, **config):
     classes = [LS] * streams + [BE] * best_effort
     stream = [asyncio.create_task(collect(engine, [1], 150, priority=c)) for c in classes]
     await asyncio.sleep(0.507)  # at no moment at which a step ends
-    launched = len(engine.runner.launches)
+    launched = len(engine.executor.launches)
 
     async def first_token(number):
         await asyncio.sleep(0.0307 * number)
@@ -46,7 +46,7 @@ async def prompts(start, ttft_slo_s=1.0, streams=6, best_effort=0, **config):
         return clock() - began
 
     found = await asyncio.gather(*map(first_token, range(16)))
-    steps = [rows for phase, rows, _ in engine.runner.launches[launched:] if phase == "prefill"]
+    steps = [rows for phase, rows, _ in engine.executor.launches[launched:] if phase == "prefill"]
     for task in stream:
         await task
     engine.scheduler.check_idle()

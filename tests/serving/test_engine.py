@@ -81,10 +81,10 @@ async def test_a_late_arrival_joins_the_very_next_step(start):
     engine = start(step_s=0.08)
     first = asyncio.create_task(collect(engine, [1], 6))
     await asyncio.sleep(0.08 * 3 + 0.02)  # the pace is known; a step has just begun
-    before = len(engine.runner.launches)
+    before = len(engine.executor.launches)
     second = asyncio.create_task(collect(engine, [5], 1))
     await asyncio.gather(first, second)
-    assert engine.runner.launches[before][0] == "prefill"
+    assert engine.executor.launches[before][0] == "prefill"
 
 
 async def test_a_closed_iterator_frees_its_pages(start):
@@ -340,7 +340,7 @@ async def ways(start):
 
     engine = start(runner=Watched)
     engine.slo.way = 2
-    engine.loader = ExpertsLoader(engine.runner, None, (2, 4, 8), engine.slo)
+    engine.loader = ExpertsLoader(engine.executor, None, (2, 4, 8), engine.slo)
     engine.loader._num_layers = 3
     return engine, loaded
 
@@ -421,8 +421,8 @@ async def test_brownout_can_be_changed_while_serving(start):
     outputs = await task
     span = outputs[-1].decode_threshold
     assert (span.min_percent, span.max_percent) == (30, 100)
-    assert (100, 0) in {c for _, _, c in engine.runner.launches}
-    assert (30, 1) in {c for _, _, c in engine.runner.launches}
+    assert (100, 0) in {c for _, _, c in engine.executor.launches}
+    assert (30, 1) in {c for _, _, c in engine.executor.launches}
     with pytest.raises(InvalidRequest, match="united experts"):
         await engine.set_brownout(BrownoutChange(strategy="partial"))
     with pytest.raises(InvalidRequest, match="way is 3"):

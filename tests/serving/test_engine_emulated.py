@@ -133,13 +133,13 @@ async def ask(engine, prompt, priority=LS, model=""):
 async def served(model, threshold):
     """Returns answers to the prompts, reused tokens, and the layers that steps ran at once."""
     engine = await Engine.start(settings(threshold), model=model)
-    launch, layers = engine.runner.launch, set()
+    launch, layers = engine.executor.launch, set()
 
     def watched(plan, control):
         layers.add((plan.first_layer, plan.stop_layer))
         return launch(plan, control)
 
-    engine.runner.launch = watched
+    engine.executor.launch = watched
     try:
         found = [await ask(engine, *PROMPTS[0])]
         if threshold == 100:

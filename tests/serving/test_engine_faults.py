@@ -134,7 +134,7 @@ async def test_whatever_ends_the_tick_ends_every_request_with_a_reason(start, er
     tasks = [asyncio.create_task(collect(engine, [i], 50)) for i in range(6)]  # two of them wait
     died = asyncio.create_task(engine.died())
     await asyncio.sleep(0.1)
-    engine.runner.broken = True
+    engine.executor.broken = True
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         assert isinstance(result, Unavailable)
         assert type(error).__name__ in str(result)

@@ -66,7 +66,7 @@ async def test_what_is_asked_most_is_fetched_ahead(config, directories):
         assert engine.fetcher.fetches["miss"] == 0
         assert engine.fetcher.num_reruns == 0
         assert shares[-1] < shares[0]
-        assert engine.runner.compilations_since_ready == 0
+        assert engine.executor.compilations_since_ready == 0
     finally:
         await engine.stop()
 

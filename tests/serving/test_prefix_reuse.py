@@ -45,7 +45,7 @@ def reading_engine(limits=LIMITS, names=("counter",), part_layers=0, **config):
     engine = counting_engine(
         step_s=0.01, limits=limits, runner=ReadingRunner, model=family_of(names), **config
     )
-    engine.runner.part_layers = part_layers
+    engine.executor.part_layers = part_layers
     return engine
 
 
@@ -208,7 +208,7 @@ async def test_while_ways_change_degraded_pages_are_nobodys():
 async def test_a_step_is_of_the_kind_that_it_was_launched_with():
     engine = reading_engine()
     await at(engine, 40, "full")
-    engine.runner.step_s = 1.0
+    engine.executor.step_s = 1.0
     asking = asyncio.create_task(ask(engine, PROMPT, 1))
     await asyncio.sleep(0.5)
     engine.slo.way = 2  # the step is under way
@@ -250,7 +250,7 @@ async def test_on_a_mesh_a_request_goes_where_its_beginning_is():
         _, out = await ask(engine, PROMPT)
         assert out.usage.cached_tokens == 8
     # That rank is full, so that the next one goes elsewhere, and computes all.
-    engine.runner.step_s = 1.0
+    engine.executor.step_s = 1.0
     held = [asyncio.create_task(ask(engine, [n] * 20, 8, reuse_prefix=False)) for n in range(4)]
     await asyncio.sleep(3)
     _, out = await ask(engine, PROMPT)
@@ -262,7 +262,7 @@ async def test_on_a_mesh_a_request_goes_where_its_beginning_is():
 async def test_predictions_count_what_is_computed():
     engine = reading_engine()
     await ask(engine, PROMPT)
-    engine.runner.step_s = 5.0
+    engine.executor.step_s = 5.0
     tasks = [asyncio.create_task(ask(engine, PROMPT, 1)) for _ in range(3)]
     await asyncio.sleep(1)  # the first step is under way; nothing is decided of the others
     waiting = engine.scheduler.waiting
@@ -313,7 +313,7 @@ async def test_whoever_waits_for_pages_in_vain_computes_them():
     owner.cancel()
     assert (await waiting)[1].usage.cached_tokens == 0
     engine.scheduler.places.named(0).drop_all()
-    engine.runner.step_s = 1.0
+    engine.executor.step_s = 1.0
     slow = asyncio.create_task(ask(engine, PROMPT, 1, priority=BE))
     await asyncio.sleep(0.001)
     assert (await ask(engine, PROMPT, 1))[1].usage.cached_tokens == 0
@@ -393,10 +393,10 @@ async def trace(seed):
         """Checks, before a step is launched, that nothing has changed since it was planned."""
 
         def launched(plan, control):
-            before = len(engine.runner.begun)
+            before = len(engine.executor.begun)
             future = launch(plan, control)
             percent = 100 if engine.slo.strategy == "zero" else engine.slo.ls.prefill.percent
-            for refuses, lowest in engine.runner.begun[before:]:
+            for refuses, lowest in engine.executor.begun[before:]:
                 counts["begun"] += 1
                 counts["begun degraded"] += lowest < 100
                 assert lowest == 100 or (not refuses and lowest >= percent), seed
@@ -404,7 +404,7 @@ async def trace(seed):
 
         return launched
 
-    engine.runner.launch = begins(engine.runner.launch)
+    engine.executor.launch = begins(engine.executor.launch)
     await asyncio.gather(*(one() for _ in range(10)), change())
     for _ in range(100):
         if engine.scheduler.idle:

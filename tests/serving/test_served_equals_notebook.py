@@ -243,7 +243,7 @@ async def evictions(run):
 
 async def measured_parts(run):
     """Plays with parts whose number of layers is measured at the start."""
-    found = run.engine.runner.part_layers_by_size
+    found = run.engine.executor.part_layers_by_size
     assert set(found) == {"decode 4", "prefill 16"}
     assert all(1 <= n <= 4 for n in found.values())
     await rounds(run, 1, seed=4)
@@ -425,9 +425,9 @@ async def interleaved(run, asked, seed, **options):
 def mix_whenever_possible(engine):
     """Mixes steps of several models whatever is measured."""
     most = engine.config.mixed_models
-    assert engine.runner.mixed.pays([1] * (most + 1)) is False
-    assert engine.runner.mixed.pays([8, 1]) is False  # a step has room for eight rows
-    engine.runner.mixed.pays = lambda counts: 1 < len(counts) <= most
+    assert engine.executor.mixed.pays([1] * (most + 1)) is False
+    assert engine.executor.mixed.pays([8, 1]) is False  # a step has room for eight rows
+    engine.executor.mixed.pays = lambda counts: 1 < len(counts) <= most
 
 
 async def mixes(run):

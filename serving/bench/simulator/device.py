@@ -1,7 +1,7 @@
 """A runner whose steps only pass simulated time."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,17 +12,17 @@ import numpy as np
 from jmoe.api import Model, resolve
 from jmoe.config import read_config
 from jmoe.experts import ExpertPool, UnitedExperts, make_table
-from jmoe.offloaded import Expert
 from jmoe.weights import ResidentWeights, Weights
 from serving.bench.simulator.step_times import StepTimes
+from serving.execution.executor import StepExecutor
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
 
 
 @dataclass
-class SimulatedDevice:
+class SimulatedDevice(StepExecutor):
     """Runs launches one after another, each as long as `times` and the machine's `mood` say.
 
-    See serving.execution.runner.Runner. Tokens are all 0. Of the visits that may be degraded, the
+    See serving.execution.executor. Tokens are all 0. Of the visits that may be degraded, the
     share that the threshold says is.
     """
 
@@ -43,7 +43,7 @@ class SimulatedDevice:
         self._at = int(np.random.default_rng(self.seed).integers(len(self.times.moods)))
 
     def launch(self, plan: StepPlan, control: StepControl) -> "Future[StepResult]":
-        """See Runner."""
+        """See Executor."""
         num_tokens = int(plan.q_lens.sum())
         degraded = self._degraded_tokens(plan, control)
         seconds = self.times.expected_s(
@@ -60,58 +60,25 @@ class SimulatedDevice:
         loop.call_at(self._busy_until, _finish, future, self._result(plan, control))
         return future
 
-    def draw(self, allowed: np.ndarray) -> None:
-        """See Runner. No output is structured."""
-        raise NotImplementedError
-
     def layers_at_once(self, phase: Phase, size: int) -> int:
-        """See Runner."""
+        """See Executor."""
         sizes = self.times.buckets[phase]
         bucket = next((b for b in sizes if b >= size), sizes[-1])
         return self.part_layers.get(f"{phase} {bucket}", self.limits.num_layers)
 
     @property
     def part_layers_by_size(self) -> Mapping[str, int]:
-        """See Runner."""
+        """See Executor."""
         return self.part_layers
 
-    @property
-    def implementations(self) -> Mapping[str, str]:
-        """See Runner: nothing to tell."""
-        return {}
-
     def load_way(self, way: int, layer: int) -> None:
-        """See Runner. There is nothing to load."""
-
-    def mixes(self, counts: Sequence[int]) -> bool:
-        """See Runner. There is one model."""
-        return False
-
-    @property
-    def resident_models(self) -> None:
-        """See Runner. There is one model."""
-
-    def replace_set(self, victim: int, model: int) -> "Future[None]":
-        """See Runner."""
-        raise NotImplementedError("one model is simulated")
-
-    def fetch_experts(self, experts: Mapping[Expert, int]) -> None:
-        """See Runner. All experts are there."""
-        raise NotImplementedError
-
-    def host_layer(self, layer: int, hosts: np.ndarray) -> None:
-        """See Runner. There is nothing to copy."""
-
-    @property
-    def copy_s(self) -> float:
-        """See Runner. There is nothing to copy."""
-        return 0.0
+        """See Executor. There is nothing to load."""
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
-        """See Runner. Nothing fails."""
+        """See Executor. Nothing fails."""
 
     def close(self) -> None:
-        """See Runner. There is nothing to release."""
+        """See Executor. There is nothing to release."""
 
     def _mood(self) -> float:
         moods = self.times.moods

@@ -17,6 +17,7 @@ from serving.telemetry.version import jmoe_version
 
 if TYPE_CHECKING:
     from serving.engine import Engine
+    from serving.execution.executor import Executor
     from serving.frontend.metrics import Metrics
     from serving.frontend.server import Server
     from serving.scheduling.sequence import SequenceState
@@ -182,7 +183,7 @@ def now(server: "Server") -> dict[str, Any]:
     return found | {
         "brownout": asdict(engine.get_brownout()),
         "models": _models(engine, server.metrics),
-        "workers": _workers(engine.runner),
+        "workers": _workers(engine.executor),
         "uptime_s": engine.stats().uptime_s,
     }
 
@@ -221,8 +222,8 @@ def _models(engine: "Engine", metrics: "Metrics") -> list[dict[str, Any]]:
     ]
 
 
-def _workers(runner: Any) -> list[dict[str, Any]]:
+def _workers(executor: "Executor") -> list[dict[str, Any]]:
     """Returns the state of the workers in mode aep; otherwise empty."""
-    if not hasattr(runner, "seen"):  # no isinstance: the front end imports no jax
-        return []
-    return [seen._asdict() for seen in runner.seen()]
+    from serving.execution.executor import HasWorkers  # imports jax, as the engine did
+
+    return [seen._asdict() for seen in executor.seen()] if isinstance(executor, HasWorkers) else []

@@ -51,7 +51,7 @@ async def test_a_model_that_is_not_there_is_fetched(family):
     assert await ask(engine, 0) - began == pytest.approx(5 * STEP_S)
     began = now()
     assert await ask(engine, 3) - began == pytest.approx(SET_S + 5 * STEP_S, abs=2 * STEP_S)
-    assert engine.runner.resident == [0, 3]  # 1 was never asked
+    assert engine.executor.resident == [0, 3]  # 1 was never asked
     assert engine.registry.num_swaps == 1
     assert engine.registry.swap_s == pytest.approx(SET_S, abs=STEP_S)
 
@@ -61,9 +61,9 @@ async def test_who_was_asked_for_last_stays(family):
     await ask(engine, 1)
     await ask(engine, 0)
     await ask(engine, 2)
-    assert sorted(engine.runner.resident) == [0, 2]
+    assert sorted(engine.executor.resident) == [0, 2]
     await ask(engine, 3)
-    assert sorted(engine.runner.resident) == [2, 3]
+    assert sorted(engine.executor.resident) == [2, 3]
 
 
 async def test_others_go_on_meanwhile(family):
@@ -144,7 +144,7 @@ async def test_whatever_is_asked_is_answered_or_aborted_and_nothing_leaks(family
     assert sum(isinstance(e, float) for e in ended) > 30
     engine.scheduler.check_idle()
     assert engine.status == "ready"
-    assert len(engine.runner.resident) == len(engine.scheduler.models)
+    assert len(engine.executor.resident) == len(engine.scheduler.models)
 
 
 async def test_a_copy_that_fails_ends_the_engine_with_its_reason(family):
@@ -155,7 +155,7 @@ async def test_a_copy_that_fails_ends_the_engine_with_its_reason(family):
         failed.set_exception(MemoryError("no room for the weights of model 2"))
         return failed
 
-    engine.runner.replace_set = fails
+    engine.executor.replace_set = fails
     with pytest.raises(Unavailable, match="no room for the weights of model 2"):
         await ask(engine, 2)
     assert engine.status == "failed"

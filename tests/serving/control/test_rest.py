@@ -85,10 +85,10 @@ async def test_ten_seconds_after_the_last_late_token_nothing_is_degraded(
     await asyncio.sleep(late_at + 10 - clock())
     assert engine.slo.ls.strained_at == late_at
     assert thresholds(engine) == (100, 100)
-    launched = len(engine.runner.launches)
+    launched = len(engine.executor.launches)
     await asking
     await collect(engine, [1] * 8)
-    assert {control.threshold_percent for _, _, control in engine.runner.launches[launched:]} == {
+    assert {control.threshold_percent for _, _, control in engine.executor.launches[launched:]} == {
         100
     }
 
@@ -154,7 +154,7 @@ async def test_a_queue_that_brownout_shortens_is_no_reason_to_stop(serve):
     state = engine.get_brownout()
     assert state.objective_state == ""
     assert min(thresholds(engine)) < 70
-    late = [control.threshold_percent for _, _, control in engine.runner.launches[-500:]]
+    late = [control.threshold_percent for _, _, control in engine.executor.launches[-500:]]
     assert max(late) < 100
 
 

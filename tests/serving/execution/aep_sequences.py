@@ -32,9 +32,9 @@ class Sequences:
     time.
     """
 
-    def __init__(self, workers, prompts, new_tokens, chunk, exempt=()):
+    def __init__(self, workers, prompts, new_tokens, chunk, exempt=(), control=(100, 0)):
         self.workers, self.new_tokens, self.chunk = workers, new_tokens, chunk
-        self.prompts, self.exempt = prompts, exempt
+        self.prompts, self.exempt, self.control = prompts, exempt, control
         self.tokens = [[] for _ in prompts]
         self.degraded = [0] * len(prompts)
         self.done = [0] * len(prompts)  # positions
@@ -60,6 +60,8 @@ class Sequences:
             deltas.astype(np.int32),
             urgent=number % 2 == 0,
             ends_prompt=self.done[number] >= len(prompt),
+            percent=int(self.control[0]),
+            strategy=int(self.control[1]),
         )
         self.unit_of[unit] = number
         self.workers.submit(worker, unit)

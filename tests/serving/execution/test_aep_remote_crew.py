@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from serving.config import AsynchronousConfig, EngineConfig
-from serving.pipeline.messages import FromExperts, Left, Steer, WorkerDown, WorkerUp
+from serving.execution.executor import RankDown, RankUp
+from serving.pipeline.messages import FromExperts, Left, WorkerDown, WorkerUp
 from serving.pipeline.queues import MicroQueues
 from serving.pipeline.remote_crew import RemoteCrew
 from serving.pipeline.worker_process import Address, Beat, Loop, Meet, Met, Pulse, Stop
@@ -150,11 +151,12 @@ def test_an_expert_worker_that_ends_is_told_of_and_comes_back():
 
 def test_the_engine_hears_of_attention_workers_and_of_what_left():
     setup = Setup().all_up()
-    left = Left([1], [2], [0.0], [0], np.zeros(0), 0, 100)
+    left = Left([1], [2], [0.0], [0], np.zeros(0), 0, [100], [100])
     setup.says("attention-0", left)
-    setup.crew.steer(Steer(2, 50, 60))
     setup.dies("attention-0")
-    assert setup.told == [left, WorkerDown("attention", 0)]
+    done, down = setup.told
+    assert (done.rows, done.result.tokens, done.least_percent) == ([1], [2], [100])
+    assert down == RankDown(0, "worker attention-0 is gone")
     assert setup.sent_to("experts-0", WorkerDown) == [WorkerDown("attention", 0)]
     setup.passes(1.5, "experts-0", "experts-1")
     setup.listens("attention-0")
@@ -162,8 +164,7 @@ def test_the_engine_hears_of_attention_workers_and_of_what_left():
     setup.met("attention-0", "experts-0", "experts-1")
     setup.met("experts-0", "attention-0")
     setup.met("experts-1", "attention-0")
-    assert setup.told[-1] == WorkerUp("attention", 0)
-    assert setup.sent_to("attention-0", Steer) == [Steer(2, 50, 60)]
+    assert setup.told[-1] == RankUp(0)
 
 
 def test_who_comes_back_hears_how_all_others_are_now():

@@ -13,7 +13,8 @@ import pytest
 from jmoe.packed_rows import EXEMPT, KV_LEN, Q_LEN, SLOT, SPARED, empty_deltas, pack_row
 from serving.pipeline.devices import Attended
 from serving.pipeline.local import LocalWorkers
-from serving.pipeline.messages import Steer, Unit, WorkerDown, WorkerUp
+from serving.pipeline.messages import DECODE, Unit, WorkerDown, WorkerUp
+from serving.pipeline.queues import Entry
 from serving.scheduling.layers.picker import Waiting, make_picker
 from tests.serving.execution.aep_sequences import ROWS, AnyQueue, Sequences
 from tests.traces import num_traces
@@ -243,7 +244,7 @@ def play_with_faults(seed):
             workers.deliver(number, rng.choice([1, 2, None]))
             played.accept(workers.advance(number))
             for lost in workers.attention[number].told():
-                played.run_again(lost.numbers)
+                played.run_again(lost.rows)
         if rng.random() < 0.02 and num_deaths < 20:
             down, ended = (rng.randrange(experts), False) if down is None else (None, down)
             num_deaths += down is not None
@@ -282,33 +283,63 @@ def test_what_a_worker_that_ends_takes_with_it_is_computed_once_more():
     assert sum(play_with_faults(seed) for seed in range(60)) > 20
 
 
-def test_best_effort_gives_up_visits_before_the_others_of_its_stage_do():
-    """Two rows of which half the visits are to be kept: one keeps all, the other none."""
+def stages_of(*given):
+    """Returns workers that decoding units enter, each (urgent, percent, strategy), and a list of
+    what their stages of attention will have: threshold, strategy, each row's exemption.
+    """
     hosts, seen = np.ones((sum(MOE), EXPERTS, 1), bool), []
-    device = Attention(2)
+    device = Attention(len(given))
     attend = device.attend
 
     def attend_and_note(layer, tokens, rows, deltas, control, places):
-        seen.append((control.threshold_percent, rows[:3, EXEMPT].tolist()))
+        seen.append((*control, rows[: len(given), EXEMPT].tolist()))
         return attend(layer, tokens, rows, deltas, control, places)
 
     device.attend = attend_and_note
     workers = LocalWorkers(
         [device], [Experts(hosts[..., 0], ROWS)], MOE, hosts, ROWS, lambda: make_picker("mtfs")
     )
-    workers.attention[0].take(Steer(2, 100, 50), 0.0)
-    for slot, urgent in enumerate([True, False]):
-        unit = Unit(
-            pack_row(slot, kv_len=1), None, np.array([slot], np.int32), empty_deltas(0), urgent
-        )
+    for slot, (urgent, percent, strategy) in enumerate(given):
+        row, at = pack_row(slot, kv_len=1), np.array([slot], np.int32)
+        unit = Unit(row, None, at, empty_deltas(0), urgent, number=slot)
+        unit.percent, unit.strategy = percent, strategy
         workers.submit(0, unit)
+    return workers, seen
+
+
+@pytest.mark.parametrize(
+    ("given", "stage"),
+    [
+        # Half the visits of two rows: one keeps all, the other none.
+        ([(True, 50, 2), (False, 50, 2)], (0, 2, [SPARED, 0])),
+        # More than one can give up.
+        ([(True, 20, 2), (False, 20, 2)], (20, 2, [0, 0])),
+        # Each row's own threshold: of all visits, the mean of what they are to keep.
+        ([(True, 90, 1), (True, 40, 1), (True, 40, 1)], (57, 1, [0, 0, 0])),
+        # Best effort's own threshold is lower, and it gives up what it can for the other.
+        ([(True, 80, 2), (False, 40, 2)], (20, 2, [SPARED, 0])),
+        # Who entered under zero brownout is spared, whatever the others have.
+        ([(True, 100, 0), (True, 30, 2)], (30, 2, [SPARED, 0])),
+        ([(True, 70, 0), (True, 100, 0)], (70, 0, [SPARED, SPARED])),
+        # Of two strategies, that of the newest row.
+        ([(True, 30, 2), (True, 30, 1)], (30, 1, [0, 0])),
+    ],
+)
+def test_a_stage_keeps_the_share_of_visits_that_its_rows_are_to_keep(given, stage):
+    workers, seen = stages_of(*given)
     workers.turn(0)
-    assert seen == [(0, [SPARED, 0, 0])]
-    workers.attention[0].take(Steer(2, 100, 20), 0.0)  # more than one can give up
-    while len(seen) < 2:
+    assert seen == [stage]
+
+
+def test_a_unit_leaves_with_the_span_of_thresholds_that_it_has_had():
+    workers, seen = stages_of((True, 50, 2), (False, 50, 2))
+    units = [entry.what for entry in workers.attention[0].queues.take(0, DECODE, 2)]
+    workers.attention[0].queues.put(0, DECODE, [Entry(1, 0, 0.0, unit) for unit in units])
+    for _ in range(100):
         workers.turn(0)
         workers.turn(1)
-    assert seen[1] == (20, [0, 0, 0])
+    assert {percent for percent, *_ in seen} == {0}
+    assert [(u.least_percent, u.most_percent) for u in units] == [(100, 100), (0, 0)]
 
 
 def test_an_expert_without_a_host_is_named():

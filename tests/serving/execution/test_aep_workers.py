@@ -10,7 +10,7 @@ import pytest
 import jmoe
 from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT, empty_deltas, pack_row
 from jmoe.parallel.placement import from_hosts
-from serving.pipeline.messages import Steer, Unit, WorkerDown, WorkerUp
+from serving.pipeline.messages import Unit, WorkerDown, WorkerUp
 from serving.pipeline.queues import Entry, MicroQueues
 from serving.scheduling.layers.picker import Waiting, make_picker
 from tests.jmoe.conftest import GOLDEN
@@ -192,10 +192,9 @@ def test_under_brownout_tokens_are_those_of_the_plans_that_stages_made():
     model, rng = jmoe.load(dtype="float32", ways=[4]), random.Random(6)
     control = model.prepare(jmoe.Brownout("partial", 40, way=4))
     workers = workers_of(model, rng, experts=2)
-    workers.attention[0].take(Steer(int(control.strategy), 40, 40), 0.0)
     plans = recording(workers.attention[0].device, model.config.moe_layers)
     prompts = some_prompts(model, rng, 3)
-    played = Sequences(workers, prompts, 3, 10)
+    played = Sequences(workers, prompts, 3, 10, control=(40, control.strategy))
     played.play(rng)
     groups, num_experts = np.asarray(model.table.groups), model.config.num_experts
     assert sum(played.degraded) > 20
@@ -230,10 +229,9 @@ def test_without_a_worker_its_experts_visits_go_where_brownout_lets_them(strateg
     hosts[:, :, 1] = ~hosts[:, :, 0]
     workers = workers_of(model, rng, placement=from_hosts(hosts, spare=num_experts))
     attention = workers.attention[0]
-    attention.take(Steer(int(control.strategy), 100, 100), 0.0)
     attention.take(WorkerDown("experts", 1), 0.0)
     prompts = some_prompts(model, rng, 2)
-    played = Sequences(workers, prompts, 2, 10, exempt=[1])
+    played = Sequences(workers, prompts, 2, 10, exempt=[1], control=(100, control.strategy))
     for unit, number in played.unit_of.items():
         unit.number = number
     failed = []
@@ -243,7 +241,7 @@ def test_without_a_worker_its_experts_visits_go_where_brownout_lets_them(strateg
         played.accept(workers.turn(rng.choice([0, 1])))
         failed += attention.told()
     gone = [0, 1] if strategy == "zero" else [1]
-    assert sorted(n for told in failed for n in told.numbers) == gone
+    assert sorted(n for told in failed for n in told.rows) == gone
     assert all(told.reason.endswith("(experts-1 gone)") for told in failed)
     assert len(played.tokens[0]) == (0 if strategy == "zero" else 2)
 
@@ -269,10 +267,9 @@ def test_brownout_to_nothing_and_rows_that_refuse_it(refuses):
     rng = random.Random(5)
     control = model.prepare(setting)
     workers = workers_of(model, rng, experts=2)
-    percent = int(control.threshold_percent)
-    workers.attention[0].take(Steer(int(control.strategy), percent, percent), 0.0)
+    given = control.threshold_percent, control.strategy
     prompts = some_prompts(model, rng, 3)
-    played = Sequences(workers, prompts, 4, 10, exempt=[1] if refuses else [])
+    played = Sequences(workers, prompts, 4, 10, exempt=[1] if refuses else [], control=given)
     played.play(rng)
     if refuses:
         assert played.degraded[1] == 0 < played.degraded[0]

@@ -101,7 +101,7 @@ async def test_a_program_for_each_part_where_the_host_would_wait_for_a_loop(as_o
     brownout = BrownoutConfig(strategy=strategy, decode_threshold_percent=0, salc=False)
     async with serving(part_layers=1, brownout=brownout, reserved_ls_seqs=1) as engine:
         alone = await answer(engine)
-        parts = [key for key in engine.runner.programs.compiled() if key.layers is not None]
+        parts = [key for key in engine.executor.programs.compiled() if key.layers is not None]
         assert sorted(key.layers for key in parts) == sorted(2 * [(n, n + 1) for n in range(4)])
         together = await asyncio.gather(
             answer(engine, BE),
@@ -113,7 +113,7 @@ async def test_a_program_for_each_part_where_the_host_would_wait_for_a_loop(as_o
             assert together == [alone] * 4
         else:  # best effort gives way in brownout, too
             assert [degraded for _, degraded in together[2:]] <= [alone[1]] * 2
-        assert engine.runner.compilations_since_ready == 0
+        assert engine.executor.compilations_since_ready == 0
         rows = engine.accounts.counters
         assert rows.degraded_visits == sum(one[1] for one in (alone, *together))
 
@@ -130,20 +130,20 @@ async def test_each_size_of_a_gpus_steps_is_cut_as_its_layers_take(as_on_a_gpu, 
     monkeypatch.setattr(runner.DeviceRunner, "_host_launch_s", lambda self, key: host_s)
     monkeypatch.setattr(runner, "GPU_LAUNCH_S", 0.27)  # 3 % of three layers of the smallest
     async with serving(decode_buckets=(1, 2)) as engine:
-        assert engine.runner.part_layers_by_size == {"decode 1": 4, "decode 2": 1, "prefill 8": 1}
+        assert engine.executor.part_layers_by_size == {"decode 1": 4, "decode 2": 1, "prefill 8": 1}
         assert parts_of(engine) == {("decode 2", 1), ("prefill 8", 1)}
     monkeypatch.setattr(runner, "GPU_LAUNCH_S", 0.12)
     async with serving(decode_buckets=(1, 2)) as engine:
-        assert engine.runner.part_layers_by_size == {"decode 1": 2, "decode 2": 1, "prefill 8": 1}
+        assert engine.executor.part_layers_by_size == {"decode 1": 2, "decode 2": 1, "prefill 8": 1}
     host_s = 0.9
     async with serving(decode_buckets=(1, 2)) as engine:
-        assert engine.runner.part_layers_by_size == {"decode 1": 4, "decode 2": 4, "prefill 8": 1}
+        assert engine.executor.part_layers_by_size == {"decode 1": 4, "decode 2": 4, "prefill 8": 1}
         assert parts_of(engine) == {("prefill 8", 1)}
 
 
 def parts_of(engine):
     """Returns the sizes that have programs for parts, and how many layers these have."""
-    keys = [key for key in engine.runner.programs.compiled() if key.layers]
+    keys = [key for key in engine.executor.programs.compiled() if key.layers]
     return {(f"{key.phase} {key.size}", key.layers[1] - key.layers[0]) for key in keys}
 
 
@@ -168,7 +168,7 @@ async def test_rows_that_leave_a_step_in_parts_leave_it_to_the_programs_it_was_b
         assert batch.num_tokens == 8
         leaves.cancel()
         assert await stays == alone
-        assert engine.runner.compilations_since_ready == 0
+        assert engine.executor.compilations_since_ready == 0
 
 
 @pytest.mark.parametrize("first", ["decode", "prefill"])
@@ -218,8 +218,8 @@ async def test_steps_that_are_timed_write_no_two_rows_to_one_place(monkeypatch):
 
     monkeypatch.setattr(attention, "write_kv", watched)
     async with serving() as engine:
-        assert engine.runner.part_layers_by_size.keys() == {"decode 2", "prefill 8"}
-        padding = engine.runner.limits.num_pages
+        assert engine.executor.part_layers_by_size.keys() == {"decode 2", "prefill 8"}
+        padding = engine.executor.limits.num_pages
     jax.effects_barrier()
     assert any((np.asarray(page) != 0).any() for page, _ in written)
     for page, offset in written:
@@ -230,8 +230,8 @@ async def test_steps_that_are_timed_write_no_two_rows_to_one_place(monkeypatch):
 @pytest.mark.deep
 async def test_a_policy_that_never_parks_needs_no_programs_for_parts(as_on_a_gpu):
     async with serving(policy="fcfs", part_layers=1) as engine:
-        assert all(key.layers is None for key in engine.runner.programs.compiled())
-        assert engine.runner.device.state.hidden is None
+        assert all(key.layers is None for key in engine.executor.programs.compiled())
+        assert engine.executor.device.state.hidden is None
 
 
 def buckets(**sizes):

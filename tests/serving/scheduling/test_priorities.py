@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from serving.bench.fake import FakeRunner
-from serving.pipeline.units import UnitScheduler
 from serving.plan import Limits, Phase, StepControl
 from serving.request import Priority, Request, SamplingParams
 from serving.scheduling.policy import (
@@ -301,7 +300,7 @@ def test_a_step_is_parked_a_bounded_number_of_times():
 def test_with_less_than_its_share_no_best_effort_step_is_parked():
     share = Share(0.5)
     play = Play(share=share)
-    share.observe(0.0, 1.0, best_effort=False)
+    share.observe(1.0, 1.0, best_effort=0.0)
     assert share.had == 0.0
     play.add(sequence("b", [1] * 8, 1, BE))
     play.tick()
@@ -314,11 +313,11 @@ def test_with_less_than_its_share_no_best_effort_step_is_parked():
 def test_shares_fade():
     share = Share(0.2)
     assert share.may_park
-    share.observe(0.0, 1.0, best_effort=False)
+    share.observe(1.0, 1.0, best_effort=0.0)
     assert not share.may_park
-    share.observe(1.0, 2.0, best_effort=True)
+    share.observe(1.0, 2.0, best_effort=1.0)
     assert share.had == pytest.approx(1 / (1 + 2.718281828 ** (-1 / 5)))
-    share.observe(100.0, 101.0, best_effort=False)
+    share.observe(1.0, 101.0, best_effort=0.0)
     assert share.had < 1e-6
 
 
@@ -340,21 +339,21 @@ def test_best_effort_that_has_waited_too_long_counts_as_latency_sensitive():
 def ran(scheduler, now):
     """Runs the next step to the end and returns its sequences."""
     step = scheduler.next_step(now=now)
-    if isinstance(scheduler, UnitScheduler):
-        scheduler.leave(scheduler.enter(step, now))
+    if step.plan.singles is not None:
+        scheduler.complete(step.plan.singles.numbers)
     for at, one in enumerate(step.sequences):
         if step.sampled[at]:
             one.accept(2, 0.0, 1)
     return step.sequences
 
 
-@pytest.mark.parametrize("kind", [Scheduler, UnitScheduler])
+@pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize("policy", ["ls_first", "fcfs"])
-def test_promoted_best_effort_waits_for_its_own_class_and_not_in_the_others_way(kind, policy):
+def test_promoted_best_effort_waits_for_its_own_class_and_not_in_the_others_way(in_order, policy):
     """Four of best effort fill the decode batch, or all pages; of six slots two are free."""
     for num_pages, length in ((24, 1), (8, 6)):
         limits = replace(LIMITS, num_pages=num_pages)
-        scheduler = kind(limits, make_policy(policy), max_wait_s=5.0)
+        scheduler = Scheduler(limits, make_policy(policy), max_wait_s=5.0, in_order=in_order)
         running = [sequence(name, [1] * length, 9, BE) for name in "bcde"]
         promoted, prompt = sequence("f", [1] * length, 9, BE), sequence("a", [7], 9, arrived_at=6.0)
         for one in (*running, promoted):
