@@ -469,8 +469,7 @@ class EngineConfig:
     )
     prefix_reuse: str = setting(
         "auto",
-        "Whether prompts reuse other requests' KV pages (prefixes.md). auto: on, except in "
-        "mode aep.",
+        "Whether prompts reuse other requests' KV pages (prefixes.md). auto: on.",
         one_of("auto", "on", "off"),
     )
     prefill_company: bool = setting(
@@ -486,7 +485,8 @@ class EngineConfig:
     )
     best_effort_share: float = setting(
         0.05,
-        "Share of device time below which no best-effort step is parked.",
+        "Share of device time below which no best-effort step is parked; in mode aep, share of "
+        "positions below which best-effort rows are as urgent as others.",
         SHARE,
     )
     best_effort_max_wait_s: float = setting(
@@ -524,8 +524,8 @@ class EngineConfig:
 
     @property
     def reuses_prefixes(self) -> bool:
-        """Whether pages are shared; those of asynchronous workers are not."""
-        return self.prefix_reuse != "off" and self.mode != "aep"
+        """Whether pages are shared."""
+        return self.prefix_reuse != "off"
 
 
 @dataclass(frozen=True)

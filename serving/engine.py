@@ -19,7 +19,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -454,6 +454,8 @@ class Engine:
         work.
         """
         await self._until_due()
+        while self._news and not self.executor.in_order:
+            self._take(self._news.popleft())  # first of all: a rank may be gone
         now = self._clock()
         self._advance_controllers(now)
         step = self._plan(now)
@@ -537,6 +539,10 @@ class Engine:
             for sequence, exempt in zip(step.sequences, step.plan.exempt.tolist(), strict=True):
                 sequence.note_threshold(step.plan.phase, 100 if exempt else percent)
             self._in_flight.append(InFlight(step, launched_at, launched_at))
+        elif step.waits:  # for nothing: the tokens before have all been read
+            assert step.plan.shapes is not None
+            shapes = replace(step.plan.shapes, waits=False, allowed=self._allowed(step))
+            step.plan = replace(step.plan, shapes=shapes)
         step.control, step.way = control, self.slo.way_in_force
         for sequence in step.sequences:
             sequence.note_start(launched_at)
@@ -596,12 +602,15 @@ class Engine:
                 for sequence in self.scheduler.give_up(rows):
                     self._end(sequence, self._lost(reason))
             case Completed(result=StepResult() as result) if rows:
+                num_decoding = self.scheduler.singles.num_decoding()
                 step, entered_at = self.scheduler.complete(rows)
                 step.control = StepControl(min(told.least_percent), told.strategy)
                 spans = zip(step.sequences, told.least_percent, told.most_percent, strict=True)
                 for sequence, *percents in spans:
                     for percent in percents:
                         sequence.note_threshold(step.plan.phase, percent)
+                size = num_decoding if step.plan.phase is Phase.DECODE else 0
+                self.pace.observe(step, entered_at, now, size)
                 self.scheduler.observe(step, entered_at, now)
                 self._accept(step, result, entered_at, entered_at, now)
 

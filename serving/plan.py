@@ -115,6 +115,8 @@ class Shapes:
     rows: Int[np.ndarray, "B NUM_SHAPE_COLUMNS"]  # by jmoe.shape_rows; zeros: unchanged
     seats: Sequence[Seat]
     waits: bool  # for `Draws.draw` to say which tokens rows may have
+    allowed: Int[np.ndarray, "B W"] | None = None
+    """A bit a token, the lowest first, that rows may have, where it is known already."""
 
     def __post_init__(self) -> None:
         """Checks the number of columns."""

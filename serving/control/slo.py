@@ -228,10 +228,12 @@ class SloAnalyser:
         if not step.has_ls:
             percent = min(percent, self.best_effort.of(plan.phase).percent)
         elif self.controls and self.ls.controller.by_step and not self.ls.of(plan.phase).in_vain:
+            # A row that completes singly has the company of all that decode.
+            by_itself = plan.singles is not None and plan.phase is Phase.DECODE
             seen = StepSeen(
                 now=now,
                 phase=plan.phase,
-                size=plan.size,
+                size=num_decoding if by_itself else plan.size,
                 num_decoding=num_decoding,
                 since_s=since_s,
                 exempt_share=step.exempt_share,

@@ -166,7 +166,7 @@ class Metrics(Observer):
     ) -> None:
         """See Observer."""
         super().step_read(step, result, started_at, now)
-        if result.expert_rows.size:  # empty where it is not counted (`composes.EXPERT_LOAD`)
+        if result.expert_rows.size:  # workers count for some time, and tell of it then
             rows = result.expert_rows.astype(np.int64)
             self.expert_rows = rows if self.expert_rows is None else self.expert_rows + rows
         self.mesh.step_read(step.plan.phase, int(step.plan.q_lens.sum()), result)

@@ -12,8 +12,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jmoe.packed_rows import EXEMPT, NEXT_TOKEN, SLOT, SPARED, empty_deltas, empty_rows
+from jmoe.shape_rows import NUM_SHAPE_COLUMNS, pack_seat
 from serving.execution.executor import FailedRows, LostRows
-from serving.pipeline.devices import AttentionDevice
+from serving.pipeline.devices import AttentionDevice, Drawn
 from serving.pipeline.messages import (
     DECODE,
     EXPERTS,
@@ -35,6 +36,8 @@ from serving.plan import StepControl, spare_latency_sensitive
 MOST_CHUNKS = 8
 """In one stage."""
 FREE = -1
+TELLS_EVERY = 64
+"""Stages after which a worker tells how many rows it has sent to each expert; idle, at once."""
 EXACT = StepControl(100, 0)
 
 
@@ -57,6 +60,8 @@ class AttentionWorker:
         *,
         decode_buckets: Sequence[int] = (8, 32, 128),
         prefill_buckets: Sequence[int] = (32, 128, 512),
+        max_blocks: int = 0,
+        max_len: int = 0,
     ) -> None:
         """Takes over a device's sequences.
 
@@ -73,6 +78,8 @@ class AttentionWorker:
                 rows.
             decode_buckets: rows of a stage, ascending; fewer are padded to one of them.
             prefill_buckets: tokens of a stage, likewise; a chunk longer than the last is refused.
+            max_blocks: pages that a sequence may begin with, others having filled them.
+            max_len: positions of a sequence whose logits are changed.
 
         Raises ValueError where an expert has no host.
         """
@@ -93,7 +100,9 @@ class AttentionWorker:
         """Visits that have yet to come, by a unit's first place and expert worker."""
         self._told: list[LostRows | FailedRows] = []
         self._buckets = {DECODE: list(decode_buckets), PREFILL: list(prefill_buckets)}
-        self.stages = 0
+        self._max_blocks, self._max_len = max_blocks, max_len
+        self._expert_rows = np.zeros(hosts.shape[:2], np.int32)
+        self.stages = self._told_at = 0
         self.newest = 0, 0  # layer and rows of the newest stage
 
     @property
@@ -237,8 +246,7 @@ class AttentionWorker:
         deltas = empty_deltas(1)
         if not layer:
             given = np.concatenate([unit.deltas for unit in units])
-            # A row needs one new page at most.
-            deltas = empty_deltas(max(len(places), bucket(len(given) or 1)))
+            deltas = empty_deltas(self._num_deltas(units[0].group, len(places)))
             deltas[: len(given)] = given
         control = self._control(units, rows)
         attended = self.device.attend(layer, tokens, rows, deltas, control, places)
@@ -250,6 +258,8 @@ class AttentionWorker:
         asked = asked[:count]
         if unserved[:count].any():
             asked = self._end_unserved(units, lengths, asked, unserved[:count], layer)
+        sent = np.bincount(asked[asked >= 0], minlength=self._expert_rows.shape[1])
+        self._expert_rows[self._moe[layer]] += sent
         given_up = np.add.reduceat(degraded[:count], starts).tolist()
         exempt = rows[: len(units), EXEMPT].tolist()
         for unit, degraded_here, is_exempt in zip(units, given_up, exempt, strict=True):
@@ -262,6 +272,12 @@ class AttentionWorker:
         urgent = np.repeat([unit.urgent for unit in units], lengths)
         firsts = np.repeat(places[starts], lengths)
         self._ask(int(self._moe[layer]), h, len(places), places[:count], asked, urgent, firsts)
+
+    def _num_deltas(self, group: int, size: int) -> int:
+        """Returns the most changes of the block table that a stage of some size has: a row needs
+        one new page at most, and prompts may begin with others' pages.
+        """
+        return size if group == DECODE else size + MOST_CHUNKS * self._max_blocks
 
     def _end_unserved(
         self,
@@ -375,13 +391,31 @@ class AttentionWorker:
             if not unit.ends_prompt:
                 rows[at, SLOT] = -1
         self._free(units)
-        tokens, logprobs = self.device.leave(rows, places)
+        top: list[Any] = [None] * len(units)
+        if any(unit.shape is not None for unit in units):
+            tokens, logprobs, *likeliest = self._draw(units, rows, places)
+            top = list(zip(*likeliest, strict=True))
+        else:
+            tokens, logprobs = self.device.leave(rows, places)
+        found = zip(units, tokens, logprobs, scores, top, strict=False)
         return [
-            Result(unit, token, logprob, scored)
+            Result(unit, token, logprob, scored, likeliest)
             if unit.ends_prompt
-            else Result(unit, None, None, scored)
-            for unit, token, logprob, scored in zip(units, tokens, logprobs, scores, strict=False)
+            else Result(unit, None, None, scored, likeliest)
+            for unit, token, logprob, scored, likeliest in found
         ]
+
+    def _draw(
+        self, units: list[Unit], rows: Int[np.ndarray, "B C"], places: Int[np.ndarray, "B"]
+    ) -> Drawn:
+        """Draws the tokens of units of which some have their logits changed."""
+        shapes = np.zeros((len(rows), NUM_SHAPE_COLUMNS), np.int32)
+        for shape, unit in zip(shapes, units, strict=False):
+            if unit.seat is not None:
+                self.device.seat(unit.seat)
+            if unit.shape is not None:
+                shape[:] = unit.shape
+        return self.device.draw(rows, places, shapes, [unit.allowed for unit in units])
 
     def _size_for(self, num_units: int) -> int:
         """Returns the rows of the head's program: one of few sizes, as for stages."""
@@ -416,7 +450,17 @@ class AttentionWorker:
             newest(units).strategy,
             [unit.least_percent for unit in units],
             [unit.most_percent for unit in units],
+            *likeliest(results),
+            self._sent_since(),
         )
+
+    def _sent_since(self) -> Int[np.ndarray, "layers E"]:
+        """Returns the rows sent to each expert since the last call; empty if it is not time yet."""
+        if self.num_units and self.stages - self._told_at < TELLS_EVERY:
+            return np.zeros((0, 0), np.int32)
+        found, self._told_at = self._expert_rows, self.stages
+        self._expert_rows = np.zeros_like(found)
+        return found
 
     def warm(self, part_sizes: Sequence[int]) -> None:
         """Runs each program that may be needed once, on padding, at every size; `part_sizes` are
@@ -430,18 +474,30 @@ class AttentionWorker:
                 rows = empty_rows(size if group == DECODE else MOST_CHUNKS)
                 tokens = np.zeros(size, np.int32) if group == PREFILL else None
                 for layer in range(self._num_layers):
-                    deltas = empty_deltas(1 if layer else max(size, bucket(1)))
+                    deltas = empty_deltas(1 if layer else self._num_deltas(group, size))
                     h, *_ = self.device.attend(layer, tokens, rows, deltas, EXACT, places)
                     if self._moe_layers[layer]:
                         warm_copies(self.device, h, size, self._experts[0])
                 if group == PREFILL:
                     self.device.score(places, np.zeros(size, np.int32))
         for size in {MOST_CHUNKS, *self._buckets[DECODE]}:
+            shapes = np.zeros((size, NUM_SHAPE_COLUMNS), np.int32)
             for row in rows_of_all_modes():
-                self.device.leave(np.tile(row, (size, 1)), np.zeros(size, np.int32))
+                rows, places = np.tile(row, (size, 1)), np.zeros(size, np.int32)
+                self.device.leave(rows, places)
+                self.device.draw(rows, places, shapes, [])
+        self.device.seat(pack_seat(-1, [], [], [], self._max_len)[0])
         for size in part_sizes:
             nowhere_at_all = np.full(size, nowhere, np.int32)
             self.device.keep(self.device.blank(size), nowhere_at_all, np.zeros(size, np.int32))
+
+
+def likeliest(results: Sequence[Result]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids and log-probabilities of the likeliest tokens of all; empty if there are none."""
+    tops = [result.top for result in results if result.top is not None]
+    if not tops:
+        return np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
+    return np.stack([ids for ids, _ in tops]), np.stack([logprobs for _, logprobs in tops])
 
 
 def newest(units: Sequence[Unit]) -> Unit:

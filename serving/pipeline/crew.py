@@ -6,13 +6,11 @@ from typing import Any
 import numpy as np
 
 from jmoe.packed_rows import DELTA_SLOT, Q_LEN, SLOT
+from jmoe.shape_rows import SHAPED, pack_seat
 from serving.execution.executor import Completed, RankDown, RankUp
 from serving.execution.ranks import ByRank
 from serving.pipeline.messages import ATTENTION, Left, Unit, WorkerDown, WorkerUp
 from serving.plan import Limits, Phase, StepControl, StepPlan, StepResult
-
-NOT_COUNTED = np.zeros((0, 0), np.int32)
-"""Empty rows by expert: a stage mixes rows of many steps."""
 
 
 class Crew:
@@ -22,6 +20,7 @@ class Crew:
 
     in_order = False
     limits: Limits
+    max_len: int  # positions that a sequence may have
     unreachable = ""
     retry_after_s = 0.0
     _tell: Callable[[Any], None]
@@ -32,7 +31,7 @@ class Crew:
 
     def submit(self, plan: StepPlan, control: StepControl) -> None:
         """See Executor: hands rows to the workers that have their sequences."""
-        self.enter(units_of(plan, control, self.limits))
+        self.enter(units_of(plan, control, self.limits, self.max_len))
 
     def enter(self, units: Sequence[list[Unit]]) -> None:
         """Lets units enter, given by attention worker. Returns at once."""
@@ -45,7 +44,7 @@ class Crew:
                 self._tell(completed(message))
             case WorkerDown(kind, number):
                 if kind == ATTENTION:
-                    self._tell(RankDown(number, f"worker {ATTENTION}-{number} is gone"))
+                    self._tell(RankDown(number, f"worker attention-{number} is gone"))
             case WorkerUp(kind, number):
                 if kind == ATTENTION:
                     self._tell(RankUp(number))
@@ -56,13 +55,24 @@ class Crew:
 def completed(left: Left) -> Completed:
     """Returns what units that left together are to an engine."""
     scores = left.scores if len(left.scores) else None
-    result = StepResult(left.tokens, left.logprobs, left.degraded, NOT_COUNTED, scores)
+    result = StepResult(
+        left.tokens,
+        left.logprobs,
+        left.degraded,
+        left.expert_rows,
+        scores,
+        top_ids=left.top_ids if len(left.top_ids) else None,
+        top_logprobs=left.top_logprobs if len(left.top_logprobs) else None,
+    )
     return Completed(result, left.numbers, left.strategy, left.least_percent, left.most_percent)
 
 
-def units_of(plan: StepPlan, control: StepControl, limits: Limits) -> list[list[Unit]]:
+def units_of(
+    plan: StepPlan, control: StepControl, limits: Limits, max_len: int
+) -> list[list[Unit]]:
     """Splits a step's rows by the attention worker that has their sequence, numbered as on it."""
     assert plan.singles is not None
+    seats = {} if plan.shapes is None else {seat.slot: seat for seat in plan.shapes.seats}
     step, found = ByRank.of(plan, limits), [list[Unit]() for _ in range(limits.num_ranks)]
     ends = np.cumsum(step.rows[:, Q_LEN])
     marks = zip(*plan.singles, strict=True)
@@ -87,5 +97,11 @@ def units_of(plan: StepPlan, control: StepControl, limits: Limits) -> list[list[
             percent=control.threshold_percent,
             strategy=control.strategy,
         )
+        if plan.shapes is not None and plan.shapes.rows[at, SHAPED]:
+            unit.shape = plan.shapes.rows[at].copy()
+            unit.allowed = None if plan.shapes.allowed is None else plan.shapes.allowed[at].copy()
+            if (seat := seats.get(slot + rank * limits.slots_per_rank)) is not None:
+                told = pack_seat(slot, seat.prompt, seat.output, seat.biases, max_len)
+                unit.seat = told[0]
         found[rank].append(unit)
     return found

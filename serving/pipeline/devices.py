@@ -13,13 +13,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jmoe import shaping
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from jmoe.model import embed, head, layers_of
 from jmoe.packed_rows import SLOT, sampling_mode
 from jmoe.sampling import greedy, token_logprobs
+from jmoe.shape_rows import everything
+from jmoe.shaping import Shaping
 from jmoe.stages import StageVisits, WaitingRows, attend_stage, entering, expert_stage, merge
-from jmoe.steps import State, decode_data, prefill_data, remember, sample_step, with_deltas
+from jmoe.steps import (
+    State,
+    decode_data,
+    draw_step,
+    prefill_data,
+    remember,
+    sample_step,
+    with_deltas,
+)
 from jmoe.weights import Params
 from serving.plan import StepControl
 
@@ -31,6 +42,15 @@ class Attended(NamedTuple):
     expert_ids: Int[np.ndarray, "T K"] | None  # -1: no visit
     degraded: Int[np.ndarray, "T"] | None
     unserved: Int[np.ndarray, "T"] | None  # visits that no worker can make
+
+
+class Drawn(NamedTuple):
+    """Tokens of rows of which some have their logits changed."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]  # of the unchanged logits
+    top_ids: Int[np.ndarray, "B TOP"]
+    top_logprobs: Float[np.ndarray, "B TOP"]
 
 
 class AttentionDevice(Protocol):
@@ -64,6 +84,20 @@ class AttentionDevice(Protocol):
         self, rows: Int[np.ndarray, "B C"], places: Int[np.ndarray, "B"]
     ) -> tuple[Sequence[int], Sequence[float]]:
         """Returns tokens and log-probabilities of rows that have been through all layers."""
+        ...
+
+    def seat(self, told: Int[np.ndarray, "n"]) -> None:
+        """Fills a slot for a sequence whose logits are changed (`jmoe.shape_rows.pack_seat`)."""
+        ...
+
+    def draw(
+        self,
+        rows: Int[np.ndarray, "B C"],
+        places: Int[np.ndarray, "B"],
+        shapes: Int[np.ndarray, "B shape"],
+        allowed: Sequence[Int[np.ndarray, "W"] | None],
+    ) -> Drawn:
+        """Draws as `leave` does, with the logits of some rows changed (`jmoe.shaping.draw`)."""
         ...
 
     def score(
@@ -186,6 +220,8 @@ class _Programs(NamedTuple):
     leave: Callable[..., tuple[Array, Array, Array, Array]]
     score: Callable[..., Array]
     sample: Callable[..., tuple[Array, Array, Array]]
+    draw: Callable[..., tuple[Array, Shaping, shaping.Drawn]]
+    seat: Callable[..., Shaping]
 
 
 @cache
@@ -196,6 +232,8 @@ def _programs_of(cfg: ModelConfig) -> _Programs:
         jax.jit(partial(_leave, cfg), donate_argnums=2),
         jax.jit(partial(_score, cfg)),
         jax.jit(sample_step, static_argnames="truncate", donate_argnums=0),
+        jax.jit(partial(draw_step, truncate=None), donate_argnums=(0, 1)),
+        jax.jit(shaping.seat, donate_argnums=0),
     )
 
 
@@ -259,6 +297,9 @@ class AttentionPrograms:
             jnp.zeros((num_rows, picks, width), kind),
         )
         self._store = jax.device_put(empty, device)
+        self._vocab_size = cfg.vocab_size
+        seats = shaping.make_shaping(state.last_token.shape[0], cfg.vocab_size)
+        self._shaping = jax.device_put(seats, device)
 
     def attend(
         self,
@@ -311,6 +352,32 @@ class AttentionPrograms:
         self._state = self._state._replace(last_token=last)
         found: Any = jax.device_get((tokens, logprobs))
         return found[0].tolist(), found[1].tolist()
+
+    def seat(self, told: Int[np.ndarray, "n"]) -> None:
+        """See AttentionDevice."""
+        self._shaping = self._programs.seat(self._shaping, told[None])
+
+    def draw(
+        self,
+        rows: Int[np.ndarray, "B C"],
+        places: Int[np.ndarray, "B"],
+        shapes: Int[np.ndarray, "B shape"],
+        allowed: Sequence[Int[np.ndarray, "W"] | None],
+    ) -> Drawn:
+        """See AttentionDevice."""
+        masks = everything(len(rows), self._vocab_size)
+        for mask, given in zip(masks, allowed, strict=False):
+            if given is not None:
+                mask[:] = given
+        last, *_, logits = self._programs.leave(
+            self._params, self._store, self._state.last_token, rows, places
+        )
+        last, self._shaping, drawn = self._programs.draw(
+            last, self._shaping, logits, rows, shapes, masks
+        )
+        self._state = self._state._replace(last_token=last)
+        tokens, logprobs, *top = jax.device_get(tuple(drawn))
+        return Drawn(tokens.tolist(), logprobs.tolist(), *top)
 
     def score(
         self, places: Int[np.ndarray, "T"], following: Int[np.ndarray, "T"]

@@ -38,6 +38,11 @@ class Sizes:
     decode_buckets: tuple[int, ...] = (8, 32, 128)
     prefill_buckets: tuple[int, ...] = (32, 128, 512)
 
+    @property
+    def max_len(self) -> int:
+        """Positions that a sequence's pages hold."""
+        return self.max_blocks * self.page_size
+
     def max_visits(self, picks: int) -> int:
         """Returns the visits of an expert stage: those of the largest stage of attention."""
         return picks * max(*self.decode_buckets, *self.prefill_buckets)
@@ -72,7 +77,7 @@ class LocalWorkers:
         groups: Int[np.ndarray, "E"] | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         max_visits: int = 1 << 12,
-        **buckets: Sequence[int],
+        **sizes: Any,
     ) -> None:
         """Makes a worker for each device.
 
@@ -86,7 +91,7 @@ class LocalWorkers:
             groups: of logical experts, launched together; None: all of a layer are.
             clock: in seconds.
             max_visits: as of ExpertWorker.
-            buckets: as of AttentionWorker.
+            sizes: buckets and blocks as of AttentionWorker.
         """
         numbers, self.clock = RowNumbers(len(attention), num_rows), clock
         self.inboxes = [SimpleQueue[Any]() for _ in (*attention, *experts)]
@@ -115,7 +120,7 @@ class LocalWorkers:
                 [each.device for each in experts],
                 lambda to, message: self.inboxes[len(attention) + to].put(message),
                 picker(),
-                **buckets,
+                **sizes,
             )
             for number, device in enumerate(attention)
         ]
@@ -178,6 +183,8 @@ class LocalWorkers:
             hosts,
             sizes.num_rows,
             picker,
+            max_blocks=sizes.max_blocks,
+            max_len=sizes.max_len,
             decode_buckets=sizes.decode_buckets,
             prefill_buckets=sizes.prefill_buckets,
             max_visits=sizes.max_visits(model.config.experts_per_token),

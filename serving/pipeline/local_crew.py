@@ -24,9 +24,11 @@ class LocalCrew(Crew):
     neither; a stage of attention waits for its own result, so that others run meanwhile.
     """
 
-    def __init__(self, workers: LocalWorkers, limits: Limits) -> None:
-        """`limits` have a rank for each attention worker."""
-        self.limits, self._workers = limits, workers
+    def __init__(self, workers: LocalWorkers, limits: Limits, max_len: int) -> None:
+        """`limits` have a rank for each attention worker; sequences have up to `max_len`
+        positions.
+        """
+        self.limits, self.max_len, self._workers = limits, max_len, workers
         self._compilations = Compilations()
         self._failures, self._closed = Lost(), threading.Event()
         self._names = [f"{ATTENTION}-{n}" for n in range(len(workers.attention))]

@@ -32,6 +32,9 @@ class Unit:
     layer: int = 0  # before which it waits, or that it is in
     percent: int = 100  # the threshold that it entered with
     strategy: int = 0  # likewise; 0 is zero brownout
+    shape: Int[np.ndarray, "columns"] | None = None  # how its logits change (jmoe.shape_rows)
+    allowed: Int[np.ndarray, "words"] | None = None  # tokens that it may draw; None: any
+    seat: Int[np.ndarray, "told"] | None = None  # of its slot, where it draws there first
     least_percent: int = 100  # of the stages that it has been in
     most_percent: int = 0
     degraded: int = 0
@@ -55,6 +58,7 @@ class Result(NamedTuple):
     token: int | None  # None where its last row ends no prompt
     logprob: float | None
     scores: Float[np.ndarray, "n"] | None = None  # of its tokens, where it asked for them
+    top: tuple[np.ndarray, np.ndarray] | None = None  # likeliest tokens, if a unit is shaped
 
 
 class Enter(NamedTuple):
@@ -74,6 +78,12 @@ class Left(NamedTuple):
     strategy: int  # of the last one to enter
     least_percent: list[int]  # the lowest threshold on each one's way
     most_percent: list[int]
+    top_ids: Int[
+        np.ndarray, "n top"
+    ]  # likeliest tokens of each, where a unit is shaped; else empty
+    top_logprobs: Float[np.ndarray, "n top"]
+    expert_rows: Int[np.ndarray, "layers E"]
+    """Rows that its stages have sent to each logical expert since it told last; empty: later."""
 
 
 class WorkerDown(NamedTuple):

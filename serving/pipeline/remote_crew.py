@@ -101,15 +101,17 @@ class RemoteCrew(Crew):
         hosts: Bool[np.ndarray, "layers E W"],
         starter: Starter,
         key: bytes,
+        max_len: int = 0,
         make_port: Callable[[str, bytes], Port] = _port_at,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`hosts` as of AttentionWorker; `config` is what workers are started with; `key` as of
-        Port; `make_port` listens at a host; `clock` is in seconds.
+        Port; sequences have up to `max_len` positions; `make_port` listens at a host; `clock` is in
+        seconds.
         """
         self._make_port, self._clock, self._key = make_port, clock, key
         own = config.asynchronous
-        self.limits, self._config, self._hosts = limits, config, hosts
+        self.limits, self._config, self._hosts, self.max_len = limits, config, hosts, max_len
         self._starter, self._join_s = starter, config.join_timeout_s
         self._timeout_s = own.worker_timeout_s
         # Before the watchdog ends the engine.

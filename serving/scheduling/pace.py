@@ -30,11 +30,17 @@ class Pace:
         self._num_layers = num_layers
         self._decoded_at = -math.inf
 
-    def observe(self, step: ScheduledStep, started_at: float, ended_at: float) -> None:
-        """Learns from a step that ran on the device from `started_at` to `ended_at`."""
+    def observe(
+        self, step: ScheduledStep, started_at: float, ended_at: float, size: int = 0
+    ) -> None:
+        """Learns from a step that ran on the device from `started_at` to `ended_at`.
+
+        Of rows that complete singly it learns how long they pass the layers, with `size` rows of
+        their phase under way.
+        """
         plan = step.plan
         seconds = (ended_at - started_at) / self._share(plan)
-        self.times.observe(plan.phase, plan.size, step.mean_threshold_percent, seconds)
+        self.times.observe(plan.phase, size or plan.size, step.mean_threshold_percent, seconds)
         if plan.phase is Phase.DECODE and plan.is_last:
             self._decoded_at = ended_at
 

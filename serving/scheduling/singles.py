@@ -56,6 +56,10 @@ class SingleRows:
         """Returns whether a row has entered, and has neither left nor been given up."""
         return number in self._entered
 
+    def num_decoding(self) -> int:
+        """Returns how many of the rows decode."""
+        return sum(row.step.plan.phase is Phase.DECODE for row in self._entered.values())
+
     def enter(self, step: ScheduledStep, now: float, *, all_urgent: bool) -> None:
         """Lets a step's rows enter. Those of latency-sensitive sequences are urgent, or all."""
         batch, numbers = step.batch, []

@@ -29,10 +29,8 @@ MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
 
 SHAPING = "min_p, penalties, logit_bias, top_logprobs and structured output"
 COMPANY, WAY = "SetBrownout prefill_company", "SetBrownout way"
-EXPERT_LOAD = "expert load, on the live page and as `jmoe_expert_rows`"
 
 _ONE = "workers serve one model; several need engine.mode steps"
-_OWN_OBJECTIVES = "stages hold rows of both classes, and have one threshold"
 
 COMPOSES: dict[tuple[str, str], str] = {
     (AEP, "engine.mesh"): "each device is a worker",
@@ -47,21 +45,11 @@ COMPOSES: dict[tuple[str, str], str] = {
         "latency-sensitive rows first in every layer"
     ),
     (AEP, "engine.part_layers"): "there are no steps to launch in parts",
-    (AEP, "engine.best_effort_share"): "it limits how often steps are parked, and none is",
     (AEP, COMPANY): "no prompt waits for another's step",
-    (AEP, "engine.prefix_reuse=on"): "asynchronous workers share no pages",
     (AEP, "engine.threshold_buckets_percent"): "stages have capacity for every threshold",
     (AEP, "engine.enforce_eager"): "stages are always compiled",
-    (AEP, "engine.brownout.best_effort_ttft_slo_s"): _OWN_OBJECTIVES,
-    (AEP, "engine.brownout.best_effort_itl_slo_s"): _OWN_OBJECTIVES,
     (AEP, "engine.brownout.ways"): "one way at most: workers keep the way that they start with",
     (AEP, WAY): "workers keep the way that they start with",
-    (AEP, "engine.salc.controller=predictive"): (
-        "it sets thresholds step by step, as any controller with of_step does, and rows take no "
-        "step together; algorithm2 goes by intervals"
-    ),
-    (AEP, EXPERT_LOAD): "a stage mixes rows of many steps, and nobody counts by expert",
-    (AEP, SHAPING): "workers draw from logits as they are",
     (SEVERAL, "engine.mesh"): "a family is served on one device",
     (ALL_THERE, "engine.model_stay_s"): "no model takes another's place (engine.resident_sets)",
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",
@@ -75,7 +63,6 @@ SetBrownout, or of requests.
 
 _DEFAULTS = ServerConfig()
 _ASKS: dict[str, Callable[[Any], bool]] = {
-    "engine.best_effort_share": lambda share: share not in (0, _DEFAULTS.engine.best_effort_share),
     "engine.mixed_models": lambda count: count > _DEFAULTS.engine.mixed_models,
     "engine.brownout.ways": lambda ways: len(ways) > 1,
 }

@@ -21,7 +21,6 @@ from jmoe.parallel.placement import Placement, contiguous, from_hosts
 from serving.cluster.secret import ClusterSecret
 from serving.config import AsynchronousConfig, EngineConfig
 from serving.control.experts_loader import allowed_ways
-from serving.control.guarded import make_controller
 from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
 from serving.execution.fitting import fit_to_model, limits_of
@@ -30,7 +29,7 @@ from serving.pipeline.local import LocalWorkers, Sizes
 from serving.pipeline.local_crew import LocalCrew
 from serving.plan import Limits
 from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
-from serving.settings.composes import AEP, COMPOSES, why_not
+from serving.settings.composes import AEP, COMPOSES
 from serving.startup.loading import load_models
 
 if TYPE_CHECKING:
@@ -95,9 +94,6 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
     """
     own = config.asynchronous
     make_layer_picker(own)  # fail early on a bad rule
-    if make_controller(config.salc).by_step:
-        why = why_not(config, "engine.salc.controller=predictive")
-        raise SettingsError(f"engine.salc.controller is {config.salc.controller!r}, {why}")
     keep_programs(config.compilation_cache)
     family = Family.of(load_models(config, None, progress) if model is None else model)
     if len(family) > 1:
@@ -113,9 +109,7 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
     brownout = replace(config.brownout, ways=ways)  # the loaded way stays
     fitting = fit_to_model(replace(config, brownout=brownout), loaded, own.attention)
     # What has no effect here is off, wherever the settings in force are shown.
-    fitting = replace(
-        fitting, threshold_buckets_percent=(), prefill_company=False, best_effort_share=0.0
-    )
+    fitting = replace(fitting, threshold_buckets_percent=(), prefill_company=False)
     limits = limits_of(fitting, loaded.config.num_layers, own.attention)
     hosts = np.asarray(placement_of(own, loaded).hosts)
     return CrewParts(fitting, family, limits, sizes_of(fitting, limits), hosts)
@@ -148,7 +142,7 @@ def prepare_crew(
 
         secret = ClusterSecret.of(config) or ClusterSecret.random()
         key = secret.derive("connections between asynchronous workers")
-        crew = RemoteCrew(config, parts.limits, parts.hosts, starter, key)
+        crew = RemoteCrew(config, parts.limits, parts.hosts, starter, key, parts.sizes.max_len)
         crew.start(progress)
         return parts.config, parts.family, crew
     devices = worker_devices(own)
@@ -161,7 +155,7 @@ def prepare_crew(
         placement=placement_of(own, parts.model),
         clock=time.monotonic,
     )
-    crew = LocalCrew(workers, parts.limits)
+    crew = LocalCrew(workers, parts.limits, parts.sizes.max_len)
     crew.start(progress)
     return parts.config, parts.family, crew
 

@@ -70,6 +70,8 @@ def _worker_of(
             [None] * own.experts,
             send,
             picker,
+            max_blocks=sizes.max_blocks,
+            max_len=sizes.max_len,
             decode_buckets=sizes.decode_buckets,
             prefill_buckets=sizes.prefill_buckets,
         )

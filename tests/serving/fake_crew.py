@@ -32,7 +32,7 @@ class FakeCrew(Crew):
     """
 
     compilations_since_ready, num_programs = 0, 0
-    records, retry_after_s = False, 3.0
+    records, retry_after_s, max_len = False, 3.0, 200
 
     def __init__(self, limits, rng, *, slowest_s=0.05, lost_share=0.0):
         self.limits, self.rng, self.slowest_s = limits, rng, slowest_s
@@ -98,9 +98,20 @@ class FakeCrew(Crew):
         wanted = np.concatenate(scores) if any(u.scores for u in leaving) else np.zeros(0)
         least = [u.least_percent for u in leaving]
         most = [u.most_percent for u in leaving]
-        self.report(
-            Left(numbers, tokens, [-0.5] * len(none), none, wanted, first.strategy, least, most)
+        left = Left(
+            numbers,
+            tokens,
+            [-0.5] * len(none),
+            none,
+            wanted,
+            first.strategy,
+            least,
+            most,
+            np.zeros((0, 0), np.int32),
+            np.zeros((0, 0), np.float32),
+            np.full((1, 3), len(leaving), np.int32),
         )
+        self.report(left)
 
     def _run(self, rank, unit, layer):
         prefill = unit.tokens is not None

@@ -3,13 +3,15 @@
 import asyncio
 import json
 import random
+from typing import ClassVar
 
 import numpy as np
 import pytest
 from counting import collect
 from fake_crew import asynchronous_engine
 
-from serving.config import BrownoutConfig
+from serving.config import BrownoutConfig, SalcConfig
+from serving.control.algorithm2 import Algorithm2
 from serving.errors import (
     Aborted,
     DeadlineExceeded,
@@ -20,7 +22,7 @@ from serving.errors import (
 from serving.execution.executor import FailedRows, LostRows, Stages
 from serving.frontend.metrics import Metrics
 from serving.pipeline.messages import Left, WorkerUp
-from serving.plan import Limits
+from serving.plan import Limits, Phase
 from serving.request import BrownoutChange, Priority, SamplingParams
 from serving.telemetry.timeline import Timeline
 
@@ -258,8 +260,11 @@ async def test_what_is_said_of_rows_that_are_given_up_comes_too_late(start):
     (unit,) = (u for units in engine.executor.inside for u in units)
     rank = next(n for n, units in enumerate(engine.executor.inside) if units)
     engine.executor.lose(rank)
-    none = np.zeros(0)
-    engine.executor.report(Left([unit.number], [9], [0.0], [0], none, 0, [100], [100]))
+    none, table = np.zeros(0), np.zeros((0, 0), np.int32)
+    engine.executor.report(
+        Left([unit.number], [9], [0.0], [0], none, 0, [100], [100], table, table, table)
+    )
+
     engine.executor.report(LostRows([unit.number]))
     with pytest.raises(WorkerLost):
         await task
@@ -296,15 +301,13 @@ async def test_metrics_say_what_waits_for_each_worker(start):
     ]
     assert {s.value for s in found["jmoe_worker_oldest_row_seconds"].samples} == {0.5}
     assert "jmoe_worker_stages" in found
-    # Nobody counts rows by expert: no metric, and no map of no experts on the page.
-    assert "jmoe_expert_rows" not in found
-    assert metrics.expert_rows is None
+    assert metrics.expert_rows.tolist() == [[3, 3, 3]]
+    assert "jmoe_expert_rows" in found
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"controller": "predictive"}, "controller is 'predictive'; .*rows take no step together"),
         ({"prefill_company": True}, "prefill_company is True; .*no prompt waits for another"),
         ({"way": 4}, "way is 4; .*workers keep the way that they start with"),
     ],
@@ -315,6 +318,94 @@ async def test_changes_that_only_steps_know_are_refused_by_name(start, change, w
         await engine.set_brownout(BrownoutChange(strategy="full", **change))
     assert engine.get_brownout().strategy == "zero"
     await engine.set_brownout(BrownoutChange(controller="algorithm2", prefill_company=False))
+
+
+class Alternates(Algorithm2):
+    """Sets 30 % in prefill and in decode steps as many percent as sequences decode, and 40."""
+
+    seen: ClassVar = []
+
+    def of_step(self, step):
+        self.seen.append(step)
+        return 30.0 if step.phase == "prefill" else 40.0 + step.num_decoding
+
+
+async def test_a_controller_that_goes_by_steps_sets_each_rows_threshold(start):
+    brownout = BrownoutConfig(strategy="full", salc=True)
+    salc = SalcConfig(controller="test_asynchronous_engine:Alternates", floor_percent=10)
+    engine = start(random.Random(0), mode="aep", brownout=brownout, salc=salc)
+    (got,) = [await collect(engine, [1], 6)]
+    assert (got[-1].prefill_threshold.min_percent, got[-1].prefill_threshold.max_percent) == (
+        30,
+        30,
+    )
+    assert (got[-1].decode_threshold.min_percent, got[-1].decode_threshold.max_percent) == (41, 41)
+    assert {step.size for step in Alternates.seen if step.phase == "decode"} == {1}
+    many = await asyncio.gather(*(collect(engine, [n], 12) for n in range(6)))
+    most = max(got[-1].decode_threshold.max_percent for got in many)
+    assert 43 <= most <= 46
+    assert max(step.size for step in Alternates.seen if step.phase == "decode") >= 3
+    await settle(engine)
+
+
+async def test_how_long_rows_pass_is_learnt_and_the_predictive_controller_may_go_by_it(start):
+    engine = start(random.Random(0), mode="aep", slowest_s=0.02)
+    await asyncio.gather(*(collect(engine, [n] * (n + 1), 30) for n in range(6)))
+    times = engine.pace.times
+    assert times.knows(Phase.DECODE)
+    assert times.knows(Phase.PREFILL)
+    assert 0 < times.expected_s(Phase.DECODE, 4) < 0.02  # the longest that a row takes
+    state = await engine.set_brownout(BrownoutChange(controller="predictive"))
+    assert state.controller == "predictive"
+
+
+async def test_prompts_begin_with_pages_that_others_have_filled(start):
+    """On the worker that has them; not on one that has come back empty."""
+    engine = start(random.Random(0), mode="aep")
+    prompt = list(range(100, 112))
+    assert tokens_of(await collect(engine, [*prompt, 5], 2)) == [6, 7]
+    got = await collect(engine, [*prompt, 8], 2)
+    assert tokens_of(got) == [9, 10]
+    assert got[-1].usage.cached_tokens == 12
+    for rank in (0, 1):
+        engine.executor.lose(rank)
+        engine.executor.report(WorkerUp("attention", rank))
+    got = await collect(engine, [*prompt, 8], 2)
+    assert (tokens_of(got), got[-1].usage.cached_tokens) == ([9, 10], 0)
+    await settle(engine)
+
+
+async def test_best_effort_is_urgent_while_it_has_had_less_than_its_share(start):
+    for share, urgent in ((0.0, {False}), (0.9, {True})):
+        engine = start(random.Random(0), mode="aep", best_effort_share=share, slowest_s=0.02)
+        entered, enter = [], engine.executor.enter
+
+        def note(units, entered=entered, enter=enter):
+            entered.append(
+                [(4 * n + u.row[0], u.urgent) for n, own in enumerate(units) for u in own]
+            )
+            enter(units)
+
+        engine.executor.enter = note
+        best_effort = asyncio.create_task(collect(engine, [1], 20, priority=Priority.BEST_EFFORT))
+        await asyncio.sleep(0.05)
+        slots = {s.slot for s in engine.scheduler.running}
+        first = len(entered)
+        others = [asyncio.create_task(collect(engine, [n], 40)) for n in (2, 3, 4)]
+        await best_effort
+        later = [unit for units in entered[first + 20 :] for unit in units]
+        assert {is_urgent for slot, is_urgent in later if slot in slots} == urgent
+        await asyncio.gather(*others)
+        await settle(engine)
+
+
+async def test_best_effort_with_an_objective_of_its_own_has_a_threshold_of_its_own(start):
+    brownout = BrownoutConfig("full", salc=False, best_effort_itl_slo_s=1.0)
+    engine = start(random.Random(0), mode="aep", brownout=brownout)
+    engine.slo.best_effort.decode.threshold_percent = 35.0
+    got = await collect(engine, [1], 4, priority=Priority.BEST_EFFORT)
+    assert got[-1].decode_threshold.max_percent == 35
+    assert (await collect(engine, [1], 4))[-1].decode_threshold.min_percent == 100
 
 
 async def test_a_timeline_has_a_track_for_each_worker(tmp_path):

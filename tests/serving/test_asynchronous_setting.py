@@ -15,22 +15,19 @@ from serving.config import (
     AsynchronousConfig,
     BrownoutConfig,
     EngineConfig,
-    SalcConfig,
     ServerConfig,
 )
-from serving.control.algorithm2 import Algorithm2
 from serving.engine import Engine
 from serving.errors import SettingsError
 from serving.frontend.page.sample import about
 from serving.frontend.server import Server
-from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.startup.asynchronous import with_mode
 
 SETTINGS = settings_of({}, "", **AEP)
 
 
 async def test_what_has_no_effect_is_refused_and_not_shown():
-    """Over sockets: changes that only steps know, requests that change logits, and the page."""
+    """Over sockets: changes that only steps know, and the page."""
     engine = asynchronous_engine(random.Random(0), mode="aep", brownout=SETTINGS.brownout)
     server = Server(ServerConfig(engine=SETTINGS, port=0, http_port=-1))
     await server.start()
@@ -38,30 +35,20 @@ async def test_what_has_no_effect_is_refused_and_not_shown():
     refused = {}
     try:
         async with Client(server.address, server.admin_address) as client:
-            for change in ({"controller": "predictive"}, {"prefill_company": True}, {"way": 2}):
+            for change in ({"prefill_company": True}, {"way": 2}):
                 refused[next(iter(change))] = await failure(client.set_brownout(**change))
             await client.set_brownout(controller="algorithm2", prefill_company=False)
             state, info = await client.get_brownout(), await client.server_info()
-            shaped = client.generate([5], pb.SamplingParams(min_p=0.5))
-            refused["shaping"] = await failure(shaped)
         page = about(server)
     finally:
         await server.stop()
     for name, error in refused.items():
         assert error.code() is CODE.INVALID_ARGUMENT, name
         assert "with asynchronous workers (mode aep): " in error.details()
-    assert "rows take no step together" in refused["controller"].details()
     assert not state.prefill_company
     assert not info.threshold_buckets_percent
     assert not info.part_layers
-    assert page["controllers"] == ["algorithm2"]
-
-
-class ByStep(Algorithm2):
-    """A controller that sets thresholds step by step."""
-
-    def of_step(self, step):
-        return 50.0
+    assert page["controllers"] == ["algorithm2", "predictive"]
 
 
 @pytest.mark.parametrize(
@@ -79,10 +66,6 @@ class ByStep(Algorithm2):
         (
             {"asynchronous": AsynchronousConfig(2, 1, layer_rule="lifo")},
             r"layer_rule: .*'lifo'",
-        ),
-        (
-            {"salc": SalcConfig(controller="test_asynchronous_setting:ByStep")},
-            r"controller is 'test_asynchronous_setting:ByStep', with .*rows take no step together",
         ),
     ],
 )

@@ -12,6 +12,7 @@ import random
 import threading
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from jmoe.family import load_family
 from jmoe.sharing import Sharing, write_sharing
 from serving.cli import main as cli
 from serving.client import Client
-from serving.config import BrownoutConfig, ServerConfig
+from serving.config import AsynchronousConfig, BrownoutConfig, ServerConfig
 from serving.engine import Engine
 from serving.errors import NotFound
 from serving.frontend.metrics import Metrics
@@ -138,6 +139,11 @@ class Made:
         models = {one.name: one for one in load_family(self.directories, path, "float32")}
         sizes = {"max_num_seqs": 8, "num_pages": 60, "decode_buckets": (8,), "mixed_models": 3}
         return self.of(models, self.directories, family=str(path), **sizes)
+
+    def workers(self) -> Mode:
+        """Makes a mode of the bundled model on asynchronous workers."""
+        model, crew = self("bundled").model, AsynchronousConfig(attention=2, experts=2)
+        return Mode(partial(config, mode="aep", asynchronous=crew), {"": model}, model)
 
     def aep(self) -> Mode:
         return self.of({"": jmoe.load(GOLDEN, "float32")}, **AEP, compilation_cache="")
@@ -513,6 +519,8 @@ REUSE = {
     ),
     **RESTLESS,
 }
+WORKERS_REUSE = {**REUSE, "part_layers": 0, "threshold_buckets_percent": (), "policy": "ls_first"}
+WORKERS_REUSE |= {"num_pages": 40, "brownout": replace(REUSE["brownout"], ways=(4,))}
 REUSED = ("cached", "degraded", "exact and cached")
 ROWS = {
     "one: parts, ls_first": Row("one", parts, {"policy": "ls_first"}, exhaustive=True),
@@ -529,6 +537,12 @@ ROWS = {
         "bundled", shaped(evicted=True), {"max_model_len": 96, "num_pages": 10}
     ),
     "one: structures": Row("bundled", structures),
+    "workers: prefix reuse": Row("workers", prefix_reuse(range(6), *REUSED), WORKERS_REUSE),
+    "workers: shaped, room": Row("workers", shaped(evicted=False), {"max_model_len": 96}),
+    "workers: shaped, evictions": Row(
+        "workers", shaped(evicted=True), {"max_model_len": 96, "num_pages": 20}
+    ),
+    "workers: structures": Row("workers", structures),
     "family: resident": Row("family", alternating(sets=False), {**RESTLESS, **ROOM}),
     "family: sets that come and go": Row("family", alternating(sets=True), {**RESTLESS, **SETS}),
     "host experts: ls_first": Row("host experts", fetched, exhaustive=True),

@@ -67,7 +67,7 @@ class Sequences:
         self.workers.submit(worker, unit)
 
     def accept(self, results):
-        for unit, token, logprob, _ in results:
+        for unit, token, logprob, *_ in results:
             number = self.unit_of.pop(unit)
             self.degraded[number] += unit.degraded
             assert (token is not None) == (logprob is not None) == unit.ends_prompt

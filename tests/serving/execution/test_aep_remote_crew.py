@@ -15,6 +15,7 @@ from serving.pipeline.remote_crew import RemoteCrew
 from serving.pipeline.worker_process import Address, Beat, Loop, Meet, Met, Pulse, Stop
 
 ALONE = np.array([[[True, False], [False, True]]])  # each of two experts on a worker of its own
+NONE = np.zeros((0, 0), np.int32)
 BEAT = Beat(1, np.array([2, 3]), 0.5, 0, 0, [])
 
 
@@ -58,7 +59,7 @@ class Setup:
         self.processes, self.killed, self.addresses = {}, [], {}
         limits = SimpleNamespace(num_ranks=1)
         self.crew = RemoteCrew(
-            config, limits, ALONE, self, bytes(32), lambda *_: self.port, lambda: self.now
+            config, limits, ALONE, self, bytes(32), 0, lambda *_: self.port, lambda: self.now
         )
         self.crew.listen(self.told.append)
         self.crew.open()
@@ -151,7 +152,7 @@ def test_an_expert_worker_that_ends_is_told_of_and_comes_back():
 
 def test_the_engine_hears_of_attention_workers_and_of_what_left():
     setup = Setup().all_up()
-    left = Left([1], [2], [0.0], [0], np.zeros(0), 0, [100], [100])
+    left = Left([1], [2], [0.0], [0], np.zeros(0), 0, [100], [100], NONE, NONE, NONE)
     setup.says("attention-0", left)
     setup.dies("attention-0")
     done, down = setup.told

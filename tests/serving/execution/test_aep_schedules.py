@@ -16,7 +16,7 @@ from serving.pipeline.local import LocalWorkers
 from serving.pipeline.messages import DECODE, Unit, WorkerDown, WorkerUp
 from serving.pipeline.queues import Entry
 from serving.scheduling.layers.picker import Waiting, make_picker
-from tests.serving.execution.aep_sequences import ROWS, AnyQueue, Sequences
+from tests.serving.execution.aep_sequences import BLOCKS, ROWS, AnyQueue, Sequences
 from tests.traces import num_traces
 
 PRIME, VOCAB, EXPERTS = 10_007, 97, 6
@@ -155,7 +155,10 @@ def play(seed):
         MOE,
         hosts,
         ROWS,
-        lambda: AnyQueue(rng) if rule == "any" else make_picker(rule, waiting, use_numba=False),
+        max_blocks=BLOCKS,
+        picker=lambda: (
+            AnyQueue(rng) if rule == "any" else make_picker(rule, waiting, use_numba=False)
+        ),
         groups=draw.integers(0, rng.randint(1, 3), EXPERTS),
         clock=lambda: next(turns),
         decode_buckets=(2, 8),
@@ -225,7 +228,8 @@ def play_with_faults(seed):
         MOE,
         hosts,
         ROWS,
-        lambda: AnyQueue(rng),
+        max_blocks=BLOCKS,
+        picker=lambda: AnyQueue(rng),
         clock=lambda: 0.0,
         decode_buckets=(2, 8),
         prefill_buckets=(16,),

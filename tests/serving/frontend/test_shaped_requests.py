@@ -63,10 +63,7 @@ def test_likeliest_tokens_go_back_one_list_a_token() -> None:
     assert list(found.top_logprobs[0].logprobs) == pytest.approx([-0.1, -2.5])
 
 
-@pytest.mark.parametrize(
-    ("settings", "where"),
-    [({"mode": "aep"}, "asynchronous workers"), ({"coordinator": "a:1"}, "several processes")],
-)
+@pytest.mark.parametrize(("settings", "where"), [({"coordinator": "a:1"}, "several processes")])
 @pytest.mark.parametrize(
     "asked", [{"min_p": 0.5}, {"logit_bias": ((1, 1.0),)}, {"top_logprobs": 1}]
 )
