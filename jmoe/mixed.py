@@ -33,7 +33,7 @@ from jmoe.model import (
     project,
     with_wide_router,
 )
-from jmoe.moe import LayerStats, dense_mlp, routed, router, with_residual
+from jmoe.moe import Asked, LayerStats, alone, dense_mlp, router, with_residual
 from jmoe.packed_rows import SLOT
 from jmoe.rope import rotation
 from jmoe.sampling import greedy
@@ -158,17 +158,9 @@ def mixed_moe(
     num_experts = table.owner.shape[1]
     hs, logits = zip(*map(router, [cfg] * len(xs), layers, xs), strict=True)
     wide = wide_logits([own[:, :num_experts] for own in logits], table.owner)
-    out, _, stats = routed(
-        cfg,
-        pool,
-        table.slots,
-        table.groups,
-        jnp.concatenate(hs),
-        wide,
-        step.rows,
-        step.control,
-        max_active=max_active,
-    )
+    asked = Asked(jnp.concatenate(xs), jnp.concatenate(hs), wide, step.rows, step.control)
+    row = ExpertTable(table.slots, table.groups)
+    out, _, stats, _ = alone(cfg, pool, row, asked, max_active)
     outs = jnp.split(out, len(xs))
     joined = [with_residual(cfg, *of_model) for of_model in zip(layers, xs, hs, outs, strict=True)]
     return tuple(joined), stats

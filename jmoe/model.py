@@ -21,16 +21,18 @@ from jmoe.config import ModelConfig
 from jmoe.experts import ExpertTable, uncut
 from jmoe.moe import (
     COUNTS,
-    LayerReplication,
+    Balance,
+    Exchange,
     LayerStats,
     RoutedRows,
     Wanted,
+    alone,
     dense_mlp,
     moe,
-    moe_over_mesh,
 )
+from jmoe.parallel.experts import gathered
 from jmoe.parallel.probe import Probe
-from jmoe.parallel.replicas import Balance, Replicas, Replication
+from jmoe.parallel.replicas import Copying, Replicas, Replication
 from jmoe.rope import rotation
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend
@@ -362,26 +364,28 @@ class _Run:
             x, cache = attend(self.cfg, layer, x, self.cos_sin, attention, index, cache)
         if span.with_mlp and tables is not None:
             table, next_table = tables
-            ahead = None if next_layer is None else (next_layer, next_table)
-            copying = LayerReplication(self.replication, ahead, replicas)
-            x, out, replicas = self._moe(layer, table, x, copying)
+            exchange = self._exchange(table, replicas, next_layer, next_table)
+            x, out, replicas = self._moe(layer, table, x, exchange)
         elif span.with_mlp:
             x = dense_mlp(self.cfg, layer, x)
         return x, cache, replicas, out
 
+    def _exchange(
+        self, table: ExpertTable, replicas: Any, next_layer: Any, next_table: ExpertTable | None
+    ) -> Exchange:
+        """Returns how a layer's rows meet their experts."""
+        if table.hosts is None:
+            return alone
+        if self.replication is None:
+            return gathered
+        return Copying(self.replication, replicas, next_layer, next_table)
+
     def _moe(
-        self, layer: Params, table: ExpertTable, x: Array, copying: LayerReplication
+        self, layer: Params, table: ExpertTable, x: Array, exchange: Exchange
     ) -> tuple[Float[Array, "T d"], LayerStats, Replicas | None]:
-        """Runs the MoE half of a layer; `table` is of this layer alone; `copying` matters only
-        where it has hosts.
-        """
         pool, (rows, _, control) = self.weights.pool, self.step
         given: dict[str, Any] = {"max_active": self.max_active, "wanted": self.wanted}
-        if table.hosts is not None:
-            return moe_over_mesh(self.cfg, layer, pool, table, x, rows, control, copying, **given)
-        given["offloaded"] = table.offloaded
-        x, stats = moe(self.cfg, layer, pool, table.slots, table.groups, x, rows, control, **given)
-        return x, stats, None
+        return moe(self.cfg, layer, pool, table, x, rows, control, exchange, **given)
 
 
 def _rows(table: ExpertTable, next_table: ExpertTable | None, layer: int) -> tuple:

@@ -1,9 +1,14 @@
 """The MLP half of a layer: router, brownout plan, routed and shared experts; or a dense MLP.
 
+`moe` is the one MoE block. Where rows and experts meet is an `Exchange`: `alone` on one device,
+`jmoe.parallel.experts.gathered` over a mesh, `jmoe.parallel.replicas.Copying` with copies of
+experts that travel meanwhile; `jmoe.stages` cuts the block in two, between workers. All of them are
+made of `router`, `gate`, `planned` and `compute`.
+
 Letters: T rows, d model width, m routed experts, E logical ones, K picks a row, D devices.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +17,9 @@ from jaxtyping import Array, Bool, Float, Int
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ABSENT, ExpertPool, ExpertTable
-from jmoe.parallel.experts import routed_experts
-from jmoe.parallel.probe import Probe
-from jmoe.parallel.replicas import (
-    Ahead,
-    Balance,
-    Replicas,
-    Replication,
-    replicated_experts,
-)
 from jmoe.weights import Params
 from pallas_kernels import grouped_gemm, routing
 from pallas_kernels.norm import rms_norm
-from pallas_kernels.routing import TableRow
 
 
 class RoutedRows(NamedTuple):
@@ -42,6 +37,13 @@ class Picks(NamedTuple):
 
     ids: Int[Array, "T K"]
     weights: Float[Array, "T K"]  # gate weights, float32
+
+
+class Balance(NamedTuple):
+    """Counts of one layer whose experts are copied over a mesh; all devices know them."""
+
+    right: Int[Array, ""]  # visits by device and expert that were expected and made
+    copied: Int[Array, ""]  # experts that were sent for it
 
 
 class LayerStats(NamedTuple):
@@ -69,6 +71,39 @@ class Wanted(NamedTuple):
 COUNTS = Wanted()
 
 
+class Asked(NamedTuple):
+    """What an MoE layer asks of experts."""
+
+    x: Float[Array, "T d"]  # rows as they enter the layer's MLP half
+    h: Float[Array, "T d"]  # normed
+    logits: Float[Array, "T columns"]  # of the router, float32; what is past its experts is padding
+    rows: RoutedRows
+    control: Control
+
+
+class Answered(NamedTuple):
+    """What experts made of it."""
+
+    out: Float[Array, "T d"]  # the sum of its experts for each row
+    ids: Int[Array, "T K"]  # what the router chose
+    stats: LayerStats
+    replicas: Any = None  # copies of the next MoE layer's experts, of an exchange that sends some
+
+
+class Exchange(Protocol):
+    """Brings rows and their experts together: from the router's logits to the sum of experts."""
+
+    def __call__(
+        self, cfg: ModelConfig, pool: ExpertPool, table: ExpertTable, asked: Asked, max_active: int
+    ) -> Answered:
+        """Makes one brownout plan of all rows that meet, and runs the experts of its visits.
+
+        `table` is one layer's row. `max_active` (static) is the experts that the dispatch has room
+        for; the caller guarantees it.
+        """
+        ...
+
+
 def route(
     cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]
 ) -> tuple[Float[Array, "T d"], Float[Array, "T K"], Int[Array, "T K"]]:
@@ -76,8 +111,7 @@ def route(
     (int32).
     """
     h, logits = router(cfg, layer, x)
-    weights, ids = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
-    return h, weights, ids
+    return h, *gate(cfg, logits)
 
 
 def router(
@@ -86,6 +120,50 @@ def router(
     """Returns normed rows and their router's logits (float32)."""
     h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
     return h, jnp.dot(h, layer["router"], preferred_element_type=jnp.float32)
+
+
+def gate(
+    cfg: ModelConfig, logits: Float[Array, "T columns"]
+) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
+    """Returns each row's gate weights (float32) and experts (int32), by a router's logits."""
+    logits = logits[:, : cfg.num_experts]  # the rest is padding (`jmoe.model.unstack`)
+    return routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
+
+
+def planned(
+    ids: Int[Array, "N K"],
+    groups: Int[Array, "m"],
+    valid: Bool[Array, "N"],
+    exempt: Bool[Array, "N"],
+    control: Control,
+) -> routing.Plan:
+    """Returns the brownout plan of rows whose routers chose `ids`."""
+    return routing.brownout_plan(
+        ids,
+        groups=groups,
+        threshold_percent=control.threshold_percent,
+        strategy=control.strategy,
+        valid=valid,
+        exempt=exempt,
+    )
+
+
+def compute(
+    pool: ExpertPool,
+    h: Float[Array, "N d"],
+    weights: Float[Array, "N K"],
+    expert_ids: Int[Array, "N K"],
+    slots: Int[Array, "E"],
+    *,
+    max_active: int,
+) -> tuple[Float[Array, "N d"], Int[Array, "E"]]:
+    """Runs the experts of planned visits (-1: none), through one layer's table row: dispatch,
+    grouped GEMM, and each row's sum by gate weight. Returns each expert's rows, too.
+    """
+    block_m = grouped_gemm.block_rows(expert_ids.size, max_active)
+    work = routing.dispatch(expert_ids, weights, slots, block_m=block_m, max_active=max_active)
+    out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work)
+    return out.astype(h.dtype), work.expert_rows
 
 
 def swiglu(h: Float[Array, "T d"], gate_up: Array, down: Array) -> Float[Array, "T d"]:
@@ -100,78 +178,44 @@ def shared_expert(layer: Params, h: Float[Array, "T d"]) -> Float[Array, "T d"]:
     return opening.astype(h.dtype) * swiglu(h, layer["shared_gate_up"], layer["shared_down"])
 
 
-def experts(
-    pool: ExpertPool,
-    h: Float[Array, "T d"],
-    weights: Float[Array, "T K"],
-    expert_ids: Int[Array, "T K"],
-    slots: Int[Array, "E"],
-    *,
-    max_active: int,
-) -> tuple[Float[Array, "T d"], Int[Array, "E"]]:
-    """Runs the routed experts of planned visits, through one layer's table row; returns each
-    expert's rows, too.
-    """
-    block_m = grouped_gemm.block_rows(expert_ids.size, max_active)
-    work = routing.dispatch(expert_ids, weights, slots, block_m=block_m, max_active=max_active)
-    out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work)
-    return out.astype(h.dtype), work.expert_rows
-
-
 def moe(
     cfg: ModelConfig,
     layer: Params,
     pool: ExpertPool,
-    slots: Int[Array, "E"] | TableRow,
-    groups: Int[Array, "m"] | TableRow,
+    table: ExpertTable,
     x: Float[Array, "T d"],
     rows: RoutedRows,
     control: Control,
+    exchange: Exchange | None = None,
     *,
     max_active: int,
     wanted: Wanted = COUNTS,
-    offloaded: Int[Array, "m"] | None = None,
-) -> tuple[Float[Array, "T d"], LayerStats]:
+) -> tuple[Float[Array, "T d"], LayerStats, Any]:
     """Runs router, brownout plan, routed and shared experts, with the residual (the paper's eq. 5).
 
-    With `offloaded` (see ExpertTable), a visit that a substitute serves counts as degraded.
+    `table` is this layer's row; `exchange` None: `alone`. Returns the next MoE layer's copies of
+    experts, too, where the exchange sends some.
     """
     h, logits = router(cfg, layer, x)
-    out, ids, stats = routed(
-        cfg,
-        pool,
-        slots,
-        groups,
-        h,
-        logits,
-        rows,
-        control,
-        max_active=max_active,
-        offloaded=offloaded,
-    )
+    asked = Asked(x, h, logits, rows, control)
+    out, ids, stats, replicas = (exchange or alone)(cfg, pool, table, asked, max_active)
     if wanted.picks:
-        stats = stats._replace(picks=_picks(cfg, logits, ids))
-    return with_residual(cfg, layer, x, h, out), stats
+        weights, _ = gate(cfg, logits)
+        stats = stats._replace(picks=Picks(ids, weights))
+    return with_residual(cfg, layer, x, h, out), stats, replicas
 
 
-def routed(
-    cfg: ModelConfig,
-    pool: ExpertPool,
-    slots: Int[Array, "E"] | TableRow,
-    groups: Int[Array, "m"] | TableRow,
-    h: Float[Array, "T d"],
-    logits: Float[Array, "T columns"],
-    rows: RoutedRows,
-    control: Control,
-    *,
-    max_active: int,
-    offloaded: Int[Array, "m"] | None = None,
-) -> tuple[Float[Array, "T d"], Int[Array, "T K"], LayerStats]:
-    """Runs the routed experts of normed rows whose router said `logits`: brownout plan, dispatch
-    and the experts themselves. Returns their sum, the router's choices, and counts.
+def alone(
+    cfg: ModelConfig, pool: ExpertPool, table: ExpertTable, asked: Asked, max_active: int
+) -> Answered:
+    """Serves rows by this device's experts; gate, plan and dispatch are one op. An Exchange.
+
+    Where experts are offloaded (see ExpertTable), a visit that a substitute serves counts as
+    degraded.
     """
+    _, h, logits, rows, control = asked
     top_k = cfg.experts_per_token
-    num_experts = routing.row_length(slots)
+    num_experts = routing.row_length(table.slots)
     ids, plan, work = routing.route(
         logits,
         threshold_percent=control.threshold_percent,
@@ -180,19 +224,19 @@ def routed(
         max_active=max_active,
         top_k=top_k,
         normalize=cfg.norm_topk_prob,
-        groups=groups,
-        slots=slots,
+        groups=table.groups,
+        slots=table.slots,
         valid=rows.valid,
         exempt=rows.exempt,
         tiles=grouped_gemm.row_tiles(logits.shape[0], top_k, num_experts, pool.down),
     )
     out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work).astype(h.dtype)
     degraded, needed = plan.degraded, None
-    if offloaded is not None:
+    if (offloaded := table.offloaded) is not None:
         substituted = (offloaded[ids] == ABSENT) & (plan.expert_ids == ids)
         degraded, needed = degraded | substituted, _needed(ids, offloaded, rows)
     by_row = jnp.sum(degraded, axis=-1, dtype=jnp.int32)
-    return out, ids, LayerStats(by_row, work.expert_rows, needed=needed)
+    return Answered(out, ids, LayerStats(by_row, work.expert_rows, needed=needed))
 
 
 def _needed(
@@ -206,80 +250,9 @@ def _needed(
     return jnp.sum(asked, axis=(0, 1), dtype=jnp.int32)
 
 
-class LayerReplication(NamedTuple):
-    """What an MoE layer over a mesh needs beside its own weights."""
-
-    replication: Replication | None = None  # None: experts stay where they are
-    next_layer: tuple[Params | Probe, ExpertTable] | None = None
-    """What guesses the next MoE layer's routing, its router or a probe; and its table row."""
-    replicas: Replicas | None = None  # this layer's copies
-
-
-def moe_over_mesh(
-    cfg: ModelConfig,
-    layer: Params,
-    pool: ExpertPool,
-    table: ExpertTable,
-    x: Float[Array, "T d"],
-    rows: RoutedRows,
-    control: Control,
-    copying: LayerReplication,
-    *,
-    max_active: int,
-    wanted: Wanted = COUNTS,
-) -> tuple[Float[Array, "T d"], LayerStats, Replicas | None]:
-    """Runs `moe` where experts are spread over the devices of a mesh (`jmoe.parallel`).
-
-    `table` is this layer's row, with hosts. Returns the next MoE layer's copies of experts, too.
-    """
-    h, logits = router(cfg, layer, x)
-    given: dict[str, Any] = {
-        "top_k": cfg.experts_per_token,
-        "normalize": cfg.norm_topk_prob,
-        "valid": rows.valid,
-        "exempt": rows.exempt,
-        "control": control,
-        "max_active": min(max_active, pool.down.shape[0] // cfg.num_moe_layers),
-    }
-    replicas, balance = None, None
-    if copying.replication is None:
-        slots, groups, hosts, _ = table
-        assert hosts is not None
-        out, ids, degraded, expert_rows = routed_experts(
-            pool, h, logits, slots=slots, groups=groups, hosts=hosts, **given
-        )
-    else:
-        ahead = None
-        if copying.next_layer is not None:
-            next_layer, next_table = copying.next_layer
-            probed = isinstance(next_layer, Probe)
-            logits_ahead = next_layer.logits(x) if probed else router(cfg, next_layer, x)[1]
-            ahead = Ahead(logits_ahead, next_table)
-        out, ids, degraded, expert_rows, replicas, balance = replicated_experts(
-            pool,
-            h,
-            logits,
-            table=table,
-            replicas=copying.replicas,
-            ahead=ahead,
-            replication=copying.replication,
-            **given,
-        )
-    stats = LayerStats(jnp.sum(degraded, axis=-1, dtype=jnp.int32), expert_rows, balance=balance)
-    if wanted.picks:
-        stats = stats._replace(picks=_picks(cfg, logits, ids))
-    return with_residual(cfg, layer, x, h, out), stats, replicas
-
-
 def with_residual(cfg: ModelConfig, layer: Params, x: Array, h: Array, out: Array) -> Array:
     """Returns routed and shared experts with the residual."""
     return x + (out + shared_expert(layer, h) if cfg.d_ff_shared else out)
-
-
-def _picks(cfg: ModelConfig, logits: Array, ids: Array) -> Picks:
-    logits = logits[:, : cfg.num_experts]  # the rest is padding (`jmoe.model.unstack`)
-    weights, _ = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
-    return Picks(ids, weights)
 
 
 def dense_mlp(cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]) -> Float[Array, "T d"]:

@@ -17,10 +17,9 @@ from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from jmoe.kv_cache import KVPages
 from jmoe.model import Rotation, StepData, attend
-from jmoe.moe import RoutedRows, dense_mlp, experts, router, shared_expert
+from jmoe.moe import RoutedRows, compute, dense_mlp, gate, planned, router, shared_expert
 from jmoe.rope import rotation
 from jmoe.weights import Params
-from pallas_kernels import routing
 
 FULL, PARTIAL = strategy_code("full"), strategy_code("partial")
 
@@ -91,13 +90,13 @@ def attend_stage(
     if groups is None:
         return WaitingRows(dense_mlp(cfg, layer, x), jnp.zeros_like(waiting.weights)), None, pages
     h, logits = router(cfg, layer, x)
-    weights, visits = _planned(cfg, h, logits, groups, step.rows, step.control, reachable)
+    weights, visits = _asked(cfg, h, logits, groups, step.rows, step.control, reachable)
     if cfg.d_ff_shared:
         x = x + shared_expert(layer, h)
     return WaitingRows(x, weights), visits, pages
 
 
-def _planned(
+def _asked(
     cfg: ModelConfig,
     h: Float[Array, "T d"],
     logits: Float[Array, "T columns"],
@@ -106,16 +105,8 @@ def _planned(
     control: Control,
     reachable: Bool[Array, "E"] | None,
 ) -> tuple[Float[Array, "T K"], StageVisits]:
-    logits = logits[:, : cfg.num_experts]
-    weights, ids = routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
-    plan = routing.brownout_plan(
-        ids,
-        groups=groups,
-        threshold_percent=control.threshold_percent,
-        strategy=control.strategy,
-        valid=rows.valid,
-        exempt=rows.exempt,
-    )
+    weights, ids = gate(cfg, logits)
+    plan = planned(ids, groups, rows.valid, rows.exempt, control)
     expert_ids, unserved = plan.expert_ids, jnp.zeros_like(plan.degraded)
     if reachable is not None:
         expert_ids, unserved = _reached(ids, expert_ids, groups, reachable, rows, control)
@@ -128,7 +119,7 @@ def _planned(
 
 def _reached(
     ids: Int[Array, "T K"],
-    planned: Int[Array, "T K"],
+    chosen: Int[Array, "T K"],
     groups: Int[Array, "m"],
     reachable: Bool[Array, "E"],
     rows: RoutedRows,
@@ -144,14 +135,14 @@ def _reached(
     def there(expert: Int[Array, "T K"]) -> Bool[Array, "T K"]:
         return (expert >= 0) & reachable[jnp.maximum(expert, 0)]
 
-    gone = (planned >= 0) & ~there(planned)
+    gone = (chosen >= 0) & ~there(chosen)
     united = jnp.where(groups[ids] >= 0, groups.shape[0] + groups[ids], -1)
     may = jnp.ones_like(gone) if rows.exact is None else ~rows.exact[:, None]
     back = gone & there(ids)
     stands_in = gone & ~back & may & (control.strategy == PARTIAL) & there(united)
     dropped = gone & ~back & may & (control.strategy == FULL)
     unserved = gone & ~back & ~stands_in & ~dropped
-    found = jnp.where(back, ids, jnp.where(stands_in, united, planned))
+    found = jnp.where(back, ids, jnp.where(stands_in, united, chosen))
     return jnp.where(dropped | unserved, -1, found), unserved
 
 
@@ -183,4 +174,4 @@ def expert_stage(
     Rows come back in the pool's dtype, without their gate weights.
     """
     ones = jnp.ones((len(expert_ids), 1), jnp.float32)
-    return experts(pool, h, ones, expert_ids[:, None], slots, max_active=max_active)[0]
+    return compute(pool, h, ones, expert_ids[:, None], slots, max_active=max_active)[0]

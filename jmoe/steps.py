@@ -19,7 +19,7 @@ from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.kv_cache import KVPages, make_pages
 from jmoe.model import StepData, embed, head, run_between, run_layers, unstack
-from jmoe.moe import LayerStats, RoutedRows
+from jmoe.moe import Balance, LayerStats, RoutedRows
 from jmoe.packed_rows import (
     DELTA_BLOCK,
     DELTA_PAGE,
@@ -37,7 +37,7 @@ from jmoe.packed_rows import (
     TOP_K,
     TOP_P,
 )
-from jmoe.parallel.replicas import Balance, Replication
+from jmoe.parallel.replicas import Replication
 from jmoe.sampling import Sampling, greedy, sample, token_logprobs
 from jmoe.shaping import Drawn, Shaping, draw
 from jmoe.weights import Params, Weights

@@ -23,6 +23,7 @@ from jmoe.api import resolve
 from jmoe.attention import CausalAttention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
+from jmoe.experts import ExpertTable
 from jmoe.model import attend, embed, layers_of
 from jmoe.moe import RoutedRows, dense_mlp, moe, route, router
 from jmoe.parallel.probe import PROBE_FILE, Probe, Sums, save_probes
@@ -66,9 +67,8 @@ def _layer(cfg, layer, pool, table, x, positions, attention):
         return dense_mlp(cfg, layer, x), None
     found = Routed(x, route(cfg, layer, x)[2], router(cfg, layer, x)[1])
     rows = RoutedRows(positions, yes, ~yes)
-    slots, groups = table
     none, most = Control.of(None), cfg.num_experts
-    return moe(cfg, layer, pool, slots, groups, x, rows, none, max_active=most)[0], found
+    return moe(cfg, layer, pool, ExpertTable(*table), x, rows, none, max_active=most)[0], found
 
 
 _sums, _fit = jax.jit(Sums.of), jax.jit(Sums.fit, static_argnames="ridge")

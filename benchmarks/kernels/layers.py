@@ -23,7 +23,7 @@ from benchmarks.kernels.problems import TOLERANCE, Problem, itself
 from jmoe.attention import DecodeAttention, Written
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig, from_hf
-from jmoe.experts import ExpertPool
+from jmoe.experts import ExpertPool, ExpertTable
 from jmoe.kv_cache import KVPages
 from jmoe.model import attend
 from jmoe.moe import RoutedRows, moe
@@ -112,8 +112,8 @@ def _mean(active: list[int]) -> int:
 def _moe(cfg: ModelConfig, layer, gate_up, down, slots, x):
     tokens, m = x.shape[0], cfg.num_experts
     rows = RoutedRows(jnp.zeros(tokens, jnp.int32), jnp.ones(tokens, bool), jnp.zeros(tokens, bool))
-    groups, pool = jnp.full(m, -1, jnp.int32), ExpertPool(gate_up, down)
-    return moe(cfg, layer, pool, slots, groups, x, rows, Control.of(None), max_active=m)[0]
+    table, pool = ExpertTable(slots, jnp.full(m, -1, jnp.int32)), ExpertPool(gate_up, down)
+    return moe(cfg, layer, pool, table, x, rows, Control.of(None), max_active=m)[0]
 
 
 def _args(one: _Set, pool: Pool) -> tuple[Any, ...]:

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jmoe.brownout import Control
-from jmoe.experts import ExpertPool
-from pallas_kernels import grouped_gemm, routing
+from jmoe.config import ModelConfig
+from jmoe.experts import ExpertPool, ExpertTable
+from jmoe.moe import Answered, Asked, LayerStats, compute, gate, planned
+from pallas_kernels import routing
 
 AXIS = "ep"
 """The mesh axis that experts are spread over."""
@@ -97,52 +98,35 @@ def hosts_in_turn(expert_ids: Int[Array, "N K"], hosts: Bool[Array, "E D"]) -> I
     return jnp.where(expert_ids >= 0, device, -1)
 
 
-def routed_experts(
-    pool: ExpertPool,
-    h: Float[Array, "T d"],
-    logits: Float[Array, "T columns"],
-    *,
-    slots: Int[Array, "E"],
-    hosts: Bool[Array, "E D"],
-    groups: Int[Array, "m"],
-    valid: Bool[Array, "T"],
-    exempt: Bool[Array, "T"],
-    control: Control,
-    top_k: int,
-    normalize: bool,
-    max_active: int,
-) -> tuple[Float[Array, "T d"], Int[Array, "T K"], Bool[Array, "T K"], Int[Array, "E"]]:
-    """Runs the routed experts of this device's rows, wherever those are.
+def gathered(
+    cfg: ModelConfig, pool: ExpertPool, table: ExpertTable, asked: Asked, max_active: int
+) -> Answered:
+    """Serves the rows of this device wherever their experts are. A `jmoe.moe.Exchange`.
 
-    One brownout plan covers the rows of all devices. `slots` are this device's own (-1: not here),
-    `hosts` says who has which expert, `max_active` (static) bounds the experts that are visited on
-    this device; the caller guarantees it.
-
-    Returns the sum of experts for each own row, what their routers chose, which of these visits
-    were degraded, and the rows, of all devices, that this one computed by logical expert.
+    One brownout plan covers the rows of all devices. The table's slots are this device's own (-1:
+    not here), its hosts say who has which expert. Rows by expert are those, of all devices, that
+    this one computed.
     """
-    num_rows = h.shape[0]
-    logits = logits[:, : groups.shape[0]]
-    weights, ids = routing.gate(logits, top_k=top_k, normalize=normalize)
-    rows = gather_rows(h, weights, ids, valid, exempt)
-    plan = routing.brownout_plan(
-        rows.ids,
-        groups=groups,
-        threshold_percent=control.threshold_percent,
-        strategy=control.strategy,
-        valid=rows.valid,
-        exempt=rows.exempt,
-    )
+    assert table.hosts is not None
+    num_rows = asked.h.shape[0]
+    weights, ids = gate(cfg, asked.logits)
+    rows = gather_rows(asked.h, weights, ids, asked.rows.valid, asked.rows.exempt)
+    plan = planned(rows.ids, table.groups, rows.valid, rows.exempt, asked.control)
     device = lax.axis_index(AXIS)
-    own = hosts_in_turn(plan.expert_ids, hosts) == device
-    work = routing.dispatch(
-        jnp.where(own, plan.expert_ids, -1),
-        rows.weights,
-        jnp.maximum(slots, 0),
-        block_m=grouped_gemm.block_rows(rows.weights.size, max_active),
-        max_active=max_active,
-    )
-    parts = grouped_gemm.moe_mlp(rows.h, pool.gate_up, pool.down, work).astype(h.dtype)
+    own = hosts_in_turn(plan.expert_ids, table.hosts) == device
+    visits, slots = jnp.where(own, plan.expert_ids, -1), jnp.maximum(table.slots, 0)
+    room = room_of(cfg, pool, max_active)
+    parts, expert_rows = compute(pool, rows.h, rows.weights, visits, slots, max_active=room)
     out = lax.psum_scatter(parts, AXIS, tiled=True)
+    return Answered(out, ids, LayerStats(own_degraded(plan, device, num_rows), expert_rows))
+
+
+def room_of(cfg: ModelConfig, pool: ExpertPool, max_active: int) -> int:
+    """Returns how many experts of a layer one device can be asked for."""
+    return min(max_active, pool.down.shape[0] // cfg.num_moe_layers)
+
+
+def own_degraded(plan: routing.Plan, device: Int[Array, ""], num_rows: int) -> Int[Array, "T"]:
+    """Returns the degraded visits of each of a device's own rows, by the plan of all."""
     degraded = lax.dynamic_slice_in_dim(plan.degraded, device * num_rows, num_rows)
-    return out, ids, degraded, work.expert_rows
+    return jnp.sum(degraded, axis=-1, dtype=jnp.int32)

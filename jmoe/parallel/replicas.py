@@ -12,18 +12,21 @@ Everything that devices have to agree on is integer arithmetic on gathered choic
 `jmoe.parallel.experts`. A pool is only read: copies live in arrays of their own.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jmoe.brownout import Control
+from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool, ExpertTable
-from jmoe.parallel.experts import AXIS, EXEMPT, VALID
+from jmoe.moe import Answered, Asked, Balance, LayerStats, compute, gate, planned, router
+from jmoe.parallel.experts import AXIS, EXEMPT, VALID, own_degraded, room_of
+from jmoe.parallel.probe import Probe
 from jmoe.parallel.visits import count_visits, device_of_visits
-from pallas_kernels import grouped_gemm, routing
+from jmoe.weights import Params
+from pallas_kernels import routing
 from pallas_kernels.planning import home_of, plan_replicas, shard_visits
 
 
@@ -36,13 +39,6 @@ class Replication(NamedTuple):
     """Experts that one device sends another; the busiest pair sets the time of the copies."""
     alpha: float = 0.5
     """Share of N for the experts that a device's own rows visit most."""
-
-
-class Ahead(NamedTuple):
-    """What a layer needs of the next MoE layer in order to prepare it."""
-
-    logits: Float[Array, "T columns"]  # of its router, on this layer's rows; float32
-    table: ExpertTable  # its row
 
 
 class Replicas(NamedTuple):
@@ -69,13 +65,6 @@ class Replicas(NamedTuple):
             jnp.zeros((experts, devices), bool),
             jnp.zeros((devices, experts), jnp.int32),
         )
-
-
-class Balance(NamedTuple):
-    """Counts of one layer that all devices know."""
-
-    right: Int[Array, ""]  # visits by device and expert that were expected and made
-    copied: Int[Array, ""]  # experts that were sent for it
 
 
 class _Choices(NamedTuple):
@@ -164,98 +153,78 @@ class Outgoing(NamedTuple):
         return Replicas(ExpertPool(*arrived), *self[1:])
 
 
-def replicated_experts(
-    pool: ExpertPool,
-    h: Float[Array, "T d"],
-    logits: Float[Array, "T columns"],
-    *,
-    table: ExpertTable,
-    replicas: Replicas | None,
-    ahead: Ahead | None,
-    replication: Replication,
-    valid: Bool[Array, "T"],
-    exempt: Bool[Array, "T"],
-    control: Control,
-    top_k: int,
-    normalize: bool,
-    max_active: int,
-) -> tuple[Float[Array, "T d"], Int[Array, "T K"], Bool[Array, "T K"], Array, Replicas | None, Any]:
-    """Runs `jmoe.parallel.experts.routed_experts` with copies of experts, and sends those for the
-    layer after it.
-
-    Args:
-        pool: this device's.
-        h: normed rows of this device.
-        logits: of this layer's router.
-        table: this layer's row; its hosts are given.
-        replicas: of this layer; None: there are none, as in a model's first MoE layer.
-        ahead: of the next MoE layer; None: there is none.
-        replication: how experts are copied (static).
-        valid: False for padding.
-        exempt: rows that refuse brownout.
-        control: of the brownout.
-        top_k: K (static).
-        normalize: whether gate weights of a row sum up to 1 (static).
-        max_active: experts that are visited on this device, copies apart (static).
-
-    Returns the sum of experts for each own row, what their routers chose, which of these visits
-    were degraded, the rows that this device computed by logical expert, the next layer's copies,
-    and this layer's `Balance`.
+class Copying(NamedTuple):
+    """A `jmoe.moe.Exchange` like `jmoe.parallel.experts.gathered`, with copies of experts; it sends
+    those for the layer after it.
     """
-    num_rows, groups = h.shape[0], table.groups
-    assert table.hosts is not None
-    num_experts, devices = table.hosts.shape
-    weights, ids = routing.gate(logits[:, : groups.shape[0]], top_k=top_k, normalize=normalize)
-    next_ids = None
-    if ahead is not None:
-        next_ids = routing.gate(
-            ahead.logits[:, : groups.shape[0]], top_k=top_k, normalize=normalize
-        )[1]
-    rows = _gather_choices(ids, weights, valid, exempt, next_ids)
-    # After the choices, which all planning waits for.
-    rows, sent_h = lax.optimization_barrier((rows, h))
-    all_h = lax.all_gather(sent_h, AXIS, tiled=True)
 
-    def planned(ids: Array, groups: Array) -> tuple[routing.Plan, Int[Array, "D E"]]:
-        """Returns the brownout plan of all rows, and the visits that it leaves by device and
-        expert.
+    replication: Replication
+    replicas: Replicas | None
+    """This layer's copies; None: there are none, as in a model's first MoE layer."""
+    next_layer: Params | Probe | None
+    """What guesses the next MoE layer's routing, its router or a probe; None: there is no next."""
+    next_table: ExpertTable | None  # its row
+
+    def __call__(
+        self, cfg: ModelConfig, pool: ExpertPool, table: ExpertTable, asked: Asked, max_active: int
+    ) -> Answered:
+        """See Exchange; `max_active` does not count copies."""
+        num_rows, replicas, h = asked.h.shape[0], self.replicas, asked.h
+        assert table.hosts is not None
+        num_experts, devices = table.hosts.shape
+        ahead = self._ahead(cfg, asked.x)
+        weights, ids = gate(cfg, asked.logits)
+        next_ids = None if ahead is None else gate(cfg, ahead)[1]
+        rows = _gather_choices(ids, weights, asked.rows.valid, asked.rows.exempt, next_ids)
+        # After the choices, which all planning waits for.
+        rows, sent_h = lax.optimization_barrier((rows, h))
+        all_h = lax.all_gather(sent_h, AXIS, tiled=True)
+
+        def counted(ids: Array, groups: Array) -> tuple[routing.Plan, Int[Array, "D E"]]:
+            """Returns the brownout plan of all rows, and the visits that it leaves by device and
+            expert.
+            """
+            plan = planned(ids, groups, rows.valid, rows.exempt, asked.control)
+            made, size = plan.expert_ids >= 0, {"num_experts": num_experts, "num_devices": devices}
+            return plan, count_visits(plan.expert_ids, made, **size)
+
+        plan, counts = counted(rows.ids, table.groups)
+        hosts = table.hosts if replicas is None else table.hosts | replicas.held
+        shares = shard_visits(counts, hosts, home=home_of(table.hosts))
+        device = device_of_visits(plan.expert_ids, plan.expert_ids >= 0, shares, hosts)
+        me = lax.axis_index(AXIS)
+        mine = jnp.where(device == me, plan.expert_ids, -1)
+        own = lax.dynamic_slice_in_dim(mine, me * num_rows, num_rows)
+        of_others = jnp.arange(mine.shape[0], dtype=jnp.int32) // num_rows != me
+        others = jnp.where(of_others[:, None], mine, -1)
+
+        outgoing = None
+        if rows.next_ids is not None and self.next_table is not None:
+            expected = counted(rows.next_ids, self.next_table.groups)[1]
+            outgoing = _choose(pool, self.next_table, expected, self.replication)
+        where = _Held(pool, table.slots, replicas, room_of(cfg, pool, max_active))
+        # What a transfer is to be hidden by is tied to its end, and the next one's beginning to
+        # that: rows travel under own rows' visits, copies under the others', and the sum goes home
+        # last.
+        out, own_rows = where.compute(h, weights, own)
+        out, all_h, outgoing = lax.optimization_barrier((out, all_h, outgoing))
+        parts, other_rows = where.compute(all_h, rows.weights, others)
+        arriving = None if outgoing is None else outgoing.sent()
+        parts, arriving = lax.optimization_barrier((parts, arriving))
+        out = out + lax.psum_scatter(parts, AXIS, tiled=True)
+        degraded = own_degraded(plan, me, num_rows)
+        stats = LayerStats(degraded, own_rows + other_rows, balance=_balance(counts, replicas))
+        return Answered(out, ids, stats, arriving)
+
+    def _ahead(self, cfg: ModelConfig, x: Float[Array, "T d"]) -> Float[Array, "T columns"] | None:
+        """Returns the logits that the next MoE layer's router is expected to have; None: there is
+        none.
         """
-        plan = routing.brownout_plan(
-            ids,
-            groups=groups,
-            threshold_percent=control.threshold_percent,
-            strategy=control.strategy,
-            valid=rows.valid,
-            exempt=rows.exempt,
-        )
-        made, size = plan.expert_ids >= 0, {"num_experts": num_experts, "num_devices": devices}
-        return plan, count_visits(plan.expert_ids, made, **size)
-
-    plan, counts = planned(rows.ids, groups)
-    hosts = table.hosts if replicas is None else table.hosts | replicas.held
-    shares = shard_visits(counts, hosts, home=home_of(table.hosts))
-    device = device_of_visits(plan.expert_ids, plan.expert_ids >= 0, shares, hosts)
-    me = lax.axis_index(AXIS)
-    mine = jnp.where(device == me, plan.expert_ids, -1)
-    own = lax.dynamic_slice_in_dim(mine, me * num_rows, num_rows)
-    of_others = jnp.arange(mine.shape[0], dtype=jnp.int32) // num_rows != me
-    others = jnp.where(of_others[:, None], mine, -1)
-
-    outgoing = None
-    if rows.next_ids is not None and ahead is not None:
-        expected = planned(rows.next_ids, ahead.table.groups)[1]
-        outgoing = _choose(pool, ahead.table, expected, replication)
-    where = _Held(pool, table.slots, replicas, max_active)
-    # What a transfer is to be hidden by is tied to its end, and the next one's beginning to that:
-    # rows travel under own rows' visits, copies under the others', and the sum goes home last.
-    out, own_rows = where.compute(h, weights, own)
-    out, all_h, outgoing = lax.optimization_barrier((out, all_h, outgoing))
-    parts, other_rows = where.compute(all_h, rows.weights, others)
-    arriving = None if outgoing is None else outgoing.sent()
-    parts, arriving = lax.optimization_barrier((parts, arriving))
-    out = out + lax.psum_scatter(parts, AXIS, tiled=True)
-    degraded = lax.dynamic_slice_in_dim(plan.degraded, me * num_rows, num_rows)
-    return out, ids, degraded, own_rows + other_rows, arriving, _balance(counts, replicas)
+        if self.next_layer is None:
+            return None
+        if isinstance(self.next_layer, Probe):
+            return self.next_layer.logits(x)
+        return router(cfg, self.next_layer, x)[1]
 
 
 def _choose(
@@ -289,28 +258,14 @@ class _Held(NamedTuple):
         self, h: Float[Array, "R d"], weights: Float[Array, "R K"], ids: Int[Array, "R K"]
     ) -> tuple[Float[Array, "R d"], Int[Array, "E"]]:
         """Returns the sum of visits (`ids` -1: none) for each row, and rows by logical expert."""
-        copies = self.replicas
+        copies, slots = self.replicas, jnp.maximum(self.slots, 0)
         if copies is None:
-            return _visits(self.pool, h, weights, ids, self.slots, self.max_active)
+            return compute(self.pool, h, weights, ids, slots, max_active=self.max_active)
         is_copy = (ids >= 0) & (copies.slots[jnp.maximum(ids, 0)] >= 0)
         of_own, of_copies = jnp.where(is_copy, -1, ids), jnp.where(is_copy, ids, -1)
-        room = copies.pool.down.shape[0]
+        room, copied = copies.pool.down.shape[0], jnp.maximum(copies.slots, 0)
         found = (
-            _visits(self.pool, h, weights, of_own, self.slots, self.max_active),
-            _visits(copies.pool, h, weights, of_copies, copies.slots, room),
+            compute(self.pool, h, weights, of_own, slots, max_active=self.max_active),
+            compute(copies.pool, h, weights, of_copies, copied, max_active=room),
         )
         return jax.tree.map(jnp.add, *found)
-
-
-def _visits(
-    pool: ExpertPool, h: Array, weights: Array, ids: Array, slots: Array, max_active: int
-) -> tuple[Array, Array]:
-    work = routing.dispatch(
-        ids,
-        weights,
-        jnp.maximum(slots, 0),
-        block_m=grouped_gemm.block_rows(weights.size, max_active),
-        max_active=max_active,
-    )
-    out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work)
-    return out.astype(h.dtype), work.expert_rows

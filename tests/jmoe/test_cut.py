@@ -11,8 +11,9 @@ import pytest
 import jmoe
 from jmoe.attention import CausalAttention
 from jmoe.brownout import Control, strategy_code
+from jmoe.experts import ExpertTable
 from jmoe.model import StepData, embed, layers_of, run_layers, unstack
-from jmoe.moe import RoutedRows, Wanted, experts, moe, route, shared_expert
+from jmoe.moe import RoutedRows, Wanted, compute, moe, route, shared_expert
 from pallas_kernels import routing
 from pallas_kernels.kv_write import split_heads
 
@@ -125,12 +126,11 @@ def test_the_fused_stage_has_the_bits_of_the_stages_it_is_made_of(model):
         if not is_moe:
             continue
         slots, groups = model.table.slots[index], model.table.groups[index]
-        want, stats = moe(
+        want, stats, _ = moe(
             cfg,
             layer,
             model.pool,
-            slots,
-            groups,
+            ExpertTable(slots, groups),
             x,
             step.rows,
             step.control,
@@ -145,7 +145,7 @@ def test_the_fused_stage_has_the_bits_of_the_stages_it_is_made_of(model):
             valid=step.rows.valid,
             exempt=step.rows.exempt,
         )
-        out, rows = experts(
+        out, rows = compute(
             model.pool, h, weights, plan.expert_ids, slots, max_active=cfg.num_experts
         )
         if cfg.d_ff_shared:

@@ -11,6 +11,7 @@ from safetensors.numpy import save_file
 import jmoe
 from jmoe import stepper
 from jmoe.brownout import Brownout, Control, plan
+from jmoe.experts import ExpertTable
 from jmoe.model import head
 from jmoe.moe import RoutedRows, moe, route
 from jmoe.steps import StepOutput
@@ -150,9 +151,9 @@ def test_inputs_are_those_of_the_model(model):
     x = jnp.zeros((total, cfg.d_model)).at[order].set(inputs[-1][0])
     layer = {key: leaf[-1] for key, leaf in model.params["segments"][-1].items()}
     rows = RoutedRows(jnp.zeros(total, jnp.int32), jnp.ones(total, bool), jnp.zeros(total, bool))
-    slots, groups = model.table.slots[-1], model.table.groups[-1]
-    x, _ = moe(
-        cfg, layer, model.pool, slots, groups, x, rows, Control.of(None), max_active=cfg.num_experts
+    table = ExpertTable(model.table.slots[-1], model.table.groups[-1])
+    x, *_ = moe(
+        cfg, layer, model.pool, table, x, rows, Control.of(None), max_active=cfg.num_experts
     )
     got, start = np.asarray(head(cfg, model.params, x)), 0
     want = np.asarray(jmoe.forward(model, [(prompt + [0] * 5)[:5] for prompt in PROMPTS]))

@@ -16,10 +16,9 @@ from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from jmoe.forward import forward
 from jmoe.model import StepData, embed, layers_of, run_layers
-from jmoe.moe import RoutedRows, experts, route
+from jmoe.moe import RoutedRows, compute, planned, route
 from jmoe.sampling import token_logprobs
 from jmoe.weights import Params, Weights
-from pallas_kernels import routing
 
 CAPTURE_BATCH = 32  # sequences of a forward pass that captures inputs
 
@@ -183,14 +182,8 @@ def _routed(
 
     def step(x: Float[Array, "B d"]) -> Float[Array, "B d"]:
         h, weights, ids = route(cfg, layer, x)
-        plan = routing.brownout_plan(
-            ids,
-            groups=groups,
-            threshold_percent=control.threshold_percent,
-            strategy=control.strategy,
-            valid=jnp.ones(x.shape[0], bool),
-            exempt=jnp.zeros(x.shape[0], bool),
-        )
-        return experts(pool, h, weights, plan.expert_ids, slots, max_active=cfg.num_experts)[0]
+        all_rows = jnp.ones(x.shape[0], bool)
+        plan = planned(ids, groups, all_rows, ~all_rows, control)
+        return compute(pool, h, weights, plan.expert_ids, slots, max_active=cfg.num_experts)[0]
 
     return jax.lax.map(step, x)
