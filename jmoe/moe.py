@@ -8,7 +8,7 @@ made of `router`, `gate`, `planned` and `compute`.
 Letters: T rows, d model width, m routed experts, E logical ones, K picks a row, D devices.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +90,7 @@ class Answered(NamedTuple):
     replicas: Any = None  # copies of the next MoE layer's experts, of an exchange that sends some
 
 
+@runtime_checkable
 class Exchange(Protocol):
     """Brings rows and their experts together: from the router's logits to the sum of experts."""
 
