@@ -10,30 +10,33 @@ first model of the step whose expert e lies in the same slot. United experts fol
 model, and a column's is that of the model whose column it is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jmoe.attention import DecodeAttention
+from jmoe.brownout import Control
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, ExpertTable, uncut
+from jmoe.experts import ExpertPool, ExpertTable
 from jmoe.kv_cache import KVPages
-from jmoe.model import (
-    Rotation,
-    StepData,
-    attended,
-    embed,
-    head,
-    in_turn,
-    project,
-    with_wide_router,
+from jmoe.model import Halves, Rotation, attended, embed, head, project, run_layers
+from jmoe.moe import (
+    COUNTS,
+    Asked,
+    Exchange,
+    LayerStats,
+    RoutedRows,
+    Wanted,
+    alone,
+    dense_mlp,
+    router,
+    with_residual,
 )
-from jmoe.moe import Asked, LayerStats, alone, dense_mlp, router, with_residual
 from jmoe.packed_rows import SLOT
 from jmoe.rope import rotation
 from jmoe.sampling import greedy
@@ -61,6 +64,19 @@ class MixedWeights(NamedTuple):
             tuple(weights.table for weights in models),
         )
 
+    def joined(self) -> Weights:
+        """Returns them as one value over whose layers `run_layers` goes: of each layer, a list of
+        the models' parameters, and a row of the `JoinedTable`.
+        """
+        segments = []
+        for layers in zip(*(params["segments"] for params in self.params), strict=True):
+            unstacked = isinstance(layers[0], tuple)
+            segments.append(
+                tuple(map(list, zip(*layers, strict=True))) if unstacked else list(layers)
+            )
+        table: Any = JoinedTable.of(self.tables)
+        return Weights({"segments": segments}, self.pool, table)
+
 
 class JoinedTable(NamedTuple):
     """The experts of several models as columns of one table; a row for each MoE layer."""
@@ -68,6 +84,10 @@ class JoinedTable(NamedTuple):
     slots: Int[Array, "layers E"]  # pool slot of a column; E = N m + N U
     groups: Int[Array, "layers columns"]  # united expert of each of the N m columns; -1: none
     owner: Int[Array, "layers N m"]  # model of the step in whose columns a model's expert is
+
+    @property
+    def hosts(self) -> None:
+        """As in ExpertTable: a family is on one device."""
 
     @classmethod
     def of(cls, tables: Sequence[ExpertTable]) -> "JoinedTable":
@@ -112,6 +132,11 @@ def wide_logits(
     return jnp.concatenate(rows)
 
 
+def mixed_rotation(cfg: ModelConfig, positions: Int[Array, "N"], count: int) -> list[Rotation]:
+    """Returns cosines and sines of each of `count` segments' rows."""
+    return [rotation(own, cfg.rope, cfg.head_dim) for own in jnp.split(positions, count)]
+
+
 def mixed_attend(
     cfg: ModelConfig,
     layers: Sequence[Params],
@@ -146,88 +171,31 @@ def mixed_moe(
     pool: ExpertPool,
     table: JoinedTable,
     xs: Segments,
-    step: StepData,
+    rows: RoutedRows,
+    control: Control,
+    exchange: Exchange = alone,
     *,
     max_active: int,
-) -> tuple[Segments, LayerStats]:
-    """Runs the MLP half of one layer for all segments; `table` is this layer's row, `step` of all
-    rows.
+    wanted: Wanted = COUNTS,
+) -> tuple[Segments, LayerStats, None]:
+    """Runs the MLP half of one layer for all segments, as `jmoe.moe.moe` does for one; `table` is
+    this layer's row, `rows` are all. Stats are by column; picks are not to be wanted.
 
     The brownout plan is one for all rows, over the experts of the step.
     """
     num_experts = table.owner.shape[1]
     hs, logits = zip(*map(router, [cfg] * len(xs), layers, xs), strict=True)
     wide = wide_logits([own[:, :num_experts] for own in logits], table.owner)
-    asked = Asked(jnp.concatenate(xs), jnp.concatenate(hs), wide, step.rows, step.control)
-    row = ExpertTable(table.slots, table.groups)
-    out, _, stats, _ = alone(cfg, pool, row, asked, max_active)
+    asked = Asked(jnp.concatenate(xs), jnp.concatenate(hs), wide, rows, control)
+    out, _, stats, _ = exchange(cfg, pool, ExpertTable(*table[:2]), asked, max_active)
     outs = jnp.split(out, len(xs))
     joined = [with_residual(cfg, *of_model) for of_model in zip(layers, xs, hs, outs, strict=True)]
-    return tuple(joined), stats
+    return tuple(joined), stats, None
 
 
-def run_mixed_layers(
-    cfg: ModelConfig,
-    weights: MixedWeights,
-    xs: Segments,
-    cache: Any,
-    step: StepData,
-    *,
-    max_active: int,
-) -> tuple[Segments, Any, LayerStats | None]:
-    """Runs all layers over rows of several models; otherwise as `jmoe.model.run_layers`.
-
-    Args:
-        cfg: what the models have in common.
-        weights: of the models.
-        xs: their rows, as `embed` makes them.
-        cache: what attention reads and writes, for all.
-        step: of all rows, segment after segment; its attention is `DecodeAttention`.
-        max_active: columns that the dispatch has room for; the caller guarantees it.
-
-    Returns rows, cache, and stats stacked over MoE layers: rows by column are `[layers, E]`.
-    """
-    attention = step.attention
-    assert isinstance(attention, DecodeAttention)
-    positions = jnp.split(step.rows.positions, len(xs))
-    turns = [rotation(own, cfg.rope, cfg.head_dim) for own in positions]
-    table = JoinedTable.of(weights.tables)
-
-    def body(state: Any, given: Any) -> Any:
-        (xs, cache, index), (layers, row), out = state, given, None
-        xs, cache = mixed_attend(cfg, layers, xs, turns, attention, index, cache)
-        if row is None:
-            xs = tuple(dense_mlp(cfg, layer, x) for layer, x in zip(layers, xs, strict=True))
-        else:
-            pool = weights.pool
-            xs, out = mixed_moe(cfg, layers, pool, row, xs, step, max_active=max_active)
-        return (xs, cache, index + 1), out
-
-    state, stats, moe_start = (xs, cache, jnp.int32(0)), [], 0
-    segments = zip(*(params["segments"] for params in weights.params), strict=True)
-    for (is_moe, _, count), layers in zip(cfg.segments(), segments, strict=True):
-        rows = None
-        if is_moe:
-            rows = jax.tree.map(itemgetter(slice(moe_start, moe_start + count)), table)
-            moe_start += count
-        state, out = _run(body, state, layers, rows, count)
-        if is_moe:
-            stats.append(out)
-    xs, cache, _ = state
-    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats) if stats else None
-    return xs, cache, joined
-
-
-def _run(
-    body: Callable, state: Any, layers: Sequence[Any], rows: JoinedTable | None, count: int
-) -> Any:
-    """Runs layers of one kind that follow each other: `layers` are each model's, stacked or not."""
-    if isinstance(layers[0], tuple):
-        each = [rows and uncut(jax.tree.map(itemgetter(i), rows), rows, i) for i in range(count)]
-        joined = tuple(zip(zip(*layers, strict=True), each, strict=True))
-        return in_turn(body, state, joined, range(count))
-    each = tuple(map(with_wide_router, layers)) if rows is not None else tuple(layers)
-    return lax.scan(body, state, (each, rows))
+def mixed_dense(cfg: ModelConfig, layers: Sequence[Params], xs: Segments) -> Segments:
+    """Runs `jmoe.moe.dense_mlp` for each segment."""
+    return tuple(dense_mlp(cfg, layer, x) for layer, x in zip(layers, xs, strict=True))
 
 
 def mixed_decode_step(
@@ -251,7 +219,10 @@ def mixed_decode_step(
     slot, step = decode_data(cfg, state, rows, control)
     tokens = jnp.split(state.last_token[slot], count)
     xs = tuple(map(embed, weights.params, tokens))
-    xs, pages, stats = run_mixed_layers(cfg, weights, xs, state.pages, step, max_active=max_active)
+    halves = Halves(partial(mixed_rotation, count=count), mixed_attend, mixed_moe, mixed_dense)
+    xs, pages, stats = run_layers(
+        cfg, weights.joined(), xs, state.pages, step, max_active=max_active, of_sets=halves
+    )
     logits = jnp.concatenate(
         [head(cfg, params, x) for params, x in zip(weights.params, xs, strict=True)]
     )

@@ -106,10 +106,28 @@ def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Arra
     return jnp.dot(h, params["lm_head"], preferred_element_type=jnp.float32)
 
 
+class Halves(NamedTuple):
+    """The two halves of a layer, as the run over layers calls them: of one parameter set, or of the
+    several ones of a mixed step (`jmoe.mixed`), whose rows lie in segments.
+    """
+
+    rotation: Callable[..., Any]  # (cfg, positions) -> cosines and sines of the rows
+    attend: Callable[..., Any]  # as `attend`
+    moe: Callable[..., Any]  # as `jmoe.moe.moe`
+    dense: Callable[..., Any]  # as `jmoe.moe.dense_mlp`
+
+
+def _rotation(cfg: ModelConfig, positions: Int[Array, "T"]) -> Rotation:
+    return rotation(positions, cfg.rope, cfg.head_dim)
+
+
+ONE_SET = Halves(_rotation, attend, moe, dense_mlp)
+
+
 def run_layers(
     cfg: ModelConfig,
     weights: Weights,
-    x: Float[Array, "T d"],
+    x: Any,
     cache: Any,
     step: StepData,
     *,
@@ -117,7 +135,8 @@ def run_layers(
     max_active: int,
     wanted: Wanted = COUNTS,
     replication: Replication | None = None,
-) -> tuple[Float[Array, "T d"], Any, LayerStats | None]:
+    of_sets: Halves = ONE_SET,
+) -> tuple[Any, Any, LayerStats | None]:
     """Runs layers in order, or a part of them: attention of layer l is half 2 l, its experts 2 l +
     1.
 
@@ -129,21 +148,23 @@ def run_layers(
     Args:
         cfg: the model's.
         weights: the model's.
-        x: rows as they enter the first half; `embed` makes them for the whole model.
+        x: rows [T, d] as they enter the first half; `embed` makes them for the whole model. Of
+            several parameter sets, whatever `of_sets` takes.
         cache: what `step.attention` reads and writes.
         step: of these rows, the same for every part of their step.
         halves: None is all of them, `range(2 * cfg.num_layers)`.
         max_active: experts a layer that the dispatch has room for; the caller guarantees it.
         wanted: what is not wanted is not computed.
         replication: over a mesh, how each layer copies experts for the next one; None: not at all.
+        of_sets: what a layer's halves do.
 
     Returns rows and cache after the last half, and stats stacked over the MoE layers whose experts
     were among the halves, None without one. Raises ValueError for halves that the model does not
     have, or hidden rows of a part of it.
     """
     part = _checked(cfg, halves, wanted)
-    cos_sin = rotation(step.rows.positions, cfg.rope, cfg.head_dim)
-    run = _Run(cfg, weights, step, cos_sin, max_active, wanted, replication)
+    cos_sin = of_sets.rotation(cfg, step.rows.positions)
+    run = _Run(cfg, weights, step, cos_sin, max_active, wanted, replication, of_sets)
     state = x, cache, run.no_replicas(), jnp.int32(part.start // 2)
     stats, hidden, moe_start = [], [], 0
     for (is_moe, first, count), layers in zip(
@@ -182,7 +203,7 @@ def run_between(
     mesh, which each part begins without. Weights are stacked. Otherwise as `run_layers`; of layers
     outside the part, stats are 0.
     """
-    cos_sin = rotation(step.rows.positions, cfg.rope, cfg.head_dim)
+    cos_sin = _rotation(cfg, step.rows.positions)
     run = _Run(cfg, weights, step, cos_sin, max_active, COUNTS, replication)
     by_layer = jnp.zeros(cfg.num_moe_layers, jnp.int32)
     stats = LayerStats(
@@ -250,10 +271,11 @@ class _Run:
     cfg: ModelConfig
     weights: Weights
     step: StepData
-    cos_sin: Rotation
+    cos_sin: Any
     max_active: int
     wanted: Wanted
     replication: Replication | None
+    of_sets: Halves = ONE_SET
 
     @property
     def stacked(self) -> bool:
@@ -353,7 +375,7 @@ class _Run:
         return (*each, None)[moe_layers]
 
     def _layer(
-        self, span: _Span, xs: Any, x: Array, cache: Any, replicas: Any, index: Array
+        self, span: _Span, xs: Any, x: Any, cache: Any, replicas: Any, index: Array
     ) -> tuple:
         """Runs layer `index`, or the half of it that `span` has; returns rows, cache, copies of the
         next MoE layer's experts, and its stats.
@@ -361,17 +383,23 @@ class _Run:
         ((layer, next_layer), tables), out = xs, None
         if span.with_attention:
             attention = self.step.attention
-            x, cache = attend(self.cfg, layer, x, self.cos_sin, attention, index, cache)
+            x, cache = self.of_sets.attend(
+                self.cfg, layer, x, self.cos_sin, attention, index, cache
+            )
         if span.with_mlp and tables is not None:
             table, next_table = tables
             exchange = self._exchange(table, replicas, next_layer, next_table)
-            x, out, replicas = self._moe(layer, table, x, exchange)
+            pool, (rows, _, control) = self.weights.pool, self.step
+            given: dict[str, Any] = {"max_active": self.max_active, "wanted": self.wanted}
+            x, out, replicas = self.of_sets.moe(
+                self.cfg, layer, pool, table, x, rows, control, exchange, **given
+            )
         elif span.with_mlp:
-            x = dense_mlp(self.cfg, layer, x)
+            x = self.of_sets.dense(self.cfg, layer, x)
         return x, cache, replicas, out
 
     def _exchange(
-        self, table: ExpertTable, replicas: Any, next_layer: Any, next_table: ExpertTable | None
+        self, table: Any, replicas: Any, next_layer: Any, next_table: ExpertTable | None
     ) -> Exchange:
         """Returns how a layer's rows meet their experts."""
         if table.hosts is None:
@@ -380,15 +408,8 @@ class _Run:
             return gathered
         return Copying(self.replication, replicas, next_layer, next_table)
 
-    def _moe(
-        self, layer: Params, table: ExpertTable, x: Array, exchange: Exchange
-    ) -> tuple[Float[Array, "T d"], LayerStats, Replicas | None]:
-        pool, (rows, _, control) = self.weights.pool, self.step
-        given: dict[str, Any] = {"max_active": self.max_active, "wanted": self.wanted}
-        return moe(self.cfg, layer, pool, table, x, rows, control, exchange, **given)
 
-
-def _rows(table: ExpertTable, next_table: ExpertTable | None, layer: int) -> tuple:
+def _rows(table: Any, next_table: ExpertTable | None, layer: int) -> tuple:
     """Returns a layer's row of each table, without slicing it out where kernels can take it in
     place.
     """
@@ -450,13 +471,15 @@ def in_turn(body: Callable, state: Any, xs: Sequence[Any], layers: range) -> Any
     return state, jax.tree.map(lambda *parts: jnp.stack(parts), *outs)
 
 
-def with_wide_router(segment: Params) -> Params:
+def with_wide_router(segment: Any) -> Any:
     """Returns the same layers, their router's columns a multiple of eight: `routing.route` drops
     the rest.
 
     cuBLAS takes no other number of columns. XLA would pad the weights and cut the logits, to the
     same bits, in every layer of every step; so they are padded once a step, or once in `unstack`.
     """
+    if isinstance(segment, list):  # of several parameter sets
+        return list(map(with_wide_router, segment))
     router = segment["router"]
     missing = -router.shape[-1] % 8
     if not missing or backend() == "cpu":

@@ -11,7 +11,7 @@ import pytest
 from jmoe.brownout import Control, strategy_code
 from jmoe.family import load_family
 from jmoe.mixed import JoinedTable, MixedWeights, mixed_decode_step, mixed_moe
-from jmoe.model import StepData, layers_of, unstack
+from jmoe.model import layers_of, unstack
 from jmoe.moe import RoutedRows, route, shared_expert
 from jmoe.packed_rows import DELTA_PAGE, empty_deltas, empty_rows, pack_row
 from jmoe.sharing import Sharing
@@ -261,8 +261,7 @@ def layer_step(cfg, capacity):
     """Returns one layer's MLP half for several models, compiled."""
 
     def run(layers, pool, table, xs, rows, setting):
-        step = StepData(rows, _nothing, setting)
-        return mixed_moe(cfg, layers, pool, table, xs, step, max_active=capacity)
+        return mixed_moe(cfg, layers, pool, table, xs, rows, setting, max_active=capacity)[:2]
 
     return jax.jit(run)
 
