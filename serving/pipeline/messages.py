@@ -100,6 +100,18 @@ class WorkerUp(NamedTuple):
     number: int
 
 
+class UseWay(NamedTuple):
+    """Asks a worker for the united experts of a way, from now on; none of its rows is under way."""
+
+    way: int
+
+
+class HasWay(NamedTuple):
+    """A worker has the united experts of a way."""
+
+    way: int
+
+
 class ToExperts(NamedTuple):
     """Rows on their way to experts of one MoE layer, to one worker."""
 
