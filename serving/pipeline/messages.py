@@ -104,12 +104,13 @@ class UseWay(NamedTuple):
     """Asks a worker for the united experts of a way, from now on; none of its rows is under way."""
 
     way: int
+    change: int = 0  # its number, by which changes to one way are told apart
 
 
 class HasWay(NamedTuple):
-    """A worker has the united experts of a way."""
+    """A worker has made a change of way, and all before it."""
 
-    way: int
+    change: int
 
 
 class ToExperts(NamedTuple):

@@ -78,7 +78,7 @@ class _Worker:
     number: int
     address: Address | None = None  # of the process that runs; None: it has not said yet
     met: set[str] = field(default_factory=set)  # incarnations that it has connected to
-    way: int = 0  # that it has; 0: it has not said yet
+    change: int = 0  # of ways, the newest that it has made; 0: it has not said yet
     is_up: bool = False
     heard_at: float = math.inf  # from its first word on
     starts_at: float = math.inf  # again
@@ -120,7 +120,7 @@ class RemoteCrew(Crew):
         self._make_port, self._clock, self._key = make_port, clock, key
         own = config.asynchronous
         self.limits, self._config, self._hosts, self.max_len = limits, config, hosts, max_len
-        self._way, self._way_changes = way, False
+        self._way, self._change, self._is_changing = way, int(way > 0), False
         self._starter, self._join_s = starter, config.join_timeout_s
         self._timeout_s = own.worker_timeout_s
         # Before the watchdog ends the engine.
@@ -203,9 +203,9 @@ class RemoteCrew(Crew):
         """See ChangesWay."""
 
         def ask() -> None:
-            self._way, self._way_changes = way, True
+            self._way, self._change, self._is_changing = way, self._change + 1, True
             for worker in self.workers:
-                self._send(worker.name, UseWay(way))
+                self._send(worker.name, UseWay(way, self._change))
             self._look_whether_changed()
 
         self._do(ask)
@@ -322,7 +322,7 @@ class RemoteCrew(Crew):
         worker.address = address
         self._port.connect(address.peer)
         if self._way:
-            self._send(worker.name, UseWay(self._way))
+            self._send(worker.name, UseWay(self._way, self._change))
         self._send(worker.name, Meet([w.address for w in self._others(worker) if w.address]))
         for other in self._others(worker):
             self._send(other.name, Meet([address]))
@@ -344,8 +344,8 @@ class RemoteCrew(Crew):
                 worker.met.update(incarnations)
                 for one in self.workers:
                     self._look_whether_up(one)
-            case HasWay(way):
-                worker.way = way
+            case HasWay(change):
+                worker.change = change
                 self._look_whether_changed()
                 for one in self.workers:
                     self._look_whether_up(one)
@@ -354,8 +354,8 @@ class RemoteCrew(Crew):
 
     def _look_whether_changed(self) -> None:
         """Reports a change of way once all processes that take messages have made it."""
-        if self._way_changes and all(worker.way in (0, self._way) for worker in self.workers):
-            self._way_changes = False
+        if self._is_changing and all(w.change in (0, self._change) for w in self.workers):
+            self._is_changing = False
             self.report(WayChanged(self._way))
 
     def _look_whether_up(self, worker: _Worker) -> None:
@@ -365,7 +365,7 @@ class RemoteCrew(Crew):
         own = worker.address.incarnation
         both = (
             own in other.met
-            and other.way == worker.way == self._way
+            and other.change == worker.change == self._change
             and other.address is not None
             and other.address.incarnation in worker.met
             for other in others
@@ -410,7 +410,7 @@ class RemoteCrew(Crew):
                 self._send(other.name, WorkerDown(worker.kind, worker.number))
         self._port.forget(worker.name)
         worker.address, worker.beat, worker.heard_at = None, None, math.inf
-        worker.met, worker.blamed, worker.way = set(), {}, 0
+        worker.met, worker.blamed, worker.change = set(), {}, 0
         worker.started_at = worker.progressed_at = math.nan
         for other in self.workers:
             other.blamed.pop(worker.name, None)

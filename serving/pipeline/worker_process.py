@@ -275,9 +275,9 @@ class Loop:
                     self._port.connect(address.peer)
                 self._port.send(SERVER, Met([address.incarnation for address in peers]))
                 return {address.name for address in peers}
-            case UseWay(way):
+            case UseWay(_, change):
                 self._worker.take(message, now)
-                self._port.send(SERVER, HasWay(way))
+                self._port.send(SERVER, HasWay(change))
             case WorkerDown(kind, number):
                 self._port.forget(name_of(kind, number))
                 self._worker.take(message, now)
