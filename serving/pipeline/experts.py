@@ -127,7 +127,7 @@ class ExpertWorker:
     def warm(self, row_sizes: Sequence[int]) -> None:
         """Compiles as AttentionWorker does; `row_sizes` are those of rows that come."""
         self.queues.warm(self._picker)
-        for way in reversed(self.device.ways):
+        for way in reversed(self.device.ways):  # ends with the one to start with
             self.device.use_way(way)
         for size in row_sizes:
             self.device.keep(self.device.blank(size), np.full(size, self.numbers.total, np.int32))
