@@ -56,6 +56,7 @@ from serving.execution.executor import (
     RankUp,
     RunsParts,
     Stages,
+    WayChanged,
 )
 from serving.execution.programs import Progress
 from serving.intake.admission import Admission
@@ -79,7 +80,7 @@ from serving.scheduling.policy import BE, LS, make_policy
 from serving.scheduling.scheduler import Scheduler
 from serving.scheduling.sequence import SequenceState
 from serving.scheduling.share import Share
-from serving.settings.composes import COMPANY, WAY, why_not
+from serving.settings.composes import COMPANY, why_not
 from serving.settings.reading import check
 from serving.startup.prepare import prepare
 from serving.telemetry.accounting import Accounts
@@ -392,7 +393,7 @@ class Engine:
         return self.slo.state()
 
     async def set_brownout(self, change: BrownoutChange) -> BrownoutState:
-        """Changes brownout settings; another way is loaded layer by layer while serving goes on.
+        """Changes brownout settings; another way is loaded while serving goes on (ExpertsLoader).
         Raises InvalidRequest, and Unavailable for another way if the engine has failed or stopped.
         """
         self._check_composes(change)
@@ -410,7 +411,6 @@ class Engine:
         """Raises InvalidRequest for a change that the settings do not go with."""
         controller = f"engine.salc.controller={change.controller}"
         for feature, name, value, asks in (
-            (WAY, "way", change.way, change.way not in (None, self.slo.way)),
             (COMPANY, "prefill_company", change.prefill_company, change.prefill_company),
             (controller, "controller", change.controller, change.controller is not None),
         ):
@@ -460,7 +460,8 @@ class Engine:
         self._advance_controllers(now)
         step = self._plan(now)
         if step is None or not self._has_room:
-            if step is None and not (self._in_flight or self.scheduler.singles or self._news):
+            comes = self._in_flight or self.scheduler.singles or self.loader.is_waiting
+            if step is None and not (comes or self._news):
                 if not self.loader.busy:
                     self.registry.advance(now, idle=True)
                     return False
@@ -503,7 +504,9 @@ class Engine:
                 return
 
     def _plan(self, now: float) -> ScheduledStep | None:
-        """Plans the next step and submits it; None if there is nothing to run."""
+        """Plans the next step and submits it; None if there is nothing to run, or nothing may."""
+        if self.loader.holds:
+            return None
         num_running, since_s = len(self.scheduler.running), 0.0
         slack_s, company = -math.inf, self.pace.company(self.slo.ttft_slo_s, num_running)
         if self._in_flight:
@@ -523,7 +526,7 @@ class Engine:
 
     def _advance_controllers(self, now: float) -> None:
         self._decide(now)
-        self.loader.advance(now)
+        self.loader.advance(now, len(self.scheduler.singles))
         self.registry.advance(now)
         self.fetcher.advance(now)
 
@@ -573,6 +576,8 @@ class Engine:
                 self._close_rank(told)
             case RankUp(rank):
                 self.scheduler.open_rank(rank)
+            case WayChanged():
+                self.loader.changed(now)
             case Stages():
                 self.accounts.stages_ran(told)
             case _:

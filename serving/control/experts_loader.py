@@ -1,6 +1,8 @@
-"""The experts loader: changes the way of united experts while steps run."""
+"""The experts loader: changes the way of united experts while serving goes on."""
 
 import asyncio
+import logging
+import math
 from collections.abc import Collection
 
 from jmoe.family import Family
@@ -8,8 +10,10 @@ from serving.config import BalanceConfig, BrownoutConfig
 from serving.control.mover import make_mover
 from serving.control.slo import SloAnalyser
 from serving.errors import InvalidRequest, Overloaded
-from serving.execution.executor import Executor, LoadsWays
+from serving.execution.executor import ChangesWay, Executor, LoadsWays
 from serving.telemetry.observer import Observer
+
+log = logging.getLogger(__name__)
 
 BALANCE = BalanceConfig()
 MAX_PENDING = 8
@@ -43,6 +47,9 @@ def ways_among(have: Collection[int], config: BrownoutConfig) -> tuple[int, ...]
 class ExpertsLoader:
     """Loads a way one layer a tick, so that no step waits for more than one layer's copy.
 
+    Where rows of many layers are under way at once (`ChangesWay`), no layer could be changed but
+    under some: nothing begins until all of them have left and all layers are loaded.
+
     It keeps `slo.way`, the way that every layer had last.
     """
 
@@ -60,6 +67,8 @@ class ExpertsLoader:
         self._num_layers = 1 if family is None else len(family) * family.config.num_moe_layers
         self._pending: list[tuple[int, asyncio.Future[None]]] = []
         self._layer = 0
+        self.is_waiting = False  # for the devices to change
+        self._held_at = math.nan  # since when nothing begins
 
     @property
     def observers(self) -> list[Observer]:
@@ -70,6 +79,11 @@ class ExpertsLoader:
     def busy(self) -> bool:
         """Whether layers are left to load."""
         return bool(self._pending)
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing may begin now."""
+        return self.busy and isinstance(self._executor, ChangesWay)
 
     def request(self, way: int) -> "asyncio.Future[None]":
         """Queues a change of way; the future is done when every layer has it, or has it already.
@@ -101,20 +115,40 @@ class ExpertsLoader:
                 done.set_exception(error)
         self._pending.clear()
 
-    def advance(self, now: float) -> None:
-        """Loads one layer of the oldest change. The tick calls it between two steps."""
+    def advance(self, now: float, rows_under_way: int = 0) -> None:
+        """Loads one layer of the oldest change, or all where no row is under way. The tick calls it
+        between two steps.
+        """
         if not self._pending:
             if self.mover is not None:
                 self.mover.advance(now)
             return
-        way, done = self._pending[0]
+        way, _ = self._pending[0]
         self._slo.way_changes = True
+        if isinstance(self._executor, ChangesWay):
+            if math.isnan(self._held_at):
+                self._held_at = now
+            if not rows_under_way and not self.is_waiting:
+                self.is_waiting = True
+                self._executor.change_way(way)
+            return
         assert isinstance(self._executor, LoadsWays)  # `ways` has one way otherwise
         self._executor.load_way(way, self._layer)
         self._layer += 1
         if self._layer == self._num_layers:
             self._layer = 0
-            self._pending.pop(0)
-            self._slo.use_way(way, now)
-            if not done.done():
-                done.set_result(None)
+            self._end_change(now)
+
+    def changed(self, now: float) -> None:
+        """Ends the oldest change: all devices have made it."""
+        self.is_waiting = False
+        self._end_change(now)
+        if not self.busy:
+            log.info("nothing began for %.3f s, while the way changed", now - self._held_at)
+            self._held_at = math.nan
+
+    def _end_change(self, now: float) -> None:
+        way, done = self._pending.pop(0)
+        self._slo.use_way(way, now)
+        if not done.done():
+            done.set_result(None)

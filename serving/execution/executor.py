@@ -60,6 +60,12 @@ class RankUp(NamedTuple):
     rank: int
 
 
+class WayChanged(NamedTuple):
+    """Every device has the united experts of the way that was asked for (`ChangesWay`)."""
+
+    way: int
+
+
 class Stages(NamedTuple):
     """Stages that a worker ran, in order. Times are seconds of its machine's `time.monotonic`."""
 
@@ -203,6 +209,17 @@ class LoadsWays(Protocol):
         """Puts one MoE layer's united experts of `way` into the pool, between two steps.
 
         Layers of a family's models are counted through, those of the first one first.
+        """
+        ...
+
+
+@runtime_checkable
+class ChangesWay(Protocol):
+    """Changes the united experts of all its devices at once, while no row is under way."""
+
+    def change_way(self, way: int) -> None:
+        """Has every device load `way` and returns at once. Nothing is submitted until WayChanged
+        says that all have it; of devices that are gone, none counts as back before it has it, too.
         """
         ...
 

@@ -26,6 +26,7 @@ from serving.pipeline.messages import (
     RowNumbers,
     ToExperts,
     Unit,
+    UseWay,
     WorkerDown,
     WorkerUp,
 )
@@ -115,7 +116,9 @@ class AttentionWorker:
         """Rows that a stage may be padded to, ascending."""
         return sorted({size for sizes in self._buckets.values() for size in sizes})
 
-    def take(self, message: Enter | FromExperts | WorkerDown | WorkerUp, now: float) -> None:
+    def take(
+        self, message: Enter | FromExperts | UseWay | WorkerDown | WorkerUp, now: float
+    ) -> None:
         """Takes any message. Raises ValueError as `submit`."""
         match message:
             case FromExperts():
@@ -123,6 +126,8 @@ class AttentionWorker:
             case Enter(units):
                 for unit in units:
                     self.submit(unit, now)
+            case UseWay(way):
+                self.device.use_way(way)
             case WorkerDown(kind, number) if kind == EXPERTS:
                 self._lose(number)
             case WorkerUp(kind, number) if kind == EXPERTS:

@@ -4,18 +4,19 @@ A worker (`attention.py`, `experts.py`) is host code, without jax. Its device is
 substitute that a test can reckon by hand.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jmoe import shaping
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool
+from jmoe.experts import ExpertPool, write_slots
 from jmoe.model import embed, head, layers_of
 from jmoe.packed_rows import SLOT, sampling_mode
 from jmoe.sampling import greedy, token_logprobs
@@ -76,6 +77,10 @@ class AttentionDevice(Protocol):
         """Sets which logical experts of each MoE layer some worker has, from now on."""
         ...
 
+    def use_way(self, way: int) -> None:
+        """Sends visits to the united experts of `way` from now on."""
+        ...
+
     def keep(self, parts: Any, places: Int[np.ndarray, "n"], picks: Int[np.ndarray, "n"]) -> None:
         """Stores parts of visits that came."""
         ...
@@ -122,8 +127,17 @@ class ExpertDevice(Protocol):
 
     device: Any
 
+    @property
+    def ways(self) -> Sequence[int]:
+        """The ways that may be used, the one to start with first."""
+        ...
+
     def keep(self, h: Any, rows: Int[np.ndarray, "n"]) -> None:
         """Stores rows that came; padding has a number past the last."""
+        ...
+
+    def use_way(self, way: int) -> None:
+        """Loads the united experts of `way` that are on this device, unless they are loaded."""
         ...
 
     def compute(
@@ -141,6 +155,14 @@ class ExpertDevice(Protocol):
     def blank(self, count: int) -> Any:
         """Returns rows without content, as AttentionDevice returns parts."""
         ...
+
+
+class UnitedPart(NamedTuple):
+    """A device's united experts of one MoE layer and way, in host memory."""
+
+    slots: Int[np.ndarray, "n"]  # of the device's pool
+    gate_up: Float[np.ndarray, "n d f2"]
+    down: Float[np.ndarray, "n f d"]
 
 
 class Store(NamedTuple):
@@ -277,17 +299,20 @@ class AttentionPrograms:
         state: State,
         num_rows: int,
         device: Any,
+        groups_of: Mapping[int, Int[np.ndarray, "layers m"]] = MappingProxyType({}),
     ) -> None:
-        """`params` and an empty `state` are on the device already; `groups` as in ExpertTable;
-        `num_experts` logical ones of a layer, united ones included.
+        """`params` and an empty `state` are on the device already; `groups` as in ExpertTable, and
+        by way those that may be used later; `num_experts` logical ones of a layer, united ones
+        included.
         """
         self._params, self._state, self.device = params, state, device
         self._programs = _programs_of(cfg)
-        moe, self._layers = iter(groups), []
-        for at, (layer, is_moe) in enumerate(layers_of(cfg, params)):
-            own = jax.device_put(jnp.asarray(next(moe), jnp.int32), device) if is_moe else None
-            self._layers.append((layer, own, jax.device_put(jnp.int32(at), device)))
-        self._is_moe = cfg.moe_layers
+        self._layers = [
+            (layer, jax.device_put(jnp.int32(at), device))
+            for at, (layer, _) in enumerate(layers_of(cfg, params))
+        ]
+        self._is_moe, self._groups_of = cfg.moe_layers, groups_of
+        self._groups = self._of_layers(np.asarray(groups, np.int32))
         self._reachable: list[Array | None] = []
         self.reach(np.ones((len(groups), num_experts), bool))
         width, picks, kind = cfg.d_model, cfg.experts_per_token, params["embed"].dtype
@@ -311,10 +336,10 @@ class AttentionPrograms:
         places: Int[np.ndarray, "T"],
     ) -> Attended:
         """See AttentionDevice."""
-        params, groups, index = self._layers[layer]
+        params, index = self._layers[layer]
         self._store, self._state, visits = self._programs.attend(
             params,
-            groups,
+            self._groups[layer],
             self._reachable[layer],
             None if layer else {"embed": self._params["embed"]},
             self._store,
@@ -332,8 +357,16 @@ class AttentionPrograms:
 
     def reach(self, reachable: Bool[np.ndarray, "layers E"]) -> None:
         """See AttentionDevice."""
-        rows = iter(jax.device_put(list(reachable), self.device))
-        self._reachable = [next(rows) if is_moe else None for is_moe in self._is_moe]
+        self._reachable = self._of_layers(reachable)
+
+    def use_way(self, way: int) -> None:
+        """See AttentionDevice."""
+        self._groups = self._of_layers(np.asarray(self._groups_of[way], np.int32))
+
+    def _of_layers(self, table: Shaped[np.ndarray, "layers columns"]) -> list[Array | None]:
+        """Copies the rows of MoE layers to the device, and returns them by layer."""
+        rows = iter(jax.device_put(list(table), self.device))
+        return [next(rows) if is_moe else None for is_moe in self._is_moe]
 
     def keep(self, parts: Array, places: Int[np.ndarray, "n"], picks: Int[np.ndarray, "n"]) -> None:
         """See AttentionDevice."""
@@ -411,12 +444,20 @@ class ExpertPrograms:
     """An ExpertDevice: a jax device and its part of a model's experts."""
 
     def __init__(
-        self, pool: ExpertPool, slots: Int[np.ndarray, "layers E"], num_rows: int, device: Any
+        self,
+        pool: ExpertPool,
+        slots: Int[np.ndarray, "layers E"],
+        num_rows: int,
+        device: Any,
+        united: Mapping[int, Sequence[UnitedPart]] = MappingProxyType({}),
     ) -> None:
         """`pool` is of this device alone, on it; `slots` of each MoE layer's logical experts in it,
-        -1: they are elsewhere. `num_rows` are those of all attention workers.
+        -1: they are elsewhere. `num_rows` are those of all attention workers. `united` experts are
+        by way and MoE layer; those of the first way are loaded.
         """
-        self._pool, self.device = pool, device
+        self._pool, self.device, self._united = pool, device, united
+        self.ways = tuple(united)
+        self._way = self.ways[0] if self.ways else 0
         self._slots = [jax.device_put(jnp.asarray(own, jnp.int32), device) for own in slots]
         self._max_active = max(1, int((slots >= 0).sum(axis=1).max()))
         empty = jnp.zeros((num_rows, pool.gate_up.shape[1]), pool.down.dtype)
@@ -425,6 +466,13 @@ class ExpertPrograms:
     def keep(self, h: Array, rows: Int[np.ndarray, "n"]) -> None:
         """See ExpertDevice."""
         self._store = _keep_rows(self._store, h, rows)
+
+    def use_way(self, way: int) -> None:
+        """See ExpertDevice."""
+        if way != self._way:
+            for layer in self._united[way]:
+                self._pool = write_slots(self._pool, *layer)
+        self._way = way
 
     def compute(
         self, layer: int, rows: Int[np.ndarray, "V"], expert_ids: Int[np.ndarray, "V"]

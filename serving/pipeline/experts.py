@@ -13,6 +13,7 @@ from serving.pipeline.messages import (
     Result,
     RowNumbers,
     ToExperts,
+    UseWay,
     WorkerDown,
 )
 from serving.pipeline.queues import Entry, MicroQueues, Picker, bucket, buckets
@@ -77,11 +78,13 @@ class ExpertWorker:
         """Visits that a stage may be padded to, ascending."""
         return buckets(self._max_visits)
 
-    def take(self, message: ToExperts | WorkerDown, now: float) -> None:
+    def take(self, message: ToExperts | UseWay | WorkerDown, now: float) -> None:
         """Takes any message. Rows of an attention worker that is gone are dropped."""
         match message:
             case ToExperts():
                 self.receive(message, now)
+            case UseWay(way):
+                self.device.use_way(way)
             case WorkerDown(kind, number) if kind == ATTENTION:
                 self.queues.drop(lambda what: self.numbers.owner(what[0][0]) == number)
 
@@ -124,6 +127,8 @@ class ExpertWorker:
     def warm(self, row_sizes: Sequence[int]) -> None:
         """Compiles as AttentionWorker does; `row_sizes` are those of rows that come."""
         self.queues.warm(self._picker)
+        for way in reversed(self.device.ways):  # ends with the one to start with
+            self.device.use_way(way)
         for size in row_sizes:
             self.device.keep(self.device.blank(size), np.full(size, self.numbers.total, np.int32))
         for size in self.stage_sizes:

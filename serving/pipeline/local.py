@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jmoe.api import Model
-from jmoe.experts import ExpertPool
+from jmoe.experts import UnitedExperts
 from jmoe.parallel.placement import Placement, contiguous
 from jmoe.steps import make_state
 from serving.pipeline.attention import AttentionWorker, Result, Unit
@@ -20,6 +20,7 @@ from serving.pipeline.devices import (
     AttentionPrograms,
     ExpertDevice,
     ExpertPrograms,
+    UnitedPart,
 )
 from serving.pipeline.experts import ExpertWorker
 from serving.pipeline.messages import RowNumbers
@@ -135,17 +136,19 @@ class LocalWorkers:
         picker: Callable[[], Picker],
         *,
         placement: Placement | None = None,
+        ways: Sequence[int] = (),
         **options: Any,
     ) -> "LocalWorkers":
         """Gives jax devices their parts of a model.
 
         Args:
-            model: on one device; its united experts are those of the way that it uses.
+            model: on one device; workers start with the united experts of the way that it uses.
             attention: devices of attention workers, one or more; one may be named more than once.
             experts: devices of expert workers, likewise.
             sizes: of an attention worker.
             picker: makes one for each worker.
             placement: of logical experts on expert workers; None: ranges of them.
+            ways: that may be used later, the one that the model uses first.
             options: as of LocalWorkers.
 
         Raises ValueError for no worker of a kind, a model over a mesh or with experts that are
@@ -172,12 +175,11 @@ class LocalWorkers:
                 "layers, logical experts, expert workers"
             )
         num_rows = len(attention) * sizes.num_rows
-        parts = [part_of(model.pool, slots, hosts[:, :, n], at) for n, at in enumerate(experts)]
         return cls(
-            [attention_of(model, sizes, device) for device in attention],
+            [attention_of(model, ways, sizes, device) for device in attention],
             [
-                ExpertPrograms(*part, num_rows, device)
-                for part, device in zip(parts, experts, strict=True)
+                experts_of(model, ways, hosts[:, :, number], num_rows, device)
+                for number, device in enumerate(experts)
             ],
             model.config.moe_layers,
             hosts,
@@ -243,20 +245,34 @@ class LocalWorkers:
             worker.warm(parts if isinstance(worker, AttentionWorker) else rows)
 
 
-def part_of(
-    pool: ExpertPool,
-    slots: Int[np.ndarray, "layers E"],
+def experts_of(
+    model: Model,
+    ways: Sequence[int],
     hosted: Bool[np.ndarray, "layers E"],
+    num_rows: int,
     device: Any,
-) -> tuple[ExpertPool, Int[np.ndarray, "layers E"]]:
-    """Returns a device's experts alone, on it; and the slot of each of them there, -1 of others."""
+) -> ExpertPrograms:
+    """Copies the experts that a device is to host to it, and their united experts of all `ways`
+    within host memory, so that the model can go.
+    """
+    slots = np.asarray(model.table.slots)
     local = np.full(slots.shape, -1, np.int32)
     local[hosted] = np.arange(int(hosted.sum()))
     taken = jnp.asarray(slots[hosted])
-    return jax.device_put(jax.tree.map(lambda leaf: leaf[taken], pool), device), local
+    pool = jax.device_put(jax.tree.map(lambda leaf: leaf[taken], model.pool), device)
+
+    def part(united: UnitedExperts, layer: int) -> UnitedPart:
+        own = local[layer, model.config.num_experts :][: united.gate_up.shape[1]]
+        here = np.flatnonzero(own >= 0)
+        return UnitedPart(own[here], united.gate_up[layer, here], united.down[layer, here])
+
+    united = {
+        way: [part(model.united_of(way), layer) for layer in range(len(slots))] for way in ways
+    }
+    return ExpertPrograms(pool, local, num_rows, device, united)
 
 
-def attention_of(model: Model, sizes: Sizes, device: Any) -> AttentionPrograms:
+def attention_of(model: Model, ways: Sequence[int], sizes: Sizes, device: Any) -> AttentionPrograms:
     """Returns an attention worker's programs and empty state, on a device."""
     state = make_state(
         model.config,
@@ -270,5 +286,12 @@ def attention_of(model: Model, sizes: Sizes, device: Any) -> AttentionPrograms:
     groups = np.asarray(model.table.groups)
     num_experts = model.table.slots.shape[1]
     return AttentionPrograms(
-        model.config, params, groups, num_experts, state, sizes.num_rows, device
+        model.config,
+        params,
+        groups,
+        num_experts,
+        state,
+        sizes.num_rows,
+        device,
+        {way: model.united_of(way).groups for way in ways},
     )

@@ -7,11 +7,11 @@ from typing import Any
 
 from serving.errors import Lost
 from serving.execution.compilations import Compilations
-from serving.execution.executor import WorkerSeen
+from serving.execution.executor import WayChanged, WorkerSeen
 from serving.execution.programs import Progress
 from serving.pipeline.crew import Crew
 from serving.pipeline.local import LocalWorkers
-from serving.pipeline.messages import ATTENTION, EXPERTS, Enter, Unit
+from serving.pipeline.messages import ATTENTION, EXPERTS, Enter, Unit, UseWay
 from serving.pipeline.recorder import Recorder, run_stage
 from serving.plan import Limits
 
@@ -31,6 +31,7 @@ class LocalCrew(Crew):
         self.limits, self.max_len, self._workers = limits, max_len, workers
         self._compilations = Compilations()
         self._failures, self._closed = Lost(), threading.Event()
+        self._lock, self._num_changing = threading.Lock(), 0  # workers that have yet to change
         self._names = [f"{ATTENTION}-{n}" for n in range(len(workers.attention))]
         self._names += [f"{EXPERTS}-{n}" for n in range(len(workers.experts))]
         pairs = zip(self._names, workers.workers, strict=True)
@@ -59,6 +60,12 @@ class LocalCrew(Crew):
         for inbox, own in zip(self._workers.inboxes, units, strict=False):
             if own:
                 inbox.put(Enter(own))
+
+    def change_way(self, way: int) -> None:
+        """See ChangesWay."""
+        self._num_changing = self._workers.num_workers
+        for inbox in self._workers.inboxes:
+            inbox.put(UseWay(way))
 
     def record(self) -> None:
         """See Crew."""
@@ -92,10 +99,19 @@ class LocalCrew(Crew):
             while not self._closed.is_set():
                 for message in self._messages(number, 0.0 if ran else self._wait_s(worker)):
                     worker.take(message, clock())
+                    if isinstance(message, UseWay):
+                        self._note_changed(message.way)
                 ran = run_stage(worker, recorder, clock, self.report)
         except BaseException as error:
             if not self._closed.is_set():
                 self._failures.say(f"worker {number}: {type(error).__name__}: {error}")
+
+    def _note_changed(self, way: int) -> None:
+        with self._lock:
+            self._num_changing -= 1
+            was_last = not self._num_changing
+        if was_last:
+            self.report(WayChanged(way))
 
     def _wait_s(self, worker: Any) -> float:
         """Returns the seconds until the worker's picker wants to be asked again if nothing

@@ -100,6 +100,19 @@ class WorkerUp(NamedTuple):
     number: int
 
 
+class UseWay(NamedTuple):
+    """Asks a worker for the united experts of a way, from now on; none of its rows is under way."""
+
+    way: int
+    change: int = 0  # its number, by which changes to one way are told apart
+
+
+class HasWay(NamedTuple):
+    """A worker has made a change of way, and all before it."""
+
+    change: int
+
+
 class ToExperts(NamedTuple):
     """Rows on their way to experts of one MoE layer, to one worker."""
 

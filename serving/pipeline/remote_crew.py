@@ -4,6 +4,10 @@ A thread of the server talks to them. Two workers of different kinds may send ea
 both have connected to the other's present incarnation and said so, and a worker is up once that
 holds with all of the other kind that are there. One that ends is forgotten by all before its
 successor is met, so that nothing of the former is taken for the latter's.
+
+Each process is told the way of united experts in force before it is introduced to others, and none
+is up, nor any that it might send rows to, before it has said that it has that way: messages of two
+senders come in any order, so that rows would otherwise reach experts of another way.
 """
 
 import logging
@@ -20,15 +24,17 @@ from jaxtyping import Bool
 
 from serving.config import EngineConfig
 from serving.errors import Lost, Unavailable
-from serving.execution.executor import FailedRows, LostRows, Stages, WorkerSeen
+from serving.execution.executor import FailedRows, LostRows, Stages, WayChanged, WorkerSeen
 from serving.execution.programs import Progress
 from serving.pipeline.crew import Crew
 from serving.pipeline.messages import (
     ATTENTION,
     EXPERTS,
     Enter,
+    HasWay,
     Left,
     Unit,
+    UseWay,
     WorkerDown,
     WorkerUp,
 )
@@ -72,6 +78,7 @@ class _Worker:
     number: int
     address: Address | None = None  # of the process that runs; None: it has not said yet
     met: set[str] = field(default_factory=set)  # incarnations that it has connected to
+    change: int = 0  # of ways, the newest that it has made; 0: it has not said yet
     is_up: bool = False
     heard_at: float = math.inf  # from its first word on
     starts_at: float = math.inf  # again
@@ -102,16 +109,18 @@ class RemoteCrew(Crew):
         starter: Starter,
         key: bytes,
         max_len: int = 0,
+        way: int = 0,
         make_port: Callable[[str, bytes], Port] = _port_at,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`hosts` as of AttentionWorker; `config` is what workers are started with; `key` as of
-        Port; sequences have up to `max_len` positions; `make_port` listens at a host; `clock` is in
-        seconds.
+        Port; sequences have up to `max_len` positions; `way` is the one to start with, 0 for none;
+        `make_port` listens at a host; `clock` is in seconds.
         """
         self._make_port, self._clock, self._key = make_port, clock, key
         own = config.asynchronous
         self.limits, self._config, self._hosts, self.max_len = limits, config, hosts, max_len
+        self._way, self._change, self._is_changing = way, int(way > 0), False
         self._starter, self._join_s = starter, config.join_timeout_s
         self._timeout_s = own.worker_timeout_s
         # Before the watchdog ends the engine.
@@ -189,6 +198,17 @@ class RemoteCrew(Crew):
                     self._send(name_of(ATTENTION, number), Enter(own))
 
         self._do(send)
+
+    def change_way(self, way: int) -> None:
+        """See ChangesWay."""
+
+        def ask() -> None:
+            self._way, self._change, self._is_changing = way, self._change + 1, True
+            for worker in self.workers:
+                self._send(worker.name, UseWay(way, self._change))
+            self._look_whether_changed()
+
+        self._do(ask)
 
     def record(self) -> None:
         """See Crew."""
@@ -301,6 +321,8 @@ class RemoteCrew(Crew):
         assert self._port is not None
         worker.address = address
         self._port.connect(address.peer)
+        if self._way:
+            self._send(worker.name, UseWay(self._way, self._change))
         self._send(worker.name, Meet([w.address for w in self._others(worker) if w.address]))
         for other in self._others(worker):
             self._send(other.name, Meet([address]))
@@ -322,8 +344,19 @@ class RemoteCrew(Crew):
                 worker.met.update(incarnations)
                 for one in self.workers:
                     self._look_whether_up(one)
+            case HasWay(change):
+                worker.change = change
+                self._look_whether_changed()
+                for one in self.workers:
+                    self._look_whether_up(one)
             case Left() | LostRows() | FailedRows() | Stages():
                 self.report(message)
+
+    def _look_whether_changed(self) -> None:
+        """Reports a change of way once all processes that take messages have made it."""
+        if self._is_changing and all(w.change in (0, self._change) for w in self.workers):
+            self._is_changing = False
+            self.report(WayChanged(self._way))
 
     def _look_whether_up(self, worker: _Worker) -> None:
         others = self._others(worker)
@@ -332,6 +365,7 @@ class RemoteCrew(Crew):
         own = worker.address.incarnation
         both = (
             own in other.met
+            and other.change == worker.change == self._change
             and other.address is not None
             and other.address.incarnation in worker.met
             for other in others
@@ -376,7 +410,7 @@ class RemoteCrew(Crew):
                 self._send(other.name, WorkerDown(worker.kind, worker.number))
         self._port.forget(worker.name)
         worker.address, worker.beat, worker.heard_at = None, None, math.inf
-        worker.met, worker.blamed = set(), {}
+        worker.met, worker.blamed, worker.change = set(), {}, 0
         worker.started_at = worker.progressed_at = math.nan
         for other in self.workers:
             other.blamed.pop(worker.name, None)
@@ -386,6 +420,7 @@ class RemoteCrew(Crew):
         log.error("worker %s is gone: %s; another is started in %g s", worker.name, reason, pause_s)
         if was_up:
             self.report(WorkerDown(worker.kind, worker.number))
+        self._look_whether_changed()
         for one in self.workers:  # one that waited for it alone is up now
             self._look_whether_up(one)
 

@@ -28,8 +28,10 @@ from serving.pipeline.messages import (
     EXPERTS,
     Enter,
     FromExperts,
+    HasWay,
     Left,
     ToExperts,
+    UseWay,
     WorkerDown,
     WorkerUp,
 )
@@ -92,7 +94,7 @@ class Stop(NamedTuple):
 
 MESSAGES = (
     *(Meet, Met, Beat, Alive, Stop, Record, Stages, Enter, Left, LostRows, FailedRows),
-    *(WorkerDown, WorkerUp, ToExperts, FromExperts),
+    *(WorkerDown, WorkerUp, ToExperts, FromExperts, UseWay, HasWay),
 )
 
 
@@ -273,6 +275,9 @@ class Loop:
                     self._port.connect(address.peer)
                 self._port.send(SERVER, Met([address.incarnation for address in peers]))
                 return {address.name for address in peers}
+            case UseWay(_, change):
+                self._worker.take(message, now)
+                self._port.send(SERVER, HasWay(change))
             case WorkerDown(kind, number):
                 self._port.forget(name_of(kind, number))
                 self._worker.take(message, now)

@@ -28,7 +28,7 @@ MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
 """Whether settings ask for a mode; `count` is the number of models, 0 where that is not known."""
 
 SHAPING = "min_p, penalties, logit_bias, top_logprobs and structured output"
-COMPANY, WAY = "SetBrownout prefill_company", "SetBrownout way"
+COMPANY = "SetBrownout prefill_company"
 
 _ONE = "workers serve one model; several need engine.mode steps"
 
@@ -48,8 +48,6 @@ COMPOSES: dict[tuple[str, str], str] = {
     (AEP, COMPANY): "no prompt waits for another's step",
     (AEP, "engine.threshold_buckets_percent"): "stages have capacity for every threshold",
     (AEP, "engine.enforce_eager"): "stages are always compiled",
-    (AEP, "engine.brownout.ways"): "one way at most: workers keep the way that they start with",
-    (AEP, WAY): "workers keep the way that they start with",
     (SEVERAL, "engine.mesh"): "a family is served on one device",
     (ALL_THERE, "engine.model_stay_s"): "no model takes another's place (engine.resident_sets)",
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",
@@ -64,7 +62,6 @@ SetBrownout, or of requests.
 _DEFAULTS = ServerConfig()
 _ASKS: dict[str, Callable[[Any], bool]] = {
     "engine.mixed_models": lambda count: count > _DEFAULTS.engine.mixed_models,
-    "engine.brownout.ways": lambda ways: len(ways) > 1,
 }
 """Whether a value asks for the feature, where more values than the default do not."""
 

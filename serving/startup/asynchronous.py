@@ -80,6 +80,7 @@ class CrewParts(NamedTuple):
     limits: Limits
     sizes: Sizes  # of an attention worker
     hosts: Bool[np.ndarray, "layers E W"]  # expert workers that have each logical expert
+    ways: tuple[int, ...]  # that may be served, the one to start with first
 
     @property
     def model(self) -> Model:
@@ -102,17 +103,16 @@ def crew_of(config: EngineConfig, model: Model | Family | None, progress: Progre
             f"{COMPOSES[AEP, 'engine.models']}"
         )
     loaded = family[0]
-    ways = allowed_ways(config.brownout, family)[:1]
+    ways = allowed_ways(config.brownout, family)
     starting_strategy(config.brownout.strategy, ways[0] if ways else 0)
     if ways:
         loaded.use_way(ways[0])
-    brownout = replace(config.brownout, ways=ways)  # the loaded way stays
-    fitting = fit_to_model(replace(config, brownout=brownout), loaded, own.attention)
+    fitting = fit_to_model(config, loaded, own.attention)
     # What has no effect here is off, wherever the settings in force are shown.
     fitting = replace(fitting, threshold_buckets_percent=(), prefill_company=False)
     limits = limits_of(fitting, loaded.config.num_layers, own.attention)
     hosts = np.asarray(placement_of(own, loaded).hosts)
-    return CrewParts(fitting, family, limits, sizes_of(fitting, limits), hosts)
+    return CrewParts(fitting, family, limits, sizes_of(fitting, limits), hosts, ways)
 
 
 def prepare_crew(
@@ -135,14 +135,15 @@ def prepare_crew(
     if starter is not None:
         jax.config.update("jax_platforms", "cpu")  # the devices are for workers
     parts = crew_of(config, model, progress)
-    if config.brownout.strategy == "auto" and not parts.config.brownout.ways:
+    if config.brownout.strategy == "auto" and not parts.ways:
         log.warning("brownout is off: %s has no united experts", parts.model.name)
     if starter is not None:
         from serving.pipeline.remote_crew import RemoteCrew
 
         secret = ClusterSecret.of(config) or ClusterSecret.random()
         key = secret.derive("connections between asynchronous workers")
-        crew = RemoteCrew(config, parts.limits, parts.hosts, starter, key, parts.sizes.max_len)
+        way = parts.ways[0] if parts.ways else 0
+        crew = RemoteCrew(config, parts.limits, parts.hosts, starter, key, parts.sizes.max_len, way)
         crew.start(progress)
         return parts.config, parts.family, crew
     devices = worker_devices(own)
@@ -153,6 +154,7 @@ def prepare_crew(
         parts.sizes,
         partial(make_layer_picker, own),
         placement=placement_of(own, parts.model),
+        ways=parts.ways,
         clock=time.monotonic,
     )
     crew = LocalCrew(workers, parts.limits, parts.sizes.max_len)

@@ -19,9 +19,8 @@ import numpy as np
 from serving.execution.kv_pages import claim_memory
 from serving.execution.programs import Progress, limit_cpu_threads
 from serving.pipeline.attention import AttentionWorker
-from serving.pipeline.devices import ExpertPrograms
 from serving.pipeline.experts import ExpertWorker
-from serving.pipeline.local import attention_of, part_of
+from serving.pipeline.local import attention_of, experts_of
 from serving.pipeline.messages import ATTENTION, RowNumbers
 from serving.pipeline.queues import buckets
 from serving.pipeline.worker_process import Address, Assignment, Worker, work
@@ -62,7 +61,7 @@ def _worker_of(
     num_visits = sizes.max_visits(model.config.experts_per_token)
     if assignment.kind == ATTENTION:
         worker = AttentionWorker(
-            attention_of(model, sizes, device),
+            attention_of(model, crew.ways, sizes, device),
             model.config.moe_layers,
             crew.hosts,
             numbers,
@@ -76,9 +75,8 @@ def _worker_of(
             prefill_buckets=sizes.prefill_buckets,
         )
         return worker, buckets(num_visits)
-    part = part_of(model.pool, np.asarray(model.table.slots), crew.hosts[:, :, number], device)
     worker = ExpertWorker(
-        ExpertPrograms(*part, numbers.total, device),
+        experts_of(model, crew.ways, crew.hosts[:, :, number], numbers.total, device),
         crew.hosts.shape[0],
         np.zeros(crew.hosts.shape[1], np.int64),
         numbers,

@@ -43,6 +43,7 @@ SETTINGS = (
     "engine.brownout.salc=false",
 )
 NEW_TOKENS, ANSWERS_WITHIN_S = 24, 180
+WAYS = (2, 4, 8)
 
 
 def workers_of(server):
@@ -135,10 +136,35 @@ class Load:
         raise AssertionError(f"nothing more came: {self.seen}")
 
 
+async def use_way(address, way):
+    async with Client(address) as client:
+        assert (await client.set_brownout(way=way)).way == way
+
+
+async def check_ways(address, model, prompt):
+    """Checks that a request under brownout visits the united experts of the way in force, and then
+    those of each.
+    """
+    sampling = pb.SamplingParams(max_new_tokens=6, ignore_eos=True)
+    async with Client(address) as client:
+        fixed = {"prefill_threshold_percent": 30, "decode_threshold_percent": 30}
+        state = await client.set_brownout(strategy="partial", **fixed)
+        for way in (state.way, *WAYS):
+            await client.set_brownout(way=way)
+            outs = [out async for out in client.generate(prompt, sampling, reuse_prefix=False)]
+            want = jmoe.generate(
+                model, [prompt], 6, jmoe.Brownout("partial", 30, way), stop_token_ids=()
+            )
+            assert [token for out in outs for token in out.token_ids] == want.tokens[0]
+            assert outs[-1].usage.degraded_visits == want.degraded_visits[0] > 0
+
+
 @pytest.mark.sized(exhaustive=("1",))
 @pytest.mark.parametrize("copies", [2, 1])
 async def test_workers_are_killed_and_come_back(copies):
-    """With an expert on both workers, one of them may go and nobody notices."""
+    """With an expert on both workers, one of them may go and nobody notices. The way of united
+    experts changes meanwhile; in the end all have the last one.
+    """
     model, rng = jmoe.load("bundled", "float32"), random.Random(copies)
     lines = (model.path / "tasks.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [model.tokenizer.encode(json.loads(line)["prompt"]) for line in lines[:12]]
@@ -159,6 +185,8 @@ async def test_workers_are_killed_and_come_back(copies):
         for number in range(KILLS):
             victim, name = rng.choice(sorted(workers_of(server).items()))
             refused = load.seen["UNAVAILABLE"]
+            changing = asyncio.create_task(use_way(address, WAYS[number % len(WAYS)]))
+            await asyncio.sleep(rng.uniform(0, 0.03))
             fault = FAULTS[number % len(FAULTS)]
             if fault == "reset":
                 count = 0
@@ -173,6 +201,7 @@ async def test_workers_are_killed_and_come_back(copies):
                 await load.until(lambda: len(workers_of(server)) == 3)
             if copies == 2:  # or the next might take the other host of an expert
                 await load.until(lambda: num_up(port) == 3)
+            await asyncio.wait_for(changing, ANSWERS_WITHIN_S)
             before = load.seen["OK"]
             await load.until(lambda before=before: load.seen["OK"] > before + 6)
             if fault == "reset":
@@ -182,6 +211,8 @@ async def test_workers_are_killed_and_come_back(copies):
             assert all(not caller.done() for caller in callers), [c for c in callers if c.done()]
         load.done = True
         await asyncio.wait_for(asyncio.gather(*callers), ANSWERS_WITHIN_S)
+        await load.until(lambda: num_up(port) == 3)
+        await check_ways(address, model, prompts[0])
         async with Client(address) as client:
             stats = await client.stats()
             assert (stats.num_running, stats.num_waiting, stats.kv_pages_used) == (0, 0, 0)

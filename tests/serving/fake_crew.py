@@ -8,8 +8,9 @@ import numpy as np
 from jmoe.packed_rows import EXEMPT
 from serving.bench.fake import FakeRunner
 from serving.config import EngineConfig
+from serving.control.experts_loader import ExpertsLoader
 from serving.engine import Engine
-from serving.execution.executor import LostRows, WorkerSeen
+from serving.execution.executor import LostRows, WayChanged, WorkerSeen
 from serving.pipeline.crew import Crew
 from serving.pipeline.messages import Left, WorkerDown
 from serving.plan import Limits, Phase, StepControl, StepPlan
@@ -48,6 +49,7 @@ class FakeCrew(Crew):
         self.inside = [[] for _ in self.ranks]
         self.most_inside, self.num_lost = 0, 0
         self.failed = []
+        self.ways, self.way_changes = [], False  # that it was to change to; whether it is at it
 
     def record(self):
         self.records = True
@@ -62,7 +64,20 @@ class FakeCrew(Crew):
         self.ranks[rank] = FakeRunner(self.ranks[rank].limits)
         self.report(WorkerDown("attention", rank))
 
+    def change_way(self, way):
+        assert not any(self.inside), "rows are under way"
+        assert not self.way_changes
+        self.ways.append(way)
+        self.way_changes = True
+        later_s = self.rng.uniform(0, self.slowest_s)
+        asyncio.get_running_loop().call_later(later_s, self.has_way, way)
+
+    def has_way(self, way):
+        self.way_changes = False
+        self.report(WayChanged(way))
+
     def enter(self, units):
+        assert not self.way_changes, "the way of united experts changes"
         for rank, own in enumerate(units):
             for unit in own:
                 unit.note_threshold(100 if unit.row[EXEMPT] else unit.percent)
@@ -136,11 +151,14 @@ class FakeCrew(Crew):
 
 
 def asynchronous_engine(
-    rng, limits=LIMITS, *, slowest_s=0.05, lost_share=0.0, observer=(), **config
+    rng, limits=LIMITS, *, slowest_s=0.05, lost_share=0.0, observer=(), ways=(), **config
 ) -> Engine:
     """Returns a ticking engine on the running loop's clock."""
     crew = FakeCrew(limits, rng, slowest_s=slowest_s, lost_share=lost_share)
     config = EngineConfig(max_model_len=200, watchdog_s=0, **config)
     engine = Engine(config, crew, None, observer, asyncio.get_running_loop().time)
+    if ways:
+        engine.slo.way = ways[0]
+        engine.loader = ExpertsLoader(crew, None, ways, engine.slo)
     engine.run()
     return engine

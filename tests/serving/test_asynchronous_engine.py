@@ -10,6 +10,7 @@ import pytest
 from counting import collect
 from fake_crew import asynchronous_engine
 
+from jmoe.brownout import strategy_code
 from serving.config import BrownoutConfig, SalcConfig
 from serving.control.algorithm2 import Algorithm2
 from serving.errors import (
@@ -307,10 +308,7 @@ async def test_metrics_say_what_waits_for_each_worker(start):
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [
-        ({"prefill_company": True}, "prefill_company is True; .*no prompt waits for another"),
-        ({"way": 4}, "way is 4; .*workers keep the way that they start with"),
-    ],
+    [({"prefill_company": True}, "prefill_company is True; .*no prompt waits for another")],
 )
 async def test_changes_that_only_steps_know_are_refused_by_name(start, change, words):
     engine = start(random.Random(0), mode="aep")
@@ -318,6 +316,135 @@ async def test_changes_that_only_steps_know_are_refused_by_name(start, change, w
         await engine.set_brownout(BrownoutChange(strategy="full", **change))
     assert engine.get_brownout().strategy == "zero"
     await engine.set_brownout(BrownoutChange(controller="algorithm2", prefill_company=False))
+
+
+def use_way(engine, way):
+    return asyncio.create_task(engine.set_brownout(BrownoutChange(way=way)))
+
+
+async def test_rows_leave_before_the_way_changes_and_enter_once_all_have_changed(start):
+    engine = start(random.Random(0), ways=(2, 4), slowest_s=1.0)
+    crew = engine.executor
+    running = [asyncio.create_task(collect(engine, [100 * n], 12)) for n in range(4)]
+    while sum(map(len, crew.inside)) < 4:
+        await asyncio.sleep(0)
+    changing = use_way(engine, 4)
+    await asyncio.sleep(0.01)
+    under_way = {unit.number for units in crew.inside for unit in units}
+    assert under_way
+    new = asyncio.create_task(collect(engine, [7], 3))
+    while not crew.way_changes:
+        assert {unit.number for units in crew.inside for unit in units} <= under_way
+        await asyncio.sleep(0.01)
+    assert engine.get_brownout().way == 2
+    assert engine.slo.way_in_force == -1
+    assert (await changing).way == 4
+    assert engine.slo.way_in_force == 4
+    for number, outputs in enumerate(await asyncio.gather(*running)):
+        assert tokens_of(outputs) == [100 * number + n for n in range(1, 13)]
+    assert tokens_of(await new) == [8, 9, 10]
+    await settle(engine)
+    assert crew.ways == [4]
+    assert (await engine.set_brownout(BrownoutChange(way=2))).way == 2  # of an engine without work
+    assert crew.ways == [4, 2]
+
+
+@pytest.mark.parametrize("lost_share", [0.0, 0.2])
+@pytest.mark.parametrize("seed", range(4))
+async def test_ways_change_at_any_time_and_nobody_is_lost(start, seed, lost_share):
+    """Changes come together, too: each is made in turn, and equal ones once."""
+    rng = random.Random(seed)
+    engine = start(rng, ways=(2, 4, 8), lost_share=lost_share)
+
+    async def ask(number):
+        await asyncio.sleep(rng.uniform(0, 1))
+        count = rng.randrange(1, 16)
+        priority = rng.choice(list(Priority))
+        got = await collect(engine, [50 * number], count, priority=priority)
+        assert tokens_of(got) == [(50 * number + n) % 1000 for n in range(1, count + 1)]
+
+    async def change(way):
+        await asyncio.sleep(rng.choice((0.2, 0.5, rng.uniform(0, 1))))
+        await engine.set_brownout(BrownoutChange(way=way))
+
+    await asyncio.gather(*map(ask, range(16)), *map(change, 2 * (2, 4, 4, 8)))
+    await settle(engine)
+    assert len(engine.executor.ways) >= 2
+    assert engine.get_brownout().way == engine.executor.ways[-1]
+    assert not engine.loader.busy
+
+
+async def test_a_change_of_way_goes_on_without_a_worker_that_ends(start):
+    """Its rows are not waited for, and who waits for the change goes elsewhere afterwards."""
+    engine = start(random.Random(0), ways=(2, 4), slowest_s=1e6)
+    crew = engine.executor
+    tasks = [asyncio.create_task(collect(engine, [100 * n], 3)) for n in range(2)]
+    while sum(map(len, crew.inside)) < 2:
+        await asyncio.sleep(0)
+    changing = use_way(engine, 4)
+    await asyncio.sleep(0.1)
+    crew.slowest_s = 0.01
+    crew.lose(1)
+    while crew.inside[0]:
+        crew._some_leave(0)
+    new = asyncio.create_task(collect(engine, [7], 3))
+    assert (await asyncio.wait_for(changing, 10)).way == 4
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sorted(type(each) for each in found if not isinstance(each, list)) == [WorkerLost]
+    assert tokens_of(await new) == [8, 9, 10]
+    await settle(engine)
+
+
+async def test_a_caller_may_leave_while_its_row_is_waited_for_or_the_way_changes(start):
+    engine = start(random.Random(0), ways=(2, 4), slowest_s=0.5)
+    stream = engine.generate([1], SamplingParams(max_new_tokens=50))
+    await anext(stream)
+    changing = use_way(engine, 4)
+    late = asyncio.create_task(collect(engine, [5], 5))
+    await asyncio.sleep(0)
+    await stream.aclose()
+    while not engine.executor.way_changes:
+        await asyncio.sleep(0.01)
+    late.cancel()
+    await asyncio.gather(late, return_exceptions=True)
+    assert (await changing).way == 4
+    await settle(engine)
+
+
+async def test_an_engine_that_ends_as_the_way_changes_says_so(start):
+    engine = start(random.Random(0), ways=(2, 4), slowest_s=1e6)
+    changing = use_way(engine, 4)
+    while not engine.executor.way_changes:
+        await asyncio.sleep(0)
+    engine._fail("worker 1: it is gone")
+    with pytest.raises(Unavailable, match="worker 1: it is gone"):
+        await changing
+
+
+async def test_pages_of_one_way_are_not_reused_by_another(start):
+    """Those of rows that were degraded; exact ones are everybody's."""
+    brownout = BrownoutConfig("full", salc=False, prefill_threshold_percent=40)
+    engine = start(random.Random(0), ways=(2, 4), mode="aep", brownout=brownout)
+    await engine.set_brownout(BrownoutChange(strategy="partial"))
+    prompt, report, code = list(range(100, 112)), engine.executor.report, strategy_code("partial")
+    degraded = 1
+
+    def degrade(message):
+        if isinstance(message, Left):
+            message = message._replace(degraded=[degraded] * len(message.numbers), strategy=code)
+        report(message)
+
+    engine.executor.report = degrade
+    cached = []
+    for way in (2, 2, 4, 4, 2):
+        await engine.set_brownout(BrownoutChange(way=way))
+        cached.append((await collect(engine, [*prompt, 5], 2))[-1].usage.cached_tokens)
+    assert cached == [0, 12, 0, 12, 0]
+    degraded = 0
+    await collect(engine, [*prompt, 6], 2, allow_brownout=False)
+    await engine.set_brownout(BrownoutChange(way=4))
+    assert (await collect(engine, [*prompt, 5], 2))[-1].usage.cached_tokens == 12
+    await settle(engine)
 
 
 class Alternates(Algorithm2):

@@ -520,7 +520,7 @@ REUSE = {
     **RESTLESS,
 }
 WORKERS_REUSE = {**REUSE, "part_layers": 0, "threshold_buckets_percent": (), "policy": "ls_first"}
-WORKERS_REUSE |= {"num_pages": 40, "brownout": replace(REUSE["brownout"], ways=(4,))}
+WORKERS_REUSE |= {"num_pages": 40}
 REUSED = ("cached", "degraded", "exact and cached")
 ROWS = {
     "one: parts, ls_first": Row("one", parts, {"policy": "ls_first"}, exhaustive=True),
@@ -617,15 +617,16 @@ def test_served_is_what_the_notebook_writes_mesh():
 
 
 @pytest.mark.deep
-async def test_under_brownout_each_has_its_own_united_experts(made):
-    mode = made("family")
+@pytest.mark.parametrize(("name", "ways"), [("family", (2, 3)), ("workers", (2, 4, 8, 2))])
+async def test_under_brownout_each_has_its_own_united_experts(made, name, ways):
+    mode = made(name)
     sampling = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=True)
     prompt, found = [5, 9, 2, 40], {}
     brownout = BrownoutConfig("partial", 2, (), 30, 30, salc=False)
     async with running(mode, brownout=brownout) as run:
-        for way in (2, 3):
+        for way in ways:
             assert (await run.engine.set_brownout(BrownoutChange(way=way))).way == way
-            for name in NAMES:
+            for name in mode.models:
                 found[name, way] = await answer(run.engine, Asked(prompt, sampling, name))
     for (name, way), got in found.items():
         given = jmoe.Brownout("partial", 30, way)

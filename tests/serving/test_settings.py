@@ -229,7 +229,6 @@ ASKING = {
     "engine.best_effort_share": 0.3,
     "engine.threshold_buckets_percent": (50, 100),
     "engine.enforce_eager": True,
-    "engine.brownout.ways": (2, 4),
     "engine.mixed_models": 3,
     "engine.model_stay_s": 1.0,
     "engine.brownout.best_effort_ttft_slo_s": 1.0,

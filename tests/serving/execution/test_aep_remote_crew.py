@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from serving.config import AsynchronousConfig, EngineConfig
-from serving.execution.executor import RankDown, RankUp
-from serving.pipeline.messages import FromExperts, Left, WorkerDown, WorkerUp
+from serving.execution.executor import RankDown, RankUp, WayChanged
+from serving.pipeline.messages import FromExperts, HasWay, Left, UseWay, WorkerDown, WorkerUp
 from serving.pipeline.queues import MicroQueues
 from serving.pipeline.remote_crew import RemoteCrew
 from serving.pipeline.worker_process import Address, Beat, Loop, Meet, Met, Pulse, Stop
@@ -52,14 +52,14 @@ class Setup:
 
     host = "here"
 
-    def __init__(self, **settings):
+    def __init__(self, way=0, **settings):
         own = AsynchronousConfig(attention=1, experts=2, workers="processes", **settings)
         config = EngineConfig(mode="aep", asynchronous=own, join_timeout_s=100.0)
         self.port, self.now, self.told = FakePort(), 0.0, []
         self.processes, self.killed, self.addresses = {}, [], {}
         limits = SimpleNamespace(num_ranks=1)
         self.crew = RemoteCrew(
-            config, limits, ALONE, self, bytes(32), 0, lambda *_: self.port, lambda: self.now
+            config, limits, ALONE, self, bytes(32), 0, way, lambda *_: self.port, lambda: self.now
         )
         self.crew.listen(self.told.append)
         self.crew.open()
@@ -104,8 +104,19 @@ class Setup:
                 self.port.coming.append((name, beat))
             self.crew.turn()
 
-    def all_up(self):
+    def made(self, change, *names):
+        for name in names:
+            self.says(name, HasWay(change))
+
+    def change(self, way):
+        self.port.sent.clear()
+        self.crew.change_way(way)
+        self.crew.turn()
+
+    def all_up(self, way=0):
         self.listens("attention-0", "experts-0", "experts-1")
+        if way:
+            self.made(1, "attention-0", "experts-0", "experts-1")
         self.met("attention-0", "experts-0", "experts-1")
         self.met("experts-0", "attention-0")
         self.met("experts-1", "attention-0")
@@ -186,6 +197,99 @@ def test_who_comes_back_hears_how_all_others_are_now():
     for news in setup.sent_to("attention-0", WorkerDown, WorkerUp):
         newest[news.number] = type(news)
     assert newest == {0: WorkerUp, 1: WorkerUp}
+
+
+def test_a_way_has_changed_once_every_worker_has_it():
+    setup = Setup(2).all_up(2)
+    setup.change(4)
+    assert {to for to, message in setup.port.sent if message == UseWay(4, 2)} == set(setup.up)
+    setup.made(2, "attention-0", "experts-1")
+    assert not setup.told
+    setup.made(2, "experts-0")
+    assert setup.told == [WayChanged(4)]
+    setup.change(2)
+    setup.made(3, "experts-0", "experts-1", "attention-0")
+    assert setup.told == [WayChanged(4), WayChanged(2)]
+    assert len(setup.up) == 3
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_worker_that_ends_as_the_way_changes_is_not_waited_for(says_so):
+    """It comes back with the way in force, whatever it started with."""
+    setup = Setup(2).all_up(2)
+    setup.change(4)
+    setup.made(2, "attention-0", "experts-0")
+    if says_so:
+        setup.made(2, "experts-1")
+    setup.dies("experts-1")
+    assert setup.told == [WayChanged(4)]
+    setup.passes(1.5, "attention-0", "experts-0")
+    setup.listens("experts-1")
+    kinds = [type(message) for message in setup.sent_to("experts-1", UseWay, Meet)]
+    assert kinds[-2:] == [UseWay, Meet]  # in this order
+    assert setup.sent_to("experts-1", UseWay)[-1] == UseWay(4, 2)
+    setup.met("attention-0", "experts-1")
+    setup.met("experts-1", "attention-0")
+    assert "experts-1" not in setup.up
+    setup.made(2, "experts-1")
+    assert setup.sent_to("attention-0", WorkerUp) == [WorkerUp("experts", 1)]
+
+
+@pytest.mark.parametrize("first", ["attention-0", "experts-0"])
+def test_who_loads_as_the_way_changes_is_up_once_it_has_both(first):
+    """Nobody waits for it, and nothing is sent to it, or by it, before."""
+    setup = Setup(2).all_up(2)
+    setup.dies(first)
+    setup.passes(1.5, *setup.up)
+    setup.listens(first)
+    others = [name for name in ("attention-0", "experts-0", "experts-1") if name != first]
+    setup.change(4)
+    setup.made(2, *others)
+    assert setup.told[-1] == WayChanged(4)
+    setup.made(1, first)
+    for name in others:
+        if name.split("-")[0] != first.split("-")[0]:
+            setup.met(first, name)
+            setup.met(name, first)
+    setup.met("attention-0", "experts-0", "experts-1")
+    assert first not in setup.up
+    setup.made(2, first)
+    assert first in setup.up
+
+
+def test_who_loads_during_changes_there_and_back_is_up_after_the_last():
+    setup = Setup(2).all_up(2)
+    setup.dies("experts-1")
+    setup.passes(1.5, "attention-0", "experts-0")
+    setup.listens("experts-1")
+    for change, way in ((2, 4), (3, 2)):
+        setup.change(way)
+        setup.made(change, "attention-0", "experts-0")
+    setup.met("attention-0", "experts-1")
+    setup.made(1, "experts-1")  # of the same way as the third
+    setup.met("experts-1", "attention-0")
+    setup.made(2, "experts-1")
+    assert "experts-1" not in setup.up
+    setup.made(3, "experts-1")
+    assert "experts-1" in setup.up
+
+
+def test_who_comes_back_waits_until_those_that_it_met_have_the_way():
+    """Otherwise its rows might reach experts before what the server told them."""
+    setup = Setup(2).all_up(2)
+    setup.dies("attention-0")
+    setup.dies("experts-0")
+    setup.passes(1.5, "experts-1")
+    setup.listens("experts-0", "attention-0")
+    setup.change(4)
+    setup.made(2, "experts-1", "attention-0")
+    setup.met("attention-0", "experts-0", "experts-1")
+    setup.met("experts-1", "attention-0")
+    setup.made(1, "experts-0")
+    setup.met("experts-0", "attention-0")
+    assert setup.up == ["experts-1"]
+    setup.made(2, "experts-0")
+    assert len(setup.up) == 3
 
 
 def test_a_silent_worker_is_killed_and_replaced():
@@ -307,6 +411,15 @@ def test_signs_of_life_come_though_a_process_is_busy_and_say_whether_it_gets_on(
     assert second.progress >= first.progress + 2
     assert third.progress == second.progress
     assert third.compilations == 0
+
+
+def test_a_process_says_that_it_has_a_way_behind_what_it_was_told_before():
+    port, worker = FakePort(), FakeWorker()
+    met = Meet([Address("experts-1", "tcp://there", "ab" * 16)])
+    port.coming = [("server", UseWay(4, 7)), ("server", met), ("server", Stop())]
+    Loop("attention-0", port, worker, Pulse(print)).run()
+    assert worker.taken == [UseWay(4, 7)]
+    assert port.sent == [("server", HasWay(7)), ("server", Met(["ab" * 16]))]
 
 
 @pytest.mark.parametrize("news", ["down", "meet"])

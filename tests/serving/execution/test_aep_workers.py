@@ -10,10 +10,10 @@ import pytest
 import jmoe
 from jmoe.packed_rows import KV_LEN, Q_LEN, SLOT, empty_deltas, pack_row
 from jmoe.parallel.placement import from_hosts
-from serving.pipeline.messages import Unit, WorkerDown, WorkerUp
+from serving.pipeline.messages import Unit, UseWay, WorkerDown, WorkerUp
 from serving.pipeline.queues import Entry, MicroQueues
 from serving.scheduling.layers.picker import Waiting, make_picker
-from tests.jmoe.conftest import GOLDEN
+from tests.jmoe.conftest import GOLDEN, add_united
 from tests.jmoe.numpy_forward import forward
 from tests.on_devices import run_on_devices
 from tests.serving.execution.aep_sequences import (
@@ -23,6 +23,7 @@ from tests.serving.execution.aep_sequences import (
     some_prompts,
     workers_of,
 )
+from tests.variants import variant
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -212,6 +213,34 @@ def test_under_brownout_tokens_are_those_of_the_plans_that_stages_made():
             logits = forward(model, [context], served)[0]
             assert logits.max() - logits[token] < 1e-4
         assert abs(logits - forward(model, [context])[0]).max() > 1e-3  # plans were followed
+
+
+@pytest.mark.deep
+def test_each_way_has_its_own_united_experts_whoever_hosts_them(tmp_path):
+    folder = variant(GOLDEN / "qwen2_moe", tmp_path / "model", 0)
+    add_united(folder, ways=(2, 3, 4))
+    model, rng = jmoe.load(folder, dtype="float32"), random.Random(2)
+    control = model.prepare(jmoe.Brownout("partial", 30, way=3))
+    layers, num_experts = model.table.slots.shape
+    hosts = np.random.default_rng(0).random((layers, num_experts, 3)) < 0.5
+    hosts[..., 1] |= ~hosts.any(axis=-1)
+    placement = from_hosts(hosts, spare=num_experts)
+    workers = workers_of(model, rng, experts=3, placement=placement, ways=(3, 2, 4))
+    for expert_worker in workers.experts:
+        expert_worker.warm([4])  # ends with the first way
+    (prompt,), found = some_prompts(model, rng, 1), []
+    for way in (3, 2, 4, 3):
+        for worker in workers.workers if found else ():
+            worker.take(UseWay(way), 0.0)
+        played = Sequences(workers, [prompt], 5, 10, control=(30, control.strategy))
+        played.play(rng)
+        found.append((way, played.tokens, played.degraded))
+    for way, tokens, degraded in found:
+        want = jmoe.generate(
+            model, [prompt], 5, jmoe.Brownout("partial", 30, way), stop_token_ids=()
+        )
+        assert (tokens, degraded) == (want.tokens, list(want.degraded_visits))
+    assert len({tuple(tokens[0]) for _, tokens, _ in found}) == 3
 
 
 @pytest.mark.deep
