@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from jmoe.attention import DecodeAttention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, ExpertTable
+from jmoe.experts import ABSENT, ExpertPool, ExpertTable
 from jmoe.kv_cache import KVPages
 from jmoe.model import Halves, Rotation, attended, embed, head, project, run_layers
 from jmoe.moe import (
@@ -84,6 +84,7 @@ class JoinedTable(NamedTuple):
     slots: Int[Array, "layers E"]  # pool slot of a column; E = N m + N U
     groups: Int[Array, "layers columns"]  # united expert of each of the N m columns; -1: none
     owner: Int[Array, "layers N m"]  # model of the step in whose columns a model's expert is
+    offloaded: Int[Array, "layers columns"] | None = None  # as in ExpertTable, of each column
 
     @property
     def hosts(self) -> None:
@@ -98,6 +99,10 @@ class JoinedTable(NamedTuple):
         num_united = tables[0].slots.shape[1] - num_experts
         own = jnp.stack([table.slots[:, :num_experts] for table in tables], axis=1)
         same = own[:, :, None, :] == own[:, None, :, :]  # [layers, of a model, another's, m]
+        away = [table.offloaded for table in tables if table.offloaded is not None]
+        if away:  # whoever is served by a substitute is so alone
+            absent = jnp.stack(away, axis=1)[:, :, None, :] == ABSENT
+            same &= ~absent | jnp.eye(len(tables), dtype=bool)[None, :, :, None]
         united = [table.slots[:, num_experts:] for table in tables]
         groups = [
             jnp.where(table.groups < 0, -1, table.groups + number * num_united)
@@ -107,6 +112,7 @@ class JoinedTable(NamedTuple):
             jnp.concatenate([own.reshape(own.shape[0], -1), *united], axis=1),
             jnp.concatenate(groups, axis=1),
             jnp.argmax(same, axis=2).astype(jnp.int32),  # the first
+            jnp.concatenate(away, axis=1) if away else None,
         )
 
 
@@ -187,7 +193,8 @@ def mixed_moe(
     hs, logits = zip(*map(router, [cfg] * len(xs), layers, xs), strict=True)
     wide = wide_logits([own[:, :num_experts] for own in logits], table.owner)
     asked = Asked(jnp.concatenate(xs), jnp.concatenate(hs), wide, rows, control)
-    out, _, stats, _ = exchange(cfg, pool, ExpertTable(*table[:2]), asked, max_active)
+    row = ExpertTable(table.slots, table.groups, offloaded=table.offloaded)
+    out, _, stats, _ = exchange(cfg, pool, row, asked, max_active)
     outs = jnp.split(out, len(xs))
     joined = [with_residual(cfg, *of_model) for of_model in zip(layers, xs, hs, outs, strict=True)]
     return tuple(joined), stats, None
@@ -212,7 +219,7 @@ def mixed_decode_step(
 
     It runs whole: what `control` says of layers is not read. `max_active` counts the step's
     columns. In the output `expert_rows` are by a model's own numbers, those of all models added up,
-    as steps of one model after another would count them.
+    as steps of one model after another would count them; `needed` is by column.
     """
     count = len(weights.params)
     state = with_deltas(state, deltas)
@@ -236,7 +243,8 @@ def mixed_decode_step(
     state = state._replace(
         pages=pages, last_token=remember(state.last_token, rows[:, SLOT], tokens)
     )
-    return state, StepOutput(tokens, logprobs, degraded, by_expert, logits=logits)
+    needed = None if stats is None else stats.needed
+    return state, StepOutput(tokens, logprobs, degraded, by_expert, logits=logits, needed=needed)
 
 
 def _by_number(

@@ -225,8 +225,9 @@ class StepResult:
     prompt_logprobs: Float[np.ndarray, "T"] | None
     device_rows: Int[np.ndarray, "layers D"] | None = None  # of `expert_rows`, by device of a mesh
     copies: Copies | None = None  # of a step that copied experts
-    needed: Int[np.ndarray, "layers m"] | None = None
-    """Visits of rows that need exact experts to experts that are not permanently on the device."""
+    needed: Int[np.ndarray, "layers columns"] | None = None
+    """Visits of rows that need exact experts to experts that are not permanently on the device: of
+    a mixed step, those of each of its models one after another."""
     padded_share: float = 0.0  # share of padding in the rows that devices computed
     top_ids: Int[np.ndarray, "B TOP"] | None = None  # likeliest tokens, where rows are shaped
     top_logprobs: Float[np.ndarray, "B TOP"] | None = None

@@ -79,7 +79,8 @@ class Fetcher:
             return set()
         assert result.needed is not None
         self._steps += 1
-        self._observe(step.plan.model, result)
+        if len(step.plan.models) == 1:  # a mixed step adds up what its models visited
+            self._observe(step.plan.model, result)
         exact = [at for at, s in enumerate(step.sequences) if self._exact.concerns(s)]
         batch = step.batch
         batch.needed = result.needed if batch.needed is None else batch.needed + result.needed
@@ -105,7 +106,7 @@ class Fetcher:
                 sequence.run_again(int(step.plan.q_lens[at]), step.sampled[at])
         if before and not any(s in before for s in rows):
             return again  # launched before those: the slots are theirs
-        fits = self._fetch_all(self._experts(step.plan.model, batch.needed))
+        fits = self._fetch_all(self._experts(step.plan.models, batch.needed))
         self._exact.again = rows if fits else []
         if not fits:
             self._exact.most = max(1, positions // 2)
@@ -131,9 +132,16 @@ class Fetcher:
         if model in self._exact.models:
             self._visits.observe(model, result.expert_rows)
 
-    def _experts(self, model: int, needed: np.ndarray) -> set[Expert]:
+    def _experts(
+        self, models: Sequence[int], needed: Int[np.ndarray, "layers columns"]
+    ) -> set[Expert]:
+        """Returns the experts that were needed by rows of these models, column by column."""
         assert self._away is not None
-        return {self._away.of(model, *map(int, at)) for at in np.argwhere(needed)}
+        count = needed.shape[1] // len(models)
+        return {
+            self._away.of(models[column // count], layer, column % count)
+            for layer, column in np.argwhere(needed).tolist()
+        }
 
     def _grow(self, positions: int) -> None:
         """Raises the number of positions a step may have after many steps without a miss."""

@@ -34,11 +34,8 @@ STRIDE = 7919
 
 def mixed_models(config: EngineConfig, family: Family) -> int:
     """Returns how many models a decode step may have rows of: no more than can have weights on the
-    device, and one where experts lie in host memory, since a row that meets a substitute's runs
-    again alone.
+    device.
     """
-    if family.offloaded is not None:
-        return 1
     resident = config.resident_sets or len(family)
     return max(1, min(config.mixed_models, len(family), resident))
 

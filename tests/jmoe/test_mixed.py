@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jmoe.brownout import Control, strategy_code
+from jmoe.experts import ABSENT, FETCHED, ExpertTable
 from jmoe.family import load_family
 from jmoe.mixed import JoinedTable, MixedWeights, mixed_decode_step, mixed_moe
 from jmoe.model import layers_of, unstack
@@ -254,6 +255,22 @@ def expected_moe(cfg, models, layer_index, xs, valid, exempt, told):
                 out += weight * expert(models[0].pool, slot_of[column], h[row])
         outs.append(out)
     return np.stack(outs), np.sum(degraded, axis=1), layers, hs
+
+
+def test_an_expert_that_a_substitute_serves_has_a_column_of_its_own():
+    """Two models share slots 0 and 1; the second one's expert 0 is away, 1 is fetched for both."""
+    groups = jnp.full((1, 3), -1, jnp.int32)
+
+    def table(slots, offloaded):
+        both = (jnp.asarray([values], jnp.int32) for values in (slots, offloaded))
+        slots, offloaded = both
+        return ExpertTable(slots, groups, offloaded=offloaded)
+
+    joined = JoinedTable.of(
+        [table([0, 1, 2], [0, FETCHED, 0]), table([0, 1, 3], [ABSENT, FETCHED, 0])]
+    )
+    assert joined.owner.tolist() == [[[0, 0, 0], [1, 0, 1]]]
+    assert joined.offloaded.tolist() == [[0, FETCHED, 0, ABSENT, FETCHED, 0]]
 
 
 @cache

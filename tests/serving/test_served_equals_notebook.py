@@ -140,6 +140,16 @@ class Made:
         sizes = {"max_num_seqs": 8, "num_pages": 60, "decode_buckets": (8,), "mixed_models": 3}
         return self.of(models, self.directories, family=str(path), **sizes)
 
+    def mixed_host_experts(self) -> Mode:
+        """Makes a mode of `mixed` in which experts that two thirds of the slots cannot hold are
+        fetched.
+        """
+        mixed, cfg = self("mixed"), read_config(GOLDEN)
+        room = cfg.num_moe_layers * cfg.num_experts
+        spare = cfg.num_moe_layers * cfg.experts_per_token
+        given = partial(mixed.settings, resident_experts=room, spare_experts=spare)
+        return Mode(given, mixed.models)
+
     def workers(self) -> Mode:
         """Makes a mode of the bundled model on asynchronous workers."""
         model, crew = self("bundled").model, AsynchronousConfig(attention=2, experts=2)
@@ -465,6 +475,21 @@ async def mixes_beside_brownout(run):
     assert sum(one.degraded for one in degraded) > 0
 
 
+async def mixes_and_fetches(run):
+    """Checks that rows that refuse brownout get their model's experts in steps with rows of others,
+    some of which substitutes serve.
+    """
+    mix_whenever_possible(run.engine)
+    asked = list(for_mixing(4, 16))
+    degraded, got = await asyncio.gather(
+        interleaved(run, asked, 6), interleaved(run, asked, 7, allow_brownout=False)
+    )
+    run.judge(asked, got)
+    assert run.engine.scheduler.num_mixed > 5
+    assert run.engine.fetcher.num_reruns > 0
+    assert sum(one.degraded for one in degraded) > 0
+
+
 async def mixes_of_sets(run):
     """Checks that models whose weights are resident mix, and that swapping sets compiles
     nothing.
@@ -555,6 +580,7 @@ ROWS = {
         mixes_beside_brownout,
         {"brownout": BrownoutConfig("partial", 2, (), 20, 20, salc=False)},
     ),
+    "mixed: beside experts in host memory": Row("mixed host experts", mixes_and_fetches),
     "mixed: sets that come and go": Row(
         "mixed",
         mixes_of_sets,

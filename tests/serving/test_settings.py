@@ -23,7 +23,6 @@ from serving.settings.composes import (
     AEP,
     ALL_THERE,
     COMPOSES,
-    HOST_EXPERTS,
     ONE_THERE,
     PROCESSES,
     SEVERAL,
@@ -208,11 +207,6 @@ MODE_SETTINGS = {
     SEVERAL: {"engine.models": ("a=x", "b=y")},
     ALL_THERE: {"engine.models": ("a=x", "b=y")},
     ONE_THERE: {"engine.models": ("a=x", "b=y"), "engine.resident_sets": 1},
-    HOST_EXPERTS: {
-        "engine.models": ("a=x", "b=y"),
-        "engine.resident_experts": 4,
-        "engine.spare_experts": 4,
-    },
     PROCESSES: {
         "engine.coordinator": "a:1",
         "engine.num_processes": 2,
