@@ -3,12 +3,18 @@
 import contextlib
 import errno
 import socket
+from typing import TYPE_CHECKING
 
 import grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
 from serving.cluster.addresses import join
-from serving.frontend.guard import Guard
+from serving.frontend import reflection
+from serving.frontend.guard import Guard, Service
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    from serving.frontend.server import Server
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a taken port is an error, not shared
@@ -27,6 +33,7 @@ _OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
 )
+_GRACE_S = 1.0  # for sending last messages after every request has ended
 _TRIED_PORTS = 100
 _SPARE_STREAMS = 128
 """Calls that one connection may have open beyond `max_calls`, so that health checks and refusals
@@ -34,14 +41,63 @@ still get through.
 """
 
 
-def make_server(guard: Guard, max_connections: int) -> grpc.aio.Server:
-    """Makes a gRPC server with a guard; connections beyond `max_connections` are closed at once."""
-    options = (
-        *_OPTIONS,
-        ("grpc.max_allowed_incoming_connections", max_connections),
-        ("grpc.max_concurrent_streams", guard.limits.max_calls + _SPARE_STREAMS),
-    )
-    return grpc.aio.server(interceptors=[guard], options=options)
+class GrpcPort:
+    """A gRPC port: services behind a guard, and health and reflection of them."""
+
+    def __init__(
+        self,
+        server: "Server",
+        guard: Guard,
+        host: str,
+        port: int,
+        max_connections: int,
+        prefix: str = "",
+    ) -> None:
+        """Connections beyond `max_connections` are closed at once. `prefix` is that of the flags
+        which errors name, such as `--admin-port`.
+        """
+        options = (
+            *_OPTIONS,
+            ("grpc.max_allowed_incoming_connections", max_connections),
+            ("grpc.max_concurrent_streams", guard.limits.max_calls + _SPARE_STREAMS),
+        )
+        self.guard, self.services = guard, list[str]()
+        self.port = 0  # the bound one
+        self._server, self._grpc = server, grpc.aio.server(interceptors=[guard], options=options)
+        self._host, self._wanted, self._prefix = host, port, prefix
+
+    def add(self, service: Service) -> None:
+        """Serves `service`; before `start`."""
+        self.guard.add(service)
+        service.add(service.servicer, self._grpc)
+        self.services.append(service.descriptor.full_name)
+        self._server.health.names.add(service.descriptor.full_name)
+
+    @property
+    def address(self) -> str:
+        """The `host:port` at which it listens."""
+        return join(self._host, self.port)
+
+    def bind(self) -> None:
+        """Takes the port. Raises OSError as the function `bind` does."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._server.health, self._grpc)
+        reflection.add(self._grpc, (*self.services, health.SERVICE_NAME))
+        certificates = self._server.certificates
+        tls = None if certificates is None else certificates.for_grpc()
+        self.port = bind(self._grpc, self._host, self._wanted, self._prefix, tls)
+
+    async def start(self) -> str:
+        """Starts to listen, on a port that `bind` may have taken; returns the address."""
+        if not self.port:
+            self.bind()
+        await self._grpc.start()
+        return self.address
+
+    async def stop(self) -> None:
+        """Ends the remaining calls, and closes the port."""
+        self.guard.streams.close()
+        await self._grpc.stop(_GRACE_S)
+        self.guard.close()
 
 
 def bind(

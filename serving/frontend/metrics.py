@@ -5,13 +5,11 @@ Names have no colon, since the client library's OpenMetrics output replaces colo
 not in TYPE and HELP lines. Nothing here imports jax.
 """
 
-import ssl
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import inf, isnan
-from threading import Lock, Thread
+from threading import Lock
 from typing import TYPE_CHECKING
-from wsgiref.simple_server import WSGIServer
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -22,11 +20,8 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from serving.cluster.addresses import join
 from serving.errors import DeadlineExceeded, QueuedTooLong, ServingError
-from serving.frontend import metrics_http
 from serving.frontend.key_metrics import collect_keys
-from serving.frontend.listen import cannot_listen
 from serving.frontend.mesh_metrics import MeshLoad
 from serving.frontend.model_metrics import ModelLoad
 from serving.frontend.worker_metrics import collect_workers
@@ -280,23 +275,6 @@ class Metrics(Observer):
             "finished_reason",
             ended,
         )
-
-    def serve(
-        self,
-        host: str,
-        port: int,
-        readiness: Callable[[], tuple[bool, str]],
-        tls: Callable[[], ssl.SSLContext] | None = None,
-    ) -> tuple[WSGIServer, Thread]:
-        """Starts a thread that answers scrapes and probes over HTTP; see `metrics_http.serve`.
-
-        Raises OSError if it cannot listen.
-        """
-        try:
-            ended = self.calls.door("metrics", metrics_http.PATHS, "500")
-            return metrics_http.serve(host, port, self.registry, readiness, self.access, tls, ended)
-        except OSError as error:
-            raise cannot_listen(join(host, port), error, "", "metrics-port") from None
 
 
 def _engine_families(engine: "Engine") -> Iterator[Metric]:
