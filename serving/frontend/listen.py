@@ -56,21 +56,16 @@ class GrpcPort:
         """Connections beyond `max_connections` are closed at once. `prefix` is that of the flags
         which errors name, such as `--admin-port`.
         """
-        options = (
-            *_OPTIONS,
-            ("grpc.max_allowed_incoming_connections", max_connections),
-            ("grpc.max_concurrent_streams", guard.limits.max_calls + _SPARE_STREAMS),
-        )
-        self.guard, self.services = guard, list[str]()
+        self.guard, self.services = guard, list[Service]()
         self.port = 0  # the bound one
-        self._server, self._grpc = server, grpc.aio.server(interceptors=[guard], options=options)
+        self._server, self._max_connections = server, max_connections
         self._host, self._wanted, self._prefix = host, port, prefix
+        self._grpc: grpc.aio.Server | None = None
 
     def add(self, service: Service) -> None:
-        """Serves `service`; before `start`."""
+        """Serves `service`, as soon as it starts."""
         self.guard.add(service)
-        service.add(service.servicer, self._grpc)
-        self.services.append(service.descriptor.full_name)
+        self.services.append(service)
         self._server.health.names.add(service.descriptor.full_name)
 
     @property
@@ -78,25 +73,37 @@ class GrpcPort:
         """The `host:port` at which it listens."""
         return join(self._host, self.port)
 
-    def bind(self) -> None:
-        """Takes the port. Raises OSError as the function `bind` does."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._server.health, self._grpc)
-        reflection.add(self._grpc, (*self.services, health.SERVICE_NAME))
+    def bind(self) -> grpc.aio.Server:
+        """Takes the port, on which the server that it returns may listen then.
+
+        Raises OSError as the function `bind` does.
+        """
+        options = (
+            *_OPTIONS,
+            ("grpc.max_allowed_incoming_connections", self._max_connections),
+            ("grpc.max_concurrent_streams", self.guard.limits.max_calls + _SPARE_STREAMS),
+        )
+        self._grpc = made = grpc.aio.server(interceptors=[self.guard], options=options)
+        for service in self.services:
+            service.add(service.servicer, made)
+        health_pb2_grpc.add_HealthServicer_to_server(self._server.health, made)
+        names = (service.descriptor.full_name for service in self.services)
+        reflection.add(made, (*names, health.SERVICE_NAME))
         certificates = self._server.certificates
         tls = None if certificates is None else certificates.for_grpc()
-        self.port = bind(self._grpc, self._host, self._wanted, self._prefix, tls)
+        self.port = bind(made, self._host, self._wanted, self._prefix, tls)
+        return made
 
     async def start(self) -> str:
-        """Starts to listen, on a port that `bind` may have taken; returns the address."""
-        if not self.port:
-            self.bind()
-        await self._grpc.start()
+        """Starts to listen, on the port that `bind` has taken or takes now; returns the address."""
+        await (self._grpc or self.bind()).start()
         return self.address
 
     async def stop(self) -> None:
         """Ends the remaining calls, and closes the port."""
         self.guard.streams.close()
-        await self._grpc.stop(_GRACE_S)
+        if self._grpc is not None:
+            await self._grpc.stop(_GRACE_S)
         self.guard.close()
 
 
