@@ -558,6 +558,9 @@ class ServerConfig:
     admin_on_main_port: bool = setting(
         False, "Offer the admin service on the main port, too, to whoever can reach it."
     )
+    frontends: tuple[str, ...] = setting(
+        (), "Further protocols: module:Class or file.py:Class of each front end of your own."
+    )
     keys_file: str = setting(
         "",
         "File with hashed API keys (`jmoe keys`), read again when it changes and at SIGHUP. "

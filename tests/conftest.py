@@ -45,9 +45,9 @@ def any_http_port(monkeypatch):
     """Lets HTTP take any free port: two tests at a time would dispute 8000, and the loser logs
     that.
     """
-    server = sys.modules.get("serving.frontend.server")
-    if server is not None:
-        monkeypatch.setattr(server, "_FIRST_HTTP_PORT", 0)
+    openai = sys.modules.get("serving.frontend.openai.app")
+    if openai is not None:
+        monkeypatch.setattr(openai, "FIRST_PORT", 0)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typer.main import get_command
 from serving.cli.main import app
 from serving.config import ServerConfig
 from serving.frontend.metrics import Metrics
-from serving.frontend.server import _FIRST_HTTP_PORT
+from serving.frontend.openai.app import FIRST_PORT
 from serving.settings.reading import keys
 
 ROOT = Path(__file__).parents[1]
@@ -83,9 +83,7 @@ def test_the_table_of_ports_is_that_of_the_code():
     any_free = {0: f"{default.admin_host}, any free one"}
     expected = {
         "port": f"{default.host}:{default.port}",
-        "http_port": {0: f"{default.host}:{_FIRST_HTTP_PORT}, or the next free one"}[
-            default.http_port
-        ],
+        "http_port": {0: f"{default.host}:{FIRST_PORT}, or the next free one"}[default.http_port],
         "admin_port": any_free[default.admin_port],
         "admin_http_port": any_free[default.admin_http_port],
         "metrics_port": {0: "off"}[default.metrics_port],

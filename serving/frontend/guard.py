@@ -9,11 +9,11 @@ import contextlib
 import functools
 import logging
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grpc
 
@@ -31,9 +31,15 @@ from serving.errors import (
     Unavailable,
     WorkerLost,
 )
-from serving.frontend.access import ANYBODY, Caller, current
-from serving.frontend.inbox import RETRY_AFTER_S, Inbox
+from serving.frontend.access import Caller, current
+from serving.frontend.inbox import MAX_MESSAGE_BYTES, RETRY_AFTER_S, Inbox
 from serving.frontend.streams import Streams
+from serving.request import Bounds
+
+if TYPE_CHECKING:
+    from google.protobuf.descriptor import ServiceDescriptor
+
+    from serving.frontend.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +59,7 @@ _EXPIRED, _FAILED = "expired", "failed"
 _KINDS = (_REFUSED, _DENIED, _INVALID, _EXPIRED, _FAILED)
 """Kinds of failed calls that the log counts."""
 
+_FAULT = grpc.StatusCode.INTERNAL.name
 _HEALTH = "/grpc.health.v1.Health/"
 
 _CODES: dict[type[Exception], grpc.StatusCode] = {
@@ -78,6 +85,30 @@ class Limits:
     message_timeout_s: float  # from the opening of a call to its message
 
 
+@dataclass(frozen=True)
+class Service:
+    """One gRPC service, and what a guard has to know of it before a message is parsed.
+
+    Methods are named as gRPC does, `/package.Service/Method`.
+    """
+
+    descriptor: "ServiceDescriptor"
+    servicer: object
+    add: Callable[[Any, grpc.aio.Server], None]  # as generated: adds the servicer to a server
+    protocol: str  # under which the metrics count its calls
+    prompts: Mapping[str, Callable[[Bounds], int]] = field(default_factory=dict)
+    """Methods that take a prompt, and so are subject to admission; how large a message may be."""
+    lasting: Collection[str] = ()  # methods that take a long-lived stream of requests (`Streams`)
+    also_counted: Collection[str] = ()  # routes of the metrics besides the methods
+    needs_admin: bool = False  # whether callers need an admin key, on every port
+
+    @property
+    def methods(self) -> list[str]:
+        """The names of all its methods."""
+        name = self.descriptor.full_name
+        return [f"/{name}/{method.name}" for method in self.descriptor.methods]
+
+
 class Told(NamedTuple):
     """An error as reported to the client: code, message, and trailing metadata."""
 
@@ -91,38 +122,29 @@ class Guard(grpc.aio.ServerInterceptor):
     statuses.
     """
 
-    def __init__(
-        self,
-        limits: Limits,
-        admit: Callable[[str], None] = lambda method: None,
-        max_message_bytes: Callable[[str], int] = lambda method: SMALL_MESSAGE_BYTES,
-        lasting: Collection[str] = (),
-        identify: Callable[[str, str | None], Caller] = lambda method, authorization: ANYBODY,
-        ended: Callable[[str, str], None] = lambda method, code: None,
-    ) -> None:
-        """All callbacks get the method as `/package.Service/Method`.
-
-        `identify` and then `admit` are called before a message is received, and may raise the error
-        to report to the client. `identify` also gets the call's `authorization` metadata, and is
-        not called for the health service. `max_message_bytes` is asked before a message is parsed.
-        `ended` is told of every call that has ended, with its status code's name; of methods that
-        do not exist as `other`.
-        `lasting` are the methods that take a long-lived stream of requests (`Streams`).
-        """
-        self.limits = limits
+    def __init__(self, limits: Limits, server: "Server") -> None:
+        """`server` has the callers' keys, the engine that admits requests, and the metrics."""
+        self.limits, self._server = limits, server
         self.num_calls = self.num_streams = 0
-        self._admit, self._max_message_bytes = admit, max_message_bytes
-        self._identify, self.ended = identify, ended
         # Health has its own inbox, so that callers of other services cannot block it.
         self.inbox, self._health_inbox = (
             Inbox(limits.max_receiving, 4 * limits.max_calls, limits.message_timeout_s)
             for _ in range(2)
         )
-        self._lasting = lasting
         self.streams = Streams(limits.max_receiving, limits.message_timeout_s)
+        self._services: dict[str, Service] = {}  # by method
+        self._ended: dict[str, Callable[[str, str], None]] = {}  # by route
+        self._ended_elsewhere = server.metrics.calls.door("grpc", ["other"], _FAULT)
         self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
         self._tallies = {what: Tally(what) for what in _KINDS}
         self._idle = asyncio.Event()
+
+    def add(self, service: Service) -> None:
+        """Learns of a service; of others it knows that they take no prompts."""
+        routes = [*service.methods, *service.also_counted]
+        ended = self._server.metrics.calls.door(service.protocol, routes, _FAULT)
+        self._services |= dict.fromkeys(service.methods, service)
+        self._ended |= dict.fromkeys(routes, ended)
 
     async def idle(self, timeout_s: float) -> bool:
         """Waits until no call is running; returns False if one still is after `timeout_s`."""
@@ -148,7 +170,7 @@ class Guard(grpc.aio.ServerInterceptor):
         if method not in self._wrapped:
             handler = await continuation(handler_call_details)
             if handler is None:
-                self.ended("other", grpc.StatusCode.UNIMPLEMENTED.name)
+                self._ended_elsewhere("other", grpc.StatusCode.UNIMPLEMENTED.name)
                 return handler
             self._wrapped[method] = self._wrap(method, handler)
         return self._wrapped[method]
@@ -161,7 +183,9 @@ class Guard(grpc.aio.ServerInterceptor):
             raise TypeError(f"{method} is of a kind that the guard does not know")
         behaviour = None
         if handler.request_streaming:
-            make = self._lasting_stream if method in self._lasting else self._stream
+            service = self._services.get(method)
+            lasts = service is not None and method in service.lasting
+            make = self._lasting_stream if lasts else self._stream
             behaviour = make(method, handler)
         kind = (
             grpc.stream_stream_rpc_method_handler
@@ -179,7 +203,7 @@ class Guard(grpc.aio.ServerInterceptor):
         async def call(_: object, context: Any) -> Any:
             async with self._answering(method, context):
                 if not is_health:
-                    current.set(self._identify(method, authorization(context)))
+                    current.set(self._identify(method, context))
                 self._admit(method)
                 with place():  # if there is no room, refuse before receiving the message
                     pass
@@ -196,7 +220,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def stream(_: object, context: Any) -> None:
             async with self._answering(method, context):
-                current.set(self._identify(method, authorization(context)))
+                current.set(self._identify(method, context))
                 if self.num_streams >= MAX_STREAMS:
                     raise Overloaded(f"{MAX_STREAMS} calls of {method} are open", RETRY_AFTER_S)
                 self.num_streams += 1
@@ -217,13 +241,39 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def stream(_: object, context: Any) -> None:
             async with self._answering(method, context):
-                current.set(self._identify(method, authorization(context)))
+                current.set(self._identify(method, context))
                 self._admit(method)
                 parse = functools.partial(self._parsed, method, handler)
                 with self.streams.open(context, parse) as messages:
                     await handler.stream_stream(messages, context)
 
         return stream
+
+    def _identify(self, method: str, context: Any) -> Caller:
+        caller = self._server.access.caller(authorization(context))
+        service = self._services.get(method)
+        if service is not None and service.needs_admin:
+            caller.require_admin()
+        return caller
+
+    def _admit(self, method: str) -> None:
+        """Raises the error with which a call is refused before its message is received.
+
+        So no work is wasted if the server is overloaded or a key's limit is reached.
+        """
+        service = self._services.get(method)
+        if service is None or method not in service.prompts:
+            return
+        engine = self._server.ready_engine()
+        if method not in service.lasting:  # else it is checked for each request of the stream
+            engine.check_admission()
+            current.get().check_room()
+
+    def _max_message_bytes(self, method: str) -> int:
+        service, engine = self._services.get(method), self._server.engine
+        if service is None or engine is None or method not in service.prompts:
+            return SMALL_MESSAGE_BYTES
+        return min(MAX_MESSAGE_BYTES, service.prompts[method](engine.bounds))
 
     def _parsed(self, method: str, handler: Any, message: bytes) -> Any:
         most = self._max_message_bytes(method)
@@ -302,7 +352,7 @@ class Guard(grpc.aio.ServerInterceptor):
             end(grpc.StatusCode.DEADLINE_EXCEEDED if is_late else grpc.StatusCode.CANCELLED)
             raise
         finally:
-            self.ended(method, code.name)
+            self._ended.get(method, self._ended_elsewhere)(method, code.name)
 
     def tell(self, method: str, context: Any, error: Exception) -> Told:
         """Notes an error, and returns how it is reported to the client."""

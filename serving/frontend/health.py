@@ -18,9 +18,9 @@ class Health(rpc.HealthServicer):
     (With the servicer of grpcio-health-checking it would delay every change.)
     """
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self) -> None:
         self.serving = False
-        self._names = {"", *names}
+        self.names = {""}  # whoever serves one adds it
         self._changed = asyncio.Event()  # replaced at each change
         self._num_watchers = 0
         self._closed = False
@@ -47,20 +47,20 @@ class Health(rpc.HealthServicer):
 
     def _answer(self, name: str) -> pb.HealthCheckResponse:
         states = pb.HealthCheckResponse
-        if name not in self._names:
+        if name not in self.names:
             return states(status=states.SERVICE_UNKNOWN)
         return states(status=states.SERVING if self.is_serving else states.NOT_SERVING)
 
     async def Check(self, request: pb.HealthCheckRequest, context: Any) -> pb.HealthCheckResponse:
         """Returns the current status. Raises NotFound for an unknown name."""
-        if request.service not in self._names:
+        if request.service not in self.names:
             raise NotFound(f"no service is named {shown(request.service)}")
         return self._answer(request.service)
 
     async def List(self, request: Any, context: Any) -> Any:
         """Returns the current status of every name."""
         response: Any = pb.HealthListResponse  # pyright: ignore[reportAttributeAccessIssue]
-        return response(statuses={name: self._answer(name) for name in self._names})
+        return response(statuses={name: self._answer(name) for name in self.names})
 
     async def Watch(self, request: pb.HealthCheckRequest, context: Any) -> None:
         """Streams the current status, and each change of it."""

@@ -16,7 +16,7 @@ import grpc
 
 from serving.errors import InvalidRequest, ServingError, shown
 from serving.frontend import kserve_tensors
-from serving.frontend.guard import authorization, cut
+from serving.frontend.guard import Service, authorization, cut
 from serving.frontend.kserve_tensors import INPUTS, OUTPUTS, VERSION, Answer
 from serving.frontend.outputs import noted
 from serving.frontend.streams import Stream
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from serving.engine import Engine
     from serving.frontend.server import Server
 
-SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-INFER, STREAM_INFER = f"/{SERVICE}/ModelInfer", f"/{SERVICE}/ModelStreamInfer"
+_SERVICE = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"]
+INFER = f"/{_SERVICE.full_name}/ModelInfer"
+STREAM_INFER = f"/{_SERVICE.full_name}/ModelStreamInfer"
 STREAM_REQUEST = f"{STREAM_INFER}/request"
 """How requests of a stream are counted, apart from the stream itself."""
 MAX_UNDER_WAY = 128
@@ -45,6 +46,21 @@ _TYPES = {
     "FP32": pb.TYPE_FP32,
     "UINT32": pb.TYPE_UINT32,
 }
+
+
+def front_end(server: "Server") -> None:
+    """Offers the protocol on the main port."""
+    server.main.add(
+        Service(
+            _SERVICE,
+            InferenceService(server),
+            rpc.add_GRPCInferenceServiceServicer_to_server,
+            "kserve",
+            prompts=dict.fromkeys((INFER, STREAM_INFER), kserve_tensors.max_request_bytes),
+            lasting=(STREAM_INFER,),
+            also_counted=(STREAM_REQUEST,),
+        )
+    )
 
 
 class InferenceService(rpc.GRPCInferenceServiceServicer):

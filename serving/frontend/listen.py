@@ -3,12 +3,18 @@
 import contextlib
 import errno
 import socket
+from typing import TYPE_CHECKING
 
 import grpc
+from grpc_health.v1 import health, health_pb2_grpc
 
 from serving.cluster.addresses import join
-from serving.frontend.guard import Guard
+from serving.frontend import reflection
+from serving.frontend.guard import Guard, Service
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    from serving.frontend.server import Server
 
 _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a taken port is an error, not shared
@@ -27,6 +33,7 @@ _OPTIONS = (
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
 )
+_GRACE_S = 1.0  # for sending last messages after every request has ended
 _TRIED_PORTS = 100
 _SPARE_STREAMS = 128
 """Calls that one connection may have open beyond `max_calls`, so that health checks and refusals
@@ -34,14 +41,70 @@ still get through.
 """
 
 
-def make_server(guard: Guard, max_connections: int) -> grpc.aio.Server:
-    """Makes a gRPC server with a guard; connections beyond `max_connections` are closed at once."""
-    options = (
-        *_OPTIONS,
-        ("grpc.max_allowed_incoming_connections", max_connections),
-        ("grpc.max_concurrent_streams", guard.limits.max_calls + _SPARE_STREAMS),
-    )
-    return grpc.aio.server(interceptors=[guard], options=options)
+class GrpcPort:
+    """A gRPC port: services behind a guard, and health and reflection of them."""
+
+    def __init__(
+        self,
+        server: "Server",
+        guard: Guard,
+        host: str,
+        port: int,
+        max_connections: int,
+        prefix: str = "",
+    ) -> None:
+        """Connections beyond `max_connections` are closed at once. `prefix` is that of the flags
+        which errors name, such as `--admin-port`.
+        """
+        self.guard, self.services = guard, list[Service]()
+        self.port = 0  # the bound one
+        self._server, self._max_connections = server, max_connections
+        self._host, self._wanted, self._prefix = host, port, prefix
+        self._grpc: grpc.aio.Server | None = None
+
+    def add(self, service: Service) -> None:
+        """Serves `service`, as soon as it starts."""
+        self.guard.add(service)
+        self.services.append(service)
+        self._server.health.names.add(service.descriptor.full_name)
+
+    @property
+    def address(self) -> str:
+        """The `host:port` at which it listens."""
+        return join(self._host, self.port)
+
+    def bind(self) -> grpc.aio.Server:
+        """Takes the port, on which the server that it returns may listen then.
+
+        Raises OSError as the function `bind` does.
+        """
+        options = (
+            *_OPTIONS,
+            ("grpc.max_allowed_incoming_connections", self._max_connections),
+            ("grpc.max_concurrent_streams", self.guard.limits.max_calls + _SPARE_STREAMS),
+        )
+        self._grpc = made = grpc.aio.server(interceptors=[self.guard], options=options)
+        for service in self.services:
+            service.add(service.servicer, made)
+        health_pb2_grpc.add_HealthServicer_to_server(self._server.health, made)
+        names = (service.descriptor.full_name for service in self.services)
+        reflection.add(made, (*names, health.SERVICE_NAME))
+        certificates = self._server.certificates
+        tls = None if certificates is None else certificates.for_grpc()
+        self.port = bind(made, self._host, self._wanted, self._prefix, tls)
+        return made
+
+    async def start(self) -> str:
+        """Starts to listen, on the port that `bind` has taken or takes now; returns the address."""
+        await (self._grpc or self.bind()).start()
+        return self.address
+
+    async def stop(self) -> None:
+        """Ends the remaining calls, and closes the port."""
+        self.guard.streams.close()
+        if self._grpc is not None:
+            await self._grpc.stop(_GRACE_S)
+        self.guard.close()
 
 
 def bind(

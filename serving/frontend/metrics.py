@@ -5,13 +5,11 @@ Names have no colon, since the client library's OpenMetrics output replaces colo
 not in TYPE and HELP lines. Nothing here imports jax.
 """
 
-import ssl
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from math import inf, isnan
-from threading import Lock, Thread
+from collections.abc import Callable, Iterable, Iterator
+from math import isnan
+from threading import Lock
 from typing import TYPE_CHECKING
-from wsgiref.simple_server import WSGIServer
 
 import numpy as np
 from prometheus_client import CollectorRegistry
@@ -22,14 +20,10 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from serving.cluster.addresses import join
 from serving.errors import DeadlineExceeded, QueuedTooLong, ServingError
-from serving.frontend import metrics_http
-from serving.frontend.key_metrics import collect_keys
-from serving.frontend.listen import cannot_listen
+from serving.frontend.families import PREFIX, ByClass, Histogram, counter, family, gauge
 from serving.frontend.mesh_metrics import MeshLoad
 from serving.frontend.model_metrics import ModelLoad
-from serving.frontend.worker_metrics import collect_workers
 from serving.request import Output, Priority
 from serving.telemetry.observer import Observer
 
@@ -40,7 +34,6 @@ if TYPE_CHECKING:
     from serving.scheduling.batch import ScheduledStep
     from serving.scheduling.sequence import SequenceState
 
-PREFIX = "jmoe_"
 PHASES = ("prefill", "decode")
 SETTLED_STEPS = 1000  # after which the times of steps are known
 
@@ -48,51 +41,6 @@ _TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.
 _ITL = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _IMBALANCE = (1.01, 1.02, 1.05, 1.1, 1.2, 1.3, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8)
 _E2E = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
-
-
-class Histogram:
-    """A histogram that is updated once per step with the samples of all its tokens."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = np.array([*bounds, inf])
-        self.counts = np.zeros(len(self.bounds), np.int64)
-        self.sum = 0.0
-
-    def observe(self, samples: np.ndarray) -> None:
-        """Counts every sample in the first bucket whose bound it does not exceed."""
-        at = np.searchsorted(self.bounds, samples)
-        self.counts = self.counts + np.bincount(at, minlength=len(self.bounds))
-        self.sum += float(samples.sum())
-
-    @property
-    def count(self) -> int:
-        """The number of samples so far."""
-        return int(self.counts.sum())
-
-    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        """Adds this histogram to a metric family, with cumulative counts as Prometheus expects."""
-        bounds = ["+Inf" if bound == inf else str(bound) for bound in self.bounds.tolist()]
-        counts = self.counts.cumsum().tolist()
-        family.add_metric(labels, list(zip(bounds, counts, strict=True)), self.sum)
-
-
-class ByClass:
-    """A histogram for each class of requests; one metric family, with the class as label."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.of = {priority: Histogram(bounds) for priority in Priority}
-
-    @property
-    def count(self) -> int:
-        """The number of samples so far, over all classes."""
-        return sum(histogram.count for histogram in self.of.values())
-
-    def collect(self, name: str, about: str) -> HistogramMetricFamily:
-        """Returns the metric family; `name` is without the prefix."""
-        family = HistogramMetricFamily(PREFIX + name, about, labels=["priority"])
-        for priority, histogram in self.of.items():
-            histogram.add_to(family, [priority.value])
-        return family
 
 
 class Calls:
@@ -120,16 +68,11 @@ class Calls:
 
     def collect(self) -> Metric:
         """Returns the metric family."""
-        family = CounterMetricFamily(
-            PREFIX + "calls",
-            "Calls that have ended, by HTTP status or gRPC code",
-            labels=["protocol", "route", "code"],
-        )
         with self._lock:
             counts = dict(self._counts)
-        for labels, count in counts.items():
-            family.add_metric(labels, count)
-        return family
+        about = "Calls that have ended, by HTTP status or gRPC code"
+        labels = ["protocol", "route", "code"]
+        return family(CounterMetricFamily, "calls", about, labels, counts)
 
 
 class Metrics(Observer):
@@ -154,8 +97,8 @@ class Metrics(Observer):
         self.expired: Counter[str] = Counter(deadline=0, queue=0)
         self.prompt_tokens = self.prefill_tokens = self.generation_tokens = 0
         self.calls = Calls()
-        self.by_model = ModelLoad(PREFIX)
-        self.mesh = MeshLoad(PREFIX, {phase: Histogram(_IMBALANCE) for phase in PHASES})
+        self.by_model = ModelLoad()
+        self.mesh = MeshLoad({phase: Histogram(_IMBALANCE) for phase in PHASES})
         self.engine: Engine | None = None  # set it when the engine is ready
         self._reference_step_s = 0.0  # of a full decode step, as soon as steps are known
         self.access: Access | None = None  # keys to report metrics of, and to check at a scrape
@@ -233,28 +176,31 @@ class Metrics(Observer):
             "preemption_latency_seconds", "From slot and pages being there to the first layers"
         )
         if self.expert_rows is not None:
-            yield _expert_load(self.expert_rows)
+            about, rows = "Rows an expert computed, united ones last", self.expert_rows
+            counts = {at: int(count) for at, count in np.ndenumerate(rows)}
+            labels = ["layer", "expert"]
+            yield family(CounterMetricFamily, "expert_rows", about, labels, counts)
         yield from self.mesh.collect(self.engine)
-        yield from collect_workers(PREFIX, self.engine)
+        yield from _workers(self.engine)
         yield from self.by_model.collect(self.engine)
-        yield from collect_keys(PREFIX, self.access)
+        yield from _keys(self.access)
         yield self.calls.collect()
         yield self.e2e.collect("e2e_request_latency_seconds", "Arrival to last token")
-        yield _counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
-        yield _counter(
+        yield counter("prompt_tokens", "Prompt tokens of finished requests", self.prompt_tokens)
+        yield counter(
             "prefill_tokens",
             "Tokens computed by prefill steps, those of preempted requests again",
             self.prefill_tokens,
         )
-        yield _counter("generation_tokens", "Tokens generated", self.generation_tokens)
-        yield _family(
+        yield counter("generation_tokens", "Tokens generated", self.generation_tokens)
+        yield family(
             CounterMetricFamily,
             "slo_violations",
             "Tokens later than the SLO of their phase",
             "phase",
             self.violations,
         )
-        yield _family(
+        yield family(
             CounterMetricFamily,
             "requests_expired",
             "Requests whose time ran out: their own, or that for which they may wait in the queue",
@@ -267,13 +213,13 @@ class Metrics(Observer):
             stats = self.engine.stats()
             if self.engine.pace.times.num_observed >= SETTLED_STEPS:
                 self._reference_step_s = self._reference_step_s or stats.full_decode_step_s
-                yield _gauge(
+                yield gauge(
                     "step_time_speed",
                     "Speed of the machine: 1 is that of its first scrape after a thousand steps",
                     self._reference_step_s / stats.full_decode_step_s,
                 )
             ended |= {"abort": stats.requests_aborted, "error": stats.requests_failed}
-        yield _family(
+        yield family(
             CounterMetricFamily,
             "request_success",
             "Ended requests by reason; error: failed by the server",
@@ -281,50 +227,33 @@ class Metrics(Observer):
             ended,
         )
 
-    def serve(
-        self,
-        host: str,
-        port: int,
-        readiness: Callable[[], tuple[bool, str]],
-        tls: Callable[[], ssl.SSLContext] | None = None,
-    ) -> tuple[WSGIServer, Thread]:
-        """Starts a thread that answers scrapes and probes over HTTP; see `metrics_http.serve`.
-
-        Raises OSError if it cannot listen.
-        """
-        try:
-            ended = self.calls.door("metrics", metrics_http.PATHS, "500")
-            return metrics_http.serve(host, port, self.registry, readiness, self.access, tls, ended)
-        except OSError as error:
-            raise cannot_listen(join(host, port), error, "", "metrics-port") from None
-
 
 def _engine_families(engine: "Engine") -> Iterator[Metric]:
     stats, brownout = engine.stats(), engine.get_brownout()
-    yield _gauge("num_requests_running", "Requests that hold pages", stats.num_running)
-    yield _gauge("num_requests_waiting", "Requests in the queue", stats.num_waiting)
+    yield gauge("num_requests_running", "Requests that hold pages", stats.num_running)
+    yield gauge("num_requests_waiting", "Requests in the queue", stats.num_waiting)
     scheduler = engine.scheduler
     queues = {priority.value: len(queue) for priority, queue in scheduler.queues.items()}
     about = "Requests in the queue of a class"
-    yield _family(GaugeMetricFamily, "num_requests_waiting_by_priority", about, "priority", queues)
-    yield _counter("parks", "Steps that another went before, between layers", scheduler.num_parks)
-    yield _counter("joins", "Parked steps whose rows another took along", scheduler.num_joins)
+    yield family(GaugeMetricFamily, "num_requests_waiting_by_priority", about, "priority", queues)
+    yield counter("parks", "Steps that another went before, between layers", scheduler.num_parks)
+    yield counter("joins", "Parked steps whose rows another took along", scheduler.num_joins)
     evictions = {priority.value: count for priority, count in scheduler.num_evictions.items()}
     about = "Requests that gave up their pages, to be computed again"
-    yield _family(CounterMetricFamily, "evictions", about, "priority", evictions)
+    yield family(CounterMetricFamily, "evictions", about, "priority", evictions)
     usage = stats.kv_pages_used / max(stats.kv_pages_total, 1)
-    yield _gauge("kv_cache_usage_perc", "KV pages in use; 1 is all", usage)
+    yield gauge("kv_cache_usage_perc", "KV pages in use; 1 is all", usage)
     about = "KV pages that nobody has, kept for prompts that begin alike"
-    yield _gauge("prefix_pages_kept", about, stats.kv_pages_kept)
+    yield gauge("prefix_pages_kept", about, stats.kv_pages_kept)
     about = "Tokens of prompts that an earlier request had computed"
-    yield _counter("prefix_tokens_reused", about, stats.reused_tokens)
+    yield counter("prefix_tokens_reused", about, stats.reused_tokens)
     about = "Kept KV pages that had to make room"
-    yield _counter("prefix_pages_evicted", about, stats.kept_pages_evicted)
-    yield _counter("expert_visits", "(token, layer, pick) visits", stats.expert_visits)
-    yield _counter("degraded_visits", "Visits rerouted or dropped", stats.degraded_visits)
-    yield _counter("recompilations", "Programs compiled when ready", stats.compilations_since_ready)
-    yield _counter("requests_rejected", "Requests refused for load", stats.requests_rejected)
-    yield _family(
+    yield counter("prefix_pages_evicted", about, stats.kept_pages_evicted)
+    yield counter("expert_visits", "(token, layer, pick) visits", stats.expert_visits)
+    yield counter("degraded_visits", "Visits rerouted or dropped", stats.degraded_visits)
+    yield counter("recompilations", "Programs compiled when ready", stats.compilations_since_ready)
+    yield counter("requests_rejected", "Requests refused for load", stats.requests_rejected)
+    yield family(
         GaugeMetricFamily,
         "brownout_threshold_percent",
         "Visits kept exact, at least",
@@ -341,13 +270,10 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
         ("decode", "expected"): brownout.predicted_itl_p90_s,
     }
     about = "P90 latency as the controller saw it, and as it expected it of its last decision"
-    family = GaugeMetricFamily(PREFIX + "controller_p90_seconds", about, labels=["phase", "what"])
-    for labels, value in p90s.items():
-        if not isnan(value):
-            family.add_metric(labels, value)
-    yield family
+    known = {labels: value for labels, value in p90s.items() if not isnan(value)}
+    yield family(GaugeMetricFamily, "controller_p90_seconds", about, ["phase", "what"], known)
     least = {"prefill": brownout.least_ttft_s, "decode": brownout.least_itl_s}
-    yield _family(
+    yield family(
         GaugeMetricFamily,
         "objective_least_seconds",
         "The shortest objective that can be kept, if the one that is set cannot; else 0",
@@ -355,30 +281,48 @@ def _engine_families(engine: "Engine") -> Iterator[Metric]:
         {phase: 0.0 if isnan(seconds) else seconds for phase, seconds in least.items()},
     )
     times = engine.pace.times
-    yield _gauge("step_time_error", "Mean relative error of expected step times", times.error)
+    yield gauge("step_time_error", "Mean relative error of expected step times", times.error)
 
 
-def _expert_load(rows: np.ndarray) -> Metric:
-    family = CounterMetricFamily(
-        PREFIX + "expert_rows",
-        "Rows an expert computed, united ones last",
-        labels=["layer", "expert"],
-    )
-    for (layer, expert), count in np.ndenumerate(rows):
-        family.add_metric([str(layer), str(expert)], int(count))
-    return family
+def _keys(access: "Access | None") -> Iterator[Metric]:
+    """Yields what each key has used, by its name; nothing if the server has no keys."""
+    if access is None or not access.paths:
+        return
+    callers = access.callers.values()
+    for kind, name, about, field in (
+        (CounterMetricFamily, "requests", "Requests that were let in", "num_requests"),
+        (CounterMetricFamily, "tokens", "Tokens of prompts and outputs", "num_tokens"),
+        (GaugeMetricFamily, "requests_running", "Requests under way", "num_running"),
+    ):
+        used = {caller.name: getattr(caller, field) for caller in callers}
+        yield family(kind, f"{name}_by_key", f"{about}, by a key's name", "key", used)
+    refused = {
+        (caller.name, reason): count
+        for caller in callers
+        for reason, count in caller.refused.items()
+    }
+    about = "What a key asked for and may not"
+    yield family(CounterMetricFamily, "refused_by_key", about, ["key", "reason"], refused)
 
 
-def _gauge(name: str, about: str, value: float) -> Metric:
-    return GaugeMetricFamily(PREFIX + name, about, value)
+def _workers(engine: "Engine | None") -> Iterator[Metric]:
+    """Yields the state of asynchronous workers; nothing outside mode aep.
 
+    Rows pile up in front of a slow worker.
+    """
+    if engine is None:
+        return
+    from serving.execution.executor import HasWorkers  # imports jax, as the engine did
 
-def _counter(name: str, about: str, value: float) -> Metric:
-    return CounterMetricFamily(PREFIX + name, about, value)
-
-
-def _family(kind: type, name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
-    family = kind(PREFIX + name, about, labels=[label])
-    for key, value in values.items():
-        family.add_metric([key], value)
-    return family
+    executor = engine.executor
+    if not isinstance(executor, HasWorkers):
+        return
+    workers = list(executor.seen())
+    for kind, name, about, field in (
+        (GaugeMetricFamily, "up", "1: the worker is there", "is_up"),
+        (CounterMetricFamily, "stages", "Stages that a worker has run since it started", "stages"),
+        (GaugeMetricFamily, "waiting_rows", "Rows that wait before a worker's layers", "rows"),
+        (GaugeMetricFamily, "oldest_row_seconds", "How long the oldest of them waits", "oldest_s"),
+    ):
+        seen = {worker.name: float(getattr(worker, field)) for worker in workers}
+        yield family(kind, f"worker_{name}", about, "worker", seen)

@@ -1,5 +1,6 @@
 """Metrics and health probes over HTTP, with a thread per connection."""
 
+import asyncio
 import logging
 import socket
 import socketserver
@@ -7,14 +8,19 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from serving.cluster.addresses import join
 from serving.errors import PermissionDenied, Unauthenticated, shown
 from serving.frontend.access import ANYBODY, Access
+from serving.frontend.listen import cannot_listen
 from serving.frontend.origin import Origins
+
+if TYPE_CHECKING:
+    from serving.frontend.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +32,42 @@ TIMEOUT_S = 10.0
 PATHS = ("/metrics", "/healthz", "/readyz")
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+def front_end(server: "Server") -> "MetricsPort | None":
+    """Offers metrics and probes on `metrics_port`."""
+    config = server.config
+    return MetricsPort(server, config.host, config.metrics_port) if config.metrics_port else None
+
+
+class MetricsPort:
+    """The port of one server's metrics and probes."""
+
+    def __init__(self, server: "Server", host: str, port: int) -> None:
+        """`port` may be 0, for any free one."""
+        self._server, self._host, self._wanted = server, host, port
+        self.port = 0  # the bound one, after start
+        self._http: WSGIServer | None = None
+
+    async def start(self) -> str:
+        """Starts to listen. Returns nothing to be printed. Raises OSError if it cannot listen."""
+        of, metrics, host, port = self._server, self._server.metrics, self._host, self._wanted
+        ended = metrics.calls.door("metrics", PATHS, "500")
+        try:
+            self._http, _ = serve(
+                *(host, port, metrics.registry, of.readiness, metrics.access, of.tls, ended)
+            )
+        except OSError as error:
+            raise cannot_listen(join(host, port), error, "", "metrics-port") from None
+        self.port = self._http.server_port
+        return ""
+
+    async def stop(self) -> None:
+        """Closes the port."""
+        if self._http is not None:
+            await asyncio.to_thread(self._http.shutdown)
+            self._http.server_close()
+            self._http = None
 
 
 class BoundedServer(socketserver.ThreadingMixIn, WSGIServer):

@@ -1,68 +1,39 @@
-"""The server: its gRPC and HTTP ports, in the engine's event loop.
+"""The server: its front ends, in the engine's event loop.
 
-There are two gRPC ports, one for clients and one for operators with the admin service, and up to
-three HTTP ports: OpenAI's API, the live page, and metrics and probes. All of them listen, and say
-that nothing is served yet, before the engine is ready. Nothing here imports jax.
+It has the gRPC port for clients, and the front ends of `front_ends.py`, which add services to that
+or listen on ports of their own. All of them listen, and say that nothing is served yet, before the
+engine is ready. Nothing here imports jax.
 """
 
 import asyncio
 import logging
 import os
 import signal
+import ssl
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIServer
-
-from grpc_health.v1 import health, health_pb2_grpc
 
 from serving.cluster.addresses import join
 from serving.config import ServerConfig
 from serving.errors import Unavailable
-from serving.frontend import (
-    access,
-    convert,
-    exposure,
-    gc_freeze,
-    kserve,
-    kserve_tensors,
-    reflection,
-)
-from serving.frontend.access import Access, Caller
-from serving.frontend.bounded_http import HttpLimits
-from serving.frontend.guard import SMALL_MESSAGE_BYTES, Guard, Limits
+from serving.frontend import exposure, front_ends, gc_freeze
+from serving.frontend.access import Access
+from serving.frontend.guard import Guard, Limits
 from serving.frontend.health import Health
 from serving.frontend.inbox import MAX_MESSAGE_BYTES
-from serving.frontend.listen import bind, make_server
+from serving.frontend.listen import GrpcPort
 from serving.frontend.metrics import Metrics
-from serving.frontend.openai.app import make_app as make_openai
-from serving.frontend.page.app import make_app as make_page
-from serving.frontend.page.live import Live
 from serving.frontend.reload import Watched
-from serving.frontend.services import (
-    GENERATE,
-    METHODS,
-    SERVICES,
-    AdminService,
-    GenerationService,
-)
 from serving.frontend.status import StatusLog
 from serving.frontend.tracing import Tracer
-from serving.frontend.web import Listener, routes_of
-from serving.proto.inference import inference_pb2_grpc as inference_rpc
-from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.settings.reading import named_models
 
 if TYPE_CHECKING:
     from serving.engine import Engine
 
 log = logging.getLogger(__name__)
-
-_GRACE_S = 1.0  # for sending last messages after every request has ended
-_ADMIN_CONNECTIONS, _ADMIN_CALLS = 128, 1024
-_FIRST_HTTP_PORT = 8000  # as vLLM's
-_ADMIN_METHODS = f"/{SERVICES[1]}/"
 
 
 class Server:
@@ -86,78 +57,20 @@ class Server:
         self.metrics = metrics or Metrics()
         self._logs_status = metrics is not None
         self.engine: Engine | None = None
-        self.port = self.admin_port = 0  # the bound ones, after start
         self.failure: str | None = None  # why the engine failed
         self._failed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._http: WSGIServer | None = None
         self._draining = False
-        self.health = Health(SERVICES)
-        receiving = max(1, config.max_bytes_in_flight // MAX_MESSAGE_BYTES)
-        timeout_s = config.message_timeout_s
+        self.health = Health()
         self.access = Access(Path(config.keys_file) if config.keys_file else None)
         self.certificates = exposure.certificates(config)
         self.metrics.access = self.access
-        ended = self._grpc_door()
-        self.guard = Guard(
-            Limits(max_calls(config), receiving, timeout_s),
-            self._admit,
-            self._max_message_bytes,
-            lasting=(kserve.STREAM_INFER,),
-            identify=self._identify,
-            ended=ended,
-        )
-        self._admin_guard = Guard(
-            Limits(_ADMIN_CALLS, receiving, timeout_s),
-            identify=self._identify,
-            ended=ended,
-        )
-        self._main = make_server(self.guard, config.max_connections)
-        self._admin = make_server(self._admin_guard, _ADMIN_CONNECTIONS)
-        self._add_services()
-        self.web: Listener | None = None  # OpenAI's API
-        self.page: Listener | None = None
-        if config.http_port >= 0:
-            limits = HttpLimits(config.max_connections, timeout_s)
-            app, port = make_openai(self), config.http_port
-            counted = self.metrics.calls.door("http", routes_of(app), "500")
-            self.web = Listener(app, config.host, port, limits, counted, first=_FIRST_HTTP_PORT)
-        self.live = Live(self)
-        if config.admin_http_port >= 0:
-            limits = HttpLimits(_ADMIN_CONNECTIONS, timeout_s)
-            port, page = config.admin_http_port, make_page(self, self.live)
-            counted = self.metrics.calls.door("page", routes_of(page), "500")
-            self.page = Listener(page, config.admin_host, port, limits, counted, prefix="admin-")
-
-    def _grpc_door(self) -> Callable[[str, str], None]:
-        """Returns a function that counts an ended gRPC call under the protocol of its service."""
-        calls, failed = self.metrics.calls, "INTERNAL"
-        generation, admin, inference = SERVICES
-        any_other = calls.door("grpc", [*METHODS[generation], "other"], failed)
-        of_inference = [*METHODS[inference], kserve.STREAM_REQUEST]
-        doors = {
-            admin: calls.door("admin", METHODS[admin], failed),
-            inference: calls.door("kserve", of_inference, failed),
-        }
-
-        def ended(method: str, code: str) -> None:
-            doors.get(method[1:].partition("/")[0], any_other)(method, code)
-
-        return ended
-
-    def _add_services(self) -> None:
-        generation, admin, inference = SERVICES
-        on_main = [generation, inference] + [admin] * self.config.admin_on_main_port
-        inference_rpc.add_GRPCInferenceServiceServicer_to_server(
-            kserve.InferenceService(self), self._main
-        )
-        rpc.add_GenerationServicer_to_server(GenerationService(self), self._main)
-        if self.config.admin_on_main_port:
-            rpc.add_AdminServicer_to_server(AdminService(self), self._main)
-        rpc.add_AdminServicer_to_server(AdminService(self), self._admin)
-        for server, names in ((self._main, on_main), (self._admin, [admin])):
-            health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-            reflection.add(server, (*names, health.SERVICE_NAME))
+        receiving = max(1, config.max_bytes_in_flight // MAX_MESSAGE_BYTES)
+        limits = Limits(max_calls(config), receiving, config.message_timeout_s)
+        self.guard = Guard(limits, self)
+        self.main = GrpcPort(self, self.guard, config.host, config.port, config.max_connections)
+        self.front_ends = front_ends.make_all(self)
+        self.addresses: dict[str, str] = {}  # of front ends, after start
 
     @property
     def status(self) -> str:
@@ -189,7 +102,7 @@ class Server:
     @property
     def address(self) -> str:
         """The address of the port for clients."""
-        return join(self.config.host, self.port)
+        return self.main.address
 
     @property
     def scheme(self) -> str:
@@ -197,33 +110,24 @@ class Server:
         return "http" if self.certificates is None else "https"
 
     @property
-    def admin_address(self) -> str:
-        """The address of the admin service."""
-        return join(self.config.admin_host, self.admin_port)
+    def tls(self) -> Callable[[], ssl.SSLContext] | None:
+        """Returns the context for a new connection of an HTTP port; None without encryption."""
+        certificates = self.certificates
+        return None if certificates is None else lambda: certificates.context
 
     async def start(self) -> None:
         """Starts listening, NOT_SERVING at first. Raises OSError if an address cannot be bound."""
         exposure.warn(self.config)
-        config, tls = self.config, self.certificates
-        of_grpc = [None, None] if tls is None else [tls.for_grpc(), tls.for_grpc()]
-        self.port = bind(self._main, config.host, config.port, tls=of_grpc[0])
-        self.admin_port = bind(
-            self._admin, config.admin_host, config.admin_port, prefix="admin-", tls=of_grpc[1]
-        )
-        context = None if tls is None else lambda: tls.context
-        if config.metrics_port:
-            self._http, _ = self.metrics.serve(
-                config.host, config.metrics_port, self.readiness, context
-            )
-        for listener in self._listeners():
-            await listener.start(context)
+        self.main.bind()
+        for name, front_end in self.front_ends.items():
+            self.addresses[name] = await front_end.start()
         for watched in self._watched():
-            watching = asyncio.create_task(watched.watch(), name=f"jmoe-{watched.what}")
-            self._tasks.append(watching)
-        if self.page is not None:
-            self._tasks.append(asyncio.create_task(self.live.run(), name="jmoe-live"))
-        await self._main.start()
-        await self._admin.start()
+            self.keep_running(watched.watch(), f"jmoe-{watched.what}")
+        await self.main.start()
+
+    def keep_running(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Runs `work` in a task until the server stops."""
+        self._tasks.append(asyncio.create_task(work, name=name))
 
     async def reread(self) -> None:
         """Reads keys and certificates now; says in the log what was read."""
@@ -245,12 +149,10 @@ class Server:
             engine.on_unresponsive = _exit_at_once
         self.metrics.engine = engine
         self.health.set(engine.status == "ready")
-        self._tasks.append(
-            asyncio.create_task(self._watch_engine(engine), name="jmoe-watch-engine")
-        )
+        self.keep_running(self._watch_engine(engine), "jmoe-watch-engine")
         if self._logs_status and self.config.status_interval_s:
             status = StatusLog(engine, self.metrics, self.config.status_interval_s)
-            self._tasks.append(asyncio.create_task(status.run(), name="jmoe-status"))
+            self.keep_running(status.run(), "jmoe-status")
 
     async def failed(self) -> str:
         """Waits until the engine has failed, and returns why."""
@@ -284,57 +186,20 @@ class Server:
             task.cancel()
         if self.engine is not None:
             await self.engine.stop()
-        self.guard.streams.close()
-        await asyncio.gather(
-            self._main.stop(_GRACE_S),
-            self._admin.stop(_GRACE_S),
-            *(listener.stop() for listener in self._listeners()),
-            asyncio.to_thread(self._stop_http),
-        )
+        ports = {"main": self.main, **self.front_ends}
+        stopping = (port.stop() for port in ports.values())
+        ends = await asyncio.gather(*stopping, return_exceptions=True)
+        for name, error in zip(ports, ends, strict=True):
+            if error is not None:  # the others have stopped all the same
+                log.error("front end %s did not stop", name, exc_info=error)
         await self.tracer.close()
-        self.guard.close()
-        self._admin_guard.close()
-
-    def _listeners(self) -> list[Listener]:
-        return [one for one in (self.web, self.page) if one is not None]
-
-    def _stop_http(self) -> None:
-        if self._http is not None:
-            self._http.shutdown()
-            self._http.server_close()
-            self._http = None
+        self.guard.close()  # again: HTTP may have noted more
 
     def ready_engine(self) -> "Engine":
         """Returns the engine. Raises Unavailable while it is loading."""
         if self.engine is None:
             raise Unavailable("the server is still loading its model; try again later")
         return self.engine
-
-    def _identify(self, method: str, authorization: str | None) -> Caller:
-        """Returns the caller of a gRPC method. Admin methods need an admin key on every port."""
-        caller = self.access.caller(authorization)
-        if method.startswith(_ADMIN_METHODS):
-            caller.require_admin()
-        return caller
-
-    def _admit(self, method: str) -> None:
-        if method in (GENERATE, kserve.INFER):
-            # Refuse early, without wasted work, if the server is overloaded or a key's limit is
-            # reached.
-            self.ready_engine().check_admission()
-            access.current.get().check_room()
-        elif method == kserve.STREAM_INFER:
-            self.ready_engine()  # overload is checked for each request of the stream
-
-    def _max_message_bytes(self, method: str) -> int:
-        sizes = {
-            GENERATE: convert.max_request_bytes,
-            kserve.INFER: kserve_tensors.max_request_bytes,
-            kserve.STREAM_INFER: kserve_tensors.max_request_bytes,
-        }
-        if method not in sizes or self.engine is None:
-            return SMALL_MESSAGE_BYTES
-        return min(MAX_MESSAGE_BYTES, sizes[method](self.engine.bounds))
 
     async def _watch_engine(self, engine: "Engine") -> None:
         self.failure = await engine.died()
@@ -367,19 +232,19 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once.
     SIGHUP reads keys and certificates again.
 
-    Prints `jmoe admin on HOST:PORT` when it listens, and `jmoe ready on HOST:PORT` when requests
-    are served. Returns whether all streams were delivered in time. `metrics` and `tracer`, if
-    given, must be observers of the engine that `start_engine` makes.
+    Prints `jmoe admin on HOST:PORT`, and likewise of other front ends, when it listens, and
+    `jmoe ready on HOST:PORT` when requests are served. Returns whether all streams were delivered
+    in time. `metrics` and `tracer`, if given, must be observers of the engine that `start_engine`
+    makes.
 
     Raises OSError if a port is taken, what `start_engine` raises, and Unavailable if the engine
     failed and `exit_on_failure` is set.
     """
     server, stopping = Server(config, metrics, tracer), asyncio.Event()
     await server.start()
-    print(f"jmoe admin on {server.admin_address}", flush=True)
-    for what, listener in (("http", server.web), ("page", server.page)):
-        if listener is not None:
-            print(f"jmoe {what} on {server.scheme}://{listener.address}", flush=True)
+    for name, where in server.addresses.items():
+        if where:
+            print(f"jmoe {name} on {where}", flush=True)
     _log_addresses(server)
     loading = asyncio.ensure_future(start_engine())
 
@@ -432,13 +297,13 @@ def _log_addresses(server: Server) -> None:
     http = f"{server.scheme}://{at}/metrics" if config.metrics_port else ""
     log.info(
         "loading %s; listening on %s, admin on %s, metrics %s",
-        *(", ".join(server.model_names), server.address, server.admin_address),
+        *(", ".join(server.model_names), server.address, server.addresses["admin"]),
         f"on {http}" if http else "off",
         extra={
             "event": "listening",
             "model": ", ".join(server.model_names),
             "address": server.address,
-            "admin_address": server.admin_address,
+            "admin_address": server.addresses["admin"],
             "metrics": http or None,
         },
     )

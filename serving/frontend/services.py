@@ -2,13 +2,15 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from serving.errors import NotFound
 from serving.frontend import access, brownout, convert
+from serving.frontend.guard import Guard, Service
+from serving.frontend.listen import GrpcPort
 from serving.frontend.outputs import noted
 from serving.frontend.tracing import trace_headers
-from serving.proto.inference import inference_pb2
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.request import number_of
@@ -18,21 +20,44 @@ if TYPE_CHECKING:
     from serving.execution.executor import Executor
     from serving.frontend.server import Server
 
-METHODS = {
-    service.full_name: [f"/{service.full_name}/{method.name}" for method in service.methods]
-    for file in (pb.DESCRIPTOR, inference_pb2.DESCRIPTOR)
-    for service in file.services_by_name.values()
-}
-"""The methods of each service, as gRPC names them."""
-SERVICES = tuple(METHODS)
 GENERATE = "/jmoe.v1.Generation/Generate"
+_ADMIN_CONNECTIONS, _ADMIN_CALLS = 128, 1024
+
+
+def front_end(server: "Server") -> GrpcPort:
+    """Offers Generation on the main port, and Admin on a port of its own, which it returns."""
+    config, services = server.config, pb.DESCRIPTOR.services_by_name
+    guard = Guard(replace(server.guard.limits, max_calls=_ADMIN_CALLS), server)
+    port = GrpcPort(
+        *(server, guard, config.admin_host, config.admin_port, _ADMIN_CONNECTIONS, "admin-")
+    )
+    server.main.add(
+        Service(
+            services["Generation"],
+            GenerationService(server, port),
+            rpc.add_GenerationServicer_to_server,
+            "grpc",
+            prompts={GENERATE: convert.max_request_bytes},
+        )
+    )
+    admin = Service(
+        services["Admin"],
+        AdminService(server),
+        rpc.add_AdminServicer_to_server,
+        "admin",
+        needs_admin=True,
+    )
+    for each in [port] + [server.main] * config.admin_on_main_port:
+        each.add(admin)
+    return port
 
 
 class GenerationService(rpc.GenerationServicer):
     """`jmoe.v1.Generation`."""
 
-    def __init__(self, server: "Server") -> None:
-        self._server = server
+    def __init__(self, server: "Server", admin: GrpcPort) -> None:
+        """`admin` is the port of `jmoe.v1.Admin`, of which clients learn here."""
+        self._server, self._admin = server, admin
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> None:
         """Streams one request's outputs. If the client disconnects, the request is aborted."""
@@ -81,7 +106,7 @@ class GenerationService(rpc.GenerationServicer):
             policy=settings.policy,
             part_layers=parts,
             implementations=implementations,
-            admin_port=server.admin_port,
+            admin_port=self._admin.port,
             admin_host=server.config.admin_host.strip("[]"),
             num_programs=0 if executor is None else executor.num_programs,
             best_effort_wait_s=math.inf

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,8 @@ from serving.frontend.listen import bind_socket
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
+
+    from serving.frontend.server import Server
 
 log = logging.getLogger(__name__)
 
@@ -66,33 +67,32 @@ class _Counted:
         return getattr(found, "path", "other") or "/"
 
 
-def routes_of(app: FastAPI) -> list[str]:
-    """Returns the routes under which an application's requests are counted."""
-    return [*(getattr(route, "path", "") or "/" for route in app.routes), "other"]
-
-
 class Listener:
     """One application on one port."""
 
     def __init__(
         self,
+        server: "Server",
+        protocol: str,
         app: FastAPI,
         host: str,
         port: int,
-        limits: HttpLimits,
-        ended: Ended,
+        max_connections: int,
         *,
         prefix: str = "",
         first: int = 0,
     ) -> None:
-        """`ended` is told the route and status of every request that has ended, `other` for paths
-        that are not served. `prefix` is that of the flags which errors name, such as
-        `--admin-http-port` (see `bind`); `first` is the port that is tried first where `port` is 0.
+        """`protocol` is what the metrics count requests under, by route and status, which is
+        `other` for paths that are not served. Connections beyond `max_connections` are closed at
+        once. `prefix` is that of the flags which errors name, such as `--admin-http-port` (see
+        `bind_socket`); `first` is the port that is tried first where `port` is 0.
         """
-        self._app, self._ended, self._host = _Counted(app, ended), ended, host
+        routes = [*(getattr(route, "path", "") or "/" for route in app.routes), "other"]
+        self._ended: Ended = server.metrics.calls.door(protocol, routes, "500")
+        self._app, self._serving, self._host = _Counted(app, self._ended), server, host
         self._wanted, self._prefix = port, prefix
         self._first = first
-        self._limits = limits
+        self._limits = HttpLimits(max_connections, server.config.message_timeout_s)
         self.port = 0  # the bound one, after start
         self._server: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None
@@ -103,12 +103,12 @@ class Listener:
         """The `host:port` at which it listens."""
         return join(self._host, self.port)
 
-    async def start(self, tls: Callable[[], ssl.SSLContext] | None = None) -> None:
-        """Starts to listen; with `tls` encrypted, using the context that it returns for each
-        connection.
+    async def start(self) -> str:
+        """Starts to listen, encrypted if the server has certificates, and returns the URL.
 
         Raises OSError if the address cannot be bound.
         """
+        tls = self._serving.tls
         bound = bind_socket(self._host, self._wanted, self._prefix, self._first)
         self.port = bound.getsockname()[1]
         if self._first and not self._wanted and self.port != self._first:
@@ -142,6 +142,7 @@ class Listener:
 
             self.door = Door(bound, tls, protocol)
             self.door.open()
+        return f"{self._serving.scheme}://{self.address}"
 
     async def _serve(
         self, server: _Uvicorn, bound: socket.socket, own: list[socket.socket]

@@ -31,7 +31,8 @@ def make(
 
     Raises ValueError for one that is not there, cannot be made, or lacks a method.
     """
-    have = f"{', '.join(known)}, or module:Class or file.py:Class of a {kind} of your own"
+    have = f"module:Class or file.py:Class of a {kind} of your own"
+    have = f"{', '.join(known)}, or {have}" if known else have
     if name in known:
         return known[name](*args)
     module, _, attribute = name.rpartition(":")

@@ -46,14 +46,17 @@ class Scene:
         await self.server.stop()
 
     @property
+    def page(self):
+        return self.server.front_ends["page"]
+
+    @property
     def url(self) -> str:
-        assert self.server.page is not None
-        return f"http://localhost:{self.server.page.port}/"
+        return f"http://localhost:{self.page.port}/"
 
     async def play(self) -> None:
         """Attaches the engine and takes the samples of five minutes at once."""
         await self.server.attach(self.engine)
-        live, began_at = self.server.live, time.time()
+        live, began_at = self.page.live, time.time()
         live._history.clear()
         for at in range(-300, 1):
             self.second(at)

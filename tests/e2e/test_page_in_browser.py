@@ -180,9 +180,9 @@ async def test_edits_stay_while_the_server_goes_on_and_can_be_undone():
     async with live_scene() as scene, browsing() as page:
         await opened(page, scene)
         await page.locator("#itl").fill("99")
-        before = scene.server.live.count
+        before = scene.page.live.count
         async with asyncio.timeout(20):
-            while scene.server.live.count < before + 3:
+            while scene.page.live.count < before + 3:
                 await asyncio.sleep(0.1)
         assert await page.locator("#itl").input_value() == "99"
         await page.locator("#reset").click()
@@ -288,7 +288,7 @@ async def test_a_server_that_loads_fails_and_comes_back_is_followed(pictures):
             scene.engine.fail("a step took longer than 60 s (engine.watchdog_s)")
             await page.locator("#banner", has_text="a step took longer than 60 s").wait_for()
             await shoot(page, pictures, "failed")
-            port = scene.server.page.port
+            port = scene.page.port
         await page.locator("#link", has_text="Trying again in").wait_for()
         await shoot(page, pictures, "disconnected")
         async with live_scene(admin_http_port=port):

@@ -8,6 +8,7 @@ from served import Setup
 from serving.config import ServerConfig
 from serving.frontend import keys
 from serving.frontend.keys import Key
+from serving.frontend.metrics_http import MetricsPort
 
 WRONG = "jmoe_" + "W" * 43
 
@@ -54,7 +55,8 @@ class keyed:
     async def __aenter__(self) -> Setup:
         setup = await self.setup.__aenter__()
         server = setup.server
-        server._http, _ = server.metrics.serve("127.0.0.1", 0, server.readiness)
+        server.front_ends["metrics"] = metrics = MetricsPort(server, "127.0.0.1", 0)
+        await metrics.start()
         return await setup.ready()
 
     async def __aexit__(self, *how) -> None:

@@ -36,8 +36,7 @@ class HttpSetup(Setup):
 
     async def __aenter__(self) -> "HttpSetup":
         await super().__aenter__()
-        assert self.server.web is not None
-        self.address = self.server.web.address
+        self.address = self.web.address
         self.client = AsyncOpenAI(
             base_url=f"http://{self.address}/v1",
             api_key="any",

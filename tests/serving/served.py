@@ -17,6 +17,7 @@ from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 
 CODE = grpc.StatusCode
+SERVICES = ("jmoe.v1.Generation", "jmoe.v1.Admin", "inference.GRPCInferenceService")
 
 
 class Setup:
@@ -32,7 +33,7 @@ class Setup:
         options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]
         self.channel = grpc.aio.insecure_channel(self.server.address, options)
         self.stub = rpc.GenerationStub(self.channel)
-        self.admin_channel = grpc.aio.insecure_channel(self.server.admin_address)
+        self.admin_channel = grpc.aio.insecure_channel(self.server.addresses["admin"])
         self.admin = rpc.AdminStub(self.admin_channel)
         return self
 
@@ -40,6 +41,14 @@ class Setup:
         await self.channel.close()
         await self.admin_channel.close()
         await self.server.stop()
+
+    @property
+    def web(self):
+        return self.server.front_ends["http"]
+
+    @property
+    def page(self):
+        return self.server.front_ends["page"]
 
     async def ready(self) -> "Setup":
         await self.server.attach(self.engine)

@@ -34,7 +34,7 @@ async def test_what_has_no_effect_is_refused_and_not_shown():
     await server.attach(engine)
     refused = {}
     try:
-        async with Client(server.address, server.admin_address) as client:
+        async with Client(server.address, server.addresses["admin"]) as client:
             refused["prefill_company"] = await failure(client.set_brownout(prefill_company=True))
             await client.set_brownout(controller="algorithm2", prefill_company=False)
             state, info = await client.get_brownout(), await client.server_info()

@@ -22,12 +22,14 @@ from serving.frontend.openai.completions import CompletionEndpoint
 from serving.frontend.openai.door import DOCS_PATH, OPENAPI_PATH, Door
 from serving.frontend.openai.schemas import ChatRequest, CompletionRequest
 from serving.frontend.page import shield
+from serving.frontend.web import Listener
 from serving.request import number_of
 from serving.telemetry.version import jmoe_version
 
 if TYPE_CHECKING:
     from serving.frontend.server import Server
 
+FIRST_PORT = 8000  # as vLLM's
 _COMPLETIONS, _CHATS = "/v1/completions", "/v1/chat/completions"
 _BODIES = {_COMPLETIONS: CompletionRequest, _CHATS: ChatRequest}
 _QUESTION = "Question: what is the capital of Ladrodro? Answer:"
@@ -83,6 +85,17 @@ class _Assets(StaticFiles):
         response = super().file_response(*args, **kwargs)
         response.headers.update(shield.HEADERS)
         return response
+
+
+def front_end(server: "Server") -> Listener | None:
+    """Offers the API on `http_port`."""
+    config = server.config
+    if config.http_port < 0:
+        return None
+    return Listener(
+        *(server, "http", make_app(server), config.host, config.http_port, config.max_connections),
+        first=FIRST_PORT,
+    )
 
 
 def make_app(server: "Server") -> FastAPI:

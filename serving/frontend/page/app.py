@@ -33,16 +33,18 @@ from serving.errors import (
     shown,
 )
 from serving.frontend.brownout import set_brownout
+from serving.frontend.page.live import Live
 from serving.frontend.page.shield import Shield
+from serving.frontend.web import Listener
 from serving.request import BrownoutChange
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from serving.frontend.access import Caller
-    from serving.frontend.page.live import Live
     from serving.frontend.server import Server
 
+_MAX_CONNECTIONS = 128
 STATIC = Path(__file__).with_name("static")
 MAX_BODY_BYTES = 4096
 """Limit for a brownout change; one that sets every field has about 250 bytes."""
@@ -72,7 +74,30 @@ _FIELDS = tuple(field.name for field in fields(BrownoutChange))
 _CHANGE = TypeAdapter(BrownoutChange)
 
 
-def make_app(server: "Server", live: "Live") -> FastAPI:
+def front_end(server: "Server") -> "Page | None":
+    """Offers the page on `admin_http_port`."""
+    return Page(server) if server.config.admin_http_port >= 0 else None
+
+
+class Page(Listener):
+    """The page's port, which takes samples as long as the server runs."""
+
+    def __init__(self, server: "Server") -> None:
+        config, self.live = server.config, Live(server)
+        app = make_app(server, self.live)
+        super().__init__(
+            *(server, "page", app, config.admin_host, config.admin_http_port, _MAX_CONNECTIONS),
+            prefix="admin-",
+        )
+
+    async def start(self) -> str:
+        """See Listener."""
+        url = await super().start()
+        self._serving.keep_running(self.live.run(), "jmoe-live")
+        return url
+
+
+def make_app(server: "Server", live: Live) -> FastAPI:
     """Makes the application for a server's HTTP admin port; `live` provides its data."""
     app = FastAPI(title="jmoe page", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Shield, host=server.config.admin_host)
@@ -115,7 +140,7 @@ def make_app(server: "Server", live: "Live") -> FastAPI:
 class _Stream(StreamingResponse):
     """A stream that counts as a viewer while it lasts."""
 
-    def __init__(self, live: "Live", request: Request, check: Any) -> None:
+    def __init__(self, live: Live, request: Request, check: Any) -> None:
         super().__init__(live.stream(check), media_type="application/x-ndjson")
         self._live = live
 

@@ -14,6 +14,7 @@ from openai_served import NO_CERTIFICATES, head, serving_http
 from served import collect, failure, serving, until
 
 from serving.frontend.metrics import Calls
+from serving.frontend.metrics_http import MetricsPort
 from serving.proto.inference import inference_pb2_grpc as inference_rpc
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
@@ -152,29 +153,28 @@ async def test_a_write_that_fails_is_the_clients_leave(caplog):
 
 async def test_calls_of_the_page_and_of_metrics():
     async with serving_http(admin_http_port=0) as s:
-        url = f"http://127.0.0.1:{s.server.page.port}"
+        url = f"http://127.0.0.1:{s.page.port}"
         async with httpx2.AsyncClient(base_url=url, verify=NO_CERTIFICATES) as http:
             for path in ("/", "/nothing", "/api/state"):
                 await http.get(path)
             s.engine.stats = None
             await http.get("/", headers={"host": "evil.example"})
             await http.post("/api/brownout", json={"zzz": 1})
-        metrics, thread = s.server.metrics.serve("127.0.0.1", 0, s.server.readiness)
+        metrics = MetricsPort(s.server, "127.0.0.1", 0)
+        await metrics.start()
         try:
             for path in ("/healthz", "/readyz?x=1", "/nothing", "/metrics"):
-                where = f"http://127.0.0.1:{metrics.server_port}{path}"
+                where = f"http://127.0.0.1:{metrics.port}{path}"
                 try:
                     await asyncio.to_thread(urlopen, where)
                 except HTTPError as error:
                     error.close()
-            _, writer = await asyncio.open_connection("127.0.0.1", metrics.server_port)
+            _, writer = await asyncio.open_connection("127.0.0.1", metrics.port)
             writer.write(b"no HTTP at all\r\n\r\n")
             await until(lambda: ("other", "400") in counted(s, "metrics"))
             writer.close()
         finally:
-            await asyncio.to_thread(metrics.shutdown)
-            metrics.server_close()
-            thread.join()
+            await metrics.stop()
     assert counted(s, "page") == {
         ("/", "200"): 1,
         ("/", "404"): 1,

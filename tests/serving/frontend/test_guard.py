@@ -71,7 +71,7 @@ async def test_what_cannot_fit_is_invalid(bad, named: str) -> None:
 async def test_the_largest_messages_hold_the_loop_for_milliseconds() -> None:
     """Of 4 MB nothing is parsed; of what may be parsed, the worst kind is soon done."""
     async with serving() as s:
-        most = s.server._max_message_bytes(GENERATE)
+        most = s.server.guard._max_message_bytes(GENERATE)
         for raw in (b"\x22\x00" * (MAX_MESSAGE_BYTES // 2), b"\x22\x02\x3a\x00" * (most // 4)):
             call = s.channel.unary_stream(GENERATE)(raw)
             cpu = time.process_time()

@@ -35,8 +35,8 @@ async def test_every_method_over_grpc_asks_for_a_key_but_health(file):
         for channel in (s.channel, s.admin_channel):
             for method in sorted(
                 name
-                for service in (s.server._main, s.server._admin)
-                for name in _methods(channel is s.channel, service is s.server._main)
+                for service in (s.server.main, s.server.front_ends["admin"])
+                for name in _methods(channel is s.channel, service is s.server.main)
             ):
                 call = channel.stream_stream(method)(metadata=meta(WRONG))
                 status = await call.code()
@@ -78,7 +78,7 @@ async def test_two_keys_in_one_call_are_none(file):
 async def test_a_key_generates_and_only_an_admins_administers_on_either_port(file):
     async with keyed(file, admin_on_main_port=True) as s:
         plain, admin = (Connection(file.text(name)) for name in ("alice", "root"))
-        for address in (s.server.admin_address, s.server.address):
+        for address in (s.server.addresses["admin"], s.server.address):
             async with Client(s.server.address, address, plain) as client:
                 assert len([out async for out in client.generate([1, 2, 3])]) == 128
                 assert (await client.server_info()).status == "ready"
@@ -142,7 +142,7 @@ async def test_models_and_classes_of_a_key(file):
 
 
 def get(s: Setup, path: str, authorization: str | None = None) -> tuple[int, str, str | None]:
-    connection = HTTPConnection("127.0.0.1", s.server._http.server_port, timeout=60)
+    connection = HTTPConnection("127.0.0.1", s.server.front_ends["metrics"].port, timeout=60)
     connection.request(
         "GET", path, headers={"Authorization": authorization} if authorization else {}
     )

@@ -330,7 +330,7 @@ async def test_readiness_is_healths() -> None:
         s.engine.fail("on purpose")
         await until(lambda: not s.server.health.is_serving)
         assert await ready() == (True, False, False, "UNAVAILABLE")
-        assert await s.health(kserve.SERVICE) == "NOT_SERVING"
+        assert await s.health("inference.GRPCInferenceService") == "NOT_SERVING"
 
 
 async def test_metadata_and_config_name_the_same_tensors() -> None:
@@ -475,7 +475,7 @@ async def test_what_is_wrong_with_one_is_that_ones_alone() -> None:
 
 async def test_bytes_that_are_no_request_are_told_and_the_stream_goes_on() -> None:
     async with serving() as s:
-        most = s.server._max_message_bytes(kserve.STREAM_INFER)
+        most = s.server.guard._max_message_bytes(kserve.STREAM_INFER)
         good = infer(id="fine", sampling=FOUR).SerializeToString()
         call = s.channel.stream_stream(kserve.STREAM_INFER)(
             iter([b"\xff\xff", bytes(most + 1), good])

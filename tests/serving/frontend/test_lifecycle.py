@@ -9,13 +9,12 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from scripted_server import start as start_scripted
-from served import CODE, Setup, failure, process, request, serving, until
+from served import CODE, SERVICES, Setup, failure, process, request, serving, until
 
 from serving.client import Client
 from serving.config import EngineConfig, ServerConfig
 from serving.errors import SettingsError
 from serving.frontend.server import Server, serve
-from serving.frontend.services import SERVICES
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
 from serving.settings import reading as settings
@@ -34,7 +33,7 @@ async def test_admin_calls_are_not_implemented_on_the_main_port() -> None:
             assert (await failure(call)).code() == CODE.UNIMPLEMENTED
         call = rpc.GenerationStub(s.admin_channel).Generate(request([1]))
         assert (await failure(call)).code() == CODE.UNIMPLEMENTED
-        assert s.server.admin_address.startswith("127.0.0.1:")
+        assert s.server.addresses["admin"].startswith("127.0.0.1:")
 
 
 async def test_admin_calls_can_be_let_onto_the_main_port() -> None:
@@ -46,12 +45,12 @@ async def test_admin_calls_can_be_let_onto_the_main_port() -> None:
 async def test_a_client_finds_the_admin_service() -> None:
     async with serving() as s:
         info = await s.stub.GetServerInfo(pb.GetServerInfoRequest())
-        assert info.admin_port == s.server.admin_port
+        assert info.admin_port == s.server.front_ends["admin"].port
         async with Client(s.server.address) as client:
             found = await asyncio.gather(client.stats(), client.get_brownout(), client.stats())
             assert (found[0].kv_pages_total, found[1].way) == (100, 8)
-            assert client.admin_address == s.server.admin_address
-        async with Client("127.0.0.1:1", s.server.admin_address) as client:
+            assert client.admin_address == s.server.addresses["admin"]
+        async with Client("127.0.0.1:1", s.server.addresses["admin"]) as client:
             assert (await client.set_brownout(way=2)).way == 2
 
 
@@ -98,7 +97,7 @@ async def test_ipv6_needs_no_brackets(host: str) -> None:
     except OSError:
         pytest.skip("no IPv6")
     async with serving(host=host, admin_host=host) as s:
-        assert s.server.address == f"[::1]:{s.server.port}"
+        assert s.server.address == f"[::1]:{s.server.main.port}"
         async with Client(s.server.address) as client:
             assert (await client.stats()).kv_pages_total == 100
 

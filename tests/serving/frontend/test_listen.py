@@ -68,11 +68,11 @@ async def test_every_port_is_found_on_either_family(host, admin_host):
     async with Setup(config) as setup:
         server = (await setup.ready()).server
         asked = HOST if host == HOST else "[::1]"
-        async with Client(f"{asked}:{server.port}") as client:
+        async with Client(f"{asked}:{server.main.port}") as client:
             assert (await client.get_brownout()).strategy
-        async with Client(f"{asked}:{server.port}", server.admin_address) as client:
+        async with Client(f"{asked}:{server.main.port}", server.addresses["admin"]) as client:
             assert (await client.stats()).uptime_s >= 0
-        urls = [f"http://{one.address}/" for one in (server.page, server.web)]
+        urls = [f"http://{one.address}/" for one in (setup.page, setup.web)]
         urls = [urls[0], f"{urls[1]}health", f"http://{asked}:{metrics_port}/readyz"]
         for url in urls:
             answer = await to_thread(urllib.request.urlopen, url, timeout=10)

@@ -125,7 +125,6 @@ async def test_one_bound_holds_over_every_protocol():
     config = ServerConfig(port=0, http_port=0, engine=engine.config)
     async with Setup(config) as s:
         await s.server.attach(engine)
-        assert s.server.web is not None
         stub = infer_rpc.GRPCInferenceServiceStub(s.channel)
 
         async def http(**fields):
@@ -138,7 +137,7 @@ async def test_one_bound_holds_over_every_protocol():
         def kserve(**sampling):
             return stub.ModelInfer(infer("0", sampling=sampling, return_logprobs=True))
 
-        base = f"http://{s.server.web.address}"
+        base = f"http://{s.web.address}"
         async with httpx2.AsyncClient(base_url=base, verify=NO_CERTIFICATES) as client:
             # Prompts times n times max_tokens times 1 + top_logprobs, and the prompt where echoed.
             refused = [

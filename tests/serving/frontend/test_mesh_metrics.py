@@ -6,13 +6,13 @@ import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.frontend.families import Histogram
 from serving.frontend.mesh_metrics import MeshLoad
-from serving.frontend.metrics import Histogram
 from serving.plan import Copies, Phase
 
 
 def load_of():
-    return MeshLoad("jmoe_", {phase: Histogram((1.1, 1.5, 2.0)) for phase in Phase})
+    return MeshLoad({phase: Histogram((1.1, 1.5, 2.0)) for phase in Phase})
 
 
 def read(device_rows, copies=None, padded_share=0.0):

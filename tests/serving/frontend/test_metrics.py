@@ -18,8 +18,11 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from serving.config import ServerConfig
 from serving.errors import Aborted, DeadlineExceeded, QueuedTooLong
+from serving.frontend import metrics_http
 from serving.frontend.metrics import Histogram, Metrics
+from serving.frontend.server import Server
 from serving.request import Output, Priority, Usage
 
 LS = Priority.LATENCY_SENSITIVE
@@ -55,11 +58,11 @@ def samples(text: str) -> dict[tuple, float]:
     }
 
 
-def test_a_port_that_is_taken_is_named_with_the_flag() -> None:
+async def test_a_port_that_is_taken_is_named_with_the_flag() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(OSError, match=rf"127.0.0.1:{port}.*choose another --metrics-port"):
-            Metrics().serve("127.0.0.1", port, READY)
+            await metrics_http.MetricsPort(Server(ServerConfig(port=0)), "127.0.0.1", port).start()
 
 
 def busy() -> Metrics:
@@ -80,7 +83,7 @@ def busy() -> Metrics:
 
 @contextlib.contextmanager
 def served(metrics: Metrics):
-    server, thread = metrics.serve("127.0.0.1", 0, READY)
+    server, thread = metrics_http.serve("127.0.0.1", 0, metrics.registry, READY)
     try:
         yield f"http://127.0.0.1:{server.server_port}/metrics"
     finally:

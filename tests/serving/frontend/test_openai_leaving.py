@@ -119,7 +119,7 @@ async def test_who_does_not_read_holds_the_engine_up_not_the_memory():
         sent = BODY.replace(b"9", b"150000") % (b"[1]", b',"stream":true')
         writer.write(head(length=len(sent)) + sent)
         await until(lambda: s.engine.running == 1)
-        (connection,) = s.server.web._server.server_state.connections
+        (connection,) = s.web._server.server_state.connections
         await until(lambda: connection.flow.write_paused)
         assert connection.transport.get_write_buffer_size() < 1 << 20
         assert s.engine.running == 1

@@ -35,8 +35,7 @@ LS, BE = Priority.LATENCY_SENSITIVE, Priority.BEST_EFFORT
 
 
 def base(s: Setup) -> str:
-    assert s.server.page is not None
-    return f"http://{s.server.page.address}"
+    return f"http://{s.page.address}"
 
 
 def client(s: Setup, **options) -> httpx2.AsyncClient:
@@ -140,7 +139,7 @@ async def test_only_own_hosts_are_answered(host: str, status: int) -> None:
 
 async def test_on_all_addresses_any_of_them_and_the_machines_name_will_do() -> None:
     async with serving(admin_host="0.0.0.0") as s:
-        url = f"http://127.0.0.1:{s.server.page.port}/api/state"
+        url = f"http://127.0.0.1:{s.page.port}/api/state"
         async with httpx2.AsyncClient() as http:
             found = [
                 (await http.get(url, headers={"host": host})).status_code
@@ -203,10 +202,10 @@ async def test_a_key_that_is_withdrawn_ends_its_stream(monkeypatch) -> None:
         async with watching(s, headers={"authorization": "Bearer root"}) as read:
             await read()
             del keys.callers["Bearer root"]
-            s.server.live.tick()
+            s.page.live.tick()
             with pytest.raises(StopAsyncIteration):
                 await read()
-        await until(lambda: s.server.live.num_viewers == 0)
+        await until(lambda: s.page.live.num_viewers == 0)
 
 
 # ---- what it shows ----------------------------------------------------------------------------
@@ -226,7 +225,7 @@ async def test_while_it_loads_it_says_so_and_then_shows_what_is_served() -> None
             }
             assert first["about"]["models"] == ["mine"]
             await s.ready()
-            s.server.live.tick()
+            s.page.live.tick()
             while (line := await read())["now"]["status"] == "starting":
                 pass
             assert line["about"]["ways"] == [2, 8]  # told once there is something to choose from
@@ -247,7 +246,7 @@ async def test_a_failed_engine_says_why() -> None:
     async with serving(exit_on_failure=False) as s:
         s.engine.fail("a step took too long")
         await s.server.failed()
-        s.server.live.tick()
+        s.page.live.tick()
         async with client(s) as http:
             now = (await http.get("/api/state")).json()["now"]
     assert (now["status"], now["failure"]) == ("failed", "a step took too long")
@@ -306,7 +305,7 @@ async def test_models_of_a_family_and_workers_are_shown() -> None:
         engine.executor.seen = lambda: [SimpleNamespace(_asdict=lambda: worker)]
         engine.executor.record, engine.executor.unreachable = lambda: None, ""
         engine.executor.retry_after_s = 1.0
-        s.server.live.tick()
+        s.page.live.tick()
         async with client(s) as http:
             now = (await http.get("/api/state")).json()["now"]
     assert now["models"] == [
@@ -334,7 +333,7 @@ def test_expert_load_is_a_byte_for_each_expert() -> None:
 
 async def test_expert_load_comes_when_it_is_new() -> None:
     async with serving() as s:
-        metrics, live = s.server.metrics, s.server.live
+        metrics, live = s.server.metrics, s.page.live
         rows = np.ones((2, 17), np.int64)
         for count in (1, 2):  # each is looked at once, four samples long
             metrics.expert_rows = count * rows
@@ -354,7 +353,7 @@ async def test_expert_load_comes_when_it_is_new() -> None:
 
 async def test_history_is_there_for_who_comes_later_and_bounded() -> None:
     async with serving() as s:
-        live = s.server.live
+        live = s.page.live
         for _ in range(HISTORY + 50):
             live.tick()
         async with watching(s) as read:
@@ -400,7 +399,7 @@ def test_after_a_late_sample_the_next_one_is_no_sooner_than_half_an_interval(mon
 async def test_a_sample_that_fails_is_logged_and_the_next_one_comes(caplog, monkeypatch) -> None:
     monkeypatch.setattr(live_module, "INTERVAL_S", 0.01)
     async with serving() as s:
-        live = s.server.live
+        live = s.page.live
         fine, s.engine.slo = s.engine.slo, None
         await until(lambda: live._num_faults >= 3)
         s.engine.slo = fine
@@ -418,8 +417,8 @@ async def test_a_viewer_who_leaves_gives_the_place_back() -> None:
         for _ in range(3):
             async with watching(s) as read:
                 await read()
-                assert s.server.live.num_viewers == 1
-            await until(lambda: s.server.live.num_viewers == 0)
+                assert s.page.live.num_viewers == 1
+            await until(lambda: s.page.live.num_viewers == 0)
 
 
 async def test_one_page_too_many_is_told() -> None:
@@ -437,10 +436,10 @@ async def test_one_page_too_many_is_told() -> None:
 async def test_a_slow_reader_holds_up_nobody_and_misses_what_is_too_old() -> None:
     ticks = 1500
     async with serving() as s:
-        live = s.server.live
+        live = s.page.live
         s.server.failure = "x" * 20_000  # 30 MB in all: more than sockets hold
         asked = b"GET /api/stream HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        reader, writer = await asyncio.open_connection("127.0.0.1", s.server.page.port, limit=65536)
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.page.port, limit=65536)
         writer.write(asked)
         await reader.readline()  # and nothing after that
         async with watching(s) as read:
@@ -473,12 +472,12 @@ async def test_streams_end_with_the_server() -> None:
                 while True:
                     await read()
             await stopping
-        assert s.server.live.num_viewers == 0
+        assert s.page.live.num_viewers == 0
 
 
 async def test_without_the_page_nothing_is_sampled() -> None:
     async with serving(admin_http_port=-1) as s:
-        assert s.server.page is None
+        assert "page" not in s.server.front_ends
         assert not [t for t in s.server._tasks if t.get_name() == "jmoe-live"]
 
 
@@ -606,7 +605,7 @@ async def test_a_change_that_does_not_come_is_not_waited_for(caplog) -> None:
         b"content-length: 99\r\n\r\n{"
     )
     async with serving(message_timeout_s=0.2) as s:
-        port = s.server.page.port
+        port = s.page.port
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head)
         assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408 ")

@@ -15,8 +15,8 @@ from served import collect, until
 
 from serving import errors
 from serving.config import EngineConfig, ServerConfig
-from serving.frontend import server as server_module
 from serving.frontend.access import Access
+from serving.frontend.openai import app as openai
 from serving.request import Priority
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -234,7 +234,7 @@ ROWS = RAISED | ASKED | STATES | KEYS
 async def setup():
     config = ServerConfig(port=0, engine=EngineConfig(max_model_len=2048))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_module, "_FIRST_HTTP_PORT", 0)
+        patch.setattr(openai, "FIRST_PORT", 0)
         async with HttpSetup(config, TEMPLATE) as setup:
             yield await setup.ready()
 

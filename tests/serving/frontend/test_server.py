@@ -15,11 +15,10 @@ from fake_engine import FakeEngine
 from google.protobuf import descriptor_pool
 from grpc_reflection.v1alpha import reflection_pb2
 from keyed import KeysFile
-from served import CODE, Setup, collect, failure, process, request, serving, until
+from served import CODE, SERVICES, Setup, collect, failure, process, request, serving, until
 
 from serving.config import EngineConfig, ServerConfig
 from serving.frontend.server import Server, serve
-from serving.frontend.services import SERVICES
 from serving.proto import build
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 from serving.proto.jmoe.v1 import jmoe_pb2_grpc as rpc
@@ -238,8 +237,8 @@ async def test_drain_cancels_what_takes_too_long() -> None:
 
 async def test_a_taken_port_is_an_error() -> None:
     async with serving() as s:
-        other = Server(ServerConfig(port=s.server.port))
-        with pytest.raises(OSError, match=str(s.server.port)):
+        other = Server(ServerConfig(port=s.server.main.port))
+        with pytest.raises(OSError, match=str(s.server.main.port)):
             await other.start()
 
 

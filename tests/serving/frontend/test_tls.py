@@ -76,10 +76,10 @@ async def encrypted(deployed: Deployed, **fields):
     async with Setup(config) as setup:
         server = setup.server
         setup.ports = {
-            "main": server.port,
-            "admin": server.admin_port,
-            "web": server.web.port,
-            "page": server.page.port,
+            "main": server.main.port,
+            "admin": server.front_ends["admin"].port,
+            "web": server.front_ends["http"].port,
+            "page": server.front_ends["page"].port,
             "metrics": metrics_port,
         }
         yield await setup.ready()
@@ -384,7 +384,7 @@ async def test_more_handshakes_than_may_be_end_the_oldest_and_nobody_waits(
 ):
     monkeypatch.setattr(handshake, "MOST_AT_ONCE", 4)
     async with encrypted(Deployed(tmp_path, made.server)) as s:
-        door = s.server.web.door
+        door = s.web.door
         stalled = []
         for count in range(1, 10):
             stalled.append(await asyncio.open_connection("127.0.0.1", s.ports["web"]))
@@ -401,9 +401,9 @@ async def test_more_handshakes_than_may_be_end_the_oldest_and_nobody_waits(
 async def test_a_stop_ends_handshakes(made, tmp_path, port):
     async with encrypted(Deployed(tmp_path, made.server)) as s:
         reader, writer = await asyncio.open_connection("127.0.0.1", s.ports[port])
-        door = getattr(s.server, port).door
+        door = getattr(s, port).door
         await until(lambda: door.num_handshakes == 1)
-        await getattr(s.server, port).stop()
+        await getattr(s, port).stop()
         with contextlib.suppress(ConnectionError):
             assert await asyncio.wait_for(reader.read(), 20) == b""
         writer.close()
