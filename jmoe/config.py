@@ -13,6 +13,7 @@ from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
 from jmoe.config_keys import ROPE_SECTIONS, check_keys, rope_kind
 from jmoe.model_files import read_text
+from jmoe.router import Router
 
 MOST_LAYERS = 10_000
 
@@ -60,6 +61,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     o_bias: bool = False  # of attention's output projection
     sliding_window: int = 0  # positions that attention reaches back; 0: all
+    router: Router | None = None  # None: softmax over all experts, the likeliest
 
     def __post_init__(self) -> None:
         """Raises ConfigError where fields contradict each other."""

@@ -112,6 +112,9 @@ def layer(cfg: ModelConfig, index: int, is_moe: bool) -> Layout:
     if not is_moe:
         return out | _swiglu("", mlp, d, cfg.d_ff_dense, "f")
     out["router"] = Parameter((mlp + "gate.weight",), ((cfg.num_experts, d),), ("d", "m"), "router")
+    if cfg.router is not None and cfg.router.bias:
+        name = (mlp + "gate.e_score_correction_bias",)
+        out["router_bias"] = Parameter(name, ((cfg.num_experts,),), ("m",), "bias")
     if cfg.d_ff_shared:
         out |= _swiglu("shared_", mlp + "shared_expert.", d, cfg.d_ff_shared, "f_s")
         gate = (mlp + "shared_expert_gate.weight",)

@@ -192,7 +192,7 @@ def mixed_moe(
     num_experts = table.owner.shape[1]
     hs, logits = zip(*map(router, [cfg] * len(xs), layers, xs), strict=True)
     wide = wide_logits([own[:, :num_experts] for own in logits], table.owner)
-    asked = Asked(jnp.concatenate(xs), jnp.concatenate(hs), wide, rows, control)
+    asked = Asked({}, jnp.concatenate(xs), jnp.concatenate(hs), wide, rows, control)
     row = ExpertTable(table.slots, table.groups, offloaded=table.offloaded)
     out, _, stats, _ = exchange(cfg, pool, row, asked, max_active)
     outs = jnp.split(out, len(xs))

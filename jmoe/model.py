@@ -423,8 +423,8 @@ def _first(segment: Any) -> Params:
 
 
 def _router_of(layer: Params) -> Params:
-    """Returns what `jmoe.moe.router` reads."""
-    return {name: layer[name] for name in ("mlp_norm", "router")}
+    """Returns what `jmoe.moe.router` and `gate` read."""
+    return {name: layer[name] for name in ("mlp_norm", "router", "router_bias") if name in layer}
 
 
 def _layer(xs: Any, at: Any) -> Any:

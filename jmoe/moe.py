@@ -74,6 +74,7 @@ COUNTS = Wanted()
 class Asked(NamedTuple):
     """What an MoE layer asks of experts."""
 
+    layer: Params
     x: Float[Array, "T d"]  # rows as they enter the layer's MLP half
     h: Float[Array, "T d"]  # normed
     logits: Float[Array, "T columns"]  # of the router, float32; what is past its experts is padding
@@ -112,7 +113,7 @@ def route(
     (int32).
     """
     h, logits = router(cfg, layer, x)
-    return h, *gate(cfg, logits)
+    return h, *gate(cfg, logits, layer)
 
 
 def router(
@@ -124,10 +125,12 @@ def router(
 
 
 def gate(
-    cfg: ModelConfig, logits: Float[Array, "T columns"]
+    cfg: ModelConfig, logits: Float[Array, "T columns"], layer: Params
 ) -> tuple[Float[Array, "T K"], Int[Array, "T K"]]:
     """Returns each row's gate weights (float32) and experts (int32), by a router's logits."""
     logits = logits[:, : cfg.num_experts]  # the rest is padding (`jmoe.model.unstack`)
+    if cfg.router is not None:
+        return cfg.router(cfg, layer, logits)
     return routing.gate(logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob)
 
 
@@ -198,10 +201,10 @@ def moe(
     experts, too, where the exchange sends some.
     """
     h, logits = router(cfg, layer, x)
-    asked = Asked(x, h, logits, rows, control)
+    asked = Asked(layer, x, h, logits, rows, control)
     out, ids, stats, replicas = (exchange or alone)(cfg, pool, table, asked, max_active)
     if wanted.picks:
-        weights, _ = gate(cfg, logits)
+        weights, _ = gate(cfg, logits, layer)
         stats = stats._replace(picks=Picks(ids, weights))
     return with_residual(cfg, layer, x, h, out), stats, replicas
 
@@ -209,35 +212,43 @@ def moe(
 def alone(
     cfg: ModelConfig, pool: ExpertPool, table: ExpertTable, asked: Asked, max_active: int
 ) -> Answered:
-    """Serves rows by this device's experts; gate, plan and dispatch are one op. An Exchange.
+    """Serves rows by this device's experts. An Exchange. Gate, plan and dispatch are one op, unless
+    the config has a router of its own.
 
     Where experts are offloaded (see ExpertTable), a visit that a substitute serves counts as
     degraded.
     """
-    _, h, logits, rows, control = asked
-    top_k = cfg.experts_per_token
-    num_experts = routing.row_length(table.slots)
-    ids, plan, work = routing.route(
-        logits,
-        threshold_percent=control.threshold_percent,
-        strategy=control.strategy,
-        block_m=grouped_gemm.block_rows(logits.shape[0] * top_k, max_active),
-        max_active=max_active,
-        top_k=top_k,
-        normalize=cfg.norm_topk_prob,
-        groups=table.groups,
-        slots=table.slots,
-        valid=rows.valid,
-        exempt=rows.exempt,
-        tiles=grouped_gemm.row_tiles(logits.shape[0], top_k, num_experts, pool.down),
-    )
-    out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work).astype(h.dtype)
+    layer, _, h, logits, rows, control = asked
+    if cfg.router is None:
+        top_k = cfg.experts_per_token
+        num_experts = routing.row_length(table.slots)
+        ids, plan, work = routing.route(
+            logits,
+            threshold_percent=control.threshold_percent,
+            strategy=control.strategy,
+            block_m=grouped_gemm.block_rows(logits.shape[0] * top_k, max_active),
+            max_active=max_active,
+            top_k=top_k,
+            normalize=cfg.norm_topk_prob,
+            groups=table.groups,
+            slots=table.slots,
+            valid=rows.valid,
+            exempt=rows.exempt,
+            tiles=grouped_gemm.row_tiles(logits.shape[0], top_k, num_experts, pool.down),
+        )
+        out, expert_rows = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work), work.expert_rows
+        out = out.astype(h.dtype)
+    else:
+        weights, ids = gate(cfg, logits, layer)
+        groups, slots = routing.row_of(table.groups), routing.row_of(table.slots)
+        plan = planned(ids, groups, rows.valid, rows.exempt, control)
+        out, expert_rows = compute(pool, h, weights, plan.expert_ids, slots, max_active=max_active)
     degraded, needed = plan.degraded, None
     if (offloaded := table.offloaded) is not None:
         substituted = (offloaded[ids] == ABSENT) & (plan.expert_ids == ids)
         degraded, needed = degraded | substituted, _needed(ids, offloaded, rows)
     by_row = jnp.sum(degraded, axis=-1, dtype=jnp.int32)
-    return Answered(out, ids, LayerStats(by_row, work.expert_rows, needed=needed))
+    return Answered(out, ids, LayerStats(by_row, expert_rows, needed=needed))
 
 
 def _needed(

@@ -90,7 +90,7 @@ def attend_stage(
     if groups is None:
         return WaitingRows(dense_mlp(cfg, layer, x), jnp.zeros_like(waiting.weights)), None, pages
     h, logits = router(cfg, layer, x)
-    weights, visits = _asked(cfg, h, logits, groups, step.rows, step.control, reachable)
+    weights, visits = _asked(cfg, layer, h, logits, groups, step.rows, step.control, reachable)
     if cfg.d_ff_shared:
         x = x + shared_expert(layer, h)
     return WaitingRows(x, weights), visits, pages
@@ -98,6 +98,7 @@ def attend_stage(
 
 def _asked(
     cfg: ModelConfig,
+    layer: Params,
     h: Float[Array, "T d"],
     logits: Float[Array, "T columns"],
     groups: Int[Array, "m"],
@@ -105,7 +106,7 @@ def _asked(
     control: Control,
     reachable: Bool[Array, "E"] | None,
 ) -> tuple[Float[Array, "T K"], StageVisits]:
-    weights, ids = gate(cfg, logits)
+    weights, ids = gate(cfg, logits, layer)
     plan = planned(ids, groups, rows.valid, rows.exempt, control)
     expert_ids, unserved = plan.expert_ids, jnp.zeros_like(plan.degraded)
     if reachable is not None:

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from jmoe import layout
 from jmoe.config import ModelConfig
+from jmoe.moe import gate
 from jmoe.rope import rotate
-from pallas_kernels import routing
 from pallas_kernels.norm import rms_norm
 from training.dispatch import expert_layer, swiglu
 from training.matmul import linear, matmul
@@ -153,15 +153,13 @@ def layer_forward(
     low, routing_of = h.astype(dtype), None
     if "router" in layer:
         logits = matmul(h, layer["router"].astype(jnp.float32))
-        weights, ids = routing.gate(
-            logits, top_k=cfg.experts_per_token, normalize=cfg.norm_topk_prob
-        )
+        weights, ids = gate(cfg, logits, layer)
         out, aux = routed(low, weights, ids)
         routing_of = Routing(logits, ids, aux)
         out = out.astype(jnp.float32)
         if cfg.d_ff_shared:
-            gate = jax.nn.sigmoid(h @ layer["shared_gate"].astype(jnp.float32))[:, None]
-            out = out + gate * _swiglu(low, layer, "shared_")
+            opening = jax.nn.sigmoid(h @ layer["shared_gate"].astype(jnp.float32))[:, None]
+            out = out + opening * _swiglu(low, layer, "shared_")
     else:
         out = _swiglu(low, layer, "")
     return x + out.reshape(x.shape), routing_of

@@ -109,7 +109,7 @@ def gathered(
     """
     assert table.hosts is not None
     num_rows = asked.h.shape[0]
-    weights, ids = gate(cfg, asked.logits)
+    weights, ids = gate(cfg, asked.logits, asked.layer)
     rows = gather_rows(asked.h, weights, ids, asked.rows.valid, asked.rows.exempt)
     plan = planned(rows.ids, table.groups, rows.valid, rows.exempt, asked.control)
     device = lax.axis_index(AXIS)

@@ -173,8 +173,8 @@ class Copying(NamedTuple):
         assert table.hosts is not None
         num_experts, devices = table.hosts.shape
         ahead = self._ahead(cfg, asked.x)
-        weights, ids = gate(cfg, asked.logits)
-        next_ids = None if ahead is None else gate(cfg, ahead)[1]
+        weights, ids = gate(cfg, asked.logits, asked.layer)
+        next_ids = None if ahead is None else gate(cfg, *ahead)[1]
         rows = _gather_choices(ids, weights, asked.rows.valid, asked.rows.exempt, next_ids)
         # After the choices, which all planning waits for.
         rows, sent_h = lax.optimization_barrier((rows, h))
@@ -216,15 +216,17 @@ class Copying(NamedTuple):
         stats = LayerStats(degraded, own_rows + other_rows, balance=_balance(counts, replicas))
         return Answered(out, ids, stats, arriving)
 
-    def _ahead(self, cfg: ModelConfig, x: Float[Array, "T d"]) -> Float[Array, "T columns"] | None:
-        """Returns the logits that the next MoE layer's router is expected to have; None: there is
-        none.
+    def _ahead(
+        self, cfg: ModelConfig, x: Float[Array, "T d"]
+    ) -> tuple[Float[Array, "T columns"], Params] | None:
+        """Returns the logits that the next MoE layer's router is expected to have, and its
+        parameters; None: there is none.
         """
         if self.next_layer is None:
             return None
         if isinstance(self.next_layer, Probe):
-            return self.next_layer.logits(x)
-        return router(cfg, self.next_layer, x)[1]
+            return self.next_layer.logits(x), {}
+        return router(cfg, self.next_layer, x)[1], self.next_layer
 
 
 def _choose(

@@ -17,6 +17,7 @@ from pallas_kernels.routing.op import (
     max_blocks,
     route,
     row_length,
+    row_of,
 )
 from pallas_kernels.routing.tile_map import RowTiles
 
@@ -38,4 +39,5 @@ __all__ = [
     "max_blocks",
     "route",
     "row_length",
+    "row_of",
 ]

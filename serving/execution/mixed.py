@@ -34,8 +34,10 @@ STRIDE = 7919
 
 def mixed_models(config: EngineConfig, family: Family) -> int:
     """Returns how many models a decode step may have rows of: no more than can have weights on the
-    device.
+    device, and one where a router of their own would choose among all models' experts.
     """
+    if family.config.router is not None:
+        return 1
     resident = config.resident_sets or len(family)
     return max(1, min(config.mixed_models, len(family), resident))
 

@@ -1,0 +1,139 @@
+"""Routers: scored ones against loops, and one from outside the package wherever experts are."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmoe
+from jmoe import layout
+from jmoe.api import Model
+from jmoe.config import read_config
+from jmoe.router import ScoredTopK
+from serving.config import AsynchronousConfig, BrownoutConfig, EngineConfig
+from serving.engine import Engine
+from serving.request import SamplingParams
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
+
+
+def by_loops(router, logits, bias, top_k, normalize):
+    """Chooses as DeepSeek-V3 and GLM-4.5 say, a row and an expert at a time."""
+    found = []
+    for row in logits.astype(np.float64):
+        if router.scoring == "sigmoid":
+            scores = 1 / (1 + np.exp(-row))
+        else:
+            scores = np.exp(row - row.max()) / np.exp(row - row.max()).sum()
+        wanted = scores + bias
+        size = len(row) // router.groups
+        worth = {}
+        for group in range(router.groups):
+            own = sorted(wanted[group * size : (group + 1) * size])
+            worth[group] = sum(own[-2:])
+        best = sorted(worth, key=lambda g: -worth[g])[: router.top_groups]
+        allowed = [e for e in range(len(row)) if e // size in best]
+        ids = sorted(allowed, key=lambda e: -wanted[e])[:top_k]
+        weights = scores[ids]
+        if normalize:
+            weights = weights / weights.sum()
+        found.append((ids, router.scale * weights))
+    return found
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(
+    "router",
+    [
+        ScoredTopK(),
+        ScoredTopK("softmax", scale=2.5),
+        ScoredTopK("sigmoid", 4, 2, 1.5, bias=True),
+        ScoredTopK("sigmoid", 6, 1, bias=True),
+        ScoredTopK("softmax", 12, 5),
+    ],
+)
+def test_scores_are_chosen_from_as_published(router, normalize):
+    rng = np.random.default_rng(3)
+    cfg = replace(read_config(GOLDEN), num_experts=12, experts_per_token=2)
+    cfg = replace(cfg, norm_topk_prob=normalize, router=router)
+    logits = rng.normal(size=(50, 12)).astype(np.float32)
+    bias = rng.normal(size=12).astype(np.float32) if router.bias else np.zeros(12, np.float32)
+    layer = {"router_bias": jnp.asarray(bias)} if router.bias else {}
+    weights, ids = router(cfg, layer, jnp.asarray(logits))
+    want = by_loops(router, logits, bias, 2, normalize)
+    for got_ids, got, (want_ids, want_weights) in zip(ids, weights, want, strict=True):
+        assert got_ids.tolist() == want_ids
+        np.testing.assert_allclose(got, want_weights, rtol=1e-5)
+
+
+def test_a_layers_bias_is_a_parameter_of_its_layout():
+    cfg = replace(read_config(GOLDEN), router=ScoredTopK(bias=True))
+    of_bias = layout.layer(cfg, 1, is_moe=True)["router_bias"]
+    assert of_bias.names == ("model.layers.1.mlp.gate.e_score_correction_bias",)
+    assert of_bias.shape == (cfg.num_experts,)
+    assert "router_bias" not in layout.layer(replace(cfg, router=ScoredTopK()), 1, is_moe=True)
+
+
+@dataclass(frozen=True)
+class Contrary:
+    """A router from outside the package: the least likely experts, each with the same weight."""
+
+    bias = False
+
+    def __call__(self, cfg, layer, logits):
+        _, ids = jax.lax.top_k(-logits, cfg.experts_per_token)
+        share = jnp.full(ids.shape, 1 / cfg.experts_per_token, jnp.float32)
+        return share, ids.astype(jnp.int32)
+
+
+def served_by(router) -> Model:
+    model = jmoe.load(GOLDEN, "float32")
+    model.config = replace(model.config, router=router)
+    return model
+
+
+ROUTERS = pytest.mark.parametrize("router", [Contrary(), ScoredTopK()], ids=["own", "scored"])
+
+
+@ROUTERS
+def test_steps_and_the_whole_forward_pass_agree(router):
+    """And differ from the likeliest experts' answers."""
+    model, prompt = served_by(router), [5, 9, 2, 40, 7]
+    want, tokens = [], list(prompt)
+    for _ in range(6):
+        logits = np.asarray(jmoe.forward(model, [tokens]))[0, -1]
+        want.append(int(logits.argmax()))
+        tokens.append(want[-1])
+    got = jmoe.generate(model, [prompt], 6, stop_token_ids=())
+    assert got.tokens[0] == want
+    plain = jmoe.generate(jmoe.load(GOLDEN, "float32"), [prompt], 6, stop_token_ids=())
+    assert np.abs(np.array(plain.logprobs[0]) - np.array(got.logprobs[0])).max() > 1e-3
+
+
+@pytest.mark.deep
+@ROUTERS
+@pytest.mark.parametrize("mode", ["steps", "aep"])
+async def test_engines_serve_it_on_one_device_and_on_workers(router, mode):
+    model, prompt = served_by(router), [5, 9, 2, 40, 7]
+    crew = AsynchronousConfig(attention=1, experts=2) if mode == "aep" else AsynchronousConfig()
+    config = EngineConfig(
+        mode=mode,
+        asynchronous=crew,
+        dtype="float32",
+        max_num_seqs=2,
+        max_model_len=32,
+        page_size=8,
+        brownout=BrownoutConfig(strategy="zero", salc=False),
+        compilation_cache="",
+    )
+    engine = await Engine.start(config, model=model, progress=lambda *_: None)
+    try:
+        sampling, tokens = SamplingParams(max_new_tokens=6, ignore_eos=True), []
+        async for output in engine.generate(prompt, sampling):
+            tokens += output.token_ids
+    finally:
+        await engine.stop()
+    assert tokens == jmoe.generate(model, [prompt], 6, stop_token_ids=()).tokens[0]
