@@ -1,7 +1,7 @@
 """What does not compose with what: everything else does.
 
-Settings, SetBrownout, requests, the live page and docs/operating.md read one table, so that nothing
-is accepted that would have no effect.
+Settings, SetBrownout, the live page and docs/operating.md read one table, so that nothing is
+accepted that would have no effect.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,6 @@ MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
 }
 """Whether settings ask for a mode; `count` is the number of models, 0 where that is not known."""
 
-SHAPING = "min_p, penalties, logit_bias, top_logprobs and structured output"
 COMPANY = "SetBrownout prefill_company"
 
 _ONE = "workers serve one model; several need engine.mode steps"
@@ -53,10 +52,9 @@ COMPOSES: dict[tuple[str, str], str] = {
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",
     (HOST_EXPERTS, "engine.mixed_models"): "a row that met a substitute expert runs again alone",
     (PROCESSES, "engine.balance.load_file"): "each process would place experts by its own file",
-    (PROCESSES, SHAPING): "processes draw from logits as they are",
 }
-"""Why a mode does not go with a feature: a setting (`key=value`: only that value), a field of
-SetBrownout, or of requests.
+"""Why a mode does not go with a feature: a setting (`key=value`: only that value), or a field
+of SetBrownout.
 """
 
 _DEFAULTS = ServerConfig()
