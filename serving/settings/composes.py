@@ -15,7 +15,6 @@ SEVERAL = "several models"
 ALL_THERE = "every model on the device"
 ONE_THERE = "one model on the device at a time"
 HOST_EXPERTS = "experts in host memory"
-PROCESSES = "a mesh over several processes"
 
 MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
     AEP: lambda engine, count: engine.mode == "aep" or engine.asynchronous.attention > 0,
@@ -23,7 +22,6 @@ MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
     ALL_THERE: lambda engine, count: count > 0 and not 0 < engine.resident_sets < count,
     ONE_THERE: lambda engine, count: 1 in (count, engine.resident_sets),
     HOST_EXPERTS: lambda engine, count: engine.resident_experts > 0 or engine.spare_experts > 0,
-    PROCESSES: lambda engine, count: bool(engine.coordinator),
 }
 """Whether settings ask for a mode; `count` is the number of models, 0 where that is not known."""
 
@@ -51,7 +49,6 @@ COMPOSES: dict[tuple[str, str], str] = {
     (ALL_THERE, "engine.model_stay_s"): "no model takes another's place (engine.resident_sets)",
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",
     (HOST_EXPERTS, "engine.mixed_models"): "a row that met a substitute expert runs again alone",
-    (PROCESSES, "engine.balance.load_file"): "each process would place experts by its own file",
 }
 """Why a mode does not go with a feature: a setting (`key=value`: only that value), or a field
 of SetBrownout.

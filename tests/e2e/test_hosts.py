@@ -203,8 +203,13 @@ async def test_two_processes_answer_as_one_and_end_together(hosts, ports):
 
 
 @pytest.mark.exhaustive
-async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts, ports):
-    with hosts() as started:
+async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts, ports, tmp_path):
+    load_file = tmp_path / "load.npy"
+    alike = tuple(
+        f"engine.balance.{setting}"
+        for setting in ("spare_slots=1", "interval_s=0.1", f"load_file={load_file}")
+    )
+    with hosts(alike, alike) as started:
         address = started.address()
         ends = await streams(address, 4, started.processes[1].kill, ENDLESS, STRUCTURED)
         for code, details in ends:
@@ -213,8 +218,10 @@ async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts,
         assert started.processes[0].wait(PEER_TIMEOUT_S + EXIT_S) == 1
         assert "health is NOT_SERVING from now on" in started.log(0)
         assert "jmoe: the engine failed: PeerLost: process 1 of 2" in started.log(0)
-    with hosts(leaders=(f"engine.coordinator=0.0.0.0:{ports[0]}",)) as started:
+    assert load_file.exists()
+    with hosts((*alike, f"engine.coordinator=0.0.0.0:{ports[0]}"), alike) as started:
         address = started.address()
+        await check_exact_answers(address, jmoe.load("bundled", "float32"))
         ends = await streams(address, 1, started.processes[0].kill)
         assert ends[0][0] is grpc.StatusCode.UNAVAILABLE
         assert started.processes[1].wait(PEER_TIMEOUT_S + EXIT_S) == 1

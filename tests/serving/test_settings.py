@@ -25,7 +25,6 @@ from serving.settings.composes import (
     COMPOSES,
     HOST_EXPERTS,
     ONE_THERE,
-    PROCESSES,
     SEVERAL,
 )
 from serving.settings.reading import CONFIGS, check, load, read_yaml, variable
@@ -213,13 +212,6 @@ MODE_SETTINGS = {
         "engine.resident_experts": 4,
         "engine.spare_experts": 4,
     },
-    PROCESSES: {
-        "engine.coordinator": "a:1",
-        "engine.num_processes": 2,
-        "engine.process_index": 0,
-        "engine.mesh": "ep=2",
-        "engine.balance.spare_slots": 1,
-    },
 }
 ASKING = {
     "engine.mesh": "ep=2",
@@ -233,7 +225,6 @@ ASKING = {
     "engine.model_stay_s": 1.0,
     "engine.brownout.best_effort_ttft_slo_s": 1.0,
     "engine.brownout.best_effort_itl_slo_s": 1.0,
-    "engine.balance.load_file": "load.npy",
 }
 """Values that turn a feature on; settings that are not here are numbers."""
 
