@@ -209,7 +209,11 @@ class BalanceConfig:
         "Share of the fullest device's load that a copy must remove.",
         SHARE,
     )
-    load_file: str = setting("", "File that keeps the observed load across restarts. Empty: none.")
+    load_file: str = setting(
+        "",
+        "File that keeps the observed load across restarts; of several processes, process 0's. "
+        "Empty: none.",
+    )
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ import logging
 import os
 from pathlib import Path
 
+import jax
 import numpy as np
+from jax.experimental.multihost_utils import broadcast_one_to_all
 from jaxtyping import Bool, Float
 
 from jmoe.api import Model
@@ -137,11 +139,11 @@ def make_mover(config: BalanceConfig, executor: Executor, model: Model | None) -
 
 
 def read_load(
-    config: BalanceConfig, shape: tuple[int, int]
+    config: BalanceConfig, shape: tuple[int, int] | None = None
 ) -> Float[np.ndarray, "layers E"] | None:
     """Reads the load that an earlier server stored; None where none did.
 
-    Raises SettingsError for a file that is something else, or of another model.
+    Raises SettingsError for a file that is something else, or not of `shape`, where that is known.
     """
     if not config.load_file:
         return None
@@ -154,6 +156,7 @@ def read_load(
         load = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise SettingsError(f"{key} is {config.load_file!r}, and cannot be read: {error}") from None
+    shape = shape or load.shape
     if load.shape != shape or not np.isfinite(load).all() or load.min(initial=0) < 0:
         raise SettingsError(
             f"{key} is {config.load_file!r}, which holds {load.shape}; of this model it must hold "
@@ -172,14 +175,18 @@ def starting_placement(
 ) -> Placement:
     """Returns ranges of experts, with copies by the load that an earlier server stored.
 
-    Raises SettingsError as `read_load` does.
+    Of several processes, process 0 alone reads it and tells the others, which wait for that. Raises
+    SettingsError as `read_load` does.
     """
     base = contiguous(
         num_layers, num_experts, num_devices, num_united=num_united, spare=config.spare_slots
     )
-    load = read_load(config, (num_layers, num_experts))
-    if load is None:
+    if not config.load_file:
         return base
-    homes = np.asarray(base.hosts)
-    hosts = [with_copies(*one, config.spare_slots) for one in zip(load, homes, strict=True)]
-    return from_hosts(np.stack(hosts), spare=config.spare_slots)
+    hosts = np.asarray(base.hosts)
+    is_first = jax.process_index() == 0
+    load = read_load(config, (num_layers, num_experts)) if is_first else None
+    if load is not None:
+        copied = [with_copies(*one, config.spare_slots) for one in zip(load, hosts, strict=True)]
+        hosts = np.stack(copied)
+    return from_hosts(broadcast_one_to_all(hosts), spare=config.spare_slots)

@@ -16,7 +16,7 @@ from jmoe.family import Family
 from jmoe.packed_rows import empty_rows, pack_row
 from jmoe.parallel.replicas import Replication
 from jmoe.parallel.steps import shardings
-from jmoe.shape_rows import NUM_SHAPE_COLUMNS, everything, pack_seat
+from jmoe.shape_rows import NUM_SHAPE_COLUMNS, everything, seat_size
 from jmoe.shaping import Shaping
 from jmoe.steps import State, StepOutput
 from pallas_kernels.backend import backend
@@ -24,7 +24,7 @@ from serving.execution.buckets import Buckets, Key
 from serving.execution.executables import Executables
 from serving.execution.param_sets import ParamSets
 from serving.execution.programs import Programs, Progress
-from serving.execution.ranks import ByRank
+from serving.execution.ranks import NOTHING, ByRank
 from serving.plan import Limits, StepControl
 
 
@@ -49,7 +49,22 @@ class Calls(Protocol):
         sample: bool = False,
     ) -> StepOutput:
         """Launches a step of these models, one but for a mixed step, or a part of one, and what may
-        follow it: scores, tokens.
+        follow it: scores, tokens. Tokens that are not sampled may be drawn until the next run.
+        """
+        ...
+
+    def seat(self, rank: int, told: Int[np.ndarray, "1 n"]) -> None:
+        """Seats a sequence in a slot of a rank; `told` is made by `jmoe.shape_rows.pack_seat`."""
+        ...
+
+    def draw(
+        self,
+        shapes: Int[np.ndarray, "B shape"],
+        limited: Int[np.ndarray, "n"],
+        allowed: Int[np.ndarray, "n W"],
+    ) -> StepOutput:
+        """Draws the tokens of the last run. `shapes` are of all its rows, padding included; rows
+        that are `limited` draw tokens that are `allowed`, others any.
         """
         ...
 
@@ -92,6 +107,7 @@ class Device:
         self.family, self.model = family, family[0]
         self.limits, self.buckets = limits, buckets
         self.state, self.shaping = state, shaping
+        self._undrawn: tuple[StepOutput, np.ndarray] | None = None  # of the last run, and its rows
         self._executables = executables
         mesh = None if self.model.home is None else self.model.home.mesh
         self.several_processes = mesh is not None and mesh.is_multi_process
@@ -122,7 +138,7 @@ class Device:
         sample: bool = False,
     ) -> StepOutput:
         """See Calls."""
-        prefill = key.phase == "prefill"
+        prefill, self._undrawn = key.phase == "prefill", None
         self.state, out = self.programs.run(key, self.state, *arrays, models=models)
         self._settle(out)
         if score:
@@ -132,22 +148,31 @@ class Device:
             found = self.programs.sample(self.state, self.shaping, out, arrays[prefill])
             self.state, self.shaping, out = found
             self._settle(out)
+        else:
+            self._undrawn = out, arrays[prefill]
         return out
 
-    def seat(self, told: Int[np.ndarray, "D n"]) -> None:
-        """Launches the program that seats a sequence, which `told` describes to each device."""
-        self.shaping = self.programs.seat(self.shaping, told)
+    def seat(self, rank: int, told: Int[np.ndarray, "1 n"]) -> None:
+        """See Calls."""
+        by_rank = np.full((self.limits.num_ranks, told.shape[1]), -1, np.int32)  # -1: no slot
+        by_rank[rank] = told
+        self.shaping = self.programs.seat(self.shaping, by_rank)
 
     def draw(
         self,
-        out: StepOutput,
-        rows: Int[np.ndarray, "B C"],
         shapes: Int[np.ndarray, "B shape"],
-        allowed: Int[np.ndarray, "B W"],
+        limited: Int[np.ndarray, "n"],
+        allowed: Int[np.ndarray, "n W"],
     ) -> StepOutput:
-        """Launches the program that draws tokens after a step in which rows are shaped."""
-        found = self.programs.draw(self.state, self.shaping, out, rows, shapes, allowed)
+        """See Calls. Raises ValueError where the last run's tokens are drawn already."""
+        if self._undrawn is None:
+            raise ValueError("no step waits to be drawn")
+        (out, rows), self._undrawn = self._undrawn, None
+        every = np.full((len(shapes), allowed.shape[1]), -1, np.int32)
+        every[limited] = allowed
+        found = self.programs.draw(self.state, self.shaping, out, rows, shapes, every)
         self.state, self.shaping, out = found
+        self._settle(out)
         return out
 
     def arrays(
@@ -169,8 +194,7 @@ class Device:
         rows = empty_rows(num_ranks * self.buckets.rows(key))
         nothing = StepOutput(*jnp.zeros((4, 1), jnp.int32))
         if key.phase == "seat":
-            none = pack_seat(-1, [], [], [], key.size)
-            self.seat(np.concatenate([none] * num_ranks))
+            self.seat(0, np.full((1, seat_size(key.size)), -1, np.int32))
             out = self.shaping
         elif key.phase in ("sample", "truncate", "draw"):
             logits = jnp.zeros((len(rows), cfg.vocab_size), jnp.float32, device=self._split)
@@ -178,7 +202,8 @@ class Device:
             out = nothing._replace(logits=logits)
             if key.phase == "draw":
                 shapes = np.zeros((len(rows), NUM_SHAPE_COLUMNS), np.int32)
-                out = self.draw(out, rows, shapes, everything(len(rows), cfg.vocab_size))
+                self._undrawn = out, rows
+                out = self.draw(shapes, NOTHING, everything(0, cfg.vocab_size))
             else:
                 found = self.programs.sample(self.state, self.shaping, out, rows)
                 self.state, self.shaping, out = found

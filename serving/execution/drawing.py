@@ -7,24 +7,24 @@ tokens afterwards (`Draws.draw`).
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
 from jmoe.shape_rows import NUM_SHAPE_COLUMNS, everything, pack_seat
-from jmoe.steps import StepOutput
 from serving.execution.buckets import Key
-from serving.execution.device import Device
+from serving.execution.device import Calls, Device
 from serving.execution.ranks import ByRank
 from serving.execution.results import Results
-from serving.plan import Seat, Shapes, StepPlan, StepResult
+from serving.plan import StepPlan, StepResult
 
-Submit = Callable[[Callable[[], StepResult]], "Future[StepResult]"]
+InOrder = Callable[[Callable[[], object]], None]
+Launch = Callable[[Callable[[], Callable[[], StepResult]]], "Future[StepResult]"]
 
 
 class _Undrawn(NamedTuple):
-    out: StepOutput
     key: Key
     step: ByRank
     plan: StepPlan
@@ -36,57 +36,48 @@ class Drawing:
     launched.
     """
 
-    def __init__(self, device: Device, results: Results, submit: Submit, max_len: int) -> None:
-        """`submit` has results read in order; sequences have up to `max_len` positions."""
-        self._device, self._results, self._submit = device, results, submit
-        self._max_len = max_len
+    def __init__(
+        self, calls: Calls, device: Device, results: Results, in_order: InOrder, launch: Launch
+    ) -> None:
+        """`calls` are made by `in_order`, or by `launch` where a result is read of them."""
+        self._calls, self._device, self._results = calls, device, results
+        self._in_order, self._launch = in_order, launch
         self._undrawn: _Undrawn | None = None
 
-    def start(
-        self, out: StepOutput, key: Key, step: ByRank, plan: StepPlan
-    ) -> "Future[StepResult]":
+    def start(self, key: Key, step: ByRank, plan: StepPlan) -> "Future[StepResult]":
         """Starts sampling behind the last layers of a plan with shapes. Draws its tokens now unless
         it waits.
         """
         assert plan.shapes is not None
         for seat in plan.shapes.seats:
-            self._device.seat(self._told(seat))
-        undrawn = _Undrawn(out, key, step, plan, Future())
+            rank, slot = divmod(seat.slot, self._device.limits.slots_per_rank)
+            max_len = self._device.buckets.seat.size
+            told = pack_seat(slot, seat.prompt, seat.output, seat.biases, max_len)
+            self._in_order(partial(self._calls.seat, rank, told))
         if plan.shapes.waits:
-            self._undrawn = undrawn
-            return undrawn.result
+            self._undrawn = _Undrawn(key, step, plan, Future())
+            return self._undrawn.result
         vocab = self._device.model.config.vocab_size
-        return self._submit(self._drawn(undrawn, everything(len(plan.rows), vocab)))
+        return self._draw(key, step, plan, everything(len(plan.rows), vocab))
 
     def draw(self, allowed: Int[np.ndarray, "B W"]) -> None:
         """Draws the tokens of the step that waits."""
         undrawn, self._undrawn = self._undrawn, None
         assert undrawn is not None, "no step waits to be drawn"
-        self._submit(self._drawn(undrawn, allowed)).add_done_callback(
-            lambda read: _pass_on(read, undrawn.result)
-        )
+        key, step, plan, result = undrawn
+        self._draw(key, step, plan, allowed).add_done_callback(lambda read: _pass_on(read, result))
 
-    def _drawn(
-        self, undrawn: _Undrawn, allowed: Int[np.ndarray, "B W"]
-    ) -> Callable[[], StepResult]:
-        out, key, step, plan, _ = undrawn
+    def _draw(
+        self, key: Key, step: ByRank, plan: StepPlan, allowed: Int[np.ndarray, "B W"]
+    ) -> "Future[StepResult]":
+        assert plan.shapes is not None
         num_rows = self._device.buckets.rows(key)
-        padded_shapes = np.zeros((step.num_ranks * num_rows, NUM_SHAPE_COLUMNS), np.int32)
-        padded_allowed = np.full((len(padded_shapes), allowed.shape[1]), -1, np.int32)
-        at, shapes = step.row_at(num_rows), plan.shapes
-        assert isinstance(shapes, Shapes)
-        padded_shapes[at], padded_allowed[at] = shapes.rows, allowed
-        rows = step.padded_rows(num_rows)
-        out = self._device.draw(out, rows, padded_shapes, padded_allowed)
-        return self._results.start(out, key, step, plan.first_layer)
-
-    def _told(self, seat: Seat) -> Int[np.ndarray, "D n"]:
-        """Returns a seat's numbers for each device; only the slot's own has anything to do."""
-        limits = self._device.limits
-        rank, slot = divmod(seat.slot, limits.slots_per_rank)
-        told = pack_seat(slot, seat.prompt, seat.output, seat.biases, self._max_len)
-        others = pack_seat(-1, [], [], [], self._max_len)
-        return np.concatenate([told if at == rank else others for at in range(limits.num_ranks)])
+        at = step.row_at(num_rows)
+        shapes = np.zeros((step.num_ranks * num_rows, NUM_SHAPE_COLUMNS), np.int32)
+        shapes[at] = plan.shapes.rows
+        limited = (allowed != -1).any(axis=1)  # others are many words that say nothing
+        draw = partial(self._calls.draw, shapes, at[limited], allowed[limited])
+        return self._launch(lambda: self._results.start(draw(), key, step, plan.first_layer))
 
 
 def _pass_on(read: "Future[Any]", result: "Future[Any]") -> None:

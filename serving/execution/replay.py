@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 
 from jmoe.steps import StepOutput
 from serving.execution.buckets import Key
@@ -52,6 +52,24 @@ class Led:
         self._followers.call(pb.Call(run=run))
         return self._device.run(key, arrays, models=models, score=score, sample=sample)
 
+    def seat(self, rank: int, told: Int[np.ndarray, "1 n"]) -> None:
+        """See Calls."""
+        self._followers.call(pb.Call(seat=pb.Seat(rank=rank, told=to_message(told))))
+        self._device.seat(rank, told)
+
+    def draw(
+        self,
+        shapes: Int[np.ndarray, "B shape"],
+        limited: Int[np.ndarray, "n"],
+        allowed: Int[np.ndarray, "n W"],
+    ) -> StepOutput:
+        """See Calls."""
+        draw = pb.Draw(
+            shapes=to_message(shapes), limited=to_message(limited), allowed=to_message(allowed)
+        )
+        self._followers.call(pb.Call(draw=draw))
+        return self._device.draw(shapes, limited, allowed)
+
     def use_way(self, way: int) -> None:
         """See Calls."""
         self._followers.call(pb.Call(use_way=way))
@@ -86,6 +104,11 @@ def replay(device: Calls, calls: Iterable[pb.Call], progress: Progress | None = 
                 run = call.run
                 arrays = [to_array(array) for array in run.arrays]
                 device.run(to_key(run.program), arrays, score=run.score, sample=run.sample)
+            case "seat":
+                device.seat(call.seat.rank, to_array(call.seat.told))
+            case "draw":
+                drawn = call.draw
+                device.draw(*map(to_array, (drawn.shapes, drawn.limited, drawn.allowed)))
             case "use_way":
                 device.use_way(call.use_way)
             case "load_way":

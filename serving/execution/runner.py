@@ -138,8 +138,9 @@ class DeviceRunner(StepExecutor):
         self._results = Results(self.buckets, model.config.moe_layers, self.limits.num_ranks)
         self._reader = ResultReader()
         self.mixed = MixedSteps(self.device, self._results)
-        length = config.max_model_len
-        self._drawing = Drawing(self.device, self._results, self._submit, length)
+        self._drawing = Drawing(
+            self._calls, self.device, self._results, self._in_order, self._launch
+        )
         self.copy_s = 0.0
         self.implementations = self.programs.implementations()
 
@@ -288,21 +289,30 @@ class DeviceRunner(StepExecutor):
         )
 
         score = plan.is_last and plan.prompt_logprobs
+        run = partial(self._calls.run, key, arrays, models=plan.models, score=score)
         if plan.shapes is not None:
-            out = self._calls.run(key, arrays, models=plan.models, score=score)
-            return self._drawing.start(out, key, step, plan)
-
-        def start() -> Callable[[], StepResult]:
-            out = self._calls.run(key, arrays, models=plan.models, score=score, sample=plan.is_last)
-            return self._results.start(out, key, step, plan.first_layer)
-
-        if self.device.one_at_a_time:
-            return self._submit(lambda: start()())
-        return self._submit(start())
+            self._in_order(run)
+            return self._drawing.start(key, step, plan)
+        return self._launch(
+            lambda: self._results.start(run(sample=plan.is_last), key, step, plan.first_layer)
+        )
 
     def draw(self, allowed: Int[np.ndarray, "B W"]) -> None:
         """See Executor."""
         self._drawing.draw(allowed)
+
+    def _in_order(self, call: Callable[[], object]) -> None:
+        """Makes a device call in the order of launches."""
+        if self.device.one_at_a_time:
+            self._submit(call)
+        else:
+            call()
+
+    def _launch(self, start: Callable[[], Callable[[], StepResult]]) -> "Future[StepResult]":
+        """Makes device calls as `_in_order` does, and has what they return read behind them."""
+        if self.device.one_at_a_time:
+            return self._submit(lambda: start()())
+        return self._submit(start())
 
     def _submit[T](self, call: Callable[[], T]) -> "Future[T]":
         """Runs a call in the reader's thread, in order. A fault that comes of a lost process says
@@ -346,10 +356,7 @@ class DeviceRunner(StepExecutor):
 
     def load_way(self, way: int, layer: int) -> None:
         """See Executor. Every way fits the slots that capacities are reckoned with."""
-        if self.device.one_at_a_time:
-            self._submit(partial(self._calls.load_way, way, layer))  # in the order of launches
-        else:
-            self._calls.load_way(way, layer)
+        self._in_order(partial(self._calls.load_way, way, layer))
 
     def watch(self, on_failure: Callable[[str], None]) -> None:
         """See Executor."""
@@ -359,10 +366,7 @@ class DeviceRunner(StepExecutor):
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
         """See Executor."""
-        if self.device.one_at_a_time:
-            self._submit(partial(self._calls.host_layer, layer, hosts.copy()))
-        else:
-            self._calls.host_layer(layer, hosts)
+        self._in_order(partial(self._calls.host_layer, layer, hosts.copy()))
 
     @property
     def resident_models(self) -> Sequence[int] | None:

@@ -41,12 +41,10 @@ from serving.request import (
     Chat,
     Priority,
     Request,
-    SamplingParams,
     Structure,
     check_count,
 )
 from serving.scheduling.sequence import SequenceState
-from serving.settings.composes import SHAPING, why_not
 
 if TYPE_CHECKING:
     from serving.scheduling.scheduler import Scheduler
@@ -206,7 +204,6 @@ class Admission:
             raise InvalidRequest(f"the prompt is of type {kind}; send text or token ids", "prompt")
         elif len(prompt) > bounds.max_prompt_tokens:
             raise self._too_long(len(prompt), request)
-        self._check_shaping(request.sampling)
         if request.sampling.stop and tokenizer is None:
             raise InvalidRequest("stop strings need a tokenizer; this model has none", "stop")
         self._check_tokens("stop_token_ids", request.sampling.stop_token_ids)
@@ -221,11 +218,6 @@ class Admission:
                     f"ids are between 0 and {vocab_size - 1}",
                     name,
                 )
-
-    def _check_shaping(self, sampling: SamplingParams) -> None:
-        """Raises InvalidRequest for changes of logits in modes that do not support them."""
-        if sampling.shapes and (why := why_not(self._config, SHAPING)):
-            raise InvalidRequest(f"{SHAPING} must be left out {why}")
 
     async def tokenize(self, request: Request) -> list[int]:
         """Returns the token ids of a prompt whose size was checked. Raises InvalidRequest."""

@@ -263,13 +263,13 @@ class AttentionWorker:
         asked = asked[:count]
         if unserved[:count].any():
             asked = self._end_unserved(units, lengths, asked, unserved[:count], layer)
-        sent = np.bincount(asked[asked >= 0], minlength=self._expert_rows.shape[1])
-        self._expert_rows[self._moe[layer]] += sent
         given_up = np.add.reduceat(degraded[:count], starts).tolist()
         exempt = rows[: len(units), EXEMPT].tolist()
         for unit, degraded_here, is_exempt in zip(units, given_up, exempt, strict=True):
             unit.degraded += degraded_here
-            unit.note_threshold(100 if is_exempt else control.threshold_percent)
+            percent = 100 if is_exempt else control.threshold_percent
+            if not unit.least_percent == percent == unit.most_percent:
+                unit.note_threshold(percent)
         waits = np.add.reduceat((asked >= 0).sum(axis=1), starts) > 0
         if not waits.all():  # brownout dropped all of some
             alive = [units[at] for at in np.flatnonzero(~waits)]
@@ -309,9 +309,9 @@ class AttentionWorker:
         shares that they are to keep, and those that entered under zero brownout are spared. So are
         latency-sensitive rows where others can give up enough.
         """
-        first = units[0]
-        control = StepControl(first.percent, first.strategy)
-        if any((unit.percent, unit.strategy) != control for unit in units):
+        percent, strategy = units[0].percent, units[0].strategy
+        control = StepControl(percent, strategy)
+        if any(unit.percent != percent or unit.strategy != strategy for unit in units):
             bound = [unit for unit in units if unit.strategy]
             for at, unit in enumerate(units):
                 rows[at, EXEMPT] = max(rows[at, EXEMPT], 0 if unit.strategy else SPARED)
@@ -361,6 +361,7 @@ class AttentionWorker:
         """
         at, pick = np.nonzero(asked >= 0)
         expert, row = asked[at, pick], self.numbers.of(self.number, places)
+        self._expert_rows[layer] += np.bincount(expert, minlength=self._expert_rows.shape[1])
         turn = row[at] % self._num_owners[layer, expert]
         owner = self._owners[layer, expert, turn]
         np.add.at(self._missing, (firsts[at], owner), 1)

@@ -1,7 +1,7 @@
 """What does not compose with what: everything else does.
 
-Settings, SetBrownout, requests, the live page and docs/operating.md read one table, so that nothing
-is accepted that would have no effect.
+Settings, SetBrownout, the live page and docs/operating.md read one table, so that nothing is
+accepted that would have no effect.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,18 +14,15 @@ AEP = "asynchronous workers (mode aep)"
 SEVERAL = "several models"
 ALL_THERE = "every model on the device"
 ONE_THERE = "one model on the device at a time"
-PROCESSES = "a mesh over several processes"
 
 MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
     AEP: lambda engine, count: engine.mode == "aep" or engine.asynchronous.attention > 0,
     SEVERAL: lambda engine, count: bool(engine.models) or count > 1,
     ALL_THERE: lambda engine, count: count > 0 and not 0 < engine.resident_sets < count,
     ONE_THERE: lambda engine, count: 1 in (count, engine.resident_sets),
-    PROCESSES: lambda engine, count: bool(engine.coordinator),
 }
 """Whether settings ask for a mode; `count` is the number of models, 0 where that is not known."""
 
-SHAPING = "min_p, penalties, logit_bias, top_logprobs and structured output"
 COMPANY = "SetBrownout prefill_company"
 
 _ONE = "workers serve one model; several need engine.mode steps"
@@ -49,11 +46,9 @@ COMPOSES: dict[tuple[str, str], str] = {
     (SEVERAL, "engine.mesh"): "a family is served on one device",
     (ALL_THERE, "engine.model_stay_s"): "no model takes another's place (engine.resident_sets)",
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",
-    (PROCESSES, "engine.balance.load_file"): "each process would place experts by its own file",
-    (PROCESSES, SHAPING): "processes draw from logits as they are",
 }
-"""Why a mode does not go with a feature: a setting (`key=value`: only that value), a field of
-SetBrownout, or of requests.
+"""Why a mode does not go with a feature: a setting (`key=value`: only that value), or a field
+of SetBrownout.
 """
 
 _DEFAULTS = ServerConfig()

@@ -22,6 +22,7 @@ from serving.cluster.secret import ClusterSecret
 from serving.config import EngineConfig
 from serving.control.experts_loader import allowed_ways, ways_among
 from serving.control.guarded import make_controller
+from serving.control.mover import read_load
 from serving.control.slo import starting_strategy
 from serving.errors import SettingsError
 from serving.execution.executor import Executor
@@ -43,14 +44,15 @@ GATHERS_WELL = 8
 
 
 def check_start(config: EngineConfig) -> None:
-    """Checks what can be told before anything is loaded: plugins, the models' files, and what
-    their configurations and ways say of the settings.
+    """Checks what can be told before anything is loaded, or another process joins: plugins, the
+    models' files, and what their configurations and ways say of the settings.
 
     Reads no weights, and fetches only what describes a model of the Hub: its weights and ways are
     not checked. Raises what `prepare` would.
     """
     make_policy(config.policy)
     make_controller(config.salc)
+    read_load(config.balance)
     ClusterSecret.of(config)
     if config.family and not Path(config.family).is_file():
         raise SettingsError(

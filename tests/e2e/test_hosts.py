@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager
+from itertools import cycle, islice
 from pathlib import Path
 
 import grpc
@@ -19,7 +20,7 @@ from serving.client import Client
 from serving.proto.jmoe.v1 import jmoe_pb2 as pb
 
 from .conftest import FEW_PROGRAMS
-from .exact_answers import check_exact_answers, prompts
+from .exact_answers import check_exact_answers, check_shaped_answers, prompts
 
 pytestmark = pytest.mark.deep
 
@@ -27,6 +28,7 @@ PEER_TIMEOUT_S = 4.0
 EXIT_S = 10.0
 """Time for an exit beside what it waits for: two cores, and jax to shut down."""
 ENDLESS = pb.SamplingParams(max_new_tokens=200, ignore_eos=True)
+STRUCTURED = pb.SamplingParams(max_new_tokens=200, regex="[a-z]{400}")
 LONG = pb.SamplingParams(max_new_tokens=60, ignore_eos=True)
 
 
@@ -131,14 +133,15 @@ async def tokens(client, text, **sampling):
     return [token async for message in call for token in message.token_ids]
 
 
-async def streams(address, count, begun, sampling=ENDLESS):
+async def streams(address, count, begun, *kinds):
     """Runs streams and returns how they end; `begun` is called in the middle of them."""
+    samplings = list(islice(cycle(kinds or (ENDLESS,)), count))
     async with Client(address) as client:
 
         async def one(number):
             seen = 0
             try:
-                async for _ in client.generate([number, 2, 3], sampling):
+                async for _ in client.generate([number, 2, 3], samplings[number]):
                     seen += 1
                     if number == 0 and seen == 3:
                         begun()
@@ -174,6 +177,7 @@ async def test_two_processes_answer_as_one_and_end_together(hosts, ports):
         assert "jmoe follows 127.0.0.1" in started.wait_for(1, ".*as process 1 of 2").group(0)
         with strangers(ports[0]):
             await check_exact_answers(address, model)
+            await check_shaped_answers(address, model)
         async with Client(address) as client:
             assert (await client.set_brownout(way=2)).way == 2
             sampled = [tokens(client, text, temperature=0.8, top_k=5) for text in texts[:4]]
@@ -199,18 +203,25 @@ async def test_two_processes_answer_as_one_and_end_together(hosts, ports):
 
 
 @pytest.mark.exhaustive
-async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts, ports):
-    with hosts() as started:
+async def test_a_killed_follower_ends_all_and_says_so_and_a_restart_works(hosts, ports, tmp_path):
+    load_file = tmp_path / "load.npy"
+    alike = tuple(
+        f"engine.balance.{setting}"
+        for setting in ("spare_slots=1", "interval_s=0.1", f"load_file={load_file}")
+    )
+    with hosts(alike, alike) as started:
         address = started.address()
-        ends = await streams(address, 2, started.processes[1].kill)
+        ends = await streams(address, 4, started.processes[1].kill, ENDLESS, STRUCTURED)
         for code, details in ends:
             assert code is grpc.StatusCode.UNAVAILABLE
             assert "PeerLost: process 1 of 2 is gone" in details
         assert started.processes[0].wait(PEER_TIMEOUT_S + EXIT_S) == 1
         assert "health is NOT_SERVING from now on" in started.log(0)
         assert "jmoe: the engine failed: PeerLost: process 1 of 2" in started.log(0)
-    with hosts(leaders=(f"engine.coordinator=0.0.0.0:{ports[0]}",)) as started:
+    assert load_file.exists()
+    with hosts((*alike, f"engine.coordinator=0.0.0.0:{ports[0]}"), alike) as started:
         address = started.address()
+        await check_exact_answers(address, jmoe.load("bundled", "float32"))
         ends = await streams(address, 1, started.processes[0].kill)
         assert ends[0][0] is grpc.StatusCode.UNAVAILABLE
         assert started.processes[1].wait(PEER_TIMEOUT_S + EXIT_S) == 1

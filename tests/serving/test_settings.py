@@ -24,7 +24,6 @@ from serving.settings.composes import (
     ALL_THERE,
     COMPOSES,
     ONE_THERE,
-    PROCESSES,
     SEVERAL,
 )
 from serving.settings.reading import CONFIGS, check, load, read_yaml, variable
@@ -207,13 +206,6 @@ MODE_SETTINGS = {
     SEVERAL: {"engine.models": ("a=x", "b=y")},
     ALL_THERE: {"engine.models": ("a=x", "b=y")},
     ONE_THERE: {"engine.models": ("a=x", "b=y"), "engine.resident_sets": 1},
-    PROCESSES: {
-        "engine.coordinator": "a:1",
-        "engine.num_processes": 2,
-        "engine.process_index": 0,
-        "engine.mesh": "ep=2",
-        "engine.balance.spare_slots": 1,
-    },
 }
 ASKING = {
     "engine.mesh": "ep=2",
@@ -227,7 +219,6 @@ ASKING = {
     "engine.model_stay_s": 1.0,
     "engine.brownout.best_effort_ttft_slo_s": 1.0,
     "engine.brownout.best_effort_itl_slo_s": 1.0,
-    "engine.balance.load_file": "load.npy",
 }
 """Values that turn a feature on; settings that are not here are numbers."""
 

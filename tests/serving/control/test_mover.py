@@ -1,14 +1,20 @@
 """The mover over a runner that only records calls."""
 
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from jmoe.parallel.placement import contiguous
-from serving.config import BalanceConfig
+from serving.config import BalanceConfig, EngineConfig
 from serving.control.mover import Mover, read_load, starting_placement
 from serving.errors import SettingsError
+from serving.startup.prepare import check_start
 
 LAYERS, EXPERTS, DEVICES = 3, 8, 4
 
@@ -116,13 +122,57 @@ def test_load_is_kept_over_a_restart(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["load.npy"]
 
 
+PLACES = """
+import sys
+import jax
+import numpy as np
+from serving.config import BalanceConfig
+from serving.control.mover import starting_placement
+
+address, index, file, kept = sys.argv[1:]
+jax.distributed.initialize(address, 2, int(index))
+config = BalanceConfig(spare_slots=1, load_file=file)
+np.save(kept, starting_placement(config, 3, 8, 4).hosts)
+jax.distributed.shutdown()
+"""
+
+
+@pytest.mark.deep
+def test_two_processes_place_experts_by_the_file_of_process_0(tmp_path):
+    np.save(tmp_path / "load0.npy", skewed())
+    np.save(tmp_path / "load1.npy", skewed()[::-1, ::-1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    placing = []
+    for index in range(2):
+        files = tmp_path / f"load{index}.npy", tmp_path / f"hosts{index}.npy"
+        command = [sys.executable, "-c", PLACES, address, index, *files]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+        root = Path(__file__).parents[3]
+        placing.append(subprocess.Popen(list(map(str, command)), cwd=root, env=environment))
+    try:
+        assert [one.wait(120) for one in placing] == [0, 0]
+    finally:
+        for one in placing:
+            one.kill()
+    config = BalanceConfig(spare_slots=1, load_file=str(tmp_path / "load0.npy"))
+    wanted = starting_placement(config, LAYERS, EXPERTS, DEVICES).hosts
+    assert wanted[1, 2].all()
+    for index in range(2):
+        np.testing.assert_array_equal(np.load(tmp_path / f"hosts{index}.npy"), wanted)
+
+
 def test_a_load_file_that_is_none_is_refused(tmp_path):
     config = BalanceConfig(spare_slots=1, load_file=str(tmp_path / "load.npy"))
     assert read_load(config, (LAYERS, EXPERTS)) is None
     (tmp_path / "load.npy").write_text("no array")
     with pytest.raises(SettingsError, match=r"engine.balance.load_file is .* and cannot be read"):
         read_load(config, (LAYERS, EXPERTS))
+    with pytest.raises(SettingsError, match=r"engine.balance.load_file is .* and cannot be read"):
+        check_start(EngineConfig(balance=config))
     np.save(tmp_path / "load.npy", np.ones((2, 2)))
+    assert read_load(config) is not None  # of some model
     with pytest.raises(SettingsError, match=r"holds \(2, 2\); of this model it must .*\(3, 8\)"):
         read_load(config, (LAYERS, EXPERTS))
     lost = BalanceConfig(spare_slots=1, load_file=str(tmp_path / "none" / "load.npy"))

@@ -36,6 +36,12 @@ class Recorder:
         self.made.append(("run", key, [a.tolist() for a in arrays], score, sample))
         assert all(a.dtype == np.int32 for a in arrays)
 
+    def seat(self, rank, told):
+        self.made.append(("seat", rank, told.tolist()))
+
+    def draw(self, shapes, limited, allowed):
+        self.made.append(("draw", shapes.tolist(), limited.tolist(), allowed.tolist()))
+
     def use_way(self, way):
         self.made.append(("use_way", way))
 
@@ -98,13 +104,16 @@ def test_followers_make_the_calls_of_process_0_in_their_order():
         for n in range(50):
             led.run(PART, [ROWS + n, np.zeros((0, 3), np.int32)], score=n % 2 == 0, sample=True)
         led.load_way(2, 3)
+        led.run(PART, [ROWS])
+        led.seat(3, ROWS[:1])
+        led.draw(ROWS[:, :5], ROWS[0], ROWS)
         led.ready()
         leader.close()
         for job in jobs:
             job.result(60)
         assert not leader.lost.reason
         assert not any(other.lost.reason for other in others)
-    assert len(here.made) == 55
+    assert len(here.made) == 58
     assert here.made == there[0].made == there[1].made
 
 

@@ -1,6 +1,7 @@
 """What process 0 tells is all that another process needs: the same calls end in the same state."""
 
 import asyncio
+import re
 from dataclasses import replace
 
 import jax
@@ -8,14 +9,16 @@ import numpy as np
 import pytest
 
 import jmoe
+from jmoe.shape_rows import NUM_SHAPE_COLUMNS, num_words, seat_size
 from serving.config import BrownoutConfig, EngineConfig
 from serving.engine import Engine
-from serving.errors import Lost
+from serving.errors import Lost, PeerLost, Unavailable
+from serving.execution.buckets import Key
 from serving.execution.fitting import fit_to_model
-from serving.execution.replay import Led, replay
+from serving.execution.replay import Led, replay, to_message
 from serving.execution.runner import DeviceRunner
 from serving.proto.jmoe.v1 import hosts_pb2 as pb
-from serving.request import BrownoutChange, Priority, SamplingParams
+from serving.request import BrownoutChange, Priority, SamplingParams, Structure, StructureKind
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
 
@@ -34,13 +37,21 @@ CONFIG = EngineConfig(
 )
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """Returns the settings, with programs that are compiled once and kept on disk."""
+    return replace(CONFIG, compilation_cache=str(tmp_path_factory.mktemp("programs")))
+
+
 class Listening:
     """The other processes: they record what they are told."""
 
     def __init__(self):
-        self.lost, self.told, self.stopped = Lost(), [], []
+        self.lost, self.told, self.stopped, self.stops_within_s = Lost(), [], [], 60.0
 
     def call(self, call):
+        if self.lost.reason:
+            raise PeerLost(self.lost.reason)
         self.told.append(call.SerializeToString())
 
     def close(self, *, stop=True):
@@ -53,7 +64,9 @@ def runner(config, followers=None):
 
 
 async def serve(engine):
-    """Serves best effort that is parked, samples, scores, and another way in the middle of it."""
+    """Serves best effort that is parked, samples, scores, and another way in the middle of it; and
+    rows whose logits are changed beside a structured one.
+    """
 
     async def one(number, priority, **sampling):
         params = SamplingParams(max_new_tokens=20, ignore_eos=True, seed=number, **sampling)
@@ -64,15 +77,42 @@ async def serve(engine):
     urgent = [one(9, Priority.LATENCY_SENSITIVE, top_k=5, temperature=1.0, prompt_logprobs=True)]
     change = engine.set_brownout(BrownoutChange(way=4))
     await asyncio.gather(*best_effort, *urgent, change)
+    shaped = [
+        one(1, Priority.BEST_EFFORT, frequency_penalty=1.5, top_logprobs=3, prompt_logprobs=True),
+        one(2, Priority.LATENCY_SENSITIVE, logit_bias=((40, 8.0),), min_p=0.1, temperature=1.0),
+    ]
+    texts = await asyncio.gather(digits(engine), *shaped)
+    assert re.fullmatch("[0-9]{20}", texts[0])
+
+
+async def digits(engine):
+    """Returns the text of a structured output."""
+    structure = Structure(StructureKind.REGEX, "[0-9]{20}")
+    params = SamplingParams(max_new_tokens=40, temperature=2.0, structure=structure)
+    return "".join([out.text async for out in engine.generate([7, 8, 9], params)])
+
+
+def note_draws(device):
+    """Returns a list of all that the device will have drawn."""
+    found, draw = [], device.draw
+
+    def noted(*asked):
+        found.append(draw(*asked))
+        return found[-1]
+
+    device.draw = noted
+    return found
 
 
 @pytest.mark.deep
-async def test_the_same_calls_end_in_the_same_state(tmp_path):
-    config = replace(CONFIG, compilation_cache=str(tmp_path))
+@pytest.mark.parametrize("one_at_a_time", [False, True])
+async def test_the_same_calls_end_in_the_same_state(kept, one_at_a_time):
     others = Listening()
-    model, led = runner(config, others)
+    model, led = runner(kept, others)
+    led.device.one_at_a_time = one_at_a_time
+    drawn = note_draws(led.device)
     led.start(8, (8, 4))
-    engine = Engine(config, led, model)
+    engine = Engine(kept, led, model)
     engine.run()
     await serve(engine)
     await engine.stop()
@@ -81,19 +121,89 @@ async def test_the_same_calls_end_in_the_same_state(tmp_path):
     told = [pb.Call.FromString(call) for call in others.told]
     kinds = [call.WhichOneof("kind") for call in told]
     assert kinds[0] == "compile"
-    assert {"warm", "use_way", "ready", "run", "load_way"} <= set(kinds)
+    assert {"warm", "use_way", "ready", "run", "load_way", "seat", "draw"} <= set(kinds)
     runs = [call.run for call in told if call.HasField("run")]
     assert any(run.score for run in runs)
     assert any(not run.sample for run in runs)  # a part that is not the last
 
-    other, follower = runner(config)
+    assert any(call.draw.limited.shape[0] for call in told if call.HasField("draw"))
+
+    other, follower = runner(kept)
+    drawn_there = note_draws(follower.device)
     replay(follower.device, told)
     follower.close()
     assert follower.programs.num_from_disk == follower.num_programs == led.num_programs
     assert other.way == model.way == 4
-    for here, there in ((led.device.state, follower.device.state), (model.weights, other.weights)):
+    for here, there in (
+        (led.device.state, follower.device.state),
+        (led.device.shaping, follower.device.shaping),
+        (model.weights, other.weights),
+        (drawn, drawn_there),
+    ):
         for one, same in zip(jax.tree.leaves(here), jax.tree.leaves(there), strict=True):
             np.testing.assert_array_equal(one, same)
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("one_at_a_time", [False, True])
+async def test_a_process_lost_before_a_step_is_drawn_is_named(kept, one_at_a_time):
+    class Losing(Listening):
+        """Loses a process between the layers of a step and what draws its tokens."""
+
+        def call(self, call):
+            if served and call.HasField("draw"):
+                self.lost.say("process 1 of 2 is gone; start all of them again")
+            super().call(call)
+
+    others, served = Losing(), []
+    model, led = runner(kept, others)
+    led.device.one_at_a_time = one_at_a_time
+    led.start(8, (8, 4))
+    engine = Engine(kept, led, model)
+    engine.run()
+    served.append(True)
+    with pytest.raises(Unavailable, match="failed: PeerLost: process 1 of 2 is gone"):
+        await digits(engine)
+    await engine.stop()
+    assert others.stopped == [False]
+
+
+def numbers(*shape):
+    return to_message(np.zeros(shape, np.int32))
+
+
+@pytest.mark.deep
+def test_what_does_not_fit_what_is_here_is_drawn_by_nobody(kept):
+    device = runner(kept)[1].device
+    step, draw = Key("decode", 4, 100), Key("draw", 4, 100)
+    device.compile([step, draw, device.buckets.seat])
+    words, length = num_words(device.model.config.vocab_size), seat_size(64)
+    drawn = pb.Draw(
+        shapes=numbers(4, NUM_SHAPE_COLUMNS), limited=numbers(1), allowed=numbers(1, words)
+    )
+    with pytest.raises(ValueError, match="no step waits to be drawn"):
+        replay(device, [pb.Call(draw=drawn)])
+    wrong = [
+        pb.Draw(shapes=numbers(3, NUM_SHAPE_COLUMNS), limited=numbers(0), allowed=drawn.allowed),
+        pb.Draw(shapes=drawn.shapes, limited=numbers(2), allowed=numbers(3, words)),
+        pb.Draw(shapes=drawn.shapes, limited=drawn.limited, allowed=numbers(1, words + 1)),
+        pb.Draw(
+            shapes=drawn.shapes,
+            limited=to_message(np.array([4], np.int32)),
+            allowed=drawn.allowed,
+        ),
+    ]
+    for one in wrong:
+        device.warm(step)
+        with pytest.raises((TypeError, ValueError, IndexError)):
+            replay(device, [pb.Call(draw=one)])
+    for rank, told in ((1, numbers(1, length)), (0, numbers(1, length - 1)), (0, numbers(length))):
+        with pytest.raises((TypeError, ValueError, IndexError)):
+            replay(device, [pb.Call(seat=pb.Seat(rank=rank, told=told))])
+    device.warm(step)
+    replay(device, [pb.Call(draw=drawn)])
+    with pytest.raises(ValueError, match="no step waits to be drawn"):
+        replay(device, [pb.Call(draw=drawn)])  # once
 
 
 class Noting:

@@ -63,22 +63,6 @@ def test_likeliest_tokens_go_back_one_list_a_token() -> None:
     assert list(found.top_logprobs[0].logprobs) == pytest.approx([-0.1, -2.5])
 
 
-@pytest.mark.parametrize(("settings", "where"), [({"coordinator": "a:1"}, "several processes")])
-@pytest.mark.parametrize(
-    "asked", [{"min_p": 0.5}, {"logit_bias": ((1, 1.0),)}, {"top_logprobs": 1}]
-)
-async def test_where_logits_cannot_be_changed_that_is_said(settings, where, asked) -> None:
-    admission = Admission(
-        EngineConfig(max_model_len=2048, **settings), Limits(4, 8, 16, 32, 4), None
-    )
-    try:
-        admission.check_size(Request("id", [1], SamplingParams()))
-        with pytest.raises(InvalidRequest, match=f"must be left out with .*{where}"):
-            admission.check_size(Request("id", [1], SamplingParams(**asked)))
-    finally:
-        await admission.close()
-
-
 @pytest.mark.parametrize(
     ("prompt", "asked", "options", "error", "param"),
     [

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!serving/proto/jmoe/v1/hosts.proto\x12\x07jmoe.v1\"G\n\x0c\x46romFollower\x12\x1d\n\x04join\x18\x01 \x01(\x0b\x32\r.jmoe.v1.JoinH\x00\x12\x10\n\x06\x66\x61iled\x18\x02 \x01(\tH\x00\x42\x06\n\x04kind\"t\n\x04Join\x12\x15\n\rprocess_index\x18\x01 \x01(\x05\x12\'\n\x05\x66\x61\x63ts\x18\x02 \x03(\x0b\x32\x18.jmoe.v1.Join.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"s\n\nToFollower\x12\x1f\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x0e.jmoe.v1.BeginH\x00\x12\x1d\n\x04\x63\x61ll\x18\x02 \x01(\x0b\x32\r.jmoe.v1.CallH\x00\x12\x1d\n\x04stop\x18\x03 \x01(\x0b\x32\r.jmoe.v1.StopH\x00\x42\x06\n\x04kind\" \n\x05\x42\x65gin\x12\x17\n\x0fjax_coordinator\x18\x01 \x01(\t\"\x06\n\x04Stop\"\xf9\x01\n\x04\x43\x61ll\x12$\n\x07\x63ompile\x18\x01 \x01(\x0b\x32\x11.jmoe.v1.ProgramsH\x00\x12 \n\x04warm\x18\x02 \x01(\x0b\x32\x10.jmoe.v1.ProgramH\x00\x12\x1b\n\x03run\x18\x03 \x01(\x0b\x32\x0c.jmoe.v1.RunH\x00\x12\x11\n\x07use_way\x18\x04 \x01(\x05H\x00\x12%\n\x08load_way\x18\x05 \x01(\x0b\x32\x11.jmoe.v1.WayLayerH\x00\x12\x1f\n\x05ready\x18\x06 \x01(\x0b\x32\x0e.jmoe.v1.ReadyH\x00\x12)\n\nhost_layer\x18\x07 \x01(\x0b\x32\x13.jmoe.v1.LayerHostsH\x00\x42\x06\n\x04kind\".\n\x08Programs\x12\"\n\x08programs\x18\x01 \x03(\x0b\x32\x10.jmoe.v1.Program\"_\n\x07Program\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x05\x12\x16\n\x0e\x62ucket_percent\x18\x03 \x01(\x05\x12\x1f\n\x06layers\x18\x04 \x01(\x0b\x32\x0f.jmoe.v1.Layers\"%\n\x06Layers\x12\r\n\x05\x66irst\x18\x01 \x01(\x05\x12\x0c\n\x04stop\x18\x02 \x01(\x05\"l\n\x03Run\x12!\n\x07program\x18\x01 \x01(\x0b\x32\x10.jmoe.v1.Program\x12#\n\x06\x61rrays\x18\x02 \x03(\x0b\x32\x13.jmoe.v1.Int32Array\x12\r\n\x05score\x18\x03 \x01(\x08\x12\x0e\n\x06sample\x18\x04 \x01(\x08\")\n\nInt32Array\x12\r\n\x05shape\x18\x01 \x03(\x05\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"&\n\x08WayLayer\x12\x0b\n\x03way\x18\x01 \x01(\x05\x12\r\n\x05layer\x18\x02 \x01(\x05\"?\n\nLayerHosts\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\"\n\x05hosts\x18\x02 \x01(\x0b\x32\x13.jmoe.v1.Int32Array\"\x07\n\x05Ready2A\n\x05Hosts\x12\x38\n\x06\x46ollow\x12\x15.jmoe.v1.FromFollower\x1a\x13.jmoe.v1.ToFollower(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!serving/proto/jmoe/v1/hosts.proto\x12\x07jmoe.v1\"G\n\x0c\x46romFollower\x12\x1d\n\x04join\x18\x01 \x01(\x0b\x32\r.jmoe.v1.JoinH\x00\x12\x10\n\x06\x66\x61iled\x18\x02 \x01(\tH\x00\x42\x06\n\x04kind\"t\n\x04Join\x12\x15\n\rprocess_index\x18\x01 \x01(\x05\x12\'\n\x05\x66\x61\x63ts\x18\x02 \x03(\x0b\x32\x18.jmoe.v1.Join.FactsEntry\x1a,\n\nFactsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"s\n\nToFollower\x12\x1f\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x0e.jmoe.v1.BeginH\x00\x12\x1d\n\x04\x63\x61ll\x18\x02 \x01(\x0b\x32\r.jmoe.v1.CallH\x00\x12\x1d\n\x04stop\x18\x03 \x01(\x0b\x32\r.jmoe.v1.StopH\x00\x42\x06\n\x04kind\" \n\x05\x42\x65gin\x12\x17\n\x0fjax_coordinator\x18\x01 \x01(\t\"\x06\n\x04Stop\"\xb7\x02\n\x04\x43\x61ll\x12$\n\x07\x63ompile\x18\x01 \x01(\x0b\x32\x11.jmoe.v1.ProgramsH\x00\x12 \n\x04warm\x18\x02 \x01(\x0b\x32\x10.jmoe.v1.ProgramH\x00\x12\x1b\n\x03run\x18\x03 \x01(\x0b\x32\x0c.jmoe.v1.RunH\x00\x12\x11\n\x07use_way\x18\x04 \x01(\x05H\x00\x12%\n\x08load_way\x18\x05 \x01(\x0b\x32\x11.jmoe.v1.WayLayerH\x00\x12\x1f\n\x05ready\x18\x06 \x01(\x0b\x32\x0e.jmoe.v1.ReadyH\x00\x12)\n\nhost_layer\x18\x07 \x01(\x0b\x32\x13.jmoe.v1.LayerHostsH\x00\x12\x1d\n\x04seat\x18\x08 \x01(\x0b\x32\r.jmoe.v1.SeatH\x00\x12\x1d\n\x04\x64raw\x18\t \x01(\x0b\x32\r.jmoe.v1.DrawH\x00\x42\x06\n\x04kind\".\n\x08Programs\x12\"\n\x08programs\x18\x01 \x03(\x0b\x32\x10.jmoe.v1.Program\"_\n\x07Program\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x05\x12\x16\n\x0e\x62ucket_percent\x18\x03 \x01(\x05\x12\x1f\n\x06layers\x18\x04 \x01(\x0b\x32\x0f.jmoe.v1.Layers\"%\n\x06Layers\x12\r\n\x05\x66irst\x18\x01 \x01(\x05\x12\x0c\n\x04stop\x18\x02 \x01(\x05\"l\n\x03Run\x12!\n\x07program\x18\x01 \x01(\x0b\x32\x10.jmoe.v1.Program\x12#\n\x06\x61rrays\x18\x02 \x03(\x0b\x32\x13.jmoe.v1.Int32Array\x12\r\n\x05score\x18\x03 \x01(\x08\x12\x0e\n\x06sample\x18\x04 \x01(\x08\")\n\nInt32Array\x12\r\n\x05shape\x18\x01 \x03(\x05\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"&\n\x08WayLayer\x12\x0b\n\x03way\x18\x01 \x01(\x05\x12\r\n\x05layer\x18\x02 \x01(\x05\"?\n\nLayerHosts\x12\r\n\x05layer\x18\x01 \x01(\x05\x12\"\n\x05hosts\x18\x02 \x01(\x0b\x32\x13.jmoe.v1.Int32Array\"7\n\x04Seat\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12!\n\x04told\x18\x02 \x01(\x0b\x32\x13.jmoe.v1.Int32Array\"w\n\x04\x44raw\x12#\n\x06shapes\x18\x01 \x01(\x0b\x32\x13.jmoe.v1.Int32Array\x12$\n\x07limited\x18\x02 \x01(\x0b\x32\x13.jmoe.v1.Int32Array\x12$\n\x07\x61llowed\x18\x03 \x01(\x0b\x32\x13.jmoe.v1.Int32Array\"\x07\n\x05Ready2A\n\x05Hosts\x12\x38\n\x06\x46ollow\x12\x15.jmoe.v1.FromFollower\x1a\x13.jmoe.v1.ToFollower(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,23 +46,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOP']._serialized_start=388
   _globals['_STOP']._serialized_end=394
   _globals['_CALL']._serialized_start=397
-  _globals['_CALL']._serialized_end=646
-  _globals['_PROGRAMS']._serialized_start=648
-  _globals['_PROGRAMS']._serialized_end=694
-  _globals['_PROGRAM']._serialized_start=696
-  _globals['_PROGRAM']._serialized_end=791
-  _globals['_LAYERS']._serialized_start=793
-  _globals['_LAYERS']._serialized_end=830
-  _globals['_RUN']._serialized_start=832
-  _globals['_RUN']._serialized_end=940
-  _globals['_INT32ARRAY']._serialized_start=942
-  _globals['_INT32ARRAY']._serialized_end=983
-  _globals['_WAYLAYER']._serialized_start=985
-  _globals['_WAYLAYER']._serialized_end=1023
-  _globals['_LAYERHOSTS']._serialized_start=1025
-  _globals['_LAYERHOSTS']._serialized_end=1088
-  _globals['_READY']._serialized_start=1090
-  _globals['_READY']._serialized_end=1097
-  _globals['_HOSTS']._serialized_start=1099
-  _globals['_HOSTS']._serialized_end=1164
+  _globals['_CALL']._serialized_end=708
+  _globals['_PROGRAMS']._serialized_start=710
+  _globals['_PROGRAMS']._serialized_end=756
+  _globals['_PROGRAM']._serialized_start=758
+  _globals['_PROGRAM']._serialized_end=853
+  _globals['_LAYERS']._serialized_start=855
+  _globals['_LAYERS']._serialized_end=892
+  _globals['_RUN']._serialized_start=894
+  _globals['_RUN']._serialized_end=1002
+  _globals['_INT32ARRAY']._serialized_start=1004
+  _globals['_INT32ARRAY']._serialized_end=1045
+  _globals['_WAYLAYER']._serialized_start=1047
+  _globals['_WAYLAYER']._serialized_end=1085
+  _globals['_LAYERHOSTS']._serialized_start=1087
+  _globals['_LAYERHOSTS']._serialized_end=1150
+  _globals['_SEAT']._serialized_start=1152
+  _globals['_SEAT']._serialized_end=1207
+  _globals['_DRAW']._serialized_start=1209
+  _globals['_DRAW']._serialized_end=1328
+  _globals['_READY']._serialized_start=1330
+  _globals['_READY']._serialized_end=1337
+  _globals['_HOSTS']._serialized_start=1339
+  _globals['_HOSTS']._serialized_end=1404
 # @@protoc_insertion_point(module_scope)

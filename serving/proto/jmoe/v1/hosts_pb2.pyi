@@ -50,7 +50,7 @@ class Stop(_message.Message):
     def __init__(self) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("compile", "warm", "run", "use_way", "load_way", "ready", "host_layer")
+    __slots__ = ("compile", "warm", "run", "use_way", "load_way", "ready", "host_layer", "seat", "draw")
     COMPILE_FIELD_NUMBER: _ClassVar[int]
     WARM_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +58,8 @@ class Call(_message.Message):
     LOAD_WAY_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     HOST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    SEAT_FIELD_NUMBER: _ClassVar[int]
+    DRAW_FIELD_NUMBER: _ClassVar[int]
     compile: Programs
     warm: Program
     run: Run
@@ -65,7 +67,9 @@ class Call(_message.Message):
     load_way: WayLayer
     ready: Ready
     host_layer: LayerHosts
-    def __init__(self, compile: _Optional[_Union[Programs, _Mapping]] = ..., warm: _Optional[_Union[Program, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., use_way: _Optional[int] = ..., load_way: _Optional[_Union[WayLayer, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., host_layer: _Optional[_Union[LayerHosts, _Mapping]] = ...) -> None: ...
+    seat: Seat
+    draw: Draw
+    def __init__(self, compile: _Optional[_Union[Programs, _Mapping]] = ..., warm: _Optional[_Union[Program, _Mapping]] = ..., run: _Optional[_Union[Run, _Mapping]] = ..., use_way: _Optional[int] = ..., load_way: _Optional[_Union[WayLayer, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., host_layer: _Optional[_Union[LayerHosts, _Mapping]] = ..., seat: _Optional[_Union[Seat, _Mapping]] = ..., draw: _Optional[_Union[Draw, _Mapping]] = ...) -> None: ...
 
 class Programs(_message.Message):
     __slots__ = ("programs",)
@@ -128,6 +132,24 @@ class LayerHosts(_message.Message):
     layer: int
     hosts: Int32Array
     def __init__(self, layer: _Optional[int] = ..., hosts: _Optional[_Union[Int32Array, _Mapping]] = ...) -> None: ...
+
+class Seat(_message.Message):
+    __slots__ = ("rank", "told")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    told: Int32Array
+    def __init__(self, rank: _Optional[int] = ..., told: _Optional[_Union[Int32Array, _Mapping]] = ...) -> None: ...
+
+class Draw(_message.Message):
+    __slots__ = ("shapes", "limited", "allowed")
+    SHAPES_FIELD_NUMBER: _ClassVar[int]
+    LIMITED_FIELD_NUMBER: _ClassVar[int]
+    ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    shapes: Int32Array
+    limited: Int32Array
+    allowed: Int32Array
+    def __init__(self, shapes: _Optional[_Union[Int32Array, _Mapping]] = ..., limited: _Optional[_Union[Int32Array, _Mapping]] = ..., allowed: _Optional[_Union[Int32Array, _Mapping]] = ...) -> None: ...
 
 class Ready(_message.Message):
     __slots__ = ()
