@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jmoe.family import Family
+from jmoe.router import ScoredTopK
 from jmoe.packed_rows import SLOT, empty_deltas, pack_row
 from serving.config import EngineConfig
 from serving.execution.buckets import Buckets, Key
@@ -63,10 +64,10 @@ def test_a_mixed_step_pays_where_it_takes_less_than_its_models_steps(steps, coun
 )
 def test_how_many_models_a_step_may_have(wanted, models, resident, found):
     config = EngineConfig(mixed_models=wanted, resident_sets=resident)
-    family = MagicMock(spec=Family, offloaded=None)
+    family = MagicMock(spec=Family, config=MagicMock(router=None))
     family.__len__.return_value = models
     assert mixed_models(config, family) == found
-    family.offloaded = object()  # where experts lie in host memory a step has rows of one
+    family.config.router = ScoredTopK()  # would choose among all models' experts
     assert mixed_models(config, family) == 1
 
 
