@@ -304,8 +304,7 @@ def load_hf(
     held = PoolHolder(home.empty_pool(jax.eval_shape(partial(empty_pool, cfg, 1, dtype))))
 
     def write(moe_layer: int, experts: ExpertPool) -> None:
-        gate_up, down = map(np.asarray, experts)  # as they are: no device has all
-        held.pool = home.write(held.pool, moe_layer, gate_up, down)
+        held.pool = home.write(held.pool, moe_layer, experts)
 
     params = read_layers(files, cfg, progress, write)
     return Weights(home.whole(params), held.pool, home.table(cfg.num_experts))
@@ -344,7 +343,7 @@ def write_routed(
     held: PoolHolder, slots: Sequence[np.ndarray], moe_layer: int, experts: ExpertPool
 ) -> None:
     """Writes experts of a layer into `slots`, int32 [n]."""
-    held.pool = write_slots(held.pool, jnp.asarray(slots[moe_layer]), *experts)
+    held.pool = write_slots(held.pool, jnp.asarray(slots[moe_layer]), experts)
 
 
 def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype) -> ExpertPool:
@@ -509,7 +508,7 @@ def _tree(weights: Weights) -> dict[str, Any]:
     params, pool, table = weights
     plain = {**params, "segments": list(params["segments"])}
     stored = {"slots": table.slots, "groups": table.groups}
-    return {"params": plain, "pool": pool._asdict(), "table": stored}
+    return {"params": plain, "pool": pool.plain()._asdict(), "table": stored}
 
 
 def _check_native(cfg: ModelConfig, params: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, load_layer
+from jmoe.experts import ExpertTable, Pool, UnitedExperts, load_layer
 from jmoe.numbers import integer
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Weights(NamedTuple):
     """All that a program reads of a model: a pytree, one argument."""
 
     params: Params
-    pool: ExpertPool
+    pool: Pool
     table: ExpertTable
 
     @property
@@ -40,7 +40,7 @@ class PoolHolder:
     pool.
     """
 
-    pool: ExpertPool
+    pool: Pool
 
 
 class ResidentWeights:
