@@ -1,7 +1,7 @@
 """Paged experts: the pool of slots, the table from logical expert to slot, and united experts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -216,31 +216,33 @@ def set_groups(
 
 
 def load_layer(
-    pool: Pool, table: ExpertTable, united: UnitedExperts, layer: int
+    pool: Pool,
+    table: ExpertTable,
+    united: UnitedExperts,
+    layer: int,
+    write: Callable[[Pool, int, ExpertPool, int], Pool] | None = None,
 ) -> tuple[Pool, ExpertTable]:
     """Puts one layer's united experts into its united slots and points its groups at them.
 
-    Both happen between two programs, so none sees new weights behind old groups. Raises ValueError
-    where the pool has too few slots.
+    Both happen between two programs, so none sees new weights behind old groups. `write` is
+    `jmoe.parallel.home.Home.write` where the pool is spread. Raises ValueError where it has too few
+    slots.
     """
-    num_experts = table.groups.shape[1]
-    experts = united.layer(layer)
-    count = experts.num_slots
-    slots = np.asarray(table.slots)[layer, num_experts : num_experts + count]
-    if len(slots) < count:
-        raise ValueError(no_room(united.way, count, len(slots)))
-    experts = jax.tree.map(lambda leaf: jnp.asarray(leaf, pool.dtype), experts)
-    pool = write_slots(pool, jnp.asarray(slots), experts)
+    experts, first = united.layer(layer), table.groups.shape[1]
+    count, room = experts.num_slots, table.slots.shape[-1] - first
+    if count > room:
+        raise ValueError(
+            f"way {united.way} has {count} united experts a layer, but the pool has {room} slots "
+            "for them; load the model with that way among its ways"
+        )
+    if write is not None:
+        pool = write(pool, layer, experts, first)
+    else:
+        slots = np.asarray(table.slots)[layer, first : first + count]
+        experts = jax.tree.map(lambda leaf: jnp.asarray(leaf, pool.dtype), experts)
+        pool = write_slots(pool, jnp.asarray(slots), experts)
     row = jnp.asarray(united.groups[layer], jnp.int32)
     return pool, table._replace(groups=set_groups(table.groups, jnp.int32(layer), row))
-
-
-def no_room(way: int, count: int, num_slots: int) -> str:
-    """Returns the error of a way that does not fit."""
-    return (
-        f"way {way} has {count} united experts a layer, but the pool has {num_slots} slots for "
-        "them; load the model with that way among its ways"
-    )
 
 
 def num_united_slots(ways: Mapping[int, UnitedExperts]) -> int:

@@ -351,12 +351,12 @@ class _Reader:
         ]
         numbers = [self.held_experts[own, 2].tolist() for own in at]
 
-        def write(moe_layer: int, experts: ExpertPool) -> None:
+        def write(moe_layer: int, experts: Pool) -> None:
             self._write(at[moe_layer], experts)
 
         return checkpoint.read_layers(files, self.cfg, progress, write, numbers)
 
-    def _write(self, at: Int[np.ndarray, "n"], experts: ExpertPool) -> None:
+    def _write(self, at: Int[np.ndarray, "n"], experts: Pool) -> None:
         slots = self.homes.slot[at]
         if len(at) == self.cfg.num_experts and (slots >= 0).all():
             self.held.pool = write_slots(self.held.pool, jnp.asarray(slots), experts)

@@ -93,8 +93,8 @@ class ResidentWeights:
         """
         united, (params, pool, table) = self.united_of(way), self.weights
         self.way = None
-        load = load_layer if self.home is None else self.home.load_layer
-        self.weights = Weights(params, *load(pool, table, united, layer))
+        write = None if self.home is None else self.home.write
+        self.weights = Weights(params, *load_layer(pool, table, united, layer, write))
         if layer == table.groups.shape[0] - 1:
             self.way = way
 

@@ -4,13 +4,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Shaped
 
-from jmoe.experts import ExpertTable, Pool, UnitedExperts, no_room, set_groups
+from jmoe.experts import ExpertTable, Pool
 from jmoe.numbers import integer
 from jmoe.parallel.experts import AXIS, exchanged
 from jmoe.parallel.placement import Placement, rehosted
@@ -96,20 +95,6 @@ class Home(NamedTuple):
             slots[device, : len(mine)] = local[device, mine]
         parts = jax.tree.map(partial(_of_devices, self.mesh, own, most), experts)
         return _write(self.mesh, pool, _put(self.mesh, SPLIT, slots.reshape(-1)), parts)
-
-    def load_layer(
-        self, pool: Pool, table: ExpertTable, united: UnitedExperts, layer: int
-    ) -> tuple[Pool, ExpertTable]:
-        """Runs `jmoe.experts.load_layer` for these devices: every host of a united
-        expert gets it.
-        """
-        experts, first = united.layer(layer), table.groups.shape[1]
-        room = table.slots.shape[-1] - first
-        if experts.num_slots > room:
-            raise ValueError(no_room(united.way, experts.num_slots, room))
-        pool = self.write(pool, layer, experts, first)
-        row = jnp.asarray(united.groups[layer], jnp.int32)
-        return pool, table._replace(groups=set_groups(table.groups, jnp.int32(layer), row))
 
     def host_layer(
         self, pool: Pool, table: ExpertTable, layer: int, hosts: Bool[np.ndarray, "E D"]
