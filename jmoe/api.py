@@ -345,9 +345,9 @@ def choose_ways(
 def save(model: Model, path: str | Path) -> None:
     """Writes a model in jmoe's own format (Orbax), united experts and tokenizer included.
 
-    `load` reads it back; slots that hold united experts are saved as they are and reset on load.
-    Raises FileExistsError where the directory already holds a model, ValueError for a model that is
-    spread over a mesh.
+    `load` reads it back, over a plain pool; slots of united experts are saved as they are and reset
+    on load. Raises FileExistsError where the directory already holds a model, ValueError for a
+    model that is spread over a mesh.
     """
     import shutil
 

@@ -20,14 +20,7 @@ from jmoe import checkpoint, display
 from jmoe.api import Model, check_dtype, check_tokenizer, choose_ways, resolve
 from jmoe.checkpoint import CheckpointError, HFLayers
 from jmoe.config import ConfigError, ModelConfig, read_config
-from jmoe.experts import (
-    ExpertPool,
-    ExpertTable,
-    Pool,
-    UnitedExperts,
-    num_united_slots,
-    write_slots,
-)
+from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots, write_slots
 from jmoe.finite import seem_finite
 from jmoe.model_files import regular
 from jmoe.numbers import integer
@@ -340,7 +333,7 @@ class _Reader:
     held_experts: Int[np.ndarray, "slots 3"]
     homes: Homes
     cfg: ModelConfig
-    on_host: dict[Expert, Pool] = field(default_factory=dict)
+    on_host: dict[Expert, ExpertPool] = field(default_factory=dict)
 
     def read(self, files: HFLayers, number: int, progress: Callable[[int, int], None]) -> Params:
         """Returns a model's parameters. Raises CheckpointError."""
@@ -351,12 +344,12 @@ class _Reader:
         ]
         numbers = [self.held_experts[own, 2].tolist() for own in at]
 
-        def write(moe_layer: int, experts: Pool) -> None:
+        def write(moe_layer: int, experts: ExpertPool) -> None:
             self._write(at[moe_layer], experts)
 
         return checkpoint.read_layers(files, self.cfg, progress, write, numbers)
 
-    def _write(self, at: Int[np.ndarray, "n"], experts: Pool) -> None:
+    def _write(self, at: Int[np.ndarray, "n"], experts: ExpertPool) -> None:
         slots = self.homes.slot[at]
         if len(at) == self.cfg.num_experts and (slots >= 0).all():
             self.held.pool = write_slots(self.held.pool, jnp.asarray(slots), experts)
