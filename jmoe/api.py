@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jmoe import checkpoint, display
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig, read_config
-from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, num_united_slots
+from jmoe.experts import ExpertTable, Pool, UnitedExperts, num_united_slots
 from jmoe.hub import locate
 from jmoe.numbers import integer
 from jmoe.packed import unpacked
@@ -64,12 +64,12 @@ class Model:
         self._assign(params=params)
 
     @property
-    def pool(self) -> ExpertPool:
+    def pool(self) -> Pool:
         """Weights of routed and united experts, by slot."""
         return self.weights.pool
 
     @pool.setter
-    def pool(self, pool: ExpertPool) -> None:
+    def pool(self, pool: Pool) -> None:
         self._assign(pool=pool)
 
     @property
@@ -112,9 +112,8 @@ class Model:
     def _described(self) -> list[tuple[str, str]]:
         """Returns the names and values of the notebook's table: geometry, memory, ways."""
         cfg = self.config
-        slot = sum(leaf.nbytes // leaf.shape[0] for leaf in self.pool)
-        united = cfg.num_moe_layers * self.num_united_slots * slot
-        pool = sum(leaf.nbytes for leaf in self.pool)
+        num_united = cfg.num_moe_layers * self.num_united_slots
+        routed, slot = self.pool.num_slots - num_united, self.pool.slot_bytes
         rest = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         host = sum(one.num_bytes for one in self.united.values())
         held = f"way {self.way}" if self.way else "none loaded"
@@ -126,8 +125,8 @@ class Model:
             ("vocabulary", f"{cfg.vocab_size:,}"),
             ("positions", f"{cfg.max_position:,}"),
             ("parameters", f"{display.count(self.num_parameters)}, {self.dtype}"),
-            ("memory, routed experts", display.size(pool - united)),
-            ("memory, slots of united experts", f"{display.size(united)}; {held}"),
+            ("memory, routed experts", display.size(routed * slot)),
+            ("memory, slots of united experts", f"{display.size(num_united * slot)}; {held}"),
             ("memory, all other weights", display.size(rest)),
             ("ways at hand", ", ".join(map(str, self.united)) or "none"),
             ("host memory, united experts", display.size(host)),
@@ -346,9 +345,9 @@ def choose_ways(
 def save(model: Model, path: str | Path) -> None:
     """Writes a model in jmoe's own format (Orbax), united experts and tokenizer included.
 
-    `load` reads it back; slots that hold united experts are saved as they are and reset on load.
-    Raises FileExistsError where the directory already holds a model, ValueError for a model that is
-    spread over a mesh.
+    `load` reads it back, over a plain pool; slots of united experts are saved as they are and reset
+    on load. Raises FileExistsError where the directory already holds a model, ValueError for a
+    model that is spread over a mesh.
     """
     import shutil
 

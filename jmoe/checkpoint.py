@@ -296,18 +296,21 @@ def load_hf(
     """
     files = HFLayers(directory, cfg, dtype, check_weights, experts_on_host=home is not None)
     table = make_table(cfg.num_moe_layers, cfg.num_experts, num_united_slots(ways))
+    slots = np.asarray(table.slots)[:, : cfg.num_experts]
     if home is None:
         held = PoolHolder(empty_pool(cfg, table.slots.size, dtype))
-        routed = np.asarray(table.slots)[:, : cfg.num_experts]
-        params = read_layers(files, cfg, progress, partial(write_routed, held, list(routed)))
-        return Weights(params, held.pool, table)
-    held = PoolHolder(home.empty_pool(jax.eval_shape(partial(empty_pool, cfg, 1, dtype))))
+    else:
+        held = PoolHolder(home.empty_pool(jax.eval_shape(partial(empty_pool, cfg, 1, dtype))))
 
-    def write(moe_layer: int, experts: ExpertPool) -> None:
-        gate_up, down = map(np.asarray, experts)  # as they are: no device has all
-        held.pool = home.write(held.pool, moe_layer, gate_up, down)
+    def write(layer: int, experts: ExpertPool) -> None:
+        if home is None:
+            held.pool = write_slots(held.pool, jnp.asarray(slots[layer]), experts)
+        else:
+            held.pool = home.write(held.pool, layer, experts)
 
     params = read_layers(files, cfg, progress, write)
+    if home is None:
+        return Weights(params, held.pool, table)
     return Weights(home.whole(params), held.pool, home.table(cfg.num_experts))
 
 
@@ -338,13 +341,6 @@ def read_layers(
         segments.append(jax.tree.map(lambda *parts: _stack(parts), *layers))
     params["segments"] = tuple(segments)
     return params
-
-
-def write_routed(
-    held: PoolHolder, slots: Sequence[np.ndarray], moe_layer: int, experts: ExpertPool
-) -> None:
-    """Writes experts of a layer into `slots`, int32 [n]."""
-    held.pool = write_slots(held.pool, jnp.asarray(slots[moe_layer]), *experts)
 
 
 def empty_pool(cfg: ModelConfig, num_slots: int, dtype: jnp.dtype) -> ExpertPool:
@@ -509,7 +505,7 @@ def _tree(weights: Weights) -> dict[str, Any]:
     params, pool, table = weights
     plain = {**params, "segments": list(params["segments"])}
     stored = {"slots": table.slots, "groups": table.groups}
-    return {"params": plain, "pool": pool._asdict(), "table": stored}
+    return {"params": plain, "pool": pool.plain()._asdict(), "table": stored}
 
 
 def _check_native(cfg: ModelConfig, params: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Paged experts: the pool of slots, the table from logical expert to slot, and united experts."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,20 +13,106 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jmoe import display
 from jmoe.numbers import integer
-from pallas_kernels.routing import TableRow
+from pallas_kernels import grouped_gemm
+from pallas_kernels.routing import Dispatch, RowTiles, TableRow
 
 FETCHED, ABSENT = 1, 2
 """Of `ExpertTable.offloaded`."""
 
 
-class ExpertPool(NamedTuple):
+class Pool(ABC):
     """Weights of every routed and united expert; a slot holds one expert.
 
-    Programs only read a pool. `write_slots` is the one writer, and it donates.
+    A pytree of arrays whose first axis is the slots: so far all kinds of pools are alike, and so
+    they are read, written, copied and counted here. What a kind has of its own is what the arrays
+    say of an expert. Programs only read a pool. `write_slots` is the one writer, and it donates.
     """
 
+    @property
+    @abstractmethod
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the rows that experts are given."""
+
+    @abstractmethod
+    def mlp(self, h: Float[Array, "T d"], work: Dispatch) -> Float[Array, "T d"]:
+        """Computes the sum of each row's experts as `grouped_gemm.moe_mlp` does, float32. `work`
+        names slots of the whole pool: nothing is to be cut out of it.
+        """
+
+    @abstractmethod
+    def plain(self) -> "ExpertPool":
+        """Returns the same experts in floating point, in the pool's dtype."""
+
+    @abstractmethod
+    def kept(self, experts: "ExpertPool") -> "Pool":
+        """Returns floating-point experts as this pool keeps them."""
+
+    def block_rows(self, num_visits: int, max_active: int) -> int:
+        """Returns the rows of a dispatch's blocks for `mlp`; see `grouped_gemm.block_rows`."""
+        return grouped_gemm.block_rows(num_visits, max_active)
+
+    def row_tiles(self, num_rows: int, top_k: int, num_experts: int) -> RowTiles | None:
+        """Returns the row tiles that `mlp` wants mapped beforehand, as `grouped_gemm.row_tiles`
+        does; None: it needs no map.
+        """
+        return None
+
+    @property
+    def num_slots(self) -> int:
+        """Experts that there is room for."""
+        return jax.tree.leaves(self)[0].shape[0]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot."""
+        return sum(leaf.nbytes // leaf.shape[0] for leaf in jax.tree.leaves(self))
+
+    def read(self, slots: Int[Array | np.ndarray, "..."]) -> "Pool":
+        """Returns a pool of the same kind with what is in `slots`, in their order and shape."""
+        return jax.tree.map(lambda leaf: leaf[slots], self)
+
+    def empty(self, num_slots: int, device: Any = None) -> "Pool":
+        """Returns a zeroed pool of the same kind; `device` is as of `jnp.zeros`."""
+        return jax.tree.map(
+            lambda leaf: jnp.zeros((num_slots, *leaf.shape[1:]), leaf.dtype, device=device), self
+        )
+
+    def with_experts(self, slots: Int[Array, "n"], experts: "Pool") -> "Pool":
+        """Returns the pool with `experts`, of any kind, in `slots`; one out of range is dropped."""
+        kept = experts if isinstance(experts, type(self)) else self.kept(experts.plain())
+        return jax.tree.map(
+            lambda held, new: held.at[slots].set(new.astype(held.dtype), mode="drop"), self, kept
+        )
+
+
+class _Plain(NamedTuple):
     gate_up: Float[Array, "slots d f2"]  # columns [:f] gate, [f:] up
     down: Float[Array, "slots f d"]
+
+
+class ExpertPool(Pool, _Plain):
+    """The plain kind of pool: weights in the dtype of the rows."""
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """See Pool."""
+        return self.down.dtype
+
+    def mlp(self, h: Float[Array, "T d"], work: Dispatch) -> Float[Array, "T d"]:
+        """See Pool."""
+        return grouped_gemm.moe_mlp(h, self.gate_up, self.down, work)
+
+    def row_tiles(self, num_rows: int, top_k: int, num_experts: int) -> RowTiles | None:
+        """See Pool."""
+        return grouped_gemm.row_tiles(num_rows, top_k, num_experts, self.down)
+
+    def plain(self) -> "ExpertPool":
+        """See Pool."""
+        return self
+
+    def kept(self, experts: "ExpertPool") -> "ExpertPool":
+        """See Pool."""
+        return experts
 
     def __repr__(self) -> str:
         return display.arrays(self)
@@ -77,6 +164,10 @@ class UnitedExperts:
         """Bytes of the weights in host memory."""
         return self.gate_up.nbytes + self.down.nbytes
 
+    def layer(self, layer: int) -> ExpertPool:
+        """Returns the united experts of one MoE layer, in host memory."""
+        return ExpertPool._make((self.gate_up[layer], self.down[layer]))
+
 
 def groups_by_index(num_experts: int, way: int) -> np.ndarray:
     """Returns int32 [m]: consecutive experts, `way` a group; the last may be short. Raises
@@ -111,17 +202,9 @@ def uncut(row: Any, table: Any, layer: int) -> Any:
 
 
 @partial(jax.jit, donate_argnums=0)
-def write_slots(
-    pool: ExpertPool,
-    slots: Int[Array, "n"],
-    gate_up: Float[Array, "n d f2"],
-    down: Float[Array, "n f d"],
-) -> ExpertPool:
+def write_slots(pool: Pool, slots: Int[Array, "n"], experts: Pool) -> Pool:
     """Overwrites `slots` in place. The pool passed in is gone afterwards (donated)."""
-    return ExpertPool(
-        pool.gate_up.at[slots].set(gate_up.astype(pool.gate_up.dtype)),
-        pool.down.at[slots].set(down.astype(pool.down.dtype)),
-    )
+    return pool.with_experts(slots, experts)
 
 
 @jax.jit
@@ -133,34 +216,33 @@ def set_groups(
 
 
 def load_layer(
-    pool: ExpertPool, table: ExpertTable, united: UnitedExperts, layer: int
-) -> tuple[ExpertPool, ExpertTable]:
+    pool: Pool,
+    table: ExpertTable,
+    united: UnitedExperts,
+    layer: int,
+    write: Callable[[Pool, int, ExpertPool, int], Pool] | None = None,
+) -> tuple[Pool, ExpertTable]:
     """Puts one layer's united experts into its united slots and points its groups at them.
 
-    Both happen between two programs, so none sees new weights behind old groups. Raises ValueError
-    where the pool has too few slots.
+    Both happen between two programs, so none sees new weights behind old groups. `write` is
+    `jmoe.parallel.home.Home.write` where the pool is spread. Raises ValueError where it has too few
+    slots.
     """
-    num_experts = table.groups.shape[1]
-    count = united.gate_up.shape[1]
-    slots = np.asarray(table.slots)[layer, num_experts : num_experts + count]
-    if len(slots) < count:
-        raise ValueError(no_room(united.way, count, len(slots)))
-    pool = write_slots(
-        pool,
-        jnp.asarray(slots),
-        jnp.asarray(united.gate_up[layer], pool.gate_up.dtype),
-        jnp.asarray(united.down[layer], pool.down.dtype),
-    )
+    experts, first = united.layer(layer), table.groups.shape[1]
+    count, room = experts.num_slots, table.slots.shape[-1] - first
+    if count > room:
+        raise ValueError(
+            f"way {united.way} has {count} united experts a layer, but the pool has {room} slots "
+            "for them; load the model with that way among its ways"
+        )
+    if write is not None:
+        pool = write(pool, layer, experts, first)
+    else:
+        slots = np.asarray(table.slots)[layer, first : first + count]
+        experts = jax.tree.map(lambda leaf: jnp.asarray(leaf, pool.dtype), experts)
+        pool = write_slots(pool, jnp.asarray(slots), experts)
     row = jnp.asarray(united.groups[layer], jnp.int32)
     return pool, table._replace(groups=set_groups(table.groups, jnp.int32(layer), row))
-
-
-def no_room(way: int, count: int, num_slots: int) -> str:
-    """Returns the error of a way that does not fit."""
-    return (
-        f"way {way} has {count} united experts a layer, but the pool has {num_slots} slots for "
-        "them; load the model with that way among its ways"
-    )
 
 
 def num_united_slots(ways: Mapping[int, UnitedExperts]) -> int:

@@ -101,7 +101,7 @@ class Family(Sequence[Model]):
             ("architecture", cfg.architecture),
             ("routed experts", f"{self.sharing.num_slots:,} slots for {len(self)} models"),
             ("shared", f"{self.sharing.shared_percent:.0f} % of what could be"),
-            ("memory, pool", display.size(sum(leaf.nbytes for leaf in pool))),
+            ("memory, pool", display.size(pool.num_slots * pool.slot_bytes)),
             ("memory, all weights", display.size(self.weight_bytes)),
         ]
         return display.table("family", rows)
@@ -333,7 +333,7 @@ class _Reader:
     held_experts: Int[np.ndarray, "slots 3"]
     homes: Homes
     cfg: ModelConfig
-    on_host: dict[Expert, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    on_host: dict[Expert, ExpertPool] = field(default_factory=dict)
 
     def read(self, files: HFLayers, number: int, progress: Callable[[int, int], None]) -> Params:
         """Returns a model's parameters. Raises CheckpointError."""
@@ -352,16 +352,16 @@ class _Reader:
     def _write(self, at: Int[np.ndarray, "n"], experts: ExpertPool) -> None:
         slots = self.homes.slot[at]
         if len(at) == self.cfg.num_experts and (slots >= 0).all():
-            self.held.pool = write_slots(self.held.pool, jnp.asarray(slots), *experts)
+            self.held.pool = write_slots(self.held.pool, jnp.asarray(slots), experts)
             return
-        parts = list(map(np.asarray, experts))
+        parts = jax.tree.map(np.asarray, experts)
         for place, slot in enumerate(slots):  # one by one: every number of them would be a program
+            one = parts.read(np.array([place]))
             if slot < 0:
                 owner, layer, expert = self.held_experts[at[place]].tolist()
-                self.on_host[owner, layer, expert] = parts[0][place].copy(), parts[1][place].copy()
+                self.on_host[owner, layer, expert] = one
                 continue
-            one = (jnp.asarray(part[place : place + 1]) for part in parts)
-            self.held.pool = write_slots(self.held.pool, jnp.asarray(slot[None]), *one)
+            self.held.pool = write_slots(self.held.pool, jnp.asarray(slot[None]), one)
 
 
 def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_weights: bool) -> None:
@@ -385,7 +385,8 @@ def _write_merged(reader: _Reader, sharing: Sharing, dtype: jnp.dtype, check_wei
                     if check_weights and not seem_finite(tensor):
                         raise CheckpointError(f"{path}: {name} has weights that are not finite")
                     found.append(jnp.asarray(tensor[None]))
-                held.pool = write_slots(held.pool, jnp.asarray([slot], jnp.int32), *found)
+                experts = ExpertPool(*found)
+                held.pool = write_slots(held.pool, jnp.asarray([slot], jnp.int32), experts)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} is not readable: {error}") from None
 

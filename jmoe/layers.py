@@ -70,4 +70,4 @@ class Layers:
     def _experts(self, index: int) -> ExpertPool:
         moe_layer = sum(self.cfg.moe_layers[:index])
         slots = self._slots[moe_layer, : self.cfg.num_experts]
-        return ExpertPool(self._weights.pool.gate_up[slots], self._weights.pool.down[slots])
+        return self._weights.pool.read(slots).plain()

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 from jmoe.attention import DecodeAttention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
-from jmoe.experts import ABSENT, ExpertPool, ExpertTable
+from jmoe.experts import ABSENT, ExpertTable, Pool
 from jmoe.kv_cache import KVPages
 from jmoe.model import Halves, Rotation, attended, embed, head, project, run_layers
 from jmoe.moe import (
@@ -51,7 +51,7 @@ Segments = tuple[Float[Array, "B d"], ...]
 class MixedWeights(NamedTuple):
     """Weights of the models of one step, in the order of their segments. A pytree."""
 
-    pool: ExpertPool
+    pool: Pool
     params: tuple[Params, ...]
     tables: tuple[ExpertTable, ...]
 
@@ -174,7 +174,7 @@ def mixed_attend(
 def mixed_moe(
     cfg: ModelConfig,
     layers: Sequence[Params],
-    pool: ExpertPool,
+    pool: Pool,
     table: JoinedTable,
     xs: Segments,
     rows: RoutedRows,

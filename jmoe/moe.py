@@ -16,9 +16,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
-from jmoe.experts import ABSENT, ExpertPool, ExpertTable
+from jmoe.experts import ABSENT, ExpertTable, Pool
 from jmoe.weights import Params
-from pallas_kernels import grouped_gemm, routing
+from pallas_kernels import routing
 from pallas_kernels.norm import rms_norm
 
 
@@ -96,7 +96,7 @@ class Exchange(Protocol):
     """Brings rows and their experts together: from the router's logits to the sum of experts."""
 
     def __call__(
-        self, cfg: ModelConfig, pool: ExpertPool, table: ExpertTable, asked: Asked, max_active: int
+        self, cfg: ModelConfig, pool: Pool, table: ExpertTable, asked: Asked, max_active: int
     ) -> Answered:
         """Makes one brownout plan of all rows that meet, and runs the experts of its visits.
 
@@ -153,7 +153,7 @@ def planned(
 
 
 def compute(
-    pool: ExpertPool,
+    pool: Pool,
     h: Float[Array, "N d"],
     weights: Float[Array, "N K"],
     expert_ids: Int[Array, "N K"],
@@ -164,10 +164,9 @@ def compute(
     """Runs the experts of planned visits (-1: none), through one layer's table row: dispatch,
     grouped GEMM, and each row's sum by gate weight. Returns each expert's rows, too.
     """
-    block_m = grouped_gemm.block_rows(expert_ids.size, max_active)
+    block_m = pool.block_rows(expert_ids.size, max_active)
     work = routing.dispatch(expert_ids, weights, slots, block_m=block_m, max_active=max_active)
-    out = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work)
-    return out.astype(h.dtype), work.expert_rows
+    return pool.mlp(h, work).astype(h.dtype), work.expert_rows
 
 
 def swiglu(h: Float[Array, "T d"], gate_up: Array, down: Array) -> Float[Array, "T d"]:
@@ -185,7 +184,7 @@ def shared_expert(layer: Params, h: Float[Array, "T d"]) -> Float[Array, "T d"]:
 def moe(
     cfg: ModelConfig,
     layer: Params,
-    pool: ExpertPool,
+    pool: Pool,
     table: ExpertTable,
     x: Float[Array, "T d"],
     rows: RoutedRows,
@@ -210,7 +209,7 @@ def moe(
 
 
 def alone(
-    cfg: ModelConfig, pool: ExpertPool, table: ExpertTable, asked: Asked, max_active: int
+    cfg: ModelConfig, pool: Pool, table: ExpertTable, asked: Asked, max_active: int
 ) -> Answered:
     """Serves rows by this device's experts. An Exchange. Gate, plan and dispatch are one op, unless
     the config has a router of its own.
@@ -226,7 +225,7 @@ def alone(
             logits,
             threshold_percent=control.threshold_percent,
             strategy=control.strategy,
-            block_m=grouped_gemm.block_rows(logits.shape[0] * top_k, max_active),
+            block_m=pool.block_rows(logits.shape[0] * top_k, max_active),
             max_active=max_active,
             top_k=top_k,
             normalize=cfg.norm_topk_prob,
@@ -234,10 +233,9 @@ def alone(
             slots=table.slots,
             valid=rows.valid,
             exempt=rows.exempt,
-            tiles=grouped_gemm.row_tiles(logits.shape[0], top_k, num_experts, pool.down),
+            tiles=pool.row_tiles(logits.shape[0], top_k, num_experts),
         )
-        out, expert_rows = grouped_gemm.moe_mlp(h, pool.gate_up, pool.down, work), work.expert_rows
-        out = out.astype(h.dtype)
+        out, expert_rows = pool.mlp(h, work).astype(h.dtype), work.expert_rows
     else:
         weights, ids = gate(cfg, logits, layer)
         groups, slots = routing.row_of(table.groups), routing.row_of(table.slots)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jmoe.experts import ABSENT, FETCHED, ExpertPool, write_slots
+from jmoe.experts import ABSENT, FETCHED, Pool, write_slots
 from jmoe.sharing import Sharing
 from jmoe.weights import PoolHolder, ResidentWeights
 
@@ -37,27 +37,26 @@ class Source(Protocol):
         """Bytes that the source itself takes on the device."""
         ...
 
-    def write(self, pool: ExpertPool, expert: Expert, slot: int) -> ExpertPool:
+    def write(self, pool: Pool, expert: Expert, slot: int) -> Pool:
         """Writes an expert into a slot. The pool passed in is gone afterwards (donated)."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class OnHost:
-    """Experts in host memory: `gate_up [d, 2 f]` and `down [f, d]` of each, in the pool's dtype."""
+    """Experts in host memory: a pool of one slot each, in NumPy arrays."""
 
-    weights: Mapping[Expert, tuple[np.ndarray, np.ndarray]]
+    weights: Mapping[Expert, Pool]
     device_bytes = 0
 
     @property
     def fetch_bytes(self) -> int:
         """Bytes of one expert."""
-        return sum(part.nbytes for part in next(iter(self.weights.values())))
+        return next(iter(self.weights.values())).slot_bytes
 
-    def write(self, pool: ExpertPool, expert: Expert, slot: int) -> ExpertPool:
+    def write(self, pool: Pool, expert: Expert, slot: int) -> Pool:
         """See Source."""
-        parts = (jnp.asarray(part[None]) for part in self.weights[expert])
-        return write_slots(pool, jnp.asarray([slot], jnp.int32), *parts)
+        return write_slots(pool, jnp.asarray([slot], jnp.int32), self.weights[expert])
 
 
 class OffloadedExperts:

@@ -66,7 +66,7 @@ def random_model(
     pool = empty_pool(cfg, slots.size, kind)
     for layer, layer_key in enumerate(jax.random.split(experts_key, layers)):
         experts = _layer_experts(cfg, layer_key, kind)
-        pool = write_slots(pool, jnp.asarray(slots[layer, :m]), *experts)
+        pool = write_slots(pool, jnp.asarray(slots[layer, :m]), experts)
         for way, host in united.items():
             for into, weights in zip(host, experts, strict=True):
                 into[layer] = np.asarray(
@@ -100,8 +100,7 @@ def random_family(
         at = np.flatnonzero((held[:, 0] == owner) & (held[:, 1] == layer))
         numbers = jnp.asarray(held[at, 2])
         experts = _layer_experts(cfg, jax.random.fold_in(keys[2 * owner], layer), kind)
-        experts = [part[numbers] for part in experts]
-        pool.pool = write_slots(pool.pool, jnp.asarray(at), *experts)
+        pool.pool = write_slots(pool.pool, jnp.asarray(at), experts.read(numbers))
     groups = jnp.full(slots.shape[1:], -1, jnp.int32)
     models = []
     for number, name in enumerate(sharing.names):

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from jmoe.checkpoint import CheckpointError
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool
+from jmoe.experts import ExpertPool, Pool
 from jmoe.finite import seem_finite
 from jmoe.model_files import regular
 from jmoe.offloaded import Expert
@@ -37,28 +37,27 @@ class Residuals(NamedTuple):
 
 @partial(jax.jit, donate_argnums=0)
 def add_residual(
-    pool: ExpertPool,
+    pool: Pool,
     residuals: Residuals,
     at: Int[Array, ""],
     base: Int[Array, ""],
     slot: Int[Array, ""],
-) -> ExpertPool:
+) -> Pool:
     """Writes slot `base` plus the difference number `at` into `slot`. The pool passed in is gone
     afterwards (donated). Sums are float32, rounded to the pool's dtype once.
     """
 
-    def written(leaf: Array, left: Array, right: Array) -> Array:
+    def whole(leaf: Array, left: Array, right: Array) -> Array:
         precision = jax.lax.Precision.HIGHEST
         difference = jnp.matmul(
             left[at], right[at], precision=precision, preferred_element_type=jnp.float32
         )
-        whole = leaf[base].astype(jnp.float32) + difference
-        return leaf.at[slot].set(whole.astype(leaf.dtype))
+        return leaf.astype(jnp.float32) + difference[None]
 
     up_left, up_right, down_left, down_right = residuals
-    return ExpertPool(
-        written(pool.gate_up, up_left, up_right), written(pool.down, down_left, down_right)
-    )
+    gate_up, down = pool.read(base[None]).plain()
+    own = ExpertPool(whole(gate_up, up_left, up_right), whole(down, down_left, down_right))
+    return pool.with_experts(slot[None], own)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +78,7 @@ class ByDifference:
         """Bytes of all differences."""
         return sum(leaf.nbytes for leaf in self.residuals)
 
-    def write(self, pool: ExpertPool, expert: Expert, slot: int) -> ExpertPool:
+    def write(self, pool: Pool, expert: Expert, slot: int) -> Pool:
         """See `jmoe.offloaded.Source`."""
         where = map(jnp.int32, (self.number[expert], self.base[expert], slot))
         return add_residual(pool, self.residuals, *where)

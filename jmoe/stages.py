@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jmoe.brownout import Control, strategy_code
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool
+from jmoe.experts import Pool
 from jmoe.kv_cache import KVPages
 from jmoe.model import Rotation, StepData, attend
 from jmoe.moe import RoutedRows, compute, dense_mlp, gate, planned, router, shared_expert
@@ -161,7 +161,7 @@ def _once(
 
 
 def expert_stage(
-    pool: ExpertPool,
+    pool: Pool,
     h: Float[Array, "V d"],
     expert_ids: Int[Array, "V"],
     slots: Int[Array, "E"],

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, load_layer
+from jmoe.experts import ExpertTable, Pool, UnitedExperts, load_layer
 from jmoe.numbers import integer
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Weights(NamedTuple):
     """All that a program reads of a model: a pytree, one argument."""
 
     params: Params
-    pool: ExpertPool
+    pool: Pool
     table: ExpertTable
 
     @property
@@ -40,7 +40,7 @@ class PoolHolder:
     pool.
     """
 
-    pool: ExpertPool
+    pool: Pool
 
 
 class ResidentWeights:
@@ -93,8 +93,8 @@ class ResidentWeights:
         """
         united, (params, pool, table) = self.united_of(way), self.weights
         self.way = None
-        load = load_layer if self.home is None else self.home.load_layer
-        self.weights = Weights(params, *load(pool, table, united, layer))
+        write = None if self.home is None else self.home.write
+        self.weights = Weights(params, *load_layer(pool, table, united, layer, write))
         if layer == table.groups.shape[0] - 1:
             self.way = way
 

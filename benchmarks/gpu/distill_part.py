@@ -70,7 +70,7 @@ def _capture(sizes: Sizes, name: str) -> tuple[ModelConfig, ExpertPool, LayerRow
     config, cfg = _config(sizes), from_hf(hf_config(name, 1))
     model = random_model(cfg, sizes.seed, sizes.dtype, skew=skew_of(sizes, name))
     slots = np.asarray(model.table.slots)[0, : cfg.num_experts]
-    experts = ExpertPool(*(leaf[slots] for leaf in model.pool))
+    experts = model.pool.read(slots).plain()
     layer = jax.tree.map(lambda leaf: leaf[0], model.params["segments"][0])
     shape = -(-config.rows // config.length), config.length
     tokens = np.random.default_rng(sizes.seed).integers(cfg.vocab_size, size=shape, dtype=np.int32)

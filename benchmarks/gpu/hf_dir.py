@@ -22,7 +22,7 @@ from jmoe import layout
 from jmoe.api import Model
 from jmoe.architectures import ARCHITECTURES
 from jmoe.checkpoint import UNITED_FILE
-from jmoe.experts import UnitedExperts
+from jmoe.experts import Pool, UnitedExperts
 
 Tensors = dict[str, np.ndarray]
 
@@ -78,8 +78,8 @@ def _split(own: layout.Layout, params: Mapping[str, Any]) -> Tensors:
 
 
 @jax.jit
-def _layer(pool: Any, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
-    gate_up, down = (weights[slots].swapaxes(1, 2) for weights in pool)
+def _layer(pool: Pool, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    gate_up, down = (weights.swapaxes(1, 2) for weights in pool.read(slots).plain())
     return gate_up, down  # [m, 2 f, d], [m, d, f]
 
 

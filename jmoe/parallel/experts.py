@@ -12,12 +12,13 @@ bit, and a visit would be computed twice or by nobody.
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, ExpertTable
+from jmoe.experts import ExpertTable, Pool
 from jmoe.moe import Answered, Asked, LayerStats, compute, gate, planned
 from pallas_kernels import routing
 
@@ -99,7 +100,7 @@ def hosts_in_turn(expert_ids: Int[Array, "N K"], hosts: Bool[Array, "E D"]) -> I
 
 
 def gathered(
-    cfg: ModelConfig, pool: ExpertPool, table: ExpertTable, asked: Asked, max_active: int
+    cfg: ModelConfig, pool: Pool, table: ExpertTable, asked: Asked, max_active: int
 ) -> Answered:
     """Serves the rows of this device wherever their experts are. A `jmoe.moe.Exchange`.
 
@@ -121,9 +122,16 @@ def gathered(
     return Answered(out, ids, LayerStats(own_degraded(plan, device, num_rows), expert_rows))
 
 
-def room_of(cfg: ModelConfig, pool: ExpertPool, max_active: int) -> int:
+def room_of(cfg: ModelConfig, pool: Pool, max_active: int) -> int:
     """Returns how many experts of a layer one device can be asked for."""
-    return min(max_active, pool.down.shape[0] // cfg.num_moe_layers)
+    return min(max_active, pool.num_slots // cfg.num_moe_layers)
+
+
+def exchanged(pool: Pool) -> Pool:
+    """Returns what arrives of experts that each device sends each other one, by sender; `pool` has
+    those that this one sends, by receiver.
+    """
+    return jax.tree.map(lambda leaf: lax.all_to_all(leaf, AXIS, 0, 0, tiled=True), pool)
 
 
 def own_degraded(plan: routing.Plan, device: Int[Array, ""], num_rows: int) -> Int[Array, "T"]:

@@ -4,25 +4,21 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Shaped
 
-from jmoe.experts import ExpertPool, ExpertTable, UnitedExperts, no_room, set_groups
+from jmoe.experts import ExpertTable, Pool
 from jmoe.numbers import integer
-from jmoe.parallel.experts import AXIS
+from jmoe.parallel.experts import AXIS, exchanged
 from jmoe.parallel.placement import Placement, rehosted
 from jmoe.weights import Weights
 
 WHOLE, SPLIT = P(), P(AXIS)
 """All of it on every device; split along the first axis."""
 
-WEIGHTS = Weights._make(
-    (WHOLE, ExpertPool._make((SPLIT, SPLIT)), ExpertTable._make((SPLIT, WHOLE, WHOLE, None)))
-)
+WEIGHTS = Weights._make((WHOLE, SPLIT, ExpertTable._make((SPLIT, WHOLE, WHOLE, None))))
 """How weights lie: a prefix of their pytree."""
 
 
@@ -58,9 +54,8 @@ class Home(NamedTuple):
         slots, num_experts = np.asarray(weights.table.slots), weights.table.groups.shape[1]
         pool = self.empty_pool(weights.pool)
         for layer in range(len(slots)):
-            own = slots[layer, :num_experts]
-            gate_up, down = (np.asarray(leaf[own]) for leaf in weights.pool)
-            pool = self.write(pool, layer, gate_up, down)
+            own = weights.pool.read(slots[layer, :num_experts])
+            pool = self.write(pool, layer, jax.tree.map(np.asarray, own))
         return Weights(self.whole(weights.params), pool, self.table(num_experts))
 
     def table(self, num_experts: int) -> ExpertTable:
@@ -74,62 +69,36 @@ class Home(NamedTuple):
         """Copies arrays to every device."""
         return jax.tree.map(partial(_put, self.mesh, WHOLE), tree)
 
-    def empty_pool(self, like: Any) -> ExpertPool:
-        """Returns zeroed pools of experts like those of `like` (arrays, or their shapes and
-        dtypes): each device has as many slots for each layer as the fullest needs.
+    def empty_pool(self, like: Pool) -> Pool:
+        """Returns zeroed pools of the kind of `like` (of arrays, or their shapes and dtypes): each
+        device has as many slots for each layer as the fullest needs.
         """
         num_layers = self.placement.local.shape[1]
         used = -(-(int(self.placement.local.max()) + 1) // num_layers)
         num_slots = num_layers * max(self.placement.room, used)
-        split = NamedSharding(self.mesh, SPLIT)
-        shapes = [(self.mesh.size * num_slots, *leaf.shape[1:]) for leaf in like]
-        return ExpertPool(
-            *(
-                jnp.zeros(shape, leaf.dtype, device=split)
-                for shape, leaf in zip(shapes, like, strict=True)
-            )
-        )
+        return like.empty(self.mesh.size * num_slots, NamedSharding(self.mesh, SPLIT))
 
-    def write(
-        self,
-        pool: ExpertPool,
-        layer: int,
-        gate_up: Float[np.ndarray, "n d f2"],
-        down: Float[np.ndarray, "n f d"],
-        first: int = 0,
-    ) -> ExpertPool:
+    def write(self, pool: Pool, layer: int, experts: Pool, first: int = 0) -> Pool:
         """Writes n logical experts of a layer, from `first` on, wherever they have a slot.
 
-        Every device is given its own experts only. The pool passed in is gone afterwards (donated).
+        `experts` lie in host memory, and every device is given its own only. The pool passed in is
+        gone afterwards (donated).
         """
-        local = np.asarray(self.placement.local)[:, layer, first : first + len(down)]
+        count = experts.num_slots
+        local = np.asarray(self.placement.local)[:, layer, first : first + count]
         own = [np.flatnonzero(slots >= 0) for slots in local]
         # With room for the copies that may come: other hosts are to be written by the same program.
-        share = -(-len(down) // len(local)) + self.spare
+        share = -(-count // len(local)) + self.spare
         most = max(share, *map(len, own))
-        slots = np.full((len(own), most), pool.down.shape[0], np.int32)  # out of range: dropped
-        for device, experts in enumerate(own):
-            slots[device, : len(experts)] = local[device, experts]
-        parts = (_of_devices(self.mesh, own, most, weights) for weights in (gate_up, down))
-        return _write(self.mesh, pool, _put(self.mesh, SPLIT, slots.reshape(-1)), *parts)
-
-    def load_layer(
-        self, pool: ExpertPool, table: ExpertTable, united: UnitedExperts, layer: int
-    ) -> tuple[ExpertPool, ExpertTable]:
-        """Runs `jmoe.experts.load_layer` for these devices: every host of a united
-        expert gets it.
-        """
-        count, room = united.gate_up.shape[1], table.slots.shape[-1] - table.groups.shape[1]
-        if count > room:
-            raise ValueError(no_room(united.way, count, room))
-        first = table.groups.shape[1]
-        pool = self.write(pool, layer, united.gate_up[layer], united.down[layer], first)
-        row = jnp.asarray(united.groups[layer], jnp.int32)
-        return pool, table._replace(groups=set_groups(table.groups, jnp.int32(layer), row))
+        slots = np.full((len(own), most), pool.num_slots, np.int32)  # out of range: dropped
+        for device, mine in enumerate(own):
+            slots[device, : len(mine)] = local[device, mine]
+        parts = jax.tree.map(partial(_of_devices, self.mesh, own, most), experts)
+        return _write(self.mesh, pool, _put(self.mesh, SPLIT, slots.reshape(-1)), parts)
 
     def host_layer(
-        self, pool: ExpertPool, table: ExpertTable, layer: int, hosts: Bool[np.ndarray, "E D"]
-    ) -> tuple["Home", ExpertPool, ExpertTable]:
+        self, pool: Pool, table: ExpertTable, layer: int, hosts: Bool[np.ndarray, "E D"]
+    ) -> tuple["Home", Pool, ExpertTable]:
         """Gives one layer's experts other hosts, each copied from the lowest-numbered one so far.
 
         All copies travel in one exchange; the pool passed in is gone afterwards (donated). Raises
@@ -139,7 +108,7 @@ class Home(NamedTuple):
         before, after = self.placement, rehosted(self.placement, layer, hosts)
         devices, spare = len(before.local), self.spare
         sends = np.zeros((devices, devices, spare), np.int32)
-        writes = np.full((devices, devices, spare), pool.down.shape[0], np.int32)  # dropped
+        writes = np.full((devices, devices, spare), pool.num_slots, np.int32)  # dropped
         count = np.zeros((devices, devices), np.int32)
         for expert, to in np.argwhere(hosts & ~np.asarray(before.hosts)[layer]):
             sender = int(np.argmax(before.hosts[layer, expert]))
@@ -178,7 +147,7 @@ def _put(mesh: Mesh, spec: P, value: Any) -> Array:
 
 def _of_devices(
     mesh: Mesh, own: list[np.ndarray], most: int, weights: np.ndarray
-) -> Float[Array, "rows ..."]:
+) -> Shaped[Array, "rows ..."]:
     """Returns each device's own experts, padded to `most`; no copy of all of them is made."""
 
     def part(index: Any) -> np.ndarray:
@@ -191,35 +160,25 @@ def _of_devices(
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _write(mesh: Mesh, pool: ExpertPool, slots: Array, gate_up: Array, down: Array) -> ExpertPool:
-    def one_device(pool: ExpertPool, slots: Array, *parts: Array) -> ExpertPool:
-        written = (
-            held.at[slots].set(part.astype(held.dtype), mode="drop")
-            for held, part in zip(pool, parts, strict=True)
-        )
-        return ExpertPool(*written)
+def _write(mesh: Mesh, pool: Pool, slots: Array, experts: Pool) -> Pool:
+    def one_device(pool: Pool, slots: Array, experts: Pool) -> Pool:
+        return pool.with_experts(slots, experts)
 
-    specs = WEIGHTS.pool
-    return jax.shard_map(
-        one_device, mesh=mesh, in_specs=(specs, SPLIT, SPLIT, SPLIT), out_specs=specs
-    )(pool, slots, gate_up, down)
+    return jax.shard_map(one_device, mesh=mesh, in_specs=(SPLIT,) * 3, out_specs=SPLIT)(
+        pool, slots, experts
+    )
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1)
-def _copy(mesh: Mesh, pool: ExpertPool, sends: Array, writes: Array) -> ExpertPool:
+def _copy(mesh: Mesh, pool: Pool, sends: Array, writes: Array) -> Pool:
     """Copies experts between devices: slots that each sends to each, and where each one's go.
 
     What is sent is read before anything is written.
     """
 
-    def one_device(pool: ExpertPool, sends: Array, writes: Array) -> ExpertPool:
-        arrived = [lax.all_to_all(held[sends], AXIS, 0, 0, tiled=True) for held in pool]
-        written = (
-            held.at[writes].set(part, mode="drop") for held, part in zip(pool, arrived, strict=True)
-        )
-        return ExpertPool(*written)
+    def one_device(pool: Pool, sends: Array, writes: Array) -> Pool:
+        return pool.with_experts(writes, exchanged(pool.read(sends)))
 
-    specs = WEIGHTS.pool
-    return jax.shard_map(one_device, mesh=mesh, in_specs=(specs, SPLIT, SPLIT), out_specs=specs)(
+    return jax.shard_map(one_device, mesh=mesh, in_specs=(SPLIT,) * 3, out_specs=SPLIT)(
         pool, sends, writes
     )

@@ -20,9 +20,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, ExpertTable
+from jmoe.experts import ExpertTable, Pool
 from jmoe.moe import Answered, Asked, Balance, LayerStats, compute, gate, planned, router
-from jmoe.parallel.experts import AXIS, EXEMPT, VALID, own_degraded, room_of
+from jmoe.parallel.experts import AXIS, EXEMPT, VALID, exchanged, own_degraded, room_of
 from jmoe.parallel.probe import Probe
 from jmoe.parallel.visits import count_visits, device_of_visits
 from jmoe.weights import Params
@@ -46,13 +46,13 @@ class Replicas(NamedTuple):
     the rest.
     """
 
-    pool: ExpertPool  # by sender, P of each
+    pool: Pool  # by sender, P of each
     slots: Int[Array, "E"]  # place of each logical expert in that pool, -1: no copy here
     held: Bool[Array, "E D"]  # which devices got a copy
     expected: Int[Array, "D E"]  # visits that they were chosen for
 
     @classmethod
-    def none(cls, pool: ExpertPool, table: ExpertTable, replication: Replication) -> "Replicas":
+    def none(cls, pool: Pool, table: ExpertTable, replication: Replication) -> "Replicas":
         """Returns the replicas before the first MoE layer: none. `table` is the model's, as one
         device sees it.
         """
@@ -60,7 +60,7 @@ class Replicas(NamedTuple):
         experts, devices = table.hosts.shape[1:]
         room = devices * replication.per_pair
         return cls(
-            ExpertPool(*(jnp.zeros((room, *leaf.shape[1:]), leaf.dtype) for leaf in pool)),
+            pool.empty(room),
             jnp.full((experts,), -1, jnp.int32),
             jnp.zeros((experts, devices), bool),
             jnp.zeros((devices, experts), jnp.int32),
@@ -118,7 +118,7 @@ def senders(
 class Outgoing(NamedTuple):
     """Copies of one layer's experts that are about to travel."""
 
-    pool: ExpertPool  # what this device sends: by receiver, P for each, used or not
+    pool: Pool  # what this device sends: by receiver, P for each, used or not
     slots: Int[Array, "E"]  # as in `Replicas`, and so are the others
     held: Bool[Array, "E D"]
     expected: Int[Array, "D E"]
@@ -126,7 +126,7 @@ class Outgoing(NamedTuple):
     @classmethod
     def of(
         cls,
-        pool: ExpertPool,
+        pool: Pool,
         table: ExpertTable,
         wanted: Bool[Array, "E D"],
         expected: Int[Array, "D E"],
@@ -145,12 +145,11 @@ class Outgoing(NamedTuple):
         at = jnp.where(received >= 0, received, num_experts)  # out of range: dropped
         places = jnp.arange(received.shape[0], dtype=jnp.int32)
         slots = jnp.full((num_experts,), -1, jnp.int32).at[at].set(places, mode="drop")
-        return cls(ExpertPool(*(leaf[own] for leaf in pool)), slots, wanted, expected)
+        return cls(pool.read(own), slots, wanted, expected)
 
     def sent(self) -> Replicas:
         """Exchanges the experts, array by array, and returns them as replicas."""
-        arrived = (lax.all_to_all(leaf, AXIS, 0, 0, tiled=True) for leaf in self.pool)
-        return Replicas(ExpertPool(*arrived), *self[1:])
+        return Replicas(exchanged(self.pool), *self[1:])
 
 
 class Copying(NamedTuple):
@@ -166,7 +165,7 @@ class Copying(NamedTuple):
     next_table: ExpertTable | None  # its row
 
     def __call__(
-        self, cfg: ModelConfig, pool: ExpertPool, table: ExpertTable, asked: Asked, max_active: int
+        self, cfg: ModelConfig, pool: Pool, table: ExpertTable, asked: Asked, max_active: int
     ) -> Answered:
         """See Exchange; `max_active` does not count copies."""
         num_rows, replicas, h = asked.h.shape[0], self.replicas, asked.h
@@ -230,7 +229,7 @@ class Copying(NamedTuple):
 
 
 def _choose(
-    pool: ExpertPool, table: ExpertTable, expected: Int[Array, "D E"], replication: Replication
+    pool: Pool, table: ExpertTable, expected: Int[Array, "D E"], replication: Replication
 ) -> Outgoing:
     """Chooses the next layer's copies, and puts those together that leave this device."""
     num_replicas, per_pair, alpha = replication
@@ -251,7 +250,7 @@ def _balance(counts: Int[Array, "D E"], replicas: Replicas | None) -> Balance:
 class _Held(NamedTuple):
     """A layer's experts on this device: its own, and copies."""
 
-    pool: ExpertPool
+    pool: Pool
     slots: Int[Array, "E"]
     replicas: Replicas | None
     max_active: int
@@ -265,7 +264,7 @@ class _Held(NamedTuple):
             return compute(self.pool, h, weights, ids, slots, max_active=self.max_active)
         is_copy = (ids >= 0) & (copies.slots[jnp.maximum(ids, 0)] >= 0)
         of_own, of_copies = jnp.where(is_copy, -1, ids), jnp.where(is_copy, ids, -1)
-        room, copied = copies.pool.down.shape[0], jnp.maximum(copies.slots, 0)
+        room, copied = copies.pool.num_slots, jnp.maximum(copies.slots, 0)
         found = (
             compute(self.pool, h, weights, of_own, slots, max_active=self.max_active),
             compute(copies.pool, h, weights, of_copies, copied, max_active=room),

@@ -74,6 +74,5 @@ class MeshLoad:
             yield gauge("placement_failed", about, float(bool(mover.failure)))
         if engine is not None and engine.model is not None:
             copies = self.copied + (0 if mover is None else mover.experts_copied)
-            size = sum(leaf.nbytes // leaf.shape[0] for leaf in engine.model.pool)
             about = "Of experts that were copied between devices"
-            yield counter("expert_copy_bytes", about, copies * size)
+            yield counter("expert_copy_bytes", about, copies * engine.model.pool.slot_bytes)

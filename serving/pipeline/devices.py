@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from jmoe import shaping
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, write_slots
+from jmoe.experts import Pool, write_slots
 from jmoe.model import embed, head, layers_of
 from jmoe.packed_rows import SLOT, sampling_mode
 from jmoe.sampling import greedy, token_logprobs
@@ -161,8 +161,7 @@ class UnitedPart(NamedTuple):
     """A device's united experts of one MoE layer and way, in host memory."""
 
     slots: Int[np.ndarray, "n"]  # of the device's pool
-    gate_up: Float[np.ndarray, "n d f2"]
-    down: Float[np.ndarray, "n f d"]
+    experts: Pool
 
 
 class Store(NamedTuple):
@@ -429,7 +428,7 @@ class AttentionPrograms:
 
 @partial(jax.jit, static_argnames="max_active")
 def _compute(
-    pool: ExpertPool,
+    pool: Pool,
     store: Float[Array, "R d"],
     slots: Int[Array, "E"],
     rows: Int[Array, "V"],
@@ -445,23 +444,22 @@ class ExpertPrograms:
 
     def __init__(
         self,
-        pool: ExpertPool,
+        pool: Pool,
         slots: Int[np.ndarray, "layers E"],
-        num_rows: int,
+        rows: tuple[int, int],
         device: Any,
         united: Mapping[int, Sequence[UnitedPart]] = MappingProxyType({}),
     ) -> None:
         """`pool` is of this device alone, on it; `slots` of each MoE layer's logical experts in it,
-        -1: they are elsewhere. `num_rows` are those of all attention workers. `united` experts are
-        by way and MoE layer; those of the first way are loaded.
+        -1: they are elsewhere. `rows` is the shape of all attention workers' rows. `united` experts
+        are by way and MoE layer; those of the first way are loaded.
         """
         self._pool, self.device, self._united = pool, device, united
         self.ways = tuple(united)
         self._way = self.ways[0] if self.ways else 0
         self._slots = [jax.device_put(jnp.asarray(own, jnp.int32), device) for own in slots]
         self._max_active = max(1, int((slots >= 0).sum(axis=1).max()))
-        empty = jnp.zeros((num_rows, pool.gate_up.shape[1]), pool.down.dtype)
-        self._store = jax.device_put(empty, device)
+        self._store = jax.device_put(jnp.zeros(rows, pool.dtype), device)
 
     def keep(self, h: Array, rows: Int[np.ndarray, "n"]) -> None:
         """See ExpertDevice."""

@@ -259,17 +259,18 @@ def experts_of(
     local = np.full(slots.shape, -1, np.int32)
     local[hosted] = np.arange(int(hosted.sum()))
     taken = jnp.asarray(slots[hosted])
-    pool = jax.device_put(jax.tree.map(lambda leaf: leaf[taken], model.pool), device)
+    pool = jax.device_put(model.pool.read(taken), device)
 
     def part(united: UnitedExperts, layer: int) -> UnitedPart:
-        own = local[layer, model.config.num_experts :][: united.gate_up.shape[1]]
+        experts = united.layer(layer)
+        own = local[layer, model.config.num_experts :][: experts.num_slots]
         here = np.flatnonzero(own >= 0)
-        return UnitedPart(own[here], united.gate_up[layer, here], united.down[layer, here])
+        return UnitedPart(own[here], experts.read(here))
 
     united = {
         way: [part(model.united_of(way), layer) for layer in range(len(slots))] for way in ways
     }
-    return ExpertPrograms(pool, local, num_rows, device, united)
+    return ExpertPrograms(pool, local, (num_rows, model.config.d_model), device, united)
 
 
 def attention_of(model: Model, ways: Sequence[int], sizes: Sizes, device: Any) -> AttentionPrograms:

@@ -104,9 +104,8 @@ def test_writes_index_each_dimension(write):
     if write == "slots":
         pool = ExpertPool(spec(700, 2048, 1536), spec(1400, 768, 2048))
         assert pool.gate_up.size > ELEMENTS
-        text = write_slots.lower(
-            pool, spec(1, dtype=np.int32), spec(1, 2048, 1536), spec(1, 768, 2048)
-        ).as_text()
+        one = ExpertPool(spec(1, 2048, 1536), spec(1, 768, 2048))
+        text = write_slots.lower(pool, spec(1, dtype=np.int32), one).as_text()
     else:
 
         def write_two(rows, angles, k_pages, v_pages, layer, at):

@@ -80,7 +80,7 @@ def differences(
 
 
 def _distances(pools: Sequence[ExpertPool]) -> Float[np.ndarray, "N N m"]:
-    count, experts = len(pools), pools[0].down.shape[0]
+    count, experts = len(pools), pools[0].num_slots
     found = np.zeros((count, count, experts), np.float32)
     for i in range(count):
         for j in range(i + 1, count):
@@ -99,7 +99,7 @@ def _distance(one: ExpertPool, other: ExpertPool) -> Float[Array, " m"]:
 def _costs(
     captured: Sequence[LayerRows], ends: Sequence[np.ndarray], pools: Sequence[ExpertPool]
 ) -> Float[np.ndarray, "N N m"]:
-    count, experts = len(pools), pools[0].down.shape[0]
+    count, experts = len(pools), pools[0].num_slots
     found = np.zeros((count, count, experts), np.float64)
     for i, (rows, end) in enumerate(zip(captured, ends, strict=True)):
         weights = rows.weights / np.linalg.norm(end, axis=1, keepdims=True)

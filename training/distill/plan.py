@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jmoe.api import Model
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool, groups_by_index
+from jmoe.experts import groups_by_index
 from jmoe.random_model import random_model
 from training.distill import fit, refine, sizes
 from training.distill.config import DistillConfig
@@ -336,7 +335,8 @@ def measure(plan: RunPlan, tell: Callable[[str], None] = lambda what: None) -> T
     data = _random_batch(cfg, config)
     embedded = np.asarray(model.params["embed"], np.float32)[data.tokens]
     layer = jax.tree.map(lambda leaf: leaf[0], model.params["segments"][0])
-    experts, began = jax.tree.map(lambda leaf: leaf[0], _routed(model)), 0.0
+    slots, began = model.table.slots[0, : cfg.num_experts], 0.0
+    experts = model.pool.read(slots).plain()
     for _ in range(2):  # the second time nothing is compiled
         began = time.perf_counter()
         rows = run_layer(cfg, layer, experts, embedded.copy(), data, batch=CAPTURE_ROWS)
@@ -373,18 +373,13 @@ def _random_batch(cfg: ModelConfig, config: DistillConfig) -> Batch:
     return Batch(tokens, tokens, positions, ones, ones.astype(np.float32), ones, [])
 
 
-def _routed(model: Model) -> ExpertPool:
-    """Returns routed experts, with a leading layer axis."""
-    slots = model.table.slots[:, : model.config.num_experts]
-    return ExpertPool(*(leaf[slots] for leaf in model.pool))
-
-
 def _end_to_end_step(cfg: ModelConfig, config: DistillConfig, way: int) -> float:
     """Returns the seconds of an end-to-end step of a model with random weights."""
     model = random_model(cfg, config.seed, config.dtype)
     groups = groups_by_index(cfg.num_experts, way)
     firsts = [int(np.flatnonzero(groups == g)[0]) for g in range(groups.max() + 1)]
-    routed = _routed(model)._asdict()
+    slots = model.table.slots[:, : cfg.num_experts]
+    routed = model.pool.read(slots).plain()._asdict()
     united = {key: np.asarray(leaf[:, np.asarray(firsts)]) for key, leaf in routed.items()}
     at = refine.begin(united, config, cfg.d_model)
     frozen = refine.freeze(model, np.tile(groups, (cfg.num_layers, 1)))

@@ -235,7 +235,7 @@ def freeze(model: Model, groups: Int[np.ndarray, "L m"]) -> Frozen:
     """
     mesh = data_mesh()
     slots = model.table.slots[:, : model.config.num_experts]
-    frozen = Frozen(model.params, *model.pool, slots, jnp.asarray(groups, jnp.int32))
+    frozen = Frozen(model.params, *model.pool.plain(), slots, jnp.asarray(groups, jnp.int32))
     return jax.device_put(frozen, jax.tree.map(partial(NamedSharding, mesh), FROZEN_SPECS))
 
 

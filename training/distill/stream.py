@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
-from pallas_kernels import grouped_gemm, routing
+from pallas_kernels import routing
 from training.network import causal_mask, layer_forward
 from training.packing import Batch
 
@@ -35,17 +35,15 @@ def each_visit(
     """Returns the output of each visit's expert, float32: the grouped GEMM with a row for each
     visit.
     """
-    (num_rows, top_k), num_experts = ids.shape, experts.gate_up.shape[0]
+    (num_rows, top_k), num_experts = ids.shape, experts.num_slots
     work = routing.dispatch(
         ids.reshape(-1, 1),
         jnp.ones((num_rows * top_k, 1), jnp.float32),
         jnp.arange(num_experts, dtype=jnp.int32),
-        block_m=grouped_gemm.block_rows(ids.size, num_experts),
+        block_m=experts.block_rows(ids.size, num_experts),
         max_active=num_experts,
     )
-    rows = jnp.repeat(h, top_k, axis=0)
-    out = grouped_gemm.moe_mlp(rows, experts.gate_up, experts.down, work)
-    return out.reshape(num_rows, top_k, -1)
+    return experts.mlp(jnp.repeat(h, top_k, axis=0), work).reshape(num_rows, top_k, -1)
 
 
 @partial(jax.jit, static_argnums=0)

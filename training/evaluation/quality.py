@@ -13,7 +13,7 @@ from jmoe.api import Model
 from jmoe.attention import CausalAttention
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig
-from jmoe.experts import ExpertPool
+from jmoe.experts import Pool
 from jmoe.forward import forward
 from jmoe.model import StepData, embed, layers_of, run_layers
 from jmoe.moe import RoutedRows, compute, planned, route
@@ -170,7 +170,7 @@ def _relative(out: Float[Array, "N B d"], exact: Float[Array, "N B d"]) -> Float
 def _routed(
     cfg: ModelConfig,
     layer: Params,
-    pool: ExpertPool,
+    pool: Pool,
     slots: Int[Array, "E"],
     groups: Int[Array, "m"],
     x: Float[Array, "N B d"],

@@ -31,7 +31,9 @@ class Members:
             leaves = []
             for model in self.models:
                 slots = np.asarray(model.table.slots)[:, : model.config.num_experts]
-                leaves.append(np.asarray(getattr(model.pool, key).astype(jnp.float32))[slots])
+                leaves.append(
+                    np.asarray(getattr(model.pool.plain(), key).astype(jnp.float32))[slots]
+                )
             found[key] = np.stack(leaves)
         return found
 

@@ -70,8 +70,7 @@ def read_params(directory: str | Path) -> Params:
     """
     model = jmoe.load(directory, "float32", ways=())
     slots = model.table.slots[:, : model.config.num_experts]
-    pool = {key: leaf[slots] for key, leaf in model.pool._asdict().items()}
-    return {**model.params, "experts": pool}
+    return {**model.params, "experts": model.pool.read(slots).plain()._asdict()}
 
 
 def tune(

@@ -11,6 +11,7 @@ import pytest
 
 import jmoe
 from jmoe.brownout import strategy_code
+from jmoe.experts import ExpertPool
 from jmoe.model import LOOKAHEAD, layers_of, unstack
 from jmoe.packed_rows import empty_deltas, empty_rows, pack_row
 from jmoe.parallel import steps as on
@@ -343,8 +344,8 @@ def test_experts_with_other_hosts_answer_alike(then):
 
 def test_hosts_without_a_slot_are_refused():
     home = Home(make_mesh(2), contiguous(2, 8, 2, spare=1))
-    weights = [jnp.zeros((1, 4, 8)), jnp.zeros((1, 4, 4))]
-    pool, table = home.empty_pool(weights), home.table(8)
+    one = ExpertPool(jnp.zeros((1, 4, 8)), jnp.zeros((1, 4, 4)))
+    pool, table = home.empty_pool(one), home.table(8)
     with pytest.raises(ValueError, match="device 0 would host 8 experts of MoE layer 1 and has 5"):
         home.host_layer(pool, table, 1, np.ones((8, 2), bool))
 
