@@ -144,7 +144,11 @@ class _Search:
         place = self.barred[near[..., None], experts]  # [C, num, M]
         place += np.take_along_axis(at, near, axis=1)[..., None]
         change = self.fixed[experts] - 2 * self.less[experts] * (loads @ self.places[experts].T)
-        return change + 2 * self.then[experts] * place.min(axis=1)
+        emptiest = place.min(axis=1)
+        change += 2 * self.then[experts] * emptiest
+        return np.where(
+            emptiest < _NEVER, change, np.inf
+        )  # a copy of no load costs nothing anywhere
 
     def _moved(
         self, experts: np.ndarray, devices: np.ndarray, loads: np.ndarray, at: np.ndarray
@@ -158,4 +162,5 @@ class _Search:
         on_hosts = (loads * self.places[experts]).sum(axis=1)
         on_hosts -= loads[np.arange(len(experts)), devices]
         emptiest = (self.barred[:, experts].T + at).min(axis=1)
-        return count * less**2 + then**2 - 2 * less * on_hosts + 2 * then * emptiest
+        change = count * less**2 + then**2 - 2 * less * on_hosts + 2 * then * emptiest
+        return np.where(emptiest < _NEVER, change, np.inf)

@@ -68,7 +68,7 @@ def test_arrays_show_shapes_and_dtypes(model):
 
 def changed(value):
     """Returns another value of the same kind."""
-    if isinstance(value, bool):
+    if value is None or isinstance(value, bool):
         return not value
     if isinstance(value, tuple):
         return (*value, 1)

@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -116,6 +116,9 @@ def test_a_copy_is_given_up_for_the_best_other_one():
     st.integers(2, 4),
     st.integers(0, 3),
 )
+@example(
+    np.array([789972.0, 0, 384842, 470722, 2, 2, 0, 657425, 661370]), 3, 2
+)  # some without load
 def test_homes_stay_and_slots_suffice(load, devices, spare):
     homes = homes_of(9, devices)
     hosts = with_copies(load, homes, spare)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jmoe.family import Family
-from jmoe.router import ScoredTopK
 from jmoe.packed_rows import SLOT, empty_deltas, pack_row
+from jmoe.router import ScoredTopK
 from serving.config import EngineConfig
 from serving.execution.buckets import Buckets, Key
 from serving.execution.mixed import MixedSteps, mixed_models
