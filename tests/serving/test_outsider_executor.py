@@ -44,7 +44,9 @@ class Recomputing:
                 context[int(row[KV_LEN]) - q_len :] = plan.tokens[at : at + q_len].tolist()
                 at += q_len
             context = self.contexts[slot]
-            logits = np.asarray(jmoe.forward(self.model, [context]))[0, -1].astype(np.float64)
+            padded = context + [0] * (64 - len(context))  # no row reads what follows it
+            logits = np.asarray(jmoe.forward(self.model, [padded]))[0, len(context) - 1]
+            logits = logits.astype(np.float64)
             tokens.append(int(logits.argmax()))
             logprobs.append(float(logits.max() - np.logaddexp.reduce(logits)))
         for row, token in zip(plan.rows, tokens, strict=True):  # what the next step decodes

@@ -6,6 +6,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jmoe.experts import ExpertPool
 from serving.frontend.families import Histogram
 from serving.frontend.mesh_metrics import MeshLoad
 from serving.plan import Copies, Phase
@@ -71,7 +72,7 @@ def test_bytes_and_copies_that_stay():
     leaf = SimpleNamespace(nbytes=4000, shape=(10, 2))
     mover = SimpleNamespace(experts_copied=2, imbalances=lambda: [1.0, 1.5], failure="")
     engine = SimpleNamespace(
-        loader=SimpleNamespace(mover=mover), model=SimpleNamespace(pool=(leaf, leaf))
+        loader=SimpleNamespace(mover=mover), model=SimpleNamespace(pool=ExpertPool(leaf, leaf))
     )
     found = samples(load, engine)
     assert found["jmoe_expert_copy_bytes_total",] == 7 * 800
