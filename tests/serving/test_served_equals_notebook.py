@@ -153,7 +153,8 @@ class Made:
     def workers(self) -> Mode:
         """Makes a mode of the bundled model on asynchronous workers."""
         model, crew = self("bundled").model, AsynchronousConfig(attention=2, experts=2)
-        return Mode(partial(config, mode="aep", asynchronous=crew), {"": model}, model)
+        given = {"mode": "aep", "asynchronous": crew, "compilation_cache": ""}
+        return Mode(partial(config, **given), {"": model}, model)
 
     def aep(self) -> Mode:
         return self.of({"": jmoe.load(GOLDEN, "float32")}, **AEP, compilation_cache="")
