@@ -526,7 +526,10 @@ class Engine:
 
     def _advance_controllers(self, now: float) -> None:
         self._decide(now)
+        waited = self.loader.is_waiting
         self.loader.advance(now, len(self.scheduler.singles))
+        if self.loader.is_waiting and not waited:
+            self.watchdog.launched += 1  # a device that hangs over it must not go unnoticed
         self.registry.advance(now)
         self.fetcher.advance(now)
 
@@ -557,7 +560,11 @@ class Engine:
     # ---- what an executor tells -------------------------------------------------------------
 
     def _note(self, told: Any) -> None:
-        """Queues what the executor tells; called in any thread."""
+        """Queues what the executor tells, until the engine has failed or stopped; called in any
+        thread.
+        """
+        if self.status in ("failed", "stopped"):
+            return
         self._news.append(told)
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -577,6 +584,7 @@ class Engine:
             case RankUp(rank):
                 self.scheduler.open_rank(rank)
             case WayChanged():
+                self.watchdog.ended += 1
                 self.loader.changed(now)
             case Stages():
                 self.accounts.stages_ran(told)
@@ -607,7 +615,7 @@ class Engine:
                 for sequence in self.scheduler.give_up(rows):
                     self._end(sequence, self._lost(reason))
             case Completed(result=StepResult() as result) if rows:
-                num_decoding = self.scheduler.singles.num_decoding()
+                num_decoding = self.scheduler.singles.num_decoding
                 step, entered_at = self.scheduler.complete(rows)
                 step.control = StepControl(min(told.least_percent), told.strategy)
                 spans = zip(step.sequences, told.least_percent, told.most_percent, strict=True)

@@ -37,6 +37,8 @@ def mixed_models(config: EngineConfig, family: Family) -> int:
     device, and one where a router of their own would choose among all models' experts.
     """
     if family.config.router is not None:
+        if len(family) > 1 < config.mixed_models:
+            log.info("no decode step has rows of several models: they have routers of their own")
         return 1
     resident = config.resident_sets or len(family)
     return max(1, min(config.mixed_models, len(family), resident))

@@ -46,6 +46,7 @@ class SingleRows:
         self._limits, self._staging = limits, staging
         self._entered: dict[int, Entered] = {}
         self._numbers = count()
+        self.num_decoding = 0  # of the rows
         self._rows_left = Counter[tuple[Batch, int]]()
 
     def __len__(self) -> int:
@@ -56,10 +57,6 @@ class SingleRows:
         """Returns whether a row has entered, and has neither left nor been given up."""
         return number in self._entered
 
-    def num_decoding(self) -> int:
-        """Returns how many of the rows decode."""
-        return sum(row.step.plan.phase is Phase.DECODE for row in self._entered.values())
-
     def enter(self, step: ScheduledStep, now: float, *, all_urgent: bool) -> None:
         """Lets a step's rows enter. Those of latency-sensitive sequences are urgent, or all."""
         batch, numbers = step.batch, []
@@ -68,6 +65,7 @@ class SingleRows:
             self._entered[numbers[-1]] = Entered(step, at, now)
             self._rows_left[batch, self._limits.rank(sequence.slot)] += 1
             sequence.batch = batch
+        self.num_decoding += len(numbers) * (batch.phase is Phase.DECODE)
         scored = step.plan.prompt_logprobs
         singles = Singles(
             numbers,
@@ -90,6 +88,7 @@ class SingleRows:
                 del self._rows_left[batch, rank]
                 self._staging.give_back(batch.release_staging(rank))
             row.sequence.batch = None
+            self.num_decoding -= batch.phase is Phase.DECODE
         return rows
 
     def on_rank(self, rank: int) -> list[int]:
@@ -103,7 +102,7 @@ class SingleRows:
 
     def check_idle(self) -> None:
         """Raises AssertionError if a row is on its way."""
-        if self._entered or self._rows_left:
+        if self._entered or self._rows_left or self.num_decoding:
             raise AssertionError(f"{len(self._entered)} rows never left the last layer")
 
 

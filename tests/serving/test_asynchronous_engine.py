@@ -50,6 +50,7 @@ def tokens_of(outputs):
 async def settle(engine):
     assert await engine.drain(100)
     engine.scheduler.check_idle()
+    assert engine.watchdog.launched == engine.watchdog.ended
     assert not any(engine.executor.inside)
 
 
@@ -136,6 +137,8 @@ async def test_a_crew_that_fails_tells_everybody_and_lets_go(start):
         with pytest.raises(Unavailable, match="worker 1: it is gone"):
             await task
     assert engine.scheduler.idle
+    engine.executor.report(WorkerUp("attention", 0))  # a crew goes on telling
+    assert not engine._news
     with pytest.raises(Unavailable, match="worker 1"):
         await collect(engine, [1], 1)
 
@@ -338,6 +341,7 @@ async def test_rows_leave_before_the_way_changes_and_enter_once_all_have_changed
         await asyncio.sleep(0.01)
     assert engine.get_brownout().way == 2
     assert engine.slo.way_in_force == -1
+    assert engine.watchdog.launched == engine.watchdog.ended + 1  # one that hangs is noticed
     assert (await changing).way == 4
     assert engine.slo.way_in_force == 4
     for number, outputs in enumerate(await asyncio.gather(*running)):
