@@ -236,7 +236,7 @@ class Engine:
             self._loop_task = None
             self.watchdog.close()
             await self.admission.close()
-            self.executor.close()
+            await asyncio.to_thread(self.executor.close)  # which waits for other processes
 
     def _fail(self, reason: str) -> None:
         """Marks the engine as failed: ends all requests with an error, and refuses new ones."""

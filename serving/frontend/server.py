@@ -256,8 +256,12 @@ async def serve(
         loading.cancel()
 
     loop = asyncio.get_running_loop()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, on_signal, name)
+
+    def handle_signals() -> None:
+        for name in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(name, on_signal, name)
+
+    handle_signals()
     rereading = set[asyncio.Task[None]]()
 
     def on_hangup() -> None:
@@ -273,6 +277,7 @@ async def serve(
     except Exception:
         await server.stop()
         raise
+    handle_signals()  # again: Ray's, which aborts 3 s after SIGTERM, may have taken their place
     gc_freeze.freeze()
     log.info("ready on %s", server.address, extra={"event": "ready", "address": server.address})
     print(f"jmoe ready on {server.address}", flush=True)

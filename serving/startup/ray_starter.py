@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, cast
@@ -22,6 +23,7 @@ from serving.startup.worker import make_worker
 
 CONNECTS_WITHIN_S = 5.0
 LOCAL_TRIES = 3
+STOPS_WITHIN_S = 5.0
 
 
 class _Actor:
@@ -77,6 +79,7 @@ class RayStarter:
             ) from None
         self.host = ray.util.get_node_ip_address()
         self._actors: dict[str, Any] = {}
+        self._watchers: set[threading.Thread] = set()
 
     def start(self, assignment: Assignment, announce: Announce, ended: Ended) -> None:
         """See Starter. A worker has a GPU of its own where the cluster has any."""
@@ -95,9 +98,13 @@ class RayStarter:
                 reason = "its process died"
             except RayError as error:
                 reason = " ".join(str(error).split())
+            finally:
+                self._watchers.discard(threading.current_thread())
             ended(reason)
 
-        threading.Thread(target=watch, daemon=True).start()
+        watcher = threading.Thread(target=watch, daemon=True)
+        self._watchers.add(watcher)
+        watcher.start()
 
     def kill(self, name: str) -> None:
         """See Starter."""
@@ -106,6 +113,11 @@ class RayStarter:
 
     def close(self) -> None:
         """See Starter. A cluster that was joined keeps running."""
+        for actor in self._actors.values():
+            ray.kill(actor)
+        until = time.monotonic() + STOPS_WITHIN_S
+        for watcher in list(self._watchers):  # a call under way while Ray ends can end the process
+            watcher.join(max(0.0, until - time.monotonic()))
         ray.shutdown()
 
 
