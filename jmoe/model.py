@@ -28,6 +28,7 @@ from jmoe.moe import (
     Wanted,
     alone,
     dense_mlp,
+    linear,
     moe,
 )
 from jmoe.parallel.experts import gathered
@@ -37,6 +38,7 @@ from jmoe.rope import rotation
 from jmoe.weights import Params, Weights
 from pallas_kernels.backend import backend
 from pallas_kernels.kv_write import Projection
+from pallas_kernels.matmul import matmul_transposed
 from pallas_kernels.norm import rms_norm
 
 LOOKAHEAD = "lookahead"
@@ -65,7 +67,7 @@ def project(
     """Returns the QKV product of normed rows; bias, QK norm and RoPE are still to be applied."""
     shape = (-1, cfg.num_heads + 2 * cfg.num_kv_heads, cfg.head_dim)
     return Projection(
-        (h @ layer["wqkv"]).reshape(shape),
+        linear(h, layer["wqkv"]).reshape(shape),
         cfg.num_kv_heads,
         *cos_sin,
         bias=layer["bqkv"].reshape(shape[1:]) if cfg.qkv_bias else None,
@@ -94,7 +96,7 @@ def attended(
     cfg: ModelConfig, layer: Params, x: Float[Array, "T d"], out: Float[Array, "T H D"]
 ) -> Float[Array, "T d"]:
     """Adds to the rows what their heads have read."""
-    x = x + out.reshape(x.shape[0], -1) @ layer["wo"]
+    x = x + linear(out.reshape(x.shape[0], -1), layer["wo"]).astype(x.dtype)
     return x + layer["bo"][None] if cfg.o_bias else x
 
 
@@ -102,8 +104,8 @@ def head(cfg: ModelConfig, params: Params, x: Float[Array, "T d"]) -> Float[Arra
     """Applies the final norm and the output projection; float32 logits."""
     h = rms_norm(x, params["final_norm"], cfg.rms_norm_eps)
     if cfg.tie_embeddings:
-        return jnp.einsum("td,vd->tv", h, params["embed"], preferred_element_type=jnp.float32)
-    return jnp.dot(h, params["lm_head"], preferred_element_type=jnp.float32)
+        return matmul_transposed(h.astype(params["embed"].dtype), params["embed"], jnp.float32)
+    return linear(h, params["lm_head"], jnp.float32)
 
 
 class Halves(NamedTuple):

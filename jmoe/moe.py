@@ -19,6 +19,8 @@ from jmoe.config import ModelConfig
 from jmoe.experts import ABSENT, ExpertTable, Pool
 from jmoe.weights import Params
 from pallas_kernels import routing
+from pallas_kernels.activation import SILU, gated
+from pallas_kernels.matmul import matmul
 from pallas_kernels.norm import rms_norm
 
 
@@ -121,7 +123,7 @@ def router(
 ) -> tuple[Float[Array, "T d"], Float[Array, "T m"]]:
     """Returns normed rows and their router's logits (float32)."""
     h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
-    return h, jnp.dot(h, layer["router"], preferred_element_type=jnp.float32)
+    return h, linear(h, layer["router"], jnp.float32)
 
 
 def gate(
@@ -169,10 +171,22 @@ def compute(
     return pool.mlp(h, work).astype(h.dtype), work.expert_rows
 
 
-def swiglu(h: Float[Array, "T d"], gate_up: Array, down: Array) -> Float[Array, "T d"]:
-    """Computes `(silu(h Wg) * (h Wu)) Wd` with the two first matrices side by side."""
-    gate, up = jnp.split(h @ gate_up, 2, axis=-1)
-    return (jax.nn.silu(gate) * up) @ down
+def linear(
+    x: Float[Array, "*n T k"], weights: Float[Array, "*n k columns"], dtype: Any = None
+) -> Float[Array, "*n T columns"]:
+    """Computes `x @ weights` in the weights' dtype, which the rows may be wider than (in training);
+    `dtype` is the result's, None: the weights'.
+    """
+    return matmul(x.astype(weights.dtype), weights, dtype)
+
+
+def swiglu(
+    h: Float[Array, "*n T d"], gate_up: Float[Array, "*n d f2"], down: Float[Array, "*n f d"]
+) -> Float[Array, "*n T d"]:
+    """Computes `(silu(h Wg) * (h Wu)) Wd` with the two first matrices side by side, of one network
+    or, each on its own rows, several; in the weights' dtype.
+    """
+    return linear(gated(linear(h, gate_up), SILU), down).astype(h.dtype)
 
 
 def shared_expert(layer: Params, h: Float[Array, "T d"]) -> Float[Array, "T d"]:

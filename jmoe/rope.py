@@ -7,7 +7,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jmoe.config import RopeConfig
-from pallas_kernels.kv_write import turn
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -62,10 +61,3 @@ def rotation(
     freq = jnp.asarray(inverse_frequencies(rope, head_dim))
     angle = positions.astype(jnp.float32)[:, None] * freq[None, :]
     return jnp.cos(angle) * rope.attention_factor, jnp.sin(angle) * rope.attention_factor
-
-
-def rotate(
-    x: Float[Array, "T N D"], positions: Int[Array, "T"], rope: RopeConfig
-) -> Float[Array, "T N D"]:
-    """Rotates each head of each row by its position; computed in float32, returned in x's dtype."""
-    return turn(x, *rotation(positions, rope, x.shape[-1]))

@@ -9,4 +9,4 @@ def rms_norm(x: Float[Array, "*rows d"], weight: Float[Array, "d"], eps: float) 
     """Returns the root-mean-square norm, taken in float32; the weight is applied in x's dtype."""
     h = x.astype(jnp.float32)
     h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + eps)
-    return h.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
+    return h.astype(x.dtype) * weight.astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from training.matmul import matmul
+from jmoe.moe import swiglu
 
 
 class BufferPlan(NamedTuple):
@@ -108,40 +108,6 @@ def _combine_bwd(saved, grad):
 
 
 combine_rows.defvjp(_combine_fwd, _combine_bwd)
-
-
-@jax.custom_vjp
-def gated(hidden: Float[Array, "... f2"]) -> Float[Array, "... f"]:
-    """Computes `silu(gate) * up` of concatenated columns, in float32 inside, in `hidden`'s dtype
-    outside.
-    """
-    gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(hidden.dtype)
-
-
-def _gated_fwd(hidden):
-    return gated(hidden), hidden
-
-
-def _gated_bwd(hidden, grad):
-    # By hand: autodiff of the two slices pads and adds, six times slower on a CPU.
-    gate, up = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
-    grad = grad.astype(jnp.float32)
-    sigmoid = jax.nn.sigmoid(gate)
-    d_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    d_up = grad * gate * sigmoid
-    low = hidden.dtype
-    return (jnp.concatenate([d_gate.astype(low), d_up.astype(low)], axis=-1),)
-
-
-gated.defvjp(_gated_fwd, _gated_bwd)
-
-
-def swiglu(
-    x: Float[Array, "... n d"], gate_up: Float[Array, "... d f2"], down: Float[Array, "... f d"]
-) -> Float[Array, "... n d"]:
-    """Computes a SiLU-gated feed-forward network, batched over leading axes, in `x`'s dtype."""
-    return matmul(gated(matmul(x, gate_up)), down)
 
 
 def expert_layer(

@@ -1,12 +1,12 @@
-"""The trained forward pass: jmoe's architecture on packed rows, differentiable, fast on a CPU.
+"""What training adds to jmoe's layer functions: initial weights, packed rows, routers' losses.
 
-Same parameters and same maths as `jmoe.model` (a test holds their logits together), written apart
-for speed: products with fast gradients (`training.matmul`), experts in one batched product, master
-weights in float32 and products in `dtype` (bfloat16 runs several times faster where the CPU has
-matrix units). Norms, routing, residuals and the loss stay float32.
+Master weights are float32 and products in `dtype` (bfloat16 runs several times faster where the CPU
+has matrix units). Norms, routing, residuals and the loss stay float32. Experts are one batched
+product (`training.dispatch`).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +15,12 @@ from jaxtyping import Array, Float, Int
 
 from jmoe import layout
 from jmoe.config import ModelConfig
-from jmoe.moe import gate
-from jmoe.rope import rotate
-from pallas_kernels.norm import rms_norm
-from training.dispatch import expert_layer, swiglu
-from training.matmul import linear, matmul
+from jmoe.model import attend, embed, head
+from jmoe.moe import dense_mlp, gate, router, with_residual
+from jmoe.rope import rotation
+from pallas_kernels.kv_write import Projection, split_heads
+from pallas_kernels.matmul import matmul
+from training.dispatch import expert_layer
 
 Params = dict[str, Any]
 """`docs/architecture.md`'s pytree, plus `experts`: `gate_up [L, m, d, 2f]`, `down [L, m, f, d]`."""
@@ -57,39 +58,36 @@ def init_params(cfg: ModelConfig, seed: int) -> Params:
     }
 
 
-def packed_attention(
-    cfg: ModelConfig,
-    layer: Params,
-    h: Float[Array, "B S d"],
-    positions: Int[Array, "B S"],
-    mask: Float[Array, "B 1 S S"],
-) -> Float[Array, "B S o"]:
-    """Attends causally, by groups of query heads, inside each packed item; `mask` is added to the
-    scores.
-    """
-    batch, length, _ = h.shape
-    heads, kv_heads, head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-    qkv = linear(h.reshape(batch * length, -1), layer["wqkv"].astype(h.dtype))
-    if cfg.qkv_bias:
-        qkv = qkv + layer["bqkv"].astype(h.dtype)[None]
-    qkv = qkv.reshape(batch * length, -1, head_dim)
-    q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
-    if cfg.qk_norm:
-        q = rms_norm(q, layer["q_norm"].astype(h.dtype), cfg.rms_norm_eps)
-        k = rms_norm(k, layer["k_norm"].astype(h.dtype), cfg.rms_norm_eps)
-    rotated = rotate(jnp.concatenate([q, k], axis=1), positions.reshape(-1), cfg.rope)
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedAttention:
+    """Causal attention inside each packed item. An `Attention` without a cache."""
 
-    def per_head(x: Array) -> Array:
-        return x.reshape(batch, length, -1, head_dim)
+    mask: Float[Array, "B 1 S S"]  # 0 where a row may attend, -1e9 elsewhere
 
-    q, k = per_head(rotated[:, :heads]), per_head(rotated[:, heads:])
-    k = jnp.repeat(k, heads // kv_heads, axis=2)
-    v = jnp.repeat(per_head(qkv[:, heads + kv_heads :]), heads // kv_heads, axis=2)
-    q, k, v = jax.lax.optimization_barrier(
-        ((q * head_dim**-0.5).swapaxes(1, 2), k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
-    )
-    probs = jax.nn.softmax(matmul(q, k) + mask.astype(h.dtype), axis=-1)
-    return matmul(probs, v).swapaxes(1, 2).reshape(batch, length, -1)
+    @classmethod
+    def of(cls, items: Int[Array, "B S"]) -> "PackedAttention":
+        """Makes it of the number of each token's item in its row."""
+        causal = jnp.tril(jnp.ones((1, items.shape[1], items.shape[1]), bool))
+        seen = (items[:, :, None] == items[:, None, :]) & causal
+        return cls(jnp.where(seen, 0.0, -1e9)[:, None])
+
+    def __call__(
+        self, projection: Projection, layer: Int[Array, ""], cache: Any
+    ) -> tuple[Float[Array, "T H D"], Any]:
+        """See Attention."""
+        q, k, v = split_heads(projection)
+        batch, length = self.mask.shape[0], self.mask.shape[-1]
+        group, scale = q.shape[1] // k.shape[1], q.shape[2] ** -0.5
+        q, k, v = (a.reshape(batch, length, *a.shape[1:]) for a in (q * scale, k, v))
+        k, v = (jnp.repeat(a, group, axis=2) for a in (k, v))
+        q, k, v = jax.lax.optimization_barrier(
+            (q.swapaxes(1, 2), k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
+        )
+        scores: Array = matmul(q, k)
+        out: Array = matmul(jax.nn.softmax(scores + self.mask.astype(q.dtype), axis=-1), v)
+        out = out.swapaxes(1, 2)
+        return out.reshape(batch * length, *out.shape[2:]), cache
 
 
 def routing_losses(
@@ -123,51 +121,46 @@ Routed = Callable[[Array, Array, Array], tuple[Array, Any]]
 """`(rows [T, d] in the products' dtype, gate weights [T, K], ids [T, K]) -> (output, aux)`."""
 
 
-def causal_mask(items: Int[Array, "B S"]) -> Float[Array, "B 1 S S"]:
-    """Returns 0 where a row may attend, back within its own packed item, and -1e9 elsewhere."""
-    causal = jnp.tril(jnp.ones((1, items.shape[1], items.shape[1]), bool))
-    seen = (items[:, :, None] == items[:, None, :]) & causal
-    return jnp.where(seen, 0.0, -1e9)[:, None]
-
-
 def layer_forward(
     cfg: ModelConfig,
     layer: Params,
-    x: Float[Array, "B S d"],
-    positions: Int[Array, "B S"],
-    mask: Float[Array, "B 1 S S"],
+    x: Float[Array, "T d"],
+    positions: Int[Array, "T"],
+    attention: PackedAttention,
     routed: Routed,
     *,
     dtype: Any,
-) -> tuple[Float[Array, "B S d"], Routing | None]:
-    """Runs one layer of any architecture; `routed` computes its routed experts. Routing is None for
-    a dense one.
+) -> tuple[Float[Array, "T d"], Routing | None]:
+    """Runs one layer by jmoe's functions, products in `dtype` and all else in float32, as `x`
+    is; `routed` computes its routed experts. Routing is None for a dense one.
     """
-    h = rms_norm(x, layer["attn_norm"].astype(jnp.float32), cfg.rms_norm_eps).astype(dtype)
-    mixed = packed_attention(cfg, layer, h, positions, mask)
-    x = x + linear(mixed, layer["wo"].astype(dtype)).astype(jnp.float32)
-    if cfg.o_bias:
-        x = x + layer["bo"].astype(jnp.float32)[None, None]
-    h = rms_norm(x, layer["mlp_norm"].astype(jnp.float32), cfg.rms_norm_eps)
-    h = h.reshape(-1, cfg.d_model)
-    low, routing_of = h.astype(dtype), None
-    if "router" in layer:
-        logits = matmul(h, layer["router"].astype(jnp.float32))
-        weights, ids = gate(cfg, logits, layer)
-        out, aux = routed(low, weights, ids)
-        routing_of = Routing(logits, ids, aux)
-        out = out.astype(jnp.float32)
-        if cfg.d_ff_shared:
-            opening = jax.nn.sigmoid(h @ layer["shared_gate"].astype(jnp.float32))[:, None]
-            out = out + opening * _swiglu(low, layer, "shared_")
-    else:
-        out = _swiglu(low, layer, "")
-    return x + out.reshape(x.shape), routing_of
+    layer = lowered(cfg, layer, dtype)
+    turn = rotation(positions, cfg.rope, cfg.head_dim)
+    x, _ = attend(cfg, layer, x, turn, attention, jnp.int32(0), None)
+    if "router" not in layer:
+        return dense_mlp(cfg, layer, x), None
+    h, logits = router(cfg, layer, x)
+    weights, ids = gate(cfg, logits, layer)
+    out, aux = routed(h.astype(dtype), weights, ids)
+    return with_residual(cfg, layer, x, h, out.astype(x.dtype)), Routing(logits, ids, aux)
 
 
-def _swiglu(low: Float[Array, "T d"], layer: Params, key: str) -> Float[Array, "T d"]:
-    gate_up, down = (layer[key + name].astype(low.dtype) for name in ("gate_up", "down"))
-    return swiglu(low, gate_up, down).astype(jnp.float32)
+def lowered(cfg: ModelConfig, layer: Params, dtype: Any) -> Params:
+    """Returns a layer's parameters with matrices in `dtype`, and all else in float32."""
+    kinds = {key: own.kind for key, own in layout.layer(cfg, 0, "router" in layer).items()}
+    return {
+        key: leaf.astype(dtype if kinds.get(key) == "matrix" else jnp.float32)
+        for key, leaf in layer.items()
+    }
+
+
+def logits_of(
+    cfg: ModelConfig, params: Params, x: Float[Array, "T d"], dtype: Any
+) -> Float[Array, "T V"]:
+    """Returns `jmoe.model.head` of float32 rows, its product in `dtype`."""
+    key = "embed" if cfg.tie_embeddings else "lm_head"
+    norm = params["final_norm"].astype(jnp.float32)
+    return head(cfg, {key: params[key].astype(dtype), "final_norm": norm}, x)
 
 
 def forward(
@@ -184,7 +177,7 @@ def forward(
     over layers.
 
     Args:
-        cfg: the architecture; all layers MoE, tied embeddings.
+        cfg: the architecture; all layers MoE.
         params: as `init_params` makes them.
         tokens: packed rows.
         positions: of each token in its item.
@@ -192,9 +185,8 @@ def forward(
         capacity: visits an expert takes a batch; see `training.dispatch`.
         dtype: of the products.
     """
-    mask = causal_mask(items)
-    valid = (items > 0).reshape(-1).astype(jnp.float32)
-    x, stats = params["embed"][tokens], []
+    attention, valid = PackedAttention.of(items), (items > 0).reshape(-1).astype(jnp.float32)
+    x, at, stats = embed(params, tokens.reshape(-1)), positions.reshape(-1), []
     for i in range(cfg.num_layers):
         layer, experts = jax.tree.map(
             lambda leaf, i=i: leaf[i], (params["segments"][0], params["experts"])
@@ -204,9 +196,8 @@ def forward(
         def routed(h: Array, weights: Array, ids: Array, low: Params = low) -> tuple[Array, Array]:
             return expert_layer(h, weights, ids, low["gate_up"], low["down"], capacity)
 
-        x, out = layer_forward(cfg, layer, x, positions, mask, routed, dtype=dtype)
+        x, out = layer_forward(cfg, layer, x, at, attention, routed, dtype=dtype)
         assert out is not None
         stats.append({**routing_losses(out.logits, out.ids, valid), "dropped": out.aux})
-    h = rms_norm(x, params["final_norm"], cfg.rms_norm_eps).astype(dtype)
-    logits = linear(h, params["embed"].T.astype(dtype)).astype(jnp.float32)
+    logits = logits_of(cfg, params, x, dtype).reshape(*tokens.shape, -1)
     return logits, jax.tree.map(lambda *parts: jnp.stack(parts), *stats)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
+from jmoe import layout
 from jmoe.config import ModelConfig
 from training import world
 from training.geometry import BUNDLED
@@ -74,9 +75,11 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         config.peak_lr * config.final_lr_share,
     )
 
+    described = layout.top(config.model) | layout.layer(config.model, 0, is_moe=True)
+    kept = {key for key, own in described.items() if own.kind in ("norm", "bias", "gate")}
+
     def decayed(params: Params) -> Params:
-        names = ("attn_norm", "mlp_norm", "bqkv", "final_norm", "shared_gate")
-        return jax.tree.map_with_path(lambda path, _: path[-1].key not in names, params)
+        return jax.tree.map_with_path(lambda path, _: path[-1].key not in kept, params)
 
     return optax.chain(
         optax.clip_by_global_norm(1.0),

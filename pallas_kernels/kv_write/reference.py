@@ -25,7 +25,7 @@ def split_heads(projection):
     if projection.bias is not None:
         # Unfused on purpose: with the bias inside the product, XLA copies each layer's weights out
         # of a scan over layers.
-        rows = lax.optimization_barrier(rows) + projection.bias[None]
+        rows = lax.optimization_barrier(rows) + projection.bias.astype(rows.dtype)[None]
     q, k, v = jnp.split(rows, [heads, heads + projection.kv_heads], axis=1)
     if projection.q_norm is not None:
         q = rms_norm(q, projection.q_norm, projection.eps)

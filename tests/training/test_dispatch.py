@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from training.dispatch import expert_layer, gated, plan_dispatch
-from training.matmul import matmul
+from pallas_kernels.matmul import matmul, matmul_transposed
+from training.dispatch import expert_layer, plan_dispatch
 
 M, D, F, K = 6, 8, 5, 2
 
@@ -83,12 +83,14 @@ def test_matmul_has_the_gradients_of_matmul(shape):
     )
 
 
-def test_gated_has_the_gradient_of_its_formula():
-    x = normal(0, 6, 2 * F)
+def test_a_product_with_transposed_weights_has_its_gradients():
+    x, w = normal(0, 4, 3), normal(1, 5, 3)
 
-    def formula(x):
-        return jax.nn.silu(x[:, :F]) * x[:, F:]
+    def grads(product):
+        return jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(product(x, w))), argnums=(0, 1)))(x, w)
 
-    np.testing.assert_allclose(gated(x), formula(x), atol=1e-6)
-    grads = (jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x))))(x) for f in (gated, formula))
-    np.testing.assert_allclose(*grads, atol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+        grads(matmul_transposed),
+        grads(lambda x, w: x @ w.T),
+    )

@@ -6,7 +6,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from training.dispatch import swiglu
+from jmoe.moe import swiglu
 
 Stacked = dict[str, Array]
 """`gate_up [n, d, 2f]` and `down [n, f, d]` of n experts: the parameters of `Experts`."""
@@ -25,7 +25,7 @@ class Experts(nn.Module):
         init = nn.initializers.lecun_normal(batch_axis=0)
         gate_up = self.param("gate_up", init, (self.count, d_model, 2 * self.d_ff))
         down = self.param("down", init, (self.count, self.d_ff, d_model))
-        return swiglu(rows, gate_up.astype(rows.dtype), down.astype(rows.dtype))
+        return swiglu(rows, jnp.asarray(gate_up, rows.dtype), jnp.asarray(down, rows.dtype))
 
 
 def outputs(params: Stacked, rows: Float[Array, "n C d"]) -> Float[Array, "n C d"]:

@@ -24,16 +24,15 @@ from jaxtyping import Array, Float, Int
 
 from jmoe.api import Model
 from jmoe.config import ModelConfig
+from jmoe.model import embed
 from pallas_kernels.backend import backend
-from pallas_kernels.norm import rms_norm
 from training.dispatch import combine_rows, expert_layer
 from training.distill.config import DistillConfig
 from training.distill.expert import Stacked
 from training.distill.fit import HELD_OUT, DistillError, Note, adam
 from training.distill.objectives import degraded_to, united_dispatch, united_rows
 from training.distill.parallel import WHOLE, data_mesh, gathered, loss_and_grads, over_devices
-from training.matmul import linear
-from training.network import causal_mask, layer_forward
+from training.network import PackedAttention, layer_forward, logits_of
 from training.packing import Batch
 
 _CAPACITY = 4.0  # rows of a routed expert's buffer over the even share, teacher and student alike
@@ -91,7 +90,7 @@ def _logits(
     capacity = min(tokens.size, max(8, int(_CAPACITY * share) // 8 * 8))
     order = jax.random.permutation(key, tokens.size)  # a decode step holds rows of many sequences
     back = jnp.argsort(order)
-    mask = causal_mask(items)
+    attention, at = PackedAttention.of(items), positions.reshape(-1)
 
     def one_layer(x: Array, scanned: Any) -> tuple[Array, None]:
         layer, number, own = scanned  # own: a _MoELayer, or None
@@ -113,9 +112,9 @@ def _logits(
             weights = jnp.where(substitute < 0, 0.0, weights)
             return out + combine_rows(united_rows(united, h, plan), weights, plan), None
 
-        return layer_forward(cfg, layer, x, positions, mask, routed, dtype=dtype)[0], None
+        return layer_forward(cfg, layer, x, at, attention, routed, dtype=dtype)[0], None
 
-    x = frozen.params["embed"][tokens].astype(jnp.float32)
+    x = embed(frozen.params, tokens.reshape(-1)).astype(jnp.float32)
     # On a GPU gradients keep what enters a layer, and compute the rest of it again: the copy of a
     # layer's experts alone would be the whole model once more. A CPU has room, and is slow.
     body, moe_layer = one_layer if backend() == "cpu" else jax.checkpoint(one_layer), 0
@@ -126,10 +125,7 @@ def _logits(
         numbers = jnp.arange(own.start, own.start + count, dtype=jnp.int32)
         x, _ = jax.lax.scan(body, x, (segment, numbers, experts))
         moe_layer = own.stop
-    norm = frozen.params["final_norm"].astype(jnp.float32)
-    h = rms_norm(x, norm, cfg.rms_norm_eps).astype(dtype)
-    head = frozen.params["embed"].T if cfg.tie_embeddings else frozen.params["lm_head"]
-    return linear(h, head.astype(dtype)).astype(jnp.float32)
+    return logits_of(cfg, frozen.params, x, dtype).reshape(*tokens.shape, -1)
 
 
 def _loss_and_grads(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from pallas_kernels import routing
-from training.network import causal_mask, layer_forward
+from training.network import PackedAttention, layer_forward
 from training.packing import Batch
 
 
@@ -60,9 +60,10 @@ def _advance(
         outputs = each_visit(h, ids, experts)
         return jnp.einsum("tk,tkd->td", weights, outputs), (h, ids, weights, outputs)
 
-    dtype = layer["wo"].dtype
-    x, routing_of = layer_forward(cfg, layer, x, positions, causal_mask(items), routed, dtype=dtype)
-    return x, () if routing_of is None else routing_of.aux
+    rows, attention = x.reshape(-1, cfg.d_model), PackedAttention.of(items)
+    at, dtype = positions.reshape(-1), layer["wo"].dtype
+    rows, routing_of = layer_forward(cfg, layer, rows, at, attention, routed, dtype=dtype)
+    return rows.reshape(x.shape), () if routing_of is None else routing_of.aux
 
 
 def first_rows(data: Batch, num_tokens: int) -> Batch:

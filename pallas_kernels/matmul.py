@@ -1,0 +1,72 @@
+"""Products with weights, with gradients that are products of plain row-major operands.
+
+XLA's CPU backend reaches its fast kernels (bfloat16 above all) only for `[.., m, k] @ [.., k, n]`
+in memory order; the transposed products of autodiff fall to a path ten times slower. Here the
+transposes are made real, behind barriers, so that the compiler cannot fold them back. Serving takes
+no gradients and gets the plain product.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jaxtyping import Array, Float
+
+
+def _transposed(x: Float[Array, "... a b"]) -> Float[Array, "... b a"]:
+    moved = with_layout_constraint(jnp.swapaxes(x, -1, -2), Layout(tuple(range(x.ndim))))
+    return jax.lax.optimization_barrier(moved)
+
+
+def _times_transposed(
+    x: Float[Array, "... m n"], w: Float[Array, "... k n"], dtype: Any = None
+) -> Float[Array, "... m k"]:
+    batch, last = tuple(range(x.ndim - 2)), (x.ndim - 1,)
+    dims = (last, last), (batch, batch)
+    return jax.lax.dot_general(x, w, dims, preferred_element_type=dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul(
+    x: Float[Array, "... m k"], w: Float[Array, "... k n"], dtype: Any = None
+) -> Float[Array, "... m n"]:
+    """Computes `x @ w` for operands of one dtype and equal leading axes (none, one or several);
+    `dtype` is the result's, None: the operands'.
+    """
+    return jnp.matmul(x, w, preferred_element_type=dtype)
+
+
+def _forward(x, w, dtype):
+    return matmul(x, w, dtype), (x, w)
+
+
+def _backward(dtype, saved, grad):
+    x, w = saved
+    grad = jax.lax.optimization_barrier(grad.astype(x.dtype))
+    return _times_transposed(grad, w), jnp.matmul(_transposed(x), grad)
+
+
+matmul.defvjp(_forward, _backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def matmul_transposed(
+    x: Float[Array, "m k"], w: Float[Array, "n k"], dtype: Any = None
+) -> Float[Array, "m n"]:
+    """Computes `x @ w.T`, otherwise as `matmul`."""
+    return _times_transposed(x, w, dtype)
+
+
+def _forward_of_transposed(x, w, dtype):
+    return matmul_transposed(x, w, dtype), (x, w)
+
+
+def _backward_of_transposed(dtype, saved, grad):
+    x, w = saved
+    grad = jax.lax.optimization_barrier(grad.astype(x.dtype))
+    return jnp.matmul(grad, w), jnp.matmul(_transposed(grad), x)
+
+
+matmul_transposed.defvjp(_forward_of_transposed, _backward_of_transposed)

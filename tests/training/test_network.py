@@ -1,0 +1,236 @@
+"""The trained layers, which are jmoe's own, against a naive model: a token and an expert at a time,
+differentiated by jax alone.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jmoe.config import ModelConfig, from_hf
+from jmoe.router import ScoredTopK
+from training.geometry import HF_CONFIG
+from training.network import forward, init_params
+from training.packing import training_batch
+from training.train import TrainConfig, loss_fn, make_optimizer, train_step
+
+SIZES = {
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 40,
+}
+QWEN2 = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 10,
+    "shared_expert_intermediate_size": 14,
+}
+COMMON = {"max_position_embeddings": 64, "num_experts_per_tok": 2}
+QWEN3 = {
+    **COMMON,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 5,
+    "moe_intermediate_size": 10,
+    "intermediate_size": 12,
+    "norm_topk_prob": True,
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+}
+MIXTRAL = {
+    **COMMON,
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 5,
+    "intermediate_size": 10,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Leaning:
+    """A router from outside the package whose parameter moves every gate weight."""
+
+    bias = True
+
+    def __call__(self, cfg, layer, logits):
+        leaned = logits * (1 + layer["router_bias"][None])
+        top, ids = jax.lax.top_k(leaned, cfg.experts_per_token)
+        return jnp.tanh(top), ids.astype(jnp.int32)
+
+
+def configs() -> dict[str, ModelConfig]:
+    qwen2 = from_hf({**HF_CONFIG, **SIZES, **QWEN2})
+    return {
+        "qwen2": qwen2,
+        "qwen3": from_hf({**SIZES, **QWEN3}),
+        "mixtral": from_hf({**SIZES, **MIXTRAL}),
+        "own router": replace(qwen2, router=Leaning()),
+        "scored": replace(qwen2, router=ScoredTopK(scale=2.5)),
+    }
+
+
+def norm(x, weight, eps):
+    return weight * x / jnp.sqrt(jnp.mean(x**2) + eps)
+
+
+def network(x, gate_up, down):
+    gate, up = jnp.split(x @ gate_up, 2)
+    return (gate / (1 + jnp.exp(-gate)) * up) @ down
+
+
+def turned(x, position, theta):
+    half = len(x) // 2
+    angle = position * theta ** (-jnp.arange(half) / half)
+    a, b = x[:half], x[half:]
+    return jnp.concatenate(
+        [a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle)]
+    )
+
+
+def attention(cfg, layer, rows):
+    """Returns what each token of one item reads."""
+    q, k, v = [], [], []
+    heads, kv, size = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+    for position, x in enumerate(rows):
+        found = norm(x, layer["attn_norm"], cfg.rms_norm_eps) @ layer["wqkv"]
+        found = (found + layer["bqkv"] if cfg.qkv_bias else found).reshape(-1, size)
+        for out, first, count, name in ((q, 0, heads, "q"), (k, heads, kv, "k")):
+            own = list(found[first : first + count])
+            if cfg.qk_norm:
+                own = [norm(head, layer[f"{name}_norm"], cfg.rms_norm_eps) for head in own]
+            out.append([turned(head, position, cfg.rope.theta) for head in own])
+        v.append(found[heads + kv :])
+    outs = []
+    for i in range(len(rows)):
+        read = []
+        for head in range(heads):
+            group = head // (heads // kv)
+            scores = jnp.stack([q[i][head] @ k[j][group] for j in range(i + 1)]) / size**0.5
+            probs = jnp.exp(scores) / jnp.sum(jnp.exp(scores))
+            read.append(sum(probs[j] * v[j][group] for j in range(i + 1)))
+        out = jnp.concatenate(read) @ layer["wo"]
+        outs.append(out + layer["bo"] if cfg.o_bias else out)
+    return outs
+
+
+def picked(cfg, layer, logits):
+    """Returns (weight, expert) of one token, and its logits' softmax."""
+    softmax = jnp.exp(logits) / jnp.sum(jnp.exp(logits))
+    if isinstance(cfg.router, Leaning):
+        keys = logits * (1 + layer["router_bias"])
+        weights = jnp.tanh(keys)
+    elif cfg.router is not None:
+        keys = 1 / (1 + jnp.exp(-logits))
+        weights = cfg.router.scale * keys
+    else:
+        keys = weights = softmax
+    ids = np.argsort(-np.asarray(jax.lax.stop_gradient(keys)))[: cfg.experts_per_token]
+    weights = [weights[e] for e in ids]
+    if cfg.norm_topk_prob:
+        weights = [weight / sum(weights) for weight in weights]
+    return list(zip(weights, ids.tolist(), strict=True)), softmax
+
+
+def naive_loss(params, arrays, config):
+    """Returns what `loss_fn` does, of rows whose items are one each."""
+    cfg = config.model
+    tokens, targets, _, items, loss_weights = arrays
+    rows = {(b, s): params["embed"][tokens[b, s]] for b, s in zip(*np.nonzero(items), strict=True)}
+    balance = z = 0.0
+    for number in range(cfg.num_layers):
+        layer = {key: leaf[number] for key, leaf in params["segments"][0].items()}
+        experts = {key: leaf[number] for key, leaf in params["experts"].items()}
+        for b in range(len(tokens)):
+            own = [rows[at] for at in sorted(rows) if at[0] == b]
+            for s, out in enumerate(attention(cfg, layer, own)):
+                rows[b, s] = rows[b, s] + out
+        visits, mean = np.zeros(cfg.num_experts), 0.0
+        for at, x in rows.items():
+            h = norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
+            logits = h @ layer["router"]
+            picks, softmax = picked(cfg, layer, logits)
+            for weight, expert in picks:
+                x = x + weight * network(h, experts["gate_up"][expert], experts["down"][expert])
+                visits[expert] += 1
+            if cfg.d_ff_shared:
+                opening = 1 / (1 + jnp.exp(-(h @ layer["shared_gate"])))
+                x = x + opening * network(h, layer["shared_gate_up"], layer["shared_down"])
+            rows[at] = x
+            mean = mean + softmax / len(rows)
+            z = z + jnp.log(jnp.sum(jnp.exp(logits))) ** 2 / len(rows) / cfg.num_layers
+        share = visits / visits.sum()
+        balance = balance + cfg.num_experts * jnp.sum(share * mean) / cfg.num_layers
+    loss = 0.0
+    for (b, s), x in rows.items():
+        logits = norm(x, params["final_norm"], cfg.rms_norm_eps) @ params["embed"].T
+        wrong = jnp.log(jnp.sum(jnp.exp(logits))) - logits[targets[b, s]]
+        loss = loss + loss_weights[b, s] * wrong / loss_weights.sum()
+    return loss + config.balance_coef * balance + config.z_coef * z
+
+
+def case(cfg):
+    """Returns parameters none of which is as it begins, and a batch of two rows with padding."""
+    rng = np.random.default_rng(5)
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.2 * rng.standard_normal(leaf.shape).astype(np.float32),
+        init_params(cfg, seed=2),
+    )
+    tokens, targets = rng.integers(0, cfg.vocab_size, (2, 2, 4)).astype(np.int32)
+    items = np.array([[1] * 4, [1] * 3 + [0]], np.int32)
+    positions = np.tile(np.arange(4, dtype=np.int32), (2, 1))
+    weights = (rng.random((2, 4)) * (items > 0)).astype(np.float32)
+    return params, (tokens, targets, positions, items, weights)
+
+
+@pytest.mark.parametrize("name", configs())
+def test_loss_and_gradients_are_those_of_a_naive_model(name, monkeypatch):
+    cfg = configs()[name]
+    config, (params, arrays) = TrainConfig(model=cfg, balance_coef=0.3, z_coef=0.1), case(cfg)
+    monkeypatch.setattr(
+        "training.train.forward", lambda *a, **k: forward(*a, **k, dtype=jnp.float32)
+    )
+    got = jax.jit(
+        jax.value_and_grad(lambda p: loss_fn(p, tuple(map(jnp.asarray, arrays)), config, 16)[0])
+    )(params)
+    want = jax.value_and_grad(lambda p: naive_loss(p, arrays, config))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5), got, want)
+    smallest = jax.tree.map(lambda leaf: float(jnp.abs(leaf).max()), got[1])
+    assert min(jax.tree.leaves(smallest)) > 1e-4 or name == "scored"
+
+
+@pytest.mark.deep
+def test_a_router_from_outside_trains(tiny, tokenizer):
+    """Its loss falls, its parameter moves, and no norm or bias is decayed."""
+    config = TrainConfig(
+        model=replace(tiny.cfg, router=Leaning()), steps=12, rows=4, warmup=2, peak_lr=1e-2
+    )
+    params = init_params(config.model, seed=1)
+    state, losses = make_optimizer(config).init(params), []
+    for step in range(config.steps):
+        batch = training_batch(tokenizer, 1, step, config.rows, config.length)
+        params, state, metrics = train_step(params, state, batch.arrays(), config)
+        losses.append(float(metrics["loss"]))
+    assert np.mean(losses[-3:]) < 0.9 * losses[0]
+    assert float(jnp.abs(params["segments"][0]["router_bias"]).max()) > 1e-3
+
+
+def test_norms_and_biases_of_any_architecture_are_not_decayed():
+    config = TrainConfig(model=configs()["qwen3"], steps=2, warmup=1)
+    params = jax.tree.map(jnp.ones_like, init_params(config.model, 0))
+    optimizer, state = make_optimizer(config), make_optimizer(config).init(params)
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    for _ in range(2):
+        updates, state = optimizer.update(nothing, state, params)
+        params = optax.apply_updates(params, updates)
+    segment = params["segments"][0]
+    for name in ("q_norm", "k_norm", "bqkv", "bo", "attn_norm"):
+        np.testing.assert_array_equal(segment[name], 1.0)
+    for name in ("wqkv", "router", "wo"):
+        assert float(segment[name].max()) < 1
