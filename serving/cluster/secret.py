@@ -6,7 +6,6 @@ import secrets
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 
 from serving.config import EngineConfig
@@ -18,9 +17,6 @@ HOW_TO_MAKE_ONE = (
     "make one with `umask 077; openssl rand -hex 32 > secret`, copy it to every machine and name "
     f"it by --secret-file, or put what it holds into {VARIABLE}"
 )
-TLS_NAME = "jmoe"
-"""The name in `ClusterSecret.certificate`, whatever the machines are called."""
-_ORDER_OF_P256 = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _LEAST_BYTES, _MOST_BYTES = 32, 4096
 _PERSON = b"jmoe cluster"
 
@@ -63,40 +59,6 @@ class ClusterSecret:
         return hashlib.blake2b(
             purpose.encode(), digest_size=num_bytes, key=key, person=_PERSON
         ).digest()
-
-    def certificate(self) -> tuple[bytes, bytes]:
-        """Returns a private key and its self-signed certificate for the name `jmoe`, both PEM.
-
-        They are the same, to the byte, in every process: each shows this certificate and trusts no
-        other, so that both ends of a TLS connection prove that they know the secret.
-        """
-        try:  # here, as few servers have a secret
-            from cryptography import x509
-            from cryptography.hazmat.primitives import hashes, serialization
-            from cryptography.hazmat.primitives.asymmetric import ec
-        except ImportError as error:
-            raise SettingsError(
-                "a secret is given, and certificates of it need a package that is not installed "
-                f"({(error.name or 'cryptography').partition('.')[0]}); install it with: "
-                "pip install 'jmoe[serve]'"
-            ) from None
-
-        number = int.from_bytes(self.derive("key of the certificate", 48))
-        key = ec.derive_private_key(number % (_ORDER_OF_P256 - 1) + 1, ec.SECP256R1())
-        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, TLS_NAME)])
-        certificate = (
-            x509.CertificateBuilder(name, name, key.public_key(), serial_number=1)
-            .not_valid_before(datetime(2000, 1, 1))  # clocks of machines may differ
-            .not_valid_after(datetime(9999, 12, 31))
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(TLS_NAME)]), critical=False)
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .sign(key, hashes.SHA256(), ecdsa_deterministic=True)
-        )
-        pem = serialization.Encoding.PEM
-        private = key.private_bytes(
-            pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-        return private, certificate.public_bytes(pem)
 
 
 def _read(path: Path, where: str) -> bytes:

@@ -3,22 +3,98 @@ it.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Int32
 
 from jmoe.steps import StepOutput
 from serving.execution.buckets import Key
 from serving.execution.device import Calls, Device
 from serving.execution.programs import Progress
-from serving.proto.jmoe.v1 import hosts_pb2 as pb
 
 if TYPE_CHECKING:
     from serving.cluster.followers import Followers
 
-_WIRE = np.dtype("<i4")
-"""How an element travels."""
+
+class Program(NamedTuple):
+    """A Key that travels."""
+
+    phase: str
+    size: int
+    bucket_percent: int
+    layers: list[int] | None  # of a program for a part: the first, and the one to stop at
+
+
+class Numbers(NamedTuple):
+    """An int32 array of any rank."""
+
+    shape: list[int]
+    data: Int32[np.ndarray, "n"]  # row by row
+
+
+class Compile(NamedTuple):
+    """See Calls, as of the others."""
+
+    programs: list[Program]
+
+
+class Warm(NamedTuple):
+    """See Calls."""
+
+    program: Program
+
+
+class Run(NamedTuple):
+    """See Calls; `arrays` are the arguments behind weights and state."""
+
+    program: Program
+    arrays: list[Numbers]
+    score: bool
+    sample: bool
+
+
+class Seat(NamedTuple):
+    """See Calls."""
+
+    rank: int
+    told: Numbers
+
+
+class Draw(NamedTuple):
+    """See Calls."""
+
+    shapes: Numbers
+    limited: Numbers
+    allowed: Numbers
+
+
+class UseWay(NamedTuple):
+    """See Calls."""
+
+    way: int
+
+
+class LoadWay(NamedTuple):
+    """See Calls."""
+
+    way: int
+    layer: int
+
+
+class HostLayer(NamedTuple):
+    """See Calls."""
+
+    layer: int
+    hosts: Bool[np.ndarray, "E D"]
+
+
+class Ready(NamedTuple):
+    """See Calls."""
+
+
+CALLS = (Compile, Warm, Run, Seat, Draw, UseWay, LoadWay, HostLayer, Ready)
+"""The messages, a type for each call."""
 
 
 class Led:
@@ -29,12 +105,12 @@ class Led:
 
     def compile(self, keys: Sequence[Key], progress: Progress | None = None) -> None:
         """See Calls."""
-        self._followers.call(pb.Call(compile=pb.Programs(programs=map(to_program, keys))))
+        self._followers.call(Compile([to_program(key) for key in keys]))
         self._device.compile(keys, progress)
 
     def warm(self, key: Key) -> None:
         """See Calls."""
-        self._followers.call(pb.Call(warm=to_program(key)))
+        self._followers.call(Warm(to_program(key)))
         self._device.warm(key)
 
     def run(
@@ -48,13 +124,12 @@ class Led:
     ) -> StepOutput:
         """See Calls. A mesh of several processes has one model."""
         sent = [to_message(array) for array in arrays]
-        run = pb.Run(program=to_program(key), arrays=sent, score=score, sample=sample)
-        self._followers.call(pb.Call(run=run))
+        self._followers.call(Run(to_program(key), sent, score, sample))
         return self._device.run(key, arrays, models=models, score=score, sample=sample)
 
     def seat(self, rank: int, told: Int[np.ndarray, "1 n"]) -> None:
         """See Calls."""
-        self._followers.call(pb.Call(seat=pb.Seat(rank=rank, told=to_message(told))))
+        self._followers.call(Seat(rank, to_message(told)))
         self._device.seat(rank, told)
 
     def draw(
@@ -64,88 +139,80 @@ class Led:
         allowed: Int[np.ndarray, "n W"],
     ) -> StepOutput:
         """See Calls."""
-        draw = pb.Draw(
-            shapes=to_message(shapes), limited=to_message(limited), allowed=to_message(allowed)
-        )
-        self._followers.call(pb.Call(draw=draw))
+        self._followers.call(Draw(*map(to_message, (shapes, limited, allowed))))
         return self._device.draw(shapes, limited, allowed)
 
     def use_way(self, way: int) -> None:
         """See Calls."""
-        self._followers.call(pb.Call(use_way=way))
+        self._followers.call(UseWay(way))
         self._device.use_way(way)
 
     def load_way(self, way: int, layer: int) -> None:
         """See Calls."""
-        self._followers.call(pb.Call(load_way=pb.WayLayer(way=way, layer=layer)))
+        self._followers.call(LoadWay(way, layer))
         self._device.load_way(way, layer)
 
     def host_layer(self, layer: int, hosts: Bool[np.ndarray, "E D"]) -> None:
         """See Calls."""
-        sent = pb.LayerHosts(layer=layer, hosts=to_message(hosts.astype(np.int32)))
-        self._followers.call(pb.Call(host_layer=sent))
+        self._followers.call(HostLayer(layer, hosts))
         self._device.host_layer(layer, hosts)
 
     def ready(self) -> None:
         """See Calls."""
-        self._followers.call(pb.Call(ready=pb.Ready()))
+        self._followers.call(Ready())
         self._device.ready()
 
 
-def replay(device: Calls, calls: Iterable[pb.Call], progress: Progress | None = None) -> None:
+def replay(device: Calls, calls: Iterable[Any], progress: Progress | None = None) -> None:
     """Makes calls as they come, until there are no more. Raises what they raise."""
     for call in calls:
-        match call.WhichOneof("kind"):
-            case "compile":
-                device.compile([to_key(program) for program in call.compile.programs], progress)
-            case "warm":
-                device.warm(to_key(call.warm))
-            case "run":
-                run = call.run
-                arrays = [to_array(array) for array in run.arrays]
-                device.run(to_key(run.program), arrays, score=run.score, sample=run.sample)
-            case "seat":
-                device.seat(call.seat.rank, to_array(call.seat.told))
-            case "draw":
-                drawn = call.draw
-                device.draw(*map(to_array, (drawn.shapes, drawn.limited, drawn.allowed)))
-            case "use_way":
-                device.use_way(call.use_way)
-            case "load_way":
-                device.load_way(call.load_way.way, call.load_way.layer)
-            case "host_layer":
-                hosts = to_array(call.host_layer.hosts).astype(bool)
-                device.host_layer(call.host_layer.layer, hosts)
-            case "ready":
+        match call:
+            case Compile(programs):
+                device.compile([to_key(program) for program in programs], progress)
+            case Warm(program):
+                device.warm(to_key(program))
+            case Run(program, arrays, score, sample):
+                device.run(to_key(program), [*map(to_array, arrays)], score=score, sample=sample)
+            case Seat(rank, told):
+                device.seat(rank, to_array(told))
+            case Draw():
+                device.draw(*map(to_array, call))
+            case UseWay(way):
+                device.use_way(way)
+            case LoadWay(way, layer):
+                device.load_way(way, layer)
+            case HostLayer(layer, hosts):
+                device.host_layer(layer, hosts)
+            case Ready():
                 device.ready()
             case other:
                 raise ValueError(f"process 0 asks for a call that is not known here: {other}")
 
 
-def to_program(key: Key) -> pb.Program:
+def to_program(key: Key) -> Program:
     """Returns a key as a message."""
-    layers = None if key.layers is None else pb.Layers(first=key.layers[0], stop=key.layers[1])
-    return pb.Program(
-        phase=key.phase, size=key.size, bucket_percent=key.bucket_percent, layers=layers
-    )
+    layers = None if key.layers is None else [*key.layers]
+    return Program(key.phase, key.size, key.bucket_percent, layers)
 
 
-def to_key(program: pb.Program) -> Key:
-    """Returns the key that `to_program` was given."""
-    layers = program.layers
-    part = (layers.first, layers.stop) if program.HasField("layers") else None
-    return Key(program.phase, program.size, program.bucket_percent, part)
+def to_key(program: Program) -> Key:
+    """Returns the key that `to_program` was given. Raises ValueError for layers that are none."""
+    phase, size, bucket_percent, layers = program
+    if layers is None:
+        return Key(phase, size, bucket_percent)
+    first, stop = layers
+    return Key(phase, size, bucket_percent, (first, stop))
 
 
-def to_message(array: np.ndarray) -> pb.Int32Array:
+def to_message(array: np.ndarray) -> Numbers:
     """Returns an int32 array as a message. Raises TypeError for another dtype."""
     if array.dtype != np.int32:
         raise TypeError(f"an array of {array.dtype} cannot be sent; arguments are int32")
-    return pb.Int32Array(shape=array.shape, data=array.astype(_WIRE, copy=False).tobytes())
+    return Numbers([*array.shape], np.array(array, order="C").reshape(-1))
 
 
-def to_array(message: pb.Int32Array) -> np.ndarray:
-    """Returns the array that `to_message` was given. Raises ValueError where bytes and shape
+def to_array(message: Numbers) -> np.ndarray:
+    """Returns the array that `to_message` was given. Raises ValueError where data and shape
     disagree.
     """
-    return np.frombuffer(message.data, _WIRE).astype(np.int32, copy=False).reshape(message.shape)
+    return message.data.reshape(message.shape)

@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
+from serving.cluster.members import BEAT_S, Address, Alive, Stop
+from serving.cluster.port import Port
 from serving.config import EngineConfig
 from serving.errors import Lost, Unavailable
 from serving.execution.executor import FailedRows, LostRows, Stages, WayChanged, WorkerSeen
@@ -38,20 +40,15 @@ from serving.pipeline.messages import (
     WorkerDown,
     WorkerUp,
 )
-from serving.pipeline.port import Port
 from serving.pipeline.recorder import Record
 from serving.pipeline.starters import Starter
 from serving.pipeline.worker_process import (
-    BEAT_S,
     MESSAGES,
     SERVER,
-    Address,
-    Alive,
     Assignment,
     Beat,
     Meet,
     Met,
-    Stop,
     name_of,
     names_of,
 )

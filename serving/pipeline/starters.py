@@ -8,7 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import IO, Protocol
 
-from serving.pipeline.worker_process import Address, Assignment
+from serving.cluster.members import Address
+from serving.pipeline.worker_process import Assignment
 
 Announce = Callable[[Address], None]
 """Called with where a worker listens, in any thread."""

@@ -17,6 +17,8 @@ import numpy as np
 from jaxtyping import Int
 from pydantic import TypeAdapter
 
+from serving.cluster.members import BEAT_S, Address, Alive, Stop
+from serving.cluster.port import Port
 from serving.config import EngineConfig
 from serving.execution.compilations import Compilations
 from serving.execution.executor import FailedRows, LostRows, Stages
@@ -35,30 +37,9 @@ from serving.pipeline.messages import (
     WorkerDown,
     WorkerUp,
 )
-from serving.pipeline.port import Peer, Port
 from serving.pipeline.recorder import Record, Recorder, run_stage
 
 SERVER = "server"
-BEAT_S = 1.0
-"""Between two signs of life, either way."""
-
-
-class Address(NamedTuple):
-    """A Peer that can be sent in a message."""
-
-    name: str
-    address: str
-    incarnation: str  # in hexadecimal
-
-    @classmethod
-    def of(cls, peer: Peer) -> "Address":
-        """Returns where a port listens."""
-        return cls(peer.name, peer.address, peer.incarnation.hex())
-
-    @property
-    def peer(self) -> Peer:
-        """The peer as a port takes it."""
-        return Peer(self.name, self.address, bytes.fromhex(self.incarnation))
 
 
 class Meet(NamedTuple):
@@ -82,14 +63,6 @@ class Beat(NamedTuple):
     compilations: int  # since it was ready
     progress: int  # grows with whatever the process gets done, and while it waits for messages
     unreached: list[str]  # of whom it has not heard for too long that what it sends them comes
-
-
-class Alive(NamedTuple):
-    """The server's sign of life."""
-
-
-class Stop(NamedTuple):
-    """The server ends."""
 
 
 MESSAGES = (

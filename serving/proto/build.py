@@ -10,7 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PROTOS = (
     "serving/proto/jmoe/v1/jmoe.proto",
-    "serving/proto/jmoe/v1/hosts.proto",
     "serving/proto/inference/inference.proto",
 )
 

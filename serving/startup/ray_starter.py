@@ -16,9 +16,10 @@ from typing import Any, cast
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from serving.cluster.members import Address
 from serving.errors import SettingsError
 from serving.pipeline.starters import Announce, Ended
-from serving.pipeline.worker_process import Address, Assignment, work
+from serving.pipeline.worker_process import Assignment, work
 from serving.startup.worker import make_worker
 
 CONNECTS_WITHIN_S = 5.0

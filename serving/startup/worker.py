@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from serving.cluster.members import Address
 from serving.execution.kv_pages import claim_memory
 from serving.execution.programs import Progress, limit_cpu_threads
 from serving.pipeline.attention import AttentionWorker
@@ -23,7 +24,7 @@ from serving.pipeline.experts import ExpertWorker
 from serving.pipeline.local import attention_of, experts_of
 from serving.pipeline.messages import ATTENTION, RowNumbers
 from serving.pipeline.queues import buckets
-from serving.pipeline.worker_process import Address, Assignment, Worker, work
+from serving.pipeline.worker_process import Assignment, Worker, work
 from serving.startup.asynchronous import crew_of, make_layer_picker
 from serving.telemetry import logs
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import zmq
 
 import jmoe
 from serving.client import Client
@@ -157,10 +158,15 @@ def strangers(port):
     """Opens connections that try to join, say nothing, or send nonsense, for the length of the
     block.
     """
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        with pytest.raises(grpc.RpcError) as refused:
-            next(channel.stream_stream("/jmoe.v1.Hosts/Follow")(iter([b"\n\2\b\1"])))
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    with zmq.Context() as context, context.socket(zmq.PUSH) as one:
+        one.linger = 0
+        events = one.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
+        one.connect(f"tcp://127.0.0.1:{port}")
+        one.send_multipart([bytes(49), b'["Join", {}]'])
+        assert events.poll(20_000)
+        events.close()
     with ExitStack() as stack:
         for number in range(200):
             idle = stack.enter_context(socket.create_connection(("127.0.0.1", port)))

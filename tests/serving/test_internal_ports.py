@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from serving.cluster.followers import Followers
-from serving.pipeline.port import Port
+from serving.cluster.port import Port
 
 LISTENING = "0A"
 LOOPBACK = {"0100007F", "0" * 24 + "01000000", "0000000000000000FFFF00000100007F"}

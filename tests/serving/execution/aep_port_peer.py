@@ -5,7 +5,7 @@ import sys
 from itertools import count
 from typing import Any, NamedTuple
 
-from serving.pipeline.port import Peer, Port
+from serving.cluster.port import Peer, Port
 
 FLOOD = -1
 KEY = bytes(range(32))

@@ -23,15 +23,15 @@ from hypothesis import strategies as st
 from jaxtyping import Float, Int
 from zmq.utils import z85
 
-from serving.pipeline.messages import FromExperts, ToExperts
-from serving.pipeline.port import Peer, PeerBehind, Port, PortError
-from serving.pipeline.wire import (
+from serving.cluster.port import Peer, PeerBehind, Port, PortError
+from serving.cluster.wire import (
     MAX_ARRAY_BYTES,
     MOST_FRAMES,
     Wire,
     WireError,
     to_frames,
 )
+from serving.pipeline.messages import FromExperts, ToExperts
 
 SOON_S = 10.0
 KEY = bytes(range(32))
@@ -398,7 +398,7 @@ def test_rows_that_have_yet_to_be_computed_keep_nobody_waiting(two, monkeypatch)
     one, other = two
     computed = threading.Event()  # a CPU computes what a test holds up before its call returns
     monkeypatch.setattr(
-        "serving.pipeline.port._is_computed",
+        "serving.cluster.port._is_computed",
         lambda part: not isinstance(part, jax.Array) or computed.is_set(),
     )
     one.send("other", Note(1, jnp.ones((2, 3))))

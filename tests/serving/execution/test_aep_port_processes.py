@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from serving.pipeline.port import Port
+from serving.cluster.port import Port
 from tests.serving.execution.aep_port_peer import FLOOD, KEY, Note, as_json, from_json
 
 pytestmark = pytest.mark.deep

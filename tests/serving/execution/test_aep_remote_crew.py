@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 
+from serving.cluster.members import Address, Stop
 from serving.config import AsynchronousConfig, EngineConfig
 from serving.execution.executor import RankDown, RankUp, WayChanged
 from serving.pipeline.messages import FromExperts, HasWay, Left, UseWay, WorkerDown, WorkerUp
 from serving.pipeline.queues import MicroQueues
 from serving.pipeline.remote_crew import RemoteCrew
-from serving.pipeline.worker_process import Address, Beat, Loop, Meet, Met, Pulse, Stop
+from serving.pipeline.worker_process import Beat, Loop, Meet, Met, Pulse
 
 ALONE = np.array([[[True, False], [False, True]]])  # each of two experts on a worker of its own
 NONE = np.zeros((0, 0), np.int32)

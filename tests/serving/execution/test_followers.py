@@ -1,19 +1,31 @@
 """Process 0 and its followers over a real socket, in threads of one process."""
 
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-import grpc
 import numpy as np
 import pytest
 
-from serving.cluster import followers as module
 from serving.cluster.followers import Followers, Leader
+from serving.cluster.wire import Wire, to_frames
 from serving.errors import Lost, PeerLost, SettingsError, Unavailable
 from serving.execution.buckets import Key
-from serving.execution.replay import Led, replay, to_array, to_key, to_message, to_program
-from serving.proto.jmoe.v1 import hosts_pb2 as pb
+from serving.execution.replay import (
+    CALLS,
+    Led,
+    Numbers,
+    Ready,
+    Seat,
+    UseWay,
+    Warm,
+    replay,
+    to_array,
+    to_key,
+    to_message,
+    to_program,
+)
 
 FACTS = {"engine.page_size": "16"}
 ROWS = np.arange(-6, 12, dtype=np.int32).reshape(2, 9)
@@ -48,13 +60,16 @@ class Recorder:
     def load_way(self, way, layer):
         self.made.append(("load_way", way, layer))
 
+    def host_layer(self, layer, hosts):
+        self.made.append(("host_layer", layer, hosts.tolist()))
+
     def ready(self):
         self.made.append(("ready",))
 
 
 @contextmanager
-def leading(count=2, facts=FACTS):
-    leader = Followers("127.0.0.1:0", count, facts, peer_timeout_s=30)
+def leading(count=2, facts=FACTS, timeout_s=30.0):
+    leader = Followers("127.0.0.1:0", count, facts, peer_timeout_s=timeout_s)
     try:
         yield leader
     finally:
@@ -67,13 +82,13 @@ def follower(leader, index=1, facts=FACTS):
 
 
 @contextmanager
-def joined(count=2):
+def joined(count=2, timeout_s=30.0):
     """Process 0 and the others, which have joined.
 
     A pool of threads that wait for any of them has to be entered before: its end waits for the
     threads, and they for process 0 or their follower to be closed.
     """
-    with ThreadPoolExecutor(count) as pool, leading(count) as leader:
+    with ThreadPoolExecutor(count) as pool, leading(count, timeout_s=timeout_s) as leader:
         others = [follower(leader, index) for index in range(1, count)]
         joins = [pool.submit(other.join, 60) for other in others]
         leader.wait_for_all(60)
@@ -140,7 +155,7 @@ def test_who_does_not_come_is_named():
         other = follower(leader, 2)
         join = pool.submit(other.join, 60)
         with leader._changed:
-            assert leader._changed.wait_for(lambda: 2 in leader._queues, 60)
+            assert leader._changed.wait_for(lambda: leader._joined, 60)
         with pytest.raises(Unavailable, match=r"of 4 processes, 1, 3 did not join .*index 1, and"):
             leader.wait_for_all(0.01)
         leader.close(stop=False)
@@ -162,10 +177,10 @@ def test_an_address_of_another_machine_is_refused():
 
 def test_a_follower_that_is_gone_is_named_at_once_and_calls_are_refused():
     with joined(3) as (leader, one, two):
-        two._channel.close()  # as if its process had died
+        two._members.close(0.0)  # as if its process had died
         assert reason(leader.lost) == "process 2 of 3 is gone; start all of them again"
         with pytest.raises(PeerLost, match="process 2 of 3"):
-            leader.call(pb.Call(ready=pb.Ready()))
+            leader.call(Ready())
         leader.close(stop=False)
         assert "process 0 at 127.0.0.1" in reason(one.lost)
 
@@ -181,9 +196,9 @@ def test_a_follower_that_fails_says_why():
 
 def test_a_failed_leader_is_no_stopped_one():
     with joined() as (leader, other):
-        leader.call(pb.Call(use_way=4))
+        leader.call(UseWay(4))
         calls = other.calls()
-        assert next(calls).use_way == 4
+        assert next(calls) == UseWay(4)
         leader.close(stop=False)
         with pytest.raises(PeerLost, match="is gone; start all processes again"):
             next(calls)
@@ -192,20 +207,62 @@ def test_a_failed_leader_is_no_stopped_one():
 
 def test_whoever_closes_waits_for_no_further_call():
     with ThreadPoolExecutor(1) as pool, joined() as (leader, other):
-        leader.call(pb.Call(use_way=4))
+        leader.call(UseWay(4))
         calls = other.calls()
-        assert next(calls).use_way == 4
+        assert next(calls) == UseWay(4)
         rest = pool.submit(list, calls)
         other.close()
         assert rest.result(60) == []
         assert not other.lost.reason
 
 
-def test_a_silent_end_is_looked_for_within_the_time():
-    options = dict(module.channel_options(30.0))
-    assert options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"] <= 30_000
-    assert options["grpc.http2.ping_timeout_ms"] == options["grpc.keepalive_timeout_ms"]
-    assert module.channel_options(1e-6)  # gRPC takes no 0
+@pytest.mark.parametrize("silent", ["the follower", "process 0"])
+def test_a_silent_end_is_noticed_within_the_time(silent):
+    """Its connections stay, as of a process that is stopped."""
+    with joined(timeout_s=1.0) as (leader, other):
+        held, over = threading.Event(), threading.Event()
+
+        def hold():
+            held.set()
+            over.wait(60)
+
+        quiet, notices = (leader, other) if silent == "process 0" else (other, leader)
+        notices._members._silence_s = 1.0
+        quiet._members.do(hold)
+        assert held.wait(60)
+        began = time.monotonic()
+        assert "is gone" in reason(notices.lost)
+        assert time.monotonic() - began < 2.5
+        over.set()
+
+
+def test_who_is_held_up_itself_does_not_take_others_for_gone():
+    with joined(timeout_s=1.0) as (leader, other):
+        assert not leader.lost.reason
+        leader._members._silence_s = 1.0
+        leader._members.do(lambda: time.sleep(2.0))
+        leader.call(UseWay(4))
+        assert next(other.calls()) == UseWay(4)
+        assert not leader.lost.reason
+
+
+def test_calls_that_a_process_does_not_take_are_bounded(monkeypatch):
+    monkeypatch.setattr("serving.cluster.followers.MOST_CALLS", 20)
+    with joined() as (leader, other):
+        for number in range(22):
+            leader.call(UseWay(number))
+        assert reason(leader.lost) == "process 1 of 2 failed: 20 calls wait here"
+    with joined() as (leader, other):
+        over = threading.Event()
+        other._members.do(lambda: over.wait(60))
+        sent = 0
+        while not leader.lost.reason and sent < 200_000:
+            leader._members.tell(UseWay(sent))
+            sent += 1
+        assert "process 1 of 2 is gone; start all of them again (PeerBehind: 20" in reason(
+            leader.lost
+        )
+        over.set()
 
 
 def test_a_start_that_hangs_ends_with_the_process_it_waits_for():
@@ -245,25 +302,25 @@ def test_a_fault_has_its_own_name_or_that_of_the_process_it_comes_of(monkeypatch
 
 @pytest.mark.parametrize("key", [PART, Key("decode", 4, 40), Key("prefill", 32, 100, (0, 2))])
 def test_keys_travel(key):
-    assert to_key(pb.Program.FromString(to_program(key).SerializeToString())) == key
+    assert sent(Warm(to_program(key))) == Warm(to_program(key))
+    assert to_key(to_program(key)) == key
+
+
+def sent(call):
+    """Returns what a call is at the other end."""
+    wire = Wire(CALLS)
+    frames = [bytes(frame) for part in wire.encode(call) for frame in to_frames(part)]
+    return wire.decode(frames, np.array)
 
 
 def test_arrays_travel_and_what_is_none_is_refused():
     for array in (ROWS, ROWS.T, ROWS[0], np.zeros((0, 3), np.int32)):
-        there = to_array(pb.Int32Array.FromString(to_message(array).SerializeToString()))
+        there = to_array(sent(Seat(0, to_message(array))).told)
         assert there.dtype == np.int32
         np.testing.assert_array_equal(there, array)
     with pytest.raises(TypeError, match="float64"):
         to_message(np.zeros(3))
     with pytest.raises(ValueError, match="reshape"):
-        to_array(pb.Int32Array(shape=[3], data=bytes(8)))
+        to_array(Numbers([3], np.zeros(2, np.int32)))
     with pytest.raises(ValueError, match="not known here"):
-        replay(Recorder(), [pb.Call()])
-
-
-def test_whoever_joins_without_a_word_is_refused():
-    with leading() as leader, grpc.insecure_channel(f"127.0.0.1:{leader.port}") as channel:
-        follow = channel.stream_stream("/jmoe.v1.Hosts/Follow")
-        with pytest.raises(grpc.RpcError) as refused:
-            next(follow(iter([])))
-        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        replay(Recorder(), [None])

@@ -15,9 +15,8 @@ from serving.engine import Engine
 from serving.errors import Lost, PeerLost, Unavailable
 from serving.execution.buckets import Key
 from serving.execution.fitting import fit_to_model
-from serving.execution.replay import Led, replay, to_message
+from serving.execution.replay import Draw, Led, Run, Seat, replay, to_message
 from serving.execution.runner import DeviceRunner
-from serving.proto.jmoe.v1 import hosts_pb2 as pb
 from serving.request import BrownoutChange, Priority, SamplingParams, Structure, StructureKind
 
 pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
@@ -52,7 +51,7 @@ class Listening:
     def call(self, call):
         if self.lost.reason:
             raise PeerLost(self.lost.reason)
-        self.told.append(call.SerializeToString())
+        self.told.append(call)
 
     def close(self, *, stop=True):
         self.stopped.append(stop)
@@ -118,15 +117,15 @@ async def test_the_same_calls_end_in_the_same_state(kept, one_at_a_time):
     await engine.stop()
     assert others.stopped == [True]
 
-    told = [pb.Call.FromString(call) for call in others.told]
-    kinds = [call.WhichOneof("kind") for call in told]
-    assert kinds[0] == "compile"
-    assert {"warm", "use_way", "ready", "run", "load_way", "seat", "draw"} <= set(kinds)
-    runs = [call.run for call in told if call.HasField("run")]
+    told = others.told
+    kinds = [type(call).__name__ for call in told]
+    assert kinds[0] == "Compile"
+    assert {"Warm", "UseWay", "Ready", "Run", "LoadWay", "Seat", "Draw"} <= set(kinds)
+    runs = [call for call in told if isinstance(call, Run)]
     assert any(run.score for run in runs)
     assert any(not run.sample for run in runs)  # a part that is not the last
 
-    assert any(call.draw.limited.shape[0] for call in told if call.HasField("draw"))
+    assert any(call.limited.shape[0] for call in told if isinstance(call, Draw))
 
     other, follower = runner(kept)
     drawn_there = note_draws(follower.device)
@@ -151,7 +150,7 @@ async def test_a_process_lost_before_a_step_is_drawn_is_named(kept, one_at_a_tim
         """Loses a process between the layers of a step and what draws its tokens."""
 
         def call(self, call):
-            if served and call.HasField("draw"):
+            if served and isinstance(call, Draw):
                 self.lost.say("process 1 of 2 is gone; start all of them again")
             super().call(call)
 
@@ -178,16 +177,16 @@ def test_what_does_not_fit_what_is_here_is_drawn_by_nobody(kept):
     step, draw = Key("decode", 4, 100), Key("draw", 4, 100)
     device.compile([step, draw, device.buckets.seat])
     words, length = num_words(device.model.config.vocab_size), seat_size(64)
-    drawn = pb.Draw(
+    drawn = Draw(
         shapes=numbers(4, NUM_SHAPE_COLUMNS), limited=numbers(1), allowed=numbers(1, words)
     )
     with pytest.raises(ValueError, match="no step waits to be drawn"):
-        replay(device, [pb.Call(draw=drawn)])
+        replay(device, [drawn])
     wrong = [
-        pb.Draw(shapes=numbers(3, NUM_SHAPE_COLUMNS), limited=numbers(0), allowed=drawn.allowed),
-        pb.Draw(shapes=drawn.shapes, limited=numbers(2), allowed=numbers(3, words)),
-        pb.Draw(shapes=drawn.shapes, limited=drawn.limited, allowed=numbers(1, words + 1)),
-        pb.Draw(
+        Draw(shapes=numbers(3, NUM_SHAPE_COLUMNS), limited=numbers(0), allowed=drawn.allowed),
+        Draw(shapes=drawn.shapes, limited=numbers(2), allowed=numbers(3, words)),
+        Draw(shapes=drawn.shapes, limited=drawn.limited, allowed=numbers(1, words + 1)),
+        Draw(
             shapes=drawn.shapes,
             limited=to_message(np.array([4], np.int32)),
             allowed=drawn.allowed,
@@ -196,14 +195,14 @@ def test_what_does_not_fit_what_is_here_is_drawn_by_nobody(kept):
     for one in wrong:
         device.warm(step)
         with pytest.raises((TypeError, ValueError, IndexError)):
-            replay(device, [pb.Call(draw=one)])
+            replay(device, [one])
     for rank, told in ((1, numbers(1, length)), (0, numbers(1, length - 1)), (0, numbers(length))):
         with pytest.raises((TypeError, ValueError, IndexError)):
-            replay(device, [pb.Call(seat=pb.Seat(rank=rank, told=told))])
+            replay(device, [Seat(rank, told)])
     device.warm(step)
-    replay(device, [pb.Call(draw=drawn)])
+    replay(device, [drawn])
     with pytest.raises(ValueError, match="no step waits to be drawn"):
-        replay(device, [pb.Call(draw=drawn)])  # once
+        replay(device, [drawn])  # once
 
 
 class Noting:
@@ -220,7 +219,7 @@ def test_other_hosts_of_a_layer_are_told():
     here, there, others = Noting(), Noting(), Listening()
     hosts = np.array([[True, False, True], [False, True, False]])
     Led(here, others).host_layer(3, hosts)
-    replay(there, map(pb.Call.FromString, others.told))
+    replay(there, others.told)
     for asked in (here.asked, there.asked):
         ((layer, wanted),) = asked
         assert layer == 3

@@ -1,24 +1,25 @@
 """Strangers at the port where the processes of a mesh meet, over real sockets."""
 
+import secrets
 import socket
-import ssl
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
-from threading import Event
+from contextlib import ExitStack, contextmanager
 
-import grpc
 import pytest
+import zmq
+from zmq.utils import z85
 
 from serving.cluster import followers as module
+from serving.cluster import port as port_module
 from serving.cluster.followers import Followers, Leader
+from serving.cluster.members import GREETINGS, Fact, Join
 from serving.cluster.secret import ClusterSecret
+from serving.cluster.wire import MAX_FRAME_BYTES, Wire, to_frames
 from serving.errors import SettingsError
-from serving.proto.jmoe.v1 import hosts_pb2 as pb
-from serving.proto.jmoe.v1 import hosts_pb2_grpc as rpc
+from serving.execution.replay import UseWay
 
 FACTS = {"engine.page_size": "16", "engine.policy": "'secret.module:Policy'"}
-JOIN = pb.FromFollower(join=pb.Join(process_index=1))
 SECRET, OTHER = ClusterSecret(b"0" * 64), ClusterSecret(b"1" * 64)
 
 
@@ -43,45 +44,98 @@ def joins(leader, secret):
             leader.begin("there:1")
             assert joined.result(60) == "there:1"
             yield other
-            leader.call(pb.Call(use_way=4))
-            assert next(other.calls()).use_way == 4
+            leader.call(UseWay(4))
+            assert next(other.calls()) == UseWay(4)
             assert not leader.lost.reason
             assert not other.lost.reason
         finally:
             other.close()
 
 
-def plain(port, options):
-    return grpc.insecure_channel(f"127.0.0.1:{port}", options)
+def key_of(secret):
+    return (secret or ClusterSecret(b"")).derive("connections between processes of a mesh")
 
 
-def with_tls(secret, root):
-    """Of one who has a secret and trusts the server of another, or has no certificate at all."""
+@contextmanager
+def stranger(leader, key, server):
+    """Yields a socket to process 0 with a key of its own, which takes the server's for another's;
+    None: without encryption.
+    """
+    with zmq.Context() as context:
+        one = context.socket(zmq.PUSH)
+        one.linger = 0
+        if key is not None:
+            one.curve_secretkey = z85.encode(key)
+            one.curve_publickey = zmq.curve_public(z85.encode(key))
+            one.curve_serverkey = zmq.curve_public(z85.encode(server))
+        one.connect(f"tcp://127.0.0.1:{leader.port}")
+        try:
+            yield one
+        finally:
+            one.close()
 
-    def channel(port, options):
-        pair = secret.certificate() if secret else (None, None)
-        credentials = grpc.ssl_channel_credentials(root.certificate()[1], *pair)
-        return grpc.secure_channel(f"127.0.0.1:{port}", credentials, options)
 
-    return channel
+def greeting(message, *more):
+    """Returns a greeting's frames."""
+    frames = [frame for part in Wire(GREETINGS).encode(message) for frame in to_frames(part)]
+    return [bytes(16) + secrets.token_bytes(16) + bytes(17), *frames, *more]
+
+
+def join(index=1, facts=FACTS, address="tcp://127.0.0.1:9"):
+    return Join(index, address, "ab" * 16, [Fact(*fact) for fact in facts.items()])
 
 
 @pytest.mark.parametrize(
-    "channel",
-    [plain, with_tls(OTHER, OTHER), with_tls(OTHER, SECRET), with_tls(None, SECRET)],
-    ids=["no TLS", "another secret", "another's certificate", "no certificate"],
+    ("key", "server"),
+    [(None, None), (OTHER, OTHER), (OTHER, SECRET)],
+    ids=["no encryption", "another secret", "another key"],
 )
-def test_who_has_not_the_secret_is_told_nothing_and_neither_joins_nor_ends_the_server(channel):
-    options = [("grpc.ssl_target_name_override", "jmoe")]
-    with served(SECRET) as leader, channel(leader.port, options) as stranger:
-        for said in ([JOIN], [pb.FromFollower(failed="an end")], []):
-            with pytest.raises(grpc.RpcError) as refused:
-                next(rpc.HostsStub(stranger).Follow(iter(said), timeout=60))
-            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert "engine." not in refused.value.details()
-        assert not leader._queues
+def test_who_has_not_the_secret_is_told_nothing_and_neither_joins_nor_ends_the_server(
+    key, server, caplog
+):
+    with served(SECRET) as leader:
+        with stranger(leader, key and key_of(key), server and key_of(server)) as one:
+            events = one.get_monitor_socket(
+                zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+                | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                | zmq.EVENT_DISCONNECTED
+            )
+            one.send_multipart(greeting(join()))
+            assert events.poll(20_000)
+            events.close()
+        assert not leader._joined
         with joins(leader, SECRET):
             pass
+    assert "came to nothing: they have another secret" in caplog.text
+
+
+@pytest.mark.parametrize("secret", [SECRET, None], ids=["with", "without"])
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"garbage"],
+        [bytes(49)],
+        [bytes(49), b"[]"],
+        [bytes(49), b'["Join", {}]'],
+        [bytes(49), b'["Stop", {}]'],
+        [bytes(49), *[bytes(MAX_FRAME_BYTES)] * 20],
+        [bytes(49), bytes(2 * MAX_FRAME_BYTES)],
+        greeting(join(), b"more"),
+        greeting(join(index=2**63 - 1)),
+        greeting(join(address="http://nobody")),
+        greeting(Join(1, "tcp://127.0.0.1:9", "no hex", [])),
+    ],
+    ids=range(12),
+)
+def test_whoever_has_the_key_and_says_nonsense_does_not_join(secret, frames):
+    with served(secret) as leader:
+        with stranger(leader, key_of(secret), key_of(secret)) as one:
+            one.send_multipart(frames)
+            with joins(leader, secret):
+                pass
+        assert leader._joined.keys() == {"process 1 of 2"}
 
 
 def test_a_follower_tells_its_settings_to_nobody_without_the_secret():
@@ -92,26 +146,43 @@ def test_a_follower_tells_its_settings_to_nobody_without_the_secret():
             follower = Leader(address, 2, 1, FACTS, peer_timeout_s=30, secret=SECRET)
             with pytest.raises(module.Unavailable, match=r"the same secret \(engine.secret_file"):
                 follower.join(0.5)
-            assert not leader._queues
+            assert not leader._joined
 
 
-@pytest.mark.parametrize("secret", [SECRET, None], ids=["TLS", "loopback"])
+@pytest.mark.parametrize("secret", [SECRET, None], ids=["secret", "loopback"])
 def test_idle_connections_and_garbage_are_bounded_and_work_goes_on(secret, monkeypatch):
-    monkeypatch.setattr(module, "SPEAKS_WITHIN_S", 0.5)
-    monkeypatch.setattr(module, "MOST_CONNECTIONS", 150)
+    monkeypatch.setattr(port_module, "HANDSHAKE_WITHIN_MS", 2000)
+    monkeypatch.setattr(port_module, "MOST_CONNECTIONS", 150)
     with served(secret) as leader, ExitStack() as stack:
         stack.enter_context(joins(leader, secret))
-        idle = []
+        idle, most = [], 0
         for number in range(200):
             one = stack.enter_context(socket.create_connection(("127.0.0.1", leader.port)))
             if number % 2:
                 one.sendall(b"\x00\xffGET / garbage" * 100)
             one.settimeout(20)
             idle.append(one)
+            most = max(most, len(leader._port._connections))
         began_at = time.monotonic()
         for one in idle:
             ended(one)  # all, as none of them ever shakes hands
         assert time.monotonic() - began_at < 10
+        assert 0 < most <= 160
+
+
+def test_connections_beyond_the_most_are_closed_at_once(monkeypatch):
+    monkeypatch.setattr(port_module, "MOST_CONNECTIONS", 20)
+    monkeypatch.setattr(port_module, "HANDSHAKE_WITHIN_MS", 60_000)
+    with served(SECRET) as leader, ExitStack() as stack:
+        idle = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", leader.port), 20))
+            for _ in range(40)
+        ]
+        for one in idle[20:]:
+            ended(one)
+        idle[0].settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            ended(idle[0])
 
 
 def ended(connection):
@@ -121,38 +192,6 @@ def ended(connection):
             pass
     except ConnectionError:
         pass
-
-
-def test_a_handshake_with_another_secret_ends_at_the_certificate(tmp_path):
-    """As a tool of one's own would try it, without checking the server."""
-    (tmp_path / "pair").write_bytes(b"".join(OTHER.certificate()))
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
-    context.load_cert_chain(tmp_path / "pair")
-    with served(SECRET) as leader:
-        raw = socket.create_connection(("127.0.0.1", leader.port), timeout=20)
-        with raw, context.wrap_socket(raw) as stranger:
-            stranger.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-            with suppress(ssl.SSLError, ConnectionError):  # an alert, or an end without one
-                assert stranger.recv(1) == b""
-
-
-def test_streams_that_say_nothing_are_ended_and_hold_nobody_up(monkeypatch):
-    """On loopback without a secret, where any user of the machine can open them."""
-    monkeypatch.setattr(module, "SPEAKS_WITHIN_S", 0.2)
-    over = Event()
-    with served(None) as leader, ExitStack() as stack:
-        silent = []
-        for _ in range(100):
-            channel = plain(leader.port, [("grpc.use_local_subchannel_pool", 1)])
-            stubs = rpc.HostsStub(stack.enter_context(channel))
-            silent.append(stubs.Follow(iter(lambda: over.wait(60), True)))
-        stack.callback(over.set)
-        with joins(leader, None):
-            for stream in silent:
-                with pytest.raises(grpc.RpcError):
-                    next(stream)
 
 
 @pytest.mark.parametrize("secret", [SECRET, None], ids=["with", "without"])

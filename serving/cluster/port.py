@@ -1,4 +1,4 @@
-"""A process's end of the connections between workers.
+"""A process's end of the connections between the processes of one server.
 
 Rows travel by value: their bytes are a frame of the message that says where they belong. By
 `jax.experimental.transfer` they are no sooner there (measured between two processes of a CPU, value
@@ -9,21 +9,27 @@ they are given; what waits for a puller that was killed is never freed
 
 **Who may talk.** Every connection is encrypted and authenticated by ZeroMQ's CURVE with one key
 pair, which all ports of a server derive from one secret. Who does not have it gets no message in;
-what he can make a port keep is a frame for each connection, until the handshake's time is up.
+what he can make a port keep is a frame for each of a bounded number of connections, until the
+handshake's time is up. The log says that he was there.
+
+**Who is not known yet** but has the key greets: of `greetings` alone, a message may come from a
+port that this one was not told of, so that it may be told.
 
 **What is lost comes again.** Messages for a peer are numbered, and kept until it says that they
 came, along with messages the other way or by itself. A peer that misses one asks, and gets all from
 there on. So a connection that breaks loses, doubles and reorders nothing while both processes live.
 """
 
+import logging
 import math
 import os
 import secrets
+import socket
 import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -32,8 +38,9 @@ import jax
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
-from serving.pipeline.wire import (
+from serving.cluster.wire import (
     MAX_FRAME_BYTES,
     MOST_FRAMES,
     Buffer,
@@ -43,6 +50,8 @@ from serving.pipeline.wire import (
     WireError,
     to_frames,
 )
+
+log = logging.getLogger(__name__)
 
 MOST_AT_ONCE = 1024
 """Messages of one `receive`, whoever sent them: who sends without end does not keep it from
@@ -63,13 +72,28 @@ CURVE_BYTES = 64
 HANDSHAKE_WITHIN_MS = 5000
 PING_EVERY_MS, PONG_WITHIN_MS = 1000, 5000
 """A connection that carries nothing is closed and made anew."""
+MOST_CONNECTIONS = 512
+"""To a port: more are closed as they come."""
+NAMES_EVERY_S = 30.0
+"""How often, at most, the log says that connections were refused."""
 MOST_BEATS_WAITING = 4
+MOST_GREETING_FRAMES = 8
+GREETS_WITHIN_MS = 1000
+STRANGER = ""
+"""Name under which greetings come."""
 _INCARNATION_BYTES = 16
 _HEAD = struct.Struct(f"!{_INCARNATION_BYTES}s{_INCARNATION_BYTES}sQQ?")
 """The first frame: the incarnations of receiver and sender; the message's number from 1 on, 0 of a
 beat, and without further frames that of the last message sent; the number up to which all of the
 receiver's came; whether those behind it are to come again.
 """
+_ANYBODY = bytes(_INCARNATION_BYTES)
+"""The receiver of a greeting."""
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class PortError(ValueError):
@@ -110,6 +134,10 @@ class _Link:
 
     def __init__(self, socket: zmq.Socket, to: bytes, sender: bytes) -> None:
         self.socket, self.to, self._sender = socket, to, sender
+        self._events = socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        )
+        self._is_cut = self._is_gone = False
         self.waiting: deque[_Sent] = deque()
         self.unsaid: deque[_Sent] = deque()  # given to the socket
         self.is_full = False
@@ -119,6 +147,22 @@ class _Link:
         self._came = 0  # up to which all came from it
         self._to_say, self._to_say_since = 0, 0.0  # messages that it has yet to be told of
         self._lacks, self._asked_at, self._spoke_at = False, -math.inf, -math.inf
+
+    def is_gone(self) -> bool:
+        """Returns whether the connection broke, and nobody has listened there since."""
+        for event, _ in _events_of(self._events):
+            if event == zmq.EVENT_CLOSED:  # an attempt to connect failed
+                self._is_gone |= self._is_cut
+            else:
+                self._is_cut = event == zmq.EVENT_DISCONNECTED
+                self._is_gone &= self._is_cut
+        return self._is_gone
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Drops what has not left by then."""
+        self.socket.disable_monitor()
+        self._events.close(linger=0)
+        self.socket.close(linger=math.ceil(1e3 * linger_s))
 
     def flush(self) -> bool:
         """Sends messages in order, up to the first whose rows have yet to be computed; returns
@@ -201,6 +245,14 @@ def _is_computed(part: Any) -> bool:
     return not isinstance(part, jax.Array) or cast(Any, part).is_ready()
 
 
+def _events_of(monitor: zmq.Socket) -> Iterator[tuple[int, int]]:
+    """Yields what has happened to a socket, and the value that comes with it."""
+    with suppress(zmq.Again):
+        while True:
+            found = recv_monitor_message(monitor, zmq.NOBLOCK)
+            yield found["event"], found["value"]
+
+
 class Port:
     """Sends messages to other ports and receives theirs.
 
@@ -217,6 +269,7 @@ class Port:
         device: Any = None,
         bind: str = "tcp://127.0.0.1:0",
         most_waiting: int = 0,
+        greetings: Sequence[type] = (),
     ) -> None:
         """Listens.
 
@@ -230,10 +283,13 @@ class Port:
             most_waiting: messages for one peer that may wait here, and as many in ZeroMQ's hands
                 at either end; 0: any number. Rows on their way are few, so that a mark far above
                 what they make says that a peer is gone.
+            greetings: types that may come of ports that this one was not told of, under the name
+                STRANGER; of an invalid one nobody hears.
 
         Raises PortError where it cannot listen, WireError for messages that cannot travel.
         """
         self._wire, self._device, self._most = Wire(messages), device, most_waiting
+        self._greetings = Wire(greetings)
         self._curve = z85.encode(key)
         self._public = zmq.curve_public(self._curve)
         self._incarnation = secrets.token_bytes(_INCARNATION_BYTES)
@@ -250,8 +306,12 @@ class Port:
         )
         self._inbox = self._secured(zmq.PULL)
         self._inbox.curve_server = 1
-        self._inbox.rcvhwm = most_waiting
+        self._inbox.rcvhwm, self._inbox.ipv6 = most_waiting, "[" in bind
         self._inbox.maxmsgsize = MAX_FRAME_BYTES + CURVE_BYTES
+        self._connections, self._refused, self._named_at = set[int](), 0, -math.inf
+        self._events = self._inbox.get_monitor_socket(
+            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _REFUSED
+        )
         try:
             self._inbox.bind(bind)
         except zmq.ZMQError as error:
@@ -283,7 +343,7 @@ class Port:
         comes from it.
         """
         if link := self._peers.pop(name, None):
-            link.socket.close(linger=0)
+            link.close()
             self._name_of.pop(link.to, None)
             self._came = [(sender, message) for sender, message in self._came if sender != name]
 
@@ -311,6 +371,24 @@ class Port:
         link.newest += 1
         link.waiting.append(_Sent(link.newest, parts))
         link.flush()
+
+    def greet(self, address: str, message: Any) -> None:
+        """Sends one of `greetings` to a port of which no more is known than the address of ZeroMQ.
+        It may be lost. Raises PortError for an address that is none.
+        """
+        socket = self._connected(address, 1)
+        head = _HEAD.pack(_ANYBODY, self._incarnation, 0, 0, False)
+        parts = self._greetings.encode(message)
+        socket.send_multipart([head, *(frame for part in parts for frame in to_frames(part))])
+        socket.close(linger=GREETS_WITHIN_MS)
+
+    def gone(self) -> list[str]:
+        """Returns peers whose connection broke and at whose address nobody listens any more."""
+        return [name for name, link in self._peers.items() if link.is_gone()]
+
+    def undelivered(self) -> list[str]:
+        """Returns peers that have yet to acknowledge a message."""
+        return [name for name, link in self._peers.items() if link.waiting or link.unsaid]
 
     def beats(self, to: str) -> Callable[[Any], None]:
         """Returns a function that sends a peer a message that may be lost, in no order with others.
@@ -367,27 +445,60 @@ class Port:
             if self._is_open:
                 os.eventfd_write(self._wakes, 1)
 
-    def close(self) -> None:
-        """Drops what has yet to leave. Safe to call again; else only `wake` may be called then."""
+    def close(self, linger_s: float = 0.0) -> None:
+        """Drops what has not left by then. Safe to call again; else only `wake` may be called."""
         with self._lock:
             if not self._is_open:
                 return
             self._is_open = False
             os.close(self._wakes)
+        self._inbox.disable_monitor()
+        self._events.close(linger=0)
+        for link in self._peers.values():
+            link.close(linger_s)
         self._peers.clear()
         self._admission.stop()
-        self._context.destroy(linger=0)
+        self._context.destroy(linger=math.ceil(1e3 * linger_s))
 
     def _wait(self, timeout_s: float) -> bool:
         """Waits until something comes, a peer can take more, or `wake` is called; returns whether
         it was `wake`.
         """
-        sockets = [(self._wakes, zmq.POLLIN), (self._inbox, zmq.POLLIN)]
+        sockets = [(each, zmq.POLLIN) for each in (self._wakes, self._inbox, self._events)]
         sockets += [(each.socket, zmq.POLLOUT) for each in self._peers.values() if each.is_full]
         zmq.zmq_poll(sockets, -1 if timeout_s == math.inf else math.ceil(1e3 * timeout_s))
+        self._look_at_connections()
         with suppress(BlockingIOError):
             return bool(os.eventfd_read(self._wakes))
         return False
+
+    def _look_at_connections(self) -> None:
+        """Closes connections beyond the most, and logs that some were refused."""
+        for event, value in _events_of(self._events):
+            if event == zmq.EVENT_ACCEPTED:
+                self._connections.add(value)
+                if len(self._connections) > MOST_CONNECTIONS:
+                    self._end_connection(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._connections.discard(value)
+            else:
+                self._refused += 1
+        now = time.monotonic()
+        if self._refused and now - self._named_at > NAMES_EVERY_S:
+            log.warning(
+                "%s: %d connections came to nothing: they have another secret than this server, or "
+                "are none of its processes",
+                self.peer.address,
+                self._refused,
+            )
+            self._refused, self._named_at = 0, now
+
+    def _end_connection(self, descriptor: int) -> None:
+        """Shuts one of the inbox's connections down, which ZeroMQ then closes."""
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            # It may have been closed since, and the descriptor be another's.
+            if connection.getsockname()[1] == int(self.peer.address.rpartition(":")[2]):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _take(self) -> None:
         """Reads what has come, up to `MOST_AT_ONCE` messages, into `_came`."""
@@ -400,6 +511,9 @@ class Port:
                     continue
                 to, sender, number, said, again = _HEAD.unpack(head)
                 name = self._name_of.get(sender)
+                if to == _ANYBODY:
+                    self._take_greeting(parts)
+                    continue
                 if to != self._incarnation or name is None:
                     continue
                 link, is_beat = self._peers[name], not number and len(parts) > 0
@@ -414,24 +528,29 @@ class Port:
                 except WireError as error:
                     raise WireError(f"from {name}: {error}") from None
 
+    def _take_greeting(self, parts: Sequence[Buffer]) -> None:
+        with suppress(WireError):
+            if len(parts) <= MOST_GREETING_FRAMES:
+                self._came.append((STRANGER, self._greetings.decode(parts, self._rows)))
+
     def _secured(self, kind: int) -> zmq.Socket:
-        socket = self._context.socket(kind)
-        socket.curve_secretkey, socket.curve_publickey = self._curve, self._public
-        socket.handshake_ivl = HANDSHAKE_WITHIN_MS
-        return socket
+        secured = self._context.socket(kind)
+        secured.curve_secretkey, secured.curve_publickey = self._curve, self._public
+        secured.handshake_ivl = HANDSHAKE_WITHIN_MS
+        return secured
 
     def _connected(self, address: str, most_waiting: int) -> zmq.Socket:
         """Returns a socket to a peer's address. Raises PortError for an invalid one."""
-        socket = self._secured(zmq.PUSH)
-        socket.curve_serverkey = self._public
-        socket.sndhwm, socket.linger = most_waiting, 0
-        socket.heartbeat_ivl, socket.heartbeat_timeout = PING_EVERY_MS, PONG_WITHIN_MS
+        outbox = self._secured(zmq.PUSH)
+        outbox.curve_serverkey = self._public
+        outbox.sndhwm, outbox.linger, outbox.ipv6 = most_waiting, 0, "[" in address
+        outbox.heartbeat_ivl, outbox.heartbeat_timeout = PING_EVERY_MS, PONG_WITHIN_MS
         try:
-            socket.connect(address)
+            outbox.connect(address)
         except zmq.ZMQError as error:
-            socket.close()
+            outbox.close()
             raise PortError(f"no peer is at {address!r}: {error}") from None
-        return socket
+        return outbox
 
     def _rows(self, view: Rows) -> Any:
         return view if self._device is None else jax.device_put(view, self._device)
