@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jmoe.attention import AttentionKind, Paged
 from jmoe.config_fields import Fields
 from jmoe.config_keys import READ_FOR_ALL, READ_FOR_QWEN
 
@@ -54,7 +55,6 @@ def naming(model_type: str) -> Architecture:
 
 def _qwen(fields: Fields) -> dict[str, Any]:
     return {
-        "sliding_window": _window(fields, fields.flag("use_sliding_window", False)),
         "d_ff_expert": fields.size("moe_intermediate_size"),
         "moe_layers": _moe_layers(fields),
         "norm_topk_prob": fields.flag("norm_topk_prob", False),
@@ -64,6 +64,7 @@ def _qwen(fields: Fields) -> dict[str, Any]:
 def _qwen2(fields: Fields) -> dict[str, Any]:
     return {
         **_qwen(fields),
+        "layer_attention": full_or_window(fields, _qwen_window(fields), by_layer=True),
         # transformers reads the newer spelling for the others only.
         "num_experts": _num_experts(fields, "num_experts", "num_local_experts"),
         "d_ff_shared": fields.size("shared_expert_intermediate_size", least=0),
@@ -75,6 +76,7 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
     bias = fields.flag("attention_bias", False)
     return {
         **_qwen(fields),
+        "layer_attention": full_or_window(fields, _qwen_window(fields)),
         "num_experts": _num_experts(fields, *_either_count(fields)),
         "qkv_bias": bias,
         "o_bias": bias,
@@ -84,7 +86,7 @@ def _qwen3(fields: Fields) -> dict[str, Any]:
 
 def _mixtral(fields: Fields) -> dict[str, Any]:
     return {
-        "sliding_window": _window(fields, fields.given("sliding_window") is not None),
+        "layer_attention": full_or_window(fields, fields.size("sliding_window", 0)),
         "num_experts": _num_experts(fields, *_either_count(fields)),
         "d_ff_expert": fields.size("intermediate_size"),
         "moe_layers": (True,) * fields.size("num_hidden_layers"),
@@ -119,18 +121,40 @@ def _moe_layers(fields: Fields) -> tuple[bool, ...]:
     return layers
 
 
-def _window(fields: Fields, used: bool) -> int:
-    """Returns the positions of a sliding window that is shorter than the context; 0: there is
-    none.
-    """
-    if not used:
+def _qwen_window(fields: Fields) -> int:
+    """Returns the positions of the sliding window; 0: there is none."""
+    if not fields.flag("use_sliding_window", False):
         return 0
     if fields.given("sliding_window") is None:
-        raise fields.wrong("use_sliding_window", "false; jmoe attends to the whole context")
-    if not fields.given("sliding_window") and fields.given("use_sliding_window"):
+        raise fields.wrong("use_sliding_window", "false where there is no sliding_window")
+    if not fields.given("sliding_window"):
         raise fields.wrong("sliding_window", "1 or more where use_sliding_window is true")
-    window = fields.size("sliding_window")
-    return window if window < fields.size("max_position_embeddings") else 0
+    return fields.size("sliding_window")
+
+
+def full_or_window(
+    fields: Fields, window: int = 0, *, by_layer: bool = False
+) -> tuple[AttentionKind, ...]:
+    """Returns each layer's attention, as transformers makes it of `layer_types`. `by_layer`:
+    without these, every other layer below `max_window_layers` has the window; else all have it.
+
+    Raises ConfigError for other kinds, and for those that transformers would not heed.
+    """
+    count = fields.size("num_hidden_layers")
+    if by_layer:
+        most = fields.size("max_window_layers", 28, least=0)
+        slides = [at % 2 == 0 and at < most for at in range(count)]
+        served = {"full_attention", *(["sliding_attention"] if window else [])}
+    else:
+        slides, served = [True] * count, {"sliding_attention" if window else "full_attention"}
+    if (types := fields.given("layer_types")) is not None:
+        if not isinstance(types, list) or len(types) != count or not served.issuperset(types):
+            names = " or ".join(map(repr, sorted(served)))
+            raise fields.wrong("layer_types", f"{names} for each of num_hidden_layers ({count})")
+        slides = [kind == "sliding_attention" for kind in types]
+    if window >= fields.size("max_position_embeddings"):
+        window = 0
+    return tuple(Paged(window * has_it) for has_it in slides)
 
 
 register(

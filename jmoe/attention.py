@@ -1,19 +1,20 @@
-"""Attention kinds: what a step's rows read, as a pytree that knows how to read it.
+"""Attention kinds: what a layer's rows read and keep.
 
-An attention kind is a class whose instances are pytrees of what it needs of a step, made once
-before the layers. Called with a layer's projection it returns what the heads read and the cache as
-it is afterwards. A kind of your own needs no change here: give an instance of it to
+A config names the kind of each layer (`ModelConfig.layer_attention`). A kind makes the cache of its
+layers, and, of each step, the data that they need: a pytree, made once before the layers. Called
+with a layer's projection that returns what the heads read, and the cache as it is afterwards. A
+kind of your own needs no change here: name it in a config, or give its data to
 `jmoe.model.run_layers`.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jmoe.kv_cache import KVPages
+from jmoe.kv_cache import CacheSizes, KVPages, make_pages
 from pallas_kernels.kv_write import Projection, split_heads, write_kv
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention import plan as plan_decode
@@ -21,6 +22,9 @@ from pallas_kernels.paged_attention.schedule import Schedule
 from pallas_kernels.prefill_attention import plan as plan_prefill
 from pallas_kernels.prefill_attention import prefill_attention
 from pallas_kernels.prefill_attention.work import Work
+
+if TYPE_CHECKING:
+    from jmoe.config import ModelConfig
 
 
 @runtime_checkable
@@ -34,6 +38,120 @@ class Attention(Protocol):
         values.
         """
         ...
+
+
+class StepRows(NamedTuple):
+    """A step's T rows, of N sequences: what kinds make their data of."""
+
+    block_table: Int[Array, "S M"]  # page of each block of each sequence slot
+    slot: Int[Array, "T"]  # of each row's sequence
+    position: Int[Array, "T"]
+    valid: Bool[Array, "T"]  # False: padding
+    slots: Int[Array, "N"]  # of each sequence
+    kv_len: Int[Array, "N"]  # positions of each, the step's included; 0: padding
+    q_start: Int[Array, "N1"] | None = None
+    """First row of each sequence's chunk; None: a decode step, one row a sequence."""
+
+
+@runtime_checkable
+class AttentionKind(Protocol):
+    """How some layers attend, and what they keep. It is part of a config: frozen and hashable."""
+
+    def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> Any:
+        """Returns the empty cache of this kind's layers, a pytree. Its arrays' first axes are
+        layers, and pages or slots.
+        """
+        ...
+
+    def step(self, cfg: "ModelConfig", cache: Any, rows: StepRows) -> Attention:
+        """Returns what this kind's layers need of a step over their cache. They are called with
+        their number among them.
+        """
+        ...
+
+    def causal(self, batch: int, length: int) -> Attention:
+        """Returns the same of `batch` whole sequences of `length` rows, without a cache."""
+        ...
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Paged:
+    """Causal attention over KV pages: full, or over a sliding window."""
+
+    window: int = 0  # positions that a row sees, its own included; 0: all
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a window below 0."""
+        if self.window < 0:
+            raise ValueError(f"window is {self.window}; it must be at least 1, or 0 for none")
+
+    def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> KVPages:
+        """See AttentionKind."""
+        return make_pages(cfg, num_layers, sizes)
+
+    def step(self, cfg: "ModelConfig", cache: KVPages, rows: StepRows) -> Attention:
+        """See AttentionKind. A window that no position can exceed is none."""
+        table, heads = rows.block_table, cfg.num_heads
+        kind = self if self.window < table.shape[1] * cache.page_size else FULL
+        written = Written.at(cache, table, rows.slot, rows.position, rows.valid)
+        lengths = {"kv_len": rows.kv_len, "kind": kind}
+        if rows.q_start is None:
+            return DecodeAttention.of(written, cache, table[rows.slots], num_heads=heads, **lengths)
+        return PrefillAttention.of(
+            written, cache, table[rows.slots], num_heads=heads, q_start=rows.q_start, **lengths
+        )
+
+    def causal(self, batch: int, length: int) -> "CausalAttention":
+        """See AttentionKind."""
+        return CausalAttention(batch, length, self.window if self.window < length else 0)
+
+
+FULL = Paged()
+
+
+class ByKind(NamedTuple):
+    """A step's data, or a cache, of layers of several kinds: one for each of
+    `ModelConfig.attention_kinds`.
+    """
+
+    each: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, each: tuple[Any, ...]) -> Any:
+        """Returns it, or the one thing itself where all layers are of one kind."""
+        return each[0] if len(each) == 1 else cls(each)
+
+
+def make_cache(cfg: "ModelConfig", sizes: CacheSizes) -> Any:
+    """Returns the empty cache of all layers, `ByKind` where there are several."""
+    layers = cfg.layer_attention
+    return ByKind.of(
+        tuple(kind.cache(cfg, layers.count(kind), sizes) for kind in cfg.attention_kinds)
+    )
+
+
+def step_attention(cfg: "ModelConfig", cache: Any, rows: StepRows) -> Any:
+    """Returns what all layers need of a step over that cache, `ByKind` where there are several."""
+    each = cache.each if isinstance(cache, ByKind) else (cache,)
+    kinds = zip(cfg.attention_kinds, each, strict=True)
+    return ByKind.of(tuple(kind.step(cfg, own, rows) for kind, own in kinds))
+
+
+def causal_attention(cfg: "ModelConfig", batch: int, length: int) -> Any:
+    """Returns the same of `batch` whole sequences of `length` rows, without a cache."""
+    return ByKind.of(tuple(kind.causal(batch, length) for kind in cfg.attention_kinds))
+
+
+def page_bytes(cfg: "ModelConfig", page_size: int, dtype: jnp.dtype) -> int:
+    """Returns the bytes of one page, what all layers keep of it."""
+
+    def size(num_pages: int) -> int:
+        sizes = CacheSizes(num_pages, page_size, 1, 1, dtype)
+        leaves = jax.tree.leaves(jax.eval_shape(lambda: make_cache(cfg, sizes)))
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    return size(2) - size(1)
 
 
 class Written(NamedTuple):
@@ -63,6 +181,7 @@ class DecodeAttention(NamedTuple):
     block_table: Int[Array, "B M"]
     kv_len: Int[Array, "B"]  # 0: padding
     plan: Schedule | None
+    kind: Paged = FULL
 
     @classmethod
     def of(
@@ -73,10 +192,11 @@ class DecodeAttention(NamedTuple):
         *,
         num_heads: int,
         kv_len: Int[Array, "B"],
+        kind: Paged = FULL,
     ) -> "DecodeAttention":
         """Makes it with the kernel's work planned, once for all layers (`paged_attention`)."""
-        plan = plan_decode(num_heads, pages.k, kv_len=kv_len)
-        return cls(written, block_table, kv_len, plan)
+        plan = plan_decode(num_heads, pages.k, kv_len=kv_len, window=kind.window)
+        return cls(written, block_table, kv_len, plan, kind)
 
     def __call__(
         self, projection: Projection, layer: Int[Array, ""], cache: KVPages
@@ -104,6 +224,7 @@ class DecodeAttention(NamedTuple):
             block_table=self.block_table,
             kv_len=self.kv_len,
             scale=q.shape[-1] ** -0.5,
+            window=self.kind.window,
             todo=self.plan,
         )
 
@@ -116,6 +237,7 @@ class PrefillAttention(NamedTuple):
     q_start: Int[Array, "N1"]
     kv_len: Int[Array, "N"]
     work: Work | None
+    kind: Paged = FULL
 
     @classmethod
     def of(
@@ -127,11 +249,13 @@ class PrefillAttention(NamedTuple):
         num_heads: int,
         q_start: Int[Array, "N1"],
         kv_len: Int[Array, "N"],
+        kind: Paged = FULL,
     ) -> "PrefillAttention":
         """Makes it with the kernel's work planned, once for all layers (`prefill_attention`)."""
         rows = written.page.shape[0]
-        work = plan_prefill(rows, num_heads, pages.k, q_start=q_start, kv_len=kv_len)
-        return cls(written, block_table, q_start, kv_len, work)
+        chunks = {"q_start": q_start, "kv_len": kv_len, "window": kind.window}
+        work = plan_prefill(rows, num_heads, pages.k, **chunks)
+        return cls(written, block_table, q_start, kv_len, work, kind)
 
     def __call__(
         self, projection: Projection, layer: Int[Array, ""], cache: KVPages
@@ -149,6 +273,7 @@ class PrefillAttention(NamedTuple):
                 q_start=self.q_start,
                 kv_len=self.kv_len,
                 scale=q.shape[-1] ** -0.5,
+                window=self.kind.window,
                 todo=self.work,
             ),
             pages,
@@ -164,6 +289,7 @@ class CausalAttention:
 
     batch: int = field(metadata={"static": True})
     length: int = field(metadata={"static": True})
+    window: int = field(default=0, metadata={"static": True})  # as of `Paged`
 
     def __call__(
         self, projection: Projection, layer: Int[Array, ""], cache: Any
@@ -177,6 +303,8 @@ class CausalAttention:
         s = jnp.einsum("bqghd,bkgd->bghqk", qg, kb, preferred_element_type=jnp.float32)
         s = s * head_dim**-0.5
         seen = jnp.tril(jnp.ones((self.length, self.length), bool))
+        if self.window:
+            seen = jnp.triu(seen, 1 - self.window)
         p = jax.nn.softmax(jnp.where(seen[None, None, None], s, -jnp.inf), axis=-1)
         out = jnp.einsum("bghqk,bkgd->bqghd", p.astype(v.dtype), vb)
         return out.reshape(q.shape), cache

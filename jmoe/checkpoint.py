@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jmoe import layout
+from jmoe.attention import Paged
 from jmoe.config import ModelConfig, RopeConfig
 from jmoe.digests import file_digests
 from jmoe.experts import (
@@ -454,17 +455,22 @@ def save_native(
     cfg: ModelConfig,
     weights: Weights,
 ) -> None:
-    """Writes jmoe's own format: `jmoe.json` and an Orbax tree. Raises FileExistsError."""
+    """Writes jmoe's own format: `jmoe.json` and an Orbax tree. Raises FileExistsError, and
+    ValueError for attention that is not jmoe's own.
+    """
     need("train", "orbax")
     import orbax.checkpoint as ocp
 
     directory = directory.absolute()
     if (directory / "jmoe.json").exists():
         raise FileExistsError(f"{directory} already holds a model; choose another directory")
+    if others := [kind for kind in cfg.attention_kinds if not isinstance(kind, Paged)]:
+        raise ValueError(f"layer_attention has {others[0]}; jmoe.json can name jmoe's own kinds")
+    text = json.dumps(asdict(cfg), indent=1)
     directory.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / "state", _tree(weights))
-    (directory / "jmoe.json").write_text(json.dumps(asdict(cfg), indent=1), encoding="utf-8")
+    (directory / "jmoe.json").write_text(text, encoding="utf-8")
 
 
 def is_native(directory: Path) -> bool:
@@ -525,6 +531,9 @@ def _config_from_json(raw: dict[str, Any]) -> ModelConfig:
     raw = {**raw, "rope": RopeConfig(**raw["rope"])}
     for key in ("moe_layers", "eos_token_ids"):
         raw[key] = tuple(raw[key])
+    raw["layer_attention"] = tuple(Paged(**kind) for kind in raw.get("layer_attention", ()))
+    if raw.pop("sliding_window", 0):  # as files once said it, for all layers
+        raise ValueError("jmoe.json has a sliding_window; convert the model once more")
     cfg = ModelConfig(**raw)
     for one in (cfg, cfg.rope):
         for field in fields(one):

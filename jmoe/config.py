@@ -4,11 +4,12 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jmoe.architectures import ARCHITECTURES
+from jmoe.architectures import ARCHITECTURES, full_or_window
+from jmoe.attention import FULL, AttentionKind
 from jmoe.config_fields import ConfigError as ConfigError
 from jmoe.config_fields import Fields, shown
 from jmoe.config_keys import ROPE_SECTIONS, check_keys, rope_kind
@@ -60,11 +61,13 @@ class ModelConfig:
     max_position: int
     eos_token_ids: tuple[int, ...] = ()
     o_bias: bool = False  # of attention's output projection
-    sliding_window: int = 0  # positions that attention reaches back; 0: all
+    layer_attention: tuple[AttentionKind, ...] = ()  # by layer; none: full attention
     router: Router | None = None  # None: softmax over all experts, the likeliest
 
     def __post_init__(self) -> None:
         """Raises ConfigError where fields contradict each other."""
+        if not self.layer_attention:
+            object.__setattr__(self, "layer_attention", (FULL,) * self.num_layers)
         _require(
             self.num_heads % self.num_kv_heads == 0,
             "num_attention_heads",
@@ -78,19 +81,17 @@ class ModelConfig:
             f"between 1 and the number of experts ({self.num_experts})",
         )
         _require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even")
-        _require(
-            len(self.moe_layers) == self.num_layers,
-            "moe_layers",
-            len(self.moe_layers),
-            f"one entry a layer ({self.num_layers})",
-        )
+        for key in ("moe_layers", "layer_attention"):
+            count = len(getattr(self, key))
+            wanted = f"one entry a layer ({self.num_layers})"
+            _require(count == self.num_layers, key, count, wanted)
         _require(any(self.moe_layers), "moe_layers", self.moe_layers, "at least one MoE layer")
 
     def __repr__(self) -> str:
         """Returns architecture and sizes. Equal for equal configurations only: it ends with a
         digest.
         """
-        digest = hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:16]
+        digest = hashlib.sha256(repr(vars(self)).encode()).hexdigest()[:16]
         return (
             f"ModelConfig({self.architecture}, {self.num_layers} layers, {self.num_moe_layers} of "
             f"them MoE, {self.num_experts} experts, {self.experts_per_token} a token, "
@@ -104,17 +105,24 @@ class ModelConfig:
         return sum(self.moe_layers)
 
     @property
-    def max_context(self) -> int:
-        """Positions up to which full attention, which jmoe computes, is the model's own."""
-        return min(self.max_position, self.sliding_window or self.max_position)
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """The kinds of attention of the layers, each once."""
+        return tuple(dict.fromkeys(self.layer_attention))
 
-    @property
-    def context_in_words(self) -> str:
-        """`max_context` in the words of an error message."""
-        why = (
-            "sliding_window" if self.max_context < self.max_position else "max_position_embeddings"
-        )
-        return f"{self.max_context} positions ({why})"
+    def attention_runs(self, start: int, stop: int) -> list[tuple[int, int, int, int]]:
+        """Runs of layers `[start, stop)` of one kind of attention: (number of the kind, first
+        layer, layer behind the last, layers of other kinds before it).
+        """
+        runs: list[tuple[int, int, int, int]] = []
+        for layer in range(start, stop):
+            kind = self.layer_attention[layer]
+            number = self.attention_kinds.index(kind)
+            if runs and runs[-1][0] == number:
+                runs[-1] = (number, runs[-1][1], layer + 1, runs[-1][3])
+            else:
+                others = layer - self.layer_attention[:layer].count(kind)
+                runs.append((number, layer, layer + 1, others))
+        return runs
 
     def segments(self) -> list[tuple[bool, int, int]]:
         """Runs of layers of one kind: (is MoE, first layer, number of layers)."""
@@ -187,7 +195,8 @@ def from_hf(
     max_position = fields.size("max_position_embeddings")
     d_ff_dense = fields.size("intermediate_size", 0)
     own = architecture.translate(fields)
-    _check_layer_types(fields, num_layers, windowed=bool(own.get("sliding_window")))
+    # An architecture that says nothing of attention has it in full.
+    attention = {} if "layer_attention" in own else {"layer_attention": full_or_window(fields)}
     try:
         return ModelConfig(
             architecture=family,
@@ -206,7 +215,7 @@ def from_hf(
             rope=_rope(fields, architecture.rope_theta, max_position),
             max_position=max_position,
             eos_token_ids=fields.token_ids("eos_token_id", vocab_size),
-            **{"d_ff_shared": 0, "qkv_bias": False, "qk_norm": False, **own},
+            **{"d_ff_shared": 0, "qkv_bias": False, "qk_norm": False, **attention, **own},
         )
     except ConfigError as error:
         words = str(error)
@@ -235,20 +244,6 @@ def _head_dim(fields: Fields, num_heads: int) -> int:
         heads = f"num_attention_heads ({num_heads})"
         raise fields.wrong("hidden_size", f"an even multiple of {heads} where head_dim is absent")
     return d_model // num_heads
-
-
-def _check_layer_types(fields: Fields, num_layers: int, *, windowed: bool) -> None:
-    """Raises ConfigError for kinds of layers other than full attention and, within a model's
-    sliding window, sliding attention.
-    """
-    kinds = fields.given("layer_types")
-    served = {"full_attention", *(["sliding_attention"] if windowed else [])}
-    if kinds is not None and not (
-        isinstance(kinds, list) and len(kinds) == num_layers and all(k in served for k in kinds)
-    ):
-        raise fields.wrong(
-            "layer_types", f"'full_attention' for each of num_hidden_layers ({num_layers})"
-        )
 
 
 def _rope(fields: Fields, theta: float, max_position: int) -> RopeConfig:

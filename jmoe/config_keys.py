@@ -29,8 +29,8 @@ READ_FOR_QWEN = READ_FOR_ALL | frozenset(
     _because(
         "read for both Qwen families",
         """
-    decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts
-    num_local_experts use_sliding_window
+    decoder_sparse_step max_window_layers mlp_only_layers moe_intermediate_size norm_topk_prob
+    num_experts num_local_experts use_sliding_window
     """,
     )
 )
@@ -73,10 +73,6 @@ HARMLESS: Mapping[str, str] = {
     **_because(
         "only asks for more outputs",
         "output_attentions output_hidden_states output_router_logits output_scores return_dict",
-    ),
-    **_because(
-        "only with use_sliding_window, which is judged by itself",
-        "max_window_layers",
     ),
     **_because(
         "bookkeeping",

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jmoe import display
 from jmoe.api import Model
-from jmoe.attention import CausalAttention
+from jmoe.attention import causal_attention
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig
 from jmoe.model import StepData, embed, head, run_layers
@@ -140,10 +140,10 @@ def _sequences(model: Model, tokens: Tokens) -> np.ndarray:
             f"tokens must be integers [batch, length]; got {array.dtype} {array.shape}"
         )
     check_tokens(array, model.config.vocab_size)
-    if array.shape[1] > model.config.max_context:
+    if array.shape[1] > (most := model.config.max_position):
         raise ValueError(
-            f"rows have {array.shape[1]} positions; {model.name} has "
-            f"{model.config.context_in_words}"
+            f"rows have {array.shape[1]} positions; {model.name} has {most} "
+            "(max_position_embeddings)"
         )
     return array
 
@@ -217,7 +217,7 @@ def _forward_rows(
         jnp.repeat(exempt, length),
     )
     x = embed(weights.params, tokens.reshape(-1))
-    step = StepData(rows, CausalAttention(batch, length), control)
+    step = StepData(rows, causal_attention(cfg, batch, length), control)
     x, _, stats = run_layers(cfg, weights, x, None, step, max_active=cfg.num_experts, wanted=wanted)
     assert stats is not None
     return head(cfg, weights.params, x).reshape(batch, length, cfg.vocab_size), stats

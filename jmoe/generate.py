@@ -114,10 +114,10 @@ def generate(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
     longest = max(map(len, token_lists)) + max_new_tokens
-    if longest > cfg.max_context:
+    if longest > cfg.max_position:
         raise ValueError(
             f"the longest prompt and max_new_tokens make {longest} positions; "
-            f"{model.name} has {cfg.context_in_words}"
+            f"{model.name} has {cfg.max_position} (max_position_embeddings)"
         )
     given = cfg.eos_token_ids if stop_token_ids is None else stop_token_ids
     stops = {integer("a stop token", token) for token in given}

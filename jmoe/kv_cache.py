@@ -1,15 +1,26 @@
 """Paged KV cache: keys and values on the device, in pages."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jmoe.config import ModelConfig
+if TYPE_CHECKING:
+    from jmoe.config import ModelConfig
+
+
+class CacheSizes(NamedTuple):
+    """What caches are made for."""
+
+    num_pages: int
+    page_size: int  # positions
+    num_slots: int  # sequences
+    max_blocks: int  # pages of the longest sequence
+    dtype: jnp.dtype
 
 
 class KVPages(NamedTuple):
-    """Keys and values of all layers; position p of a sequence is row p % S of its page p // S.
+    """Keys and values of L layers; position p of a sequence is row p % S of its page p // S.
 
     A head's rows of a page lie together, so that a kernel reads them as one tile. The last page
     is the padding page: what padding rows write goes there.
@@ -29,15 +40,7 @@ class KVPages(NamedTuple):
         return self.k.shape[3]
 
 
-def make_pages(cfg: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> KVPages:
-    """Returns the zeroed pages for `num_pages * page_size` positions of every layer, and the
-    padding page.
-    """
-    shape = (cfg.num_layers, num_pages + 1, cfg.num_kv_heads, page_size, cfg.head_dim)
-    return KVPages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-
-def page_bytes(cfg: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
-    """Returns the bytes of one page, keys and values of all layers."""
-    rows = cfg.num_layers * page_size * cfg.num_kv_heads * cfg.head_dim
-    return 2 * rows * jnp.dtype(dtype).itemsize
+def make_pages(cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> KVPages:
+    """Returns zeroed pages of some layers, and the padding page."""
+    shape = num_layers, sizes.num_pages + 1, cfg.num_kv_heads, sizes.page_size, cfg.head_dim
+    return KVPages(jnp.zeros(shape, sizes.dtype), jnp.zeros(shape, sizes.dtype))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jmoe.attention import Attention
+from jmoe.attention import Attention, ByKind
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertTable, uncut
@@ -52,7 +52,7 @@ class StepData(NamedTuple):
     """What the layers need of a step beside its rows; the same in every layer. A pytree."""
 
     rows: RoutedRows
-    attention: Attention
+    attention: Any  # an `Attention` of all layers, or one for each of their kinds (`ByKind`)
     control: Control
 
 
@@ -173,7 +173,7 @@ def run_layers(
         cfg.segments(), weights.params["segments"], strict=True
     ):
         moe_layers = slice(moe_start, moe_start + count) if is_moe else None
-        for span in _spans(part, first, count):
+        for span in run.by_kind(_spans(part, first, count), first):
             state, (out, before) = run.span(span, layers, moe_layers, state)
             if is_moe and span.with_mlp:
                 stats.append(out)
@@ -218,9 +218,10 @@ def run_between(
     for (is_moe, start, count), layers in zip(
         cfg.segments(), weights.params["segments"], strict=True
     ):
-        low, high = (jnp.clip(at - start, 0, count) for at in (first, stop))
         moe_layers = slice(moe_start, moe_start + count) if is_moe else None
-        state = run.loop(low, high, layers, moe_layers, start, state)
+        for span in run.by_kind([_Span(0, count)], start):
+            low, high = (jnp.clip(at - start, span.start, span.stop) for at in (first, stop))
+            state = run.loop(low, high, span, layers, moe_layers, start, state)
         moe_start += count * is_moe
     x, cache, _, stats = state
     return x, cache, stats
@@ -233,6 +234,8 @@ class _Span(NamedTuple):
     stop: int
     with_attention: bool = True
     with_mlp: bool = True
+    kind: int | None = None  # number of its layers' kind of attention; None: all have one
+    others: int = 0  # layers of other kinds before it
 
 
 def _checked(cfg: ModelConfig, halves: range | None, wanted: Wanted) -> range:
@@ -292,6 +295,20 @@ class _Run:
             return None
         return Replicas.none(self.weights.pool, self.weights.table, self.replication)
 
+    def by_kind(self, spans: list[_Span], first: int) -> list[_Span]:
+        """Returns the spans of a segment that begins at layer `first`, cut where the kind of
+        attention changes, where the step has several.
+        """
+        if not isinstance(self.step.attention, ByKind):
+            return spans
+        return [
+            span._replace(start=start - first, stop=stop - first, kind=kind, others=others)
+            for span in spans
+            for kind, start, stop, others in self.cfg.attention_runs(
+                first + span.start, first + span.stop
+            )
+        ]
+
     def span(
         self, span: _Span, layers: Any, moe_layers: slice | None, state: Any
     ) -> tuple[Any, Any]:
@@ -315,15 +332,21 @@ class _Run:
         )
 
     def loop(
-        self, low: Array, high: Array, layers: Any, moe_layers: slice | None, start: int, state: Any
+        self,
+        low: Array,
+        high: Array,
+        span: _Span,
+        layers: Any,
+        moe_layers: slice | None,
+        start: int,
+        state: Any,
     ) -> Any:
-        """Runs layers `[low, high)` of a stacked segment that begins at layer `start`."""
+        """Runs layers `[low, high)` of a span of a stacked segment that begins at layer `start`."""
         xs, at_moe = self._with_table(layers, moe_layers), moe_layers.start if moe_layers else 0
 
         def body(at: Array, state: Any) -> Any:
             x, cache, replicas, stats = state
-            whole, layer = _Span(0, 0), _layer(xs, at)
-            *carried, out = self._layer(whole, layer, x, cache, replicas, at + start)
+            *carried, out = self._layer(span, _layer(xs, at), x, cache, replicas, at + start)
             if out is not None:
                 stats = jax.tree.map(lambda all_, one: all_.at[at_moe + at].set(one), stats, out)
             return *carried, stats
@@ -384,10 +407,7 @@ class _Run:
         """
         ((layer, next_layer), tables), out = xs, None
         if span.with_attention:
-            attention = self.step.attention
-            x, cache = self.of_sets.attend(
-                self.cfg, layer, x, self.cos_sin, attention, index, cache
-            )
+            x, cache = self._attend(span, layer, x, cache, index)
         if span.with_mlp and tables is not None:
             table, next_table = tables
             exchange = self._exchange(table, replicas, next_layer, next_table)
@@ -399,6 +419,19 @@ class _Run:
         elif span.with_mlp:
             x = self.of_sets.dense(self.cfg, layer, x)
         return x, cache, replicas, out
+
+    def _attend(self, span: _Span, layer: Any, x: Any, cache: Any, index: Array) -> tuple:
+        """Runs a layer's attention with the data and the cache of its kind."""
+        attention, own = self.step.attention, cache
+        if span.kind is not None:
+            attention, index = attention.each[span.kind], index - span.others
+        if by_kind := isinstance(cache, ByKind):
+            own = cache.each[span.kind]
+        x, own = self.of_sets.attend(self.cfg, layer, x, self.cos_sin, attention, index, own)
+        if not by_kind:
+            return x, own
+        each = [own if at == span.kind else one for at, one in enumerate(cache.each)]
+        return x, ByKind(tuple(each))
 
     def _exchange(
         self, table: Any, replicas: Any, next_layer: Any, next_table: ExpertTable | None

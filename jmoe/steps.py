@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jmoe.attention import Attention, DecodeAttention, PrefillAttention, Written
+from jmoe.attention import StepRows, make_cache, step_attention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
-from jmoe.kv_cache import KVPages, make_pages
+from jmoe.kv_cache import CacheSizes
 from jmoe.model import StepData, embed, head, run_between, run_layers, unstack
 from jmoe.moe import Balance, LayerStats, RoutedRows
 from jmoe.packed_rows import (
@@ -84,7 +84,7 @@ def compiler_options(layers: Literal["scan", "graph", "eager"] = "scan") -> dict
 class State(NamedTuple):
     """What lives on the device between steps. Donated to each step, returned by it."""
 
-    pages: KVPages
+    pages: Any  # `KVPages` of the layers, or what `jmoe.attention.make_cache` makes of others
     block_table: Int[Array, "S M"]  # page of each block of each sequence slot
     last_token: Int[Array, "S"]  # newest sampled token of each slot: the next decode step's input
     hidden: Float[Array, "R d"] | None = None
@@ -127,7 +127,7 @@ def make_state(
     where rows of slots that own nothing may meet; `num_hidden` 0: steps run whole.
     """
     return State(
-        make_pages(cfg, num_pages, page_size, dtype),
+        make_cache(cfg, CacheSizes(num_pages, page_size, num_slots, max_blocks, dtype)),
         jnp.full((num_slots, max_blocks), num_pages, jnp.int32),
         jnp.zeros(num_slots, jnp.int32),
         jnp.zeros((num_hidden, cfg.d_model), dtype) if num_hidden else None,
@@ -201,11 +201,8 @@ def decode_data(
     slot = jnp.where(valid, rows[:, SLOT], 0)
     kv_len = jnp.where(valid, rows[:, KV_LEN], 0)
     position = jnp.maximum(kv_len - 1, 0)
-    written = Written.at(state.pages, state.block_table, slot, position, valid)
-    attention = DecodeAttention.of(
-        written, state.pages, state.block_table[slot], num_heads=cfg.num_heads, kv_len=kv_len
-    )
-    return slot, _step_data(position, valid, rows[:, EXEMPT], attention, control)
+    step_rows = StepRows(state.block_table, slot, position, valid, slot, kv_len)
+    return slot, _step_data(cfg, state, step_rows, rows[:, EXEMPT], control)
 
 
 def prefill_data(
@@ -228,25 +225,21 @@ def prefill_data(
     slots = jnp.maximum(rows[:, SLOT], 0)
     first_position = rows[:, KV_LEN] - rows[:, Q_LEN]
     position = jnp.where(valid, first_position[owner] + index - q_start[owner], 0)
-    attention = PrefillAttention.of(
-        Written.at(state.pages, state.block_table, slots[owner], position, valid),
-        state.pages,
-        state.block_table[slots],
-        num_heads=cfg.num_heads,
-        q_start=q_start,
-        kv_len=rows[:, KV_LEN],
+    step_rows = StepRows(
+        state.block_table, slots[owner], position, valid, slots, rows[:, KV_LEN], q_start
     )
-    return owner, q_start, _step_data(position, valid, rows[owner, EXEMPT], attention, control)
+    return owner, q_start, _step_data(cfg, state, step_rows, rows[owner, EXEMPT], control)
 
 
 def _step_data(
-    position: Int[Array, "T"],
-    valid: Bool[Array, "T"],
+    cfg: ModelConfig,
+    state: State,
+    at: StepRows,
     exempt: Int[Array, "T"],
-    attention: Attention,
     control: Int[Array, "controls"],
 ) -> StepData:
-    rows = RoutedRows(position, valid, exempt > 0, exempt >= REFUSES)
+    rows = RoutedRows(at.position, at.valid, exempt > 0, exempt >= REFUSES)
+    attention = step_attention(cfg, state.pages, at)
     return StepData(rows, attention, Control(control[0], control[1]))
 
 
@@ -313,7 +306,7 @@ class _Part(NamedTuple):
 
     def _run_layers(
         self, x: Float[Array, "T d"], step: StepData
-    ) -> tuple[Float[Array, "T d"], KVPages, LayerStats]:
+    ) -> tuple[Float[Array, "T d"], Any, LayerStats]:
         cfg, weights, pages = self.cfg, self.weights, self.state.pages
         given: dict[str, Any] = {"max_active": self.max_active, "replication": self.replication}
         if self.layers is None:

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Int
 
 import jmoe
 from jmoe.api import resolve
-from jmoe.attention import CausalAttention
 from jmoe.brownout import Control
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertTable
@@ -50,9 +49,11 @@ def routing_of(cfg: ModelConfig, weights: Weights, tokens: Int[Array, "B T"]) ->
     batch, length = tokens.shape
     positions, out = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch), []
     x = embed(weights.params, tokens.reshape(-1))
-    for layer, is_moe in layers_of(cfg, weights.params):
+    for (layer, is_moe), kind in zip(
+        layers_of(cfg, weights.params), cfg.layer_attention, strict=True
+    ):
         table = (weights.table.slots[len(out)], weights.table.groups[len(out)]) if is_moe else None
-        attention = CausalAttention(batch, length)
+        attention = kind.causal(batch, length)
         x, found = _layer(cfg, layer, weights.pool, table, x, positions, attention)
         out += [found] if is_moe else []
     return out

@@ -14,7 +14,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jmoe.kv_cache import KVPages
 from jmoe.parallel.experts import AXIS
 from jmoe.parallel.home import SPLIT, WEIGHTS, WHOLE
 from jmoe.shaping import Shaping
@@ -32,7 +31,7 @@ class Specs(NamedTuple):
     that each process has all of it."""
 
 
-STATE = State._make((KVPages._make((P(None, AXIS), P(None, AXIS))), SPLIT, SPLIT, SPLIT))
+STATE = State._make((P(None, AXIS), SPLIT, SPLIT, SPLIT))
 """How the state lies: a prefix of its pytree."""
 
 READ = StepOutput._make([WHOLE] * len(StepOutput._fields))._replace(logits=SPLIT, hidden=SPLIT)

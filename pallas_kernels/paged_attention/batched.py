@@ -15,7 +15,7 @@ DEAD = -1e30
 """Score of a place past a sequence's end: finite, so that a row of nothing else has weights."""
 
 
-def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
+def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0):
     """See `op.paged_attention`."""
     batch, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
@@ -28,17 +28,19 @@ def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
             q, outs[-1] = lax.optimization_barrier((q, outs[-1]))
         rows = slice(start, start + step)
         given = {"layer": layer, "block_table": block_table[rows], "kv_len": kv_len[rows]}
-        outs.append(_attend(q[rows], k_pages, v_pages, scale=scale, **given))
+        outs.append(_attend(q[rows], k_pages, v_pages, scale=scale, window=window, **given))
     return outs[0] if pieces == 1 else jnp.concatenate(outs)
 
 
-def _attend(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
+def _attend(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window):
     """Computes one piece's rows."""
     batch, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
     group, keys = heads // kv_heads, block_table.shape[1] * page_size
     position = jnp.arange(keys, dtype=jnp.int32)
     live = position[None, :] < kv_len[:, None]
+    if window:
+        live &= position[None, :] >= kv_len[:, None] - window
     place = jnp.where(live, position[None, :], 0)
     page = jnp.take_along_axis(block_table, place // page_size, axis=1, mode="clip")
     head = jnp.arange(kv_heads, dtype=jnp.int32)

@@ -11,14 +11,15 @@ from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.schedule import Schedule
 
 
-def plan(heads: int, pages: Any, *, kv_len: Int[Array, "B"]) -> Schedule | None:
-    """Returns how the kernel shares out a step's keys among its blocks; None where it does not run.
+def plan(heads: int, pages: Any, *, kv_len: Int[Array, "B"], window: int = 0) -> Schedule | None:
+    """Returns how the kernel shares out a step's keys among its blocks; None where it does not run,
+    as over a window.
 
     `heads` query heads; of `pages` [L, P, G, S, D] only sizes and dtype count. It depends on no
     layer, and XLA does not take it out of a scan over layers by itself: a caller makes it before
     the scan.
     """
-    if not hopper():
+    if window or not hopper():
         return None
     from pallas_kernels.paged_attention import mosaic  # Pallas is not imported where unused
 
@@ -35,17 +36,23 @@ def paged_attention(
     block_table: Int[Array, "B M"],
     kv_len: Int[Array, "B"],
     scale: float,
+    window: int = 0,
     todo: Schedule | None = None,
 ) -> Float[Array, "B H D"]:
     """Attends with one new row a sequence over its pages of `layer`.
 
     Position p of sequence b lives in page `block_table[b, p // S]` at offset `p % S`; positions
-    `[0, kv_len[b])` are attended to. H is a multiple of the G kv heads. A row with kv_len 0
-    (padding) yields zeros. Softmax and accumulation are float32; the result has q's dtype.
+    `[0, kv_len[b])` are attended to, or the last `window` of them; 0: all. H is a multiple of the G
+    kv heads. A row with kv_len 0 (padding) yields zeros. Softmax and accumulation are float32; the
+    result has q's dtype.
 
     `todo` is `plan` of the same lengths, made here where it is not given.
     """
     rows = {"layer": layer, "block_table": block_table, "kv_len": kv_len, "scale": scale}
+    if window:  # no kernel knows it
+        note("window attention")
+        op = few_launches if batched() else reference
+        return op.paged_attention(q, k_pages, v_pages, window=window, **rows)
     if hopper():
         from pallas_kernels.paged_attention import mosaic  # Pallas is not imported where unused
 

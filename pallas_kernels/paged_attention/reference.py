@@ -4,13 +4,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import online_softmax
-from pallas_kernels.backend import trip_count
+from pallas_kernels.backend import backend, trip_count
 
 TOKENS_PER_STEP = 64
 """KV rows gathered an iteration: enough to amortise the loop, few enough to skip empty pages."""
 
 
-def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
+def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale, window=0):
     """See `op.paged_attention`."""
     batch, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
@@ -28,6 +28,8 @@ def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
         s = jnp.einsum("bghd,bgcd->bghc", qg, k, preferred_element_type=jnp.float32) * scale
         position = i * chunk + jnp.arange(chunk, dtype=jnp.int32)
         live = position[None, :] < kv_len[:, None]
+        if window:
+            live &= position[None, :] >= kv_len[:, None] - window
         # A weight of zero would not do: what another sequence left there may be infinite.
         v = jnp.where(live[:, None, :, None], v, 0)
         live = live[:, None, None, :]
@@ -40,6 +42,9 @@ def paged_attention(q, k_pages, v_pages, *, layer, block_table, kv_len, scale):
         return online_softmax.update(state, jnp.where(live, s, -jnp.inf), weigh)
 
     state = online_softmax.start((batch, kv_heads, heads // kv_heads), head_dim)
-    longest = -(-jnp.max(kv_len) // chunk)
-    state = lax.fori_loop(0, trip_count(longest, num_chunks), one_chunk, state)
+    longest, first = -(-jnp.max(kv_len) // chunk), 0
+    if window and backend() == "cpu":
+        least = jnp.min(jnp.where(kv_len > 0, kv_len, jnp.max(kv_len)))
+        first = jnp.maximum(least - window, 0) // chunk
+    state = lax.fori_loop(first, trip_count(longest, num_chunks), one_chunk, state)
     return online_softmax.finish(state).reshape(batch, heads, head_dim).astype(q.dtype)

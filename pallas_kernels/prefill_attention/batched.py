@@ -16,7 +16,7 @@ LEAST_TILE, LARGEST_TILE = 64, 256
 """Query rows of a tile. Keys are copied once a tile, and a chunk's last one may be nearly empty."""
 
 
-def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale):
+def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale, window=0):
     """See `op.prefill_attention`."""
     num_rows, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
@@ -67,6 +67,8 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
         s = jnp.einsum("ngtd,ngcd->ngtc", qt, read(k_pages), preferred_element_type=jnp.float32)
         s = s.reshape(n, kv_heads, group, tile, keys) * scale
         live = position[None, None, :] < seen[:, :, None]
+        if window:
+            live &= position[None, None, :] >= seen[:, :, None] - window
         s = jnp.where(live[:, None, None], s, DEAD)
         weights = (
             jax.nn.softmax(s, axis=-1)
@@ -75,6 +77,9 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
         )
         # A weight of zero would not do: what another sequence left there may be infinite.
         written = position[None, :] < kv_len[own][:, None]
+        if window:  # nobody sees what is before the first row's
+            begin = kv_len[own] - (q_start[own + 1] - q_start[own]) + 1 - window
+            written &= position[None, :] >= begin[:, None]
         v = jnp.where(written[:, None, :, None], read(v_pages), 0)
         read_by = jnp.einsum("ngtc,ngcd->ngtd", weights, v, preferred_element_type=jnp.float32)
         read_by = read_by.reshape(n, kv_heads, group, tile, head_dim)

@@ -17,13 +17,15 @@ def plan(
     *,
     q_start: Int[Array, "N1"],
     kv_len: Int[Array, "N"],
+    window: int = 0,
 ) -> work.Work | None:
-    """Returns what the kernel has to know of a step's chunks; None where it does not run.
+    """Returns what the kernel has to know of a step's chunks; None where it does not run, as over a
+    window.
 
     `heads` query heads; of `pages` [L, P, G, S, D] only the sizes count. It depends on no layer,
     and XLA does not take it out of a scan over layers by itself: a caller makes it before the scan.
     """
-    if not hopper():
+    if window or not hopper():
         return None
     tile = choose(heads // pages.shape[2], pages.shape[4])
     sizes = {"block_rows": tile.block_rows, "block_kv": tile.block_kv}
@@ -40,14 +42,16 @@ def prefill_attention(
     q_start: Int[Array, "N1"],
     kv_len: Int[Array, "N"],
     scale: float,
+    window: int = 0,
     todo: work.Work | None = None,
 ) -> Float[Array, "T H D"]:
     """Attends causally with N chunks of rows, packed one after another, over their pages.
 
     Rows `[q_start[n], q_start[n + 1])` are the last rows of a sequence whose pages hold `kv_len[n]`
     positions, these rows' own keys included: row i of the chunk sits at position
-    `kv_len[n] - chunk_len + i` and sees positions up to its own. Chunks may be empty. Rows past
-    `q_start[N]` yield zeros. Softmax and accumulation are float32; the result has q's dtype.
+    `kv_len[n] - chunk_len + i` and sees positions up to its own, or the last `window` of those; 0:
+    all. Chunks may be empty. Rows past `q_start[N]` yield zeros. Softmax and accumulation are
+    float32; the result has q's dtype.
 
     `todo` is `plan` of the same chunks, made here where it is not given.
     """
@@ -58,6 +62,10 @@ def prefill_attention(
         "kv_len": kv_len,
         "scale": scale,
     }
+    if window:  # no kernel knows it
+        note("window attention")
+        op = few_launches if batched() else reference
+        return op.prefill_attention(q, k_pages, v_pages, window=window, **chunks)
     if hopper():
         from pallas_kernels.prefill_attention import mosaic  # Pallas is not imported where unused
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import online_softmax
-from pallas_kernels.backend import trip_count
+from pallas_kernels.backend import backend, trip_count
 
 TILE = 32
 """Query rows an iteration."""
@@ -12,7 +12,7 @@ TOKENS_PER_STEP = 128
 """KV rows gathered an iteration."""
 
 
-def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale):
+def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_len, scale, window=0):
     """See `op.prefill_attention`."""
     num_rows, heads, head_dim = q.shape
     kv_heads, page_size = k_pages.shape[2:4]
@@ -26,8 +26,12 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
 
     def attend(qt, n, seen):
         """Attends with a tile of rows [G, group, TILE, D] of chunk n; row t sees positions [0,
-        seen[t]).
+        seen[t]), or the last `window` of them.
         """
+        begin = 0  # nobody sees what is before
+        if window:
+            least = jnp.min(jnp.where(seen > 0, seen, jnp.max(seen)))
+            begin = jnp.maximum(least - window, 0)
 
         def one_step(i, state):
             ids = lax.dynamic_slice(table, (n, i * pages), (1, pages))[0]
@@ -35,9 +39,13 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
             v = v_pages[layer, ids].swapaxes(0, 1).reshape(kv_heads, step, head_dim)
             s = jnp.einsum("ghtd,gcd->ghtc", qt, k, preferred_element_type=jnp.float32) * scale
             position = i * step + jnp.arange(step, dtype=jnp.int32)
-            live = (position[None, :] < seen[:, None])[None, None]
+            live, written = position[None, :] < seen[:, None], position < jnp.max(seen)
+            if window:
+                live &= position[None, :] >= seen[:, None] - window
+                written &= position >= begin
+            live = live[None, None]
             # A weight of zero would not do: what another sequence left there may be infinite.
-            v = jnp.where((position < jnp.max(seen))[None, :, None], v, 0)
+            v = jnp.where(written[None, :, None], v, 0)
 
             def weigh(p):
                 return jnp.einsum(
@@ -48,7 +56,8 @@ def prefill_attention(q, k_pages, v_pages, *, layer, block_table, q_start, kv_le
 
         steps = trip_count(-(-jnp.max(seen) // step), num_steps)
         state = online_softmax.start((kv_heads, group, TILE), head_dim)
-        return online_softmax.finish(lax.fori_loop(0, steps, one_step, state))
+        first = begin // step if backend() == "cpu" else 0
+        return online_softmax.finish(lax.fori_loop(first, steps, one_step, state))
 
     def one_chunk(n, out):
         first, last = q_start[n], q_start[n + 1]

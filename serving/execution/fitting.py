@@ -55,7 +55,7 @@ def fit_to_model(config: EngineConfig, model: Model, num_ranks: int = 0) -> Engi
 def served_len(config: EngineConfig, cfg: ModelConfig, name: str, num_ranks: int = 1) -> int:
     """Returns `max_model_len` as the model called `name` is served with it.
 
-    Raises SettingsError for more positions than the model has, or than its sliding window.
+    Raises SettingsError for more positions than the model has.
     """
     length, most = config.max_model_len, cfg.max_position
     if length > most:
@@ -66,10 +66,4 @@ def served_len(config: EngineConfig, cfg: ModelConfig, name: str, num_ranks: int
     if not length:
         pages = -(-config.num_pages // num_ranks)
         length = min(most, DEFAULT_MODEL_LEN, pages * config.page_size or most)
-    if length > cfg.max_context:
-        raise SettingsError(
-            f"engine.max_model_len is {length}; {name} has a sliding window of {cfg.max_context} "
-            "positions, and jmoe attends to the whole context only; "
-            f"pass --max-model-len {cfg.max_context}"
-        )
     return length

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jmoe.api import Model
-from jmoe.kv_cache import page_bytes
+from jmoe.attention import page_bytes
 from serving.config import EngineConfig
 from serving.errors import SettingsError
 from serving.execution.memory import GIB, SHARE

@@ -3,9 +3,9 @@
 import jax
 
 from jmoe.api import Model
+from jmoe.attention import page_bytes
 from jmoe.config import ModelConfig
 from jmoe.free_memory import free_device_bytes, free_host_bytes
-from jmoe.kv_cache import page_bytes
 from jmoe.parallel.cost import check_copies, expert_bytes
 from jmoe.parallel.placement import check_room, slots_per_layer
 from serving.config import BalanceConfig

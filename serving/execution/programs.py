@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import astuple
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Int
 
+from jmoe.config import ModelConfig
 from jmoe.family import Family
 from jmoe.mixed import MixedWeights, mixed_decode_step
 from jmoe.model import LOOKAHEAD
@@ -101,7 +101,7 @@ class Programs:
     ) -> None:
         """Compiles programs, several at a time; what the disk has is read from there."""
         before = len(self._compiled)
-        code = _traced_code()
+        code = _traced_code(self._model.config)
 
         def tell() -> None:
             if progress is not None:
@@ -138,7 +138,7 @@ class Programs:
         the largest program of each phase. What was compiled is kept, and what was reckoned as well:
         an executable that was read from the disk does not say.
         """
-        code = _traced_code()
+        code = _traced_code(self._model.config)
         by_size = sorted(self._buckets.keys(), key=lambda k: (k.models, k.size, k.bucket_percent))
         largest, needed = {key.phase: key for key in by_size}, list[int]()
         for key in largest.values():
@@ -344,7 +344,7 @@ class Programs:
         return repr(
             (
                 code,
-                astuple(self._model.config),
+                self._model.config,
                 key,
                 self._layers(key),
                 self._max_active(key),
@@ -355,9 +355,11 @@ class Programs:
         )
 
 
-def _traced_code() -> str:
+def _traced_code(cfg: ModelConfig) -> str:
     return traced_code.digest(
         (
+            *map(type, cfg.attention_kinds),
+            type(cfg.router),
             decode_step,
             mixed_decode_step,
             prefill_step,

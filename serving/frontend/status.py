@@ -304,7 +304,7 @@ def _log_model(engine: "Engine", served_name: str, took_s: float) -> None:
 def _facts(engine: "Engine") -> dict[str, Any]:
     import jax
 
-    from jmoe.kv_cache import page_bytes
+    from jmoe.attention import page_bytes
 
     model, runner, config, family = engine.model, engine.executor, engine.config, engine.family
     assert model is not None

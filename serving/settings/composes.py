@@ -24,6 +24,7 @@ MODES: dict[str, Callable[[EngineConfig, int], bool]] = {
 """Whether settings ask for a mode; `count` is the number of models, 0 where that is not known."""
 
 COMPANY = "SetBrownout prefill_company"
+KINDS = "layers of several attention kinds"
 
 _ONE = "workers serve one model; several need engine.mode steps"
 
@@ -43,12 +44,13 @@ COMPOSES: dict[tuple[str, str], str] = {
     (AEP, COMPANY): "no prompt waits for another's step",
     (AEP, "engine.threshold_buckets_percent"): "stages have capacity for every threshold",
     (AEP, "engine.enforce_eager"): "stages are always compiled",
+    (AEP, KINDS): "stages of all layers are one program, over one cache",
     (SEVERAL, "engine.mesh"): "a family is served on one device",
     (ALL_THERE, "engine.model_stay_s"): "no model takes another's place (engine.resident_sets)",
     (ONE_THERE, "engine.mixed_models"): "models of one step have to be on the device together",
 }
-"""Why a mode does not go with a feature: a setting (`key=value`: only that value), or a field
-of SetBrownout.
+"""Why a mode does not go with a feature: a setting (`key=value`: only that value), a field of
+SetBrownout, or what a model has.
 """
 
 _DEFAULTS = ServerConfig()

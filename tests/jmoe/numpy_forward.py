@@ -22,10 +22,11 @@ def forward(model, tokens, served=None):
     slots, out = np.asarray(model.table.slots), []
     for row in np.asarray(tokens):
         x, moe_layer = params["embed"][row], 0
-        for (is_moe, _, count), segment in zip(cfg.segments(), params["segments"], strict=True):
+        for (is_moe, start, count), segment in zip(cfg.segments(), params["segments"], strict=True):
             for i in range(count):
                 layer = {key: leaf[i] for key, leaf in segment.items()}
-                x = x + _attention(cfg, layer, _norm(cfg, x, layer["attn_norm"]))
+                window = cfg.layer_attention[start + i].window or len(row)
+                x = x + _attention(cfg, layer, _norm(cfg, x, layer["attn_norm"]), window)
                 h = _norm(cfg, x, layer["mlp_norm"])
                 if is_moe:
                     x = x + _moe(cfg, layer, pool, slots[moe_layer], h, moe_layer, served)
@@ -55,7 +56,7 @@ def _softmax(x):
     return e / e.sum(-1, keepdims=True)
 
 
-def _attention(cfg, layer, h):
+def _attention(cfg, layer, h, window):
     length, size, groups = len(h), cfg.head_dim, cfg.num_heads // cfg.num_kv_heads
     qkv = h @ layer["wqkv"] + (layer["bqkv"] if cfg.qkv_bias else 0.0)
     heads = qkv.reshape(length, -1, size)
@@ -65,7 +66,8 @@ def _attention(cfg, layer, h):
     q, k = _rotate(cfg, q), _rotate(cfg, k)
     k, v = (np.repeat(a, groups, axis=1) for a in (k, v))
     scores = np.einsum("qhd,khd->hqk", q, k) * size**-0.5
-    scores = np.where(np.tril(np.ones((length, length), bool)), scores, -np.inf)
+    back = np.arange(length)[:, None] - np.arange(length)[None, :]
+    scores = np.where((back >= 0) & (back < window), scores, -np.inf)
     out = np.einsum("hqk,khd->qhd", _softmax(scores), v).reshape(length, -1)
     return out @ layer["wo"] + (layer["bo"] if cfg.o_bias else 0.0)
 

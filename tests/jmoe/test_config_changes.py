@@ -64,7 +64,7 @@ def outcome(directory, model, golden):
     except (ConfigError, CheckpointError) as error:
         return None, str(error)
     changed_model = dataclasses.replace(model, config=cfg)
-    if golden["tokens"].shape[1] > cfg.max_context:
+    if golden["tokens"].shape[1] > cfg.max_position:
         with pytest.raises(ValueError, match="rows have") as caught:
             jmoe.forward(changed_model, golden["tokens"])
         return None, str(caught.value)

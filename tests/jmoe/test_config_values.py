@@ -116,15 +116,11 @@ def test_two_rope_sections_that_differ(copy, edit_config):
     assert "rope_scaling is" in refused(directory)
 
 
-def test_windows_that_transformers_would_use_are_not_exceeded(copy, edit_config):
+def test_windows_that_transformers_would_not_use_are_refused(copy, edit_config):
     directory = copy("mixtral")
-    edit_config(directory, sliding_window=16, use_sliding_window=False)
-    assert read_config(directory).max_context == 16
-    edit_config(directory, layer_types=["sliding_attention"] * read_config(directory).num_layers)
-    assert read_config(directory).max_context == 16
-    with pytest.raises(ValueError, match="rows have 17 positions; mixtral has 16"):
-        jmoe.forward(jmoe.load(directory, "float32"), [[1] * 17])
-    edit_config(directory, sliding_window=None)
+    edit_config(directory, sliding_window=16, layer_types=["sliding_attention", "full_attention"])
+    assert "'sliding_attention' for each of num_hidden_layers (2)" in refused(directory)
+    edit_config(directory, sliding_window=None, layer_types=["sliding_attention"] * 2)
     assert "layer_types is ['sliding_attention'" in refused(directory)
     directory = copy("qwen3_moe")
     edit_config(directory, use_sliding_window=True)

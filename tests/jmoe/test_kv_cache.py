@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 import pytest
 
+from jmoe.attention import make_cache, page_bytes
 from jmoe.config import read_config
-from jmoe.kv_cache import make_pages, page_bytes
+from jmoe.kv_cache import CacheSizes
 
 
 @pytest.fixture(scope="module")
@@ -13,6 +14,7 @@ def cfg(request):
 
 
 def test_page_bytes_are_those_of_the_arrays(cfg):
-    one, two = (make_pages(cfg, n, 16, jnp.dtype(jnp.bfloat16)) for n in (1, 2))
+    dtype = jnp.dtype(jnp.bfloat16)
+    one, two = (make_cache(cfg, CacheSizes(n, 16, 1, 1, dtype)) for n in (1, 2))
     more = sum(a.nbytes for a in two) - sum(a.nbytes for a in one)
-    assert page_bytes(cfg, 16, jnp.dtype(jnp.bfloat16)) == more
+    assert page_bytes(cfg, 16, dtype) == more

@@ -27,6 +27,12 @@ def scatter(rng, keys, values, page_size, max_pages, *, unused=0.0, dtype=np.flo
     return *(jnp.asarray(a.astype(dtype)) for a in (k_pages, v_pages)), jnp.asarray(table)
 
 
+def slid(table, begins, page_size):
+    """Returns a block table without the pages that lie before where sequences begin to be read."""
+    block = np.arange(table.shape[1])[None, :]
+    return jnp.where(block < np.asarray(begins)[:, None] // page_size, 0, table)
+
+
 def make(rng, lengths, shape, dtype=np.float32):
     """Draws keys and values of each sequence, rounded as `dtype` rounds them."""
     sizes = [(n, shape.kv_heads, shape.head_dim) for n in lengths]

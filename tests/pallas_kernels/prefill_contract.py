@@ -74,7 +74,7 @@ IMPLEMENTATIONS["sm90"] = IMPLEMENTATIONS["mosaic"]._replace(
 )
 
 
-def check(impl, chunks, shape=None, page_size=None, *, padding=3, unused=0.0, dtype=None):
+def check(impl, chunks, shape=None, page_size=None, *, padding=3, unused=0.0, dtype=None, window=0):
     """Checks an implementation. `chunks`: (cached positions, new rows) of each sequence."""
     shape, page_size = shape or impl.grouped, page_size or impl.page_sizes[-2]
     dtype = dtype or impl.dtype
@@ -87,6 +87,10 @@ def check(impl, chunks, shape=None, page_size=None, *, padding=3, unused=0.0, dt
     )
     q_start = np.concatenate([[0], np.cumsum([new for _, new in chunks])]).astype(np.int32)
     num_rows = int(q_start[-1])
+    windowed = {"window": window} if window else {}
+    if window:  # what is before the first row's has been freed
+        begins = [max(0, cached + 1 - window) for cached, _ in chunks]
+        table = paged.slid(table, begins, page_size)
     q = rng.normal(size=(num_rows + padding, shape.heads, shape.head_dim)).astype(dtype)
     scale = shape.head_dim**-0.5
 
@@ -100,6 +104,7 @@ def check(impl, chunks, shape=None, page_size=None, *, padding=3, unused=0.0, dt
             q_start=q_start,
             kv_len=kv_len,
             scale=scale,
+            **windowed,
         )
 
     layer, kv_len = jnp.int32(paged.LAYER), jnp.asarray(lengths, jnp.int32)
@@ -110,7 +115,8 @@ def check(impl, chunks, shape=None, page_size=None, *, padding=3, unused=0.0, dt
     for n, (cached, new) in enumerate(chunks):
         for i in range(new):
             seen = cached + i + 1
-            row = paged.attend(q[q_start[n] + i], keys[n][:seen], values[n][:seen], scale)
+            own = slice(max(0, seen - window) if window else 0, seen)
+            row = paged.attend(q[q_start[n] + i], keys[n][own], values[n][own], scale)
             want.append(row[None])
     atol = 1e-5 if dtype == np.float32 else 0.03
     want = np.concatenate(want)

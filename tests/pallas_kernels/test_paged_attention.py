@@ -75,7 +75,18 @@ def each(of):
     ]
 
 
-def check(op, lengths, page_size, *, shape=None, unused=0.0, extra_pages=2, dtype=None, atol=None):
+def check(
+    op,
+    lengths,
+    page_size,
+    *,
+    shape=None,
+    unused=0.0,
+    extra_pages=2,
+    dtype=None,
+    atol=None,
+    **windowed,
+):
     shape, dtype, atol = shape or op.grouped, dtype or op.dtype, atol or op.atol
     rng = np.random.default_rng(page_size)
     keys, values = paged.make(rng, lengths, shape, dtype)
@@ -84,9 +95,12 @@ def check(op, lengths, page_size, *, shape=None, unused=0.0, extra_pages=2, dtyp
     q = jnp.asarray(rng.normal(size=(len(lengths), shape.heads, shape.head_dim)).astype(dtype))
     scale = shape.head_dim**-0.5
     k_pages, v_pages, table = pages
+    if window := windowed.get("window"):  # what is before it has been freed
+        table = paged.slid(table, [max(0, n - window) for n in lengths], page_size)
+        keys, values = ([a[-window:] for a in each] for each in (keys, values))
 
     def run(q, k_pages, v_pages, layer, table, kv_len):
-        attend = functools.partial(op.op, layer=layer, block_table=table, kv_len=kv_len)
+        attend = functools.partial(op.op, layer=layer, block_table=table, kv_len=kv_len, **windowed)
         return attend(q, k_pages, v_pages, scale=scale)
 
     kv_len = jnp.asarray(lengths, jnp.int32)
@@ -139,6 +153,13 @@ def test_a_table_no_longer_than_its_pages(op):
 def test_what_unused_rows_hold_does_not_matter(op, unused):
     """They hold what another sequence left there, and that one may have overflowed."""
     check(op, [5, 0, 64, 67, 1], 16, unused=unused)
+
+
+@pytest.mark.parametrize("name", ["public", "batched"])
+@pytest.mark.parametrize("window", [1, 5, 64, 70, 1000])
+def test_a_window_is_all_that_is_read(name, window):
+    lengths = [5, 0, 64, 300, 1, window, window + 1]
+    check(IMPLEMENTATIONS[name], lengths, 16, window=window, unused=np.nan)
 
 
 @implementations

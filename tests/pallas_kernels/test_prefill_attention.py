@@ -1,6 +1,7 @@
 """Contract of prefill attention on ragged chunks with cached prefixes, against dense float64."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from prefill_contract import IMPLEMENTATIONS, check
 
@@ -69,6 +70,13 @@ def test_no_padding(impl):
 def test_what_unused_rows_hold_does_not_matter(impl, unused):
     """They hold what another sequence left there, and that one may have overflowed."""
     check(impl, [(0, 5), (6, 0), (60, 4), (63, 2)], unused=unused)
+
+
+@pytest.mark.parametrize("name", ["public", "batched"])
+@pytest.mark.parametrize("window", [1, 7, 33, 64, 1000])
+def test_a_window_is_all_that_is_read(name, window):
+    chunks = [(0, 5), (6, 0), (300, 70), (63, 2), (0, 65), (window, 1)]
+    check(IMPLEMENTATIONS[name], chunks, page_size=16, window=window, unused=np.nan)
 
 
 @in_jax

@@ -300,24 +300,18 @@ async def test_a_burst_fills_free_slots_before_it_is_refused(start):
 
 
 @pytest.mark.parametrize(
-    ("settings", "positions", "window", "served"),
+    ("settings", "positions", "served"),
     [
-        ({}, 128, 0, 128),
-        ({}, 32_768, 0, 2048),
-        ({}, 32_768, 2048, 2048),
-        ({}, 32_768, 1024, "has a sliding window of 1024 positions.*; pass --max-model-len 1024$"),
-        ({"num_pages": 2, "page_size": 16}, 128, 0, 32),
-        ({"max_model_len": 100}, 128, 0, 100),
-        ({"max_model_len": 100}, 128, 100, 100),
-        ({"max_model_len": 101}, 128, 100, "max_model_len is 101.*--max-model-len 100$"),
-        ({"max_model_len": 2048}, 128, 0, "is 2048; small has 128 positions; pass --max-model-len"),
-        ({"max_model_len": 32_768}, 32_768, 0, 32_768),
+        ({}, 128, 128),
+        ({}, 32_768, 2048),
+        ({"num_pages": 2, "page_size": 16}, 128, 32),
+        ({"max_model_len": 100}, 128, 100),
+        ({"max_model_len": 2048}, 128, "is 2048; small has 128 positions; pass --max-model-len"),
+        ({"max_model_len": 32_768}, 32_768, 32_768),
     ],
 )
-def test_no_more_positions_are_served_than_the_model_has(
-    settings, positions, window, served, caplog
-):
-    sizes = SimpleNamespace(max_position=positions, max_context=window or positions)
+def test_no_more_positions_are_served_than_the_model_has(settings, positions, served, caplog):
+    sizes = SimpleNamespace(max_position=positions)
     model = SimpleNamespace(name="small", home=None, config=sizes)
     if isinstance(served, str):
         with pytest.raises(SettingsError, match=served):

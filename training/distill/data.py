@@ -111,8 +111,10 @@ def pack_files(
     """
     if tokenizer is None:
         raise ValueError("the model has no tokenizer.json; its inputs cannot be made from text")
-    if length > cfg.max_context:
-        raise ValueError(f"length is {length}; the model has {cfg.context_in_words}")
+    if length > cfg.max_position:
+        raise ValueError(f"length is {length}; the model has {cfg.max_position} positions")
+    if others := [k for k in cfg.attention_kinds if k.causal(1, length) != FULL.causal(1, length)]:
+        raise ValueError(f"length is {length}; layers attend by {others[0]}, and training in full")
     if not files:
         raise ValueError("no data file was given; name at least one with --data")
     items: list[Encoded] = []

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jmoe.api import Model
-from jmoe.attention import CausalAttention
+from jmoe.attention import causal_attention
 from jmoe.brownout import Brownout, Control
 from jmoe.config import ModelConfig
 from jmoe.experts import Pool
@@ -120,7 +120,7 @@ def _moe_inputs(
     position = jnp.tile(jnp.arange(length, dtype=jnp.int32), batch)
     valid = position < jnp.repeat(lengths, length)
     rows = RoutedRows(position, valid, jnp.zeros(batch * length, bool))
-    step = StepData(rows, CausalAttention(batch, length), Control.of(None))
+    step = StepData(rows, causal_attention(cfg, batch, length), Control.of(None))
     x, at, found = embed(weights.params, tokens.reshape(-1)), 0, []
     for layer, is_moe in enumerate(cfg.moe_layers):
         if is_moe:

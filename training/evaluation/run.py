@@ -114,7 +114,7 @@ class _Work:
         self.limits = [len(tokens) + 1 for tokens in answers]  # and its end token
         whole = [p + a for p, a in zip(self.prompts, answers, strict=True)]
         longest = max(whole, key=len)
-        room = model.config.max_context
+        room = model.config.max_position
         if len(longest) + 1 > room:
             prompt = items[whole.index(longest)].prompt
             raise ValueError(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
 import jmoe
-from jmoe.kv_cache import page_bytes
+from jmoe.attention import page_bytes
 from jmoe.parallel.steps import abstract_states, make_states
 from jmoe.steps import make_state
 from serving.config import EngineConfig
