@@ -104,7 +104,7 @@ class Followers:
         try:
             host, number = _split(address)
             found = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)
-            self._port = _port_of("process 0", found[0][4][0], number, secret)
+            self._port = _port_of("process 0", str(found[0][4][0]), number, secret)
         except (PortError, OSError) as error:
             raise SettingsError(
                 f"engine.coordinator is {address!r}, and this process, number 0, cannot listen "
@@ -204,7 +204,7 @@ class Followers:
                 "each its own"
             )
             return reason, reason
-        name, reason = difference(self._facts, dict(join.facts), f"process {index}")
+        name, reason = difference(self._facts, dict(join.facts), index)
         if not name or self._shares_secret:
             return reason, reason
         return reason, f"{name} differs from process 0's, whose log has both values"

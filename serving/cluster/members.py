@@ -83,7 +83,7 @@ class Stop(NamedTuple):
 GREETINGS = (Join, Welcome, Refused)
 
 
-def difference(here: Mapping[str, str], there: Mapping[str, str], who: str) -> tuple[str, str]:
+def difference(here: Mapping[str, str], there: Mapping[str, str], index: int) -> tuple[str, str]:
     """Returns the first fact that is not alike, and a sentence with both values, of one line; empty
     where all are.
     """
@@ -94,8 +94,8 @@ def difference(here: Mapping[str, str], there: Mapping[str, str], who: str) -> t
             named = name if known else shown(name)
             other = other if known and other.isprintable() else shown(other)
             return named, (
-                f"{named} is {other} in {who} and {own} in process 0; it has to be alike in every "
-                "process"
+                f"{named} is {other} in process {index} and {own} in process 0; "
+                "it has to be alike in every process"
             )
     return "", ""
 

@@ -172,7 +172,7 @@ def starter_of(config: AsynchronousConfig) -> "Starter":
 
     Raises SettingsError for a missing package or an unreachable cluster.
     """
-    extra = "aep,ray" if config.workers == "ray" else "aep"
+    extra = "serve,ray" if config.workers == "ray" else "serve"
     try:
         if config.workers == "ray":
             from serving.startup.ray_starter import RayStarter

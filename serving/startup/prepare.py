@@ -5,6 +5,7 @@ warms up.
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -16,8 +17,6 @@ from jmoe.offloaded import check_spare
 from jmoe.parallel.cost import exchange_bytes
 from jmoe.tokenizer import read_settings
 from pallas_kernels.backend import KERNEL, hopper
-from serving.cluster.followers import Followers
-from serving.cluster.hosts import lead
 from serving.cluster.secret import ClusterSecret
 from serving.config import EngineConfig
 from serving.control.experts_loader import allowed_ways, ways_among
@@ -36,6 +35,9 @@ from serving.settings.composes import COMPOSES, SEVERAL
 from serving.settings.reading import check_composes, named_models
 from serving.startup.asynchronous import make_layer_picker, prepare_crew, with_mode
 from serving.startup.loading import check_chat_templates, load_models, make_mesh_of
+
+if TYPE_CHECKING:
+    from serving.cluster.followers import Followers
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +106,8 @@ def prepare(
             f"engine.process_index is {config.process_index}: such a process follows process 0 and"
             " serves nothing; start it with `jmoe serve`"
         )
+    from serving.cluster.hosts import lead  # needs ZeroMQ, which a server of one process does not
+
     followers = lead(config)
     try:
         return followers.lost.unless(lambda: _prepare(config, None, progress, followers))
@@ -116,7 +120,7 @@ def _prepare(
     config: EngineConfig,
     model: Model | Family | None,
     progress: Progress,
-    followers: Followers | None = None,
+    followers: "Followers | None" = None,
 ) -> tuple[EngineConfig, Family, DeviceRunner]:
     fitting, loaded, runner, ways = build(config, model, progress, followers)
     runner.start(ways[0] if ways else 0, ways, progress)
@@ -127,7 +131,7 @@ def build(
     config: EngineConfig,
     model: Model | Family | None,
     progress: Progress,
-    followers: Followers | None = None,
+    followers: "Followers | None" = None,
 ) -> tuple[EngineConfig, Family, DeviceRunner, tuple[int, ...]]:
     """Loads the models unless they are given, and makes their runner; does not compile.
 

@@ -75,8 +75,8 @@ def test_where_results_differ():
     assert light._difference([want], [want]) == {"ok": True}
 
 
-LACKS = {"beartype", "cffi", "cryptography", "hypothesis", "importlinter", "openai", "playwright"}
-LACKS |= {"pycparser", "pytest_asyncio", "ray", "zmq"}
+LACKS = {"beartype", "hypothesis", "importlinter", "openai", "playwright"}
+LACKS |= {"pytest_asyncio", "ray", "zmq"}
 """Packages that neither a GPU image nor `make gpu-pack` brings."""
 PACKED = {"fastapi", "grpc_health", "grpc_reflection", "httptools", "jiter", "llguidance", "orjson"}
 PACKED |= {"pydantic", "starlette", "uvicorn"}
