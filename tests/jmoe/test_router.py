@@ -17,6 +17,8 @@ from serving.config import AsynchronousConfig, BrownoutConfig, EngineConfig
 from serving.engine import Engine
 from serving.request import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
 
 

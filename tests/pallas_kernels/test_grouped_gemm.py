@@ -16,6 +16,8 @@ from pallas_kernels.grouped_gemm import mosaic
 from pallas_kernels.grouped_gemm.tiles import GemmTile, Tile
 from pallas_kernels.shapes import TINY, Shape
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 
 class Implementation(NamedTuple):
     """An implementation, and what it is to be tried on."""

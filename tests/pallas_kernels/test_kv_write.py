@@ -14,6 +14,8 @@ from pallas_kernels.kv_write import Projection, split_heads, write_kv
 from pallas_kernels.kv_write import mosaic as kernel
 from pallas_kernels.shapes import TINY, Shape
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 LAYER, NUM_LAYERS = 1, 3
 BF16 = jnp.bfloat16
 EPS = 1e-5

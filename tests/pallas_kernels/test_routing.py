@@ -17,6 +17,8 @@ from routing_contract import CONTEXTS, MORE, ONE, Static, check_route, draw
 from pallas_kernels import routing
 from pallas_kernels.shapes import MODELS, TINY
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 GATES = {"public": routing.gate}
 DISPATCHES = {"public": routing.dispatch}
 gates = pytest.mark.parametrize("gate", GATES.values(), ids=GATES)

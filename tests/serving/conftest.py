@@ -1,6 +1,9 @@
 """Tests marked `simulated_time` run in an event loop with a clock of its own."""
 
 import asyncio
+import socketserver
+import sys
+from types import SimpleNamespace
 
 import pytest
 from counting import counting_engine
@@ -11,6 +14,20 @@ from serving.bench.simulated_time import SimulatedLoop
 def pytest_asyncio_loop_factories(config, item):
     simulated = item.get_closest_marker("simulated_time") is not None
     return {"loop": SimulatedLoop if simulated else asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def servers_stop_at_once(monkeypatch):
+    """Lets HTTP servers look a hundred times a second whether they shall stop: uvicorn looks ten
+    times, and the standard library's server, which metrics have, two times.
+    """
+
+    async def nap(_):
+        await asyncio.sleep(0.01)
+
+    if uvicorn := sys.modules.get("uvicorn.server"):
+        monkeypatch.setattr(uvicorn, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": nap}))
+    monkeypatch.setattr(socketserver.BaseServer.serve_forever, "__defaults__", (0.01,))
 
 
 @pytest.fixture

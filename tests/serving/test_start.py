@@ -12,6 +12,8 @@ from serving.execution.fitting import fit_to_model
 from serving.execution.runner import DeviceRunner
 from serving.startup import prepare as module
 
+pytestmark = pytest.mark.usefixtures("compiled_in_a_hurry")
+
 SMALL = {
     "model_type": "qwen3_moe",
     "vocab_size": 256,

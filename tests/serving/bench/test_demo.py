@@ -117,7 +117,7 @@ def test_pairs_go_to_and_fro_and_what_others_disturb_is_played_again(tmp_path, m
     ]
     left = watched(monkeypatch, *(share for look in looks for share in look))
     console = quiet()
-    result = run_demo(config(tmp_path, pairs=2, segment_s=0.4), console)
+    result = run_demo(config(tmp_path, pairs=2, segment_s=0.4, calibration_s=0.3), console)
     assert next(left, None) is None
     assert played(console) == [False, True, True, True, False]
     assert console.export_text(clear=False).count("played again: other programs took 40%") == 1
@@ -129,7 +129,9 @@ def test_pairs_go_to_and_fro_and_what_others_disturb_is_played_again(tmp_path, m
 def test_a_machine_that_stays_busy_gets_one_pair_that_does_not_count(tmp_path, monkeypatch):
     fake_watch(monkeypatch, others=0.3)
     console = quiet()
-    result = run_demo(config(tmp_path, pairs=2, segment_s=0.4, limit_s=0.0), console)
+    result = run_demo(
+        config(tmp_path, pairs=2, segment_s=0.4, calibration_s=0.3, limit_s=0.0), console
+    )
     assert played(console) == [False, True]
     (pair,) = result["pairs"]
     assert "other programs took 30% of the processors" in pair["why_not"]
@@ -139,7 +141,7 @@ def test_a_machine_that_stays_busy_gets_one_pair_that_does_not_count(tmp_path, m
 def test_a_pair_that_does_not_count_is_made_up_for(tmp_path, monkeypatch):
     fake_watch(monkeypatch)
     monkeypatch.setattr(demo, "_slowness", lambda run, step_s, seen=iter(SEEN): next(seen))
-    result = run_demo(config(tmp_path, pairs=2, segment_s=0.4), quiet())
+    result = run_demo(config(tmp_path, pairs=2, segment_s=0.4, calibration_s=0.3), quiet())
     assert [pair["why_not"] for pair in result["pairs"]] == [
         "",
         "the machine's speed moved by 20%",
@@ -234,7 +236,8 @@ def test_a_setting_that_the_server_refuses_is_bad_input(tmp_path):
         run_demo(config(tmp_path, server=("-c", program)), quiet())
 
 
-def test_a_server_that_refuses_everything_is_explained(tmp_path):
+def test_a_server_that_refuses_everything_is_explained(tmp_path, monkeypatch):
+    fake_watch(monkeypatch)
     tasks = tmp_path / "refused.jsonl"
     tasks.write_text(json.dumps({"family": "f", "prompt": "refuse", "answer": "x"}) + "\n")
     with pytest.raises(LaunchError, match="queue is full"):
