@@ -1,1 +1,1 @@
-"""`jmoe demo` and `jmoe bench priority` over many seeds in the simulator of `serving.bench`."""
+"""`jmoe demo` over many seeds in the simulator of `serving.bench`."""

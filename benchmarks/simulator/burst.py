@@ -100,7 +100,7 @@ def read_live(folder: Path) -> Live:
         result = json.loads((folder / "demo.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} has no result of `jmoe demo --out {folder}`: {error}") from None
-    machine = recorded_machine([folder / "timeline.json"], {}, settings.load("demo").engine)
+    machine = recorded_machine(folder / "timeline.json", settings.load("demo").engine)
     return Live(result, machine, tuple(as_tokens(load_tasks(BUNDLED_TASKS))))
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.simulator import burst, priority
+from benchmarks.simulator import burst
 from serving.bench.results import Record, Sample, Slo
 from serving.bench.simulator.server import Machine, simulate
 from serving.bench.simulator.step_times import Recorded, StepTimes, read_timeline
@@ -44,7 +44,7 @@ def recorded(rng, count=400):
 
 def machine(**changes):
     times = StepTimes.fit(list(recorded(np.random.default_rng(0))), BUCKETS)
-    return replace(Machine(times, LAYERS, PICKS, {}), **changes)
+    return replace(Machine(times, LAYERS, PICKS), **changes)
 
 
 def test_what_a_step_takes_is_learnt():
@@ -123,16 +123,9 @@ def test_refusals_are_records():
     assert codes.count("OK") > 16
 
 
-def test_ratios_over_seeds_by_hand():
-    mean, half = priority.interval([1.0, 2.0, 3.0])
-    assert (mean, half) == (2.0, pytest.approx(4.3027 / 3**0.5, rel=1e-4))
-
-
 def test_a_folder_without_a_run_is_named(tmp_path):
     with pytest.raises(ValueError, match="jmoe demo --out"):
         burst.read_live(tmp_path)
-    with pytest.raises(ValueError, match="jmoe bench priority --out"):
-        priority.read_live(tmp_path, ["fcfs"])
 
 
 @pytest.mark.deep

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -29,7 +29,6 @@ class SimulatedDevice(StepExecutor):
     limits: Limits
     times: StepTimes
     visits_per_layer: int = 1
-    part_layers: Mapping[str, int] = field(default_factory=dict)  # by phase and bucket; else all
     speed: float = 1.0  # of the machine, over the recorded one's
     noise: float = 1.0  # how far moods lie from 1, over the recorded ones
     seed: int = 0
@@ -62,14 +61,12 @@ class SimulatedDevice(StepExecutor):
 
     def layers_at_once(self, phase: Phase, size: int) -> int:
         """See Executor."""
-        sizes = self.times.buckets[phase]
-        bucket = next((b for b in sizes if b >= size), sizes[-1])
-        return self.part_layers.get(f"{phase} {bucket}", self.limits.num_layers)
+        return self.limits.num_layers
 
     @property
     def part_layers_by_size(self) -> Mapping[str, int]:
-        """See Executor."""
-        return self.part_layers
+        """See Executor. Steps are whole."""
+        return {}
 
     def load_way(self, way: int, layer: int) -> None:
         """See Executor. There is nothing to load."""

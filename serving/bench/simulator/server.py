@@ -42,7 +42,6 @@ class Machine:
     times: StepTimes
     num_layers: int
     visits_per_layer: int
-    part_layers: dict[str, int]
     overhead_s: float = 0.0  # from client to engine and back, of a first token
     speed: float = 1.0
     noise: float = 1.0
@@ -65,7 +64,6 @@ class SimulatedServer:
             limits,
             machine.times,
             machine.visits_per_layer,
-            machine.part_layers,
             machine.speed,
             machine.noise,
             seed,
@@ -154,12 +152,9 @@ def run_simulated[T](
 
 @dataclass
 class Simulated:
-    """A run, and what the engine counted."""
+    """A run, and how long the device was busy."""
 
     run: Run
-    parks: int
-    joins: int
-    evictions: int
     busy_s: float  # of the device
 
 
@@ -176,33 +171,22 @@ def simulate(
 
     async def play_all(server: SimulatedServer) -> Simulated:
         run = await play(server, arrivals, time_limit_s=math.inf)
-        stats = server.engine.stats()
-        return Simulated(run, stats.parks, stats.joins, stats.evictions, server.device.busy_s)
+        return Simulated(run, server.device.busy_s)
 
     return run_simulated(machine, config, play_all, seed, exempt_share)
 
 
-def recorded_machine(
-    timelines: Sequence[Path],
-    part_layers: dict[str, int],
-    config: EngineConfig,
-    *,
-    steady: bool = False,
-) -> Machine:
-    """Returns the machine that timelines of a server of the bundled model show, which was started
-    with `config`. `steady`: as `StepTimes.fit` has it.
+def recorded_machine(timeline: Path, config: EngineConfig, *, steady: bool = False) -> Machine:
+    """Returns the machine that the timeline of a server of the bundled model shows, which was
+    started with `config`. `steady`: as `StepTimes.fit` has it.
 
-    Raises ValueError for files that are no timelines.
+    Raises ValueError for a file that is no timeline.
     """
     cfg = read_config(resolve("bundled"))
-    steps = [
-        step
-        for path in timelines
-        for step in read_timeline(path, cfg.num_layers, cfg.experts_per_token)
-    ]
+    steps = read_timeline(timeline, cfg.num_layers, cfg.experts_per_token)
     buckets = {"prefill": config.prefill_buckets, "decode": config.decode_buckets}
     times = StepTimes.fit(steps, buckets, steady=steady)
-    return Machine(times, cfg.num_layers, cfg.experts_per_token, part_layers)
+    return Machine(times, cfg.num_layers, cfg.experts_per_token)
 
 
 def as_tokens(samples: Sequence[Arrival]) -> list[Arrival]:

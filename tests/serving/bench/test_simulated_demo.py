@@ -37,7 +37,7 @@ def machine(prefill_s=0.016, decode_s=0.040, saved=0.5):
             per_token = seconds / bucket * saved
             costs = [per_token, per_token / 2, 0.0]
             times[phase, bucket] = np.array([seconds * (1 - saved), 0.0, *costs])
-    return Machine(StepTimes(BUCKETS, times, np.ones(1)), LAYERS, PICKS, {})
+    return Machine(StepTimes(BUCKETS, times, np.ones(1)), LAYERS, PICKS)
 
 
 def quiet():
