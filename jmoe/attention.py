@@ -57,6 +57,13 @@ class StepRows(NamedTuple):
 class AttentionKind(Protocol):
     """How some layers attend, and what they keep. It is part of a config: frozen and hashable."""
 
+    @property
+    def shares_pages(self) -> bool:
+        """Whether what a sequence keeps lies in the pages of its block table, and nowhere else, so
+        that others may begin with them.
+        """
+        ...
+
     def cache(self, cfg: "ModelConfig", num_layers: int, sizes: CacheSizes) -> Any:
         """Returns the empty cache of this kind's layers, a pytree. Its arrays' first axes are
         layers, and pages or slots.
@@ -80,6 +87,11 @@ class Paged:
     """Causal attention over KV pages: full, or over a sliding window."""
 
     window: int = 0  # positions that a row sees, its own included; 0: all
+
+    @property
+    def shares_pages(self) -> bool:
+        """See AttentionKind."""
+        return True
 
     def __post_init__(self) -> None:
         """Raises ValueError for a window below 0."""

@@ -422,16 +422,13 @@ class _Run:
 
     def _attend(self, span: _Span, layer: Any, x: Any, cache: Any, index: Array) -> tuple:
         """Runs a layer's attention with the data and the cache of its kind."""
-        attention, own = self.step.attention, cache
-        if span.kind is not None:
-            attention, index = attention.each[span.kind], index - span.others
-        if by_kind := isinstance(cache, ByKind):
-            own = cache.each[span.kind]
-        x, own = self.of_sets.attend(self.cfg, layer, x, self.cos_sin, attention, index, own)
-        if not by_kind:
-            return x, own
-        each = [own if at == span.kind else one for at, one in enumerate(cache.each)]
-        return x, ByKind(tuple(each))
+        run, attention = self.of_sets.attend, self.step.attention
+        if (kind := span.kind) is None:
+            return run(self.cfg, layer, x, self.cos_sin, attention, index, cache)
+        each = [None] * len(attention.each) if cache is None else [*cache.each]
+        own, index = attention.each[kind], index - span.others
+        x, each[kind] = run(self.cfg, layer, x, self.cos_sin, own, index, each[kind])
+        return x, None if cache is None else ByKind(tuple(each))
 
     def _exchange(
         self, table: Any, replicas: Any, next_layer: Any, next_table: ExpertTable | None

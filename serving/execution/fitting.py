@@ -45,8 +45,13 @@ def fit_to_model(config: EngineConfig, model: Model, num_ranks: int = 0) -> Engi
     """Returns `config` as it is served: what it leaves open is chosen. `num_ranks` 0: those of the
     model.
 
-    Raises SettingsError as `served_len`.
+    Raises SettingsError as `served_len`, and for prefixes of a model whose layers share no pages.
     """
+    if config.reuses_prefixes and not all(k.shares_pages for k in model.config.attention_kinds):
+        raise SettingsError(
+            f"engine.prefix_reuse is {config.prefix_reuse!r}; {model.name} has layers that keep "
+            "nothing in pages to begin with; set it to 'off'"
+        )
     num_ranks = num_ranks or num_ranks_of(model)
     length = served_len(config, model.config, model.name, num_ranks)
     return replace(with_default_buckets(config, num_ranks), max_model_len=length)

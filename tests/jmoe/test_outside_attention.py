@@ -20,6 +20,7 @@ class Ring:
     """A window whose keys lie in a ring a slot, without pages: [L, slots, window, G, D]."""
 
     window: int
+    shares_pages: bool = False
 
     def cache(self, cfg, num_layers, sizes):
         shape = num_layers, sizes.num_slots, self.window, cfg.num_kv_heads, cfg.head_dim

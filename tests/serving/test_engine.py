@@ -311,7 +311,7 @@ async def test_a_burst_fills_free_slots_before_it_is_refused(start):
     ],
 )
 def test_no_more_positions_are_served_than_the_model_has(settings, positions, served, caplog):
-    sizes = SimpleNamespace(max_position=positions)
+    sizes = SimpleNamespace(max_position=positions, attention_kinds=())
     model = SimpleNamespace(name="small", home=None, config=sizes)
     if isinstance(served, str):
         with pytest.raises(SettingsError, match=served):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
+from jmoe.attention import FULL
 from jmoe.config import ModelConfig
 from jmoe.tokenizer import Tokenizer
 from training.packing import Batch, Encoded, to_arrays
