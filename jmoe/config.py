@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from jmoe.config_fields import Fields, shown
 from jmoe.config_keys import ROPE_SECTIONS, check_keys, rope_kind
 from jmoe.model_files import read_text
 from jmoe.router import Router
+from pallas_kernels.activation import SILU, Activation
 
 MOST_LAYERS = 10_000
 
@@ -62,6 +63,7 @@ class ModelConfig:
     o_bias: bool = False  # of attention's output projection
     sliding_window: int = 0  # positions that attention reaches back; 0: all
     router: Router | None = None  # None: softmax over all experts, the likeliest
+    activation: Activation = SILU  # of routed, united and shared experts and of dense layers
 
     def __post_init__(self) -> None:
         """Raises ConfigError where fields contradict each other."""
@@ -90,7 +92,8 @@ class ModelConfig:
         """Returns architecture and sizes. Equal for equal configurations only: it ends with a
         digest.
         """
-        digest = hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:16]
+        values = repr([getattr(self, field.name) for field in fields(self)])
+        digest = hashlib.sha256(values.encode()).hexdigest()[:16]
         return (
             f"ModelConfig({self.architecture}, {self.num_layers} layers, {self.num_moe_layers} of "
             f"them MoE, {self.num_experts} experts, {self.experts_per_token} a token, "
@@ -187,6 +190,8 @@ def from_hf(
     max_position = fields.size("max_position_embeddings")
     d_ff_dense = fields.size("intermediate_size", 0)
     own = architecture.translate(fields)
+    if "activation" not in own and fields.given("hidden_act") not in (None, "silu"):
+        raise fields.wrong("hidden_act", "'silu'")
     _check_layer_types(fields, num_layers, windowed=bool(own.get("sliding_window")))
     try:
         return ModelConfig(
@@ -222,8 +227,6 @@ def _family(fields: Fields) -> str:
     wanted = ARCHITECTURES[kind].class_name
     if classes is not None and classes != [wanted]:
         raise fields.wrong("architectures", f"['{wanted}'] where model_type is {kind}")
-    if fields.given("hidden_act") not in (None, "silu"):
-        raise fields.wrong("hidden_act", "'silu'")
     return kind
 
 
