@@ -33,6 +33,7 @@ from jmoe.layout import Layout
 from jmoe.model_files import read_text, regular, stays_inside
 from jmoe.parallel.home import Home
 from jmoe.weights import PoolHolder, Weights
+from pallas_kernels.activation import SILU
 
 UNITED_FILE = "united.safetensors"
 DISTILLED_FROM = "distilled_from"
@@ -455,9 +456,15 @@ def save_native(
     cfg: ModelConfig,
     weights: Weights,
 ) -> None:
-    """Writes jmoe's own format: `jmoe.json` and an Orbax tree. Raises FileExistsError, and
-    ValueError for attention that is not jmoe's own.
+    """Writes jmoe's own format: `jmoe.json` and an Orbax tree. Raises FileExistsError; ValueError
+    for a configuration that it has no room for.
     """
+    for name, default in (("router", None), ("activation", SILU)):
+        if (value := getattr(cfg, name)) != default:
+            raise ValueError(
+                f"{name} is {value!r}; jmoe's own format has {default!r} alone, so keep the "
+                "weights in Hugging Face's"
+            )
     need("train", "orbax")
     import orbax.checkpoint as ocp
 
@@ -466,11 +473,12 @@ def save_native(
         raise FileExistsError(f"{directory} already holds a model; choose another directory")
     if others := [kind for kind in cfg.attention_kinds if not isinstance(kind, Paged)]:
         raise ValueError(f"layer_attention has {others[0]}; jmoe.json can name jmoe's own kinds")
-    text = json.dumps(asdict(cfg), indent=1)
+    stored = asdict(cfg)
+    del stored["activation"]
     directory.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(directory / "state", _tree(weights))
-    (directory / "jmoe.json").write_text(text, encoding="utf-8")
+    (directory / "jmoe.json").write_text(json.dumps(stored, indent=1), encoding="utf-8")
 
 
 def is_native(directory: Path) -> bool:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from jmoe.config_fields import Fields, shown
 from jmoe.config_keys import ROPE_SECTIONS, check_keys, rope_kind
 from jmoe.model_files import read_text
 from jmoe.router import Router
+from pallas_kernels.activation import SILU, Activation
 
 MOST_LAYERS = 10_000
 
@@ -63,6 +64,7 @@ class ModelConfig:
     o_bias: bool = False  # of attention's output projection
     layer_attention: tuple[AttentionKind, ...] = ()  # by layer; none: full attention
     router: Router | None = None  # None: softmax over all experts, the likeliest
+    activation: Activation = SILU  # of routed, united and shared experts and of dense layers
 
     def __post_init__(self) -> None:
         """Raises ConfigError where fields contradict each other."""
@@ -91,7 +93,8 @@ class ModelConfig:
         """Returns architecture and sizes. Equal for equal configurations only: it ends with a
         digest.
         """
-        digest = hashlib.sha256(repr(vars(self)).encode()).hexdigest()[:16]
+        values = repr([getattr(self, field.name) for field in fields(self)])
+        digest = hashlib.sha256(values.encode()).hexdigest()[:16]
         return (
             f"ModelConfig({self.architecture}, {self.num_layers} layers, {self.num_moe_layers} of "
             f"them MoE, {self.num_experts} experts, {self.experts_per_token} a token, "
@@ -197,6 +200,8 @@ def from_hf(
     own = architecture.translate(fields)
     # An architecture that says nothing of attention has it in full.
     attention = {} if "layer_attention" in own else {"layer_attention": full_or_window(fields)}
+    if "activation" not in own and fields.given("hidden_act") not in (None, "silu"):
+        raise fields.wrong("hidden_act", "'silu'")
     try:
         return ModelConfig(
             architecture=family,
@@ -231,8 +236,6 @@ def _family(fields: Fields) -> str:
     wanted = ARCHITECTURES[kind].class_name
     if classes is not None and classes != [wanted]:
         raise fields.wrong("architectures", f"['{wanted}'] where model_type is {kind}")
-    if fields.given("hidden_act") not in (None, "silu"):
-        raise fields.wrong("hidden_act", "'silu'")
     return kind
 
 

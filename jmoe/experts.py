@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jmoe import display
 from jmoe.numbers import integer
 from pallas_kernels import grouped_gemm
+from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.routing import Dispatch, RowTiles, TableRow
 
 FETCHED, ABSENT = 1, 2
@@ -34,7 +35,9 @@ class Pool(ABC):
         """The dtype of the rows that experts are given."""
 
     @abstractmethod
-    def mlp(self, h: Float[Array, "T d"], work: Dispatch) -> Float[Array, "T d"]:
+    def mlp(
+        self, h: Float[Array, "T d"], work: Dispatch, activation: Activation = SILU
+    ) -> Float[Array, "T d"]:
         """Computes the sum of each row's experts as `grouped_gemm.moe_mlp` does, float32. `work`
         names slots of the whole pool: nothing is to be cut out of it.
         """
@@ -98,9 +101,11 @@ class ExpertPool(Pool, _Plain):
         """See Pool."""
         return self.down.dtype
 
-    def mlp(self, h: Float[Array, "T d"], work: Dispatch) -> Float[Array, "T d"]:
+    def mlp(
+        self, h: Float[Array, "T d"], work: Dispatch, activation: Activation = SILU
+    ) -> Float[Array, "T d"]:
         """See Pool."""
-        return grouped_gemm.moe_mlp(h, self.gate_up, self.down, work)
+        return grouped_gemm.moe_mlp(h, self.gate_up, self.down, work, activation)
 
     def row_tiles(self, num_rows: int, top_k: int, num_experts: int) -> RowTiles | None:
         """See Pool."""

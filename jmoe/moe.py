@@ -19,7 +19,7 @@ from jmoe.config import ModelConfig
 from jmoe.experts import ABSENT, ExpertTable, Pool
 from jmoe.weights import Params
 from pallas_kernels import routing
-from pallas_kernels.activation import SILU, gated
+from pallas_kernels.activation import Activation, gated
 from pallas_kernels.matmul import matmul
 from pallas_kernels.norm import rms_norm
 
@@ -162,13 +162,14 @@ def compute(
     slots: Int[Array, "E"],
     *,
     max_active: int,
+    activation: Activation,
 ) -> tuple[Float[Array, "N d"], Int[Array, "E"]]:
     """Runs the experts of planned visits (-1: none), through one layer's table row: dispatch,
     grouped GEMM, and each row's sum by gate weight. Returns each expert's rows, too.
     """
     block_m = pool.block_rows(expert_ids.size, max_active)
     work = routing.dispatch(expert_ids, weights, slots, block_m=block_m, max_active=max_active)
-    return pool.mlp(h, work).astype(h.dtype), work.expert_rows
+    return pool.mlp(h, work, activation).astype(h.dtype), work.expert_rows
 
 
 def linear(
@@ -180,19 +181,23 @@ def linear(
     return matmul(x.astype(weights.dtype), weights, dtype)
 
 
-def swiglu(
-    h: Float[Array, "*n T d"], gate_up: Float[Array, "*n d f2"], down: Float[Array, "*n f d"]
+def gated_mlp(
+    h: Float[Array, "*n T d"],
+    gate_up: Float[Array, "*n d f2"],
+    down: Float[Array, "*n f d"],
+    activation: Activation,
 ) -> Float[Array, "*n T d"]:
-    """Computes `(silu(h Wg) * (h Wu)) Wd` with the two first matrices side by side, of one network
+    """Computes `act(h Wg, h Wu) Wd` with the two first matrices side by side, of one network
     or, each on its own rows, several; in the weights' dtype.
     """
-    return linear(gated(linear(h, gate_up), SILU), down).astype(h.dtype)
+    return linear(gated(linear(h, gate_up), activation), down).astype(h.dtype)
 
 
-def shared_expert(layer: Params, h: Float[Array, "T d"]) -> Float[Array, "T d"]:
+def shared_expert(cfg: ModelConfig, layer: Params, h: Float[Array, "T d"]) -> Float[Array, "T d"]:
     """Runs the expert every row visits, behind its sigmoid gate (Qwen2-MoE)."""
     opening = jax.nn.sigmoid((h @ layer["shared_gate"][:, None]).astype(jnp.float32))
-    return opening.astype(h.dtype) * swiglu(h, layer["shared_gate_up"], layer["shared_down"])
+    own = layer["shared_gate_up"], layer["shared_down"], cfg.activation
+    return opening.astype(h.dtype) * gated_mlp(h, *own)
 
 
 def moe(
@@ -249,12 +254,13 @@ def alone(
             exempt=rows.exempt,
             tiles=pool.row_tiles(logits.shape[0], top_k, num_experts),
         )
-        out, expert_rows = pool.mlp(h, work).astype(h.dtype), work.expert_rows
+        out, expert_rows = pool.mlp(h, work, cfg.activation).astype(h.dtype), work.expert_rows
     else:
         weights, ids = gate(cfg, logits, layer)
         groups, slots = routing.row_of(table.groups), routing.row_of(table.slots)
         plan = planned(ids, groups, rows.valid, rows.exempt, control)
-        out, expert_rows = compute(pool, h, weights, plan.expert_ids, slots, max_active=max_active)
+        given: dict[str, Any] = {"max_active": max_active, "activation": cfg.activation}
+        out, expert_rows = compute(pool, h, weights, plan.expert_ids, slots, **given)
     degraded, needed = plan.degraded, None
     if (offloaded := table.offloaded) is not None:
         substituted = (offloaded[ids] == ABSENT) & (plan.expert_ids == ids)
@@ -276,10 +282,10 @@ def _needed(
 
 def with_residual(cfg: ModelConfig, layer: Params, x: Array, h: Array, out: Array) -> Array:
     """Returns routed and shared experts with the residual."""
-    return x + (out + shared_expert(layer, h) if cfg.d_ff_shared else out)
+    return x + (out + shared_expert(cfg, layer, h) if cfg.d_ff_shared else out)
 
 
 def dense_mlp(cfg: ModelConfig, layer: Params, x: Float[Array, "T d"]) -> Float[Array, "T d"]:
     """Runs the MLP of a layer without experts, with the residual."""
     h = rms_norm(x, layer["mlp_norm"], cfg.rms_norm_eps)
-    return x + swiglu(h, layer["gate_up"], layer["down"])
+    return x + gated_mlp(h, layer["gate_up"], layer["down"], cfg.activation)

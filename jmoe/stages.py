@@ -7,7 +7,7 @@ what came back. Gate weights stay where attention is. Parts are added in the ord
 whatever order they came in: bits do not depend on it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -20,6 +20,7 @@ from jmoe.model import Rotation, StepData, attend
 from jmoe.moe import RoutedRows, compute, dense_mlp, gate, planned, router, shared_expert
 from jmoe.rope import rotation
 from jmoe.weights import Params
+from pallas_kernels.activation import Activation
 
 FULL, PARTIAL = strategy_code("full"), strategy_code("partial")
 
@@ -92,7 +93,7 @@ def attend_stage(
     h, logits = router(cfg, layer, x)
     weights, visits = _asked(cfg, layer, h, logits, groups, step.rows, step.control, reachable)
     if cfg.d_ff_shared:
-        x = x + shared_expert(layer, h)
+        x = x + shared_expert(cfg, layer, h)
     return WaitingRows(x, weights), visits, pages
 
 
@@ -167,6 +168,7 @@ def expert_stage(
     slots: Int[Array, "E"],
     *,
     max_active: int,
+    activation: Activation,
 ) -> Float[Array, "V d"]:
     """Computes visits to one layer's experts, one a row, all of a device's in one grouped GEMM.
 
@@ -175,4 +177,5 @@ def expert_stage(
     Rows come back in the pool's dtype, without their gate weights.
     """
     ones = jnp.ones((len(expert_ids), 1), jnp.float32)
-    return compute(pool, h, ones, expert_ids[:, None], slots, max_active=max_active)[0]
+    given: dict[str, Any] = {"max_active": max_active, "activation": activation}
+    return compute(pool, h, ones, expert_ids[:, None], slots, **given)[0]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -58,11 +58,15 @@ class ClampedSwiglu:
 SILU = Silu()
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gated(hidden: Float[Array, "*rows f2"], activation: Activation) -> Float[Array, "*rows f"]:
     """Applies an activation to columns `[:f]` gate, `[f:]` up; in float32 inside, in `hidden`'s
     dtype outside.
     """
+    return cast(Array, _gated(hidden, activation))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gated(hidden, activation):
     return activation(*_halves(hidden)).astype(hidden.dtype)
 
 
@@ -71,7 +75,7 @@ def _halves(hidden):
 
 
 def _gated_fwd(hidden, activation):
-    return gated(hidden, activation), hidden
+    return _gated(hidden, activation), hidden
 
 
 def _gated_bwd(activation, hidden, grad):
@@ -81,4 +85,4 @@ def _gated_bwd(activation, hidden, grad):
     return (jnp.concatenate([half.astype(hidden.dtype) for half in halves], axis=-1),)
 
 
-gated.defvjp(_gated_fwd, _gated_bwd)
+_gated.defvjp(_gated_fwd, _gated_bwd)

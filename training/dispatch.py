@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jmoe.moe import swiglu
+from jmoe.moe import gated_mlp
+from pallas_kernels.activation import SILU, Activation
 
 
 class BufferPlan(NamedTuple):
@@ -117,6 +118,7 @@ def expert_layer(
     gate_up: Float[Array, "m d f2"],
     down: Float[Array, "m f d"],
     capacity: int,
+    activation: Activation = SILU,
 ) -> tuple[Float[Array, "T d"], Int[Array, ""]]:
     """Computes the routed experts of one layer, `sum_k weights[t, k] * E_ids[t, k](h[t])`, and the
     visits dropped.
@@ -128,7 +130,8 @@ def expert_layer(
         gate_up: gate and up projections, columns `[:f]` gate.
         down: down projections.
         capacity: buffer rows per expert; visits past it contribute nothing.
+        activation: the experts'.
     """
     plan = plan_dispatch(ids, gate_up.shape[0], capacity)
-    outputs = swiglu(scatter_rows(h, plan), gate_up, down)
+    outputs = gated_mlp(scatter_rows(h, plan), gate_up, down, activation)
     return combine_rows(outputs, weights, plan), plan.dropped

@@ -194,7 +194,9 @@ def forward(
         low = jax.tree.map(lambda leaf: leaf.astype(dtype), experts)
 
         def routed(h: Array, weights: Array, ids: Array, low: Params = low) -> tuple[Array, Array]:
-            return expert_layer(h, weights, ids, low["gate_up"], low["down"], capacity)
+            return expert_layer(
+                h, weights, ids, low["gate_up"], low["down"], capacity, cfg.activation
+            )
 
         x, out = layer_forward(cfg, layer, x, at, attention, routed, dtype=dtype)
         assert out is not None

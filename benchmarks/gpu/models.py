@@ -10,9 +10,9 @@ import numpy as np
 
 from benchmarks.gpu.sizes import Sizes, hf_config, skew_of
 from jmoe.api import Model
+from jmoe.attention import page_bytes
 from jmoe.config import ModelConfig, from_hf
 from jmoe.family import Family
-from jmoe.kv_cache import page_bytes
 from jmoe.random_model import random_family, random_model, weight_bytes
 from jmoe.sharing import Sharing
 

@@ -10,7 +10,7 @@ gathered bits alone. Two devices that compute the same number each for itself ma
 bit, and a visit would be computed twice or by nobody.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +117,8 @@ def gathered(
     own = hosts_in_turn(plan.expert_ids, table.hosts) == device
     visits, slots = jnp.where(own, plan.expert_ids, -1), jnp.maximum(table.slots, 0)
     room = room_of(cfg, pool, max_active)
-    parts, expert_rows = compute(pool, rows.h, rows.weights, visits, slots, max_active=room)
+    given: dict[str, Any] = {"max_active": room, "activation": cfg.activation}
+    parts, expert_rows = compute(pool, rows.h, rows.weights, visits, slots, **given)
     out = lax.psum_scatter(parts, AXIS, tiled=True)
     return Answered(out, ids, LayerStats(own_degraded(plan, device, num_rows), expert_rows))
 

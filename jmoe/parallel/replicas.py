@@ -12,6 +12,7 @@ Everything that devices have to agree on is integer arithmetic on gathered choic
 `jmoe.parallel.experts`. A pool is only read: copies live in arrays of their own.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -27,6 +28,7 @@ from jmoe.parallel.probe import Probe
 from jmoe.parallel.visits import count_visits, device_of_visits
 from jmoe.weights import Params
 from pallas_kernels import routing
+from pallas_kernels.activation import Activation
 from pallas_kernels.planning import home_of, plan_replicas, shard_visits
 
 
@@ -201,7 +203,7 @@ class Copying(NamedTuple):
         if rows.next_ids is not None and self.next_table is not None:
             expected = counted(rows.next_ids, self.next_table.groups)[1]
             outgoing = _choose(pool, self.next_table, expected, self.replication)
-        where = _Held(pool, table.slots, replicas, room_of(cfg, pool, max_active))
+        where = _Held(pool, table.slots, replicas, room_of(cfg, pool, max_active), cfg.activation)
         # What a transfer is to be hidden by is tied to its end, and the next one's beginning to
         # that: rows travel under own rows' visits, copies under the others', and the sum goes home
         # last.
@@ -254,19 +256,21 @@ class _Held(NamedTuple):
     slots: Int[Array, "E"]
     replicas: Replicas | None
     max_active: int
+    activation: Activation
 
     def compute(
         self, h: Float[Array, "R d"], weights: Float[Array, "R K"], ids: Int[Array, "R K"]
     ) -> tuple[Float[Array, "R d"], Int[Array, "E"]]:
         """Returns the sum of visits (`ids` -1: none) for each row, and rows by logical expert."""
         copies, slots = self.replicas, jnp.maximum(self.slots, 0)
+        run = partial(compute, activation=self.activation)
         if copies is None:
-            return compute(self.pool, h, weights, ids, slots, max_active=self.max_active)
+            return run(self.pool, h, weights, ids, slots, max_active=self.max_active)
         is_copy = (ids >= 0) & (copies.slots[jnp.maximum(ids, 0)] >= 0)
         of_own, of_copies = jnp.where(is_copy, -1, ids), jnp.where(is_copy, ids, -1)
         room, copied = copies.pool.num_slots, jnp.maximum(copies.slots, 0)
         found = (
-            compute(self.pool, h, weights, of_own, slots, max_active=self.max_active),
-            compute(copies.pool, h, weights, of_copies, copied, max_active=room),
+            run(self.pool, h, weights, of_own, slots, max_active=self.max_active),
+            run(copies.pool, h, weights, of_copies, copied, max_active=room),
         )
         return jax.tree.map(jnp.add, *found)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.activation import SILU, Activation, gated
 from pallas_kernels.grouped_gemm.quantized import QuantizedWeights, Weights, slot_weights
 from pallas_kernels.grouped_gemm.tiles import BLOCK_M
 
@@ -41,13 +42,13 @@ def block_rows(num_visits: int, num_experts: int) -> int:
     return rows
 
 
-def moe_mlp(x, gate_up, down, plan):
+def moe_mlp(x, gate_up, down, plan, activation: Activation = SILU):
     """See `op.moe_mlp`."""
     num_blocks = plan.block_slot.shape[0]
     block_m = plan.row_token.shape[0] // num_blocks
     row_token = plan.row_token.reshape(num_blocks, block_m)
     if block_m <= BLOCK_M:
-        return _combine(_summed(x, gate_up, down, row_token, plan.block_slot), plan, 0)
+        return _combine(_summed(x, gate_up, down, row_token, plan.block_slot, activation), plan, 0)
     pieces = -(-num_blocks // max(1, PIECE_BYTES // _block_bytes(x, down, block_m)))
     step = -(-num_blocks // pieces)
     out, slots = jnp.zeros(x.shape, jnp.float32), plan.block_slot
@@ -55,7 +56,7 @@ def moe_mlp(x, gate_up, down, plan):
         # One piece after another, or they would all be in memory at once.
         out, slots = lax.optimization_barrier((out, slots))
         piece = slice(start, start + step)
-        y = _multiplied(x, gate_up, down, row_token[piece], slots[piece])
+        y = _multiplied(x, gate_up, down, row_token[piece], slots[piece], activation)
         out += _combine(y, plan, start * block_m)
     return out
 
@@ -73,24 +74,22 @@ def _weights(weights: Weights, slots: Int[Array, "N"], dtype) -> Float[Array, "N
     return jax.vmap(lambda slot: slot_weights(weights, slot, dtype))(slots)
 
 
-def _multiplied(x, gate_up, down, row_token, slots) -> Float[Array, "rows d"]:
+def _multiplied(x, gate_up, down, row_token, slots, activation) -> Float[Array, "rows d"]:
     """Returns the rows of blocks after both products, as batched products."""
     h = jnp.take(x, row_token, axis=0, mode="clip")  # what becomes of a gap row goes nowhere
     w = _weights(gate_up, slots, x.dtype)
     h = jnp.einsum("nmd,ndf->nmf", h, w, preferred_element_type=jnp.float32)
-    gate, up = jnp.split(h, 2, axis=-1)
-    h = (jax.nn.silu(gate) * up).astype(x.dtype)
+    h = gated(h, activation).astype(x.dtype)
     w = _weights(down, slots, x.dtype)
     y = jnp.einsum("nmf,nfd->nmd", h, w, preferred_element_type=jnp.float32)
     return y.reshape(-1, y.shape[-1])
 
 
-def _summed(x, gate_up, down, row_token, slots) -> Float[Array, "rows d"]:
+def _summed(x, gate_up, down, row_token, slots, activation) -> Float[Array, "rows d"]:
     """Returns what `_multiplied` does, as sums instead of batched products."""
     h = _sums(jnp.take(x, row_token, axis=0, mode="clip"), gate_up, slots)
-    gate, up = jnp.split(h, 2, axis=-1)
     # Computed before the sums: XLA would do it anew for every column of `down`.
-    h = lax.optimization_barrier((jax.nn.silu(gate) * up).astype(x.dtype))
+    h = lax.optimization_barrier(gated(h, activation).astype(x.dtype))
     y = lax.optimization_barrier(_sums(h, down, slots))
     return y.reshape(-1, y.shape[-1])
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.grouped_gemm.kernel import CHUNK, Gemm
 from pallas_kernels.grouped_gemm.op import tile_for
 from pallas_kernels.grouped_gemm.quantized import BLOCK, QuantizedWeights, Weights, weight_sizes
@@ -19,8 +20,10 @@ NUM_BLOCKS = 132
 """Multiprocessors of an H100 or H200: one persistent block each."""
 
 
-def supports(x: Array, gate_up: Weights, down: Weights, plan: Dispatch) -> bool:
-    """Returns whether the kernels take these shapes and dtypes.
+def supports(
+    x: Array, gate_up: Weights, down: Weights, plan: Dispatch, activation: Activation = SILU
+) -> bool:
+    """Returns whether the kernels take these shapes and dtypes, and the activation: SILU alone.
 
     Rows are bfloat16; d and f multiples of 64 in a pool of bfloat16, of 128 in a quantized one.
     """
@@ -31,7 +34,14 @@ def supports(x: Array, gate_up: Weights, down: Weights, plan: Dispatch) -> bool:
         isinstance(w, QuantizedWeights) or w.dtype == jnp.bfloat16 for w in (gate_up, down)
     )
     alike = isinstance(gate_up, QuantizedWeights) == isinstance(down, QuantizedWeights)
-    return bf16 and alike and d % unit == 0 and f % unit == 0 and block_m % CHUNK == 0
+    return (
+        activation == SILU
+        and bf16
+        and alike
+        and d % unit == 0
+        and f % unit == 0
+        and block_m % CHUNK == 0
+    )
 
 
 def moe_mlp(

@@ -2,6 +2,7 @@
 
 from jaxtyping import Array, Float
 
+from pallas_kernels.activation import SILU, Activation
 from pallas_kernels.backend import batched, hopper, note
 from pallas_kernels.grouped_gemm import batched as few_launches
 from pallas_kernels.grouped_gemm import reference
@@ -43,9 +44,9 @@ def moe_mlp(
     gate_up: Float[Array, "slots d f2"] | QuantizedWeights,
     down: Float[Array, "slots f d"] | QuantizedWeights,
     plan: Dispatch,
+    activation: Activation = SILU,
 ) -> Float[Array, "T d"]:
-    """Computes the routed experts of one layer: `sum_k weight * (silu(x Wg) * (x Wu)) Wd` in
-    float32.
+    """Computes the routed experts of one layer: `sum_k weight * act(x Wg, x Wu) Wd` in float32.
 
     `gate_up` is [slots, d, 2f], gate columns first, and `down` [slots, f, d]; or both are
     `QuantizedWeights` of these. The whole pool is passed and only the slots in `plan` are read, so
@@ -55,9 +56,9 @@ def moe_mlp(
     if hopper():
         from pallas_kernels.grouped_gemm import mosaic  # Pallas is not imported where it is unused
 
-        if mosaic.supports(x, gate_up, down, plan):
+        if mosaic.supports(x, gate_up, down, plan, activation):
             note("grouped GEMM", kernel=True)
             return mosaic.moe_mlp(x, gate_up, down, plan)
     note("grouped GEMM")
     op = few_launches if batched() else reference
-    return op.moe_mlp(x, gate_up, down, plan)
+    return op.moe_mlp(x, gate_up, down, plan, activation)

@@ -4,15 +4,15 @@ On a CPU it goes expert by expert and reads the weights of an active expert once
 follows the number of active experts and brownout pays there too; `lax.ragged_dot` expands densely.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.activation import SILU, Activation, gated
 from pallas_kernels.backend import backend
 from pallas_kernels.grouped_gemm.quantized import slot_weights
 
 
-def moe_mlp(x, gate_up, down, plan):
+def moe_mlp(x, gate_up, down, plan, activation: Activation = SILU):
     """See `op.moe_mlp`."""
     num_rows, num_blocks = plan.row_token.shape[0], plan.block_slot.shape[0]
     block_m = num_rows // num_blocks
@@ -22,8 +22,7 @@ def moe_mlp(x, gate_up, down, plan):
         start = block * block_m
         h = lax.dynamic_slice_in_dim(rows, start, block_m)
         h = jnp.dot(h, up_weights, preferred_element_type=jnp.float32)
-        gate, up = jnp.split(h, 2, axis=1)
-        h = (jax.nn.silu(gate) * up).astype(x.dtype)
+        h = gated(h, activation).astype(x.dtype)
         h = jnp.dot(h, down_weights, preferred_element_type=jnp.float32)
         return lax.dynamic_update_slice_in_dim(out, h, start, 0)
 

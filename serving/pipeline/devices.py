@@ -33,6 +33,7 @@ from jmoe.steps import (
     with_deltas,
 )
 from jmoe.weights import Params
+from pallas_kernels.activation import Activation
 from serving.plan import StepControl
 
 
@@ -426,7 +427,7 @@ class AttentionPrograms:
         return _blank(self._store.x, count, self.device)
 
 
-@partial(jax.jit, static_argnames="max_active")
+@partial(jax.jit, static_argnames=("max_active", "activation"))
 def _compute(
     pool: Pool,
     store: Float[Array, "R d"],
@@ -435,8 +436,10 @@ def _compute(
     expert_ids: Int[Array, "V"],
     *,
     max_active: int,
+    activation: Activation,
 ) -> Float[Array, "V d"]:
-    return expert_stage(pool, store[rows], expert_ids, slots, max_active=max_active)
+    given: dict[str, Any] = {"max_active": max_active, "activation": activation}
+    return expert_stage(pool, store[rows], expert_ids, slots, **given)
 
 
 class ExpertPrograms:
@@ -449,12 +452,15 @@ class ExpertPrograms:
         rows: tuple[int, int],
         device: Any,
         united: Mapping[int, Sequence[UnitedPart]] = MappingProxyType({}),
+        *,
+        activation: Activation,
     ) -> None:
         """`pool` is of this device alone, on it; `slots` of each MoE layer's logical experts in it,
         -1: they are elsewhere. `rows` is the shape of all attention workers' rows. `united` experts
         are by way and MoE layer; those of the first way are loaded.
         """
         self._pool, self.device, self._united = pool, device, united
+        self._activation = activation
         self.ways = tuple(united)
         self._way = self.ways[0] if self.ways else 0
         self._slots = [jax.device_put(jnp.asarray(own, jnp.int32), device) for own in slots]
@@ -477,7 +483,8 @@ class ExpertPrograms:
     ) -> Array:
         """See ExpertDevice."""
         slots, most = self._slots[layer], self._max_active
-        return _compute(self._pool, self._store, slots, rows, expert_ids, max_active=most)
+        given: dict[str, Any] = {"max_active": most, "activation": self._activation}
+        return _compute(self._pool, self._store, slots, rows, expert_ids, **given)
 
     def sent(self, parts: Array, at: Int[np.ndarray, "n"] | None, to: Any) -> Array:
         """See ExpertDevice."""

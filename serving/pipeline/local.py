@@ -270,7 +270,9 @@ def experts_of(
     united = {
         way: [part(model.united_of(way), layer) for layer in range(len(slots))] for way in ways
     }
-    return ExpertPrograms(pool, local, (num_rows, model.config.d_model), device, united)
+    cfg = model.config
+    rows = num_rows, cfg.d_model
+    return ExpertPrograms(pool, local, rows, device, united, activation=cfg.activation)
 
 
 def attention_of(model: Model, ways: Sequence[int], sizes: Sizes, device: Any) -> AttentionPrograms:

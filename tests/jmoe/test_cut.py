@@ -146,10 +146,16 @@ def test_the_fused_stage_has_the_bits_of_the_stages_it_is_made_of(model):
             exempt=step.rows.exempt,
         )
         out, rows = compute(
-            model.pool, h, weights, plan.expert_ids, slots, max_active=cfg.num_experts
+            model.pool,
+            h,
+            weights,
+            plan.expert_ids,
+            slots,
+            max_active=cfg.num_experts,
+            activation=cfg.activation,
         )
         if cfg.d_ff_shared:
-            out = out + shared_expert(layer, h)
+            out = out + shared_expert(cfg, layer, h)
         np.testing.assert_array_equal(x + out, want)
         np.testing.assert_array_equal(rows, stats.expert_rows)
         np.testing.assert_array_equal(np.sum(plan.degraded, axis=-1), stats.degraded)

@@ -319,7 +319,7 @@ def test_brownout_is_one_plan_over_distinct_experts(family, shared, told, exempt
     for number, of_model in enumerate(zip(layers, xs, hs, got, strict=True)):
         own, x, h, after = of_model
         part = slice(number * size, (number + 1) * size)
-        expected = np.asarray(x) + want[part] + np.asarray(shared_expert(own, h))
+        expected = np.asarray(x) + want[part] + np.asarray(shared_expert(cfg, own, h))
         np.testing.assert_allclose(after[valid[part]], expected[valid[part]], atol=2e-4)
 
 

@@ -20,6 +20,7 @@ from jmoe.residuals import Residuals, add_residual
 from jmoe.stepper import Stepper
 from jmoe.weights import ResidentWeights
 from pallas_kernels import routing
+from pallas_kernels.activation import SILU
 
 TOKENS = np.array([[5, 60, 17, 33, 8, 2, 71], [41, 12, 3, 9, 40, 90, 7]], np.int32)
 SAME = {"rtol": 0, "atol": 2e-5}  # float32 sums in another order
@@ -63,7 +64,7 @@ class Int8Pool(Pool):
     def block_rows(self, num_visits, max_active):
         return BLOCK
 
-    def mlp(self, h, work):
+    def mlp(self, h, work, activation=SILU):
         slot = jnp.repeat(work.block_slot, BLOCK)
         rows = jnp.take(h, work.row_token, axis=0, mode="fill", fill_value=0)
 
@@ -71,7 +72,7 @@ class Int8Pool(Pool):
             return jnp.einsum("rk,rkc->rc", rows, values[slot].astype(rows.dtype)) * scale[slot]
 
         gate, up = jnp.split(product(rows, self.gate_up, self.gate_up_scale), 2, axis=1)
-        out = product(jax.nn.silu(gate) * up, self.down, self.down_scale)
+        out = product(activation(gate, up), self.down, self.down_scale)
         visits = jnp.take(out, work.visit_row, axis=0, mode="fill", fill_value=0)
         return jnp.einsum("tk,tkd->td", work.visit_weight, visits)
 

@@ -6,7 +6,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jmoe.moe import swiglu
+from jmoe.moe import gated_mlp
+from pallas_kernels.activation import SILU
 
 Stacked = dict[str, Array]
 """`gate_up [n, d, 2f]` and `down [n, f, d]` of n experts: the parameters of `Experts`."""
@@ -25,7 +26,8 @@ class Experts(nn.Module):
         init = nn.initializers.lecun_normal(batch_axis=0)
         gate_up = self.param("gate_up", init, (self.count, d_model, 2 * self.d_ff))
         down = self.param("down", init, (self.count, self.d_ff, d_model))
-        return swiglu(rows, jnp.asarray(gate_up, rows.dtype), jnp.asarray(down, rows.dtype))
+        own = jnp.asarray(gate_up, rows.dtype), jnp.asarray(down, rows.dtype)
+        return gated_mlp(rows, *own, SILU)
 
 
 def outputs(params: Stacked, rows: Float[Array, "n C d"]) -> Float[Array, "n C d"]:

@@ -22,6 +22,7 @@ from jmoe.digests import file_digests
 from jmoe.experts import ExpertPool
 from jmoe.layers import Layers
 from jmoe.model_files import regular
+from pallas_kernels.activation import SILU
 from training.distill.config import DistillConfig
 from training.distill.data import digest
 from training.distill.expert import outputs_on_all
@@ -125,6 +126,10 @@ def distill(
         allow_unknown_config=allow_unknown_config,
     )
     cfg = layers.cfg
+    if cfg.activation != SILU:
+        raise DistillError(
+            f"activation is {cfg.activation}; jmoe distill trains experts of {SILU} alone"
+        )
     out.mkdir(parents=True, exist_ok=True)
     store = Store(out, fingerprint, end_to_end, model_dir)
     results = _all_layers(layers, own, packed, store, config, progress)

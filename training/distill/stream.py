@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jmoe.config import ModelConfig
 from jmoe.experts import ExpertPool
 from pallas_kernels import routing
+from pallas_kernels.activation import SILU, Activation
 from training.network import PackedAttention, layer_forward
 from training.packing import Batch
 
@@ -30,7 +31,10 @@ class LayerRows(NamedTuple):
 
 
 def each_visit(
-    h: Float[Array, "T d"], ids: Int[Array, "T K"], experts: ExpertPool
+    h: Float[Array, "T d"],
+    ids: Int[Array, "T K"],
+    experts: ExpertPool,
+    activation: Activation = SILU,
 ) -> Float[Array, "T K d"]:
     """Returns the output of each visit's expert, float32: the grouped GEMM with a row for each
     visit.
@@ -43,7 +47,7 @@ def each_visit(
         block_m=experts.block_rows(ids.size, num_experts),
         max_active=num_experts,
     )
-    return experts.mlp(jnp.repeat(h, top_k, axis=0), work).reshape(num_rows, top_k, -1)
+    return experts.mlp(jnp.repeat(h, top_k, axis=0), work, activation).reshape(num_rows, top_k, -1)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -57,7 +61,7 @@ def _advance(
 ) -> tuple[Float[Array, "B S d"], tuple[Array, ...]]:
     def routed(h: Array, weights: Array, ids: Array) -> tuple[Array, tuple[Array, ...]]:
         assert experts is not None
-        outputs = each_visit(h, ids, experts)
+        outputs = each_visit(h, ids, experts, cfg.activation)
         return jnp.einsum("tk,tkd->td", weights, outputs), (h, ids, weights, outputs)
 
     rows, attention = x.reshape(-1, cfg.d_model), PackedAttention.of(items)

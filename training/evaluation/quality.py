@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -184,6 +185,7 @@ def _routed(
         h, weights, ids = route(cfg, layer, x)
         all_rows = jnp.ones(x.shape[0], bool)
         plan = planned(ids, groups, all_rows, ~all_rows, control)
-        return compute(pool, h, weights, plan.expert_ids, slots, max_active=cfg.num_experts)[0]
+        given: dict[str, Any] = {"max_active": cfg.num_experts, "activation": cfg.activation}
+        return compute(pool, h, weights, plan.expert_ids, slots, **given)[0]
 
     return jax.lax.map(step, x)

@@ -1,0 +1,152 @@
+"""Activations of experts, against loops in NumPy, on every path that computes experts."""
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jmoe
+from jmoe.config import ConfigError, from_hf, read_config
+from jmoe.moe import compute
+from pallas_kernels.activation import SILU, ClampedSwiglu, Gelu, gated
+from pallas_kernels.backend import KERNEL, batched_only, noting, traced_for
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "qwen2_moe"
+
+
+@dataclass(frozen=True)
+class Squared:
+    """An activation from outside the package."""
+
+    def __call__(self, gate, up):
+        return jnp.maximum(gate, 0) ** 2 * up
+
+
+def by_hand(activation, gate, up):
+    """Joins two numbers."""
+    if activation == SILU:
+        return gate / (1 + math.exp(-gate)) * up
+    if activation == Gelu():
+        return gate * 0.5 * (1 + math.erf(gate / math.sqrt(2))) * up
+    if activation == Gelu(tanh=True):
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + math.tanh(inner)) * up
+    if isinstance(activation, ClampedSwiglu):
+        alpha, limit = activation.alpha, activation.limit
+        gate, up = min(gate, limit), max(min(up, limit), -limit)
+        return gate / (1 + math.exp(-alpha * gate)) * (up + 1)
+    return max(gate, 0) ** 2 * up
+
+
+ALL = [SILU, Gelu(), Gelu(tanh=True), ClampedSwiglu(), ClampedSwiglu(1.3, 0.5), Squared()]
+EACH = pytest.mark.parametrize("activation", ALL, ids=repr)
+
+
+def case(seed=0):
+    """Returns rows, gate weights, experts (-1: none), and a pool of seven slots."""
+    rng = np.random.default_rng(seed)
+    h, gate_up, down = rng.normal(size=(6, 8)), rng.normal(size=(7, 8, 12)), rng.random((7, 6, 8))
+    ids = np.array([rng.permutation(5)[:2] for _ in range(6)])
+    ids[2, 1] = -1
+    return h, rng.random((6, 2)), ids, gate_up, down
+
+
+def loops(activation, h, weights, ids, gate_up, down):
+    out = np.zeros(h.shape)
+    for row, picks in enumerate(ids):
+        for weight, expert in zip(weights[row], picks, strict=True):
+            if expert >= 0:
+                gate, up = np.split(h[row] @ gate_up[expert], 2)
+                act = [by_hand(activation, g, u) for g, u in zip(gate, up, strict=True)]
+                out[row] += weight * (np.array(act) @ down[expert])
+    return out
+
+
+@EACH
+@pytest.mark.parametrize("form", ["reference", "batched"])
+def test_experts_are_those_of_loops(activation, form):
+    h, weights, ids, gate_up, down = case()
+    pool = jmoe.experts.ExpertPool(*(jnp.asarray(a, jnp.float32) for a in (gate_up, down)))
+
+    def run():
+        slots = jnp.arange(7, dtype=jnp.int32)
+        rows, picks = jnp.asarray(h, jnp.float32), jnp.asarray(ids, jnp.int32)
+        given = {"max_active": 7, "activation": activation}
+        return compute(pool, rows, jnp.asarray(weights, jnp.float32), picks, slots, **given)[0]
+
+    if form == "batched":
+        with batched_only():
+            got = run()
+    else:
+        got = run()
+    want = loops(activation, h, weights, ids, gate_up, down)
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
+
+
+@EACH
+def test_gradient_is_that_of_its_formula(activation):
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(5, 8)), jnp.float32)
+
+    def formula(x):
+        return activation(x[:, :4], x[:, 4:])
+
+    grads = (
+        jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x))))(x)
+        for f in (lambda x: gated(x, activation), formula)
+    )
+    np.testing.assert_allclose(*grads, atol=1e-5)
+
+
+@EACH
+def test_steps_and_the_whole_forward_pass_agree(activation):
+    model, prompt = jmoe.load(GOLDEN, "float32"), [5, 9, 2, 40, 7]
+    plain = np.asarray(jmoe.forward(model, [prompt]))
+    model.config = replace(model.config, activation=activation)
+    got = jmoe.generate(model, [prompt], 6, stop_token_ids=())
+    logits = np.asarray(jmoe.forward(model, [[*prompt, *got.tokens[0]]]))[0]
+    assert got.tokens[0] == logits[len(prompt) - 1 : -1].argmax(axis=1).tolist()
+    assert (np.abs(logits[:5] - plain[0]).max() > 1e-3) == (activation != SILU)
+
+
+def test_the_mosaic_kernels_are_chosen_for_silu_alone():
+    sizes = {"rows": 16, "d": 128, "f": 128}
+    bf16 = jnp.bfloat16
+    pool = jmoe.experts.ExpertPool(
+        jnp.zeros((4, sizes["d"], 2 * sizes["f"]), bf16), jnp.zeros((4, sizes["f"], 128), bf16)
+    )
+    h, ids = jnp.zeros((16, 128), bf16), jnp.zeros((16, 1), jnp.int32)
+    for activation, is_kernel in ((SILU, True), (Gelu(), False), (ClampedSwiglu(), False)):
+        given = {"max_active": 4, "activation": activation}
+
+        def run(h, ids, given=given):
+            return compute(pool, h, jnp.ones((16, 1)), ids, jnp.arange(4, dtype=jnp.int32), **given)
+
+        with traced_for("cuda"), noting() as noted:
+            jax.jit(run).trace(h, ids)
+        assert (noted["grouped GEMM"] == KERNEL) == is_kernel
+
+
+def test_two_activations_are_two_configurations():
+    cfg = read_config(GOLDEN)
+    shown = {repr(replace(cfg, activation=one)) for one in [*ALL, Gelu()]}
+    assert len(shown) == len(ALL)
+
+
+def test_what_has_no_room_for_one_refuses_it_by_name(tmp_path):
+    model = jmoe.load(GOLDEN, "float32")
+    cfg = replace(model.config, activation=Gelu())
+    with pytest.raises(ValueError, match=r"activation is Gelu\(tanh=False\); jmoe's own format"):
+        jmoe.checkpoint.save_native(tmp_path, cfg, model.weights)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="hidden_act"):
+        from_hf({**_raw(), "hidden_act": "gelu"})
+
+
+def _raw():
+    import json
+
+    return json.loads((GOLDEN / "config.json").read_text())
