@@ -77,6 +77,14 @@ def _split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def _resolved(address: str) -> tuple[int, Any]:
+    """Returns the family and address of HOST:PORT, of version 4 where there are both. Raises
+    OSError.
+    """
+    found = socket.getaddrinfo(*_split(address), type=socket.SOCK_STREAM)
+    return min((int(each[0]), each[4]) for each in found)
+
+
 class Followers:
     """The other processes, as process 0 sees them."""
 
@@ -102,9 +110,8 @@ class Followers:
         self._ending = False
         self._shares_secret = secret is not None
         try:
-            host, number = _split(address)
-            found = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)
-            self._port = _port_of("process 0", str(found[0][4][0]), number, secret)
+            _, (host, number, *_) = _resolved(address)
+            self._port = _port_of("process 0", host, number, secret)
         except (PortError, OSError) as error:
             raise SettingsError(
                 f"engine.coordinator is {address!r}, and this process, number 0, cannot listen "
@@ -309,11 +316,11 @@ class Leader:
         Tries until a time. Raises OSError.
         """
         while True:
-            left_s = max(0.01, until - time.monotonic())
             try:
-                with socket.create_connection(_split(self.address), left_s) as tried:
-                    host, port = tried.getpeername()[:2]
-                    return tried.getsockname()[0], f"tcp://{joined(host, port)}"
+                family, there = _resolved(self.address)
+                with socket.socket(family, socket.SOCK_DGRAM) as route:
+                    route.connect(there)  # sends nothing
+                    return route.getsockname()[0], f"tcp://{joined(*there[:2])}"
             except OSError:
                 if time.monotonic() + ASKS_EVERY_S > until:
                     raise

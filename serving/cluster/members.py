@@ -117,6 +117,7 @@ class Members:
         self._port, self._silence_s, self._hear, self._lose = port, silence_s, hear, lose
         self._beat_s = min(BEAT_S, silence_s / 4)
         self._heard_at: dict[str, float] = {}
+        self._look_at = -math.inf
         self._news: SimpleQueue[Callable[[], object]] = SimpleQueue()
         self._closes_at = math.inf
         self._thread = threading.Thread(target=self._run, name="jmoe-members", daemon=True)
@@ -193,6 +194,9 @@ class Members:
     def _look(self, spoke_at: float) -> float:
         """Gives a sign of life if one is due, and drops who is gone; returns when it last spoke."""
         now = time.monotonic()
+        if now < self._look_at:
+            return spoke_at
+        self._look_at = now + self._beat_s / 8
         for name in self._port.gone():
             self._drop(name, "")
         if now - spoke_at < self._beat_s:

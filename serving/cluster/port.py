@@ -89,11 +89,6 @@ receiver's came; whether those behind it are to come again.
 """
 _ANYBODY = bytes(_INCARNATION_BYTES)
 """The receiver of a greeting."""
-_REFUSED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
 class PortError(ValueError):
@@ -233,7 +228,8 @@ class _Link:
         """Returns whether the socket took it."""
         head = _HEAD.pack(self.to, self._sender, number, self._came, again)
         try:
-            self.socket.send_multipart([head, *frames], zmq.NOBLOCK, copy=False)
+            small = sum(map(len, frames)) < zmq.COPY_THRESHOLD
+            self.socket.send_multipart([head, *frames], zmq.NOBLOCK, copy=small)
         except zmq.Again:
             self.is_full = True
             return False
@@ -310,7 +306,11 @@ class Port:
         self._inbox.maxmsgsize = MAX_FRAME_BYTES + CURVE_BYTES
         self._connections, self._refused, self._named_at = set[int](), 0, -math.inf
         self._events = self._inbox.get_monitor_socket(
-            zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _REFUSED
+            zmq.EVENT_ACCEPTED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         )
         try:
             self._inbox.bind(bind)
@@ -466,11 +466,13 @@ class Port:
         """
         sockets = [(each, zmq.POLLIN) for each in (self._wakes, self._inbox, self._events)]
         sockets += [(each.socket, zmq.POLLOUT) for each in self._peers.values() if each.is_full]
-        zmq.zmq_poll(sockets, -1 if timeout_s == math.inf else math.ceil(1e3 * timeout_s))
-        self._look_at_connections()
-        with suppress(BlockingIOError):
-            return bool(os.eventfd_read(self._wakes))
-        return False
+        ready = zmq.zmq_poll(sockets, -1 if timeout_s == math.inf else math.ceil(1e3 * timeout_s))
+        found = {each for each, _ in ready}
+        if self._events in found:
+            self._look_at_connections()
+        if self._wakes in found:
+            os.eventfd_read(self._wakes)
+        return self._wakes in found
 
     def _look_at_connections(self) -> None:
         """Closes connections beyond the most, and logs that some were refused."""

@@ -2,7 +2,9 @@
 it.
 """
 
+import math
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,10 +29,11 @@ class Program(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """An int32 array of any rank."""
+    """Int32 arrays of any ranks, as one: a message with few arrays takes less time."""
 
-    shape: list[int]
-    data: Int32[np.ndarray, "n"]  # row by row
+    ranks: list[int]
+    sizes: list[int]  # the shapes, one after another
+    data: Int32[np.ndarray, "n"]  # row by row, likewise
 
 
 class Compile(NamedTuple):
@@ -49,7 +52,7 @@ class Run(NamedTuple):
     """See Calls; `arrays` are the arguments behind weights and state."""
 
     program: Program
-    arrays: list[Numbers]
+    arrays: Numbers
     score: bool
     sample: bool
 
@@ -64,9 +67,7 @@ class Seat(NamedTuple):
 class Draw(NamedTuple):
     """See Calls."""
 
-    shapes: Numbers
-    limited: Numbers
-    allowed: Numbers
+    arrays: Numbers
 
 
 class UseWay(NamedTuple):
@@ -123,8 +124,7 @@ class Led:
         sample: bool = False,
     ) -> StepOutput:
         """See Calls. A mesh of several processes has one model."""
-        sent = [to_message(array) for array in arrays]
-        self._followers.call(Run(to_program(key), sent, score, sample))
+        self._followers.call(Run(to_program(key), to_message(*arrays), score, sample))
         return self._device.run(key, arrays, models=models, score=score, sample=sample)
 
     def seat(self, rank: int, told: Int[np.ndarray, "1 n"]) -> None:
@@ -139,7 +139,7 @@ class Led:
         allowed: Int[np.ndarray, "n W"],
     ) -> StepOutput:
         """See Calls."""
-        self._followers.call(Draw(*map(to_message, (shapes, limited, allowed))))
+        self._followers.call(Draw(to_message(shapes, limited, allowed)))
         return self._device.draw(shapes, limited, allowed)
 
     def use_way(self, way: int) -> None:
@@ -172,11 +172,11 @@ def replay(device: Calls, calls: Iterable[Any], progress: Progress | None = None
             case Warm(program):
                 device.warm(to_key(program))
             case Run(program, arrays, score, sample):
-                device.run(to_key(program), [*map(to_array, arrays)], score=score, sample=sample)
+                device.run(to_key(program), to_arrays(arrays), score=score, sample=sample)
             case Seat(rank, told):
-                device.seat(rank, to_array(told))
-            case Draw():
-                device.draw(*map(to_array, call))
+                device.seat(rank, *to_arrays(told))
+            case Draw(arrays):
+                device.draw(*to_arrays(arrays))
             case UseWay(way):
                 device.use_way(way)
             case LoadWay(way, layer):
@@ -204,15 +204,26 @@ def to_key(program: Program) -> Key:
     return Key(phase, size, bucket_percent, (first, stop))
 
 
-def to_message(array: np.ndarray) -> Numbers:
-    """Returns an int32 array as a message. Raises TypeError for another dtype."""
-    if array.dtype != np.int32:
-        raise TypeError(f"an array of {array.dtype} cannot be sent; arguments are int32")
-    return Numbers([*array.shape], np.array(array, order="C").reshape(-1))
+def to_message(*arrays: np.ndarray) -> Numbers:
+    """Returns int32 arrays as a message. Raises TypeError for another dtype."""
+    for array in arrays:
+        if array.dtype != np.int32:
+            raise TypeError(f"an array of {array.dtype} cannot be sent; arguments are int32")
+    sizes = [size for array in arrays for size in array.shape]
+    data = np.concatenate([array.reshape(-1) for array in arrays])
+    return Numbers([array.ndim for array in arrays], sizes, data)
 
 
-def to_array(message: Numbers) -> np.ndarray:
-    """Returns the array that `to_message` was given. Raises ValueError where data and shape
+def to_arrays(message: Numbers) -> list[np.ndarray]:
+    """Returns the arrays that `to_message` was given. Raises ValueError where data and shapes
     disagree.
     """
-    return message.data.reshape(message.shape)
+    found, data, sizes = list[np.ndarray](), message.data, iter(message.sizes)
+    for rank in message.ranks:
+        shape = tuple(islice(sizes, rank))
+        count = math.prod(shape)
+        found.append(data[:count].reshape(shape))
+        data = data[count:]
+    if data.size:
+        raise ValueError(f"{data.size} numbers are in none of the arrays, {message.sizes}")
+    return found

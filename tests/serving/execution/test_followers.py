@@ -21,7 +21,7 @@ from serving.execution.replay import (
     UseWay,
     Warm,
     replay,
-    to_array,
+    to_arrays,
     to_key,
     to_message,
     to_program,
@@ -315,12 +315,15 @@ def sent(call):
 
 def test_arrays_travel_and_what_is_none_is_refused():
     for array in (ROWS, ROWS.T, ROWS[0], np.zeros((0, 3), np.int32)):
-        there = to_array(sent(Seat(0, to_message(array))).told)
+        there = to_arrays(sent(Seat(0, to_message(array, ROWS))).told)[0]
         assert there.dtype == np.int32
         np.testing.assert_array_equal(there, array)
     with pytest.raises(TypeError, match="float64"):
         to_message(np.zeros(3))
     with pytest.raises(ValueError, match="reshape"):
-        to_array(Numbers([3], np.zeros(2, np.int32)))
+        to_arrays(Numbers([1], [3], np.zeros(2, np.int32)))
+    for sizes in ([1], [-1], []):
+        with pytest.raises(ValueError, match=r"in none|reshape|negative"):
+            to_arrays(Numbers([1], sizes, np.zeros(2, np.int32)))
     with pytest.raises(ValueError, match="not known here"):
         replay(Recorder(), [None])

@@ -125,7 +125,7 @@ async def test_the_same_calls_end_in_the_same_state(kept, one_at_a_time):
     assert any(run.score for run in runs)
     assert any(not run.sample for run in runs)  # a part that is not the last
 
-    assert any(call.limited.shape[0] for call in told if isinstance(call, Draw))
+    assert any(call.arrays.sizes[2] for call in told if isinstance(call, Draw))
 
     other, follower = runner(kept)
     drawn_there = note_draws(follower.device)
@@ -168,7 +168,7 @@ async def test_a_process_lost_before_a_step_is_drawn_is_named(kept, one_at_a_tim
 
 
 def numbers(*shape):
-    return to_message(np.zeros(shape, np.int32))
+    return np.zeros(shape, np.int32)
 
 
 @pytest.mark.deep
@@ -177,20 +177,19 @@ def test_what_does_not_fit_what_is_here_is_drawn_by_nobody(kept):
     step, draw = Key("decode", 4, 100), Key("draw", 4, 100)
     device.compile([step, draw, device.buckets.seat])
     words, length = num_words(device.model.config.vocab_size), seat_size(64)
-    drawn = Draw(
-        shapes=numbers(4, NUM_SHAPE_COLUMNS), limited=numbers(1), allowed=numbers(1, words)
-    )
+    shapes, allowed = numbers(4, NUM_SHAPE_COLUMNS), numbers(1, words)
+    drawn = Draw(to_message(shapes, numbers(1), allowed))
     with pytest.raises(ValueError, match="no step waits to be drawn"):
         replay(device, [drawn])
     wrong = [
-        Draw(shapes=numbers(3, NUM_SHAPE_COLUMNS), limited=numbers(0), allowed=drawn.allowed),
-        Draw(shapes=drawn.shapes, limited=numbers(2), allowed=numbers(3, words)),
-        Draw(shapes=drawn.shapes, limited=drawn.limited, allowed=numbers(1, words + 1)),
-        Draw(
-            shapes=drawn.shapes,
-            limited=to_message(np.array([4], np.int32)),
-            allowed=drawn.allowed,
-        ),
+        Draw(to_message(*arrays))
+        for arrays in (
+            (numbers(3, NUM_SHAPE_COLUMNS), numbers(0), allowed),
+            (shapes, numbers(2), numbers(3, words)),
+            (shapes, numbers(1), numbers(1, words + 1)),
+            (shapes, np.array([4], np.int32), allowed),
+            (shapes, numbers(1)),
+        )
     ]
     for one in wrong:
         device.warm(step)
@@ -198,7 +197,7 @@ def test_what_does_not_fit_what_is_here_is_drawn_by_nobody(kept):
             replay(device, [one])
     for rank, told in ((1, numbers(1, length)), (0, numbers(1, length - 1)), (0, numbers(length))):
         with pytest.raises((TypeError, ValueError, IndexError)):
-            replay(device, [Seat(rank, told)])
+            replay(device, [Seat(rank, to_message(told))])
     device.warm(step)
     replay(device, [drawn])
     with pytest.raises(ValueError, match="no step waits to be drawn"):
