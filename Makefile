@@ -10,7 +10,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 demo: $(VENV)/.base
 	$(BIN)/jmoe demo
 
-PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20
+# Bytecode is kept, whatever the environment says: two workers and dozens of servers would each
+# compile every module anew, for 10 seconds a worker.
+KEPT := PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu
+PYTEST := $(KEPT) $(BIN)/python -m pytest -n 2 --dist loadfile --durations=20
 
 # A minute: contracts of imports, settings, scheduler, controllers, the engine over a fake device, and
 # one golden model.
@@ -19,7 +22,7 @@ QUICK := tests/test_layers.py tests/serving/test_settings.py tests/serving/sched
     tests/serving/test_classes.py --ignore tests/serving/control/test_rest.py \
     'tests/jmoe/test_golden.py::test_forward_equals_transformers[qwen2_moe]'
 quick: $(VENV)/.quick
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -m "not deep" $(QUICK)
+	$(KEPT) $(BIN)/python -m pytest -m "not deep" $(QUICK)
 
 # What a change to serving, model, training or an op's contract can break: at most ten minutes.
 test: $(VENV)/.dev

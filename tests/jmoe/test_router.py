@@ -97,17 +97,25 @@ def served_by(router) -> Model:
     return model
 
 
+PROMPT = [5, 9, 2, 40, 7]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Returns what the likeliest experts answer."""
+    return jmoe.generate(jmoe.load(GOLDEN, "float32"), [PROMPT], 6, stop_token_ids=())
+
+
 ROUTERS = pytest.mark.parametrize("router", [Contrary(), ScoredTopK()], ids=["own", "scored"])
 
 
 @ROUTERS
-def test_steps_and_the_whole_forward_pass_agree(router):
+def test_steps_and_the_whole_forward_pass_agree(router, plain):
     """And differ from the likeliest experts' answers."""
-    model, prompt = served_by(router), [5, 9, 2, 40, 7]
+    model, prompt = served_by(router), PROMPT
     got = jmoe.generate(model, [prompt], 6, stop_token_ids=())
     logits = np.asarray(jmoe.forward(model, [[*prompt, *got.tokens[0]]]))[0]
     assert got.tokens[0] == logits[len(prompt) - 1 : -1].argmax(axis=1).tolist()
-    plain = jmoe.generate(jmoe.load(GOLDEN, "float32"), [prompt], 6, stop_token_ids=())
     assert np.abs(np.array(plain.logprobs[0]) - np.array(got.logprobs[0])).max() > 1e-3
 
 
@@ -115,7 +123,7 @@ def test_steps_and_the_whole_forward_pass_agree(router):
 @ROUTERS
 @pytest.mark.parametrize("mode", ["steps", "aep"])
 async def test_engines_serve_it_on_one_device_and_on_workers(router, mode):
-    model, prompt = served_by(router), [5, 9, 2, 40, 7]
+    model, prompt = served_by(router), PROMPT
     crew = AsynchronousConfig(attention=1, experts=2) if mode == "aep" else AsynchronousConfig()
     config = EngineConfig(
         mode=mode,
