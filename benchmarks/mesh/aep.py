@@ -1,5 +1,5 @@
 """Plays asynchronous beside synchronous expert parallelism: sizes, skew and load; host costs; the
-paper's 2.7 times, in parts; and waves of an open load.
+paper's 2.7 times, in parts.
 """
 
 from collections import Counter
@@ -7,14 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from benchmarks.harness.command import markdown
 from benchmarks.mesh import cases, synchronous
-from benchmarks.mesh.asynchronous import UNLIMITED, Simulation, System, Traffic
-from benchmarks.mesh.cases import PAPER, SPARE, Case, play
+from benchmarks.mesh.asynchronous import UNLIMITED, System
+from benchmarks.mesh.cases import PAPER, Case, play
 from benchmarks.mesh.compare import PAPERS
-from benchmarks.mesh.core import NOW, PRODUCED
 from benchmarks.mesh.rates import NODE
 from jmoe.parallel.asynchronous import NO_OVERHEADS, Overheads
 from serving.scheduling.layers.picker import LayerPicker, Waiting, make_picker
@@ -85,7 +82,7 @@ def host_cost(_: bool) -> list[dict[str, Any]]:
 
 
 def paper(_: bool) -> dict[str, Any]:
-    """Returns the paper's machine: its 2.7 times in parts, and throughput against ITL by rule."""
+    """Returns the paper's machine: its 2.7 times in parts."""
     parts = []
     for top_k in (1, 2):
         for same in (True, False):
@@ -104,9 +101,7 @@ def paper(_: bool) -> dict[str, Any]:
                 rates[name] = run.tokens_per_s
             parts.append({"top_k": top_k, "same": same} | rates)
             print(f"paper top-{top_k} same {same}: {rates}", flush=True)
-    loads = (64, 256, 1024, 2048, 4096, 8192, 16384)
-    curves = [_curve(rule, load) for rule in ("flfs", "defrag") for load in loads]
-    return {"parts": parts, "curves": curves}
+    return {"parts": parts}
 
 
 def _whole(system: System) -> System:
@@ -119,81 +114,11 @@ def _both(rule: str, max_age_s: float) -> tuple[LayerPicker, LayerPicker]:
     return picker, picker
 
 
-def _curve(rule: str, in_flight: int) -> dict[str, Any]:
-    """Returns throughput at a load, as figure 11 has it: top-1, layers that differ."""
-    case = replace(PAPER, same=False, in_flight=in_flight)
-    system = _whole(case.system(4, SPARE, PAPER_OVERHEADS))
-    run = play(system, in_flight, _both(rule, 5.0), 0.1)
-    return {"rule": rule, "in_flight": in_flight} | cases.figures(run)
-
-
-WAVES = Case("mixtral-8x7b", 2, 8, 4096, 0.5, False)
-
-
-def waves(_: bool) -> list[dict[str, Any]]:
-    """Returns rates in and out of an open load, by rule and greatest age."""
-    rules = (("flfs", 100.0), ("flfs", 0.05), ("defrag", 100.0), ("mtfs", 100.0))
-    return [_open_load(rule, age, 0.8) for rule, age in rules]
-
-
-def _open_load(rule: str, max_age_s: float, load: float) -> dict[str, Any]:
-    """Plays requests that come and go at a steady rate, as the paper's figure 12 has them, through
-    eight of the layers.
-
-    `load` is of the tokens that Algorithm 1 makes with 4,096 sequences that never end.
-    """
-    system = _eight_layers(WAVES)
-    busy = play(system, WAVES.in_flight, _both("defrag", 1.0), 0.02)
-    mean_tokens, until_s, bin_s = 20.0, 4.0, 0.1
-    rate = load * busy.tokens_per_s / mean_tokens
-    rng = np.random.default_rng(12)
-    arrivals = np.cumsum(rng.exponential(1 / rate, int(rate * until_s)))
-    lengths = rng.integers(10, 31, len(arrivals))
-    simulation = Simulation(system, Traffic(30000, arrivals, lengths), _both(rule, max_age_s))
-    state, out, before = simulation.state, [], 0
-    for step in range(int(until_s / bin_s)):
-        simulation.play((step + 1) * bin_s)
-        state.seconds[NOW] = (step + 1) * bin_s
-        out.append(int(state.numbers[PRODUCED] - before) / bin_s)
-        before = int(state.numbers[PRODUCED])
-    return {
-        "rule": rule,
-        "max_age_s": max_age_s,
-        "in_tokens_per_s": rate * mean_tokens,
-        "out_tokens_per_s": out,
-        "running_at_end": int(state.running.sum()),
-    }
-
-
-def _eight_layers(case: Case) -> System:
-    """Returns a system whose tables go eight times further: an open load has no bound."""
-
-    def longer(table: np.ndarray) -> np.ndarray:
-        beyond = table[-1] + (table[-1] - table[-2]) * np.arange(1, 8 * len(table))
-        return np.concatenate([table, beyond])
-
-    system = case.system(cases.split(case), SPARE)
-    routing, placed, times = system.routing, system.placement, system.times
-    return _whole(
-        replace(
-            system,
-            routing=routing._replace(popularity=routing.popularity[:8], sets=routing.sets[:8]),
-            placement=placed._replace(hosts=placed.hosts[:8], num_hosts=placed.num_hosts[:8]),
-            times=times._replace(
-                first_s=longer(times.first_s),
-                attention_s=longer(times.attention_s),
-                products_s=longer(times.products_s),
-            ),
-        )
-    )
-
-
 PARTS: dict[str, Callable[[bool], Any]] = {
     "eight": eight_devices,
     "more": more_devices,
     "host": host_cost,
     "paper": paper,
-    "waves": waves,
 }
 DRY = ("eight",)
 
@@ -202,7 +127,7 @@ def table(found: dict[str, Any]) -> list[str]:
     """Returns the tables of every part that is there."""
     rows = [*found.get("eight", []), *found.get("more", [])]
     lines = [*by_case(rows), "", *ways(rows)] if rows else []
-    for name, part in (("host", _host), ("paper", _paper), ("waves", _waves)):
+    for name, part in (("host", _host), ("paper", _paper)):
         if name in found:
             lines += ["", *part(found[name])]
     return lines
@@ -255,7 +180,7 @@ def _host(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _paper(found: dict[str, Any]) -> list[str]:
-    """Returns the paper's machine: its ratio in parts, then tokens a second by rule and load."""
+    """Returns the paper's machine: its ratio in parts."""
     rows = []
     for one in found["parts"]:
         free, real = one["async"], one["async with its host"]
@@ -264,17 +189,4 @@ def _paper(found: dict[str, Any]) -> list[str]:
         name = f"top-{one['top_k']}, {'same' if one['same'] else 'different'}"
         rows.append([name, *(f"{part:.2f}" for part in parts)])
     heads = ["", "asynchrony itself", "its host", "baseline's cap", "baseline's host"]
-    lines = markdown([*heads, f"in all; printed: {PAPERS['aep']['speed_up']}"], rows)
-    rates = [
-        [one["rule"], one["in_flight"], f"{one['tokens_per_s']:,.0f}"] for one in found["curves"]
-    ]
-    return [*lines, "", *markdown(["rule", "in flight", "tokens/s"], rates)]
-
-
-def _waves(rows: list[dict[str, Any]]) -> list[str]:
-    cells = []
-    for row in rows:
-        rates = row["in_tokens_per_s"], np.mean(row["out_tokens_per_s"][-10:])
-        name = f"{row['rule']}, {row['max_age_s']:g} s"
-        cells.append([name, *(f"{rate:,.0f}" for rate in rates), row["running_at_end"]])
-    return markdown(["rule, greatest age", "tokens/s in", "out at the end", "running"], cells)
+    return markdown([*heads, f"in all; printed: {PAPERS['aep']['speed_up']}"], rows)

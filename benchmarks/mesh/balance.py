@@ -1,8 +1,8 @@
 """Measures how evenly one step of one layer is balanced: Libra as printed and as built, EPLB, Lina.
 
-Steps are drawn (`traces`) or of the bundled model (`bundled`). The ways are written from the
-papers' descriptions; shares and replicas of Libra are jmoe's own (`pallas_kernels.planning`),
-everything else is plain NumPy. Planning is timed too, on the device that jax has.
+Steps are drawn (`traces`). The ways are written from the papers' descriptions; shares and replicas
+of Libra are jmoe's own (`pallas_kernels.planning`), everything else is plain NumPy. Planning is
+timed too, on the device that jax has.
 """
 
 import os
@@ -147,13 +147,6 @@ def by_strategy(traces: list[Trace], accuracy: float) -> dict[str, dict[str, flo
     return found
 
 
-def bundled(dry: bool) -> dict[str, Any]:
-    """Returns what `benchmarks.mesh.bundled` measures; it loads the model."""
-    from benchmarks.mesh.bundled import measure
-
-    return measure(*((100, 16) if dry else ()))
-
-
 @jax.jit
 def _plan(expected, made, hosts):
     replicas = planning.plan_replicas(expected, hosts, num_replicas=NUM_REPLICAS, per_pair=PER_PAIR)
@@ -187,7 +180,6 @@ def plan_time(dry: bool) -> dict[str, float]:
 
 PARTS: dict[str, Callable[[bool], Any]] = {
     "synthetic": synthetic,
-    "bundled": bundled,
     "planning": plan_time,
 }
 DRY = tuple(PARTS)
@@ -203,14 +195,6 @@ def table(found: dict[str, Any]) -> list[str]:
                 row.append(f"{of[row[0]]['median']:.3f} / {of[row[0]]['p99']:.3f}")
         heads = [f"{accuracy} % right" for accuracy in by_accuracy]
         lines += markdown(["fullest device over mean, median / P99", *heads], rows)
-    if model := found.get("bundled"):
-        rows = [
-            [by, f"{100 * share:.1f} %", *(f"{of[by]:.4f}" for of in model["imbalance"].values())]
-            for by, share in model["count_accuracy"].items()
-        ]
-        heads = [f"N = {n}" for n in model["imbalance"]]
-        title = f"bundled model, {model['none']:.3f} without"
-        lines += ["", *markdown([title, "right by counts", *heads], rows)]
     if "planning" in found:
         lines += ["", "planning {ms:.3f} ms, load {machine_load:.1f}".format(**found["planning"])]
     return lines

@@ -1,6 +1,4 @@
-"""Holds the forecasts of `jmoe.parallel.asynchronous` to what `aep` simulated, and says what a
-message may cost.
-"""
+"""Holds the forecasts of `jmoe.parallel.asynchronous` to what `aep` simulated."""
 
 import json
 from collections.abc import Callable
@@ -10,19 +8,15 @@ import numpy as np
 
 from benchmarks.harness import store
 from benchmarks.harness.command import markdown
-from benchmarks.mesh.cases import SPARE, Case, pickers_of, play
+from benchmarks.mesh.cases import SPARE, Case
 from benchmarks.mesh.compare import errors
 from benchmarks.mesh.routing import place
 from jmoe.parallel import asynchronous
-from jmoe.parallel.asynchronous import MARGIN, MOST_DEVICES, Deployment, Overheads
+from jmoe.parallel.asynchronous import MARGIN, MOST_DEVICES, Deployment
 
 SIMULATED = store.ROOT / "benchmarks" / "results" / "aep_simulated.json"
 KEYS = ("model", "top_k", "devices", "in_flight", "skew", "same")
 WAYS = ("synchronous", "libra", "async")
-MESSAGES_US = (0, 2, 5, 10)
-MESH_SPLITS = ((32, 14, 1), (32, 10, 2), (64, 28, 1))
-"""Devices, attention workers and experts a token of the cases beyond 16 devices, 32,768 in flight,
-by the splits of aep_simulated.json."""
 GROUPS = (
     "8 and 16 devices, 256 and 2,048 in flight",
     "8 and 16 devices, 8,192 and 32,768 in flight",
@@ -82,24 +76,7 @@ def cases(dry: bool) -> list[dict[str, Any]]:
     return [compare(row, imbalances(case_of(row))) for row in rows]
 
 
-def messages(_: bool) -> list[dict[str, Any]]:
-    """Returns tokens a second by what a batch takes of a link beside its bytes, beyond 16
-    devices.
-    """
-    found = []
-    for devices, ours, top_k in MESH_SPLITS:
-        case = Case("mixtral-8x7b", top_k, devices, 32768, 0.5, False)
-        rates = []
-        for micros in MESSAGES_US:
-            system = case.system(ours, SPARE, Overheads(message_s=micros * 1e-6))
-            run = play(system, case.in_flight, pickers_of(system, case.in_flight), 0.1, 2, 3)
-            rates.append(run.tokens_per_s)
-        name = f"{devices} devices ({ours} + {devices - ours}), top-{top_k}"
-        found.append({"system": name, "tokens_per_s": rates})
-    return found
-
-
-PARTS: dict[str, Callable[[bool], Any]] = {"cases": cases, "messages": messages}
+PARTS: dict[str, Callable[[bool], Any]] = {"cases": cases}
 DRY = ("cases",)
 
 
@@ -129,12 +106,5 @@ def accuracy(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Returns how far forecasts are off, and thousands of tokens a second by a message's cost."""
-    lines = accuracy(found["cases"]) if "cases" in found else []
-    if "messages" in found:
-        rows = [
-            [row["system"], *(f"{rate / 1e3:,.1f}" for rate in row["tokens_per_s"])]
-            for row in found["messages"]
-        ]
-        lines += ["", *markdown(["a message, us", *map(str, MESSAGES_US)], rows)]
-    return lines
+    """Returns how far forecasts are off."""
+    return accuracy(found["cases"])
