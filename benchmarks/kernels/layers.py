@@ -58,7 +58,8 @@ def config_of(shape: Shape) -> ModelConfig:
                 "vocab_size": 8,
             }
         )
-    return replace(cfg, num_layers=1, moe_layers=(True,), vocab_size=8)
+    kind = cfg.layer_attention[:1]
+    return replace(cfg, num_layers=1, moe_layers=(True,), layer_attention=kind, vocab_size=8)
 
 
 def _weights(cfg: ModelConfig, rng: np.random.Generator) -> dict[str, jax.Array]:

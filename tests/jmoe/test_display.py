@@ -12,6 +12,7 @@ import jmoe
 from jmoe.config import ModelConfig, RopeConfig
 from jmoe.experts import ExpertPool
 from jmoe.weights import ResidentWeights
+from pallas_kernels.activation import SILU, Gelu
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TOKENS = [[5, 60, 17, 33, 8]]
@@ -72,6 +73,8 @@ def changed(value):
         return not value
     if isinstance(value, tuple):
         return (*value, 1)
+    if value == SILU:
+        return Gelu()
     return value + "x" if isinstance(value, str) else value * 2 + 2
 
 

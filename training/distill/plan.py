@@ -328,7 +328,8 @@ def measure(plan: RunPlan, tell: Callable[[str], None] = lambda what: None) -> T
             plan.config.refine_rows, group // math.gcd(group, plan.config.length) * here
         ),
     )
-    cfg = dataclasses.replace(plan.cfg, num_layers=1, moe_layers=(True,))
+    kind = plan.cfg.layer_attention[:1]
+    cfg = dataclasses.replace(plan.cfg, num_layers=1, moe_layers=(True,), layer_attention=kind)
     config.check_devices(here, cfg.d_model)
     tell("a layer's capture")
     model = random_model(cfg, config.seed, layers_dtype(config, plan.room.platform))
@@ -358,7 +359,9 @@ def measure(plan: RunPlan, tell: Callable[[str], None] = lambda what: None) -> T
     # Of several layers each takes longer than one alone, since gradients keep what each computed.
     # The head of a large vocabulary takes longer than many layers: it is timed by difference.
     count = min(2, plan.cfg.num_layers)
-    two = dataclasses.replace(cfg, num_layers=count, moe_layers=(True,) * count)
+    two = dataclasses.replace(
+        cfg, num_layers=count, moe_layers=(True,) * count, layer_attention=kind * count
+    )
     small = dataclasses.replace(two, vocab_size=min(_SMALL_VOCABULARY, cfg.vocab_size))
     both = _end_to_end_step(small, config, min(plan.ways))
     whole = _end_to_end_step(two, config, min(plan.ways))

@@ -113,6 +113,7 @@ def simulated_model(limits: Limits, visits_per_layer: int, way: int) -> Model:
         eos_token_ids=(),
         num_layers=layers,
         moe_layers=(True,) * layers,
+        layer_attention=(),
         experts_per_token=visits_per_layer,
     )
     united = {}
