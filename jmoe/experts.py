@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jmoe import display
 from jmoe.numbers import integer
 from pallas_kernels import grouped_gemm
-from pallas_kernels.activation import SILU, Activation
+from pallas_kernels.activation import Activation
 from pallas_kernels.routing import Dispatch, RowTiles, TableRow
 
 FETCHED, ABSENT = 1, 2
@@ -36,7 +36,7 @@ class Pool(ABC):
 
     @abstractmethod
     def mlp(
-        self, h: Float[Array, "T d"], work: Dispatch, activation: Activation = SILU
+        self, h: Float[Array, "T d"], work: Dispatch, activation: Activation
     ) -> Float[Array, "T d"]:
         """Computes the sum of each row's experts as `grouped_gemm.moe_mlp` does, float32. `work`
         names slots of the whole pool: nothing is to be cut out of it.
@@ -102,7 +102,7 @@ class ExpertPool(Pool, _Plain):
         return self.down.dtype
 
     def mlp(
-        self, h: Float[Array, "T d"], work: Dispatch, activation: Activation = SILU
+        self, h: Float[Array, "T d"], work: Dispatch, activation: Activation
     ) -> Float[Array, "T d"]:
         """See Pool."""
         return grouped_gemm.moe_mlp(h, self.gate_up, self.down, work, activation)

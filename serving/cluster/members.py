@@ -100,6 +100,16 @@ def difference(here: Mapping[str, str], there: Mapping[str, str], index: int) ->
     return "", ""
 
 
+def run_all(calls: "SimpleQueue[Callable[[], object]]") -> None:
+    """Runs the calls that wait in a queue, in order."""
+    while True:
+        try:
+            call = calls.get_nowait()
+        except Empty:
+            return
+        call()
+
+
 class Members:
     """A port in a thread of its own, with signs of life both ways to all peers that it meets."""
 
@@ -170,7 +180,7 @@ class Members:
                     if name != STRANGER:
                         self._heard_at[name] = time.monotonic()
                     self._hear(name, message)
-                self._take_news()
+                run_all(self._news)
                 spoke_at = self._look(spoke_at)
         except Exception as error:
             log.debug("where it came from", exc_info=True)
@@ -182,14 +192,6 @@ class Members:
         if math.isinf(self._closes_at):
             return False
         return time.monotonic() >= self._closes_at or not self._port.undelivered()
-
-    def _take_news(self) -> None:
-        while True:
-            try:
-                call = self._news.get_nowait()
-            except Empty:
-                return
-            call()
 
     def _look(self, spoke_at: float) -> float:
         """Gives a sign of life if one is due, and drops who is gone; returns when it last spoke."""

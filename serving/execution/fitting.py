@@ -49,8 +49,8 @@ def fit_to_model(config: EngineConfig, model: Model, num_ranks: int = 0) -> Engi
     """
     if config.reuses_prefixes and not all(k.shares_pages for k in model.config.attention_kinds):
         raise SettingsError(
-            f"engine.prefix_reuse is {config.prefix_reuse!r}; {model.name} has layers that keep "
-            "nothing in pages to begin with; set it to 'off'"
+            f"engine.prefix_reuse is {config.prefix_reuse!r}; {model.name} has attention layers "
+            "whose cache lies outside pages, so that prompts can share none; set it to 'off'"
         )
     num_ranks = num_ranks or num_ranks_of(model)
     length = served_len(config, model.config, model.name, num_ranks)

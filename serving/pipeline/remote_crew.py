@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool
 
-from serving.cluster.members import BEAT_S, Address, Alive, Stop
+from serving.cluster.members import BEAT_S, Address, Alive, Stop, run_all
 from serving.cluster.port import Port
 from serving.config import EngineConfig
 from serving.errors import Lost, Unavailable
@@ -251,7 +251,7 @@ class RemoteCrew(Crew):
         assert self._port is not None
         for sender, message in self._port.receive(BEAT_S / 4):
             self._hear(self._by_name[sender], message)
-        self._take_news()
+        run_all(self._news)
         self._look_after_all()
 
     def _run(self) -> None:
@@ -269,14 +269,6 @@ class RemoteCrew(Crew):
             self._failures.say(f"the crew's thread: {type(error).__name__}: {error}")
         finally:
             self._ended.set()
-
-    def _take_news(self) -> None:
-        while True:
-            try:
-                call = self._news.get_nowait()
-            except Empty:
-                return
-            call()
 
     def _send(self, name: str, message: Any) -> None:
         worker = self._by_name[name]

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -114,8 +115,9 @@ class RayStarter:
 
     def close(self) -> None:
         """See Starter. A cluster that was joined keeps running."""
-        for actor in self._actors.values():
-            ray.kill(actor)
+        for name in self._actors:
+            with suppress(RayError):  # the cluster may be gone
+                self.kill(name)
         until = time.monotonic() + STOPS_WITHIN_S
         for watcher in list(self._watchers):  # a call under way while Ray ends can end the process
             watcher.join(max(0.0, until - time.monotonic()))

@@ -1,5 +1,6 @@
 """A decode step of several models' rows gives each row what a step of its model alone gives it."""
 
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jmoe.attention import FULL, Paged
 from jmoe.brownout import Control, strategy_code
 from jmoe.experts import ABSENT, FETCHED, ExpertTable
 from jmoe.family import load_family
@@ -71,10 +73,13 @@ def random_state(cfg):
         dtype=jnp.dtype(jnp.float32),
     )
     rng = np.random.default_rng(0)
-    pages = [jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32) for leaf in state.pages]
+
+    def noise(leaf):
+        return jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32)
+
     table = np.arange(SLOTS * BLOCKS, dtype=np.int32).reshape(SLOTS, BLOCKS)
     return state._replace(
-        pages=type(state.pages)(*pages),
+        pages=jax.tree.map(noise, state.pages),
         block_table=jnp.asarray(table),
         last_token=jnp.asarray(rng.integers(1, cfg.vocab_size, SLOTS), jnp.int32),
     )
@@ -130,7 +135,7 @@ def segment(number):
 def check_segments(models, counts, state, out):
     """Checks that every row returns and writes what it does in a step of its model alone."""
     rows, expert_rows = rows_of(counts), 0
-    before = [np.asarray(leaf) for leaf in random_state(models[0].config).pages]
+    before = [*map(np.asarray, jax.tree.leaves(random_state(models[0].config).pages))]
     pages = [leaf.copy() for leaf in before]
     for number, (model, count) in enumerate(zip(models, counts, strict=True)):
         own = segment(number)
@@ -144,12 +149,12 @@ def check_segments(models, counts, state, out):
         np.testing.assert_array_equal(
             np.asarray(state.last_token)[slots], np.asarray(state_alone.last_token)[slots]
         )
-        for leaf, old, got in zip(pages, before, state_alone.pages, strict=True):
+        for leaf, old, got in zip(pages, before, jax.tree.leaves(state_alone.pages), strict=True):
             changed = np.asarray(got) != old
             leaf[changed] = np.asarray(got)[changed]
     np.testing.assert_array_equal(out.expert_rows, expert_rows)
     assert not np.asarray(out.degraded).any()
-    for want, got in zip(pages, state.pages, strict=True):
+    for want, got in zip(pages, jax.tree.leaves(state.pages), strict=True):
         np.testing.assert_allclose(got[:, :-1], want[:, :-1], atol=2e-5)  # but the padding page
 
 
@@ -171,6 +176,20 @@ def test_rows_are_those_of_each_model_alone(family, case, shared, numbers, count
     loaded = family(case, shared)
     models = [loaded[number] for number in numbers]
     check_segments(models, counts, *run_mixed(models, rows_of(counts)))
+
+
+@pytest.mark.deep
+def test_layers_of_several_attention_kinds_are_those_of_each_model_alone(family):
+    kinds = (Paged(4), FULL, Paged(3), FULL)
+    models = [
+        replace(model, config=replace(model.config, layer_attention=kinds))
+        for model in family("qwen3_moe_mixed_yarn")[:2]
+    ]
+    counts = 4, 2
+    full = run_mixed(family("qwen3_moe_mixed_yarn")[:2], rows_of(counts))[1]
+    state, out = run_mixed(models, rows_of(counts))
+    assert np.abs(out.logits - full.logits).max() > 1e-2
+    check_segments(models, counts, state, out)
 
 
 @pytest.mark.exhaustive
