@@ -65,7 +65,7 @@ gpu:
 # no part of `make gpu` reads, and wheels that an image with jax, flax, optax, orbax, transformers and
 # torch lacks.
 GPU_WHEELS := annotated-types fastapi fastapi-swagger grpcio grpcio-health-checking grpcio-reflection \
-    httptools jiter llguidance opentelemetry-api orjson protobuf pydantic pydantic-core starlette \
+    httptools jiter llguidance opentelemetry-api orjson protobuf pydantic pydantic-core pyzmq starlette \
     typing-inspection uvicorn
 gpu-pack: $(VENV)/.base
 	rm -rf out/gpu-pack && mkdir -p out/gpu-pack/jmoe

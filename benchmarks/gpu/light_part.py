@@ -1,6 +1,7 @@
 """First light: the smallest kernel, a step of two layers, every kernel once; a process each.
 
-Whatever one of them does (hang, crash, wrong rows) costs that one alone. Four run at a time.
+Whatever one of them does (hang, crash, wrong rows) costs that one alone. Four to ten run at a time,
+as processors allow. What one that failed has printed is kept in `light-logs`, beside the results.
 """
 
 import json
@@ -12,8 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import light
@@ -29,10 +31,11 @@ DEPENDS = (
     "benchmarks/gpu/light_part.py",
 )
 START_S = 0.0
-AT_ONCE = 4
+AT_ONCE = max(4, min(10, (os.cpu_count() or 4) * 5 // 8))
 LIMIT_S = 75.0
 """Of a case's process: imports, compiling, two runs."""
 DRY_LIMIT_S = 60.0
+MOST_LOG_CHARACTERS = 200_000
 
 
 def cases(sizes: Sizes) -> list[Case]:
@@ -52,11 +55,16 @@ def session(context: Context) -> Iterator[RunCase]:
     limit_s = DRY_LIMIT_S if context.sizes.dry else LIMIT_S
     pool = ThreadPoolExecutor(AT_ONCE)
     wanted = [case.name for case in cases(context.sizes) if not context.record("light", case.name)]
-    found = {name: pool.submit(run_case, name, context.sizes.dry, limit_s) for name in wanted}
+    logs = context.kept.folder / "light-logs"
+
+    def submit(name: str) -> Future[dict[str, Any]]:
+        return pool.submit(run_case, name, context.sizes.dry, limit_s, logs)
+
+    found = {name: submit(name) for name in wanted}
 
     def run(case: Case) -> dict[str, Any]:
         if case.name not in found:
-            found[case.name] = pool.submit(run_case, case.name, context.sizes.dry, limit_s)
+            found[case.name] = submit(case.name)
         return found[case.name].result()
 
     try:
@@ -65,8 +73,10 @@ def session(context: Context) -> Iterator[RunCase]:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def run_case(name: str, dry: bool, limit_s: float) -> dict[str, Any]:
-    """Runs a case in a process; `figures.verdict` of the record is ok, WRONG, CRASH or HANG."""
+def run_case(name: str, dry: bool, limit_s: float, logs: Path) -> dict[str, Any]:
+    """Runs a case in a process; `figures.verdict` of the record is ok, WRONG, CRASH or HANG. What
+    one that is not ok has printed goes to a file in `logs`.
+    """
     words = [sys.executable, "-m", "benchmarks.gpu.light", name, *(["--dry-run"] if dry else [])]
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     began = time.monotonic()
@@ -101,6 +111,9 @@ def run_case(name: str, dry: bool, limit_s: float) -> dict[str, Any]:
     record: dict[str, Any] = {"figures": {"verdict": verdict, "took_s": took_s}, **more}
     if verdict != "ok":
         record["failed"] = verdict
+        logs.mkdir(parents=True, exist_ok=True)
+        text = "\n".join(lines)[-MOST_LOG_CHARACTERS:]
+        (logs / f"{name.replace('/', '.')}.log").write_text(text, encoding="utf-8")
     return record
 
 

@@ -58,8 +58,8 @@ def key_of(secret):
 
 @contextmanager
 def stranger(leader, key, server):
-    """Yields a socket to process 0 with a key of its own, which takes the server's for another's;
-    None: without encryption.
+    """Yields a socket to process 0 with a key of its own, which takes the server's for another's
+    (None: without encryption), and a socket of events that tells when the connection is refused.
     """
     with zmq.Context() as context:
         one = context.socket(zmq.PUSH)
@@ -68,10 +68,19 @@ def stranger(leader, key, server):
             one.curve_secretkey = z85.encode(key)
             one.curve_publickey = zmq.curve_public(z85.encode(key))
             one.curve_serverkey = zmq.curve_public(z85.encode(server))
+        # Before it connects: a connection that breaks the protocol is refused once, and not retried.
+        refused = one.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_DISCONNECTED
+        )
         one.connect(f"tcp://127.0.0.1:{leader.port}")
         try:
-            yield one
-        finally:
+            yield one, refused
+        finally:  # both, or the context waits for ever
+            one.disable_monitor()
+            refused.close()
             one.close()
 
 
@@ -94,16 +103,12 @@ def test_who_has_not_the_secret_is_told_nothing_and_neither_joins_nor_ends_the_s
     key, server, caplog
 ):
     with served(SECRET) as leader:
-        with stranger(leader, key and key_of(key), server and key_of(server)) as one:
-            events = one.get_monitor_socket(
-                zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-                | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-                | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-                | zmq.EVENT_DISCONNECTED
-            )
+        with stranger(leader, key and key_of(key), server and key_of(server)) as (
+            one,
+            refused,
+        ):
             one.send_multipart(greeting(join()))
-            assert events.poll(20_000)
-            events.close()
+            assert refused.poll(20_000)
         assert not leader._joined
         with joins(leader, SECRET):
             pass
@@ -131,7 +136,7 @@ def test_who_has_not_the_secret_is_told_nothing_and_neither_joins_nor_ends_the_s
 )
 def test_whoever_has_the_key_and_says_nonsense_does_not_join(secret, frames):
     with served(secret) as leader:
-        with stranger(leader, key_of(secret), key_of(secret)) as one:
+        with stranger(leader, key_of(secret), key_of(secret)) as (one, _):
             one.send_multipart(frames)
             with joins(leader, secret):
                 pass
