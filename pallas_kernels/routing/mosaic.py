@@ -196,7 +196,7 @@ def _call(sizes: Sizes):
         *([i32(sizes.map_rows, COUNT + 1)] if sizes.tiles else []),
     )
     written = [shape for shape in results if shape is not None]
-    exchanged = [i32(blocks, sizes.padded), i32(blocks, sizes.chunks, ROWS)] if blocks > 1 else []
+    exchanged = [i32(blocks, _odd(sizes.padded // ROWS) * ROWS), i32(blocks, _odd(sizes.chunks), ROWS)]
 
     def routing(*refs, **scratch):
         given, refs = refs[: len(Given._fields)], refs[len(Given._fields) :]
@@ -207,13 +207,22 @@ def _call(sizes: Sizes):
 
     kernel = plgpu.kernel(
         routing,
-        out_type=[*written, *exchanged],
+        out_type=[*written, *(exchanged if blocks > 1 else [])],
         cluster=(blocks,),
         cluster_names=("block",),
         scratch_types=scratch(sizes),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     return lambda *given: Out(*kernel(*given)[: len(written)])
+
+
+def _odd(vectors: int) -> int:
+    """Returns the distance between the parts of two blocks, in vectors of 64.
+
+    Where it is a power of two, ptxas 13 may compute the address of a block's part with 32 bits,
+    and the copy goes astray (tests/pallas_kernels/test_addresses.py).
+    """
+    return max(3, vectors | 1)
 
 
 def _route(at: Block) -> None:
@@ -362,10 +371,13 @@ def _exchange(at: Block, which: int, own, every) -> None:
     one proxy, in the order that `wait_smem_to_gmem` makes, and nothing has to be ordered between
     blocks but the copies' arrival in shared memory, which the barrier of each block counts. The
     interpreter takes a multicast for a read of all parts by every block, so there they meet first.
+
+    In memory, parts are an odd number of vectors apart (`_odd`).
     """
     if at.sizes.blocks == 1:
         return
     smem, shared = at.smem, at.shared[which]
+    shared = shared.at[:, pl.ds(0, own.shape[0])]
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(own, shared.at[at.index])
     plgpu.wait_smem_to_gmem(0)

@@ -82,7 +82,7 @@ def test_kernels_and_references_make_the_same_model():
     from jmoe.config import from_hf
     from jmoe.random_model import random_model
 
-    config = {**hf_config("qwen1.5-moe-a2.7b", 1), "vocab_size": 1024}
+    config = {**hf_config("qwen1.5-moe-a2.7b", 1), "vocab_size": 1024, "eos_token_id": None}
     model = random_model(from_hf(config), 0, "bfloat16", skew=4.0)
     tokens = np.random.default_rng(0).integers(1024, size=(64, 8))
     kernels = np.asarray(jmoe.forward(model, tokens))

@@ -68,7 +68,7 @@ def stranger(leader, key, server):
             one.curve_secretkey = z85.encode(key)
             one.curve_publickey = zmq.curve_public(z85.encode(key))
             one.curve_serverkey = zmq.curve_public(z85.encode(server))
-        # Before it connects: a connection that breaks the protocol is refused once, and not retried.
+        # Before it connects: who breaks the protocol is refused once, and does not try again.
         refused = one.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
             | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
