@@ -75,8 +75,14 @@ def _add_one() -> Any:
     )
 
 
-def _step(way: str, dry: bool, case: str) -> dict[str, Any]:
-    """Compares a decode step of two layers with the same step by XLA references."""
+STEPS = ("references", "eager", "graph", "graph/united", "graph/slots", "prefill")
+"""Steps of two layers: `united` has slots for united experts, `slots` four times as many sequences'
+pages, as a server has.
+"""
+
+
+def _step(form: str, dry: bool, case: str) -> dict[str, Any]:
+    """Compares a step of two layers with the same step by XLA references: decode, but `prefill`."""
     import contextlib
 
     import jax
@@ -86,23 +92,34 @@ def _step(way: str, dry: bool, case: str) -> dict[str, Any]:
     from benchmarks.gpu import models, step_part
     from benchmarks.gpu.sizes import DRY, Sizes
     from jmoe.packed_rows import empty_deltas, pack_row
-    from jmoe.steps import decode_step, served
+    from jmoe.steps import decode_step, prefill_step, served
     from pallas_kernels.backend import references_only
 
+    way, _, more = form.partition("/")
     batch = 4 if dry else 64
-    sizes = replace(DRY if dry else Sizes(), batches=(batch,), ways=())
+    sizes = replace(DRY if dry else Sizes(), batches=(batch,))
     _phase("draw")
-    model = models.make(sizes, depth=2)
-    rows = np.stack([pack_row(slot, kv_len=sizes.context) for slot in range(batch)])
-    arrays = jnp.asarray(rows), jnp.asarray(empty_deltas(batch)), jnp.asarray([100, 0], jnp.int32)
+    model = models.make(sizes, ways=sizes.ways[:1] if more == "united" else (), depth=2)
+    cfg = model.config
+    slots = (batch * 4,) if more == "slots" else (batch,)
+    arrays: tuple[Any, ...] = jnp.asarray(empty_deltas(batch)), jnp.asarray([100, 0], jnp.int32)
+    if way == "prefill":
+        step: Any = prefill_step
+        each = sizes.context // 2
+        rows = np.stack([pack_row(i, kv_len=each, q_len=each) for i in range(4)])
+        drawn = np.random.default_rng(0).integers(cfg.vocab_size, size=4 * each)
+        arrays = jnp.asarray(drawn, jnp.int32), jnp.asarray(rows), *arrays
+    else:
+        step = decode_step
+        rows = np.stack([pack_row(slot, kv_len=sizes.context) for slot in range(batch)])
+        arrays = jnp.asarray(rows), *arrays
 
     def tokens_and_logits(way: str) -> tuple[Any, Any]:
-        params, options = served(model.params, eager=way != "graph")
-        state = step_part.decode_state(sizes, model, (batch,))
+        params, options = served(model.params, eager=way == "eager")
+        state = step_part.decode_state(sizes, model, slots)
 
         def call(state: Any, weights: Any, *arrays: Any) -> Any:
-            cfg = model.config
-            state, out = decode_step(cfg, weights, state, *arrays, max_active=cfg.num_experts)
+            state, out = step(cfg, weights, state, *arrays, max_active=cfg.num_experts)
             return state, out.logits
 
         weights = model.weights._replace(params=params)

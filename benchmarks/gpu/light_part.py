@@ -35,14 +35,16 @@ AT_ONCE = max(4, min(10, (os.cpu_count() or 4) * 5 // 8))
 LIMIT_S = 75.0
 """Of a case's process: imports, compiling, two runs."""
 DRY_LIMIT_S = 60.0
-MOST_LOG_CHARACTERS = 200_000
+MOST_LOG_LINES = 1000
+CORE = {"CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1", "CUDA_ENABLE_LIGHTWEIGHT_COREDUMP": "1"}
+"""Has the driver write down which kernel failed, and where."""
 
 
 def cases(sizes: Sizes) -> list[Case]:
     """Returns the cases, the smallest first. An estimate is a quarter of a case's time, as four run
     at once.
     """
-    names = ["smoke", *(f"step/{way}" for way in ("references", "eager", "graph"))]
+    names = ["smoke", *(f"step/{form}" for form in light.STEPS)]
     names += [case.name for case in light.op_cases(dry=sizes.dry)]
     return [Case(name, 4.0) for name in names]
 
@@ -78,7 +80,15 @@ def run_case(name: str, dry: bool, limit_s: float, logs: Path) -> dict[str, Any]
     one that is not ok has printed goes to a file in `logs`.
     """
     words = [sys.executable, "-m", "benchmarks.gpu.light", name, *(["--dry-run"] if dry else [])]
-    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{name.replace('/', '.')}.log"
+    core = log.with_suffix(".core")
+    env = {
+        **os.environ,
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        **CORE,
+        "CUDA_COREDUMP_FILE": str(core),
+    }
     began = time.monotonic()
     process = subprocess.Popen(
         words,
@@ -111,10 +121,26 @@ def run_case(name: str, dry: bool, limit_s: float, logs: Path) -> dict[str, Any]
     record: dict[str, Any] = {"figures": {"verdict": verdict, "took_s": took_s}, **more}
     if verdict != "ok":
         record["failed"] = verdict
-        logs.mkdir(parents=True, exist_ok=True)
-        text = "\n".join(lines)[-MOST_LOG_CHARACTERS:]
-        (logs / f"{name.replace('/', '.')}.log").write_text(text, encoding="utf-8")
+        text = "\n".join([*lines[-MOST_LOG_LINES:], *where_it_failed(core)])
+        log.write_text(text, encoding="utf-8")
     return record
+
+
+def where_it_failed(core: Path) -> list[str]:
+    """Returns what cuda-gdb reads of the driver's core dump: kernel, warps, instructions. Removes
+    the dump.
+    """
+    if not core.exists():
+        return []
+    words = ["cuda-gdb", "-batch", "-ex", f"target cudacore {core}", "-ex", "info cuda kernels"]
+    words += ["-ex", "info cuda warps", "-ex", "x/24i $pc-256"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        return [f"cuda-gdb: {error}"]
+    finally:
+        core.unlink()
+    return [*done.stdout.splitlines(), *done.stderr.splitlines()]
 
 
 def judged(lines: list[str], status: int, hung: bool, limit_s: float) -> tuple[str, dict[str, Any]]:

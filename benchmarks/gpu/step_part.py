@@ -152,7 +152,7 @@ class _Steps:
         timing = (self.ruler if case.about.get("eager") else self._clock).measure(program)
         active, calls = np.asarray(program.carry[1]), program.calls
         self.state = program.carry[0]
-        per_layer = active / calls
+        per_layer = active.sum(axis=1) / calls
         record = {
             "timing": {**timing._asdict(), "kernels": _by_name(timing.kernels)},
             "active_experts": {
@@ -233,7 +233,7 @@ class _Steps:
             state, active = carry
             weights, *arrays = args
             state, out = step(cfg, weights, state, *arrays, max_active=max_active)
-            active += jnp.sum(out.expert_rows > 0, axis=1, dtype=jnp.int32)
+            active += (out.expert_rows > 0).astype(jnp.int32)
             return (state, active), out._replace(logits=None)
 
         strategy = STRATEGIES["partial" if setting.way else "zero"]
@@ -241,7 +241,7 @@ class _Steps:
         params, options = self._eager if eager else self._graph
         held, rows = (model.weights._replace(params=params),), (*arrays, control)
         state = self.state._replace(block_table=jnp.asarray(self._tables[phase]))
-        carry = (state, jnp.zeros(cfg.num_moe_layers, jnp.int32))
+        carry = (state, jnp.zeros((cfg.num_moe_layers, m + model.num_united_slots), jnp.int32))
         key = phase, size, bucket, eager
         if key not in self._compiled:
             call.__name__ = f"{phase}_{size}_{bucket}"

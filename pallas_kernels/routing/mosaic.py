@@ -196,7 +196,8 @@ def _call(sizes: Sizes):
         *([i32(sizes.map_rows, COUNT + 1)] if sizes.tiles else []),
     )
     written = [shape for shape in results if shape is not None]
-    exchanged = [i32(blocks, _odd(sizes.padded // ROWS) * ROWS), i32(blocks, _odd(sizes.chunks), ROWS)]
+    apart = _odd(sizes.padded // ROWS), _odd(sizes.chunks)
+    exchanged = [i32(blocks, apart[0] * ROWS), i32(blocks, apart[1], ROWS)]
 
     def routing(*refs, **scratch):
         given, refs = refs[: len(Given._fields)], refs[len(Given._fields) :]
@@ -220,7 +221,7 @@ def _odd(vectors: int) -> int:
     """Returns the distance between the parts of two blocks, in vectors of 64.
 
     Where it is a power of two, ptxas 13 may compute the address of a block's part with 32 bits,
-    and the copy goes astray (tests/pallas_kernels/test_addresses.py).
+    and the copy goes astray (`test_a_blocks_copies_go_by_whole_addresses`).
     """
     return max(3, vectors | 1)
 

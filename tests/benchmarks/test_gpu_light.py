@@ -121,3 +121,19 @@ def test_planted_faults_cost_their_cases_alone(tmp_path, monkeypatch):
     assert wrong.startswith("WRONG: first at [1, 0], share 0.5, NaN ")
     assert set(found.values()) == {"ok"}
     assert len(found) > 5
+
+
+def test_a_core_dump_says_where_a_kernel_failed(tmp_path, monkeypatch):
+    debugger = tmp_path / "cuda-gdb"
+    debugger.write_text("#!/bin/sh\necho kernel routing; echo no symbols >&2\n")
+    debugger.chmod(0o755)
+    core = tmp_path / "a.core"
+    assert light_part.where_it_failed(core) == []
+    for path, told in (
+        (f"{tmp_path}:/bin", ["kernel routing", "no symbols"]),
+        ("/nowhere", ["cuda-gdb: [Errno 2] No such file or directory: 'cuda-gdb'"]),
+    ):
+        core.write_bytes(b"")
+        monkeypatch.setenv("PATH", path)
+        assert light_part.where_it_failed(core) == told
+        assert not core.exists()

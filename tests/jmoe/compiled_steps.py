@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import yaml
-from sm90 import ptxas
+from sm90 import ptxas, sass
 
 from jmoe.checkpoint import empty_pool
 from jmoe.config import ModelConfig, from_hf
@@ -68,12 +68,15 @@ QWEN15, QWEN3, MIXTRAL = (
 
 
 @pytest.fixture(autouse=True)
-def _kernels_are_assembled_well(capfd, monkeypatch):
-    """Checks every kernel that a test is the first to compile: registers suffice, and products
-    overlap.
+def _kernels_are_assembled_well(capfd, monkeypatch, tmp_path):
+    """Checks every kernel that a test is the first to compile: registers suffice, products overlap,
+    and addresses are whole.
     """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    sass.dump_to(monkeypatch, tmp_path)
     yield
+    kernels = sass.read(tmp_path)
+    assert [name for name, code in kernels.items() if sass.short_addresses(code)] == []
     kernels = ptxas.parse("".join(capfd.readouterr()))
     assert [kernel for kernel in kernels if kernel.spill_bytes or kernel.serialized] == []
 

@@ -27,6 +27,21 @@ def test_instructions_are_read():
     ]
 
 
+SHORT = """
+   -:-:-:Y:01        /*0000*/                   UMOV UR7, URZ
+   -:-:-:Y:01        /*0010*/                   ULEA UR6, UR6, UR8, 0x9
+   -:2:-:Y:01        /*0020*/                   @UP0 UBLKCP.G.S [UR6], [UR12], UR13
+   -:-:-:Y:01        /*0030*/                   UIADD3.64 UR6, UR4, UR6, URZ
+   -:2:-:Y:01        /*0040*/                   @UP0 UBLKCP.G.S [UR6], [UR12], UR13
+   -:-:-:Y:01        /*0050*/                   UIMAD.WIDE.U32 UR4, UR12, 0x300, UR8
+   -:2:-:Y:01        /*0060*/                   UBLKCP.S.G [UR10], [UR4], UR13
+"""
+
+
+def test_an_address_without_an_upper_half_is_found():
+    assert [i.address for i in sass.short_addresses(sass.parse(SHORT))] == [0x20]
+
+
 def test_kernels_are_disassembled(monkeypatch, tmp_path):
     q = jax.ShapeDtypeStruct((8, 8, 128), jnp.bfloat16)
     pages = jax.ShapeDtypeStruct((1, 16, 1, 64, 128), jnp.bfloat16)
