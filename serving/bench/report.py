@@ -146,17 +146,20 @@ def pair_line(number: int, pair: Mapping[str, Any]) -> str:
 
 
 def median_pair(pairs: Sequence[Mapping[str, Any]]) -> int:
-    """Returns the index of the pair in the middle by late tokens with brownout, of those that count
-    if any do.
+    """Returns the index of the pair in the middle by what brownout changes of the burst's late
+    tokens, of those that count if any do.
     """
 
-    def late(at: int) -> float:
-        pair = pairs[at]
-        burst = pair["runs"][_compared(pair)[1]]["burst"]
-        return sum(burst[f"{metric}_violation_rate"] or 0.0 for metric in METRICS)
+    def change(at: int) -> float:
+        runs = pairs[at]["runs"]
+        zero, brownout = (
+            sum(runs[name]["burst"][f"{metric}_violation_rate"] or 0.0 for metric in METRICS)
+            for name in _compared(pairs[at])
+        )
+        return brownout - zero
 
     counted = [at for at, pair in enumerate(pairs) if not pair["why_not"]]
-    ordered = sorted(counted or range(len(pairs)), key=late)
+    ordered = sorted(counted or range(len(pairs)), key=change)
     return ordered[(len(ordered) - 1) // 2]
 
 

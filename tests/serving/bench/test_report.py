@@ -175,6 +175,13 @@ def test_the_median_pair_is_one_that_counts():
     assert median_pair(of_pairs(0.5, 0.02, 0.9, why_not=(0, 1, 2))["pairs"]) == 0
 
 
+def test_the_median_pair_is_not_one_whose_burst_was_light():
+    """It has the middle of late tokens with brownout, and shows nothing of what brownout does."""
+    pairs = of_pairs(0.02, 0.08, 0.09)["pairs"]
+    light = result(zero=(0.07, 0.0), brownout=(0.08, 0.0))
+    assert median_pair([pairs[0], {**pairs[1], "runs": light["runs"]}, pairs[2]]) == 2
+
+
 def test_a_pair_says_why_it_does_not_count():
     pairs = of_pairs(0.02, 0.04, why_not=(1,))["pairs"]
     assert pair_line(1, pairs[0]).endswith("2.0 % / 0.0 % with")
