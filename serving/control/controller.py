@@ -30,6 +30,7 @@ class Load(NamedTuple):
 
     num_running: int = 0  # latency-sensitive requests that have a slot
     num_waiting: int = 0  # and that have none
+    num_prefilling: int = 0  # that have a slot and no first token yet
     max_running: int = 1
     arrivals_per_s: float = 0.0
     prompt_tokens: float = 0.0  # of a request; mean

@@ -1,5 +1,7 @@
 """The recent load of an engine."""
 
+import math
+from bisect import bisect_right
 from collections import deque
 
 from serving.control.controller import Load
@@ -9,8 +11,10 @@ from serving.scheduling.batch import ScheduledStep
 from serving.scheduling.sequence import SequenceState
 from serving.telemetry.observer import Observer
 
-WINDOW_S = 1.0
-"""Long enough to count arrivals at a rate where brownout matters, short enough to see a burst."""
+WINDOWS_S = 1.0, 4.0
+"""Short enough to see a burst, and long enough to count arrivals by."""
+SIGNIFICANT = 2.0
+"""Standard deviations of a Poisson count by which the short window has to differ to be believed."""
 WEIGHT = 0.05  # of the newest step or request in a mean
 
 
@@ -19,6 +23,7 @@ class LoadMeter(Observer):
 
     def __init__(self) -> None:
         self._arrivals: deque[float] = deque()
+        self._first_at = math.inf
         self._prompt_tokens = _Mean()
         self._new_tokens = _Mean()
         self._prefill_tokens = _Mean()
@@ -27,6 +32,7 @@ class LoadMeter(Observer):
     def request_admitted(self, sequence: SequenceState, now: float) -> None:
         """See Observer."""
         if sequence.request.priority is Priority.LATENCY_SENSITIVE:
+            self._first_at = min(self._first_at, now)
             self._arrivals.append(now)
             self._forget(now)
             if not self._prompt_tokens.value:
@@ -54,7 +60,7 @@ class LoadMeter(Observer):
         """Returns the load now; `known` are the fields that the caller counts."""
         self._forget(now)
         return Load(
-            arrivals_per_s=len(self._arrivals) / WINDOW_S,
+            arrivals_per_s=self._rate(now),
             prompt_tokens=self._prompt_tokens.value,
             new_tokens=self._new_tokens.value,
             prefill_tokens=self._prefill_tokens.value,
@@ -62,8 +68,17 @@ class LoadMeter(Observer):
             **known,  # type: ignore[arg-type]
         )
 
+    def _rate(self, now: float) -> float:
+        short_s, long_s = WINDOWS_S[0], min(WINDOWS_S[1], now - self._first_at)
+        newest = len(self._arrivals) - bisect_right(self._arrivals, now - short_s)
+        if long_s >= 2 * short_s:
+            expected = (len(self._arrivals) - newest) / (long_s - short_s) * short_s
+            if abs(newest - expected) <= SIGNIFICANT * math.sqrt(max(expected, newest)):
+                return len(self._arrivals) / long_s
+        return newest / short_s
+
     def _forget(self, now: float) -> None:
-        while self._arrivals and self._arrivals[0] <= now - WINDOW_S:
+        while self._arrivals and self._arrivals[0] <= now - WINDOWS_S[-1]:
             self._arrivals.popleft()
 
 

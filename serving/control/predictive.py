@@ -1,5 +1,6 @@
 """A controller that predicts what brownout gains, and uses the least that keeps both objectives."""
 
+import logging
 import math
 from collections import deque
 from collections.abc import Collection
@@ -35,6 +36,16 @@ ROOM = 1.1  # capacity over arrivals, then
 DRAIN_S = 0.25, 2.0
 """A queue should be gone in the time that a first token may take, but not in less or more."""
 QUEUE_PRICE = 20.0
+RISE_PER_S = 60.0  # of thresholds: the first half of brownout saves more than the second
+
+TOO_LATE = 0.1  # of first tokens, where their P90 was expected to be in time: the model is wrong
+CORRECTION, MOST_CORRECTION = 1.2, 3.0
+"""By what it takes a queue to be slower, once for every two intervals in which it is wrong; beyond
+the second Algorithm 2 decides for `DISTRUST_S`."""
+DISTRUST_S = 10.0
+
+logger = logging.getLogger(__name__)
+SURE = 1.0  # standard deviations by which the ITL objective's time for prefill steps is cut
 
 Curve = Float[np.ndarray, "K"]
 
@@ -58,7 +69,8 @@ class Predictive:
     late. First tokens come late where requests queue for a slot: thresholds of whole intervals
     (`decide`) are the cheapest under which slots come free as fast as requests arrive.
 
-    While it knows too little, or errs too much, Algorithm 2 decides.
+    Where first tokens come later than was expected it takes queues to be slower. While it knows too
+    little, or errs too much, Algorithm 2 decides.
     """
 
     def __init__(self, config: SalcConfig) -> None:
@@ -66,20 +78,52 @@ class Predictive:
         self._knows = self._helps = False
         self._price = 2.0
         self._gaps: deque[Gap] = deque()
+        self._percents, self._decided_at = np.zeros(2), -math.inf  # decided last, and when
+        self._ttft_s = math.nan  # expected then
+        self._correction, self._wrong_for, self._distrusted_until = 1.0, 0, -math.inf
 
     # ---- by interval ------------------------------------------------------------------------
 
     def decide(self, seen: Seen) -> Decision:
         """See Controller."""
-        self._knows = _knows_enough(seen)
+        self._correct(seen)
+        self._knows = _knows_enough(seen) and seen.now >= self._distrusted_until
         if not self._knows:
+            self._decided_at, self._ttft_s = -math.inf, math.nan
             return self._fallback.decide(seen)
         while self._gaps and self._gaps[0].at < seen.now - WINDOWS_S[-1]:
             self._gaps.popleft()
         newest = [gap for gap in self._gaps if gap.at >= seen.now - WINDOWS_S[0]]
         self._set_price(seen.decode, min(map(_late_unhelped, (newest, self._gaps))))
-        prefill, decode, ttft_s = _least_for_queue(seen.load, seen.times, seen.prefill.slo_s)
+        prefill, decode, ttft_s = _least_for_queue(
+            seen.load, seen.times, seen.prefill.slo_s, seen.decode.slo_s, self._correction
+        )
+        self._ttft_s = ttft_s
+        most = self._percents + RISE_PER_S * max(seen.now - self._decided_at, 0.0)
+        self._percents = np.minimum([prefill, decode], most)
+        self._decided_at = seen.now
+        prefill, decode = self._percents.tolist()
         return Decision(prefill, decode, ttft_s, _expected_p90_s(newest, seen.times.spread))
+
+    def _correct(self, seen: Seen) -> None:
+        """Compares the first tokens that came with what was expected of them."""
+        late, slo_s = seen.prefill.late_share, seen.prefill.slo_s
+        wrong = late is not None and late > TOO_LATE and self._ttft_s <= slo_s
+        self._wrong_for = self._wrong_for + 1 if wrong else 0
+        if not wrong:
+            self._correction = max(1.0, 0.95 * self._correction)
+        elif self._wrong_for % 2 == 0:
+            self._correction *= CORRECTION
+        if self._correction > MOST_CORRECTION:
+            self._correction, self._distrusted_until = 1.0, seen.now + DISTRUST_S
+            logger.warning(
+                "predictive: %.0f %% of first tokens come later than %.3g s, and %.3g s was "
+                "expected; algorithm2 decides for %g s",
+                100 * (late or 0.0),
+                slo_s,
+                self._ttft_s,
+                DISTRUST_S,
+            )
 
     def _set_price(self, decode: PhaseSeen, unhelped: float) -> None:
         late = decode.late_share or 0.0
@@ -133,7 +177,8 @@ def _knows_enough(seen: Seen) -> bool:
     return (
         times.num_observed >= MIN_SAMPLES
         and times.error <= MAX_ERROR
-        and all(map(times.knows, Phase))
+        and times.knows(Phase.PREFILL)
+        and (times.knows(Phase.DECODE) or seen.load.new_tokens <= 1)
         and seen.load.new_tokens > 0
     )
 
@@ -167,33 +212,67 @@ def _late(seconds: np.ndarray, slo_s: float, spread: float) -> np.ndarray:
     return ndtr(np.log(seconds / slo_s) / max(spread, 0.02))
 
 
-def _least_for_queue(
-    load: Load, times: StepTimeModel, ttft_slo_s: float
-) -> tuple[float, float, float]:
-    """Returns thresholds of prefill and decode under which slots are freed as fast as they are
-    needed, and the P90 TTFT that is expected then.
+class Queue(NamedTuple):
+    """What a pair of thresholds of the grid, of prefill and decode, makes of the load."""
 
-    A request holds its slot for as many gaps as it gets tokens; a gap is a decode step of all rows
-    and its share of the prefill steps.
+    capacity_per_s: Float[np.ndarray, "K K"]  # requests that it serves
+    slot_s: Float[np.ndarray, "K K"]  # until a request that arrives now has a slot
+    wait_s: Float[np.ndarray, "K K"]  # then, until the prompts ahead of it are computed
+    step_s: Float[np.ndarray, "K K"]  # of a prefill step and the decode step that follows
+
+
+def queue_of(load: Load, times: StepTimeModel, itl_slo_s: float) -> Queue:
+    """Returns what each pair of thresholds makes of the load.
+
+    When there is more to do than time, prefill steps are full, or have the prompts of the slots
+    that a full decode step frees, and as many follow one another as the ITL objective allows. So
+    each decode step has the rows of the requests that these began, N - 1 times, unless slots are
+    fewer. A request of P tokens costs its share of both: whichever of them is the load, at capacity
+    the device works a second a second. First tokens queue for slots and, whether or not slots are
+    free, behind the prompts ahead.
     """
-    prefill_s = _curve(times, Phase.PREFILL, max(load.prefill_tokens, 1.0), load.exempt_share)
-    decode_s = _curve(times, Phase.DECODE, load.max_running, load.exempt_share)
-    tokens_per_s = load.arrivals_per_s * load.prompt_tokens
-    busy = np.minimum(tokens_per_s / max(load.prefill_tokens, 1.0) * prefill_s, 0.9)
-    hold_s = load.new_tokens * decode_s[None, :] / (1 - busy[:, None])
-    capacity_per_s = load.max_running / hold_s
+    prompt = max(load.prompt_tokens, 1.0)
+    further = max(load.new_tokens - 1, 0.0)
+    freed = load.max_running / max(further, 1e-9)  # slots, by a decode step of a full batch
+    largest = float(times.largest(Phase.PREFILL))
+    tokens = max(min(prompt * freed, largest), load.prefill_tokens, 1.0)
+    per_step = tokens / prompt
+    prefill_s = _curve(times, Phase.PREFILL, tokens, load.exempt_share)
+    rows, in_a_row, decode_s = 1.0, 1.0, np.zeros_like(GRID_PERCENT)
+    if further and times.knows(Phase.DECODE):
+        room_s = itl_slo_s * math.exp(-SURE * times.spread) - times.expected_s(Phase.DECODE, 1)
+        in_a_row = max(room_s / prefill_s[0], 1.0)
+        rows = min(max(further * per_step * in_a_row, 1.0), load.max_running)
+        decode_s = _curve(times, Phase.DECODE, rows, load.exempt_share)
+    request_s = (prefill_s / per_step)[:, None] + (further / rows * decode_s)[None, :]
+    step_s = prefill_s[:, None] + decode_s[None, :]
+    ahead = (load.num_waiting + load.num_prefilling) / per_step
+    wait_s = ahead * (prefill_s[:, None] + decode_s[None, :] / in_a_row)
+    beyond = max(0, load.num_running + load.num_waiting - load.max_running)
+    return Queue(1 / request_s, beyond * request_s, wait_s, step_s)
+
+
+def _least_for_queue(
+    load: Load, times: StepTimeModel, ttft_slo_s: float, itl_slo_s: float, correction: float
+) -> tuple[float, float, float]:
+    """Returns the cheapest thresholds of prefill and decode under which requests are served as fast
+    as they arrive and those that wait get their first tokens in time, and the P90 TTFT that is
+    expected then. `correction` is how much slower than expected the queue has been.
+    """
+    queue = queue_of(load, times, itl_slo_s)
     there = load.num_running + load.num_waiting
-    queue = max(0, there - load.max_running)
     cost = load.prompt_tokens * PRICE_OF_GRID[:, None] + load.new_tokens * PRICE_OF_GRID[None, :]
     cost /= load.prompt_tokens + load.new_tokens
-    if there > NEARLY_FULL * load.max_running:
-        wanted_per_s = ROOM * load.arrivals_per_s + queue / min(
-            max(ttft_slo_s, DRAIN_S[0]), DRAIN_S[1]
-        )
-        cost += QUEUE_PRICE * np.maximum(0, wanted_per_s / capacity_per_s - 1)
-    row, column = np.unravel_index(np.argmin(cost), cost.shape)
+    used = correction * load.arrivals_per_s / queue.capacity_per_s
+    first_s = correction * (queue.wait_s + queue.step_s)
+    if max(there / load.max_running, used[0, 0]) > NEARLY_FULL or first_s[0, 0] > ttft_slo_s / 2:
+        late_s = np.maximum(queue.slot_s, first_s - ttft_slo_s / 2)
+        drain_s = min(max(ttft_slo_s, DRAIN_S[0]), DRAIN_S[1])
+        cost += QUEUE_PRICE * np.maximum(0, ROOM * used + np.maximum(late_s, 0) / drain_s - 1)
+    at = np.unravel_index(np.argmin(cost), cost.shape)
     company_s = 0.0
     if load.company is not None:
-        company_s = min(load.company.wait_s, load.company.tokens / max(tokens_per_s, 1e-9))
-    ttft_s = company_s + prefill_s[row] + decode_s[column] + queue / capacity_per_s[row, column]
-    return float(GRID_PERCENT[row]), float(GRID_PERCENT[column]), float(ttft_s)
+        tokens_per_s = max(load.arrivals_per_s * load.prompt_tokens, 1e-9)
+        company_s = min(load.company.wait_s, load.company.tokens / tokens_per_s)
+    ttft_s = company_s + first_s[at] + correction * queue.slot_s[at]
+    return float(GRID_PERCENT[at[0]]), float(GRID_PERCENT[at[1]]), float(ttft_s)

@@ -344,6 +344,7 @@ class SloAnalyser:
                 now,
                 num_running=running,
                 num_waiting=of_class.num_queued,
+                num_prefilling=of_class.num_prefilling,
                 max_running=max_running,
                 company=self._pace.company(self.ttft_slo_s, running) if in_company else None,
             )

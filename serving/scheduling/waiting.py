@@ -17,6 +17,7 @@ class QueuedClass(NamedTuple):
     slots_taken: bool = False
     num_queued: int = 0  # without a slot
     num_running: int = 0  # with one
+    num_prefilling: int = 0  # of these, without a first token
 
     @classmethod
     def of(
@@ -27,7 +28,7 @@ class QueuedClass(NamedTuple):
         now: float,
     ) -> Self:
         """Summarizes a class whose sequences wait in `queue` or have a slot (`running`)."""
-        begun = (s for s in running if s.status is SequenceStatus.PREFILL)
+        begun = [s for s in running if s.status is SequenceStatus.PREFILL and not s.tokens]
         arrived_at = [s.arrived_at for s in (*queue, *begun) if not s.tokens]
         oldest_s = max((now - at for at in arrived_at), default=0.0)
-        return cls(oldest_s, len(queue) > num_free_slots, len(queue), len(running))
+        return cls(oldest_s, len(queue) > num_free_slots, len(queue), len(running), len(begun))

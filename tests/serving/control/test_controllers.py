@@ -54,8 +54,8 @@ LOAD = Load(
 )
 
 
-def seen(load=LOAD, times=TIMES, late=0.0, now=0.0, p90_s=None):
-    prefill = PhaseSeen(100.0, 0.1, p90_s, late)
+def seen(load=LOAD, times=TIMES, late=0.0, now=0.0, p90_s=None, late_first=0.0):
+    prefill = PhaseSeen(100.0, 0.1, p90_s, late_first)
     return Seen(now, prefill, PhaseSeen(100.0, ITL_SLO_S, p90_s, late), load, times)
 
 
@@ -189,7 +189,7 @@ def test_with_a_full_batch_slots_come_free_as_fast_as_requests_arrive():
     assert decision.prefill_percent == 100
     # Not more than it takes.
     less = decision._replace(decode_percent=decision.decode_percent + 10)
-    assert capacity_per_s(less, load) < 60 * ROOM
+    assert capacity_per_s(less, load) <= 60 * ROOM + 1e-9
 
 
 def test_a_queue_takes_more_and_is_expected_to_be_waited_for():
@@ -199,6 +199,80 @@ def test_a_queue_takes_more_and_is_expected_to_be_waited_for():
     )
     assert queued.decode_percent < before.decode_percent
     assert queued.ttft_p90_s >= 8 / capacity_per_s(queued, load)
+
+
+PROMPTS = LOAD._replace(
+    num_running=4,
+    arrivals_per_s=60.0,
+    prompt_tokens=100.0,
+    new_tokens=2.0,
+    prefill_tokens=128.0,
+)
+"""Prompts are the load: a full prefill step, of 1.28 of them, takes 22.8 ms, and 16.4 with all
+brownout; a decode step of the few rows that they leave takes one or two."""
+
+
+def test_where_prompts_are_the_load_prefill_is_browned_though_slots_are_free():
+    """At 100 they are served at 1.28 / 22.8 ms = 56 a second, less what decode takes."""
+    prefill, decode, ttft_s, _ = Predictive(CONFIG).decide(seen(PROMPTS))
+    assert prefill < 60
+    assert ttft_s < 0.05
+    calm = PROMPTS._replace(arrivals_per_s=20.0)
+    assert Predictive(CONFIG).decide(seen(calm))[:2] == (100, 100)
+    one = PROMPTS._replace(new_tokens=1.0)
+    assert prefill < Predictive(CONFIG).decide(seen(one)).prefill_percent < 100
+    assert decode <= 100
+
+
+def test_first_tokens_wait_for_the_prompts_ahead_though_slots_are_free():
+    waiting = PROMPTS._replace(arrivals_per_s=20.0, num_waiting=12)
+    begun = PROMPTS._replace(arrivals_per_s=20.0, num_running=12, num_prefilling=12)
+    for load in (waiting, begun):
+        decision = Predictive(CONFIG).decide(seen(load))
+        # Twelve prompts are 9.4 full steps: 0.21 s without brownout, 0.15 with all of it.
+        assert decision.prefill_percent < 70
+        assert 0.14 < decision.ttft_p90_s < 0.25
+
+
+def test_prefill_alone_needs_no_decode_step_to_be_known():
+    times = StepTimeModel()
+    for number in range(120):
+        size, percent = (16, 32, 64, 128)[number % 4], (0, 50, 100)[number // 4 % 3]
+        times.observe(Phase.PREFILL, size, percent, seconds(Phase.PREFILL, size, percent))
+    load = PROMPTS._replace(new_tokens=1.0)
+    assert Predictive(CONFIG).decide(seen(load, times)).prefill_percent < 100
+
+
+def test_thresholds_rise_by_sixty_points_a_second():
+    controller = Predictive(CONFIG)
+    controller.decide(seen(PROMPTS._replace(num_waiting=30)))
+    found = [controller.decide(seen(now=0.25 * n)).prefill_percent for n in range(1, 9)]
+    assert found == sorted(found)
+    assert found[0] == pytest.approx(15.0)
+    assert found[-1] == 100
+
+
+def test_where_first_tokens_come_later_than_expected_queues_count_as_slower(caplog):
+    """By a fifth every other interval; beyond three times as slow, Algorithm 2 decides for 10 s."""
+    controller, steady = Predictive(CONFIG), PROMPTS._replace(arrivals_per_s=35.0)
+    assert controller.decide(seen(steady)).prefill_percent == 100
+    late = [
+        controller.decide(seen(steady, now=0.25 * n, late_first=0.5)).prefill_percent
+        for n in range(1, 14)
+    ]
+    assert late[0] == 100
+    assert late[-1] < 30
+    assert late == sorted(late, reverse=True)
+    assert not caplog.records
+    mended = [controller.decide(seen(steady, now=4 + 0.25 * n)).prefill_percent for n in range(40)]
+    assert mended[-1] == 100
+    for n in range(60):
+        controller.decide(seen(steady, now=20 + 0.25 * n, late_first=0.5))
+        if caplog.records:
+            break
+    assert "50 % of first tokens come later than 0.1 s" in caplog.text
+    assert math.isnan(controller.decide(seen(steady, now=30.0)).ttft_p90_s)
+    assert not math.isnan(controller.decide(seen(steady, now=60.0)).ttft_p90_s)
 
 
 # -- when it knows too little --------------------------------------------------------------------
@@ -438,14 +512,23 @@ def test_an_operator_reads_the_mean_of_steps_with_thresholds_of_their_own():
 
 def test_the_load_is_that_of_the_last_second_and_of_what_it_was_made_of():
     meter = LoadMeter()
-    for number in range(30):
-        meter.request_admitted(sequence_of([1] * 10), 0.1 * number)
-    meter.request_admitted(sequence_of([1] * 99, priority=Priority.BEST_EFFORT), 2.9)
-    load = meter.load(2.9, num_running=3)
+    for number in range(15):
+        meter.request_admitted(sequence_of([1] * 10), 0.1 * number - 0.01)
+    meter.request_admitted(sequence_of([1] * 99, priority=Priority.BEST_EFFORT), 1.4)
+    load = meter.load(1.4, num_running=3)
     assert load.arrivals_per_s == 10
     assert load.prompt_tokens == 10
     assert (load.num_running, load.new_tokens) == (3, 0)
     assert meter.load(10.0).arrivals_per_s == 0
+
+
+def test_a_rate_is_that_of_four_seconds_unless_the_last_differs_by_more_than_chance():
+    meter = LoadMeter()
+    for second, count in enumerate([20, 20, 20, 26, 20, 60]):
+        for number in range(count):
+            meter.request_admitted(sequence_of([1]), second + (number + 0.5) / count)
+        rate = meter.load(second + 1.0).arrivals_per_s
+        assert rate == {0: 20, 4: 86 / 4, 5: 60}.get(second, rate)
 
 
 def test_means_are_of_steps_with_latency_sensitive_rows():
