@@ -258,14 +258,10 @@ def op_sizes(*, dry: bool) -> Any:
 
 
 def op_cases(*, dry: bool) -> list[Any]:
-    """Returns the kernel cases, those that move least first; layers are left to the steps."""
+    """Returns the kernel cases, those that move least first."""
     from benchmarks.kernels.cases import all_cases
 
-    found = [
-        case
-        for case in all_cases(op_sizes(dry=dry))
-        if not case.op.endswith("_layer") and case.skew != "uniform"
-    ]
+    found = [case for case in all_cases(op_sizes(dry=dry)) if case.skew != "uniform"]
     return sorted(found, key=lambda c: (c.op.startswith("grouped_gemm"), c.tokens, c.name))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "torch", "triton", "tokamax", "vllm")
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "torch", "triton")
 
 
 def device_folder(kind: str) -> Path:

@@ -6,7 +6,7 @@ is taken for granted. `python -m benchmarks.kernels.roofline` prints all of it.
 """
 
 from benchmarks.kernels.cases import Case, Sizes
-from benchmarks.kernels.roofline import attention, gemm, layers, small
+from benchmarks.kernels.roofline import attention, gemm, small
 from benchmarks.kernels.roofline.parts import Kernel, Prediction
 
 __all__ = ["Kernel", "Prediction", "predict"]
@@ -22,8 +22,4 @@ def predict(case: Case, sizes: Sizes) -> Prediction:
         return attention.prefill(case, sizes.page_size)
     if case.op == "routing":
         return small.routing(case)
-    if case.op == "kv_write":
-        return small.kv_write(case)
-    if case.op == "moe_layer":
-        return layers.moe_layer(case)
-    return layers.decode_layer(case, sizes.page_size)
+    return small.kv_write(case)

@@ -214,11 +214,8 @@ def products(case: Case, shape: Shape, weight_bytes: int) -> list[Product]:
     ]  # fmt: skip
 
 
-@lru_cache(maxsize=512)  # which layers ask for again
-def predict(case: Case, within: str = "op") -> Prediction:
-    """Predicts `grouped_gemm` and `grouped_gemm_fp8`. `within` says whose launches count: those of
-    the "op" alone, or of a "layer".
-    """
+def predict(case: Case) -> Prediction:
+    """Predicts `grouped_gemm` and `grouped_gemm_fp8`."""
     shape, tokens = case.shape, case.tokens
     weight_bytes = 1 if case.op == "grouped_gemm_fp8" else 2
     rows = rows_of_experts(shape, tokens, case.skew or "uniform")
@@ -235,7 +232,7 @@ def predict(case: Case, within: str = "op") -> Prediction:
     return joined(
         count,
         [
-            *small("tile map", h200.TILE_MAP_LAUNCHES[within]),
+            *small("tile map", h200.TILE_MAP_LAUNCHES),
             outside("gather", gathered, h200.GEMM_LAUNCHES["gather"]),
             up.kernel(),
             down.kernel(),

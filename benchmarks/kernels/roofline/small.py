@@ -71,11 +71,9 @@ def routing_bytes(case: Case) -> int:
     return 4 * rows * m + visits + 4 * sorted_rows + 4 * 4 * logical + m
 
 
-def routing(case: Case, within: str = "op") -> Prediction:
+def routing(case: Case) -> Prediction:
     """Predicts `routing`: one launch and some of XLA's, or XLA's alone where the kernel does not
     take the rows. A block takes more than 512 rows in turns of 64.
-
-    `within` says whose launches count: the "op" alone, or what a "layer" needs of it.
     """
     m, k, rows = case.shape.num_experts, case.shape.top_k, case.tokens
     logical = m + -(-m // WAY)
@@ -89,7 +87,7 @@ def routing(case: Case, within: str = "op") -> Prediction:
     if not taken(supports, logits, groups, slots):
         # The comparisons of visits with each other and with experts stay in registers or L2;
         # a stable sort of the visits goes over them a few times.
-        launches = h200.ROUTE_REFERENCE_LAUNCHES[within]
+        launches = h200.ROUTE_REFERENCE_LAUNCHES
         losses = {
             LAUNCHES: launches * h200.KERNEL_US,
             "sort of visits": h200.copy_us(8 * 2 * 4 * rows * k),
@@ -108,7 +106,7 @@ def routing(case: Case, within: str = "op") -> Prediction:
         waves=blocks / h200.NUM_SMS,
         in_flight=4 * min(rows, ROWS) * m,
     )
-    rest = small("results in other forms", h200.ROUTE_LAUNCHES[within])
+    rest = small("results in other forms", h200.ROUTE_LAUNCHES)
     return joined(count, [kernel, *rest])
 
 
