@@ -1,8 +1,8 @@
 """What each case of the kernel benchmark should take on an H200, by arithmetic, and why not less.
 
-`predict` counts bytes, operations, waves and bytes in flight with the tile that the op chooses, and
-adds up losses from the floor to an expected time. Nothing here is measured: `assumptions` has what
-is taken for granted. `python -m benchmarks.kernels.roofline` prints all of it.
+`predict` counts bytes and operations with the tile that the op chooses, and adds up losses from the
+floor to an expected time. Nothing here is measured: `assumptions` has what is taken for granted.
+`python -m benchmarks.kernels.roofline` prints all of it.
 """
 
 from benchmarks.kernels.cases import Case, Sizes

@@ -149,8 +149,3 @@ def wgmma_cycles(columns: float, registers: bool = False) -> float:
     """
     operands = columns + (0 if registers else 64)
     return max(columns * 2048 / FLOPS_PER_CLOCK, operands * 32 / SMEM_BYTES_PER_CLOCK)
-
-
-def little_bytes() -> float:
-    """Returns the bytes in flight that a multiprocessor's share of the memory's rate asks for."""
-    return 1e6 * COPY_TB_S * TRIP_US / NUM_SMS

@@ -99,14 +99,7 @@ def _attend(case: Case, sizes: common.Sizes) -> Kernel:
         (TAIL, max(min(longest, streaming + h200.TRIP_US), waves * run_us)),
     ]
     # One after the other: lengths, the page's id, the page; and the piece on its way out.
-    return Kernel(
-        "paged_attention",
-        floor_us,
-        {**ladder(floor_us, steps), **fixed(trips=4)},
-        blocks=sizes.num_blocks,
-        waves=active / at_once,
-        in_flight=_resident(sizes) * sizes.stages * tile_bytes,
-    )
+    return Kernel("paged_attention", floor_us, {**ladder(floor_us, steps), **fixed(trips=4)})
 
 
 def pieces_of_cut_segments(case: Case, sizes: common.Sizes) -> np.ndarray:
@@ -133,14 +126,7 @@ def _merge(case: Case, sizes: common.Sizes) -> Kernel:
         MERGE: h200.copy_us(float(pieces.sum()) * piece_bytes) + trips,
         LAUNCHES: h200.KERNEL_US,
     }
-    return Kernel(
-        "paged_attention_merge",
-        0.0,
-        losses,
-        blocks=grid.num_blocks,
-        waves=grid.num_blocks / at_once,
-        in_flight=h200.BLOCKS_PER_SM * grid.width * grid.lines * 4 * sizes.line,
-    )
+    return Kernel("paged_attention_merge", 0.0, losses)
 
 
 # ---- Prefill ----
@@ -212,14 +198,7 @@ def _prefill(case: Case) -> Kernel:
     ]
     losses = ladder(floor_us, times)
     losses |= {FILL: 3 * h200.IDLE_TRIP_US, LAUNCHES: h200.KERNEL_US}
-    return Kernel(
-        "prefill_attention",
-        floor_us,
-        losses,
-        blocks=h200.NUM_SMS,
-        waves=len(steps) / h200.NUM_SMS,
-        in_flight=tile.stages * tile.block_kv * d * 2,
-    )
+    return Kernel("prefill_attention", floor_us, losses)
 
 
 def _dealt(num_items: int) -> np.ndarray:

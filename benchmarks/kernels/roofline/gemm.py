@@ -66,12 +66,6 @@ class Product(NamedTuple):
         return -(-self.columns // (self.gemm.parts * self.gemm.columns))
 
     @property
-    def stage_bytes(self) -> int:
-        """Of the pipeline: rows of the widest kind, and weights."""
-        columns = self.gemm.parts * self.gemm.columns
-        return self.gemm.block_k * (2 * self.tile.widths[-1] + columns * self.weight_bytes)
-
-    @property
     def matrix_bytes(self) -> int:
         """Weights of one expert."""
         return self.k * self.columns * self.weight_bytes
@@ -185,14 +179,7 @@ class Product(NamedTuple):
         steps.append((EPILOGUE, mean_us(local)))
         busiest = np.bincount(np.arange(len(local)) % self.workers, local, self.workers).max()
         steps.append((TAIL, max(_us(float(busiest)), self.streamed_us(again, len(local)))))
-        return Kernel(
-            self.name,
-            floor_us,
-            {**ladder(floor_us, steps), **fixed()},
-            blocks=self.workers * self.tile.cluster,
-            waves=len(local) / self.workers,
-            in_flight=self.gemm.stages * self.stage_bytes,
-        )
+        return Kernel(self.name, floor_us, {**ladder(floor_us, steps), **fixed()})
 
 
 def _us(cycles: float) -> float:

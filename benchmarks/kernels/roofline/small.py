@@ -51,15 +51,7 @@ def kv_write(case: Case) -> Prediction:
         steps.append((TAIL, max(waves * of_block_us, floor_us) + min(last, of_block_us)))
     losses = {**ladder(floor_us, steps), **fixed(trips=2)}
     losses[LATENCY] = losses.get(LATENCY, 0.0) + change_us
-    kernel = Kernel(
-        "kv_write",
-        floor_us,
-        losses,
-        blocks=rows,
-        waves=waves,
-        in_flight=min(resident, -(-rows // h200.NUM_SMS)) * row_bytes,
-    )
-    return joined(count, [kernel])
+    return joined(count, [Kernel("kv_write", floor_us, losses)])
 
 
 def routing_bytes(case: Case) -> int:
@@ -98,14 +90,7 @@ def routing(case: Case) -> Prediction:
     compute_us = turns * each
     # In, once a turn, and out; and twice, where blocks meet, out and in again.
     trips = 1 + turns + (4 if blocks > 1 else 0)
-    kernel = Kernel(
-        "routing",
-        floor_us,
-        {INSTRUCTIONS: compute_us, **fixed(trips)},
-        blocks=blocks,
-        waves=blocks / h200.NUM_SMS,
-        in_flight=4 * min(rows, ROWS) * m,
-    )
+    kernel = Kernel("routing", floor_us, {INSTRUCTIONS: compute_us, **fixed(trips)})
     rest = small("results in other forms", h200.ROUTE_LAUNCHES)
     return joined(count, [kernel, *rest])
 
