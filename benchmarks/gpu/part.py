@@ -7,8 +7,9 @@ them import may import jax.
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -73,6 +74,13 @@ RunCase = Callable[[Case], dict[str, Any]]
 """Runs a case and returns the fields of its record. `failed` among them, or an exception, marks a
 failure.
 """
+
+
+def alone(
+    run: Callable[[Context, Case], dict[str, Any]],
+) -> Callable[[Context], AbstractContextManager[RunCase]]:
+    """Returns the session of a part whose cases share nothing: `run` runs one."""
+    return lambda context: nullcontext(partial(run, context))
 
 
 class Part(Protocol):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.mesh import core, synchronous
-from benchmarks.mesh.asynchronous import UNLIMITED, Run, Simulation, System, Traffic
+from benchmarks.mesh.asynchronous import UNLIMITED, Run, Simulation, System
 from benchmarks.mesh.rates import A100, H200
 from benchmarks.mesh.routing import Routing, draw_routing, exponential, place, zipf
 from jmoe.parallel.asynchronous import Overheads, collective_s
@@ -145,7 +145,7 @@ def play(
 
     `begin_s` is a guess of an iteration's time.
     """
-    simulation = Simulation(system, Traffic(in_flight), pickers)
+    simulation = Simulation(system, in_flight, pickers)
     numbers, passed = simulation.state.numbers, 0.0
     while numbers[core.PRODUCED] < warm * in_flight:
         passed += begin_s

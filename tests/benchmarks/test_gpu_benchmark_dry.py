@@ -295,8 +295,6 @@ def test_both_legs_of_a_burst_have_the_same_arrivals_and_objectives(context, sha
         2 * brownout["steady_rate_per_s"], rel=1e-3
     )
     assert report.main(folder, DRY) == 0
-    for name in ("figure-throughput.png", "figure-burst-tiny.png"):
-        assert (folder / name).stat().st_size > 10_000
 
 
 def test_a_leg_without_its_calibration_says_so(context, server, tmp_path):
