@@ -49,6 +49,13 @@ class Context:
         """Returns a stored record of the same sources that did not fail; None without one."""
         return self.kept.records(part).get(name) if self.kept.has(part, name) else None
 
+    def needed(self, part: str, name: str) -> dict[str, Any]:
+        """Returns the same; raises RuntimeError without one."""
+        found = self.record(part, name)
+        if found is None:
+            raise RuntimeError(f"{part} {name} is not measured; run its case first")
+        return found
+
 
 PLANT = "JMOE_GPU_PLANT"
 """Environment variable: PART/CASE=hang or =abort, of `light` also =wrong, with commas; to test the

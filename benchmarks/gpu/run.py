@@ -31,7 +31,6 @@ PARTS = (
     "priority",
     "family",
     "mesh",
-    "transformers",
     "startup",
     "distill",
 )

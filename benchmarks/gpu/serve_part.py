@@ -20,7 +20,7 @@ from benchmarks.gpu.sizes import SETTINGS, ZERO, Mix, Setting, Sizes
 from serving.bench.calibrate import full_batch
 from serving.bench.loadgen import play, saturate
 from serving.bench.results import Run
-from serving.bench.workload import poisson_times, schedule
+from serving.bench.workload import Arrival, poisson_times, schedule
 
 DEPENDS = (*ENGINE, "benchmarks/gpu/serve_part.py")
 START_S = 150.0  # cold; a third of it with compiled programs at hand
@@ -28,7 +28,7 @@ PERCENTILES = (50, 90, 99)
 
 
 def cases(sizes: Sizes) -> list[Case]:
-    """Returns capacities, points from the highest load down, and offline runs."""
+    """Returns capacities, then points from the highest load down."""
     point_s = sizes.ramp_s + sizes.window_s + 4
     found = [
         Case(f"capacity/{m.name}", sizes.capacity_s + 15, _about(m, ZERO)) for m in sizes.mixes
@@ -43,11 +43,6 @@ def cases(sizes: Sizes) -> list[Case]:
         for mix in sizes.mixes
         for setting in SETTINGS
     ]
-    found += [
-        Case(f"offline/{mix.name}/{setting.name}", 30.0, _about(mix, setting))
-        for mix in sizes.mixes
-        for setting in (ZERO, SETTINGS[-1])
-    ]
     return found
 
 
@@ -59,7 +54,7 @@ def _about(mix: Mix, setting: Setting) -> dict[str, Any]:
 @contextmanager
 def session(context: Context) -> Iterator[RunCase]:
     """Starts one server for all cases of a call and yields what runs a case on it."""
-    kinds = {"capacity": capacity, "point": _point, "offline": _offline}
+    kinds = {"capacity": capacity, "point": _point}
     with live(context, "serve") as server:
 
         def run(case: Case) -> dict[str, Any]:
@@ -102,15 +97,11 @@ async def capacity(context: Context, server: Live, case: Case) -> dict[str, Any]
 async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
     """Plays one rate under one setting."""
     sizes, mix = context.sizes, _mix(case)
-    full = context.record("serve", f"capacity/{mix.name}")
-    if full is None:
-        raise RuntimeError(f"the capacity of {mix.name} is not measured; run its case first")
+    full = context.needed("serve", f"capacity/{mix.name}")
     rate = case.about["load"] * full["figures"]["requests_s"]
     duration_s = sizes.ramp_s + sizes.window_s
     await server.use(_setting(case))
-    times = poisson_times(int(rate * duration_s * 1.2) + 20, rate, sizes.seed)
-    times = [at for at in times if at < duration_s]
-    arrivals = schedule(requests(sizes, mix, len(times)), times)
+    arrivals = arriving(sizes, mix, rate, duration_s)
     probes: list[dict[str, Any]] = []
 
     async def probe_at(at_s: float) -> None:
@@ -140,24 +131,11 @@ async def _point(context: Context, server: Live, case: Case) -> dict[str, Any]:
     }
 
 
-async def _offline(context: Context, server: Live, case: Case) -> dict[str, Any]:
-    """Plays all requests at once, a batch in flight at most, as the `transformers` part does."""
-    sizes, mix = context.sizes, _mix(case)
-    samples = requests(sizes, mix, sizes.transformers_requests)
-    await server.use(_setting(case))
-    run = await play(server.client, samples, time_limit_s=300, max_concurrency=sizes.batch)
-    failed = [r for r in run.records if not r.ok]
-    if failed:
-        raise RuntimeError(f"{len(failed)} requests failed: {failed[0].code} {failed[0].error}")
-    tokens = sum(len(r.token_s) for r in run.records)
-    return {
-        "figures": {
-            "requests": len(samples),
-            "output_tokens": tokens,
-            "duration_s": run.duration_s,
-            "output_tokens_s": tokens / run.duration_s,
-        }
-    }
+def arriving(sizes: Sizes, mix: Mix, rate_s: float, duration_s: float) -> list[Arrival]:
+    """Returns requests that arrive by Poisson's law for `duration_s`, the same ones every time."""
+    times = poisson_times(int(rate_s * duration_s * 1.2) + 20, rate_s, sizes.seed)
+    times = [at for at in times if at < duration_s]
+    return schedule(requests(sizes, mix, len(times)), times)
 
 
 def window(run: Run, start_s: float, end_s: float) -> dict[str, Any]:
