@@ -34,8 +34,6 @@ class Run(NamedTuple):
 
     tokens_per_s: float
     itl_s: float  # mean
-    attention_busy: float  # share of the time, mean over workers
-    experts_busy: float
 
 
 def make_state(system: System, num_sequences: int, seed: int) -> State:
@@ -137,15 +135,9 @@ class Simulation:
         """Plays `warm_s`, and then `for_s` for figures."""
         s = self.state
         self.play(float(s.seconds[core.NOW]) + warm_s)
-        before, busy, sums = s.numbers.copy(), s.busy_s.copy(), s.seconds.copy()
+        before, sums = s.numbers.copy(), s.seconds.copy()
         self.play(float(sums[core.NOW]) + for_s)
         num_itls = int((s.numbers - before)[core.NUM_ITL])
         itl_s = float((s.seconds - sums)[core.ITL_SUM]) / num_itls if num_itls else np.nan
-        shares, ours = (s.busy_s - busy) / for_s, self.costs.num_attention
-        return Run(
-            # Waves pass: Little's law counts better than a window does.
-            self.in_flight / itl_s,
-            itl_s,
-            float(shares[:ours].mean()),
-            float(shares[ours:].mean()),
-        )
+        # Waves pass: Little's law counts better than a window does.
+        return Run(self.in_flight / itl_s, itl_s)

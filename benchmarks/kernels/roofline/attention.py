@@ -20,7 +20,6 @@ from benchmarks.kernels.roofline.parts import (
     Prediction,
     by_reference,
     fixed,
-    joined,
     ladder,
     small,
     taken,
@@ -58,7 +57,7 @@ def decode(case: Case, page_size: int) -> Prediction:
     if _resident(sizes) < planned:
         note = f"shared memory holds {_resident(sizes)} of {planned} planned blocks"
     plan = small("plan of the step", h200.DECODE_PLAN_LAUNCHES)
-    return joined(count, [*plan, _attend(case, sizes), _merge(case, sizes)], note)
+    return Prediction(count, [*plan, _attend(case, sizes), _merge(case, sizes)], note)
 
 
 def _resident(sizes: common.Sizes) -> int:
@@ -139,7 +138,7 @@ def prefill(case: Case, page_size: int) -> Prediction:
     if not taken(partial(prefill_kernel.supports, scale=1.0), q, pages, pages):
         return by_reference(count)
     plan = small("plan of the step", h200.PREFILL_PLAN_LAUNCHES)
-    return joined(count, [*plan, _prefill(case)])
+    return Prediction(count, [*plan, _prefill(case)])
 
 
 def steps_of_tiles(case: Case) -> np.ndarray:

@@ -18,7 +18,6 @@ from benchmarks.kernels.roofline.parts import (
     Prediction,
     by_reference,
     fixed,
-    joined,
     ladder,
     outside,
     small,
@@ -216,7 +215,7 @@ def predict(case: Case) -> Prediction:
     visits = tokens * shape.top_k * shape.d_model * down.out_bytes
     gathered = 2 * shape.d_model * (sorted_rows + up.tile.block_t + tokens)
     combined = 4 * tokens * shape.d_model + (visits if visits > h200.L2_BYTES / 2 else 0)
-    return joined(
+    return Prediction(
         count,
         [
             *small("tile map", h200.TILE_MAP_LAUNCHES),

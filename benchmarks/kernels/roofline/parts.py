@@ -43,7 +43,7 @@ class Prediction:
     """Arithmetic for one case on an H200: nothing in it was measured."""
 
     count: Count  # what no version of the op can do without
-    kernels: tuple[Kernel, ...]
+    kernels: Sequence[Kernel]
     note: str = ""
 
     @property
@@ -142,9 +142,4 @@ def by_reference(count: Count) -> Prediction:
     """Returns the floor and one launch: XLA's references have no model here."""
     floor_us = max(h200.copy_us(count.bytes), h200.product_us(count.flops))
     kernel = Kernel("XLA reference", floor_us, {LAUNCHES: h200.KERNEL_US})
-    return Prediction(count, (kernel,), "no kernel takes these sizes: the floor and one launch")
-
-
-def joined(count: Count, kernels: Sequence[Kernel], note: str = "") -> Prediction:
-    """Returns the prediction of an op made of these kernels."""
-    return Prediction(count, tuple(kernels), note)
+    return Prediction(count, [kernel], "no kernel takes these sizes: the floor and one launch")

@@ -17,7 +17,6 @@ from benchmarks.kernels.roofline.parts import (
     Prediction,
     by_reference,
     fixed,
-    joined,
     ladder,
     small,
     taken,
@@ -51,7 +50,7 @@ def kv_write(case: Case) -> Prediction:
         steps.append((TAIL, max(waves * of_block_us, floor_us) + min(last, of_block_us)))
     losses = {**ladder(floor_us, steps), **fixed(trips=2)}
     losses[LATENCY] = losses.get(LATENCY, 0.0) + change_us
-    return joined(count, [Kernel("kv_write", floor_us, losses)])
+    return Prediction(count, [Kernel("kv_write", floor_us, losses)])
 
 
 def routing_bytes(case: Case) -> int:
@@ -85,14 +84,14 @@ def routing(case: Case) -> Prediction:
             "sort of visits": h200.copy_us(8 * 2 * 4 * rows * k),
             FILL: 2 * launches * h200.IDLE_TRIP_US,
         }
-        return joined(count, [Kernel("XLA reference", floor_us, losses, launches)])
+        return Prediction(count, [Kernel("XLA reference", floor_us, losses, launches)])
     each = instructions(m, k, logical) * h200.CYCLES_PER_INSTRUCTION / h200.CLOCK_GHZ / 1e3
     compute_us = turns * each
     # In, once a turn, and out; and twice, where blocks meet, out and in again.
     trips = 1 + turns + (4 if blocks > 1 else 0)
     kernel = Kernel("routing", floor_us, {INSTRUCTIONS: compute_us, **fixed(trips)})
     rest = small("results in other forms", h200.ROUTE_LAUNCHES)
-    return joined(count, [kernel, *rest])
+    return Prediction(count, [kernel, *rest])
 
 
 def instructions(m: int, k: int, logical: int) -> float:
