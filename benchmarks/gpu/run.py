@@ -31,6 +31,7 @@ PARTS = (
     "priority",
     "family",
     "mesh",
+    "transformers",
     "startup",
     "distill",
 )
